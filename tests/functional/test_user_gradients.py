@@ -265,6 +265,15 @@ def test_what_autograd_gives_for_gathered_weights_is_refused() -> None:
     assert max(found) < 2e-6
 
 
+@on_ranks(2)
+def test_gradients_of_a_unit_with_a_hook_on_reduced_ones_cannot_be_asked_for() -> None:
+    model, _ = rooted()
+    sharded = model.head.weight
+    model.set_all_reduce_hook(lambda gradient: gradient.mul_(2))
+    with pytest.raises(StateError, match=r"torch\.autograd\.grad or backward\(inputs=\.\.\.\) .* set_all_reduce_hook"):
+        torch.autograd.grad(loss_of(model, dist.get_rank()), [sharded])
+
+
 def _raise(gradient: torch.Tensor) -> None:
     raise RuntimeError("a user's hook")
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,8 +25,8 @@ from dbuffer.dtensor.placed_tensor import PlacedTensor
 from dbuffer.mesh import MeshAxis
 from dbuffer.placements import BufferPlacement
 from dbuffer.storage import FlatStorage
+from megatron_fsdp.build.invariant_exchange import Cut, ExchangePlan, cut_order, gather_turns, piece_of
 from megatron_fsdp.errors import StateError
-from megatron_fsdp.runtime.grads.invariant_exchange import Cut, ExchangePlan, cut_order, gather_turns, piece_of
 from megatron_fsdp.runtime.grads.last_reduction import LastReduction
 from megatron_fsdp.runtime.grads.packed_gradients import PackedGradients
 from megatron_fsdp.runtime.grads.shown_grads import ShownGrads
@@ -82,18 +81,16 @@ class BinaryCounter:
 
     def push(self, *leaves: torch.Tensor | None) -> None:
         """Add the next tensors, 1-D; None stands for zeros."""
+        self._has_zeros = self._has_zeros or any(leaf is None for leaf in leaves)
         left = list(leaves)[::-1]
         while left:
             leaf = left.pop()
-            self._has_zeros |= leaf is None
             if self.count & 1:
-                self._carry(self._added(self._levels.pop(0), leaf), 1)
+                self._carry(self._merged(self._levels.pop(0), leaf), 1)
             elif left:
-                other = left.pop()
-                self._has_zeros |= other is None
-                self._carry(self._sum_of(leaf, other), 2)
+                self._carry(self._merged(leaf, left.pop()), 2)
             else:
-                self._levels[0] = None if leaf is None else self._copied(leaf)
+                self._levels[0] = self._merged(None, leaf)
                 self.count += 1
 
     def _carry(self, carried: FlatStorage | None, num_leaves: int) -> None:
@@ -102,29 +99,25 @@ class BinaryCounter:
         # Of the pair's number the bits that carried.
         level, number = 1, (self.count >> 1) - 1
         while number & 1:
-            held = self._levels.pop(level)
-            if held is not None and carried is not None:
-                held.tensor.add_(carried.tensor)
-                self._free.append(carried)
-            carried = carried if held is None else held
+            carried = self._merged(self._levels.pop(level), carried)
             level, number = level + 1, number >> 1
         self._levels[level] = carried
 
-    def _sum_of(self, first: torch.Tensor | None, second: torch.Tensor | None) -> FlatStorage | None:
+    def _merged(
+        self, first: FlatStorage | torch.Tensor | None, second: FlatStorage | torch.Tensor | None
+    ) -> FlatStorage | None:
+        """Return the sum of two, in the memory of the first that has some; leaves stay as they are."""
         if first is None or second is None:
-            leaf = second if first is None else first
-            return None if leaf is None else self._copied(leaf)
-        if first.dtype is not self._dtype:
-            return self._added(self._copied(first), second)
-        memory = self._memory(first)
-        torch.add(first, second, out=memory.tensor)
-        return memory
-
-    def _added(self, held: FlatStorage | None, leaf: torch.Tensor | None) -> FlatStorage | None:
-        if held is None:
-            return None if leaf is None else self._copied(leaf)
-        if leaf is not None:
-            held.tensor.add_(leaf)
+            only = second if first is None else first
+            return self._copied(only) if isinstance(only, torch.Tensor) else only
+        if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor) and first.dtype is self._dtype:
+            memory = self._memory(first)
+            torch.add(first, second, out=memory.tensor)
+            return memory
+        held = self._copied(first) if isinstance(first, torch.Tensor) else first
+        if isinstance(second, FlatStorage):
+            self._free.append(second)
+        held.tensor.add_(second if isinstance(second, torch.Tensor) else second.tensor)
         return held
 
     def _copied(self, leaf: torch.Tensor) -> FlatStorage:
@@ -162,23 +155,19 @@ class BinaryCounter:
         return total.add_(0.0) if self._has_zeros else total
 
 
-@dataclass(slots=True)
 class _Step:
-    """The step that the backwards of one root belong to: the number of its first one, and where its units receive.
+    """The step that the backwards of one root belong to, and where its units receive, in turns.
+
+    Of the scratch there is as much as the neediest unit wants, which stays.
 
     Attributes:
+        first: the number of its first backward.
         last: the number of the backward that each group was in last; its gradients may have been made anew since.
     """
 
-    first: int = 0
-    last: weakref.WeakKeyDictionary[FSDPParams, int] = field(default_factory=weakref.WeakKeyDictionary)
-    scratch: _Scratch = field(default_factory=lambda: _Scratch())
-
-
-class _Scratch:
-    """Where the units of a root receive, in turns: as much as the neediest of them wants, which stays."""
-
     def __init__(self) -> None:
+        self.first = 0
+        self.last: weakref.WeakKeyDictionary[FSDPParams, int] = weakref.WeakKeyDictionary()
         self._storage: FlatStorage | None = None
         # Whose turn it is, and how much of the scratch its groups have taken, one after the other.
         self._unit: weakref.ref[Unit] | None = None
@@ -273,7 +262,7 @@ class InvariantGradients(PackedGradients):
             self.reduction.counter.clear()
         step.last[self._fsdp_params] = number
         self.reduction.skip_to(number - step.first)
-        self.reduction.receive_in(step.scratch, observer)
+        self.reduction.receive_in(step, observer)
         return super()._stages()
 
 
@@ -299,7 +288,7 @@ class _InvariantReduction(LastReduction):
         self._whole = [axes[index] for index in order if placements[index] != Flat()]
         self._plan = ExchangePlan.of(packed.plan.numel, [Cut(axis.size, axis.rank) for axis in self._cut])
         self.scratch_bytes = self._plan.scratch_bytes(packed.dtype.itemsize)
-        self._scratch: _Scratch | None = None
+        self._scratch: _Step | None = None
         # What it receives in, from its turn on until that is folded.
         self._receives: torch.Tensor | None = None
         grid = torch.arange(self._num_ranks).view([axes[index].size for index in reversed(order)])
@@ -312,10 +301,10 @@ class _InvariantReduction(LastReduction):
         while self.counter.count < microbatch * self._num_ranks:
             self.counter.push(None)
 
-    def receive_in(self, scratch: _Scratch, unit: Unit) -> None:
+    def receive_in(self, step: _Step, unit: Unit) -> None:
         """Receive in scratch of the unit's root, until ``release``."""
-        self._receives = scratch.take(unit, self)
-        self._scratch = scratch
+        self._receives = step.take(unit, self)
+        self._scratch = step
 
     def release(self) -> None:
         """Let others receive where this one has, which is folded; all groups of a unit are, when one is."""

@@ -10,17 +10,20 @@ import itertools
 import operator
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 from itertools import repeat
+from typing import Any
 
 import torch
 from torch import nn
 
 from dbuffer import DBuffer, FlatDTensor
 from megatron_fsdp.errors import StateError
-from megatron_fsdp.runtime.grads.shown_gradients import CastGradients, allow_any, refuse_late
-from megatron_fsdp.runtime.grads.unreduced_grads import PendingSums
+from megatron_fsdp.policy.precision import grad_dtype_of
+from megatron_fsdp.runtime.grads.unreduced_grads import PendingRows, refuse_pending
 from megatron_fsdp.runtime.step.cuda_lane import compute_of
+from megatron_fsdp.runtime.step.freshness import CHECKS
 from megatron_fsdp.runtime.step.fsdp_params import FSDPParams, grads_of
 from megatron_fsdp.runtime.step.grad_binding import GradBinding, clear_grads
 from megatron_fsdp.runtime.step.grad_state import GradState
@@ -30,6 +33,8 @@ __all__ = ["ShownGrads"]
 
 # What ``sys.getrefcount`` says of a value that a dictionary alone refers to.
 _IDLE = next(map(sys.getrefcount, {0: object()}.values()))
+_GRAD: Any = torch._C.TensorBase.grad
+_set = _GRAD.__set__
 
 
 class ShownGrads(GradBinding):
@@ -37,16 +42,19 @@ class ShownGrads(GradBinding):
 
     Args:
         main_grad, final, fsdp_params: see ``GradBinding``. dtype: of the main weights.
-
-    Attributes:
-        sums: what ``.grad`` shows of a sum under way; None where nothing has had to be shown yet.
     """
 
     def __init__(self, main_grad: DBuffer, final: DBuffer, fsdp_params: FSDPParams, dtype: torch.dtype) -> None:
         super().__init__(main_grad, final, fsdp_params, compute_of(main_grad.device))
         self._dtype = dtype
-        self.sums: PendingSums | None = None
-        self._cast = CastGradients(dtype, fsdp_params.wrap)
+        # What stands for sums under way in ``.grad``, and its rows; nothing where nothing has had to be shown yet.
+        self._stand_ins: list[FlatDTensor] = []
+        self._rows: list[PendingRows] = []
+        # What ``.grad`` of each parameter is meanwhile unless a user sets it.
+        self._expected: list[torch.Tensor | None] = []
+        self._refuses_steps = False
+        # What ``match_parameter_dtype`` has replaced: parameter, gradient, and the ``grad_dtype`` that was allowed.
+        self._replaced: list[tuple[torch.Tensor, torch.Tensor, torch.dtype | None]] = []
         self.watch()
 
     def keep(self, keeps: bool) -> None:
@@ -85,13 +93,14 @@ class ShownGrads(GradBinding):
         self.watch()
         if self._gradients:
             self._tell_owners()
-        if self.sums is not None:
-            self.sums.follow(self.parameters)
 
     def _make_gradients(self) -> None:
         self.hold()
         if self.final.dtype is not self._dtype:
-            allow_any(self.parameters)
+            for parameter in self.parameters:
+                if grad_dtype_of(parameter) == "own":
+                    # A gradient of any dtype may be assigned where the user did not say which.
+                    parameter.grad_dtype = None
         indices = range(len(self.parameters))
         self._gradients = [
             self.fsdp_params.wrap(index, self.final.get_dtensor(index, is_view=True)) for index in indices
@@ -120,7 +129,7 @@ class ShownGrads(GradBinding):
         if self.state is GradState.EMPTY:
             self.is_under_way = True
             self._adopt_direct(shown)
-            self.pending().show(self.wanted)
+            self._show_sums()
         else:
             self._adopt_user_gradients(shown)
             self.is_under_way = True
@@ -136,28 +145,52 @@ class ShownGrads(GradBinding):
         self.carry = kept if self.carry is None else kept.add_(self.carry)
         self.become(GradState.EMPTY)
 
-    def pending(self) -> PendingSums:
-        """Return what stands for the sum under way in ``.grad``."""
-        if self.sums is None:
-            if not self._gradients:
-                self._make_gradients()
-            self.sums = PendingSums(self.parameters, self._gradients, _describer(self))
-            self.is_shown = True
-        return self.sums
-
     def show_pending(self) -> None:
         """Let ``.grad`` of all parameters of a sum under way say so."""
-        sums, shown = self.pending(), grads_of(self.parameters)
-        if not sums.is_untouched(shown):
+        shown = grads_of(self.parameters)
+        if not self._is_untouched(shown):
             self._adopt_direct(shown)
-        sums.show(self.wanted)
+        self._show_sums()
+
+    def _pending(self) -> list[PendingRows]:
+        """Return the rows of what stands for sums under way, made where it is asked for first."""
+        if not self._stand_ins:
+            if not self._gradients:
+                self._make_gradients()
+            for index, gradient in enumerate(self._gradients):
+                assert isinstance(gradient, FlatDTensor)
+                self._rows.append(PendingRows(gradient._local_tensor, partial(_describe, weakref.ref(self), index)))
+                self._stand_ins.append(gradient.with_local(self._rows[-1]))
+            self._expected = [None] * len(self._rows)
+            self.is_shown = True
+        return self._rows
+
+    def _show_sums(self) -> None:
+        """Set ``.grad`` of the parameters whose sum is under way, which no optimizer may step."""
+        self._pending()
+        if not self._refuses_steps:
+            CHECKS.append(refuse_pending)
+            self._refuses_steps = True
+        with torch._C.DisableTorchFunctionSubclass():
+            for index in itertools.compress(range(len(self._rows)), self.wanted):
+                self._expected[index] = self._stand_ins[index]
+                _set(self.parameters[index], self._stand_ins[index])
+
+    def _is_untouched(self, shown: Sequence[torch.Tensor | None]) -> bool:
+        """Whether every ``.grad`` is what was set here, and nothing was done to any."""
+        is_touched = any(rows.is_zeroed or rows.added is not None for rows in self._pending())
+        return not is_touched and all(map(operator.is_, shown, self._expected))
+
+    def _sum_of(self, index: int, shown: torch.Tensor | None) -> PendingRows | None:
+        """Return what happened to the ``.grad`` of a parameter, None where that is no sum under way."""
+        return self._rows[index] if self._stand_ins and shown is self._stand_ins[index] else None
 
     # ------------------------------------------------------------------ a sum ends
 
     def void(self) -> None:
         """Let ``.grad`` of a sum that a backward left incomplete refuse to be read until it is dropped."""
         if not self.is_void:
-            self.pending().show(self.wanted)
+            self._show_sums()
             self.is_void = True
 
     def empty(self) -> None:
@@ -167,18 +200,21 @@ class ShownGrads(GradBinding):
         self.let_go()
 
     def _end_pending(self) -> None:
-        if self.sums is not None:
-            self.sums.end()
+        if self._refuses_steps:
+            CHECKS.remove(refuse_pending)
+        self._refuses_steps = False
+        self._expected = [None] * len(self._rows)
+        for rows in self._rows:
+            rows.forget()
 
     def _add_direct(self, shown: Sequence[torch.Tensor | None]) -> None:
         """Add what was added to ``.grad`` beside the sum, which is complete."""
-        if self.sums is not None and self.sums.is_untouched(shown):
+        if self._stand_ins and self._is_untouched(shown):
             return
         self._adopt_direct(shown)
-        for index in range(len(shown)):
-            rows = self.pending()[index].added
-            if rows is not None:
-                self.final.get_local_tensor(index).view(-1).add_(rows.reshape(-1))
+        for index, rows in enumerate(self._rows):
+            if rows.added is not None:
+                self.final.get_local_tensor(index).view(-1).add_(rows.added.reshape(-1))
 
     def _show_wanted(self) -> bytearray:
         """Return which parameters' ``.grad`` is to be set; set those of parameters that keep what they had."""
@@ -196,7 +232,19 @@ class ShownGrads(GradBinding):
         return wanted
 
     def _refuse_late(self, error: RuntimeError) -> None:
-        refuse_late(self.name, self.fsdp_params, self.final.dtype, error)
+        """Name the parameter to which no gradient could be assigned, and take back what was set.
+
+        Raises:
+            StateError: its ``grad_dtype`` is another one; nothing is raised where that of none is.
+        """
+        dtype = self.final.dtype
+        for owned, parameter in zip(self.fsdp_params.owned, self.fsdp_params.sharded_params, strict=True):
+            if parameter.grad_dtype not in (None, dtype):
+                found, parameter.grad_dtype = parameter.grad_dtype, dtype
+                raise StateError(
+                    f"{self.name}: grad_dtype of parameter {owned.name!r} was set to {found} after gradients of "
+                    f"{dtype} were laid out for it; set it before the first forward"
+                ) from error
 
     # ------------------------------------------------------------------ users change a sum
 
@@ -210,11 +258,11 @@ class ShownGrads(GradBinding):
         """
         if not self.is_under_way:
             return []
-        sums, dropped = self.pending(), []
+        pending, dropped = self._pending(), []
         for index, (gradient, is_wanted) in enumerate(zip(grads_of(self.parameters), self.wanted, strict=True)):
-            rows = sums.sum_of(index, gradient)
+            rows = self._sum_of(index, gradient)
             if rows is None:
-                sums[index].forget()
+                pending[index].forget()
             if is_wanted and (rows is None or rows.is_zeroed):
                 dropped.append(index)
         if len(dropped) == sum(self.wanted):
@@ -232,15 +280,15 @@ class ShownGrads(GradBinding):
 
     def _adopt_direct(self, shown: Sequence[torch.Tensor | None]) -> None:
         """Take what lies in ``.grad`` beside a sum as something to add to it in the end."""
-        sums = self.pending()
+        pending = self._pending()
         for index, gradient in enumerate(shown):
-            rows = sums.sum_of(index, gradient)
+            rows = self._sum_of(index, gradient)
             if rows is not None:
                 if rows.is_added:
                     self.missing[index] = 0
                 rows.is_zeroed = False
             elif gradient is not None:
-                sums[index].receive(own_rows(self.fsdp_params, index, gradient))
+                pending[index].receive(own_rows(self.fsdp_params, index, gradient))
                 self.wanted[index] = self.had[index] = 1
 
     def describe(self, index: int) -> str:
@@ -259,7 +307,7 @@ class ShownGrads(GradBinding):
 
     def _has_had(self, index: int, shown: torch.Tensor | None) -> bool:
         """Whether a plain model would have a gradient beside the one that is summed up next."""
-        if self.sums is None or self.sums.sum_of(index, shown) is None:
+        if self._sum_of(index, shown) is None:
             return shown is not None
         # Of a sum that was set to zero: a sum of nothing is none still.
         return bool(self.had[index] or not self.missing[index])
@@ -268,11 +316,10 @@ class ShownGrads(GradBinding):
 
     def _settle_others(self) -> DBuffer | None:
         """Return the final gradients where some of ``.grad`` may be others; see ``settled``."""
-        if self.sums is not None and self.is_under_way:
-            for index, gradient in enumerate(grads_of(self.parameters)):
-                pending = self.sums.sum_of(index, gradient)
-                if pending is not None:
-                    pending.values()
+        for index, gradient in enumerate(grads_of(self.parameters)) if self.is_under_way else ():
+            rows = self._sum_of(index, gradient)
+            if rows is not None:
+                rows.values()
         if self.state is GradState.PARTIAL:
             return None
         shown = grads_of(self.parameters)
@@ -284,13 +331,30 @@ class ShownGrads(GradBinding):
         return self.final
 
     def match_parameter_dtype(self) -> None:
-        """Show gradients in the parameters' dtype, which PyTorch's optimizers need; ``restore_dtype`` undoes it."""
-        if self.final.dtype is not self._dtype and self.state is GradState.FINAL:
-            self._cast.show(self.parameters, grads_of(self.parameters), self._gradients, self.final)
+        """Show gradients in the parameters' dtype, which PyTorch's optimizers need; ``restore_dtype`` undoes it.
+
+        Those of the buffer by one cast, the user's own one by one.
+        """
+        if self.final.dtype is self._dtype or self.state is not GradState.FINAL:
+            return
+        cast: DBuffer | None = None
+        for index, (parameter, gradient) in enumerate(zip(self.parameters, grads_of(self.parameters), strict=True)):
+            if gradient is None or gradient.dtype is self._dtype:
+                continue
+            self._replaced.append((parameter, gradient, parameter.grad_dtype))
+            parameter.grad_dtype = None
+            if gradient is self._gradients[index]:
+                cast = cast or self.final.cast(self._dtype)
+                parameter.grad = self.fsdp_params.wrap(index, cast.get_dtensor(index))
+            else:
+                parameter.grad = gradient.to(self._dtype)
 
     def restore_dtype(self) -> None:
-        """Show the gradients themselves again after ``match_parameter_dtype``."""
-        self._cast.take_back()
+        """Show the gradients themselves again after ``match_parameter_dtype``, but where the step dropped them."""
+        replaced, self._replaced = self._replaced, []
+        for parameter, gradient, allowed in replaced:
+            parameter.grad = gradient if parameter.grad is not None else None
+            parameter.grad_dtype = allowed
 
     def _adopt_user_gradients(self, shown: Sequence[torch.Tensor | None]) -> None:
         for index, gradient in enumerate(shown):
@@ -309,12 +373,7 @@ def _either(ones: Iterable[int], others: Iterable[int]) -> bytearray:
     return bytearray(map(operator.or_, ones, others))
 
 
-def _describer(binding: ShownGrads) -> Callable[[int], str]:
-    """Return what the pending gradients ask for their error; they must not keep the buffer alive."""
-    reference = weakref.ref(binding)
-
-    def words(index: int) -> str:
-        owner = reference()
-        return "the model of this gradient is gone" if owner is None else owner.describe(index)
-
-    return words
+def _describe(binding: weakref.ref[ShownGrads], index: int) -> str:
+    """Return the words of the error for who reads a sum under way, which must not keep the buffer alive."""
+    owner = binding()
+    return "the model of this gradient is gone" if owner is None else owner.describe(index)

@@ -1,4 +1,4 @@
-"""What ``.grad`` of sharded parameters is while their gradients are sums under way, and what users do to it.
+"""PendingRows: what ``.grad`` of sharded parameters is while their gradients are sums under way.
 
 Between microbatches that keep gradients on this rank, and after a backward that raised, there is nothing that a reader
 of ``.grad`` could be shown. None would hide what users do meanwhile: who sets ``.grad`` to None or zeroes it throws the
@@ -8,24 +8,17 @@ that takes what autograd adds to it, and that no operator reads.
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from dbuffer.dtensor.flat_dtensor import FlatDTensor
 from megatron_fsdp.errors import StateError
-from megatron_fsdp.runtime.step.freshness import CHECKS
 
-__all__ = ["PendingSums"]
+__all__ = ["PendingRows", "refuse_pending"]
 
 _ATEN = torch.ops.aten
-_GRAD: Any = torch._C.TensorBase.grad
-_set = _GRAD.__set__
 
 
 class PendingRows(torch.Tensor):
@@ -115,66 +108,7 @@ def _readable(value: Any) -> Any:
     return type(value)(map(_readable, value)) if type(value) in (list, tuple) else value
 
 
-class PendingSums:
-    """The pending gradients of one group, made when the first one has to be shown or added to.
-
-    Args:
-        parameters: the sharded ones. gradients: final gradients to stand in for, one each.
-        describe: returns the words of the error for who reads that of parameter ``index``.
-    """
-
-    def __init__(
-        self, parameters: Sequence[torch.Tensor], gradients: Iterable[DTensor], describe: Callable[[int], str]
-    ) -> None:
-        self._parameters = parameters
-        self._rows: list[PendingRows] = []
-        self._gradients: list[FlatDTensor] = []
-        for index, gradient in enumerate(gradients):
-            assert isinstance(gradient, FlatDTensor)
-            self._rows.append(PendingRows(gradient._local_tensor, partial(describe, index)))
-            self._gradients.append(gradient.with_local(self._rows[-1]))
-        self._is_shown = False
-        # What ``.grad`` of each parameter is unless a user sets it.
-        self._expected: list[DTensor | None] = [None] * len(self._rows)
-
-    def show(self, wanted: Sequence[int]) -> None:
-        """Set ``.grad`` of the parameters whose sum is under way (nonzero)."""
-        if not self._is_shown:
-            CHECKS.append(_refuse_pending)
-        self._is_shown = True
-        with torch._C.DisableTorchFunctionSubclass():
-            for index, is_wanted in enumerate(wanted):
-                if is_wanted:
-                    self._expected[index] = self._gradients[index]
-                    _set(self._parameters[index], self._gradients[index])
-
-    def follow(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Show pending gradients on other objects from now on; what their ``.grad`` is stays."""
-        self._parameters = parameters
-
-    def end(self) -> None:
-        """Say that the sum is under way no more, and forget what happened to it; whoever calls this sets ``.grad``."""
-        if self._is_shown:
-            CHECKS.remove(_refuse_pending)
-        self._is_shown = False
-        self._expected = [None] * len(self._rows)
-        for rows in self._rows:
-            rows.forget()
-
-    def is_untouched(self, shown: Sequence[torch.Tensor | None]) -> bool:
-        """Whether every ``.grad`` is what was set here, and nothing was done to any."""
-        is_touched = any(rows.is_zeroed or rows.added is not None for rows in self._rows)
-        return not is_touched and all(map(operator.is_, shown, self._expected))
-
-    def sum_of(self, index: int, shown: torch.Tensor | None) -> PendingRows | None:
-        """Return what happened to the ``.grad`` of a parameter, None where that is not pending."""
-        return self._rows[index] if shown is self._gradients[index] else None
-
-    def __getitem__(self, index: int) -> PendingRows:
-        return self._rows[index]
-
-
-def _refuse_pending(optimizer: Optimizer) -> None:
+def refuse_pending(optimizer: Optimizer) -> None:
     """Refuse to step parameters whose gradients are sums under way, before anything is changed.
 
     Raises:

@@ -10,12 +10,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from dbuffer import DBuffer
 from dbuffer.collectives import all_reduce
 from dbuffer.dtensor.autograd import set_leaf_source
 from megatron_fsdp.errors import StateError
+from megatron_fsdp.runtime.guards.calls_to_come import is_run
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup, group_of_parameter
 
 __all__ = ["refuse_gathered", "serve_asked_gradients"]
@@ -42,26 +42,13 @@ def refuse_gathered(groups: Iterable[ParameterGroup]) -> None:
         for name, param, leaf in zip(
             group.parameters, group.fsdp_params.sharded_params, group.fsdp_params.unsharded_params, strict=True
         ):
-            if param.requires_grad and id(leaf) not in _served and _is_captured(leaf):
+            if param.requires_grad and id(leaf) not in _served and leaf.requires_grad and is_run(leaf) is None:
                 raise StateError(
                     f"unit {group.name!r}: torch.autograd.grad was asked for the gradient of parameter {name!r} by its "
                     "gathered weight, which the model shows while it computes: that gradient is this rank's alone. Ask "
                     "for the sharded parameter, taken from model.parameters() before forward, to get the mean over "
                     "ranks; or call backward() and read .grad."
                 )
-
-
-def _is_captured(leaf: torch.Tensor) -> bool:
-    if not leaf.requires_grad:
-        return False
-    # The node is found by a view, which is never read: whoever looks for reads of released storage need not see it.
-    with torch._C.DisableTorchFunctionSubclass(), _disable_current_modes():
-        node = torch.autograd.graph.get_gradient_edge(leaf).node
-    try:
-        torch._C._will_engine_execute_node(node)
-    except RuntimeError:
-        return True  # what it says of leaves whose gradients torch.autograd.grad returns
-    return False
 
 
 class _GatheredLeaves:

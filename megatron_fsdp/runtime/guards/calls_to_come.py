@@ -11,7 +11,7 @@ from megatron_fsdp.runtime.step.backward import Backward, Pass
 from megatron_fsdp.runtime.step.schedule import Schedule
 from megatron_fsdp.runtime.step.unit import Call, Unit
 
-__all__ = ["before_recomputation", "is_to_come"]
+__all__ = ["before_recomputation", "is_run", "is_to_come"]
 
 
 def is_to_come(
@@ -42,22 +42,25 @@ def is_to_come(
 def _awaits_gradients(unit: Unit) -> bool:
     """Whether the graph that autograd is going through brings gradients that have not come yet."""
     return any(
-        not came and param.requires_grad and _is_in_graph(param)
+        not came and param.requires_grad and is_run(param) is True
         for group in unit.groups
         if group.gradients is not None
         for param, came in zip(group.fsdp_params.unsharded_params, group.fsdp_params.came, strict=True)
     )
 
 
-def _is_in_graph(leaf: torch.Tensor) -> bool:
-    # Nothing is computed, so whether the leaf has memory now does not matter.
+def is_run(leaf: torch.Tensor) -> bool | None:
+    """Whether the graph that autograd is going through accumulates a gradient of a leaf.
+
+    None where it returns it: ``torch.autograd.grad`` was asked for it.
+    """
+    # The node is found by a view that is never read, so whether the leaf has memory now does not matter.
     with torch._C.DisableTorchFunctionSubclass(), torch._C._DisableTorchDispatch():
         node = torch.autograd.graph.get_gradient_edge(leaf).node
     try:
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:
-        # ``torch.autograd.grad`` returns this leaf's gradient and accumulates none.
-        return False
+        return None
 
 
 def before_recomputation(backward: Backward, schedule: Schedule, unit: Unit, module: nn.Module) -> None:

@@ -24,38 +24,16 @@ from megatron_fsdp.runtime.lifecycle.param_registry import ReplacedParam, overri
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
 from megatron_fsdp.runtime.step.unit import Unit
 
-__all__ = ["admit_all", "settle_all"]
+__all__ = ["admit", "settle"]
 
 
-def admit_all(unit: Unit, group: ParameterGroup) -> None:
-    """Decide what becomes, in a call, of what may be registered in a group's places; see ``admit``."""
-    replaced = replaced_in(group.fsdp_params.module_infos)
-    if replaced:
-        was_meta = group.is_meta
-        admit(group, replaced)
-        if was_meta:
-            follow_gradients(unit)
-
-
-def settle_all(unit: Unit, group: ParameterGroup) -> None:
-    """Let sharded parameters that were assigned take their places for good; see ``settle``."""
-    replaced = replaced_in(group.fsdp_params.module_infos)
-    if replaced:
-        was_meta = group.is_meta
-        settle(group, replaced)
-        if was_meta:
-            follow_gradients(unit)
-
-
-def admit(group: ParameterGroup, replaced: Sequence[ReplacedParam]) -> None:
+def admit(unit: Unit, group: ParameterGroup) -> None:
     """Use what is registered in the places of a group's parameters for the forward call that begins, or refuse it.
 
     Raises:
         StateError: autograd would leave a gradient there that no rank reduces, or nothing is there.
     """
-    if group.freshness.generation == 0 and not _is_functional_call():
-        replaced = _adopt(group, replaced)
-    for found in replaced:
+    for found in _not_adopted(unit, group, is_call=True):
         value, place = found.value, _place(group, found)
         if value is None:
             raise StateError(
@@ -78,15 +56,13 @@ def admit(group: ParameterGroup, replaced: Sequence[ReplacedParam]) -> None:
         override(group.fsdp_params.module_infos, found, _for_compute(group, value))
 
 
-def settle(group: ParameterGroup, replaced: Sequence[ReplacedParam]) -> None:
+def settle(unit: Unit, group: ParameterGroup) -> None:
     """Let sharded parameters that were assigned take their places, and refuse whatever else is there.
 
     Raises:
         StateError: something else is registered in the place of a parameter.
     """
-    if group.freshness.generation == 0:
-        replaced = _adopt(group, replaced)
-    for found in replaced:
+    for found in _not_adopted(unit, group, is_call=False):
         place, value = _place(group, found), found.value
         raise StateError(f"{place} was taken out of its module" if value is None else _replaced(place, value))
 
@@ -129,8 +105,14 @@ def _is_functional_call() -> bool:
     return False
 
 
-def _adopt(group: ParameterGroup, replaced: Sequence[ReplacedParam]) -> Sequence[ReplacedParam]:
-    """Let sharded parameters that users assigned take their places for good; return the rest."""
+def _not_adopted(unit: Unit, group: ParameterGroup, *, is_call: bool) -> Sequence[ReplacedParam]:
+    """Return what else is registered in a group's places.
+
+    Sharded parameters that were assigned before its weights were used take their places for good.
+    """
+    replaced = replaced_in(group.fsdp_params.module_infos)
+    if not replaced or group.freshness.generation or (is_call and _is_functional_call()):
+        return replaced
     adopted = {
         found.index: found.value
         for found in replaced
@@ -149,6 +131,7 @@ def _adopt(group: ParameterGroup, replaced: Sequence[ReplacedParam]) -> Sequence
     if was_meta:
         # Materialized parameters were registered over the adopted ones, which are all of them.
         register(group.fsdp_params.module_infos)
+        follow_gradients(unit)
     return [found for found in replaced if found.index not in adopted]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -39,17 +39,15 @@ from megatron_fsdp.runtime.weights.stale_weights import STALE, mark_gathered, ma
 
 __all__ = [
     "adopt_param",
-    "follow_requires_grad",
     "forget_originals",
-    "leave_gradients",
     "make_gradients",
     "make_param_group",
     "materialize_group",
     "readopt",
     "rebuild",
-    "rename_group",
     "set_divisor",
     "set_reduction",
+    "set_requires_grad",
     "shown_over",
 ]
 
@@ -127,10 +125,10 @@ def _attach_params(group: ParameterGroup) -> None:
     params.module_infos = make_module_infos(params.owned, params.sharded_params, params.unsharded_params)
     _follow_locals(params)
     for index, owned in enumerate(params.owned):
-        _set_requires_grad(params, index, owned.parameter.requires_grad)
+        set_requires_grad(params, index, owned.parameter.requires_grad)
 
 
-def _set_requires_grad(params: FSDPParams, index: int, requires_grad: bool) -> None:
+def set_requires_grad(params: FSDPParams, index: int, requires_grad: bool) -> None:
     """Make the unsharded parameter require a gradient, and hear of it, or not."""
     used = params.unsharded_params[index]
     used.requires_grad_(requires_grad)
@@ -238,14 +236,6 @@ def forget_originals(group: ParameterGroup) -> None:
                 owned.extension = owned.extension.emptied()
 
 
-def rename_group(group: ParameterGroup, name: str) -> None:
-    """Take another unit name, for messages."""
-    group.name = name
-    group.weights.rename(name)
-    if group.gradients is not None:
-        group.gradients.rename(name)
-
-
 # ---------------------------------------------------------------- how gradients are reduced
 
 
@@ -278,38 +268,6 @@ def set_reduction(
     group.reduce_hook, group.reduce_function = hook or group.reduce_hook, function or group.reduce_function
     if group.gradients is not None:
         group.gradients.reduction.hook, group.gradients.reduction.function = group.reduce_hook, group.reduce_function
-
-
-def follow_requires_grad(group: ParameterGroup, changed: Iterable[int]) -> None:
-    """Take notice of parameters that were frozen or unfrozen.
-
-    Raises:
-        StateError: an unfrozen parameter has no main weight of the dtype that the policy wants.
-    """
-    for index in changed:
-        owned, trained = group.owned[index], group.fsdp_params.sharded_params[index].requires_grad
-        if trained and group.gradients is None:
-            wanted = owned.trained_main_dtype
-            if wanted not in (None, group.spec.dtypes.main):
-                raise StateError(
-                    f"unit {group.name!r}: parameter {owned.name!r} was frozen when it was sharded, so it has no main "
-                    f"weight of {wanted}. Call fully_shard while it is trainable, and freeze it afterwards; or leave "
-                    "main_params_dtype None."
-                )
-            make_gradients(group)
-        assert group.gradients is not None
-        _set_requires_grad(group.fsdp_params, index, trained)
-        group.gradients.binding.trained[index] = trained
-
-
-def leave_gradients(group: ParameterGroup) -> bool:
-    """Let whoever took gradients before ``zero_grad`` have their memory; return whether there was any."""
-    assert group.gradients is not None
-    group.gradients.binding.dropped()
-    if group.gradients.binding.is_taken:
-        make_gradients(group)
-        return True
-    return False
 
 
 # ---------------------------------------------------------------- parameters that users register or load

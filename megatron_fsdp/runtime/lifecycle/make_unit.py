@@ -10,7 +10,7 @@ from torch import nn
 from megatron_fsdp.build.ownership import settle_grad_dtypes
 from megatron_fsdp.errors import StateError
 from megatron_fsdp.policy.precision import MixedPrecisionPolicy, grad_dtype_of
-from megatron_fsdp.runtime.lifecycle import make_param_group
+from megatron_fsdp.runtime.lifecycle.make_param_group import make_gradients, materialize_group, set_requires_grad
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
 from megatron_fsdp.runtime.step.unit import Unit
 from megatron_fsdp.runtime.step.weight_handle import handle_of
@@ -52,11 +52,32 @@ def follow_gradients(unit: Unit) -> None:
 
 
 def follow_requires_grad(unit: Unit, group: ParameterGroup, changed: Sequence[int]) -> None:
-    """Take notice of parameters that were frozen or unfrozen, or of gradients that users have kept."""
+    """Take notice of parameters that were frozen or unfrozen, or of gradients that users have kept.
+
+    Raises:
+        StateError: an unfrozen parameter has no main weight of the dtype that the policy wants.
+    """
     is_changed = bool(changed)
     if group.gradients is not None and group.gradients.binding.is_taken:
-        is_changed = make_param_group.leave_gradients(group) or is_changed
-    make_param_group.follow_requires_grad(group, changed)
+        group.gradients.binding.dropped()
+        if group.gradients.binding.is_taken:
+            # Who took gradients before ``zero_grad`` keeps their memory.
+            make_gradients(group)
+            is_changed = True
+    for index in changed:
+        owned, trained = group.owned[index], group.fsdp_params.sharded_params[index].requires_grad
+        if trained and group.gradients is None:
+            wanted = owned.trained_main_dtype
+            if wanted not in (None, group.spec.dtypes.main):
+                raise StateError(
+                    f"unit {group.name!r}: parameter {owned.name!r} was frozen when it was sharded, so it has no main "
+                    f"weight of {wanted}. Call fully_shard while it is trainable, and freeze it afterwards; or leave "
+                    "main_params_dtype None."
+                )
+            make_gradients(group)
+        assert group.gradients is not None
+        set_requires_grad(group.fsdp_params, index, trained)
+        group.gradients.binding.trained[index] = trained
     if is_changed:
         follow_gradients(unit)
 
@@ -64,7 +85,7 @@ def follow_requires_grad(unit: Unit, group: ParameterGroup, changed: Sequence[in
 def materialize_unit(unit: Unit) -> None:
     """Allocate the buffers of parameters that were on the meta device."""
     for group in unit.groups:
-        make_param_group.materialize_group(group)
+        materialize_group(group)
     follow_gradients(unit)
 
 
@@ -72,7 +93,10 @@ def rename_unit(unit: Unit, name: str) -> None:
     """Take the name that the unit has below a (new) root."""
     unit.name = name
     for group in unit.groups:
-        make_param_group.rename_group(group, name)
+        group.name = name
+        group.weights.rename(name)
+        if group.gradients is not None:
+            group.gradients.rename(name)
 
 
 def follow_grad_dtypes(unit: Unit) -> None:
@@ -104,5 +128,5 @@ def follow_grad_dtypes(unit: Unit) -> None:
             )
         if group.gradients is not None:
             group.spec = replace(group.spec, dtypes=first.policy.with_gradients(group.spec.dtypes, first.grad_dtype))
-            make_param_group.make_gradients(group)
+            make_gradients(group)
     follow_gradients(unit)

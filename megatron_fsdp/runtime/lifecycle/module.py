@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NoReturn, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -19,12 +19,7 @@ from megatron_fsdp.runtime.lifecycle.param_registry import hide, unhide
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
 from megatron_fsdp.runtime.step.root_types import Backwards
 from megatron_fsdp.runtime.step.unit import Unit, WeightState, alive, is_in_backward, units_below
-from megatron_fsdp.runtime.weights.memory_slots import (
-    communicator_has_memory,
-    keep_gathered,
-    reshard_to,
-    use_slots,
-)
+from megatron_fsdp.runtime.weights.memory_slots import communicator_has_memory, keep_gathered, reshard_to, use_slots
 
 __all__ = [
     "FSDPModule",
@@ -36,8 +31,6 @@ __all__ = [
 ]
 
 _innermost_transform = torch._C._functorch.peek_interpreter_stack
-
-T = TypeVar("T")
 
 
 class GradientReductionHandle:
@@ -360,7 +353,7 @@ class FSDPModule:
         unit = unit_of(self)
         if not enable:
             use_slots(unit, SlotChoice(unit.slots.sizing if unit.slots.source == "device" else None))
-        elif any(communicator_has_memory(group.main_weight.axes, group.spec.device) for group in unit.groups):
+        elif communicator_has_memory(unit):
             use_slots(unit, SlotChoice(unit.slots.sizing or "by_size", "communicator"))
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
@@ -381,7 +374,11 @@ class FSDPModule:
                     # In one pass, before nn.Module asks each of them.
                     group.gradients.binding.clear()
                 elif each.weight_state is WeightState.UNSHARDED:
-                    _zero_grad(group.fsdp_params.sharded_params, set_to_none=set_to_none)
+                    for parameter in group.fsdp_params.sharded_params:
+                        if parameter.grad is not None and not set_to_none:
+                            parameter.grad.zero_()
+                        elif parameter.grad is not None:
+                            parameter.grad = None
         super().zero_grad(set_to_none)  # type: ignore[misc]  # of nn.Module, which comes next in every class of ours
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
@@ -434,14 +431,6 @@ def _gather_afresh(unit: Unit) -> None:
     for group in unit.groups:
         group.freshness.suspect()
     unit.schedule.start_gather(unit, check=True)
-
-
-def _zero_grad(parameters: Iterable[torch.Tensor], *, set_to_none: bool) -> None:
-    for parameter in parameters:
-        if parameter.grad is not None and not set_to_none:
-            parameter.grad.zero_()
-        elif parameter.grad is not None:
-            parameter.grad = None
 
 
 # The name that this project's interface has for the class, beside FSDP2's.
