@@ -61,7 +61,7 @@ def places(violations: list[str]) -> list[str]:
 
 
 LANES, UNIT, PLAN, API = (
-    "megatron_fsdp__runtime__step__lanes", "megatron_fsdp__runtime__step__unit", "dbuffer__plan", "megatron_fsdp__api"
+    "megatron_fsdp__runtime__step__cuda_lane", "megatron_fsdp__runtime__step__unit", "dbuffer__plan", "megatron_fsdp__api"
 )  # fmt: skip
 GUARDED = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from megatron_fsdp.{} import Name"
 LATE_MEGATRON = "def adapt():\n    from megatron.core import parallel_state"
@@ -105,7 +105,7 @@ CASES: dict[str, tuple[Rule, dict[str, str], list[str]]] = {
     ),
     "imports from lower floors and other projects": (
         architecture.upward_imports,
-        {UNIT: "import dbuffer_kernels, torch\nfrom dbuffer.plan import Plan\nfrom . import lanes", LANES: ""}, [],
+        {UNIT: "import dbuffer_kernels, torch\nfrom dbuffer.plan import Plan\nfrom . import cuda_lane", LANES: ""}, [],
     ),
     "rooms above and beside": (
         architecture.upward_imports,
@@ -128,13 +128,16 @@ CASES: dict[str, tuple[Rule, dict[str, str], list[str]]] = {
         {"dbuffer____init__": "from dbuffer.plan import Plan", PLAN: "from dbuffer import Plan"},
         ["dbuffer -> dbuffer.plan -> dbuffer"],
     ),
-    "imports for annotations alone, within a room and across": (
+    "imports for annotations alone, within a room, within the runtime and across": (
         architecture.import_cycles,
         {UNIT: GUARDED.format("runtime.step.schedule"),
          "megatron_fsdp__runtime__step__schedule": "import megatron_fsdp.runtime.step.unit",
+         "megatron_fsdp__policy__mesh": GUARDED.format("policy.strategy"),
+         "megatron_fsdp__policy__strategy": "import megatron_fsdp.policy.mesh",
          "megatron_fsdp__optim__adamw": GUARDED.format("checkpoint.api"),
          "megatron_fsdp__checkpoint__api": "import megatron_fsdp.optim.adamw"},
-        ["megatron_fsdp.checkpoint.api -> megatron_fsdp.optim.adamw -> megatron_fsdp.checkpoint.api"],
+        ["megatron_fsdp.checkpoint.api -> megatron_fsdp.optim.adamw -> megatron_fsdp.checkpoint.api",
+         "megatron_fsdp.runtime.step.schedule -> megatron_fsdp.runtime.step.unit -> megatron_fsdp.runtime.step.schedule"],
     ),
     "files that share a lower one": (
         architecture.import_cycles,

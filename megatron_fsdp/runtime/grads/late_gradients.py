@@ -16,12 +16,13 @@ import torch
 import torch.distributed as dist
 
 from dbuffer import DBuffer, SlotPool
+from megatron_fsdp.runtime.grads.gradient_spec import GradientSpec
 from megatron_fsdp.runtime.grads.packed_gradients import PackedGradients
 from megatron_fsdp.runtime.step.cuda_lane import turns
 from megatron_fsdp.runtime.step.fsdp_params import FSDPParams
 from megatron_fsdp.runtime.step.lane_types import Ticket
 from megatron_fsdp.runtime.step.lanes import lane
-from megatron_fsdp.runtime.step.reduction import GradientSpec, Stages
+from megatron_fsdp.runtime.step.reduction import Stages
 from megatron_fsdp.runtime.step.root_types import Backwards
 
 __all__ = ["LateGradients", "packs_late"]

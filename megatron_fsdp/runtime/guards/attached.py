@@ -50,32 +50,29 @@ class AttachedGuards:
     def __init__(self, schedule: Schedule) -> None:
         # Weak: a circle would keep slots until the garbage collector comes.
         self._schedule = weakref.ref(schedule)
-        self.first_use = FirstUse(weakref.WeakMethod(self._served))
+        self.first_use = FirstUse(self._schedule)
         self.last = LastReductions()
         self.armed: list[weakref.ref[Unit]] = []
         self.missing = missing_gradients.MissingGradients(self.first_use.tokens)
 
-    def _served(self) -> tuple[Unit | None, Iterable[Unit]]:
+    def _served(self) -> Schedule:
         schedule = self._schedule()
         assert schedule is not None
-        return schedule.root_ref(), schedule.units()
+        return schedule
 
     def before_recomputation(self, unit: Unit, module: nn.Module) -> None:
         """Gather a unit for a forward inside of backward."""
         assert isinstance(unit.backward, Backward)
-        schedule = self._schedule()
-        assert schedule is not None
-        calls_to_come.before_recomputation(unit.backward, schedule, unit, module)
+        calls_to_come.before_recomputation(unit.backward, self._served(), unit, module)
 
     def arm(self) -> None:
         """Watch what modules inside of the units return, until that is seen to be of no use."""
-        _, units = self._served()
-        self.armed = [unit.reference for unit in units if unit.inner_outputs.arm()]
+        self.armed = [unit.reference for unit in self._served().units() if unit.inner_outputs.arm()]
 
     def disarm(self) -> None:
         """Watch it no more, where that was seen."""
         left = [unit.reference for unit in alive(self.armed) if not unit.inner_outputs.disarm()]
-        root, _ = self._served()
+        root = self._served().root_ref()
         for tree in root.trees.values() if root is not None and len(left) < len(self.armed) else ():
             tree.num_hooks = sum(map(len, tree.hooks))
         self.armed = left

@@ -1,7 +1,7 @@
 """Backward: how a backward passes through the units of one root, from the first hook that it calls to final gradients.
 
 Autograd says when it reaches an output of a unit's call (``before_backward``), when it is about to read weights
-(``before_reading``) and when a gradient is there (``gradient_arrived``). From that follows which units it has left:
+(``before_reading``) and when gradients begin to come (``begin_gradients``). From that follows which units it has left:
 they are closed, which is where their gradients are reduced, and released (docs/design/order.md, "Backward").
 """
 

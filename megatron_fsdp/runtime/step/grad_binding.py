@@ -44,8 +44,6 @@ class GradBinding:
         main_grad: the accumulator. final: the slice of it that the optimizer reads.
         fsdp_params: the parameters; the sharded ones' ``.grad`` is set when gradients are final, and read to see
             ``zero_grad``.
-        drops: hears of each ``.grad`` that is set to None; all of them are looked at when the last one that had a
-            gradient drops it.
         compute: the streams of the device of ``main_grad``; None where it has none.
 
     Attributes:
@@ -88,9 +86,7 @@ class GradBinding:
     _refuse_late: Callable[[RuntimeError], None]
     _end_pending: Callable[[], None]
 
-    def __init__(
-        self, main_grad: DBuffer, final: DBuffer, fsdp_params: FSDPParams, drops: GradDrops, compute: Compute | None
-    ) -> None:
+    def __init__(self, main_grad: DBuffer, final: DBuffer, fsdp_params: FSDPParams, compute: Compute | None) -> None:
         self.name = main_grad.name
         self.state = GradState.EMPTY
         self.main_grad, self.final = main_grad, final
@@ -101,7 +97,9 @@ class GradBinding:
         self.keeps = self.is_taken = self.is_under_way = False
         self._gradients: list[DTensor] = []
         self._locals: list[torch.Tensor] = []
-        self._drops, self._compute = drops, compute
+        self._compute = compute
+        # All of them are looked at when the last one that had a gradient drops it.
+        self._drops = GradDrops(_teller(self))
         self._last_one: weakref.ref[torch.Tensor] = weakref.ref(self.parameters[-1])
         # What ``_count_references`` returns while nobody has any.
         self._references: tuple[int, ...] = ()
@@ -259,6 +257,18 @@ class GradBinding:
         """Multiply the gradients that ``settled`` returned, and the user's own tensors where they are not those."""
         for tensor in (self.final.local_buffer, *outside(grads_of(self.parameters), self._gradients, self.final)):
             tensor.mul_(factor.to(tensor) if isinstance(factor, torch.Tensor) else factor)
+
+
+def _teller(binding: GradBinding) -> Callable[[], None]:
+    """Return what is called when a ``.grad`` was set to None; it must not keep the buffer alive."""
+    reference = weakref.ref(binding)
+
+    def tell_dropped() -> None:
+        found = reference()
+        if found is not None:
+            found.dropped()
+
+    return tell_dropped
 
 
 def clear_grads(parameters: Iterable[torch.Tensor]) -> None:

@@ -20,7 +20,7 @@ from megatron_fsdp.runtime.step.fsdp_params import FSDPParams
 from megatron_fsdp.runtime.step.grad_binding import GradBinding
 from megatron_fsdp.runtime.step.grad_state import GradState
 from megatron_fsdp.runtime.step.lane_types import Ticket
-from megatron_fsdp.runtime.step.reduction import GradientSpec, Reduction, Stages, submit_reductions
+from megatron_fsdp.runtime.step.reduction import Reduction, Stages, submit_reductions
 from megatron_fsdp.runtime.step.root_types import Observer
 
 __all__ = ["GradientBuffer"]
@@ -49,7 +49,7 @@ class GradientBuffer:
     backward: int
     tickets: list[Ticket]
     last_tickets: list[Ticket]
-    _spec: GradientSpec
+    _device: torch.device
     _template: DBuffer
     _fsdp_params: FSDPParams
     _observer: weakref.ref[Observer] | None
@@ -269,7 +269,7 @@ class GradientBuffer:
                 all_stages.append(buffer._stages())
                 tickets.append(buffer.tickets)
         if all_stages:
-            submit_reductions(buffers[0]._spec.device, all_stages, owner, tickets)
+            submit_reductions(buffers[0]._device, all_stages, owner, tickets)
         for buffer in buffers:
             if not buffer.rests_partial:
                 buffer.binding.become(GradState.PARTIAL)
