@@ -110,16 +110,19 @@ def test_a_file_that_imports_its_own_package_is_found() -> None:
     assert places(architecture.import_cycles(texts)) == ["dbuffer -> dbuffer.plan -> dbuffer"]
 
 
-def test_what_is_imported_for_annotations_alone_makes_no_cycle_within_a_room() -> None:
+def test_what_is_imported_for_annotations_alone_makes_no_cycle_within_a_room_but_in_the_runtime() -> None:
     guarded = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from megatron_fsdp.{} import Name"
     texts = sources(
         megatron_fsdp__runtime__step__unit=guarded.format("runtime.step.schedule"),
         megatron_fsdp__runtime__step__schedule="import megatron_fsdp.runtime.step.unit",
+        megatron_fsdp__policy__mesh=guarded.format("policy.strategy"),
+        megatron_fsdp__policy__strategy="import megatron_fsdp.policy.mesh",
         megatron_fsdp__optim__adamw=guarded.format("checkpoint.api"),
         megatron_fsdp__checkpoint__api="import megatron_fsdp.optim.adamw",
     )
     assert places(architecture.import_cycles(texts)) == [
-        "megatron_fsdp.checkpoint.api -> megatron_fsdp.optim.adamw -> megatron_fsdp.checkpoint.api"
+        "megatron_fsdp.checkpoint.api -> megatron_fsdp.optim.adamw -> megatron_fsdp.checkpoint.api",
+        "megatron_fsdp.runtime.step.schedule -> megatron_fsdp.runtime.step.unit -> megatron_fsdp.runtime.step.schedule",
     ]
 
 

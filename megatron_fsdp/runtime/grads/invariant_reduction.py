@@ -27,13 +27,14 @@ from dbuffer.placements import BufferPlacement
 from dbuffer.storage import FlatStorage
 from megatron_fsdp.build.invariant_exchange import Cut, ExchangePlan, cut_order, gather_turns, piece_of
 from megatron_fsdp.errors import StateError
+from megatron_fsdp.runtime.grads.last_reduction import LastReduction
 from megatron_fsdp.runtime.grads.packed_gradients import PackedGradients
 from megatron_fsdp.runtime.grads.shown_grads import ShownGrads
 from megatron_fsdp.runtime.step.fsdp_params import FSDPParams
 from megatron_fsdp.runtime.step.grad_binding import GradBinding
 from megatron_fsdp.runtime.step.grad_state import GradState
 from megatron_fsdp.runtime.step.parameter_group import group_of_parameter
-from megatron_fsdp.runtime.step.reduction import Reduction, Stages
+from megatron_fsdp.runtime.step.reduction import Stages
 from megatron_fsdp.runtime.step.root_types import Backwards
 from megatron_fsdp.runtime.step.unit import Unit
 
@@ -265,7 +266,7 @@ class InvariantGradients(PackedGradients):
         return super()._stages()
 
 
-class _InvariantReduction(Reduction):
+class _InvariantReduction(LastReduction):
     """Exchanges packed gradients, adds them up in a counter, and writes the sum into ``main_grad``.
 
     Args:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from dbuffer.events import listeners, tell
 from megatron_fsdp.errors import AgreementError
 from megatron_fsdp.runtime.grads.last_reduction import LastReduction
+from megatron_fsdp.runtime.grads.packed_gradients import PackedGradients
 from megatron_fsdp.runtime.step.cuda_lane import turns
 from megatron_fsdp.runtime.step.grad_state import GradState
 from megatron_fsdp.runtime.step.lanes import lane
@@ -79,11 +80,15 @@ class LastReductions:
     def finish_here(units: Sequence[Sequence[ParameterGroup]]) -> None:
         """Reduce, on compute, what is left to reduce that no lane can."""
         for groups in units:
-            left = [group for group in groups if (buffer := group.gradients) is not None and not buffer.rests_final]
-            left = [group for group in left if group.gradients and not group.gradients.reduction.finishes_on_lane]
-            for group in left if listeners else ():
+            left = [
+                (group, buffer.reduction)
+                for group in groups
+                if isinstance(buffer := group.gradients, PackedGradients)
+                and not (buffer.rests_final or buffer.reduction.finishes_on_lane)
+            ]
+            for group, _ in left if listeners else ():
                 tell("final", group)
-            LastReduction.finish([buffer.reduction for buffer in _buffers(left)])
+            LastReduction.finish([reduction for _, reduction in left])
 
 
 def _buffers(groups: Iterable[ParameterGroup]) -> Iterator[GradientBuffer]:
@@ -97,7 +102,7 @@ def _issue(groups: Sequence[ParameterGroup]) -> None:
     left = [
         (group, buffer)
         for group in groups
-        if (buffer := group.gradients) is not None
+        if isinstance(buffer := group.gradients, PackedGradients)
         and buffer.binding.state is GradState.PARTIAL
         and buffer.reduction.finishes_on_lane
         and not (buffer.rests_final or buffer.last_tickets)

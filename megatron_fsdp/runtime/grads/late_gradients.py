@@ -16,12 +16,13 @@ import torch
 import torch.distributed as dist
 
 from dbuffer import DBuffer, SlotPool
+from megatron_fsdp.runtime.grads.gradient_spec import GradientSpec
 from megatron_fsdp.runtime.grads.packed_gradients import PackedGradients
 from megatron_fsdp.runtime.step.cuda_lane import turns
 from megatron_fsdp.runtime.step.fsdp_params import FSDPParams
 from megatron_fsdp.runtime.step.lane_types import Ticket
 from megatron_fsdp.runtime.step.lanes import lane
-from megatron_fsdp.runtime.step.reduction import GradientSpec, Stages
+from megatron_fsdp.runtime.step.reduction import Stages
 from megatron_fsdp.runtime.step.root_types import Backwards
 
 __all__ = ["LateGradients", "packs_late"]
@@ -79,7 +80,7 @@ class LateGradients(PackedGradients):
             self._follow_freezing()
             if 1 not in self._trained:
                 return False
-            self._begin(has_come=False)
+            self._begin()
         observer = self._observer() if self._observer is not None else None
         lane("reduce", self._spec.device).submit(
             self._pack_on_lane, owner=0 if observer is None else id(observer), tickets=[self._packings]
@@ -113,7 +114,7 @@ class LateGradients(PackedGradients):
 
         return Stages(stages.start, fold, stages.on_host)
 
-    def _begin(self, *, has_come: bool) -> None:
+    def _begin(self, *, has_come: bool = False) -> None:
         super()._begin(has_come=has_come)
         observer = self._observer() if self._observer is not None else None
         if observer is not None:

@@ -11,11 +11,12 @@ import torch
 from dbuffer import DBuffer, Partial, SlotPool
 from dbuffer.placements import BufferPlacement
 from megatron_fsdp.runtime.grads.fuse import offer_products
+from megatron_fsdp.runtime.grads.gradient_spec import GradientSpec
+from megatron_fsdp.runtime.grads.last_reduction import LastReduction
 from megatron_fsdp.runtime.grads.shown_grads import ShownGrads
 from megatron_fsdp.runtime.step.cuda_lane import turns
 from megatron_fsdp.runtime.step.fsdp_params import FSDPParams
 from megatron_fsdp.runtime.step.gradients import GradientBuffer
-from megatron_fsdp.runtime.step.reduction import GradientSpec, Reduction
 from megatron_fsdp.runtime.step.root_types import Observer
 
 __all__ = ["PackedGradients"]
@@ -50,9 +51,13 @@ class PackedGradients(GradientBuffer):
             at the end of a step.
     """
 
+    reduction: LastReduction
+    _spec: GradientSpec
+
     def __init__(self, main_weight: DBuffer, spec: GradientSpec, fsdp_params: FSDPParams) -> None:
         self.unit, self.backward = "", 0
         self.tickets, self.last_tickets = [], []
+        self._device = spec.device
         self._spec, self._template, self._fsdp_params = spec, main_weight, fsdp_params
         self._observer, self._begun = None, fsdp_params.begun
         self._make_buffers()
@@ -126,7 +131,7 @@ class PackedGradients(GradientBuffer):
         self.binding = ShownGrads(main_grad, final, self._fsdp_params, self._template.dtype)
         # Memory of the host is plentiful, and pages that a GPU writes are slow to come by.
         self.binding.keeps = spec.is_offloaded
-        self.reduction = Reduction(
+        self.reduction = LastReduction(
             self.packed, reduced, main_grad, final, is_offloaded=spec.is_offloaded, is_pinned=spec.is_pinned
         )
 

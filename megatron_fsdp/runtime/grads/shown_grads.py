@@ -10,7 +10,7 @@ import itertools
 import operator
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import repeat
 from typing import Any
@@ -19,7 +19,6 @@ import torch
 from torch import nn
 
 from dbuffer import DBuffer, FlatDTensor
-from dbuffer.dtensor.parameter import GradDrops
 from megatron_fsdp.errors import StateError
 from megatron_fsdp.policy.precision import grad_dtype_of
 from megatron_fsdp.runtime.grads.unreduced_grads import PendingRows, refuse_pending
@@ -46,7 +45,7 @@ class ShownGrads(GradBinding):
     """
 
     def __init__(self, main_grad: DBuffer, final: DBuffer, fsdp_params: FSDPParams, dtype: torch.dtype) -> None:
-        super().__init__(main_grad, final, fsdp_params, GradDrops(_teller(self)), compute_of(main_grad.device))
+        super().__init__(main_grad, final, fsdp_params, compute_of(main_grad.device))
         self._dtype = dtype
         # What stands for sums under way in ``.grad``, and its rows; nothing where nothing has had to be shown yet.
         self._stand_ins: list[FlatDTensor] = []
@@ -90,6 +89,7 @@ class ShownGrads(GradBinding):
     def replace(self, index: int, parameter: nn.Parameter) -> None:
         """Show gradients of parameter ``index`` on another object."""
         self.parameters = (*self.parameters[:index], parameter, *self.parameters[index + 1 :])
+        self._last_one = weakref.ref(self.parameters[-1])
         self.watch()
         if self._gradients:
             self._tell_owners()
@@ -367,18 +367,6 @@ class ShownGrads(GradBinding):
                 rows = own_rows(self.fsdp_params, index, gradient)
                 if rows.data_ptr() != mine.data_ptr():
                     mine.view(-1).copy_(rows.reshape(-1))
-
-
-def _teller(binding: GradBinding) -> Callable[[], None]:
-    """Return what is called when a ``.grad`` was set to None; it must not keep the buffer alive."""
-    reference = weakref.ref(binding)
-
-    def tell_dropped() -> None:
-        found = reference()
-        if found is not None:
-            found.dropped()
-
-    return tell_dropped
 
 
 def _either(ones: Iterable[int], others: Iterable[int]) -> bytearray:

@@ -70,7 +70,7 @@ def before_recomputation(backward: Backward, schedule: Schedule, unit: Unit, mod
     now = backward.begin()
     for other in now.latest_first():
         if other is not unit and not _is_watched(backward, now, other) and not _encloses(other, unit):
-            backward.leave(other)
+            backward.leave_unit(other)
     if unit.open_call is not None or not _is_watched(backward, now, unit):
         schedule.open_call(unit, module)
         if unit.open_call is not None:

@@ -18,6 +18,7 @@ from megatron_fsdp.build.builder import GroupSpec
 from megatron_fsdp.build.ownership import OwnedParameter, mark_owned
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.policy.precision import grad_dtype_of, set_grad_dtype
+from megatron_fsdp.runtime.grads.gradient_spec import GradientSpec
 from megatron_fsdp.runtime.grads.invariant_reduction import InvariantGradients
 from megatron_fsdp.runtime.grads.late_gradients import LateGradients, packs_late
 from megatron_fsdp.runtime.grads.packed_gradients import PackedGradients
@@ -27,7 +28,7 @@ from megatron_fsdp.runtime.step.freshness import Freshness
 from megatron_fsdp.runtime.step.fsdp_params import FSDPParams, gradient_hook
 from megatron_fsdp.runtime.step.lanes import join_lanes
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup, WeightBuffers, note_group
-from megatron_fsdp.runtime.step.reduction import GradientSpec, ReduceFunction
+from megatron_fsdp.runtime.step.reduction import ReduceFunction
 from megatron_fsdp.runtime.step.weight_handle import WeightHandle, handle_of
 from megatron_fsdp.runtime.weights.extension_hooks import ExtensionWeights, make_extension_params
 from megatron_fsdp.runtime.weights.gathered_weight import KINDS, GatheredWeight

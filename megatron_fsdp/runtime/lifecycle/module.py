@@ -400,7 +400,7 @@ class FSDPModule:
         try:
             result = super()._apply(fn, recurse)  # type: ignore[misc]
             for group in unit.groups:
-                apply_to_group(group, fn, is_awaited=any(unit.outstanding_calls()))
+                apply_to_group(group, fn, is_awaited=any(call() is not None for call in unit.calls))
         finally:
             for infos, places in hidden:
                 unhide(infos, places)

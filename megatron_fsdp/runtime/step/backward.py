@@ -1,7 +1,7 @@
 """Backward: how a backward passes through the units of one root, from the first hook that it calls to final gradients.
 
 Autograd says when it reaches an output of a unit's call (``before_backward``), when it is about to read weights
-(``before_reading``) and when a gradient is there (``gradient_arrived``). From that follows which units it has left:
+(``before_reading``) and when gradients begin to come (``begin_gradients``). From that follows which units it has left:
 they are closed, which is where their gradients are reduced, and released (docs/design/order.md, "Backward").
 """
 
@@ -58,10 +58,12 @@ class Pass:
 
     def enter_call(self, call: Call, unit: Unit) -> None:
         """Come to a call of a unit."""
-        first = self.entered.get(id(unit))
+        key = id(unit)
+        first = self.entered.get(key)
         if first is None or call.begin < first.begin:
-            self.entered[id(unit)] = call
-        self.enter(unit)
+            self.entered[key] = call
+        self.active[key] = unit.reference
+        self.closed.discard(key)
 
     def latest_first(self) -> list[Unit]:
         """Return the units that backward is in, inner ones before those around them, in one order on every rank."""
@@ -199,7 +201,8 @@ class Backward:
         task = torch._C._current_graph_task_id()
         if call.entered == self.number:
             self._unshard_again(now, unit)
-            self._note_entered(call, unit, task)
+            if unit.is_unsharded:
+                unit.entered, unit.entered_task = call, task
             return
         call.entered, call.task = self.number, task
         unit.expect(call)
@@ -209,13 +212,9 @@ class Backward:
             self._schedule.unshard(unit, check=False)
         elif call.reads is not None and not unit.is_unsharded:
             self._guards.refuse_reads(call)
-        self._note_entered(call, unit, task)
-        self._prefetch(call, unit)
-
-    @staticmethod
-    def _note_entered(call: Call, unit: Unit, task: int) -> None:
         if unit.is_unsharded:
             unit.entered, unit.entered_task = call, task
+        self._prefetch(call, unit)
 
     def before_reading(self, unit: Unit, call: Call | None) -> None:
         """Gather the unit again, if need be, for the backward of an operator that reads its weights.
@@ -266,7 +265,7 @@ class Backward:
             if first is not None and first.begin <= end:
                 continue
             if (first is None or first.first_begin > end) and not self.awaits_call(now, unit, end):
-                self.leave(unit)
+                self.leave_unit(unit)
             elif first is not None:
                 # An earlier call of the unit has its backward still to come: weights are gathered again then.
                 self._schedule.reshard(unit)
@@ -286,7 +285,7 @@ class Backward:
             if id(unit) not in now.active:
                 now.enter(unit)
 
-    def leave(self, unit: Unit) -> None:
+    def leave_unit(self, unit: Unit) -> None:
         """Give back a unit's weights and reduce its gradients, once per backward."""
         now = self._pass
         assert now is not None
@@ -347,7 +346,7 @@ class Backward:
         now, units = self._pass, list(self._schedule.units())
         is_for_others = is_inside and (now is None or not now.has_gradients)
         for unit in now.latest_first() if now is not None else ():
-            self.leave(unit)
+            self.leave_unit(unit)
         is_left = is_inside and self.is_manual
         if not is_left:
             self._reduce_filled(units)

@@ -114,7 +114,7 @@ class FSDPParams:
 
     def changed_in_place(self) -> int | None:
         """Return which gathered weight an operator that PyTorch counts has changed, None for none."""
-        versions = self._current_versions()
+        versions: tuple[int, ...] = _plainly(tuple, (), (map(_version, self._versioned),))
         if versions == self._versions:
             return None
         changed = next(i for i, (new, old) in enumerate(zip(versions, self._versions, strict=True)) if new != old)
@@ -132,7 +132,7 @@ class FSDPParams:
 
     def changed_requires_grad(self) -> list[int]:
         """Return which parameters were frozen or unfrozen since compute last used them, on either object."""
-        used, required = self._used_flags(), self.required
+        used, required = _plainly(list, (), (map(_requires_grad, self.unsharded_params),)), self.required
         if NUM_FLAGS_SET[0] == self._num_flags_set and used == required:
             return []
         resting, self._num_flags_set = self._resting_flags(), NUM_FLAGS_SET[0]
@@ -153,7 +153,7 @@ class FSDPParams:
         Returns:
             Which these are.
         """
-        used = self._used_flags()
+        used = _plainly(list, (), (map(_requires_grad, self.unsharded_params),))
         if NUM_FLAGS_SET[0] == self._num_flags_set and used == self.required:
             return []
         flags = zip(self._resting_flags(), used, self.required, strict=True)
@@ -166,10 +166,6 @@ class FSDPParams:
 
     def _resting_flags(self) -> list[bool]:
         flags: list[bool] = _plainly(list, (), (map(_requires_grad, self.sharded_params),))
-        return flags
-
-    def _used_flags(self) -> list[bool]:
-        flags: list[bool] = _plainly(list, (), (map(_requires_grad, self.unsharded_params),))
         return flags
 
     def wrap(self, index: int, rows: DTensor) -> DTensor:
@@ -237,42 +233,31 @@ class ParamModuleInfos:
 
     def is_replaced(self) -> bool:
         """Whether another tensor may be registered somewhere than those that rest."""
-        return bool(self.assigned) or not self._shows(self._resting)
+        shown = map(operator.is_, map(_registered, self._registries, self._attributes), self._resting)
+        return bool(self.assigned) or not all(shown)
 
-    def show_sharded(self) -> None:
-        """Register the sharded parameters in the places of the gathered ones."""
-        self._switch(self._used, self._resting)
-        if self.assigned:
-            self._assign(is_gathered=False)
-        if self.overridden:
-            self.restore()
-        self.shows_gathered = False
-
-    def show_unsharded(self) -> None:
-        """Register the gathered views in the places of the sharded parameters."""
-        self._switch(self._resting, self._used)
-        if self.assigned:
-            self._assign(is_gathered=True)
-        self.shows_gathered = True
-
-    def _shows(self, wanted: Sequence[nn.Parameter]) -> bool:
-        """Whether the plain places hold these."""
-        return all(map(operator.is_, map(_registered, self._registries, self._attributes), wanted))
-
-    def _switch(self, found: Sequence[nn.Parameter], wanted: Sequence[nn.Parameter]) -> None:
-        """Register parameters in the plain places of others; replaced ones stay."""
+    def show(self, *, is_gathered: bool) -> None:
+        """Register one set of parameters in the places of the other; replaced ones stay."""
+        found, wanted = (self._resting, self._used) if is_gathered else (self._used, self._resting)
         if all(map(operator.is_, map(_registered, self._registries, self._attributes), found)):
             collections.deque(map(operator.setitem, self._registries, self._attributes, wanted), maxlen=0)
-            return
-        for registry, attribute, old, new in zip(self._registries, self._attributes, found, wanted, strict=True):
-            if registry.get(attribute) is old:
-                registry[attribute] = new
+        else:
+            for registry, attribute, old, new in zip(self._registries, self._attributes, found, wanted, strict=True):
+                if registry.get(attribute) is old:
+                    registry[attribute] = new
+        if self.assigned:
+            self._assign(is_gathered=is_gathered)
+        if self.overridden and not is_gathered:
+            self.restore()
+        self.shows_gathered = is_gathered
 
     def is_gathered_everywhere(self) -> bool:
         """Whether no sharded parameter is registered; ``functional_call`` puts back what it found."""
-        if not self.shows_gathered or (not self.assigned and self._shows(self._used)):
-            return self.shows_gathered
-        return all(registry.get(attribute) is not resting for registry, attribute, resting, _ in self.places)
+        if not self.shows_gathered:
+            return False
+        if self.assigned:
+            return all(registry.get(attribute) is not resting for registry, attribute, resting, _ in self.places)
+        return all(map(operator.is_not, map(_registered, self._registries, self._attributes), self._resting))
 
     def _assign(self, *, is_gathered: bool) -> None:
         for reference, attribute, resting, used in self.assigned:
@@ -291,8 +276,8 @@ class ParamModuleInfos:
 
 def grads_of(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
     """Return ``.grad`` of each parameter."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return list(map(_get_grad, parameters))
+    gradients: list[torch.Tensor | None] = _plainly(list, (), (map(_get_grad, parameters),))
+    return gradients
 
 
 def outside(

@@ -44,8 +44,6 @@ class GradBinding:
         main_grad: the accumulator. final: the slice of it that the optimizer reads.
         fsdp_params: the parameters; the sharded ones' ``.grad`` is set when gradients are final, and read to see
             ``zero_grad``.
-        drops: hears of each ``.grad`` that is set to None; all of them are looked at when the last one that had a
-            gradient drops it.
         compute: the streams of the device of ``main_grad``; None where it has none.
 
     Attributes:
@@ -88,9 +86,7 @@ class GradBinding:
     _refuse_late: Callable[[RuntimeError], None]
     _end_pending: Callable[[], None]
 
-    def __init__(
-        self, main_grad: DBuffer, final: DBuffer, fsdp_params: FSDPParams, drops: GradDrops, compute: Compute | None
-    ) -> None:
+    def __init__(self, main_grad: DBuffer, final: DBuffer, fsdp_params: FSDPParams, compute: Compute | None) -> None:
         self.name = main_grad.name
         self.state = GradState.EMPTY
         self.main_grad, self.final = main_grad, final
@@ -101,7 +97,10 @@ class GradBinding:
         self.keeps = self.is_taken = self.is_under_way = False
         self._gradients: list[DTensor] = []
         self._locals: list[torch.Tensor] = []
-        self._drops, self._compute = drops, compute
+        self._compute = compute
+        # All of them are looked at when the last one that had a gradient drops it.
+        self._drops = GradDrops(_teller(self))
+        self._last_one: weakref.ref[torch.Tensor] = weakref.ref(self.parameters[-1])
         # What ``_count_references`` returns while nobody has any.
         self._references: tuple[int, ...] = ()
         self._slices: dict[tuple[int, int], torch.Tensor] = {}
@@ -154,11 +153,10 @@ class GradBinding:
         """Take notice that a ``.grad`` was set to None."""
         if self.state is GradState.PARTIAL or self.is_under_way:
             return
-        with torch._C.DisableTorchFunctionSubclass():
-            for parameter in reversed(self.parameters):
-                if _get(parameter) is not None:
-                    self._drops.last = weakref.ref(parameter)
-                    return
+        for parameter, gradient in zip(reversed(self.parameters), reversed(grads_of(self.parameters)), strict=True):
+            if gradient is not None:
+                self._drops.last = weakref.ref(parameter)
+                return
         self.let_go()
 
     def _is_held(self) -> bool:
@@ -220,10 +218,11 @@ class GradBinding:
         if not self._gradients:
             self._make_gradients()
         wanted = self.trained
-        self._drops.last = None
+        # Who drops all of them in order is heard of once.
+        self._drops.last = self._last_one if 0 not in wanted else None
         is_sum = self.is_under_way
         if 1 in self.missing or (is_sum and 0 in self.trained):
-            wanted = self._show_wanted()
+            self._drops.last, wanted = None, self._show_wanted()
         try:
             hooks = _assign_grads(self.parameters, self._gradients, wanted)
         except RuntimeError as error:
@@ -258,6 +257,18 @@ class GradBinding:
         """Multiply the gradients that ``settled`` returned, and the user's own tensors where they are not those."""
         for tensor in (self.final.local_buffer, *outside(grads_of(self.parameters), self._gradients, self.final)):
             tensor.mul_(factor.to(tensor) if isinstance(factor, torch.Tensor) else factor)
+
+
+def _teller(binding: GradBinding) -> Callable[[], None]:
+    """Return what is called when a ``.grad`` was set to None; it must not keep the buffer alive."""
+    reference = weakref.ref(binding)
+
+    def tell_dropped() -> None:
+        found = reference()
+        if found is not None:
+            found.dropped()
+
+    return tell_dropped
 
 
 def clear_grads(parameters: Iterable[torch.Tensor]) -> None:

@@ -20,7 +20,7 @@ from megatron_fsdp.runtime.step.fsdp_params import FSDPParams
 from megatron_fsdp.runtime.step.grad_binding import GradBinding
 from megatron_fsdp.runtime.step.grad_state import GradState
 from megatron_fsdp.runtime.step.lane_types import Ticket
-from megatron_fsdp.runtime.step.reduction import GradientSpec, Reduction, Stages, submit_reductions
+from megatron_fsdp.runtime.step.reduction import Reduction, Stages, submit_reductions
 from megatron_fsdp.runtime.step.root_types import Observer
 
 __all__ = ["GradientBuffer"]
@@ -49,7 +49,7 @@ class GradientBuffer:
     backward: int
     tickets: list[Ticket]
     last_tickets: list[Ticket]
-    _spec: GradientSpec
+    _device: torch.device
     _template: DBuffer
     _fsdp_params: FSDPParams
     _observer: weakref.ref[Observer] | None
@@ -129,7 +129,7 @@ class GradientBuffer:
         are_there = bytearray(map(operator.is_not, gradients, repeat(None)))
         if 1 not in are_there:
             return
-        self._drop_waiting()
+        _plainly(deque, (), (map(_set_grad, self._waiting_params, repeat(None)), 0))
         if self._copies and 0 not in are_there and self._are_new(self._waiting, gradients):
             torch._foreach_copy_(self._waiting_views, gradients)
             if len(self._waiting) == len(self._views):
@@ -149,9 +149,6 @@ class GradientBuffer:
             and not any(map(self._filled.__getitem__, indices))
             and all(map(self._trained.__getitem__, indices))
         )
-
-    def _drop_waiting(self) -> None:
-        _plainly(deque, (), (map(_set_grad, self._waiting_params, repeat(None)), 0))
 
     def _add(self, index: int, gradient: torch.Tensor) -> None:
         split = self._fsdp_params.owned[index].split
@@ -194,7 +191,7 @@ class GradientBuffer:
         if observer is not None:
             observer.count_gradients()
 
-    def _begin(self, *, has_come: bool) -> None:
+    def _begin(self, *, has_come: bool = False) -> None:
         observer = self._observer() if self._observer is not None else None
         if observer is not None:
             backward = observer.backward
@@ -244,7 +241,7 @@ class GradientBuffer:
             self._follow_freezing()
             if 1 not in self._trained:
                 return False
-            self._begin(has_come=False)
+            self._begin()
         if 0 in self._filled:
             self._fill_up()
         self._filled = bytearray(len(self._views))
@@ -261,18 +258,20 @@ class GradientBuffer:
     def reduce(buffers: Sequence[GradientBuffer], owner: int = 0) -> None:
         """Issue the reductions of packed buffers and their folds into ``main_grad``, for which ``wait`` waits.
 
+        FSDP2's ``foreach_reduce``.
+
         Args:
             buffers: of one unit. owner: as in ``Lane.submit``.
         """
-        packed = [buffer for buffer in buffers if not buffer.rests_partial]
-        if packed:
-            submit_reductions(
-                packed[0]._spec.device,
-                [buffer._stages() for buffer in packed],
-                owner,
-                [buffer.tickets for buffer in packed],
-            )
-            for buffer in packed:
+        all_stages, tickets = [], []
+        for buffer in buffers:
+            if not buffer.rests_partial:
+                all_stages.append(buffer._stages())
+                tickets.append(buffer.tickets)
+        if all_stages:
+            submit_reductions(buffers[0]._device, all_stages, owner, tickets)
+        for buffer in buffers:
+            if not buffer.rests_partial:
                 buffer.binding.become(GradState.PARTIAL)
                 if listeners:
                     tell("reducing", buffer)

@@ -16,6 +16,7 @@ from megatron_fsdp.runtime.step.unit import Unit, is_in_backward, units_below
 
 __all__ = ["after_forward", "before_forward", "caster"]
 
+_task_id: Callable[[], int] = torch._C._current_graph_task_id
 _innermost_transform = torch._C._functorch.peek_interpreter_stack
 
 
@@ -65,7 +66,7 @@ def before_forward(
 
 
 def _gather(unit: Unit, module: nn.Module, given: Any) -> None:
-    if is_in_backward():
+    if _task_id() != -1:
         unit.schedule.guards.before_recomputation(unit, module)
     else:
         unit.schedule.before_forward(unit, module, given)

@@ -97,21 +97,7 @@ def _find_stale(groups: Sequence[ParameterGroup]) -> list[ParameterGroup]:
 class WeightBuffers:
     """Main weights, weights at rest, and gathered weights, and how the last ones come and go.
 
-    ``runtime/weights`` has the kinds that there are: how they are made, and what they do between steps.
-
-    Attributes:
-        main: what the optimizer updates.
-        model: what gathers start from: ``main`` itself where placements agree, which a gather casts on its way; else
-            compute weights at rest, which share the memory of ``main`` where the dtype is one.
-        remainder: what ``main`` lacks of FP32 weights; None unless these are split.
-        gathered: what compute uses; ``model`` itself where that rests whole on every rank.
-        rests_whole: whether it does.
-        post_forward: the part kept from forward to backward, if any. is_from_part: whether the next gather takes it.
-        gather_function: used instead of the all-gather.
-        has_copy: whether gathers start from anything but ``main`` itself, which a refresh brings up to date.
-        keeps_gathered: ``release`` leaves the memory of gathered weights where it is.
-        refreshes_locally: whether a refresh is a cast of this rank's shard, without communication.
-        can_restore_gathered: whether a refresh and a gather write all of the gathered weights again.
+    ``runtime/weights`` has the kinds that there are; ``ShardedWeights`` says what the attributes are.
     """
 
     main: DBuffer
@@ -250,14 +236,14 @@ class ParameterGroup:
     def show_unsharded(self) -> None:
         """Show gathered weights, which are usable, where sharded parameters are registered."""
         if not self.fsdp_params.module_infos.is_gathered_everywhere():
-            self.fsdp_params.module_infos.show_unsharded()
+            self.fsdp_params.module_infos.show(is_gathered=True)
 
     def use_gathered(self) -> None:
         """Show the gathered weights, which compute has been made to wait for; it may be done again."""
         self.weights.gathered_is_used()
         if not self.rests_whole:
             self.fsdp_params.brought_back()
-        self.fsdp_params.module_infos.show_unsharded()
+        self.fsdp_params.module_infos.show(is_gathered=True)
 
     def release(self, *, keep_part: bool, is_raising: bool) -> int | None:
         """Release the gathered weights, which no module shows any more.

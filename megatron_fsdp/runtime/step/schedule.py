@@ -19,7 +19,7 @@ from megatron_fsdp.runtime.step.cuda_lane import wait_for_event
 from megatron_fsdp.runtime.step.guard_types import Guards
 from megatron_fsdp.runtime.step.lanes import forget_unused_streams
 from megatron_fsdp.runtime.step.outputs import Attributes, watch_given, watch_inputs, watch_made, watch_output
-from megatron_fsdp.runtime.step.unit import Call, Unit, WeightState, is_in_backward
+from megatron_fsdp.runtime.step.unit import Call, Unit, WeightState
 
 __all__ = ["Schedule"]
 
@@ -45,21 +45,18 @@ class ForwardOrder:
         """A pass begins; what was recorded since the last one is the prediction now."""
         self._expected, self._recorded, self._cursor = self._recorded or self._expected, [], 0
 
-    def visit(self, unit: Unit) -> None:
-        """Record that a unit runs, and find it in the prediction."""
+    def visit(self, unit: Unit) -> Unit | None:
+        """Record that a unit runs; return the one with parameters that is expected next, None where it is not known."""
         if len(self._recorded) < _MAX_LENGTH:
             self._recorded.append(unit.reference)
         # A unit that is not where it was last time moves the cursor to the end.
         while self._cursor < len(self._expected) and self._expected[self._cursor]() is not unit:
             self._cursor += 1
         self._cursor += 1
-
-    def following(self) -> Unit | None:
-        """Return the unit with parameters that is expected after the one last visited, None where it is not known."""
         for reference in self._expected[self._cursor : self._cursor + 2]:
-            unit = reference()
-            if unit is not None and unit.groups:
-                return unit
+            following = reference()
+            if following is not None and following.groups:
+                return following
         return None
 
 
@@ -139,7 +136,8 @@ class Schedule:
 
     def unshard(self, unit: Unit, *, check: bool) -> None:
         """Gather a unit's weights, if need be, and show them in its modules; compute issued afterwards may use them."""
-        self.start_gather(unit, check=check)
+        if unit.weight_state is WeightState.SHARDED:
+            self.start_gather(unit, check=check)
         self.finish_gather(unit)
 
     def finish_gather(self, unit: Unit) -> None:
@@ -188,7 +186,7 @@ class Schedule:
             if changed or (gradients is not None and gradients.binding.is_taken):
                 self.guards.follow_requires_grad(unit, group, changed)
         self.unshard(unit, check=True)
-        self._order.visit(unit)
+        following = self._order.visit(unit)
         if not self.trail and unit.open_call is not None and torch.is_grad_enabled():
             # No other unit's outputs tell when backward is through with this one.
             watch_inputs(unit.open_call, given)
@@ -196,7 +194,7 @@ class Schedule:
             for reference in unit.forward_prefetch:
                 self.start_gather(reference(), check=True)
         else:
-            self.gather_ahead(self._order.following(), check=True)
+            self.gather_ahead(following, check=True)
 
     def after_forward(self, unit: Unit, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Watch what forward left behind for backward, and reshard."""
@@ -215,7 +213,8 @@ class Schedule:
                 watch_given(call, args)
         if unit.pending_modules:
             return
-        if is_in_backward():
+        if torch._C._current_graph_task_id() != -1:
+            # Computed again inside of a backward.
             self._end_call(unit, call)
             return
         self._close_call(unit, call)

@@ -223,7 +223,8 @@ class Unit:
         """
         if self.weight_state is WeightState.GATHERING:
             self.finish_gather()
-        self.show_sharded()
+        for group in self.groups:
+            group.fsdp_params.module_infos.show(is_gathered=False)
         self.weight_state = WeightState.SHARDED
         # An error that is being handled is what should be seen; the next reshard finds the change as well.
         is_raising = sys.exc_info()[0] is not None
@@ -237,7 +238,7 @@ class Unit:
     def show_sharded(self) -> None:
         """Show the sharded parameters, while gathered weights may stay for the backward that follows."""
         for group in self.groups:
-            group.fsdp_params.module_infos.show_sharded()
+            group.fsdp_params.module_infos.show(is_gathered=False)
 
     def is_stale(self) -> bool:
         """Whether weights that are gathered, or on their way, are older than the main weights, or were changed."""
@@ -254,16 +255,13 @@ class Unit:
 
     # ------------------------------------------------------------------ calls
 
-    def outstanding_calls(self) -> Iterator[Call]:
-        """Yield the forward calls whose backward may still come, oldest first."""
-        alive = [(reference, call) for reference in self.calls if (call := reference()) is not None]
-        self.calls = [reference for reference, _ in alive]
-        for _, call in alive:
-            yield call
-
     def calls_not_entered(self, backward: int, end: float = math.inf) -> list[Call]:
         """Return the calls that a backward has not entered and may still enter, or not, that began until ``end``."""
-        return [call for call in self.outstanding_calls() if call.entered != backward and call.begin <= end]
+        return [
+            call
+            for reference in self.calls
+            if (call := reference()) is not None and call.entered != backward and call.begin <= end
+        ]
 
     def forget(self, backward: int) -> None:
         """Expect no further backward of the calls entered in the given one; a retained graph may bring it anyway."""
@@ -282,7 +280,7 @@ class Unit:
             call.is_expected = True
             self.calls.append(weakref.ref(call))
             if len(self.calls) > 1:
-                self.calls.sort(key=_begin)
+                self.calls = sorted((reference for reference in self.calls if reference() is not None), key=_begin)
 
 
 def alive(references: Iterable[weakref.ref[Unit]]) -> list[Unit]:

@@ -22,7 +22,22 @@ __all__ = ["ShardedWeights"]
 
 
 class ShardedWeights(WeightBuffers):
-    """Weights that a cast, or nothing, turns into compute weights; the base of the other kinds."""
+    """Weights that a cast, or nothing, turns into compute weights; the base of the other kinds.
+
+    Attributes:
+        main: what the optimizer updates.
+        model: what gathers start from: ``main`` itself where placements agree, which a gather casts on its way; else
+            compute weights at rest, which share the memory of ``main`` where the dtype is one.
+        remainder: what ``main`` lacks of FP32 weights; None unless these are split.
+        gathered: what compute uses; ``model`` itself where that rests whole on every rank.
+        rests_whole: whether it does.
+        post_forward: the part kept from forward to backward, if any. is_from_part: whether the next gather takes it.
+        gather_function: used instead of the all-gather.
+        has_copy: whether gathers start from anything but ``main`` itself, which a refresh brings up to date.
+        keeps_gathered: ``release`` leaves the memory of gathered weights where it is.
+        refreshes_locally: whether a refresh is a cast of this rank's shard, without communication.
+        can_restore_gathered: whether a refresh and a gather write all of the gathered weights again.
+    """
 
     def __init__(self, plan: Plan, spec: GroupSpec, name: str) -> None:
         self._spec = spec
