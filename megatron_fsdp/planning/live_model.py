@@ -77,7 +77,7 @@ def _unit_facts(unit: Unit, positions: Mapping[int, int], schedule: int) -> Unit
 
     groups = tuple(_group_facts(group) for group in unit.groups)
     asked = next((group.part_of for group in groups if group.part_of), unit.reshard_after_forward)
-    is_root = unit is unit.schedule.root
+    is_root = unit is unit.schedule.root_ref()
     return UnitFacts(
         name=unit.name,
         groups=groups,

@@ -16,10 +16,7 @@ import torch
 from dbuffer import BufferPlacement, Flat, Partial, Plan, Replicate
 from dbuffer.placements import flat_axes, shard_index
 from megatron_fsdp.build.grouping import gathers_main_weights
-from megatron_fsdp.build.packed_layout import amax_numel, num_grids, wire_bytes
-from megatron_fsdp.policy.precision import GroupDtypes
-from megatron_fsdp.policy.strategy import Placements
-from megatron_fsdp.runtime.grads.invariant_exchange import (
+from megatron_fsdp.build.invariant_exchange import (
     Cut,
     ExchangePlan,
     cut_order,
@@ -27,6 +24,9 @@ from megatron_fsdp.runtime.grads.invariant_exchange import (
     num_counters,
     piece_of,
 )
+from megatron_fsdp.build.packed_layout import amax_numel, num_grids, wire_bytes
+from megatron_fsdp.policy.precision import GroupDtypes
+from megatron_fsdp.policy.strategy import Placements
 
 __all__ = [
     "AxisFacts",

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dbuffer import CollectiveCall, observe_collectives
 from megatron_fsdp import FsdpModule, MixedPrecisionPolicy, expert_matmul, fully_shard
-from megatron_fsdp.runtime.guards.pytree import iterate_tensors
+from megatron_fsdp.runtime.step.pytree import iterate_tensors
 from tests.functional.linear_uses import USES, Layer, counted_products, dropping_a_layer, shard_as, stack_of
 from tests.harness import on_ranks, run_ranks
 from tests.harness.models import WIDTH, Made, Stack, inputs, squared, three_blocks

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dbuffer.collectives import wait_with
+from dbuffer.collectives_rare import wait_with
 from dbuffer.storage import FlatStorage
 from megatron_fsdp import AdamW, fully_shard_optimizer
 from tests.functional.interruptions import SWEEPS, Sweep, run
@@ -199,7 +199,7 @@ def test_gradients_are_right_after_there_was_no_memory_for_the_first_ones(strate
 # The last two are for what is reduced while backward runs, and for weights that come and go.
 INTERRUPTED = (
     ("gradients.py", "wait"), ("grad_binding.py", "begin_sum"), ("backward.py", "begin"), ("backward.py", "finish"),
-    ("backward.py", "drain"), ("reduction.py", "fold"), ("fsdp_params.py", "allow"),
+    ("backward.py", "drain"), ("reduction.py", "fold"), ("fsdp_params.py", "brought_back"),
 )  # fmt: skip
 INTERRUPTS = [
     *(("no_shard", *place) for place in INTERRUPTED[:-2]),

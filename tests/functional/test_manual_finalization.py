@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp import ConfigError, GradientReductionHandle, StateError, fully_shard
-from megatron_fsdp.observability.flight_recorder import record_transcript
 from tests.harness import on_ranks
 from tests.harness.models import inputs, squared
+from tests.harness.transcript import record_transcript
 from tests.harness.twins import Twins
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params", "hsdp")

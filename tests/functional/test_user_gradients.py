@@ -221,6 +221,15 @@ def test_what_autograd_gives_for_gathered_weights_is_refused() -> None:
     assert max(_off(found, wanted), twins.gradients_apart()) < 2e-6
 
 
+@on_ranks(2)
+def test_gradients_of_a_unit_with_a_hook_on_reduced_ones_cannot_be_asked_for() -> None:
+    model = rooted().model
+    sharded = model.head.weight
+    model.set_all_reduce_hook(lambda gradient: gradient.mul_(2))
+    with pytest.raises(StateError, match=r"torch\.autograd\.grad or backward\(inputs=\.\.\.\) .* set_all_reduce_hook"):
+        torch.autograd.grad(mine(model), [sharded])
+
+
 def _raise(gradient: torch.Tensor) -> None:
     raise RuntimeError("a user's hook")
 
@@ -280,6 +289,9 @@ PENALTIES: dict[str, Callable[[torch.Tensor, nn.Module, int], torch.Tensor]] = {
     "a matrix product": lambda loss, m, rank: loss + (_first(m) @ _first(m).T).square().sum() * (0.01 * rank),
     "whole weights": lambda loss, m, rank: loss + _plain(_first(m)).mul(inputs(rank, 7, 13, 7)).square().sum(),
     "rows": lambda loss, m, rank: loss + sum((p * torch.tensor(0.3)).square().sum() for p in m.parameters()),
+    "rows, by a tensor of the rank": lambda loss, m, rank: (
+        loss + sum((p * torch.tensor(0.1 * (rank + 1))).square().sum() for p in m.parameters())
+    ),
 }
 
 
@@ -308,13 +320,6 @@ def test_a_penalty_on_sharded_parameters_may_be_multiplied_by_what_differs_from_
             sum(p.abs().mean() + p.norm() + (p - 0.1).square().sum() for p in model.parameters()).mul(0.1).backward()
         found[name] = twins.gradients_apart()
     assert {name: value for name, value in found.items() if not value < 5e-6} == {}
-
-
-@on_ranks(2)
-def test_rows_multiplied_by_a_tensor_that_differs_from_rank_to_rank_are_refused() -> None:
-    weight = next(Twins(build).model.parameters())
-    with pytest.raises(PlacementError, match=r"differs from rank to rank, while each rank has rows of its own"):
-        (weight * torch.tensor(0.1 * dist.get_rank())).sum()
 
 
 @on_ranks(2)

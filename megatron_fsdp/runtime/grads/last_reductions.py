@@ -17,15 +17,16 @@ from typing import TYPE_CHECKING
 from dbuffer.events import listeners, tell
 from megatron_fsdp.errors import AgreementError
 from megatron_fsdp.runtime.grads.last_reduction import LastReduction
+from megatron_fsdp.runtime.step.cuda_lane import turns
 from megatron_fsdp.runtime.step.grad_state import GradState
-from megatron_fsdp.runtime.step.lanes import lane, turns
+from megatron_fsdp.runtime.step.lanes import lane
 
 if TYPE_CHECKING:
     from megatron_fsdp.runtime.step.gradients import GradientBuffer
     from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
     from megatron_fsdp.runtime.step.unit import Unit
 
-__all__ = ["LastReductions", "begin_again"]
+__all__ = ["LastReductions"]
 
 
 class LastReductions:
@@ -83,14 +84,6 @@ class LastReductions:
             for group in left if listeners else ():
                 tell("final", group)
             LastReduction.finish([buffer.reduction for buffer in _buffers(left)])
-
-
-def begin_again(buffer: GradientBuffer) -> None:
-    """Let gradients come in a backward that has issued the last reduction; what that gives is added at the end."""
-    for ticket in buffer.last_tickets:
-        ticket.wait()
-    buffer.binding.set_aside()
-    buffer.last_tickets.clear()
 
 
 def _buffers(groups: Iterable[ParameterGroup]) -> Iterator[GradientBuffer]:

@@ -9,8 +9,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron_fsdp.runtime.guards.rendezvous import Statement, excuse, meet
-from megatron_fsdp.runtime.lifecycle.grad_dtypes import follow_grad_dtypes
+from megatron_fsdp.runtime.guards.rendezvous import Statement, meet, report_failure
+from megatron_fsdp.runtime.lifecycle.make_unit import follow_grad_dtypes
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
 from megatron_fsdp.runtime.step.unit import Unit, alive
 
@@ -43,7 +43,7 @@ class Wrapping:
             return
         if self._ranks is None:
             self._ranks = tuple(range(dist.get_world_size())) if dist.is_initialized() else ()
-        excuse(self._ranks, self._action, error)
+        report_failure(self._ranks, self._action, error)
 
     def begin(self, unit: str, mesh: DeviceMesh) -> None:
         """Say what is wrapped, and over which ranks."""

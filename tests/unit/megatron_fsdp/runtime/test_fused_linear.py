@@ -11,9 +11,10 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.nn.utils import parametrize
 
+from dbuffer_kernels.products import add_product
 from megatron_fsdp.build.ownership import OwnedParameter, collect_parameters
 from megatron_fsdp.runtime.grads.fuse import fuse_linear_layers, offer_products
-from megatron_fsdp.runtime.step.fused_linear import FusedLinear, add_product
+from megatron_fsdp.runtime.step.fused_linear import FusedLinear
 
 NO_NUMBER = float("nan")
 
