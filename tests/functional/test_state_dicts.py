@@ -18,8 +18,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from megatron_fsdp import AdamW, CheckpointError, fully_shard, fully_shard_optimizer, load_checkpoint, save_checkpoint
@@ -187,52 +185,7 @@ def test_a_sharded_run_goes_on_from_a_whole_models_state() -> None:
     assert differing(whole_state(model), whole.state_dict(), 1e-5) == []
 
 
-def save_with_dcp(path: str) -> State:
-    model, optimizer = sharded_adamw(0, {})
-    train(model, optimizer, range(2), [dist.get_rank()])
-    save(
-        {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)},
-        checkpoint_id=path,
-    )
-    return whole_state(model)
-
-
-def load_with_dcp(path: str, num_savers: int, is_sharded: bool) -> tuple[State, State]:
-    """Load into a fresh model and optimizer; return the values right after, and after one step on all savers' data."""
-    model, optimizer = sharded_adamw(5, {}) if is_sharded else whole_adamw(0, 1)
-    state: State = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
-    load(state, checkpoint_id=path)
-    set_model_state_dict(model, state["model"])
-    set_optimizer_state_dict(model, optimizer, state["optimizer"])
-    loaded = whole_state(model)
-    train(model, optimizer, range(2, 3), range(num_savers))
-    return loaded, whole_state(model)
-
-
-@pytest.fixture(scope="module")
-def saved_with_dcp(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, State]:
-    path = str(tmp_path_factory.mktemp("dcp"))
-    return path, run_ranks(NUM_RANKS, save_with_dcp, path)[0]
-
-
-@pytest.mark.parametrize(
-    ("num_loaders", "is_sharded"),
-    [(3, True), (2, True), (1, True), (1, False)],
-    ids=["3 ranks", "2 ranks", "1 rank", "a whole model"],
-)
-def test_what_three_ranks_saved_with_dcp_loads_on(
-    num_loaders: int, is_sharded: bool, saved_with_dcp: tuple[str, State]
-) -> None:
-    path, saved = saved_with_dcp
-    model, _optimizer = whole_adamw(3, NUM_RANKS)
-    for loaded_values, one_step_later in run_ranks(num_loaders, load_with_dcp, path, NUM_RANKS, is_sharded):
-        assert differing(loaded_values, saved) == []
-        assert differing(one_step_later, model.state_dict(), 1e-5) == []
-
-
-@pytest.mark.parametrize(
-    ("strategy", "mesh_shape"), [("optim_grads_params", (3,)), ("hfsdp", (2, 2))], ids=["three ranks", "two axes"]
-)
+@LAYOUTS
 @on_ranks(lambda mesh_shape: torch.Size(mesh_shape).numel())
 def test_torch_finds_nothing_in_its_cache_for_a_tensor_that_it_cut_in_other_places(
     strategy: str, mesh_shape: tuple[int, ...]

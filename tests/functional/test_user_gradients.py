@@ -223,11 +223,11 @@ def test_what_autograd_gives_for_gathered_weights_is_refused() -> None:
 
 @on_ranks(2)
 def test_gradients_of_a_unit_with_a_hook_on_reduced_ones_cannot_be_asked_for() -> None:
-    model, _ = rooted()
+    model = rooted().model
     sharded = model.head.weight
     model.set_all_reduce_hook(lambda gradient: gradient.mul_(2))
     with pytest.raises(StateError, match=r"torch\.autograd\.grad or backward\(inputs=\.\.\.\) .* set_all_reduce_hook"):
-        torch.autograd.grad(loss_of(model, dist.get_rank()), [sharded])
+        torch.autograd.grad(mine(model), [sharded])
 
 
 def _raise(gradient: torch.Tensor) -> None:
