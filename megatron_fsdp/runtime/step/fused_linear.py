@@ -19,15 +19,7 @@ from torch.nn import functional
 
 from megatron_fsdp.runtime.step.weight_handle import WeightHandle
 
-__all__ = [
-    "FusedLinear",
-    "applied",
-    "as_factor",
-    "has_transforms",
-    "task_id",
-    "watched",
-    "weight_gradient",
-]
+__all__ = ["FusedLinear", "applied", "as_factor", "has_transforms", "task_id", "watched", "weight_gradient"]
 
 
 class FusedLinear(nn.Linear):
