@@ -153,13 +153,17 @@ class _Playback:
         self._watched = {unit for unit, at in self._closed.items() if at > trained_from}
         self._orders = self._make_orders()
         usable = {unit for unit, groups in enumerate(self._costs) if groups}
-        self._ahead_in_forward = _neighbours(self._orders.values(), usable, reach=2)
+        self._ahead_in_forward = {
+            unit: self._forward_ahead(unit, order[position + 1 :], usable)
+            for order in self._orders.values()
+            for position, unit in enumerate(order)
+        }
         usable = {unit for unit in usable if facts.units[unit].unshards_in_backward}
         trails = [
             sorted(self._watched.intersection(order), key=self._closed.__getitem__, reverse=True)
             for order in self._orders.values()
         ]
-        self._ahead_in_backward = _neighbours(trails, usable, reach=len(facts.units))
+        self._ahead_in_backward = _following(trails, usable)
         # Units that are left when backward reaches what they were given: no other one's outputs say so.
         self._given = {
             unit
@@ -280,6 +284,16 @@ class _Playback:
 
     # ------------------------------------------------------------------ forward
 
+    def _forward_ahead(self, unit: int, following: Sequence[int], usable: Collection[int]) -> tuple[int, ...]:
+        limit = self._units[unit].max_packed_buffers
+        ahead: list[int] = []
+        for other in following[: 2 * limit]:
+            if other in usable:
+                if ahead and not all(group.requires_grad and not group.frozen for group in self._units[other].groups):
+                    break
+                ahead.append(other)
+        return tuple(ahead[:limit])
+
     def _forward(self) -> None:
         is_open: set[int] = set()
         for visit in self._visits:
@@ -328,10 +342,9 @@ class _Playback:
         self._is_last = is_last
         for visit in reversed(self._visits):
             if visit.kind is VisitKind.CLOSE and visit.unit in self._watched:
-                self._leave_passed(visit.unit, self._closed[visit.unit])
                 self._enter_backward(visit.unit)
             elif visit.kind is VisitKind.OPEN and visit.unit in self._given:
-                self._leave_passed(visit.unit, self._opened[visit.unit] - 1)
+                self._close_left(self._release_passed(visit.unit, self._opened[visit.unit] - 1))
             elif self._is_trained(visit):
                 self._receive(visit.unit, visit.group)
         self._close_open()
@@ -351,19 +364,31 @@ class _Playback:
     def _close_open(self) -> None:
         for unit in sorted(self._active, key=self._opened.__getitem__, reverse=True):
             self._leave(unit)
+            self._close_left([unit])
 
     def _enter_backward(self, unit: int) -> None:
+        left = self._release_passed(unit, self._closed[unit])
         self._active.append(unit)
         if self._units[unit].unshards_in_backward:
             self._gather(unit)
-            self._drop_part(unit)
         self._prefetch_backward(unit)
+        self._close_left(left)
+        if self._units[unit].unshards_in_backward:
+            self._drop_part(unit)
 
-    def _leave_passed(self, unit: int, end: int) -> None:
+    def _release_passed(self, unit: int, end: int) -> list[int]:
+        left = []
         for other in sorted(self._active, key=self._opened.__getitem__, reverse=True):
             is_same_root = self._units[other].schedule == self._units[unit].schedule
             if is_same_root and self._opened[other] > end:
                 self._leave(other)
+                left.append(other)
+        return left
+
+    def _close_left(self, units: Iterable[int]) -> None:
+        for unit in units:
+            if unit in self._has_arrived and unit not in self._reduced:
+                self._reduce(unit)
 
     def _prefetch_backward(self, unit: int) -> None:
         for other in self._units[unit].backward_prefetch or self._ahead_in_backward[unit]:
@@ -414,8 +439,6 @@ class _Playback:
         self._active.remove(unit)
         if self._units[unit].reshards_after_backward:
             self._release(unit)
-        if unit in self._has_arrived and unit not in self._reduced:
-            self._reduce(unit)
 
     def _drain(self, schedule: int, num_kept: int) -> None:
         """Release the packed buffers of a root's units, but those of the ``num_kept`` reductions issued last."""
@@ -521,15 +544,13 @@ def _goes_together(redistribution: Redistribution) -> bool:
     return len(redistribution.transfers) == 1 and redistribution.transfers[0].kind != "all_to_all"
 
 
-def _neighbours(orders: Iterable[Sequence[int]], usable: Collection[int], reach: int) -> dict[int, tuple[int, ...]]:
-    """Return for each unit the first usable one of the ``reach`` units after it, as a tuple of none or one."""
+def _following(orders: Iterable[Sequence[int]], usable: Collection[int]) -> dict[int, tuple[int, ...]]:
+    """Return for each unit the first usable one after it, as a tuple of none or one."""
     found: dict[int, tuple[int, ...]] = {}
     for order in orders:
         ahead: tuple[int, ...] = ()
-        distance = 0
         for unit in reversed(order):
-            distance += 1
-            found[unit] = ahead if distance <= reach else ()
+            found[unit] = ahead
             if unit in usable:
-                ahead, distance = (unit,), 0
+                ahead = (unit,)
     return found

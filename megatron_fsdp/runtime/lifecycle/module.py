@@ -237,7 +237,7 @@ class FSDPModule:
             unit.reshard_after_backward = reshard_after_backward
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
-        """Gather these units when this one's forward starts, instead of the one that followed last time."""
+        """Gather these units when this one's forward starts, instead of those that followed last time."""
         unit_of(self).forward_prefetch = [unit_of(module).reference for module in modules]
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
@@ -314,6 +314,8 @@ class FSDPModule:
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """Allow this many packed gradient buffers at once. More of them let backward run further ahead of reductions.
+
+        Forward gathers as many units ahead, as far as they are trained: that takes no more memory.
 
         Raises:
             ConfigError: not a number of at least one.

@@ -206,15 +206,18 @@ class Backward:
             return
         call.entered, call.task = self.number, task
         unit.expect(call)
-        self._leave_passed(now, call.end, entering=unit)
+        left = self._release_passed(now, call.end, entering=unit)
         now.enter_call(call, unit)
+        self._gather(call, unit)
+        # Later than gathers, for which compute waits first, and before the host waits for one.
+        for each in left:
+            self._close(now, each)
         if unit.unshards_in_backward:
             self._schedule.unshard(unit, check=False)
         elif call.reads is not None and not unit.is_unsharded:
             self._guards.refuse_reads(call)
         if unit.is_unsharded:
             unit.entered, unit.entered_task = call, task
-        self._prefetch(call, unit)
 
     def before_reading(self, unit: Unit, call: Call | None) -> None:
         """Gather the unit again, if need be, for the backward of an operator that reads its weights.
@@ -238,26 +241,38 @@ class Backward:
         calls = unit.calls_not_entered(self.number, end)
         return bool(calls) and self._guards.is_to_come(calls, unit, end, now.entered, self._schedule.units())
 
-    def _prefetch(self, call: Call, entered: Unit) -> None:
+    def _gather(self, call: Call, entered: Unit) -> None:
+        """Start the gather of the unit entered, if need be, and of those to gather ahead."""
+        units = [entered] if entered.unshards_in_backward else []
         if entered.backward_prefetch:
+            for unit in units:
+                self._schedule.start_gather(unit, check=False)
             for reference in entered.backward_prefetch:
                 self._schedule.start_gather(reference(), check=False)
             return
         for position in range(call.position - 1, -1, -1):
-            unit = call.trail[position]()
-            if unit is not None and unit.groups and unit is not entered and unit.unshards_in_backward:
-                self._schedule.gather_ahead(unit, check=False)
-                return
+            before = call.trail[position]()
+            if before is not None and before.groups and before is not entered and before.unshards_in_backward:
+                units.append(before)
+                break
+        self._schedule.gather_ahead(units, check=False)
 
     # ------------------------------------------------------------------ leave, close, reduce
 
     def after_call(self, call: Call) -> None:
         """Leave what a call made, as backward has reached what the call was given."""
-        if self._pass is not None:
-            self._leave_passed(self._pass, call.begin - 1)
+        now = self._pass
+        if now is not None:
+            for unit in self._release_passed(now, call.begin - 1):
+                self._close(now, unit)
 
-    def _leave_passed(self, now: Pass, end: int, *, entering: Unit | None = None) -> None:
-        """Leave the units all of whose calls in this backward began after a tick of the clock."""
+    def _release_passed(self, now: Pass, end: int, *, entering: Unit | None = None) -> list[Unit]:
+        """Give back the weights of the units all of whose calls in this backward began after a tick of the clock.
+
+        Returns:
+            Those that are to be closed.
+        """
+        left = []
         for unit in now.latest_first():
             if unit is entering:
                 continue
@@ -265,10 +280,12 @@ class Backward:
             if first is not None and first.begin <= end:
                 continue
             if (first is None or first.first_begin > end) and not self.awaits_call(now, unit, end):
-                self.leave_unit(unit)
+                self._release(now, unit)
+                left.append(unit)
             elif first is not None:
                 # An earlier call of the unit has its backward still to come: weights are gathered again then.
                 self._schedule.reshard(unit)
+        return left
 
     def begin_gradients(self, unit: Unit, *, packs: bool, has_come: bool) -> None:
         """Take notice that gradients of a parameter group of a unit begin to come, or that zeros stand for them.
@@ -289,10 +306,16 @@ class Backward:
         """Give back a unit's weights and reduce its gradients, once per backward."""
         now = self._pass
         assert now is not None
+        self._release(now, unit)
+        self._close(now, unit)
+
+    def _release(self, now: Pass, unit: Unit) -> None:
         now.active.pop(id(unit), None)
         unit.forget(self.number)
         if unit.reshard_after_backward:
             self._schedule.reshard(unit)
+
+    def _close(self, now: Pass, unit: Unit) -> None:
         if id(unit) in now.closed or not unit.num_gradients:
             return
         now.closed.add(id(unit))
@@ -318,7 +341,7 @@ class Backward:
             if 1 in buffer.binding.missing:
                 self._missing.say(unit.groups)
                 break
-        GradientBuffer.reduce(complete, owner=id(unit))
+        GradientBuffer.reduce(complete, owner=id(unit), after=self._schedule.gathers_ahead())
         for buffer in unit.gradients:
             if buffer.tickets:
                 if listeners:

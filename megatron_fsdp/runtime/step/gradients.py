@@ -255,13 +255,13 @@ class GradientBuffer:
                 self._views[index].zero_()
 
     @staticmethod
-    def reduce(buffers: Sequence[GradientBuffer], owner: int = 0) -> None:
+    def reduce(buffers: Sequence[GradientBuffer], owner: int = 0, after: Sequence[Ticket] = ()) -> None:
         """Issue the reductions of packed buffers and their folds into ``main_grad``, for which ``wait`` waits.
 
         FSDP2's ``foreach_reduce``.
 
         Args:
-            buffers: of one unit. owner: as in ``Lane.submit``.
+            buffers: of one unit. owner, after: as in ``Lane.submit``.
         """
         all_stages, tickets = [], []
         for buffer in buffers:
@@ -269,7 +269,7 @@ class GradientBuffer:
                 all_stages.append(buffer._stages())
                 tickets.append(buffer.tickets)
         if all_stages:
-            submit_reductions(buffers[0]._device, all_stages, owner, tickets)
+            submit_reductions(buffers[0]._device, all_stages, owner, tickets, after)
         for buffer in buffers:
             if not buffer.rests_partial:
                 buffer.binding.become(GradState.PARTIAL)

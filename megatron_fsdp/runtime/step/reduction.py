@@ -54,7 +54,11 @@ def _start(all_stages: Sequence[Stages], works: list[dist.Work] | None) -> None:
 
 
 def submit_reductions(
-    device: torch.device, all_stages: Sequence[Stages], owner: int, tickets: Sequence[list[Ticket]]
+    device: torch.device,
+    all_stages: Sequence[Stages],
+    owner: int,
+    tickets: Sequence[list[Ticket]],
+    after: Sequence[Ticket] = (),
 ) -> None:
     """Issue reductions together on their lane; who waits for the ticket, which each list gets, sees them folded."""
 
@@ -71,7 +75,8 @@ def submit_reductions(
     for stages in all_stages:
         if stages.on_host is not None:
             on_host = fold_on_host
-    lane("reduce", device).submit(functools.partial(_start, all_stages), fold, on_host, owner=owner, tickets=tickets)
+    start = functools.partial(_start, all_stages)
+    lane("reduce", device).submit(start, fold, on_host, owner=owner, tickets=tickets, after=after)
 
 
 class Reduction:

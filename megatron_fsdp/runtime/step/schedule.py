@@ -17,6 +17,7 @@ from torch.autograd import profiler
 from dbuffer.events import listeners, tell
 from megatron_fsdp.runtime.step.cuda_lane import wait_for_event
 from megatron_fsdp.runtime.step.guard_types import Guards
+from megatron_fsdp.runtime.step.lane_types import Ticket
 from megatron_fsdp.runtime.step.lanes import forget_unused_streams
 from megatron_fsdp.runtime.step.outputs import Attributes, watch_given, watch_inputs, watch_made, watch_output
 from megatron_fsdp.runtime.step.unit import Call, Unit, WeightState
@@ -45,19 +46,29 @@ class ForwardOrder:
         """A pass begins; what was recorded since the last one is the prediction now."""
         self._expected, self._recorded, self._cursor = self._recorded or self._expected, [], 0
 
-    def visit(self, unit: Unit) -> Unit | None:
-        """Record that a unit runs; return the one with parameters that is expected next, None where it is not known."""
+    def visit(self, unit: Unit) -> list[Unit]:
+        """Record that a unit runs; return the ones with parameters to gather ahead of their use, where they are known.
+
+        As many as backward has packed buffers, which is as much memory: where it keeps two, the gradients of a trained
+        unit are still packed while those of the unit before it come, and its weights take no more in forward.
+        """
         if len(self._recorded) < _MAX_LENGTH:
             self._recorded.append(unit.reference)
         # A unit that is not where it was last time moves the cursor to the end.
         while self._cursor < len(self._expected) and self._expected[self._cursor]() is not unit:
             self._cursor += 1
         self._cursor += 1
-        for reference in self._expected[self._cursor : self._cursor + 2]:
+        limit = unit.backward.max_packed_buffers if torch.is_grad_enabled() else 1
+        ahead: list[Unit] = []
+        for reference in self._expected[self._cursor : self._cursor + 2 * limit]:
             following = reference()
             if following is not None and following.groups:
-                return following
-        return None
+                if ahead and not following.is_trained:
+                    break
+                ahead.append(following)
+                if len(ahead) == limit:
+                    break
+        return ahead
 
 
 class Schedule:
@@ -84,7 +95,7 @@ class Schedule:
         self._kept: dict[int, Attributes] = {}
         # The unit that forward left last, whose weights stay until the next one is needed: backward may be next.
         self._lingering: weakref.ref[Unit] = _NOBODY
-        self._ahead: weakref.ref[Unit] = _NOBODY
+        self._ahead: list[weakref.ref[Unit]] = []
 
     def adopt(self, root: Unit, units: Iterable[Unit]) -> None:
         """Serve ``units``, of which ``root`` is the outermost."""
@@ -127,12 +138,20 @@ class Schedule:
                 group.freshness.suspect()
         unit.start_gather(check=check)
 
-    def gather_ahead(self, unit: Unit | None, *, check: bool) -> None:
-        """Start a predicted gather, unless the last one predicted is still unused: memory is for one unit ahead."""
-        ahead = self._ahead()
-        if unit is not None and (ahead is None or ahead.weight_state is not WeightState.GATHERING):
+    def gather_ahead(self, units: list[Unit], *, check: bool) -> None:
+        """Start predicted gathers, unless another one predicted is still unused: memory is for these alone."""
+        for reference in self._ahead:
+            ahead = reference()
+            if ahead is not None and ahead.weight_state is WeightState.GATHERING and ahead not in units:
+                return
+        for unit in units:
             self.start_gather(unit, check=check)
-            self._ahead = unit.reference
+        self._ahead = [unit.reference for unit in units]
+
+    def gathers_ahead(self) -> list[Ticket]:
+        """Return the tickets of predicted gathers that are on their way."""
+        units = [unit for reference in self._ahead if (unit := reference()) is not None]
+        return [unit.gather_ticket for unit in units if unit.gather_ticket is not None]
 
     def unshard(self, unit: Unit, *, check: bool) -> None:
         """Gather a unit's weights, if need be, and show them in its modules; compute issued afterwards may use them."""
@@ -165,7 +184,7 @@ class Schedule:
     # ------------------------------------------------------------------ forward
 
     def before_forward(self, unit: Unit, module: nn.Module, given: Any) -> None:
-        """Gather the unit for its forward, and start the gather of the unit that followed it last time.
+        """Gather the unit for its forward, and start the gathers of the units that followed it last time.
 
         Args:
             given: to the module, tensors in any structure.

@@ -167,7 +167,7 @@ class Unit:
         self.gather_ticket: Ticket | None = None
         self.releases_weights = False
         self.gradients: tuple[GradientBuffer, ...] = ()
-        self.num_gradients, self.rests_final = 0, True
+        self.num_gradients, self.rests_final, self.is_trained = 0, True, False
         self.calls: list[weakref.ref[Call]] = []
         self.trail: list[weakref.ref[Unit]] | None = None
         self.first_begin = 0
@@ -180,6 +180,7 @@ class Unit:
         """Take notice of gradient buffers that were made, and of parameters that were frozen or unfrozen."""
         self.gradients = tuple(group.gradients for group in self.groups if group.gradients is not None)
         self.num_gradients = sum(sum(buffer.binding.trained) for buffer in self.gradients)
+        self.is_trained = self.num_gradients == sum(len(group.parameters) for group in self.groups)
         self.rests_final = all(buffer.rests_final for buffer in self.gradients)
 
     # ------------------------------------------------------------------ weights
