@@ -17,7 +17,7 @@ from dbuffer.route import Route
 from dbuffer_kernels import accumulate
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.policy.strategy import Placements
-from megatron_fsdp.runtime.grads.last_reduction import Hook, LastReduction
+from megatron_fsdp.runtime.grads.last_reduction import Hook, LastReduction, Wire
 from megatron_fsdp.runtime.step.lane_types import Ticket
 from megatron_fsdp.runtime.step.lanes import lane
 
@@ -122,6 +122,7 @@ class Reduction(LastReduction):
         packed: receives autograd's gradients. reduced: the slice of it that its reduction leaves to this rank; or, of a
             wider dtype, memory of its own.
         main_grad: the accumulator. final: the slice of it that the optimizer reads.
+        wire: what is left to reduce at the end travels in it; None: in ``main_grad`` itself.
         is_offloaded: ``main_grad`` lies in CPU memory beside the main weights. is_pinned: in pages that a GPU writes.
 
     Attributes:
@@ -131,8 +132,8 @@ class Reduction(LastReduction):
     """
 
     def __init__(
-        self, packed: DBuffer, reduced: DBuffer, main_grad: DBuffer, final: DBuffer, *, is_offloaded: bool,
-        is_pinned: bool,
+        self, packed: DBuffer, reduced: DBuffer, main_grad: DBuffer, final: DBuffer, *, wire: Wire | None = None,
+        is_offloaded: bool = False, is_pinned: bool = False,
     ) -> None:  # fmt: skip
         self.hook: Hook | None = None
         self.function: ReduceFunction | None = None
@@ -142,7 +143,8 @@ class Reduction(LastReduction):
         self._route = Route(packed, reduced)
         self._main_grad, self._final = main_grad, final
         self.is_last = final is main_grad
-        self._last = Route(main_grad, final)
+        self.wire = wire
+        self._last = Route(main_grad, final) if wire is None else Route(wire.whole, wire.part)
         self.is_offloaded = is_offloaded
         self._is_pinned = is_pinned
         self._staging: torch.Tensor | None = None
@@ -204,6 +206,8 @@ class Reduction(LastReduction):
         """Release what the reduction left, which is folded."""
         if self._wide and not self.keeps:
             self._reduced.release_storage()
+        if self.wire is not None:
+            self.wire.whole.release_storage()
 
     def _staged(self) -> torch.Tensor | None:
         """Return the CPU memory by which reduced gradients reach an offloaded ``main_grad``; None for any other."""
