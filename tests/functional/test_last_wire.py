@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dbuffer.events import listen
-from megatron_fsdp import MixedPrecisionPolicy, Placements, fully_shard, microbatch
+from megatron_fsdp import FsdpModule, MixedPrecisionPolicy, Placements, fully_shard, microbatch
 from tests.harness import run_ranks
 from tests.harness.models import make_mesh
 
@@ -124,3 +124,59 @@ def test_sums_of_microbatches_travel_in_the_reduce_dtype_and_come_back_rounded_t
             allowed = terms.abs().sum(0) * rounding
             off = (found.double() - terms.sum(0)).abs()
             assert (off <= allowed).all(), (off / allowed).max()
+
+
+class Early(nn.Module):
+    """Whose ``gain`` is read by others, before it is called itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.gain = nn.Linear(5, 5), nn.Parameter(torch.linspace(0.5, 1.5, 5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+class ReadsEarly(nn.Module):
+    """Backward has closed ``late`` when the gradient of its ``gain`` comes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.first, self.late = nn.Linear(5, 5), Early()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if isinstance(self.late, FsdpModule):
+            self.late.unshard()
+        return self.late(torch.tanh(self.first(x * self.late.gain)))
+
+
+def close_twice(strategy: str) -> tuple[list[torch.Tensor], int]:
+    """Return gradients, and how often what is left to reduce of the unit was issued."""
+    shape, placements = STRATEGIES[strategy]
+    model: Any = ReadsEarly()
+    for part in (model.first, model.late, model):
+        fully_shard(part, make_mesh(shape), placements, mp_policy=WIRES["bf16"].policy)
+    issued: list[str] = []
+
+    def hear(action: str, subject: Any) -> None:
+        if action == "final":
+            issued.append(subject.name)
+
+    with listen(hear):
+        loss_of(model, dist.get_rank(), 0).backward()
+    return [parameter.grad.full_tensor() for parameter in model.parameters()], issued.count("late")
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim"])
+def test_a_gradient_that_comes_when_its_unit_is_closed_is_added_to_what_was_reduced(strategy: str) -> None:
+    terms = []
+    for rank in range(3):
+        model = ReadsEarly()
+        loss_of(model, rank, 0).backward()
+        terms.append([parameter.grad.double() / 3 for parameter in model.parameters() if parameter.grad is not None])
+    for gradients, num_issued in run_ranks(3, close_twice, strategy):
+        assert num_issued == 2
+        for found, *each in zip(gradients, *terms, strict=True):
+            allowed = torch.stack(each).abs().sum(0) * 3 * (EPSILONS[BF16] + 2.0**-20)
+            assert ((found.double() - torch.stack(each).sum(0)).abs() <= allowed).all()
