@@ -366,7 +366,18 @@ class GroupFacts:
             return Redistribution()
         if self._is_invariant:
             return self._invariant_gather()
-        return self._change(self.placements.gradient, self.placements.optimizer, self.dtypes.main_grad.itemsize)
+        return self._change(self.placements.gradient, self.placements.optimizer, self._last_dtype.itemsize)
+
+    @property
+    def _last_dtype(self) -> torch.dtype:
+        """In which what is still partial after the last microbatch travels."""
+        return self.dtypes.accumulate or self.dtypes.reduce
+
+    @property
+    def last_wire_bytes(self) -> int:
+        """Bytes of the buffer that it travels in; 0 where that is ``main_grad`` itself."""
+        travels = not self._is_invariant and self.finalize().transfers and self._last_dtype is not self.dtypes.main_grad
+        return self.local_numel(self.placements.gradient) * self._last_dtype.itemsize if travels else 0
 
     def _invariant_gather(self) -> Redistribution:
         """Return how what the optimizer holds whole is put together from what each rank added up."""

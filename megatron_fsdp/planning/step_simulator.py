@@ -111,6 +111,7 @@ class _Costs:
     reduce: Redistribution
     finalize: Redistribution
     refresh: Redistribution
+    last_wire: int
 
     @property
     def allocated_part(self) -> int:
@@ -133,6 +134,7 @@ class _Costs:
             group.reduce(),
             group.finalize(),
             group.refresh(),
+            group.last_wire_bytes,
         )
 
 
@@ -185,6 +187,8 @@ class _Playback:
         self._reducing: list[int] = []
         # By root: the unit closed last whose last reduction the next one issues, for which the host waits on CPU.
         self._awaited: dict[int, int] = {}
+        # By root: bytes on the wire of the last reduction under way.
+        self._wired: dict[int, int] = {}
         self._is_last = False
         self._reduced: set[int] = set()
         self._active: list[int] = []
@@ -334,13 +338,10 @@ class _Playback:
                 self._leave_passed(visit.unit, self._opened[visit.unit] - 1)
             elif self._is_trained(visit):
                 self._receive(visit.unit, visit.group)
-        self._close_open()
-        for schedule in {facts.schedule for facts in self._units}:
-            self._drain(schedule, 0)
-        self._awaited.clear()
-        for unit, costs in enumerate(self._costs):
-            if is_last:
-                self._together(unit, [cost.finalize for cost in costs])
+        # Autograd ends the backwards of several roots in the order in which it came to them.
+        for unit in sorted(self._opened, key=self._opened.__getitem__, reverse=True):
+            self._end_backward(self._units[unit].schedule)
+        for unit in range(len(self._units)):
             if self._units[unit].reshards_after_backward:
                 self._release(unit)
         self._has_arrived.clear()
@@ -348,9 +349,15 @@ class _Playback:
         # What backward used is for backward to release: it may keep it.
         self._lingering.clear()
 
-    def _close_open(self) -> None:
+    def _end_backward(self, schedule: int) -> None:
         for unit in sorted(self._active, key=self._opened.__getitem__, reverse=True):
-            self._leave(unit)
+            if self._units[unit].schedule == schedule:
+                self._leave(unit)
+        self._drain(schedule, 0)
+        awaited = self._awaited.pop(schedule, None)
+        if awaited is not None:
+            self._finalize(awaited)
+        self._bytes -= self._wired.pop(schedule, 0)
 
     def _enter_backward(self, unit: int) -> None:
         self._active.append(unit)
@@ -383,14 +390,10 @@ class _Playback:
     def _reduce(self, unit: int) -> None:
         facts = self._units[unit]
         awaited = self._awaited.pop(facts.schedule, None)
-        if awaited in self._reducing:
-            self._fold(awaited)
-        if (
-            self._is_last
-            and facts.max_packed_buffers == 1
-            and any(cost.finalize.transfers for cost in self._costs[unit])
-        ):
-            self._awaited[facts.schedule] = unit
+        if awaited is not None:
+            if awaited in self._reducing:
+                self._fold(awaited)
+            self._finalize(awaited)
         if any(group.scratch_bytes for group in self._units[unit].groups):
             # They take turns in one scratch.
             self._drain(self._units[unit].schedule, 0)
@@ -401,6 +404,23 @@ class _Playback:
         self._together(unit, [cost.reduce for cost in self._costs[unit]])
         self._reducing.append(unit)
         self._reduced.add(unit)
+        if self._is_last and any(cost.finalize.transfers for cost in self._costs[unit]):
+            # Where the host would have to wait for the reduction before, that is for the next unit.
+            if facts.max_packed_buffers == 1 and any(cost.packed for cost in self._costs[unit]):
+                self._awaited[facts.schedule] = unit
+            else:
+                self._finalize(unit)
+
+    def _finalize(self, unit: int) -> None:
+        facts, costs = self._units[unit], self._costs[unit]
+        self._bytes -= self._wired.pop(facts.schedule, 0)
+        wire = sum(cost.last_wire for cost in costs)
+        self._hold(wire, unit)
+        self._together(unit, [cost.finalize for cost in costs])
+        if facts.max_packed_buffers == 1:
+            self._wired[facts.schedule] = wire
+        else:
+            self._bytes -= wire
 
     def scratch_bytes(self) -> int:
         """Return what units receive in under ``reduction="invariant"``: for each root as much as its neediest one."""

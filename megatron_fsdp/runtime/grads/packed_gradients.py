@@ -12,7 +12,7 @@ from dbuffer import DBuffer, Partial, SlotPool
 from dbuffer.placements import BufferPlacement
 from megatron_fsdp.runtime.grads.fuse import offer_products
 from megatron_fsdp.runtime.grads.gradient_spec import GradientSpec
-from megatron_fsdp.runtime.grads.last_reduction import LastReduction
+from megatron_fsdp.runtime.grads.last_reduction import LastReduction, Wire
 from megatron_fsdp.runtime.grads.shown_grads import ShownGrads
 from megatron_fsdp.runtime.step.cuda_lane import turns
 from megatron_fsdp.runtime.step.fsdp_params import FSDPParams
@@ -104,8 +104,11 @@ class PackedGradients(GradientBuffer):
         before.
         """
         self.divisor = divisor
-        is_half = self.packed.dtype is torch.float16
-        self.wire_scale = 2.0 ** -(math.frexp(max(divisor, 1.0))[1] // 2) if is_half else 1.0
+        half = 2.0 ** -(math.frexp(max(divisor, 1.0))[1] // 2)
+        self.wire_scale = half if self.packed.dtype is torch.float16 else 1.0
+        if self.reduction.wire is not None:
+            # What rests was divided before.
+            self.reduction.wire.scale = 1.0 / half if self.reduction.wire.whole.dtype is torch.float16 else 1.0
         self.pack_scale = 1.0 / divisor if self.rests_partial else self.wire_scale
         self.takes_products = math.frexp(self.pack_scale)[0] == 0.5
 
@@ -132,8 +135,22 @@ class PackedGradients(GradientBuffer):
         # Memory of the host is plentiful, and pages that a GPU writes are slow to come by.
         self.binding.keeps = spec.is_offloaded
         self.reduction = LastReduction(
-            self.packed, reduced, main_grad, final, is_offloaded=spec.is_offloaded, is_pinned=spec.is_pinned
+            self.packed,
+            reduced,
+            main_grad,
+            final,
+            wire=self._wire(main_grad, final),
+            is_offloaded=spec.is_offloaded,
+            is_pinned=spec.is_pinned,
         )
+
+    def _wire(self, main_grad: DBuffer, final: DBuffer) -> Wire | None:
+        spec = self._spec
+        dtype = spec.accumulate_dtype or spec.reduce_dtype
+        is_alone = self.rests_final or self._is_alone_on_the_rest()
+        if is_alone or (dtype is main_grad.dtype and main_grad.device == spec.device):
+            return None
+        return Wire(main_grad, final, dtype, spec.device)
 
     def _is_alone_on_the_rest(self) -> bool:
         """Whether the axes that are left to reduce at the end have one rank each."""
