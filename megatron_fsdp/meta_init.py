@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import nn
 
-from dbuffer.collectives import broadcast
+from dbuffer.collectives_rare import broadcast
 from dbuffer.mesh import MeshAxis
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.runtime.lifecycle.make_param_group import shown_over

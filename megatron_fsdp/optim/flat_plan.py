@@ -193,15 +193,11 @@ class FlatPlan:
         self.values = list(chain.from_iterable(record.values() for record in self.records if record is not None))
 
 
-def _reaches(local: torch.Tensor, numel: int) -> bool:
-    """Whether the storage goes on for so many elements from where a tensor begins."""
-    return local.untyped_storage().nbytes() >= (local.storage_offset() + numel) * local.itemsize
-
-
 def _is_ahead(first: torch.Tensor, local: torch.Tensor, distance: int) -> bool:
     """Whether a tensor lies in the storage of another, so many elements behind its beginning."""
     is_there = local.data_ptr() - first.data_ptr() == distance * first.itemsize
-    return is_there and _reaches(first, distance + local.numel())
+    end = (first.storage_offset() + distance + local.numel()) * first.itemsize
+    return is_there and first.untyped_storage().nbytes() >= end
 
 
 # ---------------------------------------------------------------- which parameters can be stepped so

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from dbuffer.collectives import barrier
+from dbuffer.collectives_rare import barrier
 from megatron_fsdp.api import fully_shard, microbatch, no_sync
 from megatron_fsdp.certify.certificate import Certificate, Certification, watching
 from megatron_fsdp.certify.clocks import Queue

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dbuffer.collectives import wait_with
+from dbuffer.collectives_rare import wait_with
 from dbuffer.storage import FlatStorage
 from megatron_fsdp import AdamW, Placements, fully_shard, fully_shard_optimizer
 from tests.functional.interruptions import SWEEPS, Sweep, run

@@ -10,10 +10,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_fsdp import ConfigError, GradientReductionHandle, Placements, StateError, fully_shard
-from megatron_fsdp.observability.flight_recorder import record_transcript
 from tests.harness import on_ranks
 from tests.harness.models import inputs, three_blocks
 from tests.harness.oracle import whole
+from tests.harness.transcript import record_transcript
 
 STRATEGIES: dict[str, Placements] = {
     name: getattr(Placements, name)(0) for name in ("no_shard", "optim", "optim_grads", "optim_grads_params")

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from dbuffer.collectives import observe_collectives
+from dbuffer import observe_collectives
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard
 from tests.functional.strategy_table import STRATEGIES, ZERO
 from tests.harness import on_ranks

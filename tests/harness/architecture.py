@@ -15,12 +15,12 @@ from pathlib import Path
 FOLDER_ORDER = (
     ("dbuffer_kernels",),
     ("dbuffer.errors",),
-    ("dbuffer.placements", "dbuffer.planner", "dbuffer.memory_meter", "dbuffer.events"),
+    ("dbuffer.placements", "dbuffer.planner", "dbuffer.memory_meter", "dbuffer.events", "dbuffer.slot_memory"),
     ("dbuffer.mesh", "dbuffer.slot_pool", "dbuffer.comm_thread"),
     ("dbuffer.layout", "dbuffer.gloo", "dbuffer.storage"),
     ("dbuffer.collectives", "dbuffer.storage_guard"),
+    ("dbuffer.collectives_rare", "dbuffer.collectives_together"),
     ("dbuffer.dtensor",),
-    ("dbuffer.flat_tensors",),
     ("dbuffer.buffer",),
     ("dbuffer",),
     ("megatron_fsdp.installation",),
@@ -62,8 +62,8 @@ WIDE_SIGNATURES = {
 }
 VAGUE_NAMES = ("utils", "util", "helpers", "misc")
 
-# The third one has the collectives of gloo that are made of others.
-COLLECTIVES_FILES = ("dbuffer.collectives", "dbuffer.collectives_together", "dbuffer.gloo")
+# The last one has the collectives of gloo that are made of others.
+COLLECTIVES_FILES = ("dbuffer.collectives", "dbuffer.collectives_together", "dbuffer.collectives_rare", "dbuffer.gloo")
 COLLECTIVES = frozenset(
     """all_gather all_gather_coalesced all_gather_into_tensor all_gather_object all_gather_single all_reduce
     all_reduce_coalesced all_to_all all_to_all_single barrier batch_isend_irecv broadcast broadcast_object_list gather

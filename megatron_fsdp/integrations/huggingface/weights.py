@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from dbuffer.collectives import broadcast
+from dbuffer.collectives_rare import broadcast
 from megatron_fsdp.checkpoint.model_state import announce_change
 from megatron_fsdp.checkpoint.parts import pieces_of
 from megatron_fsdp.errors import ConfigError
@@ -78,9 +78,6 @@ def load_pretrained(model: nn.Module, folder: str | Path, mesh: DeviceMesh) -> n
 
     The package that the model is from reads it, so weights which it stores in another form (experts one by one) are
     converted.
-
-    Raises:
-        ConfigError: the model's class has no ``from_pretrained``.
     """
     cls: Any = type(model)
     if not hasattr(cls, "from_pretrained"):
@@ -99,9 +96,6 @@ def allocate_for_import(model: nn.Module) -> None:
     """Give memory to what a sharded model has on the meta device, before a checkpoint fills it.
 
     Buffers that checkpoints do not hold (rotary frequencies) get their values from the model's ``_init_weights``.
-
-    Raises:
-        ConfigError: there are such buffers on the meta device, and no ``_init_weights``.
     """
     computed = {
         id(module)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from dbuffer import Replicate
-from dbuffer.collectives import broadcast
+from dbuffer.collectives_rare import broadcast
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.integrations.megatron.groups import ModelGroups
 from megatron_fsdp.integrations.megatron.names import WholeNames

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from dbuffer import DBuffer, Flat, Partial
 from dbuffer.collectives import Part
-from dbuffer.collectives_together import exchange
+from dbuffer.collectives_rare import exchange
 from dbuffer.dtensor.placed_tensor import PlacedTensor
 from dbuffer.mesh import MeshAxis
 from dbuffer.placements import BufferPlacement

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from dbuffer import DBuffer
-from dbuffer.dtensor.parameter import NUM_FLAGS_SET
+from dbuffer.dtensor.placed_tensor import NUM_FLAGS_SET
 from dbuffer.events import listeners, tell
 from megatron_fsdp.build.ownership import OwnedParameter
 

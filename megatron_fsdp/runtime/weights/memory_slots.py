@@ -10,7 +10,8 @@ import torch
 from dbuffer import BufferPlacement, SlotPool
 from dbuffer.mesh import MeshAxis
 from dbuffer.placements import flat_axes
-from dbuffer.slot_pool import ArenaPool, from_communicator, from_symmetric_memory
+from dbuffer.slot_memory import from_communicator, from_symmetric_memory
+from dbuffer.slot_pool import ArenaPool
 from dbuffer_kernels.switches import is_off
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.policy.slots import SlotChoice
