@@ -19,15 +19,13 @@ from dbuffer.events import CollectiveCall, Transfer, listeners, tell
 from dbuffer.mesh import MeshAxis
 from dbuffer_kernels.switches import is_off
 
-__all__ = ["Part", "Waiter", "all_gather", "all_reduce", "reduce_scatter", "wait_for"]
+__all__ = ["Part", "all_gather", "all_reduce", "reduce_scatter", "wait_for"]
 
 # torch 2.13 renames two methods of process groups and warns on the old names; torch 2.11 has only the old names.
 _HAS_SINGLE = hasattr(dist.ProcessGroup, "all_gather_single")
 _COPIES = is_off("in-place")
 
-Waiter = Callable[[dist.Work], None]
-
-waiters: list[Waiter] = []
+waiters: list[Callable[[dist.Work], None]] = []
 """What waits for collectives on tensors in CPU memory (``wait_with``): the last one, where there is any."""
 
 
@@ -69,7 +67,7 @@ def all_gather(output: torch.Tensor, shard: torch.Tensor, axis: MeshAxis, works:
     if axis.size == 1:
         gloo.copy(output, shard)
         return
-    if is_traced(shard):
+    if type(shard) is not torch.Tensor and is_traced(shard):
         whole = torch.ops._c10d_functional.all_gather_into_tensor(shard, axis.size, axis.gather_group.group_name)
         output.copy_(torch.ops._c10d_functional.wait_tensor(whole))
         return
@@ -118,7 +116,7 @@ def all_reduce(tensor: torch.Tensor, axis: MeshAxis, op: str, works: list[dist.W
     """Reduce ``tensor`` over the ranks of the axis, in place on all of them. ``op`` is "sum", "avg" or "max"."""
     if axis.size == 1:
         return
-    if is_traced(tensor):
+    if type(tensor) is not torch.Tensor and is_traced(tensor):
         reduced = torch.ops._c10d_functional.all_reduce(tensor, op, axis.reduce_group.group_name)
         tensor.copy_(torch.ops._c10d_functional.wait_tensor(reduced))
         return

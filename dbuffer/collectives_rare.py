@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from dbuffer import gloo
-from dbuffer.collectives import Waiter, all_reduce, begin, finish, waiters
+from dbuffer.collectives import all_reduce, begin, finish, waiters
 from dbuffer.events import listeners
 from dbuffer.mesh import MeshAxis
 
@@ -85,7 +85,7 @@ def broadcast(tensor: torch.Tensor, axis: MeshAxis, source: int = 0) -> None:
 
 
 @contextmanager
-def wait_with(waiter: Waiter) -> Iterator[None]:
+def wait_with(waiter: Callable[[dist.Work], None]) -> Iterator[None]:
     """Let ``waiter`` do the waiting for all collectives on tensors in CPU memory while the block runs."""
     waiters.append(waiter)
     try:

@@ -92,8 +92,9 @@ class SlotPool:
     def take(self, num_bytes: int, user: int) -> torch.UntypedStorage:
         """Return a free slot for a storage of ``num_bytes``, with undefined content; ``user``: its identity."""
         size = self.slot_bytes(num_bytes)
-        if self._free[size]:
-            return self._free[size].pop()
+        free = self._free.get(size)
+        if free:
+            return free.pop()
         slot = self._new(size)
         self._count(1, size)
         return slot.untyped_storage()

@@ -136,7 +136,8 @@ class StoredPart:
         Raises:
             StorageError: the storage is released.
         """
-        whole = self.storage.tensor
+        storage = self.storage
+        whole = storage._tensor if storage.is_allocated else storage.tensor  # one call less
         return whole if self._base is None else self._base
 
     @property
