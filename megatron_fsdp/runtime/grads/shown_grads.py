@@ -162,7 +162,7 @@ class ShownGrads(GradBinding):
                 assert isinstance(gradient, FlatDTensor)
                 rows.append(PendingRows(gradient._local_tensor, partial(_describe, weakref.ref(self), index)))
                 stand_ins.append(gradient.with_local(rows[-1]))
-            # Last, so that an interrupt before leaves nothing half made.
+            # Last what says that they are there, as an interrupt may come anywhere.
             self._rows, self._expected, self.is_shown = rows, [None] * len(rows), True
             self._stand_ins = stand_ins
         return self._rows
