@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard
 
 from dbuffer import Partial, PlacementError, Replicate
 from dbuffer.mesh import make_reduce_groups, mesh_axes
-from megatron_fsdp.build.builder import GranularityChoice, GroupPlanner
+from megatron_fsdp.build.builder import GranularityChoice, GroupPlan, GroupPlanner
 from megatron_fsdp.build.no_shard import is_no_shard
 from megatron_fsdp.build.ownership import OwnedParameter, collect_parameters, mark_owned
 from megatron_fsdp.errors import ConfigError, StateError
@@ -22,7 +22,7 @@ from megatron_fsdp.optim.step_hook import attend_optimizers
 from megatron_fsdp.policy.megatron_call import refuse_megatron_call
 from megatron_fsdp.policy.mesh import buffer_device, sharding_target
 from megatron_fsdp.policy.offload import offload_of
-from megatron_fsdp.policy.precision import as_policy
+from megatron_fsdp.policy.precision import MixedPrecisionPolicy, as_policy
 from megatron_fsdp.policy.strategy import Placements
 from megatron_fsdp.runtime.guards.agreement import Wrapping
 from megatron_fsdp.runtime.guards.asked_gradients import serve_asked_gradients
@@ -35,6 +35,7 @@ from megatron_fsdp.runtime.lifecycle.originals import Originals, check_conversio
 from megatron_fsdp.runtime.step.backward import Backward
 from megatron_fsdp.runtime.step.freshness import mark_replaced
 from megatron_fsdp.runtime.step.hooks import Tree
+from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
 from megatron_fsdp.runtime.step.schedule import Schedule
 from megatron_fsdp.runtime.step.unit import Unit, units_below
 from megatron_fsdp.runtime.weights.memory_slots import check_reshard, reshard_to
@@ -122,32 +123,55 @@ def fully_shard(
         with Originals(modules):
             _move_to(modules, buffer_device(target.mesh), owned)
             plans = planner.plans(owned)
-            has_hooks = any(each.extension is not None for each in owned)
-            is_asked = (
-                state_to_come(modules, is_released=reshard_after_forward is not False) if has_hooks else nullcontext()
-            )
-            with is_asked:
-                groups = [make_param_group(each.owned, each.plan, each.spec, name) for each in plans]
-            unit = Unit(name, modules, groups, policy)
-            check_reshard(unit, reshard_after_forward)
-            check_conversion(modules)
-            wrapping.agree(name, groups, reshard_after_forward)
-            if groups:
-                make_reduce_groups(axes)
-            reshard_to(unit, reshard_after_forward)
-            unit.trees = {id(each): Tree(each, {id(parameter) for parameter in ignored}) for each in modules}
-            convert(modules, unit)
-            if has_hooks:
-                show_state(unit, modules)
+
+            def agree(groups: Sequence[ParameterGroup]) -> None:
+                wrapping.agree(name, groups, reshard_after_forward)
+                if groups:
+                    make_reduce_groups(axes)
+
+            unit = make_unit(modules, plans, policy, reshard_after_forward, ignored, agree=agree)
+    finish_unit(modules, unit, plans)
+    return module
+
+
+def make_unit(
+    modules: Sequence[nn.Module],
+    plans: Sequence[GroupPlan],
+    policy: MixedPrecisionPolicy,
+    reshard_after_forward: bool | int | None,
+    ignored: Sequence[nn.Parameter] = (),
+    *,
+    agree: Callable[[Sequence[ParameterGroup]], None],
+) -> Unit:
+    """Make the groups that were planned for modules, and the unit of them; ``agree`` is called in between."""
+    name = type(modules[0]).__name__
+    has_hooks = any(each.extension is not None for plan in plans for each in plan.owned)
+    is_asked = state_to_come(modules, is_released=reshard_after_forward is not False) if has_hooks else nullcontext()
+    with is_asked:
+        groups = [make_param_group(each.owned, each.plan, each.spec, name) for each in plans]
+    unit = Unit(name, modules, groups, policy)
+    check_reshard(unit, reshard_after_forward)
+    check_conversion(modules)
+    agree(groups)
+    reshard_to(unit, reshard_after_forward)
+    unit.trees = {id(each): Tree(each, {id(parameter) for parameter in ignored}) for each in modules}
+    convert(modules, unit)
+    if has_hooks:
+        show_state(unit, modules)
+    return unit
+
+
+def finish_unit(modules: Sequence[nn.Module], unit: Unit, plans: Sequence[GroupPlan]) -> None:
+    """Take over the parameters of a unit that was made, and all units below it."""
+    owned = [each for plan in plans for each in plan.owned]
     for parameter in owned:
-        mark_owned(parameter.parameter, name, parameter.name)
+        mark_owned(parameter.parameter, unit.name, parameter.name)
         mark_replaced(parameter.parameter, parameter.name)
-    for group in groups:
+    for group in unit.groups:
         forget_originals(group)
     attend_optimizers()
     unit.inner_outputs = InnerOutputs(readers_of(owned, unit), unit)
     _adopt_units(modules, unit)
-    return module
 
 
 def _is_unit(module: nn.Module) -> bool:

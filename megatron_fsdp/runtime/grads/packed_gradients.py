@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
 
@@ -121,6 +122,14 @@ class PackedGradients:
     ) -> DBuffer:
         like, pinned = self._template, self._spec.is_pinned and device.type == "cpu"
         return DBuffer.from_plan(like.plan, like.mesh, placements, dtype, device, name=what, pin_memory=pinned)
+
+    def buffers(self) -> Iterator[tuple[str, DBuffer]]:
+        """Yield what lies where, each kind by its name in reports."""
+        if self.packed is not self.main_grad:
+            yield "packed gradients", self.packed
+        if self.reduction.wide is not None:
+            yield "reduced gradients", self.reduction.wide
+        yield "main_grad", self.main_grad
 
     def rename(self, name: str) -> None:
         """Take another unit name, for messages."""

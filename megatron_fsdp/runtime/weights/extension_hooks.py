@@ -160,11 +160,6 @@ class ExtensionWeights(WeightBuffers):
         """Ranks over which the parameter is sharded."""
         return self._spec.mesh.size(self._axis)
 
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes of this rank's part on the wire."""
-        return self._wire.sent.local_buffer.numel()
-
     def _ask(self) -> tuple[torch.Tensor, ...]:
         """Call ``fsdp_pre_all_gather`` in the form that its signature has."""
         hook = self.part.fsdp_pre_all_gather  # type: ignore[attr-defined]
@@ -184,6 +179,12 @@ class ExtensionWeights(WeightBuffers):
             if tensor.device.type != self._spec.device.type:
                 raise ConfigError(f"{self._where}: fsdp_pre_all_gather returned a tensor on {tensor.device}")
         return tensors
+
+    def buffers(self) -> Iterator[tuple[str, DBuffer]]:
+        """Yield what lies where, and what travels."""
+        yield "main_weight", self.main
+        yield "packed weights", self._wire.sent
+        yield "gathered weights", self.gathered
 
     def agreed(self) -> Iterator[str]:
         """Yield what the hook sends: another size on another rank is refused before the first gather."""
