@@ -14,6 +14,8 @@ from dbuffer import plan as plan_of
 from dbuffer.storage import FlatStorage
 from megatron_fsdp.build.packed_layout import wire_words
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
+from megatron_fsdp.runtime.weights.extension_hooks import ExtensionWeights
+from megatron_fsdp.runtime.weights.packed_weights import PackedWeights
 
 __all__ = ["BufferReport", "CollectiveReport", "GroupReport", "group_report", "storages_of"]
 
@@ -99,7 +101,16 @@ def storages_of(group: ParameterGroup) -> Iterator[tuple[str, FlatStorage]]:
 
 
 def _buffers(group: ParameterGroup) -> Iterator[tuple[str, DBuffer]]:
-    yield from group.weights.buffers()
+    weights = group.weights
+    yield "main_weight", weights.main
+    if weights.remainder is not None:
+        yield "remainder", weights.remainder.buffer
+    if weights.model is not weights.main:
+        yield "model_weight", weights.model
+    for sent in weights.sent if isinstance(weights, PackedWeights | ExtensionWeights) else ():
+        yield "packed weights", sent
+    if not weights.rests_whole:
+        yield "gathered weights", weights.gathered
     if group.gradients is not None:
         yield from group.gradients.buffers()
 

@@ -35,11 +35,13 @@ class PackedGradients:
         divisor: the sum over ranks is divided by it. wire_scale: what of the division is done before the sum.
         pack_scale: what gradients are multiplied by where they are packed.
         takes_products: whether that is a power of two, so that a scaled product is rounded as an unscaled one.
+        wide: sums of a wider dtype than is sent; None where they lie in ``packed``.
         packs_late: a lane packs them when the unit is closed (``LateGradients``).
         unit: the name of the unit.
     """
 
     packs_late = False
+    wide: DBuffer | None = None
 
     def __init__(self, main_weight: DBuffer, spec: GradientSpec, fsdp_params: FSDPParams) -> None:
         self.unit = ""
@@ -101,6 +103,7 @@ class PackedGradients:
                 reduced = self.packed.slice_view(placements.gradient)
             else:
                 reduced = self._buffer(placements.gradient, spec.accumulate_dtype, "reduced gradients", spec.device)
+                self.wide = reduced
         if resting != placements.optimizer:
             final = main_grad.slice_view(placements.optimizer)
         self.rests_final = final is main_grad and not self.rests_partial
@@ -127,8 +130,8 @@ class PackedGradients:
         """Yield what lies where, each kind by its name in reports."""
         if self.packed is not self.main_grad:
             yield "packed gradients", self.packed
-        if self.reduction.wide is not None:
-            yield "reduced gradients", self.reduction.wide
+        if self.wide is not None:
+            yield "reduced gradients", self.wide
         yield "main_grad", self.main_grad
 
     def rename(self, name: str) -> None:

@@ -193,11 +193,6 @@ class Reduction(LastReduction):
 
         return run
 
-    @property
-    def wide(self) -> DBuffer | None:
-        """What sums of a wider dtype than is sent lie in; None where they lie in the packed buffer."""
-        return self._reduced if self._wide else None
-
     def keep(self, keeps: bool) -> None:
         """Have the memory of what is reduced into all the time, or while it is in use."""
         self.keeps = keeps

@@ -85,16 +85,6 @@ class WeightBuffers:
         """Yield what ranks must have in common beside plan and dtypes."""
         yield from ()
 
-    def buffers(self) -> Iterator[tuple[str, DBuffer]]:
-        """Yield what lies where, each kind by its name in reports, and last what comes and goes."""
-        yield "main_weight", self.main
-        if self.remainder is not None:
-            yield "remainder", self.remainder.buffer
-        if self.model is not self.main:
-            yield "model_weight", self.model
-        if not self.rests_whole:
-            yield "gathered weights", self.gathered
-
     def rename(self, name: str) -> None:
         """Take another unit name, for messages."""
         self.main.rename(f"unit {name!r}: main_weight")

@@ -180,11 +180,10 @@ class ExtensionWeights(WeightBuffers):
                 raise ConfigError(f"{self._where}: fsdp_pre_all_gather returned a tensor on {tensor.device}")
         return tensors
 
-    def buffers(self) -> Iterator[tuple[str, DBuffer]]:
-        """Yield what lies where, and what travels."""
-        yield "main_weight", self.main
-        yield "packed weights", self._wire.sent
-        yield "gathered weights", self.gathered
+    @property
+    def sent(self) -> tuple[DBuffer, ...]:
+        """This rank's part of what travels, which rests beside main weights."""
+        return (self._wire.sent,)
 
     def agreed(self) -> Iterator[str]:
         """Yield what the hook sends: another size on another rank is refused before the first gather."""

@@ -123,14 +123,10 @@ class PackedWeights(WeightBuffers):
         for buffer in (*self._sent, self._wire):
             buffer.rename(f"unit {name!r}: packed weights")
 
-    def buffers(self) -> Iterator[tuple[str, DBuffer]]:
-        """Yield what lies where, as for weights that travel as they are, and what travels."""
-        own = dict(super().buffers())
-        gathered = own.pop("gathered weights")
-        yield from own.items()
-        for sent in self._sent:
-            yield "packed weights", sent
-        yield "gathered weights", gathered
+    @property
+    def sent(self) -> tuple[DBuffer, ...]:
+        """This rank's parts of what travels, which rest beside main weights."""
+        return tuple(self._sent)
 
     # ------------------------------------------------------------------ quantize
 
