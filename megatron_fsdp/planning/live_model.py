@@ -12,6 +12,7 @@ from megatron_fsdp.planning.model_spec import AxisFacts, Call, GroupFacts, Model
 from megatron_fsdp.runtime.step.lanes import turns
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
 from megatron_fsdp.runtime.step.unit import Unit, units_below
+from megatron_fsdp.runtime.weights.extension_hooks import ExtensionWeights
 
 __all__ = ["Owners", "forward_calls", "read_facts"]
 
@@ -144,4 +145,5 @@ def _group_facts(group: ParameterGroup) -> GroupFacts:
     return GroupFacts(
         tuple(group.parameters), group.plan, axes, spec.placements, spec.dtypes, requires_grad,
         frozen if requires_grad else frozenset(), spec.is_offloaded, spec.keeps_gathered, holds,
+        isinstance(group.weights, ExtensionWeights),
     )  # fmt: skip

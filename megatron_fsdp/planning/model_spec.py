@@ -42,6 +42,7 @@ class GroupFacts:
         names: of the parameters, in plan order. axes: of the data-parallel mesh, outermost first.
         requires_grad: any of them is trained, or was when it was sharded. frozen: positions of those that are not.
         keeps_gathered: gathered weights have their memory all the time. holds_gradients: so has their sum.
+        has_hooks: a class of the user's says what is gathered, which stand-ins do not know.
     """
 
     names: tuple[str, ...]
@@ -54,6 +55,7 @@ class GroupFacts:
     is_offloaded: bool = False
     keeps_gathered: bool = False
     holds_gradients: bool = False
+    has_hooks: bool = False
 
     @property
     def is_trained(self) -> bool:

@@ -21,7 +21,7 @@ from megatron_fsdp.planning.group_report import CollectiveReport, GroupReport
 from megatron_fsdp.planning.live_model import read_facts
 from megatron_fsdp.planning.model_spec import GroupFacts, ModelFacts, Transfer, UnitFacts
 from megatron_fsdp.planning.played_step import PlayedStep, play_step
-from megatron_fsdp.planning.report_text import ArenaReport, CollectiveTotal, PeakReport, Report, UnitReport
+from megatron_fsdp.planning.report_text import ASSUMPTIONS, ArenaReport, CollectiveTotal, PeakReport, Report, UnitReport
 from megatron_fsdp.planning.step_events import Phase
 
 __all__ = ["adamw_bytes", "explain", "gradient_bytes", "report_of"]
@@ -104,6 +104,7 @@ def report_of(
         slot_bytes=forecast.slot_bytes,
         counter_bytes=forecast.counter_bytes,
         scratch_bytes=forecast.scratch_bytes,
+        assumptions=(*ASSUMPTIONS, *(_HOOKS,) * any(group.has_hooks for unit in facts.units for group in unit.groups)),
         arenas=tuple(ArenaReport(arena.num_bytes, arena.lower_bound, arena.gap) for arena in forecast.arenas),
     )
 
@@ -118,6 +119,7 @@ def _peak_report(forecast: Forecast, phase: Phase) -> PeakReport:
     return PeakReport(peak.num_bytes, peak.unit, peak.gradient_bytes)
 
 
+_HOOKS = "parameters with all-gather hooks of their own are counted as plain ones, which travel in their compute dtype"
 _KEPT = "kept after forward: the last that forward uses, its backward is next"
 
 
