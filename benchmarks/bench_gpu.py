@@ -70,18 +70,16 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What rows of a metric should be at most, or at least; with ``kernel``, those of that kernel."""
+    """What rows of a metric should be at most, or at least."""
 
     bench: str
     metric: str
     most: float | None = None
     least: float | None = None
-    kernel: str | None = None
 
     def is_about(self, row: Row) -> bool:
         """Whether the target is set for this row."""
-        is_case = self.kernel is None or row.case.get("kernel") == self.kernel
-        return is_case and (row.bench, row.metric) == (self.bench, self.metric)
+        return (row.bench, row.metric) == (self.bench, self.metric)
 
     def is_met_by(self, row: Row) -> bool:
         """Whether the row's median is within the target."""
@@ -92,11 +90,7 @@ class Target:
         return f"<= {self.most:g}" if self.most is not None else f">= {self.least:g}"
 
 
-# The first that is about a row counts. Two kernels do more than move memory: random rounding takes about 25 integer
-# operations an element, and a table of addresses comes from the host with every call of pack.
 TARGETS = (
-    Target("kernels", "rate over that of a copy", least=0.75, kernel="cast_stochastic fp32 to bf16"),
-    Target("kernels", "rate over that of a copy", least=0.8, kernel="pack bf16"),
     Target("kernels", "rate over that of a copy", least=0.9),
     Target("optimizer", "step of the flat AdamW over FSDP2's", most=1.0),
     Target("step", "wall time over peer's", most=0.95),

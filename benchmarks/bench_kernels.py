@@ -22,14 +22,11 @@ from dbuffer_kernels import (
     adamw_row,
     backend,
     cast_copy,
-    cast_stochastic,
     checksum,
     join_weight,
-    pack,
     split_weight,
     sum_of_squares,
 )
-from dbuffer_kernels.adamw import bytes_per_element
 
 FP32, BF16, INT16 = torch.float32, torch.bfloat16, torch.int16
 ROW = adamw_row(10, lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
@@ -92,10 +89,8 @@ def makers(numel: int, device: torch.device) -> dict[str, Callable[[], Work]]:
     """Return, by name, what allocates the buffers of one kernel."""
     steps = {f"adamw ({name})": name for name in ADAMW_CASES}
     return {
-        "cast_copy fp32 to bf16": lambda: cast_work(numel, device, is_stochastic=False),
-        "cast_stochastic fp32 to bf16": lambda: cast_work(numel, device, is_stochastic=True),
+        "cast_copy fp32 to bf16": lambda: cast_work(numel, device),
         "accumulate bf16 into fp32": lambda: accumulate_work(numel, device),
-        "pack bf16": lambda: pack_work(numel, device),
         "sum_of_squares fp32": lambda: squares_work(numel, device, FP32),
         "sum_of_squares bf16": lambda: squares_work(numel, device, BF16),
         "checksum fp32": lambda: checksum_work(numel, device),
@@ -105,11 +100,9 @@ def makers(numel: int, device: torch.device) -> dict[str, Callable[[], Work]]:
     }
 
 
-def cast_work(numel: int, device: torch.device, *, is_stochastic: bool) -> Work:
-    """Round to bf16, to nearest or at random."""
+def cast_work(numel: int, device: torch.device) -> Work:
+    """Round to bf16."""
     source, out = torch.randn(numel, device=device), torch.empty(numel, dtype=BF16, device=device)
-    if is_stochastic:
-        return Work(lambda: cast_stochastic(source, out, seed=1), source.nbytes + out.nbytes)
     return Work(lambda: cast_copy(source, out), source.nbytes + out.nbytes)
 
 
@@ -117,14 +110,6 @@ def accumulate_work(numel: int, device: torch.device) -> Work:
     """Add a bf16 gradient to an fp32 one."""
     source, out = torch.ones(numel, dtype=BF16, device=device), torch.zeros(numel, device=device)
     return Work(lambda: accumulate(source, out, scale=0.5), source.nbytes + 2 * out.nbytes)
-
-
-def pack_work(numel: int, device: torch.device) -> Work:
-    """Copy sixteen gradients into one buffer."""
-    sources = list(torch.ones(numel // 16 * 16, dtype=BF16, device=device).chunk(16))
-    out = torch.empty(numel // 16 * 16, dtype=BF16, device=device)
-    offsets = [index * sources[0].numel() for index in range(16)]
-    return Work(lambda: pack(sources, out, offsets), 2 * out.nbytes)
 
 
 def squares_work(numel: int, device: torch.device, dtype: torch.dtype) -> Work:
@@ -159,4 +144,12 @@ def adamw_work(numel: int, device: torch.device, case: str) -> Work:
     rest = torch.zeros(numel, dtype=INT16, device=device) if beside == "remainder" else None
     buffers = AdamWBuffers(gradients, weights, exp_avg, exp_avg_sq, model, rest)
     segments, rows = Segments([Segment(0, numel)], numel), torch.tensor([ROW], dtype=torch.float64, device=device)
-    return Work(lambda: adamw(buffers, segments, rows), numel * bytes_per_element(buffers))
+    return Work(lambda: adamw(buffers, segments, rows), numel * _bytes_per_element(buffers))
+
+
+def _bytes_per_element(buffers: AdamWBuffers) -> int:
+    """Return how many bytes ``adamw`` moves for each element."""
+    twice = [buffers.weight, buffers.exp_avg, buffers.exp_avg_sq]
+    twice += [] if buffers.remainder is None else [buffers.remainder]
+    once = [buffers.gradient] + ([] if buffers.model_weight is None else [buffers.model_weight])
+    return 2 * sum(tensor.itemsize for tensor in twice) + sum(tensor.itemsize for tensor in once)

@@ -1,9 +1,9 @@
 """Flat distributed buffers: plans, placements, storage that comes and goes, and collectives in place."""
 
 from dbuffer.buffer import DBuffer
-from dbuffer.collectives import CollectiveCall, observe_collectives
 from dbuffer.dtensor.flat_dtensor import FlatDTensor, FlatRows, RaggedShard
 from dbuffer.errors import DBufferError, LayoutError, MeshError, PaddingWarning, PlacementError, StorageError
+from dbuffer.events import CollectiveCall, observe_collectives
 from dbuffer.layout import first_dimension_granularity
 from dbuffer.memory_meter import MemoryMeter, memory_meter
 from dbuffer.placements import BufferPlacement, Flat, Partial, Replicate

@@ -1,30 +1,242 @@
 """DBuffer: tensors in one flat buffer, and how its placement on a device mesh is changed.
 
-Collectives change where the data lives and never where a tensor lies in it, so a tensor is a view in every state that
-holds all of it."""
+The buffer knows where its tensors lie (the plan) and where its data lives (one placement per mesh axis). Collectives
+change where the data lives and never where a tensor lies in it, so a tensor is a view in every state that holds all of
+it."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from dbuffer import collectives
-from dbuffer.errors import LayoutError, PlacementError
-from dbuffer.flat_tensors import FlatTensors
-from dbuffer.mesh import axis_index
+from dbuffer.dtensor.from_buffer import buffer_dtensor
+from dbuffer.errors import LayoutError, MeshError, PlacementError
+from dbuffer.layout import Layout, first_dimension_granularity, make_layout
+from dbuffer.mesh import axis_index, mesh_axes
 from dbuffer.placements import BufferPlacement, Flat, Partial, Replicate, flat_axes, validate_placements
+from dbuffer.planner.granularity import Granularity
+from dbuffer.planner.plan import Plan
+from dbuffer.planner.regions import plan as make_plan
+from dbuffer.storage import FlatStorage, StoredPart
 from dbuffer_kernels import cast_copy
 
 __all__ = ["DBuffer"]
 
 
-class DBuffer(FlatTensors):
+class DBuffer(StoredPart):
     """Tensors of given shapes in one flat buffer on a mesh, whose placements change by collectives.
 
-    How one is made, and how its tensors are reached, is in ``FlatTensors``.
+    Attributes:
+        mesh, axes: where it is placed. placements: one for each axis. plan: where each tensor lies in it.
+        layout: which elements of the plan this rank has, under its placements.
+        dtype: element type of the buffer. device: where this rank's part lives.
+        name: how errors call it.
     """
+
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        placements: Sequence[BufferPlacement],
+        tensor_shapes: Sequence[Sequence[int]],
+        dtype: torch.dtype,
+        device: torch.device | str,
+        *,
+        granularity: Granularity | Sequence[Granularity] | None = None,
+    ) -> None:
+        """Make a buffer with undefined content.
+
+        Args:
+            mesh: the device mesh; its axes are counted from the outermost.
+            placements: ``Replicate``, ``Partial(op)`` or ``Flat`` for each axis of the mesh.
+            tensor_shapes: global shapes, in the order in which ``get_local_tensor`` counts them.
+            dtype: element type of the buffer.
+            device: where this rank's part lives.
+            granularity: where shards may be cut, one for all or one per tensor. None: between slices of dimension 0.
+
+        Raises:
+            PlacementError, LayoutError, MeshError: as their messages say.
+        """
+        axes = mesh_axes(mesh)
+        if granularity is None:
+            granularity = [first_dimension_granularity(shape) for shape in tensor_shapes]
+        num_shards = math.prod(axis.size for axis in axes)
+        plan = make_plan(tensor_shapes, num_shards, granularity=granularity, itemsize=dtype.itemsize)
+        self._set_up(plan, mesh, placements, "DBuffer")
+        self._allocate(dtype, torch.device(device))
+
+    @classmethod
+    def from_plan(
+        cls,
+        plan: Plan,
+        mesh: DeviceMesh,
+        placements: Sequence[BufferPlacement],
+        dtype: torch.dtype,
+        device: torch.device | str,
+        *,
+        name: str = "DBuffer",
+        pin_memory: bool = False,
+    ) -> DBuffer:
+        """Make a buffer, with undefined content, for a ready plan.
+
+        Args:
+            plan: its number of shards must be a multiple of the product of the ``Flat`` axes.
+            device: the mesh's; or "cpu", where collectives work only if the mesh's backend serves it; or "meta".
+            name: how errors call the buffer. pin_memory: for CPU memory that a GPU copies from and to.
+        """
+        buffer = cls.__new__(cls)
+        buffer._set_up(plan, mesh, placements, name)
+        buffer._allocate(dtype, torch.device(device), pin_memory)
+        return buffer
+
+    def _set_up(self, plan: Plan, mesh: DeviceMesh, placements: Sequence[BufferPlacement], name: str) -> None:
+        self.plan = plan
+        self.mesh = mesh
+        self.axes = mesh_axes(mesh)
+        self.name = name
+        self.placements = validate_placements(placements, len(self.axes))
+        self.layout = make_layout(plan, self.placements, self.axes, name)
+
+    def _allocate(self, dtype: torch.dtype, device: torch.device, pin_memory: bool = False) -> None:
+        if device.type not in (self.mesh.device_type, "cpu", "meta"):
+            raise MeshError(
+                f"the buffer is on {device} but the mesh is on {self.mesh.device_type!r}; move the module to "
+                f"{self.mesh.device_type!r}, or give a mesh of {device.type!r}"
+            )
+        self.dtype = dtype
+        self.device = device
+        self._base = None
+        self.storage = FlatStorage(self.layout.numel, dtype, device, name=self.name, pin_memory=pin_memory)
+
+    def _view(self, layout: Layout, base: torch.Tensor) -> DBuffer:
+        view = DBuffer.__new__(DBuffer)
+        view.mesh, view.axes, view.plan, view.name = self.mesh, self.axes, self.plan, self.name
+        view.layout, view.placements, view.dtype, view.device = layout, layout.placements, self.dtype, self.device
+        view.storage, view._base = self.storage, base
+        return view
+
+    @classmethod
+    def from_local(
+        cls,
+        local_buffer: torch.Tensor,
+        mesh: DeviceMesh,
+        placements: Sequence[BufferPlacement],
+        tensor_shapes: Sequence[Sequence[int]],
+        *,
+        granularity: Granularity | Sequence[Granularity] | None = None,
+    ) -> DBuffer:
+        """Make a buffer with the content of ``local_buffer``, a 1-D tensor of this rank's part; the data is copied.
+
+        Raises:
+            LayoutError: ``local_buffer`` does not have the length that the plan gives this rank.
+        """
+        buffer = cls(mesh, placements, tensor_shapes, local_buffer.dtype, local_buffer.device, granularity=granularity)
+        wanted = buffer.local_buffer.numel()
+        if local_buffer.shape != (wanted,):
+            raise LayoutError(
+                f"local_buffer has shape {tuple(local_buffer.shape)}, but this rank's part of the plan is ({wanted},): "
+                f"{buffer.plan.num_shards} shards of {buffer.plan.shard_numel} elements"
+            )
+        buffer.local_buffer.copy_(local_buffer)
+        return buffer
+
+    @classmethod
+    def distribute_tensors(
+        cls,
+        tensors: Sequence[torch.Tensor],
+        mesh: DeviceMesh,
+        placements: Sequence[BufferPlacement],
+        *,
+        granularity: Granularity | Sequence[Granularity] | None = None,
+    ) -> DBuffer:
+        """Make a buffer from whole tensors that every rank holds alike; each copies what it owns, nothing is sent.
+
+        Raises:
+            LayoutError: no tensors, or tensors of different dtypes.
+            PlacementError: a ``Partial`` placement (whole tensors are not partial sums).
+        """
+        dtypes = {tensor.dtype for tensor in tensors}
+        if len(dtypes) != 1:
+            raise LayoutError(f"one buffer holds one dtype, found {sorted(map(str, dtypes))}; give one buffer each")
+        if any(isinstance(placement, Partial) for placement in placements):
+            raise PlacementError(f"whole tensors cannot be distributed as {tuple(placements)}: use Replicate or Flat")
+        shapes = [tuple(tensor.shape) for tensor in tensors]
+        buffer = cls(mesh, placements, shapes, tensors[0].dtype, tensors[0].device, granularity=granularity)
+        buffer.zero_()
+        for index, tensor in enumerate(tensors):
+            buffer.write_tensor(index, tensor)
+        return buffer
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this rank's part while it is allocated."""
+        return self.layout.numel * self.dtype.itemsize
+
+    def rename(self, name: str) -> None:
+        """Change how errors call this buffer and its storage."""
+        self.name = name
+        self.storage.name = name
+
+    def zero_(self) -> DBuffer:
+        """Fill this rank's part, padding included, with zeros."""
+        self.local_buffer.zero_()
+        return self
+
+    def get_local_tensor(self, index: int) -> torch.Tensor:
+        """Return this rank's part of tensor ``index``, a view of the buffer.
+
+        Returns:
+            The whole tensor where this rank holds all of it; else (rows, ...) where shards are cut between slices of
+            the first dimension, (rows, last dimension) where between rows inside it, and 1-D where rows are cut.
+        Raises:
+            StorageError: the storage is released.
+        """
+        return self.layout.tensor(index, self.local_buffer)
+
+    def write_tensor(self, index: int, tensor: torch.Tensor) -> None:
+        """Copy from a whole tensor, of any dtype and device, what this rank holds of it."""
+        held = self.layout.held(index)
+        if held:
+            self.layout.piece(index, self.local_buffer).copy_(tensor.detach().reshape(-1)[held.start : held.stop])
+
+    def get_dtensor(self, index: int, *, is_view: bool = False) -> DTensor:
+        """Return tensor ``index`` as a DTensor of its global shape that shares this buffer's memory.
+
+        Where several axes are ``Flat`` the DTensor lives on the flattened mesh, else on the buffer's.
+
+        Args:
+            is_view: share the storage, too: the memory may be released and comes back under the DTensor. Otherwise its
+                storage is its own part of the memory, which must not be released.
+        Raises:
+            StorageError: the storage is released.
+            PlacementError: an axis is ``Partial``.
+            LayoutError: the granularity lets shards be cut inside slices of the first dimension, which no DTensor
+                placement describes.
+        """
+        return buffer_dtensor(self.get_local_tensor(index), self.layout, index, self.mesh, self.name, is_view=is_view)
+
+    def slice_view(self, placements: Sequence[BufferPlacement]) -> DBuffer:
+        """Return the part of this rank's data that is its own under finer placements, as a buffer of the same memory.
+
+        Raises:
+            PlacementError: the wanted part is not inside this rank's part.
+        """
+        target = make_layout(self.plan, validate_placements(placements, len(self.axes)), self.axes, self.name)
+        mine = self.layout
+        if not mine.start <= target.start <= target.stop <= mine.stop:
+            raise PlacementError(
+                f"{self.name}: under {target.placements} this rank owns elements [{target.start}, {target.stop}) of "
+                f"the flat buffer, which are not within its part [{mine.start}, {mine.stop}) under {self.placements}; "
+                "gather first"
+            )
+        return self._view(target, self.local_buffer.narrow(0, target.start - mine.start, target.numel))
+
+    # ---------------------------------------------------------------- other placements
 
     def redistribute(
         self,
@@ -159,3 +371,9 @@ class DBuffer(FlatTensors):
         if out.local_buffer.data_ptr() != self.local_buffer.data_ptr():
             self._output(out, self.placements).local_buffer.copy_(self.local_buffer)
         return out
+
+    def __repr__(self) -> str:
+        return (
+            f"DBuffer({self.name!r}, {len(self.plan.shapes)} tensors, {self.plan.numel} elements of "
+            f"{self.dtype}, {self.placements}, {self.nbytes} bytes here{'' if self.is_allocated else ', released'})"
+        )

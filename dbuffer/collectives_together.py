@@ -4,157 +4,149 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from dbuffer.collectives import (
-    Part,
-    Transfer,
-    _finish,
-    _is_gloo,
-    _is_traced,
-    _told_of,
-    all_gather,
-    all_reduce,
-    reduce_scatter,
-)
-from dbuffer.events import listeners, tell
+from dbuffer.collectives import Part, all_gather, all_reduce, begin, finish, is_traced, reduce_scatter
+from dbuffer.events import listeners
 from dbuffer.gloo import (
-    _MOST_EXCHANGED_BYTES,
+    MOST_EXCHANGED_BYTES,
     REDUCE_OPS,
-    _all_reduce_by_message,
-    _exchange_each,
-    _gather_by_message,
-    _reduce_by_message,
+    all_reduce_by_message,
+    gather_by_message,
+    gather_flat,
+    reduce_by_message,
 )
 from dbuffer.mesh import MeshAxis
 from dbuffer_kernels.switches import is_off
 
-__all__ = ["all_reduce_together", "exchange", "gather_together", "reduce_together"]
+__all__ = ["all_reduce_together", "gather_together", "reduce_together"]
 
-# torch 2.13 renames these two and warns on the old names; torch 2.11 has only the old names.
-_all_gather_flat: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+Works = list[dist.Work] | None
 
 # Private in every version, and what FSDP2 and Megatron use.
 _coalescing: Callable[..., Any] = dist._coalescing_manager  # type: ignore[attr-defined]
 
-_reduce_scatter_flat: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_reduce_flat: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def gather_together(parts: Sequence[Part], works: list[dist.Work] | None = None) -> None:
+def gather_together(parts: Sequence[Part], works: Works = None) -> None:
     """Do ``all_gather`` for each part: those along one axis in one collective, whatever their dtypes.
 
     On gloo tensors of more than 64 MiB in all go one by one: there a copy costs more than a message.
     """
-    if len(parts) == 1:
-        all_gather(parts[0].whole, parts[0].shard, parts[0].axis, works)
-        return
-    for axis, group, alike in _alike(parts, lambda axis: axis.gather_group):
-        if not _travel_together(alike, group):
-            for part in alike:
-                all_gather(part.whole, part.shard, axis, works)
-            continue
-        wholes, shards = [part.whole for part in alike], [part.shard for part in alike]
-        told = None
-        if listeners:
-            told = _told_of("all_gather", axis, wholes, Transfer("all_gather", group, tuple(shards), tuple(wholes)))
-        if wholes[0].is_cpu and _is_gloo(group):
-            _finish(_gather_by_message(list(zip(wholes, shards, strict=True)), axis), works, wholes[0])
-        else:
-            sources = [shard.clone() for shard in shards] if is_off("in-place") else shards
-            pairs = [
-                (whole.view(torch.uint8), shard.view(torch.uint8)) for whole, shard in zip(wholes, sources, strict=True)
-            ]
-            _coalesced(_all_gather_flat, pairs, group, works)
-        if told is not None:
-            tell("transferred", told)
+    _together(_GATHER, parts, works)
 
 
-def all_reduce_together(parts: Sequence[Part], works: list[dist.Work] | None = None) -> None:
-    """Do ``all_reduce`` for each part's ``whole``: those along one axis, of one dtype, in one collective."""
-    for axis, group, alike in _alike(parts, lambda axis: axis.reduce_group, is_reduction=True, by_dtype=True):
-        wholes, op = [part.whole for part in alike], alike[0].op
-        if not _travel_together(alike, group):
-            for whole in wholes:
-                all_reduce(whole, axis, op, works)
-            continue
-        told = None
-        if listeners:
-            transfer = Transfer("all_reduce", group, tuple(wholes), tuple(wholes))
-            told = _told_of("all_reduce", axis, wholes, transfer)
-        if wholes[0].is_cpu and _is_gloo(group):
-            _finish(_all_reduce_by_message(wholes, axis, op), works, wholes[0])
-        else:
-            with _coalescing(group=group, async_ops=works is not None) as manager:
-                for whole in wholes:
-                    dist.all_reduce(whole, op=REDUCE_OPS[op], group=group, async_op=works is not None)
-            if works is not None:
-                works.append(manager)
-        if told is not None:
-            tell("transferred", told)
-
-
-def reduce_together(parts: Sequence[Part], works: list[dist.Work] | None = None) -> None:
+def reduce_together(parts: Sequence[Part], works: Works = None) -> None:
     """Do ``reduce_scatter`` for each part: those along one axis, with one operation, in one collective.
 
     Backends other than gloo reduce one dtype at a time. On gloo tensors of more than 64 MiB in all go one by one.
     """
-    if len(parts) == 1:
-        reduce_scatter(parts[0].shard, parts[0].whole, parts[0].axis, parts[0].op, works)
-        return
-    for axis, group, alike in _alike(parts, lambda axis: axis.reduce_group, is_reduction=True):
-        if not _travel_together(alike, group):
+    _together(_REDUCE, parts, works)
+
+
+def all_reduce_together(parts: Sequence[Part], works: Works = None) -> None:
+    """Do ``all_reduce`` for each part's ``whole``: those along one axis, of one dtype, in one collective."""
+    _together(_ALL_REDUCE, parts, works)
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """A collective: how one part is issued, several as one message of gloo's, and each of several as one launch."""
+
+    name: str
+    alone: Callable[[Part, Works], None]
+    message: Callable[[Sequence[Part]], dist.Work]
+    one: Callable[..., Any]
+
+    def group(self, axis: MeshAxis) -> dist.ProcessGroup:
+        return axis.gather_group if self is _GATHER else axis.reduce_group
+
+    def is_by_gloo(self, part: Part) -> bool:
+        by_gloo = part.axis.gathers_by_gloo if self is _GATHER else part.axis.reduces_by_gloo
+        return part.whole.is_cpu and by_gloo
+
+
+def _pairs(parts: Sequence[Part]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [(part.whole, part.shard) for part in parts]
+
+
+def _source(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.clone() if is_off("in-place") else tensor
+
+
+_GATHER = _Kind(
+    "all_gather",
+    lambda part, works: all_gather(part.whole, part.shard, part.axis, works),
+    lambda parts: gather_by_message(_pairs(parts), parts[0].axis),
+    # As bytes, for parts of several dtypes.
+    lambda part, **how: gather_flat(part.whole.view(torch.uint8), _source(part.shard).view(torch.uint8), **how),
+)
+_REDUCE = _Kind(
+    "reduce_scatter",
+    lambda part, works: reduce_scatter(part.shard, part.whole, part.axis, part.op, works),
+    lambda parts: reduce_by_message(_pairs(parts), parts[0].axis, parts[0].op),
+    lambda part, **how: _reduce_flat(part.shard, _source(part.whole), op=REDUCE_OPS[part.op], **how),
+)
+_ALL_REDUCE = _Kind(
+    "all_reduce",
+    lambda part, works: all_reduce(part.whole, part.axis, part.op, works),
+    lambda parts: all_reduce_by_message([part.whole for part in parts], parts[0].axis, parts[0].op),
+    lambda part, **how: dist.all_reduce(part.whole, op=REDUCE_OPS[part.op], **how),
+)
+
+
+def _together(kind: _Kind, parts: Sequence[Part], works: Works) -> None:
+    for alike in _alike(kind, parts):
+        if not _travel_together(kind, alike):
             for part in alike:
-                reduce_scatter(part.shard, part.whole, axis, part.op, works)
+                kind.alone(part, works)
             continue
-        wholes, shards, op = [part.whole for part in alike], [part.shard for part in alike], alike[0].op
+        axis, wholes, shards = alike[0].axis, [part.whole for part in alike], [part.shard for part in alike]
+        group = kind.group(axis)
         told = None
         if listeners:
-            transfer = Transfer("reduce_scatter", group, tuple(wholes), (*wholes, *shards))
-            told = _told_of("reduce_scatter", axis, wholes, transfer)
-        if _is_wide(alike[0]) or (wholes[0].is_cpu and _is_gloo(group)):
-            _finish(_reduce_by_message(list(zip(wholes, shards, strict=True)), axis, op), works, wholes[0])
-        else:
-            sources = [whole.clone() for whole in wholes] if is_off("in-place") else wholes
-            _coalesced(_reduce_scatter_flat, list(zip(shards, sources, strict=True)), group, works, op=REDUCE_OPS[op])
-        if told is not None:
-            tell("transferred", told)
+            reads = shards if kind is _GATHER else wholes
+            writes = [*wholes, *shards] if kind is _REDUCE else wholes
+            told = begin(kind.name, axis, group, wholes, reads, writes)
+        if _is_wide(kind, alike[0]) or kind.is_by_gloo(alike[0]):
+            finish(kind.message(alike), works, wholes[0], told)
+            continue
+        with _coalescing(group=group, async_ops=works is not None) as manager:
+            for part in alike:
+                kind.one(part, group=group, async_op=works is not None)
+        finish(None if works is None else manager, works, wholes[0], told)
 
 
-def _alike(
-    parts: Sequence[Part],
-    group_of: Callable[[MeshAxis], dist.ProcessGroup],
-    *,
-    is_reduction: bool = False,
-    by_dtype: bool = False,
-) -> Iterator[tuple[MeshAxis, dist.ProcessGroup, list[Part]]]:
+def _alike(kind: _Kind, parts: Sequence[Part]) -> Iterator[list[Part]]:
     """Yield the parts that can travel together, in the order of the first of each."""
     found: dict[object, list[Part]] = {}
     for part in parts:
-        group = group_of(part.axis) if part.axis.size > 1 else None
-        mixes = not is_reduction or (group is not None and part.whole.is_cpu and _is_gloo(group))
-        key = None if mixes and not by_dtype else (_is_wide(part), part.whole.dtype)
+        group = kind.group(part.axis) if part.axis.size > 1 else None
+        mixes = kind is _GATHER or (kind is _REDUCE and group is not None and kind.is_by_gloo(part))
+        key = None if mixes else (_is_wide(kind, part), part.whole.dtype)
         found.setdefault((group, part.op, key), []).append(part)
-    for alike in found.values():
-        yield alike[0].axis, group_of(alike[0].axis), alike
+    yield from found.values()
 
 
-def _is_wide(part: Part) -> bool:
+def _is_wide(kind: _Kind, part: Part) -> bool:
     """Whether a reduction adds up in a wider dtype than travels."""
-    return part.shard.dtype is not part.whole.dtype
+    return kind is _REDUCE and part.shard.dtype is not part.whole.dtype
 
 
-def _travel_together(parts: Sequence[Part], group: dist.ProcessGroup) -> bool:
+def _travel_together(kind: _Kind, parts: Sequence[Part]) -> bool:
     first = parts[0]
-    if len(parts) == 1 or first.axis.size == 1 or _is_traced(first.shard) or is_off("together"):
+    if len(parts) == 1 or first.axis.size == 1 or is_traced(first.shard) or is_off("together"):
         return False
-    if _is_wide(first):
+    if _is_wide(kind, first):
         return True
-    if first.whole.is_cpu and _is_gloo(group):
-        return 0 < sum(part.whole.nbytes for part in parts) <= _MOST_EXCHANGED_BYTES
-    return _coalesces(group, first.whole.device)
+    if kind.is_by_gloo(first):
+        return 0 < sum(part.whole.nbytes for part in parts) <= MOST_EXCHANGED_BYTES
+    return _coalesces(kind.group(first.axis), first.whole.device)
 
 
 _COALESCES: weakref.WeakKeyDictionary[dist.ProcessGroup, bool] = weakref.WeakKeyDictionary()
@@ -171,52 +163,3 @@ def _coalesces(group: dist.ProcessGroup, device: torch.device) -> bool:
             known = True
         _COALESCES[group] = known
     return known
-
-
-def _coalesced(
-    collective: Callable[..., Any],
-    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
-    group: dist.ProcessGroup,
-    works: list[dist.Work] | None,
-    **options: Any,
-) -> None:
-    """Issue a collective on several pairs of output and input by one call."""
-    is_asynchronous = works is not None
-    with _coalescing(group=group, async_ops=is_asynchronous) as manager:
-        for output, source in pairs:
-            collective(output, source, group=group, async_op=is_asynchronous, **options)
-    if works is not None:
-        works.append(manager)
-
-
-def exchange(
-    received: Sequence[torch.Tensor],
-    sent: Sequence[torch.Tensor],
-    axis: MeshAxis,
-    works: list[dist.Work] | None = None,
-) -> None:
-    """Send a tensor to every other rank of the axis and receive one from each, from and to where they lie.
-
-    Args:
-        received, sent: contiguous, of any sizes, one for each rank in order; this rank's own are left alone.
-        works: when given, the call returns at once and handles are appended; all tensors must live until then.
-    """
-    if axis.size == 1:
-        return
-    others = [rank for rank in range(axis.size) if rank != axis.rank]
-    group, on_cpu = axis.reduce_group, sent[0].is_cpu
-    reads, writes = (tuple(each[rank] for rank in others) for each in (sent, received))
-    told = _told_of("all_to_all", axis, sent, Transfer("all_to_all", group, reads, writes)) if listeners else None
-    if on_cpu and _is_gloo(group):
-        started = _exchange_each(received, sent, axis)
-    else:
-        outputs, inputs = (
-            [tensor[: tensor.numel() * (rank != axis.rank)] for rank, tensor in enumerate(each)]
-            for each in (received, sent)
-        )
-        work: dist.Work | None = dist.all_to_all(outputs, inputs, group=group, async_op=works is not None)
-        started = [] if work is None else [work]
-    for each in started:
-        _finish(each, works, writes[0])
-    if told is not None:
-        tell("transferred", told)

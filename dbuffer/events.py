@@ -29,9 +29,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Listener", "listen", "listeners", "tell"]
+import torch
+import torch.distributed as dist
+
+__all__ = ["CollectiveCall", "Listener", "Transfer", "listen", "listeners", "observe_collectives", "tell"]
 
 Listener = Callable[[str, Any], None]
 
@@ -55,3 +59,35 @@ def listen(listener: Listener) -> Iterator[None]:
     finally:
         # By identity: two listeners may compare equal. In place: others have the list itself.
         listeners[:] = [other for other in listeners if other is not listener]
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveCall:
+    """One collective as issued: its kind, the axis it ran over, and the bytes of the full (unsharded) side."""
+
+    kind: str
+    axis: str
+    num_ranks: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Transfer:
+    """What a collective that is being issued does to memory, whichever way this machine has to do it."""
+
+    kind: str
+    group: dist.ProcessGroup
+    reads: tuple[torch.Tensor, ...]
+    writes: tuple[torch.Tensor, ...]
+
+
+@contextmanager
+def observe_collectives(observer: Callable[[CollectiveCall], None]) -> Iterator[None]:
+    """Call ``observer`` for every collective that the engine issues in this process while the block runs."""
+
+    def hear(action: str, subject: Any) -> None:
+        if action == "collective":
+            observer(subject)
+
+    with listen(hear):
+        yield

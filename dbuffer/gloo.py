@@ -1,4 +1,6 @@
-"""Collectives of gloo with fewer copies and bytes than its own."""
+"""Collectives on CPU tensors that gloo serves, with fewer copies and bytes than its own, issued by the comm thread.
+
+Sums in a wider dtype than travels, which a rank makes for itself of what it received, are the same on any backend."""
 
 from __future__ import annotations
 
@@ -13,19 +15,160 @@ import torch.distributed as dist
 from dbuffer.comm_thread import issue
 from dbuffer.mesh import MeshAxis
 
-__all__: list[str] = []
+__all__ = [
+    "MOST_EXCHANGED_BYTES",
+    "REDUCE_OPS",
+    "all_gather",
+    "all_reduce_by_message",
+    "copy",
+    "exchange_each",
+    "gather_by_message",
+    "gather_flat",
+    "reduce_by_message",
+    "reduce_scatter",
+    "start",
+]
 
 REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX}
+
+MOST_EXCHANGED_BYTES = 1 << 26
+"""Larger buffers are reduced in place, and travel alone. Ranks decide alike, so by the size."""
+
+# torch 2.13 renames it and warns on the old name; torch 2.11 has only the old one.
+gather_flat: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
+"""Whole tensors and this rank's shard of each, all 1-D, of any dtypes."""
 
 _NO_TIMEOUT = datetime.timedelta(0)
 
 
-def _start(
-    collective: Callable[..., Any], *tensors: torch.Tensor, group: dist.ProcessGroup, **options: Any
-) -> dist.Work:
-    """Issue a collective by the comm thread, asynchronously."""
-    work: dist.Work = issue(functools.partial(collective, *tensors, group=group, async_op=True, **options))
-    return work
+def start(collective: Callable[..., Any], *tensors: torch.Tensor, group: dist.ProcessGroup, **options: Any) -> Any:
+    """Issue a collective asynchronously and return its handle; on CPU tensors by the comm thread."""
+    call = functools.partial(collective, *tensors, group=group, async_op=True, **options)
+    return issue(call) if tensors[0].is_cpu else call()
+
+
+def all_gather(output: torch.Tensor, shard: torch.Tensor, axis: MeshAxis) -> dist.Work:
+    """Gather; of two ranks by an exchange of shards, which spares gloo's copies of the whole output."""
+    if axis.size != 2 or not output.nbytes:
+        work: dist.Work = start(gather_flat, output, shard, group=axis.gather_group)
+        return work
+    slices = output.view(2, -1)
+    copy(slices[axis.rank], shard)
+    return _exchange(slices[1 - axis.rank], shard, axis, axis.gather_group)
+
+
+def reduce_scatter(output: torch.Tensor, full: torch.Tensor, axis: MeshAxis, op: str) -> dist.Work:
+    """Reduce and scatter by all-to-all: each rank sends every other one its slice, and adds up what it received.
+
+    Half of the bytes of an all-reduce, for a buffer as large as what is received. Large buffers are reduced by
+    all-reduce, which is what gloo does, but in place and with a handle that can be polled: gloo's own copies the whole
+    input first, and its handle ignores timeouts.
+    """
+    slices = full.view(axis.size, -1)
+    mine = slices[axis.rank]
+    if output.dtype is full.dtype and not 0 < full.nbytes <= MOST_EXCHANGED_BYTES:
+        work = start(dist.all_reduce, full, op=REDUCE_OPS[op], group=axis.reduce_group)
+        return _WorkThen(work, functools.partial(copy, output, mine))
+    # With one other rank nothing has to go by way of this rank's own slice.
+    sent = slices[1 - axis.rank] if axis.size == 2 else full
+    scratch = _take_scratch(sent.nbytes, full.device)
+    received = scratch[: sent.nbytes]
+    work = _exchange(received, sent, axis, axis.reduce_group)
+    others = received.view(full.dtype).view(-1, output.numel())
+    return _WorkThen(work, functools.partial(_add_up, output, mine, others, axis, op), scratch)
+
+
+def all_reduce_by_message(tensors: Sequence[torch.Tensor], axis: MeshAxis, op: str) -> dist.Work:
+    """All-reduce several tensors of one dtype as one."""
+    sizes = [tensor.numel() for tensor in tensors]
+    num_bytes = sum(sizes) * tensors[0].itemsize
+    scratch = _take_scratch(num_bytes, tensors[0].device)
+    whole = scratch[:num_bytes].view(tensors[0].dtype)
+    torch.cat([tensor.view(-1) for tensor in tensors], out=whole)
+    work = start(dist.all_reduce, whole, op=REDUCE_OPS[op], group=axis.reduce_group)
+
+    def take_apart() -> None:
+        for tensor, part in zip(tensors, whole.split(sizes), strict=True):
+            tensor.view(-1).copy_(part)
+
+    return _WorkThen(work, take_apart, scratch)
+
+
+def gather_by_message(pairs: Pairs, axis: MeshAxis) -> dist.Work:
+    """Gather several shards by one exchange of messages that hold all of a rank's."""
+    message = _Message(pairs, axis)
+    for (whole, shard), place in zip(pairs, message.places, strict=True):
+        copy(whole.view(axis.size, -1)[axis.rank], shard)
+        message.leaving[:, place] = shard.view(torch.uint8)
+
+    def sort() -> None:
+        for (whole, _), place in zip(pairs, message.places, strict=True):
+            rows = whole.view(torch.uint8).view(axis.size, -1)
+            for row, other in zip(message.arriving, message.others, strict=True):
+                if other != axis.rank:
+                    rows[other].copy_(row[place])
+
+    return message.send(axis.gather_group, sort)
+
+
+def reduce_by_message(pairs: Pairs, axis: MeshAxis, op: str) -> dist.Work:
+    """Reduce and scatter several tensors by one exchange; added up as ``reduce_scatter`` does."""
+    slices = [whole.view(axis.size, -1) for whole, _ in pairs]
+    message = _Message([(whole, rows[axis.rank]) for (whole, _), rows in zip(pairs, slices, strict=True)], axis)
+    for (whole, _), place in zip(pairs, message.places, strict=True):
+        rows = whole.view(torch.uint8).view(axis.size, -1)
+        for row, other in zip(message.leaving, message.others, strict=True):
+            row[place].copy_(rows[other])
+
+    def add_up() -> None:
+        for (whole, output), rows, place in zip(pairs, slices, message.places, strict=True):
+            others = message.arriving[:, place].contiguous().view(whole.dtype)
+            _add_up(output, rows[axis.rank], others, axis, op)
+
+    return message.send(axis.reduce_group, add_up)
+
+
+def exchange_each(received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor], axis: MeshAxis) -> list[dist.Work]:
+    """Send one tensor to each other rank and receive one from it, in as many rounds: gloo takes no list of them."""
+    works = []
+    for step in range(1, axis.size):
+        target, source = (axis.rank + step) % axis.size, (axis.rank - step) % axis.size
+        output, leaving = received[source].view(torch.uint8), sent[target].view(torch.uint8)
+        sizes = {
+            "output_split_sizes": [output.numel() * (rank == source) for rank in range(axis.size)],
+            "input_split_sizes": [leaving.numel() * (rank == target) for rank in range(axis.size)],
+        }
+        works.append(start(dist.all_to_all_single, output, leaving, group=axis.reduce_group, **sizes))
+    return works
+
+
+class _Message:
+    """What travels in one exchange of several tensors: a row for each other rank, in which shards follow each other.
+
+    With one other rank nothing goes by way of this one's own row.
+    """
+
+    # Shards begin at multiples of this, so that any dtype can be read there.
+    ALIGNMENT = 16
+
+    def __init__(self, pairs: Pairs, axis: MeshAxis) -> None:
+        self.places: list[slice] = []
+        num_bytes = 0
+        for _, shard in pairs:
+            self.places.append(slice(num_bytes, num_bytes + shard.nbytes))
+            num_bytes += -(-shard.nbytes // self.ALIGNMENT) * self.ALIGNMENT
+        self.others = [1 - axis.rank] if axis.size == 2 else list(range(axis.size))
+        size = len(self.others) * num_bytes
+        self._scratch = [_take_scratch(size, pairs[0][0].device) for _ in range(2)]
+        self.leaving, self.arriving = (each[:size].view(len(self.others), num_bytes) for each in self._scratch)
+        self._axis = axis
+
+    def send(self, group: dist.ProcessGroup, then: Callable[[], None]) -> dist.Work:
+        """Exchange the rows, and do something with those that arrived."""
+        work = _exchange(self.arriving.view(-1), self.leaving.view(-1), self._axis, group)
+        return _WorkThen(work, then, *self._scratch)
 
 
 class _WorkThen(dist.Work):
@@ -61,53 +204,13 @@ class _WorkThen(dist.Work):
         return True
 
 
-def _reduce_in_place(full: torch.Tensor, output: torch.Tensor, axis: MeshAxis, op: str) -> dist.Work:
-    """Reduce-scatter by all-reduce, which is what gloo does, but in place and with a handle that can be polled.
-
-    Gloo's own copies the whole input first, and its handle ignores timeouts.
-    """
-    work = _start(dist.all_reduce, full, op=REDUCE_OPS[op], group=axis.reduce_group)
-
-    def keep_mine() -> None:
-        mine = full[axis.rank * output.numel() :][: output.numel()]
-        if not _same_memory(output, mine):
-            output.copy_(mine)
-
-    return _WorkThen(work, keep_mine)
-
-
-def _reduce_by_exchange(full: torch.Tensor, output: torch.Tensor, axis: MeshAxis, op: str) -> dist.Work:
-    """Reduce-scatter by all-to-all: each rank sends every other one its slice, and adds up what it received.
-
-    Half of the bytes of an all-reduce, for a buffer as large as what is received.
-    """
-    slices = full.view(axis.size, -1)
-    # With one other rank nothing has to go by way of this rank's own slice.
-    is_pair = axis.size == 2
-    sent = slices[1 - axis.rank] if is_pair else full
-    scratch = _take_scratch(sent.nbytes, full.device)
-    received = scratch[: sent.nbytes]
-    work = _exchange(received, sent, axis, axis.reduce_group)
-
-    def add_up() -> None:
-        _add_up(output, slices[axis.rank], received.view(full.dtype).view(-1, output.numel()), axis, op)
-
-    return _WorkThen(work, add_up, scratch)
-
-
-def _all_reduce_by_message(tensors: Sequence[torch.Tensor], axis: MeshAxis, op: str) -> dist.Work:
-    """All-reduce several tensors of one dtype as one."""
-    sizes = [tensor.numel() for tensor in tensors]
-    scratch = _take_scratch(sum(sizes) * tensors[0].itemsize, tensors[0].device)
-    whole = scratch[: sum(sizes) * tensors[0].itemsize].view(tensors[0].dtype)
-    torch.cat([tensor.view(-1) for tensor in tensors], out=whole)
-    work = _start(dist.all_reduce, whole, op=REDUCE_OPS[op], group=axis.reduce_group)
-
-    def take_apart() -> None:
-        for tensor, part in zip(tensors, whole.split(sizes), strict=True):
-            tensor.view(-1).copy_(part)
-
-    return _WorkThen(work, take_apart, scratch)
+def _exchange(arriving: torch.Tensor, leaving: torch.Tensor, axis: MeshAxis, group: dist.ProcessGroup) -> dist.Work:
+    """Send equal parts of ``leaving`` to all ranks; all of it to the other one where there are two. As bytes."""
+    splits = [leaving.nbytes * (rank != axis.rank) for rank in range(2)] if axis.size == 2 else None
+    both = {"output_split_sizes": splits, "input_split_sizes": splits}
+    parts = arriving.view(torch.uint8), leaving.view(torch.uint8)
+    work: dist.Work = start(dist.all_to_all_single, *parts, group=group, **both)
+    return work
 
 
 def _add_up(output: torch.Tensor, mine: torch.Tensor, others: torch.Tensor, axis: MeshAxis, op: str) -> None:
@@ -128,8 +231,7 @@ def _add_up(output: torch.Tensor, mine: torch.Tensor, others: torch.Tensor, axis
         for term in terms[1:]:
             output.add_(term)
     else:
-        if not _same_memory(output, mine):
-            output.copy_(mine)
+        copy(output, mine)
         for rank, term in enumerate(terms):
             if rank != axis.rank:
                 output.add_(term)
@@ -137,114 +239,11 @@ def _add_up(output: torch.Tensor, mine: torch.Tensor, others: torch.Tensor, axis
         output.div_(axis.size)
 
 
-def _gather_from_other(output: torch.Tensor, shard: torch.Tensor, axis: MeshAxis) -> dist.Work:
-    """Gather from the one other rank by an exchange of shards, which spares gloo's copies of the whole output."""
-    slices = output.view(2, -1)
-    if not _same_memory(slices[axis.rank], shard):
-        slices[axis.rank].copy_(shard)
-    return _exchange(slices[1 - axis.rank], shard, axis, axis.gather_group)
+def copy(output: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy, unless both are the same memory."""
+    if output.data_ptr() != source.data_ptr():
+        output.copy_(source)
 
-
-# A part of a collective that carries several: the whole tensor and this rank's shard of it, both 1-D.
-_Part = tuple[torch.Tensor, torch.Tensor]
-
-# Parts begin at multiples of this in a message, so that any dtype can be read there.
-_ALIGNMENT = 16
-
-
-def _places(parts: Sequence[_Part]) -> tuple[list[slice], int]:
-    """Return where the bytes of each part's shard lie in a message, and how long that is."""
-    places, start = [], 0
-    for _, shard in parts:
-        places.append(slice(start, start + shard.nbytes))
-        start += -(-shard.nbytes // _ALIGNMENT) * _ALIGNMENT
-    return places, start
-
-
-def _bytes_of(tensor: torch.Tensor, num_ranks: int) -> torch.Tensor:
-    """Return (ranks, bytes of a shard)."""
-    return tensor.view(torch.uint8).view(num_ranks, -1)
-
-
-def _messages(num_bytes: int, axis: MeshAxis, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
-    """Return memory for the messages to others and from others, one in each row, and whose rows these are.
-
-    With one other rank nothing goes by way of this one's own row.
-    """
-    others = [1 - axis.rank] if axis.size == 2 else list(range(axis.size))
-    sent, received = (_take_scratch(len(others) * num_bytes, device) for _ in range(2))
-    return sent, received, others
-
-
-def _rows(scratch: torch.Tensor, num_rows: int, num_bytes: int) -> torch.Tensor:
-    return scratch[: num_rows * num_bytes].view(num_rows, num_bytes)
-
-
-def _gather_by_message(parts: Sequence[_Part], axis: MeshAxis) -> dist.Work:
-    """Gather several shards, of any dtypes, by one exchange of messages that hold all of a rank's."""
-    places, num_bytes = _places(parts)
-    sent, received, others = _messages(num_bytes, axis, parts[0][0].device)
-    leaving, arriving = _rows(sent, len(others), num_bytes), _rows(received, len(others), num_bytes)
-    for (whole, shard), place in zip(parts, places, strict=True):
-        mine = whole.view(axis.size, -1)[axis.rank]
-        if not _same_memory(mine, shard):
-            mine.copy_(shard)
-        leaving[:, place] = shard.view(torch.uint8)
-    work = _exchange(arriving.view(-1), leaving.view(-1), axis, axis.gather_group)
-
-    def sort() -> None:
-        for (whole, _), place in zip(parts, places, strict=True):
-            rows = _bytes_of(whole, axis.size)
-            for row, other in zip(arriving, others, strict=True):
-                if other != axis.rank:
-                    rows[other].copy_(row[place])
-
-    return _WorkThen(work, sort, sent, received)
-
-
-def _reduce_by_message(parts: Sequence[_Part], axis: MeshAxis, op: str) -> dist.Work:
-    """Reduce-scatter several tensors, of any dtypes, by one exchange; added up as ``_reduce_by_exchange`` does."""
-    slices = [whole.view(axis.size, -1) for whole, _ in parts]
-    places, num_bytes = _places([(whole, rows[axis.rank]) for (whole, _), rows in zip(parts, slices, strict=True)])
-    sent, received, others = _messages(num_bytes, axis, parts[0][0].device)
-    leaving, arriving = _rows(sent, len(others), num_bytes), _rows(received, len(others), num_bytes)
-    for (whole, _), place in zip(parts, places, strict=True):
-        rows = _bytes_of(whole, axis.size)
-        for row, other in zip(leaving, others, strict=True):
-            row[place].copy_(rows[other])
-    work = _exchange(arriving.view(-1), leaving.view(-1), axis, axis.reduce_group)
-
-    def add_up() -> None:
-        for (whole, output), rows, place in zip(parts, slices, places, strict=True):
-            _add_up(output, rows[axis.rank], arriving[:, place].contiguous().view(whole.dtype), axis, op)
-
-    return _WorkThen(work, add_up, sent, received)
-
-
-def _exchange(arriving: torch.Tensor, leaving: torch.Tensor, axis: MeshAxis, group: dist.ProcessGroup) -> dist.Work:
-    """Send equal parts of ``leaving`` to all ranks; all of it to the other one where there are two. As bytes."""
-    splits = [leaving.nbytes * (rank != axis.rank) for rank in range(2)] if axis.size == 2 else None
-    both = {"output_split_sizes": splits, "input_split_sizes": splits}
-    parts = arriving.view(torch.uint8), leaving.view(torch.uint8)
-    return _start(dist.all_to_all_single, *parts, group=group, **both)
-
-
-def _exchange_each(received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor], axis: MeshAxis) -> list[dist.Work]:
-    """Send one tensor to each other rank and receive one from it, in as many rounds: gloo takes no list of them."""
-    works = []
-    for step in range(1, axis.size):
-        target, source = (axis.rank + step) % axis.size, (axis.rank - step) % axis.size
-        output, leaving = received[source].view(torch.uint8), sent[target].view(torch.uint8)
-        sizes = {
-            "output_split_sizes": [output.numel() * (rank == source) for rank in range(axis.size)],
-            "input_split_sizes": [leaving.numel() * (rank == target) for rank in range(axis.size)],
-        }
-        works.append(_start(dist.all_to_all_single, output, leaving, group=axis.reduce_group, **sizes))
-    return works
-
-
-# Ranks decide alike, so by the size alone. Larger buffers are reduced in place.
-_MOST_EXCHANGED_BYTES = 1 << 26
 
 # Where exchanges that are over had received, for those to come.
 _scratch: list[torch.Tensor] = []
@@ -267,7 +266,3 @@ def _give_scratch_back(scratch: torch.Tensor) -> None:
     if len(_scratch) > _MOST_SCRATCH_KEPT:
         _scratch.sort(key=torch.Tensor.numel)
         del _scratch[0]
-
-
-def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.data_ptr() == b.data_ptr()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 import hashlib
 import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,7 +75,22 @@ class MeshAxis:
     def separate_reductions(self, enable: bool) -> None:
         """Set ``has_separate_reduce_group``, from the next reduction on."""
         self.has_separate_reduce_group = enable
-        self.__dict__.pop("reduce_group", None)
+        for made in ("reduce_group", "reduces_by_gloo"):
+            self.__dict__.pop(made, None)
+
+    @functools.cached_property
+    def gathers_by_gloo(self) -> bool:
+        """Whether gloo serves the communicator's tensors in CPU memory."""
+        return _is_gloo(self.gather_group)
+
+    @functools.cached_property
+    def reduces_by_gloo(self) -> bool:
+        """Likewise, of the communicator for reductions."""
+        return _is_gloo(self.reduce_group)
+
+
+def _is_gloo(group: dist.ProcessGroup) -> bool:
+    return any(name in ("gloo", "cpu:gloo") for name in dist.get_backend_config(group).split(","))
 
 
 def make_reduce_groups(axes: Iterable[MeshAxis]) -> None:
@@ -105,7 +121,7 @@ def new_group(ranks: list[int], description: str, *, backend: str | None = None)
     kind, store = c10d._world.pg_map[world]
     backend = dist.Backend(backend or kind)
     group: dist.ProcessGroup
-    with _WithoutSplitting(world, len(ranks)) as device:
+    with _without_splitting(world, len(ranks)) as device:
         group, _ = c10d._new_process_group_helper(
             len(ranks),
             ranks.index(dist.get_rank()),
@@ -130,26 +146,20 @@ def _unique_name(world: dist.ProcessGroup, ranks: list[int]) -> str:
     return f"dbuffer {getattr(world, 'prefix', '')}{listed} {made[tuple(ranks)]}"
 
 
-class _WithoutSplitting:
+@contextlib.contextmanager
+def _without_splitting(world: Any, num_ranks: int) -> Iterator[torch.device | None]:
     """Make PyTorch connect the ranks of a new group by themselves where they are only some of the job's.
 
     A default group that is bound to a device (``init_process_group(device_id=...)``) is split for each new group, in
     which all ranks of the job have to take part, also those that never heard of the new group.
     """
-
-    def __init__(self, world: Any, num_ranks: int) -> None:
-        self._world = world
-        self._device: torch.device | None = world.bound_device_id
-        self._hides_device = self._device is not None and num_ranks < world.size()
-
-    def __enter__(self) -> torch.device | None:
-        if self._hides_device:
-            self._world.bound_device_id = None
-        return self._device
-
-    def __exit__(self, *_: object) -> None:
-        if self._hides_device:
-            self._world.bound_device_id = self._device
+    device: torch.device | None = world.bound_device_id
+    if device is not None and num_ranks < world.size():
+        world.bound_device_id = None
+    try:
+        yield device
+    finally:
+        world.bound_device_id = device
 
 
 def job_timeout() -> datetime.timedelta | None:

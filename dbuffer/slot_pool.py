@@ -9,32 +9,20 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections import Counter
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from collections import Counter, defaultdict
+from collections.abc import Hashable
+from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
-from torch.distributed import _symmetric_memory as symmetric_memory
 from torch.utils import dlpack
 
 from dbuffer.errors import StorageError
 from dbuffer.events import listeners, tell
 from dbuffer.memory_meter import memory_meter
 from dbuffer.planner.arena import ALIGNMENT, ArenaPlan, Lifetime, Recorder, Span, aligned, hole, plan_arena
+from dbuffer.slot_memory import Allocate
 
-__all__ = [
-    "MAX_PLANS",
-    "Allocate",
-    "ArenaPool",
-    "SlotPool",
-    "can_exchange_memory",
-    "from_communicator",
-    "from_symmetric_memory",
-]
-
-Allocate = Callable[[int], torch.Tensor]
-"""Returns that many bytes of memory, as a 1-D uint8 tensor."""
+__all__ = ["MAX_PLANS", "ArenaPool", "Holding", "SlotPool", "can_exchange_memory"]
 
 # Not in PyTorch 2.11.
 _CAN_EXCHANGE = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
@@ -76,10 +64,10 @@ class SlotPool:
         self._device = device
         self._allocate = allocate
         self._largest = 0
-        self._free: dict[int, list[torch.UntypedStorage]] = {}
+        self._free: defaultdict[int, list[torch.UntypedStorage]] = defaultdict(list)
         self.num_slots = 0
         self._counted = [0]
-        weakref.finalize(self, _forget, self._counted)
+        weakref.finalize(self, lambda counted: memory_meter().add(-counted[0]), self._counted)
 
     @property
     def nbytes(self) -> int:
@@ -118,17 +106,12 @@ class SlotPool:
                 return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
             return self._allocate(num_bytes)
 
-    @staticmethod
-    def exchange(one: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
-        """Exchange the memory of two storages; tensors stay with their storage, whose memory is another then."""
-        one._swap_data_ptr_(other)  # type: ignore[attr-defined]  # torch's stubs lack it
-
     def give_back(self, slot: torch.UntypedStorage, size: int) -> None:
         """Take a slot of ``size`` bytes back; one that has become too small is dropped."""
         if self.sizing == "largest" and size < self._largest:
             self.lose(slot, size)
         else:
-            self._free.setdefault(size, []).append(slot)
+            self._free[size].append(slot)
 
     def lose(self, slot: torch.UntypedStorage, size: int) -> None:
         """Forget a slot that went with the storage that had it."""
@@ -148,31 +131,71 @@ class SlotPool:
         return f"SlotPool({self.sizing!r}, {self.num_slots} slots, {self.nbytes} bytes on {self._device})"
 
 
-def _forget(counted: list[int]) -> None:
-    memory_meter().add(-counted[0])
-
-
 @dataclass(slots=True)
-class _Arena:
-    """Memory that slots are cut from, and those cut so far, by offset and bytes. A slot keeps the memory alive."""
+class Holding:
+    """What a storage holds now: bytes of its own, a slot of a pool, or nothing."""
 
-    memory: torch.Tensor
-    block_bytes: int
-    slots: dict[Span, torch.UntypedStorage] = field(default_factory=dict)
+    own_bytes: int = 0
+    pool: SlotPool | None = None
+    slot: torch.UntypedStorage | None = None
+    slot_bytes: int = 0
+
+    def take_slot(self, pool: SlotPool, storage: torch.UntypedStorage, num_bytes: int, user: int) -> None:
+        """Let a storage have the memory of a slot, and every view of it; the slot has none from here on."""
+        slot = pool.take(num_bytes, user)
+        self.pool, self.slot_bytes, self.slot = pool, slot.nbytes(), slot
+        self.exchange(storage, slot)
+
+    def give_back(self, storage: torch.UntypedStorage) -> None:
+        """Give the slot its memory back, and the pool its slot."""
+        pool, slot = self.pool, self.slot
+        assert pool is not None
+        assert slot is not None
+        if storage.nbytes():
+            self.exchange(storage, slot)
+        # First: what another storage can take is nobody's.
+        self.slot = self.pool = None
+        pool.give_back(slot, self.slot_bytes)
+
+    @staticmethod
+    def exchange(one: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
+        """Exchange the memory of two storages; tensors stay with their storage, whose memory is another then."""
+        one._swap_data_ptr_(other)  # type: ignore[attr-defined]  # torch's stubs lack it
+        if listeners:
+            tell("exchanged", (one, other))
+
+    def forget(self) -> None:
+        """Take leave of memory whose storage is gone; views of it may live on."""
+        memory_meter().add(-self.own_bytes)
+        if self.pool is not None and self.slot is not None:
+            self.pool.lose(self.slot, self.slot_bytes)
+
+
+class _Arena:
+    """Memory that slots are cut from. A slot keeps the memory alive."""
+
+    def __init__(self, block: torch.Tensor, num_bytes: int) -> None:
+        # The address of a block need not be a multiple of what offsets are.
+        start = -block.data_ptr() % ALIGNMENT
+        self.block_bytes = block.numel()
+        with torch.inference_mode(False):
+            self.memory = block[start : start + num_bytes]
+        self._slots: dict[Span, torch.UntypedStorage] = {}
 
     def slot(self, offset: int, num_bytes: int) -> torch.UntypedStorage:
         """Return the slot at an offset: a storage of its own, which can exchange its memory, unlike a view's."""
         key = offset, num_bytes
-        if key not in self.slots:
+        if key not in self._slots:
             part = self.memory[offset : offset + num_bytes]
-            self.slots[key] = dlpack.from_dlpack(dlpack.to_dlpack(part)).untyped_storage()  # type: ignore[attr-defined]
-        return self.slots[key]
+            self._slots[key] = dlpack.from_dlpack(dlpack.to_dlpack(part)).untyped_storage()  # type: ignore[attr-defined]
+        return self._slots[key]
 
 
 @dataclass(slots=True)
 class _Turn:
-    """A slot in use: its bytes of an arena; of none if the slot is one of its own."""
+    """A slot in use: by whom, and its bytes of an arena; of none if the slot is one of its own."""
 
+    user: int
     arena: _Arena | None = None
     span: Span = (0, 0)
 
@@ -193,42 +216,37 @@ class ArenaPool(SlotPool):
     def __init__(self, device: torch.device, allocate: Allocate | None = None) -> None:
         super().__init__(device, "static", allocate)
         self.plan: ArenaPlan | None = None
-        self.num_plans = 0
-        self.num_misses = 0
+        self.num_plans = self.num_misses = 0
         self._arena: _Arena | None = None
         # By storage: where its turns of a round lie, and how many it has had in this one.
         self._places: dict[Hashable, list[int]] = {}
         self._num_turns: Counter[int] = Counter()
-        # By storage, and who has a slot by the identity of that.
+        # By the identity of the slot.
         self._turns: dict[int, _Turn] = {}
-        self._users: dict[int, int] = {}
         self._recorder = Recorder()
         self._recorded: list[Recorder] = []
         # Who was there at the start of the round, and after each backward in it.
         self._settled = {frozenset[int]()}
         # Nothing is gathered ahead in a first round, so it will not come again.
-        self._is_first = True
-        self._has_missed = True
+        self._is_first = self._has_missed = True
         self._has_warned = False
 
     def take(self, num_bytes: int, user: int) -> torch.UntypedStorage:
         """Return the place of a storage, or a slot of its own, with undefined content."""
-        if user in self._turns:
-            del self._turns[user]  # an interrupt kept the storage from having it, or from giving it back
-            self._recorder.end(user)
-        slot, turn = None, _Turn()
+        for key in [key for key, turn in list(self._turns.items()) if turn.user == user]:
+            self._end_turn(key)  # an interrupt kept the storage from having it, or from giving it back
+        slot, turn = None, _Turn(user)
         if self.plan is not None:
             arena = self._arena or self._make_arena(self.plan)
             offset = self._offset(arena, user, aligned(num_bytes))
             if offset is not None:
                 slot = arena.slot(offset, num_bytes)
-                turn = _Turn(arena, (offset, offset + aligned(num_bytes)))
+                turn = _Turn(user, arena, (offset, offset + aligned(num_bytes)))
                 if listeners:
                     tell("placed", (slot, arena.memory))
         if slot is None:
             slot = super().take(num_bytes, user)
-        self._users[id(slot)] = user
-        self._turns[user] = turn
+        self._turns[id(slot)] = turn
         if self._recorder.now >= _MAX_EVENTS:
             self._recorder = Recorder(self._recorder.held())
         self._recorder.begin(user, num_bytes)
@@ -236,7 +254,7 @@ class ArenaPool(SlotPool):
 
     def give_back(self, slot: torch.UntypedStorage, size: int) -> None:
         """Take a slot back. One of its own is kept only where no other plan will be made."""
-        if self._end_turn(slot) is None:
+        if self._end_turn(id(slot)) is None:
             if self.num_plans < MAX_PLANS:
                 super().lose(slot, size)
             else:
@@ -244,7 +262,7 @@ class ArenaPool(SlotPool):
 
     def lose(self, slot: torch.UntypedStorage, size: int) -> None:
         """Forget a slot that went with the storage that had it: views of it may live on, so its arena goes with it."""
-        arena = self._end_turn(slot)
+        arena = self._end_turn(id(slot))
         if arena is None:
             super().lose(slot, size)
         elif arena is self._arena:
@@ -252,7 +270,7 @@ class ArenaPool(SlotPool):
 
     def settle(self) -> None:
         """End the round if it is over, and plan for it too if something found no place in it: a backward is over."""
-        held = frozenset(self._turns)
+        held = frozenset(turn.user for turn in list(self._turns.values()))
         if held not in self._settled:
             self._settled.add(held)
         elif self._recorder.now:
@@ -264,10 +282,10 @@ class ArenaPool(SlotPool):
         if self.plan is not None and self._arena is None:
             self._make_arena(self.plan)
 
-    def _end_turn(self, slot: torch.UntypedStorage) -> _Arena | None:
-        user = self._users.pop(id(slot))
-        self._recorder.end(user)
-        return self._turns.pop(user).arena
+    def _end_turn(self, slot: int) -> _Arena | None:
+        turn = self._turns.pop(slot)
+        self._recorder.end(turn.user)
+        return turn.arena
 
     def _offset(self, arena: _Arena, user: int, size: int) -> int | None:
         """Return the place of this turn of a storage, of another turn, or the smallest hole; None for no room."""
@@ -286,17 +304,13 @@ class ArenaPool(SlotPool):
             _LOG.warning(
                 "static arena: after %d plans units still come in another order; what finds no place has a slot of its "
                 "own. set_slot_pool('largest') suits an order that changes from step to step.",
-                self.num_plans,
+                MAX_PLANS,
             )
         return None
 
     def _make_arena(self, plan: ArenaPlan) -> _Arena:
-        block = self._new(plan.num_bytes + ALIGNMENT)
-        # The address of a block need not be a multiple of what offsets are.
-        start = -block.data_ptr() % ALIGNMENT
-        with torch.inference_mode(False):
-            self._arena = _Arena(block[start : start + plan.num_bytes], block.numel())
-        self._count(1, block.numel())
+        self._arena = _Arena(self._new(plan.num_bytes + ALIGNMENT), plan.num_bytes)
+        self._count(1, self._arena.block_bytes)
         return self._arena
 
     def _drop_arena(self) -> None:
@@ -326,9 +340,9 @@ class ArenaPool(SlotPool):
                 for same in turns.values()
             ]
         )
-        places: dict[Hashable, list[int]] = {}
+        places: defaultdict[Hashable, list[int]] = defaultdict(list)
         for (user, _), offset in zip(turns, plan.offsets, strict=True):
-            places.setdefault(user, []).append(offset)
+            places[user].append(offset)
         self._drop_arena()
         self.plan, self._places, self.num_plans = plan, places, self.num_plans + 1
         _LOG.info("%s", self)
@@ -337,38 +351,3 @@ class ArenaPool(SlotPool):
         plan = self.plan
         what = "not planned yet" if plan is None else f"most held at once {plan.lower_bound}, gap {plan.gap:.2%}"
         return f"ArenaPool({self.nbytes} bytes on {self._device}, {what})"
-
-
-def from_communicator(group: dist.ProcessGroup, device: torch.device) -> Allocate | None:
-    """Return the allocator of a communicator's own memory, which it need not copy through buffers; None if it has none.
-
-    For NCCL that is memory it has registered (user buffers). It registers with a communicator, which it makes at the
-    first collective where ``init_process_group`` got no ``device_id``: made here, so every rank calls this.
-    """
-    backend = group._get_backend(device)
-    if not backend.supports_tensor_alloc(device):
-        return None
-    backend.eager_connect_single_device(device)
-    return lambda num_bytes: backend.allocate_tensor(num_bytes, dtype=torch.uint8, device=device)
-
-
-def from_symmetric_memory(group: dist.ProcessGroup, device: torch.device, backend: str) -> Allocate:
-    """Return an allocator of memory that every rank of ``group`` maps at once; all of them allocate in the same order.
-
-    A communicator has to be there before its ranks can map memory; it is made here, so every rank calls this.
-
-    Raises:
-        StorageError: the device is no GPU.
-    """
-    if device.type != "cuda":
-        raise StorageError(f"symmetric memory is memory of GPUs, found {device}; leave it off")
-    group._get_backend(device).eager_connect_single_device(device)
-    symmetric_memory.set_backend(backend)  # type: ignore[arg-type]  # torch checks the name
-
-    def allocate(num_bytes: int) -> torch.Tensor:
-        with torch.cuda.use_mem_pool(symmetric_memory.get_mem_pool(device)):
-            slot = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        symmetric_memory.rendezvous(slot, group=group.group_name)
-        return slot
-
-    return allocate

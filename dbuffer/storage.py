@@ -7,38 +7,20 @@ bytes back under the same views. That is what lets a runtime build its views onc
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
 
 import torch
 
 from dbuffer.errors import StorageError
 from dbuffer.events import listeners, tell
 from dbuffer.memory_meter import memory_meter
-from dbuffer.slot_pool import SlotPool
+from dbuffer.slot_pool import Holding, SlotPool
 
 __all__ = ["FlatStorage", "StoredPart"]
 
 _METER = memory_meter()
 
-
 KNOWN: weakref.WeakValueDictionary[int, FlatStorage] = weakref.WeakValueDictionary()
 """By the address of PyTorch's storage, which stays the same."""
-
-
-@dataclass(slots=True)
-class _Holding:
-    """What a storage holds now: bytes of its own, a slot of a pool, or nothing."""
-
-    own_bytes: int = 0
-    pool: SlotPool | None = None
-    slot: torch.UntypedStorage | None = None
-    slot_bytes: int = 0
-
-    def forget(self) -> None:
-        """Take leave of memory whose storage is gone; views of it may live on."""
-        _METER.add(-self.own_bytes)
-        if self.pool is not None and self.slot is not None:
-            self.pool.lose(self.slot, self.slot_bytes)
 
 
 class FlatStorage:
@@ -65,7 +47,7 @@ class FlatStorage:
         self.nbytes = 0 if device.type == "meta" else numel * dtype.itemsize
         self.is_allocated = True
         self._pool: SlotPool | None = None
-        self._holding = _Holding(self.nbytes)
+        self._holding = Holding(self.nbytes)
         _METER.add(self.nbytes)
         self._bytes = self._tensor.untyped_storage()
         KNOWN[self._bytes._cdata] = self
@@ -89,10 +71,7 @@ class FlatStorage:
 
     @property
     def slot(self) -> tuple[int, int] | None:
-        """Which pool it takes slots from, by identity, and the bytes of its slot; None where it has no pool.
-
-        0 bytes: it has a place in an arena.
-        """
+        """The identity of the pool that it takes slots from, and the bytes of its slot (0: a place in an arena)."""
         return None if self._pool is None else (id(self._pool), self._pool.forecast_bytes(self.nbytes))
 
     def use_pool(self, pool: SlotPool | None) -> None:
@@ -103,25 +82,18 @@ class FlatStorage:
 
     def release(self) -> None:
         """Give the bytes back; views keep their identity and must not be used until ``reallocate``."""
-        if self.is_allocated and self.nbytes:
-            self.is_allocated = False
-            self._give_back()
-
-    def _give_back(self) -> None:
-        storage, holding = self._bytes, self._holding
-        pool, slot, slot_bytes = holding.pool, holding.slot, holding.slot_bytes
-        if pool is None or slot is None:
-            if listeners:
-                tell("released", storage)
-            storage.resize_(0)
-            _METER.current_bytes -= holding.own_bytes
-            holding.own_bytes = 0
+        if not self.is_allocated or not self.nbytes:
             return
-        if storage.nbytes():
-            self._exchange(storage, slot)
-        # First: what another storage can take is nobody's.
-        holding.slot = holding.pool = None
-        pool.give_back(slot, slot_bytes)
+        self.is_allocated = False
+        holding = self._holding
+        if holding.slot is not None:
+            holding.give_back(self._bytes)
+            return
+        if listeners:
+            tell("released", self._bytes)
+        self._bytes.resize_(0)
+        _METER.current_bytes -= holding.own_bytes
+        holding.own_bytes = 0
 
     def reallocate(self) -> None:
         """Bring the bytes back, with undefined content, under all existing views.
@@ -130,31 +102,21 @@ class FlatStorage:
         """
         if self.is_allocated:
             return
-        storage, holding, pool = self._bytes, self._holding, self._pool
+        holding, pool, num_bytes = self._holding, self._pool, self.nbytes
         if holding.slot is not None:
-            self._give_back()  # what an interrupt left half done
-        if pool is None:
-            storage.resize_(self.nbytes)
-            _METER.current_bytes += self.nbytes - holding.own_bytes
+            holding.give_back(self._bytes)  # what an interrupt left half done
+        if pool is not None:
+            holding.take_slot(pool, self._bytes, num_bytes, id(self))
+        else:
+            self._bytes.resize_(num_bytes)
+            _METER.current_bytes += num_bytes - holding.own_bytes
             _METER.num_allocations += 1
             if _METER.current_bytes > _METER.peak_bytes:
                 _METER.peak_bytes = _METER.current_bytes
-            holding.own_bytes = self.nbytes
-            self.is_allocated = True
-            if listeners:
-                tell("allocated", self)
-        else:
-            slot = pool.take(self.nbytes, id(self))
-            holding.pool, holding.slot_bytes, holding.slot = pool, slot.nbytes(), slot
-            # The slot's tensor has no bytes from here to ``release``; every view of the storage has them.
-            self._exchange(storage, slot)
-            self.is_allocated = True
-
-    @staticmethod
-    def _exchange(storage: torch.UntypedStorage, slot: torch.UntypedStorage) -> None:
-        SlotPool.exchange(storage, slot)
-        if listeners:
-            tell("exchanged", (storage, slot))
+            holding.own_bytes = num_bytes
+        self.is_allocated = True
+        if listeners and pool is None:
+            tell("allocated", self)
 
 
 class StoredPart:
@@ -174,7 +136,8 @@ class StoredPart:
         Raises:
             StorageError: the storage is released.
         """
-        whole = self.storage.tensor
+        storage = self.storage
+        whole = storage._tensor if storage.is_allocated else storage.tensor  # one call less
         return whole if self._base is None else self._base
 
     @property

@@ -18,7 +18,6 @@ sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 import torch  # noqa: E402
 from triton.backends.nvidia.compiler import get_ptxas  # noqa: E402
 
-from dbuffer_kernels.elementwise_kernels import accumulate_kernel, cast_kernel  # noqa: E402
 from dbuffer_kernels.split import join_kernel, split_kernel  # noqa: E402
 from tests.functional.kernels import compiled_cases as cases  # noqa: E402
 from tests.functional.kernels import compiled_step_cases as step_cases  # noqa: E402
@@ -28,11 +27,8 @@ BEGIN, END = "<!-- table of python docs/kernel_table.py -->", "<!-- end of table
 FP32, BF16 = torch.float32, torch.bfloat16
 
 KERNELS: dict[str, Callable[[int], Any]] = {
-    "cast, fp32 to bf16": lambda sm: cases.compile_elementwise(cast_kernel, FP32, BF16, sm),
-    "accumulate, bf16 into fp32": lambda sm: cases.compile_elementwise(accumulate_kernel, BF16, FP32, sm),
-    "pack, bf16": lambda sm: cases.compile_pack(BF16, BF16, sm, adds=False, is_plain=True),
-    "pack, bf16 added to fp32": lambda sm: cases.compile_pack(BF16, FP32, sm, adds=True),
-    "cast_stochastic": step_cases.compile_stochastic,
+    "cast, fp32 to bf16": lambda sm: cases.compile_elementwise(FP32, BF16, sm, adds=False),
+    "accumulate, bf16 into fp32": lambda sm: cases.compile_elementwise(BF16, FP32, sm, adds=True),
     "sum_of_squares, fp32": lambda sm: step_cases.compile_squares(FP32, sm),
     "split_weight": lambda sm: step_cases.compile_halves(split_kernel, sm),
     "join_weight": lambda sm: step_cases.compile_halves(join_kernel, sm),

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         StateError,
     )
     from megatron_fsdp.integrations.megatron.fully_shard_model import fully_shard_model as fully_shard_model
+    from megatron_fsdp.meta_init import materialize
     from megatron_fsdp.observability.audit import Audit
     from megatron_fsdp.observability.checksum import checksum, unit_checksums
     from megatron_fsdp.observability.gradient_scale import GradientScale, check_gradient_scale
@@ -53,7 +54,6 @@ if TYPE_CHECKING:
     from megatron_fsdp.policy.strategy import Placements
     from megatron_fsdp.runtime.grads.fused_experts import expert_matmul
     from megatron_fsdp.runtime.lifecycle.convert import register_fsdp_forward_method
-    from megatron_fsdp.runtime.lifecycle.materialize import materialize
     from megatron_fsdp.runtime.lifecycle.module import FSDPModule, GradientReductionHandle, UnshardHandle
     from megatron_fsdp.runtime.lifecycle.module import FsdpModule as FsdpModule
     from megatron_fsdp.runtime.step.parameter_group import ParameterGroup as ParameterGroup
@@ -76,6 +76,7 @@ _HOMES = {
         "OwnershipError StateError"
     ),
     "integrations.megatron.fully_shard_model": "fully_shard_model",
+    "meta_init": "materialize",
     "observability.audit": "Audit",
     "observability.checksum": "checksum unit_checksums",
     "observability.gradient_scale": "GradientScale check_gradient_scale",
@@ -94,7 +95,6 @@ _HOMES = {
     "policy.strategy": "Placements",
     "runtime.lifecycle.convert": "register_fsdp_forward_method",
     "runtime.grads.fused_experts": "expert_matmul",
-    "runtime.lifecycle.materialize": "materialize",
     "runtime.lifecycle.module": "FSDPModule FsdpModule GradientReductionHandle UnshardHandle",
     "runtime.step.parameter_group": "ParameterGroup",
 }

@@ -13,30 +13,27 @@ from torch.distributed.tensor import Shard
 
 from dbuffer import Partial, PlacementError, Replicate
 from dbuffer.mesh import make_reduce_groups, mesh_axes
-from megatron_fsdp.build.builder import GranularityChoice, GroupPlan, GroupPlanner
+from megatron_fsdp.build.builder import GranularityChoice, GroupPlanner
 from megatron_fsdp.build.no_shard import is_no_shard
-from megatron_fsdp.build.ownership import OwnedParameter, collect_parameters, mark_owned
+from megatron_fsdp.build.ownership import OwnedParameter, collect_parameters
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.installation import check_torch
 from megatron_fsdp.optim.step_hook import attend_optimizers
 from megatron_fsdp.policy.megatron_call import refuse_megatron_call
 from megatron_fsdp.policy.mesh import buffer_device, sharding_target
 from megatron_fsdp.policy.offload import offload_of
-from megatron_fsdp.policy.precision import MixedPrecisionPolicy, as_policy
+from megatron_fsdp.policy.precision import as_policy
 from megatron_fsdp.policy.strategy import Placements
+from megatron_fsdp.runtime.guards.added_params import make_tree
 from megatron_fsdp.runtime.guards.agreement import Wrapping
 from megatron_fsdp.runtime.guards.asked_gradients import serve_asked_gradients
+from megatron_fsdp.runtime.guards.attached import attach_root
 from megatron_fsdp.runtime.guards.inner_outputs import InnerOutputs, readers_of
-from megatron_fsdp.runtime.lifecycle.convert import convert
+from megatron_fsdp.runtime.lifecycle.convert import check_conversion, convert
 from megatron_fsdp.runtime.lifecycle.fsdp2_view import show_state, state_to_come
 from megatron_fsdp.runtime.lifecycle.make_param_group import forget_originals, make_param_group
+from megatron_fsdp.runtime.lifecycle.make_unit import make_unit, rename_unit
 from megatron_fsdp.runtime.lifecycle.module import FSDPModule, unit_of
-from megatron_fsdp.runtime.lifecycle.originals import Originals, check_conversion
-from megatron_fsdp.runtime.step.backward import Backward
-from megatron_fsdp.runtime.step.freshness import mark_replaced
-from megatron_fsdp.runtime.step.hooks import Tree
-from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
-from megatron_fsdp.runtime.step.schedule import Schedule
 from megatron_fsdp.runtime.step.unit import Unit, units_below
 from megatron_fsdp.runtime.weights.memory_slots import check_reshard, reshard_to
 
@@ -119,54 +116,37 @@ def fully_shard(
         owned = collect_parameters(modules, _is_unit, ignored, target)
         _check_shard_placement(owned, shard_placement_fn)
         planner = GroupPlanner(target, policy, offload_of(offload_policy, target.placements), grad_divisor, granularity)
-        # Until all ranks are through, everything can be put back.
-        with Originals(modules):
-            _move_to(modules, buffer_device(target.mesh), owned)
-            plans = planner.plans(owned)
-
-            def agree(groups: Sequence[ParameterGroup]) -> None:
-                wrapping.agree(name, groups, reshard_after_forward)
-                if groups:
-                    make_reduce_groups(axes)
-
-            unit = make_unit(modules, plans, policy, reshard_after_forward, ignored, agree=agree)
-    finish_unit(modules, unit, plans)
+        # Nothing of the module is changed until all ranks are through.
+        buffers = _moved_buffers(modules, buffer_device(target.mesh), owned)
+        plans = planner.plans(owned)
+        has_hooks = any(each.extension is not None for each in owned)
+        is_released = reshard_after_forward is not False
+        with state_to_come(modules, is_released=is_released) if has_hooks else nullcontext():
+            groups = [make_param_group(each.owned, each.plan, each.spec, name) for each in plans]
+        unit = make_unit(name, modules, groups, policy)
+        check_reshard(unit, reshard_after_forward)
+        check_conversion(modules)
+        wrapping.agree(name, groups, reshard_after_forward)
+        if groups:
+            make_reduce_groups(axes)
+    for registry, key, buffer in buffers:
+        registry[key] = buffer
+    put_in_place(unit, modules, owned, reshard_after_forward, ignored)
     return module
 
 
-def make_unit(
+def put_in_place(
+    unit: Unit,
     modules: Sequence[nn.Module],
-    plans: Sequence[GroupPlan],
-    policy: MixedPrecisionPolicy,
-    reshard_after_forward: bool | int | None,
+    owned: Sequence[OwnedParameter],
+    reshard_after_forward: bool | int | None = None,
     ignored: Sequence[nn.Parameter] = (),
-    *,
-    agree: Callable[[Sequence[ParameterGroup]], None],
-) -> Unit:
-    """Make the groups that were planned for modules, and the unit of them; ``agree`` is called in between."""
-    name = type(modules[0]).__name__
-    has_hooks = any(each.extension is not None for plan in plans for each in plan.owned)
-    is_asked = state_to_come(modules, is_released=reshard_after_forward is not False) if has_hooks else nullcontext()
-    with is_asked:
-        groups = [make_param_group(each.owned, each.plan, each.spec, name) for each in plans]
-    unit = Unit(name, modules, groups, policy)
-    check_reshard(unit, reshard_after_forward)
-    check_conversion(modules)
-    agree(groups)
+) -> None:
+    """Let a unit that was made have its modules and parameters, and serve all units below it."""
     reshard_to(unit, reshard_after_forward)
-    unit.trees = {id(each): Tree(each, {id(parameter) for parameter in ignored}) for each in modules}
+    unit.trees = {id(each): make_tree(each, {id(parameter) for parameter in ignored}) for each in modules}
     convert(modules, unit)
-    if has_hooks:
-        show_state(unit, modules)
-    return unit
-
-
-def finish_unit(modules: Sequence[nn.Module], unit: Unit, plans: Sequence[GroupPlan]) -> None:
-    """Take over the parameters of a unit that was made, and all units below it."""
-    owned = [each for plan in plans for each in plan.owned]
-    for parameter in owned:
-        mark_owned(parameter.parameter, unit.name, parameter.name)
-        mark_replaced(parameter.parameter, parameter.name)
+    show_state(unit, modules, in_table=any(each.extension is not None for each in owned))
     for group in unit.groups:
         forget_originals(group)
     attend_optimizers()
@@ -200,8 +180,13 @@ def _check_modules(modules: Sequence[nn.Module]) -> None:
             )
 
 
-def _move_to(modules: Sequence[nn.Module], device: torch.device, owned: Sequence[OwnedParameter]) -> None:
-    """Check the parameters' device, and move buffers to it. Parameters on CPU move when their shards are copied."""
+def _moved_buffers(
+    modules: Sequence[nn.Module], device: torch.device, owned: Sequence[OwnedParameter]
+) -> list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor]]:
+    """Check the parameters' device; return buffers that are elsewhere, moved, and where they belong.
+
+    Parameters on CPU move when their shards are copied.
+    """
     for parameter in owned:
         found = parameter.parameter.device
         if found.type not in (device.type, "cpu", "meta"):
@@ -209,11 +194,13 @@ def _move_to(modules: Sequence[nn.Module], device: torch.device, owned: Sequence
                 f"parameter {parameter.name!r} is on {found} but the mesh is on {device.type!r}; move the module to "
                 f"{device.type!r}, or pass a mesh of {found.type!r}"
             )
-    for root in modules:
-        for module in root.modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None and buffer.device != device and not buffer.is_meta:
-                    module._buffers[name] = buffer.to(device)
+    below = {id(module): module for root in modules for module in root.modules()}
+    return [
+        (module._buffers, name, buffer.to(device))
+        for module in below.values()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and buffer.device != device and not buffer.is_meta
+    ]
 
 
 def _check_shard_placement(
@@ -232,7 +219,6 @@ def _check_shard_placement(
 
 def _adopt_units(modules: Sequence[nn.Module], root: Unit) -> None:
     """Put the new outermost unit and all units below it under one schedule, and name them from here."""
-    schedule = Schedule()
     units: dict[int, Unit] = {id(root): root}
     for position, module in enumerate(modules):
         prefix = f"{position}." if len(modules) > 1 else ""
@@ -241,10 +227,9 @@ def _adopt_units(modules: Sequence[nn.Module], root: Unit) -> None:
                 unit = child._fsdp_unit
                 if id(unit) not in units:
                     units[id(unit)] = unit
-                    unit.rename(prefix + path)
+                    rename_unit(unit, prefix + path)
     root.inner = [unit.reference for unit in units.values() if unit is not root]
-    schedule.adopt(root, units.values())
-    Backward(schedule)
+    attach_root(root, units.values())
 
 
 def _state(module: nn.Module) -> Unit:

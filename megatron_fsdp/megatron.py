@@ -4,9 +4,8 @@
 """
 
 import sys
-from typing import Any
 
-from megatron_fsdp.integrations.megatron import adapter
+from megatron_fsdp.integrations.megatron.adapter import __getattr__ as __getattr__
 from megatron_fsdp.integrations.megatron.adapter import get_megatron_optimizer, install, uninstall
 from megatron_fsdp.integrations.megatron.fully_shard_model import fully_shard_model, fully_shard_model_and_optimizer
 from megatron_fsdp.integrations.megatron.launcher import main
@@ -25,13 +24,6 @@ __all__ = [  # noqa: F822  (ShardedDataParallel is made when asked for)
     "save_torch_dist",
     "uninstall",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    """Make ``ShardedDataParallel`` when it is first asked for: its base class is megatron.core's."""
-    if name == "ShardedDataParallel":
-        return adapter.ShardedDataParallel
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 if __name__ == "__main__":

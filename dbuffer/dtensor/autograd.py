@@ -1,9 +1,8 @@
 """Functions that autograd records: plain tensors in between, so that backward meets no sharded operand.
 
-A recorded function runs on plain parts (element-wise functions, sums) or on plain whole tensors (the rest). Tensors
-enter through ``_Enter`` and leave through ``_Leave``; what happens between is PyTorch's own on plain tensors. Gradients
-on their way from one to the other are ``RowsGradient``, because the autograd engine adds them up without asking
-anybody.
+A recorded function runs on plain parts (element-wise functions of tensors with the same rows, sums) or on whole ones.
+Tensors enter through ``_Enter`` and leave through ``_Leave``; what happens between is PyTorch's own on plain tensors.
+Gradients on their way from one to the other are ``RowsGradient``, because the autograd engine adds them up itself.
 
 Backward starts from, and is asked for, sharded tensors too. Forward may not use a sharded parameter itself but a leaf
 in its place, its gathered values. Who asks for the parameter's gradient wants that leaf's too, reduced over the ranks
@@ -12,7 +11,6 @@ in its place, its gathered values. Who asks for the parameter's gradient wants t
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -71,8 +69,7 @@ def run_recorded(operator: Operator, args: Arguments, options: Options) -> Any:
         raise RuntimeError(f"{operator.name} has no gradient here; use torch.no_grad(), or one call per tensor")
     if operator.kind in (Kind.ROWS, Kind.CAST):
         reference = find_reference(operator, args, options)
-        is_for_parts = operator.kind is Kind.ROWS or reference is args[0]
-        if reference is not None and is_for_parts and _have_parts(reference, args, options):
+        if isinstance(reference, PlacedTensor) and _go_along(operator, args, options, reference):
             return _run_on_parts(operator, args, options, reference)
     if operator.kind is Kind.REDUCE and operator.name in ("sum", "mean"):
         reduction = parse_reduction(operator, args, options)
@@ -82,28 +79,31 @@ def run_recorded(operator: Operator, args: Arguments, options: Options) -> Any:
     return _run_on_wholes(operator, args, options)
 
 
-def _have_parts(reference: DTensor, args: Arguments, options: Options) -> bool:
-    """Whether every operand has a part beside the reference's local part: not where only some dimensions are cut."""
-    distribution = Distribution.of(reference)
-    if distribution.is_whole or distribution.ragged is not None:
-        return True
-    return all(not tensor.shape or tensor.shape == reference.shape for tensor in tensors_in(args, options))
+def _go_along(operator: Operator, args: Arguments, options: Options, reference: PlacedTensor) -> bool:
+    """Whether the local parts of all operands go with each other; of a cast the first one alone counts."""
+    if operator.kind is Kind.CAST:
+        return reference is args[0]
+    return all(
+        isinstance(tensor, PlacedTensor)
+        and tensor.window is None
+        and (tensor is reference or (is_laid_out_like(tensor, reference) and has_rows_of(tensor, reference.shape)))
+        for tensor in tensors_in(args, options)
+    )
 
 
-def _run_on_parts(operator: Operator, args: Arguments, options: Options, reference: DTensor) -> Any:
-    template = next(tensor for tensor in tensors_in(args, options) if isinstance(tensor, PlacedTensor))
+def _run_on_parts(operator: Operator, args: Arguments, options: Options, reference: PlacedTensor) -> Any:
     parts: dict[int, torch.Tensor] = {}
 
     def part(tensor: torch.Tensor) -> torch.Tensor:
         if operator.kind is Kind.CAST and tensor is not reference:
             return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
         if id(tensor) not in parts:
-            parts[id(tensor)] = _enter_part(tensor, reference)
+            assert isinstance(tensor, PlacedTensor)
+            parts[id(tensor)] = enter_local(tensor)
         return parts[id(tensor)]
 
     result = operator.function(*map_tensors(args, part), **{name: map_tensors(v, part) for name, v in options.items()})
-    rows = reference if isinstance(reference, PlacedTensor) else template
-    return map_tensors(result, lambda tensor: _leave_rows(tensor, rows))
+    return map_tensors(result, lambda tensor: _leave_rows(tensor, reference))
 
 
 def _leave_rows(local: torch.Tensor, rows: PlacedTensor) -> torch.Tensor:
@@ -143,37 +143,6 @@ def _sum(name: str, source: PlacedTensor, dtype: torch.dtype | None, keepdim: bo
 # ---------------------------------------------------------------- in and out of plain tensors
 
 
-class _Use(enum.Enum):
-    """How a recorded function uses an operand."""
-
-    LOCAL = "its own local part"
-    PART = "the part that goes with the reference's local part"
-    SHARED = "the whole on every rank, for that rank's part of the result"
-    WHOLE = "the whole on every rank, for the whole result"
-
-
-def _enter_part(tensor: torch.Tensor, reference: DTensor) -> torch.Tensor:
-    """Return the plain part of an operand that goes with the reference's local part, as ``operand`` does."""
-    placed = isinstance(tensor, PlacedTensor) and tensor.window is None
-    if placed and isinstance(tensor, PlacedTensor) and _goes_along(tensor, reference):
-        return _enter(tensor, _Use.LOCAL, None)
-    distribution = Distribution.of(reference)
-    plain = tensor if placed else _plain_whole(tensor)
-    if distribution.is_whole:
-        return _enter(plain, _Use.WHOLE, None)
-    if not isinstance(tensor, DTensor):
-        distribution.check_alike(plain.detach())
-    return _enter(plain, _Use.PART if has_rows_of(tensor, reference.shape) else _Use.SHARED, distribution)
-
-
-def _goes_along(tensor: PlacedTensor, reference: DTensor) -> bool:
-    if tensor is reference:
-        return True
-    if not is_laid_out_like(tensor, reference):
-        return False
-    return tensor.is_whole or has_rows_of(tensor, reference.shape)
-
-
 def _plain_whole(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor that is none of ours, whole; PyTorch records what DTensor does."""
     if isinstance(tensor, PlacedTensor):
@@ -185,13 +154,13 @@ def _plain_whole(tensor: torch.Tensor) -> torch.Tensor:
 
 def enter_local(tensor: PlacedTensor) -> torch.Tensor:
     """Return the local part; its gradient becomes one of ``tensor``."""
-    return _enter(tensor, _Use.LOCAL, None)
+    return _enter(tensor, is_local=True)
 
 
 def enter_whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the whole of a tensor; its gradient, which must be the same on all ranks, becomes one of ``tensor``."""
+    """Return the whole of a tensor; the mean over ranks of its gradient becomes one of ``tensor``."""
     if isinstance(tensor, PlacedTensor) and tensor.window is None:
-        return _enter(tensor, _Use.WHOLE, None)
+        return _enter(tensor, is_local=False)
     return _plain_whole(tensor)
 
 
@@ -203,49 +172,33 @@ def leave(plain: torch.Tensor, result: PlacedTensor) -> PlacedTensor:
     return left
 
 
-def _enter(tensor: torch.Tensor, use: _Use, reference: Distribution | None) -> torch.Tensor:
+def _enter(tensor: PlacedTensor, *, is_local: bool) -> torch.Tensor:
     with torch._C.DisableTorchFunctionSubclass():
         requires_grad = tensor.requires_grad
-    if requires_grad and isinstance(tensor, PlacedTensor):
+    if requires_grad:
         convert_gradients_of(tensor)
     with torch._C.DisableTorchFunctionSubclass():
-        entered: torch.Tensor = _Enter.apply(tensor, use, reference)  # type: ignore[no-untyped-call]  # torch's stub
+        entered: torch.Tensor = _Enter.apply(tensor, is_local)  # type: ignore[no-untyped-call]  # torch's stub
     return entered
 
 
 class _Enter(torch.autograd.Function):
-    """From a sharded (or plain, whole) tensor to a plain part or the plain whole of it."""
+    """From a sharded tensor to its local part, or to the plain whole of it."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, use: _Use, reference: Distribution | None) -> torch.Tensor:
-        ctx.use, ctx.reference = use, reference
-        ctx.origin, ctx.shape = None, tensor.shape
-        if isinstance(tensor, PlacedTensor):
-            ctx.origin = tensor.distribution
-        local = tensor._local_tensor if isinstance(tensor, PlacedTensor) else tensor
-        if use is _Use.LOCAL:
-            return local.view_as(local)
-        whole = local if ctx.origin is None else ctx.origin.gather(local, tensor.shape)
-        if use is _Use.PART and reference is not None:
-            whole = reference.cut(whole)
-        return whole.view_as(whole)
+    def forward(ctx: Any, tensor: PlacedTensor, is_local: bool) -> torch.Tensor:
+        ctx.is_local, ctx.origin, ctx.shape = is_local, tensor.distribution, tensor.shape
+        local = tensor._local_tensor
+        plain = local if is_local else ctx.origin.gather(local, tensor.shape)
+        return plain.view_as(plain)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        origin, reference = ctx.origin, ctx.reference
-        if ctx.use is _Use.PART:
-            gradient = reference.gather(gradient.contiguous(), ctx.shape)
-        elif ctx.use is _Use.SHARED:
-            # Each rank has seen only its own rows of the result.
-            gradient = reference.all_reduce(gradient.clone(), "sum")
-        if origin is None:
-            return gradient, None, None
-        if ctx.use is not _Use.LOCAL:
-            # A mean as in ``_AddUp``; after PART and SHARED, which are alike on all ranks, there is nothing to average.
-            whole = origin.all_reduce(gradient.clone(), "avg") if ctx.use is _Use.WHOLE else gradient
-            gradient = origin.cut(whole)
-        return RowsGradient(gradient.contiguous(), origin, ctx.shape), None, None
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        if not ctx.is_local:
+            # A mean as in ``_AddUp``.
+            gradient = ctx.origin.cut(ctx.origin.all_reduce(gradient.clone(), "avg"))
+        return RowsGradient(gradient.contiguous(), ctx.origin, ctx.shape), None
 
 
 class _Leave(torch.autograd.Function):

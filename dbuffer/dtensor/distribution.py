@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from dbuffer import collectives
+from dbuffer import collectives, collectives_rare
 from dbuffer.errors import PlacementError
 from dbuffer.mesh import MeshAxis, mesh_axes
 
@@ -170,7 +170,7 @@ class RaggedShard(Shard):
         axis = mesh_axes(mesh)[mesh_dim]
         if src_data_rank is not None:
             tensor = tensor.contiguous().clone()
-            collectives.broadcast(tensor, axis, src_data_rank)
+            collectives_rare.broadcast(tensor, axis, src_data_rank)
         return self._select_split_tensor(tensor, axis.size, axis.rank, with_padding=False)
 
     def _to_replicate_tensor(
@@ -335,26 +335,6 @@ class Distribution:
                     "redistribute that DTensor to Replicate or Shard first"
                 )
         return part
-
-    def check_alike(self, tensor: torch.Tensor) -> None:
-        """Check that the ranks hold the same values of a plain tensor that each will combine with its own rows.
-
-        One all-reduce, and a look at its result on the host; nothing where neither may be (capture, tracing).
-
-        Raises:
-            PlacementError: they do not.
-        """
-        is_captured = tensor.is_cuda and torch.cuda.is_current_stream_capturing()
-        if type(tensor) is not torch.Tensor or is_captured or not tensor.numel():
-            return
-        own = torch.stack([tensor.reshape(-1), -tensor.reshape(-1)]).to(torch.float64)
-        most = self.all_reduce(own.clone(), "max")
-        if not torch.equal(most.nan_to_num(), own.nan_to_num()):
-            raise PlacementError(
-                f"a plain tensor of shape {tuple(tensor.shape)} beside a sharded one differs from rank to rank, while "
-                "each rank has rows of its own. Make it the same on all ranks, or bring it in after the sum over rows: "
-                "p.square().sum() * factor"
-            )
 
     def all_reduce(self, tensor: torch.Tensor, op: str) -> torch.Tensor:
         """Combine what the ranks found in their own parts, in place; ``op`` as in ``collectives.all_reduce``."""

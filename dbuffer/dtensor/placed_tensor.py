@@ -13,9 +13,21 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from dbuffer.dtensor.distribution import Distribution, contiguous_stride
 from dbuffer.errors import PlacementError
 
-__all__ = ["PlacedTensor", "Window", "aligned_local", "is_laid_out_like", "whole_of"]
+__all__ = [
+    "NUM_FLAGS_SET",
+    "PlacedTensor",
+    "Window",
+    "aligned_local",
+    "is_laid_out_like",
+    "keep_from_dynamo",
+    "whole_of",
+]
 
 AnyPlaced = TypeVar("AnyPlaced", bound="PlacedTensor")
+
+_REQUIRES_GRAD: Any = torch._C.TensorBase.requires_grad
+NUM_FLAGS_SET = [0]
+"""How often any sharded tensor was frozen or unfrozen so far: one number to look at instead of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +82,24 @@ class PlacedTensor(DTensor):
         return _meta(self).dtype
 
     @property
+    def requires_grad(self) -> bool:
+        """As of any tensor; a property of its own so that a change is noticed."""
+        with torch._C.DisableTorchFunctionSubclass():
+            flag: bool = _REQUIRES_GRAD.__get__(self)
+            return flag
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        NUM_FLAGS_SET[0] += 1
+        with torch._C.DisableTorchFunctionSubclass():
+            _REQUIRES_GRAD.__set__(self, value)
+
+    def requires_grad_(self: AnyPlaced, requires_grad: bool = True) -> AnyPlaced:
+        """As of any tensor."""
+        self.requires_grad = requires_grad
+        return self
+
+    @property
     def distribution(self) -> Distribution:
         """How the elements are spread."""
         return Distribution(self._spec.mesh, self._spec.placements)
@@ -117,6 +147,19 @@ class PlacedTensor(DTensor):
         meta = TensorMeta(size, tuple(stride), local.dtype)
         spec = DTensorSpec(distribution.mesh, distribution.placements, tensor_meta=meta)
         return type(self)(local, spec, requires_grad=False)
+
+
+def keep_from_dynamo(accessor: property) -> None:
+    """Have compiled code break its graph at a property and run it as it is: Dynamo has no word for what it calls."""
+    frames = torch._C._dynamo.eval_frame
+    strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
+    for function in (accessor.fget, accessor.fset):
+        any_function: Any = function
+        any_function._torchdynamo_disable = True
+        frames.set_code_exec_strategy(any_function.__code__, strategy)
+
+
+keep_from_dynamo(PlacedTensor.__dict__["requires_grad"])
 
 
 def _meta(tensor: DTensor) -> TensorMeta:

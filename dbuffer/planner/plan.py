@@ -6,7 +6,6 @@ it, and every answer is arithmetic on one tensor and one shard, so 16,384 shards
 
 import hashlib
 import math
-import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -76,15 +75,6 @@ class Plan:
         """How far ``numel`` may be above the optimum, relative to it: 0.0 means proved optimal."""
         return self.numel / self.lower_bound_numel - 1 if self.lower_bound_numel else 0.0
 
-    def named_binding(self, names: Sequence[str]) -> str:
-        """Return ``binding`` with names in place of tensor numbers.
-
-        Args:
-            names: one per tensor, in the order of ``shapes``.
-        """
-        tensors = iter(self.binding_tensors)
-        return re.sub(r"tensor \d+", lambda found: names[next(tensors)], self.binding)
-
     def tensor_numel(self, tensor: int) -> int:
         """Return the elements of one tensor."""
         return math.prod(self.shapes[self._checked(tensor)])
@@ -134,18 +124,6 @@ class Plan:
                 f"have {width} elements: no whole rows. Use owned_elements, or plan this tensor with Row()."
             )
         return range(elements.start // width, elements.stop // width)
-
-    def shard_range(self, tensor: int, shard: int) -> slice:
-        """Return where in the buffer of one shard ``owned_elements(tensor, shard)`` lie; ``slice(0, 0)`` when none.
-
-        Raises:
-            IndexError: ``tensor`` or ``shard`` is out of range.
-        """
-        elements = self.owned_elements(tensor, shard)
-        if not elements:
-            return slice(0, 0)
-        base = self.offsets[tensor] - shard * self.shard_numel
-        return slice(base + elements.start, base + elements.stop)
 
     def fingerprint(self) -> str:
         """Return 16 hexadecimal digits that ranks compare to agree on a layout: same digits, same layout.

@@ -19,14 +19,14 @@ from dbuffer.planner.granularity import (
     granularity_per_tensor,
     shard_bound,
 )
-from dbuffer.planner.packing import Effort, Layout, aligned_starts, shortest_layout
+from dbuffer.planner.packing import Layout, aligned_starts, shortest_layout
 from dbuffer.planner.plan import PaddingLimits, Plan, Region, check_padding
 from dbuffer.planner.splits import cheapest_splits, split_bound
 
 _ROWS, _ELEMENTS = Row(), Element()
 _LIMITS = PaddingLimits()
-# Steps of the search: real layers need a few hundred. A gap above the ratio buys one longer search.
-_STEPS, _MORE_STEPS, _GAP_WORTH_MORE = 1_500, 4_000, 0.002
+# Steps of the search: real layers need a few hundred.
+_STEPS = 5_500
 # Tensors start at multiples of this where no shard gets longer by it: whole memory transactions of a GPU.
 _START_BYTES = 128
 # Padding of which it is not worth finding out how much a tensor is to blame for.
@@ -60,7 +60,7 @@ def plan(
         LayoutError: nonsense input, or padding beyond ``limits``.
     """
     request = _request(shapes, num_shards, granularity, alignment_bytes, itemsize)
-    best = _region(request, range(len(request.shapes)), _effort())
+    best = _region(request, range(len(request.shapes)), _STEPS)
     check_padding((best,), limits, itemsize)
     return best.plan
 
@@ -91,7 +91,7 @@ def plan_regions(
     if granularity is None:
         granularity, limits = _ROWS, replace(limits, fallback=limits.fallback or _ELEMENTS)
     request = _request(shapes, num_shards, granularity, alignment_bytes, itemsize)
-    regions = _polished(request, _regions(request, max_regions, limits))
+    regions = _regions(request, max_regions, limits)
     if limits.fallback is not None and limits.is_relaxed_from(_padding(regions), request.data_numel, itemsize):
         regions = _relaxed(request, regions, max_regions, limits)
     check_padding(regions, limits, itemsize)
@@ -156,7 +156,7 @@ def _regions(request: _Request, max_regions: int, limits: PaddingLimits) -> tupl
     bound = _bound(request, single)
     promised = bound.least(bound.floor) * request.num_shards * request.alignment
     if max_regions == 1 or promised - request.data_numel <= price:
-        solved[single] = _region(request, single, Effort(_STEPS), bound)
+        solved[single] = _region(request, single, _STEPS, bound)
         if max_regions == 1 or solved[single].plan.numel - request.data_numel <= price:
             return (solved[single],)
     splits = cheapest_splits(request.sizes, request.num_shards, max_regions, price // request.alignment)
@@ -167,23 +167,12 @@ def _regions(request: _Request, max_regions: int, limits: PaddingLimits) -> tupl
             break
         for group in split.groups:
             if group not in solved:
-                solved[group] = _region(request, group, Effort(_STEPS // len(split.groups)))
+                solved[group] = _region(request, group, _STEPS // len(split.groups))
         regions = tuple(solved[group] for group in split.groups)
         found = sum(region.plan.numel for region in regions) + price * (len(regions) - 1)
         if not best or found < cost:
             best, cost = regions, found
     return best
-
-
-def _polished(request: _Request, regions: tuple[Region, ...]) -> tuple[Region, ...]:
-    """Search longer where a gap is left."""
-    effort = _effort(len(regions))
-    return tuple(
-        region
-        if region.plan.gap <= _GAP_WORTH_MORE
-        else replace(region, plan=_region(request, region.indices, effort).plan)
-        for region in regions
-    )
 
 
 def _relaxed(
@@ -206,7 +195,6 @@ def _relaxed(
         found = _regions(request.with_finer(fewer, limits.fallback), max_regions, limits)
         if not limits.is_relaxed_from(_padding(found), request.data_numel, request.itemsize):
             regions, chosen = found, fewer
-    regions = _polished(request.with_finer(chosen, limits.fallback), regions)
     saved = _padding(strict) - _padding(regions)
     if saved <= 0:
         return strict
@@ -248,11 +236,6 @@ def _binding_tensors(request: _Request, regions: Sequence[Region], finer: Granul
     return set()
 
 
-def _effort(num_regions: int = 1) -> Effort:
-    """Return what one of several regions gets of the search."""
-    return Effort(_STEPS // num_regions, _MORE_STEPS // num_regions, _GAP_WORTH_MORE)
-
-
 def _with_split_bound(
     request: _Request, regions: tuple[Region, ...], max_regions: int, limits: PaddingLimits
 ) -> tuple[Region, ...]:
@@ -282,13 +265,13 @@ def _bound(request: _Request, tensors: Iterable[int]) -> ShardBound:
     return shard_bound(Counter(size for size in sizes if size[0]), request.num_shards)
 
 
-def _region(request: _Request, indices: Iterable[int], effort: Effort, bound: ShardBound | None = None) -> Region:
+def _region(request: _Request, indices: Iterable[int], steps: int, bound: ShardBound | None = None) -> Region:
     """Solve one flat buffer for some of the tensors; empty tensors sit at offset 0."""
     chosen = tuple(indices)
     filled = [tensor for tensor in chosen if request.sizes[tensor][0]]
     sizes = [request.sizes[tensor] for tensor in filled]
     bound = bound or _bound(request, chosen)
-    layout = shortest_layout(sizes, request.num_shards, bound, effort) if sizes else Layout(0, (), 0)
+    layout = shortest_layout(sizes, request.num_shards, bound, steps) if sizes else Layout(0, (), 0)
     offsets = layout.offsets
     if (pieces := request.start_pieces()) > 1:
         offsets = aligned_starts(layout, sizes, request.num_shards, pieces)

@@ -1,6 +1,6 @@
 """Kernels over flat tensors: Triton on CUDA, the same numerics in plain torch everywhere else."""
 
-# The ops are imported here and not on first use: a later import of the submodule `adamw` or `pack` would
+# The ops are imported here and not on first use: a later import of the submodule `adamw` or `int8_adamw` would
 # rebind that name in this package from the function to the module.
 from dbuffer_kernels import reference
 from dbuffer_kernels.adamw import adamw, adamw_row, adamw_rows
@@ -12,9 +12,7 @@ from dbuffer_kernels.int8_adamw import CodedSegments, int8_adamw
 from dbuffer_kernels.int8_reference import CodedSegment, Int8AdamWBuffers, Int8Moments
 from dbuffer_kernels.muon import MuonWeights, muon_apply, muon_momentum
 from dbuffer_kernels.norm import sum_of_squares
-from dbuffer_kernels.pack import pack
 from dbuffer_kernels.reference import AdamWBuffers, Segment
-from dbuffer_kernels.rounding import cast_stochastic
 from dbuffer_kernels.segments import Segments
 from dbuffer_kernels.split import join_weight, split_weight
 
@@ -34,7 +32,6 @@ __all__ = [
     "adamw_rows",
     "backend",
     "cast_copy",
-    "cast_stochastic",
     "checksum",
     "dequantize_blocks",
     "dynamic_map",
@@ -43,7 +40,6 @@ __all__ = [
     "muon_apply",
     "muon_momentum",
     "num_blocks",
-    "pack",
     "quantize_blocks",
     "reference",
     "split_weight",

@@ -39,9 +39,8 @@ def adamw(buffers: AdamWBuffers, segments: Segments, rows: Tensor, *, clip: Tens
 
     Moves per element the gradient once, weight and moments twice, and ``model_weight`` once: 30 bytes with all in
     fp32 and a bf16 ``model_weight``, 28 with a remainder instead of an fp32 weight, 18 with bf16 gradient and moments
-    as well (``bytes_per_element``). 1 Gi elements at 30 bytes take at best 6.7 ms at the 4.8 TB/s of an H200 (elements
-    * bytes / bandwidth). About 40 flops per element: memory bound. On CUDA nothing is allocated after the first call
-    with the same ``segments``; the CPU runs ``reference.adamw``, which states its own.
+    as well. About 40 flops per element: memory bound. On CUDA nothing is allocated after the
+    first call with the same ``segments``; the CPU runs ``reference.adamw``, which states its own.
 
     Args:
         buffers: what is read and written.
@@ -51,8 +50,8 @@ def adamw(buffers: AdamWBuffers, segments: Segments, rows: Tensor, *, clip: Tens
     Raises:
         ValueError: segments of buffers of another length, too few rows, or another ``clip``.
     """
-    _check(buffers, segments, rows, clip)
     weight = buffers.weight
+    segments.check("adamw", [weight], rows, reference.NUM_COLUMNS, clip)
     if not runs_on_triton(weight):
         reference.adamw(buffers, segments.ranges, rows, clip=clip)
         return
@@ -90,7 +89,17 @@ def adamw_row(
     Args:
         step: how many steps were taken, this one included: 1 in the first.
     """
-    return _columns(step, lr, betas, eps, weight_decay, maximize)
+    beta1, beta2 = betas
+    return [
+        -1.0 if maximize else 1.0,
+        1 - lr * weight_decay,
+        1 - beta1,
+        beta2,
+        1 - beta2,
+        -(lr / (1 - beta1**step)),
+        (1 - beta2**step) ** 0.5,
+        eps,
+    ]
 
 
 def adamw_rows(
@@ -110,56 +119,12 @@ def adamw_rows(
         fp64 of shape (n, 8).
     """
     steps = step.to(torch.float64).view(-1)
-    columns = _columns(steps, lr, betas, eps, weight_decay, maximize)
+    make: Any = adamw_row
+    columns = make(steps, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, maximize=maximize)
     rows = torch.empty(len(steps), reference.NUM_COLUMNS, dtype=torch.float64, device=step.device)
     for index, column in enumerate(columns):
         rows[:, index] = column
     return rows
-
-
-def _columns(
-    step: Any, lr: Any, betas: tuple[float, float], eps: float, weight_decay: float, maximize: bool
-) -> list[Any]:
-    beta1, beta2 = betas
-    return [
-        -1.0 if maximize else 1.0,
-        1 - lr * weight_decay,
-        1 - beta1,
-        beta2,
-        1 - beta2,
-        -(lr / (1 - beta1**step)),
-        (1 - beta2**step) ** 0.5,
-        eps,
-    ]
-
-
-def bytes_per_element(buffers: AdamWBuffers) -> int:
-    """Return how many bytes ``adamw`` moves for each element: what the roofline is computed from."""
-    twice = [buffers.weight, buffers.exp_avg, buffers.exp_avg_sq]
-    twice += [] if buffers.remainder is None else [buffers.remainder]
-    once = [buffers.gradient] + ([] if buffers.model_weight is None else [buffers.model_weight])
-    return 2 * sum(tensor.itemsize for tensor in twice) + sum(tensor.itemsize for tensor in once)
-
-
-def _check(buffers: AdamWBuffers, segments: Segments, rows: Tensor, clip: Tensor | None) -> None:
-    weight = buffers.weight
-    if weight.numel() != segments.numel:
-        raise ValueError(
-            f"adamw: buffers of {weight.numel()} elements and segments of a buffer of {segments.numel}; wanted "
-            "segments that were made for these buffers."
-        )
-    if rows.dim() != 2 or rows.shape[1] != reference.NUM_COLUMNS or rows.dtype is not torch.float64:
-        raise ValueError(f"adamw: rows is {rows.dtype} {tuple(rows.shape)}; wanted float64 (rows, 8) from adamw_row.")
-    if rows.shape[0] < segments.num_rows or not rows.is_contiguous() or rows.device != weight.device:
-        raise ValueError(
-            f"adamw: {rows.shape[0]} rows on {rows.device} for segments that use {segments.num_rows}; wanted as many, "
-            f"contiguous, on {weight.device}."
-        )
-    if clip is not None and (clip.dtype is not torch.float32 or clip.dim() or clip.device != weight.device):
-        raise ValueError(
-            f"adamw: clip is {clip.dtype} {tuple(clip.shape)} on {clip.device}; wanted a 0-d float32 tensor on "
-            f"{weight.device}."
-        )
 
 
 def adamw_kernel(

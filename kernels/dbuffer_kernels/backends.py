@@ -19,8 +19,8 @@ Backend = Literal["triton", "reference"]
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
 
-# One switch for the process, not one per thread: autograd runs backward hooks of CUDA graphs on threads of its own.
-_forced: Backend | Literal["auto"] = "auto"
+FORCED: list[Backend | Literal["auto"]] = []
+"""What ``use_backend`` asks for, the innermost last: of the process, as autograd runs backward hooks on its threads."""
 
 
 def backend(device: torch.device | str | None = None) -> Backend:
@@ -29,11 +29,11 @@ def backend(device: torch.device | str | None = None) -> Backend:
     Args:
         device: where the tensors live; None means CUDA when this process has it, else the CPU.
     """
-    if _forced != "auto":
-        return _forced
-    if device is None:
-        return "triton" if torch.cuda.is_available() and _triton_is_installed() else "reference"
-    return "triton" if torch.device(device).type == "cuda" and _triton_is_installed() else "reference"
+    forced = FORCED[-1] if FORCED else "auto"
+    if forced != "auto":
+        return forced
+    on_gpu = torch.cuda.is_available() if device is None else torch.device(device).type == "cuda"
+    return "triton" if on_gpu and _triton_is_installed() else "reference"
 
 
 @contextlib.contextmanager
@@ -45,18 +45,17 @@ def use_backend(name: Backend | Literal["auto"], /) -> Iterator[None]:
     Raises:
         ValueError: another name, or "triton" where Triton is not installed.
     """
-    global _forced
     if name not in ("triton", "reference", "auto"):
         raise ValueError(f"use_backend: found {name!r}, wanted 'triton', 'reference' or 'auto'.")
     if name == "triton" and not _triton_is_installed():
         raise ValueError(
             "use_backend('triton'): Triton is not installed here. Install the package `triton`, or use 'reference'."
         )
-    previous, _forced = _forced, name
+    FORCED.append(name)
     try:
         yield
     finally:
-        _forced = previous
+        FORCED.pop()
 
 
 def runs_on_triton(tensor: Tensor) -> bool:
@@ -67,14 +66,15 @@ def runs_on_triton(tensor: Tensor) -> bool:
     """
     if LAUNCHERS:
         return True
-    if _forced == "auto":
+    forced = FORCED[-1] if FORCED else "auto"
+    if forced == "auto":
         return tensor.is_cuda and _triton_is_installed()
-    if _forced == "triton" and not tensor.is_cuda and not importlib.import_module("triton").knobs.runtime.interpret:
+    if forced == "triton" and not tensor.is_cuda and not importlib.import_module("triton").knobs.runtime.interpret:
         raise ValueError(
             f"use_backend('triton'): found a tensor on {tensor.device}, wanted cuda. Move it there, or set "
             "TRITON_INTERPRET=1 before Triton is imported to interpret the kernels on the CPU."
         )
-    return _forced == "triton"
+    return forced == "triton"
 
 
 def is_on_gpu(tensor: Tensor) -> bool:

@@ -10,26 +10,23 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from dbuffer_kernels.backends import runs_on_triton, without_grad
-from dbuffer_kernels.dtypes import FLOAT_DTYPES, compute_dtype
-from dbuffer_kernels.elementwise_kernels import accumulate_kernel, cast_kernel, launch_elementwise
+from dbuffer_kernels.backends import FORCED, runs_on_triton
+from dbuffer_kernels.dtypes import FLOAT_DTYPES, compute_dtype, refuse_dtypes, refuse_pair
+from dbuffer_kernels.elementwise_kernels import launch_elementwise
+from dbuffer_kernels.launch import LAUNCHERS
 
 CHUNK_NUMEL = 1 << 16
 """Elements a widened temporary may hold: 256 KiB in fp32, which stays in a core's L2 cache between its two uses."""
-_FULL_PRECISION = (torch.float32, torch.float64)
 
 
-@without_grad
 def cast_copy(source: Tensor, out: Tensor, *, scale: float = 1.0) -> Tensor:
     """Write ``cast(scale * source)`` into ``out`` and return ``out``; element i goes to element i of the flat order.
 
     The product is fp32 (fp64 when either dtype is fp64) and is rounded to nearest even once. With ``scale`` 1 and
     equal dtypes this is a bit-exact copy of any dtype, NaN payloads included. Not recorded by autograd.
 
-    Moves ``source.itemsize + out.itemsize`` bytes per element, each once: 6 for fp32 -> bf16, so 1 GiB of parameters
-    in fp32 takes at best 0.34 ms at the 4.8 TB/s of an H200. Two flops per element at most: memory bound everywhere.
-    On CUDA nothing is allocated for a contiguous source; other sources, and the CPU, run ``reference_cast``,
-    which states its own.
+    Moves ``source.itemsize + out.itemsize`` bytes per element, each once: memory bound everywhere. On CUDA nothing is
+    allocated for a contiguous source; other sources, and the CPU, run ``reference_cast``, which states its own.
 
     Args:
         source: any shape and strides, on ``out``'s device; fp32, bf16, fp16 or fp64, or for a plain copy any dtype.
@@ -39,29 +36,51 @@ def cast_copy(source: Tensor, out: Tensor, *, scale: float = 1.0) -> Tensor:
     Raises:
         ValueError: other numel or device, non-contiguous ``out``, or a dtype that has no arithmetic here.
     """
-    check_pair("cast_copy", source, out, scale)
-    return write(source, out, scale)
-
-
-def write(source: Tensor, out: Tensor, scale: float) -> Tensor:
-    """Do what ``cast_copy`` does with arguments that were checked."""
-    # torch's plain copy is a device memcpy, already at the roofline.
-    if runs_on_triton(out) and source.is_contiguous() and not (scale == 1.0 and source.dtype is out.dtype):
-        launch_elementwise(cast_kernel, source, out, scale)
+    if source.requires_grad or out.requires_grad:
+        cast_copy(source.detach(), out.detach(), scale=scale)
         return out
+    check_pair("cast_copy", source, out, scale)
+    # torch's plain copy is a device memcpy, already at the roofline.
+    if scale == 1.0 and source.dtype is out.dtype:
+        return reference_cast(source, out)
+    if (out.is_cuda or LAUNCHERS or FORCED) and runs_on_triton(out) and source.is_contiguous():
+        return launch_elementwise(source, out, scale, adds=False)
     return reference_cast(source, out, scale=scale)
 
 
+def accumulate(source: Tensor, out: Tensor, *, scale: float = 1.0, overwrite: bool = False) -> Tensor:
+    """Add ``scale * source`` to ``out``, or replace ``out`` by it as ``cast_copy`` does, and return ``out``.
+
+    The sum is fp32 (fp64 when either dtype is fp64), with or without a fused multiply-add, and is rounded to
+    ``out.dtype`` to nearest even once. Not recorded by autograd.
+
+    Moves ``source.itemsize + 2 * out.itemsize`` bytes per element; allocates as ``cast_copy`` does.
+
+    Args:
+        source: any shape and strides, on ``out``'s device; fp32, bf16, fp16 or fp64.
+        out: contiguous, same numel, any shape; fp32, bf16, fp16 or fp64. Otherwise as in ``cast_copy``.
+        scale: a Python number; passed to the kernel as fp64 and rounded to the compute dtype there.
+        overwrite: never read ``out``, so that NaNs in uninitialised memory cannot leak into the result.
+    Raises:
+        ValueError: other numel or device, non-contiguous ``out``, or a dtype that has no arithmetic here.
+    """
+    if overwrite:
+        return cast_copy(source, out, scale=scale)
+    if source.requires_grad or out.requires_grad:
+        accumulate(source.detach(), out.detach(), scale=scale)
+        return out
+    check_pair("accumulate", source, out, scale)
+    check_dtypes("accumulate", source.dtype, out.dtype)
+    if (out.is_cuda or LAUNCHERS or FORCED) and runs_on_triton(out) and source.is_contiguous():
+        return launch_elementwise(source, out, scale, adds=True)
+    return reference_accumulate(source, out, scale=scale)
+
+
 def reference_cast(source: Tensor, out: Tensor, *, scale: float = 1.0) -> Tensor:
-    """Write ``cast(scale * source)`` into ``out`` and return ``out``.
+    """Do what ``cast_copy`` does, without checks.
 
     Allocates nothing when ``scale`` is 1, when the dtypes are equal and when ``out`` already has the compute dtype;
     else temporaries of ``CHUNK_NUMEL`` elements (of the whole source if that is non-contiguous).
-
-    Args:
-        source: any shape and strides; fp32, bf16, fp16 or fp64, or any dtype equal to ``out``'s when ``scale`` is 1.
-        out: contiguous, same numel as ``source``, any shape; its old contents are never read.
-        scale: multiplies in the compute dtype.
     """
     target = out if out.shape == source.shape else out.view(source.shape)
     if scale == 1.0:
@@ -78,53 +97,16 @@ def reference_cast(source: Tensor, out: Tensor, *, scale: float = 1.0) -> Tensor
     return out
 
 
-@without_grad
-def accumulate(source: Tensor, out: Tensor, *, scale: float = 1.0, overwrite: bool = False) -> Tensor:
-    """Add ``scale * source`` to ``out``, or replace ``out`` by it, and return ``out``.
-
-    The sum is fp32 (fp64 when either dtype is fp64), with or without a fused multiply-add, and is rounded to
-    ``out.dtype`` to nearest even once. Not recorded by autograd.
-
-    Moves ``source.itemsize + 2 * out.itemsize`` bytes per element (``source.itemsize + out.itemsize`` with
-    ``overwrite``): 10 to add bf16 to fp32, so 1 Gi elements take at best 2.2 ms at the 4.8 TB/s of an H200. Two flops
-    per element: memory bound everywhere. On CUDA nothing is allocated for a contiguous source; other sources, and the
-    CPU, run ``reference_accumulate``, which states its own.
-
-    Args:
-        source: any shape and strides, on ``out``'s device; fp32, bf16, fp16 or fp64.
-        out: contiguous, same numel, any shape; fp32, bf16, fp16 or fp64. May be ``source`` itself, but must not overlap
-            it in part. Written behind autograd's back on CUDA: its version counter does not move.
-        scale: a Python number; passed to the kernel as fp64 and rounded to the compute dtype there.
-        overwrite: never read ``out``, so that NaNs in uninitialised memory cannot leak into the result.
-    Raises:
-        ValueError: other numel or device, non-contiguous ``out``, or a dtype that has no arithmetic here.
-    """
-    check_pair("accumulate", source, out, scale)
-    if overwrite:
-        return write(source, out, scale)
-    check_dtypes("accumulate", source.dtype, out.dtype)
-    if runs_on_triton(out) and source.is_contiguous():
-        launch_elementwise(accumulate_kernel, source, out, scale)
-        return out
-    return reference_accumulate(source, out, scale=scale)
-
-
 def reference_accumulate(source: Tensor, out: Tensor, *, scale: float = 1.0, overwrite: bool = False) -> Tensor:
-    """Add ``scale * source`` to ``out``, or replace ``out`` by it, and return ``out``.
+    """Do what ``accumulate`` does, without checks.
 
     Allocates nothing when the dtypes are equal and either ``scale`` is 1 or the dtype is fp32 or fp64; else
     temporaries of ``CHUNK_NUMEL`` elements (of the whole source if that is non-contiguous).
-
-    Args:
-        source: any shape and strides; fp32, bf16, fp16 or fp64.
-        out: contiguous, same numel as ``source``, any shape.
-        scale: multiplies ``source`` in the compute dtype, with or without a fused multiply-add.
-        overwrite: do not read ``out``, so that NaNs in uninitialised memory cannot leak into the result.
     """
     if overwrite:
         return reference_cast(source, out, scale=scale)
     target = out if out.shape == source.shape else out.view(source.shape)
-    if source.dtype is out.dtype and (scale == 1.0 or out.dtype in _FULL_PRECISION):
+    if source.dtype is out.dtype and (scale == 1.0 or out.dtype.itemsize >= 4):
         target.add_(source, alpha=scale)
         return out
     # Widened first: torch's CPU add on two bf16 tensors rounds alpha itself to bf16, an error of up to 2**-9.
@@ -143,18 +125,9 @@ def _chunks(source: Tensor, target: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
 
 def check_pair(op: str, source: Tensor, out: Tensor, scale: float) -> None:
     """Raise a ValueError unless ``op`` can write ``source`` to ``out``; under a microsecond when it can."""
-    if source.shape != out.shape and source.numel() != out.numel():
-        raise ValueError(
-            f"{op}: source has {source.numel()} elements {tuple(source.shape)}, out has {out.numel()} "
-            f"{tuple(out.shape)}; wanted the same number. Pass the slice of out that belongs to this source."
-        )
-    if not out.is_contiguous():
-        raise ValueError(
-            f"{op}: out of shape {tuple(out.shape)} has strides {out.stride()}; wanted contiguous memory. Pass a view "
-            "of the flat buffer, or write to a contiguous tensor and copy it over."
-        )
-    if source.device != out.device:
-        raise ValueError(f"{op}: source is on {source.device}, out on {out.device}; wanted one device. Move source.")
+    is_alike = source.shape == out.shape or source.numel() == out.numel()
+    if not is_alike or not out.is_contiguous() or source.device != out.device:
+        refuse_pair(op, source, out)
     if scale != 1.0 or source.dtype is not out.dtype:
         check_dtypes(op, source.dtype, out.dtype)
 
@@ -162,7 +135,4 @@ def check_pair(op: str, source: Tensor, out: Tensor, scale: float) -> None:
 def check_dtypes(op: str, source_dtype: torch.dtype, out_dtype: torch.dtype) -> None:
     """Raise a ValueError unless both dtypes are ones that ``op`` can compute with."""
     if source_dtype not in FLOAT_DTYPES or out_dtype not in FLOAT_DTYPES:
-        raise ValueError(
-            f"{op}: cannot compute from {source_dtype} to {out_dtype}; wanted float32, bfloat16, float16 or float64 on "
-            "both sides (other dtypes can only be copied: equal dtypes, scale 1). Convert source first."
-        )
+        refuse_dtypes(op, source_dtype, out_dtype)

@@ -1,8 +1,7 @@
-"""The Triton kernels of ``elementwise``: one pass over two contiguous tensors."""
+"""The Triton kernel of ``elementwise``: one pass over two contiguous tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -15,43 +14,43 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 
-def launch_elementwise(kernel: Callable[..., None], source: Tensor, out: Tensor, scale: float) -> None:
-    """Start a kernel of the signature (source, out, numel, scale, COMPUTE, BLOCK) on two contiguous tensors."""
+def launch_elementwise(source: Tensor, out: Tensor, scale: float, *, adds: bool) -> Tensor:
+    """Write ``scale * source`` into ``out``, or add it, both contiguous, and return ``out``."""
     numel = out.numel()
     compute = element_type(compute_dtype(source.dtype, out.dtype))
-    launch(kernel, -(-numel // BLOCK), out.device, source, out, numel, float(scale), COMPUTE=compute)
+    num_blocks = -(-numel // BLOCK)
+    launch(elementwise_kernel, num_blocks, out.device, source, out, numel, float(scale), COMPUTE=compute, ADDS=adds)
+    return out
 
 
-def cast_kernel(
-    source: tl.tensor, out: tl.tensor, numel: tl.int64, scale: tl.float64, COMPUTE: tl.constexpr, BLOCK: tl.constexpr
+def elementwise_kernel(
+    source: tl.tensor,
+    out: tl.tensor,
+    numel: tl.int64,
+    scale: tl.float64,
+    COMPUTE: tl.constexpr,
+    ADDS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ) -> None:
-    """Cast one block of contiguous memory. ``source`` and ``out`` are pointers, 16-byte aligned for full speed."""
+    """Cast or add one block of contiguous memory. ``source`` and ``out``: pointers, 16-byte aligned for full speed."""
     start = tl.program_id(0).to(tl.int64) * BLOCK
     index = start + tl.arange(0, BLOCK)
     # tl.full takes the compiler's fp64 scalar and the interpreter's Python float alike, without passing by fp32.
     factor = tl.full((), scale, COMPUTE)
     # Whole blocks carry no mask: a mask at an odd numel would split every 16-byte access into single elements.
     if start + BLOCK <= numel:
-        store_rounded(out + index, tl.load(source + index).to(COMPUTE) * factor, None)
+        move(source + index, out + index, None, factor, ADDS)
     else:
-        mask = index < numel
-        store_rounded(out + index, tl.load(source + index, mask=mask).to(COMPUTE) * factor, mask)
+        move(source + index, out + index, index < numel, factor, ADDS)
 
 
-def accumulate_kernel(
-    source: tl.tensor, out: tl.tensor, numel: tl.int64, scale: tl.float64, COMPUTE: tl.constexpr, BLOCK: tl.constexpr
-) -> None:
-    """Add one block of contiguous memory; scalar and branches follow cast_kernel, where their reasons stand."""
-    start = tl.program_id(0).to(tl.int64) * BLOCK
-    index = start + tl.arange(0, BLOCK)
-    factor = tl.full((), scale, COMPUTE)
-    if start + BLOCK <= numel:
-        total = tl.load(out + index).to(COMPUTE) + tl.load(source + index).to(COMPUTE) * factor
-        store_rounded(out + index, total, None)
-    else:
-        mask = index < numel
-        addend = tl.load(source + index, mask=mask).to(COMPUTE) * factor
-        store_rounded(out + index, tl.load(out + index, mask=mask).to(COMPUTE) + addend, mask)
+@device_function
+def move(source: tl.tensor, out: tl.tensor, mask: tl.tensor, factor: tl.tensor, ADDS: tl.constexpr) -> None:
+    """Write the product of elements and a factor, or add it, in the dtype of ``factor``."""
+    value = tl.load(source, mask=mask).to(factor.dtype) * factor
+    if ADDS:
+        value = tl.load(out, mask=mask).to(factor.dtype) + value
+    store_rounded(out, value, mask)
 
 
 @device_function

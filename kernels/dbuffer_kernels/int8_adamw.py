@@ -14,7 +14,6 @@ from dbuffer_kernels.dynamic_map import QUANT_BLOCK, map_tables
 from dbuffer_kernels.int8_reference import CodedSegment, Int8AdamWBuffers
 from dbuffer_kernels.launch import device_function, launch
 from dbuffer_kernels.reference import NUM_COLUMNS
-from dbuffer_kernels.rounding import random_bits
 from dbuffer_kernels.segments import STEP_BLOCK, SegmentTable, find_segment
 
 if TYPE_CHECKING:
@@ -64,14 +63,9 @@ def int8_adamw(
         ValueError: segments of buffers of another length, or too few rows or keys.
     """
     weight = buffers.weight
-    shapes = [rows.shape] if keys is None else [rows.shape, keys.shape]
-    if weight.numel() != segments.numel or min(shape[0] for shape in shapes) < segments.num_rows:
-        raise ValueError(
-            f"int8_adamw: buffers of {weight.numel()} elements, segments of {segments.numel} with "
-            f"{segments.num_rows} rows, found {[tuple(shape) for shape in shapes]}; wanted one length, as many rows."
-        )
-    if rows.shape[1] != NUM_COLUMNS or (keys is not None and (keys.shape[1], keys.dtype) != (4, torch.int64)):
-        raise ValueError(f"int8_adamw: rows and keys {[tuple(shape) for shape in shapes]}; wanted (n, 8) and (n, 4)")
+    segments.check("int8_adamw", [weight], rows, NUM_COLUMNS, clip)
+    if keys is not None and (len(keys) < segments.num_rows or keys.shape[1:] != (4,) or keys.dtype is not torch.int64):
+        raise ValueError(f"int8_adamw: keys is {keys.dtype} {tuple(keys.shape)}; wanted int64 (rows, 4)")
     if not runs_on_triton(weight):
         int8_reference.int8_adamw(buffers, segments.ranges, rows, keys=keys, clip=clip)
         return
@@ -270,3 +264,20 @@ def code_below(ratio: tl.tensor, shift: tl.tensor, MAP: tl.constexpr) -> tl.tens
     if MAP != 0:
         return place - 1
     return tl.where(ratio < 0.0, tl.maximum(126 - place, 0), 127 + place)
+
+
+@device_function
+def random_bits(begin: tl.tensor, index: tl.tensor, low_key: tl.tensor, high_key: tl.tensor) -> tl.tensor:
+    """Return the 16 bits that ``reference.rounding_bits`` defines for ``begin + index``, as uint32.
+
+    ``begin`` is one of 64 bits, ``index`` many of 32, none below zero. Of a key the low 32 bits count.
+    """
+    first = begin.to(tl.uint32)
+    low = first + index.to(tl.uint32)
+    high = (begin >> 32).to(tl.uint32)
+    golden = tl.full((), 0x9E3779B9, tl.uint32)
+    mixed = low ^ low_key.to(tl.uint32) ^ tl.where(low < first, (high + 1).to(tl.uint32) * golden, high * golden)
+    mixed = (mixed ^ (mixed >> 16)) * tl.full((), 0x21F0AAAD, tl.uint32)
+    mixed += high_key.to(tl.uint32)
+    mixed = (mixed ^ (mixed >> 15)) * tl.full((), 0xD35A2D97, tl.uint32)
+    return mixed >> 16

@@ -17,46 +17,9 @@ import torch
 from torch import Tensor
 
 from dbuffer_kernels.dtypes import FLOAT_DTYPES, compute_dtype
-from dbuffer_kernels.elementwise import CHUNK_NUMEL, reference_accumulate
+from dbuffer_kernels.elementwise import CHUNK_NUMEL
 
 _LOW_32 = 0xFFFFFFFF
-
-
-def pack(
-    sources: Sequence[Tensor], out: Tensor, offsets: Sequence[int], *, scale: float = 1.0, accumulate: bool = False
-) -> Tensor:
-    """Write or add ``scale * sources[k]``, flattened, at ``out[offsets[k]:]`` for each k and return ``out``.
-
-    Args:
-        sources: tensors of any shape, strides and float dtype; may be empty or hold tensors without elements.
-        out: 1-D and contiguous; elements outside the ranges are neither read nor written.
-        offsets: first element of each source's range in ``out``; the ranges are in bounds and disjoint.
-        scale: multiplies every source in the compute dtype of its pair.
-        accumulate: add to ``out`` instead of overwriting it.
-    """
-    for source, offset in zip(sources, offsets, strict=True):
-        reference_accumulate(source, out[offset : offset + source.numel()], scale=scale, overwrite=not accumulate)
-    return out
-
-
-def cast_stochastic(source: Tensor, out: Tensor, *, seed: int, first_element: int = 0) -> Tensor:
-    """Write fp32 ``source`` into bf16 ``out`` with the random rounding of ``rounding_bits``, and return ``out``.
-
-    Allocates temporaries of ``CHUNK_NUMEL`` int64 elements.
-
-    Args:
-        source: fp32, contiguous. out: bf16, contiguous, same numel.
-        seed: any integer. first_element: index of ``source[0]`` in the whole buffer.
-    """
-    keys = rounding_keys(seed)
-    position = first_element
-    for piece, target in zip(_flat_chunks(source), _flat_chunks(out), strict=True):
-        bits = piece.view(torch.int32).to(torch.int64) & _LOW_32
-        index = torch.arange(position, position + piece.numel(), device=source.device)
-        rounded = (bits + rounding_bits(index, *keys)) >> 16
-        target.view(torch.int16).copy_(torch.where(piece.isnan(), (bits >> 16) | 0x40, rounded))
-        position += piece.numel()
-    return out
 
 
 def rounding_keys(seed: int) -> tuple[int, int]:

@@ -64,6 +64,29 @@ class SegmentTable(Generic[AnySegment]):
             self._tables[device] = torch.tensor(entries, dtype=torch.int64).view(-1, self.columns).to(device)
         return self._tables[device]
 
+    def check(
+        self, op: str, buffers: Sequence[Tensor], rows: Tensor, num_columns: int, clip: Tensor | None = None
+    ) -> None:
+        """Raise a ValueError unless ``op`` can step buffers by rows of hyperparameters, and a clip factor."""
+        device = buffers[0].device
+        if any(buffer.numel() != self.numel for buffer in buffers):
+            raise ValueError(
+                f"{op}: buffers of {[buffer.numel() for buffer in buffers]} elements and segments of a buffer of "
+                f"{self.numel}; wanted segments that were made for these buffers."
+            )
+        if rows.dim() != 2 or rows.shape[1] != num_columns or rows.dtype is not torch.float64:
+            raise ValueError(f"{op}: rows is {rows.dtype} {tuple(rows.shape)}; wanted float64 (rows, {num_columns}).")
+        if rows.shape[0] < self.num_rows or not rows.is_contiguous() or rows.device != device:
+            raise ValueError(
+                f"{op}: {rows.shape[0]} rows on {rows.device} for segments that use {self.num_rows}; wanted as many, "
+                f"contiguous, on {device}."
+            )
+        if clip is not None and (clip.dtype is not torch.float32 or clip.dim() or clip.device != device):
+            raise ValueError(
+                f"{op}: clip is {clip.dtype} {tuple(clip.shape)} on {clip.device}; wanted a 0-d float32 tensor on "
+                f"{device}."
+            )
+
     def rest(self, segment: AnySegment) -> tuple[int, ...]:
         """Return the columns of a segment beyond the first four."""
         return ()

@@ -121,8 +121,6 @@ def unit_regions(
     Args:
         asked: where each may be cut. None: between slices of the first dimension, or between the rows of
             those tensors that would pad the buffers by more than a percent that way.
-    Raises:
-        LayoutError: padding beyond ``PaddingLimits``.
     """
     itemsize = min(dtype.itemsize for dtype in (dtypes.compute, dtypes.main, dtypes.reduce, dtypes.main_grad))
     # Tensors begin and shards are cut at multiples of blocks, so that blocks counted from a tensor's first element
@@ -138,11 +136,7 @@ def unit_regions(
 
 
 def even_region(parameter: OwnedParameter, num_shards: int, dtypes: GroupDtypes) -> Region:
-    """Lay out a parameter with hooks of its own without padding, so that each rank holds as many of its rows.
-
-    Raises:
-        ConfigError: that would cut a block that has to stay whole (8-bit moments).
-    """
+    """Lay out a parameter with hooks of its own without padding, so that each rank holds as many of its rows."""
     numel = math.prod(parameter.shape)
     if numel // num_shards % dtypes.block_numel:
         raise ConfigError(

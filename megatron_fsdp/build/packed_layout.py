@@ -75,11 +75,7 @@ def layout_regions(
     dtypes: GroupDtypes,
     granularities: Sequence[Granularity] | None = None,
 ) -> tuple[Region, ...]:
-    """Lay out the tensors of a group; for MXFP8 without cutting a block of 32 rows, where that is cheap.
-
-    Raises:
-        LayoutError: as ``unit_regions``.
-    """
+    """Lay out the tensors of a group; for MXFP8 without cutting a block of 32 rows, where that is cheap."""
     usual = unit_regions(shapes, num_shards, dtypes, granularities)
     if dtypes.gather != "mxfp8" or granularities is not None:
         return usual

@@ -18,9 +18,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dbuffer.collectives import Transfer
 from dbuffer.errors import StorageError
-from dbuffer.events import listen
+from dbuffer.events import Transfer, listen
 from dbuffer.storage import FlatStorage
 from megatron_fsdp.certify.clocks import Clock, Queue, VirtualStreams
 from megatron_fsdp.certify.hiding import Hiding

@@ -8,7 +8,7 @@ load: tensors and values are read with ``weights_only=True``, the index by a rea
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -123,16 +123,21 @@ def load_checkpoint(
     ranks = checkpoint_ranks()
     opened = open_checkpoint(Path(path), ranks, verify=verify)
     step = f"loading {path}"
-    plan = ranks.check(step, lambda: _plan_load(opened, model, optimizer, ranks))
-    ranks.check(step, lambda: plan.read(opened))
+
+    def plan() -> tuple[ModelMatch, OptimizerMatch | None]:
+        found = match_model(opened, view_model(model))
+        return found, None if optimizer is None else match_optimizer(opened, optimizer, found.view)
+
+    found, states = ranks.check(step, plan)
+    random = ranks.check(step, lambda: _random_state_for(opened, ranks))
+    ranks.check(step, lambda: _read(opened, [found.targets, *(states.rounds if states else ())]))
     refuse_replaced(opened, ranks)
-    if optimizer is not None and plan.optimizer is not None:
-        plan.optimizer.apply(optimizer)
-    restore_extra_state(model, plan.model.extra_state)
-    announce_change(model, plan.view)
-    restore_random_state(plan.random)
-    extra: dict[str, Any] = opened.state.get("extra", {})
-    return extra
+    if optimizer is not None and states is not None:
+        states.apply(optimizer)
+    restore_extra_state(model, found.extra_state)
+    announce_change(model, found.view)
+    restore_random_state(random)
+    return dict(opened.state.get("extra", {}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,13 +169,12 @@ def load_matching(model: nn.Module, path: str | Path, *, verify: bool = True) ->
     finish_pending_save()
     ranks = checkpoint_ranks()
     opened = open_checkpoint(Path(path), ranks, verify=verify)
-    view = view_model(model)
-    found = match_partly(opened, view)
+    found = match_partly(opened, view_model(model))
     if not found.names:
         raise CheckpointError(f"{path} has no tensor of this model's names and shapes; nothing was loaded")
     ranks.check(f"loading {path}", lambda: read_entries(opened, found.targets))
     refuse_replaced(opened, ranks)
-    announce_change(model, view)
+    announce_change(model, found.view)
     return PartialLoad(found.names, tuple(found.differences), dict(opened.state.get("extra", {})))
 
 
@@ -217,46 +221,33 @@ def state_bytes(state: Mapping[str, Any]) -> bytes:
     return buffer.getvalue()
 
 
-@dataclass(slots=True)
-class _LoadPlan:
-    """Everything that is to be read, each entry into its target; random state is read already."""
-
-    view: ModelView
-    model: ModelMatch
-    optimizer: OptimizerMatch | None
-    random: dict[str, torch.Tensor]
-
-    def read(self, opened: OpenCheckpoint) -> None:
-        """Read everything; from here on the model changes."""
-        try:
-            for targets in (self.model.targets, *(() if self.optimizer is None else self.optimizer.rounds)):
-                read_entries(opened, targets)
-        except DamagedCheckpointError as error:
-            raise DamagedCheckpointError(
-                f"{error}. Checksums were not compared (verify=False), so part of it was loaded before this was found: "
-                "load another checkpoint"
-            ) from None
+def _read(opened: OpenCheckpoint, rounds: Iterable[dict[str, Any]]) -> None:
+    """Read everything; from here on the model changes."""
+    try:
+        for targets in rounds:
+            read_entries(opened, targets)
+    except DamagedCheckpointError as error:
+        raise DamagedCheckpointError(
+            f"{error}. Checksums were not compared (verify=False), so part of it was loaded before this was found: "
+            "load another checkpoint"
+        ) from None
 
 
-def _plan_load(
-    opened: OpenCheckpoint, model: nn.Module, optimizer: Optimizer | None, ranks: CheckpointRanks
-) -> _LoadPlan:
-    view = view_model(model)
-    found = match_model(opened, view)
-    plan = _LoadPlan(view, found, None if optimizer is None else match_optimizer(opened, optimizer, view), {})
+def _random_state_for(opened: OpenCheckpoint, ranks: CheckpointRanks) -> dict[str, torch.Tensor]:
+    """Return the random state that this rank goes on with, nothing where none of the saved ones is its."""
     num_savers = opened.state.get("num_ranks", 0)
     if num_savers == ranks.size:
-        plan.random = _read_random_state(opened, ranks.rank)
-    elif num_savers:
-        first = _read_random_state(opened, 0, without="cuda")
-        others = (_read_random_state(opened, rank, without="cuda") for rank in range(1, num_savers))
+        found = _read_random_state(opened, ranks.rank)
+    else:
         # With one seed for all ranks they had the same on the CPU.
-        if all(
-            {*other} == {*first} and all(torch.equal(first[name], other[name]) for name in first) for other in others
-        ):
-            plan.random = first
-    check_random_state(plan.random)
-    return plan
+        states = [_read_random_state(opened, rank, without="cuda") for rank in range(num_savers)]
+        is_common = all(
+            {*state} == {*states[0]} and all(torch.equal(state[name], states[0][name]) for name in state)
+            for state in states
+        )
+        found = states[0] if states and is_common else {}
+    check_random_state(found)
+    return found
 
 
 def _read_random_state(opened: OpenCheckpoint, rank: int, without: str = "") -> dict[str, torch.Tensor]:

@@ -90,8 +90,8 @@ def finish_pending_save() -> None:
     Raises:
         CheckpointError: it failed, and nobody has called ``wait`` to hear of it.
     """
-    pending, _pending[:] = list(_pending), []
-    for handle, world in pending:
+    while _pending:
+        handle, world = _pending.pop()
         handle._result.exception()
         if not handle._is_asked and world is _world():
             handle.wait()

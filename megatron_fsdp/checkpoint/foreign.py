@@ -81,11 +81,7 @@ class SavedOptimizer:
 
 
 def read_model(opened: OpenCheckpoint, here: Collection[str]) -> SavedModel:
-    """Find what a checkpoint has of a model with these names; nothing is read.
-
-    Raises:
-        CheckpointError: it holds no model.
-    """
+    """Find what a checkpoint has of a model with these names; nothing is read."""
     found = {str(path[0]): name for path, name in opened.names_below("model").items() if len(path) == 1}
     if not found:
         kinds = sorted({str(path[0]) for path in opened.names_below() if path})
@@ -106,8 +102,6 @@ def read_optimizer(opened: OpenCheckpoint, parameters: Sequence[str], here: Coll
 
     Args:
         parameters: this optimizer's, in its order. here: the names of all parameters of this model.
-    Raises:
-        CheckpointError: it has none, or one of other parameters by position.
     """
     groups = read_groups(opened)
     found = opened.names_below("optimizer", "state")
@@ -135,11 +129,7 @@ def read_optimizer(opened: OpenCheckpoint, parameters: Sequence[str], here: Coll
 
 
 def read_groups(opened: OpenCheckpoint) -> list[dict[str, Any]]:
-    """Read the hyperparameters of all groups, with ``params`` as they were saved: names, or positions.
-
-    Raises:
-        CheckpointError: the checkpoint has no optimizer.
-    """
+    """Read the hyperparameters of all groups, with ``params`` as they were saved: names, or positions."""
     by_name = opened.names_below("optimizer", "param_to_group_meta")
     entries = by_name or opened.names_below("optimizer", "param_groups")
     if not entries:

@@ -65,11 +65,7 @@ class FileEntry:
 
 
 def hash_file(path: Path) -> FileEntry:
-    """Read a file and return its entry.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """Read a file and return its entry."""
     digest, num_bytes = hashlib.sha256(), 0
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK_BYTES):
@@ -94,12 +90,7 @@ def write_manifest(folder: Path, files: Mapping[str, FileEntry]) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, FileEntry]:
-    """Return the entries by file name.
-
-    Raises:
-        DamagedCheckpointError: the manifest is missing or was changed.
-        CheckpointError: it is of a later format.
-    """
+    """Return the entries by file name."""
     path = folder / MANIFEST
     try:
         document = json.loads(path.read_text(encoding="utf-8"))

@@ -23,8 +23,9 @@ from megatron_fsdp.runtime.step.unit import units_below
 from megatron_fsdp.runtime.weights.resting_copy import announce_step
 
 __all__ = [
-    "ModelMatch", "ModelView", "announce_change", "full_state_dict", "iterate_full_tensors", "local_part",
-    "match_model", "match_partly", "refuse_differences", "restore_extra_state", "siblings", "view_model", "whole",
+    "ModelMatch", "ModelView", "announce_change", "canonical", "full_state_dict", "iterate_full_tensors", "local_part",
+    "match_model", "match_partly", "refuse_differences", "restore_extra_state", "siblings", "unwrapped", "view_model",
+    "whole",
 ]  # fmt: skip
 
 _EXTRA_STATE = "_extra_state"
@@ -70,8 +71,8 @@ def view_model(model: nn.Module) -> ModelView:
     for module in model.modules():
         if isinstance(refusal := vars(module).get("checkpoint_refusal"), str):
             raise CheckpointError(refusal)
-    for unit in units_below(_unwrapped(model)):
-        unit.settle_replaced_params()
+    for unit in units_below(unwrapped(model)):
+        unit.schedule.settle_replaced_params(unit)
     tensors: dict[str, torch.Tensor] = {}
     extra: dict[str, Any] = {}
     for name, value in get_model_state_dict(model).items():
@@ -85,8 +86,8 @@ def view_model(model: nn.Module) -> ModelView:
                 "and other values of modules that return them from get_extra_state"
             )
     by_parameter: dict[int, list[str]] = {}
-    for name, parameter in _unwrapped(model).named_parameters(remove_duplicate=False):
-        by_parameter.setdefault(id(parameter), []).append(_canonical(name))
+    for name, parameter in unwrapped(model).named_parameters(remove_duplicate=False):
+        by_parameter.setdefault(id(parameter), []).append(canonical(name))
     names = {key: found[0] for key, found in by_parameter.items()}
     ties = tuple(tuple(found) for found in by_parameter.values() if len(found) > 1)
     groups = {id(group): group for p in model.parameters() if (group := group_of_parameter(p)) is not None}
@@ -109,11 +110,12 @@ class ModelMatch:
     """Saved values and the places where they go.
 
     Attributes:
-        targets: what to read each entry into. names: of the tensors that have one.
+        view: of the model. targets: what to read each entry into. names: of the tensors that have one.
         saved: the values, by the model's names. extra_state: of modules, by name.
         differences: a line for each of names and shapes.
     """
 
+    view: ModelView
     targets: dict[str, torch.Tensor]
     names: tuple[str, ...]
     saved: Mapping[str, Saved]
@@ -160,15 +162,11 @@ def match_partly(opened: OpenCheckpoint, view: ModelView) -> ModelMatch:
         for name, value in extra.items()
         if name not in view.extra_state and (value is not None or name not in found.extra_state)
     ]
-    return ModelMatch(targets, tuple(names), found.tensors, extra, differences)
+    return ModelMatch(view, targets, tuple(names), found.tensors, extra, differences)
 
 
 def _check_ties(opened: OpenCheckpoint, view: ModelView, saved: Mapping[str, Saved]) -> None:
-    """Refuse a checkpoint with different values for names that share one parameter here; this rank's part is compared.
-
-    Raises:
-        CheckpointError: they differ.
-    """
+    """Refuse different values for names that share one parameter here; this rank's part is compared."""
     saved_ties = opened.state.get("ties", ())
     for group in view.ties:
         first, *others = [name for name in group if name in saved]
@@ -186,11 +184,7 @@ def _check_ties(opened: OpenCheckpoint, view: ModelView, saved: Mapping[str, Sav
 
 
 def refuse_differences(folder: Path, kind: str, differences: Sequence[str]) -> None:
-    """Raise an error that lists the differences, if there are any.
-
-    Args:
-        kind: "model" or "optimizer".
-    """
+    """Raise an error that lists the differences, if there are any."""
     if differences:
         lines = listed(differences, "\n  ")
         raise CheckpointError(
@@ -200,8 +194,8 @@ def refuse_differences(folder: Path, kind: str, differences: Sequence[str]) -> N
 
 def restore_extra_state(model: nn.Module, extra_state: Mapping[str, Any]) -> None:
     """Hand the saved extra state to the modules that it came from."""
-    for name, module in _unwrapped(model).named_modules():
-        key = _canonical(f"{name}.{_EXTRA_STATE}" if name else _EXTRA_STATE)
+    for name, module in unwrapped(model).named_modules():
+        key = canonical(f"{name}.{_EXTRA_STATE}" if name else _EXTRA_STATE)
         if key in extra_state:
             module.set_extra_state(extra_state[key])
 
@@ -218,11 +212,13 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _unwrapped(model: nn.Module) -> nn.Module:
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the model that DistributedDataParallel is around, and any other as it is."""
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
-def _canonical(name: str) -> str:
+def canonical(name: str) -> str:
+    """Return a name without what PyTorch's wrappers put into it."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 

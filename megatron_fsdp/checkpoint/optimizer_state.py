@@ -18,7 +18,7 @@ from megatron_fsdp.checkpoint.reader import OpenCheckpoint
 from megatron_fsdp.errors import CheckpointError
 from megatron_fsdp.optim.fresh_state import without_fresh_state
 from megatron_fsdp.optim.int8_moments import CODED_KEYS, decoded_state
-from megatron_fsdp.optim.loaded_state import state_dtype
+from megatron_fsdp.optim.loaded_state import parameters_by_index, state_dtype
 
 __all__ = ["OptimizerMatch", "describe_optimizer", "match_optimizer"]
 
@@ -82,7 +82,7 @@ class OptimizerMatch:
             value = place.value if place.entry is None else self.rounds[place.round][place.entry]
             insert(state.setdefault(place.index, {}), place.path, value)
         if getattr(optimizer, "moments", None) != "int8":
-            by_index = _parameters_by_index(optimizer, optimizer.state_dict())
+            by_index = parameters_by_index(optimizer, optimizer.state_dict())
             for index, values in state.items():
                 state[index] = decoded_state(by_index[index], values, state_dtype(optimizer, by_index[index]))
         optimizer.load_state_dict({"state": state, "param_groups": [dict(group) for group in self.groups]})
@@ -105,7 +105,7 @@ def match_optimizer(opened: OpenCheckpoint, optimizer: Optimizer, view: ModelVie
     covered = {name for name in saved_names.values() if name is not None}
     covered |= {other for name in covered for other in siblings(view.ties, name)}
     differences += [f"{name}: only in the checkpoint" for name in aliases.group_of if name not in covered]
-    by_index = _parameters_by_index(optimizer, document)
+    by_index = parameters_by_index(optimizer, document)
     shapes = {names[index]: tuple(parameter.shape) for index, parameter in by_index.items()}
     # Other software's state may be by position, which says nothing of names.
     differences += [
@@ -142,12 +142,6 @@ def _steps_of_groups(
             step = saved.groups[aliases.group_of[name]].get("step")
             if step is not None:
                 yield _Place(index, ("step",), 0, None, torch.tensor(float(step)))
-
-
-def _parameters_by_index(optimizer: Optimizer, document: Mapping[str, Any]) -> dict[int, torch.Tensor]:
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    indices = [index for group in document["param_groups"] for index in group["params"]]
-    return dict(zip(indices, parameters, strict=True))
 
 
 def _names_by_index(optimizer: Optimizer, document: Mapping[str, Any], view: ModelView) -> dict[int, str]:
@@ -223,11 +217,7 @@ def _other_kind(
 
 
 def _target(opened: OpenCheckpoint, saved: Saved, parameter: torch.Tensor, current: Any, dtype: torch.dtype) -> Any:
-    """Return the tensor to read a saved value into, in the layout of its parameter.
-
-    Args:
-        dtype: of state of the parameter's shape.
-    """
+    """Return the tensor to read a saved value into, in the layout of its parameter."""
     found = opened.metadata.state_dict_metadata[saved.entries[0]]
     if saved.shape is None or not isinstance(found, TensorStorageMetadata):
         return None

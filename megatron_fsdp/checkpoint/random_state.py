@@ -30,45 +30,37 @@ def random_state() -> dict[str, torch.Tensor]:
 
 def restore_random_state(state: Mapping[str, torch.Tensor]) -> None:
     """Set this rank's generators to a state that ``random_state`` returned, those that are in it."""
-    setters: dict[str, Callable[[torch.Tensor], object]] = {
-        "torch": torch.set_rng_state,
-        "numpy": lambda tensor: numpy.random.set_state(_numpy_state(tensor)),
-        "python": lambda tensor: random.setstate(_python_state(tensor)),
-    }
-    if torch.cuda.is_available():
-        setters["cuda"] = torch.cuda.set_rng_state
-    for generator in setters.keys() & state.keys():
-        setters[generator](state[generator])
+    _set(state, torch.set_rng_state, numpy.random.set_state, random.setstate)
+    if torch.cuda.is_available() and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"])
 
 
 def check_random_state(state: Mapping[str, torch.Tensor]) -> None:
-    """Set generators that nobody uses to a state, those that are in it.
-
-    Raises:
-        CheckpointError: it is none; the message names the generator.
-    """
-    attempts: Mapping[str, Callable[[torch.Tensor], object]] = {
-        "torch": torch.Generator().set_state,
-        "numpy": lambda tensor: numpy.random.RandomState().set_state(_numpy_state(tensor)),
-        "python": lambda tensor: random.Random().setstate(_python_state(tensor)),
-    }
-    for generator in attempts.keys() & state.keys():
+    """Set generators that nobody uses to a state, those that are in it."""
+    for name, value in state.items():
         try:
-            attempts[generator](state[generator])
+            unused = torch.Generator().set_state, numpy.random.RandomState().set_state, random.Random().setstate
+            _set({name: value}, *unused)
         except Exception as error:
             raise CheckpointError(
-                f"the random state of {generator!r} is damaged ({type(error).__name__}: {error}); nothing was loaded"
+                f"the random state of {name!r} is damaged ({type(error).__name__}: {error}); nothing was loaded"
             ) from None
 
 
-def _numpy_state(tensor: torch.Tensor) -> tuple[Any, ...]:
-    kind, keys, position, has_gauss, gauss = _decode(tensor)
-    return kind, numpy.array(keys, dtype=numpy.uint32), position, has_gauss, gauss
-
-
-def _python_state(tensor: torch.Tensor) -> tuple[Any, ...]:
-    version, internal, gauss = _decode(tensor)
-    return version, tuple(internal), gauss
+def _set(
+    state: Mapping[str, torch.Tensor],
+    set_torch: Callable[[torch.Tensor], object],
+    set_numpy: Callable[[Any], object],
+    set_python: Callable[[Any], object],
+) -> None:
+    if "torch" in state:
+        set_torch(state["torch"])
+    if "numpy" in state:
+        kind, keys, *rest = _decode(state["numpy"])
+        set_numpy((kind, numpy.array(keys, dtype=numpy.uint32), *rest))
+    if "python" in state:
+        version, internal, gauss = _decode(state["python"])
+        set_python((version, tuple(internal), gauss))
 
 
 def _encode(value: Any) -> torch.Tensor:

@@ -94,11 +94,7 @@ def open_checkpoint(folder: Path, ranks: CheckpointRanks, *, verify: bool) -> Op
 
 
 def refuse_replaced(opened: OpenCheckpoint, ranks: CheckpointRanks) -> None:
-    """Look whether what was read lay in one checkpoint, on all ranks; every rank calls it after reading.
-
-    Raises:
-        CheckpointError: another job has replaced the checkpoint meanwhile.
-    """
+    """Look whether what was read lay in one checkpoint, on all ranks; every rank calls it after reading."""
 
     def compare(found: list[tuple[str, str]]) -> None:
         if len({identity for pair in found for identity in pair}) > 1:
@@ -117,8 +113,6 @@ def _identity(folder: Path) -> str:
 def verify_folder(folder: Path, ranks: CheckpointRanks) -> int:
     """Check every byte of a checkpoint against its manifest, without a model; every rank calls it.
 
-    Returns:
-        The number of bytes checked.
     Raises:
         CheckpointError: as ``open_checkpoint``, and for a folder without a manifest.
     """

@@ -98,12 +98,9 @@ def import_safetensors(
     view = view_model(model)
     names = NameMap(name_map or {}).translate(view.tensors)
 
-    def match() -> Callable[[], None]:
-        opened = open_folder(Path(folder), names, strict=strict)
-        targets = match_model(opened, view).targets
-        return lambda: read_entries(opened, targets)
-
-    ranks.check(f"reading {folder}", ranks.check(f"opening {folder}", match))
+    opened = ranks.check(f"opening {folder}", lambda: open_folder(Path(folder), names, strict=strict))
+    found = ranks.check(f"opening {folder}", lambda: match_model(opened, view))
+    ranks.check(f"reading {folder}", lambda: read_entries(opened, found.targets))
     announce_change(model, view)
 
 
@@ -118,13 +115,6 @@ def export_checkpoint(
     """Write the weights of a checkpoint into a folder of safetensors files, in one process and without the model.
 
     One tensor at a time is in memory. Names are those of the model, without the ``module.`` of wrappers around it.
-
-    Args:
-        name_map, dtype, max_file_bytes: as for ``export_safetensors``.
-    Returns:
-        The number of tensors.
-    Raises:
-        CheckpointError: there is no whole checkpoint at ``path``, or it holds no model.
     """
     opened = open_checkpoint(path, CheckpointRanks(None), verify=True)
     saved = tensors_of(opened.metadata)
@@ -144,11 +134,6 @@ def import_checkpoint(folder: Path, path: Path, *, name_map: NameMap | None = No
 
     Args:
         name_map: names here to names there, as for ``import_safetensors``: it is applied backwards.
-    Returns:
-        The number of tensors.
-    Raises:
-        CheckpointError: the files are damaged, or ``path`` is taken by something else.
-        ConfigError: the package ``safetensors`` is not installed.
     """
     ranks = CheckpointRanks(None)
     opened = open_folder(folder, {})
@@ -182,11 +167,7 @@ class NameMap:
 
     @classmethod
     def from_json(cls, path: Path) -> NameMap:
-        """Read the patterns from a JSON file that holds one object of strings.
-
-        Raises:
-            ConfigError: the file cannot be read or holds something else.
-        """
+        """Read the patterns from a JSON file that holds one object of strings."""
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
@@ -200,11 +181,7 @@ class NameMap:
         return NameMap({there: here for here, there in self.patterns.items()})
 
     def translate(self, names: Iterable[str]) -> dict[str, str]:
-        """Return the name there of each name here.
-
-        Raises:
-            ConfigError: two names get one.
-        """
+        """Return the name there of each name here."""
         rules = [
             (re.compile(re.escape(here).replace(r"\*", "([^.]*)")), there) for here, there in self.patterns.items()
         ]

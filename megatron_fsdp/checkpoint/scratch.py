@@ -87,11 +87,7 @@ class Scratch:
         sync_folder(self.path.parent)
 
     def discard(self) -> None:
-        """Delete the folder after a failure; what was moved away into it gets its name back first, or it stays.
-
-        Raises:
-            OSError: that, or deleting, failed.
-        """
+        """Delete the folder after a failure; what was moved away into it gets its name back first, or it stays."""
         try:
             _bring_back(self.folder / "replaced", self.path)
         except BaseException:
@@ -108,11 +104,7 @@ class Scratch:
 
 
 def make_scratch(path: Path) -> Scratch:
-    """Make a scratch folder beside ``path``, after ``sweep``; its parents are made too.
-
-    Raises:
-        OSError: it cannot be made.
-    """
+    """Make a scratch folder beside ``path``, after ``sweep``; its parents are made too."""
     path.parent.mkdir(parents=True, exist_ok=True)
     sweep(path)
     folder = path.with_name(f"{path.name}{_INFIX}{secrets.token_hex(4)}")

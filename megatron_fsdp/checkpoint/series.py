@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -127,14 +127,15 @@ class CheckpointSeries:
         """
         if keep_last is not None and keep_last < 1:
             raise ConfigError(f"keep_last={keep_last}; wanted at least 1, or None to keep all")
-        return start_save(
-            model,
-            optimizer,
-            self.path(step),
-            extra=extra,
-            asynchronous=asynchronous,
-            afterwards=self._finisher(step, keep_last),
-        )
+        # In the background the working folder may be another one by then.
+        series = dataclasses.replace(self, root=self.folder.absolute())
+
+        def finish() -> None:
+            series.mark_latest(step)
+            if keep_last is not None:
+                series.prune(keep_last, step)
+
+        return start_save(model, optimizer, self.path(step), extra=extra, asynchronous=asynchronous, afterwards=finish)
 
     def load(self, model: nn.Module, optimizer: Optimizer | None) -> LoadedCheckpoint | None:
         """Load the newest checkpoint that is whole, passing over damaged ones; every rank calls it.
@@ -185,14 +186,3 @@ class CheckpointSeries:
         for name in marked_names(self.folder):
             if re.fullmatch(self._pattern, name):
                 sweep(self.folder / name)
-
-    def _finisher(self, step: int, keep_last: int | None) -> Callable[[], None]:
-        # In the background the working folder may be another one by then.
-        series = dataclasses.replace(self, root=self.folder.absolute())
-
-        def finish() -> None:
-            series.mark_latest(step)
-            if keep_last is not None:
-                series.prune(keep_last, step)
-
-        return finish

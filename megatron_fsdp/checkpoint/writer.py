@@ -73,14 +73,14 @@ class HoldingPlanner(DefaultSavePlanner):
 
     def hold(self) -> None:
         """Copy this rank's part of the plan to host memory and let go of everything else."""
-        self._held = {item.index: self._copied(item) for item in self.plan.items}
+        found = {item.index: super(HoldingPlanner, self).resolve_data(item) for item in self.plan.items}
+        self._held = {
+            index: data.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+            if isinstance(data, torch.Tensor)
+            else data
+            for index, data in found.items()
+        }
         self.state_dict = {}
-
-    def _copied(self, item: WriteItem) -> torch.Tensor | io.BytesIO:
-        data = super().resolve_data(item)
-        if isinstance(data, torch.Tensor):
-            return data.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-        return data
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         """Return what to write; a copy is handed out once, so that its memory is free when it is on the disk."""
@@ -100,8 +100,6 @@ def plan_save(
         path: the name that the folder will have, the same on all ranks; see ``place_of``.
         collect: returns the nested entries to save and the bytes of the state file.
         planner: where the values come from; None takes them from the entries.
-    Raises:
-        CheckpointError: ``collect`` failed on some rank, or the folder cannot be made or replaced.
     """
     source = HoldingPlanner() if planner is None else planner
     state, metadata, scratch = b"", None, None
@@ -140,8 +138,6 @@ def write_draft(draft: Draft, ranks: CheckpointRanks, afterwards: Callable[[], N
 
     Args:
         afterwards: called on rank 0 when the folder has its name; its failure is one of the save.
-    Raises:
-        CheckpointError: on every rank, when writing failed on any.
     """
 
     def together(parts: list[_Written]) -> None:

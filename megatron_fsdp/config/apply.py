@@ -25,9 +25,6 @@ def prefetch_elements(model: nn.Module, num_elements: int) -> None:
     Args:
         model: sharded.
         num_elements: of parameters, at least 1, whatever their dtype.
-    Raises:
-        StateError: no module of ``model`` is sharded.
-        ConfigError: ``num_elements`` is below 1.
     """
     if num_elements < 1:
         raise ConfigError(f"prefetch_elements({num_elements}); wanted at least 1 element")

@@ -14,15 +14,17 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dbuffer import Partial, Replicate
 from megatron_fsdp.config.apply import prefetch_elements
+from megatron_fsdp.config.flags import FlagValues
 from megatron_fsdp.config.hf_settings import HfSettings, read_hf_settings
 from megatron_fsdp.config.parser import FLAGS, RULES, Flag, flag_of
 from megatron_fsdp.errors import ConfigError, nearest
 from megatron_fsdp.policy.offload import CPUOffloadPolicy
 from megatron_fsdp.policy.precision import MixedPrecisionPolicy
+from megatron_fsdp.policy.slots import SlotChoice
 from megatron_fsdp.policy.strategy import Placements
 from megatron_fsdp.runtime.lifecycle.module import FSDPModule
 from megatron_fsdp.runtime.step.unit import units_below
-from megatron_fsdp.runtime.weights.memory_slots import SlotChoice, use_slots
+from megatron_fsdp.runtime.weights.memory_slots import use_slots
 
 __all__ = ["CHOICES", "SHARDED", "FsdpConfig"]
 
@@ -32,7 +34,7 @@ DTYPE_NAMES = {**{dtype: name for name, dtype in DTYPES.items()}, torch.uint8: "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FsdpConfig:
+class FsdpConfig(FlagValues):
     """Megatron-LM's flags around FSDP, checked; docs/flags.md says what each means and does here.
 
     The fields carry the names of the flags' attributes, and Megatron's defaults; only ``use_megatron_fsdp`` is True,
@@ -50,70 +52,6 @@ class FsdpConfig:
     """
 
     use_megatron_fsdp: bool = True
-    megatron_fsdp_version: int = 1
-    data_parallel_sharding_strategy: str = "optim_grads_params"
-    outer_dp_sharding_strategy: str = "no_shard"
-    num_distributed_optimizer_instances: int = 1
-    enable_full_sharding_in_hsdp: bool = False
-    init_model_with_meta_device: bool = False
-    megatron_fsdp_main_params_dtype: str = "fp32"
-    megatron_fsdp_main_grads_dtype: str = "auto"
-    megatron_fsdp_grad_comm_dtype: str = "auto"
-    megatron_fsdp_enable_fine_grained_param_gather: bool = False
-    suggested_communication_unit_size: int | None = None
-    create_all_gather_group: bool = False
-    keep_fp8_transpose_cache: bool = False
-    fsdp_double_buffer: bool = False
-    megatron_fsdp_max_pool_double_buffer: bool = False
-    fsdp_db_use_persist_buf_on_alloc_fail: bool = False
-    nccl_ub: bool = False
-    disable_symmetric_registration: bool = False
-    fsdp_manual_registration: bool = False
-    use_torch_fsdp2: bool = False
-    torch_fsdp2_reshard_after_forward: bool = True
-    overlap_grad_reduce: bool = False
-    overlap_param_gather: bool = False
-    overlap_param_gather_with_optimizer_step: bool = False
-    align_param_gather: bool = True
-    gradient_reduce_div_fusion: bool = True
-    ddp_num_buckets: int | None = None
-    ddp_bucket_size: int | None = None
-    ddp_pad_buckets_for_high_nccl_busbw: bool = False
-    ddp_reduce_scatter_with_fp32_accumulation: bool = False
-    ddp_param_name_patterns_for_fp32_local_accumulation: tuple[str, ...] = ()
-    ddp_average_in_collective: bool = False
-    grad_reduce_in_bf16: bool = False
-    calculate_per_token_loss: bool = False
-    gradient_accumulation_fusion: bool = True
-    use_distributed_optimizer: bool = False
-    use_sharp: bool = False
-    sharp_enabled_group: str | None = None
-    fsdp_invariant_reduction: bool = False
-    high_priority_stream_groups: tuple[str, ...] = ()
-    bf16: bool = False
-    fp16: bool = False
-    optimizer: str = "adam"
-    use_precision_aware_optimizer: bool = False
-    main_grads_dtype: str = "fp32"
-    main_params_dtype: str = "fp32"
-    exp_avg_dtype: str = "fp32"
-    exp_avg_sq_dtype: str = "fp32"
-    fp8_param_gather: bool = False
-    fp4_param_gather: bool = False
-    optimizer_cpu_offload: bool = False
-    optimizer_offload_fraction: float = 1.0
-    overlap_cpu_optimizer_d2h_h2d: bool = False
-    optimizer_cuda_graph: bool = False
-    cuda_graph_impl: str = "none"
-    ckpt_format: str = "torch_dist"
-    strict_fsdp_dtensor_load: bool = True
-    dist_ckpt_strictness: str = "assume_ok_unexpected"
-    async_save: bool = False
-    clip_grad: float = 1.0
-    check_for_nan_in_loss_and_grad: bool = True
-    check_for_large_grads: bool = False
-    dump_param_to_param_group_map: str | None = None
-    fake_process_group: bool = False
     hugging_face: HfSettings | None = None
 
     def __new__(cls, *_: object, **settings: object) -> FsdpConfig:
@@ -144,16 +82,6 @@ class FsdpConfig:
         if config.use_megatron_fsdp and torch.cuda.is_available() and given.get("distributed_backend") != "gloo":
             _check_connections()
         return config
-
-    @classmethod
-    def from_dict(cls, settings: Mapping[str, Any]) -> FsdpConfig:
-        """Return the config of a mapping from field names to values, as read from JSON or YAML.
-
-        Raises:
-            ConfigError: see the class.
-        """
-        _check_names(settings)
-        return cls(**settings)
 
     @classmethod
     def from_hf(cls, source: Mapping[str, Any] | str | os.PathLike[str]) -> FsdpConfig:
@@ -379,10 +307,12 @@ class FsdpConfig:
     def notices(self) -> tuple[str, ...]:
         """Return one line, with the reason, for every flag that was given and does nothing here."""
         lines = []
-        for flag in FLAGS:
-            reason = f"{flag.effect.value}: {flag.here}" if flag.is_silent else self._why_without_effect(flag)
-            if reason and getattr(self, flag.dest) != flag.default:
-                lines.append(f"{flag.spell(getattr(self, flag.dest))} does nothing here; {reason}")
+        for flag in (flag for flag in FLAGS if getattr(self, flag.dest) != flag.default):
+            given = flag.spell(getattr(self, flag.dest))
+            if flag.is_silent:
+                lines.append(flag.notice(given))
+            elif reason := self._why_without_effect(flag):
+                lines.append(f"{given} does nothing here; {reason}")
         return (*lines, *(self.hugging_face.notices() if self.hugging_face else ()))
 
     def _why_without_effect(self, flag: Flag) -> str:
@@ -473,11 +403,7 @@ def _check_value(flag: Flag, value: object) -> None:
 
 
 def _check_connections() -> None:
-    """Refuse an environment in which nothing would overlap on a GPU.
-
-    Raises:
-        ConfigError: CUDA_DEVICE_MAX_CONNECTIONS is 1.
-    """
+    """Refuse an environment in which nothing would overlap on a GPU."""
     if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         raise ConfigError(
             "CUDA_DEVICE_MAX_CONNECTIONS=1 contradicts --use-megatron-fsdp: with one queue to the GPU gathers and "

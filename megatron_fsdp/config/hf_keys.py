@@ -10,38 +10,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_fsdp.config.parser import Effect
+from megatron_fsdp.config.flags import Effect, Setting
 
 __all__ = ["KEYS", "STRATEGIES", "Key", "key_of", "keys_markdown"]
-
-Value = bool | int | str | None
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 _BEGIN, _END = "<!-- keys: begin -->", "<!-- keys: end -->"
 
 
 @dataclass(frozen=True, slots=True)
-class Key:
-    """One key.
+class Key(Setting):
+    """One key; its name is without the prefix ``fsdp_``, which may stand before each spelling.
 
     Attributes:
-        name: without the prefix ``fsdp_``, which may stand before each spelling.
-        default: as in ``TrainingArguments``; None where it depends on the model or on other keys.
-        effect: whether it does anything here, and if not, why. meaning: in transformers and accelerate.
-        here: what happens here.
-        choices: legal values; empty for any. refused_choices: those of them that are refused, and why.
-        kind: type of the value; a tuple is a list, or names with commas between them.
         others: other spellings. older: those of earlier releases, which are noticed.
         refusal: why a value that is neither false nor empty is refused; empty: it is not.
+        refused_choices: those of the choices that are refused, and why.
     """
 
-    name: str
-    default: Value
-    effect: Effect
-    meaning: str
-    here: str
-    choices: tuple[str | int, ...] = ()
-    kind: type = bool
     others: tuple[str, ...] = ()
     older: tuple[str, ...] = ()
     refusal: str = ""
@@ -51,11 +37,6 @@ class Key:
     def spellings(self) -> tuple[str, ...]:
         """All names, without the prefix."""
         return (self.name, *self.others, *self.older)
-
-    @property
-    def is_silent(self) -> bool:
-        """Whether giving the key changes nothing here."""
-        return self.effect is not Effect.ACTS
 
 
 _ACTS, _ALWAYS = Effect.ACTS, Effect.ALWAYS
@@ -130,16 +111,10 @@ def keys_markdown() -> str:
 
 
 def _row(key: Key) -> str:
-    values = [
-        "none"
-        if key.default is None
-        else f"`{str(key.default).lower() if isinstance(key.default, bool) else key.default}`"
-    ]
-    values += [f"`{choice}`" for choice in key.choices if choice != key.default]
+    default = str(key.default).lower() if isinstance(key.default, bool) else key.default
     names = ", ".join(f"`{spelling}`" for spelling in (key.name, *key.others))
     names += "".join(f", once `{spelling}`" for spelling in key.older)
-    effect = f"{key.effect.value}: {key.here}"
-    return f"| {names} | {', '.join(values)} | {key.meaning} | {effect} |"
+    return key.row(names, "none" if default is None else f"`{default}`")
 
 
 def _main(paths: Sequence[str]) -> None:

@@ -93,7 +93,7 @@ class HfSettings:
             yield f"{name} is an older name, which is deprecated; write {key.name}"
         for key in KEYS:
             if key.is_silent and key.name in self.given:
-                yield f"{key.name} does nothing here; {key.effect.value}: {key.here}"
+                yield key.notice(key.name)
 
 
 def read_hf_settings(source: Mapping[str, Any] | str | Path) -> HfSettings:

@@ -93,11 +93,9 @@ def _heading(title: str, columns: str) -> list[str]:
 
 
 def _row(flag: Flag) -> str:
-    values = ["none" if flag.default in (None, ()) else f"`{flag.default}`"]
-    values += [f"`{choice}`" for choice in flag.choices if choice != flag.default]
+    default = "none" if flag.default in (None, ()) else f"`{flag.default}`"
     dest = "" if flag.dest == attribute(flag.name) else f"`{flag.dest}`: "
-    effect = f"{flag.effect.value}: {flag.here}"
-    return f"| `{flag.name}` | {dest}{', '.join(values)} | {flag.meaning} | {effect} |"
+    return flag.row(f"`{flag.name}`", dest + default)
 
 
 if __name__ == "__main__":

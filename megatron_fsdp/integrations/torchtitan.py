@@ -37,8 +37,6 @@ def parallelize_decoder(
     Args:
         model: a ``Decoder``, usually on the meta device.
         parallel_dims, training, parallelism, compile_config, ac_config, dump_folder: as torchtitan hands them over.
-    Returns:
-        ``model``.
     Raises:
         ConfigError: tensor, context, pipeline or expert parallelism, symmetric memory, or a backend other than
             "partial_dtensor".

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from types import TracebackType
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+import dbuffer_kernels
 from dbuffer.collectives import all_reduce
 from dbuffer.events import listen
 from dbuffer.mesh import MeshAxis
@@ -63,21 +64,16 @@ class Audit:
         self._open.enter_context(_ReleasedStorage(self._all_weights()))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._open.close()
 
     def _all_weights(self) -> list[_WeightAudit]:
         return [watched for each in self._weights.values() for watched in each]
 
     def _hear(self, action: str, subject: Any) -> None:
-        if action == "unsharded":
+        if action in ("unsharded", "reshard"):
             for watched in self._weights.get(id(subject), ()):
-                watched.gathered()
-        elif action == "reshard":
-            for watched in self._weights.get(id(subject), ()):
-                watched.resharding()
+                watched.gathered() if action == "unsharded" else watched.resharding()
         elif action in ("gradient", "reducing"):
             counted = self._gradients.get(id(subject))
             if counted is not None:
@@ -114,7 +110,8 @@ class _WeightAudit:
         # Said at the end of the backward, on all ranks together: one that raised here would let the others wait.
         stale = self._find_stale()
         self._sums = self._checksums()
-        self.seen.append(_Gather(self._name, torch.stack(self._sums).sum(), stale))
+        # Far from the ends of int64, so that a negative number compares as well.
+        self.seen.append(_Gather(self._name, torch.stack(self._sums).sum() % (1 << 61), stale))
 
     def _find_stale(self) -> str | None:
         group = self.group
@@ -148,7 +145,8 @@ class _WeightAudit:
                 )
 
     def _checksums(self) -> list[torch.Tensor]:
-        return [_checksum(self.group.gathered.get_local_tensor(index)) for index in range(len(self._names))]
+        gathered = self.group.gathered
+        return [dbuffer_kernels.checksum(gathered.get_local_tensor(i), key=0) for i in range(len(self._names))]
 
 
 class _GradientAudit:
@@ -167,9 +165,6 @@ class _GradientAudit:
         """The packed buffer was reduced.
 
         A unit that this rank did not use is reduced too, once per backward, because others may have used it.
-
-        Raises:
-            StateError: it had been, and no gradient has arrived since.
         """
         backward = self._unit.backward.number
         if not self._num_waiting and self._reduced_in == backward:
@@ -177,11 +172,7 @@ class _GradientAudit:
         self._reduced_in, self._num_waiting = backward, 0
 
     def check(self) -> None:
-        """Look whether everything that arrived was reduced, at the end of a backward that ends a step.
-
-        Raises:
-            StateError: something was not.
-        """
+        """Look whether everything that arrived was reduced, at the end of a backward that ends a step."""
         num_waiting, self._num_waiting = self._num_waiting, 0
         if num_waiting and self._unit.requires_gradient_sync and not self._buffer.rests_partial:
             self._fail("arrived and were not reduced")
@@ -204,8 +195,9 @@ class _ReleasedStorage(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run the operator, unless one of its tensors has no memory any more."""
-        for tensor in _tensors((args, kwargs or {})):
-            if tensor.numel() and not _has_memory(tensor):
+        for tensor in tree_leaves((args, kwargs or {})):
+            is_strided = isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided and not tensor.is_meta
+            if is_strided and tensor.numel() and not tensor.untyped_storage().nbytes():
                 self._refuse(func, tensor)
         return func(*args, **(kwargs or {}))
 
@@ -249,33 +241,11 @@ def _compare_over_ranks(weights: Sequence[_WeightAudit]) -> None:
                 )
 
 
-def _checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a 0-d int64 that a change of any bit, or of the order of elements, almost always changes."""
-    bits = _bits(tensor).to(torch.int64)
-    places = torch.arange(1, bits.numel() + 1, device=bits.device) % 65_521
-    # Far from the ends of int64, so that a negative number compares as well.
-    return (bits * places).sum() % (1 << 61)
-
-
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return tensor.detach().reshape(-1).view(kinds[tensor.element_size()])
 
 
-def _has_memory(tensor: torch.Tensor) -> bool:
-    return tensor.layout is not torch.strided or tensor.is_meta or tensor.untyped_storage().nbytes() > 0
-
-
 def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
     start, end = other.storage_offset(), other.storage_offset() + other.numel()
     return one.storage_offset() < end and start < one.storage_offset() + one.numel()
-
-
-def _tensors(tree: Any) -> Iterator[torch.Tensor]:
-    if isinstance(tree, torch.Tensor):
-        yield tree
-    elif isinstance(tree, (tuple, list)):
-        for item in tree:
-            yield from _tensors(item)
-    elif isinstance(tree, dict):
-        yield from _tensors(list(tree.values()))

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 import dbuffer_kernels
 from dbuffer import DBuffer
-from dbuffer.collectives import all_reduce
+from dbuffer.collectives_rare import reduce_numbers
 from dbuffer.mesh import MeshAxis
 from dbuffer_kernels import QUANT_BLOCK
+from megatron_fsdp.checkpoint.model_state import canonical, local_part, unwrapped
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup, group_of_parameter
 from megatron_fsdp.runtime.step.unit import units_below
@@ -24,8 +24,6 @@ from megatron_fsdp.runtime.step.unit import units_below
 __all__ = ["checksum", "parameter_checksums", "unit_checksums"]
 
 _MODULUS = 1 << 64
-# What wrappers of PyTorch put between a parameter and its name in the model as it was written.
-_WRAPPERS = frozenset({"_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod"})
 _SCALES = "_scales"
 
 
@@ -55,28 +53,20 @@ def checksum(model: nn.Module, optimizer: Optimizer | None = None) -> int:
 
 def parameter_checksums(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, int]:
     """Return the checksum of each parameter by its name, of which ``checksum`` is the sum; raises as that."""
-    sums: dict[tuple[int, ...], tuple[list[MeshAxis], list[str], list[torch.Tensor]]] = {}
+    names: list[str] = []
+    sums: list[tuple[list[MeshAxis], torch.Tensor]] = []
     values: dict[int, DBuffer] = {}
     for name, parameter in _parameters(model):
         group = group_of_parameter(parameter)
-        axes = [] if group is None else group.spread_over(group.main_weight.placements)
         found = [
-            dbuffer_kernels.checksum(piece.values, key=_key(name, piece.kind), first_element=piece.first)
+            dbuffer_kernels.checksum(piece.values, key=_key(f"{name}\0{piece.kind}"), first_element=piece.first)
             for piece in _pieces(name, parameter, group, optimizer, values)
         ]
         device = found[0].device if group is None else group.spec.device
-        total = torch.stack([each.to(device) for each in found]).sum()
-        key = tuple(id(axis.gather_group) for axis in axes)
-        _, names, totals = sums.setdefault(key, (axes, [], []))
+        axes = [] if group is None else group.spread_over(group.main_weight.placements)
         names.append(name)
-        totals.append(total)
-    result: dict[str, int] = {}
-    for axes, names, totals in sums.values():
-        vector = torch.stack([total.to(totals[0].device) for total in totals])
-        for axis in axes:
-            all_reduce(vector, axis, "sum")
-        result.update(zip(names, (number % _MODULUS for number in vector.tolist()), strict=True))
-    return result
+        sums.append((axes, torch.stack([each.to(device) for each in found]).sum()))
+    return {name: int(total) % _MODULUS for name, total in zip(names, reduce_numbers(sums, "sum"), strict=True)}
 
 
 def unit_checksums(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, int]:
@@ -89,8 +79,7 @@ def unit_checksums(model: nn.Module, optimizer: Optimizer | None = None) -> dict
         for name, number in unit_checksums(model, optimizer).items():
             print(f"{name}: {number:016x}")
     """
-    inner = model.module if isinstance(model, DistributedDataParallel) else model
-    units = {_plain_name(name) for name, module in inner.named_modules() if "_fsdp_unit" in module.__dict__}
+    units = {canonical(name) for name, each in unwrapped(model).named_modules() if "_fsdp_unit" in each.__dict__}
     sums: dict[str, int] = {}
     for name, number in parameter_checksums(model, optimizer).items():
         parts = name.split(".")
@@ -116,16 +105,11 @@ class _Piece:
 def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield each parameter that rests sharded, or is plain, with the first of its names."""
     for unit in units_below(model):
-        unit.settle_replaced_params()
+        unit.schedule.settle_replaced_params(unit)
         # Between uses modules show sharded parameters, which optimizers know.
         unit.schedule.reshard(unit)
-    inner = model.module if isinstance(model, DistributedDataParallel) else model
-    for name, parameter in inner.named_parameters():
-        yield _plain_name(name), parameter
-
-
-def _plain_name(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+    for name, parameter in unwrapped(model).named_parameters():
+        yield canonical(name), parameter
 
 
 def _pieces(
@@ -167,7 +151,7 @@ def _pieces(
 
 
 def _state_piece(name: str, key: str, value: torch.Tensor, parameter: torch.Tensor, first: int) -> _Piece:
-    local, own = _local(value), _local(parameter)
+    local, own = local_part(value.detach()), local_part(parameter.detach())
     if key.endswith(_SCALES):
         # A block is never cut: the shard's first one is its first element's.
         return _Piece(key, local.contiguous(), first // QUANT_BLOCK)
@@ -180,11 +164,5 @@ def _state_piece(name: str, key: str, value: torch.Tensor, parameter: torch.Tens
     return _Piece(key, local.contiguous(), first)
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.detach()
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
-def _key(name: str, kind: str) -> int:
-    digest = hashlib.blake2b(f"{name}\0{kind}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little")
+def _key(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

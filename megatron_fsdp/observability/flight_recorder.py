@@ -6,21 +6,13 @@ import dataclasses
 import json
 import time
 import zlib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dbuffer.events import listen
 from megatron_fsdp.formatting import rank_list
 
-__all__ = [
-    "TRANSCRIBED",
-    "Journal",
-    "RankState",
-    "record_transcript",
-    "verdict",
-]
+__all__ = ["TRANSCRIBED", "Journal", "RankState", "verdict"]
 
 TRANSCRIBED = frozenset(("gather", "use", "reshard", "reduce", "fold", "final"))
 """The events (``dbuffer.events``) that make up a transcript: those of one step, in host order."""
@@ -70,7 +62,11 @@ class RankState:
 
 
 class Journal:
-    """Records "action unit" lines; see ``record_transcript`` for the actions.
+    """Records "action unit" lines.
+
+    Actions: ``gather`` (issued), ``use`` (compute waits for the gather), ``reshard``, ``reduce`` (issued), ``fold``
+        (compute waits for the reduction, which is in main_grad then), ``final`` (the gradients are what the optimizer
+        may read).
 
     Attributes:
         count: number of shared actions. digest: CRC-32 over all of them.
@@ -176,21 +172,3 @@ def _stand(state: RankState, furthest: RankState) -> str:
 def _quoted(line: str | None) -> str:
     action, _, unit = (line or "").partition(" ")
     return f"{action} {unit!r}" if unit or action in ("gather", "reduce", "final") else repr(line)
-
-
-@contextmanager
-def record_transcript() -> Iterator[list[str]]:
-    """Record what the runtime does, in host order, one "action unit" string each.
-
-    Actions: ``gather`` (issued), ``use`` (compute waits for the gather), ``reshard``, ``reduce`` (issued), ``fold``
-        (compute waits for the reduction, which is in main_grad then), ``final`` (the gradients are what the optimizer
-        may read).
-    """
-    transcript: list[str] = []
-
-    def hear(action: str, subject: Any) -> None:
-        if action in TRANSCRIBED:
-            transcript.append(f"{action} {subject.name}")
-
-    with listen(hear):
-        yield transcript

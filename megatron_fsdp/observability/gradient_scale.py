@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +22,7 @@ from torch.distributed import get_process_group_ranks
 
 from dbuffer import DBuffer, Partial
 from dbuffer.collectives import all_reduce
+from dbuffer.collectives_rare import reduce_numbers
 from dbuffer.events import listen
 from dbuffer.mesh import MeshAxis
 from megatron_fsdp.api import microbatch
@@ -71,32 +72,30 @@ class ParameterScale:
         """Whether there was a gradient, and more of it than rounding."""
         return not math.isnan(self.factor) and self.limit < _USELESS_LIMIT
 
-    def complaint(self) -> str | None:
-        """Return what is wrong with it, None for nothing."""
-        where = f"parameter {self.name!r} (unit {self.unit!r}, over {self.place})"
+    def complaints(self) -> Iterator[str]:
+        """Yield what is wrong with it."""
         if not self.is_finite:
-            return (
-                f"{where}: there is NaN or infinity in its gradient; take another batch, or look for where it is from"
+            yield "there is NaN or infinity in its gradient; take another batch, or look for where it is from"
+        if not self.is_measured:
+            return
+        if abs(self.factor - self.expected) > self.limit * abs(self.expected):
+            yield (
+                f"the reduced gradient is {self.factor:.7g} x the sum of all ranks' gradients, expected "
+                f"{self.expected:.7g}: {_times(self.factor, self.expected)} as large as it has to be. Look at "
+                "set_gradient_divide_factor, reduction hooks, what scales gradients after backward; expected=1.0 for a "
+                "loss per token of all ranks."
             )
-        if self.is_measured and abs(self.factor - self.expected) > self.limit * abs(self.expected):
-            times = self.factor / self.expected if self.expected else math.inf
-            return (
-                f"{where}: the reduced gradient is {self.factor:.7g} x the sum of all ranks' gradients, expected "
-                f"{self.expected:.7g}: {times:.7g} x as large as it has to be. Look at set_gradient_divide_factor, "
-                "reduction hooks, what scales gradients after backward; expected=1.0 for a loss per token of all ranks."
+        if self.residual > 2 * self.limit:
+            yield (
+                f"{self.residual:.3g} of the reduced gradient, by norm, is no multiple of the sum of all ranks' "
+                f"gradients, expected at most {2 * self.limit:.3g}: ranks or elements are weighted otherwise than "
+                "others. Look at reduction hooks and a custom reduce-scatter."
             )
-        if self.is_measured and self.residual > 2 * self.limit:
-            return (
-                f"{where}: {self.residual:.3g} of the reduced gradient, by norm, is no multiple of the sum of all "
-                f"ranks' gradients, expected at most {2 * self.limit:.3g}: ranks or elements are weighted otherwise "
-                "than others. Look at reduction hooks and a custom reduce-scatter."
-            )
-        if self.is_measured and not abs(self.accumulated - 2) <= 4 * self.limit:
-            return (
-                f"{where}: the same microbatch twice gives {self.accumulated:.7g} x the gradient of one, expected 2: "
+        if not abs(self.accumulated - 2) <= 4 * self.limit:
+            yield (
+                f"the same microbatch twice gives {self.accumulated:.7g} x the gradient of one, expected 2: "
                 "accumulation, or a weight gradient's product into the buffer, scales what it should add."
             )
-        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,23 +112,25 @@ class NormScale:
     highest: float
     lowest: float
 
-    def complaint(self) -> str | None:
-        """Return what is wrong with it, None for nothing."""
+    def complaints(self) -> Iterator[str]:
+        """Yield what is wrong with it."""
         if self.highest - self.lowest > _NORM_LIMIT * self.highest:
-            return (
+            yield (
                 f"the gradient norm is {self.found:.7g} here, and from {self.lowest:.7g} to {self.highest:.7g} on the "
                 f"ranks, which clip differently; that of all gradients is {self.expected:.7g}. Experts that other "
                 "ranks do not have count where they are: make them DTensors over their axis, or give norm=...; "
                 "parameters that are not sharded count on each rank: reduce their gradients in finish=..."
             )
-        if abs(self.found - self.expected) > _NORM_LIMIT * max(self.found, self.expected):
-            times = self.found / self.expected if self.expected else math.inf
-            return (
-                f"the gradient norm is {self.found:.7g}, that of all ranks' gradients {self.expected:.7g}: {times:.7g} "
-                "x as large as it has to be, so clipping is too hard or too soft. Look for ranks that count the same "
-                "elements, or that leave some out."
+        elif abs(self.found - self.expected) > _NORM_LIMIT * max(self.found, self.expected):
+            yield (
+                f"the gradient norm is {self.found:.7g}, that of all ranks' gradients {self.expected:.7g}: "
+                f"{_times(self.found, self.expected)} as large as it has to be, so clipping is too hard or too soft. "
+                "Look for ranks that count the same elements, or that leave some out."
             )
-        return None
+
+
+def _times(found: float, expected: float) -> str:
+    return f"{found / expected if expected else math.inf:.7g} x"
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,33 +159,34 @@ class GradientScale:
 
     def complaints(self) -> list[str]:
         """Return what is wrong: a sentence for each parameter, and one for the norm."""
-        found = [each.complaint() for each in self.parameters]
-        if not any(each.is_measured for each in self.parameters) and not any(found):
+        found = [
+            f"parameter {each.name!r} (unit {each.unit!r}, over {each.place}): {said}"
+            for each in self.parameters
+            for said in itertools.islice(each.complaints(), 1)
+        ]
+        if not any(each.is_measured for each in self.parameters) and not found:
             found.append(
                 "no parameter has a gradient to measure: the loss reaches none, or the ranks' gradients cancel. Call "
                 "it with the loss and the data of training, other data on every rank"
             )
-        found.append(None if self.norm is None else self.norm.complaint())
-        return [complaint for complaint in found if complaint is not None]
+        return [*found, *(self.norm.complaints() if self.norm is not None else ())]
 
     def __str__(self) -> str:
-        return "\n".join(self._lines())
-
-    def _lines(self) -> Iterator[str]:
-        yield "gradient scale, reduced gradients of the sum over ranks:"
-        parts = groupby(self.parameters, lambda each: (each.unit, each.place, each.expected))
+        lines = ["gradient scale, reduced gradients of the sum over ranks:"]
+        parts = itertools.groupby(self.parameters, lambda each: (each.unit, each.place, each.expected))
         for (unit, place, wanted), members in ((key, list(same)) for key, same in parts):
             found = [each for each in members if each.is_measured]
             ends = dict.fromkeys(f"{pick(each.factor for each in found):.7g}" for pick in (min, max) if found)
             residual = max((each.residual for each in found), default=0.0)
             line = f"factor {' to '.join(ends)}, expected {wanted:.7g}; residual {residual:.1e}"
             count = f"{len(members)} parameter{'s' * (len(members) != 1)}"
-            yield f"  unit {unit!r}, {count} over {place}: {line if found else 'no gradient to measure'}"
+            lines.append(f"  unit {unit!r}, {count} over {place}: {line if found else 'no gradient to measure'}")
         if self.norm is not None:
-            yield f"  gradient norm {self.norm.found:.7g}, of all gradients {self.norm.expected:.7g}"
+            lines.append(f"  gradient norm {self.norm.found:.7g}, of all gradients {self.norm.expected:.7g}")
         if self.duplicated is not None and not math.isnan(self.duplicated):
             kind = "a mean" if self.is_mean else "a sum" if abs(self.duplicated - 2) <= 1e-2 else "neither mean nor sum"
-            yield f"  each sample twice: {self.duplicated:.7g} x the gradient ({kind} over samples)"
+            lines.append(f"  each sample twice: {self.duplicated:.7g} x the gradient ({kind} over samples)")
+        return "\n".join(lines)
 
 
 def check_gradient_scale(
@@ -247,7 +249,7 @@ def check_gradient_scale(
     with ModelSnapshot(model) as snapshot:
         with contextlib.ExitStack() as hooks:
             for probe in probes:
-                hooks.enter_context(probe)
+                probe.listen(hooks)
             once = gradients_of(batch)
             for probe in probes:
                 if probe.is_reduced_at_end:
@@ -261,7 +263,8 @@ def check_gradient_scale(
             found = _against(probes, once, gradients_of(_doubled(batch) if duplicate is True else duplicate(batch)))
             base = sum(each.base for each in found)
             doubled = sum(each.factor * each.base for each in found if each.base) / base if base else math.nan
-    report = GradientScale(_scales(probes, expected, measured, twice), norms, doubled)
+    parameters = _scales(probes, expected, measured, [each.factor for each in twice])
+    report = GradientScale(parameters, norms, doubled)
     complaints = report.complaints()
     if _highest([float(bool(complaints))], probes)[0]:
         said = "\n".join(complaints) or "gradients are wrong on another rank; its error says which"
@@ -270,15 +273,17 @@ def check_gradient_scale(
 
 
 def _scales(
-    probes: Sequence[_Probe], expected: Expected, measured: Sequence[_Measured], twice: Sequence[_Measured]
+    probes: Sequence[_Probe], expected: Expected, measured: Sequence[_Measured], accumulated: Sequence[float]
 ) -> tuple[ParameterScale, ...]:
-    names = [(probe, probe.names[index]) for probe in probes for index in probe.trained]
     usual = 1 / math.prod(axis.size for axis in probes[0].axes)
-    wanted = [usual if expected is None else expected(name) if callable(expected) else expected for _, name in names]
-    return tuple(
-        ParameterScale(name, probe.unit, probe.place, probe.num_ranks, want, *one[:3], two.factor, one.is_finite)
-        for (probe, name), want, one, two in zip(names, wanted, measured, twice, strict=True)
-    )
+    found = []
+    names = ((probe, probe.names[index]) for probe in probes for index in probe.trained)
+    for (probe, name), one, twice in zip(names, measured, accumulated, strict=True):
+        wanted = usual if expected is None else expected(name) if callable(expected) else expected
+        found.append(
+            ParameterScale(name, probe.unit, probe.place, probe.num_ranks, wanted, *one[:3], twice, one.is_finite)
+        )
+    return tuple(found)
 
 
 def _probes(model: nn.Module) -> list[_Probe]:
@@ -306,7 +311,6 @@ class _Probe:
         split = group.owned[0].split
         self.all_axes = self.axes if split is None else (*self.axes, *split.sharded_axes)
         self._whole: DBuffer | None = None
-        self._hooks = contextlib.ExitStack()
         self.is_reduced_at_end = True
         self.squares = [torch.zeros((), dtype=torch.float64, device=group.spec.device) for _ in self.trained]
         if self.trained:
@@ -322,22 +326,20 @@ class _Probe:
         like, device, name = self.group.main_weight, self.group.spec.device, f"{self.unit}: gradient scale"
         return DBuffer.from_plan(like.plan, like.mesh, placements, self._dtype, device, name=name).zero_()
 
-    def __enter__(self) -> None:
+    def listen(self, hooks: contextlib.ExitStack) -> None:
         for index in self.trained:
             # Not as a method: gathered weights refuse what reads them while they are released.
             handle = torch.Tensor.register_hook(
                 self.group.fsdp_params.unsharded_params[index],
                 functools.partial(self._take, index),  # type: ignore[no-untyped-call]  # torch's stub
             )
-            self._hooks.callback(handle.remove)
-        self._hooks.enter_context(listen(self._hear))
-
-    def __exit__(self, *_: object) -> None:
-        self._hooks.close()
+            hooks.callback(handle.remove)
+        hooks.enter_context(listen(self._hear))
 
     @torch.no_grad()
     def _take(self, index: int, gradient: torch.Tensor) -> None:
-        mine = self.group.fsdp_params.local_gradient(index, gradient.detach())
+        split = self.group.owned[index].split
+        mine = gradient.detach() if split is None else split.local_gradient(gradient.detach())
         self._whole = self._whole or self._buffer([Partial("sum") for _ in self.axes])
         self._whole.get_local_tensor(index).add_(mine if mine.layout is torch.strided else mine.to_dense())
 
@@ -394,22 +396,14 @@ class _Measured(NamedTuple):
 
 def _against(probes: Sequence[_Probe], bases: Sequence[DBuffer], found: Sequence[DBuffer]) -> list[_Measured]:
     """Measure what gradients are of others, for all trained parameters in their order; every rank calls it."""
-    by_axes: dict[tuple[int, ...], tuple[Sequence[MeshAxis], list[torch.Tensor]]] = {}
-    products: list[tuple[_Probe, list[torch.Tensor]]] = []
+    numbers: list[tuple[Sequence[MeshAxis], torch.Tensor]] = []
     for probe, base, other in zip(probes, bases, found, strict=True):
         for index, square in zip(probe.trained, probe.squares, strict=True):
             one, two = base.get_local_tensor(index).double(), other.get_local_tensor(index).double()
-            dots, own = [(one * two).sum(), (one * one).sum(), (two * two).sum()], [square.clone()]
-            for over, values in ((probe.spread, dots), (probe.all_axes, own)):
-                by_axes.setdefault(tuple(id(axis.gather_group) for axis in over), (over, []))[1].extend(values)
-            products.append((probe, [*dots, *own]))
-    for axes, values in by_axes.values():
-        stacked = torch.stack(values)
-        for axis in axes:
-            all_reduce(stacked, axis, "sum")
-        for value, total in zip(values, stacked, strict=True):
-            value.copy_(total)
-    return [_measured(probe, *torch.stack(values).tolist()) for probe, values in products]
+            numbers += [(probe.spread, (left * right).sum()) for left, right in ((one, two), (one, one), (two, two))]
+            numbers.append((probe.all_axes, square))
+    totals = iter(torch.stack(reduce_numbers(numbers, "sum")).view(-1, 4).tolist())
+    return [_measured(probe, *next(totals)) for probe in probes for _ in probe.trained]
 
 
 def _measured(probe: _Probe, product: float, base: float, other: float, own: float) -> _Measured:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import TracebackType
 
 import torch
 from torch import nn
@@ -21,11 +20,6 @@ class ModelSnapshot:
     Inside, parameters begin without gradients, and hooks that wait for gradients of sharded parameters (optimizers in
     backward) are not called. Copies are made of what there is: a gradient shard where ``.grad`` was set. Weights are
     not kept: forward and backward do not change them.
-
-    Args:
-        model: has units below it.
-    Raises:
-        StateError: a gradient is a sum under way, or gradients are kept on the ranks by ``no_sync``.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -55,9 +49,7 @@ class ModelSnapshot:
         self._forget_gradients()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
             for unit in self._units:
                 unit.backward.reset()

@@ -16,7 +16,7 @@ from megatron_fsdp.formatting import rank_list
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
 from megatron_fsdp.runtime.step.unit import Unit
 
-__all__ = ["Difference", "Gathered", "find_difference", "gather_checksums"]
+__all__ = ["Gathered", "find_difference", "gather_checksums"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +30,6 @@ class Gathered:
 
     places: list[tuple[int, str]]
     sums: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """The first weight whose replicas differ: its number in the model, and who holds what, for a message."""
-
-    number: int
-    text: str
 
 
 def gather_checksums(units: Iterable[Unit]) -> list[Gathered]:
@@ -62,16 +54,20 @@ def gather_checksums(units: Iterable[Unit]) -> list[Gathered]:
     return [Gathered(places, _gathered(torch.stack(sums), axes)) for axes, places, sums in by_axes.values()]
 
 
-def find_difference(found: Iterable[Gathered]) -> Difference | None:
-    """Return the first weight of which this rank or a replica of it has other bits; waits for the device."""
-    differences = []
+def find_difference(found: Iterable[Gathered]) -> tuple[int, str] | None:
+    """Return the first weight of which this rank or a replica of it has other bits; waits for the device.
+
+    Returns:
+        Its number in the model, and who holds what, for a message.
+    """
+    differences: list[tuple[int, str]] = []
     for one in found:
         ranks, *columns = one.sums.t().tolist()
         for (number, name), column in zip(one.places, columns, strict=True):
             if len(set(column)) > 1:
-                differences.append(Difference(number, f"{name}: {_sides(dict(zip(ranks, column, strict=True)))}"))
+                differences.append((number, f"{name}: {_sides(dict(zip(ranks, column, strict=True)))}"))
                 break
-    return min(differences, key=lambda difference: difference.number, default=None)
+    return min(differences, default=None)
 
 
 def _replicated_over(group: ParameterGroup) -> list[MeshAxis]:

@@ -76,13 +76,14 @@ class Timeline:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"timeline: {os.fspath(path)} is no Chrome trace: {error!r}") from error
         events = sorted((event for event in events if event.get("ph") == "X"), key=lambda event: float(event["ts"]))
-        ranges = [event for event in events if _RANGE.fullmatch(str(event.get("name")))]
+        matches = ((event, _RANGE.fullmatch(str(event.get("name")))) for event in events)
+        ranges = [(*match.groups(), event) for event, match in matches if match]
         if not ranges:
             raise ConfigError(
                 f"timeline: {os.fspath(path)} has no range of a gather or a reduction; record a whole step, forward "
                 "included, of a sharded model under torch.profiler"
             )
-        on_device = [event for event in ranges if event["cat"] == "gpu_user_annotation"]
+        on_device = [each for each in ranges if each[2]["cat"] == "gpu_user_annotation"]
         start = min(float(event["ts"]) for event in events)
         seconds = max(_interval(event, start).stop for event in events)
         found = _on_device(events, on_device, start) if on_device else _on_host(ranges, start)
@@ -155,6 +156,8 @@ class Timeline:
 
 
 _Found = tuple[str, str, bool, Interval]
+# Phase, unit, event.
+_Range = tuple[Any, ...]
 
 
 def _interval(event: dict[str, Any], start: float) -> Interval:
@@ -162,13 +165,11 @@ def _interval(event: dict[str, Any], start: float) -> Interval:
     return Interval(begin, begin + 1e-6 * float(event.get("dur", 0.0)))
 
 
-def _on_host(ranges: Sequence[dict[str, Any]], start: float) -> Iterable[_Found]:
+def _on_host(ranges: Sequence[_Range], start: float) -> Iterable[_Found]:
     """A wait ends the oldest collective of its kind and unit; one without an issue is a collective that blocks."""
     issued: dict[tuple[str, str], list[float]] = {}
-    for event in ranges:
-        match, interval = _RANGE.fullmatch(event["name"]), _interval(event, start)
-        assert match is not None
-        phase, unit = match.groups()
+    for phase, unit, event in ranges:
+        interval = _interval(event, start)
         if phase in _LANES:
             issued.setdefault((unit, _LANES[phase]), []).append(interval.start)
             continue
@@ -178,28 +179,20 @@ def _on_host(ranges: Sequence[dict[str, Any]], start: float) -> Iterable[_Found]
         yield unit, lane, True, interval
 
 
-def _on_device(events: Sequence[dict[str, Any]], ranges: Sequence[dict[str, Any]], start: float) -> Iterable[_Found]:
+def _on_device(events: Sequence[dict[str, Any]], ranges: Sequence[_Range], start: float) -> Iterable[_Found]:
     """Kernels of no lane's stream are compute."""
-    lanes = {(event["pid"], event["tid"]) for event in ranges if _phase(event) in _LANES}
+    issues = [(_LANES[phase], unit, event) for phase, unit, event in ranges if phase in _LANES]
+    lanes = {(event["pid"], event["tid"]) for *_, event in issues}
     compute = [
         _interval(event, start)
         for event in events
         if event.get("cat") in _DEVICE_WORK and (event["pid"], event["tid"]) not in lanes
     ]
-    for event in ranges:
-        match = _RANGE.fullmatch(event["name"])
-        assert match is not None
-        phase, unit = match.groups()
-        if phase in _LANES:
-            interval = _interval(event, start)
-            yield unit, _LANES[phase], False, interval
-            for exposed in _uncovered(interval, compute):
-                yield unit, _LANES[phase], True, exposed
-
-
-def _phase(event: dict[str, Any]) -> str:
-    match = _RANGE.fullmatch(event["name"])
-    return match.group(1) if match else ""
+    for lane, unit, event in issues:
+        interval = _interval(event, start)
+        yield unit, lane, False, interval
+        for exposed in _uncovered(interval, compute):
+            yield unit, lane, True, exposed
 
 
 def _uncovered(interval: Interval, by: Iterable[Interval]) -> Iterable[Interval]:

@@ -16,7 +16,6 @@ import os
 import sys
 import threading
 import time
-from types import TracebackType
 from typing import Any, NoReturn
 
 import torch
@@ -24,7 +23,7 @@ import torch.distributed as dist
 from torch import nn
 
 import dbuffer
-from dbuffer.collectives import start_maximum, wait_with
+from dbuffer.collectives_rare import start_maximum, wait_with
 from dbuffer.events import listen
 from dbuffer.mesh import new_group
 from megatron_fsdp.errors import AgreementError, ConfigError
@@ -132,9 +131,7 @@ class Watch:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._is_alone:
             return
         try:
@@ -218,10 +215,8 @@ class Watch:
 
     def _hear(self, action: str, subject: Any) -> None:
         self._journal.hear(action, subject)
-        if action == "backward" and subject is self._backward:
-            self._step_done()
-
-    def _step_done(self) -> None:
+        if action != "backward" or subject is not self._backward:
+            return
         self._steps += 1
         if self._interval and self._steps % self._interval == 0:
             self._compare()
@@ -252,12 +247,11 @@ class Watch:
         gathered, self._replicas = self._replicas, None
         if gathered is None:
             return
-        found = find_difference(gathered)
-        mine = _NOWHERE if found is None else found.number
+        mine, text = find_difference(gathered) or (_NOWHERE, "")
         first = torch.tensor([-mine])
         self.wait(start_maximum(first, self._group))
-        if found is not None and found.number == -first.item():
-            self._fail(f"replicas differ, so what a rank computes is wrong, or was written on it alone: {found.text}")
+        if text and mine == -first.item():
+            self._fail(f"replicas differ, so what a rank computes is wrong, or was written on it alone: {text}")
         if first.item() != -_NOWHERE:
             self._fail(None)
 
@@ -273,7 +267,10 @@ class Watch:
             self._wake.clear()
             try:
                 if self._is_stopped:
-                    self._leave()
+                    if self._departure is not None:
+                        # Ranks that will wait for this one are told why it does not come.
+                        state = self._journal.state(waits=False, place=self._departure)
+                        self._store.set(self._key(f"rank {dist.get_rank()}"), state.to_json())
                     return
                 if self._alarm is None and self._is_stuck():
                     self._alarm = f"a rank has waited for {self._timeout_s:.0f} s:"
@@ -322,12 +319,6 @@ class Watch:
             except RuntimeError:
                 states[rank] = None
         return states
-
-    def _leave(self) -> None:
-        """Tell ranks that will wait for this one why it does not come."""
-        if self._departure is not None:
-            state = self._journal.state(waits=False, place=self._departure)
-            self._store.set(self._key(f"rank {dist.get_rank()}"), state.to_json())
 
     def _state(self) -> RankState:
         waits = self._waiting_since is not None

@@ -14,14 +14,13 @@ from megatron_fsdp.optim.adamw_state import ABSENT, KEYS, GroupMoments, adopt_to
 from megatron_fsdp.optim.adamw_update import (
     PlainParameter,
     Rows,
-    Update,
     group_update,
     int8_plain_update,
     plain_update,
 )
-from megatron_fsdp.optim.flat_base import Binding, FlatBase, Gradients, Owned, owned_groups
+from megatron_fsdp.optim.flat_base import Binding, FlatBase, Gradients, owned_groups
 from megatron_fsdp.optim.int8_moments import CODED_KEYS, Int8GroupMoments, decoded_state
-from megatron_fsdp.optim.loaded_state import parameters_of, state_dtype
+from megatron_fsdp.optim.loaded_state import parameters_by_index, parameters_of, state_dtype
 from megatron_fsdp.runtime.step.freshness import refreshes_itself
 from megatron_fsdp.runtime.step.parameter_group import group_of_parameter
 
@@ -134,16 +133,15 @@ class AdamW(FlatBase, torch.optim.AdamW):
         if changed:
             adopt_together(changed, self.state)
         updates = [group_update(*pair, rows) for pair in gradients.groups]
-        updates += [self._plain_update(*pair, rows) for pair in gradients.plain]
+        for plain, gradient in gradients.plain:
+            if self.moments == "int8":
+                number = next(n for n, parameter in enumerate(parameters_of(self)) if parameter is plain.parameter)
+                updates.append(int8_plain_update(plain, gradient, self.state, rows, number))
+            else:
+                updates.append(plain_update(plain, gradient, self.state, rows, self.moments_dtype))
         for update in updates:
             update.run(rows, factor)
         self._entries = tuple(self.state.values())
-
-    def _plain_update(self, plain: PlainParameter, gradient: torch.Tensor, rows: Rows) -> Update:
-        if self.moments != "int8":
-            return plain_update(plain, gradient, self.state, rows, self.moments_dtype)
-        number = next(n for n, parameter in enumerate(parameters_of(self)) if parameter is plain.parameter)
-        return int8_plain_update(plain, gradient, self.state, rows, number)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of this class, or of ``torch.optim.AdamW`` over the same parameters, sharded or whole.
@@ -173,14 +171,9 @@ class AdamW(FlatBase, torch.optim.AdamW):
         and ``exp_avg_sq_scales``, without a loss.
         """
         document = self.state_dict()
-        indices = itertools.chain.from_iterable(group["params"] for group in document["param_groups"])
-        named = zip(indices, parameters_of(self), strict=True)
-        state = {
-            index: decoded_state(parameter, document["state"][index], torch.float32)
-            for index, parameter in named
-            if index in document["state"]
-        }
-        return {**document, "state": state}
+        named, state = parameters_by_index(self, document), document["state"]
+        decoded = {index: decoded_state(named[index], state[index], torch.float32) for index in state}
+        return {**document, "state": decoded}
 
     def _flags_of(self, group: dict[str, Any]) -> tuple[Any, ...]:
         return (bool(group["capturable"]),)
@@ -199,14 +192,13 @@ class AdamW(FlatBase, torch.optim.AdamW):
             is_capturable = any(self.param_groups[member]["capturable"] for member in owned.members if member != ABSENT)
             state = known.get(id(owned.group))
             if state is None or (state.members, state.is_capturable) != (owned.members, is_capturable):
-                state = self._make_state(owned, is_capturable)
+                group, members = owned.group, owned.members
+                if self.moments == "int8":
+                    state = Int8GroupMoments(group, members, owned.positions, is_capturable=is_capturable)
+                else:
+                    state = GroupMoments(group, members, self.moments_dtype, is_capturable=is_capturable)
             states.append(state)
         return Binding(parameters, flags, tuple(states), plain)
-
-    def _make_state(self, owned: Owned, is_capturable: bool) -> GroupMoments:
-        if self.moments == "int8":
-            return Int8GroupMoments(owned.group, owned.members, owned.positions, is_capturable=is_capturable)
-        return GroupMoments(owned.group, owned.members, self.moments_dtype, is_capturable=is_capturable)
 
 
 def _check_moments(

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from dbuffer import DBuffer
 from dbuffer.mesh import MeshAxis
-from dbuffer_kernels import AdamWBuffers, CodedSegments, Int8AdamWBuffers, MuonWeights, Segment, Segments, pack
+from dbuffer_kernels import AdamWBuffers, CodedSegments, Int8AdamWBuffers, MuonWeights, Segment, Segments, cast_copy
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.optim.nonfinite import Reading
 from megatron_fsdp.runtime.step.grad_state import GradState
@@ -26,7 +26,6 @@ from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
 
 __all__ = [
     "FlatGradient",
-    "GroupGradients",
     "GroupMoments",
     "GroupState",
     "adopt_together",
@@ -87,16 +86,21 @@ class FlatGradient:
     present: tuple[bool, ...]
 
 
-class GroupGradients:
-    """The gradients of one parameter group as an optimizer over some of its parameters reads them.
+class GroupState:
+    """The gradients of one parameter group, and its state on flat memory: what all kinds of state share.
+
+    A kind says under which ``keys`` it shows each parameter, and makes the tensors.
 
     Args:
         group: held weakly.
         members: for each parameter of the group in plan order, the number of its param group in the optimizer, or
             ``ABSENT``.
+        is_capturable: whether step counters live beside the weights, to be read by device work alone.
     """
 
-    def __init__(self, group: ParameterGroup, members: Sequence[int]) -> None:
+    title = "AdamW"
+
+    def __init__(self, group: ParameterGroup, members: Sequence[int], *, is_capturable: bool = False) -> None:
         main = group.main_weight
         self.members = tuple(members)
         self.device = group.spec.compute_device
@@ -109,6 +113,15 @@ class GroupGradients:
         self._own_gradients: list[int] = []
         self._all_present = (True,) * len(members)
         self.axes: tuple[MeshAxis, ...] = tuple(group.spread_over(main.placements))
+        self.is_capturable = is_capturable
+        self.steps = torch.zeros(len(members), device=main.device if is_capturable else "cpu")
+        # The dictionary of ``state`` that shows each parameter, an empty one where none does yet.
+        self._shown: list[dict[str, Any]] = [{} for _ in members]
+        self._views: list[tuple[Any, ...]] = [()] * len(members)
+        self._in_order: list[Callable[[Mapping[str, Any]], tuple[Any, ...]]] = []
+        # Members whose steps are counted, and what was worked out for each pattern of their rows.
+        self._counted = self.members
+        self._patterns: dict[tuple[int, ...], tuple[Any, torch.Tensor]] = {}
 
     @property
     def group(self) -> ParameterGroup | None:
@@ -118,11 +131,7 @@ class GroupGradients:
     # ------------------------------------------------------------------ gradients
 
     def gradient(self) -> FlatGradient | None:
-        """Return the gradients of the parameters that are in the optimizer, None where there are none.
-
-        Raises:
-            StateError: a ``.grad`` was assigned that does not have the parameter's rows.
-        """
+        """Return the gradients of the parameters that are in the optimizer, None where there are none."""
         with torch._C.DisableTorchFunctionSubclass():
             grads = list(map(_gradient_of, self._params))
         group = self.group
@@ -163,7 +172,7 @@ class GroupGradients:
     def _packed(self, group: ParameterGroup, grads: Sequence[torch.Tensor | None]) -> torch.Tensor:
         """Copy gradients that are not in the group's buffer into a flat tensor of their own."""
         main = group.main_weight
-        locals_, offsets = [], []
+        flat = torch.zeros(main.local_buffer.numel(), dtype=group.spec.dtypes.stepped, device=main.device)
         for grad, name, (start, stop) in zip(grads, self._names, self._pieces, strict=True):
             if grad is None:
                 continue
@@ -173,35 +182,10 @@ class GroupGradients:
                     f"{name}: .grad has {local.numel()} elements on this rank, the parameter {stop - start}; assign a "
                     "DTensor laid out like the parameter, such as torch.zeros_like(parameter)"
                 )
-            locals_.append(local)
-            offsets.append(start)
-        flat = torch.zeros(main.local_buffer.numel(), dtype=group.spec.dtypes.stepped, device=main.device)
-        return pack(locals_, flat, offsets)
+            cast_copy(local, flat[start:stop])
+        return flat
 
-
-class GroupState(GroupGradients):
-    """The state of one parameter group on flat memory: what all kinds of it share.
-
-    A kind says under which ``keys`` it shows each parameter, and makes the tensors.
-
-    Args:
-        group, members: as in ``GroupGradients``.
-        is_capturable: whether step counters live beside the weights, to be read by device work alone.
-    """
-
-    title = "AdamW"
-
-    def __init__(self, group: ParameterGroup, members: Sequence[int], *, is_capturable: bool = False) -> None:
-        super().__init__(group, members)
-        self.is_capturable = is_capturable
-        self.steps = torch.zeros(len(members), device=group.main_weight.device if is_capturable else "cpu")
-        # The dictionary of ``state`` that shows each parameter, an empty one where none does yet.
-        self._shown: list[dict[str, Any]] = [{} for _ in members]
-        self._views: list[tuple[Any, ...]] = [()] * len(members)
-        self._in_order: list[Callable[[Mapping[str, Any]], tuple[Any, ...]]] = []
-        # Members whose steps are counted, and what was worked out for each pattern of their rows.
-        self._counted = self.members
-        self._patterns: dict[tuple[int, ...], tuple[Any, torch.Tensor]] = {}
+    # ------------------------------------------------------------------ state
 
     def keys(self, index: int) -> tuple[str, ...]:
         """Return the keys of a parameter's state."""
@@ -328,11 +312,7 @@ class GroupState(GroupGradients):
         raise NotImplementedError
 
     def weights(self) -> MuonWeights:
-        """Return the flat weights that a step writes, with the compute weights where they are a copy on this rank.
-
-        Raises:
-            StateError: the model of these parameters is gone.
-        """
+        """Return the flat weights that a step writes, with the compute weights where they are a copy on this rank."""
         group = self.group
         if group is None:
             raise StateError(f"{self.title}: the model of these parameters is gone; build the optimizer of one in use")
@@ -395,11 +375,7 @@ class GroupMoments(GroupState):
         return Segments(joined, numel)
 
     def buffers(self, gradient: torch.Tensor) -> AdamWBuffers | Int8AdamWBuffers:
-        """Return the flat tensors of a step.
-
-        Raises:
-            StateError: the model of these parameters is gone.
-        """
+        """Return the flat tensors of a step."""
         weights, known = self.weights(), self._buffers
         if known is None or known.gradient is not gradient or known.weight is not weights.weight:
             known = self._buffers = self._with_moments(gradient, weights)

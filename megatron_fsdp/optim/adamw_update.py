@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,14 +29,7 @@ from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.optim.adamw_state import ABSENT, KEYS, FlatGradient, GroupMoments, local_of, state_values
 from megatron_fsdp.optim.int8_moments import CODED_KEYS, coded_state, is_coded, random_position
 
-__all__ = [
-    "PlainParameter",
-    "Rows",
-    "Update",
-    "group_update",
-    "int8_plain_update",
-    "plain_update",
-]
+__all__ = ["PlainParameter", "Rows", "Update", "group_update", "int8_plain_update", "plain_update", "stored"]
 
 State = MutableMapping[Any, Any]
 
@@ -51,10 +44,8 @@ class Rows:
     def __init__(self, param_groups: Sequence[dict[str, Any]], rounding_seed: int | None = None) -> None:
         self._param_groups = param_groups
         self._rounding_seed = rounding_seed
-        self._keys: dict[torch.device, torch.Tensor] = {}
         self._numbers: dict[tuple[int, int], int] = {}
-        self._tables: dict[torch.device, torch.Tensor] = {}
-        self._clips: dict[torch.device, torch.Tensor] = {}
+        self._tables: dict[tuple[str, torch.device], torch.Tensor] = {}
 
     def number(self, group: int, step: int) -> int:
         """Return the row of one param group's parameters in their step of that number, which counts from 1."""
@@ -62,31 +53,34 @@ class Rows:
 
     def on(self, device: torch.device) -> torch.Tensor:
         """Return all rows, (rows, 8) in fp64; asked for after the last number was given."""
-        if device not in self._tables:
-            rows = [adamw_row(step, **self._options(group)) for group, step in self._numbers]
-            # Pinned, because a copy from pageable memory would make the host wait for the stream.
-            table = torch.tensor(rows, dtype=torch.float64, pin_memory=device.type == "cuda")
-            self._tables[device] = table.to(device, non_blocking=True)
-        return self._tables[device]
+        return self._table(
+            "adamw", device, lambda: [adamw_row(step, **self._options(group)) for group, step in self._numbers]
+        )
 
     def keys_on(self, device: torch.device) -> torch.Tensor | None:
         """Return the keys of stochastic rounding, int64 (rows, 4), of the seed and each row's step; None for none."""
         if self._rounding_seed is None:
             return None
-        if device not in self._keys:
-            seeds = [(self._rounding_seed << 34) + 2 * step for _, step in self._numbers]
-            keys = [[*rounding_keys(seed), *rounding_keys(seed + 1)] for seed in seeds]
-            table = torch.tensor(keys, dtype=torch.int64, pin_memory=device.type == "cuda")
-            self._keys[device] = table.to(device, non_blocking=True)
-        return self._keys[device]
+        seeds = [(self._rounding_seed << 34) + 2 * step for _, step in self._numbers]
+        return self._table(
+            "rounding", device, lambda: [[*rounding_keys(s), *rounding_keys(s + 1)] for s in seeds], torch.int64
+        )
 
     def clip_on(self, factor: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
         """Return the step's one factor of all gradients on a device; it is copied there once."""
-        if factor is None:
-            return None
-        if device not in self._clips:
-            self._clips[device] = factor.to(device)
-        return self._clips[device]
+        if factor is not None and ("clip", device) not in self._tables:
+            self._tables["clip", device] = factor.to(device)
+        return self._tables.get(("clip", device))
+
+    def _table(
+        self, what: str, device: torch.device, rows: Callable[[], Any], dtype: torch.dtype = torch.float64
+    ) -> torch.Tensor:
+        """Return the step's one table of a kind on a device."""
+        if (what, device) not in self._tables:
+            # Pinned, because a copy from pageable memory would make the host wait for the stream.
+            table = torch.tensor(rows(), dtype=dtype, pin_memory=device.type == "cuda")
+            self._tables[what, device] = table.to(device, non_blocking=True)
+        return self._tables[what, device]
 
     def of_steps(self, members: Sequence[int], steps: torch.Tensor) -> torch.Tensor:
         """Return a row for each parameter from its step counter, without looking at the counters on the host.
@@ -142,11 +136,7 @@ class Update:
 
 
 def group_update(moments: GroupMoments, gradient: FlatGradient, rows: Rows) -> Update:
-    """Count a step of a sharded group, whose moments ``state`` shows, and return its launch.
-
-    Args:
-        gradient: what ``moments.gradient()`` returned.
-    """
+    """Count a step of a sharded group, whose moments ``state`` shows, and return its launch."""
     segments = moments.count_step(rows.number, gradient.present)
     own = rows.of_steps(moments.members, moments.steps) if moments.is_capturable else None
     return Update(moments.buffers(gradient.flat), segments, own)
@@ -165,11 +155,7 @@ class PlainParameter:
     is_capturable: bool
 
     def gradient(self) -> torch.Tensor | None:
-        """Return this rank's part of its gradient, 1-D; None for none.
-
-        Raises:
-            ConfigError: a sparse gradient or a complex parameter.
-        """
+        """Return this rank's part of its gradient, 1-D; None for none."""
         gradient = self.parameter.grad
         if gradient is None:
             return None
@@ -215,7 +201,7 @@ def plain_update(
     own, row = plain.count_step(step, rows)
     local = [local_of(tensor).detach() for tensor in (parameter, *shown)]
     flat = [tensor.reshape(-1) for tensor in local]
-    return Update(AdamWBuffers(gradient, *flat), _all_of(flat[0].numel(), row), own, _stored(local, flat))
+    return Update(AdamWBuffers(gradient, *flat), _all_of(flat[0].numel(), row), own, stored(local, flat))
 
 
 def int8_plain_update(plain: PlainParameter, gradient: torch.Tensor, state: State, rows: Rows, number: int) -> Update:
@@ -223,8 +209,6 @@ def int8_plain_update(plain: PlainParameter, gradient: torch.Tensor, state: Stat
 
     Args:
         number: its position in the optimizer, for stochastic rounding.
-    Raises:
-        ConfigError: a DTensor, of which this rank's part may begin inside of a block.
     """
     parameter = plain.parameter
     if not is_coded(parameter.shape):
@@ -242,12 +226,13 @@ def int8_plain_update(plain: PlainParameter, gradient: torch.Tensor, state: Stat
     codes, nothing = [values[key].view(-1) for key in CODED_KEYS], torch.zeros(0, device=parameter.device)
     moments = Int8Moments(codes[0], codes[2], codes[1], codes[3], nothing, nothing)
     segments = CodedSegments([CodedSegment(0, weight.numel(), row, random_position(number, 0))], weight.numel())
-    return Update(Int8AdamWBuffers(gradient, weight, moments), segments, own, _stored([parameter.detach()], [weight]))
+    return Update(Int8AdamWBuffers(gradient, weight, moments), segments, own, stored([parameter.detach()], [weight]))
 
 
-def _stored(
+def stored(
     tensors: Sequence[torch.Tensor], flat: Sequence[torch.Tensor]
 ) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
+    """Return those of the pairs whose flat tensor is a copy."""
     return tuple((a, b) for a, b in zip(tensors, flat, strict=True) if a.data_ptr() != b.data_ptr())
 
 

@@ -28,8 +28,6 @@ def exact_norm(
     Args:
         spread: tensors, and the axes over whose ranks their elements are spread.
         order: 1, 2 or inf. device: of the collectives.
-    Raises:
-        ConfigError: another order, whose powers depend on where an element lies.
     """
     if order not in (1.0, 2.0, math.inf):
         raise ConfigError(

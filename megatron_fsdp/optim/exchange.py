@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from dbuffer import DBuffer
-from dbuffer.collectives import all_gather, all_to_all, wait_for
+from dbuffer.collectives import all_gather, wait_for
+from dbuffer.collectives_rare import all_to_all
 from dbuffer.mesh import MeshAxis, is_alive, new_group
 from dbuffer.placements import flat_axes, shard_index
 from megatron_fsdp.optim.matrix_views import Rectangle
@@ -164,6 +165,10 @@ class _Bucket:
     kept: list[tuple[_Place, _Place]] = field(default_factory=list)
     batches: list[_Batch] = field(default_factory=list)
 
+    @classmethod
+    def of(cls, num_shards: int) -> _Bucket:
+        return cls([[] for _ in range(num_shards)], [[] for _ in range(num_shards)])
+
 
 @dataclass(slots=True)
 class _Message:
@@ -172,6 +177,12 @@ class _Message:
     arriving: torch.Tensor
     leaving: torch.Tensor
     works: list[dist.Work]
+
+    def take(self, parts: Parts, memories: Sequence[torch.Tensor]) -> None:
+        """Wait for the message and bring what arrived to its places."""
+        for work in self.works:
+            wait_for(work, self.arriving)
+        _copy(self.arriving, itertools.chain(*parts), memories, is_packing=False)
 
 
 class Exchange:
@@ -189,11 +200,11 @@ class Exchange:
         self.ownership = ownership
         self.ranks = ranks
         self._buckets: list[_Bucket] = []
-        self._local = self._empty_bucket()
+        self._local = _Bucket.of(ranks.num_shards)
         # By replica: what of this rank's pieces its owners update.
         self._of_replicas: Parts = [[] for _ in range(ranks.num_replicas)]
         # Of each owner: the number of its last bucket, and the elements in it.
-        filled = [(0, 0)] * ownership.num_ranks
+        filled = [(0, 0)] * len(ownership.load_flops)
         for work, owner, source in zip(ownership.works, ownership.owners, sources, strict=True):
             bucket = self._local
             if any(holder != owner % ranks.num_shards for holder, _ in work.holders):
@@ -201,8 +212,8 @@ class Exchange:
                 if numel and numel + work.block.numel > bucket_numel:
                     number, numel = number + 1, 0
                 filled[owner] = (number, numel + work.block.numel)
-                while len(self._buckets) <= number:
-                    self._buckets.append(self._empty_bucket())
+                if len(self._buckets) == number:
+                    self._buckets.append(_Bucket.of(ranks.num_shards))
                 bucket = self._buckets[number]
             self._lay_out(bucket, work, owner, source)
         self.num_owned = sum(len(batch.works) for each in (self._local, *self._buckets) for batch in each.batches)
@@ -217,24 +228,19 @@ class Exchange:
         flying = [self._send(bucket.sent, flats, bucket.received, flats[0]) for bucket in self._buckets[:2]]
         meanwhile()
         self._solve(self._local, None, flats)
-        returning: tuple[_Bucket, _Message] | None = None
+        returning: list[tuple[_Bucket, _Message]] = []
         for number, bucket in enumerate(self._buckets):
             batches = self._solve(bucket, flying.pop(0), flats)
-            arriving = self._send(bucket.received, batches, bucket.sent, flats[0])
+            returning.append((bucket, self._send(bucket.received, batches, bucket.sent, flats[0])))
             for later in self._buckets[number + 2 : number + 3]:
                 flying.append(self._send(later.sent, flats, later.received, flats[0]))
-            if returning is not None:
-                self._take_back(*returning, flats)
-            returning = (bucket, arriving)
-        if returning is not None:
-            self._take_back(*returning, flats)
+            if number:
+                self._take_back(*returning.pop(0), flats)
+        for each in returning:
+            self._take_back(*each, flats)
         self._share_with_replicas(flats)
 
     # ------------------------------------------------------------------ layout
-
-    def _empty_bucket(self) -> _Bucket:
-        shards = range(self.ranks.num_shards)
-        return _Bucket([[] for _ in shards], [[] for _ in shards])
 
     def _lay_out(self, bucket: _Bucket, work: MatrixWork, owner: int, source: Source) -> None:
         """Put one matrix into its bucket, which is the same on all ranks."""
@@ -250,18 +256,16 @@ class Exchange:
         if shard != ranks.shard:
             bucket.sent[shard] += mine
             return
-        shape = (block.rows, block.columns)
-        alike = (n for n, batch in enumerate(bucket.batches) if (batch.shape, batch.solver) == (shape, source.solver))
-        number = next(alike, len(bucket.batches))
-        if number == len(bucket.batches):
-            bucket.batches.append(_Batch(shape, source.solver))
+        kind = (block.rows, block.columns), source.solver
+        kinds = [(batch.shape, batch.solver) for batch in bucket.batches]
+        if kind not in kinds:
+            bucket.batches.append(_Batch(*kind))
+        number = kinds.index(kind) if kind in kinds else len(kinds)
         first = len(bucket.batches[number].works) * block.numel
         bucket.batches[number].works.append(work)
 
         def places(rectangles: Iterable[Rectangle]) -> list[_Place]:
-            width = block.columns
-            starts = ((first + piece.row * width + piece.column, piece) for piece in rectangles)
-            return [_Place(number, start, width, piece.rows, piece.columns) for start, piece in starts]
+            return [_Place(number, first + r.place, block.columns, r.rows, r.columns) for r in rectangles]
 
         bucket.kept += zip(mine, places(pieces), strict=True)
         for holder, held in work.holders:
@@ -275,12 +279,12 @@ class Exchange:
         assert self.ranks.shards is not None
         sizes = [list(map(_numel, received)), list(map(_numel, sent))]
         message = _Message(like.new_empty(sum(sizes[0])), like.new_empty(sum(sizes[1])), [])
-        _pack(message.leaving, itertools.chain(*sent), memories)
+        _copy(message.leaving, itertools.chain(*sent), memories, is_packing=True)
         all_to_all(message.arriving, message.leaving, self.ranks.shards, (sizes[0], sizes[1]), message.works)
         return message
 
     def _take_back(self, bucket: _Bucket, message: _Message, flats: Sequence[torch.Tensor]) -> None:
-        _take(message, bucket.sent, flats)
+        message.take(bucket.sent, flats)
 
     def _share_with_replicas(self, flats: Sequence[torch.Tensor]) -> None:
         """Give the other replicas the updates that this one's owners made, and take theirs."""
@@ -289,11 +293,11 @@ class Exchange:
             return
         # Equal parts, which every backend gathers: owners' loads are even, so there is little to fill up.
         gathered = flats[0].new_empty(axis.size, max(map(_numel, self._of_replicas)))
-        _pack(gathered[axis.rank], self._of_replicas[axis.rank], flats)
+        _copy(gathered[axis.rank], self._of_replicas[axis.rank], flats, is_packing=True)
         all_gather(gathered.view(-1), gathered[axis.rank], axis)
         for replica, places in enumerate(self._of_replicas):
             if replica != axis.rank:
-                _unpack(gathered[replica], places, flats)
+                _copy(gathered[replica], places, flats, is_packing=False)
 
     # ------------------------------------------------------------------ matrices
 
@@ -301,7 +305,7 @@ class Exchange:
         """Put the matrices of a bucket together, and return what their solvers make of them; flats get their parts."""
         batches = [flats[0].new_empty(len(batch.works) * math.prod(batch.shape)) for batch in bucket.batches]
         if message is not None:
-            _take(message, bucket.received, batches)
+            message.take(bucket.received, batches)
         kept = [(flat.of(flats), own.of(batches)) for flat, own in bucket.kept]
         _copy_all([own for _, own in kept], [flat for flat, _ in kept])
         for memory, batch in zip(batches, bucket.batches, strict=True):
@@ -315,27 +319,14 @@ def _numel(places: Iterable[_Place]) -> int:
     return sum(place.rows * place.columns for place in places)
 
 
-def _take(message: _Message, parts: Parts, memories: Sequence[torch.Tensor]) -> None:
-    """Wait for a message and bring what arrived to its places."""
-    for work in message.works:
-        wait_for(work, message.arriving)
-    _unpack(message.arriving, itertools.chain(*parts), memories)
-
-
-def _pieces(message: torch.Tensor, places: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    sizes = [place.numel() for place in places]
-    parts = message[: sum(sizes)].split(sizes)
-    return [part.view(place.shape) for part, place in zip(parts, places, strict=True)]
-
-
-def _pack(message: torch.Tensor, places: Iterable[_Place], memories: Sequence[torch.Tensor]) -> None:
+def _copy(
+    message: torch.Tensor, places: Iterable[_Place], memories: Sequence[torch.Tensor], *, is_packing: bool
+) -> None:
+    """Copy what lies at the places into a message, one after the other, or back."""
     found = [place.of(memories) for place in places]
-    _copy_all(_pieces(message, found), found)
-
-
-def _unpack(message: torch.Tensor, places: Iterable[_Place], memories: Sequence[torch.Tensor]) -> None:
-    found = [place.of(memories) for place in places]
-    _copy_all(found, _pieces(message, found))
+    sizes = [each.numel() for each in found]
+    parts = [part.view_as(each) for part, each in zip(message[: sum(sizes)].split(sizes), found, strict=True)]
+    _copy_all(*((parts, found) if is_packing else (found, parts)))
 
 
 def _copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:

@@ -158,9 +158,11 @@ class FlatBase(Optimizer):
         """
         with torch.enable_grad():
             loss = None if closure is None else closure()
-        binding = self._bound()
-        gradients = Gradients(binding)
-        factor = self._clip_factor(gradients, self.max_norm if max_norm is None else max_norm)
+        binding, max_norm = self._bound(), self.max_norm if max_norm is None else max_norm
+        gradients, factor = Gradients(binding), None
+        if max_norm is not None or self.nonfinite != "ignore":
+            self.grad_norm = gradients.norm()
+            factor = None if max_norm is None else clip_factor(self.grad_norm, max_norm)
         if self.nonfinite != "ignore":
             assert self.grad_norm is not None
             if not may_step(self.grad_norm, self.nonfinite, gradients.readings):
@@ -171,13 +173,6 @@ class FlatBase(Optimizer):
         for state, _ in gradients.groups:
             state.settle()
         return loss
-
-    def _clip_factor(self, gradients: Gradients, max_norm: float | None) -> torch.Tensor | None:
-        """Measure the norm where anybody wants it, and return what gradients are multiplied by; None for one."""
-        if max_norm is None and self.nonfinite == "ignore":
-            return None
-        self.grad_norm = gradients.norm()
-        return None if max_norm is None else clip_factor(self.grad_norm, max_norm)
 
     def _update(self, binding: Any, gradients: Gradients, factor: torch.Tensor | None) -> None:
         """Change weights and state by these gradients times ``factor``."""

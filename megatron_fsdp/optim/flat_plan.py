@@ -18,9 +18,9 @@ from torch.optim import Optimizer
 from dbuffer import FlatDTensor
 from dbuffer.dtensor.flat_dtensor import rebind
 from megatron_fsdp.optim.adamw_state import local_range
-from megatron_fsdp.runtime.lifecycle.param_layout import is_laid_out_like
-from megatron_fsdp.runtime.step.lanes import is_capturing
+from megatron_fsdp.runtime.step.cuda_lane import is_capturing
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup, group_of_parameter
+from megatron_fsdp.runtime.weights.param_layout import is_laid_out_like
 
 __all__ = ["FlatPlan", "Numbers", "Run", "local_of", "spec_of"]
 
@@ -193,15 +193,11 @@ class FlatPlan:
         self.values = list(chain.from_iterable(record.values() for record in self.records if record is not None))
 
 
-def _reaches(local: torch.Tensor, numel: int) -> bool:
-    """Whether the storage goes on for so many elements from where a tensor begins."""
-    return local.untyped_storage().nbytes() >= (local.storage_offset() + numel) * local.itemsize
-
-
 def _is_ahead(first: torch.Tensor, local: torch.Tensor, distance: int) -> bool:
     """Whether a tensor lies in the storage of another, so many elements behind its beginning."""
     is_there = local.data_ptr() - first.data_ptr() == distance * first.itemsize
-    return is_there and _reaches(first, distance + local.numel())
+    end = (first.storage_offset() + distance + local.numel()) * first.itemsize
+    return is_there and first.untyped_storage().nbytes() >= end
 
 
 # ---------------------------------------------------------------- which parameters can be stepped so

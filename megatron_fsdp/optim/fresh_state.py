@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from megatron_fsdp.errors import CheckpointError
 from megatron_fsdp.optim.adamw_state import local_of
-from megatron_fsdp.optim.loaded_state import state_dtype
+from megatron_fsdp.optim.loaded_state import parameters_by_index, state_dtype
 
 __all__ = ["show_fresh_state", "without_fresh_state"]
 
@@ -38,7 +38,8 @@ def show_fresh_state(optimizer: Optimizer) -> None:
 
 def without_fresh_state(optimizer: Optimizer, document: Mapping[str, Any]) -> dict[str, Any]:
     """Return a state dict of the optimizer with the state that it has, and nothing that is only shown."""
-    shown = {index for index, parameter in _by_index(optimizer, document) if not _has(optimizer, parameter)}
+    named = parameters_by_index(optimizer, document)
+    shown = {index for index, parameter in named.items() if not optimizer.state.get(parameter)}
     return {**document, "state": {key: values for key, values in document["state"].items() if key not in shown}}
 
 
@@ -57,8 +58,8 @@ class _Shown:
             return document
         missing = [
             (index, p)
-            for index, p in _by_index(optimizer, document)
-            if isinstance(p, torch.Tensor) and p.requires_grad and not _has(optimizer, p)
+            for index, p in parameters_by_index(optimizer, document).items()
+            if p.requires_grad and not optimizer.state.get(p)
         ]
         if not missing:
             return document
@@ -122,15 +123,6 @@ class _Shown:
                 f"checkpoint, not {unread}; it was saved by another kind of optimizer"
             )
         return any(written.values()) if written else None
-
-
-def _by_index(optimizer: Optimizer, document: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
-    for live, group in zip(optimizer.param_groups, document["param_groups"], strict=True):
-        yield from zip(group["params"], live["params"], strict=True)
-
-
-def _has(optimizer: Optimizer, parameter: Any) -> bool:
-    return bool(optimizer.state.get(parameter))
 
 
 def _pattern(optimizer: Optimizer, group: Mapping[str, Any], num_dims: int, dtype: torch.dtype) -> _State | None:

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
 from typing import TypeVar
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from dbuffer.collectives import all_reduce
 from dbuffer.mesh import MeshAxis
-from dbuffer.placements import BufferPlacement
-from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.optim.exact_norm import exact_norm
+from megatron_fsdp.optim.grad_norm_rare import HeldGradients, of_frozen, refuse_norm, refuse_pending
 from megatron_fsdp.optim.nonfinite import may_step, readings_of
-from megatron_fsdp.runtime.lifecycle.param_layout import own_rows
-from megatron_fsdp.runtime.step.fsdp_params import grads_of
 from megatron_fsdp.runtime.step.grad_state import GradState
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup, group_of_parameter
 from megatron_fsdp.runtime.step.unit import units_below
@@ -65,36 +59,27 @@ def clip_grad_norm_(
         norm = clip_grad_norm_(model, max_norm=1.0)
         optimizer.step()
     """
-    order = _checked_order(model, norm_type)
-    for unit in units_below(model):
-        unit.settle_replaced_params()
-    settled = [held for unit in units_below(model) for group in unit.groups for held in _held_by(group)]
+    order = float(norm_type)
+    if not order > 0 or not isinstance(model, nn.Module):
+        refuse_norm(model, norm_type)
+    units = list(units_below(model))
+    for unit in units:
+        unit.schedule.settle_replaced_params(unit)
+    held = [each for unit in units for group in unit.groups for each in _held_by(group)]
     plain = [p.grad for p in model.parameters() if p.grad is not None and group_of_parameter(p) is None]
-    device = next((held.group.spec.device for held in settled), plain[0].device if plain else torch.device("cpu"))
-    spread = by_axes((held.group.spread_over(held.placements), held.flat) for held in settled)
-    measure = exact_norm if any(held.group.spec.dtypes.reduction for held in settled) else _norm
+    device = next((each.group.spec.device for each in held), plain[0].device if plain else torch.device("cpu"))
+    spread = by_axes((each.group.spread_over(each.placements), each.flat) for each in held)
+    measure = exact_norm if any(each.group.spec.dtypes.reduction for each in held) else _norm
     norm = measure([((), plain), *spread], order, device)
     if error_if_nonfinite:
         may_step(norm, "raise", lambda: readings_of(model))
     if max_norm != math.inf:
         factor = clip_factor(norm, max_norm)
-        for held in settled:
-            held.scale(factor)
+        for each in held:
+            each.scale(factor)
         for tensor in plain:
             tensor.mul_(factor.to(tensor))
     return norm
-
-
-def _checked_order(model: nn.Module, norm_type: float) -> float:
-    order = float(norm_type)
-    if not order > 0:
-        raise ConfigError(f"clip_grad_norm_: norm_type={norm_type}; supported are numbers above 0, and inf")
-    if not isinstance(model, nn.Module):
-        raise ConfigError(
-            f"clip_grad_norm_: found a {type(model).__name__}, wanted the model. Give the model itself, or its "
-            "parameters to torch.nn.utils.clip_grad_norm_."
-        )
-    return order
 
 
 def _norm(
@@ -102,7 +87,9 @@ def _norm(
 ) -> torch.Tensor:
     total = torch.zeros((), dtype=torch.float32, device=device)
     for axes, tensors in spread:
-        subtotal = _combine([_partial_norm(tensor, order) for tensor in tensors], order, device)
+        if not tensors:
+            continue
+        subtotal = _combine([_power(tensor, order) for tensor in tensors], order, device)
         for axis in axes:
             all_reduce(subtotal, axis, "max" if order == math.inf else "sum")
         total = _combine([total, subtotal], order, device)
@@ -111,11 +98,11 @@ def _norm(
     return total.sqrt() if order == 2.0 else total.pow(1.0 / order)
 
 
-def _partial_norm(gradient: torch.Tensor, order: float) -> torch.Tensor:
+def _power(gradient: torch.Tensor, order: float) -> torch.Tensor:
     """Return the sum of powers (or the maximum) of one tensor, as a 0-d FP32 tensor (FP64 for FP64 gradients)."""
-    if not gradient.numel():
-        return torch.zeros((), dtype=torch.float32, device=gradient.device)
     dtype = torch.float64 if gradient.dtype is torch.float64 else torch.float32
+    if not gradient.numel():
+        return torch.zeros((), dtype=dtype, device=gradient.device)
     norm: torch.Tensor = torch.linalg.vector_norm(gradient, order, dtype=dtype)
     if order == math.inf:
         return norm
@@ -123,8 +110,6 @@ def _partial_norm(gradient: torch.Tensor, order: float) -> torch.Tensor:
 
 
 def _combine(parts: list[torch.Tensor], order: float, device: torch.device) -> torch.Tensor:
-    if not parts:
-        return torch.zeros((), dtype=torch.float32, device=device)
     widest = torch.float64 if any(part.dtype is torch.float64 for part in parts) else torch.float32
     stacked = torch.stack([part.to(device=device, dtype=widest) for part in parts])
     return stacked.amax() if order == math.inf else stacked.sum()
@@ -138,41 +123,13 @@ def by_axes(pairs: Iterable[tuple[Iterable[MeshAxis], Each]]) -> Collection[tupl
     return split.values()
 
 
-@dataclass(frozen=True, slots=True)
-class _Held:
-    """Gradients of one group on this rank.
-
-    Attributes:
-        flat: their elements. placements: of the buffer that they lie in. scale: multiplies them, wherever they lie.
-    """
-
-    group: ParameterGroup
-    flat: torch.Tensor
-    placements: Sequence[BufferPlacement]
-    scale: Callable[[torch.Tensor], None]
-
-
-def _held_by(group: ParameterGroup) -> Iterator[_Held]:
-    """Yield the gradients of a group, which must be final."""
+def _held_by(group: ParameterGroup) -> Iterable[HeldGradients]:
+    """Return the gradients of a group, which must be final."""
     gradients = group.gradients
-    if gradients is not None:
-        binding = gradients.binding
-        if binding.state is GradState.PARTIAL or gradients.is_filled:
-            raise StateError(
-                f"{binding.name}: clip_grad_norm_ before gradients are final; run the last microbatch's backward "
-                "with synchronization (outside of no_sync, or after set_requires_gradient_sync(True))"
-            )
-        final = binding.settled()
-        if final is not None:
-            yield _Held(group, final.local_buffer, final.placements, binding.scale)
-        return
-    # A frozen group has no buffer for what the user puts in .grad.
-    for index, gradient in enumerate(grads_of(group.fsdp_params.sharded_params)):
-        if gradient is not None:
-            rows = own_rows(group.fsdp_params, index, gradient)
-            yield _Held(group, rows.reshape(-1), group.main_weight.placements, functools.partial(_scale, gradient))
-
-
-def _scale(tensor: torch.Tensor, factor: torch.Tensor) -> None:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    local.mul_(factor.to(local))
+    if gradients is None:
+        return of_frozen(group)
+    binding = gradients.binding
+    if binding.state is GradState.PARTIAL or gradients.is_filled:
+        refuse_pending(binding.name)
+    final = binding.settled()
+    return [] if final is None else [HeldGradients(group, final.local_buffer, final.placements, binding.scale)]

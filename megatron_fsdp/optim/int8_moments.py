@@ -35,7 +35,6 @@ from megatron_fsdp.runtime.step.parameter_group import ParameterGroup, group_of_
 __all__ = [
     "CODED_KEYS",
     "Int8GroupMoments",
-    "coded_numel",
     "coded_state",
     "decoded_state",
     "is_coded",
@@ -54,11 +53,6 @@ _PLAIN_ALIGNMENT = 4
 def is_coded(shape: Sequence[int]) -> bool:
     """Whether moments of a parameter of this (whole) shape are kept in 8 bits."""
     return math.prod(shape) >= MIN_NUMEL
-
-
-def coded_numel(shapes: Sequence[Sequence[int]]) -> int:
-    """Return the elements of those shapes whose moments are kept in 8 bits."""
-    return sum(math.prod(shape) for shape in shapes if is_coded(shape))
 
 
 def random_position(number: int, element: int) -> int:
@@ -97,11 +91,7 @@ def decoded_state(parameter: torch.Tensor, values: Mapping[str, Any], dtype: tor
 
 
 def coded_state(parameter: torch.Tensor, values: Mapping[str, Any], device: torch.device | str) -> dict[str, Any]:
-    """Return the coded state of a parameter that is not sharded, of the moments in ``values`` or of zeros.
-
-    Args:
-        device: of a step counter that is made now.
-    """
+    """Return the coded state of a parameter that is not sharded, of the moments in ``values`` or of zeros."""
     made: dict[str, Any] = {"step": values.get("step", torch.zeros((), device=device))}
     for name, signed in _MOMENTS:
         moment = values.get(name)

@@ -18,14 +18,15 @@ from torch.optim import Optimizer
 
 from dbuffer import FlatDTensor
 from megatron_fsdp.errors import ConfigError
-from megatron_fsdp.runtime.lifecycle.param_layout import is_laid_out_like, laid_out
 from megatron_fsdp.runtime.step.parameter_group import group_of_parameter
+from megatron_fsdp.runtime.weights.param_layout import is_laid_out_like, laid_out
 
 __all__ = [
     "SEEN",
     "WHOLE",
     "hide_state",
     "lay_out_loaded_state",
+    "parameters_by_index",
     "parameters_of",
     "refuse_split_weights",
     "reveal_state",
@@ -42,6 +43,12 @@ def parameters_of(optimizer: Optimizer) -> Iterable[torch.Tensor]:
     """Yield the parameters of all param groups."""
     for group in optimizer.param_groups:
         yield from group["params"]
+
+
+def parameters_by_index(optimizer: Optimizer, document: Mapping[str, Any]) -> dict[Any, torch.Tensor]:
+    """Return the parameters by what a state dict of the optimizer calls them, whose groups ``torch.optim`` compares."""
+    indices = itertools.chain.from_iterable(group["params"] for group in document["param_groups"])
+    return dict(zip(indices, parameters_of(optimizer), strict=False))
 
 
 def state_dtype(optimizer: Optimizer, parameter: torch.Tensor) -> torch.dtype:
@@ -92,9 +99,8 @@ def hide_state(
     ``torch.optim`` would cast it to the dtypes of the parameters, which may be narrower, and a DTensor that it casts
     may forget its rows (docs/design/facade.md, "Known limit"). ``reveal_state`` undoes it in ``__setstate__``.
     """
-    indices = itertools.chain.from_iterable(group["params"] for group in state_dict["param_groups"])
     state = dict(state_dict["state"])
-    for index, parameter in zip(indices, parameters_of(optimizer), strict=False):
+    for index, parameter in parameters_by_index(optimizer, state_dict).items():
         if index in state:
             dtype = state_dtype(optimizer, parameter)
             found = dict(state[index])
@@ -123,11 +129,7 @@ def _cast(value: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torc
 
 
 def refuse_split_weights(optimizer: Optimizer, *_: Any) -> None:
-    """Refuse an optimizer that would step the upper halves of split weights as if they were all.
-
-    Raises:
-        ConfigError: it would; the message names the first such parameter.
-    """
+    """Refuse an optimizer that would step the upper halves of split weights as if they were all."""
     sizes = [len(group["params"]) for group in optimizer.param_groups]
     if getattr(optimizer, "steps_split_weights", False) or WHOLE.get(optimizer) == sizes:
         return

@@ -15,11 +15,11 @@ import torch
 from dbuffer.dtensor.from_buffer import buffer_dtensor
 from dbuffer_kernels import AdamWBuffers, MuonWeights, Segment, Segments, muon_apply, muon_momentum
 from megatron_fsdp.optim.adamw_state import ABSENT, KEYS, FlatGradient, GroupState
-from megatron_fsdp.optim.adamw_update import Update
+from megatron_fsdp.optim.adamw_update import Rows, Update
 from megatron_fsdp.optim.matrix_views import MatrixBlock
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
 
-__all__ = ["MOMENTUM", "MatrixGroup", "MatrixMember", "StepRows"]
+__all__ = ["MOMENTUM", "MatrixGroup", "MatrixMember", "StepRows", "matrix_segments"]
 
 MOMENTUM = "momentum_buffer"
 
@@ -46,40 +46,45 @@ class _Run:
     indices: tuple[int, ...]
 
 
-class StepRows:
-    """The hyperparameters of one step of Muon: a row for each param group, and for each with a matrix's factor.
+class StepRows(Rows):
+    """The hyperparameters of one step of Muon too: a row for each param group, and for each with a matrix's factor.
 
     Args:
-        param_groups: of the optimizer; those of AdamW are not asked for.
-        factors: (number of the param group, factor) of each row of ``apply``.
+        param_groups: of the optimizer. factors: (number of the param group, factor) of each row of ``apply``.
     """
 
-    def __init__(self, param_groups: Sequence[Mapping[str, Any]], factors: Sequence[tuple[int, float]]) -> None:
-        self._momentum = [
-            [float(group["momentum"]), float(group["nesterov"])] if group["use_muon"] else [0.0, 0.0]
-            for group in param_groups
-        ]
-        self._apply = []
-        for number, factor in factors:
-            group = param_groups[number]
-            lr = float(group["lr"])
-            self._apply.append([1 - lr * group["weight_decay"], -(lr * factor)])
-        self._tables: dict[tuple[torch.device, int], torch.Tensor] = {}
+    def __init__(self, param_groups: Sequence[dict[str, Any]], factors: Sequence[tuple[int, float]]) -> None:
+        super().__init__(param_groups)
+        self._factors = factors
 
     def momentum(self, device: torch.device) -> torch.Tensor:
-        """Return the rows of ``muon_momentum``."""
-        return self._on(device, self._momentum)
+        """Return the rows of ``muon_momentum``; those of param groups of AdamW are not asked for."""
+        rows = [(group.get("momentum", 0), group.get("nesterov", 0)) for group in self._param_groups]
+        return self._table("momentum", device, lambda: [list(map(float, row)) for row in rows])
 
     def apply(self, device: torch.device) -> torch.Tensor:
         """Return the rows of ``muon_apply``."""
-        return self._on(device, self._apply)
+        groups = [(self._param_groups[number], factor) for number, factor in self._factors]
+        rows = ((float(group["lr"]), group["weight_decay"], factor) for group, factor in groups)
+        return self._table("apply", device, lambda: [[1 - lr * decay, -(lr * factor)] for lr, decay, factor in rows])
 
-    def _on(self, device: torch.device, rows: list[list[float]]) -> torch.Tensor:
-        key = (device, id(rows))
-        if key not in self._tables:
-            table = torch.tensor(rows, dtype=torch.float64, pin_memory=device.type == "cuda").view(-1, 2)
-            self._tables[key] = table.to(device, non_blocking=True)
-        return self._tables[key]
+
+def matrix_segments(
+    member: MatrixMember, base: int, held: range, row_of: Callable[[int, float], int]
+) -> Iterator[Segment]:
+    """Yield where the matrices of a parameter lie in flat memory, with their rows of ``StepRows.apply``.
+
+    Args:
+        base: where the elements ``held`` of the flattened parameter begin.
+    """
+    if len({factor for _, factor in member.blocks}) == 1:
+        yield Segment(base, base + len(held), row_of(member.group, member.blocks[0][1]))
+        return
+    for block, factor in member.blocks:
+        row = row_of(member.group, factor)
+        for piece in block.rectangles(held):
+            starts = (base + piece.start + line * piece.stride for line in range(piece.rows))
+            yield from (Segment(start, start + piece.columns, row) for start in starts)
 
 
 class MatrixGroup(GroupState):
@@ -109,7 +114,10 @@ class MatrixGroup(GroupState):
         self._runs = self._find_runs()
         numel = sum(run.stop - run.start for run in self._runs)
         self._second = self.first.local_buffer.new_zeros(numel)
-        self._blocks = {index: list(self._segments_of(index, row_of)) for index in self.matrices}
+        self._blocks = {
+            index: list(matrix_segments(member, self.base(index), self.held_elements(index), row_of))
+            for index, member in self.matrices.items()
+        }
         self._matrix_segments: dict[tuple[bool, tuple[bool, ...]], Segments] = {}
         # What the step under way writes to.
         self._written: MuonWeights | None = None
@@ -127,18 +135,6 @@ class MatrixGroup(GroupState):
                 numel = before.second + stop - before.start
             previous = index
         return runs
-
-    def _segments_of(self, index: int, row_of: Callable[[int, float], int]) -> Iterator[Segment]:
-        """Yield where the matrices of a parameter lie, with their rows of ``StepRows.apply``."""
-        member, (base, stop) = self.matrices[index], self._pieces[index]
-        if len({factor for _, factor in member.blocks}) == 1:
-            yield Segment(base, stop, row_of(member.group, member.blocks[0][1]))
-            return
-        for block, factor in member.blocks:
-            row = row_of(member.group, factor)
-            for piece in block.rectangles(self.held_elements(index)):
-                starts = (base + piece.start + line * piece.stride for line in range(piece.rows))
-                yield from (Segment(start, start + piece.columns, row) for start in starts)
 
     def base(self, index: int) -> int:
         """Return where in this rank's part its piece of a parameter begins."""
@@ -200,11 +196,7 @@ class MatrixGroup(GroupState):
         return self._matrix_segments[key]
 
     def adamw_updates(self, gradient: FlatGradient, row_of: Callable[[int, int], int]) -> list[Update]:
-        """Count a step of what AdamW steps, and return its launches: one for each run of neighbours.
-
-        Args:
-            row_of: see ``count_step``.
-        """
+        """Count a step of what AdamW steps, and return its launches: one for each run of neighbours."""
         updates = []
         for run, segments in zip(self._runs, self.count_step(row_of, gradient.present), strict=True):
             if segments is None:

@@ -19,20 +19,14 @@ class Rectangle:
 
     Attributes:
         start, stride: of the first element in the piece, and from one row to the next.
-        rows, columns: of the rectangle. row, column: of its first element in the matrix.
+        rows, columns: of the rectangle. place: of its first element in the flattened matrix.
     """
 
     start: int
     stride: int
     rows: int
     columns: int
-    row: int
-    column: int
-
-    @property
-    def numel(self) -> int:
-        """Elements of the rectangle."""
-        return self.rows * self.columns
+    place: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,45 +60,39 @@ class MatrixBlock:
 
     def overlap(self, held: range) -> int:
         """Return how many of the matrix's elements are among ``held``, a range of the flattened parameter."""
-        return sum(rectangle.numel for rectangle in self.rectangles(held))
+        return sum(rectangle.rows * rectangle.columns for rectangle in self.rectangles(held))
 
     def rectangles(self, held: range) -> Iterator[Rectangle]:
         """Yield the matrix's elements among ``held``, a range of the flattened parameter.
 
         They come in the order of the matrix's rows; positions count from the first element of ``held``.
         """
-        before = 0
-        is_whole = self.columns == self.width
+        place = 0
         for start, stop in self.row_ranges:
-            if is_whole:
+            if self.columns == self.width:
+                # One run: all of these rows' elements are the matrix's.
                 first, last = max(start * self.width, held.start), min(stop * self.width, held.stop)
                 if first < last:
-                    yield from self._of_whole_rows(first, last, before - start, held.start)
+                    yield Rectangle(
+                        first - held.start, last - first, 1, last - first, place + first - start * self.width
+                    )
             else:
-                yield from self._of_cut_rows(start, stop, before - start, held)
-            before += stop - start
+                yield from self._of_cut_rows(start, stop, place, held)
+            place += (stop - start) * self.columns
 
-    def _of_whole_rows(self, first: int, last: int, shift: int, origin: int) -> Iterator[Rectangle]:
-        """Yield elements ``first`` to ``last`` of the parameter, all of which are the matrix's: one run."""
-        row, column = divmod(first, self.width)
-        yield Rectangle(first - origin, last - first, 1, last - first, row + shift, column)
-
-    def _of_cut_rows(self, start: int, stop: int, shift: int, held: range) -> Iterator[Rectangle]:
+    def _of_cut_rows(self, start: int, stop: int, place: int, held: range) -> Iterator[Rectangle]:
         """Yield the matrix's columns of rows of which at most the first and the last are held in part."""
-        width = self.width
-        first_row, last_row = max(start, held.start // width), min(stop, -(-held.stop // width))
-        row = first_row
+        width, row, last_row = self.width, max(start, held.start // self.width), min(stop, -(-held.stop // self.width))
         while row < last_row:
             low = max(self.first_column, held.start - row * width)
             high = min(self.last_column, held.stop - row * width)
-            is_full = low == self.first_column and high == self.last_column
             count = 1
-            if is_full:
+            if (low, high) == (self.first_column, self.last_column):
                 # The last row is full too if what is held reaches the matrix's last column in it.
                 count = max(min(last_row, (held.stop - self.last_column) // width + 1) - row, 1)
             if low < high:
-                place = row * width + low - held.start
-                yield Rectangle(place, width, count, high - low, row + shift, low - self.first_column)
+                where = place + (row - start) * self.columns + low - self.first_column
+                yield Rectangle(row * width + low - held.start, width, count, high - low, where)
             row += count
 
 
@@ -176,7 +164,9 @@ class MatrixView:
         count = math.prod(shape[:-2])
         row_pieces = _pieces(rows, self.row_splits, f"Muon: {name} of shape {shape}: row_splits")
         column_pieces = _pieces(columns, self.column_splits, f"Muon: {name} of shape {shape}: column_splits")
-        merged = _joined(row_pieces, len(self.row_splits)) if self.is_joined else [(piece,) for piece in row_pieces]
+        period = max(len(self.row_splits), 1)
+        joined = [tuple(row_pieces[position::period]) for position in range(period)]
+        merged = joined if self.is_joined else [(piece,) for piece in row_pieces]
         return tuple(
             MatrixBlock(columns, tuple((start + offset, stop + offset) for start, stop in ranges), *limits)
             for offset in range(0, count * rows, max(rows, 1))
@@ -204,7 +194,3 @@ def _pieces(length: int, sizes: Sequence[int], what: str) -> list[tuple[int, int
         raise ConfigError(f"{what}={tuple(sizes)} add up to {sum(sizes)}, which does not divide {length}")
     bounds = list(itertools.accumulate(tuple(sizes) * (length // sum(sizes)), initial=0))
     return list(itertools.pairwise(bounds))
-
-
-def _joined(pieces: Sequence[tuple[int, int]], count: int) -> list[tuple[tuple[int, int], ...]]:
-    return [tuple(pieces[position :: max(count, 1)]) for position in range(max(count, 1))]

@@ -29,7 +29,11 @@ def megatron_muon(groups: Sequence[Mapping[str, Any]], config: Any, model: nn.Mo
         groups: of Megatron's Adam. config: ``OptimizerConfig`` with its ``muon_*`` fields, those of Adam among them.
         model: whose parameters they hold.
     """
-    kinds = muon_param_groups(model, views=dict(_qkv_views(model, config)), rule=_is_matrix)
+    kinds = muon_param_groups(
+        model,
+        views=dict(_qkv_views(model, config)),
+        rule=lambda _, p: p.ndim == 2 and not getattr(p, "is_embedding_or_output_parameter", False),
+    )
     views = {id(parameter): group["view"] for group in kinds if group["use_muon"] for parameter in group["params"]}
     device = next(model.parameters()).device
     is_bf16 = getattr(config, "muon_fp32_matmul_prec", "medium") in ("low", "medium") and device.type == "cuda"
@@ -50,10 +54,6 @@ def megatron_muon(groups: Sequence[Mapping[str, Any]], config: Any, model: nn.Mo
         },
         options=MuonOptions(ns_dtype=torch.bfloat16 if is_bf16 else torch.float32),
     )
-
-
-def _is_matrix(name: str, parameter: torch.Tensor) -> bool:
-    return parameter.ndim == 2 and not getattr(parameter, "is_embedding_or_output_parameter", False)
 
 
 def _qkv_views(model: nn.Module, config: Any) -> Iterator[tuple[str, MatrixView]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,21 +11,21 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from dbuffer_kernels import MuonWeights, Segment, Segments, muon_apply, muon_momentum
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.optim.adamw_state import ABSENT, KEYS, GroupMoments, adopt_together
-from megatron_fsdp.optim.adamw_update import PlainParameter, Rows, Update, group_update, plain_update
+from megatron_fsdp.optim.adamw_update import PlainParameter, Rows, Update, group_update, plain_update, stored
 from megatron_fsdp.optim.exchange import Exchange, OwnerRanks, Solver, Source, owner_ranks
 from megatron_fsdp.optim.flat_base import Binding, FlatBase, Gradients, owned_groups
-from megatron_fsdp.optim.matrix_group import MOMENTUM, MatrixGroup, MatrixMember, StepRows
+from megatron_fsdp.optim.matrix_group import MOMENTUM, MatrixGroup, MatrixMember, StepRows, matrix_segments
 from megatron_fsdp.optim.matrix_views import MatrixBlock, MatrixView
-from megatron_fsdp.optim.newton_schulz import Iteration, coefficients, scale_factor
+from megatron_fsdp.optim.newton_schulz import SIMPLE, Iteration, coefficients, scale_factor
 from megatron_fsdp.optim.ownership import MatrixWork, OwnershipReport, holders_of, ownership_report, plan_ownership
 from megatron_fsdp.runtime.step.freshness import refreshes_itself
 from megatron_fsdp.runtime.step.parameter_group import group_of_parameter
 
 __all__ = ["Domain", "Muon", "MuonOptions", "explain_ownership"]
 
-_SIMPLE = (3.4445, -4.7750, 2.0315)
 _ADAMW = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2, "maximize": False, "capturable": False}
 # Keys of a param group that say what its parameters are; a state dict does not change them.
 _STRUCTURE = ("use_muon", "view")
@@ -73,7 +73,7 @@ class Muon(FlatBase):
         weight_decay: float = 0.1,
         momentum: float = 0.95,
         nesterov: bool = True,
-        ns_coefficients: tuple[float, float, float] | str = _SIMPLE,
+        ns_coefficients: tuple[float, float, float] | str = SIMPLE,
         eps: float = 1e-7,
         ns_steps: int = 5,
         adjust_lr_fn: str | None = None,
@@ -121,10 +121,9 @@ class Muon(FlatBase):
 
     def _update(self, binding: _Binding, gradients: Gradients, factor: torch.Tensor | None) -> None:
         adopt_together([(state, found.present) for state, found in gradients.groups], self.state)
-        rows = Rows(self.param_groups)
+        rows = StepRows(self.param_groups, binding.factors)
         # Runs while the first matrices are under way.
         waiting = [functools.partial(self._step_others, gradients, rows, factor)]
-        muon_rows = StepRows(self.param_groups, binding.factors)
         found = {id(state): gradient for state, gradient in gradients.groups}
         for domain in binding.domains:
             present = [found.get(id(group)) for group in domain.groups]
@@ -134,7 +133,7 @@ class Muon(FlatBase):
             for group, gradient in zip(domain.groups, present, strict=True):
                 flat = torch.zeros_like(group.first.local_buffer, dtype=self.options.message_dtype)
                 if gradient is not None:
-                    group.prepare(gradient, flat, muon_rows, rows.clip_on(factor, flat.device))
+                    group.prepare(gradient, flat, rows, rows.clip_on(factor, flat.device))
                 flats.append(flat)
             # Collectives and products run where compute does, which is elsewhere for offloaded weights.
             there = [flat.to(group.device) for group, flat in zip(domain.groups, flats, strict=True)]
@@ -142,12 +141,12 @@ class Muon(FlatBase):
             self.num_orthogonalized += domain.exchange.num_owned
             for group, gradient, flat, whole in zip(domain.groups, present, flats, there, strict=True):
                 if gradient is not None:
-                    group.apply(whole.to(flat.device), gradient.present, muon_rows)
+                    group.apply(whole.to(flat.device), gradient.present, rows)
         for others in waiting:
             others()
         for plain, values in gradients.plain:
             if isinstance(plain, PlainMatrices):
-                self._step_plain(plain, values, factor)
+                self._step_plain(plain, values, rows, factor)
 
     def _step_others(self, gradients: Gradients, rows: Rows, factor: torch.Tensor | None) -> None:
         """Step all that AdamW steps."""
@@ -161,30 +160,24 @@ class Muon(FlatBase):
         for update in updates:
             update.run(rows, factor)
 
-    def _step_plain(self, plain: PlainMatrices, gradient: torch.Tensor, factor: torch.Tensor | None) -> None:
+    def _step_plain(
+        self, plain: PlainMatrices, gradient: torch.Tensor, rows: StepRows, factor: torch.Tensor | None
+    ) -> None:
         """Step a parameter that is whole on this rank and belongs to no sharded module."""
-        parameter, group = plain.parameter, self.param_groups[plain.group]
+        parameter, numel = plain.parameter, plain.parameter.numel()
         values = self.state.setdefault(parameter, {})
         if MOMENTUM not in values:
             values[MOMENTUM] = torch.zeros_like(parameter, dtype=self.moments_dtype).detach()
-        kept = values[MOMENTUM]
-        gradient = gradient.view(parameter.shape).to(kept.dtype)
-        if factor is not None:
-            gradient = gradient * factor.to(gradient)
-        mu, lr, width = float(group["momentum"]), float(group["lr"]), parameter.shape[-1]
-        kept.lerp_(gradient, 1 - mu)
-        seen = gradient.lerp(kept, mu) if group["nesterov"] else kept
-        parameter.mul_(1 - lr * group["weight_decay"])
-        seen, target = seen.to(self.options.message_dtype).reshape(-1, width), parameter.view(-1, width)
-        for block, ratio in plain.blocks:
-            columns = slice(block.first_column, block.last_column)
-            matrix = torch.cat([seen[start:stop, columns] for start, stop in block.row_ranges])
-            work = MatrixWork(f"plain parameter {plain.number}", block, ())
-            update = plain.solver(matrix[None].to(plain.solver.dtype, copy=True), [work])[0].to(seen.dtype)
-            self.num_orthogonalized += 1
-            sizes = [stop - start for start, stop in block.row_ranges]
-            for (start, stop), piece in zip(block.row_ranges, update.split(sizes), strict=True):
-                target[start:stop, columns].add_(piece, alpha=-(lr * ratio))
+        tensors = [parameter.detach(), values[MOMENTUM]]
+        weight, kept = flat = [each.reshape(-1) for each in tensors]
+        seen = kept.new_empty(numel, dtype=self.options.message_dtype)
+        whole, clip = Segments([Segment(0, numel, plain.group)], numel), rows.clip_on(factor, kept.device)
+        muon_momentum(gradient, kept, seen, whole, rows.momentum(kept.device), clip=clip)
+        plain.exchange.run([seen], lambda: None)
+        self.num_orthogonalized += plain.exchange.num_owned
+        muon_apply(seen, MuonWeights(weight), plain.segments, rows.apply(kept.device))
+        for tensor, copy in stored(tensors, flat):
+            tensor.copy_(copy.view(tensor.shape))
 
     def _before_loading(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         # State of torch.optim.Muon has no views; what is live says what parameters are, whatever is loaded.
@@ -212,6 +205,11 @@ class Muon(FlatBase):
     def _bind(self, parameters: tuple[torch.Tensor, ...], flags: tuple[Any, ...]) -> _Binding:
         groups, dtype = self.param_groups, self.options.moments_dtype
         factors: dict[tuple[int, float], int] = {}
+
+        def row_of(group: int, factor: float) -> int:
+            # Rows of ``StepRows.apply`` are numbered as they are asked for.
+            return factors.setdefault((group, factor), len(factors))
+
         matrices: list[MatrixGroup] = []
         moments: list[GroupMoments] = []
         for owned in owned_groups(groups):
@@ -222,35 +220,55 @@ class Muon(FlatBase):
                 if member != ABSENT and groups[member]["use_muon"]
             }
             if found:
-                row_of = functools.partial(_row, factors)
                 matrices.append(MatrixGroup(owned.group, owned.members, found, row_of, dtype))
             else:
                 moments.append(GroupMoments(owned.group, owned.members, dtype, is_capturable=False))
         plain: list[PlainParameter] = []
-        whole: list[PlainMatrices] = []
         for number, group in enumerate(groups):
             for parameter in (p for p in group["params"] if group_of_parameter(p) is None):
                 if group["use_muon"]:
-                    blocks, solver = _blocks_of(parameter, group), self.solver_of(group)
-                    whole.append(PlainMatrices(parameter, number, False, len(whole), blocks, solver))
+                    plain.append(self._plain_matrices(parameter, number, f"plain parameter {len(plain)}", row_of))
                 else:
                     plain.append(PlainParameter(parameter, number, False))
         domains = tuple(self._domains(matrices))
-        return _Binding(parameters, flags, (*matrices, *moments), (*plain, *whole), domains, tuple(factors))
+        return _Binding(parameters, flags, (*matrices, *moments), tuple(plain), domains, tuple(factors))
+
+    def _plain_matrices(
+        self, parameter: torch.Tensor, number: int, name: str, row_of: Callable[[int, float], int]
+    ) -> PlainMatrices:
+        group, held = self.param_groups[number], range(parameter.numel())
+        member = MatrixMember(number, _blocks_of(parameter, group))
+        works = [MatrixWork(name, block, ()) for block, _ in member.blocks]
+        sources = [Source(0, 0, held, self.solver_of(group))] * len(works)
+        exchange = Exchange(plan_ownership(works, 1), sources, OwnerRanks(None, None), 1)
+        segments = Segments(list(matrix_segments(member, 0, held, row_of)), len(held))
+        return PlainMatrices(parameter, number, False, segments, exchange)
 
     def _domains(self, matrices: Sequence[MatrixGroup]) -> Iterator[Domain]:
-        solvers = [self.solver_of(group) if group["use_muon"] else None for group in self.param_groups]
         by_ranks: dict[tuple[int, int], tuple[OwnerRanks, list[MatrixGroup]]] = {}
         for each in matrices:
             assert each.group is not None
             ranks = owner_ranks(each.group.main_weight, shares_replicas=self.options.share_replicas)
             by_ranks.setdefault((id(ranks.shards), id(ranks.replicas)), (ranks, []))[1].append(each)
         for ranks, members in by_ranks.values():
-            pairs = [pair for flat, each in enumerate(members) for pair in _works(each, flat, ranks, solvers)]
+            pairs = [pair for flat, each in enumerate(members) for pair in self._works(each, flat, ranks.num_shards)]
             ownership = plan_ownership([work for work, _ in pairs], ranks.num_shards, ranks.num_replicas)
             bucket_numel = max(self.options.bucket_bytes // self.options.message_dtype.itemsize, 1)
-            exchange = Exchange(ownership, [source for _, source in pairs], ranks, bucket_numel)
-            yield Domain(ranks, tuple(members), exchange)
+            yield Domain(tuple(members), Exchange(ownership, [source for _, source in pairs], ranks, bucket_numel))
+
+    def _works(self, each: MatrixGroup, flat: int, num_shards: int) -> Iterator[tuple[MatrixWork, Source]]:
+        owner = each.group
+        assert owner is not None
+        plan, names = owner.plan, tuple(owner.parameters)
+        for index, member in each.matrices.items():
+            source = Source(
+                flat, each.base(index), each.held_elements(index), self.solver_of(self.param_groups[member.group])
+            )
+            holders = holders_of(plan.offsets[index], plan.tensor_numel(index), plan.numel // num_shards)
+            for block, _ in member.blocks:
+                held = tuple(holder for holder in holders if block.overlap(holder[1]))
+                steps = len(source.solver.coefficients) if isinstance(source.solver, Iteration) else 5
+                yield MatrixWork(f"{owner.name}.{names[index]}", block, held, steps), source
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,21 +313,19 @@ class Domain:
     """Matrices that the same ranks share.
 
     Attributes:
-        ranks: who. groups: the parameter groups that they are in. exchange: the redistribution of a step.
+        groups: the parameter groups that they are in. exchange: the redistribution of a step.
     """
 
-    ranks: OwnerRanks
     groups: tuple[MatrixGroup, ...]
     exchange: Exchange
 
 
 @dataclass(frozen=True, slots=True)
 class PlainMatrices(PlainParameter):
-    """A parameter of Muon's that no sharded module owns, the how manieth, with its matrices and their factors."""
+    """A parameter of Muon's that no sharded module owns, where its matrices lie, and what is done with them."""
 
-    number: int
-    blocks: tuple[tuple[MatrixBlock, float], ...]
-    solver: Solver
+    segments: Segments
+    exchange: Exchange
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,11 +357,6 @@ def explain_ownership(optimizer: Optimizer) -> tuple[OwnershipReport, ...]:
     return tuple(ownership_report(domain.exchange.ownership, itemsize) for domain in optimizer.domains())
 
 
-def _row(numbers: dict[tuple[int, float], int], group: int, factor: float) -> int:
-    """Number the rows of ``StepRows.apply`` as they are asked for."""
-    return numbers.setdefault((group, factor), len(numbers))
-
-
 def _check_group(group: Mapping[str, Any]) -> None:
     """Refuse hyperparameters out of range."""
     names = ("lr", "weight_decay", "momentum", "eps") if group["use_muon"] else ("lr", "weight_decay", "eps")
@@ -370,11 +381,7 @@ def _name_of(parameter: torch.Tensor) -> str:
 
 
 def _blocks_of(parameter: torch.Tensor, group: Mapping[str, Any]) -> tuple[tuple[MatrixBlock, float], ...]:
-    """Return a parameter's matrices, each with the factor of its learning rate.
-
-    Raises:
-        ConfigError: it is no matrix, or is sharded in a way that leaves no rank a whole one.
-    """
+    """Return a parameter's matrices, each with the factor of its learning rate."""
     name = _name_of(parameter)
     owner = group_of_parameter(parameter)
     if owner is None and isinstance(parameter, DTensor):
@@ -395,21 +402,3 @@ def _blocks_of(parameter: torch.Tensor, group: Mapping[str, Any]) -> tuple[tuple
     blocks = MatrixView.of(group["view"]).blocks(parameter.shape, name)
     mode, extra = group["adjust_lr_fn"], float(group["extra_scale_factor"])
     return tuple((block, scale_factor(block.rows, block.columns, mode) * extra) for block in blocks)
-
-
-def _works(
-    each: MatrixGroup, flat: int, ranks: OwnerRanks, solvers: Sequence[Solver | None]
-) -> Iterator[tuple[MatrixWork, Source]]:
-    owner = each.group
-    assert owner is not None
-    plan, names = owner.plan, tuple(owner.parameters)
-    for index, member in each.matrices.items():
-        solver = solvers[member.group]
-        assert solver is not None
-        num_steps = len(solver.coefficients) if isinstance(solver, Iteration) else 5
-        holders = holders_of(plan.offsets[index], plan.tensor_numel(index), plan.numel // ranks.num_shards)
-        name = f"{owner.name}.{names[index]}"
-        for block, _ in member.blocks:
-            held = tuple(holder for holder in holders if block.overlap(holder[1]))
-            work = MatrixWork(name, block, held, num_steps)
-            yield work, Source(flat, each.base(index), each.held_elements(index), solver)

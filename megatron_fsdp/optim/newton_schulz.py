@@ -17,20 +17,19 @@ from megatron_fsdp.errors import ConfigError
 
 __all__ = [
     "COEFFICIENT_SETS",
+    "SIMPLE",
+    "Coefficients",
     "Iteration",
     "coefficients",
-    "newton_schulz",
     "newton_schulz_flops",
     "scale_factor",
 ]
 
 Coefficients = tuple[float, float, float]
-
-
-_SIMPLE: Coefficients = (3.4445, -4.7750, 2.0315)
+SIMPLE: Coefficients = (3.4445, -4.7750, 2.0315)
 
 COEFFICIENT_SETS: dict[str, tuple[Coefficients, ...]] = {
-    "simple": (_SIMPLE,),
+    "simple": (SIMPLE,),
     "quintic": (
         (4.0848, -6.8946, 2.9270),
         (3.9505, -6.3029, 2.6377),
@@ -48,7 +47,7 @@ COEFFICIENT_SETS: dict[str, tuple[Coefficients, ...]] = {
         (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
         (1.875, -1.25, 0.375),
     ),
-    "deepseekv4": (*(_SIMPLE,) * 8, (2.0, -1.5, 0.5), (2.0, -1.5, 0.5)),
+    "deepseekv4": (*(SIMPLE,) * 8, (2.0, -1.5, 0.5), (2.0, -1.5, 0.5)),
 }
 """Coefficients (a, b, c) of each step by name, as NVIDIA's Emerging-Optimizers calls them. ``simple``: Jordan et al.
 2024; ``quintic``: the tuned five of modded-nanogpt; ``polar_express``: Amsel et al. 2025, for singular values from
@@ -72,8 +71,30 @@ class Iteration:
     dtype: torch.dtype = torch.bfloat16
 
     def __call__(self, matrices: torch.Tensor, works: Sequence[object] = ()) -> torch.Tensor:
-        """Return the result for a batch of shape (matrices, rows, columns) in ``dtype``; the input is overwritten."""
-        return newton_schulz(matrices, self)
+        """Return the semi-orthogonal factors of (matrices, rows, columns) in ``dtype``; the input is overwritten.
+
+        Arithmetic and roundings are those of ``torch.optim.Muon`` for each matrix by itself, so results do not depend
+        on what else is in the batch. On accelerators the products are batched; the CPU has no launches to save, and
+        rounds products of tiny FP32 matrices in a batch otherwise than alone.
+        """
+        is_tall = matrices.shape[1] > matrices.shape[2]
+        x = matrices.mT if is_tall else matrices
+        if matrices.device.type == "cpu":
+            # Memory of its own for each: how a product is rounded may depend on where a matrix begins.
+            singles = (matrix.clone() for matrix in x)
+            x = torch.stack([self._iterate(each.div_(each.norm().clamp(min=self.eps))) for each in singles])
+        else:
+            norms = torch.stack(torch._foreach_norm(list(x))).clamp_(min=self.eps)
+            x = self._iterate(x.div_(norms[:, None, None]))
+        return x.mT if is_tall else x
+
+    def _iterate(self, x: torch.Tensor) -> torch.Tensor:
+        add_product = torch.addmm if x.ndim == 2 else torch.baddbmm
+        for a, b, c in self.coefficients:
+            gram = x @ x.mT
+            factor = add_product(gram, gram, gram, beta=b, alpha=c)
+            x = add_product(x, factor, x, beta=a)
+        return x
 
 
 def coefficients(given: str | Sequence[float], num_steps: int) -> tuple[Coefficients, ...]:
@@ -82,8 +103,6 @@ def coefficients(given: str | Sequence[float], num_steps: int) -> tuple[Coeffici
     Args:
         given: a name of ``COEFFICIENT_SETS``, or three numbers that serve every step as in ``torch.optim.Muon``.
         num_steps: 1 <= num_steps < 100.
-    Raises:
-        ConfigError: another name, another count of numbers, or of steps.
     """
     if not 1 <= num_steps < 100:
         raise ConfigError(f"Muon(ns_steps={num_steps}): wanted 1 to 99 steps")
@@ -112,8 +131,6 @@ def scale_factor(rows: int, columns: int, mode: str | None) -> float:
 
     Args:
         rows, columns: of the whole matrix, never of a rank's part.
-    Raises:
-        ConfigError: another mode.
     """
     factors = {
         "original": math.sqrt(max(1, rows / columns)),
@@ -134,36 +151,3 @@ def newton_schulz_flops(rows: int, columns: int, num_steps: int = 5) -> int:
     """Return the floating-point operations for one matrix: ``num_steps * (4 m m n + 2 m m m)`` with m <= n."""
     small, large = sorted((rows, columns))
     return num_steps * (4 * small * small * large + 2 * small**3)
-
-
-def newton_schulz(matrices: torch.Tensor, iteration: Iteration) -> torch.Tensor:
-    """Return the semi-orthogonal factors of matrices of one shape.
-
-    Arithmetic and roundings are those of ``torch.optim.Muon`` for each matrix by itself, so results do not depend on
-    what else is in the batch. On accelerators the products are batched; the CPU has no launches to save, and rounds
-    products of tiny FP32 matrices in a batch otherwise than alone.
-
-    Args:
-        matrices: (matrices, rows, columns) in ``iteration.dtype``; overwritten.
-    Returns:
-        The same shape and dtype.
-    """
-    is_tall = matrices.shape[1] > matrices.shape[2]
-    x = matrices.mT if is_tall else matrices
-    if matrices.device.type == "cpu":
-        # Memory of its own for each: how a product is rounded may depend on where a matrix begins.
-        singles = (matrix.clone() for matrix in x)
-        x = torch.stack([_iterate(each.div_(each.norm().clamp(min=iteration.eps)), iteration) for each in singles])
-    else:
-        norms = torch.stack(torch._foreach_norm(list(x))).clamp_(min=iteration.eps)
-        x = _iterate(x.div_(norms[:, None, None]), iteration)
-    return x.mT if is_tall else x
-
-
-def _iterate(x: torch.Tensor, iteration: Iteration) -> torch.Tensor:
-    add_product = torch.addmm if x.ndim == 2 else torch.baddbmm
-    for a, b, c in iteration.coefficients:
-        gram = x @ x.mT
-        factor = add_product(gram, gram, gram, beta=b, alpha=c)
-        x = add_product(x, factor, x, beta=a)
-    return x

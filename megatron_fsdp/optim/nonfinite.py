@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from dbuffer.collectives import all_reduce
+from dbuffer.collectives_rare import reduce_numbers
 from dbuffer.mesh import MeshAxis
 from megatron_fsdp.errors import ConfigError, NonfiniteGradientError
 from megatron_fsdp.runtime.step.parameter_group import group_of_parameter
@@ -64,11 +64,7 @@ def check_gradients(model: nn.Module, norm: torch.Tensor, nonfinite: str = "rais
 
 
 def check_policy(what: str, nonfinite: str) -> None:
-    """Refuse what is no policy.
-
-    Raises:
-        ConfigError: it is none of ``POLICIES``.
-    """
+    """Refuse what is no policy."""
     if nonfinite not in POLICIES:
         raise ConfigError(f"{what}(nonfinite={nonfinite!r}): wanted one of {', '.join(map(repr, POLICIES))}")
 
@@ -78,8 +74,6 @@ def may_step(norm: torch.Tensor, nonfinite: str, readings: Callable[[], Sequence
 
     Args:
         readings: gives the gradients, in the same order on every rank; called only when they are needed.
-    Raises:
-        NonfiniteGradientError: for "raise".
     """
     value = norm.item()
     if math.isfinite(value):
@@ -108,7 +102,9 @@ def readings_of(model: nn.Module) -> list[Reading]:
 
 
 def _describe(readings: Sequence[Reading]) -> str:
-    kinds = _kinds(readings)
+    # By name: what there is on any rank.
+    mine = ((reading.axes, _kind(reading.gradient, reading.device)) for reading in readings)
+    kinds = map(int, reduce_numbers(mine, "max"))
     bad = [(reading.name, kind) for reading, kind in zip(readings, kinds, strict=True) if kind]
     if not bad:
         return "every element is finite, but the sum of their squares is not"
@@ -117,28 +113,8 @@ def _describe(readings: Sequence[Reading]) -> str:
     return f"{'NaN' if kind == _NAN else 'infinity'} in the gradient of {name}{others}"
 
 
-def _kinds(readings: Sequence[Reading]) -> list[int]:
-    """Return for each gradient what it has on any rank: 0, ``_INFINITE`` or ``_NAN``."""
-    kinds = [0] * len(readings)
-    for members in _by_axes(readings):
-        first = readings[members[0]]
-        flags = torch.stack([_kind(readings[member].gradient, first.device) for member in members])
-        for axis in first.axes:
-            all_reduce(flags, axis, "max")
-        for member, kind in zip(members, flags.tolist(), strict=True):
-            kinds[member] = kind
-    return kinds
-
-
 def _kind(gradient: torch.Tensor | None, device: torch.device) -> torch.Tensor:
     if gradient is None or not gradient.numel():
         return torch.zeros((), dtype=torch.int64, device=device)
     kind = torch.maximum(_INFINITE * gradient.isinf().any().long(), _NAN * gradient.isnan().any().long())
     return kind.to(device)
-
-
-def _by_axes(readings: Iterable[Reading]) -> Iterable[list[int]]:
-    split: dict[tuple[int, ...], list[int]] = {}
-    for index, reading in enumerate(readings):
-        split.setdefault(tuple(id(axis.gather_group) for axis in reading.axes), []).append(index)
-    return split.values()

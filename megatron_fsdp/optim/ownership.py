@@ -59,57 +59,10 @@ class Ownership:
     load_flops: tuple[int, ...]
     received_numel: tuple[int, ...]
 
-    @property
-    def num_ranks(self) -> int:
-        """Ranks that share the work."""
-        return self.num_shards * self.num_replicas
-
-    @property
-    def mean_flops(self) -> float:
-        """Operations of a rank on average."""
-        return sum(self.load_flops) / self.num_ranks
-
-    @property
-    def max_flops(self) -> int:
-        """Operations of the rank that has most."""
-        return max(self.load_flops)
-
-    @property
-    def bound_flops(self) -> float:
-        """No ownership of these matrices has a smaller maximum.
-
-        It is the largest of the mean, the largest matrix, and ``k + 1`` times the ``k N + 1``-th largest: of so many
-        matrices some rank gets ``k + 1``.
-        """
-        costs = sorted((work.flops for work in self.works), reverse=True)
-        piled = ((k + 1) * costs[k * self.num_ranks] for k in range(-(-len(costs) // self.num_ranks)))
-        return max(self.mean_flops, max(piled, default=0))
-
-    @property
-    def gap(self) -> float:
-        """How far the maximum is above ``bound_flops``, relative to it."""
-        return self.max_flops / self.bound_flops - 1 if self.bound_flops else 0.0
-
-    @property
-    def matrix_numel(self) -> int:
-        """Elements of all matrices."""
-        return sum(work.block.numel for work in self.works)
-
-    @property
-    def mean_received(self) -> float:
-        """Elements that a rank receives on average."""
-        return sum(self.received_numel) / self.num_ranks
-
 
 def holders_of(offset: int, numel: int, shard_numel: int) -> tuple[tuple[int, range], ...]:
-    """Return the shards of a flat buffer that hold a tensor, with the range of its elements that each has.
-
-    Args:
-        offset, numel: of the tensor, in elements. shard_numel: elements of a shard.
-    """
-    if not numel:
-        return ()
-    shards = range(offset // shard_numel, (offset + numel - 1) // shard_numel + 1)
+    """Return the shards of a flat buffer that hold a tensor, with the range of its elements that each has."""
+    shards = range(offset // shard_numel, -(-(offset + numel) // shard_numel)) if numel else ()
     return tuple(
         (shard, range(max(shard * shard_numel - offset, 0), min((shard + 1) * shard_numel - offset, numel)))
         for shard in shards
@@ -170,10 +123,12 @@ class OwnershipReport:
         num_ranks, num_replicas: who shares, and in how many replicas they hold the shards.
         num_matrices, num_elements: all of them.
         mean_flops, max_flops: Newton-Schulz operations of a rank. redundant_flops: if every rank did all of them.
-        largest_flops: of the largest matrix. bound_flops: see ``Ownership``.
+        largest_flops: of the largest matrix.
+        bound_flops: no ownership of these matrices has a smaller maximum: the largest of the mean, the largest matrix,
+            and ``k + 1`` times the ``k N + 1``-th largest, as of so many matrices some rank gets ``k + 1``.
         mean_received_bytes, max_received_bytes: of matrices and updates, of a rank in a step.
         gathered_bytes: what a rank would receive if every rank gathered every matrix.
-        least_owned, most_owned: matrices of a rank. gap: see ``Ownership``.
+        least_owned, most_owned: matrices of a rank. gap: how far the maximum is above the bound, relative to it.
 
     Example:
         for report in explain_ownership(Muon(muon_param_groups(model), lr=0.02)):
@@ -202,14 +157,10 @@ class OwnershipReport:
 
     def lines(self) -> list[str]:
         """Return the page."""
-        mean = self.mean_flops or 1.0
-        received = self.mean_received_bytes
+        mean, received, owned = self.mean_flops or 1.0, self.mean_received_bytes, f"{self.least_owned:,}"
         most_received = f"{self.max_received_bytes / received:.3f} of the mean" if received else ""
-        least, most = self.least_owned, self.most_owned
-        owned = f"{least:,}" if least == most else f"{least:,} to {most:,}"
-        ranks = f"{self.num_ranks:,} ranks"
-        if self.num_replicas > 1:
-            ranks += f" ({self.num_replicas:,} replicas)"
+        owned += f" to {self.most_owned:,}" if self.most_owned > self.least_owned else ""
+        ranks = f"{self.num_ranks:,} ranks" + (f" ({self.num_replicas:,} replicas)" if self.num_replicas > 1 else "")
         rows = [
             ("muon", f"{self.num_matrices:,} matrices", f"{owned} on each of {ranks}"),
             ("owner load, mean", _operations(self.mean_flops), "Newton-Schulz operations of a rank in a step"),
@@ -228,29 +179,29 @@ class OwnershipReport:
 
 
 def ownership_report(ownership: Ownership, itemsize: int = 2) -> OwnershipReport:
-    """Return the report of an ownership.
-
-    Args:
-        itemsize: bytes of an element on the wire.
-    """
-    owned = [ownership.owners.count(rank) for rank in range(ownership.num_ranks)]
-    held = ownership.matrix_numel // ownership.num_shards
+    """Return the report of an ownership."""
+    num_ranks, numel = len(ownership.load_flops), sum(work.block.numel for work in ownership.works)
+    owned = [ownership.owners.count(rank) for rank in range(num_ranks)]
+    costs = sorted((work.flops for work in ownership.works), reverse=True)
+    mean, most = sum(costs) / num_ranks, max(ownership.load_flops)
+    piled = ((k + 1) * costs[k * num_ranks] for k in range(-(-len(costs) // num_ranks)))
+    bound = max(mean, max(piled, default=0))
     return OwnershipReport(
-        num_ranks=ownership.num_ranks,
+        num_ranks=num_ranks,
         num_replicas=ownership.num_replicas,
-        num_matrices=len(ownership.works),
-        num_elements=ownership.matrix_numel,
-        mean_flops=ownership.mean_flops,
-        max_flops=ownership.max_flops,
-        redundant_flops=sum(ownership.load_flops),
-        largest_flops=max((work.flops for work in ownership.works), default=0),
-        bound_flops=ownership.bound_flops,
-        mean_received_bytes=ownership.mean_received * itemsize,
+        num_matrices=len(costs),
+        num_elements=numel,
+        mean_flops=mean,
+        max_flops=most,
+        redundant_flops=sum(costs),
+        largest_flops=costs[0] if costs else 0,
+        bound_flops=bound,
+        mean_received_bytes=sum(ownership.received_numel) / num_ranks * itemsize,
         max_received_bytes=max(ownership.received_numel) * itemsize,
-        gathered_bytes=(ownership.matrix_numel - held) * itemsize,
+        gathered_bytes=(numel - numel // ownership.num_shards) * itemsize,
         least_owned=min(owned),
         most_owned=max(owned),
-        gap=ownership.gap,
+        gap=most / bound - 1 if bound else 0.0,
     )
 
 

@@ -31,8 +31,22 @@ ELEMENT_WISE: frozenset[type[Optimizer]] = frozenset(
 )
 """Classes that treat every element alike; a subclass of one may not."""
 
-_address_of = torch.Tensor.data_ptr
 _STAND_INS: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
+
+
+@functools.cache
+def attend_optimizers() -> None:
+    """From now on look at sharded parameters before any optimizer steps them, and step them on flat memory."""
+    # A compiled step calls the first one as it is; the second one is traced, and finds that it is.
+    register_optimizer_step_pre_hook(_disable_dynamo(_look_at))
+    register_optimizer_step_pre_hook(step_flat)
+
+
+def _look_at(optimizer: Optimizer, *_: Any) -> None:
+    if WHOLE.get(optimizer) != _sizes(optimizer):
+        refuse_split_weights(optimizer)
+    if SEEN.get(optimizer) is not optimizer.state:
+        lay_out_loaded_state(optimizer)
 
 
 def step_flat(
@@ -40,8 +54,7 @@ def step_flat(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Have a step run on flat memory, where its values are those of the step over the parameters, to the bit.
 
-    A hook before the steps of all optimizers. Steps of other classes, of closures, with ``differentiable=True`` and
-    those that are being compiled run as they are.
+    Steps of other classes, of closures, with ``differentiable=True`` and those that are being compiled run as they are.
 
     Args:
         optimizer: any. args, kwargs: of its ``step``, the optimizer itself first.
@@ -50,29 +63,19 @@ def step_flat(
     """
     if torch.compiler.is_compiling() or type(optimizer) not in ELEMENT_WISE or args[0] is not optimizer:
         return None
-    if any(argument is not None for argument in (*args[1:], *kwargs.values())):
-        return None
     groups = optimizer.param_groups
-    if any(group.get("differentiable") for group in groups):
+    if any(argument is not None for argument in (*args[1:], *kwargs.values())) or any(
+        group.get("differentiable") for group in groups
+    ):
         return None
     if not any(type(parameter) is FlatDTensor for group in groups for parameter in group["params"]):
         return None
-    stand_in = _STAND_INS.get(optimizer)
-    if stand_in is None:
-        stand_in = _STAND_INS[optimizer] = _stand_in(optimizer)
-    return (stand_in,), kwargs
-
-
-@functools.cache
-def _stand_in_class(kind: Any) -> type[Optimizer]:
-    return type(kind.__name__, (_StandIn, kind), {})
-
-
-def _stand_in(optimizer: Optimizer) -> Optimizer:
-    kind: Any = type(optimizer)
-    made = object.__new__(_stand_in_class(kind))
-    made.__dict__.update(_owner=weakref.ref(optimizer), _plan=None)
-    return made
+    if optimizer not in _STAND_INS:
+        kind: Any = type(optimizer)
+        made: Any = object.__new__(type(kind.__name__, (_StandIn, kind), {}))
+        made.__dict__.update(_owner=weakref.ref(optimizer), _plan=None)
+        _STAND_INS[optimizer] = made
+    return (_STAND_INS[optimizer],), kwargs
 
 
 class _StandIn(Optimizer):
@@ -100,7 +103,10 @@ class _StandIn(Optimizer):
         plan = self._plan
         if plan is None or not _fits(plan, owner, parameters, gradients):
             plan = self._plan = FlatPlan(owner, parameters, gradients)
-        _lend(plan, gradients)
+        plan.is_settled = False
+        for run, numel in zip(plan.runs, plan.numels, strict=True):
+            rows = cast(FlatDTensor, gradients[run.leader.position])._local_tensor
+            run.weight.grad = rows.as_strided((numel,), (1,))
         for group, tensors in zip(owner.param_groups, plan.tensors, strict=True):
             yield {**group, "params": tensors}
         _settle(plan, owner)
@@ -144,21 +150,11 @@ def _fits_gradients(plan: FlatPlan, gradients: Sequence[Any]) -> bool:
     rows = list(map(local_of, gradients))
     if not _same(map(type, rows), repeat(torch.Tensor)):
         return False
-    addresses = list(map(_address_of, rows))
+    addresses = list(map(torch.Tensor.data_ptr, rows))
     if list(map(operator.sub, addresses, map(addresses.__getitem__, plan.leaders))) != plan.distances:
         return False
-    for first, numel in zip(map(rows.__getitem__, plan.firsts), plan.numels, strict=True):
-        if first.untyped_storage().nbytes() < (first.storage_offset() + numel) * first.itemsize:
-            return False
-    return True
-
-
-def _lend(plan: FlatPlan, gradients: Sequence[torch.Tensor | None]) -> None:
-    """Give the flat tensors their gradients."""
-    plan.is_settled = False
-    for run, numel in zip(plan.runs, plan.numels, strict=True):
-        rows = cast(FlatDTensor, gradients[run.leader.position])._local_tensor
-        run.weight.grad = rows.as_strided((numel,), (1,))
+    firsts = zip(map(rows.__getitem__, plan.firsts), plan.numels, strict=True)
+    return all(row.untyped_storage().nbytes() >= (row.storage_offset() + numel) * row.itemsize for row, numel in firsts)
 
 
 def _settle(plan: FlatPlan, owner: Optimizer) -> None:
@@ -195,18 +191,3 @@ def _same(these: Iterable[Any], those: Iterable[Any]) -> bool:
 
 def _sizes(optimizer: Optimizer) -> list[int]:
     return [len(group["params"]) for group in optimizer.param_groups]
-
-
-@functools.cache
-def attend_optimizers() -> None:
-    """From now on look at sharded parameters before any optimizer steps them, and step them on flat memory."""
-    # A compiled step calls the first one as it is; the second one is traced, and finds that it is.
-    register_optimizer_step_pre_hook(_disable_dynamo(_look_at))
-    register_optimizer_step_pre_hook(step_flat)
-
-
-def _look_at(optimizer: Optimizer, *_: Any) -> None:
-    if WHOLE.get(optimizer) != _sizes(optimizer):
-        refuse_split_weights(optimizer)
-    if SEEN.get(optimizer) is not optimizer.state:
-        lay_out_loaded_state(optimizer)

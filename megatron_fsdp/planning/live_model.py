@@ -9,7 +9,7 @@ from torch import nn
 
 from megatron_fsdp.errors import StateError
 from megatron_fsdp.planning.model_spec import AxisFacts, Call, GroupFacts, ModelFacts, UnitFacts, Use, reshard_reason
-from megatron_fsdp.runtime.step.lanes import turns
+from megatron_fsdp.runtime.step.cuda_lane import turns
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
 from megatron_fsdp.runtime.step.unit import Unit, units_below
 from megatron_fsdp.runtime.weights.extension_hooks import ExtensionWeights
@@ -114,7 +114,7 @@ def _unit_facts(
     groups = tuple(known.setdefault(found, found) for found in map(_group_facts, unit.groups))
     parts = [part.axis.size for group in unit.groups if (part := group.weights.post_forward) is not None]
     asked: bool | int | None = parts[0] if parts else unit.reshard_after_forward
-    is_root = unit is unit.schedule.root
+    is_root = unit is unit.schedule.root_ref()
     return UnitFacts(
         next((paths[id(module)] for module in modules if paths.get(id(module))), names[0]),
         groups,

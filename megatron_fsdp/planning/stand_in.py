@@ -17,11 +17,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dbuffer.mesh import make_reduce_groups, mesh_axes
 from dbuffer_kernels.launch import launch_with
-from megatron_fsdp.api import finish_unit, make_unit
+from megatron_fsdp.api import put_in_place
 from megatron_fsdp.build.builder import GroupPlan, GroupSpec
 from megatron_fsdp.build.ownership import collect_parameters
 from megatron_fsdp.planning.model_spec import AxisFacts, Call, GroupFacts, ModelFacts, UnitFacts, Use
 from megatron_fsdp.planning.transformer import UnitWork
+from megatron_fsdp.runtime.lifecycle.make_param_group import make_param_group
+from megatron_fsdp.runtime.lifecycle.make_unit import make_unit
 from megatron_fsdp.runtime.lifecycle.module import FSDPModule
 from megatron_fsdp.runtime.step.unit import Unit
 from megatron_fsdp.runtime.weights.memory_slots import keep_gathered, use_slots
@@ -233,12 +235,12 @@ def _shard(
         )
         plans.append(GroupPlan(members, group.plan, spec))
 
-    def agree(_: object) -> None:
-        for group in unit.groups:
-            make_reduce_groups(mesh_axes(meshes[group.axes]))
-
-    made = make_unit(modules, plans, unit.policy, unit.reshard_after_forward, agree=agree)
-    finish_unit(modules, made, plans)
+    name = type(modules[0]).__name__
+    groups = [make_param_group(each.owned, each.plan, each.spec, name) for each in plans]
+    made = make_unit(name, modules, groups, unit.policy)
+    for axes in dict.fromkeys(group.axes for group in unit.groups):
+        make_reduce_groups(mesh_axes(meshes[axes]))
+    put_in_place(made, modules, list(owned.values()), unit.reshard_after_forward)
     return made
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from dbuffer.collectives import CollectiveCall
+from dbuffer.events import CollectiveCall
 from dbuffer.storage import KNOWN, FlatStorage
 from megatron_fsdp.planning.group_report import storages_of
 from megatron_fsdp.planning.model_spec import Transfer, Use

@@ -52,11 +52,7 @@ _ALONE = "To train in this process alone, set WORLD_SIZE=1"
 
 
 def join_job(device_type: str) -> None:
-    """Initialise ``torch.distributed`` for the job that this process was started for; alone where nobody started one.
-
-    Raises:
-        ConfigError: it is one of several processes, but they were not told how to find each other.
-    """
+    """Initialise ``torch.distributed`` for the job this process was started for; alone where nobody started one."""
     place = job_place(os.environ)
     if place is None:
         dist.init_process_group("nccl" if device_type == "cuda" else "gloo", store=HashStore(), rank=0, world_size=1)
@@ -71,12 +67,10 @@ def job_place(environment: Mapping[str, str]) -> JobPlace | None:
     """Return this process's place among those that were started together; None where it was started alone.
 
     ``RANK`` and ``WORLD_SIZE`` (torchrun, a PyTorchJob of Kubernetes) count first, then what srun and mpirun set.
-
-    Raises:
-        ConfigError: a variable is missing without which the processes cannot find each other; it names the variable.
     """
     named = {name: environment[name] for name in ("RANK", "WORLD_SIZE") if environment.get(name)}
-    if named.get("WORLD_SIZE") == "1" and named.get("RANK", "0") == "0" and not _has_rendezvous(environment):
+    missing = [name for name in _RENDEZVOUS if not environment.get(name)]
+    if missing and named.get("WORLD_SIZE") == "1" and named.get("RANK", "0") == "0":
         return None
     launcher, place = _launched_by(environment)
     if "WORLD_SIZE" in named and ("RANK" in named or place is None):
@@ -88,7 +82,6 @@ def job_place(environment: Mapping[str, str]) -> JobPlace | None:
     if place is None:
         _refuse_a_child(environment)
         return None
-    missing = [name for name in _RENDEZVOUS if not environment.get(name)]
     if missing:
         raise ConfigError(
             f"this is process {place.rank} of {place.size}, according to {launcher}, but {' and '.join(missing)} "
@@ -97,10 +90,6 @@ def job_place(environment: Mapping[str, str]) -> JobPlace | None:
             f"torch.distributed.init_process_group before fully_shard (docs/launch.md). {_ALONE}"
         )
     return place
-
-
-def _has_rendezvous(environment: Mapping[str, str]) -> bool:
-    return all(environment.get(name) for name in _RENDEZVOUS)
 
 
 def _named_place(named: Mapping[str, str], environment: Mapping[str, str]) -> JobPlace:

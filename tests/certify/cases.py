@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from dbuffer.collectives import barrier
+from dbuffer.collectives_rare import barrier
 from megatron_fsdp.api import fully_shard, microbatch, no_sync
 from megatron_fsdp.certify.certificate import Certificate, Certification, watching
 from megatron_fsdp.certify.clocks import Queue
@@ -390,7 +390,7 @@ def _missing_gradients(check: Certification) -> list[torch.Tensor]:
     check.know(model)
     loss = model(batch(dist.get_rank(), 0))
     loss.backward()
-    waits = [wait for wait in check.streams.waits if wait.is_host and wait.via.path.endswith("missing_votes.py")]
+    waits = [wait for wait in check.streams.waits if wait.is_host and wait.via.path.endswith("missing_gradients.py")]
     if dist.get_world_size() > 1 and all(wait.is_redundant for wait in waits):
         check.note("the host asks who misses gradients before the reductions are over")
     check.begin()
@@ -627,6 +627,9 @@ SHORT = tuple(
         "slots largest, prefetch lists",
         "slots static, optim_grads_params",
         "offload, optim_grads_params, bf16, none",
+        "offload, optim_grads_params, fp32, no_sync",
+        "two streams, large, copied",
+        "captured backward",
         "recompute reentrant",
         "split, none",
         "repeats",

@@ -36,11 +36,10 @@ MODULES = (
     "megatron_fsdp.runtime.grads.last_reductions",
     "megatron_fsdp.runtime.grads.packed_gradients",
     "megatron_fsdp.runtime.step.reduction",
-    "megatron_fsdp.runtime.step.weight_buffers",
+    "megatron_fsdp.runtime.weights.sharded_weights",
     "megatron_fsdp.runtime.weights.post_forward_shard",
     "megatron_fsdp.runtime.weights.memory_slots",
     "megatron_fsdp.runtime.guards.missing_gradients",
-    "megatron_fsdp.runtime.guards.missing_votes",
     "megatron_fsdp.optim.adamw",
     "megatron_fsdp.optim.adamw_update",
     "dbuffer.storage",
@@ -107,7 +106,7 @@ EQUIVALENT: dict[str, str] = {
         "on a device with streams every lane is one of those"
     ),
     "wait_on_host: `if compute is not None` taken as True": ("on a device with streams it is never None"),
-    "Backward.begin: without `self._reducing.drain(self.max_packed_buffers - 1)`": (
+    "Backward.begin_gradients: without `self._reducing.drain(self.max_packed_buffers - 1)`": (
         "it bounds memory; the end of the backward waits for the same reductions"
     ),
     "Backward.finish: `self._reducing.drain(0)` at the end of its block": (
@@ -123,7 +122,7 @@ EQUIVALENT: dict[str, str] = {
     ),
     "ParameterGroup.release: `self.weights.release(keep_generation=self.freshness.gathered if keep_part else None)` "
     "at the start of its block": ("nothing is issued between the two places"),
-    "build: `group.weights.release()` at the start of its block": "nothing is issued between the two places",
+    "_build: `group.weights.release()` at the start of its block": "nothing is issued between the two places",
     "GradientBuffer.receive: `if self._turns is not None` taken as True": ("on a device with streams it is never None"),
     "GradientBuffer.receive_product: `if self._turns is not None` taken as True": (
         "on a device with streams it is never None"
@@ -139,7 +138,7 @@ EQUIVALENT: dict[str, str] = {
         "each has memory of its own, and nothing is issued between the two places"
     ),
     "wait_for_event: `if compute is not None` taken as True": ("on a device with streams it is never None"),
-    "Backward.begin: `if packs` taken as False": (
+    "Backward.begin_gradients: `if packs` taken as False": (
         "it bounds memory; the end of the backward waits for the same reductions"
     ),
 }
@@ -155,9 +154,9 @@ OPEN: dict[str, str] = {
     "LateGradients.close: `self._turns.take(self._pack_waiting)` at the end of its block": (
         "gradients of one unit on two streams, all of those on the second one after the unit is closed"
     ),
-    "begin_again: without `ticket.wait()`": "a unit that is closed twice in a last backward",
+    "GradientBuffer._begin_again: without `ticket.wait()`": "a unit that is closed twice in a last backward",
     "Turns.take: without `leave()`": "a stream that allocates, before it follows any lane, what another one has copied",
-    "Backward.begin: `if packs` taken as True": "a wait for reductions before there is need, which costs overlap",
+    "Backward.begin_gradients: `if packs` taken as True": "a wait for reductions before there is need: lost overlap",
     "Rows.on: `table.to(device, non_blocking=True)` that blocks": "a copy to a GPU: on a CPU there is none",
     "Rows.keys_on: `table.to(device, non_blocking=True)` that blocks": "a copy to a GPU: on a CPU there is none",
 }

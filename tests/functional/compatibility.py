@@ -153,11 +153,13 @@ def train(
     before: Callable[[nn.Module, bool], None] | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     dtype: torch.dtype = torch.float32,
+    loss_of: Callable[[Any, int], torch.Tensor] | None = None,
 ) -> list[float]:
     """Train on this rank's data and return its losses.
 
     Args:
         before: called with the model, and whether it is the last, before each microbatch.
+        loss_of: the model at a step; its mean square by default.
     """
     optimizer = optimizer or torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     losses = []
@@ -165,7 +167,11 @@ def train(
         is_last = index % microbatches == microbatches - 1
         if before is not None:
             before(model, is_last)
-        loss = model(inputs(dist.get_rank(), index).to(dtype)).float().square().mean()
+        loss = (
+            model(inputs(dist.get_rank(), index).to(dtype)).float().square().mean()
+            if loss_of is None
+            else loss_of(model, index)
+        )
         loss.backward()
         losses.append(loss.item())
         if is_last:

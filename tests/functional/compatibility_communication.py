@@ -202,12 +202,9 @@ class Branches(nn.Module):
 def ranks_differ(fsdp: Any) -> Outcome:
     model = fsdp.fully_shard(Branches())
     model.set_reduce_scatter_unused_params(True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses = []
-    for step in range(3):
-        loss = model(inputs(dist.get_rank(), step), left=(dist.get_rank() + step) % 2 == 0).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return outcome(model, losses)
+
+    def uneven(model: Any, step: int) -> torch.Tensor:
+        rank = dist.get_rank()
+        return model(inputs(rank, step), left=(rank + step) % 2 == 0).square().mean()
+
+    return outcome(model, train(model, loss_of=uneven))

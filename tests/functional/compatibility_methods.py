@@ -305,15 +305,11 @@ def no_gather_for_backward(fsdp: Any) -> Outcome:
         fsdp.fully_shard(module)
     fsdp.fully_shard(model)
     table.set_unshard_in_backward(False)
-    losses = []
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(3):
-        loss = model((torch.arange(5) * (dist.get_rank() + 2) + step) % 11).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return outcome(model, losses)
+
+    def looked_up(model: Any, step: int) -> torch.Tensor:
+        return model((torch.arange(5) * (dist.get_rank() + 2) + step) % 11).square().mean()
+
+    return outcome(model, train(model, loss_of=looked_up))
 
 
 # ---------------------------------------------------------------- units of several modules
@@ -453,15 +449,9 @@ def second_method(fsdp: Any) -> Outcome:
     seen = [raises(lambda: fsdp.register_fsdp_forward_method(model, "no_such_method"), ValueError)]
     fsdp.register_fsdp_forward_method(nn.Linear(2, 2), "no_such_method")
     fsdp.register_fsdp_forward_method(model, "encode")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses = []
-    for step in range(3):
-        loss = model.encode(inputs(dist.get_rank(), step), scale=2.0).square().mean()
-        loss.backward()
-        seen.append(model.down.weight.grad is None)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    losses = train(
+        model, loss_of=lambda _, step: model.encode(inputs(dist.get_rank(), step), scale=2.0).square().mean()
+    )
     return outcome(model, losses, seen[:1])
 
 

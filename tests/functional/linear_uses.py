@@ -1,7 +1,7 @@
 """Ways to use linear layers in a unit, for the tests of gradients that are multiplied into packed buffers."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +14,9 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from megatron_fsdp import MixedPrecisionPolicy, Placements, fully_shard
 from megatron_fsdp.runtime.step.gradients import GradientBuffer
-from tests.harness.models import WIDTH, Block, Stack, inputs, squared, three_blocks
+from tests.harness.models import WIDTH, Block, Made, Stack, inputs, squared, three_blocks
 from tests.harness.oracle import Case
+from tests.harness.twins import sharded
 
 
 @contextmanager
@@ -36,72 +37,34 @@ def counted_products() -> Iterator[list[int]]:
 # ---------------------------------------------------------------- ways to use a linear layer
 
 
-class Layer(nn.Module):
-    """One linear layer, used as a subclass says."""
+class Layer(Made):
+    """One linear layer, used as ``compute(layer, x)`` does."""
 
-    def __init__(self, bias: bool = True) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH, bias=bias)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + torch.tanh(self.linear(x))
+    def __init__(self, compute: Callable[[Any, torch.Tensor], torch.Tensor] | None = None, bias: bool = True) -> None:
+        linear = nn.Linear(WIDTH, WIDTH, bias=bias)
+        super().__init__(compute or (lambda layer, x: x + torch.tanh(layer.linear(x))), linear=linear)
 
 
-class Twice(Layer):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(torch.tanh(self.linear(x)))
+def twice(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    return layer.linear(torch.tanh(layer.linear(x)))
 
 
-class TwiceWithoutBias(Twice):
-    """Its weight alone makes its unit's gradients complete, which they are after the second product."""
-
-    def __init__(self) -> None:
-        super().__init__(bias=False)
-
-
-class BesideTheFunction(Layer):
-    """Uses the weight in the layer and in an operator of its own."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x) * functional.linear(x, self.linear.weight)
+def transposed(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    """Hand the layer three dimensions that do not lie one after the other."""
+    pairs = torch.stack([x, x.sin()]).transpose(0, 1)
+    return torch.tanh(layer.linear(pairs)).transpose(0, 1).sum(0)
 
 
-class Penalized(Layer):
-    """Uses the weight in the layer, and itself."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x) + self.linear.weight.square().sum()
-
-
-class Transposed(Layer):
-    """Hands the layer three dimensions that do not lie one after the other."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        pairs = torch.stack([x, x.sin()]).transpose(0, 1)
-        return torch.tanh(self.linear(pairs)).transpose(0, 1).sum(0)
+def hooked(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    """Want to see, and to double, the gradient of the weight."""
+    if not layer.linear.weight._backward_hooks:
+        layer.linear.weight.register_hook(lambda gradient: 2 * gradient)
+    return x + torch.tanh(layer.linear(x))
 
 
-class OneByOne(Layer):
-    """Hands the layer one dimension at a time."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.stack([torch.tanh(self.linear(row)) for row in x])
-
-
-class InputFrozen(Layer):
-    """Its layer's input needs no gradient."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.linear(x.detach())
-
-
-class Hooked(Layer):
-    """Wants to see, and to double, the gradient of its weight."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not self.linear.weight._backward_hooks:
-            self.linear.weight.register_hook(lambda gradient: 2 * gradient)
-        return x + torch.tanh(self.linear(x))
+def recomputing_inside(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    """Recompute within the unit, and use the layer outside of that too."""
+    return checkpoint(lambda y: torch.tanh(layer.linear(y)), x, use_reentrant=False) + layer.linear(x)
 
 
 class Own(nn.Linear):
@@ -116,53 +79,40 @@ class Named(nn.Linear):
 
 
 class Recomputing(Stack):
-    """Recomputes its layers without reentering autograd."""
+    """Recomputes its layers as the options of ``checkpoint`` say."""
 
-    is_reentrant = False
+    options: Mapping[str, Any] = {"use_reentrant": False}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=self.is_reentrant)
+            x = checkpoint(layer, x, **self.options)
         return x
 
 
 class Reentering(Recomputing):
-    is_reentrant = True
+    options: Mapping[str, Any] = {"use_reentrant": True}
 
 
-class RecomputingSelectively(Stack):
+class RecomputingSelectively(Recomputing):
     """Keeps the outputs of matrix products, and recomputes the rest."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        kept = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=False, context_fn=kept)
-        return x
+    kept = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
+    options: Mapping[str, Any] = {"use_reentrant": False, "context_fn": kept}
 
 
-class RecomputingInside(Layer):
-    """Recomputes within the unit, and uses its layer outside of that too."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(lambda y: torch.tanh(self.linear(y)), x, use_reentrant=False) + self.linear(x)
-
-
-class Tied(nn.Module):
-    """Embedding and output layer share a weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(11, WIDTH)
-        self.mix = nn.Linear(WIDTH, WIDTH)
-        self.head = nn.Linear(WIDTH, 11, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.head(torch.tanh(self.mix(self.embed(tokens))))
+def tied() -> nn.Module:
+    """Return an embedding and an output layer that share a weight."""
+    model: Any = Made(
+        lambda m, tokens: m.head(torch.tanh(m.mix(m.embed(tokens)))),
+        embed=nn.Embedding(11, WIDTH), mix=nn.Linear(WIDTH, WIDTH), head=nn.Linear(WIDTH, 11, bias=False),
+    )  # fmt: skip
+    model.head.weight = model.embed.weight
+    return model
 
 
-def stack_of(*kinds: type[nn.Module]) -> Callable[[], nn.Module]:
-    return lambda: Stack(*(kind() for kind in kinds))
+def stack_of(*computes: Callable[[Any, torch.Tensor], torch.Tensor] | None, bias: bool = True) -> Callable[[], Stack]:
+    """Return a function that stacks layers, used as each of these does; None for as usual."""
+    return lambda: Stack(*(Layer(compute, bias) for compute in computes))
 
 
 def freeze(name: str) -> Callable[[], nn.Module]:
@@ -177,17 +127,7 @@ def freeze(name: str) -> Callable[[], nn.Module]:
 
 
 def shard_as(strategy: str, policy: MixedPrecisionPolicy) -> Callable[[nn.Module], None]:
-    def shard(model: nn.Module) -> None:
-        options: dict[str, Any] = {"placements": getattr(Placements, strategy)(0), "mp_policy": policy}
-        for layer in model.layers:
-            fully_shard(layer, **options)
-        fully_shard(model, **options)
-
-    return shard
-
-
-def shard_whole(model: nn.Module) -> None:
-    fully_shard(model)
+    return functools.partial(sharded, placements=getattr(Placements, strategy)(0), mp_policy=policy)
 
 
 def shard_linears(model: nn.Module) -> None:
@@ -215,10 +155,6 @@ def with_no_rows_on_rank_zero(model: nn.Module, rank: int, step: int) -> torch.T
     return model(x).square().sum()
 
 
-def of_two_forwards(model: nn.Module, rank: int, step: int) -> torch.Tensor:
-    return squared(model, rank, step) + squared(model, rank, step + 50)
-
-
 def of_one_graph(model: nn.Module, rank: int, step: int) -> tuple[torch.Tensor, ...]:
     output = model(inputs(rank, step))
     return output.square().mean(), output.sum() / 9
@@ -238,13 +174,9 @@ def dropping_a_layer(model: nn.Module, rank: int, step: int) -> torch.Tensor:
     return x.square().mean()
 
 
-class Skipping(Layer):
-    """Leaves its layer out when told."""
-
-    is_skipped = False
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x if self.is_skipped else super().forward(x)
+def skipped_at_times(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    """Leave the layer out when told."""
+    return x if getattr(layer, "is_skipped", False) else x + torch.tanh(layer.linear(x))
 
 
 def skip_on_rank_zero(model: nn.Module, rank: int, step: int) -> torch.Tensor:
@@ -263,31 +195,37 @@ class Use:
 
 USES = {
     "one unit per block": Use(Case(three_blocks, squared), 6),
-    "one unit for all": Use(Case(three_blocks, squared, shard=shard_whole), 6),
+    "one unit for all": Use(Case(three_blocks, squared, shard=fully_shard), 6),
     "units of one layer": Use(Case(three_blocks, squared, shard=shard_linears), 6),
-    "a layer used twice": Use(Case(stack_of(Twice, Twice), squared), 4),
-    "a weight alone in its unit, used twice": Use(Case(stack_of(TwiceWithoutBias, TwiceWithoutBias), squared), 4),
-    "a weight used elsewhere too": Use(Case(stack_of(BesideTheFunction, Layer), squared), 2),
-    "a weight in the loss": Use(Case(stack_of(Penalized, Layer), squared), 2),
-    "inputs of three dimensions": Use(Case(stack_of(Transposed, Layer), squared), 2),
-    "inputs of one dimension": Use(Case(stack_of(OneByOne, Layer), squared), 4),
-    "inputs without gradients": Use(Case(stack_of(InputFrozen, InputFrozen), squared), 2),
+    "a layer used twice": Use(Case(stack_of(twice, twice), squared), 4),
+    "a weight alone in its unit, used twice": Use(Case(stack_of(twice, twice, bias=False), squared), 4),
+    "a weight used elsewhere too": Use(
+        Case(stack_of(lambda m, x: m.linear(x) * functional.linear(x, m.linear.weight), None), squared), 2
+    ),
+    "a weight in the loss": Use(
+        Case(stack_of(lambda m, x: m.linear(x) + m.linear.weight.square().sum(), None), squared), 2
+    ),
+    "inputs of three dimensions": Use(Case(stack_of(transposed, None), squared), 2),
+    "inputs of one dimension": Use(
+        Case(stack_of(lambda m, x: torch.stack([torch.tanh(m.linear(row)) for row in x]), None), squared), 4
+    ),
+    "inputs without gradients": Use(Case(stack_of(*[lambda m, x: x * m.linear(x.detach())] * 2), squared), 2),
     "inputs without rows": Use(Case(three_blocks, with_no_rows_on_rank_zero), 6),
-    "two forwards, one backward": Use(Case(three_blocks, of_two_forwards), 12),
+    "two forwards, one backward": Use(Case(three_blocks, lambda m, r, s: squared(m, r, s) + squared(m, r, s + 50)), 12),
     "two backwards of one graph": Use(Case(three_blocks, of_one_graph), 12),
     "recomputed units": Use(Case(lambda: Recomputing(Block(), Block()), squared), 4),
     "units recomputed by reentering": Use(
         Case(lambda: Reentering(Block(), Block()), lambda m, r, s: m(inputs(r, s).requires_grad_()).square().mean()), 4
     ),
     "units recomputed but for products": Use(Case(lambda: RecomputingSelectively(Block(), Block()), squared), 4),
-    "recomputed within a unit": Use(Case(stack_of(RecomputingInside, Layer), squared), 3),
+    "recomputed within a unit": Use(Case(stack_of(recomputing_inside, None), squared), 3),
     "frozen weights, trained biases": Use(Case(freeze("weight"), squared), 0),
     "frozen biases, trained weights": Use(Case(freeze("bias"), squared), 6),
-    "a weight tied to an embedding": Use(Case(Tied, of_tokens, shard=shard_whole), 2),
+    "a weight tied to an embedding": Use(Case(tied, of_tokens, shard=fully_shard), 2),
     "gradients of inputs before": Use(Case(three_blocks, gradient_of_inputs), 6),
-    "a layer that a rank leaves out": Use(Case(stack_of(Skipping, Skipping, Skipping), skip_on_rank_zero), 3),
+    "a layer that a rank leaves out": Use(Case(stack_of(*[skipped_at_times] * 3), skip_on_rank_zero), 3),
     "autocast to another dtype": Use(Case(three_blocks, with_autocast), 0),
-    "a hook on a gathered weight": Use(Case(stack_of(Hooked, Layer), squared), 1),
+    "a hook on a gathered weight": Use(Case(stack_of(hooked, None), squared), 1),
     "a forward of its own": Use(Case(lambda: Stack(Own(WIDTH, WIDTH), Layer()), squared), 1),
     "a class of its own": Use(Case(lambda: Stack(Named(WIDTH, WIDTH), Layer()), squared), 2),
 }

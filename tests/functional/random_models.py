@@ -269,7 +269,7 @@ class Both(nn.Module):
 
 
 class Pick(Composite):
-    """Uses one of several outputs: the first, the last, or another one on every other rank."""
+    """Uses one of several outputs: the first, the last, or one that the data choose."""
 
     def __init__(self, part: Part, parts: list[nn.Module]) -> None:
         super().__init__(part, [])
@@ -278,7 +278,7 @@ class Pick(Composite):
     def forward(self, x: torch.Tensor, tokens: torch.Tensor, turn: int) -> torch.Tensor:
         found = self.both(x, tokens, turn)
         outputs = [found["first"], *found["others"]]
-        result = outputs[(0, -1, turn % len(outputs))[self.part.size % 3]]
+        result = outputs[(0, -1, int(tokens.sum()) % len(outputs))[self.part.size % 3]]
         assert isinstance(result, torch.Tensor)
         return result
 

@@ -1,332 +1,372 @@
-"""Programs that went wrong once, as small as they get, each under a sentence that says what happens in it."""
+"""Uses of a model, each under a sentence that says what happens in it: a program, and how it has to end.
+
+Many went wrong once. "add" and "train" are forward and backward of a microbatch that is not the last, and of the last.
+"""
 
 from collections.abc import Iterator, Mapping
-from itertools import product
+from dataclasses import dataclass, field
+from typing import Any
 
 from tests.functional.random_models import Part, Wrap
 from tests.functional.random_side_parts import SIDE_KINDS
 from tests.functional.random_use import Program
 
-__all__ = ["CASES"]
+__all__ = ["CASES", "Case"]
 
-ALL = ("no_shard", "optim", "optim_grads", "optim_grads_params", "hsdp", "hfsdp")
-ONE_AXIS = ALL[:4]
-MESH = (2, 1)
-ROOT = ("",)
-AGAIN = "forward, backward, step"
-
-
-def _wraps(strategy: str, *paths: str, reshard: bool | int | None = None) -> tuple[Wrap, ...]:
-    return tuple(Wrap((path,), strategy, reshard) for path in paths)
-
-
-def _two(actions: str, strategy: str = "optim_grads_params", **options: object) -> Program:
-    """Return a program of a model of two units in a third one."""
-    part = Part("gated", (Part("linear", size=3), Part("mlp", (), 4)), 2)
-    return Program(part, actions, _wraps(strategy, "parts.0", "parts.1", ""), mesh=MESH, **options)
+ZERO3 = "optim_grads_params"
+ALL = (ZERO3, "no_shard", "optim", "optim_grads", "hsdp", "hfsdp")
+SOME = (ZERO3, "no_shard", "hfsdp")
+FOUR = (*SOME, "optim")
+# By each way of accumulating; one of them multiplies weight gradients apart from their buffers.
+HOWS = {"no_sync": "none", "microbatch": "unfused", "flag": "none"}
+MICROBATCHES = {"add": "forward, backward *", "train": "forward, backward"}
+LINEAR, WIDER, FROZEN = Part("linear", size=3), Part("linear", size=5), Part("linear", size=3, frozen="all")
 
 
-def _one(part: Part, actions: str, strategy: str = "optim_grads_params", **options: object) -> Program:
-    """Return a program of a model with one part beside a linear one, all in one unit."""
-    whole = Part("gated", (part, Part("linear", size=3)), 2)
-    return Program(whole, actions, (Wrap(ROOT, strategy),), mesh=MESH, **options)
+@dataclass(frozen=True)
+class Model:
+    """The model of a use: its parts in a gated one, and the paths of its units (joined by "+" for one of several)."""
+
+    parts: tuple[Part, ...]
+    units: tuple[str, ...] = ("parts.0", "parts.1", "")
+    options: Mapping[str, Any] = field(default_factory=dict)
+    reshard: bool | int | None = None
+    kind: str = "gated"
+    size: int = 2
+
+    def program(self, actions: str, strategy: str, policy: str = "none", **options: Any) -> Program:
+        """Return a program of this model."""
+        wraps = [Wrap(tuple(path.split("+")), strategy, self.reshard, policy) for path in self.units]
+        whole = Part(self.kind, self.parts, self.size)
+        return Program(whole, actions, tuple(wraps), **{"mesh": (2, 1), **self.options, **options})
 
 
-def _side_outputs() -> Iterator[tuple[str, Program]]:
-    actions = "forward, backward, step, zero_grad none, forward, backward, step"
-    for kind in SIDE_KINDS:
-        for size, use in enumerate(("both results", "the second result", "the first result")):
-            side = Part(kind, (Part("linear", size=3), Part("linear", size=2)), size)
-            part = Part("gated", (side, Part("linear", size=2)), 2)
-            wraps = _wraps("optim_grads_params", "parts.0.both", "parts.1", "", reshard=(None, True)[size % 2])
-            if size < 2:
-                yield f"results by {kind}, {use} used", Program(part, actions, wraps, is_guarded=size % 2 == 0)
+def _sometimes(*parts: Part, size: int = 3) -> Part:
+    return Part("sometimes", parts or (LINEAR,), size)
 
 
-def _interruptions() -> Iterator[tuple[str, Program]]:
-    for strategy in ALL:
-        yield (
-            f"{strategy}: a forward raises after a microbatch that was not reduced, gradients are cleared",
-            _two("forward, backward flag, forward bomb 1 error, zero_grad none, forward, backward, step", strategy),
-        )
-        yield (
-            f"{strategy}: a forward raises after a microbatch, training goes on",
-            _two("forward, backward microbatch, forward early 2 interrupt, forward, backward, step", strategy),
-        )
-        yield (
-            f"{strategy}: a backward raises after a microbatch, gradients are cleared",
-            _two(
-                "forward, backward, forward fuse 1 error, backward, zero_grad none, forward, backward, step", strategy
-            ),
-        )
-        yield (
-            f"{strategy}: a backward is interrupted after a microbatch that was not reduced, gradients are cleared",
-            _two(
-                "forward, backward flag, forward fuse 1 interrupt, backward, zero_grad none, forward, backward",
-                strategy,
-            ),
-        )
-        yield (
-            f"{strategy}: a backward raises and training goes on",
-            _two("forward, backward, step, forward fuse 2 error, backward, forward, backward, step", strategy),
-        )
-
-
-def _thrown_away() -> Iterator[tuple[str, Program]]:
-    for strategy in ALL:
-        for how in ("no_sync", "microbatch"):
-            yield (
-                f"{strategy}: a microbatch by {how} is thrown away",
-                _two(f"forward, backward {how}, zero_grad none, forward, backward, step", strategy),
-            )
-        yield (
-            f"{strategy}: gradients are cleared between forward and backward",
-            _two("forward, backward, step, forward, zero_grad model, backward, step, zero_grad model", strategy),
-        )
-        yield (
-            f"{strategy}: gradients are cleared after a forward without backward",
-            _two("forward, backward, evaluate train, zero_grad model, forward, backward, step", strategy),
-        )
-    yield (
-        "the model clears gradients while weights stay gathered",
-        _two("forward, backward, step, zero_grad model, forward, backward, step", keeps_weights=True),
-    )
-
-
-def _frozen() -> Iterator[tuple[str, Program]]:
-    for strategy in ALL:
-        for face in ("kept", "shown"):
-            yield (
-                f"{strategy}: a parameter as it is {face} is frozen before backward",
-                _two(f"forward, freeze 2 {face}, backward, step, zero_grad none, forward, backward", strategy),
-            )
-    yield "all are frozen before backward", _two("forward, freeze all kept, backward")
-    yield "all are frozen between two forwards", _two("forward, freeze all shown, forward, backward")
-
-
-def _replaced() -> Iterator[tuple[str, Program]]:
-    for how in ("like", "whole"):
-        for then in ("remake", "keep"):
-            yield f"a {how} weight put in before use, {then}", _two(f"replace 4 {how} {then}, forward, backward, step")
-            yield (
-                f"a {how} weight put in after a step, {then}",
-                _two(
-                    f"forward, backward, step, zero_grad none, replace 4 {how} {then}, forward, backward, step, forward"
-                ),
-            )
-    yield (
-        "a weight replaced between backward and clipping",
-        _two("forward, backward, replace 4 whole remake, clip ours, step, zero_grad none, forward, backward"),
-    )
-    linear = Part("gated", (Part("linear", size=3), Part("linear", size=3)), 2)
-    for where, paths in (("of one unit", ("",)), ("across units", ("parts.0", "parts.1", ""))):
-        wraps = _wraps("optim_grads_params", *paths)
-        for name, actions in (
-            ("before use", "tie 0 remake, forward, backward, step"),
-            ("after a step", "forward, backward, step, zero_grad none, tie 0 keep, forward, backward, step"),
-        ):
-            yield f"weights {where} are tied {name}", Program(linear, actions, wraps)
-    for strategy in ALL:
-        yield f"{strategy}: a module is added", _two("add 0 remake, forward, backward, step, forward", strategy)
-    yield (
-        "a module is added after a step",
-        _two("forward, backward, step, zero_grad none, add 1 remake, forward, backward, step, forward"),
-    )
-
-
-def _changed() -> Iterator[tuple[str, Program]]:
-    # Parameter 4 is one of the unit that runs last. What a root keeps gathered is shown as it is, as by FSDP2: a change
-    # of it is refused by the next forward.
-    for strategy in ALL:
-        for kind in ("clamped", "renormed"):
-            yield (
-                f"{strategy}: a weight is {kind} in forward",
-                _one(Part(kind, (), 3), "forward, backward, step, zero_grad none, forward, backward, step", strategy),
-            )
-        for how in ("mul", "assign", "inplace", "foreach"):
-            yield (
-                f"{strategy}: weights change by {how} while a unit lingers",
-                _two(f"evaluate train, weight {how} 4 shown, evaluate no_grad, forward, backward", strategy),
-            )
-            yield (
-                f"{strategy}: weights that somebody kept change by {how} while a unit lingers",
-                _two(f"evaluate train, weight {how} 4 kept, forward, backward", strategy),
-            )
-        yield (
-            f"{strategy}: weights change while they are unsharded",
-            _two("poke 0, poke 1, forward, backward", strategy),
-        )
-        yield f"{strategy}: weights unsharded after a step", _two("forward, backward, step, unshard 1, look", strategy)
-        yield f"{strategy}: another model's weights", _two("functional sharded, functional whole, forward", strategy)
-
-
-def _hooked() -> Iterator[tuple[str, Program]]:
-    yield "a hook on what a root keeps gathered", _two("forward, posthook all shown, backward, step")
-    for strategy in ("no_shard", "optim_grads_params", "hfsdp"):
-        for face in ("kept", "shown"):
-            for hook in ("hook", "posthook"):
-                yield (
-                    f"{strategy}: a {hook} on parameters as they are {face}",
-                    _two(f"{hook} all {face}, forward, backward, step, zero_grad none, forward, backward", strategy),
-                )
-                yield (
-                    f"{strategy}: a {hook} on parameters as they are {face} before backward",
-                    _two(f"forward, {hook} 4 {face}, backward, step, zero_grad none, forward, backward", strategy),
-                )
-
-
-def _own_gradients() -> Iterator[tuple[str, Program]]:
-    for strategy in ("no_shard", "optim", "optim_grads_params", "hfsdp"):
-        for how in ("ones", "set"):
-            yield (
-                f"{strategy}: gradients of one's own by {how}, clipped",
-                _two(f"grad {how} all kept, clip ours, step, forward, backward, clip ours, step", strategy),
-            )
-        yield (
-            f"{strategy}: backward adds to gradients of one's own, clipped",
-            _two("grad set all kept, clip ours, forward, backward, forward, backward, clip ours, step", strategy),
-        )
-        # The second matrices of two alike layers, and two vectors of one of them.
-        alike = Part("gated", (Part("linear", size=3), Part("linear", size=3)), 2)
-        for then in ("step", "forward, backward, step", "zero_grad zero, forward, backward, step"):
-            yield (
-                f"{strategy}: gradients are exchanged; {then}",
-                Program(
-                    alike,
-                    f"forward, backward, swap 3 6, swap 4 7, {then}",
-                    _wraps(strategy, "parts.0", "parts.1", ""),
-                    mesh=MESH,
-                ),
-            )
-    yield "gradients asked of the sharded parameters", _two("autograd kept, forward, backward")
-    for how in ("none", "ones", "zero"):
-        actions = f"forward, backward, forward, grad {how} all shown, backward, step"
-        yield f"gradients of what a model shows after forward: {how}", _two(actions, keeps_weights=True)
-
-
-def _unused() -> Iterator[tuple[str, Program]]:
-    for strategy in ALL:
-        yield (
-            f"{strategy}: nobody uses a weight, and momentum moves it not",
-            _one(Part("spare", size=3), "forward, backward, step, forward, backward, step", strategy, optimizer="adam"),
-        )
-        yield (
-            f"{strategy}: a weight that nobody uses is frozen between two microbatches",
-            _one(Part("spare", size=3), "forward, backward no_sync, forward, freeze 5 shown, backward, step", strategy),
-        )
-        sometimes = Part("sometimes", (Part("linear", size=3),), 3)
-        step = "forward, backward microbatch, forward, backward last, clip ours, step, zero_grad none"
-        yield (
-            f"{strategy}: some ranks use a weight in some microbatches",
-            _one(sometimes, ", ".join([step] * 3), strategy, optimizer="adam"),
-        )
-    yield (
-        "a sum is set to zero in which a weight has no gradient",
-        _one(Part("spare", size=3), "forward, backward no_sync, zero_grad zero, forward, backward, step"),
-    )
-    yield (
-        "a hook on a weight that the second of two sums does not use",
-        _one(
-            Part("sometimes", (Part("linear", size=3),), 3),
-            ", ".join(("posthook all kept", *["forward, backward"] * 5, "step")),
-        ),
-    )
-
-
-def _uneven() -> Iterator[tuple[str, Program]]:
-    checkpoint = Part("checkpoint", (Part("linear", size=5), Part("sometimes", (Part("norm"),))), 4)
-    before = Part("mlp", (Part("sometimes", (Part("linear", size=5), Part("empty", size=3)), 2),))
-    actions = ", ".join(["forward, backward, step, zero_grad zero"] * 3)
-    yield (
-        "some ranks use none of the weights of a unit inside of another one",
-        Program(
-            Part("gated", (before, checkpoint), 2),
-            actions,
-            _wraps("optim_grads_params", "parts.0.up", "parts.0", "parts.1.parts.1", "parts.1", ""),
-            mesh=(1, 3),
-        ),
-    )
-    yield (
-        "a weight of a unit that some ranks do not use is frozen before backward",
-        Program(
-            Part("gated", (Part("sometimes", (Part("linear"),)), Part("linear")), 2),
-            "forward, freeze 2 kept, backward, step, zero_grad none, forward, backward, step",
-            _wraps("optim_grads_params", "parts.0", ""),
-            mesh=(1, 3),
-        ),
-    )
-
-
-def _loaded() -> Iterator[tuple[str, Program]]:
-    for strategy in ALL:
-        for accumulates in ("", " no_sync"):
-            actions = f"forward, backward{accumulates}, load assign, step, forward, backward, step"
-            yield f"{strategy}: weights are assigned after a backward{accumulates}", _two(actions, strategy)
-
-
-def _loaded_into_replaced() -> Iterator[tuple[str, Program]]:
-    for how in ("whole", "sharded"):
-        actions = f"forward, backward, step, zero_grad none, replace 1 like keep, load {how}, forward, backward, step"
-        yield f"weights are loaded, {how}, after one was replaced", _two(actions)
-
-
-def _kept() -> Iterator[tuple[str, Program]]:
-    actions = f"{AGAIN}, functional sharded, functional whole, {AGAIN}"
-    yield "another model's weights while old ones are gathered", _two(actions, keeps_weights=True)
-    yield "gradients asked of what a model shows after forward", _two("autograd shown, forward, backward, step")
-
-
-def _saved() -> Iterator[tuple[str, Program]]:
-    for strategy in ALL:
-        for optimizer in ("adam", "flat adamw"):
-            actions = f"save, {AGAIN}, restore, {AGAIN}, save, {AGAIN}, restore, {AGAIN}"
-            yield f"{strategy}: {optimizer} is wound back", _two(actions, strategy, optimizer=optimizer)
-        sum_under_way = f"save, forward, backward no_sync, restore, {AGAIN}"
-        yield f"{strategy}: a sum under way is wound back", _two(sum_under_way, strategy)
-    yield "what is gathered is wound back", _two(f"{AGAIN}, save, {AGAIN}, restore, {AGAIN}", keeps_weights=True)
-
-
-def _recomputed() -> Iterator[tuple[str, Program]]:
-    for size in (3, 4):
-        inner = Part("sum", (Part("checkpoint", (Part("linear"),), size), Part("linear")), 4)
-        part = Part("gated", (Part("linear"), inner), 2)
-        for strategy in ("optim_grads", "optim_grads_params", "hfsdp"):
-            yield (
-                f"{strategy}: a part of a unit is recomputed ({size}) in the backward of two forwards",
-                Program(part, "forward, forward, backward, step", _wraps(strategy, "parts.1", ""), mesh=MESH),
-            )
-
-
-def _dtypes() -> Iterator[tuple[str, Program]]:
-    for dtype, frozen in (("float64", ""), ("float64", "first"), ("bfloat16", "all"), ("float16", "all")):
-        part = Part("linear", size=3, dtype=dtype, frozen=frozen)
-        yield f"a part in {dtype}, {frozen or 'nothing'} frozen", _one(part, f"{AGAIN}, zero_grad zero, {AGAIN}")
-    part = Part("gated", (Part("linear", size=3), Part("mlp", (), 4)), 2)
-    for strategy, policy in product(ALL, ("fp64 main weights", "fp64 gradients")):
-        wraps = tuple(Wrap((path,), strategy, policy=policy) for path in ("parts.0", ""))
-        actions = f"forward, backward no_sync, {AGAIN}, zero_grad none, {AGAIN}"
-        yield f"{strategy}: {policy}", Program(part, actions, wraps, mesh=MESH, optimizer="adam", is_adapted=True)
-
-
-def _others() -> Iterator[tuple[str, Program]]:
-    yield (
-        "integers among the parameters of a flat optimizer",
-        _one(Part("masked", size=2), "forward, backward, step", optimizer="foreach sgd"),
-    )
-    for groups in (((0,), (0, 1)), ((0, 1), (1, 2))):
-        part = Part("gated", (Part("linear", size=3),), 2)
-        wraps = _wraps("optim_grads_params", "parts.0", "")
-        yield (
-            f"groups {groups} were made before",
-            Program(part, "forward, backward, step", wraps, mesh=(1, 3), groups=groups),
-        )
-
-
-CASES: Mapping[str, Program] = {
-    name: program
-    for cases in (
-        _side_outputs, _interruptions, _thrown_away, _frozen, _replaced, _changed, _hooked, _own_gradients, _unused,
-        _uneven, _loaded, _loaded_into_replaced, _kept, _saved, _recomputed, _dtypes, _others,
-    )
-    for name, program in cases()
+MODELS = {
+    "two": Model((LINEAR, Part("mlp", (), 4))),
+    # Of Wrap 1, which "fuse 1" breaks, the weights are 5 to 8.
+    "three": Model((LINEAR, Part("mlp", (), 3), Part("linear", size=2)), ("parts.0", "parts.1", "parts.2", "")),
+    "kept": Model((LINEAR, Part("mlp", (), 4)), reshard=False),
+    "one unit": Model((LINEAR, Part("mlp", (), 4)), ("",)),
+    "no root": Model((LINEAR, Part("mlp", (), 4)), ("parts.0", "parts.1"), kind="chain"),
+    "nested": Model((LINEAR, Part("mlp", (), 4)), ("parts.1.up", "parts.1", "parts.0", "")),
+    "a unit of two": Model((LINEAR, WIDER, LINEAR), ("parts.0", "parts.1+parts.2", "")),
+    "alike": Model((LINEAR, LINEAR)),
+    "alike, one unit": Model((LINEAR, LINEAR), ("",)),
+    "frozen first": Model((FROZEN, LINEAR, WIDER), ("parts.0", "parts.1", "parts.2", "")),
+    "frozen inside": Model((LINEAR, FROZEN, WIDER), ("parts.0", "parts.1", "parts.2", "")),
+    "partly frozen": Model((Part("linear", size=3, frozen="first"), Part("norm", frozen="first"))),
+    "tied inside": Model((LINEAR, LINEAR), ("",), {"ties": (("parts.0", "parts.1"),)}),
+    "tied at the root": Model((LINEAR, WIDER, LINEAR), ("parts.1", ""), {"ties": (("parts.0", "parts.2"),)}),
+    "clamped": Model((Part("clamped", (), 3), LINEAR), ("",)),
+    "renormed": Model((Part("renormed", (), 3), LINEAR), ("",)),
+    "spare": Model((Part("spare", size=3), LINEAR), ("",)),
+    "sometimes": Model((_sometimes(), LINEAR), ("",)),
+    "blocks sometimes": Model(
+        (_sometimes(size=0), _sometimes(WIDER), _sometimes(size=2)),
+        ("parts.0", "parts.1", "parts.2", ""), {"mesh": (1, 3)},
+    ),
+    "first sometimes": Model((_sometimes(Part("linear")), Part("linear")), ("parts.0", ""), {"mesh": (1, 3)}),
+    "sometimes inside": Model(
+        (Part("mlp", (_sometimes(WIDER, Part("empty", size=3), size=2),)),
+         Part("checkpoint", (WIDER, _sometimes(Part("norm"))), 4)),
+        ("parts.0.up", "parts.0", "parts.1.parts.1", "parts.1", ""), {"mesh": (1, 3)},
+    ),
+    "repeated": Model((Part("repeat", (LINEAR, WIDER), 3), Part("again", size=0)), ("parts.0.parts.0", "")),
+    "the first of two": Model((LINEAR, Part("pick", (LINEAR, WIDER), 0)), ("parts.0", "parts.1.both", "")),
+    "the last of two": Model((LINEAR, Part("pick", (LINEAR, WIDER), 1)), ("parts.0", "parts.1.both", "")),
+    "one of two by rank": Model((LINEAR, Part("pick", (LINEAR, WIDER), 2)), ("parts.0", "parts.1.both", "")),
+    "integers": Model((Part("masked", size=2), LINEAR), ("",)),
+    "groups 0 and 0 1": Model((LINEAR,), ("parts.0", ""), {"mesh": (1, 3), "groups": ((0,), (0, 1))}),
+    "groups 0 1 and 1 2": Model((LINEAR,), ("parts.0", ""), {"mesh": (1, 3), "groups": ((0, 1), (1, 2))}),
 }  # fmt: skip
+for _dtype, _frozen in (("float64", ""), ("float64", "first"), ("bfloat16", "all"), ("float16", "all")):
+    MODELS[f"{_dtype} {_frozen}"] = Model((Part("linear", size=3, dtype=_dtype, frozen=_frozen), LINEAR), ("",))
+# Recomputed regions, reentrant and not: of one part, of two, of parts in a unit, of some that ranks do not use, of all.
+REGIONS = [f"{kind} {how}" for kind in ("one", "two", "within", "frozen", "sometimes", "around") for how in (3, 4)]
+for _how in (3, 4):
+    MODELS |= {
+        f"one {_how}": Model(
+            (Part("checkpoint", (LINEAR,), _how), Part("checkpoint", (WIDER,), _how)),
+            ("parts.0.parts.0", "parts.1.parts.0", ""),
+        ),
+        f"two {_how}": Model(
+            (Part("checkpoint", (LINEAR, WIDER), _how), Part("checkpoint", (WIDER, Part("norm")), _how)),
+            ("parts.0.parts.0", "parts.0.parts.1", "parts.1.parts.0", "parts.1.parts.1", ""),
+        ),
+        f"within {_how}": Model((LINEAR, Part("sum", (Part("checkpoint", (Part("linear"),), _how), LINEAR), 4))),
+        f"frozen {_how}": Model(
+            (Part("checkpoint", (Part("linear", size=3, frozen="first"),), _how),
+             Part("checkpoint", (FROZEN,), _how), WIDER),
+            ("parts.0.parts.0", "parts.1.parts.0", "parts.2", ""),
+        ),
+        f"around {_how}": Model(
+            (Part("gated", (LINEAR, WIDER), 2),), ("parts.0.parts.0", "parts.0.parts.1", "parts.0"),
+            kind="checkpoint", size=_how,
+        ),
+        f"sometimes {_how}": Model(
+            (Part("checkpoint", (Part("sum", (LINEAR, _sometimes())), WIDER), _how),
+             Part("checkpoint", (Part("sum", (WIDER, _sometimes(size=2))),), _how)),
+            ("parts.0.parts.0", "parts.0.parts.1", "parts.1.parts.0", ""),
+        ),
+    }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Use:
+    """What is done, to which models, under which strategies, and how it ends."""
+
+    actions: str
+    models: tuple[str, ...] = ("three",)
+    strategies: tuple[str, ...] = (ZERO3,)
+    outcome: str = "same"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    num_allowances: int = 0
+
+
+def use(actions: str, *models: str, on: tuple[str, ...] = ALL, outcome: str = "same", **options: Any) -> Use:
+    """Return a use of one model or several, under all strategies."""
+    return Use(actions, models or ("three",), on, outcome, options)
+
+
+def here(actions: str, *models: str, outcome: str = "same", num_allowances: int = 0, **options: Any) -> Use:
+    """Return a use under ZeRO-3 alone."""
+    return Use(actions, models or ("two",), (ZERO3,), outcome, options, num_allowances)
+
+
+STEP, AGAIN, REFUSED = "forward, backward, step, zero_grad none", "forward, backward, step", "refused"
+SUMS = ", ".join(["forward, backward microbatch, forward, backward last, clip ours, step, zero_grad none"] * 3)
+
+USES: dict[str, Use] = {
+    # Sums of microbatches, and what becomes of them.
+    "a microbatch is dropped": use("add, zero_grad none, train"),
+    "it is dropped between forward and backward": use("add, forward, zero_grad model, backward, step, zero_grad model"),
+    "it is dropped after two forwards": use("add, forward, forward, zero_grad none, backward apart"),
+    "a sum is set to zero": use("add, zero_grad zero, add, train"),
+    "a sum is set to zero and no backward follows": use("add, zero_grad zero, grad add all kept"),
+    "a sum is dropped for some parameters": use(
+        "add, grad none 0 kept amid, grad zero 4 kept amid, grad none 10 kept amid, add, train"
+    ),
+    "a microbatch on final gradients is dropped": use("train, add, zero_grad none, train"),
+    "one parameter's is dropped": use("train, add, grad none 8 kept amid, add, train"),
+    "gradients are replaced in a sum": use("add, grad ones 3 kept amid, grad ones 6 kept amid, train"),
+    "a microbatch with a penalty is dropped": use(
+        "forward penalty kept, backward *, zero_grad none, forward penalty kept, backward *, "
+        "forward penalty kept, backward"
+    ),
+    "a forward has no backward": use("add, forward, drop, train"),
+    "of two forwards the first has a backward": use("forward, forward, backward first, drop, train"),
+    "of two forwards the second has a backward": use(
+        "forward, forward, backward latest, forward, backward latest"
+    ),
+    "a step has no backward": use("train, step, zero_grad none, forward, step, train"),
+    "gradients are cleared after a forward without backward": use(
+        "train, evaluate train, zero_grad model, train, step"
+    ),
+    "the model clears gradients while weights stay gathered": here(
+        "forward, backward, step, zero_grad model, forward, backward, step", keeps_weights=True
+    ),
+    # Errors and interrupts.
+    "an error in forward": use("add, forward bomb 1 error, train"),
+    "an interrupt in forward": use("add, forward bomb 1 interrupt, add, train"),
+    "an interrupt before a part's forward": use("add, forward early 2 interrupt, train, step"),
+    "an error in forward, and gradients are cleared": use("add, forward bomb 1 error, zero_grad none, train, step"),
+    "an error in forward, and the state is read": use("forward bomb 1 error, state, add, train, step, train"),
+    "an error in forward, and weights change": use("train, forward bomb 1 error, weight mul all kept, train, step"),
+    "an error in the backward of the first of two forwards": use(
+        "forward fuse 1 error, forward, backward first, zero_grad none, backward, step, train"
+    ),
+    "an error in backward": use("forward fuse 1 error, backward, zero_grad none, train"),
+    "an error in backward after a microbatch": use("add, forward fuse 1 error, backward, zero_grad none, add, train"),
+    "an error in backward after final ones": use(
+        "train, forward fuse 1 error, backward, forward, zero_grad zero, backward"
+    ),
+    "an interrupt in backward": use("add, forward fuse 1 interrupt, backward *, zero_grad none, step, train"),
+    "an error in the backward of the second of two forwards": use(
+        "forward, forward fuse 1 error, backward latest, zero_grad none, backward, train"
+    ),
+    "a backward raises and training goes on": use(
+        "forward, backward, step, forward fuse 2 error, backward, forward, backward, step", "two", outcome=REFUSED
+    ),
+    # Frozen and thawed.
+    "weights are frozen between forward and backward": use(
+        "forward, freeze 0 kept, freeze 3 kept, freeze 10 kept, backward, thaw all kept, step, zero_grad none, train, "
+        "freeze 8 kept"
+    ),
+    "weights as shown are frozen between forward and backward": use(
+        f"forward, freeze 2 shown, backward, {STEP}", "two"
+    ),
+    "weights are frozen after a microbatch": use("add, freeze 0 kept, freeze 3 kept, train, step"),
+    "weights are frozen after final gradients": use("train, freeze 0 kept, freeze 3 kept, add, train"),
+    "other weights are frozen in every step": use(
+        "freeze 0 kept, freeze 5 kept, train, step, zero_grad none, thaw all kept, freeze 3 kept, freeze 8 shown, add, "
+        "train, step, zero_grad none, thaw all kept, train, step, forward"
+    ),
+    "a part that was frozen when it was sharded is thawed": use(
+        f"{STEP}, thaw all kept, {STEP}, {AGAIN}, forward", "frozen first", "frozen inside", "partly frozen"
+    ),
+    "all are frozen before backward": here("forward, freeze all kept, backward"),
+    "all are frozen between two forwards": here("forward, freeze all shown, forward, backward"),
+    # Replaced, tied and added.
+    **{
+        f"a {how} weight put in {when}, {then}": here(f"{before}replace 4 {how} {then}, {AGAIN}", outcome=REFUSED)
+        for how in ("like", "whole") for then in ("remake", "keep")
+        for when, before in (("before use", ""), ("after a step", f"{STEP}, "))
+    },
+    "a weight replaced between backward and clipping": here(
+        "forward, backward, replace 4 whole remake, clip ours, step", outcome=REFUSED
+    ),
+    "weights are tied before use": here(f"tie 0 remake, {AGAIN}", "alike", "alike, one unit", outcome=REFUSED),
+    "weights are tied after a step": here(f"{STEP}, tie 0 keep, {AGAIN}", "alike", "alike, one unit", outcome=REFUSED),
+    "a module is added": use(f"add 0 remake, {AGAIN}, forward", "two", outcome=REFUSED),
+    "a module is added after a step": here(f"{STEP}, add 1 remake, {AGAIN}, forward", outcome=REFUSED),
+    **{
+        f"{how} weights are loaded after one was replaced": here(
+            f"{STEP}, replace 1 like keep, load {how}, {AGAIN}", outcome=REFUSED
+        )
+        for how in ("whole", "sharded")
+    },
+    "weights are assigned after a backward": use(f"forward, backward, load assign, step, {AGAIN}", "two"),
+    "weights are assigned after a microbatch": use(f"forward, backward no_sync, load assign, step, {AGAIN}", "two"),
+    # Changed. What a root keeps gathered is shown as it is, as by FSDP2: a change of it is refused by the next forward.
+    "a weight is clamped in forward": use(f"{STEP}, {AGAIN}", "clamped", outcome=REFUSED),
+    "a weight is renormed in forward": use(f"{STEP}, {AGAIN}", "renormed", outcome=REFUSED),
+    **{
+        f"weights{who} change by {how} while a unit lingers": use(
+            f"evaluate train, weight {how} 4 {face}, evaluate no_grad, forward, backward", "two"
+        )
+        for how in ("mul", "assign", "inplace", "foreach")
+        for face, who in (("shown", ""), ("kept", " that somebody kept"))
+    },
+    "weights change while they are unsharded": use("poke 0, poke 1, forward, backward", "two", outcome=REFUSED),
+    "weights unsharded after a step": use("forward, backward, step, unshard 1, look", "two"),
+    "another model's weights": use("functional sharded, functional whole, forward", "two"),
+    "another model's weights while old ones are gathered": here(
+        f"{AGAIN}, functional sharded, functional whole, {AGAIN}", keeps_weights=True
+    ),
+    # Hooks, and gradients of one's own.
+    "a hook on what a root keeps gathered": here("forward, posthook all shown, backward, step"),
+    **{
+        f"a {hook} on parameters as they are {face}{when}": use(actions, "two", on=SOME)
+        for face in ("kept", "shown") for hook in ("hook", "posthook")
+        for when, actions in (
+            ("", f"{hook} all {face}, {STEP}, forward, backward"),
+            (" before backward", f"forward, {hook} 4 {face}, backward, step, zero_grad none, forward, backward"),
+        )
+    },
+    "a hook on a weight that the second of two sums does not use": here(
+        ", ".join(("posthook all kept", *["forward, backward"] * 5, "step")), "sometimes"
+    ),
+    **{
+        f"gradients of one's own by {how}, clipped": use(
+            f"grad {how} all kept, clip ours, {AGAIN}, clip ours, step", "two", on=FOUR
+        )
+        for how in ("ones", "set")
+    },
+    "backward adds to gradients of one's own, clipped": use(
+        "grad set all kept, clip ours, forward, backward, forward, backward, clip ours, step", "two", on=FOUR
+    ),
+    # The second matrices of two alike layers, and two vectors of one of them.
+    **{
+        f"gradients are exchanged; {then}": use(
+            f"forward, backward, swap 3 6, swap 4 7, {then}", "alike", on=FOUR
+        )
+        for then in ("step", AGAIN, f"zero_grad zero, {AGAIN}")
+    },
+    **{
+        f"gradients of what a model shows after forward: {how}": here(
+            f"forward, backward, forward, grad {how} all shown, backward, step", keeps_weights=True
+        )
+        for how in ("none", "ones", "zero")
+    },
+    "gradients asked of the sharded parameters": here("autograd kept, forward, backward"),
+    "gradients asked of what a model shows after forward": here("autograd shown, forward, backward, step"),
+    # Used by nobody, by some ranks, more than once.
+    "nobody uses a weight, and momentum moves it not": use(f"{AGAIN}, {AGAIN}", "spare", optimizer="adam"),
+    "a weight that nobody uses is frozen between two microbatches": use(
+        "forward, backward no_sync, forward, freeze 5 shown, backward, step", "spare"
+    ),
+    "a sum is set to zero in which a weight has no gradient": here(
+        "forward, backward no_sync, zero_grad zero, forward, backward, step", "spare", num_allowances=2
+    ),
+    "some ranks use a weight in some microbatches": use(SUMS, "sometimes", optimizer="adam"),
+    "some ranks use a part in some steps": here(
+        ", ".join([STEP.replace("none", "zero")] * 6), "blocks sometimes", "sometimes inside", optimizer="adam"
+    ),
+    "a weight of a unit that some ranks do not use is frozen before backward": here(
+        f"forward, freeze 2 kept, backward, step, zero_grad none, {AGAIN}", "first sometimes"
+    ),
+    "two steps": use(
+        f"{STEP}, {STEP}, forward", "two", "kept", "one unit", "no root", "nested", "a unit of two", "frozen first",
+        "frozen inside", "partly frozen", "tied inside", "tied at the root", "repeated", "the first of two",
+        "the last of two", "one of two by rank", *REGIONS,
+    ),
+    "two steps of foreach optimizers": here(f"{STEP}, {STEP}, forward", optimizer="foreach adamw"),
+    "two steps of a fused optimizer": here(f"{STEP}, {STEP}, forward", optimizer="fused adamw"),
+    "two steps of foreach SGD": here(f"{STEP}, {STEP}, forward", "two", "integers", optimizer="foreach sgd"),
+    "two forwards before one backward": here("forward, forward, backward, step, forward", "two", "repeated", *REGIONS),
+    "two forwards before two backwards": here("forward, forward, backward apart, step, forward", "two", *REGIONS),
+    "two backwards through one retained graph": here("forward, backward twice, step, forward", "two", "repeated"),
+    "groups were made before": here(AGAIN, "groups 0 and 0 1", "groups 0 1 and 1 2"),
+    # Wound back.
+    **{
+        f"{optimizer} is wound back": use(
+            f"save, {AGAIN}, restore, {AGAIN}, save, {AGAIN}, restore, {AGAIN}", "two", optimizer=optimizer
+        )
+        for optimizer in ("adam", "flat adamw")
+    },
+    "a sum under way is wound back": use(f"save, forward, backward no_sync, restore, {AGAIN}", "two"),
+    "what is gathered is wound back": here(f"{AGAIN}, save, {AGAIN}, restore, {AGAIN}", keeps_weights=True),
+    # Dtypes.
+    "parts in other dtypes": here(
+        f"{STEP.replace('none', 'zero')}, {AGAIN}", "float64 ", "float64 first", "bfloat16 all", "float16 all"
+    ),
+    **{
+        policy: use(
+            f"forward, backward no_sync, {STEP}, {AGAIN}", "two", policy=policy, optimizer="adam", is_adapted=True
+        )
+        for policy in ("fp64 main weights", "fp64 gradients")
+    },
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """One program of a use and its verdict; ``is_slow`` of those for the night."""
+
+    program: Program
+    outcome: str
+    num_allowances: int = 0
+    is_slow: bool = False
+
+
+def _cases() -> Iterator[tuple[str, Case]]:
+    """Yield every use of every model: by day under ZeRO-3 in one way of accumulating, half of them under another."""
+    for row, (name, one) in enumerate(USES.items()):
+        actions = ", ".join(MICROBATCHES.get(action, action) for action in one.actions.split(", "))
+        for number, model in enumerate(one.models):
+            for column, strategy in enumerate(one.strategies):
+                for place, how in enumerate(HOWS if "*" in actions else ("",)):
+                    is_slow = place != (row + column) % 3 * bool(how) or column not in (
+                        0,
+                        number % 2 == 0 and (row + number) % len(ALL),
+                    )
+                    options = {"policy": HOWS.get(how, "none"), **one.options}
+                    program = MODELS[model].program(actions.replace("*", how), strategy, **options)
+                    words = (strategy, *([model] if len(one.models) > 1 else []), *filter(None, [how]))
+                    yield f"{name} ({', '.join(words)})", Case(program, one.outcome, one.num_allowances, is_slow)
+
+
+def _side_outputs() -> Iterator[tuple[str, Case]]:
+    for kind in SIDE_KINDS:
+        for size, results in enumerate(("both results", "the second result", "the first result in a unit")):
+            side = Part(kind, (LINEAR, Part("linear", size=2)), size)
+            units = ("parts.0.both" if size < 2 else "parts.0", "parts.1", "")
+            model = Model((side, Part("linear", size=2)), units, {"is_guarded": size == 0}, (None, True, None)[size])
+            yield f"results by {kind}, {results} used", Case(model.program(f"{STEP}, {AGAIN}", ZERO3), "same")
+
+
+CASES: Mapping[str, Case] = dict([*_side_outputs(), *_cases()])

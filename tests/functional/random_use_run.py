@@ -29,7 +29,7 @@ __all__ = ["Refusal", "Verdict", "run"]
 
 # fp32 rounding of values near 1, summed over ranks and calls in another order, and what a few steps on badly
 # conditioned models make of it.
-TOLERANCE = 1e-4
+TOLERANCE = 1e-5
 PATIENCE = datetime.timedelta(seconds=8)
 # After these a refusal is no reason to stop: nothing has changed.
 HARMLESS = ("functional", "copy", "autograd", "state", "hook", "posthook")

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from dbuffer.collectives import broadcast
+from dbuffer.collectives_rare import broadcast
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.optim.adamw_state import adopt_together
 from megatron_fsdp.optim.exchange import OwnerRanks
@@ -105,8 +105,7 @@ class Shampoo(Muon):
         for domain in binding.domains:
             yield from _owned_by_ranks(domain)
         for plain in (each for each in binding.plain if isinstance(each, PlainMatrices)):
-            for number, (block, _) in enumerate(plain.blocks):
-                work = MatrixWork(f"plain parameter {plain.number}", block, ())
+            for number, work in enumerate(plain.exchange.ownership.works):
                 yield _Owned(work, number, plain.parameter, plain.parameter.device, None, 0)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -158,7 +157,7 @@ def _owned_by_ranks(domain: Domain) -> Iterator[_Owned]:
         for index, member in group.matrices.items():
             for number in range(len(member.blocks)):
                 work, rank = next(owned)
-                yield _Owned(work, number, faces[index], group.device, domain.ranks, rank)
+                yield _Owned(work, number, faces[index], group.device, domain.exchange.ranks, rank)
 
 
 @dataclass(slots=True)

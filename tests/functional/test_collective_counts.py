@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
@@ -11,87 +11,39 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from dbuffer import CollectiveCall, Region, observe_collectives
-from megatron_fsdp import FsdpModule, Placements, fully_shard, fully_shard_optimizer, microbatch, no_sync
+from megatron_fsdp import FsdpModule, fully_shard_optimizer, microbatch, no_sync
 from megatron_fsdp.build.grouping import unit_regions
 from tests.harness import on_ranks, run_ranks
-from tests.harness.models import WIDTH, Block, Stack, inputs
-from tests.harness.oracle import shard_each
+from tests.harness.models import Block, Headed, Made, Stack, inputs, make_mesh
+from tests.harness.twins import Twins, sharded
 
 NUM_UNITS = 4
 
 
-class Rooted(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([Block(hidden=5), Block(hidden=9)])
-        self.out = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return self.out(x)
-
-
-def four_units() -> nn.Module:
+def four_units(freeze: Callable[[list[Any]], Iterable[nn.Module]] = lambda layers: ()) -> Any:
+    """Return a stack of units, of which some parts are frozen."""
     model = Stack(*(Block(hidden=5 + 4 * index) for index in range(NUM_UNITS)))
-    shard_each(model)
-    return model
+    for module in freeze(list(model.layers)):
+        module.requires_grad_(False)
+    return sharded(model)
 
 
-def with_root_parameters() -> nn.Module:
-    model = Rooted()
-    for layer in model.layers:
-        fully_shard(layer)
-    fully_shard(model)
-    return model
-
-
-def frozen_in_the_middle() -> nn.Module:
-    model = Stack(*(Block(hidden=5 + 4 * index) for index in range(NUM_UNITS)))
-    model.layers[2].requires_grad_(False)
-    shard_each(model)
-    return model
-
-
-def frozen_at_the_start() -> nn.Module:
-    model = Stack(*(Block(hidden=5 + 4 * index) for index in range(NUM_UNITS)))
-    model.layers[0].requires_grad_(False)
-    shard_each(model)
-    return model
-
-
-def frozen_and_trainable_in_one_unit() -> nn.Module:
-    model = Stack(*(Block(hidden=5 + 4 * index) for index in range(NUM_UNITS)))
-    for layer in model.layers:
-        layer.up.requires_grad_(False)
-    shard_each(model)
-    return model
-
-
-def weights_kept_after_forward() -> nn.Module:
+def with_choice(name: str) -> Any:
     model = four_units()
-    for layer in model.layers:
-        layer.set_reshard_after_forward(False)
-    return model
-
-
-def weights_kept_after_backward() -> nn.Module:
-    model = four_units()
-    model.set_reshard_after_backward(False)
+    getattr(model, name)(False)
     return model
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "four units": four_units,
-    "root parameters": with_root_parameters,
-    "a frozen unit in the middle": frozen_in_the_middle,
-    "a frozen unit at the start": frozen_at_the_start,
-    "frozen and trainable parameters in each unit": frozen_and_trainable_in_one_unit,
-    "weights kept after forward": weights_kept_after_forward,
-    "weights kept after backward": weights_kept_after_backward,
+    "root parameters": lambda: sharded(Headed(Block(hidden=5), Block(hidden=9))),
+    "a frozen unit in the middle": lambda: four_units(lambda layers: [layers[2]]),
+    "a frozen unit at the start": lambda: four_units(lambda layers: [layers[0]]),
+    "frozen and trainable parameters in each unit": lambda: four_units(lambda layers: [one.up for one in layers]),
+    "weights kept after forward": lambda: with_choice("set_reshard_after_forward"),
+    "weights kept after backward": lambda: with_choice("set_reshard_after_backward"),
 }
 
 
@@ -150,29 +102,17 @@ def test_every_microbatch_issues_exactly_the_collectives_of(name: str, wanted: C
         assert counts == [wanted] * 3 * microbatches
 
 
-class Mixed(nn.Module):
-    """A unit of many groups: two dtypes, a frozen part, and rows that no common layout has without padding."""
+def mixed() -> nn.Module:
+    """Return a unit of many groups: two dtypes, a frozen part, and rows that no common layout has without padding."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.wide = nn.Parameter(torch.randn(5, 1152))
-        self.odd = nn.Parameter(torch.randn(7, 430))
-        self.narrow = nn.Parameter(torch.randn(11, 6))
-        self.double_rows = nn.Parameter(torch.randn(3, 34, dtype=torch.float64))
-        self.frozen = nn.Parameter(torch.randn(13, 10), requires_grad=False)
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        total = m.wide.sum() + (m.odd**2).sum() + m.narrow.sin().sum()
+        return x * (total + m.double_rows.cos().sum() + m.frozen.sum()).float() / 1000
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        total = self.wide.sum() + (self.odd**2).sum() + self.narrow.sin().sum()
-        return x * (total + self.double_rows.cos().sum() + self.frozen.sum()).float() / 1000
-
-
-class TwoMixed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = Mixed(), Mixed()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(self.first(x))
+    sizes = {"wide": (5, 1152), "odd": (7, 430), "narrow": (11, 6)}
+    parameters = {name: nn.Parameter(torch.randn(shape)) for name, shape in sizes.items()}
+    parameters["double_rows"] = nn.Parameter(torch.randn(3, 34, dtype=torch.float64))
+    return Made(forward, **parameters, frozen=nn.Parameter(torch.randn(13, 10), requires_grad=False))
 
 
 def region_each(shapes: Sequence[Sequence[int]], *rest: Any) -> tuple[Region, ...]:
@@ -183,27 +123,19 @@ def region_each(shapes: Sequence[Sequence[int]], *rest: Any) -> tuple[Region, ..
 
 def count_mixed(strategy: str, shape: tuple[int, ...], microbatches: int) -> tuple[list[dict[str, int]], int, float]:
     """Train against a plain model; return collectives of each step, groups per unit, and how far the weights differ."""
-    torch.manual_seed(0)
-    plain = TwoMixed()
-    model = TwoMixed()
-    model.load_state_dict(plain.state_dict())
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("outer", "inner")[-len(shape) :])
-    axes = (0, 1) if len(shape) == 2 else (0,)
     with mock.patch("megatron_fsdp.build.packed_layout.unit_regions", region_each):
-        for module in (model.first, model.second, model):
-            fully_shard(module, mesh=mesh, placements=getattr(Placements, strategy)(*axes))
+        twins = Twins(lambda: nn.Sequential(mixed(), mixed()), strategy, mesh=make_mesh(shape))
+    model, plain = twins
     optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=1e-2))
-    rank, size = dist.get_rank(), dist.get_world_size()
     counts = []
     for step in range(3):
         calls: list[CollectiveCall] = []
         with observe_collectives(calls.append):
             for index in range(microbatches):
                 with microbatch(model, index == microbatches - 1):
-                    model(inputs(rank, 10 * step + index)).square().mean().backward()
-        for other in range(size):
-            for index in range(microbatches):
-                (plain(inputs(other, 10 * step + index)).square().mean() / size).backward()
+                    model(inputs(dist.get_rank(), 10 * step + index)).square().mean().backward()
+        for index in range(microbatches):
+            twins.plain_backward(10 * step + index)
         with observe_collectives(calls.append):
             optimizer.step()
         optimizer.zero_grad()
@@ -214,9 +146,7 @@ def count_mixed(strategy: str, shape: tuple[int, ...], microbatches: int) -> tup
                     parameter -= 1e-2 * parameter.grad
         plain.zero_grad()
         counts.append(dict(Counter(call.kind for call in calls)))
-    pairs = zip(model.parameters(), plain.parameters(), strict=True)
-    worst = max(float((own.full_tensor() - other).detach().abs().max()) for own, other in pairs)
-    return counts, len(model.first.parameter_groups), worst
+    return counts, len(model[0].parameter_groups), twins.weights_apart()
 
 
 # Of two units and two microbatches. The last unit of a forward waits for its backward with its weights.

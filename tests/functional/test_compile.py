@@ -33,6 +33,7 @@ from tests.harness.models import (
     world_mesh,
 )
 from tests.harness.oracle import Case, Comparison, compare, differing, shard_model, whole_state
+from tests.harness.twins import sharded
 
 BACKEND = "aot_eager"
 # What the compiler itself does.
@@ -47,66 +48,55 @@ def three_equal_blocks() -> nn.Module:
     return Stack(Block(), Block(), Block())
 
 
-def layers_of(model: nn.Module) -> list[nn.Module]:
-    return list(model.layers)
+def sharded_in_order(model: nn.Module, *, then: bool, policy: MixedPrecisionPolicy | None = None) -> None:
+    """Compile every layer before it is sharded, or then."""
+    for layer in model.layers:
+        for step in (lambda one: fully_shard(one, mp_policy=policy), lambda one: one.compile(backend=BACKEND))[
+            :: 1 if then else -1
+        ]:
+            step(layer)
+    fully_shard(model)
 
 
 def compiled_then_sharded(model: nn.Module) -> None:
-    for layer in layers_of(model):
-        layer.compile(backend=BACKEND)
-        fully_shard(layer)
+    sharded_in_order(model, then=False)
+
+
+def wrapped(model: nn.Module, *wraps: Callable[[nn.Module], nn.Module]) -> None:
+    """Replace every layer by what functions make of it, one after the other."""
+    for index, layer in enumerate(model.layers):
+        for wrap in wraps:
+            layer = wrap(layer)
+        model.layers[index] = layer
     fully_shard(model)
 
 
-def sharded_then_compiled(model: nn.Module) -> None:
-    for layer in layers_of(model):
-        fully_shard(layer)
-        layer.compile(backend=BACKEND)
-    fully_shard(model)
+def torch_compiled(layer: nn.Module) -> nn.Module:
+    return torch.compile(layer, backend=BACKEND)
 
 
-def wrapped_by_torch_compile(model: nn.Module) -> None:
-    for index, layer in enumerate(layers_of(model)):
-        model.layers[index] = fully_shard(torch.compile(layer, backend=BACKEND))
-    fully_shard(model)
-
-
-def wrapped_after_sharding(model: nn.Module) -> None:
-    for index, layer in enumerate(layers_of(model)):
-        model.layers[index] = torch.compile(fully_shard(layer), backend=BACKEND)
-    fully_shard(model)
-
-
-def inner_parts_compiled(model: nn.Module) -> None:
+def parts_compiled(model: nn.Module) -> None:
     """Compile the blocks within a unit of all of them, as models do with their feed-forward."""
-    for layer in layers_of(model):
+    for layer in model.layers:
         layer.compile(backend=BACKEND)
     fully_shard(model)
 
 
 def whole_model_compiled(model: nn.Module) -> None:
-    for layer in layers_of(model):
-        fully_shard(layer)
-    fully_shard(model)
-    model.compile(backend=BACKEND)
-
-
-def compiled_in_bf16(model: nn.Module) -> None:
-    policy = MixedPrecisionPolicy(torch.float64)  # wider, so that results stay comparable with the whole model's
-    for layer in layers_of(model):
-        layer.compile(backend=BACKEND)
-        fully_shard(layer, mp_policy=policy)
-    fully_shard(model)
+    sharded(model).compile(backend=BACKEND)
 
 
 ORDERS: dict[str, Callable[[nn.Module], None]] = {
     "compiled then sharded": compiled_then_sharded,
-    "sharded then compiled": sharded_then_compiled,
-    "torch.compile(module), sharded": wrapped_by_torch_compile,
-    "torch.compile(sharded module)": wrapped_after_sharding,
-    "parts of a unit compiled": inner_parts_compiled,
+    "sharded then compiled": lambda model: sharded_in_order(model, then=True),
+    "torch.compile(module), sharded": lambda model: wrapped(model, torch_compiled, fully_shard),
+    "torch.compile(sharded module)": lambda model: wrapped(model, fully_shard, torch_compiled),
+    "parts of a unit compiled": parts_compiled,
     "the whole sharded model compiled": whole_model_compiled,
-    "another compute dtype": compiled_in_bf16,
+    # Wider, so that results stay comparable with the whole model's.
+    "another compute dtype": lambda model: sharded_in_order(
+        model, then=False, policy=MixedPrecisionPolicy(torch.float64)
+    ),
 }
 
 
@@ -145,7 +135,7 @@ def test_steps_after_the_first_compile_nothing_anew() -> None:
         return graph.forward
 
     model = three_equal_blocks()
-    for layer in layers_of(model):
+    for layer in model.layers:
         layer.compile(backend=backend)
         fully_shard(layer)
     fully_shard(model)

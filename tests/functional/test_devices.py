@@ -24,6 +24,7 @@ from megatron_fsdp import (
 )
 from tests.harness import run_ranks
 from tests.harness.models import Block, Stack
+from tests.harness.twins import sharded
 
 WIDTH = 64
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
@@ -38,12 +39,6 @@ def on(device: str, function: Callable[..., Any], *args: object) -> Any:
 def build(device: str) -> Stack:
     torch.manual_seed(0)
     return Stack(*(Block(WIDTH, hidden) for hidden in (96, 40, 200, 96))).to(device)
-
-
-def shard(model: Stack, policy: MixedPrecisionPolicy | None = None) -> Stack:
-    for layer in model.layers:
-        fully_shard(layer, mp_policy=policy)
-    return fully_shard(model, mp_policy=policy)
 
 
 def data(device: str, step: int) -> torch.Tensor:
@@ -64,7 +59,7 @@ def losses_of(model: nn.Module, optimizer: torch.optim.Optimizer, device: str, s
 
 def sharded_and_plain(device: str) -> tuple[list[float], list[float]]:
     plain = build(device)
-    model = shard(copy.deepcopy(plain))
+    model = sharded(copy.deepcopy(plain))
     ours = losses_of(model, AdamW(model.parameters(), lr=1e-2), device)
     return ours, losses_of(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2), device)
 
@@ -82,7 +77,7 @@ BF16 = MixedPrecisionPolicy(torch.bfloat16, main_params_dtype=torch.float32, mai
 def with_and_without_slots(device: str) -> tuple[list[float], list[float], int]:
     found = []
     for sizing in (None, "largest"):
-        model = shard(build(device), BF16)
+        model = sharded(build(device), mp_policy=BF16)
         model.set_slot_pool(sizing)
         found.append(losses_of(model, AdamW(model.parameters(), lr=1e-2), device))
         memory_meter().reset_peak()
@@ -127,12 +122,12 @@ def test_wide_products_are_not_rounded_to_bf16(device: str) -> None:
 
 
 def resumed(device: str, folder: str) -> tuple[list[float], list[float]]:
-    model = shard(build(device), BF16)
+    model = sharded(build(device), mp_policy=BF16)
     optimizer = AdamW(model.parameters(), lr=1e-2)
     losses_of(model, optimizer, device, steps=2)
     save_checkpoint(model, optimizer, folder)
     wanted = losses_of(model, optimizer, device, steps=3)
-    other = shard(build(device), BF16)
+    other = sharded(build(device), mp_policy=BF16)
     optimizer = AdamW(other.parameters(), lr=1e-2)
     load_checkpoint(other, optimizer, folder)
     return losses_of(other, optimizer, device, steps=3), wanted
@@ -155,7 +150,7 @@ def left_behind(device: str) -> tuple[int, int, int]:
     """Return the bytes that a model leaves when it is deleted, after one has warmed up what stays (cuBLAS)."""
     kept = []
     for _ in range(3):
-        model = shard(build(device), BF16)
+        model = sharded(build(device), mp_policy=BF16)
         optimizer = AdamW(model.parameters(), lr=1e-2)
         losses_of(model, optimizer, device, steps=2)
         predicted = explain(model).persistent_bytes
@@ -173,7 +168,7 @@ def test_a_deleted_model_leaves_no_memory(device: str) -> None:
 
 def replayed(device: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return the weights after three steps, taken one by one and replayed from a graph, from the same start."""
-    model = shard(build(device), BF16)
+    model = sharded(build(device), mp_policy=BF16)
     if can_exchange_memory():
         model.set_slot_pool("largest")
     optimizer = AdamW(model.parameters(), lr=1e-2, capturable=True, max_norm=1.0)

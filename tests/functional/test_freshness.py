@@ -8,14 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from dbuffer_kernels.reference import AdamWBuffers
 from megatron_fsdp import (
     AdamW,
     FsdpModule,
     MixedPrecisionPolicy,
-    Placements,
     StateError,
     fully_shard,
     fully_shard_optimizer,
@@ -25,6 +23,7 @@ from tests.harness import on_ranks, run_ranks
 from tests.harness.grids import covering, nightly_but
 from tests.harness.models import Block, Stack, inputs
 from tests.harness.oracle import whole
+from tests.harness.twins import sharded
 
 POLICIES = {
     "fp32": MixedPrecisionPolicy(),
@@ -32,13 +31,9 @@ POLICIES = {
 }
 
 
-def sharded(policy: MixedPrecisionPolicy, strategy: str = "optim_grads_params") -> Stack:
+def made(policy: MixedPrecisionPolicy, strategy: str = "optim_grads_params") -> Stack:
     torch.manual_seed(0)
-    model = Stack(Block(), Block(hidden=5))
-    placements = getattr(Placements, strategy)(0)
-    for layer in model.layers:
-        fully_shard(layer, placements=placements, mp_policy=policy)
-    return fully_shard(model, placements=placements, mp_policy=policy)
+    return sharded(Stack(Block(), Block(hidden=5)), strategy, mp_policy=policy)
 
 
 def output_of(model: nn.Module, step: int) -> torch.Tensor:
@@ -60,27 +55,22 @@ def train_once(model: nn.Module, optimizer: torch.optim.Optimizer, step: int = 0
     optimizer.zero_grad()
 
 
+@torch.no_grad()
 def change_in_place(model: nn.Module) -> None:
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(0.5)
-
-
-def change_through_data(model: nn.Module) -> None:
     for parameter in model.parameters():
-        parameter.data.mul_(0.5)
+        parameter.mul_(0.5)
 
 
+@torch.no_grad()
 def change_local_shards(model: nn.Module) -> None:
-    with torch.no_grad():
-        for parameter in model.parameters():
-            assert isinstance(parameter, DTensor)
-            parameter.to_local().mul_(0.5)
+    for parameter in model.parameters():
+        parameter.to_local().mul_(0.5)
 
 
-def change_with_foreach(model: nn.Module) -> None:
-    with torch.no_grad():
-        torch._foreach_mul_(list(model.parameters()), 0.5)
+@torch.no_grad()
+def halve(module: nn.Module) -> None:
+    for parameter in module.parameters(recurse=False):
+        parameter.mul_(0.5)
 
 
 def halved_state(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -90,44 +80,20 @@ def halved_state(model: nn.Module) -> dict[str, torch.Tensor]:
     return halves
 
 
-def load_state(model: nn.Module) -> None:
-    model.load_state_dict(halved_state(model))
-
-
-def load_state_by_assignment(model: nn.Module) -> None:
-    model.load_state_dict(halved_state(model), assign=True)
-
-
-def move_to_its_device(model: nn.Module) -> None:
-    change_in_place(model)
-    model.to("cpu")
-
-
-def apply_to_modules(model: nn.Module) -> None:
-    def halve(module: nn.Module) -> None:
-        with torch.no_grad():
-            for parameter in module.parameters(recurse=False):
-                parameter.mul_(0.5)
-
-    model.apply(halve)
-
-
-def change_while_gathered(model: nn.Module) -> None:
-    """The outermost unit's weights may be gathered when the change comes: a forward without backward leaves them so."""
-    output_of(model, 8)
-    change_in_place(model)
-
-
-CHANGES: dict[str, Callable[[nn.Module], None]] = {
+# The outermost unit's weights may be gathered when the change comes: a forward without backward leaves them so.
+CHANGES: dict[str, Callable[[nn.Module], object]] = {
     "an operation in place": change_in_place,
-    "an operation on .data": change_through_data,
+    "an operation on .data": lambda model: [parameter.data.mul_(0.5) for parameter in model.parameters()],
     "an operation on the local shards": change_local_shards,
-    "a foreach operation": change_with_foreach,
-    "load_state_dict": load_state,
-    "load_state_dict with assign": load_state_by_assignment,
-    "model.to": move_to_its_device,
-    "model.apply": apply_to_modules,
-    "an operation in place after a forward without backward": change_while_gathered,
+    "a foreach operation": lambda model: torch.no_grad()(torch._foreach_mul_)(list(model.parameters()), 0.5),
+    "load_state_dict": lambda model: model.load_state_dict(halved_state(model)),
+    "load_state_dict with assign": lambda model: model.load_state_dict(halved_state(model), assign=True),
+    "model.to": lambda model: (change_in_place(model), model.to("cpu")),
+    "model.apply": lambda model: model.apply(halve),
+    "an operation in place after a forward without backward": lambda model: (
+        output_of(model, 8),
+        change_in_place(model),
+    ),
 }
 
 
@@ -136,7 +102,7 @@ def assert_followed(
 ) -> None:
     """Train, change the weights, and run a forward, which has to use them as they are."""
     policy = POLICIES[policy_name]
-    model = sharded(policy, strategy)
+    model = made(policy, strategy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=True)
     if adapted:
         fully_shard_optimizer(optimizer)
@@ -184,7 +150,7 @@ STEPPED = [(name, adapted) for name in OPTIMIZERS for adapted in (True, False)]
 @on_ranks(2)
 def test_the_next_training_forward_uses_weights_stepped_by(name: str, adapted: bool) -> None:
     policy = POLICIES["bf16 compute"]
-    model = sharded(policy)
+    model = made(policy)
     optimizer = OPTIMIZERS[name](list(model.parameters()))
     if adapted:
         fully_shard_optimizer(optimizer)
@@ -200,7 +166,7 @@ def test_the_next_training_forward_uses_weights_stepped_by(name: str, adapted: b
 @on_ranks(2)
 def test_gathered_weights_are_those_loaded_right_after_load_state_dict() -> None:
     policy = POLICIES["bf16 compute"]
-    model = sharded(policy)
+    model = made(policy)
     state = halved_state(model)
     model.load_state_dict(state)
     worst = []
@@ -277,7 +243,7 @@ def test_reshard_finds_a_change_of_gathered_weights_and_hides_no_error_that_is_b
 
 def step_unseen(policy_name: str) -> list[torch.Tensor]:
     """Take a step by a kernel that counts no version, like Triton's; return the weights that forward uses then."""
-    model = sharded(POLICIES[policy_name], "optim")
+    model = made(POLICIES[policy_name], "optim")
     optimizer = AdamW(model.parameters(), lr=0.1)
     train_once(model, optimizer)
     output_of(model, 0).square().mean().backward()

@@ -1,5 +1,6 @@
 """Weight gradients multiplied straight into the packed buffer are those of a whole model, however layers are used."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,11 +15,12 @@ from torch.utils.checkpoint import checkpoint
 
 from dbuffer import CollectiveCall, observe_collectives
 from megatron_fsdp import FsdpModule, MixedPrecisionPolicy, expert_matmul, fully_shard
-from megatron_fsdp.runtime.guards.pytree import iterate_tensors
+from megatron_fsdp.runtime.step.pytree import iterate_tensors
 from tests.functional.linear_uses import USES, Layer, counted_products, dropping_a_layer, shard_as, stack_of
 from tests.harness import on_ranks, run_ranks
-from tests.harness.models import WIDTH, Stack, inputs, squared, three_blocks
+from tests.harness.models import WIDTH, Made, Stack, inputs, squared, three_blocks
 from tests.harness.oracle import Case, Comparison, compare, shard_layers
+from tests.harness.twins import sharded
 
 NUM_STEPS = 3
 
@@ -240,14 +242,9 @@ class Withholding(torch.autograd.Function):
         return gradients[0] @ weight, None
 
 
-class Withheld(Layer):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return Withholding.apply(x, self.linear.weight)
-
-
 @on_ranks(2)
 def test_a_weight_that_gets_neither_gradient_nor_product_counts_as_unused() -> None:
-    model = Stack(Withheld(), Withheld())
+    model = stack_of(*[lambda m, x: Withholding.apply(x, m.linear.weight)] * 2)()
     shard_as("optim_grads_params", MixedPrecisionPolicy())(model)
     calls: list[CollectiveCall] = []
     loss = squared(model, dist.get_rank(), 0)
@@ -269,16 +266,10 @@ class Failing(torch.autograd.Function):
         raise ArithmeticError("backward went wrong")
 
 
-class Breakable(Layer):
-    """Uses its layer twice, and fails between the two in backward when told."""
-
-    is_broken = False
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = torch.tanh(self.linear(x))
-        if self.is_broken and isinstance(self, FsdpModule):
-            x = Failing.apply(x)
-        return self.linear(x)
+def breakable(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    """Use the layer twice, and fail between the two in backward when told."""
+    x = torch.tanh(layer.linear(x))
+    return layer.linear(Failing.apply(x) if layer.is_broken and isinstance(layer, FsdpModule) else x)
 
 
 def fail_first(model: nn.Module, rank: int, step: int) -> torch.Tensor:
@@ -298,7 +289,7 @@ def fail_first(model: nn.Module, rank: int, step: int) -> torch.Tensor:
 @on_ranks(2)
 def test_a_backward_that_raises_between_two_products_leaves_nothing_behind(strategy: str) -> None:
     shard = shard_as(strategy, MixedPrecisionPolicy())
-    result = compare(Case(stack_of(Breakable, Breakable), fail_first, shard=shard))
+    result = compare(Case(stack_of(breakable, breakable), fail_first, shard=shard))
     assert result.is_exact, result
 
 
@@ -313,54 +304,39 @@ def test_anomaly_detection_finds_nothing_wrong_with_products() -> None:
 NUM_EXPERTS, HIDDEN = 3, 5
 
 
-class Experts(nn.Module):
-    """Every expert computes all tokens, in one product for all of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Parameter(torch.randn(NUM_EXPERTS, WIDTH, HIDDEN) / 3)
-        self.down = nn.Parameter(torch.randn(NUM_EXPERTS, HIDDEN, WIDTH) / 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        tokens = x.expand(NUM_EXPERTS, *x.shape)
-        hidden = torch.tanh(expert_matmul(tokens, self.up))
-        return x + expert_matmul(hidden, self.down).sum(0)
+def compute(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    """Let every expert compute all tokens, in one product for all of them."""
+    hidden = torch.tanh(expert_matmul(x.expand(NUM_EXPERTS, *x.shape), layer.up))
+    return x + expert_matmul(hidden, layer.down).sum(0)
 
 
-class UsedTwice(Experts):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(super().forward(x))
+def experts(use: Callable[[Any, torch.Tensor], torch.Tensor] = compute) -> Made:
+    up, down = (torch.randn(NUM_EXPERTS, *sizes) / 3 for sizes in ((WIDTH, HIDDEN), (HIDDEN, WIDTH)))
+    return Made(use, up=nn.Parameter(up), down=nn.Parameter(down))
 
 
-class BesideAnotherUse(Experts):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) * (1 + self.up.square().mean())
+KINDS: dict[str, tuple[Callable[[Any, torch.Tensor], torch.Tensor], int]] = {
+    "once": (compute, 4),
+    "twice": (lambda m, x: compute(m, compute(m, x)), 8),
+    "beside another use": (lambda m, x: compute(m, x) * (1 + m.up.square().mean()), 4),
+    "recomputed": (lambda m, x: checkpoint(compute, m, x, use_reentrant=False), 4),
+}
 
 
-class Recomputed(Experts):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(super().forward, x, use_reentrant=False)
-
-
-KINDS: dict[type[Experts], int] = {Experts: 4, UsedTwice: 8, BesideAnotherUse: 4, Recomputed: 4}
-
-
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @on_ranks(lambda num_ranks: num_ranks)
-def test_gradients_are_exact_and_each_product_goes_into_the_buffer(kind: type[Experts], num_ranks: int) -> None:
+def test_gradients_are_exact_and_each_product_goes_into_the_buffer(kind: str, num_ranks: int) -> None:
+    use, num_products = KINDS[kind]
     with counted_products() as products:
-        found = compare(Case(lambda: Stack(kind(), kind()), squared, steps=1))
-    products = len(products)
+        found = compare(Case(lambda: Stack(experts(use), experts(use)), squared, steps=1))
     assert found.is_exact, found
-    assert products == KINDS[kind]
+    assert len(products) == num_products
 
 
 def gradients(policy: MixedPrecisionPolicy) -> tuple[list[float], int]:
     torch.manual_seed(0)
-    model = Stack(Experts())
-    fully_shard(model.layers[0], mp_policy=policy)
-    fully_shard(model, mp_policy=policy)
+    model = sharded(Stack(experts()), mp_policy=policy)
     with counted_products() as products:
         squared(model, 0, 0).float().backward()
     whole = [parameter.grad.full_tensor() for parameter in model.parameters()]
@@ -376,30 +352,25 @@ def test_products_are_used_where_the_buffer_has_their_dtype_or_may_be_wider() ->
         wanted, _ = gradients(MixedPrecisionPolicy(torch.bfloat16, reduce, fuse_weight_gradients=False))
         worst = max(abs(a - b) for a, b in zip(ours, wanted, strict=True)) / max(map(abs, wanted))
         found.append((worst / torch.finfo(torch.bfloat16).eps, products))
-    rank = found
-    assert [products for _, products in rank] == [2, 0, 2]
-    assert all(worst <= 4 for worst, _ in rank)
+    assert [products for _, products in found] == [2, 0, 2]
+    assert all(worst <= 4 for worst, _ in found)
 
 
 @on_ranks(2)
 def test_a_frozen_weight_has_no_product() -> None:
-    torch.manual_seed(0)
-    model = Stack(Experts(), Experts())
-    experts = model.layers[0]
-    assert isinstance(experts, Experts)
-    experts.up.requires_grad_(False)
-    for layer in model.layers:
-        fully_shard(layer)
-    fully_shard(model)
+    model = Stack(experts(), experts())
+    first: Any = model.layers[0]
+    first.up.requires_grad_(False)
+    sharded(model)
     with counted_products() as products:
         model(inputs(0, 0)).sum().backward()
-    assert experts.up.grad is None
-    assert experts.down.grad is not None
+    assert first.up.grad is None
+    assert first.down.grad is not None
     assert len(products) == 3
 
 
 def test_without_sharding_it_is_an_ordinary_product() -> None:
-    layer = Experts()
+    layer: Any = experts()
     x = inputs(0, 0, NUM_EXPERTS, 4, WIDTH)
     assert torch.equal(expert_matmul(x, layer.up), torch.bmm(x, layer.up))
     expert_matmul(x, layer.up).sum().backward()

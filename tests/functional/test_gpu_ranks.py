@@ -20,9 +20,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from dbuffer import collectives
 from dbuffer.slot_pool import can_exchange_memory
 from dbuffer_kernels import switches
-from megatron_fsdp import FSDPModule, MixedPrecisionPolicy, Muon, Placements, Watch, fully_shard, microbatch
+from megatron_fsdp import FSDPModule, MixedPrecisionPolicy, Muon, Watch, microbatch
 from tests.harness import run_ranks
-from tests.harness.models import Block, Stack
+from tests.harness.models import Block, Made, Stack
+from tests.harness.twins import sharded
 
 WIDTH, ROWS, STEPS, MICROBATCHES = 32, 6, 4, 2
 BOTH = [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -42,17 +43,12 @@ class Gained(Block):
         return super().forward(x) * self.gain.to(x.dtype)
 
 
-class Products(nn.Module):
-    """Matrices alone, which Muon steps."""
-
-    def __init__(self, width: int, hidden: int) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(width, hidden, bias=False), nn.Linear(hidden, width, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return (rows, width) for (rows, width)."""
-        result: torch.Tensor = x + self.down(torch.tanh(self.up(x)))
-        return result
+def products(width: int, hidden: int) -> nn.Module:
+    """Return matrices alone, which Muon steps: (rows, width) for (rows, width)."""
+    return Made(
+        lambda m, x: x + m.down(torch.tanh(m.up(x))),
+        up=nn.Linear(width, hidden, bias=False), down=nn.Linear(hidden, width, bias=False),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -66,24 +62,12 @@ class Setting:
 
     strategy: str = "optim_grads_params"
     policy: MixedPrecisionPolicy | None = None
-    block: type[nn.Module] = Block
+    block: Callable[[int, int], nn.Module] = Block
     optimizer: str = "SGD"
     without: str = ""
-    prepare: Callable[[FSDPModule, str], None] | None = None
+    prepare: Callable[[FSDPModule, str], object] | None = None
     watches: bool = False
     tolerance: float = 1e-4
-
-
-def _two_buffers(model: FSDPModule, device: str) -> None:
-    model.set_reduce_scatter_max_input_buffers(2)
-
-
-def _one_communicator(model: FSDPModule, device: str) -> None:
-    model.set_separate_reduce_scatter_group(False)
-
-
-def _slots(model: FSDPModule, device: str) -> None:
-    model.set_slot_pool("largest")
 
 
 def _registered(model: FSDPModule, device: str) -> None:
@@ -128,13 +112,15 @@ SETTINGS = {
     "FP8 gathers": _packed("fp8"),
     "MXFP8 gathers": _packed("mxfp8"),
     "int8 gathers": _packed("int8_block"),
-    "two packed buffers": Setting(policy=BF16, prepare=_two_buffers, tolerance=0.01),
-    "one communicator": Setting(prepare=_one_communicator),
-    "slots": Setting(policy=BF16, prepare=_slots, tolerance=0.01),
+    "two packed buffers": Setting(
+        policy=BF16, prepare=lambda model, _: model.set_reduce_scatter_max_input_buffers(2), tolerance=0.01
+    ),
+    "one communicator": Setting(prepare=lambda model, _: model.set_separate_reduce_scatter_group(False)),
+    "slots": Setting(policy=BF16, prepare=lambda model, _: model.set_slot_pool("largest"), tolerance=0.01),
     "nccl_ub": Setting(prepare=_registered),
     "symmetric memory": Setting(prepare=_symmetric),
-    "Muon": Setting(block=Products, optimizer="Muon", tolerance=0.015),
-    "Muon, hsdp, watched": Setting("hsdp", block=Products, optimizer="Muon", watches=True, tolerance=0.015),
+    "Muon": Setting(block=products, optimizer="Muon", tolerance=0.015),
+    "Muon, hsdp, watched": Setting("hsdp", block=products, optimizer="Muon", watches=True, tolerance=0.015),
 }
 if not can_exchange_memory():
     # Before PyTorch 2.13 there are no slots, which test_slots.py says.
@@ -142,7 +128,7 @@ if not can_exchange_memory():
         del SETTINGS[_name]
 
 
-def build(block: type[nn.Module]) -> Stack:
+def build(block: Callable[[int, int], nn.Module]) -> Stack:
     torch.manual_seed(0)
     return Stack(*(block(WIDTH, hidden) for hidden in (48, 20, 33)))
 
@@ -170,12 +156,10 @@ def trained(name: str, device: str) -> list[float]:
     switches._named.cache_clear()
     collectives._COPIES = switches.is_off("in-place")
     size = dist.get_world_size()
-    axes = (0, 1) if setting.strategy in ("hsdp", "hfsdp") else (0,)
-    shape = (2 if size % 2 == 0 else 1, size // (2 if size % 2 == 0 else 1)) if len(axes) == 2 else (size,)
+    outer = 2 if setting.strategy in ("hsdp", "hfsdp") and size % 2 == 0 else 1
+    shape = (outer, size // outer) if setting.strategy in ("hsdp", "hfsdp") else (size,)
     mesh = init_device_mesh(device, shape, mesh_dim_names=("outer", "inner")[-len(shape) :])
-    model: Any = build(setting.block).to(device)
-    for part in (*model.layers, model):
-        fully_shard(part, mesh, getattr(Placements, setting.strategy)(*axes), mp_policy=setting.policy)
+    model: Any = sharded(build(setting.block).to(device), setting.strategy, mesh=mesh, mp_policy=setting.policy)
     if setting.prepare is not None:
         setting.prepare(model, device)
     optimizer = optimizer_of(setting.optimizer, model.parameters(), is_plain=False)
@@ -193,7 +177,7 @@ def trained(name: str, device: str) -> list[float]:
 
 
 @functools.cache
-def plain_losses(block: type[nn.Module], optimizer_name: str, ranks: tuple[int, ...]) -> Losses:
+def plain_losses(block: Callable[[int, int], nn.Module], optimizer_name: str, ranks: tuple[int, ...]) -> Losses:
     """Train a plain model on the data of some ranks, and return the losses on each one's."""
     model = build(block)
     optimizer = optimizer_of(optimizer_name, model.parameters(), is_plain=True)

@@ -26,7 +26,7 @@ from megatron_fsdp import (
     no_sync,
 )
 from tests.functional.expert_parallel import rows, shard_experts
-from tests.functional.test_tensor_parallel import Feedforward
+from tests.functional.test_tensor_parallel import feedforward
 from tests.harness import on_ranks, run_ranks
 from tests.harness.grids import nightly_but
 from tests.harness.models import Block, Stack, draw_tokens, loss_of, make_mesh, make_model
@@ -120,7 +120,7 @@ def test_ranks_that_clip_by_different_norms_are_found() -> None:
 def of_tensor_parallel(strategy: str) -> GradientScale:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
-    model = Stack(Feedforward(), Feedforward())
+    model = Stack(feedforward(), feedforward())
     for layer in model.layers:
         parallelize_module(layer, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
         fully_shard(layer, mesh["dp"], getattr(Placements, strategy)("dp"))

@@ -1,6 +1,5 @@
 """A step that is broken off anywhere, by an interrupt or for want of memory, and what a model is worth after it."""
 
-import copy
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,14 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dbuffer.collectives import wait_with
+from dbuffer.collectives_rare import wait_with
 from dbuffer.storage import FlatStorage
-from megatron_fsdp import AdamW, Placements, fully_shard, fully_shard_optimizer
+from megatron_fsdp import AdamW, fully_shard_optimizer
 from tests.functional.interruptions import SWEEPS, Sweep, run
 from tests.harness import on_ranks, run_ranks
 from tests.harness.grids import nightly_but
-from tests.harness.models import WIDTH, Block, Headed, Stack, inputs, squared, world_mesh
+from tests.harness.models import WIDTH, Block, Headed, Stack, inputs, squared
 from tests.harness.oracle import whole
+from tests.harness.twins import Twins
 
 ZERO = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
@@ -31,20 +31,20 @@ LAST: dict[str, Callable[[], Any]] = {
 }
 
 
-def pair(strategy: str, last: str = "head", *, frozen: bool = False) -> tuple[Any, Any]:
-    """Return a sharded model and the same one whole.
+def twins_of(strategy: str, last: str = "head", *, frozen: bool = False) -> Twins:
+    """Return twins.
 
     Args:
         frozen: norms are; they have buffers of their own, which are gathered with the others'.
     """
-    torch.manual_seed(0)
-    plain = LAST[last]()
-    for layer in plain.layers[:2] if frozen else ():
-        layer.norm.requires_grad_(False)
-    model = copy.deepcopy(plain)
-    for part in (*model.layers, model):
-        fully_shard(part, world_mesh(), getattr(Placements, strategy)(0))
-    return model, plain
+
+    def build() -> nn.Module:
+        model = LAST[last]()
+        for layer in model.layers[:2] if frozen else ():
+            layer.norm.requires_grad_(False)
+        return model
+
+    return Twins(build, strategy)
 
 
 @contextmanager
@@ -72,42 +72,33 @@ def interrupted_at(file: str, function: str, number: int = 1) -> Iterator[list[A
         sys.setprofile(None)
 
 
-def distance(model: nn.Module, plain: nn.Module, step: int) -> float:
-    x = inputs(dist.get_rank(), step)
+def distance(twins: Twins, step: int) -> float:
     # With gradients: an evaluation refreshes weights in any case.
-    return (model(x) - plain(x)).abs().max().item()
+    mine, wanted = (model(inputs(dist.get_rank(), step)) for model in twins)
+    return (mine - wanted).abs().max().item()
 
 
-def gradient_distance(model: nn.Module, plain: nn.Module, step: int) -> float:
-    """Run a forward and a backward of both, and return how far gradients are from the plain model's."""
-    size = dist.get_world_size()
-    squared(model, dist.get_rank(), step).backward()
-    for rank in range(size):
-        (squared(plain, rank, step) / size).backward()
-    pairs = zip(model.parameters(), plain.parameters(), strict=True)
-    return max(float((whole(one.grad, one) - other.grad).abs().max()) for one, other in pairs if other.grad is not None)
-
-
-def train_plain(plain: nn.Module, step: int) -> None:
-    size = dist.get_world_size()
-    for rank in range(size):
-        (squared(plain, rank, step) / size).backward()
-    torch.optim.SGD(plain.parameters(), lr=0.1).step()
-    plain.zero_grad()
+def worst_gradient_after(twins: Twins, *steps: int) -> float:
+    """Run a forward and a backward of both for each step, and return how far gradients were from the plain model's."""
+    found = []
+    for step in steps:
+        twins.zero_grad()
+        twins.backward(step)
+        found.append(twins.gradients_apart())
+    return max(found)
 
 
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads", "optim_grads_params"])
 @on_ranks(2)
 def test_a_gather_of_new_weights_that_was_interrupted_is_made_by_the_next_forward(strategy: str) -> None:
-    model, plain = pair(strategy)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    squared(model, dist.get_rank(), 0).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    train_plain(plain, 0)
+    twins = twins_of(strategy)
+    twins.backward()
+    for optimizer in twins.optimizers(torch.optim.SGD, lr=0.1):
+        optimizer.step()
+        optimizer.zero_grad()
     with interrupted_at("collectives.py", "all_gather"):
-        model(inputs(dist.get_rank(), 1))
-    assert distance(model, plain, 2) < 1e-6
+        twins.model(inputs(dist.get_rank(), 1))
+    assert distance(twins, 2) < 1e-6
 
 
 def kept_gathered(model: Any) -> None:
@@ -134,7 +125,8 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 def test_weights_that_an_interrupted_step_has_changed_are_those_of_the_next_forward(
     strategy: str, build: Callable[[nn.Module], torch.optim.Optimizer]
 ) -> None:
-    model, plain = pair(strategy)
+    twins = twins_of(strategy)
+    model, plain = twins
     kept_gathered(model)
     optimizer = build(model)
     squared(model, dist.get_rank(), 0).backward()
@@ -154,13 +146,14 @@ def test_weights_that_an_interrupted_step_has_changed_are_those_of_the_next_forw
     weights = {name: whole(value, value) for name, value in model.named_parameters()}
     assert any(not torch.equal(value, weights[name]) for name, value in plain.named_parameters())
     plain.load_state_dict(weights)
-    assert distance(model, plain, 2) < 1e-6
+    assert distance(twins, 2) < 1e-6
 
 
 @on_ranks(2)
 def test_a_gather_that_failed_is_made_again_by_the_next_forward() -> None:
-    model, plain = pair("optim_grads_params")
-    assert distance(model, plain, 0) < 1e-6
+    twins = twins_of("optim_grads_params")
+    model = twins.model
+    assert distance(twins, 0) < 1e-6
     failed: list[dist.Work] = []
 
     def fail(work: dist.Work) -> None:
@@ -172,22 +165,23 @@ def test_a_gather_that_failed_is_made_again_by_the_next_forward() -> None:
     with wait_with(fail):
         with pytest.raises(RuntimeError, match="timed out"):
             model(inputs(dist.get_rank(), 1))
-        assert distance(model, plain, 2) < 1e-6
+        assert distance(twins, 2) < 1e-6
 
 
 @on_ranks(2)
 def test_a_wait_that_was_interrupted_is_made_again_before_weights_are_used() -> None:
-    model, plain = pair("optim_grads_params", frozen=True)
+    twins = twins_of("optim_grads_params", frozen=True)
     with interrupted_at("gloo.py", "sort"):
-        model(inputs(dist.get_rank(), 1))
-    assert distance(model, plain, 2) < 1e-6
+        twins.model(inputs(dist.get_rank(), 1))
+    assert distance(twins, 2) < 1e-6
 
 
 @pytest.mark.parametrize("last", LAST)
 @pytest.mark.parametrize("strategy", ZERO)
 @on_ranks(2)
 def test_gradients_are_right_after_there_was_no_memory_for_the_first_ones(strategy: str, last: str) -> None:
-    model, plain = pair(strategy, last)
+    twins = twins_of(strategy, last)
+    model = twins.model
     wanted = model.layers[1].parameter_groups[0].main_grad.storage
     reallocate, asked = FlatStorage.reallocate, []
 
@@ -199,18 +193,13 @@ def test_gradients_are_right_after_there_was_no_memory_for_the_first_ones(strate
 
     with mock.patch.object(FlatStorage, "reallocate", no_memory), pytest.raises(torch.OutOfMemoryError):
         squared(model, dist.get_rank(), 0).backward()
-    found = []
-    for step in (1, 2):
-        model.zero_grad()
-        plain.zero_grad()
-        found.append(gradient_distance(model, plain, step))
-    assert max(found) < 1e-6
+    assert worst_gradient_after(twins, 1, 2) < 1e-6
 
 
 # The last two are for what is reduced while backward runs, and for weights that come and go.
 INTERRUPTED = (
     ("gradients.py", "wait"), ("grad_binding.py", "begin_sum"), ("backward.py", "begin"), ("backward.py", "finish"),
-    ("backward.py", "drain"), ("reduction.py", "fold"), ("fsdp_params.py", "allow"),
+    ("backward.py", "drain"), ("reduction.py", "fold"), ("fsdp_params.py", "brought_back"),
 )  # fmt: skip
 INTERRUPTS = [
     *(("no_shard", *place) for place in INTERRUPTED[:-2]),
@@ -221,20 +210,16 @@ INTERRUPTS = [
 @pytest.mark.parametrize(("strategy", "file", "function"), INTERRUPTS)
 @on_ranks(2)
 def test_gradients_are_right_after_an_interrupt_inside_of_a_backward(strategy: str, file: str, function: str) -> None:
-    model, plain = pair(strategy, "norm")
+    twins = twins_of(strategy, "norm")
+    model = twins.model
     squared(model, dist.get_rank(), 0).backward()
     model.zero_grad()
     loss = squared(model, dist.get_rank(), 1)
-    found = []
     # What is raised refers to all frames that it went through, for as long as the next steps take.
     with interrupted_at(file, function) as kept:
         loss.backward()
-    for step in (2, 3):
-        model.zero_grad()
-        plain.zero_grad()
-        found.append(gradient_distance(model, plain, step))
+    assert worst_gradient_after(twins, 2, 3) < 1e-6
     assert kept
-    assert max(found) < 1e-6
 
 
 QUICK = [

@@ -21,6 +21,7 @@ from megatron_fsdp import (
 from megatron_fsdp.optim.exact_norm import exact_norm
 from megatron_fsdp.runtime.grads.invariant_reduction import BinaryCounter
 from tests.harness import RankError, run_ranks
+from tests.harness.grids import nightly_but
 from tests.harness.models import make_mesh
 from tests.harness.oracle import units_of, whole
 
@@ -115,15 +116,19 @@ def clipped(run: Run) -> tuple[list[torch.Tensor], dict[str, torch.Tensor], floa
     return norms, wholes(model, optimizer), wanted
 
 
-CLIPPED = [Run((2,)), Run((3,)), Run((4,), "no_shard"), Run((2, 2), "hsdp"), Run((2, 2), "hfsdp"), Run((4,), "optim")]
+CLIPPED = [Run((3,)), Run((2, 2), "hsdp"), Run((4,), "optim"), Run((2,)), Run((4,), "no_shard"), Run((2, 2), "hfsdp")]
+# By day those of the first three, and fewer steps.
+DAY_AND_NIGHT = pytest.mark.parametrize("runs", nightly_but([3], [3, 6]))
 
 
-def test_norms_and_what_they_clip_are_those_of_one_rank_to_the_last_bit() -> None:
-    norms, wanted, exact = run_ranks(1, clipped, Run((1,)))[0]
+@DAY_AND_NIGHT
+def test_norms_and_what_they_clip_are_those_of_one_rank_to_the_last_bit(runs: int) -> None:
+    num_steps = Run((1,)).num_steps if runs == 6 else 6
+    norms, wanted, exact = run_ranks(1, clipped, Run((1,), num_steps=num_steps))[0]
     assert norms[0].item() == torch.tensor(exact).item()
     assert norms[0] > 0.1
-    for run in CLIPPED:
-        for found, values, _ in run_ranks(torch.Size(run.mesh).numel(), clipped, run):
+    for run in CLIPPED[:runs]:
+        for found, values, _ in run_ranks(torch.Size(run.mesh).numel(), clipped, replace(run, num_steps=num_steps)):
             assert torch.equal(torch.stack(found), torch.stack(norms)), run
             assert_equal(values, wanted)
 
@@ -142,10 +147,11 @@ def clipped_by_torch(run: Run) -> tuple[list[torch.Tensor], dict[str, torch.Tens
     return norms, wholes(model, optimizer)
 
 
-def test_the_norm_that_pytorch_clips_by_is_that_of_one_rank_to_the_last_bit() -> None:
+@DAY_AND_NIGHT
+def test_the_norm_that_pytorch_clips_by_is_that_of_one_rank_to_the_last_bit(runs: int) -> None:
     norms, wanted = run_ranks(1, clipped_by_torch, Run((1,), num_steps=4))[0]
     assert norms[0] > 0.1
-    for run in CLIPPED:
+    for run in CLIPPED[:runs]:
         for found, values in run_ranks(torch.Size(run.mesh).numel(), clipped_by_torch, replace(run, num_steps=4)):
             assert torch.equal(torch.stack(found), torch.stack(norms)), run
             assert_equal(values, wanted)
@@ -193,8 +199,10 @@ def assert_equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]
     assert [name for name, value in found.items() if not torch.equal(value, wanted[name])] == []
 
 
-@pytest.mark.parametrize("wire", WIRES)
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+SIZES = [(size, wire) for size in (1, 2, 3, 4) for wire in WIRES]
+
+
+@pytest.mark.parametrize(("size", "wire"), nightly_but([SIZES[2], SIZES[4], SIZES[5], SIZES[7]], SIZES))
 def test_weights_and_moments_are_those_of_one_process_to_the_last_bit(size: int, wire: str) -> None:
     wanted = trained_plainly(wire)
     for found in run_ranks(size, trained, Run((size,), wire=wire)):
@@ -204,8 +212,15 @@ def test_weights_and_moments_are_those_of_one_process_to_the_last_bit(size: int,
 TWO_AXES = [Run(mesh, strategy) for strategy in ("hsdp", "hfsdp") for mesh in ((2, 2), (1, 4), (4, 1))]
 
 
-@pytest.mark.parametrize("wire", WIRES)
-@pytest.mark.parametrize("run", [Run((3,), "no_shard"), Run((4,), "optim"), Run((3,), "optim_grads"), *TWO_AXES])
+RUNS = [
+    (run, wire)
+    for run in (Run((3,), "no_shard"), Run((4,), "optim"), Run((3,), "optim_grads"), *TWO_AXES)
+    for wire in WIRES
+]
+
+
+# Each strategy with one dtype on the wire, by turns.
+@pytest.mark.parametrize(("run", "wire"), nightly_but([*RUNS[:6:3], *RUNS[4:7:2], RUNS[13]], RUNS))
 def test_every_strategy_has_them(run: Run, wire: str) -> None:
     wanted = trained_plainly(wire)
     for found in run_ranks(torch.Size(run.mesh).numel(), trained, Run(run.mesh, run.strategy, wire)):

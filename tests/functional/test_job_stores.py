@@ -32,15 +32,16 @@ def test_a_rank_may_come_late_to_a_rendezvous_in_a_file(tmp_path: Path) -> None:
     dist.destroy_process_group()
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
     store = dist.distributed_c10d._get_default_store()
-    follow = rendezvous._Room.follow
+    look = rendezvous._Rendezvous.look_for_ended
 
-    def tell_and_follow(room: rendezvous._Room) -> None:
+    def tell_and_look(one: rendezvous._Rendezvous) -> None:
         store.set("the first has looked", "")
-        follow(room)
+        look(one)
 
     model = nn.Linear(5, 3)
     # Looks as long as this are the store's own waits, as all long ones are.
-    with mock.patch.object(rendezvous, "_LOOK_S", 0.02), mock.patch.object(rendezvous._Room, "follow", tell_and_follow):
+    looks = mock.patch.object(rendezvous._Rendezvous, "look_for_ended", tell_and_look)
+    with mock.patch.object(rendezvous, "_LOOK_S", 0.02), looks:
         if rank == 1:
             store.wait(["the first has looked"])
         fully_shard(model)

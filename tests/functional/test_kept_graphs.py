@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,11 +12,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from dbuffer.events import listen
-from megatron_fsdp import Placements, fully_shard
 from tests.harness import on_ranks, run_ranks
 from tests.harness.grids import nightly_but
-from tests.harness.models import Block, Headed, inputs, make_mesh
-from tests.harness.oracle import whole
+from tests.harness.models import Block, Headed, inputs, squared
+from tests.harness.twins import Twins
 
 Kept = list[Any]
 
@@ -39,18 +39,6 @@ class Uses(Headed):
         return super().forward(x)
 
 
-def of_a_forward(model: nn.Module, kept: Kept) -> None:
-    kept.append(model(inputs(0, 90)))
-
-
-def of_a_part(model: Any, kept: Kept) -> None:
-    kept.append(model.layers[1](inputs(0, 91)))
-
-
-def of_two_forwards(model: nn.Module, kept: Kept) -> None:
-    kept.extend(model(inputs(0, step)) for step in (92, 93))
-
-
 def of_a_forward_that_raised(model: Any, kept: Kept) -> None:
     def fail(*_: object) -> None:
         raise KeyboardInterrupt
@@ -64,7 +52,7 @@ def of_a_forward_that_raised(model: Any, kept: Kept) -> None:
 
 
 def of_a_backward(model: nn.Module, kept: Kept) -> None:
-    kept.append(model(inputs(0, 95)).square().mean())
+    kept.append(squared(model, 0, 95))
     kept[-1].backward(retain_graph=True)
 
 
@@ -75,19 +63,18 @@ def of_hidden_states(model: Any, kept: Kept) -> None:
         handle.remove()
 
 
-LEFT = (of_a_forward, of_a_part, of_two_forwards, of_a_forward_that_raised, of_a_backward, of_hidden_states)
-
-
-def one_backward(model: nn.Module, rank: int) -> None:
-    model(inputs(rank, 1)).square().mean().backward()
-
-
-def both_at_once(model: nn.Module, rank: int) -> None:
-    (model(inputs(rank, 1)) * model(inputs(rank, 2))).mean().backward()
+LEFT: dict[str, Callable[[Any, Kept], object]] = {
+    "of a forward": lambda model, kept: kept.append(model(inputs(0, 90))),
+    "of a part": lambda model, kept: kept.append(model.layers[1](inputs(0, 91))),
+    "of two forwards": lambda model, kept: kept.extend(model(inputs(0, step)) for step in (92, 93)),
+    "of a forward that raised": of_a_forward_that_raised,
+    "of a backward": of_a_backward,
+    "of hidden states": of_hidden_states,
+}
 
 
 def last_first(model: nn.Module, rank: int) -> None:
-    first, second = (model(inputs(rank, step)).square().mean() for step in (1, 2))
+    first, second = (squared(model, rank, step) for step in (1, 2))
     second.backward()
     first.backward()
 
@@ -95,35 +82,27 @@ def last_first(model: nn.Module, rank: int) -> None:
 def evaluated_before(model: nn.Module, rank: int) -> None:
     with torch.no_grad():
         model(inputs(rank, 3))
-    one_backward(model, rank)
+    squared(model, rank, 1).backward()
 
 
-def a_part_before(model: Any, rank: int) -> None:
-    (model(inputs(rank, 1)) + model.layers[1](inputs(rank, 2))).square().mean().backward()
-
-
-THEN = (one_backward, both_at_once, last_first, evaluated_before, a_part_before)
+THEN: dict[str, Callable[[Any, int], object]] = {
+    "one backward": lambda model, rank: squared(model, rank, 1).backward(),
+    "both at once": lambda model, rank: (model(inputs(rank, 1)) * model(inputs(rank, 2))).mean().backward(),
+    "last first": last_first,
+    "evaluated before": evaluated_before,
+    "a part before": lambda model, rank: (
+        (model(inputs(rank, 1)) + model.layers[1](inputs(rank, 2))).square().mean().backward()
+    ),
+}
 HOWS = ("plain", "layers twice", "reentrant", "not reentrant")
 
 
-def build(strategy: str | None) -> Uses:
-    torch.manual_seed(0)
-    model = Uses(Block(), Block(), Block(), Block())
-    if strategy is None:
-        return model
-    is_nested = strategy in ("hsdp", "hfsdp")
-    mesh = make_mesh((2, dist.get_world_size() // 2) if is_nested else (dist.get_world_size(),))
-    placements = getattr(Placements, strategy)(*((0, 1) if is_nested else (0,)))
-    for part in (*model.layers, model):
-        fully_shard(part, mesh, placements)
-    return model
-
-
 def order_and_error(
-    strategy: str, how: str, leave: Callable[[nn.Module, Kept], None], then: Callable[[nn.Module, int], None]
+    strategy: str, how: str, leave: Callable[[Any, Kept], object], then: Callable[[Any, int], object]
 ) -> tuple[list[str], float]:
     """Return what was gathered, reduced and released in which order, and how far gradients are from the plain ones."""
-    model, plain, kept = build(strategy), build(None), Kept()
+    twins, kept = Twins(lambda: Uses(Block(), Block(), Block(), Block()), strategy), Kept()
+    model, plain = twins
     model.how = plain.how = how
     actions: list[str] = []
 
@@ -141,23 +120,20 @@ def order_and_error(
             then(model, dist.get_rank())
     for rank in range(dist.get_world_size()):
         then(plain, rank)
-    worst = 0.0
-    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        assert theirs.grad is not None
-        off = whole(mine.grad, mine) - theirs.grad / dist.get_world_size()
-        worst = max(worst, off.abs().max().item())
-    return actions, worst
+    for parameter in plain.parameters():
+        parameter.grad /= dist.get_world_size()
+    return actions, twins.gradients_apart()
 
 
 def orders_and_errors(strategy: str, how: str, is_quick: bool) -> dict[tuple[str, str], tuple[list[str], float]]:
     """Go through all cases, or a third of them, which depends on ``how``."""
-    cases = [(leave, then) for leave in LEFT for then in THEN]
+    cases = list(product(LEFT, THEN))
     if is_quick:
         cases = cases[HOWS.index(how) % 3 :: 3]
     # What this rank keeps is kept until the end, and garbage until somebody asks for it.
     gc.disable()
     try:
-        return {(one.__name__, two.__name__): order_and_error(strategy, how, one, two) for one, two in cases}
+        return {case: order_and_error(strategy, how, LEFT[case[0]], THEN[case[1]]) for case in cases}
     finally:
         gc.enable()
 
@@ -189,23 +165,13 @@ class Skipping(Block):
 
 @on_ranks(2)
 def test_a_unit_that_one_rank_does_not_use_in_the_earlier_of_two_passes_is_reduced_after_both() -> None:
-
-    def train(model: Any, rank: int) -> None:
+    def loss(model: Any, rank: int, _: int) -> torch.Tensor:
         losses = []
         for step in (1, 2):
             model.layers[1].skips = rank == 0 and step == 1
-            losses.append(model(inputs(rank, step)).square().mean())
-        sum(losses).backward()
+            losses.append(squared(model, rank, step))
+        return sum(losses)
 
-    models: list[Any] = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        models.append(Headed(Block(), Skipping(), Skipping(), Block()))
-    model, plain = models
-    for part in (*model.layers, model):
-        fully_shard(part)
-    train(model, dist.get_rank())
-    for rank in range(dist.get_world_size()):
-        train(plain, rank)
-    pairs = zip(model.parameters(), plain.parameters(), strict=True)
-    assert max(float((whole(a.grad, a) - b.grad / dist.get_world_size()).abs().max()) for a, b in pairs) < 2e-6
+    twins = Twins(lambda: Headed(Block(), Skipping(), Skipping(), Block()))
+    twins.backward(0, loss)
+    assert twins.gradients_apart() < 2e-6

@@ -8,18 +8,16 @@ import torch.distributed as dist
 
 from dbuffer import StorageError, memory_meter
 from dbuffer.slot_pool import can_exchange_memory
-from megatron_fsdp import MixedPrecisionPolicy, fully_shard
+from megatron_fsdp import MixedPrecisionPolicy
 from tests.harness import on_ranks
 from tests.harness.models import inputs, three_blocks
 from tests.harness.oracle import whole
+from tests.harness.twins import sharded
 
 
-def sharded(policy: MixedPrecisionPolicy | None, keeps: bool) -> Any:
+def made(policy: MixedPrecisionPolicy | None, keeps: bool) -> Any:
     torch.manual_seed(0)
-    model: Any = three_blocks()
-    for layer in model.layers:
-        fully_shard(layer, mp_policy=policy)
-    fully_shard(model, mp_policy=policy)
+    model = sharded(three_blocks(), mp_policy=policy)
     if keeps:
         model.set_keep_unsharded_storage(True)
     return model
@@ -52,34 +50,30 @@ POLICIES = {
 @pytest.mark.parametrize("name", POLICIES)
 @on_ranks(2)
 def test_training_is_the_same_and_so_are_the_addresses(name: str) -> None:
-    kept, usual = sharded(POLICIES[name], True), sharded(POLICIES[name], False)
+    kept, usual = made(POLICIES[name], True), made(POLICIES[name], False)
     (losses, seen), (wanted, _) = train(kept), train(usual)
     pairs = zip(kept.parameters(), usual.parameters(), strict=True)
     worst = max(float((whole(one, one) - whole(other, other)).abs().max()) for one, other in pairs)
-    is_same = losses == wanted
-    addresses = [len(found) for found in seen]
-    assert is_same
+    assert losses == wanted
     assert worst == 0.0
-    assert addresses == [1, 1, 1]
+    assert [len(found) for found in seen] == [1, 1, 1]
 
 
 @pytest.mark.skipif(not can_exchange_memory(), reason="storages of this PyTorch cannot exchange memory")
 @on_ranks(2)
 def test_a_unit_that_keeps_its_memory_takes_no_turns_in_slots() -> None:
-    model, usual = sharded(None, False), sharded(None, False)
+    model, usual = made(None, False), made(None, False)
     model.set_slot_pool("largest")
     model.layers[1].set_keep_unsharded_storage(True, recurse=False)
     (losses, seen), (wanted, _) = train(model), train(usual)
-    is_same = losses == wanted
-    addresses = [len(seen[1])]
-    assert is_same
-    assert addresses == [1]
+    assert losses == wanted
+    assert len(seen[1]) == 1
 
 
 @on_ranks(2)
 def test_it_takes_the_bytes_of_the_whole_weights_until_it_is_switched_off() -> None:
     meter = memory_meter()
-    model = sharded(None, False)
+    model = made(None, False)
     found = [meter.current_bytes]
     for keep in (True, False):
         model.set_keep_unsharded_storage(keep)
@@ -88,29 +82,24 @@ def test_it_takes_the_bytes_of_the_whole_weights_until_it_is_switched_off() -> N
             model.zero_grad()
         found.append(meter.current_bytes)
     groups = [group for layer in model.layers for group in layer.parameter_groups]
-    none, kept, after, whole_bytes = [
-        *(value - found[0] for value in found),
-        sum(group.gathered.nbytes for group in groups),
-    ]
-    assert (none, kept, after) == (0, whole_bytes, 0)
+    whole_bytes = sum(group.gathered.nbytes for group in groups)
+    assert [value - found[0] for value in found] == [0, whole_bytes, 0]
 
 
 @on_ranks(2)
 def test_what_lies_there_after_reshard_is_not_read() -> None:
-    model = sharded(None, True)
+    model = made(None, True)
     layer = model.layers[0]
     layer.unshard()
     weight = layer.up.weight
     layer.reshard()
-    with pytest.raises(StorageError) as error:
+    with pytest.raises(StorageError, match=r"parameter 'up\.weight': add of its gathered weight, which was released"):
         weight + 1
-    message = str(error.value)
-    assert "parameter 'up.weight': add of its gathered weight, which was released" in message
 
 
 @on_ranks(2)
 def test_other_buffers_under_the_same_parameters_stay_too() -> None:
-    model = sharded(None, True).to(torch.bfloat16)
+    model = made(None, True).to(torch.bfloat16)
     seen = set()
     model.layers[0].register_forward_hook(lambda module, args, out: seen.add(module.up.weight.data_ptr()))
     for step in range(2):

@@ -3,7 +3,6 @@
 import contextlib
 import gc
 from collections.abc import Callable, Iterator
-from functools import partial
 
 import pytest
 import torch
@@ -13,8 +12,8 @@ from torch import nn
 from dbuffer import memory_meter
 from megatron_fsdp import FsdpModule, fully_shard_optimizer
 from tests.harness import on_ranks
-from tests.harness.models import Block, Stack, inputs, squared
-from tests.harness.oracle import Case, compare, shard_each
+from tests.harness.models import Block, Stack, inputs
+from tests.harness.oracle import shard_each
 
 
 def loss_of(model: nn.Module, step: int) -> torch.Tensor:
@@ -101,54 +100,6 @@ def test_deleting_a_model_frees_its_buffers_without_the_garbage_collector_after(
         del kept
     finally:
         gc.enable()
-
-
-def fail_before_each_step(model: nn.Module, step: int, mode: str, then: Callable[[nn.Module], object]) -> None:
-    if isinstance(model, FsdpModule):
-        run_to_failure(model, mode, step + 50)
-        model.zero_grad()
-    then(model)
-
-
-def shrink(model: nn.Module) -> None:
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(0.9)
-
-
-RECOVERIES: dict[str, tuple[str, Callable[[nn.Module], object]]] = {
-    "an exception in forward": ("forward", lambda model: None),
-    "an exception in backward": ("backward", lambda model: None),
-    "an exception in forward and a saved state": ("forward", lambda model: model.state_dict()),
-    "an exception in forward and a change of weights": ("forward", shrink),
-}
-
-
-def after_a_failure_of_an_earlier_loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
-    """Return a loss whose forward ran before the backward of another one raised."""
-    if isinstance(model, FsdpModule):
-        with failing(model, "backward"):
-            earlier = loss_of(model, step + 50)
-    loss = squared(model, rank, step)
-    if isinstance(model, FsdpModule):
-        with pytest.raises(RuntimeError, match="out of memory, say"):
-            earlier.backward()
-        model.zero_grad()
-    return loss
-
-
-@on_ranks(2, timeout=20)
-def test_a_forward_that_ran_before_the_exception_is_as_good_as_one_after_it() -> None:
-    result = compare(Case(failing_stack, after_a_failure_of_an_earlier_loss))
-    assert result.is_exact, result
-
-
-@pytest.mark.parametrize("recovery", RECOVERIES)
-@on_ranks(2, timeout=20)
-def test_the_next_step_is_right_after(recovery: str) -> None:
-    mode, then = RECOVERIES[recovery]
-    result = compare(Case(failing_stack, squared, prepare=partial(fail_before_each_step, mode=mode, then=then)))
-    assert result.is_exact, result
 
 
 @pytest.mark.parametrize("mode", ["forward", "backward"])

@@ -7,54 +7,33 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
-from megatron_fsdp import ConfigError, GradientReductionHandle, Placements, StateError, fully_shard
-from megatron_fsdp.observability.flight_recorder import record_transcript
+from megatron_fsdp import ConfigError, GradientReductionHandle, StateError, fully_shard
 from tests.harness import on_ranks
-from tests.harness.models import inputs, three_blocks
-from tests.harness.oracle import whole
+from tests.harness.models import inputs, squared
+from tests.harness.transcript import record_transcript
+from tests.harness.twins import Twins
 
-STRATEGIES: dict[str, Placements] = {
-    name: getattr(Placements, name)(0) for name in ("no_shard", "optim", "optim_grads", "optim_grads_params")
-} | {"hsdp": Placements.hsdp(0, 1)}
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params", "hsdp")
 NUM_MICROBATCHES = 3
 
 
-def sharded(strategy: str, *, is_manual: bool = True) -> Any:
-    torch.manual_seed(0)
-    model: Any = three_blocks()
-    shape = (2, 2) if strategy == "hsdp" else (dist.get_world_size(),)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("outer", "inner")[: len(shape)])
-    for layer in model.layers:
-        fully_shard(layer, mesh, STRATEGIES[strategy])
-    fully_shard(model, mesh, STRATEGIES[strategy])
-    model.set_manual_backward_finalization(is_manual)
-    return model
-
-
-def plain_gradients(steps: range) -> list[torch.Tensor]:
-    """Return the mean over ranks of the sums over microbatches, of one model that sees all of them."""
-    torch.manual_seed(0)
-    model = three_blocks()
-    ranks = dist.get_world_size()
-    for step in steps:
-        for rank in range(ranks):
-            (loss_of(model, rank, step) / ranks).backward()
-    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-
-
-def loss_of(model: nn.Module, rank: int, step: int) -> torch.Tensor:
-    return model(inputs(rank, step)).square().mean()
+def twins_of(strategy: str = "optim_grads_params", *, is_manual: bool = True) -> Twins:
+    twins = Twins(strategy=strategy)
+    twins.model.set_manual_backward_finalization(is_manual)
+    return twins
 
 
 def run(model: Any, step: int) -> None:
-    loss_of(model, dist.get_rank(), step).backward()
+    squared(model, dist.get_rank(), step).backward()
 
 
-def worst(model: Any, wanted: list[torch.Tensor]) -> float:
-    pairs = zip(model.parameters(), wanted, strict=True)
-    return max(float((whole(one.grad, one) - other).abs().max()) for one, other in pairs)
+def apart(twins: Twins, steps: range) -> float:
+    """Return how far gradients are from the mean over ranks of the sums over microbatches."""
+    twins.plain.zero_grad()
+    for step in steps:
+        twins.plain_backward(step)
+    return twins.gradients_apart()
 
 
 def each_backward(model: Any, finalize: Callable[[Any], None]) -> None:
@@ -96,17 +75,15 @@ def later(model: Any) -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @on_ranks(lambda strategy: 4 if strategy == "hsdp" else 2)
 def test_gradients_are_a_plain_models_once_they_are_finalized(strategy: str) -> None:
-    wanted = plain_gradients(range(NUM_MICROBATCHES))
     found = []
     for schedule in (each_backward, all_backwards, without_sync, not_last):
         for finalize in (at_once, later):
-            model = sharded(strategy)
-            schedule(model, finalize)
-            found.append(worst(model, wanted))
+            twins = twins_of(strategy)
             # A second step of the same model, whose gradients are other ones.
-            model.zero_grad()
-            schedule(model, finalize)
-            found.append(worst(model, wanted))
+            for _ in range(2):
+                schedule(twins.model, finalize)
+                found.append(apart(twins, range(NUM_MICROBATCHES)))
+                twins.model.zero_grad()
     assert len(found) == 16
     assert max(found) < 2e-6
 
@@ -114,7 +91,7 @@ def test_gradients_are_a_plain_models_once_they_are_finalized(strategy: str) -> 
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
 @on_ranks(2)
 def test_nothing_reads_or_steps_with_gradients_that_are_not_finalized(strategy: str) -> None:
-    model = sharded(strategy)
+    model = twins_of(strategy).model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     said = []
 
@@ -140,14 +117,14 @@ def test_nothing_reads_or_steps_with_gradients_that_are_not_finalized(strategy: 
 
 @on_ranks(2)
 def test_an_iteration_can_be_dropped_before_it_is_finalized() -> None:
-    wanted, found = plain_gradients(range(1, 2)), []
-    model = sharded("optim_grads_params")
+    twins, found = twins_of(), []
+    model = twins.model
     for how in ("zero_grad", "zero_grad", "reset_iter_state"):
         run(model, 0)
         getattr(model, how)()
         run(model, 1)
         model.finalize_backward()
-        found.append(worst(model, wanted))
+        found.append(apart(twins, range(1, 2)))
         model.zero_grad()
     run(model, 0)
     handle = model.finalize_backward(async_op=True)
@@ -157,14 +134,15 @@ def test_an_iteration_can_be_dropped_before_it_is_finalized() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
     run(model, 1)
     model.finalize_backward()
-    found = [*found, worst(model, wanted)]
+    found.append(apart(twins, range(1, 2)))
     assert len(found) == 4
     assert max(found) < 2e-6
 
 
 @on_ranks(2)
 def test_finalizing_without_a_backward_changes_nothing() -> None:
-    model = sharded("optim_grads_params", is_manual=False)
+    twins = twins_of(is_manual=False)
+    model = twins.model
     assert model.finalize_backward() is None
     model.finalize_backward(async_op=True).wait()
     model.set_manual_backward_finalization(True)
@@ -177,14 +155,14 @@ def test_finalizing_without_a_backward_changes_nothing() -> None:
     model.finalize_backward()
     run(model, 0)
     model.finalize_backward()
-    before = worst(model, plain_gradients(range(1)))
+    before = apart(twins, range(1))
     model.finalize_backward()
-    assert worst(model, plain_gradients(range(1))) == before < 2e-6
+    assert apart(twins, range(1)) == before < 2e-6
     # Back to what backward does by itself.
     model.set_manual_backward_finalization(False)
     model.zero_grad()
     run(model, 0)
-    assert worst(model, plain_gradients(range(1))) < 2e-6
+    assert apart(twins, range(1)) < 2e-6
 
 
 @on_ranks(2)
@@ -196,7 +174,7 @@ def test_what_cannot_be_asked_for_is_refused_by_name() -> None:
             action()
         said.append(str(error.value))
 
-    model = sharded("optim_grads_params", is_manual=False)
+    model = twins_of(is_manual=False).model
     collect(lambda: model.layers[0].set_manual_backward_finalization(True))
     run(model, 0)
     collect(model.finalize_backward)
@@ -219,11 +197,11 @@ def test_what_cannot_be_asked_for_is_refused_by_name() -> None:
 
 @on_ranks(2)
 def test_reductions_start_in_backward_and_are_folded_when_it_is_finalized() -> None:
-    model = sharded("optim_grads_params")
+    model = twins_of().model
     run(model, 0)
     model.finalize_backward()
     model.zero_grad()
-    loss = loss_of(model, dist.get_rank(), 1)
+    loss = squared(model, dist.get_rank(), 1)
     parts = []
     for action in (loss.backward, model.finalize_backward):
         with record_transcript() as transcript:

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from dbuffer import StorageError, guard_released_storage, memory_meter
@@ -17,23 +16,19 @@ from megatron_fsdp import (
     FsdpModule,
     MixedPrecisionPolicy,
     ParameterGroup,
-    Placements,
-    fully_shard,
     fully_shard_optimizer,
 )
 from tests.harness import on_ranks, run_ranks
 from tests.harness.models import WIDTH, Block, CheckpointedStack, ShuffledStack, Stack, inputs
 from tests.harness.oracle import shard_each
+from tests.harness.twins import sharded
 
 HIDDEN_SIZES = (97, 13, 131, 101, 127, 111)
 
 
 def sharded_stack(policy: MixedPrecisionPolicy | None = None, kind: type[Stack] = Stack) -> Stack:
     model = kind(*(Block(hidden=hidden) for hidden in HIDDEN_SIZES))
-    for layer in model.layers:
-        fully_shard(layer, mp_policy=policy)
-    fully_shard(model, mp_policy=policy)
-    return model
+    return sharded(model, mp_policy=policy)
 
 
 def groups_of(model: nn.Module) -> list[ParameterGroup]:
@@ -155,10 +150,7 @@ def _rows(gradient: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads", "optim_grads_params"])
 @on_ranks(2)
 def test_gradients_that_are_kept_have_their_values_after_the_next_backward(strategy: str) -> None:
-    model = Stack(*(Block(hidden=hidden) for hidden in HIDDEN_SIZES))
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for module in (*model.layers, model):
-        fully_shard(module, mesh=mesh, placements=getattr(Placements, strategy)())
+    model = sharded(Stack(*(Block(hidden=hidden) for hidden in HIDDEN_SIZES)), strategy)
     optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=1e-3))
     found = []
     before: list[torch.Tensor] = []

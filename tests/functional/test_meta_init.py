@@ -1,6 +1,7 @@
 """Models that are sharded on the meta device: initialised in place, alike on any number of ranks, or loaded."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from megatron_fsdp import (
 )
 from tests.harness import on_ranks, run_ranks
 from tests.harness.grids import nightly_but
-from tests.harness.models import Block
+from tests.harness.models import Block, Made
 from tests.harness.oracle import units_of, whole
 
 STRATEGIES = {
@@ -69,28 +70,35 @@ def sharded_on_meta(mesh_shape: tuple[int, ...], strategy: str, policy: MixedPre
         model = Tagged()
     mesh = init_device_mesh("cpu", mesh_shape)
     placements = getattr(Placements, strategy)(*range(len(mesh_shape)))
-    for block in model.blocks:
-        fully_shard(block, mesh, placements, mp_policy=policy)
-    return fully_shard(model, mesh, placements, mp_policy=policy)
+    for part in (*model.blocks, model):
+        fully_shard(part, mesh, placements, mp_policy=policy)
+    return model
+
+
+def values_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: whole(value, value) for name, value in model.state_dict().items()}
 
 
 def materialized(mesh_shape: tuple[int, ...], strategy: str) -> dict[str, torch.Tensor]:
     model = sharded_on_meta(mesh_shape, strategy)
     torch.manual_seed(100 + dist.get_rank())  # only the first rank's counts
     materialize(model)
-    return {name: whole(value, value) for name, value in model.state_dict().items()}
+    return values_of(model)
 
 
 def on_one_process() -> dict[str, torch.Tensor]:
     model = Tagged()
     torch.manual_seed(100)
-    for module in [m for m in reversed_depth(model) if hasattr(m, "reset_parameters")]:
-        module.reset_parameters()
+    reset(model)
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
-def reversed_depth(module: nn.Module) -> list[nn.Module]:
-    return [found for child in module.children() for found in reversed_depth(child)] + [module]
+def reset(module: nn.Module) -> None:
+    """Reset what can be, children first."""
+    for child in module.children():
+        reset(child)
+    if hasattr(module, "reset_parameters"):
+        module.reset_parameters()
 
 
 @pytest.mark.parametrize("mesh_shape", STRATEGIES, ids=str)
@@ -110,9 +118,8 @@ def test_to_empty_and_reset_parameters_give_the_values_of_one_process(num_ranks:
     assert all(parameter.is_meta for parameter in model.parameters())
     model.to_empty(device="cpu")
     torch.manual_seed(100)
-    for module in [m for m in reversed_depth(model) if hasattr(m, "reset_parameters")]:
-        module.reset_parameters()
-    found = {name: whole(value, value) for name, value in model.state_dict().items()}
+    reset(model)
+    found = values_of(model)
     assert {name for name in found if not torch.equal(found[name], wanted[name])} == set()
 
 
@@ -122,7 +129,7 @@ def trained(on_meta: bool) -> list[float]:
     model = sharded_on_meta((2,), "optim_grads_params", policy)
     materialize(model)
     if not on_meta:
-        values = {name: whole(value, value) for name, value in model.state_dict().items()}
+        values = values_of(model)
         model = Tagged()
         model.load_state_dict(values)
         for block in model.blocks:
@@ -157,19 +164,14 @@ def test_materializing_never_holds_more_than_the_shards_and_one_unit() -> None:
     assert shards <= peak <= shards + largest
 
 
-class Bare(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(5, 3))
-
-
 @on_ranks(2)
 def test_what_cannot_be_initialised_is_refused_by_name_before_anything_is_allocated() -> None:
     with torch.device("meta"):
-        bare, used = Bare(), nn.Linear(3, 3)
+        bare: Any = Made(lambda m, x: x @ m.weight, weight=nn.Parameter(torch.empty(5, 3)))
+        used = nn.Linear(3, 3)
     fully_shard(bare)
     fully_shard(used)
-    with pytest.raises(ConfigError, match=r"(?s)^module '' \(FSDPBare\) holds \['weight'\].*init_fn"):
+    with pytest.raises(ConfigError, match=r"(?s)^module '' \(FSDPMade\) holds \['weight'\].*init_fn"):
         materialize(bare)
     with pytest.raises(StateError, match=r"(?s)^unit 'Linear'.*materialize\(model\)"):
         used(torch.ones(1, 3))
@@ -212,7 +214,7 @@ def test_a_model_on_the_meta_device_takes_values_from(way: str, tmp_path: Path) 
         set_model_state_dict(model, state)
     groups = [group for unit in units_of(model) for group in unit.parameter_groups]
     assert all(not group.is_meta for group in groups)
-    found = {name: whole(value, value) for name, value in model.state_dict().items()}
+    found = values_of(model)
     tokens = torch.arange(6) % 11
     is_close = torch.allclose(model(tokens), source(tokens), atol=1e-6)
     assert [name for name in wanted if not torch.equal(found[name], wanted[name])] + ["output"] * (not is_close) == []
@@ -232,6 +234,6 @@ def test_replicated_parameters_stay_so_through_meta_initialisation() -> None:
     materialize(model)
     faces = [model.scale, *model.blocks[1].parameters()]
     kept = all(face.to_local().shape == face.shape for face in faces)
-    found = {name: whole(value, value) for name, value in model.state_dict().items()}
+    found = values_of(model)
     assert kept
     assert {name for name in found if not torch.equal(found[name], wanted[name])} == set()

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dbuffer.collectives import CollectiveCall, observe_collectives
+from dbuffer import CollectiveCall, observe_collectives
 from megatron_fsdp import AdamW, ConfigError, NonfiniteGradientError, check_gradients, clip_grad_norm_
 from tests.harness import on_ranks, run_ranks
 from tests.harness.models import Model, draw_tokens, loss_of, make_mesh, make_model

@@ -76,35 +76,26 @@ def test_either_clip_works_on_two_axes(strategy: str, mesh: tuple[int, ...], cli
     assert compare({strategy: Recipe(strategy, mesh, num_steps=4, clip=clip)}) == {}
 
 
-def test_torch_clips_every_strategy_as_the_replicated_run() -> None:
-    recipes = {strategy: Recipe(strategy, num_steps=3, clip=Clip.STOCK) for strategy in STRATEGIES}
-    assert compare(recipes) == {}
+SHORT = Recipe(num_steps=3)
+KEPT = replace(SHORT, zero_grad=ZeroGrad.NEVER)
+WAYS_TO_STEP = {
+    "clipped by torch": replace(SHORT, clip=Clip.STOCK),
+    "gradients set to zero": replace(SHORT, zero_grad=ZeroGrad.TO_ZERO),
+    "gradients that nobody zeroes": KEPT,
+    **{f"microbatches by {way.value}": replace(SHORT, accumulation=way) for way in WAYS},
+    **{f"microbatches by {way.value} that nobody zeroes": replace(KEPT, accumulation=way) for way in WAYS},
+}
 
 
-@pytest.mark.parametrize("accumulation", WAYS, ids=lambda choice: choice.name)
-def test_microbatches_accumulate_alike_without_microbatch(accumulation: Accumulation) -> None:
-    recipes = {strategy: Recipe(strategy, num_steps=3, accumulation=accumulation) for strategy in STRATEGIES}
-    assert compare(recipes) == {}
-
-
-@pytest.mark.parametrize("zero_grad", [ZeroGrad.TO_ZERO, ZeroGrad.NEVER], ids=lambda choice: choice.name)
-def test_gradients_accumulate_as_in_torch_with_zero_grad(zero_grad: ZeroGrad) -> None:
-    recipes = {strategy: Recipe(strategy, num_steps=3, zero_grad=zero_grad) for strategy in STRATEGIES}
-    assert compare(recipes) == {}
-
-
-@pytest.mark.parametrize("accumulation", WAYS, ids=lambda choice: choice.name)
-def test_gradients_that_nobody_zeroes_accumulate_without_microbatch(accumulation: Accumulation) -> None:
-    recipe = Recipe(num_steps=3, accumulation=accumulation, zero_grad=ZeroGrad.NEVER)
-    recipes = {strategy: replace(recipe, strategy=strategy) for strategy in STRATEGIES}
-    assert compare(recipes) == {}
+@pytest.mark.parametrize("way", WAYS_TO_STEP)
+def test_every_strategy_steps_as_the_replicated_run_with(way: str) -> None:
+    assert compare({strategy: replace(WAYS_TO_STEP[way], strategy=strategy) for strategy in STRATEGIES}) == {}
 
 
 @pytest.mark.parametrize("accumulation", nightly_but(WAYS[:1], WAYS), ids=lambda choice: choice.name)
 def test_gradients_that_nobody_zeroes_accumulate_on_two_axes(accumulation: Accumulation) -> None:
-    recipe = Recipe(mesh_shape=(2, 2), num_steps=3, accumulation=accumulation, zero_grad=ZeroGrad.NEVER)
-    recipes = {strategy: replace(recipe, strategy=strategy) for strategy in ("hsdp", "hfsdp")}
-    assert compare(recipes) == {}
+    recipe = replace(KEPT, mesh_shape=(2, 2), accumulation=accumulation)
+    assert compare({strategy: replace(recipe, strategy=strategy) for strategy in ("hsdp", "hfsdp")}) == {}
 
 
 @pytest.mark.parametrize("num_steps", nightly_but([5], [5, 20]))
@@ -115,23 +106,24 @@ def test_some_steps_in_bf16_stay_near_the_replicated_run(num_steps: int) -> None
     assert compare(recipes, BF16) == {}
 
 
-def test_bf16_compute_over_fp32_weights_stays_near_the_replicated_run_under_every_strategy() -> None:
-    policy = POLICIES["fp32 reduction"]
-    recipes = {strategy: Recipe(strategy, num_steps=5, options=SLOW_ADAMW, policy=policy) for strategy in STRATEGIES}
-    assert compare(recipes, BF16) == {}
+FP32_REDUCTION = Recipe(num_steps=5, options=SLOW_ADAMW, policy=POLICIES["fp32 reduction"])
+NARROW = {
+    "bf16 compute over fp32 weights": (FP32_REDUCTION, STRATEGIES),
+    "it on two axes": (replace(FP32_REDUCTION, mesh_shape=(2, 2)), ("hsdp", "hfsdp")),
+    "fp32 main weights of a bf16 model": (
+        replace(
+            FP32_REDUCTION, own_dtype=torch.bfloat16,
+            policy=MixedPrecisionPolicy(main_params_dtype=torch.float32, reduce_dtype=torch.float32),
+        ),
+        STRATEGIES,
+    ),
+}  # fmt: skip
 
 
-def test_bf16_compute_over_fp32_weights_stays_near_the_replicated_run_on_two_axes() -> None:
-    recipe = Recipe(mesh_shape=(2, 2), num_steps=5, options=SLOW_ADAMW, policy=POLICIES["fp32 reduction"])
-    recipes = {strategy: replace(recipe, strategy=strategy) for strategy in ("hsdp", "hfsdp")}
-    assert compare(recipes, BF16) == {}
-
-
-def test_fp32_main_weights_of_a_bf16_model_stay_near_the_replicated_run() -> None:
-    policy = MixedPrecisionPolicy(main_params_dtype=torch.float32, reduce_dtype=torch.float32)
-    recipe = Recipe(num_steps=5, options=SLOW_ADAMW, policy=policy, own_dtype=torch.bfloat16)
-    recipes = {strategy: replace(recipe, strategy=strategy) for strategy in STRATEGIES}
-    assert compare(recipes, BF16) == {}
+@pytest.mark.parametrize("name", NARROW)
+def test_training_stays_near_the_replicated_run_in(name: str) -> None:
+    recipe, strategies = NARROW[name]
+    assert compare({strategy: replace(recipe, strategy=strategy) for strategy in strategies}, BF16) == {}
 
 
 def test_fp32_main_weights_keep_steps_that_bf16_weights_would_round_away() -> None:

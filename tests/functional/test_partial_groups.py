@@ -9,12 +9,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from dbuffer.collectives import observe_collectives
+from dbuffer import observe_collectives
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard
 from tests.functional.strategy_table import STRATEGIES, ZERO
 from tests.harness import on_ranks
 from tests.harness.grids import nightly_but
-from tests.harness.oracle import whole
+from tests.harness.twins import Twins
 
 WIDTH, NUM_CHUNKS, NUM_STEPS = 7, 3, 2
 
@@ -92,10 +92,7 @@ def both_in_chunks(model: Any, x: torch.Tensor) -> None:
 
 
 def inside(*parts: str) -> Callable[[Any, torch.Tensor], None]:
-    def run(model: Any, x: torch.Tensor) -> None:
-        model(x, *parts).square().sum().backward()
-
-    return run
+    return lambda model, x: model(x, *parts).square().sum().backward()
 
 
 def after_an_evaluation(model: Any, x: torch.Tensor) -> None:
@@ -119,52 +116,26 @@ CASES: dict[str, Callable[[Any, torch.Tensor], None]] = {
     **{
         case.__name__: case
         for case in (
-            one_loss,
-            recomputed,
-            a_backward_for_each_chunk,
-            unsynchronized_but_for_the_last,
-            the_head_after_the_rest,
-            both_in_chunks,
-            after_an_evaluation,
-            two_forwards,
-            by_turns,
+            one_loss, recomputed, a_backward_for_each_chunk, unsynchronized_but_for_the_last, the_head_after_the_rest,
+            both_in_chunks, after_an_evaluation, two_forwards, by_turns,
         )
     },
     "norm alone": inside("norm"),
     "norm twice": inside("norm", "norm", "head"),
     "head in chunks inside": inside("norm", "head in chunks"),
     "neither": inside(),
-}
+}  # fmt: skip
 
 
 def inputs(rank: int, step: int) -> torch.Tensor:
     return torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(17 * rank + step))
 
 
-def sharded(strategy: str, **options: Any) -> Any:
-    model = Headed()
-    placements = STRATEGIES[strategy]
+def shard(model: Headed, strategy: str, **options: Any) -> Headed:
     units: Iterable[Any] = (*model.layers, [model.norm, model.head], model)
     for unit in units:
-        fully_shard(unit, placements=placements, **options)
+        fully_shard(unit, placements=STRATEGIES[strategy], **options)
     return model
-
-
-def plain_gradients(case: Callable[[Any, torch.Tensor], None]) -> list[list[torch.Tensor | None]]:
-    """Return the mean over ranks of what one model has on each rank's data, step by step."""
-    model = Headed()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
-    found = []
-    for step in range(NUM_STEPS):
-        for rank in range(dist.get_world_size()):
-            case(model, inputs(rank, step))
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                parameter.grad /= dist.get_world_size()
-        found.append([None if one.grad is None else one.grad.clone() for one in model.parameters()])
-        optimizer.step()
-        optimizer.zero_grad()
-    return found
 
 
 @pytest.mark.parametrize("strategy", nightly_but(ZERO[1::2], ZERO[1:]))
@@ -172,20 +143,20 @@ def plain_gradients(case: Callable[[Any, torch.Tensor], None]) -> list[list[torc
 def test_gradients_are_a_plain_models_whichever_modules_of_a_unit_a_forward_runs(strategy: str) -> None:
     worst = {}
     for name, case in CASES.items():
-        wanted = plain_gradients(case)
         for reshards in (None, True, False):
-            model = sharded(strategy, reshard_after_forward=reshards)
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
-            off = 0.0
+            twins, off = Twins(Headed, strategy, shard, reshard_after_forward=reshards), 0.0
+            optimizers = twins.optimizers(torch.optim.SGD, lr=0.02)
             for step in range(NUM_STEPS):
-                case(model, inputs(dist.get_rank(), step))
-                for one, other in zip(model.parameters(), wanted[step], strict=True):
-                    if (one.grad is None) != (other is None):
-                        off = float("inf")
-                    elif other is not None:
-                        off = max(off, float((whole(one.grad, one) - other).abs().max()))
-                optimizer.step()
-                optimizer.zero_grad()
+                case(twins.model, inputs(dist.get_rank(), step))
+                for rank in range(dist.get_world_size()):
+                    case(twins.plain, inputs(rank, step))
+                for parameter in twins.plain.parameters():
+                    if parameter.grad is not None:
+                        parameter.grad /= dist.get_world_size()
+                off = max(off, twins.gradients_apart())
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
             worst[name, reshards] = off
     assert len(worst) == 3 * len(CASES) == 39
     assert {key: off for key, off in worst.items() if off > 1e-5} == {}
@@ -195,7 +166,7 @@ def test_gradients_are_a_plain_models_whichever_modules_of_a_unit_a_forward_runs
 def test_each_module_of_a_unit_casts_its_inputs_and_outputs_when_it_is_called_by_itself() -> None:
     wanted = [torch.float64] + [torch.bfloat16, torch.float64] * NUM_CHUNKS
     policy = MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float64)
-    model = sharded("optim_grads_params", mp_policy=policy)
+    model = shard(Headed(), "optim_grads_params", mp_policy=policy)
     seen: list[torch.dtype] = []
     model.head.register_forward_hook(lambda module, args, out: seen.append(args[0].dtype))
     hidden = model(inputs(dist.get_rank(), 0), "norm")
@@ -207,7 +178,7 @@ def test_each_module_of_a_unit_casts_its_inputs_and_outputs_when_it_is_called_by
 
 @on_ranks(2)
 def test_a_loss_in_chunks_takes_one_reduction_for_each_unit_however_many_chunks_there_are() -> None:
-    model = sharded("optim_grads_params")
+    model = shard(Headed(), "optim_grads_params")
     counts: dict[str, int] = {}
 
     def count(call: Any) -> None:

@@ -24,8 +24,9 @@ from megatron_fsdp import (
     microbatch,
 )
 from tests.harness import on_ranks, run_ranks
-from tests.harness.models import WIDTH, Block, Stack, inputs, make_mesh
+from tests.harness.models import WIDTH, Block, Made, Stack, inputs, make_mesh
 from tests.harness.oracle import whole
+from tests.harness.twins import sharded
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -115,9 +116,7 @@ def test_bf16_gradients_reduced_in_fp32_are_exactly_the_fp32_mean_of_every_ranks
     torch.manual_seed(3)
     plain = Stack(Block(), Block(hidden=5)).to(BF16)
     model = copy.deepcopy(plain).to(own)
-    for layer in model.layers:
-        fully_shard(layer, mp_policy=policy)
-    fully_shard(model, mp_policy=policy)
+    sharded(model, mp_policy=policy)
     loss_of(model, dist.get_rank()).backward()
     totals = [torch.zeros(parameter.shape) for parameter in plain.parameters()]
     for rank in range(dist.get_world_size()):
@@ -130,13 +129,8 @@ def test_bf16_gradients_reduced_in_fp32_are_exactly_the_fp32_mean_of_every_ranks
     assert all(bool(wanted.any()) for _, wanted in pairs)
 
 
-class Weight(nn.Module):
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(5, dtype=dtype))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.weight * x
+def weight_of(dtype: torch.dtype) -> Any:
+    return Made(lambda m, x: m.weight * x, weight=nn.Parameter(torch.ones(5, dtype=dtype)))
 
 
 @pytest.mark.parametrize(
@@ -153,7 +147,7 @@ class Weight(nn.Module):
 def test_gradients_are_reduced_in_the_dtype_asked_for(
     values: tuple[float, ...], policy: MixedPrecisionPolicy, wanted: float
 ) -> None:
-    model = Weight(FP32)
+    model = weight_of(FP32)
     fully_shard(model, mp_policy=policy)
     model(torch.full((5,), values[dist.get_rank()])).sum().backward()
     tolerance = 0.0 if policy.reduce_dtype is not FP16 else 2**-10
@@ -163,7 +157,7 @@ def test_gradients_are_reduced_in_the_dtype_asked_for(
 @pytest.mark.parametrize(("dtype", "wanted"), [(FP32, 1.125), (None, 1.0)])
 @on_ranks(2)
 def test_small_microbatches_add_up_in_fp32_main_gradients_alone(dtype: torch.dtype | None, wanted: float) -> None:
-    model = Weight(BF16)
+    model = weight_of(BF16)
     fully_shard(model, mp_policy=MixedPrecisionPolicy(main_grads_dtype=dtype))
     values = [1.0] + [2.0**-9] * 64
     for index, value in enumerate(values):
@@ -178,7 +172,7 @@ def test_small_microbatches_add_up_in_fp32_main_gradients_alone(dtype: torch.dty
 def test_small_steps_reach_bf16_weights_through_fp32_main_weights_alone(
     dtype: torch.dtype | None, wanted: float
 ) -> None:
-    model = Weight(BF16)
+    model = weight_of(BF16)
     fully_shard(model, mp_policy=MixedPrecisionPolicy(main_params_dtype=dtype))
     optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=2.0**-9))
     for _ in range(64):
@@ -320,17 +314,9 @@ class Cube(torch.autograd.Function):
         return gradient.float() * x.float(), None
 
 
-class WideGradients(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return Cube.apply(self.weight, x)
-
-
 def of_a_wide_function(reduce: torch.dtype | None) -> list[float]:
-    model = fully_shard(WideGradients(), mp_policy=MixedPrecisionPolicy(BF16, reduce, cast_forward_inputs=False))
+    model: Any = Made(lambda m, x: Cube.apply(m.weight, x), weight=nn.Parameter(torch.ones(4)))
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(BF16, reduce, cast_forward_inputs=False))
     model(torch.full((4,), 1 + 2.0**-12)).backward()
     return whole(model.weight.grad, model.weight).tolist()
 
@@ -433,22 +419,17 @@ def test_parameters_compute_in_the_dtype_that_the_override_gives_them() -> None:
         x = torch.arange(6.0).view(2, 3) + rank
         total += torch.nn.functional.linear(x.bfloat16(), weight.bfloat16()).float().sum(0) / 2
     model(torch.arange(6.0).view(2, 3) + dist.get_rank()).float().sum().backward()
-    worst = float((whole(model.scale.grad, model.scale) - total).abs().max())
     assert sorted(asked) == [1, 2]
-    seen = model.seen
-    dtypes = [parameter.grad.dtype for parameter in model.parameters()]
-    assert seen == [BF16, BF16, FP32]
-    assert dtypes == [FP32, FP32]
-    assert worst == 0.0
+    assert model.seen == [BF16, BF16, FP32]
+    assert [parameter.grad.dtype for parameter in model.parameters()] == [FP32, FP32]
+    assert torch.equal(whole(model.scale.grad, model.scale), total)
 
 
 @on_ranks(2)
 def test_an_override_that_depends_on_the_rank_is_refused_on_all_of_them() -> None:
     policy = MixedPrecisionPolicy(BF16, param_dtype_override_fn=lambda one: FP32 if dist.get_rank() else None)
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match="unit 'Weights': the ranks of its mesh lay it out differently"):
         fully_shard(Weights(), mp_policy=policy)
-    message = str(error.value)
-    assert "unit 'Weights': the ranks of its mesh lay it out differently" in message
 
 
 @on_ranks(1)
@@ -488,11 +469,8 @@ class ScaledWide(nn.Module):
         return (self.weight * x).sum() + (self.other * y).sum()
 
 
-def sharded(strategy: str, mesh: tuple[int, ...], policy: MixedPrecisionPolicy) -> ScaledWide:
-    model = ScaledWide()
-    axes = (0, 1) if len(mesh) == 2 else (0,)
-    fully_shard(model, make_mesh(mesh), getattr(Placements, strategy)(*axes), mp_policy=policy)
-    return model
+def made(strategy: str, mesh: tuple[int, ...], policy: MixedPrecisionPolicy) -> ScaledWide:
+    return sharded(ScaledWide(), strategy, mesh=make_mesh(mesh), mp_policy=policy)
 
 
 def drawn(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -503,7 +481,7 @@ def drawn(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def errors(strategy: str, mesh: tuple[int, ...], policy: MixedPrecisionPolicy, microbatches: int) -> list[float]:
     """Return the relative errors of both gradients after some microbatches."""
-    model = sharded(strategy, mesh, policy)
+    model = made(strategy, mesh, policy)
     for _ in range(microbatches):
         model(*drawn(dist.get_rank())).backward()
     found = []
@@ -529,7 +507,7 @@ def test_sums_over_ranks_are_rounded_as_fp32_ones_under(strategy: str, microbatc
 
 
 def sizes(policy: MixedPrecisionPolicy) -> list[tuple[str, int]]:
-    model = sharded("optim_grads_params", (3,), policy)
+    model = made("optim_grads_params", (3,), policy)
     calls: list[CollectiveCall] = []
     with observe_collectives(calls.append):
         model(*drawn(dist.get_rank())).backward()
@@ -543,11 +521,8 @@ def test_as_many_bytes_travel_in_as_many_collectives() -> None:
 @pytest.mark.parametrize("slots", [None, "by_size"])
 @on_ranks(2)
 def test_the_second_buffer_is_what_explain_says(slots: str | None) -> None:
-    layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
-    model = nn.Sequential(*layers)
     policy = MixedPrecisionPolicy(torch.float32, torch.bfloat16, accumulate_dtype=torch.float32)
-    for module in (*layers, model):
-        fully_shard(module, mp_policy=policy)
+    model = sharded(nn.Sequential(*(nn.Linear(64, 64) for _ in range(3))), mp_policy=policy)
     meter = memory_meter()
     before = held = 0
     model.set_slot_pool(slots)
@@ -559,11 +534,8 @@ def test_the_second_buffer_is_what_explain_says(slots: str | None) -> None:
         held = meter.peak_bytes
         model.zero_grad()
     report = explain(model)
-    whole = held - before + (report.slot_bytes if slots else 0)
-    held = whole
-    predicted = report.backward_peak.num_bytes
-    left = meter.current_bytes - before
-    assert (held, left) == (predicted, 0)
+    held += (report.slot_bytes if slots else 0) - before
+    assert (held, meter.current_bytes - before) == (report.backward_peak.num_bytes, 0)
 
 
 @on_ranks(2)
@@ -571,6 +543,6 @@ def test_what_it_cannot_do_is_refused_by_name() -> None:
     both = Placements((0, 1), (Flat(), Flat()), (Flat(), Flat()), (Flat(), Flat()))
     with pytest.raises(ConfigError, match=r"(?s)accumulate_dtype=torch.float32.*exactly one axis"):
         fully_shard(ScaledWide(), make_mesh((2, 1)), both, mp_policy=WIDE)
-    model = sharded("optim_grads_params", (2,), WIDE)
+    model = made("optim_grads_params", (2,), WIDE)
     with pytest.raises(ConfigError, match="unit 'ScaledWide': a custom reduce-scatter adds up by itself"):
         model.set_custom_reduce_scatter(lambda *_: None)

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from dbuffer import observe_collectives
@@ -18,33 +17,21 @@ from megatron_fsdp.integrations.megatron.fully_shard_model import fully_shard_mo
 from megatron_fsdp.integrations.megatron.module import MegatronFSDP
 from tests.harness import on_ranks, run_ranks
 from tests.harness.grids import nightly_but
-from tests.harness.models import Block, inputs, squared, three_blocks
-from tests.harness.oracle import units_of, whole
+from tests.harness.models import Block, inputs, squared
+from tests.harness.oracle import units_of
+from tests.harness.twins import Twins
 
 NUM_MICROBATCHES = 3
 STRATEGIES = {"zero0": (0, 0, 1), "zero1": (1, 0, 1), "zero2": (2, 0, 1), "zero3": (3, 0, 1), "hsdp": (3, 0, 2),
               "hfsdp": (3, 1, 2)}  # fmt: skip
 
 
-def sharded(strategy: str, **options: Any) -> tuple[MegatronFSDP, nn.Module]:
+def twins_of(strategy: str, **options: Any) -> Twins:
     zero, outer, num_axes = STRATEGIES[strategy]
-    torch.manual_seed(0)
-    oracle, model = three_blocks(), three_blocks()
-    model.load_state_dict(oracle.state_dict())
     if num_axes == 2:
         mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("outer", "dp"))
         options |= {"device_mesh": mesh, "dp_outer_dim": "outer", "dp_shard_dim": "dp"}
-    return fully_shard_model(model, [Block], zero, outer, **options), oracle
-
-
-def worst_gradient(model: nn.Module, oracle: nn.Module) -> float:
-    pairs = zip(model.parameters(), oracle.parameters(), strict=True)
-    return max(float((whole(a.grad, a) - whole(b.grad, b)).abs().max()) for a, b in pairs)
-
-
-def add_mean_gradients(oracle: nn.Module, step: int, scale: float = 1.0) -> None:
-    for rank in range(dist.get_world_size()):
-        (squared(oracle, rank, step) * scale / dist.get_world_size()).backward()
+    return Twins(shard=lambda model: fully_shard_model(model, [Block], zero, outer, **options))
 
 
 Backward = Callable[[MegatronFSDP, int], None]
@@ -88,17 +75,17 @@ LOOPS: dict[str, tuple[bool, Backward]] = {
 def accumulated(loop: str, strategy: str) -> tuple[float, int]:
     """Return the worst gradient of two steps, and how many reductions over the axis of partial sums there were."""
     syncs, run = LOOPS[loop]
-    model, oracle = sharded(strategy, sync_model_each_microbatch=syncs)
+    twins = twins_of(strategy, sync_model_each_microbatch=syncs)
     worst, kinds = 0.0, Counter[str]()
     for step in range(2):
         with observe_collectives(lambda call: kinds.update([call.kind])):
             for index in range(NUM_MICROBATCHES):
-                run(model, index)
-                add_mean_gradients(oracle, index)
-        worst = max(worst, worst_gradient(model, oracle))
-        for each in (model, oracle):
-            torch.optim.SGD(each.parameters(), lr=0.1 * (step + 1)).step()
-            each.zero_grad()
+                run(twins.model, index)
+                twins.plain_backward(index)
+        worst = max(worst, twins.gradients_apart())
+        for optimizer in twins.optimizers(torch.optim.SGD, lr=0.1 * (step + 1)):
+            optimizer.step()
+            optimizer.zero_grad()
     return worst, kinds["all_reduce"]
 
 
@@ -125,7 +112,7 @@ def test_gradients_are_the_sum_over_microbatches_on_two_axes_with(loop: str, str
 
 
 def without_finish(strategy: str) -> bool:
-    model, _ = sharded(strategy, sync_model_each_microbatch=False)
+    model = twins_of(strategy, sync_model_each_microbatch=False).model
     backward(model, 0)
     try:
         return not all(parameter.grad.isfinite().all() for parameter in model.parameters())
@@ -141,7 +128,8 @@ def test_gradients_that_rest_whole_cannot_be_read_before_they_are_final(strategy
 @pytest.mark.parametrize("strategy", ["zero0", "zero1", "zero2", "zero3"])
 @on_ranks(2)
 def test_zero_grad_buffer_drops_final_gradients_and_unfinished_ones(strategy: str) -> None:
-    model, oracle = sharded(strategy, sync_model_each_microbatch=False)
+    twins = twins_of(strategy, sync_model_each_microbatch=False)
+    model = twins.model
     backward(model, 0)
     model.zero_grad_buffer()
     backward(model, 1)
@@ -150,14 +138,15 @@ def test_zero_grad_buffer_drops_final_gradients_and_unfinished_ones(strategy: st
     assert all(parameter.grad is None for parameter in model.parameters())
     backward(model, 2)
     model.finish_grad_sync()
-    add_mean_gradients(oracle, 2)
-    assert worst_gradient(model, oracle) < 2e-6
+    twins.plain_backward(2)
+    assert twins.gradients_apart() < 2e-6
 
 
 @pytest.mark.parametrize("strategy", ["zero0", "zero1", "zero3"])
 @on_ranks(3)
 def test_gradients_of_a_loss_per_token_are_summed_and_scaled(strategy: str) -> None:
-    model, oracle = sharded(strategy, calculate_per_token_loss=True, sync_model_each_microbatch=False)
+    twins = twins_of(strategy, calculate_per_token_loss=True, sync_model_each_microbatch=False)
+    model, oracle = twins
     counts = [2 + rank for rank in range(dist.get_world_size())]
     model(inputs(dist.get_rank(), 0, counts[dist.get_rank()], 7)).square().sum().backward()
     if strategy == "zero3":
@@ -170,14 +159,13 @@ def test_gradients_of_a_loss_per_token_are_summed_and_scaled(strategy: str) -> N
     model.scale_gradients(1 / sum(counts))
     for rank, count in enumerate(counts):
         (oracle(inputs(rank, 0, count, 7)).square().sum() / sum(counts)).backward()
-    worst = worst_gradient(model, oracle)
-    assert worst < 5e-6
+    assert twins.gradients_apart() < 5e-6
 
 
 @pytest.mark.parametrize("force_sync", [True, False])
 @on_ranks(2)
 def test_start_param_sync_gathers_what_forward_needs_first(force_sync: bool) -> None:
-    model, oracle = sharded("zero3")
+    model, oracle = twins_of("zero3")
     kinds: Counter[str] = Counter()
     counts = []
     with torch.no_grad(), observe_collectives(lambda call: kinds.update([call.kind])):
@@ -196,7 +184,7 @@ def test_start_param_sync_gathers_what_forward_needs_first(force_sync: bool) -> 
 
 def broadcast_from_first(strategy: str) -> tuple[list[float], list[float]]:
     """Shard models that differ between ranks; return the distance from rank 0's before and after."""
-    model, oracle = sharded(strategy)
+    model, oracle = twins_of(strategy)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.0 + dist.get_rank())
@@ -229,7 +217,7 @@ def test_broadcast_params_goes_over_the_outer_axis_alone() -> None:
 
 @on_ranks(2)
 def test_install_optimized_model_weights_takes_over_what_no_counter_shows() -> None:
-    model, oracle = sharded("zero1")
+    model, oracle = twins_of("zero1")
     with torch.no_grad():
         model(inputs(0, 0))
     for unit in units_of(model):
@@ -244,7 +232,7 @@ def test_install_optimized_model_weights_takes_over_what_no_counter_shows() -> N
 
 @on_ranks(1)
 def test_the_model_keeps_its_class_and_names_and_refuses_what_cannot_be_changed() -> None:
-    model, oracle = sharded("zero3")
+    model, oracle = twins_of("zero3")
     assert list(model.state_dict()) == list(oracle.state_dict())
     assert isinstance(model, type(oracle))
     assert type(model).__name__ == "MegatronFSDPStack"

@@ -7,7 +7,6 @@ Twenty programs, the same in every run; the closed list of refusals is in ``rand
 
 import os
 import time
-from typing import Any
 
 import pytest
 
@@ -44,12 +43,10 @@ def test_a_random_use_is_that_of_the_plain_model_or_refused_by_name(seed: int) -
     check(draw(seed), shrinks=True)
 
 
-def cases() -> list[Any]:
-    """Return the names of all cases; those of strategies beside ZeRO-3 are run nightly."""
-    others = ("no_shard:", "optim:", "optim_grads:", "hsdp:", "hfsdp:")
-    return [pytest.param(name, marks=[pytest.mark.slow] if name.startswith(others) else []) for name in CASES]
-
-
-@pytest.mark.parametrize("name", cases())
-def test_a_use_that_went_wrong_once_is_that_of_the_plain_model_or_refused_by_name(name: str) -> None:
-    check(CASES[name])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if case.is_slow else []) for name, case in CASES.items()]
+)
+def test_losses_gradients_and_weights_are_a_plain_models_at_every_moment_or_refused_when(name: str) -> None:
+    case = CASES[name]
+    verdict = outcome(case.program)
+    assert (verdict.outcome, verdict.num_allowances) == (case.outcome, case.num_allowances), verdict

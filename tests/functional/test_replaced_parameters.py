@@ -18,36 +18,27 @@ from torch.utils.checkpoint import checkpoint
 from megatron_fsdp import (
     CheckpointError,
     MixedPrecisionPolicy,
-    Placements,
     fully_shard,
     fully_shard_optimizer,
     save_checkpoint,
 )
 from tests.harness import on_ranks
-from tests.harness.models import WIDTH, Block, Stack, inputs
-from tests.harness.oracle import shard_layers, whole
+from tests.harness.models import WIDTH, Block, Made, Stack, inputs
+from tests.harness.oracle import whole
+from tests.harness.twins import Twins
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
 
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(torch.tanh(self.first(x)))
+def two_layers() -> nn.Module:
+    return Made(
+        lambda m, x: m.second(torch.tanh(m.first(x))), first=nn.Linear(WIDTH, WIDTH), second=nn.Linear(WIDTH, WIDTH)
+    )
 
 
-class Recurrent(nn.Module):
-    """Weights of a recurrent layer, of which PyTorch keeps references of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rnn = nn.GRU(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.rnn(x)[0]
+def recurrent() -> nn.Module:
+    """Return a layer of whose weights PyTorch keeps references of its own."""
+    return Made(lambda m, x: m.rnn(x)[0], rnn=nn.GRU(WIDTH, WIDTH))
 
 
 class Checkpointed(Block):
@@ -55,11 +46,8 @@ class Checkpointed(Block):
         return checkpoint(super().forward, x, use_reentrant=False)
 
 
-def pair(*layers: nn.Module, **options: Any) -> tuple[Stack, Stack]:
-    oracle = Stack(*(layers or (Block(), Block(hidden=5))))
-    model = copy.deepcopy(oracle)
-    shard_layers(model, **options)
-    return model, oracle
+def pair(*layers: nn.Module, strategy: str | None = None, **options: Any) -> Twins:
+    return Twins(lambda: Stack(*(layers or (Block(), Block(hidden=5)))), strategy, **options)
 
 
 def halves(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -89,10 +77,9 @@ def test_functional_call_computes_with_the_tensors_it_is_given(
     found = {}
     x = inputs(dist.get_rank(), 0)
     for name, given in REPLACEMENTS.items():
-        torch.manual_seed(0)
-        layers = (Block(), Recurrent(), Checkpointed())
-        placements = getattr(Placements, strategy)(0)
-        model, oracle = pair(*layers, placements=placements, reshard_after_forward=reshard_after_forward)
+        layers = (Block(), recurrent(), Checkpointed())
+        twins = pair(*layers, strategy=strategy, reshard_after_forward=reshard_after_forward)
+        model, oracle = twins
         values = halves(oracle)
         weights = given(model, values)
         if name != "sharded tensors":
@@ -107,15 +94,8 @@ def test_functional_call_computes_with_the_tensors_it_is_given(
         assert all(weights[key] is shown[key] for key in shown)
         if reshard_after_forward is not False:
             assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
-        model(x).square().mean().backward()
-        for rank in range(dist.get_world_size()):
-            (oracle(inputs(rank, 0)).square().mean() / dist.get_world_size()).backward()
-        after = max(
-            gap(whole(mine.grad, mine), other.grad)
-            for mine, other in zip(model.parameters(), oracle.parameters(), strict=True)
-            if other.grad is not None
-        )
-        found[name] = (worst, effect, after)
+        twins.backward()
+        found[name] = (worst, effect, twins.gradients_apart())
     for name, (worst, effect, after) in found.items():
         assert worst < 2e-6 < 0.01 < effect, name
         assert after < 2e-6, name
@@ -123,30 +103,19 @@ def test_functional_call_computes_with_the_tensors_it_is_given(
 
 @on_ranks(3)
 def test_functional_call_with_a_fixed_weight_trains_the_others() -> None:
-    torch.manual_seed(0)
-    model, oracle = pair()
+    twins, name = pair(), "layers.0.up.weight"
     fixed = torch.full((13, WIDTH), 0.1)
-    name = "layers.0.up.weight"
-    output = torch.func.functional_call(model, {name: fixed}, (inputs(dist.get_rank(), 0),))
-    output.square().mean().backward()
-    worst = 0.0
-    for rank in range(dist.get_world_size()):
-        wanted = torch.func.functional_call(oracle, {name: fixed}, (inputs(rank, 0),))
-        (wanted.square().mean() / dist.get_world_size()).backward()
-        if rank == dist.get_rank():
-            worst = gap(output, wanted)
-    grads = [
-        gap(whole(mine.grad, mine), whole(other.grad, other))
-        for mine, other in zip(model.parameters(), oracle.parameters(), strict=True)
-    ]
-    gradients = max(grads)
-    assert worst < 2e-6
-    assert gradients < 2e-6
+
+    def loss(model: nn.Module, rank: int, _: int) -> torch.Tensor:
+        return torch.func.functional_call(model, {name: fixed}, (inputs(rank, 0),)).square().mean()
+
+    assert gap(*(loss(model, dist.get_rank(), 0) for model in twins)) < 2e-6
+    twins.backward(0, loss)
+    assert twins.gradients_apart() < 2e-6
 
 
 @on_ranks(2)
 def test_functional_call_computes_in_the_policy_s_dtype() -> None:
-    torch.manual_seed(0)
     model, oracle = pair(mp_policy=MixedPrecisionPolicy(torch.bfloat16))
     values = halves(oracle)
     x = inputs(dist.get_rank(), 0)
@@ -159,8 +128,7 @@ def test_functional_call_computes_in_the_policy_s_dtype() -> None:
 
 @on_ranks(2)
 def test_weights_that_need_no_gradient_may_be_assigned() -> None:
-    torch.manual_seed(0)
-    model, oracle = pair(Tied(), Tied())
+    model, oracle = pair(two_layers(), two_layers())
     x = inputs(dist.get_rank(), 0)
     model(x).square().mean().backward()
     errors = []
@@ -183,19 +151,19 @@ def test_weights_that_need_no_gradient_may_be_assigned() -> None:
 
 @on_ranks(2)
 def test_tied_parameters_may_be_tied_again() -> None:
-    torch.manual_seed(0)
-    oracle = Tied()
-    oracle.second.weight = oracle.first.weight
-    model = copy.deepcopy(oracle)
-    fully_shard(model)
+    def build() -> nn.Module:
+        model = two_layers()
+        model.second.weight = model.first.weight
+        return model
+
+    twins = Twins(build, shard=fully_shard)
+    model = twins.model
     for _ in range(2):
         model.second.weight = model.first.weight
-        model(inputs(dist.get_rank(), 0)).square().mean().backward()
+        twins.backward()
         model.load_state_dict(model.state_dict())
-    for rank in range(dist.get_world_size()):
-        (2 * oracle(inputs(rank, 0)).square().mean() / dist.get_world_size()).backward()
     assert model.second.weight is model.first.weight
-    assert gap(whole(model.first.weight.grad, oracle.first.weight), oracle.first.weight.grad) < 2e-6
+    assert twins.gradients_apart() < 2e-6
 
 
 ADOPTERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
@@ -208,8 +176,8 @@ ADOPTERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
 @on_ranks(2)
 def test_a_sharded_parameter_assigned_before_the_first_forward_is_trained(strategy: str, make: str) -> None:
-    torch.manual_seed(0)
-    model, oracle = pair(placements=getattr(Placements, strategy)(0))
+    twins = pair(strategy=strategy)
+    model, oracle = twins
     old, value = model.layers[0].up.weight, model.layers[0].up.weight.full_tensor()
     for each in (model, oracle):
         layer = each.layers[0]
@@ -224,38 +192,23 @@ def test_a_sharded_parameter_assigned_before_the_first_forward_is_trained(strate
         else torch.optim.AdamW(oracle.parameters(), lr=0.1),
     ]
     for step in range(3):
-        model(inputs(dist.get_rank(), step)).square().mean().backward()
-        for rank in range(dist.get_world_size()):
-            (oracle(inputs(rank, step)).square().mean() / dist.get_world_size()).backward()
+        twins.backward(step)
         assert model.layers[0].norm.bias.grad is None
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
     assert model.layers[0].up.weight is assigned
-    worst = max(
-        gap(whole(mine, mine), other) for mine, other in zip(model.parameters(), oracle.parameters(), strict=True)
-    )
-    old = gap(whole(old, old), value)
-    assert worst < 2e-6
-    assert old == 0.0
-
-
-class Scaled(nn.Module):
-    """Has a parameter that is worked out from others when these are there."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
-        self.norm = nn.Parameter(torch.empty(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(self.first(x)) * self.norm
+    assert twins.weights_apart() < 2e-6
+    assert gap(whole(old, old), value) == 0.0
 
 
 @on_ranks(2)
 def test_a_parameter_on_the_meta_device_may_be_assigned_before_the_first_forward() -> None:
     with torch.device("meta"):
-        model = Scaled()
+        model: Any = Made(
+            lambda m, x: m.second(m.first(x)) * m.norm,
+            first=nn.Linear(3, 3, bias=False), second=nn.Linear(3, 3, bias=False), norm=nn.Parameter(torch.empty(3)),
+        )  # fmt: skip
     for layer in (model.first, model.second):
         fully_shard(layer)
     fully_shard(model)
@@ -276,37 +229,32 @@ def test_a_parameter_on_the_meta_device_may_be_assigned_before_the_first_forward
 
 @on_ranks(2)
 def test_modules_that_are_added_train_when_they_are_sharded_and_stay_when_they_are_frozen() -> None:
-    torch.manual_seed(0)
-    oracle = Stack(Block(), nn.Sequential(Block(hidden=5), nn.Linear(WIDTH, WIDTH)))
-    model = copy.deepcopy(oracle)
-    alone = model.layers[1][1].bias
-    fully_shard(model.layers[1], ignored_params=[alone])
-    fully_shard(model)
+    def shard(model: Any) -> None:
+        fully_shard(model.layers[1], ignored_params=[model.layers[1][1].bias])
+        fully_shard(model)
+
+    twins = Twins(lambda: Stack(Block(), nn.Sequential(Block(hidden=5), nn.Linear(WIDTH, WIDTH))), shard=shard)
+    model = twins.model
     adapter, constant = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH).requires_grad_(False)
     for step, added in enumerate((None, adapter, constant)):
-        for each in (model, oracle):
+        for each in twins:
             if added is not None:
                 each.layers[1].append(copy.deepcopy(added))
                 each.layers.append(copy.deepcopy(added))
         if added is adapter:
             for part in (model.layers[1][-1], model.layers[-1]):
                 fully_shard(part)
-        model(inputs(dist.get_rank(), step)).square().mean().backward()
-        for rank in range(dist.get_world_size()):
-            (oracle(inputs(rank, step)).square().mean() / dist.get_world_size()).backward()
-    assert (
-        max(
-            gap(whole(mine.grad, mine), whole(other.grad, other))
-            for mine, other in zip(model.parameters(), oracle.parameters(), strict=True)
-            if mine is not alone
-        )
-    ) < 5e-6
+        twins.backward(step)
+    # What no unit owns is each rank's own.
+    for each in twins:
+        each.layers[1][1].bias.grad = None
+    assert twins.gradients_apart() < 5e-6
 
 
 @on_ranks(2)
 def test_a_save_refuses_a_weight_that_is_not_the_unit_s(tmp_path: Path) -> None:
     folder = str(tmp_path / "saved")
-    model, _ = pair(Tied())
+    model, _ = pair(two_layers())
     model.layers[0].first.weight = nn.Parameter(torch.ones(WIDTH, WIDTH), requires_grad=False)
     model(inputs(dist.get_rank(), 0))
     with pytest.raises(CheckpointError) as refused:

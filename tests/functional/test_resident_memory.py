@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dbuffer import collectives
+from dbuffer import gloo
 from gpt.train_log import memory_use
 from megatron_fsdp import clip_grad_norm_, fully_shard, fully_shard_optimizer
 from tests.harness import on_ranks
@@ -76,7 +76,7 @@ def noting_threads(into: dict[str, set[bool]]) -> Iterator[None]:
 
     with contextlib.ExitStack() as patches:
         for owner, name in (
-            (collectives, "_issue_gather"),
+            (gloo, "gather_flat"),
             (dist, "all_to_all_single"),
             (dist, "all_reduce"),
             (dist, "broadcast"),
@@ -88,7 +88,7 @@ def noting_threads(into: dict[str, set[bool]]) -> Iterator[None]:
 
 @pytest.mark.parametrize(
     ("num_ranks", "kinds"),
-    [(2, {"all_to_all_single", "all_reduce"}), (3, {"issue_gather", "all_to_all_single", "all_reduce"})],
+    [(2, {"all_to_all_single", "all_reduce"}), (3, {"gather_flat", "all_to_all_single", "all_reduce"})],
 )
 @on_ranks(lambda num_ranks: num_ranks)
 def test_the_thread_that_trains_issues_no_collective_of_a_step_on(num_ranks: int, kinds: set[str]) -> None:

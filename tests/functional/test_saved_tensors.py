@@ -10,8 +10,8 @@ from torch import nn
 
 from megatron_fsdp import fully_shard
 from tests.harness import on_ranks
-from tests.harness.models import WIDTH, inputs, three_blocks
-from tests.harness.oracle import whole
+from tests.harness.models import WIDTH, Made, inputs, three_blocks
+from tests.harness.twins import Twins
 
 
 def packed(tensor: torch.Tensor) -> bytes:
@@ -24,66 +24,43 @@ def unpacked(content: bytes) -> torch.Tensor:
     return torch.load(io.BytesIO(content))
 
 
-class Passing(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
+def build() -> nn.Module:
+    """Return a model whose first part passes its input on, beside what it makes of it."""
+    first = Made(lambda m, x: (m.linear(x.sin()), x), linear=nn.Linear(WIDTH, WIDTH))
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.linear(x.sin()), x
+    def forward(model: Any, x: torch.Tensor) -> torch.Tensor:
+        y, same = model.first(x)
+        return model.blocks(y * same.cos())
+
+    return Made(forward, first=first, blocks=three_blocks())
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.blocks = Passing(), three_blocks()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y, same = self.first(x)
-        return self.blocks(y * same.cos())
+def shard(model: Any) -> None:
+    for part in (model.first, *model.blocks.layers, model):
+        fully_shard(part)
 
 
 @on_ranks(2)
 def test_gradients_equal_the_whole_models_when_saved_tensors_are_pickled() -> None:
-    torch.manual_seed(0)
-    model, plain = Net(), Net()
-    plain.load_state_dict(model.state_dict())
-    for part in (model.first, *model.blocks.layers, model):
-        fully_shard(part)
-    worst = 0.0
-    given = inputs(dist.get_rank(), 0).requires_grad_()
+    twins, worst = Twins(build, shard=shard), []
+    xs = [inputs(rank, 0).requires_grad_() for rank in range(dist.get_world_size() + 1)]
+    xs[-1] = inputs(dist.get_rank(), 0).requires_grad_()
     for _ in range(2):
         with torch.autograd.graph.saved_tensors_hooks(packed, unpacked):
-            model(given).square().mean().backward()
-        assert given.grad is not None
-        size, mine = dist.get_world_size(), given.grad
-        for rank in range(size):
-            x = inputs(rank, 0).requires_grad_()
-            (plain(x).square().mean() / size).backward()
-            if rank == dist.get_rank():
-                assert x.grad is not None
-                worst = max(worst, float((mine - x.grad * size).abs().max()))
-        pairs = zip(model.parameters(), plain.parameters(), strict=True)
-        worst = max(worst, *(float((whole(a.grad, a) - b.grad).abs().max()) for a, b in pairs if b.grad is not None))
-        model.zero_grad()
-        plain.zero_grad()
-        given.grad = None
-    assert worst < 1e-6
-
-
-class Own(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.randn(WIDTH))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.scale
+            twins.model(xs[-1]).square().mean().backward()
+        twins.plain_backward(0, lambda model, rank, _: model(xs[rank]).square().mean())
+        own = xs[dist.get_rank()].grad * dist.get_world_size()
+        worst += [float((xs[-1].grad - own).abs().max()), twins.gradients_apart()]
+        twins.zero_grad()
+        for x in xs:
+            x.grad = None
+    assert max(worst) < 1e-6
 
 
 PARTS = {
     "'weight'": lambda: nn.Linear(WIDTH, WIDTH),
     "'0.": lambda: nn.Sequential(nn.LayerNorm(WIDTH), nn.ReLU()),
-    "'scale'": Own,
+    "'scale'": lambda: Made(lambda m, x: x * m.scale, scale=nn.Parameter(torch.randn(WIDTH))),
 }
 
 

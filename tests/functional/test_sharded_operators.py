@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from dbuffer import FlatDTensor
-from megatron_fsdp import AdamW, FSDPModule, MixedPrecisionPolicy, fully_shard
+from megatron_fsdp import AdamW, MixedPrecisionPolicy, fully_shard
 from tests.harness import on_ranks, run_ranks
 from tests.harness.grids import nightly_but
 from tests.harness.models import Model, draw_tokens, loss_of, make_mesh, make_model
@@ -106,55 +106,6 @@ def test_averages_of_weights_that_are_made_out_of_place_are_those_of_the_whole_m
     wanted = average(make_model(), list(range(num_ranks(layout))))
     averages = average(sharded_model(layout), [dist.get_rank()])
     assert differing(averages, wanted, 1e-5) == []
-
-
-def penalty_of(model: Model, anchor: list[torch.Tensor]) -> torch.Tensor:
-    """Return a penalty on the weights, each of its terms another kind of operator."""
-    penalty = torch.zeros(())
-    for parameter, old in zip(model.parameters(), anchor, strict=True):
-        if parameter.requires_grad:
-            penalty = penalty + 0.1 * (parameter - old - 0.1).square().sum() + 0.01 * parameter.abs().mean()
-            penalty = penalty + 0.01 * parameter.norm()
-    return penalty
-
-
-def penalise(model: Model, ranks: list[int], how: str) -> State:
-    """Add the gradient of penalties on the weights to that of the loss, in two microbatches of two steps."""
-    anchor = [parameter.detach().clone() for parameter in model.parameters()]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(3):
-        for microbatch in range(2):
-            for rank in ranks:
-                penalty = penalty_of(model, anchor) / len(ranks) if how != "in a backward of its own" else 0.0
-                tokens = draw_tokens(rank, step, microbatch)
-                if how == "before the loss":
-                    loss = penalty + loss_of(model(tokens), tokens) / len(ranks)
-                else:
-                    loss = loss_of(model(tokens), tokens) / len(ranks) + penalty
-                if isinstance(model, FSDPModule) and how == "on the last microbatch":
-                    model.set_requires_gradient_sync(microbatch == 1)
-                loss.backward()
-        if how == "in a backward of its own":
-            penalty_of(model, anchor).backward()
-        optimizer.step()
-        if step == 1:  # The gradients of the second step count in the third one again.
-            continue
-        optimizer.zero_grad()
-    return whole_state(model)
-
-
-HOW = ("in a backward of its own", "in the loss", "before the loss", "on the last microbatch")
-
-
-PENALTIES = [(layout, how) for layout in LAYOUTS if layout != "one rank" for how in HOW]
-
-
-@pytest.mark.parametrize(("layout", "how"), nightly_but(PENALTIES[::9], PENALTIES))
-@on_ranks(num_ranks)
-def test_penalties_on_weights_change_them_as_in_the_whole_model(layout: str, how: str) -> None:
-    wanted = penalise(make_model(), list(range(num_ranks(layout))), how)
-    weights = penalise(sharded_model(layout), [dist.get_rank()], how)
-    assert differing(weights, wanted, 1e-5) == []
 
 
 def measure(model: Model, ranks: list[int]) -> list[float]:

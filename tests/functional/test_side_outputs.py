@@ -1,32 +1,30 @@
-"""Gradients equal a whole model's when the loss reaches a unit by anything that it made, returned or not."""
+"""Gradients equal a whole model's when the loss reaches a unit by anything that it made, returned or not.
+
+What a module returns in other ways than as a tensor is among the uses of ``random_use_cases``.
+"""
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_fsdp import MixedPrecisionPolicy, fully_shard
+from megatron_fsdp import MixedPrecisionPolicy
 from tests.harness import on_ranks, run_ranks
 from tests.harness.grids import nightly_but
-from tests.harness.models import WIDTH, Block, CheckpointedStack, Stack, inputs, three_blocks
+from tests.harness.models import WIDTH, Block, CheckpointedStack, Stack, inputs, squared, three_blocks
 from tests.harness.oracle import Case, compare
+from tests.harness.twins import Twins, sharded
 
 Reshard = bool | int | None
 
 
 def shard_all(model: nn.Module, reshard: Reshard = None, *, is_fused: bool = True) -> None:
     policy = MixedPrecisionPolicy(fuse_weight_gradients=is_fused)
-    for child in model.children():
-        for part in child if isinstance(child, nn.ModuleList) else (child,):
-            fully_shard(part, reshard_after_forward=reshard, mp_policy=policy)
-    fully_shard(model, reshard_after_forward=reshard, mp_policy=policy)
+    sharded(model, reshard_after_forward=reshard, mp_policy=policy)
 
 
 class Routed(Block):
@@ -135,115 +133,6 @@ def kept_one_by_one(model: nn.Module, rank: int, step: int) -> tuple[torch.Tenso
     return tuple(tensor.square().mean() for tensor in mixed.kept)
 
 
-class Weighted(nn.Module):
-    """Uses its own weights in operators, and leaves what lies between them in ``leave(self, value)``."""
-
-    def __init__(self, leave: Callable[..., Any]) -> None:
-        super().__init__()
-        self.first = nn.Parameter(torch.randn(WIDTH, 5))
-        self.second = nn.Parameter(torch.randn(5, WIDTH))
-        self.leave = leave
-
-    def forward(self, x: torch.Tensor, *given: Any) -> Any:
-        hidden = x @ self.first
-        instead = self.leave(self, hidden.sin() * self.first[0, :5], *given)
-        return torch.tanh(hidden @ self.second) if instead is None else instead
-
-
-@dataclass
-class Record:
-    hidden: torch.Tensor
-
-
-class Custom:
-    __slots__ = ("hidden",)
-
-    def __init__(self, hidden: torch.Tensor) -> None:
-        self.hidden = hidden
-
-
-def as_attribute(module: nn.Module, hidden: torch.Tensor) -> None:
-    module.kept = hidden
-
-
-def as_list(module: nn.Module, hidden: torch.Tensor) -> None:
-    module.kept = [*getattr(module, "kept", [])[-1:], hidden]
-
-
-def as_dict(module: nn.Module, hidden: torch.Tensor) -> None:
-    module.kept = {"losses": (hidden, 3)}
-
-
-def as_record(module: nn.Module, hidden: torch.Tensor) -> None:
-    module.kept = Record(hidden)
-
-
-def as_namespace(module: nn.Module, hidden: torch.Tensor) -> None:
-    module.kept = SimpleNamespace(hidden=hidden, nothing=None)
-
-
-def hidden_in(value: Any) -> torch.Tensor:
-    if isinstance(value, torch.Tensor):
-        return value
-    if isinstance(value, dict):
-        return hidden_in(value["losses"][0])
-    return value[-1] if isinstance(value, list) else hidden_in(value.hidden)
-
-
-def kept_alone(model: nn.Module, rank: int, step: int) -> torch.Tensor:
-    model(inputs(rank, step))
-    found = [hidden_in(module.kept) for module in model.modules() if isinstance(module, Weighted)]
-    return torch.stack(found).square().sum()
-
-
-def kept_and_returned(model: nn.Module, rank: int, step: int) -> torch.Tensor:
-    return kept_alone(model, rank, step) + model(inputs(rank, step)).square().sum()
-
-
-def instead_custom(module: nn.Module, hidden: torch.Tensor) -> Any:
-    return Custom(hidden)
-
-
-def instead_namespace(module: nn.Module, hidden: torch.Tensor) -> Any:
-    return SimpleNamespace(hidden=[hidden])
-
-
-class Ends(nn.Module):
-    def __init__(self, *layers: nn.Module) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(layers)
-
-    def forward(self, x: torch.Tensor, *given: Any) -> Any:
-        return [layer(x, *given) for layer in self.layers]
-
-
-def objects_alone(model: nn.Module, rank: int, step: int) -> torch.Tensor:
-    found = [getattr(result.hidden, "hidden", result.hidden) for result in model(inputs(rank, step))]
-    return torch.stack([hidden_in(one) for one in found]).square().sum()
-
-
-def into_argument(module: nn.Module, hidden: torch.Tensor, taken: list[torch.Tensor]) -> None:
-    taken.append(hidden)
-
-
-def argument_alone(model: nn.Module, rank: int, step: int) -> torch.Tensor:
-    taken: list[torch.Tensor] = []
-    model(inputs(rank, step), taken)
-    return torch.stack(taken).square().sum()
-
-
-def weighted(leave: Callable[..., Any]) -> nn.Module:
-    return Stack(Weighted(leave), Weighted(leave), Block())
-
-
-def ends(leave: Callable[..., Any]) -> nn.Module:
-    return Ends(Weighted(leave), Weighted(leave))
-
-
-def inside_of_a_unit(leave: Callable[..., Any]) -> nn.Module:
-    return Stack(Stack(Weighted(leave), Block()), Stack(Block(), Weighted(leave)))
-
-
 CASES: dict[str, Case] = {
     "an auxiliary loss beside the output": Case(routed, main_and_aux),
     "an auxiliary loss beside the output, of two calls": Case(routed, aux_of_two_calls),
@@ -255,17 +144,7 @@ CASES: dict[str, Case] = {
     "an auxiliary loss in recomputed layers": Case(checkpointed, main_and_aux, is_guarded=False),
     "activations that hooks take": Case(three_blocks, inner_activations),
     "what convolutions, LSTMs, attention and norms make": Case(mixed, kept_one_by_one),
-    "an attribute alone": Case(partial(weighted, as_attribute), kept_alone),
-    "an attribute and the output": Case(partial(weighted, as_attribute), kept_and_returned),
-    "a list that grows": Case(partial(weighted, as_list), kept_alone),
-    "a dict": Case(partial(weighted, as_dict), kept_alone),
-    "a dataclass": Case(partial(weighted, as_record), kept_alone),
-    "a namespace": Case(partial(weighted, as_namespace), kept_alone),
-    "a returned object of a class with slots": Case(partial(ends, instead_custom), objects_alone),
-    "a returned namespace": Case(partial(ends, instead_namespace), objects_alone),
-    "a list that was passed in": Case(partial(ends, into_argument), argument_alone),
-    "an attribute of a module inside of the unit": Case(partial(inside_of_a_unit, as_list), kept_alone),
-}  # fmt: skip
+}
 
 WAYS: dict[str, Callable[[nn.Module], None]] = {
     "by default": shard_all,
@@ -296,12 +175,21 @@ def test_a_loss_reaches_weights_by(name: str, ways: tuple[str, ...]) -> None:
 _OUTSIDE: list[torch.Tensor] = []
 
 
-def outside(module: nn.Module, hidden: torch.Tensor) -> None:
-    _OUTSIDE.append(hidden)
+class Weighted(nn.Module):
+    """Uses its own weights in operators, and leaves what lies between them where nobody looks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.randn(WIDTH, 5)), nn.Parameter(torch.randn(5, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = x @ self.first
+        _OUTSIDE.append(hidden.sin() * self.first[0, :5])
+        return torch.tanh(hidden @ self.second)
 
 
 def backward_from_outside(reshard: Reshard) -> str:
-    model = weighted(outside)
+    model = Stack(Weighted(), Weighted(), Block())
     shard_all(model, reshard)
     _OUTSIDE.clear()
     model(inputs(dist.get_rank(), 0))
@@ -323,26 +211,18 @@ def test_it_is_none_where_weights_are_kept() -> None:
     assert run_ranks(2, backward_from_outside, False) == ["no error"] * 2
 
 
-def sharded() -> Stack:
-    torch.manual_seed(7)
-    model = three_blocks()
-    for part in (*model.layers, model):
-        fully_shard(part)
-    return model
-
-
 def num_hooks(model: Stack) -> list[int]:
     return [len(block.norm._forward_hooks) for block in model.layers if isinstance(block, Block)]
 
 
-def train(model: Stack, step: int) -> None:
-    model(inputs(dist.get_rank(), step)).square().mean().backward()
-    model.zero_grad()
-
-
 @on_ranks(2)
 def test_modules_inside_are_hooked_until_backward_came_by_the_outputs_and_again_when_a_user_hooks_one() -> None:
-    model = sharded()
+    model = sharded(three_blocks())
+
+    def train(model: Stack, step: int) -> None:
+        squared(model, dist.get_rank(), step).backward()
+        model.zero_grad()
+
     found = [num_hooks(model)]
     for step in range(2):
         train(model, step)
@@ -357,33 +237,24 @@ def test_modules_inside_are_hooked_until_backward_came_by_the_outputs_and_again_
     assert found == [[1, 1, 1], [0, 0, 0], [1, 2, 1], [0, 0, 0]]
 
 
-def loss_of(model: nn.Module, taken: list[torch.Tensor], step: int) -> torch.Tensor:
+def loss_of_norm(model: nn.Module, rank: int, step: int) -> torch.Tensor:
     """Return a loss of what a hook takes from the norm of the second block alone."""
+    taken: list[torch.Tensor] = []
     handle = model.layers[1].norm.register_forward_hook(lambda module, args, output: taken.append(output))
-    model(inputs(dist.get_rank(), step))
+    model(inputs(rank, step))
     handle.remove()
     return taken.pop().square().mean()
 
 
 @on_ranks(2)
 def test_what_a_hook_takes_later_leads_backward_into_the_unit_and_its_hooks_stay() -> None:
-    model = sharded()
-    torch.manual_seed(7)
-    plain = three_blocks()
+    twins, worst = Twins(), []
     for step in range(3):
-        train(model, step)
-    worst = []
+        squared(twins.model, dist.get_rank(), step).backward()
+        twins.zero_grad()
     for step in range(3, 5):
-        loss_of(model, [], step).backward()
-        loss_of(plain, [], step).backward()
-        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-            if theirs.grad is None:
-                theirs.grad = torch.zeros_like(theirs)
-            dist.all_reduce(theirs.grad, dist.ReduceOp.AVG if dist.get_backend() == "nccl" else dist.ReduceOp.SUM)
-            wanted = theirs.grad / dist.get_world_size()
-            found = torch.zeros_like(wanted) if mine.grad is None else mine.grad.full_tensor()
-            worst.append((found - wanted).abs().max().item())
-        model.zero_grad()
-        plain.zero_grad()
-    assert num_hooks(model)[1] == 1
+        twins.backward(step, loss_of_norm)
+        worst.append(twins.gradients_apart())
+        twins.zero_grad()
+    assert num_hooks(twins.model)[1] == 1
     assert max(worst) < 1e-6

@@ -29,7 +29,7 @@ from megatron_fsdp import (
     microbatch,
     no_sync,
 )
-from megatron_fsdp.runtime.weights.memory_slots import SlotChoice
+from megatron_fsdp.policy.slots import SlotChoice
 from tests.harness import on_ranks, run_ranks
 from tests.harness.grids import nightly_but
 from tests.harness.models import Block, CheckpointedStack, ShuffledStack, Stack, inputs

@@ -18,8 +18,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from megatron_fsdp import AdamW, CheckpointError, fully_shard, fully_shard_optimizer, load_checkpoint, save_checkpoint
@@ -58,34 +56,6 @@ def test_a_full_state_dict_has_the_names_and_tensors_of_the_whole_model() -> Non
 Loader = Callable[[Model, State], object]
 
 
-def load_full_on_every_rank(model: Model, wanted: State) -> None:
-    set_model_state_dict(model, wanted, options=FULL)
-
-
-def load_full_on_rank_0(model: Model, wanted: State) -> None:
-    set_model_state_dict(model, wanted if dist.get_rank() == 0 else {}, options=FROM_RANK_0)
-
-
-def load_shards(model: Model, wanted: State) -> None:
-    set_model_state_dict(model, get_model_state_dict(sharded_like(model, wanted)))
-
-
-def copy_shards(model: Model, wanted: State) -> None:
-    model.load_state_dict(sharded_like(model, wanted).state_dict())
-
-
-def assign_whole_tensors(model: Model, wanted: State) -> None:
-    model.load_state_dict(wanted, assign=True)
-
-
-def assign_canonical(model: Model, wanted: State) -> None:
-    model.load_state_dict(canonical(model, wanted), assign=True)
-
-
-def copy_canonical(model: Model, wanted: State) -> None:
-    model.load_state_dict(canonical(model, wanted))
-
-
 def canonical(model: Model, wanted: State) -> State:
     """Return ``wanted`` with what is a DTensor in the model as ``distribute_tensor`` makes it: cut as torch cuts."""
     return {
@@ -107,13 +77,19 @@ def sharded_like(model: Model, wanted: State) -> Model:
 
 
 LOADERS: dict[str, Loader] = {
-    "set_model_state_dict, full on every rank": load_full_on_every_rank,
-    "set_model_state_dict, full on rank 0": load_full_on_rank_0,
-    "set_model_state_dict, sharded": load_shards,
-    "load_state_dict, sharded": copy_shards,
-    "load_state_dict, whole tensors assigned": assign_whole_tensors,
-    "load_state_dict, canonical DTensors assigned": assign_canonical,
-    "load_state_dict, canonical DTensors copied": copy_canonical,
+    "set_model_state_dict, full on every rank": lambda model, wanted: set_model_state_dict(model, wanted, options=FULL),
+    "set_model_state_dict, full on rank 0": lambda model, wanted: set_model_state_dict(
+        model, wanted if dist.get_rank() == 0 else {}, options=FROM_RANK_0
+    ),
+    "set_model_state_dict, sharded": lambda model, wanted: set_model_state_dict(
+        model, get_model_state_dict(sharded_like(model, wanted))
+    ),
+    "load_state_dict, sharded": lambda model, wanted: model.load_state_dict(sharded_like(model, wanted).state_dict()),
+    "load_state_dict, whole tensors assigned": lambda model, wanted: model.load_state_dict(wanted, assign=True),
+    "load_state_dict, canonical DTensors assigned": lambda model, wanted: model.load_state_dict(
+        canonical(model, wanted), assign=True
+    ),
+    "load_state_dict, canonical DTensors copied": lambda model, wanted: model.load_state_dict(canonical(model, wanted)),
 }
 
 
@@ -209,52 +185,7 @@ def test_a_sharded_run_goes_on_from_a_whole_models_state() -> None:
     assert differing(whole_state(model), whole.state_dict(), 1e-5) == []
 
 
-def save_with_dcp(path: str) -> State:
-    model, optimizer = sharded_adamw(0, {})
-    train(model, optimizer, range(2), [dist.get_rank()])
-    save(
-        {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)},
-        checkpoint_id=path,
-    )
-    return whole_state(model)
-
-
-def load_with_dcp(path: str, num_savers: int, is_sharded: bool) -> tuple[State, State]:
-    """Load into a fresh model and optimizer; return the values right after, and after one step on all savers' data."""
-    model, optimizer = sharded_adamw(5, {}) if is_sharded else whole_adamw(0, 1)
-    state: State = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
-    load(state, checkpoint_id=path)
-    set_model_state_dict(model, state["model"])
-    set_optimizer_state_dict(model, optimizer, state["optimizer"])
-    loaded = whole_state(model)
-    train(model, optimizer, range(2, 3), range(num_savers))
-    return loaded, whole_state(model)
-
-
-@pytest.fixture(scope="module")
-def saved_with_dcp(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, State]:
-    path = str(tmp_path_factory.mktemp("dcp"))
-    return path, run_ranks(NUM_RANKS, save_with_dcp, path)[0]
-
-
-@pytest.mark.parametrize(
-    ("num_loaders", "is_sharded"),
-    [(3, True), (2, True), (1, True), (1, False)],
-    ids=["3 ranks", "2 ranks", "1 rank", "a whole model"],
-)
-def test_what_three_ranks_saved_with_dcp_loads_on(
-    num_loaders: int, is_sharded: bool, saved_with_dcp: tuple[str, State]
-) -> None:
-    path, saved = saved_with_dcp
-    model, _optimizer = whole_adamw(3, NUM_RANKS)
-    for loaded_values, one_step_later in run_ranks(num_loaders, load_with_dcp, path, NUM_RANKS, is_sharded):
-        assert differing(loaded_values, saved) == []
-        assert differing(one_step_later, model.state_dict(), 1e-5) == []
-
-
-@pytest.mark.parametrize(
-    ("strategy", "mesh_shape"), [("optim_grads_params", (3,)), ("hfsdp", (2, 2))], ids=["three ranks", "two axes"]
-)
+@LAYOUTS
 @on_ranks(lambda mesh_shape: torch.Size(mesh_shape).numel())
 def test_torch_finds_nothing_in_its_cache_for_a_tensor_that_it_cut_in_other_places(
     strategy: str, mesh_shape: tuple[int, ...]

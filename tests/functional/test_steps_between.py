@@ -1,6 +1,5 @@
 """An optimizer that steps between a forward and its backward: refused where it stepped the unit's weights."""
 
-import copy
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -8,10 +7,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_fsdp import AdamW, Placements, StateError, fully_shard, fully_shard_optimizer
+from megatron_fsdp import AdamW, StateError, fully_shard_optimizer
 from tests.harness import on_ranks
-from tests.harness.models import Block, Stack, inputs, make_mesh
+from tests.harness.models import Block, Stack, inputs, squared
 from tests.harness.oracle import whole
+from tests.harness.twins import Twins, sharded
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 OPTIMIZERS: dict[str, Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]] = {
@@ -23,27 +23,16 @@ OPTIMIZERS: dict[str, Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]]
 }
 
 
-def sharded(strategy: str) -> Stack:
-    torch.manual_seed(0)
-    model = Stack(Block(), Block(hidden=1))
-    mesh, placements = make_mesh((dist.get_world_size(),)), getattr(Placements, strategy)()
-    for part in (*model.layers, model):
-        fully_shard(part, mesh, placements)
-    return model
-
-
-def loss_of(model: nn.Module, rank: int, step: int) -> torch.Tensor:
-    return model(inputs(rank, step)).square().mean()
+def build() -> nn.Module:
+    return Stack(Block(), Block(hidden=1))
 
 
 def _refuse_and_go_on(strategy: str, name: str) -> float:
-    model = sharded(strategy)
-    oracle = Stack(Block(), Block(hidden=1))
-    oracle.load_state_dict({key: whole(value, value) for key, value in model.state_dict().items()})
-    ours, theirs = OPTIMIZERS[name](model.parameters()), torch.optim.AdamW(oracle.parameters(), lr=0.1)
-    rank, ranks = dist.get_rank(), range(dist.get_world_size())
-    late = loss_of(model, rank, 1)
-    retained = loss_of(model, rank, 0)
+    twins = Twins(build, strategy)
+    model = twins.model
+    ours, theirs = OPTIMIZERS[name](model.parameters()), torch.optim.AdamW(twins.plain.parameters(), lr=0.1)
+    rank = dist.get_rank()
+    late, retained = squared(model, rank, 1), squared(model, rank, 0)
     retained.backward(retain_graph=True)
     ours.step()
     ours.zero_grad()
@@ -52,16 +41,13 @@ def _refuse_and_go_on(strategy: str, name: str) -> float:
         with pytest.raises(StateError, match=message):
             loss.backward()
         ours.zero_grad()
-    loss_of(model, rank, 2).backward()
+    squared(model, rank, 2).backward()
     ours.step()
     for step in (0, 2):
-        (sum(loss_of(oracle, each, step) for each in ranks) / len(ranks)).backward()
+        twins.plain_backward(step)
         theirs.step()
         theirs.zero_grad()
-    return max(
-        float((whole(p, q) - q.detach()).abs().max())
-        for p, q in zip(model.parameters(), oracle.parameters(), strict=True)
-    )
+    return twins.weights_apart()
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -89,23 +75,22 @@ def play(model: nn.Module, critic: nn.Module, ranks: list[int]) -> list[torch.Te
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @on_ranks(2)
 def test_a_step_of_another_model_is_no_matter(strategy: str) -> None:
-    models = [sharded(strategy) for _ in range(2)]
-    plain = [copy.deepcopy(Stack(Block(), Block(hidden=1))) for _ in range(2)]
-    for one, other in zip(models, plain, strict=True):
-        other.load_state_dict({key: whole(value, value) for key, value in one.state_dict().items()})
-    found = play(models[0], models[1], [dist.get_rank()])
-    wanted = play(plain[0], plain[1], list(range(dist.get_world_size())))
+    twins = Twins(
+        lambda: nn.ModuleList([build(), build()]), shard=lambda both: [sharded(one, strategy) for one in both]
+    )
+    found = play(*twins.model, [dist.get_rank()])
+    wanted = play(*twins.plain, list(range(dist.get_world_size())))
     assert max(float((a - b).abs().max()) for a, b in zip(found, wanted, strict=True)) < 1e-5
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @on_ranks(2)
 def test_a_step_that_leaves_a_unit_s_weights_is_no_matter_for_it(strategy: str) -> None:
-    model = sharded(strategy)
+    model = sharded(build(), strategy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    first, second = (loss_of(layer, dist.get_rank(), 0) for layer in model.layers)
+    first, second = (squared(layer, dist.get_rank(), 0) for layer in model.layers)
     first.backward()
     optimizer.step()
     optimizer.zero_grad()
     second.backward()
-    assert (all(parameter.grad is not None for parameter in model.layers[1].parameters())) is True
+    assert all(parameter.grad is not None for parameter in model.layers[1].parameters())

@@ -1,4 +1,4 @@
-"""PyTorch's own tools work on sharded parameters as they are: full_tensor and clip_grad_norm_."""
+"""PyTorch's own clip_grad_norm_ works on sharded parameters as it is."""
 
 import pytest
 import torch
@@ -30,27 +30,6 @@ def whole_gradients(num_ranks: int) -> State:
         tokens = draw_tokens(rank)
         (loss_of(model(tokens), tokens) / num_ranks).backward()
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-
-
-LAYOUTS = [
-    ("no_shard", (3,)), ("optim", (3,)), ("optim_grads", (3,)), ("optim_grads_params", (1,)),
-    ("optim_grads_params", (3,)), ("optim_grads_params", (4,)), ("hsdp", (2, 2)), ("hfsdp", (2, 2)), ("hfsdp", (1, 3)),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("strategy", "mesh_shape"), nightly_but(LAYOUTS[1::3], LAYOUTS), ids=str)
-@on_ranks(lambda mesh_shape: torch.Size(mesh_shape).numel())
-def test_full_tensor_gives_every_rank_the_whole_parameters_and_gradients(
-    strategy: str, mesh_shape: tuple[int, ...]
-) -> None:
-    model = shard_model(make_model(), make_mesh(mesh_shape), strategy)
-    before = {name: full(parameter).detach() for name, parameter in model.named_parameters()}
-    tokens = draw_tokens(dist.get_rank())
-    loss_of(model(tokens), tokens).backward()
-    assert (
-        differing({name: value.detach() for name, value in before.items()}, dict(make_model().named_parameters())) == []
-    )
-    assert differing(full_gradients(model), whole_gradients(dist.get_world_size()), 1e-6) == []
 
 
 INF = float("inf")

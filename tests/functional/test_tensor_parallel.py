@@ -1,6 +1,7 @@
 """Parameters that are DTensors over a tensor-parallel axis already are sharded over data-parallel axes as well."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +14,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from megatron_fsdp import (
     DataParallelMeshDims,
-    MixedPrecisionPolicy,
-    Placements,
     clip_grad_norm_,
     fully_shard,
     fully_shard_optimizer,
@@ -24,8 +23,9 @@ from megatron_fsdp import (
 )
 from tests.harness import on_ranks, run_ranks
 from tests.harness.grids import nightly_but
-from tests.harness.models import WIDTH, inputs
-from tests.harness.oracle import whole
+from tests.harness.models import WIDTH, Made, inputs
+from tests.harness.oracle import differing, whole_state
+from tests.harness.twins import sharded
 
 MESHES = {
     "dp2 tp2": ((2, 2), ("dp", "tp")),
@@ -41,22 +41,17 @@ CASES = [
 ]  # fmt: skip
 
 
-class Feedforward(nn.Module):
-    """A block whose first layer is cut by columns and whose second by rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 10)
-        self.down = nn.Linear(10, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
+def feedforward() -> nn.Module:
+    """Return a block whose first layer is cut by columns and whose second by rows."""
+    return Made(
+        lambda m, x: x + m.down(torch.tanh(m.up(m.norm(x)))),
+        norm=nn.LayerNorm(WIDTH), up=nn.Linear(WIDTH, 10), down=nn.Linear(10, WIDTH),
+    )  # fmt: skip
 
 
 def build() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(Feedforward(), Feedforward())
+    return nn.Sequential(feedforward(), feedforward())
 
 
 def parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -64,14 +59,11 @@ def parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
         parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
 
 
-def sharded(mesh: DeviceMesh, strategy: str, policy: MixedPrecisionPolicy | None = None) -> nn.Module:
+def made(mesh: DeviceMesh, strategy: str) -> Any:
     names = tuple(name for name in mesh.mesh_dim_names or () if name != "tp")
     model = build()
     parallelize(model, mesh)
-    placements = getattr(Placements, strategy)(*names)
-    for block in model.children():
-        fully_shard(block, mesh[names], placements, mp_policy=policy)
-    return fully_shard(model, mesh[names], placements, mp_policy=policy)
+    return sharded(model, strategy, mesh=mesh[names])
 
 
 def loss(model: nn.Module, data_rank: int, step: int) -> torch.Tensor:
@@ -102,11 +94,7 @@ def train_whole(num_data_ranks: int, steps: range) -> tuple[dict[str, torch.Tens
         norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
         optimizer.step()
         optimizer.zero_grad()
-    return whole_values(model), norms
-
-
-def whole_values(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: whole(value, value) for name, value in model.state_dict().items()}
+    return whole_state(model), norms
 
 
 def data_rank_in(mesh: DeviceMesh) -> int:
@@ -119,9 +107,9 @@ def data_rank_in(mesh: DeviceMesh) -> int:
 
 def trained(name: str, strategy: str) -> tuple[dict[str, torch.Tensor], list[float]]:
     mesh = init_device_mesh("cpu", MESHES[name][0], mesh_dim_names=MESHES[name][1])
-    model = sharded(mesh, strategy)
+    model = made(mesh, strategy)
     norms = train(model, data_rank_in(mesh), range(3))
-    return whole_values(model), norms
+    return whole_state(model), norms
 
 
 @pytest.mark.parametrize(("name", "strategy"), nightly_but([CASES[0], CASES[2], CASES[7]], CASES))
@@ -130,13 +118,13 @@ def test_weights_and_norms_equal_those_of_a_whole_model_on(name: str, strategy: 
     wanted, wanted_norms = train_whole(torch.Size(shape[:-1]).numel(), range(3))
     for found, norms in run_ranks(torch.Size(shape).numel(), trained, name, strategy):
         assert norms == pytest.approx(wanted_norms, rel=1e-5)
-        assert {key for key in wanted if not torch.allclose(found[key], wanted[key], atol=2e-6)} == set()
+        assert differing(found, wanted, 2e-6) == []
 
 
 def faces() -> dict[str, tuple[tuple[int, ...], tuple[str, ...], tuple[int, ...]]]:
     """Return shape, axes and local shape of the sharded parameters of one block."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    model = sharded(mesh, "optim_grads_params")
+    model = made(mesh, "optim_grads_params")
     found = {}
     for name, parameter in model[0].named_parameters():
         assert isinstance(parameter, DTensor)
@@ -157,13 +145,13 @@ def test_sharded_parameters_show_their_whole_shape_over_both_axes() -> None:
 
 def saved(path: str, ours: bool) -> dict[str, torch.Tensor]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    model = sharded(mesh, "optim_grads_params")
+    model = made(mesh, "optim_grads_params")
     train(model, data_rank_in(mesh), range(2))
     if ours:
         save_checkpoint(model, None, path)
     else:
         dcp.save({"model": model.state_dict()}, checkpoint_id=path)
-    return whole_values(model)
+    return whole_state(model)
 
 
 def loaded(path: str, ours: bool, num_tp: int) -> dict[str, torch.Tensor]:
@@ -172,14 +160,14 @@ def loaded(path: str, ours: bool, num_tp: int) -> dict[str, torch.Tensor]:
         fully_shard(model)
     else:
         shape = (dist.get_world_size() // num_tp, num_tp)
-        model = sharded(init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")), "optim_grads_params")
+        model = made(init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")), "optim_grads_params")
     if ours:
         load_checkpoint(model, None, path)
     else:
         state = {"model": model.state_dict()}
         dcp.load(state, checkpoint_id=path)
         model.load_state_dict(state["model"])
-    return whole_values(model)
+    return whole_state(model)
 
 
 LOADERS = [(4, 2, True), (2, 2, False), (4, 1, False), (3, 0, True), (1, 0, False)]
@@ -193,12 +181,12 @@ def test_a_tensor_parallel_checkpoint_loads_on(num_ranks: int, num_tp: int, ours
     path = str(tmp_path / "checkpoint")
     wanted = run_ranks(4, saved, path, ours)[0]
     for found in run_ranks(num_ranks, loaded, path, ours, num_tp):
-        assert {key for key in wanted if not torch.equal(found[key], wanted[key])} == set()
+        assert differing(found, wanted) == []
 
 
 @on_ranks(4)
 def test_dp_mesh_dims_shards_parameters_that_span_the_whole_mesh() -> None:
-    wanted = whole_values(build())
+    wanted = whole_state(build())
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = build()
     parallelize(model, mesh)
@@ -211,8 +199,8 @@ def test_dp_mesh_dims_shards_parameters_that_span_the_whole_mesh() -> None:
     for block in model.children():
         fully_shard(block, mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
     fully_shard(model, mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
-    found = whole_values(model)
-    assert {key for key in wanted if not torch.equal(found[key], wanted[key])} == set()
+    found = whole_state(model)
+    assert differing(found, wanted) == []
 
 
 @on_ranks(4)
@@ -221,9 +209,8 @@ def test_dp_mesh_dims_flattens_several_axes_into_one() -> None:
     model = build()
     fully_shard(model, mesh, dp_mesh_dims=DataParallelMeshDims(shard=("dp", "cp")))
     (group, *_) = model.parameter_groups
-    values = whole_values(model)
-    wanted = whole_values(build())
-    assert (group.main_weight.axes[0].size, all(torch.equal(values[key], wanted[key]) for key in wanted)) == (4, True)
+    assert group.main_weight.axes[0].size == 4
+    assert differing(whole_state(model), whole_state(build())) == []
 
 
 @on_ranks(4)

@@ -13,8 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from dbuffer import MeshError
 from megatron_fsdp import Placements, Watch, fully_shard
 from tests.harness import on_ranks, run_ranks
-from tests.harness.models import Stack, inputs, squared, three_blocks
-from tests.harness.oracle import shard_layers, whole
+from tests.harness.models import Stack, inputs, squared
+from tests.harness.oracle import shard_layers
+from tests.harness.twins import Twins
 
 
 def distance_to_plain_model(mesh: DeviceMesh, shard: Callable[[nn.Module], None], steps: int = 2) -> float:
@@ -22,21 +23,17 @@ def distance_to_plain_model(mesh: DeviceMesh, shard: Callable[[nn.Module], None]
 
     Two steps: the second one gathers weights that the first one's gradients have changed.
     """
-    torch.manual_seed(5)
-    plain, model = three_blocks(), three_blocks()
-    model.load_state_dict(plain.state_dict())
-    shard(model)
+    twins = Twins(shard=shard)
     ranks: list[int] = mesh.mesh.flatten().tolist()
-    slow, fast = (torch.optim.SGD(each.parameters(), lr=0.5) for each in (plain, model))
+    optimizers = twins.optimizers(torch.optim.SGD, lr=0.5)
     for step in range(steps):
         for rank in ranks:
-            (squared(plain, rank, step) / len(ranks)).backward()
-        squared(model, dist.get_rank(), step).backward()
-        for optimizer in (slow, fast):
+            (squared(twins.plain, rank, step) / len(ranks)).backward()
+        squared(twins.model, dist.get_rank(), step).backward()
+        for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    pairs = zip(model.parameters(), plain.parameters(), strict=True)
-    return max((whole(one, other) - other).abs().max().item() for one, other in pairs)
+    return twins.weights_apart()
 
 
 def make_uneven_groups(makers: str) -> None:

@@ -24,8 +24,9 @@ from megatron_fsdp import (
 )
 from tests.harness import on_ranks, run_ranks
 from tests.harness.grids import nightly_but
-from tests.harness.models import Block, Stack, inputs, squared, three_blocks
-from tests.harness.oracle import Case, compare, shard_each, shard_layers, units_of, whole
+from tests.harness.models import Block, Made, Stack, inputs, squared, three_blocks
+from tests.harness.oracle import Case, compare, shard_layers, units_of
+from tests.harness.twins import Twins
 
 BASE = Case(three_blocks, squared)
 
@@ -35,16 +36,12 @@ def each(**options: Any) -> Callable[[nn.Module], None]:
     return functools.partial(shard_layers, **options)
 
 
-def in_groups_of(size: int) -> Case:
-    return replace(BASE, shard=each(reshard_after_forward=size))
-
-
 GROUPS = [(4, 2), (4, 1), (4, 4), (2, 2), (1, 1)]
 
 
 @pytest.mark.parametrize(("num_ranks", "size"), nightly_but([(4, 2), (2, 2)], GROUPS))
 def test_gradients_are_exact_when_weights_are_resharded_to_groups(num_ranks: int, size: int) -> None:
-    results = run_ranks(num_ranks, compare, in_groups_of(size))
+    results = run_ranks(num_ranks, compare, replace(BASE, shard=each(reshard_after_forward=size)))
     assert all(result.is_exact or (num_ranks == 1 and result.worst_weight < 2e-6) for result in results), results
 
 
@@ -77,38 +74,26 @@ def test_backward_gathers_within_the_smaller_group_what_forward_kept() -> None:
 
 @on_ranks(4)
 def test_a_change_of_weights_voids_the_part_kept_after_forward() -> None:
-    model = three_blocks()
-    each(reshard_after_forward=2)(model)
-    model(inputs(0, 0))
+    twins = Twins(reshard_after_forward=2)
+    twins.model(inputs(0, 0))
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter in (parameter for model in twins for parameter in model.parameters()):
             parameter.mul_(1.5)
-    again: torch.Tensor = model(inputs(0, 0))
-    torch.manual_seed(0)
-    states = {name: whole(value, value) for name, value in model.state_dict().items()}
-    oracle = three_blocks()
-    oracle.load_state_dict(states)
-    assert float((again - oracle(inputs(0, 0))).detach().abs().max()) < 1e-6
-
-
-class Scaled(Stack):
-    def __init__(self, *layers: nn.Module) -> None:
-        super().__init__(*layers)
-        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 7))
-        self.router = nn.Linear(7, 7, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x + self.router(x)) * self.scale
+    again, wanted = (model(inputs(0, 0)).detach() for model in twins)
+    assert float((again - wanted).abs().max()) < 1e-6
 
 
 def scaled() -> nn.Module:
-    return Scaled(Block(), Block(hidden=5))
+    return Made(
+        lambda m, x: m.blocks(x + m.router(x)) * m.scale, blocks=Stack(Block(), Block(hidden=5)),
+        scale=nn.Parameter(torch.linspace(0.5, 1.5, 7)), router=nn.Linear(7, 7, bias=False),
+    )  # fmt: skip
 
 
 def keep_small_parts(model: nn.Module) -> None:
     fsdp_no_shard(model.scale)
     fsdp_no_shard(model.router)
-    for layer in model.layers:
+    for layer in model.blocks.layers:
         fsdp_no_shard(layer.norm)
         fully_shard(layer.norm)  # what is marked never becomes a unit
         fully_shard(layer)
@@ -124,87 +109,23 @@ def test_gradients_are_exact_with_replicated_parameters(num_ranks: int) -> None:
 def replicated_faces() -> tuple[list[str], dict[str, int], bool, float]:
     model = scaled()
     keep_small_parts(model)
-    gathered = {parameter.shape: 0 for parameter in model.parameters()}
     kinds: Counter[str] = Counter()
     with observe_collectives(lambda call: kinds.update([call.kind])):
         squared(model, dist.get_rank(), 0).backward()
-    names = [name for name, value in model.named_parameters() if whole_here(value)]
-    first = model.layers[0]
+    names = [name for name, value in model.named_parameters() if value.to_local().shape == value.shape]
+    first = model.blocks.layers[0]
     has_hooks = isinstance(first.norm, FsdpModule) or bool(first.norm._forward_pre_hooks)
-    assert gathered
     return names, dict(kinds), has_hooks, float(clip_grad_norm_(model, float("inf")))
-
-
-def whole_here(parameter: torch.Tensor) -> bool:
-    return parameter.to_local().shape == parameter.shape
 
 
 def test_replicated_parameters_are_whole_everywhere_and_reduced_without_a_gather() -> None:
     results = run_ranks(3, replicated_faces)
     for names, kinds, has_hooks, norm in results:
-        assert set(names) >= {"scale", "router.weight", "layers.0.norm.weight", "layers.0.norm.bias"}
+        assert set(names) >= {"scale", "router.weight", "blocks.layers.0.norm.weight", "blocks.layers.0.norm.bias"}
         # Two blocks: three gathers, because the last one keeps its weights. A reduction each; three groups replicated.
         assert kinds == {"all_gather": 3, "reduce_scatter": 2, "all_reduce": 3}
         assert not has_hooks
         assert norm == results[0][3]
-
-
-def freeze_by_turns(model: nn.Module, step: int) -> None:
-    """Freeze another parameter of each block at every step, a whole block at the third, and everything else again."""
-    for index, layer in enumerate(model.layers):
-        for position, parameter in enumerate(layer.parameters()):
-            parameter.requires_grad_(position % 4 != step and (step, index) != (2, 1))
-
-
-def plain_sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(list(parameters), lr=0.1)
-
-
-STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
-
-
-@pytest.mark.parametrize("strategy", nightly_but(["optim", "optim_grads_params"], STRATEGIES))
-@on_ranks(2)
-def test_gradients_are_exact_while_parameters_are_frozen_and_unfrozen_between_steps(strategy: str) -> None:
-    case = Case(three_blocks, squared, prepare=freeze_by_turns, optimizer=plain_sgd, steps=5)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    result = compare(replace(case, shard=each(mesh=mesh, placements=getattr(Placements, strategy)())))
-    assert result.is_exact, result
-
-
-def frozen_at_first() -> nn.Module:
-    model = three_blocks()
-    model.layers[1].requires_grad_(False)
-    return model
-
-
-def unfreeze_later(model: nn.Module, step: int) -> None:
-    model.layers[1].requires_grad_(step >= 2)
-
-
-@on_ranks(2)
-def test_a_block_that_was_frozen_when_sharded_trains_once_unfrozen() -> None:
-    torch.manual_seed(0)
-    oracle = frozen_at_first()
-    torch.manual_seed(0)
-    model = frozen_at_first()
-    shard_each(model)
-    had_none = True
-    for step in range(4):
-        for each_model in (model, oracle):
-            unfreeze_later(each_model, step)
-        squared(model, dist.get_rank(), step).backward()
-        for rank in range(dist.get_world_size()):
-            (squared(oracle, rank, step) / dist.get_world_size()).backward()
-        had_none &= all((p.grad is None) == (step < 2) for p in model.layers[1].parameters())
-        for each_model in (model, oracle):
-            optimizer = torch.optim.SGD(each_model.parameters(), lr=0.1)
-            optimizer.step()
-            optimizer.zero_grad()
-    pairs = zip(model.parameters(), oracle.parameters(), strict=True)
-    worst = max(float((whole(a, a) - b.detach()).abs().max()) for a, b in pairs)
-    assert worst < 2e-6
-    assert had_none
 
 
 @on_ranks(1)
@@ -217,12 +138,6 @@ def test_unfreezing_what_has_no_fp32_main_weight_names_the_parameter_and_the_cur
     message = str(refused.value)
     assert "'weight'" in message
     assert "freeze it afterwards" in message
-
-
-OFFLOADED = {
-    "fp32": {},
-    "bf16 reduction": {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)},
-}
 
 
 MESHES = [((2,), "optim_grads_params"), ((2, 2), "hsdp"), ((2, 2), "hfsdp")]

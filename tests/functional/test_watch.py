@@ -12,14 +12,15 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, SequenceParallel, parallelize_module
 
 from megatron_fsdp import AgreementError, ConfigError, Watch, fully_shard
-from tests.functional import test_gradients
 from tests.harness import on_ranks, run_ranks
-from tests.harness.models import Model, draw_tokens, loss_of, make_mesh, make_model
+from tests.harness.models import Block, Made, Model, draw_tokens, inputs, loss_of, make_mesh, make_model
 from tests.harness.oracle import shard_model, train, whole_state
+from tests.harness.twins import Twins
 
 # Long enough for ranks that share a busy processor with others to answer meanwhile.
 TIMEOUT = datetime.timedelta(seconds=2)
@@ -48,11 +49,11 @@ def stall_in_backward(model: Model) -> None:
 
 def swap_blocks(model: Model) -> None:
     """Rank 1 runs its blocks, which are of one size, in the other order: nothing waits, weights are mixed up."""
-    model.blocks = torch.nn.ModuleList(reversed(model.blocks))
+    model.blocks = nn.ModuleList(reversed(model.blocks))
 
 
 def skip_block(model: Model) -> None:
-    model.blocks = torch.nn.ModuleList(list(model.blocks)[1:])
+    model.blocks = nn.ModuleList(list(model.blocks)[1:])
 
 
 def unshard_alone(model: Model) -> None:
@@ -181,16 +182,39 @@ def test_watched_training_gives_the_same_bits(strategy: str, shape: tuple[int, .
         assert [name for name in mine if not torch.equal(mine[name], other[name])] == []
 
 
-@pytest.mark.parametrize("kind", [test_gradients.TwoHeads, test_gradients.Skipped])
+def two_heads(model: Any, x: torch.Tensor, rank: int) -> torch.Tensor:
+    x = model.second(model.first(x))
+    return model.head(x) + (model.extra(x) if rank else 0)
+
+
+# What the first rank leaves out: one of two heads that the root owns, or what the root has before its blocks.
+UNEVEN: dict[str, Callable[[Any, torch.Tensor, int], torch.Tensor]] = {
+    "a head": two_heads,
+    "a part": lambda model, x, rank: model.first(model.second(x if rank == 0 else model.extra(model.head(x)))),
+}
+
+
+@pytest.mark.parametrize("kind", UNEVEN)
 @on_ranks(3, timeout=60)
-def test_ranks_that_use_different_parameters_still_agree(kind: type[torch.nn.Module]) -> None:
-    torch.manual_seed(0)
-    model = kind()
-    test_gradients.shard_blocks(model)
-    with Watch(model, 30 * TIMEOUT) as watch:
+def test_ranks_that_use_different_parameters_still_agree_and_train_as_a_whole_model(kind: str) -> None:
+    def build() -> nn.Module:
+        return Made(UNEVEN[kind], first=Block(), second=Block(), head=nn.Linear(7, 7), extra=nn.Linear(7, 7))
+
+    def shard(model: Any) -> None:
+        for part in (model.first, model.second, model):
+            fully_shard(part)
+
+    twins = Twins(build, shard=shard)
+    optimizers = twins.optimizers(torch.optim.SGD, lr=0.1)
+    with Watch(twins.model, 30 * TIMEOUT) as watch:
         for number in range(3):
-            test_gradients.loss(model, dist.get_rank(), number).backward()
+            twins.backward(number, lambda model, rank, step: model(inputs(rank, step), rank).square().mean())
+            assert twins.gradients_apart() < 2e-6
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
         watch.check()
+    assert twins.weights_apart() < 2e-6
 
 
 @on_ranks(1)
@@ -230,7 +254,7 @@ def test_a_collective_of_a_gpu_is_looked_at_and_never_given_a_time_after_which_n
 
 def test_a_model_that_is_not_sharded_is_refused() -> None:
     with pytest.raises(ConfigError, match="no module of the model has parameters that fully_shard took"):
-        Watch(torch.nn.Linear(2, 2))
+        Watch(nn.Linear(2, 2))
 
 
 REPLICATED = [((2, 2), "hsdp", 3, "rank 1 against rank 3"), ((3,), "no_shard", 1, "rank 1 against ranks 0, 2")]
@@ -288,7 +312,7 @@ def test_a_check_looks_at_replicas_at_once_and_frozen_parameters_count() -> None
 @on_ranks(4)
 def test_what_tensor_parallelism_leaves_whole_is_compared_and_ranks_without_a_part_in_it_raise_too() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    model = torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.Linear(8, 8, bias=False))
+    model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8, bias=False))
     plan: dict[str, ParallelStyle] = {"0": SequenceParallel(), "1": ColwiseParallel()}
     parallelize_module(model, mesh["tp"], plan)
     fully_shard(model, mesh["dp"])

@@ -177,23 +177,24 @@ def test_a_rank_that_does_not_come_is_named_and_told_when_it_does() -> None:
     assert str(refused.value).startswith(f"{end} Every rank of the mesh (ranks 0-1) has to; look at rank 1")
 
 
-def meet_over_records_of_a_run_before() -> list[str]:
-    """What an earlier run left in a store that was kept: a meeting that never ended, and one that ended badly."""
-    store = dist.distributed_c10d._get_default_store()
-    room = rendezvous._Room(store, (0, 1), 1, 0.0)
-    if dist.get_rank() == 0:
-        for number, digest in ((1, "stale"), (2, "stale")):
-            store.set(room._record_key[:-1] + str(number), f"1 {digest} token{number} 1000.0")
-        store.set(f"{room._record_key[:-1]}2 token2 verdict", "gone rank 1 was killed")
-    dist.barrier()
-    return [rendezvous.meet((0, 1), rendezvous.Statement("comes")) for _ in range(3)]
+def meet_over_records_of_an_attempt_before() -> list[str]:
+    """What an attempt before left in the store that torchrun keeps: a rendezvous that one rank never came to."""
+    monkeypatch = pytest.MonkeyPatch()
+    names = []
+    for attempt in range(2):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
+        names.append(rendezvous.meet((0, 1), rendezvous.Statement("comes")))
+        if attempt == 0 and dist.get_rank() == 0:
+            rendezvous.report_failure((0, 1), "comes", Mine("on this rank"))
+        dist.barrier()
+    monkeypatch.undo()
+    return names
 
 
-def test_records_of_a_run_before_in_a_kept_store_count_for_nothing() -> None:
-    first, second = run_ranks(2, meet_over_records_of_a_run_before)
+def test_records_of_an_attempt_before_in_a_kept_store_count_for_nothing() -> None:
+    first, second = run_ranks(2, meet_over_records_of_an_attempt_before)
     assert first == second
-    assert len(set(first)) == 3
-    assert not any(name.startswith("token") for name in first)
+    assert len(set(first)) == 2
 
 
 class Recurrent(nn.Module):

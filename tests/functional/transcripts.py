@@ -17,9 +17,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_fsdp import fully_shard, microbatch, no_sync
-from megatron_fsdp.observability.flight_recorder import record_transcript
 from tests.harness import run_ranks
 from tests.harness.models import WIDTH, Block, inputs
+from tests.harness.transcript import record_transcript
 
 __all__ = ["SCENARIOS", "golden_path", "record", "write_all"]
 

@@ -1,5 +1,8 @@
 """Small models with ugly shapes, and data that differs on every rank."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -41,6 +44,20 @@ class Stack(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return x
+
+
+class Made(nn.Module):
+    """Modules and parameters by name, and a function of it and its inputs for a forward."""
+
+    def __init__(self, compute: Callable[..., Any], **parts: nn.Module | nn.Parameter) -> None:
+        super().__init__()
+        self.compute = compute
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        """Return what the function returns."""
+        return self.compute(self, *args, **options)
 
 
 class Headed(Stack):

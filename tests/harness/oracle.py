@@ -294,17 +294,11 @@ class Tolerance:
     loss: float = 1e-5
 
 
-def train_sharded(recipe: Recipe, fault: Callable[[], AbstractContextManager[None]] = nullcontext) -> History:
-    """Train on this rank's share of the data; call it on every rank.
-
-    Args:
-        recipe: what to train and how.
-        fault: makes the block in which the model is sharded and trained; the weights are read after it.
-    """
-    with fault():
-        model = make_model(num_blocks=recipe.num_blocks).to(recipe.own_dtype)
-        shard_model(model, make_mesh(recipe.mesh_shape), recipe.strategy, recipe.policy)
-        losses, norms = _train(recipe, model)
+def train_sharded(recipe: Recipe) -> History:
+    """Train on this rank's share of the data; call it on every rank."""
+    model = make_model(num_blocks=recipe.num_blocks).to(recipe.own_dtype)
+    shard_model(model, make_mesh(recipe.mesh_shape), recipe.strategy, recipe.policy)
+    losses, norms = _train(recipe, model)
     return History(losses, norms, whole_state(model))
 
 

@@ -57,167 +57,14 @@ def sources(**texts: str) -> list[Source]:
 
 
 def places(violations: list[str]) -> list[str]:
-    return [violation.partition(": ")[0] for violation in violations]
+    return sorted({violation.partition(": ")[0] for violation in violations})
 
 
-@pytest.mark.parametrize(
-    "statement",
-    [
-        "import megatron_fsdp",
-        "import megatron_fsdp.runtime.step.lanes as lanes",
-        "from megatron_fsdp.runtime.step.lanes import Lane",
-        "if True:\n    import megatron_fsdp",
-        "def late():\n    import megatron_fsdp",
-        "import tests.harness",
-    ],
-)
-def test_an_import_from_a_higher_floor_is_found(statement: str) -> None:
-    found = architecture.upward_imports(
-        sources(dbuffer__plan=statement, tests__harness="", megatron_fsdp__runtime__step__lanes="")
-    )
-    assert [place.partition(":")[0] for place in places(found)] == ["dbuffer/plan.py"]
-
-
-def test_the_kernels_may_not_import_the_buffers() -> None:
-    kernels = [Source("kernels/dbuffer_kernels/cast.py", "import dbuffer")]
-    assert places(architecture.upward_imports(kernels)) == ["kernels/dbuffer_kernels/cast.py:1"]
-
-
-def test_imports_from_lower_floors_and_other_projects_are_allowed() -> None:
-    text = "import dbuffer_kernels, torch\nfrom dbuffer.plan import Plan\nfrom . import lanes"
-    found = sources(megatron_fsdp__runtime__step__schedule=text, megatron_fsdp__runtime__step__lanes="")
-    assert architecture.upward_imports(found) == []
-
-
-@pytest.mark.parametrize(
-    "statement",
-    [
-        "from dbuffer.buffer import DBuffer",
-        "from dbuffer import buffer",
-        "import dbuffer.buffer",
-        "from .buffer import DBuffer",
-        "from . import buffer",
-        "def late():\n    from dbuffer import buffer",
-    ],
-)
-def test_two_files_that_import_each_other_are_found(statement: str) -> None:
-    found = architecture.import_cycles(sources(dbuffer__buffer="import dbuffer.plan", dbuffer__plan=statement))
-    assert places(found) == ["dbuffer.buffer -> dbuffer.plan -> dbuffer.buffer"]
-
-
-def test_a_file_that_imports_its_own_package_is_found() -> None:
-    texts = sources(dbuffer____init__="from dbuffer.plan import Plan", dbuffer__plan="from dbuffer import Plan")
-    assert places(architecture.import_cycles(texts)) == ["dbuffer -> dbuffer.plan -> dbuffer"]
-
-
-def test_what_is_imported_for_annotations_alone_makes_no_cycle_within_a_room() -> None:
-    guarded = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from megatron_fsdp.{} import Name"
-    texts = sources(
-        megatron_fsdp__runtime__step__unit=guarded.format("runtime.step.schedule"),
-        megatron_fsdp__runtime__step__schedule="import megatron_fsdp.runtime.step.unit",
-        megatron_fsdp__optim__adamw=guarded.format("checkpoint.api"),
-        megatron_fsdp__checkpoint__api="import megatron_fsdp.optim.adamw",
-    )
-    assert places(architecture.import_cycles(texts)) == [
-        "megatron_fsdp.checkpoint.api -> megatron_fsdp.optim.adamw -> megatron_fsdp.checkpoint.api"
-    ]
-
-
-def test_a_room_imports_neither_the_rooms_above_nor_those_beside_it() -> None:
-    texts = sources(
-        megatron_fsdp__runtime__step__unit="from megatron_fsdp.api import fully_shard",
-        megatron_fsdp__optim__adamw="from megatron_fsdp.checkpoint.api import a\nimport megatron_fsdp.policy",
-        megatron_fsdp__api="",
-        megatron_fsdp__checkpoint__api="",
-    )
-    assert places(architecture.upward_imports(texts)) == [
-        "megatron_fsdp/runtime/step/unit.py:1",
-        "megatron_fsdp/optim/adamw.py:1",
-    ]
-
-
-def test_files_that_share_a_lower_file_are_no_cycle() -> None:
-    texts = sources(
-        dbuffer____init__="from .buffer import DBuffer\nfrom .plan import Plan",
-        dbuffer__buffer="from dbuffer.plan import Plan\nfrom dbuffer.errors import LayoutError",
-        dbuffer__plan="from dbuffer.errors import LayoutError",
-        dbuffer__errors="",
-    )
-    assert architecture.import_cycles(texts) == []
-
-
-@pytest.mark.parametrize(("num_lines", "found"), [(60, []), (61, ["dbuffer/plan.py:2"])])
-def test_a_method_is_too_long_from_61_lines_without_its_docstring(num_lines: int, found: list[str]) -> None:
-    docstring = '        """Plan.\n\n        More.\n        """\n'
-    body = "        pass\n" * (num_lines - 1)
-    text = f"class Plan:\n    def make(self):\n{docstring}{body}"
-    assert places(architecture.oversized(sources(dbuffer__plan=text))) == found
-
-
-@pytest.mark.parametrize(("arguments", "found"), [("a, b, c, d, e, *, f, g", []), ("a, b, c, d, e, *, f, g, h", [2])])
-def test_a_method_takes_too_much_from_eight_arguments_besides_self(arguments: str, found: list[int]) -> None:
-    text = f"class Plan:\n    def make(self, {arguments}): ..."
-    assert places(architecture.wide_signatures(sources(dbuffer__plan=text))) == [f"dbuffer/plan.py:{n}" for n in found]
-
-
-@pytest.mark.parametrize("name", ["def fully_shard({})", "def cast_kernel({}, BLOCK: tl.constexpr)"])
-def test_signatures_that_users_know_and_kernels_may_be_wide(name: str) -> None:
-    text = f"{name.format('a, b, c, d, e, f, g, h')}: ..."
-    assert architecture.wide_signatures(sources(megatron_fsdp__api=text)) == []
-
-
-def test_a_file_called_utils_is_found() -> None:
-    assert places(architecture.vague_files(sources(benchmarks__utils=""))) == ["benchmarks/utils.py"]
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "import torch\ntorch.distributed.all_reduce(x)",
-        "import torch.distributed as dist\ndist.broadcast(x, 0)",
-        "from torch import distributed\ndistributed.barrier()",
-        "\nfrom torch.distributed import reduce_scatter",
-        "\ngroup.all_gather_single(x, y)",
-        "\nfind(dist, 'all_gather_into_tensor')",
-    ],
-)
-def test_a_collective_outside_collectives_is_found(text: str) -> None:
-    found = architecture.stray_collectives(sources(dbuffer__buffer=text, dbuffer__collectives=text))
-    assert set(places(found)) == {"dbuffer/buffer.py:2"}
-
-
-def test_the_engines_own_collectives_may_share_a_name_with_torchs() -> None:
-    text = "from dbuffer import collectives\ncollectives.reduce_scatter(x)\nbuffer.scatter('dp')"
-    assert architecture.stray_collectives(sources(dbuffer__buffer=text)) == []
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "import torch\ntorch.cuda.Stream()",
-        "from torch import cuda\ncuda.current_stream()",
-        "\nfrom torch.cuda import Event",
-        "\ntensor.record_stream(gather)",
-    ],
-)
-def test_a_stream_outside_lanes_is_found(text: str) -> None:
-    found = architecture.stray_streams(
-        sources(megatron_fsdp__runtime__step__schedule=text, megatron_fsdp__runtime__step__lanes=text)
-    )
-    assert set(places(found)) == {"megatron_fsdp/runtime/step/schedule.py:2"}
-
-
-def test_megatron_is_imported_by_its_adapter_alone_and_late() -> None:
-    late = "def adapt():\n    from megatron.core import parallel_state"
-    early = "from megatron.core import parallel_state"
-    assert architecture.stray_megatron_imports(sources(megatron_fsdp__integrations__megatron__adapter=late)) == []
-    both = sources(megatron_fsdp__integrations__megatron__adapter=early, megatron_fsdp__api=late)
-    found = places(architecture.stray_megatron_imports(both))
-    assert found == ["megatron_fsdp/integrations/megatron/adapter.py:1", "megatron_fsdp/api.py:2"]
-
-
-def test_what_is_public_and_undocumented_is_found() -> None:
-    text = '''"""Plans."""
+LANES, UNIT = "megatron_fsdp__runtime__step__cuda_lane", "megatron_fsdp__runtime__step__unit"
+PLAN, API = "dbuffer__plan", "megatron_fsdp__api"
+GUARDED = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from megatron_fsdp.{} import Name"
+LATE_MEGATRON = "def adapt():\n    from megatron.core import parallel_state"
+PUBLIC = '''"""Plans."""
 def plan(): ...
 class Plan:
     """A plan."""
@@ -231,27 +78,141 @@ def _measure(): ...
 class _Draft:
     def rows(self): ...
 '''
-    found = architecture.missing_docstrings(sources(dbuffer__plan=text))
-    assert sorted(places(found)) == ["dbuffer/plan.py:10", "dbuffer/plan.py:2", "dbuffer/plan.py:5"]
 
 
-def test_a_module_without_docstring_is_found() -> None:
-    assert places(architecture.missing_docstrings(sources(dbuffer__plan=""))) == ["dbuffer/plan.py:1"]
+def method(num_lines: int) -> str:
+    docstring = '        """Plan.\n\n        More.\n        """\n'
+    return f"class Plan:\n    def make(self):\n{docstring}" + "        pass\n" * (num_lines - 1)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "from tests.harness import run_ranks\nrun_ranks(2, train)",
-        "import subprocess\nsubprocess.run(['true'])",
-        "import subprocess as processes\nprocesses.run(['true'])",
-        "import os\nos.fork()",
-    ],
-)
-def test_a_unit_test_that_starts_a_process_is_found(text: str) -> None:
-    found = architecture.processes_in_unit_tests(sources(tests__unit__test_a=text, tests__functional__test_a=text))
-    assert "tests/unit/test_a.py:2" in places(found)
-    assert {place.partition(":")[0] for place in places(found)} == {"tests/unit/test_a.py"}
+# What is written, the files that a rule looks at, and the places where it has to find something.
+CASES: dict[str, tuple[Rule, dict[str, str], list[str]]] = {
+    **{
+        f"an import from a higher floor: {text}": (
+            architecture.upward_imports, {PLAN: text, "tests__harness": "", LANES: ""},
+            [f"dbuffer/plan.py:{1 + text.count(chr(10))}"],
+        )
+        for text in (
+            "import megatron_fsdp", "import megatron_fsdp.runtime.step.lanes as lanes",
+            "from megatron_fsdp.runtime.step.lanes import Lane", "if True:\n    import megatron_fsdp",
+            "def late():\n    import megatron_fsdp", "import tests.harness",
+        )
+    },
+    "kernels that import buffers": (
+        architecture.upward_imports, {"kernels__dbuffer_kernels__cast": "import dbuffer"},
+        ["kernels/dbuffer_kernels/cast.py:1"],
+    ),
+    "imports from lower floors and other projects": (
+        architecture.upward_imports,
+        {UNIT: "import dbuffer_kernels, torch\nfrom dbuffer.plan import Plan\nfrom . import cuda_lane", LANES: ""}, [],
+    ),
+    "rooms above and beside": (
+        architecture.upward_imports,
+        {UNIT: "from megatron_fsdp.api import fully_shard", API: "", "megatron_fsdp__checkpoint__api": "",
+         "megatron_fsdp__optim__adamw": "from megatron_fsdp.checkpoint.api import a\nimport megatron_fsdp.policy"},
+        ["megatron_fsdp/optim/adamw.py:1", "megatron_fsdp/runtime/step/unit.py:1"],
+    ),
+    **{
+        f"two files that import each other: {text}": (
+            architecture.import_cycles, {"dbuffer__buffer": "import dbuffer.plan", PLAN: text},
+            ["dbuffer.buffer -> dbuffer.plan -> dbuffer.buffer"],
+        )
+        for text in (
+            "from dbuffer.buffer import DBuffer", "from dbuffer import buffer", "import dbuffer.buffer",
+            "from .buffer import DBuffer", "from . import buffer", "def late():\n    from dbuffer import buffer",
+        )
+    },
+    "a file that imports its own package": (
+        architecture.import_cycles,
+        {"dbuffer____init__": "from dbuffer.plan import Plan", PLAN: "from dbuffer import Plan"},
+        ["dbuffer -> dbuffer.plan -> dbuffer"],
+    ),
+    "imports for annotations alone, within a room, within the runtime and across": (
+        architecture.import_cycles,
+        {UNIT: GUARDED.format("runtime.step.schedule"),
+         "megatron_fsdp__runtime__step__schedule": "import megatron_fsdp.runtime.step.unit",
+         "megatron_fsdp__policy__mesh": GUARDED.format("policy.strategy"),
+         "megatron_fsdp__policy__strategy": "import megatron_fsdp.policy.mesh",
+         "megatron_fsdp__optim__adamw": GUARDED.format("checkpoint.api"),
+         "megatron_fsdp__checkpoint__api": "import megatron_fsdp.optim.adamw"},
+        ["megatron_fsdp.checkpoint.api -> megatron_fsdp.optim.adamw -> megatron_fsdp.checkpoint.api",
+         " -> ".join(f"megatron_fsdp.runtime.step.{name}" for name in ("schedule", "unit", "schedule"))],
+    ),
+    "files that share a lower one": (
+        architecture.import_cycles,
+        {"dbuffer____init__": "from .buffer import DBuffer\nfrom .plan import Plan",
+         "dbuffer__buffer": "from dbuffer.plan import Plan\nfrom dbuffer.errors import LayoutError",
+         PLAN: "from dbuffer.errors import LayoutError", "dbuffer__errors": ""}, [],
+    ),
+    "a method of 60 lines beside its docstring": (architecture.oversized, {PLAN: method(60)}, []),
+    "a method of 61 lines": (architecture.oversized, {PLAN: method(61)}, ["dbuffer/plan.py:2"]),
+    "seven arguments besides self": (
+        architecture.wide_signatures, {PLAN: "class Plan:\n    def make(self, a, b, c, d, e, *, f, g): ..."}, []
+    ),
+    "eight arguments": (
+        architecture.wide_signatures, {PLAN: "class Plan:\n    def make(self, a, b, c, d, e, *, f, g, h): ..."},
+        ["dbuffer/plan.py:2"],
+    ),
+    "a signature that users know": (
+        architecture.wide_signatures, {API: "def fully_shard(a, b, c, d, e, f, g, h): ..."}, []
+    ),
+    "a kernel's": (
+        architecture.wide_signatures, {API: "def cast_kernel(a, b, c, d, e, f, g, h, BLOCK: tl.constexpr): ..."}, []
+    ),
+    "a file called utils": (architecture.vague_files, {"benchmarks__utils": ""}, ["benchmarks/utils.py"]),
+    **{
+        f"a collective outside of collectives: {text}": (
+            architecture.stray_collectives, {"dbuffer__buffer": text, "dbuffer__collectives": text},
+            ["dbuffer/buffer.py:2"],
+        )
+        for text in (
+            "import torch\ntorch.distributed.all_reduce(x)", "import torch.distributed as dist\ndist.broadcast(x, 0)",
+            "from torch import distributed\ndistributed.barrier()", "\nfrom torch.distributed import reduce_scatter",
+            "\ngroup.all_gather_single(x, y)", "\nfind(dist, 'all_gather_into_tensor')",
+        )
+    },
+    "the engine's own collectives": (
+        architecture.stray_collectives,
+        {"dbuffer__buffer": "from dbuffer import collectives\ncollectives.reduce_scatter(x)\nbuffer.scatter('dp')"}, [],
+    ),
+    **{
+        f"a stream outside of lanes: {text}": (
+            architecture.stray_streams, {UNIT: text, LANES: text}, ["megatron_fsdp/runtime/step/unit.py:2"]
+        )
+        for text in (
+            "import torch\ntorch.cuda.Stream()", "from torch import cuda\ncuda.current_stream()",
+            "\nfrom torch.cuda import Event", "\ntensor.record_stream(gather)",
+        )
+    },
+    "Megatron imported late by its adapter": (
+        architecture.stray_megatron_imports, {"megatron_fsdp__integrations__megatron__adapter": LATE_MEGATRON}, []
+    ),
+    "Megatron imported early, and elsewhere": (
+        architecture.stray_megatron_imports,
+        {"megatron_fsdp__integrations__megatron__adapter": "import megatron.core", API: LATE_MEGATRON},
+        ["megatron_fsdp/api.py:2", "megatron_fsdp/integrations/megatron/adapter.py:1"],
+    ),
+    "what is public and undocumented": (
+        architecture.missing_docstrings, {PLAN: PUBLIC}, [f"dbuffer/plan.py:{line}" for line in (10, 2, 5)]
+    ),
+    "a module without docstring": (architecture.missing_docstrings, {PLAN: ""}, ["dbuffer/plan.py:1"]),
+    **{
+        f"a unit test that starts a process: {text}": (
+            architecture.processes_in_unit_tests, {"tests__unit__test_a": text, "tests__functional__test_a": text},
+            [f"tests/unit/test_a.py:{line}" for line in lines],
+        )
+        for text, lines in (
+            ("from tests.harness import run_ranks\nrun_ranks(2, train)", (1, 2)),
+            ("import subprocess as processes\nprocesses.run(['true'])", (2,)), ("import os\nos.fork()", (2,)),
+        )
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_rule_finds_what_breaks_it_and_nothing_else(name: str) -> None:
+    rule, texts, wanted = CASES[name]
+    assert places(rule(sources(**texts))) == wanted
 
 
 # ---------------------------------------------------------------- the pages, and what users import

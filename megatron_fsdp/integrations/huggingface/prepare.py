@@ -99,11 +99,7 @@ def prepare_model(
 
 
 def _refuse_models(model: nn.Module) -> None:
-    """Refuse a model that something else has sharded, placed or packed.
-
-    Raises:
-        ConfigError: it says so of itself.
-    """
+    """Refuse a model that something else has sharded, placed or packed."""
     name = type(model).__name__
     if isinstance(model, FSDPModule):
         raise ConfigError(f"{name} is sharded already; call prepare_model once, on the plain model")

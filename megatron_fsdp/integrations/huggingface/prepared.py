@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from dbuffer.collectives import barrier
+from dbuffer.collectives_rare import barrier
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.integrations.huggingface.units import inner_model
 from megatron_fsdp.runtime.lifecycle.convert import register_fsdp_forward_method

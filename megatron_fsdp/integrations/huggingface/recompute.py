@@ -44,11 +44,7 @@ def recompute_in_backward(layers: Iterable[nn.Module]) -> None:
 
 
 def refuse_own_checkpointing(model: nn.Module) -> None:
-    """Refuse a model that was told to checkpoint by itself.
-
-    Raises:
-        ConfigError: ``gradient_checkpointing_enable()`` was called on it.
-    """
+    """Refuse a model that was told to checkpoint by itself."""
     for module in model.modules():
         if getattr(module, "gradient_checkpointing", False):
             raise ConfigError(

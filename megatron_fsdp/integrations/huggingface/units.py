@@ -72,8 +72,6 @@ def ignored_parameters(model: nn.Module, ignored: str | Iterable[str | nn.Module
 
     Args:
         ignored: a regular expression that whole names of modules match, or names and modules.
-    Raises:
-        ConfigError: the expression is none, or something names no module of the model.
     """
     modules = dict(model.named_modules())
     if isinstance(ignored, str):

@@ -11,11 +11,12 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from dbuffer.collectives import broadcast
+from dbuffer.collectives_rare import broadcast
 from megatron_fsdp.checkpoint.model_state import announce_change
 from megatron_fsdp.checkpoint.parts import pieces_of
 from megatron_fsdp.errors import ConfigError
-from megatron_fsdp.runtime.lifecycle.materialize import in_full_precision, materialize
+from megatron_fsdp.meta_init import in_full_precision, materialize
+from megatron_fsdp.runtime.lifecycle.make_unit import materialize_unit
 from megatron_fsdp.runtime.step.unit import units_below
 
 __all__ = ["FirstRankWeights", "allocate_for_import", "load_pretrained", "take_weights"]
@@ -38,7 +39,7 @@ class FirstRankWeights:
         axes = {id(axis.gather_group): axis for group in groups for axis in group.main_weight.axes}.values()
         device = groups[0].spec.device
         for unit in units:
-            unit.materialize()
+            materialize_unit(unit)
         _move(model, device, lambda tensor: tensor.is_meta)
         with torch.no_grad(), in_full_precision(groups):
             for name, target in _tensors(model):
@@ -77,9 +78,6 @@ def load_pretrained(model: nn.Module, folder: str | Path, mesh: DeviceMesh) -> n
 
     The package that the model is from reads it, so weights which it stores in another form (experts one by one) are
     converted.
-
-    Raises:
-        ConfigError: the model's class has no ``from_pretrained``.
     """
     cls: Any = type(model)
     if not hasattr(cls, "from_pretrained"):
@@ -98,9 +96,6 @@ def allocate_for_import(model: nn.Module) -> None:
     """Give memory to what a sharded model has on the meta device, before a checkpoint fills it.
 
     Buffers that checkpoints do not hold (rotary frequencies) get their values from the model's ``_init_weights``.
-
-    Raises:
-        ConfigError: there are such buffers on the meta device, and no ``_init_weights``.
     """
     computed = {
         id(module)

@@ -23,8 +23,7 @@ from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.integrations.megatron.checkpoint import lay_out_for_megatron
 from megatron_fsdp.integrations.megatron.data_parallel import DataParallelMethods, shard_for_megatron
 from megatron_fsdp.integrations.megatron.groups import ModelGroups, size_of
-from megatron_fsdp.integrations.megatron.norms import weight_norm
-from megatron_fsdp.integrations.megatron.optimizer import OptimizerMethods, adopt_optimizer
+from megatron_fsdp.integrations.megatron.optimizer import OptimizerMethods, adopt_optimizer, weight_norm
 from megatron_fsdp.integrations.megatron.random_state import without_states_of_other_ranks
 from megatron_fsdp.integrations.megatron.settings import refuse_arguments, refuse_configs, refuse_optimizer
 from megatron_fsdp.optim.megatron_muon import MUON_NAMES
@@ -66,8 +65,10 @@ def _data_parallel_class(megatrons: Any = None) -> type[Any]:
         # Before the module is registered here: sharding it changes its class in place.
         groups = _groups(ddp_config, pg_collection)
         units = _own_units(module) if fsdp_unit_modules is None else fsdp_unit_modules
+        found = next((p.device.type for p in module.parameters() if not p.is_meta), None)
+        device_type = device.type if device is not None else found or ("cuda" if torch.cuda.is_available() else "cpu")
         with _megatrons_initialisers(module):
-            sharded = shard_for_megatron(module, config, ddp_config, groups, _device_type(module, device), units)
+            sharded = shard_for_megatron(module, config, ddp_config, groups, device_type, units)
         # Past the constructor of Megatron's adapter, which starts its engine.
         _BaseDataParallel.__init__(self, config=config, module=sharded)
         # get_megatron_optimizer gives parameters and experts to one optimizer under this switch.
@@ -77,13 +78,6 @@ def _data_parallel_class(megatrons: Any = None) -> type[Any]:
     members = {"__init__": __init__, "__module__": __name__, "__doc__": DataParallelMethods.__doc__}
     name = "ShardedDataParallel" if megatrons is None else megatrons.__name__
     return type(name, (DataParallelMethods, megatrons or _BaseDataParallel), members)
-
-
-def _device_type(module: nn.Module, device: torch.device | None) -> str:
-    if device is not None:
-        return device.type
-    found = next((parameter.device.type for parameter in module.parameters() if not parameter.is_meta), None)
-    return found or ("cuda" if torch.cuda.is_available() else "cpu")
 
 
 # Fields of ModelGroups, and those of Megatron's ProcessGroupCollection.

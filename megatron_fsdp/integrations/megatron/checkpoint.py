@@ -22,6 +22,7 @@ from megatron_fsdp.checkpoint.foreign import HALVES, common_wrappers
 from megatron_fsdp.checkpoint.parts import Part, RowPart
 from megatron_fsdp.errors import CheckpointError
 from megatron_fsdp.integrations.megatron.names import GATED, WholeNames
+from megatron_fsdp.optim.loaded_state import parameters_of
 
 __all__ = [
     "check_was_read", "describe_by_name", "innermost", "lay_out_for_megatron", "load_by_name", "owners_of",
@@ -93,11 +94,7 @@ def lay_out_for_megatron(state: Mapping[str, Any], model: nn.Module, *, is_gated
 
 
 def check_was_read(model: nn.Module, *, strict: bool) -> None:
-    """Look whether the last load found all of the model in the checkpoint; Megatron's own skips what is not there.
-
-    Raises:
-        CheckpointError: it did not, and ``strict``.
-    """
+    """Look whether the last load found all of the model in the checkpoint; Megatron's own skips what is not there."""
     parts = _LAID_OUT.pop(innermost(model), {})
     missing = [name for name, part in parts.items() if not part.was_found]
     if not missing or any(part.was_saved for part in parts.values()):
@@ -167,7 +164,12 @@ def load_by_name(chunks: Sequence[nn.Module], optimizer: Optimizer, state_dict: 
     """
     names = {index: owner.name for index, owner in owners_of(chunks, optimizer).items()}
     saved_state = _by_names_here(state_dict["state"], names.values())
-    saved_meta = _by_names_here(_meta_of(state_dict), names.values())
+    meta: Mapping[str, Any] = state_dict.get("param_to_group_meta") or {
+        name: {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        for group in state_dict["param_groups"]
+        for name in group["params"]
+    }
+    saved_meta = _by_names_here(meta, names.values())
     groups: list[dict[str, Any]] = []
     state: dict[int, dict[str, Any]] = {}
     for group in optimizer.param_groups:
@@ -203,25 +205,13 @@ def _hyperparameters(names: list[str], saved: Mapping[str, Any]) -> dict[str, An
 
 
 def _check_state(optimizer: Optimizer, names: Mapping[int, str], loaded: Mapping[int, Any]) -> None:
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for index, parameter in enumerate(parameters):
+    for index, parameter in enumerate(parameters_of(optimizer)):
         holds_something = bool(getattr(parameter, "_local_tensor", parameter).numel())
         if index in loaded and not optimizer.state.get(parameter) and holds_something:
             raise CheckpointError(
                 f"nothing was read into the optimizer's state of {names[index]}: the checkpoint has it under another "
                 "name. Load it with megatron_fsdp.load_checkpoint, or leave the optimizer out (--no-load-optim)"
             )
-
-
-def _meta_of(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-    if "param_to_group_meta" in state_dict:
-        found: Mapping[str, Any] = state_dict["param_to_group_meta"]
-        return found
-    return {
-        name: {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        for group in state_dict["param_groups"]
-        for name in group["params"]
-    }
 
 
 def _by_names_here(values: Mapping[str, Any], names: Iterable[str]) -> Mapping[str, Any]:
@@ -255,5 +245,4 @@ def owners_of(chunks: Sequence[nn.Module], optimizer: Optimizer) -> dict[int, _O
             whole = name if names is None else names.whole_name(name)
             by_parameter[id(parameter)] = _Owner(f"{_WRAPPER}{_WRAPPER}{whole}", name, names)
     # As Optimizer.state_dict counts them; calling it would show state anew.
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return {index: by_parameter[id(parameter)] for index, parameter in enumerate(parameters)}
+    return {index: by_parameter[id(parameter)] for index, parameter in enumerate(parameters_of(optimizer))}

@@ -8,13 +8,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
+from dbuffer.collectives import all_reduce
+from dbuffer.collectives_rare import broadcast
 from dbuffer.dtensor.flat_dtensor import FlatDTensor
+from dbuffer.mesh import mesh_axes
 from megatron_fsdp.config.apply import prefetch_elements
 from megatron_fsdp.errors import ConfigError
-from megatron_fsdp.integrations.megatron.alike import make_alike
 from megatron_fsdp.integrations.megatron.checkpoint import (
     check_was_read,
     innermost,
@@ -22,11 +26,12 @@ from megatron_fsdp.integrations.megatron.checkpoint import (
     without_wrappers,
 )
 from megatron_fsdp.integrations.megatron.fully_shard_model import fully_shard_model
-from megatron_fsdp.integrations.megatron.groups import ModelGroups, reduce_over
+from megatron_fsdp.integrations.megatron.groups import ModelGroups, is_expert, reduce_over
 from megatron_fsdp.integrations.megatron.module import MegatronFSDP
 from megatron_fsdp.integrations.megatron.names import WholeNames
 from megatron_fsdp.integrations.megatron.settings import policy_of
-from megatron_fsdp.runtime.guards.pytree import treat_as_plain
+from megatron_fsdp.policy.mesh import buffer_device
+from megatron_fsdp.runtime.step.pytree import treat_as_plain
 
 __all__ = ["DataParallelMethods", "shard_for_megatron"]
 
@@ -96,8 +101,6 @@ class DataParallelMethods:
 
         Args:
             prefix: before each name. metadata: Megatron's; the format is the same whatever it says.
-        Raises:
-            ConfigError: ``sharded_offsets``, which pipeline stages add.
         """
         if sharded_offsets:
             raise ConfigError(
@@ -138,17 +141,22 @@ def shard_for_megatron(
         config, ddp_config: see ``refuse_configs``.
         groups: over which dense weights and experts are sharded. device_type: "cpu" or "cuda".
         units: classes of modules that become units, besides modules of experts.
-    Raises:
-        ConfigError: weights on the meta device that nothing but their constructors draws.
     """
     _check_initialisers(module, config)
     _unfuse(module)
     # Every layer keeps them; they are looked through for tensors otherwise, some hundred fields each time.
-    kept = [value for part in module.modules() for key, value in vars(part).items() if _is_of_groups(key, value)]
-    treat_as_plain(type(config), type(ddp_config), *map(type, kept))
-    _separate(groups.tied(module))
+    fields = [pair for part in module.modules() for pair in vars(part).items()]
+    kept = [type(value) for key, value in fields if key == "pg_collection" or isinstance(value, ProcessGroup)]
+    treat_as_plain(type(config), type(ddp_config), *kept)
+    for parameter in groups.tied(module):
+        # A group of its own: then nothing but its own shape decides where it is cut, on both stages, and Megatron sums
+        # their gradients shard by shard.
+        parameter.fsdp_own_group = True  # type: ignore[attr-defined]
     mesh, expert_mesh = groups.dense_mesh(device_type), groups.expert_mesh(device_type)
-    make_alike(module, mesh, expert_mesh)
+    # Those on the meta device get their values later, alike on all ranks.
+    held = [pair for pair in module.named_parameters() if not pair[1].is_meta]
+    _make_alike([pair for pair in held if not is_expert(pair[1])], mesh)
+    _make_alike([pair for pair in held if is_expert(pair[1])], expert_mesh or mesh)
     model = fully_shard_model(
         module,
         list(units) or None,
@@ -169,9 +177,9 @@ def shard_for_megatron(
         disable_symmetric_registration=getattr(ddp_config, "disable_symmetric_registration", False),
     )
     model.model_groups = groups
+    is_gated = bool(getattr(config, "gated_linear_unit", False))
     for part in (model, innermost(model)):
         # Megatron asks either for its state.
-        is_gated = bool(getattr(config, "gated_linear_unit", False))
         part.whole_names = WholeNames(part, groups, is_gated=is_gated)  # type: ignore[assignment]
     if not groups.is_data_parallel_only:
         model.checkpoint_refusal = (
@@ -180,10 +188,44 @@ def shard_for_megatron(
         )
     for parameter in groups.tied(model):
         _check_cut(parameter, groups)
-    num_elements = getattr(ddp_config, "suggested_communication_unit_size", None)
-    if num_elements is not None:
+    if (num_elements := getattr(ddp_config, "suggested_communication_unit_size", None)) is not None:
         prefetch_elements(model, num_elements)
     return model
+
+
+@torch.no_grad()
+def _make_alike(found: Sequence[tuple[str, nn.Parameter]], mesh: DeviceMesh) -> None:
+    """Give every rank of a mesh the first rank's parameters, in place, where they differ.
+
+    A rank's shard comes from its own copy of the model, so unequal copies would be mixed. Megatron's DDP broadcasts the
+    first rank's under ``--data-parallel-random-init``, and else trains unequal copies, which sharding has no place for.
+    Where all are alike it takes one sum per parameter and one reduction.
+    """
+    if not found:
+        return
+    device, axes = buffer_device(mesh), mesh_axes(mesh)
+    # Bits, not numbers: NaN compares with itself. The complement of x is largest where x is smallest.
+    sums = [parameter.detach().sum(dtype=torch.float64).to(device) for _, parameter in found]
+    bits = torch.stack(sums).view(torch.int64)
+    extremes = torch.stack([bits, ~bits])
+    for axis in axes:
+        all_reduce(extremes, axis, "max")
+    is_alike = (extremes[0] == ~extremes[1]).tolist()
+    differing = [pair for pair, alike in zip(found, is_alike, strict=True) if not alike]
+    for _, parameter in differing:
+        staged = parameter.detach().to(device, copy=True, memory_format=torch.contiguous_format)
+        for axis in axes:
+            broadcast(staged, axis)
+        parameter.copy_(staged)
+    if differing and dist.get_rank() == 0:
+        logging.getLogger(__name__).warning(
+            "%d parameters differed between data-parallel ranks, %r the first of them: the first rank's count, for a "
+            "sharded model has one copy of each. Megatron's DDP does so under --data-parallel-random-init alone, and "
+            "else trains copies that differ (drawing other experts on each rank can leave dense weights unequal): give "
+            "it that flag to compare with it",
+            len(differing),
+            differing[0][0],
+        )
 
 
 def _check_initialisers(module: nn.Module, config: Any) -> None:
@@ -199,17 +241,6 @@ def _check_initialisers(module: nn.Module, config: Any) -> None:
                 "init_model_with_meta_device=True. Leave out --use-cpu-initialization, and such layers are drawn on "
                 "the GPU at once; or leave out --init-model-with-meta-device"
             )
-
-
-def _separate(parameters: Sequence[nn.Parameter]) -> None:
-    """Make each a group of its own: then nothing but its own shape decides where it is cut, on both stages."""
-    for parameter in parameters:
-        # Megatron sums their gradients shard by shard.
-        parameter.fsdp_own_group = True  # type: ignore[attr-defined]
-
-
-def _is_of_groups(key: str, value: object) -> bool:
-    return key == "pg_collection" or isinstance(value, ProcessGroup)
 
 
 def _check_cut(parameter: nn.Parameter, groups: ModelGroups) -> None:

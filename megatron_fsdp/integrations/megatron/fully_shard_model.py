@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import weakref
 from collections.abc import Container, Iterator, Mapping, Sequence
@@ -19,11 +20,11 @@ from megatron_fsdp.config.fsdp_config import FsdpConfig
 from megatron_fsdp.errors import ConfigError, FsdpError, nearest
 from megatron_fsdp.integrations.megatron.groups import is_expert
 from megatron_fsdp.integrations.megatron.module import MegatronFSDP, as_megatron
+from megatron_fsdp.meta_init import materialize
 from megatron_fsdp.optim.sharded_optimizer import fully_shard_optimizer
 from megatron_fsdp.policy.mesh import buffer_device, sharding_target
 from megatron_fsdp.policy.precision import MixedPrecisionPolicy, as_policy
 from megatron_fsdp.runtime.lifecycle.make_param_group import set_divisor, set_reduction
-from megatron_fsdp.runtime.lifecycle.materialize import materialize
 from megatron_fsdp.runtime.lifecycle.module import FSDPModule, unit_of
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
 from megatron_fsdp.runtime.step.unit import units_below
@@ -31,12 +32,6 @@ from megatron_fsdp.runtime.step.unit import units_below
 __all__ = ["ACCEPTED", "Accepted", "fully_shard_model", "fully_shard_model_and_optimizer"]
 
 _STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
-_ACTED_ON = (
-    "module", "fsdp_unit_modules", "zero_dp_strategy", "outer_dp_sharding_strategy", "device_mesh", "dp_shard_dim",
-    "dp_outer_dim", "expt_device_mesh", "device", "init_model_with_meta_device", "mixed_precision_policy",
-    "sync_model_each_microbatch", "report_nan_in_param_grad", "calculate_per_token_loss", "use_decoupled_grad",
-    "fsdp_double_buffer", "maxpool_double_buffer", "nccl_ub", "disable_symmetric_registration",
-)  # fmt: skip
 
 
 class Accepted(NamedTuple):
@@ -107,8 +102,7 @@ def fully_shard_model(
         expt_device_mesh: the mesh of modules all of whose parameters have ``allreduce = False``, as Megatron marks
             experts. It has the same axis names. Their gradients are divided by the number of ranks of the dense mesh.
         device: where the model goes: the device of the mesh. Without a mesh it chooses the device type.
-        init_model_with_meta_device: initialise what is on the meta device, by ``materialize``. False leaves it there
-            for a checkpoint.
+        init_model_with_meta_device: initialise what is on the meta device; False leaves it there for a checkpoint.
         mixed_precision_policy: ``MixedPrecisionPolicy``, ours or Megatron-FSDP's. None: FP32 main weights.
         sync_model_each_microbatch: gradients are final after each backward. False: after ``finish_grad_sync()``, or
             the backward inside ``sync()``.
@@ -147,10 +141,8 @@ def fully_shard_model(
         nccl_ub=nccl_ub,
         disable_symmetric_registration=disable_symmetric_registration,
     )
-    options: dict[str, Any] = {
-        "placements": config.placements(num_axes=mesh.ndim),
-        "mp_policy": _policy(mixed_precision_policy),
-    }
+    policy = _policy(mixed_precision_policy)
+    options: dict[str, Any] = {"placements": config.placements(num_axes=mesh.ndim), "mp_policy": policy}
     if fsdp_unit_modules is None:
         lines.append("fully_shard_model(fsdp_unit_modules=None): the whole model is one unit, so nothing overlaps")
     expert_mesh = expt_device_mesh and _data_parallel_mesh(expt_device_mesh, dp_shard_dim, dp_outer_dim)
@@ -165,7 +157,8 @@ def fully_shard_model(
             set_reduction(group, hook=functools.partial(_report_nan, weakref.ref(group)))
     model = as_megatron(module)
     model.set_model_auto_sync(sync_model_each_microbatch)
-    _log(lines)
+    for line in lines if not dist.is_initialized() or dist.get_rank() == 0 else ():
+        logging.getLogger(__name__).warning(line)
     return model
 
 
@@ -177,8 +170,7 @@ def fully_shard_model_and_optimizer(
     Its param groups get the sharded parameters in place of the whole ones.
 
     Args:
-        optimizer: any ``torch.optim.Optimizer`` that has not stepped yet.
-        options: the arguments of ``fully_shard_model``.
+        optimizer: one that has not stepped yet. options: the arguments of ``fully_shard_model``.
     Raises:
         ConfigError: see ``fully_shard_model``; or the optimizer has state, or none of the model's parameters.
 
@@ -204,7 +196,7 @@ def _notices_for(given: Mapping[str, Any]) -> list[str]:
     """Return one line, with the reason, for every argument whose value is not the default and does nothing."""
     by_name = {each.name: each for each in ACCEPTED}
     for name in given.keys() - by_name.keys():
-        meant = nearest(name, [*by_name, *_ACTED_ON])
+        meant = nearest(name, [*by_name, *list(inspect.signature(fully_shard_model).parameters)[:-1]])
         raise ConfigError(f"fully_shard_model has no argument {name!r}; the nearest is {meant!r}")
     return [
         f"fully_shard_model({name}={value!r}) does nothing here: {by_name[name].reason}"
@@ -218,9 +210,8 @@ def _notices_for(given: Mapping[str, Any]) -> list[str]:
 
 def _mesh_on(mesh: DeviceMesh | None, device: torch.device | str | int | None) -> DeviceMesh:
     """Return the given mesh, or one axis over all ranks, on the device asked for."""
-    wanted = (
-        None if device is None else torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-    )
+    named = f"cuda:{device}" if isinstance(device, int) else device
+    wanted = None if named is None else torch.device(named)
     if mesh is None and wanted is not None and dist.is_initialized():
         mesh = init_device_mesh(wanted.type, (dist.get_world_size(),))
     elif mesh is None:
@@ -292,10 +283,12 @@ def _make_units(
     if expert_mesh is not None:
         _check_experts(model, experts)
     for unit in _units_wanted(model, wanted, experts):
-        is_of_experts = expert_mesh is not None and bool(experts) and _is_expert(unit)
-        fully_shard(unit, expert_mesh if is_of_experts else mesh, **options)
+        if not (experts and _is_expert(unit)):
+            fully_shard(unit, mesh, **options)
+            continue
+        fully_shard(unit, expert_mesh, **options)
         # Exactly, whatever the sizes: a quotient times the expert mesh's size may be off by a rounding.
-        for group in unit_of(unit).groups if is_of_experts else ():
+        for group in unit_of(unit).groups:
             set_divisor(group, float(mesh.size()))
     if not isinstance(model, FSDPModule):
         fully_shard(model, mesh, **options)
@@ -304,13 +297,7 @@ def _make_units(
 def _units_wanted(
     model: nn.Module, wanted: Sequence[type[nn.Module] | str], experts: Container[int]
 ) -> list[nn.Module]:
-    """Return the modules to make units of, children first; what is a unit already, or part of one, is left out.
-
-    Args:
-        experts: ids of modules that become units whatever their class.
-    Raises:
-        ConfigError: an entry that no module of the model is an instance of.
-    """
+    """Return the modules to make units of, children first; what is a unit already, or part of one, is left out."""
     entries = (wanted,) if isinstance(wanted, (str, type)) else wanted
     modules = list(model.modules())
     for entry in entries:
@@ -382,9 +369,3 @@ def _report_nan(reference: weakref.ref[ParameterGroup], gradient: torch.Tensor) 
             f"unit {group.name!r}: a reduced gradient is not a number, of one of {names}; "
             "torch.autograd.set_detect_anomaly(True) names the operation"
         )
-
-
-def _log(lines: Sequence[str]) -> None:
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        for line in lines:
-            logging.getLogger(__name__).warning(line)

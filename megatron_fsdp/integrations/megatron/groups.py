@@ -50,11 +50,7 @@ class ModelGroups:
         return _mesh(self.data, self.outer, self.data_inner, device_type)
 
     def expert_mesh(self, device_type: str) -> DeviceMesh | None:
-        """Return the mesh that experts are sharded over; None for that of dense weights.
-
-        Raises:
-            ConfigError: experts are spread over ranks and their data-parallel group is not known.
-        """
+        """Return the mesh that experts are sharded over; None for that of dense weights."""
         if self.expert_data is None and size_of(self.expert) * size_of(self.expert_tensor) > 1:
             raise ConfigError(
                 f"experts are spread over {size_of(self.expert)} ranks, and pg_collection has no expt_dp: set it to "
@@ -122,8 +118,6 @@ def hybrid_mesh(whole: ProcessGroup, outer: ProcessGroup, inner: ProcessGroup, d
     Args:
         whole: all data-parallel ranks of this rank, in order: instance by instance.
         outer: those at the same place of each optimizer instance. inner: those of this rank's instance.
-    Raises:
-        ConfigError: the groups do not make a grid.
     """
     ranks = torch.tensor(dist.get_process_group_ranks(whole)).view(dist.get_world_size(outer), -1)
     row, column = (ranks == dist.get_rank()).nonzero()[0].tolist()

@@ -249,10 +249,7 @@ def _refused_together(args: argparse.Namespace) -> list[str]:
 def notices_under_megatron(config: FsdpConfig) -> list[str]:
     """Return one line, with the reason, for every flag that was given and whose effect a job does not get."""
     missing = [flag for flag in FLAGS if flag.effect in _MISSING and getattr(config, flag.dest) != flag.default]
-    return [
-        f"{flag.spell(getattr(config, flag.dest))} does nothing here; {flag.effect.value}: {flag.here}"
-        for flag in missing
-    ]
+    return [flag.notice(flag.spell(getattr(config, flag.dest))) for flag in missing]
 
 
 def without_version(flags: Sequence[str]) -> list[str]:

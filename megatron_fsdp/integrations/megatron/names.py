@@ -46,7 +46,9 @@ class WholeNames:
             for path, part in chunk.named_modules()
             if _LAYER.search(path) and isinstance(getattr(part, "layer_number", None), int) and "mtp." not in path
         }
-        self._num_experts = self._count_experts()
+        patterns = (_LOCAL_EXPERT, _GROUPED_EXPERT)
+        experts = (pattern.search(name) for name in self._parameters for pattern in patterns)
+        self._num_experts = 1 + max((int(match[1]) for match in experts if match), default=-1)
         self._entries = chunk.state_dict().keys() | self._parameters.keys()
 
     def whole_name(self, name: str) -> str:
@@ -80,11 +82,7 @@ class WholeNames:
         return {self.whole_name(name): self.part(name, value) for name, value in state.items()}
 
     def incoming(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a state dict under the chunk's own names, from whole ones; as it is where it has the chunk's own.
-
-        Raises:
-            CheckpointError: a whole weight where this rank has a part.
-        """
+        """Return a state dict under the chunk's own names, from whole ones; as it is where it has the chunk's own."""
         own = {self.whole_name(name): name for name in self._entries}
         theirs, mine = own.keys() & state.keys(), self._entries & state.keys()
         if own.keys() == self._entries or (mine - own.keys() and not theirs - self._entries):
@@ -133,12 +131,3 @@ class WholeNames:
                 "divide its dimension: there is no whole tensor to save it in"
             )
         return stride
-
-    def _count_experts(self) -> int:
-        found = [
-            int(match[1])
-            for name in self._parameters
-            for pattern in (_LOCAL_EXPERT, _GROUPED_EXPERT)
-            if (match := pattern.search(name)) is not None
-        ]
-        return max(found) + 1 if found else 0

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from dbuffer import DBuffer, Flat
 from megatron_fsdp.integrations.megatron.checkpoint import describe_by_name, load_by_name
-from megatron_fsdp.integrations.megatron.groups import ModelGroups
+from megatron_fsdp.integrations.megatron.groups import ModelGroups, reduce_over
 from megatron_fsdp.integrations.megatron.module import MegatronFSDP
-from megatron_fsdp.integrations.megatron.norms import (
-    any_nonfinite,
-    gradient_norm,
-    gradient_zeros,
-    weight_norm,
-)
 from megatron_fsdp.optim.grad_norm import clip_factor
 from megatron_fsdp.optim.megatron_muon import MUON_NAMES, megatron_muon
 from megatron_fsdp.optim.sharded_optimizer import fully_shard_optimizer
+from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
+from megatron_fsdp.runtime.step.unit import units_below
 
-__all__ = ["OptimizerMethods", "adopt_optimizer"]
+__all__ = ["OptimizerMethods", "adopt_optimizer", "weight_norm"]
+
+Choice = Callable[[ParameterGroup], DBuffer | None]
 
 
 def adopt_optimizer(
@@ -86,13 +85,13 @@ class OptimizerMethods:
             return False
         for chunk in self._chunks:
             chunk.scale_gradients(self._scaler.inv_scale)
-        is_overflow = any_nonfinite(self._chunks, self._groups)
+        is_overflow = bool(self._sum_of_gradients(lambda rows: (~rows.isfinite()).any()) > 0)
         self._scaler.update(is_overflow)
         return is_overflow
 
     def get_grad_norm(self) -> float:
         """Return the norm of the whole gradient, each element once."""
-        return gradient_norm(self._chunks, self._groups).item()
+        return self._sum_of_gradients(_square).sqrt().float().item()
 
     def get_weight_norm(self) -> float:
         """Return the norm of all main weights, each element once: what ``--log-params-norm`` logs."""
@@ -103,7 +102,7 @@ class OptimizerMethods:
 
         Gradients whose norm is not finite stay as they are.
         """
-        norm = gradient_norm(self._chunks, self._groups)
+        norm = self._sum_of_gradients(_square).sqrt().float()
         factor = clip_factor(norm, clip_grad)
         for chunk in self._chunks:
             chunk.scale_gradients(factor)
@@ -112,7 +111,10 @@ class OptimizerMethods:
     @torch.no_grad()
     def count_zeros(self) -> float:
         """Return how many elements of the whole gradient are zero."""
-        return gradient_zeros(self._chunks, self._groups)
+        return self._sum_of_gradients(lambda rows: rows.numel() - torch.count_nonzero(rows)).item()
+
+    def _sum_of_gradients(self, measure: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        return _sum(self._chunks, self._groups, _final_gradients, measure)
 
     def reload_model_params(self, state_dict: Any = None) -> None:
         """Bring compute weights up to date after main weights were loaded."""
@@ -159,3 +161,52 @@ class OptimizerMethods:
             load_by_name(self._chunks, self.optimizer, state_dict)
         else:
             super().load_state_dict(state_dict)  # type: ignore[misc]  # the class this is mixed into
+
+
+def weight_norm(chunks: Sequence[MegatronFSDP], groups: ModelGroups) -> torch.Tensor:
+    """Return the norm of all main weights of a model, of which these chunks are this rank's: 0-d FP32."""
+    return _sum(chunks, groups, lambda group: group.main_weight, _square).sqrt().float()
+
+
+def _final_gradients(group: ParameterGroup) -> DBuffer | None:
+    return None if group.gradients is None else group.gradients.binding.settled()
+
+
+def _square(rows: torch.Tensor) -> torch.Tensor:
+    norm: torch.Tensor = torch.linalg.vector_norm(rows, dtype=torch.float32)
+    return norm.double().square()
+
+
+def _sum(
+    chunks: Sequence[MegatronFSDP],
+    groups: ModelGroups,
+    choose: Choice,
+    measure: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """Return the sum of a measure of all rows over all ranks, which call it together: 0-d FP64.
+
+    Every element is counted on one rank, the first of those that hold it, so one sum over all of them serves dense
+    weights and experts alike, whatever their groups.
+    """
+    device = next(group.spec.device for chunk in chunks for unit in units_below(chunk) for group in unit.groups)
+    found = [measure(rows).to(device, torch.float64) for rows in _counted(chunks, groups, choose)]
+    total = torch.stack(found).sum() if found else torch.zeros((), dtype=torch.float64, device=device)
+    for scope in groups.scopes():
+        reduce_over(total, scope, "sum")
+    return total
+
+
+def _counted(chunks: Sequence[MegatronFSDP], groups: ModelGroups, choose: Choice) -> Iterator[torch.Tensor]:
+    for unit in (unit for chunk in chunks for unit in units_below(chunk)):
+        unit.schedule.settle_replaced_params(unit)
+        for group in unit.groups:
+            buffer = choose(group)
+            # Of replicas, the first counts.
+            if buffer is None or any(
+                axis.rank for axis, placed in zip(buffer.axes, buffer.placements, strict=True) if placed != Flat()
+            ):
+                continue
+            for index, param in enumerate(group.fsdp_params.sharded_params):
+                rows = buffer.get_local_tensor(index)
+                if rows.numel() and groups.counts(param):
+                    yield rows

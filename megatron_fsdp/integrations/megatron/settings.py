@@ -48,13 +48,7 @@ _FLAGS = {"fp8": "--fp8-format", "fp4": "--fp4-format"}
 
 
 def refuse_configs(config: Any, ddp_config: Any) -> None:
-    """Check what Megatron's configs ask for before anything is sharded.
-
-    Args:
-        config: ``TransformerConfig``. ddp_config: ``DistributedDataParallelConfig``.
-    Raises:
-        ConfigError: for all settings that this engine does not do under Megatron, with the cure for each.
-    """
+    """Check what Megatron's configs ask for before anything is sharded."""
     found = [*refusals_of((config, MODEL_RULES), (ddp_config, DDP_RULES)), *combinations_of(config)]
     if config.calculate_per_token_loss and ddp_config.average_in_collective:
         found.append(
@@ -66,22 +60,14 @@ def refuse_configs(config: Any, ddp_config: Any) -> None:
 
 
 def refuse_optimizer(config: Any) -> None:
-    """Check an ``OptimizerConfig``.
-
-    Raises:
-        ConfigError: it asks for more than Adam, SGD or Muon over FP32 main weights.
-    """
+    """Check an ``OptimizerConfig``."""
     found = refusals_of((config, OPTIMIZER_RULES))
     if found:
         raise ConfigError("; ".join(found))
 
 
 def refuse_arguments(others: Mapping[str, Any]) -> None:
-    """Check the constructor arguments of Megatron's adapter classes that are not known here.
-
-    Raises:
-        ConfigError: one of them asks for something.
-    """
+    """Check the constructor arguments of Megatron's adapter classes that are not known here."""
     found = [f"{name}={value!r}" for name, value in others.items() if value not in (None, False)]
     if found:
         raise ConfigError(f"{', '.join(found)}: this wrapper does not know what they ask for; leave them out")

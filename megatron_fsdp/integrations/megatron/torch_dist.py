@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from megatron_fsdp.checkpoint.parts import Part, pieces_of
 from megatron_fsdp.checkpoint.ranks import checkpoint_ranks
 from megatron_fsdp.errors import CheckpointError, ConfigError
 from megatron_fsdp.integrations.megatron.checkpoint import innermost, owners_of
+from megatron_fsdp.optim.loaded_state import parameters_of
 
 __all__ = ["load_torch_dist", "save_torch_dist"]
 
@@ -61,11 +63,6 @@ class _Layout:
 
     regions: dict[int, list[_Region]] = field(default_factory=dict)
     others: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def keys(self) -> set[str]:
-        """Return the names under which the parameters stand in the checkpoint."""
-        return {region.entry.key for regions in self.regions.values() for region in regions}
 
 
 def save_torch_dist(
@@ -141,7 +138,10 @@ def load_torch_dist(chunks: Sequence[Any], optimizer: Any, folder: str | Path) -
         nonlocal layout, wanted
         found = _names_in(str(folder))
         layout = _layout_as_saved(chunks, found, str(folder))
-        parameters = list(_stateless(chunks) if described is None else _states(optimizer, described))
+        parameters: Iterable[tuple[nn.Parameter, Mapping[str, Any]]]
+        parameters = ((parameter, {}) for chunk in chunks for parameter in chunk.module.parameters())
+        if described is not None:
+            parameters = _states(optimizer, described)
         wanted = [target for parameter, state in parameters for target in _wanted(layout, parameter, state, found)]
 
     # What one rank misses is raised by all: the others would wait for it.
@@ -154,23 +154,17 @@ def load_torch_dist(chunks: Sequence[Any], optimizer: Any, folder: str | Path) -
     with torch.no_grad():
         for number, (_, target) in enumerate(wanted):
             target.copy_(loaded["weights"][str(number)].view(target.shape))
-    _finish(chunks, optimizer, described, loaded)
-    return {key: value for key, value in loaded.items() if key not in ("weights", "others", "optimizer")}
-
-
-def _finish(chunks: Sequence[Any], optimizer: Any, described: Any, loaded: Mapping[str, Any]) -> None:
-    """Hand what was read to the optimizer and to compute weights."""
-    if optimizer is not None:
+    if described is not None:
         groups = list(_groups_in(loaded["optimizer"]))
         for name, values in described["param_to_group_meta"].items():
             group, step = _group_of(name, values, groups)
-            values.update({name: group[name] for name in values if name in group and name not in _GROUP_KEYS})
+            values.update({key: group[key] for key in values if key in group and key not in _GROUP_KEYS})
             if step is not None:
                 values["step"] = int(step)
         optimizer.load_state_dict(described)
-        optimizer.reload_model_params()
     for chunk in chunks:
         chunk.module.install_optimized_model_weights()
+    return {key: value for key, value in loaded.items() if key not in ("weights", "others", "optimizer")}
 
 
 # ---------------------------------------------------------------------- what Megatron's modules say
@@ -197,7 +191,8 @@ def _layout_as_saved(chunks: Sequence[Any], found: _Found, folder: str) -> _Layo
     kinds = [{name: value for name, value in saved.items() if name in _LAYOUT_KEYS}] if saved else []
     kinds += [dict(zip(_LAYOUT_KEYS, kind, strict=True)) for kind in ((False, False), (True, False), (True, True))]
     layouts = [_layout(chunks, _metadata(chunks, kind)) for kind in kinds]
-    missing = [sorted(key for key in layout.keys if ("", key) not in found) for layout in layouts]
+    regions = [itertools.chain(*layout.regions.values()) for layout in layouts]
+    missing = [sorted({each.entry.key for each in own if ("", each.entry.key) not in found}) for own in regions]
     for layout, names in zip(layouts, missing, strict=True):
         if not names:
             return layout
@@ -217,7 +212,7 @@ def _layout(chunks: Sequence[Any], metadata: dict[str, Any]) -> _Layout:
             entries = model.sharded_state_dict(metadata=metadata)
         for name, entry in entries.items():
             built = entry.build() if isinstance(entry, ShardedTensorFactory) else entry
-            for part in [built] if not isinstance(built, dict | list) else _leaves(built):
+            for part in tree_leaves(built):
                 data = part.data
                 is_own = isinstance(data, torch.Tensor) and data.is_meta and not isinstance(part, ShardedObject)
                 if not is_own:
@@ -226,11 +221,6 @@ def _layout(chunks: Sequence[Any], metadata: dict[str, Any]) -> _Layout:
                 parameter, shape = parameters[data.untyped_storage()._cdata]
                 layout.regions.setdefault(id(parameter), []).append(_Region(part, _start(name, data, shape)))
     return layout
-
-
-def _leaves(built: Any) -> Iterator[Any]:
-    for value in built.values() if isinstance(built, dict) else built:
-        yield from _leaves(value) if isinstance(value, dict | list) else (value,)
 
 
 @contextlib.contextmanager
@@ -382,18 +372,12 @@ def _names_in(folder: str) -> _Found:
 # ---------------------------------------------------------------------- the optimizer
 
 
-def _states(optimizer: Any, described: Mapping[str, Any]) -> Iterator[tuple[nn.Parameter, Mapping[str, Any]]]:
+def _states(optimizer: Any, described: Mapping[str, Any]) -> Iterator[tuple[Any, Mapping[str, Any]]]:
     """Yield each parameter with its state."""
     inner = optimizer.optimizer
-    parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
+    parameters = list(parameters_of(inner))
     for index, owner in owners_of(optimizer._chunks, inner).items():
         yield parameters[index], described["state"].get(owner.name, {})
-
-
-def _stateless(chunks: Sequence[Any]) -> Iterator[tuple[nn.Parameter, Mapping[str, Any]]]:
-    for chunk in chunks:
-        for parameter in chunk.module.parameters():
-            yield parameter, {}
 
 
 def _common_of(optimizer: Any, described: Mapping[str, Any], *, is_distributed: bool) -> dict[Any, Any]:

@@ -12,8 +12,9 @@ from torch import nn
 
 from megatron_fsdp.build.ownership import OwnedParameter
 from megatron_fsdp.runtime.step.fsdp_params import SMALL_NUMEL
-from megatron_fsdp.runtime.step.fused_linear import WEIGHTS, FusedLinear
-from megatron_fsdp.runtime.weights.gathered_weight import handle_of
+from megatron_fsdp.runtime.step.fused_linear import FusedLinear
+from megatron_fsdp.runtime.step.weight_handle import handle_of
+from megatron_fsdp.runtime.weights.gathered_weight import KINDS
 
 if TYPE_CHECKING:
     from megatron_fsdp.runtime.step.gradients import GradientBuffer
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["fuse_linear_layers", "offer_products"]
 
 
+_WEIGHTS = (torch.Tensor, nn.Parameter, *KINDS)
 MIN_NUMEL = SMALL_NUMEL + 1
 """Weights of fewer elements are not worth the Python of a fused layer: their gradients wait and are copied together."""
 
@@ -60,7 +62,7 @@ def offer_products(
         is_wide: also into FP32 views of 16-bit weights.
     """
     for index, (weight, view) in enumerate(zip(weights, views, strict=True)):
-        is_plain = type(weight) in WEIGHTS and weight.ndim in (2, 3) and weight.is_floating_point()
+        is_plain = type(weight) in _WEIGHTS and weight.ndim in (2, 3) and weight.is_floating_point()
         fits = weight.dtype is view.dtype or (is_wide and weight.itemsize == 2 and view.dtype is torch.float32)
         if is_plain and fits and weight.device == view.device:
             handle = handle_of(weight)

@@ -5,16 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from megatron_fsdp.runtime.step.fused_linear import (
     applied,
     as_factor,
-    is_recorded_plainly,
+    has_transforms,
     task_id,
     watched,
     weight_gradient,
 )
-from megatron_fsdp.runtime.weights.gathered_weight import WeightHandle
+from megatron_fsdp.runtime.step.weight_handle import WeightHandle
 
 __all__ = ["expert_matmul"]
 
@@ -63,7 +64,7 @@ def expert_matmul(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         output = expert_matmul(tokens, experts)
     """
     handle: WeightHandle | None = getattr(weight, "_fsdp_handle", None)
-    if torch.compiler.is_compiling() or handle is None or not is_recorded_plainly():
+    if torch.compiler.is_compiling() or handle is None or not _is_recorded_plainly():
         return torch.bmm(input, weight)
     takes = weight.requires_grad and handle.gradients() is not None
     factor, unit = as_factor(input, weight) if takes else None, handle.unit()
@@ -71,3 +72,8 @@ def expert_matmul(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return watched(torch.bmm(input, weight), unit)
     output: torch.Tensor = _experts_into_buffer(factor, weight, handle, unit and unit.open_call)
     return output
+
+
+def _is_recorded_plainly() -> bool:
+    """Whether autograd alone records what runs now, not a transform of functions or forward mode."""
+    return torch.is_grad_enabled() and not has_transforms() and forward_ad._current_level < 0

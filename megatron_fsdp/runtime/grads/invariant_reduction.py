@@ -10,36 +10,34 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from dbuffer import DBuffer, Flat, Partial
 from dbuffer.collectives import Part
-from dbuffer.collectives_together import exchange
+from dbuffer.collectives_rare import exchange
 from dbuffer.dtensor.placed_tensor import PlacedTensor
 from dbuffer.events import listeners, tell
 from dbuffer.mesh import MeshAxis
 from dbuffer.placements import BufferPlacement
 from dbuffer.storage import FlatStorage
+from megatron_fsdp.build.invariant_exchange import Cut, ExchangePlan, cut_order, gather_turns, piece_of
 from megatron_fsdp.errors import StateError
-from megatron_fsdp.runtime.grads.invariant_exchange import Cut, ExchangePlan, cut_order, gather_turns, piece_of
+from megatron_fsdp.runtime.grads.last_reduction import LastReduction
+from megatron_fsdp.runtime.grads.packed_gradients import PackedGradients
+from megatron_fsdp.runtime.grads.shown_grads import ShownGrads
+from megatron_fsdp.runtime.step.fsdp_params import FSDPParams
 from megatron_fsdp.runtime.step.grad_binding import GradBinding
 from megatron_fsdp.runtime.step.grad_state import GradState
-from megatron_fsdp.runtime.step.gradients import GradientBuffer
 from megatron_fsdp.runtime.step.parameter_group import group_of_parameter
-from megatron_fsdp.runtime.step.reduction import Reduction, Stages
-
-if TYPE_CHECKING:
-    from megatron_fsdp.runtime.step.backward import Backward
-    from megatron_fsdp.runtime.step.fsdp_params import FSDPParams
-    from megatron_fsdp.runtime.step.unit import Unit
+from megatron_fsdp.runtime.step.reduction import Stages
+from megatron_fsdp.runtime.step.root_types import Backwards
+from megatron_fsdp.runtime.step.unit import Unit
 
 __all__ = ["BinaryCounter", "InvariantGradients"]
 
@@ -84,18 +82,16 @@ class BinaryCounter:
 
     def push(self, *leaves: torch.Tensor | None) -> None:
         """Add the next tensors, 1-D; None stands for zeros."""
+        self._has_zeros = self._has_zeros or any(leaf is None for leaf in leaves)
         left = list(leaves)[::-1]
         while left:
             leaf = left.pop()
-            self._has_zeros |= leaf is None
             if self.count & 1:
-                self._carry(self._added(self._levels.pop(0), leaf), 1)
+                self._carry(self._merged(self._levels.pop(0), leaf), 1)
             elif left:
-                other = left.pop()
-                self._has_zeros |= other is None
-                self._carry(self._sum_of(leaf, other), 2)
+                self._carry(self._merged(leaf, left.pop()), 2)
             else:
-                self._levels[0] = None if leaf is None else self._copied(leaf)
+                self._levels[0] = self._merged(None, leaf)
                 self.count += 1
 
     def _carry(self, carried: FlatStorage | None, num_leaves: int) -> None:
@@ -104,29 +100,25 @@ class BinaryCounter:
         # Of the pair's number the bits that carried.
         level, number = 1, (self.count >> 1) - 1
         while number & 1:
-            held = self._levels.pop(level)
-            if held is not None and carried is not None:
-                held.tensor.add_(carried.tensor)
-                self._free.append(carried)
-            carried = carried if held is None else held
+            carried = self._merged(self._levels.pop(level), carried)
             level, number = level + 1, number >> 1
         self._levels[level] = carried
 
-    def _sum_of(self, first: torch.Tensor | None, second: torch.Tensor | None) -> FlatStorage | None:
+    def _merged(
+        self, first: FlatStorage | torch.Tensor | None, second: FlatStorage | torch.Tensor | None
+    ) -> FlatStorage | None:
+        """Return the sum of two, in the memory of the first that has some; leaves stay as they are."""
         if first is None or second is None:
-            leaf = second if first is None else first
-            return None if leaf is None else self._copied(leaf)
-        if first.dtype is not self._dtype:
-            return self._added(self._copied(first), second)
-        memory = self._memory(first)
-        torch.add(first, second, out=memory.tensor)
-        return memory
-
-    def _added(self, held: FlatStorage | None, leaf: torch.Tensor | None) -> FlatStorage | None:
-        if held is None:
-            return None if leaf is None else self._copied(leaf)
-        if leaf is not None:
-            held.tensor.add_(leaf)
+            only = second if first is None else first
+            return self._copied(only) if isinstance(only, torch.Tensor) else only
+        if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor) and first.dtype is self._dtype:
+            memory = self._memory(first)
+            torch.add(first, second, out=memory.tensor)
+            return memory
+        held = self._copied(first) if isinstance(first, torch.Tensor) else first
+        if isinstance(second, FlatStorage):
+            self._free.append(second)
+        held.tensor.add_(second if isinstance(second, torch.Tensor) else second.tensor)
         return held
 
     def _copied(self, leaf: torch.Tensor) -> FlatStorage:
@@ -164,23 +156,19 @@ class BinaryCounter:
         return total.add_(0.0) if self._has_zeros else total
 
 
-@dataclass(slots=True)
 class _Step:
-    """The step that the backwards of one root belong to: the number of its first one, and where its units receive.
+    """The step that the backwards of one root belong to, and where its units receive, in turns.
+
+    Of the scratch there is as much as the neediest unit wants, which stays.
 
     Attributes:
+        first: the number of its first backward.
         last: the number of the backward that each group was in last; its gradients may have been made anew since.
     """
 
-    first: int = 0
-    last: weakref.WeakKeyDictionary[FSDPParams, int] = field(default_factory=weakref.WeakKeyDictionary)
-    scratch: _Scratch = field(default_factory=lambda: _Scratch())
-
-
-class _Scratch:
-    """Where the units of a root receive, in turns: as much as the neediest of them wants, which stays."""
-
     def __init__(self) -> None:
+        self.first = 0
+        self.last: weakref.WeakKeyDictionary[FSDPParams, int] = weakref.WeakKeyDictionary()
         self._storage: FlatStorage | None = None
         # Whose turn it is, and how much of the scratch its groups have taken, one after the other.
         self._unit: weakref.ref[Unit] | None = None
@@ -221,21 +209,20 @@ class _Scratch:
         self._unit = None
 
 
-_STEPS: weakref.WeakKeyDictionary[Backward, _Step] = weakref.WeakKeyDictionary()
+_STEPS: weakref.WeakKeyDictionary[Backwards, _Step] = weakref.WeakKeyDictionary()
 
 
-class _InvariantBinding(GradBinding):
+class _InvariantBinding(ShownGrads):
     """Shows gradients whose norms are the same however they are sharded, as ``torch.nn.utils.clip_grad_norm_`` asks."""
 
-    def _final_gradients(self) -> list[DTensor]:
-        gradients = super()._final_gradients()
-        for gradient in gradients:
+    def _make_gradients(self) -> None:
+        super()._make_gradients()
+        for gradient in self._gradients:
             if isinstance(gradient, PlacedTensor):
                 gradient.has_exact_norms = True
-        return gradients
 
 
-class InvariantGradients(GradientBuffer):
+class InvariantGradients(PackedGradients):
     """The gradients of one parameter group, exchanged in every backward, whatever the strategy."""
 
     reduction: _InvariantReduction
@@ -254,7 +241,7 @@ class InvariantGradients(GradientBuffer):
 
     def _begin_sum(self) -> None:
         observer = self._observer() if self._observer is not None else None
-        if observer is not None and not observer.requires_gradient_sync:
+        if isinstance(observer, Unit) and not observer.requires_gradient_sync:
             raise StateError(
                 f"{self.binding.name}: no_sync() or set_requires_gradient_sync(False) adds up microbatches on a rank "
                 f"before others' are seen, and {_FLAG} adds them up one by one. Leave it out; "
@@ -266,7 +253,7 @@ class InvariantGradients(GradientBuffer):
 
     def _stages(self) -> Stages:
         observer = self._observer() if self._observer is not None else None
-        assert observer is not None
+        assert isinstance(observer, Unit)
         step = _STEPS.setdefault(observer.backward, _Step())
         number = observer.backward.number
         if self.binding.state is GradState.EMPTY:
@@ -276,11 +263,11 @@ class InvariantGradients(GradientBuffer):
             self.reduction.counter.clear()
         step.last[self._fsdp_params] = number
         self.reduction.skip_to(number - step.first)
-        self.reduction.receive_in(step.scratch, observer)
+        self.reduction.receive_in(step, observer)
         return super()._stages()
 
 
-class _InvariantReduction(Reduction):
+class _InvariantReduction(LastReduction):
     """Exchanges packed gradients, adds them up in a counter, and writes the sum into ``main_grad``.
 
     Args:
@@ -302,7 +289,7 @@ class _InvariantReduction(Reduction):
         self._whole = [axes[index] for index in order if placements[index] != Flat()]
         self._plan = ExchangePlan.of(packed.plan.numel, [Cut(axis.size, axis.rank) for axis in self._cut])
         self.scratch_bytes = self._plan.scratch_bytes(packed.dtype.itemsize)
-        self._scratch: _Scratch | None = None
+        self._scratch: _Step | None = None
         # What it receives in, from its turn on until that is folded.
         self._receives: torch.Tensor | None = None
         grid = torch.arange(self._num_ranks).view([axes[index].size for index in reversed(order)])
@@ -315,10 +302,10 @@ class _InvariantReduction(Reduction):
         while self.counter.count < microbatch * self._num_ranks:
             self.counter.push(None)
 
-    def receive_in(self, scratch: _Scratch, unit: Unit) -> None:
+    def receive_in(self, step: _Step, unit: Unit) -> None:
         """Receive in scratch of the unit's root, until ``release``."""
-        self._receives = scratch.take(unit, self)
-        self._scratch = scratch
+        self._receives = step.take(unit, self)
+        self._scratch = step
 
     def release(self) -> None:
         """Let others receive where this one has, which is folded; all groups of a unit are, when one is."""

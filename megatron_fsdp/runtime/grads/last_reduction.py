@@ -2,35 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-import torch
 import torch.distributed as dist
 
-from dbuffer import DBuffer
+from dbuffer import DBuffer, PlacementError
 from dbuffer.collectives import Part
 from dbuffer.collectives_together import all_reduce_together, reduce_together
+from dbuffer.layout import only_flat_axis
 from dbuffer.route import Route
+from megatron_fsdp.errors import ConfigError
+from megatron_fsdp.runtime.step.reduction import Reduction
 
-__all__ = ["Hook", "LastReduction"]
-
-Hook = Callable[[torch.Tensor], None]
+__all__ = ["LastReduction"]
 
 
-class LastReduction:
-    """What is left to do with the gradients of one group at the end of a step.
+class LastReduction(Reduction):
+    """The way of one group's gradients, and what is left to do with them at the end of a step."""
 
-    Attributes:
-        hook: called with each reduced gradient (1-D, averaged) before it is accumulated, to reduce it further.
-        is_offloaded: ``main_grad`` lies in CPU memory.
-    """
+    def __init__(
+        self, packed: DBuffer, reduced: DBuffer, main_grad: DBuffer, final: DBuffer, *, is_offloaded: bool,
+        is_pinned: bool,
+    ) -> None:  # fmt: skip
+        super().__init__(packed, reduced, main_grad, final, is_offloaded=is_offloaded, is_pinned=is_pinned)
+        if reduced.dtype is not packed.dtype:
+            self._wide = _wide_part(packed, reduced)
+        self._last = Route(main_grad, final)
 
-    hook: Hook | None
-    is_offloaded: bool
-    _packed: DBuffer
-    _main_grad: DBuffer
-    _final: DBuffer
-    _last: Route
+    def keep(self, keeps: bool) -> None:
+        """Have the memory of what is reduced into all the time, or while it is in use."""
+        self.keeps = keeps
+        if keeps and self._wide:
+            self._reduced.reallocate_storage()
+        self.release()
 
     @property
     def finishes_on_lane(self) -> bool:
@@ -74,3 +78,19 @@ class LastReduction:
             self.hook(reduced.local_buffer)
         final.local_buffer.copy_(reduced.local_buffer)
         return []
+
+
+def _wide_part(packed: DBuffer, reduced: DBuffer) -> list[Part]:
+    """Return the reduction of one axis whose sum is of a wider dtype.
+
+    Raises:
+        ConfigError: gradients are sharded over several axes, or none.
+    """
+    try:
+        axis = only_flat_axis(reduced.axes, reduced.placements)
+    except PlacementError as error:
+        raise ConfigError(
+            f"MixedPrecisionPolicy(accumulate_dtype={reduced.dtype}) needs gradients that are sharded over exactly one "
+            f"axis: {error}; use another strategy, or reduce_dtype={reduced.dtype}"
+        ) from error
+    return [Part(axis, packed.local_buffer, reduced.local_buffer, "sum")]

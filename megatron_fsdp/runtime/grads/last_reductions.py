@@ -17,15 +17,17 @@ from typing import TYPE_CHECKING
 from dbuffer.events import listeners, tell
 from megatron_fsdp.errors import AgreementError
 from megatron_fsdp.runtime.grads.last_reduction import LastReduction
+from megatron_fsdp.runtime.grads.packed_gradients import PackedGradients
+from megatron_fsdp.runtime.step.cuda_lane import turns
 from megatron_fsdp.runtime.step.grad_state import GradState
-from megatron_fsdp.runtime.step.lanes import lane, turns
+from megatron_fsdp.runtime.step.lanes import lane
 
 if TYPE_CHECKING:
     from megatron_fsdp.runtime.step.gradients import GradientBuffer
     from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
     from megatron_fsdp.runtime.step.unit import Unit
 
-__all__ = ["LastReductions", "begin_again"]
+__all__ = ["LastReductions"]
 
 
 class LastReductions:
@@ -78,19 +80,15 @@ class LastReductions:
     def finish_here(units: Sequence[Sequence[ParameterGroup]]) -> None:
         """Reduce, on compute, what is left to reduce that no lane can."""
         for groups in units:
-            left = [group for group in groups if (buffer := group.gradients) is not None and not buffer.rests_final]
-            left = [group for group in left if group.gradients and not group.gradients.reduction.finishes_on_lane]
-            for group in left if listeners else ():
+            left = [
+                (group, buffer.reduction)
+                for group in groups
+                if isinstance(buffer := group.gradients, PackedGradients)
+                and not (buffer.rests_final or buffer.reduction.finishes_on_lane)
+            ]
+            for group, _ in left if listeners else ():
                 tell("final", group)
-            LastReduction.finish([buffer.reduction for buffer in _buffers(left)])
-
-
-def begin_again(buffer: GradientBuffer) -> None:
-    """Let gradients come in a backward that has issued the last reduction; what that gives is added at the end."""
-    for ticket in buffer.last_tickets:
-        ticket.wait()
-    buffer.binding.set_aside()
-    buffer.last_tickets.clear()
+            LastReduction.finish([reduction for _, reduction in left])
 
 
 def _buffers(groups: Iterable[ParameterGroup]) -> Iterator[GradientBuffer]:
@@ -104,7 +102,7 @@ def _issue(groups: Sequence[ParameterGroup]) -> None:
     left = [
         (group, buffer)
         for group in groups
-        if (buffer := group.gradients) is not None
+        if isinstance(buffer := group.gradients, PackedGradients)
         and buffer.binding.state is GradState.PARTIAL
         and buffer.reduction.finishes_on_lane
         and not (buffer.rests_final or buffer.last_tickets)

@@ -10,26 +10,26 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from dbuffer import DBuffer, SlotPool
+from megatron_fsdp.runtime.grads.gradient_spec import GradientSpec
+from megatron_fsdp.runtime.grads.packed_gradients import PackedGradients
+from megatron_fsdp.runtime.step.cuda_lane import turns
 from megatron_fsdp.runtime.step.fsdp_params import FSDPParams
-from megatron_fsdp.runtime.step.gradients import GradientBuffer
 from megatron_fsdp.runtime.step.lane_types import Ticket
-from megatron_fsdp.runtime.step.lanes import lane, turns
-from megatron_fsdp.runtime.step.reduction import GradientSpec, Stages
-
-if TYPE_CHECKING:
-    from megatron_fsdp.runtime.step.backward import Backward
+from megatron_fsdp.runtime.step.lanes import lane
+from megatron_fsdp.runtime.step.reduction import Stages
+from megatron_fsdp.runtime.step.root_types import Backwards
 
 __all__ = ["LateGradients", "packs_late"]
 
 _GRAD: Any = torch._C.TensorBase.grad
 # Whose gradients a lane still reads, by the backward that brought them, oldest first.
-_LENDERS: weakref.WeakKeyDictionary[Backward, list[weakref.ref[LateGradients]]] = weakref.WeakKeyDictionary()
+_LENDERS: weakref.WeakKeyDictionary[Backwards, list[weakref.ref[LateGradients]]] = weakref.WeakKeyDictionary()
 
 
 def packs_late(spec: GradientSpec, params: FSDPParams) -> bool:
@@ -42,7 +42,7 @@ def packs_late(spec: GradientSpec, params: FSDPParams) -> bool:
     )
 
 
-class LateGradients(GradientBuffer):
+class LateGradients(PackedGradients):
     """The gradients of one parameter group, packed on the lane that reduces them."""
 
     def __init__(self, main_weight: DBuffer, spec: GradientSpec, fsdp_params: FSDPParams) -> None:
@@ -114,8 +114,8 @@ class LateGradients(GradientBuffer):
 
         return Stages(stages.start, fold, stages.on_host)
 
-    def _begin(self) -> None:
-        super()._begin()
+    def _begin(self, *, has_come: bool = False) -> None:
+        super()._begin(has_come=has_come)
         observer = self._observer() if self._observer is not None else None
         if observer is not None:
             # One unit's gradients and one wide buffer take what two narrow ones do.

@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
 from dbuffer import DBuffer, Partial, SlotPool
 from dbuffer.placements import BufferPlacement
+from megatron_fsdp.runtime.grads.fuse import offer_products
+from megatron_fsdp.runtime.grads.gradient_spec import GradientSpec
+from megatron_fsdp.runtime.grads.last_reduction import LastReduction
+from megatron_fsdp.runtime.grads.shown_grads import ShownGrads
+from megatron_fsdp.runtime.step.cuda_lane import turns
 from megatron_fsdp.runtime.step.fsdp_params import FSDPParams
-from megatron_fsdp.runtime.step.grad_binding import GradBinding
-from megatron_fsdp.runtime.step.lanes import turns
-from megatron_fsdp.runtime.step.reduction import GradientSpec, Reduction
+from megatron_fsdp.runtime.step.gradients import GradientBuffer
+from megatron_fsdp.runtime.step.root_types import Observer
 
 __all__ = ["PackedGradients"]
 
 
-class PackedGradients:
+_GRAD: Any = torch._C.TensorBase.grad
+_set_grad = _GRAD.__set__
+
+
+class PackedGradients(GradientBuffer):
     """The buffers of the gradients of one parameter group.
 
     Args:
@@ -38,17 +48,25 @@ class PackedGradients:
         wide: sums of a wider dtype than is sent; None where they lie in ``packed``.
         packs_late: a lane packs them when the unit is closed (``LateGradients``).
         unit: the name of the unit.
+        backward: which backward left something here that is void if it raises, by the schedule's count.
+        tickets: of reductions that were issued and that nobody has waited for. last_tickets: of what is left to reduce
+            at the end of a step.
     """
 
-    packs_late = False
+    reduction: LastReduction
     wide: DBuffer | None = None
+    _spec: GradientSpec
 
     def __init__(self, main_weight: DBuffer, spec: GradientSpec, fsdp_params: FSDPParams) -> None:
-        self.unit = ""
+        self.unit, self.backward = "", 0
+        self.tickets, self.last_tickets = [], []
+        self._device = spec.device
         self._spec, self._template, self._fsdp_params = spec, main_weight, fsdp_params
+        self._observer, self._begun = None, fsdp_params.begun
         self._make_buffers()
         self.divide_by(spec.divisor)
         self._views = [self.packed.get_local_tensor(index) for index in range(len(fsdp_params.sharded_params))]
+        self._filled = bytearray(len(self._views))
         self._gaps = [self.packed.local_buffer[gap.start : gap.stop] for gap in self.packed.layout.padding()]
         if self.rests_partial:
             self.binding.gaps = self._gaps
@@ -59,6 +77,13 @@ class PackedGradients:
             self.packed.release_storage()
         self.reduction.release()
         self.binding.let_go()
+        if spec.fuses_weight_gradients:
+            is_wide = spec.fuses_weight_gradients == "wide"
+            offer_products(fsdp_params.unsharded_params, self._views, self, is_wide=is_wide)
+
+    def observe(self, observer: Observer) -> None:
+        """Report to ``observer``, which is referred to weakly."""
+        self._observer = weakref.ref(observer)
 
     def _let_wait(self) -> None:
         self._wait_for(self._fsdp_params.waits)
@@ -107,10 +132,10 @@ class PackedGradients:
         if resting != placements.optimizer:
             final = main_grad.slice_view(placements.optimizer)
         self.rests_final = final is main_grad and not self.rests_partial
-        self.binding = GradBinding(main_grad, final, self._fsdp_params, self._template.dtype)
+        self.binding = ShownGrads(main_grad, final, self._fsdp_params, self._template.dtype)
         # Memory of the host is plentiful, and pages that a GPU writes are slow to come by.
         self.binding.keeps = spec.is_offloaded
-        self.reduction = Reduction(
+        self.reduction = LastReduction(
             self.packed, reduced, main_grad, final, is_offloaded=spec.is_offloaded, is_pinned=spec.is_pinned
         )
 
@@ -145,12 +170,60 @@ class PackedGradients:
         self.binding.keep(keeps)
         self.reduction.keep(keeps)
 
-    @property
-    def main_grad(self) -> DBuffer:
-        """The accumulator, at the gradients' placement."""
-        return self.binding.main_grad
+    # ------------------------------------------------------------------ sums that are given up
 
-    @property
-    def num_trained(self) -> int:
-        """Of how many parameters a gradient is expected in each backward."""
-        return sum(self._trained)
+    def settle(self) -> None:
+        """Take notice, before a backward, of what users did to ``.grad`` while a sum was under way: throw it away.
+
+        Raises:
+            StateError: a backward has raised, and ``.grad`` was not dropped since.
+        """
+        dropped = self.binding.settle_sum()
+        if dropped is None:
+            self._empty()
+            self.binding.end_sum(clears=False)
+            return
+        for index in dropped:
+            self._filled[index] = 0
+
+    def void(self, backward: int) -> None:
+        """Let ``.grad`` refuse to be read until it is dropped.
+
+        Args:
+            backward: the number of one that has raised; nothing happens where it brought no gradient, or all of them.
+        """
+        if self.backward == backward and self.binding.is_under_way:
+            self.binding.void()
+
+    def abandon(self, backward: int) -> None:
+        """Forget what a backward that raised left here; what earlier ones keep for the next stays.
+
+        Args:
+            backward: its number.
+        """
+        self.void(backward)
+        self._begun[0] = False
+        # Autograd may have been about to tell of any of them.
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter in self._fsdp_params.unsharded_params:
+                _set_grad(parameter, None)
+        if self.backward == backward:
+            self._empty()
+
+    def discard(self) -> None:
+        """Drop a sum under way, and ``.grad`` with it."""
+        if self.binding.is_under_way:
+            self._empty()
+            self.binding.end_sum(clears=True)
+
+    def _empty(self) -> None:
+        for ticket in (*self.tickets, *self.last_tickets):
+            ticket.give_up()
+        self._filled = bytearray(len(self._views))
+        if not self.rests_partial:
+            self.packed.release_storage()
+        self.reduction.release()
+        self.tickets.clear()
+        self.last_tickets.clear()
+        if self.binding.is_under_way:
+            self.binding.empty()

@@ -2,30 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
 from megatron_fsdp.errors import StateError
+from megatron_fsdp.runtime.step.unit import Tree, Unit
 
-if TYPE_CHECKING:
-    from megatron_fsdp.runtime.step.hooks import Tree
-    from megatron_fsdp.runtime.step.unit import Unit
-
-__all__ = ["is_trained", "walk"]
+__all__ = ["make_tree", "walk"]
 
 _values: Callable[[dict[str, Any]], Iterable[Any]] = dict.values
 
 
-def walk(tree: Tree, module: nn.Module, units: Iterable[Unit]) -> None:
+def make_tree(module: nn.Module, ignored: Container[int]) -> Tree:
+    """Return the tree below a module of a unit, which owns it; it refers to the dictionaries below, not to modules.
+
+    Args:
+        ignored: ids of the parameters that the caller asked to leave alone.
+    """
+    return Tree(
+        {
+            (id(child._parameters), name): child._parameters
+            for child in module.modules()
+            for name, parameter in child._parameters.items()
+            if id(parameter) in ignored
+        }
+    )
+
+
+def walk(tree: Tree, module: nn.Module, units: Sequence[Unit]) -> None:
     """Look through everything below a module for parameters that nobody shards, and remember what is there.
 
     Raises:
         StateError: one is trained.
     """
-    owned = {(id(registry), name) for unit in units for registry, name in unit.places()}
+    infos = [group.fsdp_params.module_infos for unit in units for group in unit.groups]
+    owned = {(id(registry), name) for each in infos for registry, name, *_ in each.places}
     known = [other.ignored for unit in units for other in unit.trees.values()]
     below = dict(module.named_modules())
     frozen = []
@@ -46,7 +60,7 @@ def walk(tree: Tree, module: nn.Module, units: Iterable[Unit]) -> None:
             frozen.append((child._parameters, name))
     if tree.modules and sum(map(len, tree.hooks)) > tree.num_hooks:
         for unit in units:
-            unit.schedule.arm()
+            unit.schedule.guards.arm()
             break
     tree.frozen = frozen
     tree.modules = [child._modules for child in below.values()]
@@ -54,10 +68,5 @@ def walk(tree: Tree, module: nn.Module, units: Iterable[Unit]) -> None:
     tree.children = list(chain.from_iterable(map(_values, tree.modules)))
     # Hooks of units hold these, and what they return is watched in any case.
     tree.hooks = [child._forward_hooks for child in below.values() if "_fsdp_unit" not in vars(child)]
-    tree.count_hooks()
+    tree.num_hooks = sum(map(len, tree.hooks))
     tree.absent = [parameter is None for parameter in chain.from_iterable(map(_values, tree.parameters))]
-
-
-def is_trained(parameter: nn.Parameter | None) -> bool:
-    """Whether there is a parameter and it requires a gradient."""
-    return parameter is not None and parameter.requires_grad

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron_fsdp.runtime.guards.rendezvous import Statement, excuse, meet
-from megatron_fsdp.runtime.lifecycle.grad_dtypes import follow_grad_dtypes
+from megatron_fsdp.runtime.guards.rendezvous import Statement, meet, report_failure
+from megatron_fsdp.runtime.lifecycle.make_unit import follow_grad_dtypes
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
+from megatron_fsdp.runtime.step.schedule import Schedule
 from megatron_fsdp.runtime.step.unit import Unit, alive
 
 __all__ = ["FirstUse", "Wrapping", "mesh_ranks"]
@@ -43,7 +44,7 @@ class Wrapping:
             return
         if self._ranks is None:
             self._ranks = tuple(range(dist.get_world_size())) if dist.is_initialized() else ()
-        excuse(self._ranks, self._action, error)
+        report_failure(self._ranks, self._action, error)
 
     def begin(self, unit: str, mesh: DeviceMesh) -> None:
         """Say what is wrapped, and over which ranks."""
@@ -75,8 +76,8 @@ class FirstUse:
             this process is the only one.
     """
 
-    def __init__(self, subject: weakref.WeakMethod[Callable[[], tuple[Unit | None, Iterable[Unit]]]]) -> None:
-        self._subject = subject
+    def __init__(self, schedule: weakref.ref[Schedule]) -> None:
+        self._schedule = schedule
         self.is_over = False
         self.tokens: dict[tuple[int, ...], str] = {}
 
@@ -98,10 +99,9 @@ class FirstUse:
             MeshError: on every rank, when any two of them differ.
             AgreementError: another rank did not come.
         """
-        subject = self._subject()
-        assert subject is not None
-        root, served = subject()
-        units = list(served)
+        schedule = self._schedule()
+        assert schedule is not None
+        root, units = schedule.root_ref(), list(schedule.units())
         for unit in units:
             follow_grad_dtypes(unit)
         name = (units[0] if root is None else root).name
@@ -133,30 +133,19 @@ def _layout(groups: Sequence[ParameterGroup]) -> Iterator[str]:
 
 
 def _settings(unit: Unit, ranks: tuple[int, ...]) -> Iterator[str]:
-    groups = [group for group in unit.groups if mesh_ranks(group.spec.mesh) == ranks]
-    if not groups:
-        return
-    plans = [
-        (group.plan.fingerprint(), group.requires_grad, _kept_size(group), *_gradient_dtypes(group)) for group in groups
-    ]
+    plans = []
+    for group in unit.groups:
+        if mesh_ranks(group.spec.mesh) == ranks:
+            part, dtypes = group.weights.post_forward, group.spec.dtypes
+            kept = 0 if part is None else part.axis.size
+            which = str(dtypes.reduce), str(dtypes.main_grad)
+            plans.append((group.plan.fingerprint(), group.requires_grad, kept, *which))
     settings = {
         "reshard_after_forward": unit.reshard_after_forward,
         "reshard_after_backward": unit.reshard_after_backward,
         "unshard_in_backward": unit.unshards_in_backward,
-        "forward prefetch": _names(unit.forward_prefetch),
-        "backward prefetch": _names(unit.backward_prefetch),
+        "forward prefetch": [other.name for other in alive(unit.forward_prefetch)],
+        "backward prefetch": [other.name for other in alive(unit.backward_prefetch)],
     }
-    yield f"unit {unit.name!r} ({plans}, {', '.join(f'{name} {value}' for name, value in settings.items())})"
-
-
-def _names(units: Sequence[weakref.ref[Unit]]) -> list[str]:
-    return [unit.name for unit in alive(units)]
-
-
-def _gradient_dtypes(group: ParameterGroup) -> tuple[str, str]:
-    return str(group.spec.dtypes.reduce), str(group.spec.dtypes.main_grad)
-
-
-def _kept_size(group: ParameterGroup) -> int:
-    part = group.weights.post_forward
-    return 0 if part is None else part.axis.size
+    if plans:
+        yield f"unit {unit.name!r} ({plans}, {', '.join(f'{name} {value}' for name, value in settings.items())})"

@@ -6,18 +6,16 @@ Forward uses gathered weights in their place: their gradients are asked for inst
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from dbuffer import DBuffer
 from dbuffer.collectives import all_reduce
 from dbuffer.dtensor.autograd import set_leaf_source
 from megatron_fsdp.errors import StateError
-from megatron_fsdp.runtime.step.gradients import GradientBuffer
+from megatron_fsdp.runtime.guards.calls_to_come import is_run
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup, group_of_parameter
 
 __all__ = ["refuse_gathered", "serve_asked_gradients"]
@@ -44,26 +42,13 @@ def refuse_gathered(groups: Iterable[ParameterGroup]) -> None:
         for name, param, leaf in zip(
             group.parameters, group.fsdp_params.sharded_params, group.fsdp_params.unsharded_params, strict=True
         ):
-            if param.requires_grad and id(leaf) not in _served and _is_captured(leaf):
+            if param.requires_grad and id(leaf) not in _served and leaf.requires_grad and is_run(leaf) is None:
                 raise StateError(
                     f"unit {group.name!r}: torch.autograd.grad was asked for the gradient of parameter {name!r} by its "
                     "gathered weight, which the model shows while it computes: that gradient is this rank's alone. Ask "
                     "for the sharded parameter, taken from model.parameters() before forward, to get the mean over "
                     "ranks; or call backward() and read .grad."
                 )
-
-
-def _is_captured(leaf: torch.Tensor) -> bool:
-    if not leaf.requires_grad:
-        return False
-    # The node is found by a view, which is never read: whoever looks for reads of released storage need not see it.
-    with torch._C.DisableTorchFunctionSubclass(), _disable_current_modes():
-        node = torch.autograd.graph.get_gradient_edge(leaf).node
-    try:
-        torch._C._will_engine_execute_node(node)
-    except RuntimeError:
-        return True  # what it says of leaves whose gradients torch.autograd.grad returns
-    return False
 
 
 class _GatheredLeaves:
@@ -92,18 +77,19 @@ class _GatheredLeaves:
     ) -> list[torch.Tensor | None]:
         """Return the gradients of gathered weights as those of the sharded parameters; see ``LeafSource``.
 
-        A group's gradients are packed and reduced together, as at the end of a backward. Every rank calls it.
+        Every rank calls it.
         """
-        asked: dict[int, tuple[ParameterGroup, dict[int, int]]] = {}
-        for number, parameter in enumerate(parameters):
+        buffers: dict[ParameterGroup, DBuffer] = {}
+        results: list[torch.Tensor | None] = []
+        for parameter, gradient in zip(parameters, gradients, strict=True):
             group = group_of_parameter(parameter)
             assert group is not None
-            asked.setdefault(id(group), (group, {}))[1][_position(group, parameter)] = number
-        results: list[torch.Tensor | None] = [None] * len(parameters)
-        for group, numbers in asked.values():
-            mine = {index: gradients[number] for index, number in numbers.items()}
-            for index, gradient in _reduced(group, mine).items():
-                results[numbers[index]] = gradient
+            index, total = _position(group, parameter), _sum(group, _position(group, parameter), gradient)
+            if total is not None:
+                if group not in buffers:
+                    buffers[group] = _empty_like_gradients(group)
+                buffers[group].write_tensor(index, total.div_(group.spec.divisor))
+            results.append(None if total is None else group.fsdp_params.wrap(index, buffers[group].get_dtensor(index)))
         return results
 
 
@@ -111,46 +97,29 @@ def _position(group: ParameterGroup, parameter: torch.Tensor) -> int:
     return next(index for index, param in enumerate(group.fsdp_params.sharded_params) if param is parameter)
 
 
-def _reduced(group: ParameterGroup, found: dict[int, torch.Tensor | None]) -> dict[int, torch.Tensor]:
-    device = group.spec.compute_device
-    used = torch.tensor([gradient is not None for gradient in found.values()], dtype=torch.int32, device=device)
+def _empty_like_gradients(group: ParameterGroup) -> DBuffer:
+    spec = group.spec
+    if group.reduce_hook is not None or spec.dtypes.reduction is not None:
+        raise StateError(
+            f"unit {group.name!r}: torch.autograd.grad or backward(inputs=...) for sharded parameters, with "
+            "set_all_reduce_hook or reduction='invariant', which only a whole backward does: call backward() and read "
+            ".grad"
+        )
+    device = spec.resting_device
+    return DBuffer.from_plan(group.plan, spec.mesh, spec.placements.optimizer, spec.dtypes.main_grad, device)
+
+
+def _sum(group: ParameterGroup, index: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """Return a gradient added up over ranks, None where no rank has one."""
+    shape, spec = group.plan.shapes[index], group.spec
+    dtype = torch.promote_types(spec.dtypes.reduce, torch.float32)
+    # The last element counts the ranks that have one.
+    total = torch.zeros(math.prod(shape) + 1, dtype=dtype, device=spec.compute_device)
+    if gradient is not None:
+        split = group.owned[index].split
+        mine = gradient if split is None else split.local_gradient(gradient)
+        total[:-1].copy_((mine if mine.layout is torch.strided else mine.to_dense()).reshape(-1))
+        total[-1] = 1
     for axis in group.main_weight.axes:
-        all_reduce(used, axis, "max")
-    if group.gradients is None or not used.any():
-        return {}
-    final = _AskedGradients(group.gradients).collect(found)
-    return {
-        index: group.fsdp_params.wrap(index, final.get_dtensor(index))
-        for index, is_used in zip(found, used.tolist(), strict=True)
-        if is_used
-    }
-
-
-class _AskedGradients(GradientBuffer):
-    """An empty buffer of the same parameters, strategy and reduction, for gradients that nobody accumulates."""
-
-    def __init__(self, like: GradientBuffer) -> None:
-        super().__init__(like._template, replace(like._spec, fuses_weight_gradients=False), like._fsdp_params)
-        like.binding.watch()
-        self.rename(like.unit)
-        self.binding.name += ": gradients asked for"
-        self.divide_by(like.divisor)
-        self.reduction.hook, self.reduction.function = like.reduction.hook, like.reduction.function
-
-    def _begin_sum(self) -> None:
-        """Do nothing: ``.grad`` does not show these."""
-
-    def collect(self, gradients: Mapping[int, torch.Tensor | None]) -> DBuffer:
-        """Reduce these gradients of gathered parameters, by index, and return them all."""
-        self._begin_once()
-        for index, gradient in gradients.items():
-            if gradient is not None:
-                self._add(index, gradient)
-                self._filled[index] = 1
-        if self.close(reduce=True):
-            self.reduce([self])
-        self.wait()
-        if self.binding.hold():
-            self.main_grad.zero_()
-        self.reduction.finish([self.reduction])
-        return self.binding.final
+        all_reduce(total, axis, "sum")
+    return total[:-1].view(shape) if total[-1] else None

@@ -17,9 +17,10 @@ import torch
 from torch import nn
 
 from megatron_fsdp.build.ownership import OwnedParameter
-from megatron_fsdp.runtime.guards.pytree import iterate_tensors
 from megatron_fsdp.runtime.step.fused_linear import FusedLinear, has_transforms
-from megatron_fsdp.runtime.step.unit import WATCHERS, Call, Unit
+from megatron_fsdp.runtime.step.outputs import WATCHERS
+from megatron_fsdp.runtime.step.pytree import iterate_tensors
+from megatron_fsdp.runtime.step.unit import Call, Unit
 
 __all__ = ["InnerOutputs", "readers_of"]
 
@@ -88,7 +89,7 @@ class InnerOutputs:
             node = tensor.grad_fn
             if node is not None and node._sequence_nr() >= call.first_node:
                 hook: Any = functools.partial(self._reached, call, node.metadata, tensor.output_nr)
-                hook.__torch_unserializable__ = True  # as in ``watchers``
+                hook.__torch_unserializable__ = True  # as in ``_watchers``
                 tensor.register_hook(hook)
                 call.unit.expect(call)
 

@@ -3,18 +3,21 @@
 If one did, this rank takes part in the mean with zeros; if none did, ``.grad`` is None as in any model, since an
 optimizer with momentum or weight decay would move it. Nothing is asked while no gradient is missing: who misses some
 says so in the job's store before they are reduced. When that is done all have passed that point, and unless all have
-said so somebody has every gradient. Else all know that all miss some, and ask each other which by one small collective,
-now and at the end of each accumulation until nobody misses any (docs/design/missing_gradients.md).
+said so one of them has every gradient. Else all know that all miss some, and vote on which by one small collective, now
+and at the end of each accumulation until nobody misses any (docs/design/missing_gradients.md).
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from dbuffer.collectives import all_reduce
 from megatron_fsdp.runtime.guards.agreement import mesh_ranks
-from megatron_fsdp.runtime.guards.missing_votes import all_have_said, ask, say
+from megatron_fsdp.runtime.guards.rendezvous import job_store
+from megatron_fsdp.runtime.step.cuda_lane import is_capturing, wait_on_host
 
 if TYPE_CHECKING:
     from megatron_fsdp.runtime.step.gradients import GradientBuffer
@@ -38,13 +41,16 @@ class MissingGradients:
         self.tokens = tokens
         self.number = 0
         self.has_question = False
-        self._circles: dict[Any, Circle] = {}
+        self._circles: dict[Any, _Circle] = {}
 
     def say(self, groups: Iterable[ParameterGroup]) -> None:
         """Tell the other ranks, before gradients are reduced, if some are missing here."""
         for group in groups:
             if group.gradients is not None and 1 in group.gradients.binding.missing:
-                say(self._circle(group), self.number)
+                circle = self._circle(group)
+                if circle.is_quiet and self.tokens.get(circle.ranks) and not is_capturing(circle.device):
+                    circle.has_said = True
+                    _store().add(f"{self._name_for(circle)} missing", 1)
         self._look()
 
     def settle(self, final: Sequence[ParameterGroup], units: Iterable[Unit]) -> None:
@@ -55,84 +61,99 @@ class MissingGradients:
         Args:
             final: whose gradients are reduced. units: all of the model, in the same order on every rank.
         """
-        circles: dict[Circle, list[GradientBuffer]] = {}
+        circles: dict[_Circle, list[GradientBuffer]] = {}
         for group in final:
-            circles.setdefault(self._circle(group), []).extend(_buffers(group))
+            if group.gradients is not None:
+                circles.setdefault(self._circle(group), []).append(group.gradients)
         for circle, reduced in circles.items():
-            if circle.is_quiet:
-                circle.pass_over(reduced)
+            if self.tokens.get(circle.ranks) == "":
                 continue
-            groups = [group for unit in units for group in unit.groups if self._circle(group) is circle]
-            # Of meshes of the same ranks each has communicators of its own, and which one a rank met first is its own
-            # affair: the vote runs over those of the first unit.
-            circle.axes = groups[0].main_weight.axes
-            circle.settle(reduced, [buffer for group in groups for buffer in _buffers(group)], self.number)
+            circle.asks = circle.asks or (circle.has_said and circle.all_have_said(self._name_for(circle)))
+            circle.has_said = False
+            if circle.asks:
+                groups = [group for unit in units for group in unit.groups if self._circle(group) is circle]
+                circle.vote(reduced, groups)
+                continue
+            # What is missing here was zeros for the others.
+            for buffer in reduced:
+                if 1 in buffer.binding.missing:
+                    buffer.binding.missing = bytearray(len(buffer.binding.missing))
         self._look()
 
     def _look(self) -> None:
         self.has_question = not all(circle.is_quiet for circle in self._circles.values())
 
-    def _circle(self, group: ParameterGroup) -> Circle:
+    def _name_for(self, circle: _Circle) -> str:
+        return f"{self.tokens.get(circle.ranks)} {self.number}"
+
+    def _circle(self, group: ParameterGroup) -> _Circle:
         mesh = group.spec.mesh
         if mesh not in self._circles:
-            circle = Circle(group, self.tokens)
+            circle = _Circle(group)
             self._circles[mesh] = next((one for one in self._circles.values() if one.ranks == circle.ranks), circle)
         return self._circles[mesh]
 
 
-def _buffers(group: ParameterGroup) -> Iterator[GradientBuffer]:
-    if group.gradients is not None:
-        yield group.gradients
-
-
-class Circle:
+class _Circle:
     """The ranks that reduce some groups together, and how far they are.
 
     Args:
         group: one of them.
 
     Attributes:
-        ranks: of the mesh.
+        has_said: this rank has said of the accumulation under way that it misses gradients. asks: all of them vote at
+            its end in any case.
     """
 
-    def __init__(self, group: ParameterGroup, tokens: Mapping[tuple[int, ...], str]) -> None:
+    def __init__(self, group: ParameterGroup) -> None:
         self.ranks = mesh_ranks(group.spec.mesh)
-        self.axes = group.main_weight.axes
         self.device = group.spec.compute_device
-        self.tokens = tokens
-        # Whether this rank has said for the next accumulation that it misses gradients, or all ask each other at its
-        # end in any case.
-        self.has_said = False
-        self.asks = False
-        self.old_keys: tuple[str, ...] = ()
+        self.has_said = self.asks = False
+        self._old_keys: tuple[str, ...] = ()
 
     @property
     def is_quiet(self) -> bool:
         """Whether nothing is to be found out."""
         return not (self.has_said or self.asks)
 
-    @property
-    def token(self) -> str | None:
-        """The name of the ranks' agreement; None before they agreed, and empty where nobody else can come."""
-        return "" if math.prod(axis.size for axis in self.axes) == 1 else self.tokens.get(self.ranks)
+    def all_have_said(self, name: str) -> bool:
+        """Whether every rank has left word in the accumulation of that name."""
+        # Reductions that are done have waited for every rank, and every rank has spoken before its own.
+        wait_on_host(self.device)
+        store, said, verdict = _store(), f"{name} missing", f"{name} verdict"
+        have_all = store.add(said, 0) == len(self.ranks)
+        # The first look counts for all who look. Who has said nothing does not, but then it is this very answer.
+        found = store.compare_set(verdict, "", "all" if have_all else "some").decode()
+        # Nobody reads the last ones any more: this reduction has waited for all to have begun with it.
+        for key in self._old_keys:
+            store.delete_key(key)
+        self._old_keys = (said, verdict)
+        return bool(found == "all")
 
-    def pass_over(self, reduced: Iterable[GradientBuffer]) -> None:
-        """Go on without asking: what is missing here was zeros for the others."""
-        if self.token != "":
-            _count_as_zeros(reduced)
+    def vote(self, reduced: Sequence[GradientBuffer], groups: Sequence[ParameterGroup]) -> None:
+        """Find out by one small collective which gradients of ``reduced`` are missing on all ranks.
 
-    def settle(self, reduced: Sequence[GradientBuffer], known: Sequence[GradientBuffer], number: int) -> None:
-        """Find out which gradients of ``reduced`` are missing everywhere, in the accumulation of that number."""
-        if self.has_said and not self.asks:
-            self.asks = all_have_said(self, number)
-        if self.asks:
-            ask(self, reduced, known)
-        else:
-            _count_as_zeros(reduced)
-        self.has_said = False
+        Args:
+            groups: all that these ranks reduce. Of meshes of the same ranks each has communicators of its own, and
+                which one a rank met first is its own affair: the vote runs over those of the first group.
+        """
+        wanted = {id(buffer) for buffer in reduced}
+        known = [group.gradients for group in groups if group.gradients is not None]
+        mine = [one if id(buffer) in wanted else 0 for buffer in known for one in buffer.binding.missing]
+        # The maximum of "is there" is whether any rank has it. The last one: whether any misses something.
+        votes = torch.tensor([*(1 - one for one in mine), max(mine, default=0)], dtype=torch.int32, device=self.device)
+        for axis in groups[0].main_weight.axes:
+            all_reduce(votes, axis, "max")
+        *is_there, is_missed = votes.tolist()
+        self.asks = bool(is_missed)
+        for buffer in known:
+            size = len(buffer.binding.missing)
+            mine, is_there = is_there[:size], is_there[size:]
+            if id(buffer) in wanted:
+                buffer.binding.missing = bytearray(1 - one for one in mine)
 
 
-def _count_as_zeros(buffers: Iterable[GradientBuffer]) -> None:
-    for buffer in buffers:
-        if 1 in buffer.binding.missing:
-            buffer.binding.missing = bytearray(len(buffer.binding.missing))
+def _store() -> Any:
+    store = job_store()
+    assert store is not None
+    return store

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -20,23 +19,21 @@ from dbuffer.dtensor.flat_dtensor import FlatDTensor
 from megatron_fsdp.build.ownership import owner_words
 from megatron_fsdp.errors import StateError
 from megatron_fsdp.runtime.lifecycle.make_param_group import adopt_param, materialize_group
-from megatron_fsdp.runtime.step.fsdp_params import ReplacedParam
-
-if TYPE_CHECKING:
-    from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
+from megatron_fsdp.runtime.lifecycle.make_unit import follow_gradients
+from megatron_fsdp.runtime.lifecycle.param_registry import ReplacedParam, override, register, replaced_in
+from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
+from megatron_fsdp.runtime.step.unit import Unit
 
 __all__ = ["admit", "settle"]
 
 
-def admit(group: ParameterGroup, replaced: Sequence[ReplacedParam]) -> None:
+def admit(unit: Unit, group: ParameterGroup) -> None:
     """Use what is registered in the places of a group's parameters for the forward call that begins, or refuse it.
 
     Raises:
         StateError: autograd would leave a gradient there that no rank reduces, or nothing is there.
     """
-    if group.is_untouched and not _is_functional_call():
-        replaced = _adopt(group, replaced)
-    for found in replaced:
+    for found in _not_adopted(unit, group, is_call=True):
         value, place = found.value, _place(group, found)
         if value is None:
             raise StateError(
@@ -56,18 +53,16 @@ def admit(group: ParameterGroup, replaced: Sequence[ReplacedParam]) -> None:
                 f"{place} was replaced after fully_shard, and is sharded over further axes besides: copy the values "
                 "into the parameter, which is a DTensor, instead."
             )
-        group.fsdp_params.module_infos.override(found, _for_compute(group, value))
+        override(group.fsdp_params.module_infos, found, _for_compute(group, value))
 
 
-def settle(group: ParameterGroup, replaced: Sequence[ReplacedParam]) -> None:
+def settle(unit: Unit, group: ParameterGroup) -> None:
     """Let sharded parameters that were assigned take their places, and refuse whatever else is there.
 
     Raises:
         StateError: something else is registered in the place of a parameter.
     """
-    if group.is_untouched:
-        replaced = _adopt(group, replaced)
-    for found in replaced:
+    for found in _not_adopted(unit, group, is_call=False):
         place, value = _place(group, found), found.value
         raise StateError(f"{place} was taken out of its module" if value is None else _replaced(place, value))
 
@@ -110,8 +105,14 @@ def _is_functional_call() -> bool:
     return False
 
 
-def _adopt(group: ParameterGroup, replaced: Sequence[ReplacedParam]) -> Sequence[ReplacedParam]:
-    """Let sharded parameters that users assigned take their places for good; return the rest."""
+def _not_adopted(unit: Unit, group: ParameterGroup, *, is_call: bool) -> Sequence[ReplacedParam]:
+    """Return what else is registered in a group's places.
+
+    Sharded parameters that were assigned before its weights were used take their places for good.
+    """
+    replaced = replaced_in(group.fsdp_params.module_infos)
+    if not replaced or group.freshness.generation or (is_call and _is_functional_call()):
+        return replaced
     adopted = {
         found.index: found.value
         for found in replaced
@@ -129,7 +130,8 @@ def _adopt(group: ParameterGroup, replaced: Sequence[ReplacedParam]) -> Sequence
         adopt_param(group, index, value)
     if was_meta:
         # Materialized parameters were registered over the adopted ones, which are all of them.
-        group.fsdp_params.module_infos.register()
+        register(group.fsdp_params.module_infos)
+        follow_gradients(unit)
     return [found for found in replaced if found.index not in adopted]
 
 
@@ -138,7 +140,7 @@ def _fits(group: ParameterGroup, index: int, value: FlatDTensor) -> bool:
     assert isinstance(param, FlatDTensor)
     return (
         not group.fsdp_params.has_splits
-        and group.fsdp_params.module_infos.num_places(index) == 1
+        and group.fsdp_params.module_infos.indices.count(index) == 1
         and (value.shape, value.dtype, value.device_mesh) == (param.shape, param.dtype, param.device_mesh)
         and not value.is_meta
         and not value._backward_hooks

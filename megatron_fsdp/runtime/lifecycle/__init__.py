@@ -1,1 +1,1 @@
-"""How groups and units are made, converted and materialized, and what is called between steps."""
+"""How groups and units are made and converted, and what is called between steps."""

@@ -10,7 +10,9 @@ from typing import Any
 from torch import nn
 
 from megatron_fsdp.errors import ConfigError
+from megatron_fsdp.runtime.grads.fuse import fuse_linear_layers
 from megatron_fsdp.runtime.lifecycle.module import FSDPModule, sharded_class, unit_of
+from megatron_fsdp.runtime.lifecycle.param_registry import register
 from megatron_fsdp.runtime.lifecycle.state_dict import (
     _after_load_state_dict,
     _before_load_state_dict,
@@ -19,14 +21,33 @@ from megatron_fsdp.runtime.lifecycle.state_dict import (
 from megatron_fsdp.runtime.step.hooks import after_forward, before_forward
 from megatron_fsdp.runtime.step.unit import Unit
 
-__all__ = [
-    "convert",
-    "register_fsdp_forward_method",
-]
+__all__ = ["check_conversion", "convert", "register_fsdp_forward_method"]
+
+
+def check_conversion(modules: Iterable[nn.Module]) -> None:
+    """Raise where a module's class can't be changed, as of a ``ScriptModule``.
+
+    Raises:
+        ConfigError: it names the module.
+    """
+    for module in modules:
+        cls = type(module)
+        try:
+            module.__class__ = sharded_class(cls)  # type: ignore[arg-type]  # classes are hashable
+            module.__class__ = cls
+        except TypeError as error:
+            raise ConfigError(
+                f"{cls.__name__} cannot become an FSDPModule: {error}. Call fully_shard on the module around it, or on "
+                "the nn.Module that it was made from"
+            ) from error
 
 
 def convert(modules: Iterable[nn.Module], unit: Unit) -> None:
-    """Make the modules ``FSDPModule``s of ``unit`` and install the hooks."""
+    """Register the unit's parameters, and make the modules ``FSDPModule``s with hooks; after ``check_conversion``."""
+    for group in unit.groups:
+        if group.spec.fuses_weight_gradients:
+            fuse_linear_layers(group.owned)
+        register(group.fsdp_params.module_infos)
     for module in modules:
         module.__class__ = sharded_class(type(module))  # type: ignore[arg-type]  # classes are hashable
         module._fsdp_unit = unit  # type: ignore[assignment]  # not a submodule or tensor: lands in the instance dictionary

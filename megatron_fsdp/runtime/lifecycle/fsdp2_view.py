@@ -10,37 +10,35 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
-__all__ = ["StateNames", "show_state", "state_to_come"]
+from megatron_fsdp.runtime.step.unit import Unit, WeightState
+
+__all__ = ["show_state", "state_to_come"]
 
 
-class StateNames:
-    """FSDP2's private names of a unit, which has no more of that state than these; mixed into ``Unit``."""
+class _ParamGroupNames:
+    """FSDP2's private names of a parameter group, for a unit."""
 
-    @property
-    def _fsdp_param_group(self) -> StateNames | None:
-        """This object too: it has the names that are asked of a parameter group."""
-        unit: Any = self
-        return self if unit.groups else None
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit.reference
 
     @property
     def _reshard_after_forward(self) -> bool:
-        unit: Any = self
-        released: bool = unit.schedule.reshards_after_forward(unit)
-        return released
+        unit = self._unit()
+        return unit is not None and unit.schedule.reshards_after_forward(unit)
 
     @property
     def _training_state(self) -> TrainingState:
         if torch._C._current_graph_task_id() != -1:
             return TrainingState.PRE_BACKWARD
-        unit: Any = self
-        return TrainingState.IDLE if unit.weight_state.value == "sharded" else TrainingState.FORWARD
+        unit = self._unit()
+        is_idle = unit is None or unit.weight_state is WeightState.SHARDED
+        return TrainingState.IDLE if is_idle else TrainingState.FORWARD
 
 
 class _StateToCome:
@@ -52,9 +50,10 @@ class _StateToCome:
         self._training_state = TrainingState.IDLE
 
 
-def show_state(unit: StateNames, modules: Iterable[nn.Module]) -> None:
-    """Let PyTorch's table of module states, which holds nothing alive, have the unit for its modules."""
-    for module in modules:
+def show_state(unit: Unit, modules: Iterable[nn.Module], *, in_table: bool) -> None:
+    """Give a unit FSDP2's private names, and let PyTorch's table of states, which holds nothing alive, have it, too."""
+    unit._fsdp_param_group = _ParamGroupNames(unit) if unit.groups else None
+    for module in modules if in_table else ():
         _module_state_mapping[module] = weakref.ref(unit)  # type: ignore[arg-type]
 
 

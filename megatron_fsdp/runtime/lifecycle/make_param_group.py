@@ -1,77 +1,86 @@
-"""How parameter groups are made, and what becomes of one between steps."""
+"""How parameter groups and their parameters are made, and what becomes of them between steps."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from dbuffer import FlatDTensor, Plan
+from dbuffer import DBuffer, FlatDTensor, Plan
+from dbuffer.dtensor.flat_dtensor import rebind, refuse_uses
 from megatron_fsdp.build.builder import GroupSpec
 from megatron_fsdp.build.ownership import OwnedParameter, mark_owned
 from megatron_fsdp.errors import ConfigError, StateError
-from megatron_fsdp.policy.precision import GradDtype, MixedPrecisionPolicy, grad_dtype_of, set_grad_dtype
-from megatron_fsdp.runtime.grads.fuse import fuse_linear_layers
+from megatron_fsdp.policy.precision import grad_dtype_of, set_grad_dtype
+from megatron_fsdp.runtime.grads.gradient_spec import GradientSpec
 from megatron_fsdp.runtime.grads.invariant_reduction import InvariantGradients
 from megatron_fsdp.runtime.grads.late_gradients import LateGradients, packs_late
-from megatron_fsdp.runtime.lifecycle.make_fsdp_params import adopt, make_fsdp_params
+from megatron_fsdp.runtime.grads.packed_gradients import PackedGradients
+from megatron_fsdp.runtime.lifecycle.param_registry import make_module_infos, register, registered
+from megatron_fsdp.runtime.step.cuda_lane import turns
 from megatron_fsdp.runtime.step.freshness import Freshness
-from megatron_fsdp.runtime.step.gradients import GradientBuffer
+from megatron_fsdp.runtime.step.fsdp_params import FSDPParams, gradient_hook
 from megatron_fsdp.runtime.step.lanes import join_lanes
-from megatron_fsdp.runtime.step.parameter_group import ParameterGroup, note_group
-from megatron_fsdp.runtime.step.reduction import GradientSpec, ReduceFunction
-from megatron_fsdp.runtime.step.weight_buffers import WeightBuffers
+from megatron_fsdp.runtime.step.parameter_group import ParameterGroup, WeightBuffers, note_group
+from megatron_fsdp.runtime.step.reduction import ReduceFunction
+from megatron_fsdp.runtime.step.weight_handle import WeightHandle, handle_of
 from megatron_fsdp.runtime.weights.extension_hooks import ExtensionWeights, make_extension_params
+from megatron_fsdp.runtime.weights.gathered_weight import KINDS, GatheredWeight
 from megatron_fsdp.runtime.weights.packed_weights import PackedWeights
+from megatron_fsdp.runtime.weights.param_layout import is_laid_out_like, laid_out
+from megatron_fsdp.runtime.weights.sharded_weights import ShardedWeights
+from megatron_fsdp.runtime.weights.stale_weights import STALE, mark_gathered, mark_replaced
 
 __all__ = [
     "adopt_param",
-    "follow_requires_grad",
     "forget_originals",
-    "leave_gradients",
-    "make_gradients_as",
+    "make_gradients",
     "make_param_group",
     "materialize_group",
+    "readopt",
     "rebuild",
-    "rename_group",
     "set_divisor",
     "set_reduction",
+    "set_requires_grad",
+    "shown_over",
 ]
-
-_WEIGHTS = (WeightBuffers, PackedWeights)
 
 
 def make_param_group(owned: Sequence[OwnedParameter], plan: Plan, spec: GroupSpec, name: str) -> ParameterGroup:
-    """Return the group of some parameters: their buffers, filled with their values, and what modules show of them."""
-    if spec.fuses_weight_gradients:
-        fuse_linear_layers(owned)
+    """Return the group of some parameters, filled with their values; ``register`` of its parameters is left to do."""
     group = ParameterGroup(owned, plan, spec, name)
     # Before the buffers: their memory goes back to an allocator that knows nothing of lanes.
     weakref.finalize(group, join_lanes).atexit = False
-    build(group, spec)
+    _build(group, spec)
     if not spec.is_meta:
         group.weights.fill([parameter.local_tensor for parameter in owned])
     return group
 
 
-def build(group: ParameterGroup, spec: GroupSpec, params: Sequence[nn.Parameter] = ()) -> None:
-    """Make the buffers and the parameters of a group."""
-    group.spec = spec
+def _build(group: ParameterGroup, spec: GroupSpec, params: Sequence[nn.Parameter] = ()) -> None:
+    """Make the buffers and the parameters of a group.
+
+    Args:
+        params: sharded parameters that stay the same objects, over other memory.
+    """
+    group.spec, group.is_meta = spec, spec.is_meta
     if group.owned[0].extension is None:
-        group.weights = _WEIGHTS[spec.dtypes.gather is not None](group.plan, spec, group.name)
-        group.fsdp_params = make_fsdp_params(group.owned, group.main_weight, group.gathered, group, params)
+        weights = (ShardedWeights if spec.dtypes.gather is None else PackedWeights)(group.plan, spec, group.name)
+        group.fsdp_params = _make_params(group.owned, weights, params)
     else:
         weights = ExtensionWeights(group.owned[0], group.plan, spec, group.name)
-        group.weights, group.fsdp_params = weights, make_extension_params(group.owned, weights, group)
+        group.fsdp_params = make_extension_params(group.owned, weights)
+    group.weights, group.main_weight = weights, weights.main
+    group.model_weight, group.gathered = weights.model, weights.gathered
+    _attach_params(group)
     group.weights.keeps_gathered = spec.keeps_gathered
-    group.parameters = dict(zip((each.name for each in group.owned), group.fsdp_params.sharded_params, strict=True))
-    for owned, param in zip(group.owned, group.fsdp_params.sharded_params, strict=True):
-        note_group(param, group)
-        set_grad_dtype(param, owned.grad_dtype)
-        mark_owned(param, group.name, owned.name)
+    _note_params(group)
     if group.weights.remainder is not None:
         group.weights.remainder.watch(group.fsdp_params.sharded_params)
     group.rests_whole = group.weights.rests_whole
@@ -82,9 +91,101 @@ def build(group: ParameterGroup, spec: GroupSpec, params: Sequence[nn.Parameter]
     group.gradients = None
     if any(param.requires_grad for param in group.fsdp_params.sharded_params):
         make_gradients(group)
-    group.fsdp_params.module_infos.register()
     group.freshness = Freshness(group.fsdp_params.counted)
-    group.refreshes_locally = group.weights.refreshes_locally
+
+
+def _make_params(owned: Sequence[OwnedParameter], weights: WeightBuffers, known: Sequence[nn.Parameter]) -> FSDPParams:
+    main_weight = weights.main
+
+    def resting(index: int) -> DTensor:
+        rows, split = main_weight.get_dtensor(index), owned[index].split
+        return rows if split is None else split.resting(rows)
+
+    sharded = [_standing_for(each, resting(index), each.parameter.requires_grad) for index, each in enumerate(owned)]
+    for old, new in zip(known, sharded, strict=True) if known else ():
+        assert isinstance(old, FlatDTensor)
+        assert isinstance(new, FlatDTensor)
+        rebind(old, new)
+    unsharded = []
+    for index, each in enumerate(owned):
+        # .data gives the view a version counter of its own. Gathering again must not look to autograd like a change
+        # of the tensors it saved: the values are the same.
+        view = weights.gathered.get_local_tensor(index).data
+        kind = GatheredWeight if each.split is None else nn.Parameter
+        unsharded.append(_standing_for(each, view if each.split is None else each.split.gathered(view), False, kind))
+        mark_gathered(unsharded[-1], each.name)
+    return FSDPParams(owned, main_weight, list(known) or sharded, unsharded, resting, KINDS)
+
+
+def _attach_params(group: ParameterGroup) -> None:
+    """Let the gathered parameters belong to their group, which gets their gradients, and find where they belong."""
+    params, reference = group.fsdp_params, weakref.ref(group)
+    for owned, weight in zip(params.owned, params.unsharded_params, strict=True):
+        weight._fsdp_handle = WeightHandle(reference, owned.name)  # type: ignore[attr-defined]
+    params.module_infos = make_module_infos(params.owned, params.sharded_params, params.unsharded_params)
+    _follow_locals(params)
+    for index, owned in enumerate(params.owned):
+        set_requires_grad(params, index, owned.parameter.requires_grad)
+
+
+def set_requires_grad(params: FSDPParams, index: int, requires_grad: bool) -> None:
+    """Make the unsharded parameter require a gradient, and hear of it, or not."""
+    used = params.unsharded_params[index]
+    used.requires_grad_(requires_grad)
+    params.required[index] = requires_grad
+    if requires_grad and not used._post_accumulate_grad_hooks:
+        # Streams take turns: there each one has to be seen.
+        can_wait = params.waits[index] and turns(used.device) is None
+        hook = gradient_hook(handle_of(used).group, index, params.begun if can_wait else [False], params.came)
+        torch.Tensor.register_post_accumulate_grad_hook(used, hook)  # type: ignore[no-untyped-call]  # torch's stub
+
+
+def _follow_locals(params: FSDPParams) -> None:
+    """Count changes of the tensors that the sharded parameters lie in now."""
+    # Every in-place operator on a sharded parameter changes the version of the rows below it.
+    locals_ = [param._local_tensor for param in params.sharded_params if isinstance(param, DTensor)]
+    params.counted[:] = [params.main_weight.local_buffer, *locals_]
+
+
+def _standing_for(
+    owned: OwnedParameter, value: torch.Tensor, requires_grad: bool, kind: type[nn.Parameter] = nn.Parameter
+) -> nn.Parameter:
+    """Return a parameter with the attributes that users set on the one that it stands for."""
+    param = kind(value, requires_grad=requires_grad)
+    for name, attribute in vars(owned.parameter).items():
+        if name != STALE:
+            setattr(param, name, attribute)
+    return param
+
+
+def _note_params(group: ParameterGroup) -> None:
+    """Let the sharded parameters be found by name, and the group by them; refuse what would have no effect on them."""
+    params = group.fsdp_params.sharded_params
+    group.parameters = dict(zip((each.name for each in group.owned), params, strict=True))
+    for owned, param, weight in zip(group.owned, params, group.fsdp_params.unsharded_params, strict=True):
+        note_group(param, group)
+        mark_owned(param, group.name, owned.name)
+        handle = handle_of(weight)
+        refuse_uses(param, hook=partial(_no_hooks, handle), convert=partial(_no_conversion, handle))
+        if grad_dtype_of(param) == "own":
+            set_grad_dtype(param, owned.grad_dtype)
+
+
+def _no_hooks(handle: WeightHandle) -> str:
+    return (
+        f"{handle.words}: register_hook on a sharded parameter would never be called, as autograd knows the gathered "
+        "weights alone. Use register_post_accumulate_grad_hook(hook): it gets the parameter when .grad, the gradient "
+        "averaged over ranks, is there, and may change that in place."
+    )
+
+
+def _no_conversion(handle: WeightHandle) -> str:
+    return (
+        f"{handle.words}: .to(), .float(), .half() and the like of a module inside of the unit, whose parameters share "
+        "one buffer, so one of them cannot have another dtype or device than the rest. Convert the module before "
+        "fully_shard, or the whole model after it; MixedPrecisionPolicy chooses the dtypes of compute and gradients; a "
+        "fully_shard of its own makes the module a unit."
+    )
 
 
 def make_gradients(group: ParameterGroup) -> None:
@@ -94,7 +195,7 @@ def make_gradients(group: ParameterGroup) -> None:
         spec.compute_device, spec.is_offloaded, spec.is_pinned, spec.fuses_weight_gradients, dtypes.accumulate
     )  # fmt: skip
     like = GradientSpec(spec.placements, dtypes.reduce, dtypes.main_grad, spec.divisor, *rest)
-    make = LateGradients if packs_late(like, group.fsdp_params) else GradientBuffer
+    make = LateGradients if packs_late(like, group.fsdp_params) else PackedGradients
     if dtypes.reduction is not None:
         make = InvariantGradients
     group.gradients = make(group.main_weight, like, group.fsdp_params)
@@ -106,28 +207,6 @@ def make_gradients(group: ParameterGroup) -> None:
             param.grad_dtype = None
 
 
-def make_gradients_as(group: ParameterGroup, policy: MixedPrecisionPolicy, grad_dtype: GradDtype) -> None:
-    """Make other gradient buffers, of the dtypes that are asked for; before any gradient came."""
-    if group.gradients is not None:
-        group.spec = replace(group.spec, dtypes=policy.with_gradients(group.spec.dtypes, grad_dtype))
-        make_gradients(group)
-
-
-def check_main_dtype(group: ParameterGroup, index: int) -> None:
-    """Refuse to train a parameter whose main weight has not the dtype that the policy wants.
-
-    Raises:
-        StateError: it has not.
-    """
-    wanted = group.owned[index].trained_main_dtype
-    if wanted is not None and wanted is not group.spec.dtypes.main:
-        raise StateError(
-            f"unit {group.name!r}: parameter {group.owned[index].name!r} was frozen when it was sharded, so it has "
-            f"no main weight of {wanted}. Call fully_shard while it is trainable, and freeze it afterwards; or "
-            f"leave main_params_dtype None."
-        )
-
-
 def materialize_group(group: ParameterGroup) -> None:
     """Allocate the buffers of a group that was built from meta parameters, with zeros; no-op for any other.
 
@@ -136,7 +215,28 @@ def materialize_group(group: ParameterGroup) -> None:
     if group.is_meta:
         for owned, param in zip(group.owned, group.fsdp_params.sharded_params, strict=True):
             owned.parameter.requires_grad_(param.requires_grad)
-        build(group, replace(group.spec, is_meta=False))
+        _build(group, replace(group.spec, is_meta=False))
+        register(group.fsdp_params.module_infos)
+
+
+def rebuild(group: ParameterGroup, spec: GroupSpec) -> None:
+    """Make other buffers, with undefined content, under the parameters, which stay the same objects."""
+    _build(group, spec, group.fsdp_params.sharded_params)
+    register(group.fsdp_params.module_infos)
+
+
+def forget_originals(group: ParameterGroup) -> None:
+    """Let go of the parameters that the group was built from: their memory is the whole unit's."""
+    for owned, param in zip(group.owned, group.fsdp_params.sharded_params, strict=True):
+        mark_owned(owned.parameter, group.name, owned.name)
+        mark_replaced(owned.parameter, owned.name)
+        if not group.is_meta:
+            owned.parameter = param
+            if owned.extension is not None:
+                owned.extension = owned.extension.emptied()
+
+
+# ---------------------------------------------------------------- how gradients are reduced
 
 
 def set_divisor(group: ParameterGroup, divisor: float) -> None:
@@ -154,79 +254,95 @@ def set_reduction(
     Raises:
         ConfigError: a replacement, or a hook, where the policy has the engine add up itself.
     """
-    if group.spec.dtypes.reduction is not None and (hook is not None or function is not None):
+    dtypes = group.spec.dtypes
+    if dtypes.reduction is not None and (hook is not None or function is not None):
         raise ConfigError(
             f"unit {group.name!r}: a custom reduce-scatter and a hook on reduced gradients have an order of their own, "
-            f"but the policy says reduction={group.spec.dtypes.reduction!r}; give one of the two"
+            f"but the policy says reduction={dtypes.reduction!r}; give one of the two"
         )
-    if function is not None and group.spec.dtypes.accumulate is not None:
+    if function is not None and dtypes.accumulate is not None:
         raise ConfigError(
             f"unit {group.name!r}: a custom reduce-scatter adds up by itself, but the policy says "
-            f"accumulate_dtype={group.spec.dtypes.accumulate}; give one of the two"
+            f"accumulate_dtype={dtypes.accumulate}; give one of the two"
         )
     group.reduce_hook, group.reduce_function = hook or group.reduce_hook, function or group.reduce_function
     if group.gradients is not None:
         group.gradients.reduction.hook, group.gradients.reduction.function = group.reduce_hook, group.reduce_function
 
 
-def forget_originals(group: ParameterGroup) -> None:
-    """Let go of the parameters that the group was built from: their memory is the whole unit's."""
-    if not group.is_meta:
-        for owned, param in zip(group.owned, group.fsdp_params.sharded_params, strict=True):
-            owned.parameter = param
-            if owned.extension is not None:
-                owned.extension = owned.extension.emptied()
-
-
-def rebuild(group: ParameterGroup, spec: GroupSpec) -> None:
-    """Make other buffers, with undefined content, under the parameters, which stay the same objects."""
-    build(group, spec, group.fsdp_params.sharded_params)
-
-
-def rename_group(group: ParameterGroup, name: str) -> None:
-    """Take another unit name, for messages."""
-    group.name = name
-    group.weights.rename(name)
-    if group.gradients is not None:
-        group.gradients.rename(name)
+# ---------------------------------------------------------------- parameters that users register or load
 
 
 def adopt_param(group: ParameterGroup, index: int, value: FlatDTensor) -> None:
     """Make a sharded tensor parameter ``index``: its values, and the object itself, over this group's memory."""
-    adopt(group.fsdp_params, index, value)
-    param = group.fsdp_params.sharded_params[index]
-    if grad_dtype_of(param) == "own":
-        set_grad_dtype(param, group.owned[index].grad_dtype)
-    group.parameters = dict(zip((each.name for each in group.owned), group.fsdp_params.sharded_params, strict=True))
-    group.owned[index].parameter = param
-    note_group(param, group)
-    mark_owned(param, group.name, group.owned[index].name)
+    params, owned = group.fsdp_params, group.owned[index]
+    old, resting = params.sharded_params[index], params.resting(index)
+    assert isinstance(old, FlatDTensor)
+    assert isinstance(resting, FlatDTensor)
+    with torch.no_grad():
+        values = value if is_laid_out_like(value, old) else laid_out(params, old, value.detach())
+        # Who kept the old parameter keeps its values.
+        rebind(old, old.with_local(old._local_tensor.clone()))
+        resting._local_tensor.copy_(values._local_tensor)
+        rebind(value, resting)
+    mark_replaced(old, owned.name)
+    owned.parameter = params.sharded_params[index] = value  # type: ignore[call-overload, assignment]  # it says that it is a parameter
+    _follow_locals(params)
+    params.module_infos = make_module_infos(params.owned, params.sharded_params, params.unsharded_params)
+    _note_params(group)
     if group.gradients is not None:
-        group.gradients.binding.replace(index, param)
+        group.gradients.binding.replace(index, owned.parameter)
     group.freshness.change()
 
 
-def follow_requires_grad(group: ParameterGroup, changed: Iterable[int]) -> None:
-    """Take notice of parameters that were frozen or unfrozen.
+def readopt(group: ParameterGroup) -> bool:
+    """Copy values back where a registered parameter or its tensor was replaced; tell whether any was.
 
     Raises:
-        StateError: an unfrozen parameter has no main weight of the dtype that the policy wants.
+        StateError: the replacement has another shape, dtype or device.
     """
-    for index in changed:
-        trained = group.fsdp_params.sharded_params[index].requires_grad
-        if trained and group.gradients is None:
-            check_main_dtype(group, index)
-            make_gradients(group)
-        assert group.gradients is not None
-        group.fsdp_params.set_requires_grad(index, trained)
-        group.gradients.binding.trained[index] = trained
+    params, is_changed = group.fsdp_params, False
+    for index, param in enumerate(params.sharded_params):
+        current, mine = registered(params.module_infos, index), params.main_weight.get_local_tensor(index)
+        if current is None or (current is param and (params.subclass or _lies_in(param, mine))):
+            continue
+        name = f"unit {group.name!r}: parameter {params.owned[index].name!r}"
+        if params.subclass:
+            raise StateError(
+                f"{name}, a {params.subclass}, was replaced; replace it before fully_shard, or copy values into it"
+            )
+        if (current.shape, current.dtype, current.device) != (param.shape, mine.dtype, mine.device):
+            raise StateError(
+                f"{name} was replaced by {current.dtype} {tuple(current.shape)} on {current.device}; its buffer holds "
+                f"{mine.dtype} {tuple(param.shape)} on {mine.device}. Change dtype or device before fully_shard, or "
+                "use MixedPrecisionPolicy."
+            )
+        with torch.no_grad():
+            rows = current if is_laid_out_like(current, param) else laid_out(params, param, current)
+            assert isinstance(rows, DTensor)
+            mine.view(-1).copy_(rows.to_local().reshape(-1))
+            param.data = params.resting(index)
+        _follow_locals(params)
+        if current is not param:
+            param.grad = None  # A parameter that is loaded by assign=True brings no gradient.
+        is_changed = True
+    register(params.module_infos)
+    return is_changed
 
 
-def leave_gradients(group: ParameterGroup) -> bool:
-    """Let whoever took gradients before ``zero_grad`` have their memory; return whether somebody did."""
-    assert group.gradients is not None
-    group.gradients.binding.dropped()
-    if group.gradients.binding.is_taken:
-        make_gradients(group)
-        return True
-    return False
+def _lies_in(param: torch.Tensor, rows: torch.Tensor) -> bool:
+    return isinstance(param, DTensor) and param.to_local().data_ptr() == rows.data_ptr()
+
+
+@contextmanager
+def shown_over(params: FSDPParams, values: DBuffer) -> Iterator[None]:
+    """Register parameters over another buffer of the same plan, inside the block, in place of the sharded ones."""
+    shown = [
+        _standing_for(owned, params.wrap(index, values.get_dtensor(index)), param.requires_grad)
+        for index, (owned, param) in enumerate(zip(params.owned, params.sharded_params, strict=True))
+    ]
+    register(make_module_infos(params.owned, shown, params.unsharded_params))
+    try:
+        yield
+    finally:
+        register(params.module_infos)

@@ -4,28 +4,22 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
 from megatron_fsdp.errors import ConfigError, StateError
-from megatron_fsdp.runtime.guards.refusals import refuse_ddp
+from megatron_fsdp.policy.slots import SlotChoice
 from megatron_fsdp.runtime.lifecycle.conversion import apply_to_group
 from megatron_fsdp.runtime.lifecycle.make_param_group import set_divisor, set_reduction
+from megatron_fsdp.runtime.lifecycle.make_unit import follow_gradients
+from megatron_fsdp.runtime.lifecycle.param_registry import hide, unhide
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
+from megatron_fsdp.runtime.step.root_types import Backwards
 from megatron_fsdp.runtime.step.unit import Unit, WeightState, alive, is_in_backward, units_below
-from megatron_fsdp.runtime.weights.memory_slots import (
-    SlotChoice,
-    communicator_has_memory,
-    keep_gathered,
-    reshard_to,
-    use_slots,
-)
-
-if TYPE_CHECKING:
-    from megatron_fsdp.runtime.step.backward import Backward
+from megatron_fsdp.runtime.weights.memory_slots import communicator_has_memory, keep_gathered, reshard_to, use_slots
 
 __all__ = [
     "FSDPModule",
@@ -37,8 +31,6 @@ __all__ = [
 ]
 
 _innermost_transform = torch._C._functorch.peek_interpreter_stack
-
-T = TypeVar("T")
 
 
 class GradientReductionHandle:
@@ -53,7 +45,7 @@ class GradientReductionHandle:
         optimizer.step()
     """
 
-    def __init__(self, backward: Backward | None) -> None:
+    def __init__(self, backward: Backwards | None) -> None:
         self._backward = None if backward is None else weakref.ref(backward)
         if backward is not None:
             backward.start_reductions()
@@ -111,8 +103,15 @@ class FSDPModule:
     """
 
     _fsdp_unit: Unit
-    # DDP asks for it before it broadcasts the first rank's parameters over everybody's shards.
-    _ddp_params_and_buffers_to_ignore = property(refuse_ddp)
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
+        """What DDP asks for before it broadcasts the first rank's parameters over all ranks' shards."""
+        raise ConfigError(
+            f"{type(self).__name__} is sharded and reduces its gradients itself, so DistributedDataParallel cannot be "
+            "around it: train the module as it is. With accelerate, hand optimizer and data loader to "
+            "Accelerator.prepare without the model, or give it the whole model inside of accelerate_fsdp2()"
+        )
 
     def __new__(cls, *args: Any, **options: Any) -> Any:
         """Make a plain module of the original class: what ``sequential[:2]`` calls its own class for is no unit."""
@@ -133,8 +132,8 @@ class FSDPModule:
             StateError: something else is registered in the place of a parameter.
         """
         unit = unit_of(self)
-        unit.settle_replaced_params()
-        unit.schedule.gather_afresh(unit)
+        unit.schedule.settle_replaced_params(unit)
+        _gather_afresh(unit)
         handle = UnshardHandle(unit)
         if async_op:
             return handle
@@ -222,7 +221,7 @@ class FSDPModule:
 
     def _check_root(self, method: str) -> None:
         unit = unit_of(self)
-        root = unit.schedule.root
+        root = unit.schedule.root_ref()
         if root is not unit:
             found = "another module" if root is None else repr(root.name)
             raise StateError(f"unit {unit.name!r}: {method}() is the root's to call, which is {found}")
@@ -354,7 +353,7 @@ class FSDPModule:
         unit = unit_of(self)
         if not enable:
             use_slots(unit, SlotChoice(unit.slots.sizing if unit.slots.source == "device" else None))
-        elif any(communicator_has_memory(group.main_weight.axes, group.spec.device) for group in unit.groups):
+        elif communicator_has_memory(unit):
             use_slots(unit, SlotChoice(unit.slots.sizing or "by_size", "communicator"))
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
@@ -375,7 +374,11 @@ class FSDPModule:
                     # In one pass, before nn.Module asks each of them.
                     group.gradients.binding.clear()
                 elif each.weight_state is WeightState.UNSHARDED:
-                    _zero_grad(group.fsdp_params.sharded_params, set_to_none=set_to_none)
+                    for parameter in group.fsdp_params.sharded_params:
+                        if parameter.grad is not None and not set_to_none:
+                            parameter.grad.zero_()
+                        elif parameter.grad is not None:
+                            parameter.grad = None
         super().zero_grad(set_to_none)  # type: ignore[misc]  # of nn.Module, which comes next in every class of ours
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
@@ -391,19 +394,18 @@ class FSDPModule:
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         # The module's own parameters stay in their buffers; everything else is handled as in any module.
         unit = unit_of(self)
-        unit.settle_replaced_params()
+        unit.schedule.settle_replaced_params(unit)
         unit.schedule.reshard(unit)
-        for group in unit.groups:
-            group.fsdp_params.module_infos.hide()
+        hidden = [(infos, hide(infos)) for infos in (group.fsdp_params.module_infos for group in unit.groups)]
         try:
             result = super()._apply(fn, recurse)  # type: ignore[misc]
             for group in unit.groups:
-                apply_to_group(group, fn, is_awaited=any(unit.outstanding_calls()))
+                apply_to_group(group, fn, is_awaited=any(call() is not None for call in unit.calls))
         finally:
-            for group in unit.groups:
-                group.fsdp_params.module_infos.unhide()
+            for infos, places in hidden:
+                unhide(infos, places)
             # A group that was on the meta device, or of another dtype, has other gradient buffers now.
-            unit.follow_gradients()
+            follow_gradients(unit)
         return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
@@ -420,12 +422,15 @@ class FSDPModule:
         )
 
 
-def _zero_grad(parameters: Iterable[torch.Tensor], *, set_to_none: bool) -> None:
-    for parameter in parameters:
-        if parameter.grad is not None and not set_to_none:
-            parameter.grad.zero_()
-        elif parameter.grad is not None:
-            parameter.grad = None
+def _gather_afresh(unit: Unit) -> None:
+    """Issue a gather of the main weights as they are now, unless what is gathered is that and was asked for."""
+    if unit.weight_state is not WeightState.SHARDED and (
+        unit.is_stale() or not all(group.fsdp_params.module_infos.shows_gathered for group in unit.groups)
+    ):
+        unit.schedule.reshard(unit)
+    for group in unit.groups:
+        group.freshness.suspect()
+    unit.schedule.start_gather(unit, check=True)
 
 
 # The name that this project's interface has for the class, beside FSDP2's.

@@ -9,10 +9,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from dbuffer.dtensor import FlatDTensor
-from megatron_fsdp.runtime.lifecycle.make_fsdp_params import readopt
-from megatron_fsdp.runtime.lifecycle.param_layout import is_laid_out_like, laid_out
+from megatron_fsdp.runtime.lifecycle.make_param_group import readopt
+from megatron_fsdp.runtime.lifecycle.make_unit import materialize_unit
 from megatron_fsdp.runtime.step.parameter_group import group_of_parameter
 from megatron_fsdp.runtime.step.unit import Unit, units_below
+from megatron_fsdp.runtime.weights.param_layout import is_laid_out_like, laid_out
 
 
 def _before_state_dict(unit: Unit, module: nn.Module, prefix: str, keep_vars: bool) -> None:
@@ -22,7 +23,7 @@ def _before_state_dict(unit: Unit, module: nn.Module, prefix: str, keep_vars: bo
 def _before_load_state_dict(unit: Unit, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     for below in units_below(module):
         # What was assigned in the place of a parameter is what the values are for.
-        below.settle_replaced_params()
+        below.schedule.settle_replaced_params(below)
         below.schedule.reshard(below)
     _materialize_for(module, prefix, state_dict)
     # Whole tensors, and DTensors that torch.distributed.tensor cut, are brought into the rows of each rank.
@@ -46,11 +47,11 @@ def _materialize_for(module: nn.Module, prefix: str, state_dict: dict[str, Any])
     for unit in units_below(module):
         params = [param for group in unit.groups for param in group.parameters.values()]
         if any(group.is_meta for group in unit.groups) and all(names.get(id(param)) in state_dict for param in params):
-            unit.materialize()
+            materialize_unit(unit)
 
 
 def _after_load_state_dict(unit: Unit, *_: Any) -> None:
     for group in unit.groups:
         # Copy values back where a parameter was replaced (``assign=True``).
-        if readopt(group.fsdp_params, group.name):
+        if readopt(group):
             group.freshness.change()

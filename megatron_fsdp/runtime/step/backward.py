@@ -1,7 +1,7 @@
 """Backward: how a backward passes through the units of one root, from the first hook that it calls to final gradients.
 
 Autograd says when it reaches an output of a unit's call (``before_backward``), when it is about to read weights
-(``before_reading``) and when a gradient is there (``gradient_arrived``). From that follows which units it has left:
+(``before_reading``) and when gradients begin to come (``begin_gradients``). From that follows which units it has left:
 they are closed, which is where their gradients are reduced, and released (docs/design/order.md, "Backward").
 """
 
@@ -14,27 +14,22 @@ from collections.abc import Callable, Iterable
 from typing import NoReturn
 
 import torch
-from torch import nn
 
 from dbuffer.events import listeners, tell
-from megatron_fsdp.errors import AgreementError, StateError
-from megatron_fsdp.runtime.grads.last_reductions import LastReductions
-from megatron_fsdp.runtime.guards.asked_gradients import refuse_gathered
-from megatron_fsdp.runtime.guards.missing_gradients import MissingGradients
-from megatron_fsdp.runtime.guards.step_between import refuse_stepped
-from megatron_fsdp.runtime.guards.withheld import refuse_reads
+from megatron_fsdp.errors import AgreementError
+from megatron_fsdp.runtime.step.cuda_lane import turns
 from megatron_fsdp.runtime.step.freshness import MOMENTS
 from megatron_fsdp.runtime.step.grad_state import GradState
 from megatron_fsdp.runtime.step.gradients import GradientBuffer
-from megatron_fsdp.runtime.step.lanes import join_lanes, turns
+from megatron_fsdp.runtime.step.lanes import join_lanes
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
 from megatron_fsdp.runtime.step.schedule import Schedule
 from megatron_fsdp.runtime.step.unit import Call, Unit, alive, is_in_backward
 
-__all__ = ["Backward", "InFlight"]
+__all__ = ["Backward", "InFlight", "Pass"]
 
 
-class _Pass:
+class Pass:
     """One backward.
 
     Attributes:
@@ -63,10 +58,12 @@ class _Pass:
 
     def enter_call(self, call: Call, unit: Unit) -> None:
         """Come to a call of a unit."""
-        first = self.entered.get(id(unit))
+        key = id(unit)
+        first = self.entered.get(key)
         if first is None or call.begin < first.begin:
-            self.entered[id(unit)] = call
-        self.enter(unit)
+            self.entered[key] = call
+        self.active[key] = unit.reference
+        self.closed.discard(key)
 
     def latest_first(self) -> list[Unit]:
         """Return the units that backward is in, inner ones before those around them, in one order on every rank."""
@@ -75,14 +72,6 @@ class _Pass:
     def _begin(self, unit: Unit) -> int:
         first = self.entered.get(id(unit))
         return 0 if first is None else first.begin
-
-    def is_inside(self, unit: Unit) -> bool:
-        """Whether backward is in a call that it has come to in the graph under way, or comes to one computed again."""
-        repeated = self.repeated.get(id(unit))
-        if repeated is not None and not repeated.entered:
-            return True
-        first = self.entered.get(id(unit))
-        return first is not None and id(unit) in self.active and first.task <= torch._C._current_graph_task_id()
 
 
 class Backward:
@@ -105,11 +94,11 @@ class Backward:
         self.is_manual = self.is_unfinished = False
         self.awaited: Callable[[str], NoReturn] | None = None
         self._schedule = schedule
-        self._pass: _Pass | None = None
+        self._pass: Pass | None = None
         self._has_sums = False
         self._reducing = InFlight()
-        self._last = LastReductions()
-        self._missing = MissingGradients(schedule.first_use.tokens)
+        self._guards = schedule.guards
+        self._last, self._missing = self._guards.last, self._guards.missing
         for unit in schedule.units():
             unit.backward = self
 
@@ -119,21 +108,15 @@ class Backward:
 
     # ------------------------------------------------------------------ begin, raise
 
-    def begin(self, *, packs: bool = False) -> _Pass:
-        """Note that a backward is under way.
-
-        Args:
-            packs: gradients are about to be packed; make room for one more buffer, oldest first.
-        """
+    def begin(self) -> Pass:
+        """Note that a backward is under way."""
         now = self._pass
         if now is None or now.ending() is None:
             self.recover()
             self.number += 1
             self.is_under_way = True
-            self._pass = now = _Pass(self._follow_task())
+            self._pass = now = Pass(self._follow_task())
             self._settle()
-        if packs:
-            self._reducing.drain(self.max_packed_buffers - 1)
         return now
 
     def _follow_task(self) -> weakref.ref[functools.partial[None]]:
@@ -211,17 +194,15 @@ class Backward:
             tell("enter", call)
         unit = call.unit
         if torch.is_grad_enabled():
-            raise StateError(
-                f"unit {unit.name!r}: backward with create_graph=True is not supported: the recorded graph would "
-                "use released weights. Keep the module whose second derivatives are wanted unsharded."
-            )
+            self._guards.refuse_recorded(unit)
         if call.moment != MOMENTS[0]:
-            refuse_stepped(call)
+            self._guards.refuse_stepped(call)
         now = self.begin()
         task = torch._C._current_graph_task_id()
         if call.entered == self.number:
             self._unshard_again(now, unit)
-            self._note_entered(call, unit, task)
+            if unit.is_unsharded:
+                unit.entered, unit.entered_task = call, task
             return
         call.entered, call.task = self.number, task
         unit.expect(call)
@@ -230,14 +211,10 @@ class Backward:
         if unit.unshards_in_backward:
             self._schedule.unshard(unit, check=False)
         elif call.reads is not None and not unit.is_unsharded:
-            refuse_reads(call)
-        self._note_entered(call, unit, task)
-        self._prefetch(call, unit)
-
-    @staticmethod
-    def _note_entered(call: Call, unit: Unit, task: int) -> None:
+            self._guards.refuse_reads(call)
         if unit.is_unsharded:
             unit.entered, unit.entered_task = call, task
+        self._prefetch(call, unit)
 
     def before_reading(self, unit: Unit, call: Call | None) -> None:
         """Gather the unit again, if need be, for the backward of an operator that reads its weights.
@@ -250,50 +227,16 @@ class Backward:
             return
         self._unshard_again(self.begin(), unit)
 
-    def _unshard_again(self, now: _Pass, unit: Unit) -> None:
+    def _unshard_again(self, now: Pass, unit: Unit) -> None:
         if unit.unshards_in_backward and not unit.is_unsharded:
             # Left, or even closed: whoever ends the backward releases it once more.
             now.active[id(unit)] = unit.reference
             self._schedule.unshard(unit, check=False)
 
-    def before_recomputation(self, unit: Unit, module: nn.Module) -> None:
-        """Gather the unit for a forward inside of backward."""
-        # Reentrant checkpointing runs the first forward without a graph, so no output is watched, and this is where
-        # backward is seen to move on. Units whose outputs are watched are left by the watch.
-        now = self.begin()
-        for other in now.latest_first():
-            if other is not unit and not self._is_watched(now, other) and not other.encloses(unit):
-                self._leave(other)
-        if unit.open_call is not None or not self._is_watched(now, unit):
-            self._schedule.open_call(unit, module)
-            if unit.open_call is not None:
-                now.repeated[id(unit)] = unit.open_call
-            unit.admit_replaced_params()
-        now.active[id(unit)] = unit.reference
-        self._schedule.unshard(unit, check=False)
-
-    def _is_watched(self, now: _Pass, unit: Unit) -> bool:
-        """Whether a hook on outputs says, or will say, that backward is in a call of the unit."""
-        return now.is_inside(unit) or self._awaits_call(now, unit)
-
-    def _awaits_call(self, now: _Pass, unit: Unit, end: float = math.inf) -> bool:
-        """Whether the graph that autograd is going through leads to a call of the unit that it has not entered yet.
-
-        That a call is alive does not say so: what keeps it (a log, a cycle, a traceback) is a rank's own affair. A
-        gradient still to come does, the unit's or, as this rank may have used none of its parameters there, that of
-        a unit which backward has passed already and which ran in the same pass (docs/design/order.md).
-        """
+    def awaits_call(self, now: Pass, unit: Unit, end: float = math.inf) -> bool:
+        """Whether the graph that autograd is going through leads to a call of the unit that it has not entered yet."""
         calls = unit.calls_not_entered(self.number, end)
-        if not calls or unit.awaits_gradients():
-            return bool(calls)
-        passes = {id(call.trail) for call in calls}
-        return any(
-            other.awaits_gradients()
-            for other in self._schedule.units()
-            if id(other) in now.entered
-            and now.entered[id(other)].first_begin > end
-            and any(id(call.trail) in passes for call in other.calls_not_entered(self.number))
-        )
+        return bool(calls) and self._guards.is_to_come(calls, unit, end, now.entered, self._schedule.units())
 
     def _prefetch(self, call: Call, entered: Unit) -> None:
         if entered.backward_prefetch:
@@ -313,7 +256,7 @@ class Backward:
         if self._pass is not None:
             self._leave_passed(self._pass, call.begin - 1)
 
-    def _leave_passed(self, now: _Pass, end: int, *, entering: Unit | None = None) -> None:
+    def _leave_passed(self, now: Pass, end: int, *, entering: Unit | None = None) -> None:
         """Leave the units all of whose calls in this backward began after a tick of the clock."""
         for unit in now.latest_first():
             if unit is entering:
@@ -321,21 +264,28 @@ class Backward:
             first = now.entered.get(id(unit))
             if first is not None and first.begin <= end:
                 continue
-            if (first is None or first.first_begin > end) and not self._awaits_call(now, unit, end):
-                self._leave(unit)
+            if (first is None or first.first_begin > end) and not self.awaits_call(now, unit, end):
+                self.leave_unit(unit)
             elif first is not None:
                 # An earlier call of the unit has its backward still to come: weights are gathered again then.
                 self._schedule.reshard(unit)
 
-    def gradient_arrived(self, unit: Unit) -> None:
-        """Note the first gradient of a parameter group of a unit, for which a backward was begun."""
-        now = self._pass
-        assert now is not None
-        now.has_gradients = True
-        if id(unit) not in now.active:
-            now.enter(unit)
+    def begin_gradients(self, unit: Unit, *, packs: bool, has_come: bool) -> None:
+        """Take notice that gradients of a parameter group of a unit begin to come, or that zeros stand for them.
 
-    def _leave(self, unit: Unit) -> None:
+        Args:
+            packs: they are about to be packed; make room for one more buffer, oldest first.
+            has_come: the first one is there.
+        """
+        now = self.begin()
+        if packs:
+            self._reducing.drain(self.max_packed_buffers - 1)
+        if has_come:
+            now.has_gradients = True
+            if id(unit) not in now.active:
+                now.enter(unit)
+
+    def leave_unit(self, unit: Unit) -> None:
         """Give back a unit's weights and reduce its gradients, once per backward."""
         now = self._pass
         assert now is not None
@@ -359,8 +309,8 @@ class Backward:
         self._reduce(unit)
 
     def _reduce(self, unit: Unit) -> None:
-        if not self._schedule.first_use.is_over:
-            self._schedule.first_use.before_reduction(unit)
+        if not self._guards.first_use.is_over:
+            self._guards.first_use.before_reduction(unit)
         if self._last.closed is not None:
             self._last.flush()
         complete = [buffer for buffer in unit.gradients if buffer.close(reduce=unit.requires_gradient_sync)]
@@ -396,7 +346,7 @@ class Backward:
         now, units = self._pass, list(self._schedule.units())
         is_for_others = is_inside and (now is None or not now.has_gradients)
         for unit in now.latest_first() if now is not None else ():
-            self._leave(unit)
+            self.leave_unit(unit)
         is_left = is_inside and self.is_manual
         if not is_left:
             self._reduce_filled(units)
@@ -408,7 +358,7 @@ class Backward:
             pool.settle()
         self.is_unfinished = is_left
         if is_for_others:
-            refuse_gathered(group for unit in units for group in unit.groups)
+            self._guards.refuse_gathered(group for unit in units for group in unit.groups)
         if listeners and (self.is_last or self.is_manual) and not is_left:
             tell("backward", self)
 

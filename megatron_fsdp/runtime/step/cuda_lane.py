@@ -6,8 +6,8 @@ that notes what waits for what (docs/design/order.md, "Streams").
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -15,9 +15,23 @@ import torch.distributed as dist
 
 from dbuffer.events import listeners, tell
 from dbuffer_kernels.switches import is_off
-from megatron_fsdp.runtime.step.lane_types import Operation, Ticket
+from megatron_fsdp.runtime.step.lane_types import Lane, Operation, Ticket
 
-__all__ = ["LATEST", "Compute", "CudaLane", "Streams", "Turns", "latest_submission"]
+__all__ = [
+    "COMPUTE",
+    "LANES",
+    "Compute",
+    "CudaLane",
+    "Streams",
+    "Turns",
+    "compute_of",
+    "drive_with",
+    "is_capturing",
+    "latest_submission",
+    "turns",
+    "wait_for_event",
+    "wait_on_host",
+]
 
 
 class Streams(Protocol):
@@ -258,3 +272,65 @@ def latest_submission() -> Any:
     None where there is none, and where that was captured into a graph: such an event tells nothing of the replays.
     """
     return LATEST[0] if LATEST else None
+
+
+_streams: list[Streams] = []
+COMPUTE: dict[torch.device, Compute] = {}
+"""The compute streams of each device that was asked for so far; None where it has none."""
+LANES: dict[tuple[str, torch.device], Lane] = {}
+"""The lanes of the process, by their names and devices."""
+
+
+def compute_of(device: torch.device) -> Compute | None:
+    """Return the compute streams of a device; None where it has none."""
+    if device not in COMPUTE:
+        if not _streams and device.type != "cuda":
+            return None
+        COMPUTE[device] = Compute(device, _streams[-1] if _streams else None)
+    return COMPUTE[device]
+
+
+def turns(device: torch.device) -> Turns | None:
+    """Return what keeps a new buffer's writers in order; None on a device without streams."""
+    compute = compute_of(device)
+    return None if compute is None else Turns(compute)
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether what is issued now is captured into a graph."""
+    compute = compute_of(device)
+    return compute is not None and compute.streams.is_capturing()
+
+
+def wait_on_host(device: torch.device) -> None:
+    """Let the host wait until compute has done all that it was given; nothing to do on CPU."""
+    compute = compute_of(device)
+    if compute is not None:
+        event = compute.streams.event()
+        event.record(compute.streams.current(device))
+        event.synchronize()
+
+
+def wait_for_event(event: torch.Event, device: torch.device) -> None:
+    """Order the current stream, and with it all lanes' later work, after an event; nothing to do on CPU."""
+    compute = compute_of(device)
+    if compute is not None:
+        compute.streams.current(device).wait_event(event)
+
+
+@contextmanager
+def drive_with(streams: Streams) -> Iterator[None]:
+    """Let ``streams`` stand for those of every device while the block runs; models are made and used inside of it."""
+    known: tuple[dict[Any, Any], ...] = (LANES, COMPUTE)
+    before, latest = [dict(each) for each in known], list(LATEST)
+    for each in known:
+        each.clear()
+    _streams.append(streams)
+    try:
+        yield
+    finally:
+        _streams.pop()
+        for each, saved in zip(known, before, strict=True):
+            each.clear()
+            each.update(saved)
+        LATEST[:] = latest

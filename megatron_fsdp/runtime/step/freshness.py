@@ -17,20 +17,17 @@ from torch._compile import _disable_dynamo
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from megatron_fsdp.errors import StateError
-from megatron_fsdp.runtime.guards.pending_sums import NUM_SHOWN, refuse_pending
-
-__all__ = ["MOMENTS", "STALE", "Freshness", "mark_gathered", "mark_replaced", "refreshes_itself"]
+__all__ = ["CHECKS", "MOMENTS", "Freshness", "hear_of_steps", "refreshes_itself"]
 
 MOMENTS = [0]
 """How many beginnings and ends of optimizer steps there were: where it is the same twice, nothing stepped between."""
+CHECKS: list[Callable[[Optimizer], None]] = []
+"""What is called before each step of an optimizer while there is anything that it may not step."""
 _num_steps = [0]
 _VERSION: Any = torch._C.TensorBase._version
 _version: Callable[[torch.Tensor], int] = _VERSION.__get__
 _REFRESHING: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _CHECKED: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-STALE = "_fsdp_stale"
-"""The attribute of tensors that no optimizer may step; its value says why."""
 
 
 class Freshness:
@@ -80,11 +77,6 @@ class Freshness:
             self._steps = _num_steps[0]
         return self._is_changed
 
-    def has_changed_since(self, moment: int) -> bool:
-        """Whether PyTorch counted a change of main weights after a look at them at that value of ``MOMENTS``."""
-        self.is_changed()
-        return self.changed_at > moment
-
     def wants_refresh(self) -> bool:
         """Whether they have, or may have."""
         return self.is_changed() or self._is_suspect
@@ -118,58 +110,30 @@ def _count_step(optimizer: Optimizer) -> None:
         _num_steps[0] += 1
 
 
-def _check_parameters(optimizer: Optimizer) -> None:
-    """Refuse sums under way; and tensors whose changes would be lost, once per optimizer and when it has got more."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if NUM_SHOWN[0]:
-        refuse_pending(parameters)
-    if _CHECKED.get(optimizer) == len(parameters):
-        return
-    for parameter in parameters:
-        reason = parameter.__dict__.get(STALE)
-        if reason is not None:
-            raise StateError(f"{type(optimizer).__name__} {reason}")
-    _CHECKED[optimizer] = len(parameters)
-
-
-def _before_step(optimizer: Optimizer, *_: object) -> None:
-    _check_parameters(optimizer)
-    # As after the step: one that raises has changed some of the weights, and no hook is called then.
-    _count_step(optimizer)
-
-
-def _after_step(optimizer: Optimizer, *_: object) -> None:
-    _count_step(optimizer)
-    if optimizer.defaults.get("fused"):
-        # The one kind of step that DTensors do not count.
-        stepped = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        torch.autograd.graph.increment_version(p._local_tensor for p in stepped if isinstance(p, DTensor))
-
-
 @functools.cache
-def _hear_of_steps() -> None:
+def hear_of_steps(check: Callable[[Optimizer], None]) -> None:
+    """Hear of all steps from now on; ``check`` is called before an optimizer's first one, and when it has got more."""
+
+    def before(optimizer: Optimizer, *_: object) -> None:
+        num_params = sum(len(group["params"]) for group in optimizer.param_groups)
+        for each in CHECKS:
+            each(optimizer)
+        if _CHECKED.get(optimizer) != num_params:
+            check(optimizer)
+            _CHECKED[optimizer] = num_params
+        # As after the step: one that raises has changed some of the weights, and no hook is called then.
+        _count_step(optimizer)
+
+    def after(optimizer: Optimizer, *_: object) -> None:
+        _count_step(optimizer)
+        if optimizer.defaults.get("fused"):
+            # The one kind of step that DTensors do not count.
+            stepped = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            torch.autograd.graph.increment_version(p._local_tensor for p in stepped if isinstance(p, DTensor))
+
     # A compiled step calls them as they are: traced, the count would be a constant of the compiled code.
-    register_optimizer_step_post_hook(_disable_dynamo(_after_step))
-    register_optimizer_step_pre_hook(_disable_dynamo(_before_step))
-
-
-def mark_gathered(parameter: torch.Tensor, name: str) -> None:
-    """Note that a tensor is a gathered weight, which no optimizer may step."""
-    _hear_of_steps()
-    parameter.__dict__[STALE] = (
-        f"holds the gathered weights of parameter {name!r} instead of its shard: model.parameters() was called between "
-        "a forward and its backward. Build the optimizer before the first forward, or call model.reset_iter_state() "
-        "first where a forward has no backward."
-    )
-
-
-def mark_replaced(parameter: torch.Tensor, name: str) -> None:
-    """Note that a parameter was replaced by a sharded one, so that no optimizer may step it."""
-    _hear_of_steps()
-    parameter.__dict__[STALE] = (
-        f"holds parameter {name!r} as it was before fully_shard, which nobody uses any more. Build the optimizer after "
-        "fully_shard, or give both to fully_shard_model_and_optimizer."
-    )
+    register_optimizer_step_post_hook(_disable_dynamo(after))
+    register_optimizer_step_pre_hook(_disable_dynamo(before))
 
 
 def refreshes_itself(optimizer: Optimizer) -> None:

@@ -10,31 +10,16 @@ from __future__ import annotations
 
 import copyreg
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd import forward_ad
 from torch.nn import functional
 
-from dbuffer_kernels.backends import is_on_gpu
-from megatron_fsdp.runtime.weights.gathered_weight import KINDS, WeightHandle
+from megatron_fsdp.runtime.step.weight_handle import WeightHandle
 
-if TYPE_CHECKING:
-    pass
-
-__all__ = [
-    "WEIGHTS",
-    "FusedLinear",
-    "add_product",
-    "applied",
-    "as_factor",
-    "has_transforms",
-    "is_recorded_plainly",
-    "task_id",
-    "watched",
-    "weight_gradient",
-]
+__all__ = ["FusedLinear", "applied", "as_factor", "has_transforms", "task_id", "watched", "weight_gradient"]
 
 
 class FusedLinear(nn.Linear):
@@ -84,16 +69,10 @@ def watched(output: torch.Tensor, unit: Any) -> torch.Tensor:
 
 
 _PLAIN = (torch.Tensor, nn.Parameter)
-WEIGHTS = (*_PLAIN, *KINDS)
 task_id: Callable[[], int] = torch._C._current_graph_task_id
 
 
 has_transforms: Callable[[], bool] = torch._C._are_functorch_transforms_active
-
-
-def is_recorded_plainly() -> bool:
-    """Whether autograd alone records what runs now, not a transform of functions or forward mode."""
-    return torch.is_grad_enabled() and not has_transforms() and forward_ad._current_level < 0
 
 
 def as_factor(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
@@ -179,7 +158,7 @@ def weight_gradient(ctx: Any, left: torch.Tensor, right: torch.Tensor) -> torch.
 def applied(function: type[torch.autograd.Function]) -> Any:
     """Return a function's ``apply``, without what callers have seen to and what only other functions need.
 
-    PyTorch's own looks for transforms first, as callers here do (``is_recorded_plainly``), and for another way to call
+    PyTorch's own looks for transforms first, as callers here do, and for another way to call
     its backward.
     """
     function._backward_cls.apply = function.backward  # type: ignore[attr-defined]  # made by PyTorch's metaclass
@@ -187,30 +166,3 @@ def applied(function: type[torch.autograd.Function]) -> Any:
 
 
 _linear_into_buffer = applied(_LinearIntoBuffer)
-
-
-def add_product(
-    left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, *, scale: float = 1.0, overwrite: bool = False
-) -> None:
-    """Add ``scale * (left @ right)`` to ``out``, or write it there, in one matrix product.
-
-    Args:
-        left: (rows, n), or (experts, rows, n). right: (n, columns), or with as many experts. out: (rows, columns), or
-            with experts, of the same dtype, or FP32 for 16-bit factors, whose sums are not rounded to 16 bits then; may
-            be uninitialised where it is overwritten.
-    """
-    if out.dtype is not left.dtype and not is_on_gpu(out):
-        # Only CUDA has products of another dtype than their factors.
-        left, right = left.to(out.dtype), right.to(out.dtype)
-    is_batched = left.ndim == 3
-    beta = 0.0 if overwrite else 1.0
-    if out.dtype is not left.dtype:
-        add = torch.baddbmm if is_batched else torch.addmm
-        add(out, left, right, out_dtype=out.dtype, beta=beta, alpha=scale, out=out)
-    elif overwrite and (scale == 1.0 or out.dtype is torch.float16):
-        (torch.bmm if is_batched else torch.mm)(left, right, out=out)
-        if scale != 1.0:
-            # A small fp16 gradient loses bits to the scale: as many, and after the same rounding, as without fusion.
-            out.mul_(scale)
-    else:
-        (out.baddbmm_ if is_batched else out.addmm_)(left, right, beta=beta, alpha=scale)

@@ -5,71 +5,88 @@ from __future__ import annotations
 import operator
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import repeat
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from dbuffer import DBuffer
+from dbuffer import DBuffer, SlotPool
 from dbuffer.events import listeners, tell
 from dbuffer_kernels import accumulate
-from megatron_fsdp.runtime.grads.fuse import offer_products
-from megatron_fsdp.runtime.grads.last_reductions import begin_again
-from megatron_fsdp.runtime.grads.packed_gradients import PackedGradients
-from megatron_fsdp.runtime.guards.unreduced_grads import settle_sum
+from dbuffer_kernels.products import add_product
+from megatron_fsdp.runtime.step.cuda_lane import Turns
 from megatron_fsdp.runtime.step.fsdp_params import FSDPParams
-from megatron_fsdp.runtime.step.fused_linear import add_product
+from megatron_fsdp.runtime.step.grad_binding import GradBinding
 from megatron_fsdp.runtime.step.grad_state import GradState
 from megatron_fsdp.runtime.step.lane_types import Ticket
-from megatron_fsdp.runtime.step.reduction import GradientSpec, Stages, submit_reductions
-
-if TYPE_CHECKING:
-    from megatron_fsdp.runtime.step.unit import Unit
+from megatron_fsdp.runtime.step.reduction import Reduction, Stages, submit_reductions
+from megatron_fsdp.runtime.step.root_types import Observer
 
 __all__ = ["GradientBuffer"]
 
 # Looked up for every gradient.
-_GRAD: Any = torch._C.TensorBase.grad
-_get_grad, _set_grad = _GRAD.__get__, _GRAD.__set__
-_LAYOUT: Any = torch._C.TensorBase.layout
-_get_layout = _LAYOUT.__get__
+_BASE: Any = torch._C.TensorBase
+_get_grad, _set_grad, _get_layout = _BASE.grad.__get__, _BASE.grad.__set__, _BASE.layout.__get__
 _STRIDED = torch.strided
 _plainly: Any = torch._C._disabled_torch_function_impl
 
 
-class GradientBuffer(PackedGradients):
-    """The gradients of one parameter group; ``PackedGradients`` says what they lie in."""
+class GradientBuffer:
+    """The gradients of one parameter group in a backward; ``PackedGradients`` makes and describes what they lie in."""
 
-    def __init__(self, main_weight: DBuffer, spec: GradientSpec, fsdp_params: FSDPParams) -> None:
-        super().__init__(main_weight, spec, fsdp_params)
-        self._observer: weakref.ref[Unit] | None = None
-        # Whether the backward under way brought anything; hooks of gradients have the list itself.
-        self._begun = fsdp_params.begun
-        self._copies = False
-        # Which backward left something here that is void if it raises, by the schedule's count.
-        self.backward = 0
-        self._filled = bytearray(len(self._views))
-        # Of reductions that were issued and that nobody has waited for.
-        self.tickets: list[Ticket] = []
-        # Of what is left to reduce at the end of a step.
-        self.last_tickets: list[Ticket] = []
-        if spec.fuses_weight_gradients:
-            is_wide = spec.fuses_weight_gradients == "wide"
-            offer_products(fsdp_params.unsharded_params, self._views, self, is_wide=is_wide)
+    packs_late = False
+    binding: GradBinding
+    packed: DBuffer
+    rests_partial: bool
+    rests_final: bool
+    reduction: Reduction
+    divisor: float
+    wire_scale: float
+    pack_scale: float
+    takes_products: bool
+    unit: str
+    backward: int
+    tickets: list[Ticket]
+    last_tickets: list[Ticket]
+    _device: torch.device
+    _template: DBuffer
+    _fsdp_params: FSDPParams
+    _observer: weakref.ref[Observer] | None
+    _turns: Turns | None
+    _views: list[torch.Tensor]
+    _gaps: list[torch.Tensor]
+    # Whether the backward under way brought anything; hooks of gradients have the list itself.
+    _begun: list[bool]
+    _filled: bytearray
+    _trained: bytearray
+    _copies = False
+    # Gradients that stay where autograd leaves them until the unit is closed.
+    _waits: bytes | bytearray
+    _waiting: list[int]
+    _waiting_params: list[torch.nn.Parameter]
+    _waiting_views: list[torch.Tensor]
 
-    def observe(self, observer: Unit) -> None:
-        """Report to ``observer``, which is referred to weakly."""
-        self._observer = weakref.ref(observer)
+    # What is done between backwards, and with sums that are given up: ``runtime/grads/packed_gradients.py``.
+    take_from: Callable[[SlotPool | None], None]
+    divide_by: Callable[[float], None]
+    rename: Callable[[str], None]
+    observe: Callable[[Observer], None]
+    keep: Callable[[bool], None]
+    settle: Callable[[], None]
+    void: Callable[[int], None]
+    abandon: Callable[[int], None]
+    discard: Callable[[], None]
+
+    @property
+    def main_grad(self) -> DBuffer:
+        """The accumulator, at the gradients' placement."""
+        return self.binding.main_grad
 
     @property
     def is_filled(self) -> bool:
         """Whether the packed buffer holds gradients that are not reduced yet."""
         return 1 in self._filled
-
-    def awaits_gradients(self) -> bool:
-        """Whether the graph that autograd is going through brings gradients that have not come yet."""
-        return self._fsdp_params.awaits_gradients()
 
     def end_backward(self) -> None:
         """Expect gradients of all parameters again."""
@@ -112,7 +129,7 @@ class GradientBuffer(PackedGradients):
         are_there = bytearray(map(operator.is_not, gradients, repeat(None)))
         if 1 not in are_there:
             return
-        self._drop_waiting()
+        _plainly(deque, (), (map(_set_grad, self._waiting_params, repeat(None)), 0))
         if self._copies and 0 not in are_there and self._are_new(self._waiting, gradients):
             torch._foreach_copy_(self._waiting_views, gradients)
             if len(self._waiting) == len(self._views):
@@ -133,11 +150,11 @@ class GradientBuffer(PackedGradients):
             and all(map(self._trained.__getitem__, indices))
         )
 
-    def _drop_waiting(self) -> None:
-        _plainly(deque, (), (map(_set_grad, self._waiting_params, repeat(None)), 0))
-
     def _add(self, index: int, gradient: torch.Tensor) -> None:
-        gradient = self._fsdp_params.local_gradient(index, gradient)
+        split = self._fsdp_params.owned[index].split
+        if split is not None:
+            # Whole along the data-parallel axes alone.
+            gradient = split.local_gradient(gradient)
         if gradient.layout is not torch.strided:
             gradient = gradient.to_dense()
         accumulate(gradient, self._views[index], scale=self.pack_scale, overwrite=not self._filled[index])
@@ -162,31 +179,27 @@ class GradientBuffer(PackedGradients):
         self._follow_freezing()
         if 1 in self._trained:
             self._copies = self.pack_scale == 1.0 and not self._fsdp_params.has_splits
-            self._begin()
+            self._begin(has_come=True)
             self._begun[0] = True
-            observer = self._observer() if self._observer is not None else None
-            if observer is not None:
-                observer.backward.gradient_arrived(observer)
 
     def _follow_freezing(self) -> None:
         """Take notice of parameters that were frozen since forward, which accumulate nothing as in any model."""
-        frozen = self._fsdp_params.frozen_since_used()
+        frozen = self._fsdp_params.freeze()
         for index in frozen:
-            self._fsdp_params.set_requires_grad(index, False)
             self._trained[index] = 0
         observer = self._observer() if frozen and self._observer is not None else None
         if observer is not None:
-            observer.follow_gradients()
+            observer.count_gradients()
 
-    def _begin(self) -> None:
+    def _begin(self, *, has_come: bool = False) -> None:
         observer = self._observer() if self._observer is not None else None
         if observer is not None:
             backward = observer.backward
-            backward.begin(packs=not self.packed.storage.is_allocated)
+            backward.begin_gradients(observer, packs=not self.packed.storage.is_allocated, has_come=has_come)
             self.backward = backward.number
         self.wait()
         if self.last_tickets:
-            begin_again(self)
+            self._begin_again()
         self._begin_sum()
         if self.rests_partial:
             self.binding.hold()
@@ -196,6 +209,13 @@ class GradientBuffer(PackedGradients):
             self.packed.reallocate_storage()
             for gap in self._gaps:
                 gap.zero_()
+
+    def _begin_again(self) -> None:
+        """Let gradients come in a backward that has issued the last reduction; what that gives is added at the end."""
+        for ticket in self.last_tickets:
+            ticket.wait()
+        self.binding.set_aside()
+        self.last_tickets.clear()
 
     def _begin_sum(self) -> None:
         self.binding.begin_sum()
@@ -238,18 +258,20 @@ class GradientBuffer(PackedGradients):
     def reduce(buffers: Sequence[GradientBuffer], owner: int = 0) -> None:
         """Issue the reductions of packed buffers and their folds into ``main_grad``, for which ``wait`` waits.
 
+        FSDP2's ``foreach_reduce``.
+
         Args:
             buffers: of one unit. owner: as in ``Lane.submit``.
         """
-        packed = [buffer for buffer in buffers if not buffer.rests_partial]
-        if packed:
-            submit_reductions(
-                packed[0]._spec.device,
-                [buffer._stages() for buffer in packed],
-                owner,
-                [buffer.tickets for buffer in packed],
-            )
-            for buffer in packed:
+        all_stages, tickets = [], []
+        for buffer in buffers:
+            if not buffer.rests_partial:
+                all_stages.append(buffer._stages())
+                tickets.append(buffer.tickets)
+        if all_stages:
+            submit_reductions(buffers[0]._device, all_stages, owner, tickets)
+        for buffer in buffers:
+            if not buffer.rests_partial:
                 buffer.binding.become(GradState.PARTIAL)
                 if listeners:
                     tell("reducing", buffer)
@@ -267,59 +289,3 @@ class GradientBuffer(PackedGradients):
             self.packed.release_storage()
             self.reduction.release()
             self.tickets.clear()
-
-    # ------------------------------------------------------------------ sums that are given up
-
-    def settle(self) -> None:
-        """Take notice, before a backward, of what users did to ``.grad`` while a sum was under way: throw it away.
-
-        Raises:
-            StateError: a backward has raised, and ``.grad`` was not dropped since.
-        """
-        dropped = settle_sum(self.binding)
-        if dropped is None:
-            self._empty()
-            self.binding.end_sum(clears=False)
-            return
-        for index in dropped:
-            self._filled[index] = 0
-
-    def void(self, backward: int) -> None:
-        """Let ``.grad`` refuse to be read until it is dropped.
-
-        Args:
-            backward: the number of one that has raised; nothing happens where it brought no gradient, or all of them.
-        """
-        if self.backward == backward and self.binding.is_under_way:
-            self.binding.void()
-
-    def abandon(self, backward: int) -> None:
-        """Forget what a backward that raised left here; what earlier ones keep for the next stays.
-
-        Args:
-            backward: its number.
-        """
-        self.void(backward)
-        self._begun[0] = False
-        # Autograd may have been about to tell of any of them.
-        _plainly(deque, (), (map(_set_grad, self._fsdp_params.unsharded_params, repeat(None)), 0))
-        if self.backward == backward:
-            self._empty()
-
-    def discard(self) -> None:
-        """Drop a sum under way, and ``.grad`` with it."""
-        if self.binding.is_under_way:
-            self._empty()
-            self.binding.end_sum(clears=True)
-
-    def _empty(self) -> None:
-        for ticket in (*self.tickets, *self.last_tickets):
-            ticket.give_up()
-        self._filled = bytearray(len(self._views))
-        if not self.rests_partial:
-            self.packed.release_storage()
-        self.reduction.release()
-        self.tickets.clear()
-        self.last_tickets.clear()
-        if self.binding.is_under_way:
-            self.binding.empty()

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import operator
-from collections.abc import Callable, Container, Iterable
-from itertools import chain, repeat
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,64 +11,13 @@ from torch import nn
 from torch._compile import _disable_dynamo
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-from megatron_fsdp.runtime.guards.added_params import is_trained, walk
-from megatron_fsdp.runtime.guards.pytree import map_tensors
-from megatron_fsdp.runtime.lifecycle.module import _innermost_transform
+from megatron_fsdp.runtime.step.pytree import map_tensors
 from megatron_fsdp.runtime.step.unit import Unit, is_in_backward, units_below
 
-__all__ = [
-    "Tree",
-    "after_forward",
-    "before_forward",
-    "caster",
-]
+__all__ = ["after_forward", "before_forward", "caster"]
 
-
-_values: Callable[[dict[str, Any]], Iterable[Any]] = dict.values
-
-
-class Tree:
-    """The modules and the places of parameters below one module.
-
-    Args:
-        module: a module of a unit, which owns this. It is not referred to, but the dictionaries of those below it are.
-        ignored: ids of the parameters that the caller asked to leave alone.
-    """
-
-    def __init__(self, module: nn.Module, ignored: Container[int]) -> None:
-        self.ignored = {
-            (id(child._parameters), name): child._parameters
-            for child in module.modules()
-            for name, parameter in child._parameters.items()
-            if id(parameter) in ignored
-        }
-        self.modules: list[dict[str, nn.Module | None]] = []
-        self.children: list[nn.Module | None] = []
-        self.parameters: list[dict[str, nn.Parameter | None]] = []
-        self.absent: list[bool] = []
-        # Hooks are counted, so that one which a user registers is seen.
-        self.hooks: list[dict[int, Any]] = []
-        self.num_hooks = -1
-        # Places of parameters that nobody shards and nobody trains.
-        self.frozen: list[tuple[dict[str, nn.Parameter | None], str]] = []
-
-    def count_hooks(self) -> None:
-        """Take the forward hooks that are there for known."""
-        self.num_hooks = sum(map(len, self.hooks))
-
-    def check(self, module: nn.Module, units: Callable[[], Iterable[Unit]]) -> None:
-        """Look for parameters that were added since the last look.
-
-        Args:
-            module: the same as before. units: those below it.
-        Raises:
-            StateError: one is trained, and no unit owns it.
-        """
-        modules = list(chain.from_iterable(map(_values, self.modules)))
-        absent = list(map(operator.is_, chain.from_iterable(map(_values, self.parameters)), repeat(None)))
-        is_new = modules != self.children or absent != self.absent or sum(map(len, self.hooks)) != self.num_hooks
-        if is_new or (self.frozen and any(is_trained(registry.get(name)) for registry, name in self.frozen)):
-            walk(self, module, list(units()))
+_task_id: Callable[[], int] = torch._C._current_graph_task_id
+_innermost_transform = torch._C._functorch.peek_interpreter_stack
 
 
 @functools.cache
@@ -99,10 +46,12 @@ def before_forward(
     if torch.compiler.is_dynamo_compiling():
         # The compiler would trace hooks into a unit's graph, and with them the switch to unsharded parameters.
         return _untraced_before(unit, module, args, kwargs)  # type: ignore[no-any-return]  # as this
-    if unit is unit.schedule._root():
+    if unit is unit.schedule.root_ref():
         if not is_in_backward():
             unit.backward.recover()
-        unit.trees[id(module)].check(module, lambda: units_below(module))
+        tree = unit.trees[id(module)]
+        if tree.is_changed():
+            unit.schedule.guards.walk(tree, module, list(units_below(module)))
     if _innermost_transform() is None:
         _gather(unit, module, (args, kwargs))
     else:
@@ -117,8 +66,8 @@ def before_forward(
 
 
 def _gather(unit: Unit, module: nn.Module, given: Any) -> None:
-    if is_in_backward():
-        unit.backward.before_recomputation(unit, module)
+    if _task_id() != -1:
+        unit.schedule.guards.before_recomputation(unit, module)
     else:
         unit.schedule.before_forward(unit, module, given)
 

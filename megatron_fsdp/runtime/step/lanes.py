@@ -6,8 +6,8 @@ one (the fold of a reduced gradient) runs when somebody waits for it (docs/desig
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -15,20 +15,10 @@ import torch.distributed as dist
 
 from dbuffer.collectives import wait_for
 from dbuffer.events import listeners, tell
-from megatron_fsdp.runtime.step.cuda_lane import LATEST, Compute, CudaLane, Streams, Turns
+from megatron_fsdp.runtime.step.cuda_lane import COMPUTE, LANES, CudaLane, compute_of
 from megatron_fsdp.runtime.step.lane_types import Lane, Operation, Ticket
 
-__all__ = [
-    "CpuLane",
-    "drive_with",
-    "forget_unused_streams",
-    "is_capturing",
-    "join_lanes",
-    "lane",
-    "turns",
-    "wait_for_event",
-    "wait_on_host",
-]
+__all__ = ["CpuLane", "forget_unused_streams", "join_lanes", "lane"]
 
 
 class _CpuTicket:
@@ -100,84 +90,24 @@ class CpuLane:
         return ticket
 
 
-_streams: list[Streams] = []
-_COMPUTE: dict[torch.device, Compute] = {}
-_LANES: dict[tuple[str, torch.device], Lane] = {}
-
-
-def _compute_of(device: torch.device) -> Compute | None:
-    """Return the compute streams of a device; None where it has none."""
-    if device not in _COMPUTE:
-        if not _streams and device.type != "cuda":
-            return None
-        _COMPUTE[device] = Compute(device, _streams[-1] if _streams else None)
-    return _COMPUTE[device]
-
-
 def lane(name: str, device: torch.device) -> Lane:
     """Return the process's lane of that name ("gather", "reduce" or "last") on a device."""
     key = (name, device)
-    if key not in _LANES:
-        compute = _compute_of(device)
-        _LANES[key] = CpuLane(name) if compute is None else CudaLane(name, compute)
-    return _LANES[key]
-
-
-def turns(device: torch.device) -> Turns | None:
-    """Return what keeps a new buffer's writers in order; None on a device without streams."""
-    compute = _compute_of(device)
-    return None if compute is None else Turns(compute)
+    if key not in LANES:
+        compute = compute_of(device)
+        LANES[key] = CpuLane(name) if compute is None else CudaLane(name, compute)
+    return LANES[key]
 
 
 def forget_unused_streams() -> None:
     """Let lanes wait no more for streams that were not used since the last call; nothing to do on CPU."""
-    for compute in _COMPUTE.values():
+    for compute in COMPUTE.values():
         if compute is not None:
             compute.forget_unused()
 
 
 def join_lanes() -> None:
     """Order compute after everything that was submitted to lanes; nothing to do on CPU."""
-    for each in _LANES.values():
+    for each in LANES.values():
         if isinstance(each, CudaLane):
             each.join()
-
-
-@contextmanager
-def drive_with(streams: Streams) -> Iterator[None]:
-    """Let ``streams`` stand for those of every device while the block runs; models are made and used inside of it."""
-    known: tuple[dict[Any, Any], ...] = (_LANES, _COMPUTE)
-    before, latest = [dict(each) for each in known], list(LATEST)
-    for each in known:
-        each.clear()
-    _streams.append(streams)
-    try:
-        yield
-    finally:
-        _streams.pop()
-        for each, saved in zip(known, before, strict=True):
-            each.clear()
-            each.update(saved)
-        LATEST[:] = latest
-
-
-def wait_on_host(device: torch.device) -> None:
-    """Let the host wait until compute has done all that it was given; nothing to do on CPU."""
-    compute = _compute_of(device)
-    if compute is not None:
-        event = compute.streams.event()
-        event.record(compute.streams.current(device))
-        event.synchronize()
-
-
-def is_capturing(device: torch.device) -> bool:
-    """Whether what is issued now is captured into a graph."""
-    compute = _compute_of(device)
-    return compute is not None and compute.streams.is_capturing()
-
-
-def wait_for_event(event: torch.Event, device: torch.device) -> None:
-    """Order the current stream, and with it all lanes' later work, after an event; nothing to do on CPU."""
-    compute = _compute_of(device)
-    if compute is not None:
-        compute.streams.current(device).wait_event(event)

@@ -7,6 +7,7 @@ of their own are looked through for tensors that the call made (docs/design/orde
 
 from __future__ import annotations
 
+import collections
 import functools
 import weakref
 from collections.abc import Iterable, Iterator
@@ -17,10 +18,13 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves
 
-from megatron_fsdp.runtime.guards.pytree import PLAIN_VALUES, iterate_tensors, members_of, parts_of_dual
-from megatron_fsdp.runtime.step.unit import Call, watchers
+from megatron_fsdp.runtime.step.pytree import PLAIN_VALUES, iterate_tensors, members_of, parts_of_dual
+from megatron_fsdp.runtime.step.unit import Call
 
-__all__ = ["Attributes", "watch_given", "watch_inputs", "watch_made", "watch_output"]
+__all__ = ["WATCHERS", "Attributes", "watch_given", "watch_inputs", "watch_made", "watch_output"]
+
+WATCHERS = "_fsdp_watchers"
+"""Under this and its output's number a node's metadata has the calls that a tensor is an output of."""
 
 # Attributes of every module, and ours.
 _INERT = frozenset((*vars(nn.Module()), "_fsdp_unit"))
@@ -60,7 +64,7 @@ def watch_given(call: Call, args: Iterable[Any]) -> None:
 def watch_inputs(call: Call, given: Any) -> None:
     """Tell backward that it has gone through ``call`` when it reaches any tensor that was computed for it."""
     leave: Any = functools.partial(_leave, weakref.ref(call))
-    leave.__torch_unserializable__ = True  # as in ``watchers``
+    leave.__torch_unserializable__ = True  # as in ``_watchers``
     for tensor in tree_leaves(given):
         if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
             tensor.register_hook(leave)
@@ -70,6 +74,62 @@ def _leave(reference: weakref.ref[Call], gradient: torch.Tensor) -> None:
     call = reference()
     if call is not None:
         call.unit.backward.after_call(call)
+
+
+def _watch(call: Call, tensor: torch.Tensor) -> None:
+    calls = _watchers(tensor)
+    if call not in calls:
+        calls.append(call)
+    if not call.is_expected:
+        call.unit.expect(call)
+
+
+def _watchers(tensor: torch.Tensor) -> list[Call]:
+    """Return the calls that a tensor is an output of, which a hook on it enters.
+
+    There are several where a unit returns its very input, or its last child's output: backward has to enter the later
+    call first, while hooks of their own would run in the order of registration. A tensor that was changed in place
+    since has another node, which backward reaches before the old one and its hook.
+    """
+    node = tensor.grad_fn
+    if node is None:
+        return _watchers_of_leaf(tensor)
+    # With the node, so that the tensor can be pickled as any other: hooks on saved tensors do so.
+    known: Any = node.metadata
+    key = (WATCHERS, tensor.output_nr)
+    calls: list[Call] | None = known.get(key)
+    if calls is None:
+        calls = known[key] = []
+        hook: Any = functools.partial(_enter_backward, calls)
+        hook.__torch_unserializable__ = True
+        if tensor._backward_hooks is not None or type(tensor) is not torch.Tensor:
+            tensor.register_hook(hook)
+        else:
+            # What ``register_hook`` does first, without a handle.
+            tensor._backward_hooks = collections.OrderedDict(fsdp=hook)
+            node._register_hook_dict(tensor)
+    return calls
+
+
+def _watchers_of_leaf(leaf: torch.Tensor) -> list[Call]:
+    for hook in (leaf._backward_hooks or {}).values():
+        if isinstance(hook, functools.partial) and hook.func is _enter_backward:
+            calls: list[Call] = hook.args[0]
+            # A leaf outlives its graphs, and so would the calls of earlier steps.
+            calls[:] = [call for call in calls if not call.entered]
+            return calls
+    entering: Any = functools.partial(_enter_backward, [])
+    entering.__torch_unserializable__ = True
+    leaf.register_hook(entering)
+    calls = entering.args[0]
+    return calls
+
+
+def _enter_backward(calls: list[Call], gradient: torch.Tensor) -> None:
+    for call in calls[::-1]:
+        unit = call._unit()
+        if unit is None or unit.entered is not call or unit.entered_task != torch._C._current_graph_task_id():
+            (unit or call.unit).backward.before_backward(call)
 
 
 class Attributes:
@@ -110,11 +170,3 @@ def _kept(value: Any, depth: int) -> Iterator[torch.Tensor]:
     for member in members[-_MAX_MEMBERS:]:
         if type(member) not in PLAIN_VALUES:
             yield from _kept(member, depth + 1)
-
-
-def _watch(call: Call, tensor: torch.Tensor) -> None:
-    calls = watchers(tensor)
-    if call not in calls:
-        calls.append(call)
-    if not call.is_expected:
-        call.unit.expect(call)

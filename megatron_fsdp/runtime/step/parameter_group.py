@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -20,32 +19,31 @@ from torch.utils.weak import WeakIdKeyDictionary
 from dbuffer import BufferPlacement, DBuffer, Flat, Plan
 from dbuffer.collectives import Part, all_gather
 from dbuffer.collectives_together import gather_together
+from dbuffer.layout import only_flat_axis
 from dbuffer.mesh import MeshAxis
+from dbuffer.route import Route
+from dbuffer_kernels import cast_copy
 from megatron_fsdp.build.builder import GroupSpec
 from megatron_fsdp.build.ownership import OwnedParameter
 from megatron_fsdp.policy.offload import hand_back
-from megatron_fsdp.runtime.guards.refusals import refuse_meta
 from megatron_fsdp.runtime.step.freshness import Freshness
+from megatron_fsdp.runtime.step.fsdp_params import FSDPParams
+from megatron_fsdp.runtime.step.gradients import GradientBuffer
 from megatron_fsdp.runtime.step.lane_types import Ticket
 from megatron_fsdp.runtime.step.lanes import lane
-from megatron_fsdp.runtime.step.weight_buffers import WeightBuffers
-from megatron_fsdp.runtime.weights.resting_copy import refresh_together
+from megatron_fsdp.runtime.step.reduction import ReduceFunction
+from megatron_fsdp.runtime.step.weight_types import KeptPart, Remainder
 
-if TYPE_CHECKING:
-    from megatron_fsdp.runtime.step.fsdp_params import FSDPParams
-    from megatron_fsdp.runtime.step.gradients import GradientBuffer
-    from megatron_fsdp.runtime.step.reduction import ReduceFunction
+__all__ = ["GatherFunction", "ParameterGroup", "WeightBuffers", "group_of_parameter", "note_group", "start_gathers"]
 
-__all__ = [
-    "ParameterGroup",
-    "group_of_parameter",
-    "note_group",
-    "start_gathers",
-]
+# A replacement for the all-gather: (output, input, group, async_op) -> handle or None, as FSDP2's ``AllGather``.
+GatherFunction = Callable[[torch.Tensor, torch.Tensor, dist.ProcessGroup, bool], "dist.Work | None"]
 
 
 def start_gathers(groups: Sequence[ParameterGroup], *, check: bool, owner: int = 0) -> Ticket | None:
     """Issue the gathers of the groups of one unit together, on their lane; return None where nothing has to come.
+
+    FSDP2's ``FSDPParamGroup.unshard``.
 
     Args:
         check: look whether main weights changed since the last gather. Backward has no need to: nothing steps between.
@@ -61,8 +59,9 @@ def start_gathers(groups: Sequence[ParameterGroup], *, check: bool, owner: int =
         group.freshness.gathered = generation
         if not group.rests_whole:
             weights.append(group.weights)
-        if group.weights.post_forward is not None:
-            group.weights.choose_source(generation)
+        part = group.weights.post_forward
+        if part is not None:
+            group.weights.is_from_part = part.holds(generation)
     if not weights and not stale:
         return None
     gather = functools.partial(_gather, stale, weights)
@@ -71,7 +70,7 @@ def start_gathers(groups: Sequence[ParameterGroup], *, check: bool, owner: int =
 
 def _gather(stale: Sequence[ParameterGroup], weights: Sequence[WeightBuffers], works: list[dist.Work] | None) -> None:
     if stale:
-        refresh_together(stale)
+        stale[0].weights.refresh(stale)
     parts: list[Part] = []
     for each in weights:
         parts += each.gather(works)
@@ -85,16 +84,85 @@ def _find_stale(groups: Sequence[ParameterGroup]) -> list[ParameterGroup]:
     """Return the groups whose weights at rest are older than main weights; the host's own are brought up to date."""
     stale = []
     for group in groups:
-        if group.spec.is_meta:
-            refuse_meta(group.name, group.parameters)
         if not group.weights.has_copy:
             group.freshness.gathered_directly()
         elif group.freshness.wants_refresh():
             stale.append(group)
-    if stale and stale[0].spec.is_offloaded:
-        refresh_together(stale)
+    if stale and (stale[0].spec.is_offloaded or stale[0].is_meta):
+        stale[0].weights.refresh(stale)
         return []
     return stale
+
+
+class WeightBuffers:
+    """Main weights, weights at rest, and gathered weights, and how the last ones come and go.
+
+    ``runtime/weights`` has the kinds that there are; ``ShardedWeights`` says what the attributes are.
+    """
+
+    main: DBuffer
+    model: DBuffer
+    gathered: DBuffer
+    remainder: Remainder | None = None
+    rests_whole = False
+    post_forward: KeptPart | None = None
+    is_from_part = False
+    gather_function: GatherFunction | None = None
+    has_copy = True
+    keeps_gathered = False
+    refreshes_locally = True
+    can_restore_gathered = True
+    _spec: GroupSpec
+    _gathered_shard: DBuffer
+    _route: Route | None = None
+
+    # Of each kind: see ``runtime/weights/sharded_weights.py``.
+    agreed: Callable[[], Iterator[str]]
+    rename: Callable[[str], None]
+    values: Callable[[], DBuffer]
+    store: Callable[[DBuffer], None]
+    fill: Callable[[Sequence[torch.Tensor]], None]
+    keep_part_for: Callable[[int], None]
+    check_part: Callable[[int], MeshAxis | None]
+    refresh: Callable[[Sequence[ParameterGroup]], None]
+    start_refresh: Callable[[], list[Part]]
+    end_refresh: Callable[[], bool]
+
+    def gather(self, works: list[dist.Work] | None) -> list[Part]:
+        """Allocate the gathered weights and return the gather into them; one that is no single collective is issued."""
+        self.gathered.storage.reallocate()
+        if self.is_from_part and self.post_forward is not None:
+            return [self.post_forward.gather()]
+        source = self.model
+        if self._spec.is_offloaded:
+            source = self._gathered_shard
+            source.local_buffer.copy_(self.model.local_buffer, non_blocking=True)
+        elif source.dtype is not self.gathered.dtype:
+            source = self._gathered_shard
+            cast_copy(self.model.local_buffer, source.local_buffer)
+        if self.gather_function is None:
+            if self._route is None:
+                self._route = Route(source, self.gathered)
+            return self._route.ready or self._route.parts(works)
+        group = only_flat_axis(source.axes, source.placements).gather_group
+        work = self.gather_function(self.gathered.local_buffer, source.local_buffer, group, works is not None)
+        if works is not None and work is not None:
+            works.append(work)
+        return []
+
+    def gathered_is_used(self) -> None:
+        """Release the part kept after forward: compute waits for the gather that took it."""
+        if self.post_forward is not None:
+            self.post_forward.drop()
+
+    def release(self, *, keep_generation: int | None = None) -> None:
+        """Release the gathered weights; where a part is kept after forward, note the generation it is of."""
+        if self.rests_whole:
+            return
+        if keep_generation is not None and self.post_forward is not None:
+            self.post_forward.keep(keep_generation)
+        if not self.keeps_gathered:
+            self.gathered.storage.release()
 
 
 _GROUPS: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -112,53 +180,39 @@ def note_group(parameter: torch.Tensor, group: ParameterGroup) -> None:
 
 
 class ParameterGroup:
-    """Buffers for parameters of one dtype, ``requires_grad`` and strategy, laid out by one plan, and what a step does.
+    """Buffers for parameters of one dtype, ``requires_grad`` and strategy, laid out by one plan.
 
-    ``make_param_group`` makes it.
+    FSDP2's ``FSDPParamGroup``; ``make_param_group`` makes it.
 
     Attributes:
         name: the unit's name, for messages. unit: its identity.
         owned: what it was built from. parameters: the sharded ones by name within the unit, in plan order.
         plan: where the tensors sit. spec: what else it was built from.
-        weights: its weight buffers. gradients: its gradient buffers; None for a frozen group.
+        weights: its weight buffers; ``main_weight``, ``model_weight`` and ``gathered`` are the three of them.
+        gradients: its gradient buffers; None for a frozen group.
         fsdp_params: the two sets of parameter objects.
         rests_whole: whether compute weights are whole on every rank all the time.
+        is_meta: whether nothing is allocated yet: the parameters were on the meta device.
         freshness: how old the compute weights are.
         reduce_hook, reduce_function: see ``set_reduction``.
-        refreshes_locally: whether a refresh is a cast of this rank's shard, without communication.
     """
 
     weights: WeightBuffers
+    main_weight: DBuffer
+    model_weight: DBuffer
+    gathered: DBuffer
     fsdp_params: FSDPParams
     parameters: dict[str, nn.Parameter]
     gradients: GradientBuffer | None
     freshness: Freshness
     rests_whole: bool
-    refreshes_locally: bool
+    is_meta: bool
 
     def __init__(self, owned: Sequence[OwnedParameter], plan: Plan, spec: GroupSpec, name: str) -> None:
-        self.name = name
-        self.unit = 0
-        self.plan = plan
-        self.spec = spec
-        self.owned = tuple(owned)
+        self.name, self.unit = name, 0
+        self.plan, self.spec, self.owned = plan, spec, tuple(owned)
         self.reduce_hook: Callable[[torch.Tensor], None] | None = None
         self.reduce_function: ReduceFunction | None = None
-
-    @property
-    def main_weight(self) -> DBuffer:
-        """What the optimizer updates, at the optimizer placement."""
-        return self.weights.main
-
-    @property
-    def model_weight(self) -> DBuffer:
-        """The compute-dtype copy at rest; ``main_weight`` itself where dtype and placement agree."""
-        return self.weights.model
-
-    @property
-    def gathered(self) -> DBuffer:
-        """The weights that compute uses, allocated from ``unshard`` to ``reshard``."""
-        return self.weights.gathered
 
     @property
     def main_grad(self) -> DBuffer | None:
@@ -170,11 +224,6 @@ class ParameterGroup:
         """Whether any of its parameters is trained."""
         return self.gradients is not None and 1 in self.gradients.binding.trained
 
-    @property
-    def is_meta(self) -> bool:
-        """Whether nothing is allocated yet: the parameters were on the meta device."""
-        return self.spec.is_meta
-
     def spread_over(self, placements: Sequence[BufferPlacement]) -> list[MeshAxis]:
         """Return the axes whose ranks hold different elements of a buffer of this group that is placed so.
 
@@ -184,19 +233,17 @@ class ParameterGroup:
         split = self.owned[0].split
         return flat if split is None else flat + split.sharded_axes
 
-    # ------------------------------------------------------------------ unshard, reshard
-
     def show_unsharded(self) -> None:
         """Show gathered weights, which are usable, where sharded parameters are registered."""
         if not self.fsdp_params.module_infos.is_gathered_everywhere():
-            self.fsdp_params.module_infos.show_unsharded()
+            self.fsdp_params.module_infos.show(is_gathered=True)
 
     def use_gathered(self) -> None:
         """Show the gathered weights, which compute has been made to wait for; it may be done again."""
         self.weights.gathered_is_used()
         if not self.rests_whole:
             self.fsdp_params.brought_back()
-        self.fsdp_params.module_infos.show_unsharded()
+        self.fsdp_params.module_infos.show(is_gathered=True)
 
     def release(self, *, keep_part: bool, is_raising: bool) -> int | None:
         """Release the gathered weights, which no module shows any more.
@@ -209,28 +256,14 @@ class ParameterGroup:
         """
         changed = None if is_raising else self.fsdp_params.changed_in_place()
         if changed is not None:
-            self.lose_gathered()
+            # They are written again before they are used.
+            self.freshness.lose()
+            if self.weights.can_restore_gathered:
+                self.fsdp_params.accept_versions()
         if not self.rests_whole:
             self.fsdp_params.released(is_unchanged=changed is None and not is_raising)
             self.weights.release(keep_generation=self.freshness.gathered if keep_part else None)
         return changed
-
-    def lose_gathered(self) -> None:
-        """Gathered weights were changed in place: write them again before anybody uses them."""
-        self.freshness.lose()
-        if self.weights.can_restore_gathered:
-            self.fsdp_params.accept_versions()
-
-    # ------------------------------------------------------------------ main weight to model weight
-
-    @property
-    def is_untouched(self) -> bool:
-        """Whether its weights were never used: nothing was gathered, nothing was trained."""
-        return self.freshness.generation == 0
-
-    def refresh(self) -> None:
-        """Bring ``model_weight`` up to date with ``main_weight``: one cast, and a gather where weights rest whole."""
-        refresh_together([self])
 
     def __repr__(self) -> str:
         return f"ParameterGroup({self.name!r}, {len(self.parameters)} parameters)"

@@ -9,49 +9,24 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from dbuffer import DBuffer, PlacementError
+from dbuffer import DBuffer
 from dbuffer.collectives import Part, reduce_scatter
 from dbuffer.collectives_together import reduce_together
 from dbuffer.layout import only_flat_axis
 from dbuffer.route import Route
 from dbuffer_kernels import accumulate
-from megatron_fsdp.errors import ConfigError
-from megatron_fsdp.policy.strategy import Placements
-from megatron_fsdp.runtime.grads.last_reduction import Hook, LastReduction
 from megatron_fsdp.runtime.step.lane_types import Ticket
 from megatron_fsdp.runtime.step.lanes import lane
 
-__all__ = ["GradientSpec", "ReduceFunction", "Reduction", "Stages", "submit_reductions"]
+__all__ = ["Hook", "ReduceFunction", "Reduction", "Stages", "submit_reductions"]
+
+Hook = Callable[[torch.Tensor], None]
 
 # A replacement for the reduce-scatter: (output, input, group, op, async_op) -> handle or None, as FSDP2's
 # ``ReduceScatter``.
 ReduceFunction = Callable[
     [torch.Tensor, torch.Tensor, dist.ProcessGroup, dist.ReduceOp.RedOpType, bool], "dist.Work | None"
 ]
-
-
-@dataclass(frozen=True, slots=True)
-class GradientSpec:
-    """What a gradient buffer is built from besides its weights.
-
-    Attributes:
-        placements: the strategy. reduce_dtype: of the packed buffer and the wire. main_dtype: of ``main_grad``.
-        divisor: the sum over ranks is divided by it.
-        device: where gradients are produced and reduced.
-        is_offloaded: ``main_grad`` lies in CPU memory, with the main weights. is_pinned: in pages that a GPU writes.
-        fuses_weight_gradients: linear layers may multiply gradients into the packed buffer; "wide": of a wider dtype.
-        accumulate_dtype: of the sum over ranks where that is wider than the wire; None: as the wire.
-    """
-
-    placements: Placements
-    reduce_dtype: torch.dtype
-    main_dtype: torch.dtype
-    divisor: float
-    device: torch.device
-    is_offloaded: bool = False
-    is_pinned: bool = False
-    fuses_weight_gradients: bool | str = True
-    accumulate_dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,23 +74,7 @@ def submit_reductions(
     lane("reduce", device).submit(functools.partial(_start, all_stages), fold, on_host, owner=owner, tickets=tickets)
 
 
-def _wide_part(packed: DBuffer, reduced: DBuffer) -> list[Part]:
-    """Return the reduction of one axis whose sum is of a wider dtype.
-
-    Raises:
-        ConfigError: gradients are sharded over several axes, or none.
-    """
-    try:
-        axis = only_flat_axis(reduced.axes, reduced.placements)
-    except PlacementError as error:
-        raise ConfigError(
-            f"MixedPrecisionPolicy(accumulate_dtype={reduced.dtype}) needs gradients that are sharded over exactly one "
-            f"axis: {error}; use another strategy, or reduce_dtype={reduced.dtype}"
-        ) from error
-    return [Part(axis, packed.local_buffer, reduced.local_buffer, "sum")]
-
-
-class Reduction(LastReduction):
+class Reduction:
     """The way of one group's gradients from the packed buffer to the optimizer.
 
     Args:
@@ -125,6 +84,7 @@ class Reduction(LastReduction):
         is_offloaded: ``main_grad`` lies in CPU memory beside the main weights. is_pinned: in pages that a GPU writes.
 
     Attributes:
+        hook: called with each reduced gradient (1-D, averaged) before it is accumulated, to reduce it further.
         function: used instead of the reduce-scatter.
         keeps: what is reduced into has memory all the time, where it has its own.
         is_last: whether ``main_grad`` is what the optimizer reads, so that ``finish`` has nothing to do.
@@ -138,13 +98,12 @@ class Reduction(LastReduction):
         self.function: ReduceFunction | None = None
         self.keeps = False
         self._packed, self._reduced = packed, reduced
-        self._wide = _wide_part(packed, reduced) if reduced.dtype is not packed.dtype else []
+        # The reduction into memory of its own, where sums are of a wider dtype.
+        self._wide: list[Part] = []
         self._route = Route(packed, reduced)
         self._main_grad, self._final = main_grad, final
         self.is_last = final is main_grad
-        self._last = Route(main_grad, final)
-        self.is_offloaded = is_offloaded
-        self._is_pinned = is_pinned
+        self.is_offloaded, self._is_pinned = is_offloaded, is_pinned
         self._staging: torch.Tensor | None = None
 
     def stages(self, scale: float, *, overwrite: bool) -> Stages:
@@ -159,7 +118,7 @@ class Reduction(LastReduction):
         reduced.reallocate_storage()
         # Where axes are left to reduce at the end, the hook's turn comes after them, in ``finish``.
         hook = self.hook if self.is_last else None
-        staging = self._staged()
+        staging = self._staged() if self.is_offloaded else None
         # A hook sees averages, so scaling comes before it.
         factor = scale if hook is None else 1.0
 
@@ -193,21 +152,14 @@ class Reduction(LastReduction):
 
         return run
 
-    def keep(self, keeps: bool) -> None:
-        """Have the memory of what is reduced into all the time, or while it is in use."""
-        self.keeps = keeps
-        if keeps and self._wide:
-            self._reduced.reallocate_storage()
-        self.release()
-
     def release(self) -> None:
         """Release what the reduction left, which is folded."""
         if self._wide and not self.keeps:
             self._reduced.release_storage()
 
-    def _staged(self) -> torch.Tensor | None:
-        """Return the CPU memory by which reduced gradients reach an offloaded ``main_grad``; None for any other."""
-        if self.is_offloaded and self._staging is None:
+    def _staged(self) -> torch.Tensor:
+        """Return the CPU memory by which reduced gradients reach an offloaded ``main_grad``."""
+        if self._staging is None:
             numel, pinned = self._reduced.local_buffer.numel(), self._is_pinned and torch.cuda.is_available()
             self._staging = torch.empty(numel, dtype=self._reduced.dtype, pin_memory=pinned)
         return self._staging

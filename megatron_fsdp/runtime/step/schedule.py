@@ -1,6 +1,6 @@
 """Schedule: when the units of one root are gathered and released, and how forward passes through them.
 
-Nobody else unshards or reshards a parameter group, so that all of it is told (``dbuffer.events``) and every rank's
+Nothing else unshards or reshards a parameter group, so that all of it is told (``dbuffer.events``) and every rank's
 order of collectives is decided here and in ``backward.py`` (docs/design/order.md).
 """
 
@@ -15,12 +15,11 @@ from torch import nn
 from torch.autograd import profiler
 
 from dbuffer.events import listeners, tell
-from megatron_fsdp.runtime.guards.agreement import FirstUse
-from megatron_fsdp.runtime.guards.withheld import note_reads
-from megatron_fsdp.runtime.step.lanes import forget_unused_streams, wait_for_event
+from megatron_fsdp.runtime.step.cuda_lane import wait_for_event
+from megatron_fsdp.runtime.step.guard_types import Guards
+from megatron_fsdp.runtime.step.lanes import forget_unused_streams
 from megatron_fsdp.runtime.step.outputs import Attributes, watch_given, watch_inputs, watch_made, watch_output
-from megatron_fsdp.runtime.step.unit import Call, Unit, WeightState, alive, is_in_backward
-from megatron_fsdp.runtime.weights.memory_slots import BufferPools
+from megatron_fsdp.runtime.step.unit import Call, Unit, WeightState
 
 __all__ = ["Schedule"]
 
@@ -46,21 +45,18 @@ class ForwardOrder:
         """A pass begins; what was recorded since the last one is the prediction now."""
         self._expected, self._recorded, self._cursor = self._recorded or self._expected, [], 0
 
-    def visit(self, unit: Unit) -> None:
-        """Record that a unit runs, and find it in the prediction."""
+    def visit(self, unit: Unit) -> Unit | None:
+        """Record that a unit runs; return the one with parameters that is expected next, None where it is not known."""
         if len(self._recorded) < _MAX_LENGTH:
             self._recorded.append(unit.reference)
         # A unit that is not where it was last time moves the cursor to the end.
         while self._cursor < len(self._expected) and self._expected[self._cursor]() is not unit:
             self._cursor += 1
         self._cursor += 1
-
-    def following(self) -> Unit | None:
-        """Return the unit with parameters that is expected after the one last visited, None where it is not known."""
         for reference in self._expected[self._cursor : self._cursor + 2]:
-            unit = reference()
-            if unit is not None and unit.groups:
-                return unit
+            following = reference()
+            if following is not None and following.groups:
+                return following
         return None
 
 
@@ -71,19 +67,17 @@ class Schedule:
         step_event: recorded after an optimizer step, awaited by the next forward; None for none.
         pools: of memory slots.
         trail: the units of this forward pass that were left, in order, for each call that backward may come to.
-        armed: units whose inner modules' outputs are watched.
-        first_use: the moment when the ranks agree on what the units are.
+        guards: of this root.
     """
+
+    guards: Guards
+    pools: Any
 
     def __init__(self) -> None:
         self.step_event: Any = None
-        self.pools = BufferPools()
         self.trail: list[weakref.ref[Unit]] = []
-        self.armed: list[weakref.ref[Unit]] = []
-        # Weak: a circle would keep slots until the garbage collector comes.
-        self.first_use = FirstUse(weakref.WeakMethod(self._served))
         self._units: list[weakref.ref[Unit]] = []
-        self._root: weakref.ref[Unit] = _NOBODY
+        self.root_ref: weakref.ref[Unit] = _NOBODY
         self._clock = 0
         self._order = ForwardOrder()
         # By the identity of units' modules, which are never replaced.
@@ -94,34 +88,14 @@ class Schedule:
 
     def adopt(self, root: Unit, units: Iterable[Unit]) -> None:
         """Serve ``units``, of which ``root`` is the outermost."""
-        self._root = root.reference
+        self.root_ref = root.reference
         for unit in units:
             unit.schedule = self
             self._units.append(unit.reference)
-        self.arm()
-
-    def arm(self) -> None:
-        """Watch what modules inside of the units return, until that is seen to be of no use."""
-        self.armed = [unit.reference for unit in self.units() if unit.inner_outputs.arm()]
-
-    @property
-    def root(self) -> Unit | None:
-        """The outermost unit."""
-        return self._root()
 
     def units(self) -> list[Unit]:
         """Return the units served, in the order in which the root's modules are registered."""
         return [unit for reference in self._units if (unit := reference()) is not None]
-
-    def _served(self) -> tuple[Unit | None, Iterable[Unit]]:
-        return self.root, self.units()
-
-    def _disarm(self) -> None:
-        left = [unit.reference for unit in alive(self.armed) if not unit.inner_outputs.disarm()]
-        root = self._root()
-        for tree in root.trees.values() if root is not None and len(left) < len(self.armed) else ():
-            tree.count_hooks()
-        self.armed = left
 
     def reshards_after_forward(self, unit: Unit) -> bool:
         """Whether a unit gives its gathered weights back between forward and backward.
@@ -129,7 +103,7 @@ class Schedule:
         One that was not told to does so when the next unit runs, so the last one of a forward keeps its weights.
         """
         if unit.reshard_after_forward is None:
-            return unit is not self._root()
+            return unit is not self.root_ref()
         return unit.reshard_after_forward is not False
 
     # ------------------------------------------------------------------ weights
@@ -142,14 +116,14 @@ class Schedule:
         """
         if unit is None or unit.weight_state is not WeightState.SHARDED or not unit.groups:
             return
-        if not self.first_use.is_over:
-            self.first_use.before_gather(unit)
+        if not self.guards.first_use.is_over:
+            self.guards.first_use.before_gather(unit)
         if listeners:
             tell("gather", unit)
         for group in unit.groups if check else ():
             # No counter shows a change through .data or by a foreach operator (clipped or averaged weights), so before
             # a forward a refresh that needs no communication is always done, and in evaluation every one.
-            if group.weights.has_copy and (group.refreshes_locally or not torch.is_grad_enabled()):
+            if group.weights.has_copy and (group.weights.refreshes_locally or not torch.is_grad_enabled()):
                 group.freshness.suspect()
         unit.start_gather(check=check)
 
@@ -160,19 +134,10 @@ class Schedule:
             self.start_gather(unit, check=check)
             self._ahead = unit.reference
 
-    def gather_afresh(self, unit: Unit) -> None:
-        """Issue a gather of the main weights as they are now, unless what is gathered is that and was asked for."""
-        if unit.weight_state is not WeightState.SHARDED and (
-            unit.is_stale() or not all(group.fsdp_params.module_infos.shows_gathered for group in unit.groups)
-        ):
-            self.reshard(unit)
-        for group in unit.groups:
-            group.freshness.suspect()
-        self.start_gather(unit, check=True)
-
     def unshard(self, unit: Unit, *, check: bool) -> None:
         """Gather a unit's weights, if need be, and show them in its modules; compute issued afterwards may use them."""
-        self.start_gather(unit, check=check)
+        if unit.weight_state is WeightState.SHARDED:
+            self.start_gather(unit, check=check)
         self.finish_gather(unit)
 
     def finish_gather(self, unit: Unit) -> None:
@@ -193,7 +158,9 @@ class Schedule:
         if unit.weight_state is not WeightState.SHARDED:
             if listeners:
                 tell("reshard", unit)
-            unit.reshard(keep_part=keep_part)
+            changed = unit.reshard(keep_part=keep_part)
+            if changed is not None:
+                self.guards.refuse_changed(changed)
 
     # ------------------------------------------------------------------ forward
 
@@ -203,7 +170,7 @@ class Schedule:
         Args:
             given: to the module, tensors in any structure.
         """
-        if unit is self._root() and not unit.awaits(module):
+        if unit is self.root_ref() and (unit.open_call is None or id(module) not in unit.pending_modules):
             if unit.backward.awaited is not None:
                 unit.backward.awaited("forward")
             self._start_pass()
@@ -212,11 +179,14 @@ class Schedule:
         # First, since to release weights is to restore what replaced parameters lent to the call.
         if unit.weight_state is not WeightState.SHARDED and unit.is_stale():
             self.reshard(unit)
-        unit.admit_replaced_params()
+        self.admit_replaced_params(unit)
         self._release_lingering(unit)
-        unit.follow_requires_grad()
+        for group in unit.groups:
+            changed, gradients = group.fsdp_params.changed_requires_grad(), group.gradients
+            if changed or (gradients is not None and gradients.binding.is_taken):
+                self.guards.follow_requires_grad(unit, group, changed)
         self.unshard(unit, check=True)
-        self._order.visit(unit)
+        following = self._order.visit(unit)
         if not self.trail and unit.open_call is not None and torch.is_grad_enabled():
             # No other unit's outputs tell when backward is through with this one.
             watch_inputs(unit.open_call, given)
@@ -224,7 +194,7 @@ class Schedule:
             for reference in unit.forward_prefetch:
                 self.start_gather(reference(), check=True)
         else:
-            self.gather_ahead(self._order.following(), check=True)
+            self.gather_ahead(following, check=True)
 
     def after_forward(self, unit: Unit, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Watch what forward left behind for backward, and reshard."""
@@ -234,7 +204,7 @@ class Schedule:
         if torch.is_grad_enabled():
             watch_output(call, output)
             if not unit.unshards_in_backward:
-                note_reads(call, output)
+                self.guards.note_reads(call, output)
             if unit.releases_weights:
                 kept = self._kept.get(id(module))
                 if kept is None:
@@ -243,14 +213,27 @@ class Schedule:
                 watch_given(call, args)
         if unit.pending_modules:
             return
-        if is_in_backward():
+        if torch._C._current_graph_task_id() != -1:
+            # Computed again inside of a backward.
             self._end_call(unit, call)
             return
         self._close_call(unit, call)
         if output is None:
             self.reshard(unit)
-        if unit is self._root():
+        if unit is self.root_ref():
             self._end_pass()
+
+    def admit_replaced_params(self, unit: Unit) -> None:
+        """Decide what becomes, in a call, of what is registered in the places of the unit's parameters beside these."""
+        for group in unit.groups:
+            if group.fsdp_params.module_infos.is_replaced():
+                self.guards.admit(unit, group)
+
+    def settle_replaced_params(self, unit: Unit) -> None:
+        """Let sharded parameters that were assigned take their places for good, and refuse whatever else is there."""
+        for group in unit.groups:
+            if group.fsdp_params.module_infos.is_replaced():
+                self.guards.settle(unit, group)
 
     def watch(self, unit: Unit, output: Any) -> None:
         """Gather the unit before backward goes through ``output``, which a module inside of it has just made."""
@@ -260,7 +243,7 @@ class Schedule:
 
     def open_call(self, unit: Unit, module: nn.Module) -> bool:
         """Note that a module of the unit runs; tell whether that begins a call of the unit."""
-        if unit.awaits(module):
+        if unit.open_call is not None and id(module) in unit.pending_modules:
             unit.pending_modules.discard(id(module))
             return False
         self._clock += 1
@@ -276,14 +259,15 @@ class Schedule:
     def _close_call(self, unit: Unit, call: Call) -> None:
         self._end_call(unit, call)
         for group in unit.groups:
-            group.fsdp_params.module_infos.restore()
+            if group.fsdp_params.module_infos.overridden:
+                group.fsdp_params.module_infos.restore()
         if unit.calls and unit.calls[-1]() is call:
             if unit.trail is not self.trail:
                 unit.trail, unit.first_begin = self.trail, call.begin
             call.first_begin = unit.first_begin
             call.trail, call.position = self.trail, len(self.trail)
             self.trail.append(unit.reference)
-        root = self._root()
+        root = self.root_ref()
         if unit.reshard_after_forward is None and root is not None and root.open_call is not None:
             # A call below the root: whoever runs next takes its place, and the end of the pass settles the last one.
             self._release_lingering(unit)
@@ -306,12 +290,10 @@ class Schedule:
             unit.open_call = None
         self._order.start_pass()
         self.trail = []
-        if self.armed:
-            self._disarm()
+        if self.guards.armed:
+            self.guards.disarm()
         if profiler._is_profiler_enabled:
-            from megatron_fsdp.runtime.lifecycle.profiler_ranges import emit_ranges
-
-            emit_ranges(self.units())
+            self.guards.emit_ranges(self.units())
 
     def _end_pass(self) -> None:
         for unit in self.units():
@@ -331,7 +313,7 @@ class Schedule:
     def end_backward(self) -> None:
         """Release what backward has gathered, and what it need not have kept."""
         self._lingering = _NOBODY
-        root = self.root
+        root = self.root_ref()
         if root is None or root.open_call is None:
             # Where units are called and their root is not, nothing else begins a pass.
             self.trail = []

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,13 +31,10 @@ from megatron_fsdp.build.extension import Extension
 from megatron_fsdp.build.ownership import OwnedParameter
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.policy.precision import MixedPrecisionPolicy
-from megatron_fsdp.runtime.lifecycle.make_fsdp_params import refuse_uses_of
-from megatron_fsdp.runtime.step.freshness import mark_gathered
 from megatron_fsdp.runtime.step.fsdp_params import FSDPParams
-from megatron_fsdp.runtime.step.weight_buffers import WeightBuffers
-
-if TYPE_CHECKING:
-    from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
+from megatron_fsdp.runtime.weights.gathered_weight import KINDS
+from megatron_fsdp.runtime.weights.sharded_weights import ShardedWeights
+from megatron_fsdp.runtime.weights.stale_weights import mark_gathered
 
 __all__ = ["ExtensionWeights", "make_extension_params"]
 
@@ -102,7 +99,7 @@ def _make_wire(signature: _Signature, spec: GroupSpec, axis: int, where: str) ->
     return _Wire(signature, ranges, sent, gathered, outputs, Route(sent, gathered))
 
 
-class ExtensionWeights(WeightBuffers):
+class ExtensionWeights(ShardedWeights):
     """Weight buffers of one parameter of a subclass: its part at rest, the bytes on their way, what compute uses.
 
     Attributes:
@@ -124,11 +121,6 @@ class ExtensionWeights(WeightBuffers):
             )
         self._spec, self._plan = spec, plan
         self._module = weakref.ref(owned.param_module_infos[0].module)
-        self.rests_whole = False
-        self.post_forward = None
-        self.gather_function = None
-        self.remainder = None
-        self._is_from_part = False
         self.main = self.model = self._buffer(resting, spec.dtypes.main, spec.resting_device).zero_()
         self._axis = resting.index(Flat())
         self._fill_part(owned)
@@ -191,7 +183,7 @@ class ExtensionWeights(WeightBuffers):
 
     def gather(self, works: list[dist.Work] | None) -> list[Part]:
         """Ask the hook, and return the gather of what it returns."""
-        if self._is_from_part and self.post_forward is not None:
+        if self.is_from_part and self.post_forward is not None:
             self.gathered.reallocate_storage()
             return [self.post_forward.gather()]
         if self.gather_function is not None:
@@ -301,9 +293,7 @@ def _torch_policy(spec: GroupSpec) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(param_dtype=spec.dtypes.compute, reduce_dtype=spec.dtypes.reduce)
 
 
-def make_extension_params(
-    owned: Sequence[OwnedParameter], weights: ExtensionWeights, receiver: ParameterGroup
-) -> FSDPParams:
+def make_extension_params(owned: Sequence[OwnedParameter], weights: ExtensionWeights) -> FSDPParams:
     """Return the one parameter: sharded a DTensor whose local tensor is the subclass, unsharded what the hook made."""
     extension = owned[0].extension
     assert extension is not None
@@ -312,9 +302,8 @@ def make_extension_params(
     # A parameter is a detached copy of the wrappers, over the same memory: users reach the part by it.
     weights.part = sharded._local_tensor  # type: ignore[attr-defined]
     mark_gathered(weights.used, owned[0].name)
-    params = FSDPParams(owned, weights.main, [sharded], [weights.used], resting, receiver)
+    params = FSDPParams(owned, weights.main, [sharded], [weights.used], resting, KINDS)
     params.subclass = extension.kind.__name__
-    refuse_uses_of(params)
     return params
 
 

@@ -8,7 +8,6 @@ released it refuses to be read at all: PyTorch would end the process (docs/desig
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
@@ -18,52 +17,16 @@ from torch.distributed.tensor import DTensor
 
 from dbuffer import StorageError
 from megatron_fsdp.errors import StateError
-from megatron_fsdp.runtime.lifecycle.param_layout import laid_out
+from megatron_fsdp.runtime.step.weight_handle import WeightHandle, handle_of
+from megatron_fsdp.runtime.weights.param_layout import laid_out
 
 __all__ = [
     "KINDS",
     "GatheredWeight",
     "ReleasedWeight",
-    "WeightHandle",
-    "handle_of",
     "refuse_change",
     "refuse_uncounted",
 ]
-
-
-_NOTHING: weakref.ref[Any] = weakref.ref(set())
-
-
-class WeightHandle:
-    """What a gathered weight belongs to; it keeps nothing alive.
-
-    Attributes:
-        group: its ``ParameterGroup``. parameter: its name within the unit.
-        unit: the ``Unit`` that gathers it and releases it again; nothing where it is whole on every rank all the time.
-        gradients: the ``GradientBuffer`` into which backward may multiply its gradient; nothing where it may not.
-        index: of the parameter there.
-    """
-
-    __slots__ = ("gradients", "group", "index", "parameter", "unit")
-
-    def __init__(self, group: weakref.ref[Any] = _NOTHING, parameter: str = "") -> None:
-        self.group, self.parameter = group, parameter
-        self.unit = self.gradients = _NOTHING
-        self.index = 0
-
-    @property
-    def words(self) -> str:
-        """The unit and the parameter."""
-        group = self.group()
-        return f"unit {'(deleted)' if group is None else group.name!r}: parameter {self.parameter!r}"
-
-
-def handle_of(weight: torch.Tensor) -> WeightHandle:
-    """Return the handle of a gathered weight, which gets one if it has none."""
-    handle: WeightHandle | None = getattr(weight, "_fsdp_handle", None)
-    if handle is None:
-        handle = weight._fsdp_handle = WeightHandle()  # type: ignore[attr-defined]  # an attribute of its own
-    return handle
 
 
 def refuse_change(handle: WeightHandle, how: str) -> NoReturn:
@@ -228,7 +191,7 @@ def _released(args: Iterable[Any], kwargs: dict[str, Any], name: str) -> Storage
     )
 
 
-def refuse_uncounted(weight: torch.Tensor, handle: WeightHandle) -> NoReturn:
+def refuse_uncounted(weight: torch.Tensor) -> NoReturn:
     """Refuse a change that was found afterwards.
 
     Raises:
@@ -236,4 +199,4 @@ def refuse_uncounted(weight: torch.Tensor, handle: WeightHandle) -> NoReturn:
     """
     taken_at = getattr(weight, "_fsdp_taken_at", "")
     how = f"its .data was taken at {taken_at}" if taken_at else "by an operator such as max_norm's, a view or out="
-    refuse_change(handle, how)
+    refuse_change(handle_of(weight), how)

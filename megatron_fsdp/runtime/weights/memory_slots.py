@@ -1,69 +1,32 @@
-"""Pools: which buffers of a model take turns in slots of memory that stay (dbuffer/slot_pool.py)."""
+"""Memory slots: which buffers of a model take turns in memory that stays (dbuffer/slot_pool.py)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 
 from dbuffer import BufferPlacement, SlotPool
 from dbuffer.mesh import MeshAxis
 from dbuffer.placements import flat_axes
-from dbuffer.slot_pool import Allocate, ArenaPool, from_communicator, from_symmetric_memory
+from dbuffer.slot_memory import from_communicator, from_symmetric_memory
+from dbuffer.slot_pool import ArenaPool
 from dbuffer_kernels.switches import is_off
 from megatron_fsdp.errors import ConfigError
+from megatron_fsdp.policy.slots import SlotChoice
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
-
-if TYPE_CHECKING:
-    from megatron_fsdp.runtime.step.unit import Unit
+from megatron_fsdp.runtime.step.unit import Unit
 
 __all__ = [
     "BufferPools",
-    "SlotChoice",
     "check_reshard",
     "communicator_has_memory",
     "keep_gathered",
-    "place_in_slots",
     "place_unit",
     "reshard_to",
     "use_slots",
 ]
-
-
-@dataclass(frozen=True, slots=True)
-class SlotChoice:
-    """Where a unit's gathered weights and packed gradients come from.
-
-    Attributes:
-        sizing: of the slots, see ``SlotPool``; None: no slots, each buffer comes from the allocator and goes back.
-        source: of the slots' memory: "device", "communicator" (its own allocator, where it has one), or the name of a
-            backend of symmetric memory.
-    """
-
-    sizing: str | None = None
-    source: str = "device"
-
-    @classmethod
-    def of_megatron(
-        cls, *, double_buffer: bool, max_pool: bool, user_buffers: bool, is_symmetric: bool, device_type: str
-    ) -> SlotChoice:
-        """Return what Megatron's switches ask for.
-
-        Args:
-            double_buffer: ``fsdp_double_buffer``: units of equal size take turns in two slots; others have their own.
-            max_pool: all units take turns in slots of the largest one's size. user_buffers: ``nccl_ub``, slots that
-                NCCL has registered. Each of the two turns ``double_buffer`` on.
-            is_symmetric: register them as symmetric windows. device_type: only GPUs have such memory.
-        """
-        if not (double_buffer or max_pool or user_buffers):
-            return cls()
-        source = "device"
-        if user_buffers and device_type == "cuda":
-            source = "NCCL" if is_symmetric else "communicator"
-        return cls("largest" if max_pool else "by_size", source)
 
 
 class BufferPools:
@@ -106,7 +69,11 @@ class BufferPools:
         # In one arena weights and gradients lie where the others have been.
         key = ("all" if choice.sizing == "static" and group is None else use, choice, device, group)
         if key not in self._pools:
-            allocate = None if group is None else _allocator(choice.source, device, group)
+            allocate = None
+            if group is not None and choice.source == "communicator":
+                allocate = from_communicator(group, device)
+            elif group is not None:
+                allocate = from_symmetric_memory(group, device, choice.source)
             if choice.sizing == "static":
                 self.planned.append(ArenaPool(device, allocate))
                 self._pools[key] = self.planned[-1]
@@ -115,12 +82,32 @@ class BufferPools:
         return self._pools[key]
 
 
-def place_in_slots(group: ParameterGroup, pools: BufferPools | None, choice: SlotChoice, weights: SlotChoice) -> None:
-    """Take the memory of a group's gathered weights and packed gradients from slots, or from the allocator again.
+def use_slots(unit: Unit, choice: SlotChoice) -> None:
+    """Take memory from slots from now on, or from the allocator again."""
+    unit.slots = choice
+    place_unit(unit)
 
-    Args:
-        pools: None for the allocator. choice: of slots for gradients. weights: for weights.
-    """
+
+def communicator_has_memory(unit: Unit) -> bool:
+    """Whether the communicators of the unit have an allocator of their own, as NCCL's have."""
+    axes = [(axis, group.spec.device) for group in unit.groups for axis in group.main_weight.axes]
+    return bool(axes) and all(from_communicator(axis.gather_group, device) is not None for axis, device in axes)
+
+
+def place_unit(unit: Unit) -> None:
+    """Take the memory of a unit from where its choice says."""
+    weights = unit.slots
+    # Weights that stay from forward to backward would each hold a slot as large as the largest unit.
+    if weights.sizing == "largest" and not unit.schedule.reshards_after_forward(unit):
+        weights = replace(weights, sizing="by_size")
+    pools = None if unit.slots.sizing is None or is_off("slots") else unit.schedule.pools
+    for group in unit.groups:
+        _place_group(group, pools, gradients=unit.slots, weights=weights)
+
+
+def _place_group(
+    group: ParameterGroup, pools: BufferPools | None, *, gradients: SlotChoice, weights: SlotChoice
+) -> None:
     device, axes, placements = group.spec.compute_device, group.main_weight.axes, group.spec.placements
 
     def pool(use: str, of: SlotChoice, placed: Sequence[BufferPlacement]) -> SlotPool | None:
@@ -128,15 +115,15 @@ def place_in_slots(group: ParameterGroup, pools: BufferPools | None, choice: Slo
 
     if not group.rests_whole:
         # What stays takes no turns.
-        is_kept = group.weights.keeps_gathered
-        of_weights = None if is_kept else pool("weights", weights, placements.parameter)
+        of_weights = None if group.weights.keeps_gathered else pool("weights", weights, placements.parameter)
         group.gathered.storage.use_pool(of_weights)
         if group.weights.post_forward is not None:
             # One for each unit would be held for as long as the allocator's; in an arena it costs nothing.
             group.weights.post_forward.use_pool(of_weights if weights.sizing == "static" else None)
     if group.gradients is None:
         return
-    group.gradients.take_from(None if group.gradients.rests_partial else pool("gradients", choice, placements.gradient))
+    is_partial = group.gradients.rests_partial
+    group.gradients.take_from(None if is_partial else pool("gradients", gradients, placements.gradient))
     # With slots a step calls no allocator.
     group.gradients.keep(pools is not None or group.spec.is_offloaded)
 
@@ -150,37 +137,6 @@ def keep_gathered(group: ParameterGroup, *, keeps: bool, is_sharded: bool) -> No
             group.gathered.reallocate_storage()
         else:
             group.weights.release()
-
-
-def communicator_has_memory(axes: Sequence[MeshAxis], device: torch.device) -> bool:
-    """Whether the communicators along the axes have an allocator of their own, as NCCL's have."""
-    return all(from_communicator(axis.gather_group, device) is not None for axis in axes)
-
-
-def _allocator(source: str, device: torch.device, group: dist.ProcessGroup) -> Allocate | None:
-    if source == "communicator":
-        return from_communicator(group, device)
-    return from_symmetric_memory(group, device, source)
-
-
-def place_unit(unit: Unit) -> None:
-    """Take the memory of a unit from where its choice says."""
-    if unit.slots.sizing is None or is_off("slots"):
-        for group in unit.groups:
-            place_in_slots(group, None, unit.slots, unit.slots)
-        return
-    # Weights that stay from forward to backward would each hold a slot as large as the largest unit.
-    is_kept = not unit.schedule.reshards_after_forward(unit)
-    is_wasteful = is_kept and unit.slots.sizing == "largest"
-    weights = replace(unit.slots, sizing="by_size") if is_wasteful else unit.slots
-    for group in unit.groups:
-        place_in_slots(group, unit.schedule.pools, unit.slots, weights)
-
-
-def use_slots(unit: Unit, choice: SlotChoice) -> None:
-    """Take memory from slots from now on, or from the allocator again."""
-    unit.slots = choice
-    place_unit(unit)
 
 
 def reshard_to(unit: Unit, choice: bool | int | None) -> None:

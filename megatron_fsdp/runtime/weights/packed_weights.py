@@ -31,7 +31,7 @@ from dbuffer_kernels.quantize import (
 from megatron_fsdp.build.builder import GroupSpec
 from megatron_fsdp.build.packed_layout import cut_blocks, num_grids, wire_bytes
 from megatron_fsdp.errors import ConfigError
-from megatron_fsdp.runtime.step.weight_buffers import WeightBuffers
+from megatron_fsdp.runtime.weights.sharded_weights import ShardedWeights
 from megatron_fsdp.runtime.weights.split_weights import Remainder
 
 __all__ = ["PackedWeights"]
@@ -55,7 +55,7 @@ class _Held:
         return slice(self.position, self.position + self.stop - self.start)
 
 
-class PackedWeights(WeightBuffers):
+class PackedWeights(ShardedWeights):
     """Weight buffers of a group whose weights are gathered as 8-bit codes.
 
     Attributes:
@@ -73,10 +73,6 @@ class PackedWeights(WeightBuffers):
         _check(plan, spec, name)
         self._spec, self._plan = spec, plan
         resting = spec.placements.parameter
-        self.rests_whole = False
-        self.post_forward = None
-        self.gather_function = None
-        self._is_from_part = False
         self._arrived: int | None = None
         self.main = self.model = self._buffer(resting, spec.dtypes.main, spec.resting_device)
         whole = tuple(Replicate() for _ in resting)
@@ -216,7 +212,7 @@ class PackedWeights(WeightBuffers):
     def gather(self, works: list[dist.Work] | None) -> list[Part]:
         """Return the gather of the codes: those of backward's grid where one is under way."""
         self._arrived = None
-        if self._is_from_part and self.post_forward is not None:
+        if self.is_from_part and self.post_forward is not None:
             self.gathered.reallocate_storage()
             return [self.post_forward.gather()]
         if self.gather_function is not None:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 from dbuffer.collectives_together import gather_together
 from dbuffer.events import listeners, tell
-
-if TYPE_CHECKING:
-    from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
+from megatron_fsdp.errors import StateError
+from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
 
 __all__ = ["announce_step", "refresh_together"]
 
@@ -18,7 +16,16 @@ def refresh_together(groups: Sequence[ParameterGroup]) -> None:
     """Bring ``model_weight`` of groups of one unit up to date: casts, and one gather where weights rest whole.
 
     On a CPU the host waits for it: who looks for changes of main weights sees nothing of a gather into their memory.
+
+    Raises:
+        StateError: their parameters are on the meta device still.
     """
+    for group in groups:
+        if group.is_meta:
+            raise StateError(
+                f"unit {group.name!r}: parameters {', '.join(map(repr, group.parameters))} are on the meta device "
+                "still. Call materialize(model), or model.to_empty(device=...) and initialise it, or load a checkpoint."
+            )
     for group in groups if listeners else ():
         tell("refresh", group)
     parts = [part for group in groups for part in group.weights.start_refresh()]

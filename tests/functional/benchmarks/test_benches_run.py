@@ -24,8 +24,9 @@ TINY = {
 }
 
 
-# Each starts processes of its own, and what it is about has a test: test_resident_memory.py.
-NIGHTLY = ("resident",)
+# These start processes of their own or take long, and what they are about has tests: test_resident_memory.py,
+# test_bench_virtual.py, test_simulated_link.py.
+NIGHTLY = ("resident", "error_bar", "link")
 
 
 @pytest.fixture(params=nightly_but((name for name in TINY if name not in NIGHTLY), TINY))

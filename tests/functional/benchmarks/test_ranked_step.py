@@ -13,6 +13,7 @@ from benchmarks.ranked_step import ENGINES
 WORDS = "-m benchmarks gpu --device cpu --small --rounds 1 --batches 1 --results"
 
 
+@pytest.mark.slow
 def test_all_engines_take_the_same_steps_on_real_ranks_and_one_rank_tells(tmp_path: Path) -> None:
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}

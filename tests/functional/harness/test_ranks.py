@@ -5,6 +5,7 @@ import select
 import signal
 import threading
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -133,45 +134,25 @@ def failure_of(world_size: int, function: object, **options: object) -> RankErro
     return caught.value
 
 
-def test_values_come_back_in_rank_order() -> None:
-    assert [rank for rank, _ in run_ranks(3, rank_and_process)] == [0, 1, 2]
-
-
-def test_tensors_travel_to_the_ranks_and_back() -> None:
-    for total in run_ranks(2, sum_over_ranks, torch.tensor([1.5, -2.0])):
-        torch.testing.assert_close(total, torch.tensor([4.5, -6.0]))
-
-
-def test_groups_of_every_size_run_on_the_same_processes() -> None:
+def test_groups_of_every_size_run_on_the_same_processes_and_communicate_among_all_their_ranks() -> None:
     pool = [process for _, process in run_ranks(4, rank_and_process)]
-    for world_size in (1, 2, 3, 4, 2, 1):
-        assert [process for _, process in run_ranks(world_size, rank_and_process)] == pool[:world_size]
-
-
-def test_groups_of_every_size_communicate_among_all_their_ranks() -> None:
-    for world_size in (1, 2, 3, 4, 2, 1):
-        totals = run_ranks(world_size, sum_over_ranks, torch.ones(1))
-        assert [total.item() for total in totals] == [world_size * (world_size + 1) / 2] * world_size
+    for size in (1, 2, 3, 4, 2, 1):
+        assert run_ranks(size, rank_and_process) == list(enumerate(pool[:size]))
+        assert [total.tolist() for total in run_ranks(size, sum_over_ranks, torch.tensor([1.5, -2.0]))] == [
+            [1.5 * size * (size + 1) / 2, -2.0 * size * (size + 1) / 2]
+        ] * size
 
 
 def test_ranks_see_the_variables_that_torchrun_sets() -> None:
     assert run_ranks(2, torchrun_variables) == [("0", "0", "2", "2"), ("1", "1", "2", "2")]
 
 
-def test_an_exception_comes_back_as_a_traceback_of_its_rank() -> None:
-    failures = {failure.rank: failure for failure in failure_of(3, raise_on_last_rank).failures}
-    assert failures[2].kind is FailureKind.RAISED
-    assert "ValueError: shards of rank 2 overlap" in failures[2].report
-    assert "in raise_on_last_rank" in failures[2].report
-
-
-def test_peers_of_a_rank_that_raised_fail_without_waiting_for_the_timeout() -> None:
+def test_an_exception_comes_back_as_a_traceback_of_its_rank_which_is_named_first_and_no_peer_waits() -> None:
     failures = failure_of(3, raise_on_last_rank, timeout=60.0).failures
+    assert failures[0].rank == 2
+    assert "ValueError: shards of rank 2 overlap" in failures[0].report
+    assert "in raise_on_last_rank" in failures[0].report
     assert {failure.rank: failure.kind for failure in failures} == dict.fromkeys(range(3), FailureKind.RAISED)
-
-
-def test_the_rank_that_failed_first_is_named_first() -> None:
-    assert failure_of(3, raise_on_last_rank).failures[0].rank == 2
 
 
 def test_failures_are_in_the_order_of_time_whatever_the_order_of_arrival() -> None:
@@ -222,11 +203,8 @@ def test_a_call_that_the_caller_interrupts_does_not_answer_the_next_one(monkeypa
     assert rank == 0
 
 
-def test_the_exit_code_of_each_dead_rank_is_reported(dead: RankError) -> None:
+def test_dead_ranks_are_named_before_the_peer_that_lost_them_with_their_exit_codes(dead: RankError) -> None:
     assert {failure.rank: failure.exit_code for failure in dead.failures} == {0: 7, 1: -signal.SIGKILL, 2: None}
-
-
-def test_a_dead_rank_is_named_before_the_peer_that_lost_it(dead: RankError) -> None:
     assert [failure.kind for failure in dead.failures] == [FailureKind.DIED, FailureKind.DIED, FailureKind.RAISED]
 
 
@@ -243,8 +221,20 @@ def test_a_call_that_outlasts_its_timeout_is_ended(monkeypatch: pytest.MonkeyPat
     assert stuck.kind is FailureKind.STUCK
 
 
-def test_leaving_the_interpreter_is_a_failure_even_with_code_zero() -> None:
-    assert "SystemExit: 0" in str(failure_of(1, exit_politely))
+@pytest.mark.parametrize(
+    ("function", "kind", "words"),
+    [
+        (exit_politely, FailureKind.RAISED, "SystemExit: 0"),
+        (warn, FailureKind.RAISED, "FutureWarning: the old name"),
+        (return_a_lock, FailureKind.RAISED, "cannot pickle"),
+        (raise_in_finalizer, FailureKind.UNCLEAN, "RuntimeError: storage freed twice"),
+        (raise_in_thread, FailureKind.UNCLEAN, "RuntimeError: prefetch of a released unit"),
+    ],
+)
+def test_what_else_fails_a_call(function: Callable[[], object], kind: FailureKind, words: str) -> None:
+    (failure,) = failure_of(1, function).failures
+    assert failure.kind is kind
+    assert words in failure.report
 
 
 def test_every_rank_of_every_call_starts_from_the_same_seed() -> None:
@@ -264,25 +254,9 @@ def test_dtensors_of_one_call_never_get_the_mesh_of_an_earlier_one() -> None:
     assert [run_ranks(2, doubling_stays_on_the_mesh) for _ in range(2)] == [[True, True], [True, True]]
 
 
-def test_a_warning_on_a_rank_is_an_error() -> None:
-    assert "FutureWarning: the old name" in str(failure_of(1, warn))
-
-
 @pytest.mark.filterwarnings("ignore:the old name:FutureWarning")
 def test_a_warning_that_the_caller_ignores_is_ignored_on_the_ranks() -> None:
     assert run_ranks(1, warn) == ["only warned"]
-
-
-def test_an_exception_in_a_finalizer_fails_the_call() -> None:
-    (failure,) = failure_of(1, raise_in_finalizer).failures
-    assert failure.kind is FailureKind.UNCLEAN
-    assert "RuntimeError: storage freed twice" in failure.report
-
-
-def test_an_exception_in_a_thread_fails_the_call() -> None:
-    (failure,) = failure_of(1, raise_in_thread).failures
-    assert failure.kind is FailureKind.UNCLEAN
-    assert "RuntimeError: prefetch of a released unit" in failure.report
 
 
 def test_fresh_ranks_run_in_processes_of_their_own_which_end() -> None:
@@ -296,10 +270,6 @@ def test_fresh_ranks_run_in_processes_of_their_own_which_end() -> None:
 def test_what_a_rank_writes_is_passed_on(capsys: pytest.CaptureFixture[str]) -> None:
     run_ranks(2, write_a_line)
     assert capsys.readouterr().out == "[rank 0] padding is 3 rows\n[rank 1] padding is 3 rows\n"
-
-
-def test_a_value_that_cannot_be_pickled_is_the_failure_of_its_rank() -> None:
-    assert "cannot pickle" in str(failure_of(1, return_a_lock))
 
 
 def test_a_function_inside_a_function_is_refused() -> None:

@@ -21,8 +21,7 @@ from triton.compiler import ASTSource
 
 from dbuffer_kernels import launch
 from dbuffer_kernels.dtypes import compute_dtype
-from dbuffer_kernels.elementwise_kernels import accumulate_kernel, cast_kernel
-from dbuffer_kernels.pack import pack_kernel
+from dbuffer_kernels.elementwise_kernels import elementwise_kernel
 
 SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
 PAIRS = (
@@ -40,27 +39,15 @@ WIDE_STORE = re.compile(r"\bst\.global\.(?:v4\.b32|v2\.b64)")
 IS_WHOLE = os.environ.get("GRID", "whole") == "whole"
 on_all = pytest.mark.parametrize("architecture", [80, 90, 100] if IS_WHOLE else [90])
 by_pair = pytest.mark.parametrize(("source", "out"), PAIRS if IS_WHOLE else PAIRS[::3], ids=lambda dtype: SHORT[dtype])
-by_elementwise = pytest.mark.parametrize("kernel", [cast_kernel, accumulate_kernel], ids=["cast", "accumulate"])
+by_elementwise = pytest.mark.parametrize("adds", [False, True], ids=["cast", "accumulate"])
 
 
 def compile_elementwise(
-    kernel: Any, source: torch.dtype, out: torch.dtype, architecture: int, *, aligned: bool = True
+    source: torch.dtype, out: torch.dtype, architecture: int, *, adds: bool, aligned: bool = True
 ) -> Any:
-    constants = {"COMPUTE": launch.element_type(compute_dtype(source, out))}
+    constants = {"COMPUTE": launch.element_type(compute_dtype(source, out)), "ADDS": adds}
     pointers = {"source": f"*{SHORT[source]}", "out": f"*{SHORT[out]}"}
-    return compile_for(kernel, pointers, constants, architecture, aligned=aligned)
-
-
-def compile_pack(
-    source: torch.dtype, out: torch.dtype, architecture: int, *, adds: bool, is_plain: bool = False
-) -> Any:
-    constants = {
-        "SOURCE": launch.element_type(source),
-        "OUT": launch.element_type(out),
-        "COMPUTE": launch.element_type(out if is_plain else compute_dtype(source, out)),
-        "ACCUMULATE": adds,
-    }
-    return compile_for(pack_kernel, {"table": "*i64"}, constants, architecture)
+    return compile_for(elementwise_kernel, pointers, constants, architecture, aligned=aligned)
 
 
 def compile_for(
@@ -116,61 +103,18 @@ def assert_no_spills(compiled: Any, folder: Path) -> None:
 @by_pair
 @by_elementwise
 def test_aligned_pointers_move_whole_blocks_in_16_byte_accesses_without_spills(
-    kernel: Any, source: torch.dtype, out: torch.dtype, architecture: int, tmp_path: Path
-) -> None:
-    compiled = compile_elementwise(kernel, source, out, architecture)
-    reads_out = kernel is accumulate_kernel
-    assert num_wide(WIDE_LOAD, compiled) == accesses_per_thread(source) + reads_out * accesses_per_thread(out)
-    assert num_wide(WIDE_STORE, compiled) == accesses_per_thread(out)
-    assert_no_spills(compiled, tmp_path)
-
-
-@on_all
-@by_pair
-@pytest.mark.parametrize("adds", [False, True], ids=["writes", "adds"])
-def test_pack_moves_aligned_blocks_in_16_byte_accesses_without_spills(
     source: torch.dtype, out: torch.dtype, adds: bool, architecture: int, tmp_path: Path
 ) -> None:
-    compiled = compile_pack(source, out, architecture, adds=adds)
-    # As many as one branch needs, so the branch for misaligned addresses has none.
+    compiled = compile_elementwise(source, out, architecture, adds=adds)
     assert num_wide(WIDE_LOAD, compiled) == accesses_per_thread(source) + adds * accesses_per_thread(out)
     assert num_wide(WIDE_STORE, compiled) == accesses_per_thread(out)
     assert_no_spills(compiled, tmp_path)
 
 
 @on_all
-@pytest.mark.parametrize("bits", [torch.int8, torch.int16, torch.int32, torch.int64], ids=str)
-def test_a_plain_pack_moves_bits_in_16_byte_accesses_without_converting_them(
-    bits: torch.dtype, architecture: int, tmp_path: Path
-) -> None:
-    compiled = compile_pack(bits, bits, architecture, adds=False, is_plain=True)
-    assert num_wide(WIDE_LOAD, compiled) == num_wide(WIDE_STORE, compiled) == accesses_per_thread(bits)
-    assert not re.findall(r"\b(?:mul|fma|cvt)\S*\.(?:b?f16|f32|f64)", compiled.asm["ptx"])
-    assert_no_spills(compiled, tmp_path)
-
-
-def test_pack_takes_the_16_byte_branch_only_when_both_addresses_are_multiples_of_16() -> None:
-    # The interpreter reads misaligned addresses without complaint, so this is read from the program.
-    ttir = compile_pack(torch.bfloat16, torch.float32, 90, adds=True).asm["ttir"]
-    values = dict(re.findall(r"^\s*(%\S+) = (.*?)(?: loc\(.*)?$", ttir, flags=re.MULTILINE))
-
-    def operands(name: str, op: str) -> list[str]:
-        assert values[name].startswith(op), f"{name} = {values[name]}, wanted {op}"
-        return re.findall(r"%[\w.]+", values[name])
-
-    (condition,) = re.findall(r"(?:scf\.if|cf\.cond_br) (%[\w.]+)", ttir)
-    is_aligned, is_whole = operands(condition, "arith.andi")
-    assert values[is_whole].startswith("arith.cmpi sle")
-    low_bits, zero = operands(is_aligned, "arith.cmpi eq")
-    either, fifteen = operands(low_bits, "arith.andi")
-    assert (values[zero].split()[1], values[fifteen].split()[1]) == ("0", "15")
-    assert set(operands(either, "arith.ori")) == set(re.findall(r"tt\.int_to_ptr (%[\w.]+)", ttir))
-
-
-@on_all
 @by_elementwise
-def test_pointers_of_unknown_alignment_get_no_16_byte_access(kernel: Any, architecture: int) -> None:
-    compiled = compile_elementwise(kernel, torch.bfloat16, torch.float32, architecture, aligned=False)
+def test_pointers_of_unknown_alignment_get_no_16_byte_access(adds: bool, architecture: int) -> None:
+    compiled = compile_elementwise(torch.bfloat16, torch.float32, architecture, adds=adds, aligned=False)
     assert num_wide(WIDE_LOAD, compiled) == num_wide(WIDE_STORE, compiled) == 0
 
 
@@ -180,28 +124,21 @@ def test_pointers_of_unknown_alignment_get_no_16_byte_access(kernel: Any, archit
 def test_16_bit_results_are_rounded_to_nearest_even_from_fp32(
     source: torch.dtype, out: torch.dtype, rounding: str, architecture: int
 ) -> None:
-    for compiled in (
-        compile_elementwise(cast_kernel, source, out, architecture),
-        compile_elementwise(accumulate_kernel, source, out, architecture),
-        compile_pack(source, out, architecture, adds=True),
-    ):
+    for adds in (False, True):
+        compiled = compile_elementwise(source, out, architecture, adds=adds)
         narrowing = set(re.findall(r"cvt\.r\w\.(?:b?f16)\S*", compiled.asm["ptx"]))
         assert narrowing, "no conversion to 16 bits found"
         assert all(op.startswith(rounding) and op.endswith(".f32") for op in narrowing), narrowing
 
 
-@pytest.mark.parametrize("kernel", [cast_kernel, accumulate_kernel, pack_kernel])
-def test_element_indices_are_64_bit_because_buffers_exceed_two_billion_elements(kernel: Any) -> None:
-    is_pack = kernel is pack_kernel
-    fp32 = torch.float32
-    compiled = compile_pack(fp32, fp32, 90, adds=True) if is_pack else compile_elementwise(kernel, fp32, fp32, 90)
+@by_elementwise
+def test_element_indices_are_64_bit_because_buffers_exceed_two_billion_elements(adds: bool) -> None:
+    compiled = compile_elementwise(torch.float32, torch.float32, 90, adds=adds)
     products = re.findall(r"arith\.muli .* : (\w+)", compiled.asm["ttir"])
     assert products
     assert set(products) == {"i64"}
 
 
-@pytest.mark.parametrize("kernel", [cast_kernel, accumulate_kernel, pack_kernel])
-def test_scalars_have_fixed_types_so_that_no_value_compiles_a_kernel_again(kernel: Any) -> None:
-    types = {p.name: p.annotation_type for p in launch.jit(kernel).params}
-    assert types["scale"] == "fp64"
-    assert types.get("numel", "i64") == "i64"
+def test_scalars_have_fixed_types_so_that_no_value_compiles_a_kernel_again() -> None:
+    types = {p.name: p.annotation_type for p in launch.jit(elementwise_kernel).params}
+    assert (types["scale"], types["numel"]) == ("fp64", "i64")

@@ -13,7 +13,6 @@ import torch
 from dbuffer_kernels import launch
 from dbuffer_kernels.bit_sums import checksum_kernel
 from dbuffer_kernels.norm import MAX_PROGRAMS, squares_kernel, total_kernel
-from dbuffer_kernels.rounding import stochastic_kernel
 from dbuffer_kernels.segments import STEP_BLOCK
 from dbuffer_kernels.split import join_kernel, split_kernel
 from tests.functional.kernels.compiled_cases import (
@@ -97,10 +96,6 @@ def compile_halves(kernel: Any, architecture: int) -> Any:
     return compile_for(kernel, pointers, {}, architecture)
 
 
-def compile_stochastic(architecture: int) -> Any:
-    return compile_for(stochastic_kernel, {"source": "*fp32", "out": "*bf16"}, {}, architecture)
-
-
 @on_all
 @pytest.mark.parametrize("dtypes", DTYPES if IS_WHOLE else DTYPES[::3], ids=str)
 def test_adamw_moves_whole_blocks_in_16_byte_accesses_without_spills(
@@ -153,19 +148,6 @@ def test_the_second_stage_of_the_sum_adds_in_fp64_without_spills(architecture: i
 
 
 @on_all
-def test_stochastic_rounding_moves_16_byte_accesses_and_hashes_in_32_bit_integers_without_spills(
-    architecture: int, tmp_path: Path
-) -> None:
-    compiled = compile_stochastic(architecture)
-    assert num_wide(WIDE_LOAD, compiled) == accesses_per_thread(FP32)
-    assert num_wide(WIDE_STORE, compiled) == accesses_per_thread(BF16)
-    assert_no_spills(compiled, tmp_path)
-    products = re.findall(r"arith\.muli .* : (tensor<\S+>)", compiled.asm["ttir"])
-    assert products
-    assert all(product.endswith("xi32>") for product in products)
-
-
-@on_all
 @pytest.mark.parametrize("kernel", [split_kernel, join_kernel])
 def test_split_and_join_move_bits_in_16_byte_accesses_without_converting_them(
     kernel: Any, architecture: int, tmp_path: Path
@@ -179,19 +161,17 @@ def test_split_and_join_move_bits_in_16_byte_accesses_without_converting_them(
     assert_no_spills(compiled, tmp_path)
 
 
-@pytest.mark.parametrize("name", ["adamw", "squares", "stochastic", "split", "join"])
+@pytest.mark.parametrize("name", ["adamw", "squares", "split", "join"])
 def test_block_starts_are_64_bit_because_buffers_exceed_two_billion_elements(name: str) -> None:
     compiled = {
         "adamw": lambda: compile_adamw(DTYPES[0], 90),
         "squares": lambda: compile_squares(FP32, 90),
-        "stochastic": lambda: compile_stochastic(90),
         "split": lambda: compile_halves(split_kernel, 90),
         "join": lambda: compile_halves(join_kernel, 90),
     }[name]()
     products = re.findall(r"arith\.muli .* : (\w+)\b(?! *<)", compiled.asm["ttir"])
     scalars = [product for product in products if product != "tensor"]
-    # Of the hash of a position one 32-bit product is the same for a whole block.
-    assert set(scalars) == ({"i64", "i32"} if name == "stochastic" else {"i64"})
+    assert set(scalars) == {"i64"}
     (program,) = re.findall(r"(%\S+) = tt\.get_program_id", compiled.asm["ttir"])
     assert not re.findall(rf"arith\.muli .*{program}\b.* : i32", compiled.asm["ttir"])
 

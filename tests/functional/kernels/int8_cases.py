@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 NUMEL = 9001
 # Whole programs of 4096, parts of them, a last partial block, plain moments in between, a gap.
 SEGMENTS = (
-    CodedSegment(0, 4096, 0, 7),
+    CodedSegment(0, 4096, 0, (1 << 32) - 2000),
     CodedSegment(4096, 4196, 1, 0, plain=0),
     CodedSegment(4352, 8999, 1, 1 << 40),
 )

@@ -17,7 +17,6 @@ from dbuffer_kernels import (
     Segments,
     adamw,
     adamw_row,
-    cast_stochastic,
     checksum,
     join_weight,
     reference,
@@ -34,10 +33,9 @@ from tests.unit.kernels.step_oracle import (
     exact_squares,
     from_bits,
     step_of,
-    stochastic_bits,
 )
 
-OPS = ("cast_stochastic", "checksum", "sum_of_squares", "split_weight", "join_weight", "adamw")
+OPS = ("checksum", "sum_of_squares", "split_weight", "join_weight", "adamw")
 HOW = (Hyperparameters(), Hyperparameters(step=1, lr=0.5, betas=(0.3, 0.9), weight_decay=0.0, maximize=True))
 
 # numpy, which does the interpreter's arithmetic, warns of infinities and NaNs.
@@ -52,29 +50,6 @@ def _only_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def assert_guards(buffer: torch.Tensor, numel: int) -> None:
     assert (torch.cat([buffer[:3], buffer[3 + numel :]]) == 5).all()
-
-
-# ---------------------------------------------------------------------- stochastic rounding
-
-
-@with_infinities
-@pytest.mark.parametrize("first", [0, 12_345, 2**32 - 4000, 2**40 + 7])
-@pytest.mark.parametrize("seed", [0, 1, 2**63 + 5])
-def test_stochastic_rounding_takes_the_bits_of_seed_and_global_index(seed: int, first: int) -> None:
-    source = torch.cat([random(3000, torch.float32, 1).cpu(), awkward_values()[:6001]]).to(DEVICE)
-    buffer, out = guarded(len(source), torch.bfloat16)
-    assert cast_stochastic(source, out, seed=seed, first_element=first) is out
-    assert np.array_equal(bits_of(out), stochastic_bits(source, seed, first))
-    assert_guards(buffer, len(source))
-
-
-def test_stochastic_rounding_of_shards_equals_that_of_the_whole() -> None:
-    source = random(9001, torch.float32, 2)
-    whole, shards = (torch.empty(9001, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
-    cast_stochastic(source, whole, seed=3)
-    for start, stop in ((0, 1), (1, 4100), (4100, 4100), (4100, 9001)):
-        cast_stochastic(source[start:stop], shards[start:stop], seed=3, first_element=start)
-    assert np.array_equal(bits_of(shards), bits_of(whole))
 
 
 # ---------------------------------------------------------------------- checksum

@@ -13,8 +13,8 @@ from itertools import product
 import pytest
 import torch
 
-from dbuffer_kernels import accumulate, cast_copy, elementwise, pack, reference
-from tests.functional.kernels.on_triton import DEVICE, INTERPRETS, SIZES, count_launches, guarded, only_kernels, random
+from dbuffer_kernels import accumulate, cast_copy, elementwise
+from tests.functional.kernels.on_triton import DEVICE, INTERPRETS, SIZES, guarded, only_kernels, random
 from tests.harness.grids import covering
 from tests.unit.kernels.oracle import DTYPES, allowed_cast, allowed_sum, exact
 
@@ -34,10 +34,7 @@ by_types_and_scale = pytest.mark.parametrize(
 def _only_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     is_allowed = "reference_allowed" in request.keywords
     ops = () if is_allowed else ("reference_cast", "reference_accumulate")
-    with (
-        only_kernels(monkeypatch, elementwise, ops),
-        only_kernels(monkeypatch, reference, () if is_allowed else ("pack",)),
-    ):
+    with only_kernels(monkeypatch, elementwise, ops):
         yield
 
 
@@ -75,71 +72,6 @@ def test_overwriting_never_lets_a_nan_of_out_through(source_dtype: torch.dtype, 
         allowed_cast(source, out_dtype, 1 / 3, truncates_bf16=INTERPRETS).assert_contains(out)
 
 
-# A gap of 8 elements keeps what follows aligned, one of 5 does not.
-@pytest.mark.parametrize(
-    ("source_dtype", "out_dtype", "scale", "adds", "gap"),
-    CHOOSE(product(DTYPES, DTYPES, SCALES, (False, True), (8, 5))),
-    ids=str,
-)
-def test_pack_fills_its_ranges_and_leaves_the_gaps(
-    source_dtype: torch.dtype, out_dtype: torch.dtype, scale: float, adds: bool, gap: int
-) -> None:
-    sizes = (4096, 0, 1, 3, 7, 1023, 4097)
-    offsets, end = [], gap
-    for numel in sizes:
-        offsets.append(end)
-        end += numel + gap
-    sources = [random(numel, source_dtype, seed=k) for k, numel in enumerate(sizes)]
-    before = random(end, out_dtype, seed=99) if adds else torch.full((end,), NAN, dtype=out_dtype, device=DEVICE)
-    out = before.clone()
-    assert pack(sources, out, offsets, scale=scale, accumulate=adds) is out
-    is_gap = torch.ones(end, dtype=torch.bool)
-    for source, offset in zip(sources, offsets, strict=True):
-        mine = slice(offset, offset + source.numel())
-        is_gap[mine] = False
-        if adds:
-            allowed = allowed_sum(source, before[mine], scale, truncates_bf16=INTERPRETS)
-        else:
-            allowed = allowed_cast(source, out_dtype, scale, truncates_bf16=INTERPRETS)
-        allowed.assert_contains(out[mine])
-    assert torch.equal(out[is_gap].cpu().nan_to_num(7.0), before[is_gap].cpu().nan_to_num(7.0))
-
-
-def test_pack_starts_one_kernel_for_each_dtype_among_its_sources(monkeypatch: pytest.MonkeyPatch) -> None:
-    started = count_launches(monkeypatch)
-    out = torch.zeros(20_000, device=DEVICE)
-    pack([random(5000, torch.float32, 1), random(1, torch.float32, 2), random(0, torch.float32, 3)], out, [0, 5000, 9])
-    assert started == [3]
-    started.clear()
-    mixed = [random(5, torch.bfloat16, 1), random(7, torch.float16, 2), random(9, torch.bfloat16, 3)]
-    pack(mixed, out, [10_000, 11_000, 12_000])
-    assert started == [2, 1]
-    for source, offset in zip(mixed, (10_000, 11_000, 12_000), strict=True):
-        assert torch.equal(out[offset : offset + source.numel()], source.float())
-    started.clear()
-    pack([], out, [])
-    pack([random(0, torch.float32, 1)], out, [20_000])
-    assert started == []
-
-
-def test_pack_reads_every_block_of_a_source_whose_range_comes_last_in_the_list_first_in_out() -> None:
-    sources = [random(4097, torch.float32, 1), random(8193, torch.float32, 2)]
-    out = torch.zeros(4097 + 8193, device=DEVICE)
-    pack(sources, out, [8193, 0])
-    assert torch.equal(out, torch.cat([sources[1], sources[0]]))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool])
-def test_a_plain_pack_moves_bits_even_those_of_nans_and_integers(dtype: torch.dtype) -> None:
-    bits = torch.randint(0, 2 if dtype is torch.bool else 256, (4097 * dtype.itemsize,), dtype=torch.uint8)
-    source = bits.to(DEVICE).view(dtype)
-    out = torch.zeros(5000, dtype=dtype, device=DEVICE)
-    pack([source], out, [8])
-    assert torch.equal(out[8 : 8 + 4097].view(torch.uint8), source.view(torch.uint8))
-    assert not out[:8].view(torch.uint8).any()
-    assert not out[8 + 4097 :].view(torch.uint8).any()
-
-
 @by_source
 def test_sources_that_start_off_a_16_byte_boundary_are_read_right(source_dtype: torch.dtype) -> None:
     source = random(4200, source_dtype, seed=4)[1:4098]
@@ -148,9 +80,6 @@ def test_sources_that_start_off_a_16_byte_boundary_are_read_right(source_dtype: 
     assert torch.equal(out, source.double() * 2)
     accumulate(source, out, scale=-1.0)
     assert torch.equal(out, source.double())
-    packed = torch.zeros(4100, dtype=torch.float64, device=DEVICE)
-    pack([source], packed, [2], scale=2.0)
-    assert torch.equal(packed[2:4099], source.double() * 2)
 
 
 def test_a_scale_in_fp64_arithmetic_keeps_all_its_bits() -> None:
@@ -158,7 +87,6 @@ def test_a_scale_in_fp64_arithmetic_keeps_all_its_bits() -> None:
     out = torch.zeros_like(source)
     assert exact(cast_copy(source, out, scale=1 / 3))[0] == 3 * (1 / 3)
     assert exact(accumulate(source, out, scale=-1 / 3))[0] == 0.0
-    assert exact(pack([source], out, [0], scale=1 / 3))[0] == 3 * (1 / 3)
 
 
 # numpy, which does the interpreter's arithmetic, warns of what is asked for here.
@@ -181,19 +109,12 @@ def test_strided_sources_land_in_the_order_of_their_flattening(source_dtype: tor
     transposed = random(21 * 13, source_dtype, seed=6).view(13, 21).t()
     stepped = random(30, source_dtype, seed=7)[::3]
     expanded = random(1, source_dtype, seed=8).expand(5)
-    dense = random(11, source_dtype, seed=9)
-    sources, offsets = [transposed, stepped, expanded, dense], [4, 280, 300, 310]
-    for source in sources:
+    for source in (transposed, stepped, expanded, random(11, source_dtype, seed=9)):
         out = torch.full((source.numel(),), NAN, device=DEVICE)
         cast_copy(source, out, scale=scale)
         allowed_cast(source, torch.float32, scale).assert_contains(out)
         before = random(source.numel(), torch.float32, seed=10)
         allowed_sum(source, before, scale).assert_contains(accumulate(source, before.clone(), scale=scale))
-    out = torch.full((330,), 5.0, device=DEVICE)
-    pack(sources, out, offsets, scale=scale)
-    for source, offset in zip(sources, offsets, strict=True):
-        allowed_cast(source, torch.float32, scale).assert_contains(out[offset : offset + source.numel()])
-    assert int((out == 5.0).sum()) == 330 - sum(source.numel() for source in sources)
 
 
 @pytest.mark.reference_allowed

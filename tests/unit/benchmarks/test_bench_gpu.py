@@ -86,12 +86,6 @@ def test_results_are_named_after_the_device(monkeypatch: pytest.MonkeyPatch) -> 
     assert bench_gpu.result_name(options()) == "gpu-nvidia-h100-80gb-hbm3-sxm"
 
 
-def test_a_kernel_that_does_more_than_move_memory_has_a_target_of_its_own_and_no_other() -> None:
-    case = {"kernel": "cast_stochastic fp32 to bf16"}
-    text = bench_gpu.rows_text([Row("kernels", case, "rate over that of a copy", "", Samples((0.8,)))])
-    assert [line.split()[-1] for line in text.splitlines()[1:-1]] == ["met"]
-
-
 def test_one_process_beside_several_gpus_names_what_measures_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setitem(SECTIONS, "step", working)

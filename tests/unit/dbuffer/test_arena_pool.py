@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dbuffer import memory_meter
-from dbuffer.slot_pool import MAX_PLANS, ArenaPool, can_exchange_memory
+from dbuffer.slot_pool import MAX_PLANS, ArenaPool, Holding, can_exchange_memory
 from dbuffer.storage import FlatStorage
 
 CPU = torch.device("cpu")
@@ -119,7 +119,7 @@ def test_an_interrupt_before_a_storage_has_its_slot_costs_no_place() -> None:
     planned(pool, chain)
     meter.reset_peak()
     for _ in range(3):
-        with mock.patch.object(FlatStorage, "_exchange", side_effect=KeyboardInterrupt):
+        with mock.patch.object(Holding, "exchange", side_effect=KeyboardInterrupt):
             for storage in chain[:2]:
                 with pytest.raises(KeyboardInterrupt):
                     storage.reallocate()

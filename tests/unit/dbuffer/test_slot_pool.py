@@ -9,7 +9,8 @@ import torch
 from torch.distributed import _symmetric_memory as symmetric_memory
 
 from dbuffer import SlotPool, StorageError, guard_released_storage, memory_meter
-from dbuffer.slot_pool import can_exchange_memory, from_communicator, from_symmetric_memory
+from dbuffer.slot_memory import from_communicator, from_symmetric_memory
+from dbuffer.slot_pool import can_exchange_memory
 from dbuffer.storage import FlatStorage
 
 CPU = torch.device("cpu")

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from dbuffer import StorageError, guard_released_storage, memory_meter
-from dbuffer.slot_pool import SlotPool, can_exchange_memory
+from dbuffer.slot_pool import Holding, SlotPool, can_exchange_memory
 from dbuffer.storage import FlatStorage
 
 CPU = torch.device("cpu")
@@ -106,7 +106,8 @@ def test_an_interrupt_leaves_no_storage_without_its_slot_and_no_slot_to_two(
         each.release()
     if action == "release":
         storage.reallocate()
-    original = getattr(SlotPool, method)
+    owner: type = Holding if method == "exchange" else SlotPool
+    original = getattr(owner, method)
 
     def interrupted(*args: object) -> None:
         if is_done:
@@ -115,7 +116,7 @@ def test_an_interrupt_leaves_no_storage_without_its_slot_and_no_slot_to_two(
 
     is_static = method == "exchange"
     replacement = staticmethod(interrupted) if is_static else interrupted
-    with mock.patch.object(SlotPool, method, replacement), contextlib.suppress(KeyboardInterrupt):
+    with mock.patch.object(owner, method, replacement), contextlib.suppress(KeyboardInterrupt):
         getattr(storage, action)()
     storage.reallocate()
     other.reallocate()

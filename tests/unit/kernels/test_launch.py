@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from dbuffer_kernels import accumulate, backend, cast_copy, launch, pack, use_backend
-from dbuffer_kernels.pack import _to_device
+from dbuffer_kernels import accumulate, backend, cast_copy, launch, use_backend
 
 
 def test_the_cpu_runs_the_reference_and_cuda_runs_triton() -> None:
@@ -61,8 +60,6 @@ def test_forcing_triton_on_a_cpu_tensor_says_how_to_interpret_it(monkeypatch: py
             cast_copy(source, out)
         with pytest.raises(ValueError, match=message):
             accumulate(source, out)
-        with pytest.raises(ValueError, match=message):
-            pack([source], out, [0])
     assert out.tolist() == [0, 0, 0]
 
 
@@ -71,9 +68,8 @@ def test_ops_leave_no_trace_in_autograd_and_write_into_leaves_that_require_grad(
     out = torch.zeros(4, requires_grad=True)
     assert cast_copy(source, out, scale=2.0) is out
     assert accumulate(source, out, scale=0.5) is out
-    assert pack([source], out, [0], accumulate=True) is out
     assert out.is_leaf
-    assert out.tolist() == [3.5] * 4
+    assert out.tolist() == [2.5] * 4
     assert torch.is_grad_enabled()
 
 
@@ -85,11 +81,3 @@ def test_no_program_is_started_for_an_empty_grid(monkeypatch: pytest.MonkeyPatch
     launch.launch(fail, 0, torch.device("cpu"))
     with pytest.raises(AssertionError, match="compiled"):
         launch.launch(fail, 1, torch.device("cpu"))
-
-
-def test_packing_into_a_captured_graph_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    table = torch.zeros(4, dtype=torch.int64)
-    with pytest.raises(RuntimeError, match="CUDA graph capture"):
-        _to_device(table, torch.device("cuda"))
-    assert _to_device(table, torch.device("cpu")) is table

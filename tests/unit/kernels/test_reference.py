@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dbuffer_kernels import accumulate, cast_copy, pack
+from dbuffer_kernels import accumulate, cast_copy
 from dbuffer_kernels.elementwise import CHUNK_NUMEL
 from tests.unit.kernels.oracle import DTYPES, allowed_cast, allowed_sum, exact, round_to
 
@@ -68,29 +68,6 @@ def test_overwriting_equals_cast_copy_whatever_out_held(
 ) -> None:
     out = accumulate(source, empty_like_flat(source, out_dtype), scale=scale, overwrite=True)
     assert torch.equal(out, cast_copy(source, torch.zeros_like(out), scale=scale))
-
-
-@examples
-@given(data=st.data(), out_dtype=dtypes, scale=scales, adds=st.booleans())
-def test_pack_fills_its_ranges_in_any_order_and_leaves_the_gaps(
-    data: st.DataObject, out_dtype: torch.dtype, scale: float, adds: bool
-) -> None:
-    sources = data.draw(st.lists(tensors(max_numel=9), max_size=5))
-    gaps = data.draw(st.lists(st.integers(0, 3), min_size=len(sources), max_size=len(sources)))
-    placed, offsets, end = data.draw(st.permutations(range(len(sources)))), [0] * len(sources), 0
-    for k in placed:
-        offsets[k] = end + gaps[k]
-        end = offsets[k] + sources[k].numel()
-    before = torch.linspace(-3, 3, end + 2).to(out_dtype) if adds else torch.full((end + 2,), NAN, dtype=out_dtype)
-    out = before.clone()
-    assert pack(sources, out, offsets, scale=scale, accumulate=adds) is out
-    is_gap = torch.ones(end + 2, dtype=torch.bool)
-    for source, offset in zip(sources, offsets, strict=True):
-        mine = slice(offset, offset + source.numel())
-        is_gap[mine] = False
-        allowed = allowed_sum(source, before[mine], scale) if adds else allowed_cast(source, out_dtype, scale)
-        allowed.assert_contains(out[mine])
-    torch.testing.assert_close(out[is_gap], before[is_gap], rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("out_dtype", DTYPES, ids=str)

@@ -16,21 +16,19 @@ from dbuffer_kernels import (
     adamw,
     adamw_row,
     adamw_rows,
-    cast_stochastic,
     join_weight,
     reference,
     split_weight,
     sum_of_squares,
 )
-from dbuffer_kernels.adamw import bytes_per_element
 from tests.unit.kernels.oracle import DTYPES, exact
 from tests.unit.kernels.step_oracle import (
     Hyperparameters,
     awkward_values,
     bits_of,
     exact_squares,
+    random_bits,
     step_of,
-    stochastic_bits,
 )
 from tests.unit.kernels.test_reference import largest_temporary
 
@@ -41,52 +39,30 @@ def random(numel: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.T
     return torch.randn(numel, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
-# ---------------------------------------------------------------------- stochastic rounding
+# ---------------------------------------------------------------------- bits of stochastic rounding
 
 
 @pytest.mark.parametrize(("seed", "first"), [(0, 0), (-1, 2**32 - 5), (2**80 + 3, 2**33)])
-def test_stochastic_rounding_takes_the_bits_of_seed_and_global_index(seed: int, first: int) -> None:
-    source = awkward_values()
-    out = torch.empty(len(source), dtype=torch.bfloat16)
-    assert cast_stochastic(source, out, seed=seed, first_element=first) is out
-    assert np.array_equal(bits_of(out), stochastic_bits(source, seed, first))
+def test_random_bits_are_those_of_seed_and_index(seed: int, first: int) -> None:
+    assert np.array_equal(drawn(9000, seed, first).numpy(), random_bits(9000, seed, first))
 
 
-def test_stochastic_rounding_of_shards_equals_that_of_the_whole() -> None:
-    source = random(2 * CHUNK + 5, seed=1)
-    whole, shards = (torch.empty(len(source), dtype=torch.bfloat16) for _ in range(2))
-    cast_stochastic(source, whole, seed=3)
-    for start, stop in ((0, 7), (7, CHUNK + 9), (CHUNK + 9, CHUNK + 9), (CHUNK + 9, len(source))):
-        cast_stochastic(source[start:stop], shards[start:stop], seed=3, first_element=start)
-    assert torch.equal(shards, whole)
+def drawn(numel: int, seed: int, first: int = 0) -> torch.Tensor:
+    return reference.rounding_bits(torch.arange(first, first + numel), *reference.rounding_keys(seed))
 
 
 @pytest.mark.parametrize("fraction", [1, 256, 0x4000, 0x8000, 0xFFFF])
-def test_a_value_is_rounded_up_as_often_as_it_is_near_the_upper_neighbour(fraction: int) -> None:
+def test_random_bits_are_below_a_part_of_their_range_as_often_as_that_is_large(fraction: int) -> None:
     num_draws = 200_000
-    value = torch.tensor([0x3F800000 + fraction], dtype=torch.int32).view(torch.float32)
-    out = torch.empty(num_draws, dtype=torch.bfloat16)
-    cast_stochastic(value.expand(num_draws).contiguous(), out, seed=11)
-    share = float((out > 1.0).double().mean())
+    share = float((drawn(num_draws, seed=11) < fraction).double().mean())
     wanted = fraction / 0x10000
     # Five standard deviations of the mean of independent draws.
     assert abs(share - wanted) <= 5 * (wanted * (1 - wanted) / num_draws) ** 0.5
-    assert set(out.tolist()) <= {1.0, 1.0078125}
-
-
-def test_what_bf16_holds_is_never_changed() -> None:
-    source = awkward_values()
-    source = source[(bits_of(source) & 0xFFFF) == 0]
-    out = cast_stochastic(source, torch.empty(len(source), dtype=torch.bfloat16), seed=5)
-    is_number = ~source.isnan()
-    assert torch.equal(out[is_number].float(), source[is_number])
-    assert out[~is_number].isnan().all()
 
 
 def test_other_seeds_and_neighbouring_indices_draw_independently() -> None:
-    half = torch.full((100_000,), 1.00390625)
     draws = [
-        cast_stochastic(half, torch.empty(100_000, dtype=torch.bfloat16), seed=seed, first_element=first) > 1.0
+        drawn(100_000, seed, first) < 0x8000
         for seed, first in ((0, 0), (1, 0), (2**32, 0), (0, 1), (0, 2**32), (0, 4096))
     ]
     for k, one in enumerate(draws):
@@ -225,14 +201,6 @@ def test_rows_from_a_tensor_of_steps_equal_those_of_numbers(lr: float | torch.Te
     assert adamw_rows(torch.tensor(7), lr=lr, **options).shape == (1, 8)
 
 
-def test_bytes_per_element_count_what_is_read_and_written() -> None:
-    fp32, bf16 = torch.zeros(1), torch.zeros(1, dtype=torch.bfloat16)
-    assert bytes_per_element(AdamWBuffers(fp32, fp32, fp32, fp32, bf16)) == 30
-    assert bytes_per_element(AdamWBuffers(bf16, fp32, fp32, fp32, bf16)) == 28
-    assert bytes_per_element(AdamWBuffers(fp32, bf16, fp32, fp32, remainder=torch.zeros(1, dtype=torch.int16))) == 28
-    assert bytes_per_element(AdamWBuffers(bf16, bf16, bf16, bf16, remainder=torch.zeros(1, dtype=torch.int16))) == 18
-
-
 # ---------------------------------------------------------------------- memory
 
 BIG = 8 * CHUNK
@@ -265,8 +233,7 @@ def test_no_op_of_a_step_allocates_more_than_one_chunk_at_a_time() -> None:
         return model
 
     limit = 8 * CHUNK
-    assert 0 < largest_temporary(lambda: cast_stochastic(main, model, seed=1)) <= limit
-    assert largest_temporary(lambda: sum_of_squares(main)) <= limit
+    assert 0 < largest_temporary(lambda: sum_of_squares(main)) <= limit
     assert largest_temporary(lambda: sum_of_squares(model)) <= limit
     assert largest_temporary(split) <= limit
     assert largest_temporary(lambda: join_weight(model, rest, main)) <= limit

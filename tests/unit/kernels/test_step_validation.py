@@ -14,27 +14,12 @@ from dbuffer_kernels import (
     Segment,
     Segments,
     adamw,
-    cast_stochastic,
     join_weight,
     split_weight,
     sum_of_squares,
 )
 
 BF16, I16 = torch.bfloat16, torch.int16
-
-
-def test_stochastic_rounding_refuses_other_dtypes_and_names_the_op_for_them() -> None:
-    with pytest.raises(ValueError, match=r"float32 to torch\.float16; wanted float32 to bfloat16.*cast_copy"):
-        cast_stochastic(torch.ones(3), torch.ones(3, dtype=torch.float16), seed=0)
-
-
-def test_stochastic_rounding_refuses_memory_whose_positions_mean_nothing() -> None:
-    with pytest.raises(ValueError, match=re.escape("source has strides (2,)")):
-        cast_stochastic(torch.ones(6)[::2], torch.ones(3, dtype=BF16), seed=0)
-    with pytest.raises(ValueError, match="source has 6 elements"):
-        cast_stochastic(torch.ones(6), torch.ones(3, dtype=BF16), seed=0)
-    with pytest.raises(ValueError, match="first_element=-1"):
-        cast_stochastic(torch.ones(3), torch.ones(3, dtype=BF16), seed=0, first_element=-1)
 
 
 def test_the_sum_of_squares_refuses_integers_strides_and_another_out() -> None:
@@ -112,7 +97,7 @@ WRONG_ARGUMENTS: dict[str, tuple[Mapping[str, Any], str]] = {
     "too few rows": ({"segments": Segments([Segment(0, 4, 1)], 4)}, "1 rows on cpu for segments that use 2"),
     "segments of another buffer": (
         {"segments": Segments([Segment(0, 4)], 5)},
-        "buffers of 4 elements and segments of a buffer of 5",
+        r"buffers of \[4\] elements and segments of a buffer of 5",
     ),
     "a clip in fp64": ({"clip": torch.zeros((), dtype=torch.float64)}, r"clip is torch\.float64 \(\)"),
     "a clip of one dimension": ({"clip": torch.zeros(1)}, r"clip is torch\.float32 \(1,\)"),

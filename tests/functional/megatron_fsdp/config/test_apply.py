@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from megatron_fsdp import FsdpConfig, add_megatron_fsdp_args, fully_shard
 from megatron_fsdp.config.apply import prefetch_elements
 from megatron_fsdp.errors import ConfigError, StateError
-from megatron_fsdp.observability.flight_recorder import record_transcript
 from tests.harness import on_ranks, run_ranks
+from tests.harness.transcript import record_transcript
 
 # Each of five layers has 7 * 7 + 7 elements; the root owns a projection of 7 * 3 + 3.
 LAYER = 56

@@ -47,14 +47,13 @@ ROWS = Plan(((4, 3), (5,)), (Row(), Row()), 3, (0, 12), 6, 1, 17, "rows of 3 in 
 
 
 @given(layout=element_plans())
-def test_owned_elements_and_shard_range_name_the_same_elements_as_the_buffer_written_out(layout: Plan) -> None:
+def test_owned_elements_are_those_of_the_buffer_written_out(layout: Plan) -> None:
     buffer = written_out(layout)
     for shard in range(layout.num_shards):
         local = buffer[shard * layout.shard_numel : (shard + 1) * layout.shard_numel]
         for tensor in range(len(layout.shapes)):
             held = [content[1] for content in local if content and content[0] == tensor]
             assert list(layout.owned_elements(tensor, shard)) == held
-            assert local[layout.shard_range(tensor, shard)] == [(tensor, element) for element in held]
 
 
 @given(layout=element_plans())
@@ -111,11 +110,10 @@ def test_a_shard_of_part_of_a_row_has_no_row_range() -> None:
 def test_a_trillion_shards_are_answered_without_a_list_per_shard() -> None:
     layout = Plan(((10**12, 4),), (Row(),), 10**12, (0,), 4)
     assert layout.owned_rows(0, 10**12 - 1) == range(10**12 - 1, 10**12)
-    assert layout.shard_range(0, 10**12 - 1) == slice(0, 4)
 
 
 @pytest.mark.parametrize(("tensor", "shard"), [(2, 0), (-1, 0), (0, 3), (0, -1)])
-@pytest.mark.parametrize("query", ["owned_rows", "owned_elements", "shard_range"])
+@pytest.mark.parametrize("query", ["owned_rows", "owned_elements"])
 def test_a_tensor_or_shard_out_of_range_is_an_index_error(query: str, tensor: int, shard: int) -> None:
     with pytest.raises(IndexError, match="out of range"):
         getattr(ROWS, query)(tensor, shard)
@@ -163,13 +161,6 @@ def test_every_part_of_the_layout_changes_the_fingerprint(change: dict[str, obje
 
 def test_the_fingerprint_is_the_same_in_every_process() -> None:
     assert ROWS.fingerprint() == "075630601fdc48a1"
-
-
-def test_the_binding_reads_with_names_in_place_of_numbers() -> None:
-    words = "rows of 6 in tensor 12 of shape (4, 6) and rows of 3 in tensor 1 of shape (4, 3): multiples of 6"
-    layout = dataclasses.replace(ROWS, binding=words, binding_tensors=(1, 0))
-    expected = "rows of 6 in up.weight of shape (4, 6) and rows of 3 in gate of shape (4, 3): multiples of 6"
-    assert layout.named_binding(["gate", "up.weight"]) == expected
 
 
 @pytest.mark.parametrize(("padding", "itemsize", "draws"), [(10, 100, False), (11, 10, True), (11, 9, False)])

@@ -1,7 +1,5 @@
 """Which parameters a unit owns, under which names, in which groups, and where they may be cut."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import nn
@@ -10,19 +8,17 @@ from dbuffer import Block, Element, Granularity, Row, Whole
 from megatron_fsdp import ConfigError, OwnershipError
 from megatron_fsdp.build.grouping import granularities, group_parameters
 from megatron_fsdp.build.ownership import OwnedParameter, collect_parameters, mark_owned
+from tests.harness.models import Made
 
 
-class Inner(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 5)
-        self.scale = nn.Parameter(torch.ones(5))
+def inner() -> nn.Module:
+    return Made(lambda m, x: x, linear=nn.Linear(3, 5), scale=nn.Parameter(torch.ones(5)))
 
 
 class Outer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.inner = Inner()
+        self.inner = inner()
         self.norm = nn.LayerNorm(5)
         self.register_parameter("absent", None)
 
@@ -31,52 +27,37 @@ def no_units(module: nn.Module) -> bool:
     return False
 
 
-def owned_names(
-    *modules: nn.Module, is_unit: Callable[[nn.Module], bool] = no_units, ignored: object = ()
-) -> list[str]:
-    assert isinstance(ignored, tuple)
-    return [owned.name for owned in collect_parameters(modules, is_unit, ignored)]
+def names(*modules: nn.Module, nested: str | None = None, ignored: tuple[str, ...] = ()) -> list[str]:
+    """Return what a unit of modules owns; ``nested`` is a unit inside of the first one."""
+    unit = None if nested is None else modules[0].get_submodule(nested)
+    left_out = tuple(modules[0].get_parameter(name) for name in ignored)
+    return [owned.name for owned in collect_parameters(modules, lambda module: module is unit, left_out)]
 
 
-def test_a_unit_owns_all_parameters_below_it_in_registration_order() -> None:
-    assert owned_names(Outer()) == [
-        "inner.scale",
-        "inner.linear.weight",
-        "inner.linear.bias",
-        "norm.weight",
-        "norm.bias",
-    ]
+INNER, NORM = ["inner.scale", "inner.linear.weight", "inner.linear.bias"], ["norm.weight", "norm.bias"]
+OWNED: dict[str, tuple[list[str], list[str]]] = {
+    "all below it in registration order": (names(Outer()), INNER + NORM),
+    "names of named_parameters": (names(Outer()), [name for name, _ in Outer().named_parameters()]),
+    "not what nested units own": (names(Outer(), nested="inner"), NORM),
+    "not what lies below these": (
+        names(nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Linear(2, 2)), nested="0"),
+        ["1.weight", "1.bias"],
+    ),
+    "not what is ignored": (
+        names(Outer(), ignored=("inner.linear.weight", "norm.bias")),
+        ["inner.scale", "inner.linear.bias", "norm.weight"],
+    ),
+    "modules of a list by their numbers": (
+        names(nn.LayerNorm(3), nn.Linear(3, 2)), ["0.weight", "0.bias", "1.weight", "1.bias"]
+    ),
+    "nothing of a module without parameters": (names(nn.ReLU()), []),
+}  # fmt: skip
 
 
-def test_names_are_those_of_named_parameters() -> None:
-    model = Outer()
-    assert owned_names(model) == [name for name, _ in model.named_parameters()]
-
-
-def test_what_nested_units_own_is_left_out() -> None:
-    assert owned_names(Outer(), is_unit=lambda module: isinstance(module, Inner)) == ["norm.weight", "norm.bias"]
-
-
-def test_what_lies_below_a_nested_unit_is_left_out_too() -> None:
-    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Linear(2, 2))
-    assert owned_names(model, is_unit=lambda module: module is model[0]) == ["1.weight", "1.bias"]
-
-
-def test_ignored_parameters_are_left_out() -> None:
-    model = Outer()
-    assert owned_names(model, ignored=(model.inner.linear.weight, model.norm.bias)) == [
-        "inner.scale",
-        "inner.linear.bias",
-        "norm.weight",
-    ]
-
-
-def test_modules_of_a_list_are_numbered() -> None:
-    assert owned_names(nn.LayerNorm(3), nn.Linear(3, 2)) == ["0.weight", "0.bias", "1.weight", "1.bias"]
-
-
-def test_a_module_without_parameters_owns_none() -> None:
-    assert owned_names(nn.ReLU()) == []
+@pytest.mark.parametrize("what", OWNED)
+def test_a_unit_owns(what: str) -> None:
+    found, wanted = OWNED[what]
+    assert found == wanted
 
 
 def test_a_tied_weight_is_owned_once_with_every_site() -> None:
@@ -130,7 +111,7 @@ def test_a_parameter_without_dimensions_is_refused_by_name(place: str) -> None:
 def test_an_ignored_parameter_may_be_anything() -> None:
     model = Outer()
     model.inner.scale = nn.Parameter(torch.tensor(1.0))
-    assert "inner.scale" not in owned_names(model, ignored=(model.inner.scale,))
+    assert "inner.scale" not in names(model, ignored=("inner.scale",))
 
 
 def parameter(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, requires_grad: bool = True) -> OwnedParameter:

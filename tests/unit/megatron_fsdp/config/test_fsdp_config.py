@@ -102,14 +102,13 @@ def test_the_forms_that_megatron_gives_values_after_parsing_are_understood() -> 
     )
 
 
-def test_a_dictionary_gives_the_same_as_keywords() -> None:
-    given = {"bf16": True, "ddp_param_name_patterns_for_fp32_local_accumulation": ["*.norm.*"]}
-    assert FsdpConfig.from_dict(given) == FsdpConfig(
+def test_lists_of_json_are_tuples() -> None:
+    given: dict[str, Any] = {"bf16": True, "ddp_param_name_patterns_for_fp32_local_accumulation": ["*.norm.*"]}
+    assert FsdpConfig(**given) == FsdpConfig(
         bf16=True, ddp_param_name_patterns_for_fp32_local_accumulation=("*.norm.*",)
     )
 
 
-@pytest.mark.parametrize("make", [FsdpConfig.from_dict, lambda given: FsdpConfig(**given)], ids=["dict", "keywords"])
 @pytest.mark.parametrize(
     ("unknown", "nearest"),
     [
@@ -118,9 +117,9 @@ def test_a_dictionary_gives_the_same_as_keywords() -> None:
         ("overlap_param_gathr", "overlap_param_gather"),
     ],
 )
-def test_an_unknown_name_is_refused_with_the_nearest_valid_one(make: Any, unknown: str, nearest: str) -> None:
+def test_an_unknown_name_is_refused_with_the_nearest_valid_one(unknown: str, nearest: str) -> None:
     with pytest.raises(ConfigError, match=f"unknown setting '{unknown}', the nearest valid one is '{nearest}'"):
-        make({unknown: True, "bf16": True})
+        FsdpConfig(**{unknown: True, "bf16": True})
 
 
 @pytest.mark.parametrize(
@@ -145,7 +144,7 @@ def test_an_unknown_name_is_refused_with_the_nearest_valid_one(make: Any, unknow
 )
 def test_a_value_of_another_type_or_choice_is_refused_with_what_is_legal(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        FsdpConfig.from_dict(given)
+        FsdpConfig(**given)
 
 
 def test_a_config_survives_copies_and_pickling() -> None:

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from dbuffer.events import listen, listeners, tell
-from megatron_fsdp.observability.flight_recorder import record_transcript
+from tests.harness.transcript import record_transcript
 
 
 def trace(action: str, name: str) -> None:

@@ -25,8 +25,7 @@ def taken(block: MatrixBlock, held: range) -> torch.Tensor:
     found = torch.full((block.rows * block.columns,), -1)
     for piece in block.rectangles(held):
         source = flat.as_strided((piece.rows, piece.columns), (piece.stride, 1), piece.start)
-        first = piece.row * block.columns + piece.column
-        found.as_strided((piece.rows, piece.columns), (block.columns, 1), first).copy_(source)
+        found.as_strided((piece.rows, piece.columns), (block.columns, 1), piece.place).copy_(source)
     return found.view(block.rows, block.columns)
 
 

@@ -11,7 +11,6 @@ from megatron_fsdp.optim.newton_schulz import (
     COEFFICIENT_SETS,
     Iteration,
     coefficients,
-    newton_schulz,
     newton_schulz_flops,
     scale_factor,
 )
@@ -24,7 +23,7 @@ SHAPES = [(1, 1), (3, 5), (5, 3), (7, 7), (1, 9), (33, 17)]
 def test_a_batch_in_bf16_has_torchs_bits(shape: tuple[int, int]) -> None:
     matrices = torch.randn(4, *shape)
     wanted = [_zeropower_via_newtonschulz(matrix, SIMPLE, 5, 1e-7) for matrix in matrices]
-    found = newton_schulz(matrices.bfloat16(), Iteration(coefficients(SIMPLE, 5)))
+    found = Iteration(coefficients(SIMPLE, 5))(matrices.bfloat16())
     assert torch.equal(found, torch.stack(wanted))
 
 
@@ -43,7 +42,7 @@ def polynomial(values: torch.Tensor, steps: tuple[tuple[float, float, float], ..
 def test_singular_values_go_through_the_polynomials(name: str, shape: tuple[int, int]) -> None:
     matrix = torch.randn(shape)
     steps = coefficients(name, 8)
-    found = newton_schulz(matrix.clone()[None], Iteration(steps, dtype=torch.float32))[0]
+    found = Iteration(steps, dtype=torch.float32)(matrix.clone()[None])[0]
     values = singular_values(matrix)
     wanted = polynomial(values / values.square().sum().sqrt(), steps).sort(descending=True).values
     assert torch.allclose(singular_values(found), wanted, atol=1e-4)
@@ -67,7 +66,7 @@ def test_sets_go_on_as_they_should() -> None:
 
 
 def test_a_matrix_of_zeros_stays_one() -> None:
-    found = newton_schulz(torch.zeros(1, 3, 4), Iteration(coefficients(SIMPLE, 5), dtype=torch.float32))
+    found = Iteration(coefficients(SIMPLE, 5), dtype=torch.float32)(torch.zeros(1, 3, 4))
     assert found.abs().max() == 0
 
 

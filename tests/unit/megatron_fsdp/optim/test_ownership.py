@@ -6,7 +6,7 @@ import pytest
 
 from dbuffer.errors import PaddingWarning
 from megatron_fsdp.optim.matrix_views import MatrixBlock
-from megatron_fsdp.optim.ownership import MatrixWork, Ownership, holders_of, plan_ownership
+from megatron_fsdp.optim.ownership import MatrixWork, Ownership, holders_of, ownership_report, plan_ownership
 from megatron_fsdp.planning import catalog
 from megatron_fsdp.planning.from_shapes import Sharding, architecture_facts
 from megatron_fsdp.planning.options import mesh_axes_of, placements_of
@@ -28,7 +28,7 @@ def test_the_longest_work_goes_first_to_who_has_least() -> None:
     owners = found.owners
     assert sorted(owners[1:]) == [0, 1, 2]
     assert owners[0] != owners[1]
-    assert found.max_flops == found.works[1].flops == found.bound_flops
+    assert max(found.load_flops) == found.works[1].flops == ownership_report(found).bound_flops
 
 
 def test_among_equals_the_rank_that_holds_most_owns() -> None:
@@ -54,8 +54,9 @@ def test_received_elements_are_those_of_a_step_worked_out_by_hand() -> None:
 def test_the_bound_counts_what_must_pile_up() -> None:
     # Three equal matrices on two ranks: one gets two, above the mean of one and a half.
     found = plan_ownership(works([(4, 4)] * 3, 24), 2)
-    assert found.bound_flops == 2 * found.works[0].flops == found.max_flops
-    assert found.gap == 0
+    report = ownership_report(found)
+    assert report.bound_flops == 2 * found.works[0].flops == report.max_flops
+    assert report.gap == 0
 
 
 def test_loads_are_those_of_the_matrices_given() -> None:
@@ -78,16 +79,16 @@ def catalog_ownership(name: str, num_ranks: int) -> Ownership:
 
 
 def check_balance(found: Ownership) -> None:
-    mean_numel = found.matrix_numel / found.num_ranks
+    report = ownership_report(found, itemsize=1)
+    mean_numel = report.num_elements / report.num_ranks
     # Where a matrix is more than a rank's fair share, some rank has to receive all of it.
     largest_numel = max(work.block.numel for work in found.works)
     # LPT is within a third of the best (Graham 1969), and the bound may be below the best.
-    assert found.gap <= 0.2
+    assert report.gap <= 0.2
     # Two bytes each in bf16: 4.2 P / N on average, and for nobody much more.
-    assert found.mean_received <= 2.1 * mean_numel
-    assert max(found.received_numel) <= max(
-        1.3 * found.mean_received, 2.1 * mean_numel, mean_numel + 1.1 * largest_numel
-    )
+    mean_received = report.mean_received_bytes
+    assert mean_received <= 2.1 * mean_numel
+    assert report.max_received_bytes <= max(1.3 * mean_received, 2.1 * mean_numel, mean_numel + 1.1 * largest_numel)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama3-8b"])

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import megatron_fsdp
 from dbuffer import memory_meter, observe_collectives
-from dbuffer.collectives import CollectiveCall
+from dbuffer.events import CollectiveCall
 from megatron_fsdp import MixedPrecisionPolicy, Placements, fully_shard, microbatch
 from megatron_fsdp.planning import played_step
 from megatron_fsdp.planning.cost_model import Machine, StepTime, predict_step

@@ -239,13 +239,11 @@ def test_padding_that_nothing_cures_warns_once_and_names_the_tensor_as_the_calle
     assert len(regions) == 2
 
 
-def test_the_binding_tensor_of_a_region_gets_its_name_from_the_tensors_of_that_region() -> None:
+def test_the_binding_tensor_of_a_region_is_a_position_in_it() -> None:
     regions = plan_regions(SIGLIP, 512, granularity=Row(), limits=ANYTHING)
-    names = [f"layer.{index}" for index in range(len(SIGLIP))]
     (wide,) = [region for region in regions if 14 in region.indices]
     assert wide.plan.binding.startswith("rows of 4304 in tensor 14 of shape (1152, 4304)")
-    named = wide.plan.named_binding([names[index] for index in wide.indices])
-    assert named.startswith("rows of 4304 in layer.14 of shape (1152, 4304)")
+    assert wide.indices[wide.plan.binding_tensors[0]] == 14
 
 
 def relaxed_plan(layout: Plan) -> Plan:

@@ -11,9 +11,10 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.nn.utils import parametrize
 
+from dbuffer_kernels.products import add_product
 from megatron_fsdp.build.ownership import OwnedParameter, collect_parameters
 from megatron_fsdp.runtime.grads.fuse import fuse_linear_layers, offer_products
-from megatron_fsdp.runtime.step.fused_linear import FusedLinear, add_product
+from megatron_fsdp.runtime.step.fused_linear import FusedLinear
 
 NO_NUMBER = float("nan")
 
@@ -83,22 +84,18 @@ def test_a_fused_layer_looks_like_one_of_its_class() -> None:
     assert list(layer.state_dict()) == ["weight", "bias"]
 
 
-def test_a_layer_with_a_forward_of_its_own_is_left_alone() -> None:
-    assert type(fused(Doubled(3, 4))) is Doubled
-
-
-def test_other_modules_with_a_weight_are_left_alone() -> None:
-    modules = nn.Embedding(3, 4), nn.Bilinear(2, 2, 2), nn.Conv1d(1, 1, 1)
-    kinds = [type(module) for module in modules]
-    fuse_linear_layers(owned_by(*modules))
-    assert [type(module) for module in modules] == kinds
-
-
-def test_a_layer_whose_weight_is_computed_is_left_alone() -> None:
-    layer = parametrize.register_parametrization(nn.Linear(3, 3), "weight", nn.Identity())
-    kind = type(layer)
-    fuse_linear_layers(owned_by(layer))
-    assert type(layer) is kind
+@pytest.mark.parametrize(
+    "module",
+    [
+        Doubled(3, 4), nn.Embedding(3, 4), nn.Bilinear(2, 2, 2), nn.Conv1d(1, 1, 1),
+        parametrize.register_parametrization(nn.Linear(3, 3), "weight", nn.Identity()),
+    ],
+    ids=lambda module: type(module).__name__,
+)  # fmt: skip
+def test_other_forwards_and_modules_and_computed_weights_are_left_alone(module: nn.Module) -> None:
+    kind = type(module)
+    fuse_linear_layers(owned_by(module))
+    assert type(module) is kind
 
 
 def copied_by_pickle(layer: nn.Linear) -> nn.Linear:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from megatron_fsdp.runtime.guards.pytree import iterate_tensors, map_tensors
+from megatron_fsdp.runtime.step.pytree import iterate_tensors, map_tensors
 
 
 @dataclass

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.integrations.megatron import adapter as mcore_adapter
-from megatron_fsdp.integrations.megatron import alike
+from megatron_fsdp.integrations.megatron import data_parallel
 from megatron_fsdp.integrations.megatron.data_parallel import shard_for_megatron
 from megatron_fsdp.integrations.megatron.fully_shard_model import fully_shard_model
 from megatron_fsdp.integrations.megatron.groups import ModelGroups, hybrid_mesh
@@ -256,7 +256,7 @@ def shard_what_ranks_drew(given: dict[str, Any], shape: tuple[int, ...], strateg
     assert dist.group.WORLD is not None
     hybrid = {"outer": mesh.get_group(0), "data_inner": mesh.get_group(1)} if len(shape) > 1 else {}
     said = logging.handlers.BufferingHandler(9)
-    with mock.patch.object(logging.getLogger(alike.__name__), "handlers", [said]):
+    with mock.patch.object(logging.getLogger(data_parallel.__name__), "handlers", [said]):
         sharded = shard_for_megatron(
             model, model_config(), config, ModelGroups(dist.group.WORLD, **hybrid), "cpu", [nn.Linear]
         )

@@ -8,10 +8,11 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import nn
 
-from dbuffer.collectives import broadcast
+from dbuffer.collectives_rare import broadcast
 from dbuffer.mesh import MeshAxis
 from megatron_fsdp.errors import ConfigError, StateError
-from megatron_fsdp.runtime.lifecycle.make_fsdp_params import shown_over
+from megatron_fsdp.runtime.lifecycle.make_param_group import shown_over
+from megatron_fsdp.runtime.lifecycle.make_unit import materialize_unit
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup, group_of_parameter
 from megatron_fsdp.runtime.step.unit import Unit, units_below
 
@@ -47,19 +48,26 @@ def materialize(model: nn.Module, init_fn: Initializer | None = None) -> None:
     units = list(units_below(model))
     if not units:
         raise StateError(f"{type(model).__name__} holds no sharded module; call fully_shard on it first")
+    names = {id(module): name for name, module in model.named_modules()}
+    children_first: dict[int, nn.Module] = {}
+
+    def note(module: nn.Module) -> None:
+        children_first.setdefault(id(module), module)
+
+    model.apply(note)
     todo = [
-        (name, module, _initializer(name, module, init_fn))
-        for name, module in _children_first(model)
+        (module, _initializer(names[key], module, init_fn))
+        for key, module in children_first.items()
         if _has_meta(module)
     ]
     device = next((group.spec.device for unit in units for group in unit.groups), torch.device("cpu"))
     fresh = [group for unit in units for group in unit.groups if group.is_meta]
     for unit in units:
-        unit.materialize()
-    for _, module, _ in todo:
+        materialize_unit(unit)
+    for module, _ in todo:
         _allocate_rest(module, device)
     with _random_state_of_first_rank(units, device), in_full_precision(fresh), torch.no_grad():
-        for _, _, initialise in todo:
+        for _, initialise in todo:
             initialise()
 
 
@@ -76,16 +84,6 @@ def in_full_precision(groups: Iterable[ParameterGroup]) -> Iterator[None]:
         yield
     for group, values in copies:
         group.weights.store(values)
-
-
-def _children_first(module: nn.Module, name: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, nn.Module]]:
-    seen = set() if seen is None else seen
-    if id(module) in seen:
-        return
-    seen.add(id(module))
-    for child_name, child in module.named_children():
-        yield from _children_first(child, f"{name}.{child_name}" if name else child_name, seen)
-    yield name, module
 
 
 def _has_meta(module: nn.Module) -> bool:

@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 
-from megatron_fsdp.runtime.grads.invariant_exchange import Cut, ExchangePlan, gather_turns, piece_of
+from megatron_fsdp.build.invariant_exchange import Cut, ExchangePlan, gather_turns, piece_of
 
 MESHES = [(), (2,), (3,), (5,), (2, 2), (2, 3), (3, 2), (4, 2), (2, 5), (2, 3, 2)]
 

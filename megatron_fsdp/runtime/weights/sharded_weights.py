@@ -1,35 +1,28 @@
-"""The weight buffers of one parameter group: what the optimizer steps, what rests, what compute uses."""
+"""ShardedWeights: how weight buffers are made, and what they do between steps."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
-import torch.distributed as dist
 
 from dbuffer import DBuffer, Plan, Replicate
 from dbuffer.collectives import Part
-from dbuffer.layout import only_flat_axis
 from dbuffer.mesh import MeshAxis
 from dbuffer.placements import BufferPlacement
 from dbuffer.route import Route
 from dbuffer_kernels import cast_copy
 from megatron_fsdp.build.builder import GroupSpec
+from megatron_fsdp.runtime.step.parameter_group import ParameterGroup, WeightBuffers
 from megatron_fsdp.runtime.weights.post_forward_shard import PostForwardShard, check_post_forward_size
+from megatron_fsdp.runtime.weights.resting_copy import refresh_together
 from megatron_fsdp.runtime.weights.split_weights import Remainder
 
-__all__ = [
-    "GatherFunction",
-    "WeightBuffers",
-]
-
-# A replacement for the all-gather: (output, input, group, async_op) -> handle or None, as FSDP2's ``AllGather``.
-GatherFunction = Callable[[torch.Tensor, torch.Tensor, dist.ProcessGroup, bool], "dist.Work | None"]
+__all__ = ["ShardedWeights"]
 
 
-class WeightBuffers:
-    """Main weights, weights at rest, and gathered weights, and how one becomes the other.
+class ShardedWeights(WeightBuffers):
+    """Weights that a cast, or nothing, turns into compute weights; the base of the other kinds.
 
     Attributes:
         main: what the optimizer updates.
@@ -38,13 +31,13 @@ class WeightBuffers:
         remainder: what ``main`` lacks of FP32 weights; None unless these are split.
         gathered: what compute uses; ``model`` itself where that rests whole on every rank.
         rests_whole: whether it does.
-        post_forward: the part kept from forward to backward, if any.
+        post_forward: the part kept from forward to backward, if any. is_from_part: whether the next gather takes it.
         gather_function: used instead of the all-gather.
         has_copy: whether gathers start from anything but ``main`` itself, which a refresh brings up to date.
         keeps_gathered: ``release`` leaves the memory of gathered weights where it is.
+        refreshes_locally: whether a refresh is a cast of this rank's shard, without communication.
+        can_restore_gathered: whether a refresh and a gather write all of the gathered weights again.
     """
-
-    has_copy = True
 
     def __init__(self, plan: Plan, spec: GroupSpec, name: str) -> None:
         self._spec = spec
@@ -53,9 +46,6 @@ class WeightBuffers:
         resting, stepped = placements.parameter, placements.optimizer
         whole: tuple[BufferPlacement, ...] = tuple(Replicate() for _ in resting)
         self.rests_whole = resting == whole
-        self.post_forward: PostForwardShard | None = None
-        self.gather_function: GatherFunction | None = None
-        self.keeps_gathered = False
         if spec.gathers_main_weights:
             self.main = self.model = self._buffer(stepped, dtypes.main, spec.resting_device)
         elif dtypes.main is not dtypes.compute:
@@ -65,14 +55,15 @@ class WeightBuffers:
             self.model = self._buffer(resting, dtypes.compute, spec.resting_device)
             # Same dtype, finer placement: the optimizer's shard is a slice of the compute weights, not a second copy.
             self.main = self.model.slice_view(stepped)
-        self.has_copy = self.main is not self.model
+        # A group on the meta device has no weights to gather, which its refresh says.
+        self.has_copy = self.main is not self.model or spec.is_meta
+        self.refreshes_locally = self.main.placements == self.model.placements
         self.gathered = self.model
         if not self.rests_whole:
             # PyTorch makes views only on memory that is there; ``release`` follows when the views exist.
             self.gathered = self._buffer(whole, dtypes.compute, spec.compute_device)
         self._gathered_shard = self.gathered.slice_view(resting)
-        self._is_from_part = False
-        self._route: Route | None = None
+        self.can_restore_gathered = self.gathered is not self.model or self.main.dtype is not self.model.dtype
         self.remainder = Remainder(self.main, pin_memory=spec.is_pinned) if dtypes.is_split else None
         self.rename(name)
         self.main.zero_()
@@ -113,16 +104,6 @@ class WeightBuffers:
             values.write_tensor(index, tensor)
         self.store(values)
 
-    @functools.cached_property
-    def refreshes_locally(self) -> bool:
-        """Whether weights at rest follow main weights by a cast of this rank's shard, without communication."""
-        return self.main.placements == self.model.placements
-
-    @property
-    def can_restore_gathered(self) -> bool:
-        """Whether a refresh and a gather write all of the gathered weights again."""
-        return self.gathered is not self.model or self.main.dtype is not self.model.dtype
-
     def keep_part_for(self, size: int) -> None:
         """Keep, from forward to backward, a part of the weights such that ``size`` neighbours hold them together.
 
@@ -142,45 +123,9 @@ class WeightBuffers:
             return None
         return check_post_forward_size(size, self.model.axes, self.model.placements)
 
-    def choose_source(self, generation: int) -> None:
-        """Let the next ``gather`` take the part kept after forward if that is of this generation."""
-        self._is_from_part = self.post_forward is not None and self.post_forward.holds(generation)
-
-    def gather(self, works: list[dist.Work] | None) -> list[Part]:
-        """Allocate the gathered weights and return the gather into them; one that is no single collective is issued."""
-        self.gathered.storage.reallocate()
-        if self._is_from_part and self.post_forward is not None:
-            return [self.post_forward.gather()]
-        source = self.model
-        if self._spec.is_offloaded:
-            source = self._gathered_shard
-            source.local_buffer.copy_(self.model.local_buffer, non_blocking=True)
-        elif source.dtype is not self.gathered.dtype:
-            source = self._gathered_shard
-            cast_copy(self.model.local_buffer, source.local_buffer)
-        if self.gather_function is None:
-            if self._route is None:
-                self._route = Route(source, self.gathered)
-            return self._route.ready or self._route.parts(works)
-        group = only_flat_axis(source.axes, source.placements).gather_group
-        work = self.gather_function(self.gathered.local_buffer, source.local_buffer, group, works is not None)
-        if works is not None and work is not None:
-            works.append(work)
-        return []
-
-    def gathered_is_used(self) -> None:
-        """Release the part kept after forward: compute waits for the gather that took it."""
-        if self.post_forward is not None:
-            self.post_forward.drop()
-
-    def release(self, *, keep_generation: int | None = None) -> None:
-        """Release the gathered weights; where a part is kept after forward, note the generation it is of."""
-        if self.rests_whole:
-            return
-        if keep_generation is not None and self.post_forward is not None:
-            self.post_forward.keep(keep_generation)
-        if not self.keeps_gathered:
-            self.gathered.storage.release()
+    def refresh(self, groups: Sequence[ParameterGroup]) -> None:
+        """Bring weights at rest of groups of one unit up to date, this one's among them."""
+        refresh_together(groups)
 
     def start_refresh(self) -> list[Part]:
         """Begin to bring weights at rest up to date with main weights: cast them.

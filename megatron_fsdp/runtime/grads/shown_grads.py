@@ -1,0 +1,379 @@
+"""ShownGrads: what users do to ``.grad`` between backwards, and what it shows of sums that go on.
+
+While a sum is not reduced over all ranks, ``.grad`` shows a stand-in that says so when it is read
+(``unreduced_grads.py``).
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import sys
+import weakref
+from collections.abc import Iterable, Sequence
+from functools import partial
+from itertools import repeat
+from typing import Any
+
+import torch
+from torch import nn
+
+from dbuffer import DBuffer, FlatDTensor
+from megatron_fsdp.errors import StateError
+from megatron_fsdp.policy.precision import grad_dtype_of
+from megatron_fsdp.runtime.grads.unreduced_grads import PendingRows, refuse_pending
+from megatron_fsdp.runtime.step.cuda_lane import compute_of
+from megatron_fsdp.runtime.step.freshness import CHECKS
+from megatron_fsdp.runtime.step.fsdp_params import FSDPParams, grads_of
+from megatron_fsdp.runtime.step.grad_binding import GradBinding, clear_grads
+from megatron_fsdp.runtime.step.grad_state import GradState
+from megatron_fsdp.runtime.weights.param_layout import own_rows
+
+__all__ = ["ShownGrads"]
+
+# What ``sys.getrefcount`` says of a value that a dictionary alone refers to.
+_IDLE = next(map(sys.getrefcount, {0: object()}.values()))
+_GRAD: Any = torch._C.TensorBase.grad
+_set = _GRAD.__set__
+
+
+class ShownGrads(GradBinding):
+    """The gradients of one parameter group between backwards.
+
+    Args:
+        main_grad, final, fsdp_params: see ``GradBinding``. dtype: of the main weights.
+    """
+
+    def __init__(self, main_grad: DBuffer, final: DBuffer, fsdp_params: FSDPParams, dtype: torch.dtype) -> None:
+        super().__init__(main_grad, final, fsdp_params, compute_of(main_grad.device))
+        self._dtype = dtype
+        # What stands for sums under way in ``.grad``, and its rows; nothing where nothing has had to be shown yet.
+        self._stand_ins: list[FlatDTensor] = []
+        self._rows: list[PendingRows] = []
+        # What ``.grad`` of each parameter is meanwhile unless a user sets it.
+        self._expected: list[torch.Tensor | None] = []
+        self._refuses_steps = False
+        # What ``match_parameter_dtype`` has replaced: parameter, gradient, and the ``grad_dtype`` that was allowed.
+        self._replaced: list[tuple[torch.Tensor, torch.Tensor, torch.dtype | None]] = []
+        self.watch()
+
+    def keep(self, keeps: bool) -> None:
+        """Have the memory of ``main_grad`` from now on also while there are no gradients, or no more."""
+        self.keeps = keeps
+        if keeps:
+            self.hold()
+        else:
+            self.dropped()
+
+    def clear(self) -> None:
+        """Set every ``.grad`` to None."""
+        clear_grads(self.parameters)
+        self.dropped()
+
+    def slice(self, start: int, stop: int) -> torch.Tensor:
+        """Return elements of ``final``, 1-D; the same tensor each time."""
+        key = (start, stop)
+        if key not in self._slices:
+            self._slices[key] = self.final.local_buffer[start:stop]
+            if self._references:
+                self._references = (self._references[0] + 1, *self._references[1:], _IDLE)
+        return self._slices[key]
+
+    def watch(self) -> None:
+        """Hear of each ``.grad`` of the parameters that is set to None, in place of whoever did."""
+        self._drops.last = None
+        for parameter in self.parameters:
+            if isinstance(parameter, FlatDTensor):
+                parameter.on_grad_dropped = self._drops
+
+    def replace(self, index: int, parameter: nn.Parameter) -> None:
+        """Show gradients of parameter ``index`` on another object."""
+        self.parameters = (*self.parameters[:index], parameter, *self.parameters[index + 1 :])
+        self._last_one = weakref.ref(self.parameters[-1])
+        self.watch()
+        if self._gradients:
+            self._tell_owners()
+
+    def _make_gradients(self) -> None:
+        self.hold()
+        if self.final.dtype is not self._dtype:
+            for parameter in self.parameters:
+                if grad_dtype_of(parameter) == "own":
+                    # A gradient of any dtype may be assigned where the user did not say which.
+                    parameter.grad_dtype = None
+        indices = range(len(self.parameters))
+        self._gradients = [
+            self.fsdp_params.wrap(index, self.final.get_dtensor(index, is_view=True)) for index in indices
+        ]
+        self._locals = [gradient._local_tensor for gradient in self._gradients]
+        self._tell_owners()
+        self._references = self._count_references()
+
+    def _tell_owners(self) -> None:
+        for gradient, parameter in zip(self._gradients, self.parameters, strict=True):
+            if isinstance(gradient, FlatDTensor):
+                gradient.gradient_of = weakref.ref(parameter)
+
+    # ------------------------------------------------------------------ a sum begins
+
+    def _go_on(self) -> None:
+        added = bytearray(map(operator.gt, self.trained, self.wanted))
+        self.missing = _either(self.missing, added)
+        self.wanted = _either(self.trained, self.wanted)
+        self.show_pending()
+
+    def _begin_with(self, shown: Sequence[torch.Tensor | None]) -> None:
+        """Begin a sum where ``.grad`` holds something."""
+        self.had = bytearray(map(self._has_had, range(len(shown)), shown))
+        self.wanted = _either(self.trained, map(operator.is_not, shown, repeat(None)))
+        if self.state is GradState.EMPTY:
+            self.is_under_way = True
+            self._adopt_direct(shown)
+            self._show_sums()
+        else:
+            self._adopt_user_gradients(shown)
+            self.is_under_way = True
+            clear_grads(self.parameters)
+            self.become(GradState.PARTIAL)
+            if self.final is not self.main_grad:
+                # The memory around the final slice holds what the last reduction left.
+                self.set_aside()
+
+    def set_aside(self) -> None:
+        """Keep what ``final`` holds for ``complete`` to add, and start over."""
+        kept = self.final.local_buffer.clone()
+        self.carry = kept if self.carry is None else kept.add_(self.carry)
+        self.become(GradState.EMPTY)
+
+    def show_pending(self) -> None:
+        """Let ``.grad`` of all parameters of a sum under way say so."""
+        shown = grads_of(self.parameters)
+        if not self._is_untouched(shown):
+            self._adopt_direct(shown)
+        self._show_sums()
+
+    def _pending(self) -> list[PendingRows]:
+        """Return the rows of what stands for sums under way, made where it is asked for first."""
+        if not self._stand_ins:
+            if not self._gradients:
+                self._make_gradients()
+            for index, gradient in enumerate(self._gradients):
+                assert isinstance(gradient, FlatDTensor)
+                self._rows.append(PendingRows(gradient._local_tensor, partial(_describe, weakref.ref(self), index)))
+                self._stand_ins.append(gradient.with_local(self._rows[-1]))
+            self._expected = [None] * len(self._rows)
+            self.is_shown = True
+        return self._rows
+
+    def _show_sums(self) -> None:
+        """Set ``.grad`` of the parameters whose sum is under way, which no optimizer may step."""
+        self._pending()
+        if not self._refuses_steps:
+            CHECKS.append(refuse_pending)
+            self._refuses_steps = True
+        with torch._C.DisableTorchFunctionSubclass():
+            for index in itertools.compress(range(len(self._rows)), self.wanted):
+                self._expected[index] = self._stand_ins[index]
+                _set(self.parameters[index], self._stand_ins[index])
+
+    def _is_untouched(self, shown: Sequence[torch.Tensor | None]) -> bool:
+        """Whether every ``.grad`` is what was set here, and nothing was done to any."""
+        is_touched = any(rows.is_zeroed or rows.added is not None for rows in self._pending())
+        return not is_touched and all(map(operator.is_, shown, self._expected))
+
+    def _sum_of(self, index: int, shown: torch.Tensor | None) -> PendingRows | None:
+        """Return what happened to the ``.grad`` of a parameter, None where that is no sum under way."""
+        return self._rows[index] if self._stand_ins and shown is self._stand_ins[index] else None
+
+    # ------------------------------------------------------------------ a sum ends
+
+    def void(self) -> None:
+        """Let ``.grad`` of a sum that a backward left incomplete refuse to be read until it is dropped."""
+        if not self.is_void:
+            self._show_sums()
+            self.is_void = True
+
+    def empty(self) -> None:
+        """Hold nothing of a sum under way."""
+        self.carry = None
+        self.become(GradState.EMPTY)
+        self.let_go()
+
+    def _end_pending(self) -> None:
+        if self._refuses_steps:
+            CHECKS.remove(refuse_pending)
+        self._refuses_steps = False
+        self._expected = [None] * len(self._rows)
+        for rows in self._rows:
+            rows.forget()
+
+    def _add_direct(self, shown: Sequence[torch.Tensor | None]) -> None:
+        """Add what was added to ``.grad`` beside the sum, which is complete."""
+        if self._stand_ins and self._is_untouched(shown):
+            return
+        self._adopt_direct(shown)
+        for index, rows in enumerate(self._rows):
+            if rows.added is not None:
+                self.final.get_local_tensor(index).view(-1).add_(rows.added.reshape(-1))
+
+    def _show_wanted(self) -> bytearray:
+        """Return which parameters' ``.grad`` is to be set; set those of parameters that keep what they had."""
+        wanted = bytearray(self.trained)
+        if self.is_under_way and 0 in self.trained:
+            # One that was frozen in between keeps what was accumulated before.
+            wanted = _either(self.trained, self.wanted)
+        if 1 in self.missing:
+            # They keep what they had, and nothing was accumulated of which hooks could be told.
+            clear_grads(itertools.compress(self.parameters, self.missing))
+            kept = map(operator.and_, self.missing, self.had)
+            for parameter, gradient in itertools.compress(zip(self.parameters, self._gradients, strict=True), kept):
+                parameter.grad = gradient
+            wanted = bytearray(map(operator.gt, wanted, self.missing))
+        return wanted
+
+    def _refuse_late(self, error: RuntimeError) -> None:
+        """Name the parameter to which no gradient could be assigned, and take back what was set.
+
+        Raises:
+            StateError: its ``grad_dtype`` is another one; nothing is raised where that of none is.
+        """
+        dtype = self.final.dtype
+        for owned, parameter in zip(self.fsdp_params.owned, self.fsdp_params.sharded_params, strict=True):
+            if parameter.grad_dtype not in (None, dtype):
+                found, parameter.grad_dtype = parameter.grad_dtype, dtype
+                raise StateError(
+                    f"{self.name}: grad_dtype of parameter {owned.name!r} was set to {found} after gradients of "
+                    f"{dtype} were laid out for it; set it before the first forward"
+                ) from error
+
+    # ------------------------------------------------------------------ users change a sum
+
+    def settle_sum(self) -> list[int] | None:
+        """Take notice, before a backward, of what users did to ``.grad`` while a sum was under way.
+
+        Returns:
+            The parameters whose sum they threw away; None where that of every one.
+        Raises:
+            StateError: a backward has raised, and ``.grad`` was not dropped since.
+        """
+        if not self.is_under_way:
+            return []
+        pending, dropped = self._pending(), []
+        for index, (gradient, is_wanted) in enumerate(zip(grads_of(self.parameters), self.wanted, strict=True)):
+            rows = self._sum_of(index, gradient)
+            if rows is None:
+                pending[index].forget()
+            if is_wanted and (rows is None or rows.is_zeroed):
+                dropped.append(index)
+        if len(dropped) == sum(self.wanted):
+            return None
+        if self.is_void:
+            raise StateError(self.describe(next(i for i, one in enumerate(self.wanted) if one and i not in dropped)))
+        for index in dropped:
+            self.had[index] = self._has_had(index, grads_of(self.parameters)[index])
+            self.wanted[index] = self.missing[index] = self.trained[index]
+            if self.state is GradState.PARTIAL:
+                self.main_grad.get_local_tensor(index).zero_()
+            if self.carry is not None:
+                self.final.layout.piece(index, self.carry).zero_()
+        return dropped
+
+    def _adopt_direct(self, shown: Sequence[torch.Tensor | None]) -> None:
+        """Take what lies in ``.grad`` beside a sum as something to add to it in the end."""
+        pending = self._pending()
+        for index, gradient in enumerate(shown):
+            rows = self._sum_of(index, gradient)
+            if rows is not None:
+                if rows.is_added:
+                    self.missing[index] = 0
+                rows.is_zeroed = False
+            elif gradient is not None:
+                pending[index].receive(own_rows(self.fsdp_params, index, gradient))
+                self.wanted[index] = self.had[index] = 1
+
+    def describe(self, index: int) -> str:
+        """Return the words of the error for who reads the ``.grad`` of a parameter while it is such a sum."""
+        name = f"{self.name}: the gradient of parameter {self.fsdp_params.owned[index].name!r}"
+        if self.is_void:
+            return (
+                f"{name} is incomplete, because the last backward raised. Drop it, with what was accumulated before: "
+                "call zero_grad() of the optimizer or the model, or model.reset_iter_state()."
+            )
+        return (
+            f"{name} is a sum under way, not reduced over all ranks yet. Run the last microbatch outside of no_sync() "
+            "and of microbatch(model, False), and call finalize_backward() if that is manual, before .grad is read or "
+            "an optimizer steps; after a backward that raised call zero_grad() first."
+        )
+
+    def _has_had(self, index: int, shown: torch.Tensor | None) -> bool:
+        """Whether a plain model would have a gradient beside the one that is summed up next."""
+        if self._sum_of(index, shown) is None:
+            return shown is not None
+        # Of a sum that was set to zero: a sum of nothing is none still.
+        return bool(self.had[index] or not self.missing[index])
+
+    # ------------------------------------------------------------------ the optimizer reads
+
+    def _settle_others(self) -> DBuffer | None:
+        """Return the final gradients where some of ``.grad`` may be others; see ``settled``."""
+        for index, gradient in enumerate(grads_of(self.parameters)) if self.is_under_way else ():
+            rows = self._sum_of(index, gradient)
+            if rows is not None:
+                rows.values()
+        if self.state is GradState.PARTIAL:
+            return None
+        shown = grads_of(self.parameters)
+        if all(gradient is None for gradient in shown):
+            return None
+        if self.hold():
+            self.main_grad.zero_()
+        self._adopt_user_gradients(shown)
+        return self.final
+
+    def match_parameter_dtype(self) -> None:
+        """Show gradients in the parameters' dtype, which PyTorch's optimizers need; ``restore_dtype`` undoes it.
+
+        Those of the buffer by one cast, the user's own one by one.
+        """
+        if self.final.dtype is self._dtype or self.state is not GradState.FINAL:
+            return
+        cast: DBuffer | None = None
+        for index, (parameter, gradient) in enumerate(zip(self.parameters, grads_of(self.parameters), strict=True)):
+            if gradient is None or gradient.dtype is self._dtype:
+                continue
+            self._replaced.append((parameter, gradient, parameter.grad_dtype))
+            parameter.grad_dtype = None
+            if gradient is self._gradients[index]:
+                cast = cast or self.final.cast(self._dtype)
+                parameter.grad = self.fsdp_params.wrap(index, cast.get_dtensor(index))
+            else:
+                parameter.grad = gradient.to(self._dtype)
+
+    def restore_dtype(self) -> None:
+        """Show the gradients themselves again after ``match_parameter_dtype``, but where the step dropped them."""
+        replaced, self._replaced = self._replaced, []
+        for parameter, gradient, allowed in replaced:
+            parameter.grad = gradient if parameter.grad is not None else None
+            parameter.grad_dtype = allowed
+
+    def _adopt_user_gradients(self, shown: Sequence[torch.Tensor | None]) -> None:
+        for index, gradient in enumerate(shown):
+            if gradient is not None and self._gradients and gradient is self._gradients[index]:
+                continue
+            mine = self.final.get_local_tensor(index)
+            if gradient is None:
+                mine.zero_()
+            else:
+                rows = own_rows(self.fsdp_params, index, gradient)
+                if rows.data_ptr() != mine.data_ptr():
+                    mine.view(-1).copy_(rows.reshape(-1))
+
+
+def _either(ones: Iterable[int], others: Iterable[int]) -> bytearray:
+    return bytearray(map(operator.or_, ones, others))
+
+
+def _describe(binding: weakref.ref[ShownGrads], index: int) -> str:
+    """Return the words of the error for who reads a sum under way, which must not keep the buffer alive."""
+    owner = binding()
+    return "the model of this gradient is gone" if owner is None else owner.describe(index)
