@@ -13,9 +13,11 @@ from dbuffer import DBuffer, Granularity, Plan
 from dbuffer import plan as plan_of
 from dbuffer.storage import FlatStorage
 from megatron_fsdp.build.packed_layout import wire_words
+from megatron_fsdp.runtime.grads.packed_gradients import PackedGradients
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
 from megatron_fsdp.runtime.weights.extension_hooks import ExtensionWeights
 from megatron_fsdp.runtime.weights.packed_weights import PackedWeights
+from megatron_fsdp.runtime.weights.post_forward_shard import PostForwardShard
 
 __all__ = ["BufferReport", "CollectiveReport", "GroupReport", "group_report", "storages_of"]
 
@@ -96,8 +98,9 @@ def storages_of(group: ParameterGroup) -> Iterator[tuple[str, FlatStorage]]:
     """Yield the storages of a group by the kind of what lies there."""
     for kind, buffer in _buffers(group):
         yield kind, buffer.storage
-    if group.weights.post_forward is not None:
-        yield "post-forward shard", group.weights.post_forward.storage
+    part = group.weights.post_forward
+    if isinstance(part, PostForwardShard):
+        yield "post-forward shard", part.storage
 
 
 def _buffers(group: ParameterGroup) -> Iterator[tuple[str, DBuffer]]:
@@ -111,7 +114,7 @@ def _buffers(group: ParameterGroup) -> Iterator[tuple[str, DBuffer]]:
         yield "packed weights", sent
     if not weights.rests_whole:
         yield "gathered weights", weights.gathered
-    if group.gradients is not None:
+    if isinstance(group.gradients, PackedGradients):
         yield from group.gradients.buffers()
 
 

@@ -10,8 +10,8 @@ from typing import NamedTuple
 from dbuffer import BufferPlacement, Plan, Replicate
 from dbuffer.placements import flat_axes, shard_index
 from megatron_fsdp.policy.precision import GroupDtypes, MixedPrecisionPolicy
+from megatron_fsdp.policy.slots import SlotChoice
 from megatron_fsdp.policy.strategy import Placements
-from megatron_fsdp.runtime.weights.memory_slots import SlotChoice
 
 __all__ = ["AxisFacts", "Call", "GroupFacts", "ModelFacts", "Transfer", "UnitFacts", "Use", "reshard_reason"]
 
