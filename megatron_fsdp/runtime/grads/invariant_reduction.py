@@ -22,6 +22,7 @@ from dbuffer import DBuffer, Flat, Partial
 from dbuffer.collectives import Part
 from dbuffer.collectives_rare import exchange
 from dbuffer.dtensor.placed_tensor import PlacedTensor
+from dbuffer.events import listeners, tell
 from dbuffer.mesh import MeshAxis
 from dbuffer.placements import BufferPlacement
 from dbuffer.storage import FlatStorage
@@ -350,6 +351,8 @@ class _InvariantReduction(LastReduction):
 
     def _last_parts(self, works: list[dist.Work] | None) -> list[Part]:
         target = self._main_grad.local_buffer
+        if listeners:
+            tell("summing", self._main_grad)
         self._write(target)
         self._version = target._version
         return []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -44,6 +45,7 @@ class PackedGradients(GradientBuffer):
         divisor: the sum over ranks is divided by it. wire_scale: what of the division is done before the sum.
         pack_scale: what gradients are multiplied by where they are packed.
         takes_products: whether that is a power of two, so that a scaled product is rounded as an unscaled one.
+        wide: sums of a wider dtype than is sent; None where they lie in ``packed``.
         packs_late: a lane packs them when the unit is closed (``LateGradients``).
         unit: the name of the unit.
         backward: which backward left something here that is void if it raises, by the schedule's count.
@@ -52,6 +54,7 @@ class PackedGradients(GradientBuffer):
     """
 
     reduction: LastReduction
+    wide: DBuffer | None = None
     _spec: GradientSpec
 
     def __init__(self, main_weight: DBuffer, spec: GradientSpec, fsdp_params: FSDPParams) -> None:
@@ -128,6 +131,7 @@ class PackedGradients(GradientBuffer):
                 reduced = self.packed.slice_view(placements.gradient)
             else:
                 reduced = self._buffer(placements.gradient, spec.accumulate_dtype, "reduced gradients", spec.device)
+                self.wide = reduced
         if resting != placements.optimizer:
             final = main_grad.slice_view(placements.optimizer)
         self.rests_final = final is main_grad and not self.rests_partial
@@ -163,6 +167,14 @@ class PackedGradients(GradientBuffer):
     ) -> DBuffer:
         like, pinned = self._template, self._spec.is_pinned and device.type == "cpu"
         return DBuffer.from_plan(like.plan, like.mesh, placements, dtype, device, name=what, pin_memory=pinned)
+
+    def buffers(self) -> Iterator[tuple[str, DBuffer]]:
+        """Yield what lies where, each kind by its name in reports."""
+        if self.packed is not self.main_grad:
+            yield "packed gradients", self.packed
+        if self.wide is not None:
+            yield "reduced gradients", self.wide
+        yield "main_grad", self.main_grad
 
     def rename(self, name: str) -> None:
         """Take another unit name, for messages."""
