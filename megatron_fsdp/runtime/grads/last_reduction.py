@@ -114,10 +114,8 @@ class LastReduction(Reduction):
         for reduction in reductions:
             if reduction.wire is not None:
                 reduction.wire.load()
-        on_all = [part for each in reductions if (part := each._last.part_on_all()) is not None]
-        scattered = [
-            part for each in reductions if each._last.part_on_all() is None for part in each._last.parts(works)
-        ]
+        on_all = [part for each in reductions if (part := each._last_on_all()) is not None]
+        scattered = [part for each in reductions for part in each._last_parts(works)]
         all_reduce_together(on_all, works)
         reduce_together(scattered, works)
 
@@ -132,6 +130,12 @@ class LastReduction(Reduction):
                 reduction.wire.unload()
             if reduction.hook is not None:
                 reduction.hook(reduction._final.local_buffer)
+
+    def _last_on_all(self) -> Part | None:
+        return self._last.part_on_all()
+
+    def _last_parts(self, works: list[dist.Work] | None) -> list[Part]:
+        return [] if self._last.part_on_all() is not None else self._last.parts(works)
 
 
 def _wide_part(packed: DBuffer, reduced: DBuffer) -> list[Part]:
