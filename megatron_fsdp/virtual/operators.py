@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -97,7 +98,7 @@ class Operators(TorchDispatchMode):
             operator = self._operators[func] = _Operator.of(func)
         if not operator.is_free:
             return self._pretend(func, operator, args, kwargs)
-        if operator.name.startswith(("empty", "new_empty")) and _is_large(args):
+        if operator.name.startswith(("empty", "new_empty")) and _is_large(args) and not _is_meta(args, kwargs):
             specs = self._specs_of(func, operator, args, kwargs)
             return _allocate(specs[0]) if specs else func(*args, **kwargs)
         return func(*args, **kwargs)
@@ -169,6 +170,16 @@ def _is_large(args: Any) -> bool:
     """Whether what an operator is asked to make may be large: of a shape, or like a tensor."""
     shape = next((each for each in reversed(args) if isinstance(each, list | tuple | torch.Size)), None)
     return (math.prod(shape) if shape is not None else args[0].numel()) >= LARGE // 8
+
+
+def _is_meta(args: Any, kwargs: Any) -> bool:
+    """Whether what an operator is asked to make has no memory anyway: that of fake tensors, of a mode above or below."""
+    if active_fake_mode() is not None:
+        return True
+    device = kwargs.get("device")
+    if device is None:
+        return isinstance(args[0], torch.Tensor) and args[0].is_meta
+    return torch.device(device).type == "meta"
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
