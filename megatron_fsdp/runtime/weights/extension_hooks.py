@@ -152,11 +152,6 @@ class ExtensionWeights(ShardedWeights):
         """Ranks over which the parameter is sharded."""
         return self._spec.mesh.size(self._axis)
 
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes of this rank's part on the wire."""
-        return self._wire.sent.local_buffer.numel()
-
     def _ask(self) -> tuple[torch.Tensor, ...]:
         """Call ``fsdp_pre_all_gather`` in the form that its signature has."""
         hook = self.part.fsdp_pre_all_gather  # type: ignore[attr-defined]
@@ -176,6 +171,11 @@ class ExtensionWeights(ShardedWeights):
             if tensor.device.type != self._spec.device.type:
                 raise ConfigError(f"{self._where}: fsdp_pre_all_gather returned a tensor on {tensor.device}")
         return tensors
+
+    @property
+    def sent(self) -> tuple[DBuffer, ...]:
+        """This rank's part of what travels, which rests beside main weights."""
+        return (self._wire.sent,)
 
     def agreed(self) -> Iterator[str]:
         """Yield what the hook sends: another size on another rank is refused before the first gather."""

@@ -119,6 +119,11 @@ class PackedWeights(ShardedWeights):
         for buffer in (*self._sent, self._wire):
             buffer.rename(f"unit {name!r}: packed weights")
 
+    @property
+    def sent(self) -> tuple[DBuffer, ...]:
+        """This rank's parts of what travels, which rest beside main weights."""
+        return tuple(self._sent)
+
     # ------------------------------------------------------------------ quantize
 
     def start_refresh(self) -> list[Part]:
