@@ -1,5 +1,7 @@
 """Eight-bit weights for the wire: per-tensor FP8, MXFP8 with power-of-two scales, int8 in blocks. In plain torch.
 
+What arrives is decoded by ``decode_rows``, of which ``decode`` is the reference.
+
 FP8 is E4M3 (Micikevicius et al., "FP8 Formats for Deep Learning", 2022). MXFP8 is that of the OCP Microscaling Formats
 specification 1.0: 32 elements share a scale 2 ** (e - 127), e in one byte, e = exponent of the largest magnitude - 8.
 Nothing depends on where a shard begins: scales are those of whole tensors or of blocks that the caller lays out.
@@ -7,8 +9,14 @@ Nothing depends on where a shard begins: scales are those of whole tensors or of
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
 import torch
 from torch import Tensor
+
+from dbuffer_kernels.dynamic_map import QUANT_BLOCK
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
@@ -16,6 +24,74 @@ MX_BLOCK = 32
 # Of the largest power of two that E4M3 holds: 2 ** 8 = 256.
 _MX_EMAX = 8
 _INT8_MAX = 127.0
+# Elements that are in fp32 at once on their way into the compute dtype.
+_CHUNK = 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class CodedRows:
+    """How a flat buffer of ``num_rows`` equal shards travels: each a row of codes, one byte an element, then scales.
+
+    Attributes:
+        kind: "fp8" (a scale per tensor, not in the rows), "int8_block" (fp32, 256 elements), "mxfp8" (E8M0, 32) or
+            "mxfp8 columns" (E8M0, of 32 rows of a column; scale q of a tensor lies in the row of its element 32 q).
+        shard_numel: a multiple of what shares a scale. tensors: first element, elements and width of each.
+        tables: of the kernel, by device, made when it starts first.
+    """
+
+    kind: str
+    shard_numel: int
+    num_rows: int
+    tensors: tuple[tuple[int, int, int], ...]
+    tables: dict[torch.device, Tensor] = field(default_factory=dict, compare=False, repr=False)
+
+    @classmethod
+    def of(
+        cls, kind: str, shard_numel: int, num_rows: int, offsets: Sequence[int], shapes: Sequence[Sequence[int]]
+    ) -> CodedRows:
+        """Lay out tensors; blocks of a kind that needs no tensors run through the whole buffer."""
+        if kind in ("int8_block", "mxfp8"):
+            return cls(kind, shard_numel, num_rows, ((0, shard_numel * num_rows, 1),))
+        found = [(offset, math.prod(shape), shape[-1]) for offset, shape in zip(offsets, shapes, strict=True)]
+        return cls(kind, shard_numel, num_rows, tuple(found))
+
+    @property
+    def block(self) -> int:
+        """Elements that share a scale; 0: a tensor's."""
+        return {"fp8": 0, "int8_block": QUANT_BLOCK}.get(self.kind, MX_BLOCK)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row."""
+        return wire_bytes(self.kind, self.shard_numel)
+
+
+def wire_bytes(kind: str, numel: int) -> int:
+    """Return the bytes of the codes and scales of ``numel`` elements of a flat buffer."""
+    scales = {"fp8": 0, "int8_block": 4 * numel // QUANT_BLOCK}
+    return numel + scales.get(kind, numel // MX_BLOCK)
+
+
+def decode(rows: Tensor, layout: CodedRows, scales: Tensor | None, out: Tensor) -> None:
+    """Do what the op ``decode_rows`` says, in chunks."""
+    rows = rows.view(layout.num_rows, layout.row_bytes)
+    codes, block = rows[:, : layout.shard_numel].reshape(-1), layout.block
+    own = rows[:, layout.shard_numel :].reshape(-1) if scales is None else scales
+    for index, (offset, numel, width) in enumerate(layout.tensors):
+        unit = max(block, 1) * width
+        step = max(_CHUNK // unit, 1) * unit
+        for start in range(offset, offset + numel, step):
+            part = slice(start, min(start + step, offset + numel))
+            found, shared = codes[part], slice(part.start // max(block, 1), part.stop // max(block, 1))
+            if layout.kind == "fp8":
+                values = from_fp8(found, own[index])
+            elif layout.kind == "int8_block":
+                values = from_int8(found.view(-1, block), own.view(torch.float32)[shared, None])
+            elif layout.kind == "mxfp8":
+                values = from_mx(found.view(-1, block), own[shared, None])
+            else:
+                values = from_mx(found.view(-1, block, width), own[shared].view(-1, 1, width))
+            out[part].copy_(values.view(-1))
 
 
 def fp8_scale(amax: Tensor) -> Tensor:

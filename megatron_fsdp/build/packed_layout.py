@@ -6,12 +6,11 @@ import math
 from collections.abc import Sequence
 
 from dbuffer import Block, Granularity, Plan, Region, first_dimension_granularity
-from dbuffer_kernels import QUANT_BLOCK
 from dbuffer_kernels.quantize import MX_BLOCK
 from megatron_fsdp.build.grouping import unit_regions
 from megatron_fsdp.policy.precision import GroupDtypes
 
-__all__ = ["amax_numel", "cut_blocks", "is_packed", "layout_regions", "num_grids", "wire_bytes", "wire_words"]
+__all__ = ["amax_numel", "cut_blocks", "is_packed", "layout_regions", "num_grids", "wire_words"]
 
 # Blocks of 32 rows are kept whole where that pads the buffers by no more than this share of the data.
 _CHEAP = 0.01
@@ -27,12 +26,6 @@ def is_packed(shape: Sequence[int], gather: str | None) -> bool:
 def num_grids(gather: str) -> int:
     """Return how many quantized copies rest: MXFP8 has one for forward and one for backward."""
     return 2 if gather == "mxfp8" else 1
-
-
-def wire_bytes(gather: str, numel: int) -> int:
-    """Return the bytes of one quantized copy of ``numel`` elements of the flat buffer, scales included."""
-    scales = {"fp8": 0, "int8_block": 4 * numel // QUANT_BLOCK, "mxfp8": numel // MX_BLOCK}
-    return numel + scales[gather]
 
 
 def cut_blocks(plan: Plan, gather: str) -> tuple[tuple[int, int], ...]:
@@ -60,7 +53,7 @@ def amax_numel(plan: Plan, gather: str) -> int:
 def wire_words(plan: Plan, gather: str) -> str:
     """Return how the weights of a plan travel, and what the layout costs or saves, in words for a report."""
     count = amax_numel(plan, gather)
-    exchange = f"one all-reduce of {count} largest magnitudes per step" if count else "no exchange of magnitudes"
+    exchange = f"{count} largest magnitudes in an all-reduce per step" if count else "no exchange of magnitudes"
     if gather == "mxfp8":
         cut = len(cut_blocks(plan, gather))
         blocks = f"{cut} blocks of 32 rows are cut by shards" if cut else "shards cut no block of 32 rows"

@@ -29,6 +29,7 @@ from megatron_fsdp.runtime.step.freshness import Freshness
 from megatron_fsdp.runtime.step.lane_types import Ticket
 from megatron_fsdp.runtime.step.lanes import lane
 from megatron_fsdp.runtime.step.weight_buffers import WeightBuffers
+from megatron_fsdp.runtime.weights.hooked_weights import land
 from megatron_fsdp.runtime.weights.resting_copy import refresh_together
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def start_gathers(groups: Sequence[ParameterGroup], *, check: bool, owner: int =
     """
     stale = _find_stale(groups) if check else []
     weights: list[WeightBuffers] = []
-    on_host = None
+    on_host = then = None
     for group in groups:
         generation = group.freshness.generation + (group in stale)
         if group.spec.is_offloaded:
@@ -61,12 +62,14 @@ def start_gathers(groups: Sequence[ParameterGroup], *, check: bool, owner: int =
         group.freshness.gathered = generation
         if not group.rests_whole:
             weights.append(group.weights)
+            if group.weights.lands:
+                then = functools.partial(land, weights)
         if group.weights.post_forward is not None:
             group.weights.choose_source(generation)
     if not weights and not stale:
         return None
     gather = functools.partial(_gather, stale, weights)
-    return lane("gather", groups[0].spec.device).submit(gather, on_host=on_host, owner=owner)
+    return lane("gather", groups[0].spec.device).submit(gather, then, on_host, owner=owner)
 
 
 def _gather(stale: Sequence[ParameterGroup], weights: Sequence[WeightBuffers], works: list[dist.Work] | None) -> None:
@@ -193,7 +196,8 @@ class ParameterGroup:
 
     def use_gathered(self) -> None:
         """Show the gathered weights, which compute has been made to wait for; it may be done again."""
-        self.weights.gathered_is_used()
+        if self.weights.post_forward is not None:
+            self.weights.post_forward.drop()
         if not self.rests_whole:
             self.fsdp_params.brought_back()
         self.fsdp_params.module_infos.show_unsharded()

@@ -42,9 +42,11 @@ class WeightBuffers:
         gather_function: used instead of the all-gather.
         has_copy: whether gathers start from anything but ``main`` itself, which a refresh brings up to date.
         keeps_gathered: ``release`` leaves the memory of gathered weights where it is.
+        lands: they are ``HookedWeights``, and have to ``land``.
     """
 
     has_copy = True
+    lands = False
 
     def __init__(self, plan: Plan, spec: GroupSpec, name: str) -> None:
         self._spec = spec
@@ -167,11 +169,6 @@ class WeightBuffers:
         if works is not None and work is not None:
             works.append(work)
         return []
-
-    def gathered_is_used(self) -> None:
-        """Release the part kept after forward: compute waits for the gather that took it."""
-        if self.post_forward is not None:
-            self.post_forward.drop()
 
     def release(self, *, keep_generation: int | None = None) -> None:
         """Release the gathered weights; where a part is kept after forward, note the generation it is of."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from dbuffer.collectives_together import gather_together
 from dbuffer.events import listeners, tell
+from megatron_fsdp.runtime.weights.packed_weights import exchange_magnitudes
 
 if TYPE_CHECKING:
     from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
@@ -21,6 +22,7 @@ def refresh_together(groups: Sequence[ParameterGroup]) -> None:
     """
     for group in groups if listeners else ():
         tell("refresh", group)
+    exchange_magnitudes(groups)
     parts = [part for group in groups for part in group.weights.start_refresh()]
     try:
         if parts:
