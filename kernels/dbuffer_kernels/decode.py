@@ -13,7 +13,7 @@ from dbuffer_kernels.adamw import divide
 from dbuffer_kernels.backends import runs_on_triton, without_grad
 from dbuffer_kernels.elementwise_kernels import store_rounded
 from dbuffer_kernels.launch import BLOCK, device_function, launch
-from dbuffer_kernels.quantize import MX_BLOCK, CodedRows
+from dbuffer_kernels.quantize import MX_BLOCK, RUNS, CodedRows
 
 if TYPE_CHECKING:
     # At run time launch.jit binds this name, so that importing the package does not import Triton.
@@ -39,13 +39,21 @@ def decode_rows(rows: Tensor, layout: CodedRows, scales: Tensor | None, out: Ten
     if (rows.numel(), out.numel()) != wanted or (scales is None) is (layout.kind == "fp8"):
         raise ValueError(f"decode_rows: {rows.numel()} bytes into {out.numel()} elements; wanted {wanted}: {layout}")
     if not runs_on_triton(out):
-        quantize.decode(rows, layout, scales, out)
+        quantize.decode_rows(rows, layout, scales, out)
         return
-    columns, tensors = _columns(layout), _table(layout, out.device)
+    columns = _columns(layout)
+    tile = MX_BLOCK * columns if layout.kind == "mxfp8 columns" else BLOCK
+    counts = [-(-numel // tile) for _, numel, _ in layout.tensors]
+    if out.device not in layout.tables:
+        # Of each tensor its first tile, first element, width and elements; a power of two of them.
+        table = [(sum(counts[:index]), *tensor) for index, tensor in enumerate(layout.tensors)]
+        table += [(sum(counts), 0, 0, 0)] * ((1 << (len(table) - 1).bit_length()) - len(table))
+        layout.tables[out.device] = torch.tensor(table, dtype=torch.int64).T.contiguous().to(out.device)
+    tensors = layout.tables[out.device]
     of_rows = rows.view(torch.float32) if layout.kind == "int8_block" else rows
     launch(
         decode_kernel,
-        sum(_num_tiles(layout, columns)),
+        sum(counts),
         out.device,
         rows,
         of_rows if scales is None else scales,
@@ -58,40 +66,16 @@ def decode_rows(rows: Tensor, layout: CodedRows, scales: Tensor | None, out: Ten
         TENSORS=tensors.shape[1],
         # Rows that begin anywhere else are read byte by byte.
         IS_WIDE=columns % 16 == 0 and layout.row_bytes % 16 == 0,
-        block=_tile(layout, columns),
+        block=tile,
     )
 
 
 def _columns(layout: CodedRows) -> int:
     """Return the columns of a tile, a power of two: elements of one rank, for blocks within rows those of one scale."""
-    if layout.kind in ("int8_block", "mxfp8"):
+    if layout.kind in RUNS:
         return layout.block
-    sizes = [width for _, _, width in layout.tensors]
-    if layout.kind == "fp8":
-        sizes = [layout.shard_numel, *(offset for offset, _, _ in layout.tensors)]
-    return math.gcd(128, *sizes)
-
-
-def _tile(layout: CodedRows, columns: int) -> int:
-    return MX_BLOCK * columns if layout.kind == "mxfp8 columns" else BLOCK
-
-
-def _num_tiles(layout: CodedRows, columns: int) -> list[int]:
-    tile = _tile(layout, columns)
-    return [-(-numel // tile) for _, numel, _ in layout.tensors]
-
-
-def _table(layout: CodedRows, device: torch.device) -> Tensor:
-    """Return int64 (4, a power of two): of each tensor its first tile, first element, width and elements."""
-    if device in layout.tables:
-        return layout.tables[device]
-    table, first = [], 0
-    for (offset, numel, width), count in zip(layout.tensors, _num_tiles(layout, _columns(layout)), strict=True):
-        table.append((first, offset, width, numel))
-        first += count
-    filled = table + [(first, 0, 0, 0)] * ((1 << (len(table) - 1).bit_length()) - len(table))
-    layout.tables[device] = torch.tensor(filled, dtype=torch.int64).T.contiguous().to(device)
-    return layout.tables[device]
+    starts = [layout.shard_numel, *(offset for offset, _, _ in layout.tensors)]
+    return math.gcd(128, *(starts if layout.kind == "fp8" else [width for _, _, width in layout.tensors]))
 
 
 def decode_kernel(
@@ -120,7 +104,7 @@ def decode_kernel(
     row = tl.arange(0, BLOCK // COLUMNS)
     column = tl.arange(0, COLUMNS)
     if KIND == 3:
-        width = tl.load(entry + 2 * TENSORS)
+        width = tl.load(entry + 3 * TENSORS)
         tiles = width // COLUMNS
         above, left = tile // tiles * width, tile % tiles * COLUMNS
         start = offset + above * 32 + left + row * width
@@ -132,7 +116,7 @@ def decode_kernel(
         start = offset + inside
         scale_index = (start // COLUMNS)[:, None]
         per_rank = shard_numel // COLUMNS
-        mask = (inside < tl.load(entry + 3 * TENSORS))[:, None]
+        mask = (inside < tl.load(entry + 2 * TENSORS))[:, None]
     source = start + start // shard_numel * (row_bytes - shard_numel)
     if IS_WIDE:
         start = tl.multiple_of(start, 16)

@@ -1,7 +1,5 @@
 """Eight-bit weights for the wire: per-tensor FP8, MXFP8 with power-of-two scales, int8 in blocks. In plain torch.
 
-What arrives is decoded by ``decode_rows``, of which ``decode`` is the reference.
-
 FP8 is E4M3 (Micikevicius et al., "FP8 Formats for Deep Learning", 2022). MXFP8 is that of the OCP Microscaling Formats
 specification 1.0: 32 elements share a scale 2 ** (e - 127), e in one byte, e = exponent of the largest magnitude - 8.
 Nothing depends on where a shard begins: scales are those of whole tensors or of blocks that the caller lays out.
@@ -24,8 +22,10 @@ MX_BLOCK = 32
 # Of the largest power of two that E4M3 holds: 2 ** 8 = 256.
 _MX_EMAX = 8
 _INT8_MAX = 127.0
-# Elements that are in fp32 at once on their way into the compute dtype.
-_CHUNK = 1 << 22
+RUNS = ("int8_block", "mxfp8")
+"""Kinds whose blocks are elements that follow each other."""
+CHUNK = 1 << 22
+"""Elements that are in fp32 at once on their way into another dtype: a multiple of all blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class CodedRows:
         cls, kind: str, shard_numel: int, num_rows: int, offsets: Sequence[int], shapes: Sequence[Sequence[int]]
     ) -> CodedRows:
         """Lay out tensors; blocks of a kind that needs no tensors run through the whole buffer."""
-        if kind in ("int8_block", "mxfp8"):
+        if kind in RUNS:
             return cls(kind, shard_numel, num_rows, ((0, shard_numel * num_rows, 1),))
         found = [(offset, math.prod(shape), shape[-1]) for offset, shape in zip(offsets, shapes, strict=True)]
         return cls(kind, shard_numel, num_rows, tuple(found))
@@ -72,78 +72,55 @@ def wire_bytes(kind: str, numel: int) -> int:
     return numel + scales.get(kind, numel // MX_BLOCK)
 
 
-def decode(rows: Tensor, layout: CodedRows, scales: Tensor | None, out: Tensor) -> None:
-    """Do what the op ``decode_rows`` says, in chunks."""
-    rows = rows.view(layout.num_rows, layout.row_bytes)
-    codes, block = rows[:, : layout.shard_numel].reshape(-1), layout.block
-    own = rows[:, layout.shard_numel :].reshape(-1) if scales is None else scales
-    for index, (offset, numel, width) in enumerate(layout.tensors):
-        unit = max(block, 1) * width
-        step = max(_CHUNK // unit, 1) * unit
-        for start in range(offset, offset + numel, step):
-            part = slice(start, min(start + step, offset + numel))
-            found, shared = codes[part], slice(part.start // max(block, 1), part.stop // max(block, 1))
-            if layout.kind == "fp8":
-                values = from_fp8(found, own[index])
-            elif layout.kind == "int8_block":
-                values = from_int8(found.view(-1, block), own.view(torch.float32)[shared, None])
-            elif layout.kind == "mxfp8":
-                values = from_mx(found.view(-1, block), own[shared, None])
-            else:
-                values = from_mx(found.view(-1, block, width), own[shared].view(-1, 1, width))
-            out[part].copy_(values.view(-1))
+def scales_of(amax: Tensor, kind: str) -> Tensor:
+    """Return the scales of blocks with these largest magnitudes (fp32, not negative).
 
-
-def fp8_scale(amax: Tensor) -> Tensor:
-    """Return fp32 scales, 448 / amax, that bring the largest magnitude to the largest FP8 value; 1 where it is 0."""
-    return torch.where(amax > 0, FP8_MAX / amax, torch.ones_like(amax))
-
-
-def to_fp8(values: Tensor, scale: Tensor) -> Tensor:
-    """Return bytes: E4M3 of values * scale, rounded to nearest even and saturated; ``scale`` broadcasts."""
-    return (values.float() * scale).clamp(-FP8_MAX, FP8_MAX).to(FP8).view(torch.uint8)
-
-
-def from_fp8(codes: Tensor, scale: Tensor) -> Tensor:
-    """Return fp32 values of bytes, divided by ``scale``."""
-    return codes.view(FP8).float() / scale
-
-
-def mx_exponents(amax: Tensor) -> Tensor:
-    """Return E8M0 bytes of the scales for these largest magnitudes (fp32, not negative): 255 is NaN, 0 is 2 ** -127."""
+    FP8: fp32, 448 / largest, 1 where that is 0. int8: fp32, largest / 127. MXFP8: E8M0 bytes, 255 is NaN.
+    """
+    if kind == "fp8":
+        return torch.where(amax > 0, FP8_MAX / amax, torch.ones_like(amax))
+    if kind == "int8_block":
+        return amax / _INT8_MAX
     biased = (amax.contiguous().view(torch.int32) >> 23) & 0xFF
     found = (biased - _MX_EMAX).clamp(min=0)
     return torch.where(biased == 0xFF, 0xFF, found).to(torch.uint8)
 
 
-def mx_scale(exponents: Tensor) -> Tensor:
+def encode(values: Tensor, scales: Tensor, kind: str) -> Tensor:
+    """Return bytes: values over scales (FP8: times), rounded to nearest even and saturated; ``scales`` broadcasts.
+
+    E4M3, or integers from -127 to 127, where NaN and a scale of 0 give 0.
+    """
+    values = values.float()
+    if kind == "int8_block":
+        ratios = values / scales.masked_fill(scales == 0, 1.0)
+        return ratios.nan_to_num(nan=0.0).clamp(-_INT8_MAX, _INT8_MAX).round().to(torch.int8).view(torch.uint8)
+    ratios = values * scales if kind == "fp8" else values / _mx_scales(scales)
+    return ratios.clamp(-FP8_MAX, FP8_MAX).to(FP8).view(torch.uint8)
+
+
+def _mx_scales(exponents: Tensor) -> Tensor:
     """Return the fp32 scales of E8M0 bytes."""
     # The exponent's bits are the byte itself; 2 ** -127 is subnormal, and 255 is a NaN with a bit of mantissa.
     bits = exponents.to(torch.int32) << 23
     return torch.where((exponents == 0) | (exponents == 0xFF), bits | 0x400000, bits).view(torch.float32)
 
 
-def to_mx(values: Tensor, exponents: Tensor) -> Tensor:
-    """Return bytes: E4M3 of values / scale, saturated; ``exponents`` broadcasts against ``values``."""
-    return (values.float() / mx_scale(exponents)).clamp(-FP8_MAX, FP8_MAX).to(FP8).view(torch.uint8)
-
-
-def from_mx(codes: Tensor, exponents: Tensor) -> Tensor:
-    """Return fp32 values of bytes; ``exponents`` broadcasts."""
-    return codes.view(FP8).float() * mx_scale(exponents)
-
-
-def int8_scales(amax: Tensor) -> Tensor:
-    """Return fp32 scales of blocks with these largest magnitudes: amax / 127."""
-    return amax / _INT8_MAX
-
-
-def to_int8(values: Tensor, scales: Tensor) -> Tensor:
-    """Return bytes: values / scale rounded to nearest even, -127 to 127; ``scales`` broadcasts, 0 gives 0."""
-    ratios = values.float() / scales.masked_fill(scales == 0, 1.0)
-    return ratios.nan_to_num(nan=0.0).clamp(-_INT8_MAX, _INT8_MAX).round().to(torch.int8).view(torch.uint8)
-
-
-def from_int8(codes: Tensor, scales: Tensor) -> Tensor:
-    """Return fp32 values of bytes; ``scales`` broadcasts."""
-    return codes.view(torch.int8).float() * scales
+def decode_rows(rows: Tensor, layout: CodedRows, scales: Tensor | None, out: Tensor) -> None:
+    """Do what the op of this name says, in chunks."""
+    rows = rows.view(layout.num_rows, layout.row_bytes)
+    codes, block, is_int8 = rows[:, : layout.shard_numel].reshape(-1), layout.block or 1, layout.kind == "int8_block"
+    codes = codes.view(torch.int8 if is_int8 else FP8)
+    if scales is None:
+        scales = rows[:, layout.shard_numel :].reshape(-1)
+        scales = scales.view(torch.float32) if is_int8 else _mx_scales(scales)
+    for index, (offset, numel, width) in enumerate(layout.tensors):
+        step = max(CHUNK // (block * width), 1) * block * width
+        for start in range(offset, offset + numel, step):
+            stop = min(start + step, offset + numel)
+            values = codes[start:stop].float()
+            if layout.kind == "fp8":
+                values = values / scales[index]
+            else:
+                values = values.view(-1, block, width) * scales[start // block : stop // block].view(-1, 1, width)
+            out[start:stop].copy_(values.view(-1))

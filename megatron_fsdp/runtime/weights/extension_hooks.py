@@ -59,7 +59,8 @@ class ExtensionWeights(HookedWeights):
 
     def __init__(self, owned: OwnedParameter, plan: Plan, spec: GroupSpec, name: str) -> None:
         assert owned.extension is not None
-        self._extension: Extension = owned.extension
+        # Whose values go to the buffers, and nowhere else.
+        self._extension: Extension = owned.extension.emptied()
         self._owned = owned
         self._module = weakref.ref(owned.param_module_infos[0].module)
         self._metadata: Any = None

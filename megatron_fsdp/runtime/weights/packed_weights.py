@@ -6,7 +6,7 @@ them into the compute dtype (docs/design/low_precision.md).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -15,8 +15,8 @@ import torch
 from dbuffer import Flat, Plan
 from dbuffer.collectives import Part
 from dbuffer.collectives_together import all_reduce_together
-from dbuffer_kernels import QUANT_BLOCK, CodedRows, decode_rows
-from dbuffer_kernels.quantize import MX_BLOCK, fp8_scale, int8_scales, mx_exponents, to_fp8, to_int8, to_mx
+from dbuffer_kernels import CodedRows, decode_rows
+from dbuffer_kernels.quantize import CHUNK, MX_BLOCK, RUNS, encode, scales_of
 from megatron_fsdp.build.builder import GroupSpec
 from megatron_fsdp.build.packed_layout import amax_numel, cut_blocks, num_grids
 from megatron_fsdp.errors import ConfigError
@@ -28,9 +28,6 @@ if TYPE_CHECKING:
     from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
 
 __all__ = ["PackedWeights", "exchange_magnitudes"]
-
-# Elements that are in fp32 at once: a multiple of all blocks.
-_CHUNK = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,15 +49,11 @@ class _Held:
     def part(self) -> slice:
         return slice(self.position, self.position + len(self.rows) * self.width)
 
-    @property
-    def first_block(self) -> int:
-        return self.rows.start // MX_BLOCK
-
-    def in_columns(self, values: torch.Tensor) -> torch.Tensor:
-        """Return largest magnitudes, (blocks of which some row is here, columns)."""
-        rows = values[self.part].view(-1, self.width).abs().float()
+    def blocks(self, values: torch.Tensor) -> torch.Tensor:
+        """Return all blocks of which some row is here, (blocks, 32, columns), with zeros for the others' rows."""
         missing = (0, 0, self.rows.start % MX_BLOCK, -self.rows.stop % MX_BLOCK)
-        return torch.nn.functional.pad(rows, missing).view(-1, MX_BLOCK, self.width).amax(1)
+        padded = torch.nn.functional.pad(values[self.part].view(-1, self.width), missing)
+        return padded.view(-1, MX_BLOCK, self.width)
 
 
 class PackedWeights(HookedWeights):
@@ -126,58 +119,47 @@ class PackedWeights(HookedWeights):
         """Find this rank's ``magnitudes``, and return the exchange."""
         values, found = self.main.local_buffer.detach(), self.magnitudes.zero_()
         for held in self._held:
-            if self._gather == "fp8":
-                found[held.index] = values[held.part].abs().amax().float()
+            if self._scales is not None:
+                found[held.index] = values[held.part].abs().amax()
             elif held.cut:
-                amax = held.in_columns(values)
+                blocks = held.blocks(values)
                 for block, place in held.cut:
-                    found[place] = amax[block]
+                    found[place] = blocks[block].abs().amax(0)
         return Part(self._axis, found, found, "max")
 
     def start_refresh(self) -> list[Part]:
         """Quantize this rank's shard of the main weights, for which ``magnitudes`` are those of all ranks."""
         values = self.main.local_buffer.detach()
-        if self._scales is not None:
-            self._scales.copy_(fp8_scale(self.magnitudes))
-            for held in self._held:
-                self._codes(0)[held.part].copy_(to_fp8(values[held.part], self._scales[held.index]))
-            return []
-        self._quantize_runs(values)
-        if len(self._layouts) > 1:
-            self._quantize_columns(values)
+        for layout, wire in zip(self._layouts, self._wires.values(), strict=True):
+            codes, rest = wire.sent.local_buffer.tensor_split([values.numel()])
+            if self._scales is not None:
+                self._scales.copy_(scales_of(self.magnitudes, self._gather))
+                for held in self._held:
+                    codes[held.part] = encode(values[held.part], self._scales[held.index], self._gather)
+            for part, before, blocks, amax in self._blocks(values, layout):
+                own = scales_of(amax, self._gather)
+                numel, block, itemsize = part.stop - part.start, layout.block, own.itemsize
+                codes[part] = encode(blocks, own[:, None], self._gather).view(-1)[before : before + numel]
+                # Scale q of a tensor belongs to the shard with element 32 q, which lies in the block of that scale.
+                own = own.view(-1)[before // block : (before + numel) // block].view(torch.uint8)
+                rest[part.start // block * itemsize : part.stop // block * itemsize] = own
         return []
 
-    def _codes(self, grid: int) -> torch.Tensor:
-        return self._wires[grid].sent.local_buffer
-
-    def _quantize_runs(self, values: torch.Tensor) -> None:
-        """Quantize runs of a block's elements, which begin at multiples of it in every tensor and shard."""
-        codes, scales = self._codes(0)[: values.numel()], self._codes(0)[values.numel() :]
-        is_mx = self._gather == "mxfp8"
-        for start in range(0, values.numel(), _CHUNK):
-            runs = values[start : start + _CHUNK].view(-1, MX_BLOCK if is_mx else QUANT_BLOCK)
-            amax = runs.abs().amax(1).float()
-            own = mx_exponents(amax) if is_mx else int8_scales(amax)
-            found = (to_mx if is_mx else to_int8)(runs, own[:, None])
-            codes[start : start + _CHUNK].copy_(found.view(-1))
-            first = start // runs.shape[1] * own.itemsize
-            scales[first : first + own.numel() * own.itemsize].copy_(own.view(torch.uint8))
-
-    def _quantize_columns(self, values: torch.Tensor) -> None:
-        """Quantize blocks of 32 rows of a column."""
-        codes, scales = self._codes(1)[: values.numel()], self._codes(1)[values.numel() :]
-        for held in self._held:
-            amax = held.in_columns(values)
-            for block, place in held.cut:
-                amax[block] = self.magnitudes[place]
-            exponents = mx_exponents(amax)
-            of_row = torch.arange(held.rows.start, held.rows.stop, device=amax.device) // MX_BLOCK - held.first_block
-            found = to_mx(values[held.part].view(-1, held.width), exponents[of_row])
-            codes[held.part].copy_(found.view(-1))
-            # Scale q of a tensor belongs to the shard that holds element 32 q, which lies in the block of that scale.
-            start, numel = held.position // MX_BLOCK, found.numel() // MX_BLOCK
-            first = (held.rows.start - held.first_block * MX_BLOCK) * held.width // MX_BLOCK
-            scales[start : start + numel].copy_(exponents.view(-1)[first : first + numel])
+    def _blocks(
+        self, values: torch.Tensor, layout: CodedRows
+    ) -> Iterator[tuple[slice, int, torch.Tensor, torch.Tensor]]:
+        """Yield parts of the shard, how many elements of others are before them, as blocks, and largest magnitudes."""
+        if layout.kind in RUNS:
+            for start in range(0, values.numel(), CHUNK):
+                blocks = values[start : start + CHUNK].view(-1, layout.block)
+                yield slice(start, start + blocks.numel()), 0, blocks, blocks.abs().amax(1).float()
+        elif layout.block:
+            for held in self._held:
+                blocks = held.blocks(values)
+                amax = blocks.abs().amax(1).float()
+                for block, place in held.cut:
+                    amax[block] = self.magnitudes[place]
+                yield held.part, held.rows.start % MX_BLOCK * held.width, blocks, amax
 
     # ------------------------------------------------------------------ hooks
 

@@ -26,8 +26,8 @@ RANKS = 3
 
 @pytest.fixture(autouse=True)
 def _only_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(quantize_module, "wanted", quantize_module.decode, raising=False)
-    with only_kernels(monkeypatch, quantize_module, ["decode"]):
+    monkeypatch.setattr(quantize_module, "wanted", quantize_module.decode_rows, raising=False)
+    with only_kernels(monkeypatch, quantize_module, ["decode_rows"]):
         yield
 
 
