@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dbuffer_kernels.decode import decode_kernel
-from dbuffer_kernels.launch import BLOCK
 from tests.functional.kernels.compiled_cases import (
     WIDE_LOAD,
     WIDE_STORE,
@@ -18,14 +18,18 @@ from tests.functional.kernels.compiled_cases import (
 )
 
 
+def compile_decode(kind: int, columns: int, architecture: int) -> Any:
+    pointers = {"rows": "*u8", "scales": "*u8" if kind > 1 else "*fp32", "out": "*bf16", "tensors": "*i64"}
+    constants = {"KIND": kind, "COLUMNS": columns, "TENSORS": 8, "IS_WIDE": True}
+    return compile_for(decode_kernel, pointers, constants, architecture)
+
+
 @on_all
 @pytest.mark.parametrize(("kind", "columns"), [(0, 128), (1, 256), (2, 32), (3, 128)])
 def test_decode_rows_reads_16_codes_at_once_and_writes_their_values_in_two_accesses(
     kind: int, columns: int, architecture: int, tmp_path: Path
 ) -> None:
-    pointers = {"rows": "*u8", "scales": "*u8" if kind > 1 else "*fp32", "out": "*bf16", "tensors": "*i64"}
-    constants = {"KIND": kind, "COLUMNS": columns, "TENSORS": 8, "IS_WIDE": True}
-    compiled = compile_for(decode_kernel, pointers, constants, architecture, block=BLOCK)
+    compiled = compile_decode(kind, columns, architecture)
     assert num_wide(WIDE_LOAD, compiled) == 1
     assert num_wide(WIDE_STORE, compiled) == 2
     assert_no_spills(compiled, tmp_path)
