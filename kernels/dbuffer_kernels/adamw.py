@@ -10,9 +10,9 @@ from torch import Tensor
 from dbuffer_kernels import reference
 from dbuffer_kernels.backends import runs_on_triton, without_grad
 from dbuffer_kernels.elementwise_kernels import store_rounded
-from dbuffer_kernels.launch import device_function, element_type, launch
+from dbuffer_kernels.launch import device_function, element_type
 from dbuffer_kernels.reference import AdamWBuffers
-from dbuffer_kernels.segments import STEP_BLOCK, Segments, find_segment
+from dbuffer_kernels.segments import Segments, find_segment
 from dbuffer_kernels.split import load_joined, store_split
 
 if TYPE_CHECKING:
@@ -51,18 +51,16 @@ def adamw(buffers: AdamWBuffers, segments: Segments, rows: Tensor, *, clip: Tens
     Raises:
         ValueError: segments of buffers of another length, too few rows, or another ``clip``.
     """
-    _check(buffers, segments, rows, clip)
     weight = buffers.weight
+    segments.check("adamw", rows, reference.NUM_COLUMNS, weight, clip=clip)
     if not runs_on_triton(weight):
         reference.adamw(buffers, segments.ranges, rows, clip=clip)
         return
-    table = segments.table(weight.device)
     # A kernel takes no absent tensors; what is marked absent is never read, so any pointer will do.
     model, remainder = buffers.model_weight, buffers.remainder
-    launch(
+    segments.launch(
         adamw_kernel,
-        table.shape[0],
-        weight.device,
+        weight,
         buffers.gradient,
         weight,
         buffers.exp_avg,
@@ -71,15 +69,11 @@ def adamw(buffers: AdamWBuffers, segments: Segments, rows: Tensor, *, clip: Tens
         weight if remainder is None else remainder,
         rows if clip is None else clip,
         rows,
-        table,
         COMPUTE=element_type(buffers.compute_dtype),
         HAS_CLIP=clip is not None,
         HAS_MODEL=model is not None,
         IS_SPLIT=remainder is not None,
-        block=STEP_BLOCK,
     )
-    # As any other operator that writes in place.
-    torch.autograd.graph.increment_version(weight)
 
 
 def adamw_row(
@@ -139,27 +133,6 @@ def bytes_per_element(buffers: AdamWBuffers) -> int:
     twice += [] if buffers.remainder is None else [buffers.remainder]
     once = [buffers.gradient] + ([] if buffers.model_weight is None else [buffers.model_weight])
     return 2 * sum(tensor.itemsize for tensor in twice) + sum(tensor.itemsize for tensor in once)
-
-
-def _check(buffers: AdamWBuffers, segments: Segments, rows: Tensor, clip: Tensor | None) -> None:
-    weight = buffers.weight
-    if weight.numel() != segments.numel:
-        raise ValueError(
-            f"adamw: buffers of {weight.numel()} elements and segments of a buffer of {segments.numel}; wanted "
-            "segments that were made for these buffers."
-        )
-    if rows.dim() != 2 or rows.shape[1] != reference.NUM_COLUMNS or rows.dtype is not torch.float64:
-        raise ValueError(f"adamw: rows is {rows.dtype} {tuple(rows.shape)}; wanted float64 (rows, 8) from adamw_row.")
-    if rows.shape[0] < segments.num_rows or not rows.is_contiguous() or rows.device != weight.device:
-        raise ValueError(
-            f"adamw: {rows.shape[0]} rows on {rows.device} for segments that use {segments.num_rows}; wanted as many, "
-            f"contiguous, on {weight.device}."
-        )
-    if clip is not None and (clip.dtype is not torch.float32 or clip.dim() or clip.device != weight.device):
-        raise ValueError(
-            f"adamw: clip is {clip.dtype} {tuple(clip.shape)} on {clip.device}; wanted a 0-d float32 tensor on "
-            f"{weight.device}."
-        )
 
 
 def adamw_kernel(

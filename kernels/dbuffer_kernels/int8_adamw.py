@@ -12,10 +12,10 @@ from dbuffer_kernels.adamw import divide, step, update
 from dbuffer_kernels.backends import runs_on_triton, without_grad
 from dbuffer_kernels.dynamic_map import QUANT_BLOCK, map_tables
 from dbuffer_kernels.int8_reference import CodedSegment, Int8AdamWBuffers
-from dbuffer_kernels.launch import device_function, launch
+from dbuffer_kernels.launch import device_function
 from dbuffer_kernels.reference import NUM_COLUMNS
 from dbuffer_kernels.rounding import random_bits
-from dbuffer_kernels.segments import STEP_BLOCK, SegmentTable, find_segment
+from dbuffer_kernels.segments import SegmentTable, find_segment
 
 if TYPE_CHECKING:
     # At run time launch.jit binds this name, so that importing the package does not import Triton.
@@ -64,22 +64,16 @@ def int8_adamw(
         ValueError: segments of buffers of another length, or too few rows or keys.
     """
     weight = buffers.weight
-    shapes = [rows.shape] if keys is None else [rows.shape, keys.shape]
-    if weight.numel() != segments.numel or min(shape[0] for shape in shapes) < segments.num_rows:
-        raise ValueError(
-            f"int8_adamw: buffers of {weight.numel()} elements, segments of {segments.numel} with "
-            f"{segments.num_rows} rows, found {[tuple(shape) for shape in shapes]}; wanted one length, as many rows."
-        )
-    if rows.shape[1] != NUM_COLUMNS or (keys is not None and (keys.shape[1], keys.dtype) != (4, torch.int64)):
-        raise ValueError(f"int8_adamw: rows and keys {[tuple(shape) for shape in shapes]}; wanted (n, 8) and (n, 4)")
+    segments.check("int8_adamw", rows, NUM_COLUMNS, weight, clip=clip)
+    if keys is not None and (keys.shape != (len(rows), 4) or keys.dtype is not torch.int64):
+        raise ValueError(f"int8_adamw: keys is {keys.dtype} {tuple(keys.shape)}; wanted int64 ({len(rows)}, 4)")
     if not runs_on_triton(weight):
         int8_reference.int8_adamw(buffers, segments.ranges, rows, keys=keys, clip=clip)
         return
-    table, moments = segments.table(weight.device), buffers.moments
-    launch(
+    moments = buffers.moments
+    segments.launch(
         int8_adamw_kernel,
-        table.shape[0],
-        weight.device,
+        weight,
         buffers.gradient,
         weight,
         moments.exp_avg,
@@ -95,15 +89,11 @@ def int8_adamw(
         rows,
         rows if keys is None else keys,
         map_tables(weight.device),
-        table,
         HAS_CLIP=clip is not None,
         HAS_MODEL=buffers.model_weight is not None,
         IS_SPLIT=buffers.remainder is not None,
         IS_RANDOM=keys is not None,
-        block=STEP_BLOCK,
     )
-    # As any other operator that writes in place.
-    torch.autograd.graph.increment_version(weight)
 
 
 def int8_adamw_kernel(

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from dbuffer_kernels.adamw import store_weight
 from dbuffer_kernels.backends import runs_on_triton, without_grad
-from dbuffer_kernels.launch import device_function, element_type, launch
-from dbuffer_kernels.segments import STEP_BLOCK, Segments, find_segment
+from dbuffer_kernels.dtypes import compute_dtype
+from dbuffer_kernels.launch import device_function, element_type
+from dbuffer_kernels.segments import Segments, find_segment
 from dbuffer_kernels.split import join_weight, load_joined, split_weight
 
 if TYPE_CHECKING:
@@ -63,23 +64,12 @@ def muon_momentum(
     Raises:
         ValueError: segments of buffers of another length, or too few rows.
     """
-    _check("muon_momentum", segments, rows, gradient, momentum, out)
+    segments.check("muon_momentum", rows, _NUM_COLUMNS, gradient, momentum, out, clip=clip)
     if runs_on_triton(out):
-        table = segments.table(out.device)
-        launch(
-            muon_momentum_kernel,
-            table.shape[0],
-            out.device,
-            gradient,
-            momentum,
-            out,
-            rows if clip is None else clip,
-            rows,
-            table,
-            COMPUTE=element_type(_compute(momentum)),
-            HAS_CLIP=clip is not None,
-            block=STEP_BLOCK,
-        )
+        compute = element_type(compute_dtype(momentum.dtype, momentum.dtype))
+        factor = rows if clip is None else clip
+        pointers = (gradient, momentum, out, factor, rows)
+        segments.launch(muon_momentum_kernel, out, *pointers, COMPUTE=compute, HAS_CLIP=clip is not None)
         return
     table_of_rows = rows.tolist()
     for segment in segments.ranges:
@@ -107,27 +97,22 @@ def muon_apply(update: Tensor, weights: MuonWeights, segments: Segments, rows: T
     Raises:
         ValueError: segments of buffers of another length, or too few rows.
     """
-    _check("muon_apply", segments, rows, update, weights.weight)
+    segments.check("muon_apply", rows, _NUM_COLUMNS, update, weights.weight)
     weight, model, remainder = weights.weight, weights.model_weight, weights.remainder
     if runs_on_triton(weight):
-        table = segments.table(weight.device)
-        launch(
+        compute = torch.float32 if remainder is not None else compute_dtype(weight.dtype, weight.dtype)
+        segments.launch(
             muon_apply_kernel,
-            table.shape[0],
-            weight.device,
+            weight,
             update,
             weight,
             weight if model is None else model,
             weight if remainder is None else remainder,
             rows,
-            table,
-            COMPUTE=element_type(torch.float32 if remainder is not None else _compute(weight)),
+            COMPUTE=element_type(compute),
             HAS_MODEL=model is not None,
             IS_SPLIT=remainder is not None,
-            block=STEP_BLOCK,
         )
-        # As any other operator that writes in place.
-        torch.autograd.graph.increment_version(weight)
         return
     table_of_rows = rows.tolist()
     for segment in segments.ranges:
@@ -141,20 +126,6 @@ def muon_apply(update: Tensor, weights: MuonWeights, segments: Segments, rows: T
             split_weight(w, weight[place], remainder[place])
         if model is not None:
             model[place].copy_(w)
-
-
-def _compute(tensor: Tensor) -> torch.dtype:
-    return torch.float64 if tensor.dtype is torch.float64 else torch.float32
-
-
-def _check(op: str, segments: Segments, rows: Tensor, *tensors: Tensor) -> None:
-    if any(tensor.numel() != segments.numel for tensor in tensors):
-        raise ValueError(
-            f"{op}: buffers of {[tensor.numel() for tensor in tensors]} elements and segments of a buffer of "
-            f"{segments.numel}; wanted one length."
-        )
-    if rows.dim() != 2 or rows.shape[1] != _NUM_COLUMNS or rows.shape[0] < segments.num_rows:
-        raise ValueError(f"{op}: rows of shape {tuple(rows.shape)}; wanted (at least {segments.num_rows}, 2).")
 
 
 def muon_momentum_kernel(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from dbuffer_kernels.launch import device_function
+from dbuffer_kernels.launch import device_function, launch
 from dbuffer_kernels.reference import Segment
 
 if TYPE_CHECKING:
@@ -51,6 +51,41 @@ class SegmentTable(Generic[AnySegment]):
                     "disjoint ranges inside the buffer."
                 )
             end = -(-segment.stop // self.grain) * self.grain
+
+    def check(self, op: str, rows: Tensor, num_columns: int, *buffers: Tensor, clip: Tensor | None = None) -> None:
+        """Refuse what ``op`` cannot step with.
+
+        Args:
+            buffers: flat, of the segments' length. rows: fp64 (as many as segments name, ``num_columns``). clip: 0-d
+                fp32; all on one device.
+        Raises:
+            ValueError: they are anything else.
+        """
+        device = buffers[0].device
+        if any(buffer.numel() != self.numel for buffer in buffers):
+            raise ValueError(
+                f"{op}: buffers of {', '.join(str(buffer.numel()) for buffer in buffers)} elements and segments of a "
+                f"buffer of {self.numel}; wanted segments that were made for these buffers."
+            )
+        if rows.dim() != 2 or rows.shape[1] != num_columns or rows.dtype is not torch.float64:
+            raise ValueError(f"{op}: rows is {rows.dtype} {tuple(rows.shape)}; wanted float64 (rows, {num_columns}).")
+        if rows.shape[0] < self.num_rows or not rows.is_contiguous() or rows.device != device:
+            raise ValueError(
+                f"{op}: {rows.shape[0]} rows on {rows.device} for segments that use {self.num_rows}; wanted as many, "
+                f"contiguous, on {device}."
+            )
+        if clip is not None and (clip.dtype is not torch.float32 or clip.dim() or clip.device != device):
+            raise ValueError(
+                f"{op}: clip is {clip.dtype} {tuple(clip.shape)} on {clip.device}; wanted a 0-d float32 tensor on "
+                f"{device}."
+            )
+
+    def launch(self, kernel: Callable[..., None], written: Tensor, *arguments: Any, **constants: Any) -> None:
+        """Start a kernel on all segments; it gets the table after ``arguments``."""
+        table = self.table(written.device)
+        launch(kernel, table.shape[0], written.device, *arguments, table, block=STEP_BLOCK, **constants)
+        # As any other operator that writes in place.
+        torch.autograd.graph.increment_version(written)
 
     def table(self, device: torch.device) -> Tensor:
         """Return the kernel's int64 table: block, first and last element, row and the rest, for each program."""

@@ -28,26 +28,28 @@ def num_grids(gather: str) -> int:
     return 2 if gather == "mxfp8" else 1
 
 
-def cut_blocks(plan: Plan, gather: str) -> tuple[tuple[int, int], ...]:
-    """Return the blocks of 32 rows of MXFP8's second grid that a shard boundary cuts: tensor, number of block."""
-    if gather != "mxfp8" or not plan.shard_numel:
-        return ()
-    found = set()
+def cut_blocks(plan: Plan, gather: str) -> dict[tuple[int, int], slice]:
+    """Return the blocks of 32 rows of MXFP8's second grid that a shard boundary cuts: tensor, number of block.
+
+    With each the place of its columns' magnitudes among all that ranks exchange.
+    """
+    found: set[tuple[int, int]] = set()
     for tensor, (shape, offset) in enumerate(zip(plan.shapes, plan.offsets, strict=True)):
-        width, numel = shape[-1], math.prod(shape)
-        first = (offset // plan.shard_numel + 1) * plan.shard_numel
-        for boundary in range(first, offset + numel, plan.shard_numel):
-            row = (boundary - offset) // width
-            if row % MX_BLOCK:
-                found.add((tensor, row // MX_BLOCK))
-    return tuple(sorted(found))
+        numel, shard = math.prod(shape), plan.shard_numel if gather == "mxfp8" else 0
+        boundaries = range((offset // shard + 1) * shard, offset + numel, shard) if shard else ()
+        rows = ((boundary - offset) // shape[-1] for boundary in boundaries)
+        found |= {(tensor, row // MX_BLOCK) for row in rows if row % MX_BLOCK}
+    places, start = {}, 0
+    for tensor, block in sorted(found):
+        places[tensor, block] = slice(start, start := start + plan.shapes[tensor][-1])
+    return places
 
 
 def amax_numel(plan: Plan, gather: str) -> int:
     """Return how many largest magnitudes ranks exchange after an optimizer step; 0: none, they need no exchange."""
     if gather == "fp8":
         return len(plan.shapes)
-    return sum(plan.shapes[tensor][-1] for tensor, _ in cut_blocks(plan, gather))
+    return sum(place.stop - place.start for place in cut_blocks(plan, gather).values())
 
 
 def wire_words(plan: Plan, gather: str) -> str:

@@ -72,7 +72,10 @@ class ExtensionWeights(HookedWeights):
         self.remainder = None
         # Memory that the hook made, and its bytes.
         self._made: tuple[tuple[torch.UntypedStorage, int], ...] = ()
-        self._drops_outputs = self._ask_to_drop()
+        # Whether the gathered tensors may go once the hook has made the parameter of them (PyTorch 2.15).
+        self._drops_outputs = getattr(self.part, _DROP_HOOK, lambda: False)()
+        if not isinstance(self._drops_outputs, bool):
+            raise ConfigError(f"{who}: {_DROP_HOOK} returned {self._drops_outputs!r}; wanted True or False")
         self.used = self._first_use()
 
     def _buffer(self, placements: tuple[BufferPlacement, ...], dtype: torch.dtype, device: torch.device) -> DBuffer:
@@ -83,37 +86,24 @@ class ExtensionWeights(HookedWeights):
         self.part = self._extension.part(self.main.get_local_tensor(0))
         return self.pre_all_gather().gathered
 
-    def _ask(self) -> tuple[torch.Tensor, ...]:
-        """Call ``fsdp_pre_all_gather`` in the form that its signature has."""
-        hook = self.part.fsdp_pre_all_gather  # type: ignore[attr-defined]
-        mesh = self._spec.mesh
-        # Of the axis alone over which it is sharded.
-        names, axis = mesh.mesh_dim_names, self._spec.placements.parameter.index(Flat())
-        arguments: list[Any] = [mesh if mesh.ndim == 1 or names is None else mesh[names[axis]]]
-        if len(inspect.signature(hook).parameters) > 1:
-            own = self._extension
-            policy = MixedPrecisionPolicy(self._spec.dtypes.compute, self._spec.dtypes.reduce)
-            arguments += [own.shape, own.stride, self._module(), policy]
-        with torch.no_grad():
-            found = hook(*arguments)
-        if not isinstance(found, tuple) or len(found) != 2 or not all(isinstance(t, torch.Tensor) for t in found[0]):
-            raise ConfigError(
-                f"{self._who}: fsdp_pre_all_gather returned {type(found).__name__}; wanted a tuple of the tensors to "
-                "gather and metadata"
-            )
-        tensors, self._metadata = tuple(found[0]), found[1]
-        for tensor in tensors:
-            if tensor.device.type != self._spec.device.type:
-                raise ConfigError(f"{self._who}: fsdp_pre_all_gather returned a tensor on {tensor.device}")
-        return tensors
-
     def agreed(self) -> Iterator[str]:
         """Yield what the hook sends: another size on another rank is refused before the first gather."""
         yield f"fsdp_pre_all_gather of {self._who} returns {self._signature}"
 
     def pre_all_gather(self) -> Wire:
-        """Ask the hook, and return what it returned as bytes: a class may send something else in backward."""
-        tensors = self._ask()
+        """Ask the hook, in the form that its signature has, and return what it returned as bytes.
+
+        A class may send something else in backward.
+        """
+        hook, spec, own = self.part.fsdp_pre_all_gather, self._spec, self._extension  # type: ignore[attr-defined]
+        # Of the axis alone over which it is sharded.
+        names, axis = spec.mesh.mesh_dim_names, spec.placements.parameter.index(Flat())
+        arguments: list[Any] = [spec.mesh if spec.mesh.ndim == 1 or names is None else spec.mesh[names[axis]]]
+        if len(inspect.signature(hook).parameters) > 1:
+            policy = MixedPrecisionPolicy(spec.dtypes.compute, spec.dtypes.reduce)
+            arguments += [own.shape, own.stride, self._module(), policy]
+        with torch.no_grad():
+            tensors, self._metadata = self._checked(hook(*arguments))
         sizes = [tensor.numel() * tensor.itemsize for tensor in tensors]
         starts = [0, *itertools.accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)]
         key = self._signature = tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
@@ -133,6 +123,17 @@ class ExtensionWeights(HookedWeights):
             sent.copy_(tensor.detach().contiguous().reshape(-1).view(torch.uint8))
         return self._wires[key]
 
+    def _checked(self, found: Any) -> tuple[tuple[torch.Tensor, ...], Any]:
+        if not isinstance(found, tuple) or len(found) != 2 or not all(isinstance(t, torch.Tensor) for t in found[0]):
+            raise ConfigError(
+                f"{self._who}: fsdp_pre_all_gather returned {type(found).__name__}; wanted a tuple of the tensors to "
+                "gather and metadata"
+            )
+        for tensor in found[0]:
+            if tensor.device.type != self._spec.device.type:
+                raise ConfigError(f"{self._who}: fsdp_pre_all_gather returned a tensor on {tensor.device}")
+        return tuple(found[0]), found[1]
+
     def post_all_gather(self, wire: Wire) -> None:
         """Sort what was gathered by tensors, and let ``fsdp_post_all_gather`` put the parameter together."""
         for made, num_bytes in self._made:
@@ -151,11 +152,9 @@ class ExtensionWeights(HookedWeights):
             start += -(-sorted_rows.shape[1] // _ALIGNMENT) * _ALIGNMENT
             outputs.append(storage.tensor.view((len(rows) * shape[0], *shape[1:]) if shape else (len(rows),)))
         hook = self.part.fsdp_post_all_gather  # type: ignore[attr-defined]
+        dtype = self._extension.dtype if self._extension.is_packed else self._spec.dtypes.compute
         with torch.no_grad():
-            return hook(tuple(outputs), self._metadata, self._param_dtype(), out=out)
-
-    def _param_dtype(self) -> torch.dtype:
-        return self._extension.dtype if self._extension.is_packed else self._spec.dtypes.compute
+            return hook(tuple(outputs), self._metadata, dtype, out=out)
 
     def _first_use(self) -> nn.Parameter:
         self.gathered.local_buffer.zero_()
@@ -168,13 +167,6 @@ class ExtensionWeights(HookedWeights):
             )
         self._made = tuple(self._made_by_hook(whole, found[1:]))
         return nn.Parameter(whole, requires_grad=False)
-
-    def _ask_to_drop(self) -> bool:
-        """Return whether the gathered tensors may go once the hook has made the parameter of them (PyTorch 2.15)."""
-        asked = getattr(self.part, _DROP_HOOK, lambda: False)()
-        if not isinstance(asked, bool):
-            raise ConfigError(f"{self._who}: {_DROP_HOOK} returned {asked!r}; wanted True or False")
-        return asked
 
     def _made_by_hook(self, whole: torch.Tensor, others: Sequence[Any]) -> Iterator[tuple[torch.UntypedStorage, int]]:
         """Yield the memory that the hook named as its own, which goes and comes with the gathered tensors.

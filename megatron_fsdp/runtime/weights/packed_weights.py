@@ -7,7 +7,7 @@ them into the compute dtype (docs/design/low_precision.md).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,32 +30,6 @@ if TYPE_CHECKING:
 __all__ = ["PackedWeights", "exchange_magnitudes"]
 
 
-@dataclass(frozen=True, slots=True)
-class _Held:
-    """This rank's rows of one tensor, and where their elements lie in the shard.
-
-    Attributes:
-        cut: those of its blocks of 32 rows that other ranks have a part of, counted from the first one here, each with
-            the place of its magnitudes among those that are exchanged.
-    """
-
-    index: int
-    width: int
-    rows: range
-    position: int
-    cut: tuple[tuple[int, slice], ...]
-
-    @property
-    def part(self) -> slice:
-        return slice(self.position, self.position + len(self.rows) * self.width)
-
-    def blocks(self, values: torch.Tensor) -> torch.Tensor:
-        """Return all blocks of which some row is here, (blocks, 32, columns), with zeros for the others' rows."""
-        missing = (0, 0, self.rows.start % MX_BLOCK, -self.rows.stop % MX_BLOCK)
-        padded = torch.nn.functional.pad(values[self.part].view(-1, self.width), missing)
-        return padded.view(-1, MX_BLOCK, self.width)
-
-
 class PackedWeights(HookedWeights):
     """Weight buffers of a group whose weights are gathered as 8-bit codes.
 
@@ -75,7 +49,8 @@ class PackedWeights(HookedWeights):
         self._gather: str = gather
         who = f"unit {name!r}: MixedPrecisionPolicy(gather_dtype={gather!r})"
         super().__init__(plan, spec, name, who=who, cure="gather_dtype=None")
-        _check_device(plan, spec, who)
+        if gather != "int8_block" and not spec.is_meta:
+            _check_device(plan, spec, who)
         # What rests beside main weights: their codes, of forward, and of backward where that has a grid of its own.
         self.has_copy = True
         self._axis = replace(
@@ -87,7 +62,7 @@ class PackedWeights(HookedWeights):
         self.exchanges = self.magnitudes.numel() > 0
         self.known_at: tuple[int, int, int] | None = None
         self._scales = torch.ones(len(plan.shapes), device=spec.compute_device) if gather == "fp8" else None
-        self._held = self._held_parts()
+        self._places = cut_blocks(plan, gather)
         numel, num_ranks = self.main.layout.numel, self._axis.size
         kinds = (gather, f"{gather} columns")[: num_grids(gather)]
         self._layouts = [CodedRows.of(kind, numel, num_ranks, plan.offsets, plan.shapes) for kind in kinds]
@@ -95,57 +70,54 @@ class PackedWeights(HookedWeights):
             self._wires[grid] = Wire.of(layout.row_bytes, spec, who)
             self._wires[grid].gathered.release_storage()
 
-    def _held_parts(self) -> list[_Held]:
+    # ------------------------------------------------------------------ quantize
+
+    def _held(self) -> Iterator[tuple[int, slice, range]]:
+        """Yield the tensors of which rows are here: number, place in the shard, rows."""
         layout, plan = self.main.layout, self._plan
-        places, start = {}, 0
-        for tensor, block in cut_blocks(plan, self._gather):
-            width = plan.shapes[tensor][-1]
-            places[tensor, block] = slice(start, start + width)
-            start += width
-        parts = []
         for index, shape in enumerate(plan.shapes):
             held = layout.held(index)
             if held:
+                start = plan.offsets[index] + held.start - layout.start
                 rows = range(held.start // shape[-1], held.stop // shape[-1])
-                first = rows.start // MX_BLOCK
-                blocks = {each // MX_BLOCK: (index, each // MX_BLOCK) for each in (rows[0], rows[-1])}
-                cut = tuple((block - first, places[key]) for block, key in blocks.items() if key in places)
-                parts.append(_Held(index, shape[-1], rows, plan.offsets[index] + held.start - layout.start, cut))
-        return parts
+                yield index, slice(start, start + len(rows) * shape[-1]), rows
 
-    # ------------------------------------------------------------------ quantize
+    def _cut(self, index: int, rows: range) -> Iterator[tuple[int, slice]]:
+        """Yield the blocks of which others have rows, counted from the first one here, and their magnitudes' place."""
+        for block in {row // MX_BLOCK for row in (rows[0], rows[-1])}:
+            if (index, block) in self._places:
+                yield block - rows[0] // MX_BLOCK, self._places[index, block]
 
     def look(self) -> Part:
         """Find this rank's ``magnitudes``, and return the exchange."""
         values, found = self.main.local_buffer.detach(), self.magnitudes.zero_()
-        for held in self._held:
+        for index, part, rows in self._held():
             if self._scales is not None:
-                found[held.index] = values[held.part].abs().amax()
-            elif held.cut:
-                blocks = held.blocks(values)
-                for block, place in held.cut:
-                    found[place] = blocks[block].abs().amax(0)
+                found[index] = values[part].abs().amax()
+            for block, place in self._cut(index, rows):
+                found[place] = _blocks(values[part], rows)[block].abs().amax(0)
         return Part(self._axis, found, found, "max")
 
     def start_refresh(self) -> list[Part]:
         """Quantize this rank's shard of the main weights, for which ``magnitudes`` are those of all ranks."""
-        values = self.main.local_buffer.detach()
+        values, kind = self.main.local_buffer.detach(), self._gather
         for layout, wire in zip(self._layouts, self._wires.values(), strict=True):
             codes, rest = wire.sent.local_buffer.tensor_split([values.numel()])
             if self._scales is not None:
-                self._scales.copy_(scales_of(self.magnitudes, self._gather))
-                for held in self._held:
-                    codes[held.part] = encode(values[held.part], self._scales[held.index], self._gather)
-            for part, before, blocks, amax in self._blocks(values, layout):
-                own = scales_of(amax, self._gather)
+                self._scales.copy_(scales_of(self.magnitudes, kind))
+                for index, part, _ in self._held():
+                    codes[part] = encode(values[part], self._scales[index], kind)
+                continue
+            for part, before, blocks, amax in self._in_blocks(values, layout):
+                own = scales_of(amax, kind)
                 numel, block, itemsize = part.stop - part.start, layout.block, own.itemsize
-                codes[part] = encode(blocks, own[:, None], self._gather).view(-1)[before : before + numel]
+                codes[part] = encode(blocks, own[:, None], kind).view(-1)[before : before + numel]
                 # Scale q of a tensor belongs to the shard with element 32 q, which lies in the block of that scale.
                 own = own.view(-1)[before // block : (before + numel) // block].view(torch.uint8)
                 rest[part.start // block * itemsize : part.stop // block * itemsize] = own
         return []
 
-    def _blocks(
+    def _in_blocks(
         self, values: torch.Tensor, layout: CodedRows
     ) -> Iterator[tuple[slice, int, torch.Tensor, torch.Tensor]]:
         """Yield parts of the shard, how many elements of others are before them, as blocks, and largest magnitudes."""
@@ -153,13 +125,13 @@ class PackedWeights(HookedWeights):
             for start in range(0, values.numel(), CHUNK):
                 blocks = values[start : start + CHUNK].view(-1, layout.block)
                 yield slice(start, start + blocks.numel()), 0, blocks, blocks.abs().amax(1).float()
-        elif layout.block:
-            for held in self._held:
-                blocks = held.blocks(values)
-                amax = blocks.abs().amax(1).float()
-                for block, place in held.cut:
-                    amax[block] = self.magnitudes[place]
-                yield held.part, held.rows.start % MX_BLOCK * held.width, blocks, amax
+            return
+        for index, part, rows in self._held():
+            blocks = _blocks(values[part], rows)
+            amax = blocks.abs().amax(1).float()
+            for block, place in self._cut(index, rows):
+                amax[block] = self.magnitudes[place]
+            yield part, rows.start % MX_BLOCK * blocks.shape[-1], blocks, amax
 
     # ------------------------------------------------------------------ hooks
 
@@ -174,9 +146,13 @@ class PackedWeights(HookedWeights):
         decode_rows(wire.gathered.local_buffer, layout, self._scales, self.gathered.local_buffer)
 
 
+def _blocks(values: torch.Tensor, rows: range) -> torch.Tensor:
+    """Return (blocks of 32 rows of which some are here, 32, columns), with zeros for rows of others."""
+    padded = torch.nn.functional.pad(values.view(len(rows), -1), (0, 0, rows.start % MX_BLOCK, -rows.stop % MX_BLOCK))
+    return padded.view(-1, MX_BLOCK, padded.shape[-1])
+
+
 def _check_device(plan: Plan, spec: GroupSpec, who: str) -> None:
-    if spec.dtypes.gather == "int8_block" or spec.is_meta:
-        return
     try:
         torch.zeros(1, device=spec.device).to(torch.float8_e4m3fn)
     except (RuntimeError, TypeError) as error:
