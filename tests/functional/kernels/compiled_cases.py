@@ -112,6 +112,12 @@ def assert_no_spills(compiled: Any, folder: Path) -> None:
     assert int(registers) <= 128, report
 
 
+def assert_moves(compiled: Any, loads: int, stores: int, folder: Path) -> None:
+    """Whole blocks move in so many 16-byte accesses of each thread, and nothing spills."""
+    assert (num_wide(WIDE_LOAD, compiled), num_wide(WIDE_STORE, compiled)) == (loads, stores)
+    assert_no_spills(compiled, folder)
+
+
 @on_all
 @by_pair
 @by_elementwise
@@ -120,9 +126,8 @@ def test_aligned_pointers_move_whole_blocks_in_16_byte_accesses_without_spills(
 ) -> None:
     compiled = compile_elementwise(kernel, source, out, architecture)
     reads_out = kernel is accumulate_kernel
-    assert num_wide(WIDE_LOAD, compiled) == accesses_per_thread(source) + reads_out * accesses_per_thread(out)
-    assert num_wide(WIDE_STORE, compiled) == accesses_per_thread(out)
-    assert_no_spills(compiled, tmp_path)
+    loads, stores = accesses_per_thread(source), accesses_per_thread(out)
+    assert_moves(compiled, loads + reads_out * stores, stores, tmp_path)
 
 
 @on_all
@@ -133,9 +138,8 @@ def test_pack_moves_aligned_blocks_in_16_byte_accesses_without_spills(
 ) -> None:
     compiled = compile_pack(source, out, architecture, adds=adds)
     # As many as one branch needs, so the branch for misaligned addresses has none.
-    assert num_wide(WIDE_LOAD, compiled) == accesses_per_thread(source) + adds * accesses_per_thread(out)
-    assert num_wide(WIDE_STORE, compiled) == accesses_per_thread(out)
-    assert_no_spills(compiled, tmp_path)
+    loads, stores = accesses_per_thread(source), accesses_per_thread(out)
+    assert_moves(compiled, loads + adds * stores, stores, tmp_path)
 
 
 @on_all
@@ -144,9 +148,8 @@ def test_a_plain_pack_moves_bits_in_16_byte_accesses_without_converting_them(
     bits: torch.dtype, architecture: int, tmp_path: Path
 ) -> None:
     compiled = compile_pack(bits, bits, architecture, adds=False, is_plain=True)
-    assert num_wide(WIDE_LOAD, compiled) == num_wide(WIDE_STORE, compiled) == accesses_per_thread(bits)
+    assert_moves(compiled, accesses_per_thread(bits), accesses_per_thread(bits), tmp_path)
     assert not re.findall(r"\b(?:mul|fma|cvt)\S*\.(?:b?f16|f32|f64)", compiled.asm["ptx"])
-    assert_no_spills(compiled, tmp_path)
 
 
 def test_pack_takes_the_16_byte_branch_only_when_both_addresses_are_multiples_of_16() -> None:

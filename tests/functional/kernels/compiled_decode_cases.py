@@ -8,14 +8,7 @@ from typing import Any
 import pytest
 
 from dbuffer_kernels.decode import decode_kernel
-from tests.functional.kernels.compiled_cases import (
-    WIDE_LOAD,
-    WIDE_STORE,
-    assert_no_spills,
-    compile_for,
-    num_wide,
-    on_all,
-)
+from tests.functional.kernels.compiled_cases import assert_moves, compile_for, on_all
 
 
 def compile_decode(kind: int, columns: int, architecture: int) -> Any:
@@ -29,7 +22,4 @@ def compile_decode(kind: int, columns: int, architecture: int) -> Any:
 def test_decode_rows_reads_16_codes_at_once_and_writes_their_values_in_two_accesses(
     kind: int, columns: int, architecture: int, tmp_path: Path
 ) -> None:
-    compiled = compile_decode(kind, columns, architecture)
-    assert num_wide(WIDE_LOAD, compiled) == 1
-    assert num_wide(WIDE_STORE, compiled) == 2
-    assert_no_spills(compiled, tmp_path)
+    assert_moves(compile_decode(kind, columns, architecture), 1, 2, tmp_path)
