@@ -277,7 +277,7 @@ def a_mutant(module: str, what: str) -> Mutant:
 @on_ranks(1)
 def test_a_lane_that_waits_less_is_found(what: str, case: str) -> None:
     module = "lanes" if "join" in what else "cuda_lane"
-    mutant = a_mutant(f"megatron_fsdp.runtime.{module}", what)
+    mutant = a_mutant(f"megatron_fsdp.runtime.step.{module}", what)
     with applied(mutant):
         ((certificate, _),) = run_on_rank([case])
     assert [*certificate.races, *certificate.early_reuses, *certificate.disorders]
