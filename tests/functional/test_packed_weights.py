@@ -70,13 +70,14 @@ def as_published(weight: torch.Tensor, gather: str, *, is_backward: bool) -> tor
     return torch.cat(parts).view_as(weight)
 
 
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("gather", ["fp8", "mxfp8", "int8_block"])
-def test_compute_sees_what_the_published_formulas_give(gather: str) -> None:
-    for main, forward, backward in run_ranks(3, used_weights, Job(gather, cuts_rows=True)):
+def test_compute_sees_what_the_published_formulas_give(gather: str, dtype: torch.dtype | None) -> None:
+    for main, forward, backward in run_ranks(3, used_weights, Job(gather, cuts_rows=True, dtype=dtype)):
         for name, weight in main.items():
             for grid, seen in enumerate((forward, backward)):
                 wanted = weight if weight.ndim < 2 else as_published(weight, gather, is_backward=grid == 1)
-                assert torch.equal(seen[name], wanted), (name, grid)
+                assert torch.equal(seen[name], wanted if dtype is None else wanted.to(dtype)), (name, grid)
 
 
 @pytest.mark.parametrize("gather", ["fp8", "mxfp8", "int8_block"])
