@@ -97,7 +97,7 @@ def _unit_facts(unit: Unit, positions: Mapping[int, int], schedule: int) -> Unit
 
 def _hooks_bytes(group: ParameterGroup) -> int:
     weights = group.weights
-    return weights.sent_bytes * weights.num_senders if isinstance(weights, ExtensionWeights) else 0
+    return weights.gathered.nbytes if isinstance(weights, ExtensionWeights) else 0
 
 
 def _holds_gradients(group: ParameterGroup, *, is_trained: bool) -> bool:

@@ -15,6 +15,7 @@ import torch
 
 from dbuffer import BufferPlacement, Flat, Partial, Plan, Replicate
 from dbuffer.placements import flat_axes, shard_index
+from dbuffer_kernels.quantize import wire_bytes
 from megatron_fsdp.build.grouping import gathers_main_weights
 from megatron_fsdp.build.invariant_exchange import (
     Cut,
@@ -24,7 +25,7 @@ from megatron_fsdp.build.invariant_exchange import (
     num_counters,
     piece_of,
 )
-from megatron_fsdp.build.packed_layout import amax_numel, num_grids, wire_bytes
+from megatron_fsdp.build.packed_layout import amax_numel, num_grids
 from megatron_fsdp.policy.precision import GroupDtypes
 from megatron_fsdp.policy.strategy import Placements
 

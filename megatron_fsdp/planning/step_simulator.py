@@ -225,9 +225,7 @@ class _Playback:
     def step(self, num_microbatches: int) -> None:
         self._zero_grad()
         self._enter(Phase.FORWARD)
-        for unit, costs in enumerate(self._costs):
-            # The first forward after a step brings weights at rest up to date, each unit's ahead of its use.
-            self._together(unit, [cost.refresh for cost in costs])
+        self._refresh()
         played = 0
         while played < num_microbatches:
             before, counts = self._held(), self.issued.copy()
@@ -244,6 +242,23 @@ class _Playback:
                 played += repeats
         self._enter(Phase.STEP)
         self._cast_gradients()
+
+    def _refresh(self) -> None:
+        """Bring weights at rest up to date, each unit's ahead of its use; magnitudes of all units as one."""
+        exchanges: dict[tuple[int, str, int], list[tuple[int, int, Transfer]]] = {}
+        for unit, costs in enumerate(self._costs):
+            gathers = []
+            for group, cost in enumerate(costs):
+                found = next((each for each in cost.refresh.transfers if each.kind == "all_reduce"), None)
+                gathers.append(cost.refresh if found is None else Redistribution())
+                if found is not None:
+                    key = (self._units[unit].schedule, found.axis, found.num_ranks)
+                    exchanges.setdefault(key, []).append((unit, group, found))
+            self._together(unit, gathers)
+        for alike in exchanges.values():
+            unit, group, first = alike[0]
+            total = replace(first, num_bytes=sum(transfer.num_bytes for _, _, transfer in alike))
+            self.issued[unit, group, self._phase, total] += 1
 
     def _zero_grad(self) -> None:
         self._graded.clear()
