@@ -21,6 +21,7 @@
 | reduce, fold | reductions of a unit were issued; one is about to be waited for | ``Unit`` |
 | finish | backward is through, but for what is still being reduced | ``Backward`` |
 | final, completed | sums are about to be reduced over the axes that are left; they are final | ``ParameterGroup`` |
+| summing | an invariant sum is about to be written, and put together where it rests whole | ``DBuffer`` of the sum |
 | backward | a backward that ends an accumulation is done | ``Backward`` |
 """
 

@@ -142,7 +142,8 @@ def _unique_name(world: dist.ProcessGroup, ranks: list[int]) -> str:
     made[tuple(ranks)] += 1
     # A list of thousands of ranks would be part of every key in the job's store.
     listed = hashlib.sha1("_".join(map(str, ranks)).encode(), usedforsecurity=False).hexdigest()
-    return f"dbuffer {listed} {made[tuple(ranks)]}"
+    # Names are the process's, and a virtual world may be there beside the job's.
+    return f"dbuffer {getattr(world, 'prefix', '')}{listed} {made[tuple(ranks)]}"
 
 
 @contextlib.contextmanager

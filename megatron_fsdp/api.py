@@ -129,18 +129,29 @@ def fully_shard(
         wrapping.agree(name, groups, reshard_after_forward)
         if groups:
             make_reduce_groups(axes)
-    reshard_to(unit, reshard_after_forward)
-    unit.trees = {id(each): make_tree(each, {id(parameter) for parameter in ignored}) for each in modules}
     for registry, key, buffer in buffers:
         registry[key] = buffer
+    put_in_place(unit, modules, owned, reshard_after_forward, ignored)
+    return module
+
+
+def put_in_place(
+    unit: Unit,
+    modules: Sequence[nn.Module],
+    owned: Sequence[OwnedParameter],
+    reshard_after_forward: bool | int | None = None,
+    ignored: Sequence[nn.Parameter] = (),
+) -> None:
+    """Let a unit that was made have its modules and parameters, and serve all units below it."""
+    reshard_to(unit, reshard_after_forward)
+    unit.trees = {id(each): make_tree(each, {id(parameter) for parameter in ignored}) for each in modules}
     convert(modules, unit)
-    show_state(unit, modules, in_table=has_hooks)
-    for group in groups:
+    show_state(unit, modules, in_table=any(each.extension is not None for each in owned))
+    for group in unit.groups:
         forget_originals(group)
     attend_optimizers()
     unit.inner_outputs = InnerOutputs(readers_of(owned, unit), unit)
     _adopt_units(modules, unit)
-    return module
 
 
 def _is_unit(module: nn.Module) -> bool:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megatron_fsdp.planning.model_spec import (
-    AxisFacts,
-    GroupFacts,
-    ModelFacts,
-    Redistribution,
-    Transfer,
-    UnitFacts,
-)
+from megatron_fsdp.build.grouping import gathers_main_weights
+from megatron_fsdp.planning.forecast import Forecast
+from megatron_fsdp.planning.model_spec import AxisFacts, GroupFacts, ModelFacts, Transfer, UnitFacts
 from megatron_fsdp.planning.played_step import PlayedStep, Run, with_names
 from megatron_fsdp.planning.transformer import Recompute, UnitWork, Workload
 from megatron_fsdp.virtual.playback import Playback, play
@@ -122,7 +118,6 @@ class _Speeds:
 
     hardware: Hardware
     workload: Workload
-    scale: int
     call: float = 5e-6
     stream_call: float = 1.5e-6
     launch: float = 5e-6
@@ -130,11 +125,11 @@ class _Speeds:
     def seconds(self, work: Work) -> float:
         """Return how long it takes alone."""
         if work.ranks:
-            transfer = Transfer(work.kind, work.axis, len(work.ranks), work.num_bytes * self.scale)
+            transfer = Transfer(work.kind, work.axis, len(work.ranks), work.num_bytes)
             return transfer_seconds(transfer, self.hardware.links[work.axis])
         kind, _, again = work.kind.partition(" ")
         if kind == "memory":
-            return work.num_bytes * self.scale / self.hardware.memory_bytes_per_second
+            return work.num_bytes / self.hardware.memory_bytes_per_second
         is_skipped = again and (
             self.workload.recompute is Recompute.NONE
             or (self.workload.recompute is Recompute.SELECTIVE and kind == "matrix")
@@ -150,6 +145,7 @@ def predict_step(
     facts: ModelFacts,
     work: Callable[[UnitFacts], UnitWork],
     played: PlayedStep,
+    forecast: Forecast,
     workload: Workload,
     hardware: Hardware,
 ) -> StepTime:
@@ -157,18 +153,13 @@ def predict_step(
 
     Args:
         played: what the engine asked of a device in steps of as many, with the same ``facts`` and ``work``.
+        forecast: of the same.
     """
-    # Equal units share their groups.
-    groups = {id(group): group for unit in facts.units for group in unit.groups}
-    seconds = {key: _group_seconds(group, hardware) for key, group in groups.items()}
-    times = [
-        _unit_time(unit, [seconds[id(group)] for group in unit.groups], work(unit), (workload, hardware))
-        for unit in facts.units
-    ]
+    times = _unit_times(facts, work, forecast, workload, hardware)
     count = workload.num_microbatches
     total, communication, copying = (
         sum(run.times * each for run, each in zip(played.runs, column, strict=True))
-        for column in zip(*(_repeated(run, played.scale, workload, hardware) for run in played.runs), strict=True)
+        for column in zip(*(_repeated(run, workload, hardware) for run in played.runs), strict=True)
     )
     compute = count * sum(time.forward + time.backward for time in times)
     return StepTime(
@@ -185,13 +176,14 @@ def predict_step(
 
 def played_microbatches(played: PlayedStep, workload: Workload, hardware: Hardware) -> Playback:
     """Return the step of at most three microbatches of the model with few layers of each kind, in time."""
-    items = played.runs[0].items[min(workload.num_microbatches, 3)]
-    return play(items, _Speeds(hardware, workload, played.scale))
+    known = played.runs[0].items
+    items = known.get(workload.num_microbatches) or known[3]
+    return play(items, _Speeds(hardware, workload))
 
 
-def _repeated(run: Run, scale: int, workload: Workload, hardware: Hardware) -> tuple[float, float, float]:
+def _repeated(run: Run, workload: Workload, hardware: Hardware) -> tuple[float, float, float]:
     """Return the seconds of a run, of its collectives, and of its copies on compute, with all microbatches."""
-    speeds, count = _Speeds(hardware, workload, scale), workload.num_microbatches
+    speeds, count = _Speeds(hardware, workload), workload.num_microbatches
 
     def quantities(count: int) -> tuple[float, float, float]:
         found = play(run.items[count], speeds)
@@ -199,9 +191,9 @@ def _repeated(run: Run, scale: int, workload: Workload, hardware: Hardware) -> t
         copied = (each for each in found.runs if each.work.kind == "memory" and each.stream == "compute")
         return found.seconds, sent, sum(each.end - each.start for each in copied)
 
-    last = quantities(min(count, 3))
-    if count <= 3:
-        return last
+    if count in run.items:
+        return quantities(count)
+    last = quantities(3)
     before = quantities(2)
     seconds, sent, copied = (now + (count - 3) * (now - then) for now, then in zip(last, before, strict=True))
     return seconds, sent, copied
@@ -214,31 +206,28 @@ def _causes(
     return tuple((with_names(f"{unit} waits for {cause}", facts), seconds) for (unit, cause), seconds in found.items())
 
 
-def _group_seconds(group: GroupFacts, hardware: Hardware) -> _Sent:
-    """Return how long a group's collectives take: a gather, a reduction, and what comes once per step."""
-
-    def seconds(redistribution: Redistribution) -> float:
-        return sum(transfer_seconds(each, hardware.links[each.axis]) for each in redistribution.transfers)
-
-    return seconds(group.gather()), seconds(group.reduce()), seconds(group.finalize()) + seconds(group.refresh())
-
-
-_Sent = tuple[float, float, float]
-
-
-def _unit_time(
-    unit: UnitFacts, sent: Sequence[_Sent], work: UnitWork, conditions: tuple[Workload, Hardware]
-) -> UnitTime:
-    workload, hardware = conditions
-    gather = sum(each for each, _, _ in sent)
-    return UnitTime(
-        forward=work.forward(workload) / hardware.flops,
-        backward=work.backward(workload) / hardware.flops,
-        forward_gather=gather,
-        backward_gather=gather if unit.reshards_after_forward else 0.0,
-        reduce=sum(each for _, each, _ in sent),
-        tail=sum(each for _, _, each in sent),
-    )
+def _unit_times(
+    facts: ModelFacts,
+    work: Callable[[UnitFacts], UnitWork],
+    forecast: Forecast,
+    workload: Workload,
+    hardware: Hardware,
+) -> list[UnitTime]:
+    """Return the times of each unit: what it computes, and what it sends."""
+    sent: defaultdict[tuple[int, str], float] = defaultdict(float)
+    for issue in forecast.issues:
+        what = {"gather": f"{issue.phase.value}_gather", "reduce": "reduce"}.get(issue.lane, "tail")
+        if issue.lane == "gather" and all(group.rests_whole for group in facts.units[issue.unit].groups):
+            what = "tail"
+        times = issue.count / (1 if what == "tail" else workload.num_microbatches)
+        sent[issue.unit, what] += times * transfer_seconds(issue.transfer, hardware.links[issue.transfer.axis])
+    kinds = ("forward_gather", "backward_gather", "reduce", "tail")
+    found = []
+    for position, unit in enumerate(facts.units):
+        computes = work(unit)
+        forward, backward = (each(workload) / hardware.flops for each in (computes.forward, computes.backward))
+        found.append(UnitTime(forward, backward, *(sent[position, kind] for kind in kinds)))
+    return found
 
 
 def _optimizer_bytes(facts: ModelFacts) -> int:
@@ -247,7 +236,7 @@ def _optimizer_bytes(facts: ModelFacts) -> int:
         group.local_numel(group.placements.optimizer) * _bytes_per_element(group)
         for unit in facts.units
         for group in unit.groups
-        if group.requires_grad
+        if group.is_trained
     )
 
 
@@ -255,7 +244,9 @@ def _bytes_per_element(group: GroupFacts) -> int:
     dtypes = group.dtypes
     stepped = dtypes.stepped.itemsize
     # Split weights are read and written in two halves, one of which is the compute weight.
-    weights = 2 * stepped + (dtypes.compute.itemsize if group.has_compute_copy else 0)
+    is_alone = gathers_main_weights(group.placements, dtypes, is_offloaded=group.is_offloaded)
+    has_copy = dtypes.gather is None and dtypes.main is not dtypes.compute and not is_alone
+    weights = 2 * stepped + (dtypes.compute.itemsize if has_copy else 0)
     # Both moments are read and written; codes are bytes, with a scale for each 256.
     moments = 4 if dtypes.moments == "int8" else 4 * stepped
     return dtypes.main_grad.itemsize + weights + moments

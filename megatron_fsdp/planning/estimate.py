@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -11,9 +10,10 @@ import torch
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.optim.ownership import OwnershipReport, ownership_report
 from megatron_fsdp.planning.cost_model import Hardware, StepTime, predict_step, transfer_seconds
+from megatron_fsdp.planning.forecast import Forecast, forecast_of
 from megatron_fsdp.planning.from_shapes import Sharding
 from megatron_fsdp.planning.model_source import Subject, stage_subject
-from megatron_fsdp.planning.model_spec import GroupFacts, ModelFacts, UnitFacts
+from megatron_fsdp.planning.model_spec import ModelFacts, UnitFacts
 from megatron_fsdp.planning.parallelism import (
     ModelTransfer,
     Parallelism,
@@ -23,9 +23,9 @@ from megatron_fsdp.planning.parallelism import (
     stages_of,
 )
 from megatron_fsdp.planning.planned_ownership import muon_bytes, planned_ownership
-from megatron_fsdp.planning.played_step import PlayedStep, record_step
-from megatron_fsdp.planning.report import Report, adamw_bytes, report_of
-from megatron_fsdp.planning.step_simulator import Forecast, forecast_step
+from megatron_fsdp.planning.played_step import PlayedStep, play_step
+from megatron_fsdp.planning.report import adamw_bytes, gradient_bytes, report_of
+from megatron_fsdp.planning.report_text import Report
 from megatron_fsdp.planning.transformer import Transformer, UnitWork, Workload
 
 # In place of the report's last assumption, that activations are not counted.
@@ -108,7 +108,7 @@ class Projection:
         report = report_of(
             self.facts,
             setup.workload.num_microbatches,
-            forecast=self.forecast,
+            played=self.step,
             moments_dtype=setup.moments_dtype,
         )
         return replace(report, assumptions=(*report.assumptions[:-1], *_ASSUMED, *self.subject.notes))
@@ -126,12 +126,12 @@ def project(subject: Subject, setup: Setup, played: Played | None = None) -> Pro
     played = played or play_all(subject, setup, [workload.num_microbatches])[workload.num_microbatches]
     facts, forecast = played.facts, played.forecast
     work = _work_of(subject, setup)
-    time = predict_step(facts, work, played.step, workload, setup.hardware)
+    time = predict_step(facts, work, played.step, forecast, workload, setup.hardware)
     owners: tuple[OwnershipReport, ...] = ()
     if setup.optimizer == "muon":
         owners = tuple(ownership_report(found) for found in planned_ownership(facts))
         time = replace(time, optimizer=time.optimizer + sum(each.max_flops for each in owners) / setup.hardware.flops)
-    memory = tuple(_memory(subject, setup, facts, forecast))
+    memory = tuple(_memory(subject, setup, played))
     return Projection(subject, setup, facts, forecast, memory, time, played.step, owners)
 
 
@@ -187,39 +187,33 @@ def play_all(subject: Subject, setup: Setup, counts: Sequence[int]) -> dict[int,
         LayoutError: the planner refuses the padding.
     """
     facts = subject.facts(setup.sharding)
-    step = record_step(facts, setup.sharding.policy, _work_of(subject, setup), counts)
-    return {count: Played(facts, forecast_step(facts, count), step) for count in counts}
+    step = play_step(facts, _work_of(subject, setup), counts)
+    return {count: Played(facts, forecast_of(facts, step, count), step) for count in counts}
 
 
 def _work_of(subject: Subject, setup: Setup) -> Callable[[UnitFacts], UnitWork]:
     return lambda unit: subject.work(unit, setup.workload.sequence_length)
 
 
-def _memory(subject: Subject, setup: Setup, facts: ModelFacts, forecast: Forecast) -> Iterator[MemoryPart]:
-    # Equal units share their groups, so each distinct one is measured once.
-    counts: Counter[int] = Counter()
-    groups: dict[int, GroupFacts] = {}
-    for group in (group for unit in facts.units for group in unit.groups):
-        counts[id(group)] += 1
-        groups[id(group)] = group
-    resting: Counter[str] = Counter()
-    moments = 0
-    for key, group in groups.items():
-        for buffer in group.resting():
-            if not buffer.shares:
-                resting[buffer.kind] += counts[key] * group.bytes_of(buffer)
-        if setup.optimizer != "muon":
-            moments += counts[key] * adamw_bytes(group, setup.moments_dtype)
-    if setup.optimizer == "muon":
-        for unit in facts.units:
-            for group in unit.groups:
-                itemsize = (setup.moments_dtype or group.dtypes.stepped).itemsize
-                moments += muon_bytes(unit, group, itemsize)
-    compute_weights = MemoryPart("compute weights", resting["model_weight"] + resting["packed weights"])
+def _memory(subject: Subject, setup: Setup, played: Played) -> Iterator[MemoryPart]:
+    facts, forecast = played.facts, played.forecast
+    groups = [group for each in played.step.groups for group in each]
+
+    def at_rest(*kinds: str) -> int:
+        return sum(each.num_bytes(*kinds) for each in groups)
+
+    compute_weights = MemoryPart("compute weights", at_rest("model_weight", "packed weights"))
     yield from (compute_weights,) * bool(compute_weights.num_bytes)
-    yield MemoryPart("main weights", resting["main_weight"] + resting["remainder"])
-    gradients = sum(counts[key] * group.gradient_bytes for key, group in groups.items())
-    yield MemoryPart("gradients", resting["main_grad"] + gradients)
+    yield MemoryPart("main weights", at_rest("main_weight", "remainder"))
+    gradients = gradient_bytes(groups)
+    yield MemoryPart("gradients", at_rest("main_grad"))
+    pairs = [(unit, group) for unit in facts.units for group in unit.groups]
+    if setup.optimizer == "muon":
+        moments = sum(
+            muon_bytes(unit, group, (setup.moments_dtype or group.dtypes.stepped).itemsize) for unit, group in pairs
+        )
+    else:
+        moments = sum(adamw_bytes(group, setup.moments_dtype) for _, group in pairs)
     yield MemoryPart("Muon and AdamW state" if setup.optimizer == "muon" else "AdamW moments", moments)
     # The optimizer's step has all gradients, so no peak is smaller.
     sums = forecast.counter_bytes + forecast.scratch_bytes

@@ -21,16 +21,8 @@ from megatron_fsdp.build.no_shard import is_no_shard
 from megatron_fsdp.build.packed_layout import is_packed, layout_regions
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.planning.catalog import Architecture, UnitShapes
-from megatron_fsdp.planning.model_spec import (
-    AxisFacts,
-    GroupFacts,
-    ModelFacts,
-    UnitFacts,
-    Visit,
-    VisitKind,
-    reshard_reason,
-)
-from megatron_fsdp.planning.module_order import walk_modules
+from megatron_fsdp.planning.live_model import forward_calls
+from megatron_fsdp.planning.model_spec import AxisFacts, Call, GroupFacts, ModelFacts, UnitFacts, Use, reshard_reason
 from megatron_fsdp.policy.precision import GroupDtypes, MixedPrecisionPolicy
 from megatron_fsdp.policy.strategy import Placements
 
@@ -136,25 +128,46 @@ def architecture_facts(architecture: Architecture, sharding: Sharding, first_lay
     Args:
         first_layer: the number in the whole model of the first layer here.
     """
-    root = UnitFacts("model", (), modules=("model",), reshards_after_forward=False, reason=_root_reason())
-    builder = _Builder([root], [], sharding)
-    builder.visits.append(Visit(VisitKind.OPEN, 0))
-    closing: list[Visit] = []
+    root = UnitFacts(
+        "model", (), sharding.policy, modules=("model",), reason=reshard_reason((), None, is_root=True), is_root=True
+    )
+    units = [root]
+
+    def add(shapes: UnitShapes, name: str) -> tuple[int, list[Use], list[Use]]:
+        """Add a unit; return its position, and its uses before and after what runs inside of it."""
+        groups = _shared_groups(shapes, sharding.of_experts if shapes.name == "experts" else sharding)
+        reason = reshard_reason(groups, None, is_root=False)
+        units.append(UnitFacts(name, groups, sharding.policy, modules=(shapes.name,), reason=reason))
+        position = len(units) - 1
+        places = {
+            each: (number, index) for number, group in enumerate(groups) for index, each in enumerate(group.names)
+        }
+        uses = [Use(position, *places[each]) for each, _ in shapes.parameters]
+        # Registration order: norms come after the modules that hold nested units, in layers and in whole models.
+        inner = max((at for at, (each, _) in enumerate(shapes.parameters) if not _is_norm(each)), default=-1)
+        return position, uses[: inner + 1], uses[inner + 1 :]
+
+    calls: list[Call] = []
+    around: tuple[int, list[Use], list[Use]] | None = None
     layer = first_layer
     for shapes, nested in _nested(architecture.units):
         for _ in range(shapes.count):
             is_layer = shapes.name not in _ENDS
-            rest = builder.add(shapes, nested, f"{shapes.name}.{layer}" if is_layer else shapes.name)
+            name = f"{shapes.name}.{layer}" if is_layer else shapes.name
             layer += is_layer
+            position, first, last = add(shapes, name)
             if architecture.tied and shapes is architecture.units[0]:
-                closing = rest
-            else:
-                builder.visits += rest
-    return ModelFacts(tuple(builder.units), (*builder.visits, *closing, Visit(VisitKind.CLOSE, 0)))
-
-
-def _root_reason() -> str:
-    return reshard_reason((), None, is_root=True)
+                around = position, first, last
+                continue
+            steps: list[Use | Call] = [*first]
+            if nested is not None:
+                inner, uses, others = add(nested, f"{name}.{nested.name}")
+                steps.append(Call(inner, (*uses, *others)))
+            calls.append(Call(position, (*steps, *last)))
+    if around is not None:
+        position, first, last = around
+        calls = [Call(position, (*first, *calls, *last))]
+    return ModelFacts(tuple(units), Call(0, tuple(calls)))
 
 
 def _nested(units: Sequence[UnitShapes]) -> Iterator[tuple[UnitShapes, UnitShapes | None]]:
@@ -163,42 +176,6 @@ def _nested(units: Sequence[UnitShapes]) -> Iterator[tuple[UnitShapes, UnitShape
         following = units[position + 1] if position + 1 < len(units) else None
         if unit.name != "experts":
             yield unit, following if following is not None and following.name == "experts" else None
-
-
-@dataclass(slots=True)
-class _Builder:
-    """Units and visits of an architecture, as they are added in the order of forward."""
-
-    units: list[UnitFacts]
-    visits: list[Visit]
-    sharding: Sharding
-
-    def add(self, shapes: UnitShapes, nested: UnitShapes | None, name: str) -> list[Visit]:
-        """Add a unit, with its visits up to the last but those returned, which end its call."""
-        unit = self._add_unit(shapes, name)
-        first, last = self._uses(shapes, unit)
-        self.visits += [Visit(VisitKind.OPEN, unit), *first]
-        if nested is not None:
-            inner = self._add_unit(nested, f"{name}.{nested.name}")
-            uses = [use for part in self._uses(nested, inner) for use in part]
-            self.visits += [Visit(VisitKind.OPEN, inner), *uses, Visit(VisitKind.CLOSE, inner)]
-        return [*last, Visit(VisitKind.CLOSE, unit)]
-
-    def _add_unit(self, shapes: UnitShapes, name: str) -> int:
-        groups = _shared_groups(shapes, self.sharding.of_experts if shapes.name == "experts" else self.sharding)
-        reason = reshard_reason(groups, None, is_root=False)
-        self.units.append(UnitFacts(name, groups, lingers=True, modules=(shapes.name,), reason=reason))
-        return len(self.units) - 1
-
-    def _uses(self, shapes: UnitShapes, unit: int) -> tuple[list[Visit], list[Visit]]:
-        """Return the uses of a unit's own parameters before and after what runs inside of it."""
-        group_of = {name: number for number, group in enumerate(self.units[unit].groups) for name in group.names}
-        uses = [Visit(VisitKind.USE, unit, group_of[name]) for name, _ in shapes.parameters]
-        # Registration order: norms come after the modules that hold nested units, in layers and in whole models.
-        inner = max(
-            (position for position, (name, _) in enumerate(shapes.parameters) if not _is_norm(name)), default=-1
-        )
-        return uses[: inner + 1], uses[inner + 1 :]
 
 
 def _is_norm(name: str) -> bool:
@@ -240,7 +217,7 @@ def module_facts(model: nn.Module, blocks: Sequence[nn.Module], sharding: Shardi
     _check_owners([paths[id(module)] or type(model).__name__ for module in modules], members)
     replicated = {id(each) for module in model.modules() for each in _replicated_parameters(module)}
     units: list[UnitFacts] = []
-    owners: dict[int, tuple[int, int]] = {}
+    owners: dict[int, Use] = {}
     known: dict[tuple[ShapedParameter, ...], tuple[GroupFacts, ...]] = {}
     for position, (module, parameters) in enumerate(zip(modules, members, strict=True)):
         shaped = tuple(_shaped(name, parameter, id(parameter) in replicated) for name, parameter in parameters.items())
@@ -250,21 +227,20 @@ def module_facts(model: nn.Module, blocks: Sequence[nn.Module], sharding: Shardi
             known[shaped] = unit_groups(name, shaped, sharding)
         groups = known[shaped]
         for number, group in enumerate(groups):
-            owners.update({id(parameters[name]): (position, number) for name in group.names})
+            owners.update({id(parameters[each]): Use(position, number, at) for at, each in enumerate(group.names)})
         is_root = position == 0
         units.append(
             UnitFacts(
                 name=name,
                 groups=groups,
-                reshards_after_forward=not is_root,
-                lingers=not is_root,
+                policy=sharding.policy,
                 modules=(type(module).__name__,),
                 reason=reshard_reason(groups, None, is_root=is_root),
                 is_root=is_root,
                 ties=_ties(model, parameters.values()),
             )
         )
-    return ModelFacts(tuple(units), walk_modules(model, [[module] for module in modules], owners))
+    return ModelFacts(tuple(units), forward_calls(model, {id(module): at for at, module in enumerate(modules)}, owners))
 
 
 def _own_parameters(unit: nn.Module, blocks: set[int]) -> dict[str, nn.Parameter]:

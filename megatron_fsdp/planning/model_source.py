@@ -141,7 +141,7 @@ def factory_subject(target: str, unit_classes: tuple[str, ...] = ()) -> Subject:
         count,
         count,
         lambda sharding: module_facts(model, blocks, sharding),
-        lambda unit, _: UnitWork(2 * sum(group.plan.data_numel for group in unit.groups), is_layer=bool(unit.lingers)),
+        lambda unit, _: UnitWork(2 * sum(group.plan.data_numel for group in unit.groups), is_layer=not unit.is_root),
         notes=tuple(notes),
     )
 

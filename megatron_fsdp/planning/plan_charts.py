@@ -12,7 +12,7 @@ from megatron_fsdp.planning.cost_model import played_microbatches
 from megatron_fsdp.planning.estimate import MemoryPart, Projection
 from megatron_fsdp.planning.plan_text import Folded, folded, unit_names
 from megatron_fsdp.planning.played_step import with_names
-from megatron_fsdp.planning.report import Report
+from megatron_fsdp.planning.report_text import Report
 
 __all__ = ["COLOURS", "memory_svg", "part_label", "timeline_svg", "units_svg"]
 

@@ -12,8 +12,7 @@ from typing import Any
 from dbuffer.planner.arena import Lifetime, plan_arena
 from megatron_fsdp.formatting import Listing, Table, format_bytes, format_count, format_seconds
 from megatron_fsdp.planning.estimate import MemoryPart, Projection
-from megatron_fsdp.planning.report import Report, UnitReport
-from megatron_fsdp.planning.report_text import notes, traffic_table, unit_table
+from megatron_fsdp.planning.report_text import Report, UnitReport, notes, traffic_table, unit_table
 
 __all__ = [
     "FORMAT",
@@ -276,8 +275,7 @@ def _inside_dict(projection: Projection) -> dict[str, Any]:
                 for axis in projection.setup.sharding.expert_axes or projection.setup.sharding.axes
             ],
             "transfers": [
-                {"what": each.what, **dataclasses.asdict(each.transfer), "count": each.count}
-                for each in projection.transfers
+                {"what": each.what, **each.transfer._asdict(), "count": each.count} for each in projection.transfers
             ],
             "model_parallel_seconds": projection.time.model_parallel,
             "bubble_seconds": projection.time.bubble,

@@ -39,7 +39,7 @@ def muon_bytes(unit: UnitFacts, group: GroupFacts, itemsize: int) -> int:
     Args:
         itemsize: of momentum and moments.
     """
-    if not group.requires_grad:
+    if not group.is_trained:
         return 0
     matrices = _matrices_of(unit, group)
     others = group.owned_numel(group.placements.optimizer, group.frozen | frozenset(matrices))
@@ -58,7 +58,7 @@ def _ranks_of(group: GroupFacts) -> tuple[int, int]:
 
 
 def _matrices_of(unit: UnitFacts, group: GroupFacts) -> list[int]:
-    if not group.requires_grad or any(word in unit.modules for word in _OUTER_UNITS):
+    if not group.is_trained or any(word in unit.modules for word in _OUTER_UNITS):
         return []
     return [
         index

@@ -1,41 +1,40 @@
-"""The engine's own step of a model of which shapes alone are known: on a virtual device, by modules that stand for it.
+"""The engine's own step on a virtual device, by modules that stand for a model: what it allocates, sends and computes.
 
-A stand-in has the units, parameters and order of ``ModelFacts``, and notes operations where the model would compute
-them. Everything else, every gather, wait and reduction, is what the engine does with it. Of many layers that are alike
-a few run: what one more of them adds is known from two runs.
+Of many layers that are alike a few run. What one more of them adds is known from two runs, and put in as often as
+there are more of them.
 """
 
 from __future__ import annotations
 
-import itertools
-import os
+import contextlib
+import gc
 import re
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from dbuffer import PaddingWarning
-from megatron_fsdp.api import fully_shard, microbatch
-from megatron_fsdp.build.no_shard import fsdp_no_shard
-from megatron_fsdp.planning.model_spec import AxisFacts, GroupFacts, ModelFacts, UnitFacts, VisitKind
-from megatron_fsdp.planning.stand_in import StandIn
+from dbuffer.events import listen, listeners
+from dbuffer.memory_meter import memory_meter
+from dbuffer.planner.arena import ArenaPlan
+from megatron_fsdp.api import microbatch
+from megatron_fsdp.optim.adamw import AdamW
+from megatron_fsdp.optim.sharded_optimizer import fully_shard_optimizer
+from megatron_fsdp.planning.alike_layers import AlikeLayers, NotAlikeError, settings_of, unrolled
+from megatron_fsdp.planning.group_report import GroupReport, group_report
+from megatron_fsdp.planning.model_spec import Call, ModelFacts, UnitFacts
+from megatron_fsdp.planning.stand_in import Model, stand_ins
+from megatron_fsdp.planning.step_events import Phase, Segments, StepListener
 from megatron_fsdp.planning.transformer import UnitWork
-from megatron_fsdp.policy.precision import MixedPrecisionPolicy
-from megatron_fsdp.virtual.device import virtual_device
+from megatron_fsdp.runtime.step.unit import Unit
 from megatron_fsdp.virtual.recording import Item
 
-__all__ = ["PlayedStep", "Run", "record_step", "with_names"]
+__all__ = ["PlayedStep", "Run", "play_step", "with_names"]
 
 _LAYERS = 4
 """So many of alike layers run: the first ones and the last have neighbours of other kinds."""
-_MOST_BYTES = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * 3 // 4
-"""Of a unit in FP32; of larger ones a share is laid out: systems refuse to promise more memory than they have."""
 
 Works = Callable[[UnitFacts], UnitWork]
 
@@ -50,53 +49,45 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class PlayedStep:
-    """Runs of the engine, whose quantities add up to those of the model.
+    """Runs of the engine, which add up to the model's step.
 
     Attributes:
         runs: the model with few layers of each kind; with one more of a kind, as often as it has more; and the first
-            again, taken away as often. scale: bytes are one in so many of the model's.
+            again, taken away as often.
+        segments: what the engine did in steps of so many microbatches, of all layers.
+        groups: of each unit, in the order of the facts.
+        slot_bytes: of all slots. arenas: those among these that have a plan.
     """
 
     runs: tuple[Run, ...]
-    scale: int
+    segments: Mapping[int, Segments] = field(repr=False)
+    groups: tuple[tuple[GroupReport, ...], ...] = field(repr=False)
+    slot_bytes: int
+    arenas: tuple[ArenaPlan, ...]
 
 
-@dataclass(eq=False, slots=True)
-class _Call:
-    """A unit's call: the groups of the parameters that it uses, and the calls inside of it, in order."""
-
-    unit: int
-    steps: list[int | _Call]
-
-    def alike(self, facts: ModelFacts) -> tuple[object, ...]:
-        """Return what is the same for calls that are alike."""
-        groups = tuple(map(id, facts.units[self.unit].groups))
-        return groups, tuple(step if isinstance(step, int) else step.alike(facts) for step in self.steps)
-
-    def inner(self) -> Iterator[_Call]:
-        """Yield it, and all calls inside."""
-        yield self
-        for step in self.steps:
-            if isinstance(step, _Call):
-                yield from step.inner()
-
-
-def record_step(
-    facts: ModelFacts, policy: MixedPrecisionPolicy, work: Works, counts: Sequence[int] = (1,)
-) -> PlayedStep:
-    """Run the engine on a stand-in, and return what it asked of the device in optimizer steps.
+def play_step(facts: ModelFacts, work: Works | None = None, counts: Sequence[int] = (1,)) -> PlayedStep:
+    """Run the engine on stand-ins, and return what it did in optimizer steps.
 
     Args:
-        counts: of microbatches; above three they repeat what the one between the first and the last does.
+        work: operations of a unit's token; None: nothing is said of time.
+        counts: of microbatches; above three they repeat what the one between the first and the last does, but for
+            sums of ``reduction="invariant"``, which hold more the more there are.
     """
-    wanted = sorted({min(count, 3) for count in counts} | ({2} if max(counts) > 3 else set()))
-    units = facts.units
-    key = (facts.visits, tuple((id(each.groups), work(each)) for each in units), policy, tuple(wanted))
+    works = work or _no_work
+    if not any(unit.policy.reduction for unit in facts.units):
+        counts = sorted({min(count, 3) for count in counts} | ({2} if max(counts) > 3 else set()))
+    key = (
+        facts.call,
+        facts.has_streams,
+        tuple((id(each.groups), settings_of(each), works(each)) for each in facts.units),
+        tuple(counts),
+    )
     if key not in _KNOWN:
         if len(_KNOWN) >= _MOST_KNOWN:
             del _KNOWN[next(iter(_KNOWN))]
         # With the facts, so that what is named by identity stays itself.
-        _KNOWN[key] = facts, _recorded(facts, policy, work, wanted)
+        _KNOWN[key] = facts, _played(facts, works, counts)
     return _KNOWN[key][1]
 
 
@@ -104,15 +95,8 @@ _MOST_KNOWN = 64
 _KNOWN: dict[object, tuple[ModelFacts, PlayedStep]] = {}
 
 
-def _recorded(facts: ModelFacts, policy: MixedPrecisionPolicy, work: Works, wanted: Sequence[int]) -> PlayedStep:
-    largest = max(sum(group.plan.numel for group in unit.groups) for unit in facts.units)
-    scale = -(-4 * largest // _MOST_BYTES)
-    surplus = _surplus(_tree(facts), facts)
-    base = _record(facts, policy, work, (wanted, scale), {})
-    runs = [Run(base)]
-    for kind, extra in surplus.items():
-        runs += [Run(_record(facts, policy, work, (wanted, scale), {kind: 1}), extra), Run(base, -extra)]
-    return PlayedStep(tuple(runs), scale)
+def _no_work(unit: UnitFacts) -> UnitWork:
+    return UnitWork(0)
 
 
 def with_names(words: str, facts: ModelFacts) -> str:
@@ -120,132 +104,133 @@ def with_names(words: str, facts: ModelFacts) -> str:
     return re.sub(r"#(\d+)", lambda found: facts.units[int(found[1])].name, words)
 
 
-def _tree(facts: ModelFacts) -> _Call:
-    stack: list[_Call] = []
-    root = None
-    for visit in facts.visits:
-        if visit.kind is VisitKind.OPEN:
-            call = _Call(visit.unit, [])
-            if stack:
-                stack[-1].steps.append(call)
-            root = root or call
-            stack.append(call)
-        elif visit.kind is VisitKind.CLOSE:
-            stack.remove(next(call for call in stack if call.unit == visit.unit))
-        else:
-            next(call for call in stack if call.unit == visit.unit).steps.append(visit.group)
-    assert root is not None
-    return root
+def _played(facts: ModelFacts, work: Works, counts: Sequence[int]) -> PlayedStep:
+    alike = AlikeLayers(facts)
+    # An arena is planned for all that comes.
+    most = _LAYERS if all(unit.slots.sizing is None for unit in facts.units) else len(facts.units)
+    while True:
+        surplus = alike.surplus(most)
+        base = _record(facts, alike.trimmed(most), work, counts)
+        longer = {kind: _record(facts, alike.trimmed(most, kind), work, counts) for kind in surplus}
+        runs = [Run(base.items)]
+        for kind, extra in surplus.items():
+            runs += [Run(longer[kind].items, extra), Run(base.items, -extra)]
+        try:
+            segments = {
+                count: tuple(
+                    unrolled(
+                        alike, base.segments[count], {kind: run.segments[count] for kind, run in longer.items()}, most
+                    )
+                )
+                for count in counts
+            }
+        except NotAlikeError:
+            most *= 2
+            continue
+        found = {position: groups for each in (base, *longer.values()) for position, groups in each.groups.items()}
+        groups = tuple(
+            found[position if position in found else alike.like(position, found)]
+            for position in range(len(facts.units))
+        )
+        return PlayedStep(tuple(runs), segments, groups, base.slot_bytes, base.arenas)
 
 
-def _surplus(tree: _Call, facts: ModelFacts) -> dict[object, int]:
-    """Return, for each kind of call that follows its own like more than ``_LAYERS`` times, how many are too many."""
-    found: Counter[object] = Counter()
-    for call in tree.inner():
-        for kind, run in itertools.groupby(
-            (step for step in call.steps if isinstance(step, _Call)), lambda step: step.alike(facts)
-        ):
-            found[kind] += max(0, len(list(run)) - _LAYERS)
-    return {kind: extra for kind, extra in found.items() if extra}
+# ---------------------------------------------------------------------- a run
 
 
-def _trim(tree: _Call, facts: ModelFacts, more: Mapping[object, int]) -> None:
-    for call in list(tree.inner()):
-        kept: list[int | _Call] = []
-        for kind, run in itertools.groupby(
-            call.steps, lambda step: step if isinstance(step, int) else step.alike(facts)
-        ):
-            steps, most = list(run), _LAYERS + more.get(kind, 0)
-            # The first ones and the last.
-            kept += steps if isinstance(kind, int) or len(steps) <= most else [*steps[: most - 2], *steps[-2:]]
-        call.steps = kept
+@dataclass(frozen=True, slots=True)
+class _Recorded:
+    """What a run of some layers did, in steps of so many microbatches; ``groups`` of each unit that ran."""
+
+    items: Mapping[int, tuple[Item, ...]]
+    segments: Mapping[int, Segments]
+    groups: Mapping[int, tuple[GroupReport, ...]]
+    slot_bytes: int
+    arenas: tuple[ArenaPlan, ...]
 
 
-def _record(
-    facts: ModelFacts, policy: MixedPrecisionPolicy, work: Works, how: tuple[Sequence[int], int],
-    more: Mapping[object, int],
-) -> dict[int, tuple[Item, ...]]:  # fmt: skip
-    wanted, scale = how
-    tree = _tree(facts)
-    _trim(tree, facts, more)
-    axes = max((group.axes for unit in facts.units for group in unit.groups), key=_num_ranks, default=())
-    found: dict[int, tuple[Item, ...]] = {}
-    with warnings.catch_warnings(), virtual_device(_num_ranks(axes)) as device:
+def _record(facts: ModelFacts, call: Call, work: Works, counts: Sequence[int]) -> _Recorded:
+    meter, heard = memory_meter(), listeners[:]
+    peak_bytes, num_allocations = meter.peak_bytes, meter.num_allocations
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(warnings.catch_warnings())
         # Whoever asks for the plan is told of padding by it.
         warnings.simplefilter("ignore", PaddingWarning)
-        units = {call.unit: StandIn(device.recording, work(facts.units[call.unit])) for call in tree.inner()}
-        for call in tree.inner():
-            _fill(units, call, facts.units[call.unit], scale)
-        _shard(facts, units, policy)
-        names = {id(unit): f"#{position}" for position, unit in units.items()}
-        device.unit_names = {
-            path or type(module).__name__: names[id(module)] for path, module in units[tree.unit].named_modules()
-        }
-        model, given = units[tree.unit], torch.empty(1, requires_grad=True)
-        for count in wanted:
-
-            def step(count: int = count) -> None:
-                for number in range(count):
-                    with microbatch(model, is_last=number == count - 1):
-                        model(given).sum().backward()
-                _change(model)
-
-            # A step leaves what the next one finds, however many microbatches it has.
-            found[count] = tuple(device.record(step, warmup=0 if found else 2).items)
+        # A job that asks in the middle of a step goes on as if nothing was: nobody hears of what is no step of its own.
+        listeners.clear()
+        stack.callback(listeners.extend, heard)
+        found = _recorded(facts, call, work, counts)
+    gc.collect()
+    meter.peak_bytes, meter.num_allocations = peak_bytes, num_allocations
     return found
 
 
-def _fill(units: Mapping[int, StandIn], call: _Call, facts: UnitFacts, scale: int) -> None:
-    unit, used = units[call.unit], Counter[int]()
-    for step in call.steps:
-        if isinstance(step, _Call):
-            unit.call(units[step.unit])
-            continue
-        group = facts.groups[step]
-        position = used[step] % len(group.names)
-        used[step] += 1
-        weight = _weight(group, position, scale)
-        unit.use(weight)
+def _recorded(facts: ModelFacts, call: Call, work: Works, counts: Sequence[int]) -> _Recorded:
+    listener = StepListener()
+    items: dict[int, tuple[Item, ...]] = {}
+    segments: dict[int, Segments] = {}
+
+    def work_of(unit: int) -> UnitWork:
+        return work(facts.units[unit]) if unit >= 0 else UnitWork(0)
+
+    with stand_ins(facts, call, work_of, listener.gradient) as model, listen(listener):
+        listener.follow(model.units)
+        model.device.unit_names = {unit.name: f"#{position}" for position, unit in model.units.items()}
+        optimizer = _optimizer(facts, model)
+        # The first step finds the order of units; arenas are planned for what comes in a second one.
+        for _ in range(2 if any(unit.slots.sizing for unit in facts.units) else 1):
+            _step(model, optimizer, listener, counts[0])
+        for count in counts:
+            # A step leaves what the next one finds, but for sums, of which there are more or fewer.
+            if items and any(unit.policy.reduction for unit in facts.units):
+                _step(model, optimizer, listener, count)
+            listener.segments.clear()
+            listener.enter(None)
+            listener.held()
+            model.device.recording.items.clear()
+            _step(model, optimizer, listener, count, is_recorded=True)
+            items[count], segments[count] = tuple(model.device.recording.items), listener.taken()
+        groups = {position: _group_reports(facts.units[position], unit) for position, unit in model.units.items()}
+        pools = [unit.schedule.pools for unit in model.units.values()]
+        arenas = {id(pool): pool.plan for each in pools for pool in each.planned if pool.plan is not None}
+        return _Recorded(items, segments, groups, listener.slot_bytes, tuple(arenas.values()))
 
 
-def _weight(group: GroupFacts, position: int, scale: int) -> nn.Parameter:
-    rows, *others = group.plan.shapes[position]
-    is_trained = group.requires_grad and position not in group.frozen
-    shape = (-(-rows // scale), *others)
-    weight = nn.Parameter(torch.empty(shape, dtype=group.dtypes.stepped), requires_grad=is_trained)
-    if group.placements == group.placements.no_shard_on_all_axes():
-        fsdp_no_shard(weight)
-    return weight
+def _group_reports(facts: UnitFacts, unit: Unit) -> tuple[GroupReport, ...]:
+    pairs = zip(unit.groups, facts.groups, strict=True)
+    return tuple(group_report(group, each.names) for group, each in pairs)
 
 
-def _shard(facts: ModelFacts, units: Mapping[int, StandIn], policy: MixedPrecisionPolicy) -> None:
-    meshes: dict[tuple[AxisFacts, ...], DeviceMesh] = {}
-    any_groups = next(unit.groups for unit in facts.units if unit.groups)
-    for position in sorted(units, reverse=True):
-        groups = facts.units[position].groups or any_groups
-        axes = groups[0].axes
-        if axes not in meshes:
-            ranks = torch.arange(_num_ranks(axes)).view([axis.size for axis in axes])
-            meshes[axes] = DeviceMesh("cpu", ranks, mesh_dim_names=tuple(axis.name for axis in axes))
-        sizes = [axis.size for axis in axes]
-        # Parameters that stay whole are marked each for itself.
-        placements = max((group.placements for group in groups), key=lambda each: each.num_shards(sizes))
-        # A root keeps its weights, and what lingers does so by default.
-        kept = None if position == 0 or facts.units[position].lingers else facts.units[position].reshards_after_forward
-        unit, mesh = units[position], meshes[axes]
-        sharded: Any = fully_shard(unit, mesh=mesh, placements=placements, mp_policy=policy, reshard_after_forward=kept)
-        if policy.reduction == "invariant":
-            # It divides by a number that the caller says.
-            sharded.set_gradient_divide_factor(1.0)
+def _optimizer(facts: ModelFacts, model: Model) -> torch.optim.Optimizer | None:
+    trained = [parameter for parameter in model.module.parameters() if parameter.requires_grad]
+    if not trained:
+        return None
+    is_split = any(group.dtypes.is_split for unit in facts.units for group in unit.groups)
+    return AdamW(trained) if is_split else fully_shard_optimizer(torch.optim.AdamW(trained))
 
 
-def _num_ranks(axes: Sequence[AxisFacts]) -> int:
-    return torch.Size(axis.size for axis in axes).numel()
-
-
-def _change(model: nn.Module) -> None:
-    """Change the weights as an optimizer does, so that copies of them are brought up to date."""
-    for parameter in model.parameters():
-        parameter.grad = None
-        with torch.no_grad():
-            parameter.add_(0)
+def _step(
+    model: Model,
+    optimizer: torch.optim.Optimizer | None,
+    listener: StepListener,
+    count: int,
+    *,
+    is_recorded: bool = False,
+) -> None:
+    recording = model.device.recording
+    recording.is_on = is_recorded
+    for number in range(count):
+        with microbatch(model.module, is_last=number == count - 1):
+            listener.enter(Phase.FORWARD)
+            loss = model.module(torch.empty(1)).sum()
+            listener.enter(Phase.BACKWARD)
+            if loss.requires_grad:
+                loss.backward()
+    listener.enter(Phase.STEP)
+    recording.is_on = False
+    if optimizer is not None:
+        optimizer.step()
+        listener.enter(None)
+        optimizer.zero_grad()

@@ -10,13 +10,11 @@ from typing import Any
 import torch
 
 from megatron_fsdp.formatting import Listing, Table, _percent, format_bytes
+from megatron_fsdp.planning.group_report import GroupReport
 
 __all__ = [
     "ArenaReport",
-    "BufferReport",
-    "CollectiveReport",
     "CollectiveTotal",
-    "GroupReport",
     "PeakReport",
     "Report",
     "UnitReport",
@@ -34,39 +32,6 @@ ASSUMPTIONS = (
     "the workspace of collectives and the allocator's rounding are not counted",
     "nor are activations",
 )
-
-
-@dataclass(frozen=True, slots=True)
-class BufferReport:
-    """One flat buffer on one rank.
-
-    Attributes:
-        kind: main_weight, remainder, model_weight, main_grad; gathered weights, packed gradients (allocated while in
-            use).
-        dtype: as PyTorch names it, such as float32. placement: on each mesh axis.
-        num_bytes: of this rank's part. shares: the buffer whose memory it is a part of; empty when it has its own.
-    """
-
-    kind: str
-    dtype: str
-    placement: str
-    num_bytes: int
-    shares: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class CollectiveReport:
-    """A collective that one group issues ``count`` times per optimizer step.
-
-    ``bytes_each`` is the full (unsharded) side: what an all-gather fills, what a reduction reads.
-    """
-
-    phase: str
-    kind: str
-    axis: str
-    num_ranks: int
-    count: int
-    bytes_each: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,38 +53,6 @@ class PeakReport:
     num_bytes: int
     unit: str
     gradient_bytes: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class GroupReport:
-    """One parameter group.
-
-    Attributes:
-        num_parameters, numel: what it holds. buffer_numel: with padding, over all shards.
-        compute_dtype, main_dtype, reduce_dtype, main_grad_dtype: of the weights used, the weights stepped, the
-            reduction, and the gradient accumulator.
-        padding_ratio, lower_bound_numel, gap, binding: the plan's certificate, see ``dbuffer.Plan``.
-        resting: buffers that are always there. transient: those that come and go.
-        collectives: what it issues per optimizer step; nothing on axes of one rank.
-        wire: how its weights travel where that is in 8 bits, and what the layout costs; else empty.
-    """
-
-    num_parameters: int
-    numel: int
-    buffer_numel: int
-    requires_grad: bool
-    compute_dtype: str
-    main_dtype: str
-    reduce_dtype: str
-    main_grad_dtype: str
-    padding_ratio: float
-    lower_bound_numel: int
-    gap: float
-    binding: str
-    resting: tuple[BufferReport, ...]
-    transient: tuple[BufferReport, ...]
-    collectives: tuple[CollectiveReport, ...]
-    wire: str = ""
 
 
 @dataclass(frozen=True, slots=True)

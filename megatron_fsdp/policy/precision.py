@@ -102,8 +102,9 @@ class MixedPrecisionPolicy:
         accumulate_dtype: dtype in which a reduce-scatter adds up what the ranks send, where that is wider than
             ``reduce_dtype``: ranks exchange their parts, and each adds up its own in an order that no algorithm of a
             communication library chooses. The bytes of 16 bits, and sums that are rounded like those of 32; it takes a
-            second buffer of the unit's packed gradients while they are reduced. None: the library adds up, in
-            ``reduce_dtype``.
+            second buffer of the unit's packed gradients while they are reduced. What is reduced once a step (ZeRO-0
+            and 1, outer axes) travels in it. None: the library adds up, in ``reduce_dtype``, and that is what travels
+            once a step, too.
         reduction: "invariant" gives gradients the same bits on any number of ranks, in every strategy: microbatches are
             exchanged one by one and added in FP32 in a fixed order (docs/design/invariance.md). Divide by the number of
             microbatches of all ranks, with ``set_gradient_divide_factor``. None: as fast as it goes.

@@ -10,6 +10,7 @@ from dbuffer.events import listen
 from dbuffer.memory_meter import memory_meter
 from dbuffer_kernels.launch import launch_with
 from megatron_fsdp.runtime.step.cuda_lane import drive_with
+from megatron_fsdp.virtual.address_space import large_storages
 from megatron_fsdp.virtual.operators import Operators, tensors_in
 from megatron_fsdp.virtual.process_group import virtual_world
 from megatron_fsdp.virtual.recording import Recording, Work
@@ -78,7 +79,7 @@ def virtual_device(
     collective_calls: int = 20,
     parts: Mapping[Any, Callable[..., Any]] | None = None,
 ) -> Iterator[VirtualDevice]:
-    """Make this process one rank of a job on virtual devices while the block runs; models are made inside of it.
+    """Make this thread one rank of a job on virtual devices while the block runs; models are made inside of it.
 
     Tensors are CPU tensors whose large operators are not computed: values mean nothing.
 
@@ -87,12 +88,11 @@ def virtual_device(
             does where each rank has a core.
         collective_calls: the host's time around a collective, an engine's Python above all, in calls of operators.
         parts: as ``Operators`` takes them.
-    Raises:
-        RuntimeError: torch.distributed is initialized already.
     """
     device = VirtualDevice(collective_calls)
     with contextlib.ExitStack() as stack:
         stack.enter_context(virtual_world(device.recording, num_ranks, rank))
+        stack.enter_context(large_storages())
         if has_streams:
             stack.enter_context(drive_with(device.recording))
             stack.enter_context(launch_with(device.launch))

@@ -15,6 +15,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_fsdp.virtual import address_space
+from megatron_fsdp.virtual.address_space import LARGE
 from megatron_fsdp.virtual.recording import Recording, Work
 
 __all__ = ["Operators", "tensors_in"]
@@ -93,7 +95,12 @@ class Operators(TorchDispatchMode):
         operator = self._operators.get(func)
         if operator is None:
             operator = self._operators[func] = _Operator.of(func)
-        return func(*args, **kwargs) if operator.is_free else self._pretend(func, operator, args, kwargs)
+        if not operator.is_free:
+            return self._pretend(func, operator, args, kwargs)
+        if operator.name.startswith(("empty", "new_empty")) and _is_large(args):
+            specs = self._specs_of(func, operator, args, kwargs)
+            return _allocate(specs[0]) if specs else func(*args, **kwargs)
+        return func(*args, **kwargs)
 
     def _pretend(self, func: Any, operator: _Operator, args: Any, kwargs: Any) -> Any:
         recording = self._recording
@@ -151,9 +158,17 @@ def _allocate(spec: _Spec | None) -> torch.Tensor | None:
     if spec is None:
         return None
     shape, strides, dtype = spec
+    if math.prod(shape) * dtype.itemsize >= LARGE:
+        return address_space.empty(shape, strides, dtype)
     made = torch.empty_strided(shape, strides, dtype=dtype)
     # What is small may be computed with.
     return made.zero_() if made.numel() <= _SMALL else made
+
+
+def _is_large(args: Any) -> bool:
+    """Whether what an operator is asked to make may be large: of a shape, or like a tensor."""
+    shape = next((each for each in reversed(args) if isinstance(each, list | tuple | torch.Size)), None)
+    return (math.prod(shape) if shape is not None else args[0].numel()) >= LARGE // 8
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:

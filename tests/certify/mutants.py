@@ -157,8 +157,7 @@ OPEN: dict[str, str] = {
     "GradientBuffer._begin_again: without `ticket.wait()`": "a unit that is closed twice in a last backward",
     "Turns.take: without `leave()`": "a stream that allocates, before it follows any lane, what another one has copied",
     "Backward.begin_gradients: `if packs` taken as True": "a wait for reductions before there is need: lost overlap",
-    "Rows.on: `table.to(device, non_blocking=True)` that blocks": "a copy to a GPU: on a CPU there is none",
-    "Rows.keys_on: `table.to(device, non_blocking=True)` that blocks": "a copy to a GPU: on a CPU there is none",
+    "Rows._table: `table.to(device, non_blocking=True)` that blocks": "a copy to a GPU: on a CPU there is none",
 }
 
 

@@ -201,6 +201,7 @@ MODELS_OF_FOUR_RANKS = {part_kept_for_backward.__name__: part_kept_for_backward}
 POLICIES = {
     "fp32": None,
     "bf16": MixedPrecisionPolicy(torch.bfloat16, torch.float32),
+    "bf16 on the wire": MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16, main_params_dtype=torch.float32),
     "bf16 gradients": MixedPrecisionPolicy(torch.bfloat16, main_grads_dtype=torch.bfloat16),
 }
 
@@ -226,13 +227,16 @@ def settings(choose: Callable[[Iterable[tuple[Any, ...]]], Iterable[tuple[Any, .
     """
     one_axis = [name for name, placements in STRATEGIES.items() if placements.num_axes == 1]
     two_axes = [name for name, placements in STRATEGIES.items() if placements.num_axes == 2]
-    strategies = product(((1,), (2,), (3,)), one_axis, ("fp32", "bf16"), (1, 2))
+    strategies = product(((1,), (2,), (3,)), one_axis, ("fp32", "bf16", "bf16 on the wire"), (1, 2))
     chosen = [Setting("every_part_a_unit", *entry) for entry in choose(strategies)]
     models = product(MODELS, ((2,), (3,)), ("optim_grads", "optim_grads_params"), ("fp32", "bf16 gradients"), (2,))
     chosen += [Setting(*entry) for entry in choose(models)]
     chosen += [Setting("part_kept_for_backward", (4,), "optim_grads_params", "bf16 gradients", 2)]
     chosen += [Setting("part_kept_for_backward", (2, 2), "hsdp", "bf16")]
-    chosen += [Setting("root_with_parameters", (2, 2), name, "bf16", 2) for name in two_axes]
+    models = product(MODELS, ((3,),), ("optim",), ("bf16 on the wire",), (2,))
+    chosen += [Setting(*entry) for entry in choose(models)]
+    wires = product(("root_with_parameters", "partly_replicated"), two_axes, ("bf16", "bf16 on the wire"), (1, 2))
+    chosen += [Setting(model, (2, 2), *entry) for model, *entry in wires]
     return list(dict.fromkeys(chosen))
 
 

@@ -22,6 +22,7 @@ from dbuffer import DBuffer, Flat, Partial
 from dbuffer.collectives import Part
 from dbuffer.collectives_rare import exchange
 from dbuffer.dtensor.placed_tensor import PlacedTensor
+from dbuffer.events import listeners, tell
 from dbuffer.mesh import MeshAxis
 from dbuffer.placements import BufferPlacement
 from dbuffer.storage import FlatStorage
@@ -274,7 +275,7 @@ class _InvariantReduction(LastReduction):
     """
 
     def __init__(self, packed: DBuffer, main_grad: DBuffer) -> None:
-        super().__init__(packed, packed, main_grad, main_grad, is_offloaded=False, is_pinned=False)
+        super().__init__(packed, packed, main_grad, main_grad, wire=None, is_offloaded=False, is_pinned=False)
         # Not what ``finish`` may leave out.
         self.is_last = False
         self.counter = BinaryCounter(torch.promote_types(torch.float32, packed.dtype), packed.name)
@@ -350,6 +351,8 @@ class _InvariantReduction(LastReduction):
 
     def _last_parts(self, works: list[dist.Work] | None) -> list[Part]:
         target = self._main_grad.local_buffer
+        if listeners:
+            tell("summing", self._main_grad)
         self._write(target)
         self._version = target._version
         return []

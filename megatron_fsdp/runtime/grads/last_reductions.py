@@ -20,6 +20,7 @@ from megatron_fsdp.runtime.grads.last_reduction import LastReduction
 from megatron_fsdp.runtime.grads.packed_gradients import PackedGradients
 from megatron_fsdp.runtime.step.cuda_lane import turns
 from megatron_fsdp.runtime.step.grad_state import GradState
+from megatron_fsdp.runtime.step.lane_types import Ticket
 from megatron_fsdp.runtime.step.lanes import lane
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ class LastReductions:
 
     def __init__(self) -> None:
         self.closed: weakref.ref[Unit] | None = None
+        # Of the reduction issued last whose wire has memory until the host has waited.
+        self._wired: Ticket | None = None
 
     def close(self, unit: Unit, backward: int) -> None:
         """Issue what is left to reduce of a unit that the last backward of a step has closed.
@@ -61,7 +64,7 @@ class LastReductions:
         for buffer in unit.gradients if unit is not None else ():
             if turns(buffer.packed.device) is None:
                 _wait_for(buffer)
-        _issue(() if unit is None else unit.groups)
+        self._issue(() if unit is None else unit.groups)
 
     def finish(self, units: Sequence[Sequence[ParameterGroup]]) -> None:
         """Issue what is left to reduce of these groups, by units, and make compute wait for that and what was issued.
@@ -70,11 +73,40 @@ class LastReductions:
         """
         self.flush()
         for groups in units:
-            _issue(groups)
+            self._issue(groups)
         for buffer in _buffers(itertools.chain(*units)):
             for ticket in buffer.last_tickets:
                 ticket.wait()
             buffer.last_tickets.clear()
+
+    def _issue(self, groups: Sequence[ParameterGroup]) -> None:
+        """Issue what is left to reduce of groups of one unit, unless it is issued already, on the lane."""
+        left = [
+            (group, buffer)
+            for group in groups
+            if isinstance(buffer := group.gradients, PackedGradients)
+            and buffer.binding.state is GradState.PARTIAL
+            and buffer.reduction.finishes_on_lane
+            and not (buffer.rests_final or buffer.last_tickets)
+        ]
+        if not left:
+            return
+        for group, _ in left if listeners else ():
+            tell("final", group)
+        reductions, device = [buffer.reduction for _, buffer in left], left[0][1].packed.device
+        if self._wired is not None:
+            # Memory is for one unit on the wire.
+            self._wired.wait()
+            self._wired = None
+        ticket = lane("last", device).submit(
+            functools.partial(LastReduction.issue_last, reductions),
+            functools.partial(LastReduction.complete_last, reductions),
+            owner=left[0][0].unit,
+            tickets=[buffer.last_tickets for _, buffer in left],
+            after=[ticket for _, buffer in left for ticket in buffer.tickets],
+        )
+        if turns(device) is None and any(each.wire is not None for each in reductions):
+            self._wired = ticket
 
     @staticmethod
     def finish_here(units: Sequence[Sequence[ParameterGroup]]) -> None:
@@ -95,30 +127,6 @@ def _buffers(groups: Iterable[ParameterGroup]) -> Iterator[GradientBuffer]:
     for group in groups:
         if group.gradients is not None:
             yield group.gradients
-
-
-def _issue(groups: Sequence[ParameterGroup]) -> None:
-    """Issue what is left to reduce of groups of one unit, unless it is issued already, on the lane."""
-    left = [
-        (group, buffer)
-        for group in groups
-        if isinstance(buffer := group.gradients, PackedGradients)
-        and buffer.binding.state is GradState.PARTIAL
-        and buffer.reduction.finishes_on_lane
-        and not (buffer.rests_final or buffer.last_tickets)
-    ]
-    if not left:
-        return
-    for group, _ in left if listeners else ():
-        tell("final", group)
-    reductions = [buffer.reduction for _, buffer in left]
-    lane("last", left[0][1].packed.device).submit(
-        functools.partial(LastReduction.issue_last, reductions),
-        functools.partial(LastReduction.call_hooks, reductions),
-        owner=left[0][0].unit,
-        tickets=[buffer.last_tickets for _, buffer in left],
-        after=[ticket for _, buffer in left for ticket in buffer.tickets],
-    )
 
 
 def _wait_for(buffer: GradientBuffer) -> None:

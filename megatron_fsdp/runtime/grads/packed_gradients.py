@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from dbuffer import DBuffer, Partial, SlotPool
 from dbuffer.placements import BufferPlacement
 from megatron_fsdp.runtime.grads.fuse import offer_products
 from megatron_fsdp.runtime.grads.gradient_spec import GradientSpec
-from megatron_fsdp.runtime.grads.last_reduction import LastReduction
+from megatron_fsdp.runtime.grads.last_reduction import LastReduction, Wire
 from megatron_fsdp.runtime.grads.shown_grads import ShownGrads
 from megatron_fsdp.runtime.step.cuda_lane import turns
 from megatron_fsdp.runtime.step.fsdp_params import FSDPParams
@@ -44,6 +45,7 @@ class PackedGradients(GradientBuffer):
         divisor: the sum over ranks is divided by it. wire_scale: what of the division is done before the sum.
         pack_scale: what gradients are multiplied by where they are packed.
         takes_products: whether that is a power of two, so that a scaled product is rounded as an unscaled one.
+        wide: sums of a wider dtype than is sent; None where they lie in ``packed``.
         packs_late: a lane packs them when the unit is closed (``LateGradients``).
         unit: the name of the unit.
         backward: which backward left something here that is void if it raises, by the schedule's count.
@@ -52,6 +54,7 @@ class PackedGradients(GradientBuffer):
     """
 
     reduction: LastReduction
+    wide: DBuffer | None = None
     _spec: GradientSpec
 
     def __init__(self, main_weight: DBuffer, spec: GradientSpec, fsdp_params: FSDPParams) -> None:
@@ -104,8 +107,11 @@ class PackedGradients(GradientBuffer):
         before.
         """
         self.divisor = divisor
-        is_half = self.packed.dtype is torch.float16
-        self.wire_scale = 2.0 ** -(math.frexp(max(divisor, 1.0))[1] // 2) if is_half else 1.0
+        half = 2.0 ** -(math.frexp(max(divisor, 1.0))[1] // 2)
+        self.wire_scale = half if self.packed.dtype is torch.float16 else 1.0
+        if self.reduction.wire is not None:
+            # What rests was divided before.
+            self.reduction.wire.scale = 1.0 / half if self.reduction.wire.whole.dtype is torch.float16 else 1.0
         self.pack_scale = 1.0 / divisor if self.rests_partial else self.wire_scale
         self.takes_products = math.frexp(self.pack_scale)[0] == 0.5
 
@@ -125,6 +131,7 @@ class PackedGradients(GradientBuffer):
                 reduced = self.packed.slice_view(placements.gradient)
             else:
                 reduced = self._buffer(placements.gradient, spec.accumulate_dtype, "reduced gradients", spec.device)
+                self.wide = reduced
         if resting != placements.optimizer:
             final = main_grad.slice_view(placements.optimizer)
         self.rests_final = final is main_grad and not self.rests_partial
@@ -132,8 +139,22 @@ class PackedGradients(GradientBuffer):
         # Memory of the host is plentiful, and pages that a GPU writes are slow to come by.
         self.binding.keeps = spec.is_offloaded
         self.reduction = LastReduction(
-            self.packed, reduced, main_grad, final, is_offloaded=spec.is_offloaded, is_pinned=spec.is_pinned
+            self.packed,
+            reduced,
+            main_grad,
+            final,
+            wire=self._wire(main_grad, final),
+            is_offloaded=spec.is_offloaded,
+            is_pinned=spec.is_pinned,
         )
+
+    def _wire(self, main_grad: DBuffer, final: DBuffer) -> Wire | None:
+        spec = self._spec
+        dtype = spec.accumulate_dtype or spec.reduce_dtype
+        is_alone = self.rests_final or self._is_alone_on_the_rest()
+        if is_alone or (dtype is main_grad.dtype and main_grad.device == spec.device):
+            return None
+        return Wire(main_grad, final, dtype, spec.device)
 
     def _is_alone_on_the_rest(self) -> bool:
         """Whether the axes that are left to reduce at the end have one rank each."""
@@ -146,6 +167,14 @@ class PackedGradients(GradientBuffer):
     ) -> DBuffer:
         like, pinned = self._template, self._spec.is_pinned and device.type == "cpu"
         return DBuffer.from_plan(like.plan, like.mesh, placements, dtype, device, name=what, pin_memory=pinned)
+
+    def buffers(self) -> Iterator[tuple[str, DBuffer]]:
+        """Yield what lies where, each kind by its name in reports."""
+        if self.packed is not self.main_grad:
+            yield "packed gradients", self.packed
+        if self.wide is not None:
+            yield "reduced gradients", self.wide
+        yield "main_grad", self.main_grad
 
     def rename(self, name: str) -> None:
         """Take another unit name, for messages."""

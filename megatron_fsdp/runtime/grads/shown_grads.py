@@ -157,12 +157,14 @@ class ShownGrads(GradBinding):
         if not self._stand_ins:
             if not self._gradients:
                 self._make_gradients()
+            rows, stand_ins = [], []
             for index, gradient in enumerate(self._gradients):
                 assert isinstance(gradient, FlatDTensor)
-                self._rows.append(PendingRows(gradient._local_tensor, partial(_describe, weakref.ref(self), index)))
-                self._stand_ins.append(gradient.with_local(self._rows[-1]))
-            self._expected = [None] * len(self._rows)
-            self.is_shown = True
+                rows.append(PendingRows(gradient._local_tensor, partial(_describe, weakref.ref(self), index)))
+                stand_ins.append(gradient.with_local(rows[-1]))
+            # Last what says that they are there, as an interrupt may come anywhere.
+            self._rows, self._expected, self.is_shown = rows, [None] * len(rows), True
+            self._stand_ins = stand_ins
         return self._rows
 
     def _show_sums(self) -> None:

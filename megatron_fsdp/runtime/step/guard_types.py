@@ -71,7 +71,7 @@ class MissingGradients(Protocol):
 
 
 class Guards(Protocol):
-    """What is asleep in an undisturbed step. Each function does something, or raises a StateError that says what.
+    """What is asleep in an undisturbed step. What refuses, or cannot do what it is for, raises a StateError.
 
     Attributes:
         first_use, last, missing: see there. armed: units whose inner modules' outputs are watched.

@@ -81,6 +81,7 @@ class Reduction:
         packed: receives autograd's gradients. reduced: the slice of it that its reduction leaves to this rank; or, of a
             wider dtype, memory of its own.
         main_grad: the accumulator. final: the slice of it that the optimizer reads.
+        wire: what is left to reduce at the end travels in it; None: in ``main_grad`` itself.
         is_offloaded: ``main_grad`` lies in CPU memory beside the main weights. is_pinned: in pages that a GPU writes.
 
     Attributes:
@@ -91,8 +92,8 @@ class Reduction:
     """
 
     def __init__(
-        self, packed: DBuffer, reduced: DBuffer, main_grad: DBuffer, final: DBuffer, *, is_offloaded: bool,
-        is_pinned: bool,
+        self, packed: DBuffer, reduced: DBuffer, main_grad: DBuffer, final: DBuffer, *,
+        is_offloaded: bool = False, is_pinned: bool = False,
     ) -> None:  # fmt: skip
         self.hook: Hook | None = None
         self.function: ReduceFunction | None = None

@@ -77,6 +77,11 @@ class HookedWeights(ShardedWeights):
         self._arriving: Wire | None = None
         super().__init__(plan, spec, name)
 
+    @property
+    def sent(self) -> tuple[DBuffer, ...]:
+        """This rank's parts of what travels, which rest beside main weights."""
+        return tuple(wire.sent for wire in self._wires.values())
+
     def pre_all_gather(self) -> Wire:
         """Return what is gathered now, filled with this rank's bytes."""
         raise NotImplementedError

@@ -40,6 +40,11 @@ class BufferPools:
         self.planned: list[ArenaPool] = []
         self._pools: dict[tuple[object, ...], SlotPool] = {}
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all slots."""
+        return sum(pool.nbytes for pool in self._pools.values())
+
     def get(
         self,
         use: str,

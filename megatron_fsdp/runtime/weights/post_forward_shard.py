@@ -41,21 +41,25 @@ def check_post_forward_size(size: int, axes: Sequence[MeshAxis], placements: Seq
 
 
 class PostForwardShard:
-    """This rank's part of a group's gathered weights while forward is over and backward has not begun."""
+    """This rank's part of a group's gathered weights while forward is over and backward has not begun.
+
+    Attributes:
+        storage: what it lies in.
+    """
 
     def __init__(self, gathered: DBuffer, axis: MeshAxis, size: int) -> None:
         self._gathered = gathered
         self._axis = neighbours(axis, size)
         numel = gathered.layout.numel // size
         self._start = self._axis.rank * numel
-        self._storage = FlatStorage(numel, gathered.dtype, gathered.device, name=f"{gathered.name}: post-forward shard")
-        self._storage.release()
+        self.storage = FlatStorage(numel, gathered.dtype, gathered.device, name=f"{gathered.name}: post-forward shard")
+        self.storage.release()
         self._generation = -1
 
     @property
     def nbytes(self) -> int:
         """Bytes that it holds between forward and backward."""
-        return self._storage.nbytes
+        return self.storage.nbytes
 
     @property
     def axis(self) -> MeshAxis:
@@ -64,25 +68,25 @@ class PostForwardShard:
 
     def use_pool(self, pool: SlotPool | None) -> None:
         """Take its memory from a pool, or from the allocator again."""
-        self._storage.use_pool(pool)
+        self.storage.use_pool(pool)
 
     def keep(self, generation: int) -> None:
         """Copy this rank's part of the gathered weights, which are of a certain generation."""
-        self._storage.reallocate()
-        self._storage.tensor.copy_(self._gathered.local_buffer.narrow(0, self._start, self._storage.tensor.numel()))
+        self.storage.reallocate()
+        self.storage.tensor.copy_(self._gathered.local_buffer.narrow(0, self._start, self.storage.tensor.numel()))
         self._generation = generation
 
     def holds(self, generation: int) -> bool:
         """Whether it holds weights of that generation."""
-        return self._storage.is_allocated and self._generation == generation
+        return self.storage.is_allocated and self._generation == generation
 
     def gather(self) -> Part:
         """Return the gather of the whole weights from the smaller group."""
         whole = self._gathered.local_buffer
-        mine = whole.narrow(0, self._start, self._storage.tensor.numel())
-        mine.copy_(self._storage.tensor)
+        mine = whole.narrow(0, self._start, self.storage.tensor.numel())
+        mine.copy_(self.storage.tensor)
         return Part(self._axis, whole, mine)
 
     def drop(self) -> None:
         """Release the memory."""
-        self._storage.release()
+        self.storage.release()

@@ -4,7 +4,7 @@ import torch
 
 from dbuffer import plan
 from megatron_fsdp import Placements
-from megatron_fsdp.planning.model_spec import AxisFacts, GroupFacts, ModelFacts, UnitFacts, Visit, VisitKind
+from megatron_fsdp.planning.model_spec import AxisFacts, Call, GroupFacts, ModelFacts, UnitFacts, Use
 from megatron_fsdp.policy.precision import GroupDtypes
 
 FP32 = GroupDtypes(torch.float32, torch.float32, torch.float32, torch.float32)
@@ -22,13 +22,16 @@ def group_of(
 
 
 def chain(*groups: GroupFacts) -> ModelFacts:
-    """A root without parameters around units of one group each, which run one after the other."""
-    units = [UnitFacts("root", (), reshards_after_forward=False)]
-    units += [UnitFacts(f"unit{number}", (group,)) for number, group in enumerate(groups, start=1)]
-    visits = [Visit(VisitKind.OPEN, 0)]
-    for number in range(1, len(units)):
-        visits += [Visit(VisitKind.OPEN, number), Visit(VisitKind.USE, number, 0), Visit(VisitKind.CLOSE, number)]
-    return ModelFacts(tuple(units), (*visits, Visit(VisitKind.CLOSE, 0)))
+    """A root without parameters around units of one group each, which run one after the other, on a CPU."""
+    units = [UnitFacts("root", (), is_root=True)]
+    units += [
+        UnitFacts(f"unit{number}", (group,), reshard_after_forward=True) for number, group in enumerate(groups, start=1)
+    ]
+    calls = [
+        Call(number, tuple(Use(number, 0, index) for index in range(len(group.names))))
+        for number, group in enumerate(groups, start=1)
+    ]
+    return ModelFacts(tuple(units), Call(0, tuple(calls)), has_streams=False)
 
 
 def three_units(dtypes: GroupDtypes = FP32, placements: Placements | None = None) -> ModelFacts:

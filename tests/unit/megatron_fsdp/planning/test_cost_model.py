@@ -1,7 +1,8 @@
 """Time: collectives by the formulas of rings, steps as the engine does them, against numbers worked out by hand."""
 
+from dataclasses import replace
+
 import pytest
-import torch
 
 from megatron_fsdp import MixedPrecisionPolicy, Placements
 from megatron_fsdp.planning import catalog
@@ -13,11 +14,12 @@ from megatron_fsdp.planning.cost_model import (
     predict_step,
     transfer_seconds,
 )
+from megatron_fsdp.planning.forecast import forecast_of
 from megatron_fsdp.planning.from_shapes import Sharding, architecture_facts
 from megatron_fsdp.planning.model_spec import ModelFacts, Transfer, UnitFacts
 from megatron_fsdp.planning.options import mesh_axes_of
 from megatron_fsdp.planning.parallelism import Parallelism, stages_of
-from megatron_fsdp.planning.played_step import record_step
+from megatron_fsdp.planning.played_step import play_step
 from megatron_fsdp.planning.transformer import Recompute, UnitWork, Workload
 from tests.unit.megatron_fsdp.planning.chains import BF16, chain, group_of, three_units
 
@@ -37,7 +39,6 @@ def step(
     flops: float,
     num_microbatches: int = 1,
     recompute: Recompute = Recompute.NONE,
-    policy: MixedPrecisionPolicy | None = None,
 ) -> StepTime:
     """Predict with 1 byte per second on links, no latency, and 1 operation per token and unit with parameters."""
     workload = Workload(1, 1, num_microbatches, recompute)
@@ -46,8 +47,10 @@ def step(
     def work(unit: UnitFacts) -> UnitWork:
         return UnitWork(len(unit.groups), is_layer=True)
 
-    played = record_step(facts, policy or MixedPrecisionPolicy(), work, [num_microbatches])
-    return predict_step(facts, work, played, workload, Hardware(flops, 1e9, links))
+    facts = replace(facts, has_streams=True)
+    played = play_step(facts, work, [num_microbatches])
+    forecast = forecast_of(facts, played, num_microbatches)
+    return predict_step(facts, work, played, forecast, workload, Hardware(flops, 1e9, links))
 
 
 def test_fast_compute_leaves_all_communication_exposed() -> None:
@@ -103,9 +106,8 @@ def test_the_optimizer_reads_and_writes_its_own_part() -> None:
 
 def test_the_optimizer_writes_compute_weights_where_they_rest() -> None:
     rests_whole = three_units(BF16, Placements.optim(0))
-    policy = MixedPrecisionPolicy(torch.bfloat16)
-    assert step(rests_whole, 1.0, policy=policy).optimizer == pytest.approx(56e-9 * (4 + 6 * 4 + 2))
-    assert step(three_units(BF16), 1.0, policy=policy).optimizer == pytest.approx(56e-9 * (4 + 6 * 4))
+    assert step(rests_whole, 1.0).optimizer == pytest.approx(56e-9 * (4 + 6 * 4 + 2))
+    assert step(three_units(BF16), 1.0).optimizer == pytest.approx(56e-9 * (4 + 6 * 4))
 
 
 def test_tokens_to_hide_grow_with_bandwidth_bound_time() -> None:

@@ -9,7 +9,8 @@ import torch
 from megatron_fsdp import MixedPrecisionPolicy
 from megatron_fsdp.__main__ import main
 from megatron_fsdp.planning.cost_model import Hardware, Link, predict_step
-from megatron_fsdp.planning.played_step import record_step
+from megatron_fsdp.planning.forecast import forecast_of
+from megatron_fsdp.planning.played_step import play_step
 from megatron_fsdp.planning.transformer import UnitWork, Workload
 from megatron_fsdp.policy.precision import GroupDtypes
 from tests.unit.megatron_fsdp.planning.chains import chain, group_of
@@ -90,9 +91,9 @@ def test_frozen_parameters_are_not_split() -> None:
 def test_the_optimizer_reads_and_writes_halves_and_fp32_moments() -> None:
     facts = chain(group_of(16, dtypes=SPLIT.dtypes_for(FP32, requires_grad=True)))
     hardware = Hardware(1.0, 1.0, {"axis0": Link(1.0)})
-    played = record_step(facts, SPLIT, lambda _: UnitWork(1))
-    time = predict_step(facts, lambda _: UnitWork(1), played, Workload(1, 1), hardware)
+    played = play_step(facts, lambda _: UnitWork(1))
+    time = predict_step(facts, lambda _: UnitWork(1), played, forecast_of(facts, played, 1), Workload(1, 1), hardware)
     numel = sum(group.local_numel(group.placements.optimizer) for unit in facts.units for group in unit.groups)
     # A bf16 gradient once, weights in two halves of 2 bytes twice, two FP32 moments twice.
     assert time.optimizer == pytest.approx(numel * (2 + 2 * 4 + 2 * 2 * 4))
-    assert [part.kind for part in facts.units[-1].groups[0].resting()] == ["main_weight", "remainder"]
+    assert [part.kind for part in played.groups[-1][0].resting] == ["main_weight", "remainder"]

@@ -17,11 +17,11 @@ from megatron_fsdp.runtime.step.fsdp_params import SMALL_NUMEL
 
 WIDTH = 32
 # Of the step of blocks of seven linear layers and two norms, with clipping and a stock optimizer, kernels included.
-MAX_FILES, MAX_LINES = 20, 3_948
+MAX_FILES, MAX_LINES = 19, 3_960
 # Python and C calls that sharding adds to a block, without the optimizer. FSDP2 of torch 2.13 adds 2,319 and 2,411.
-MAX_CALLS = {"fp32": 431, "bf16": 433}
+MAX_CALLS = {"fp32": 438, "bf16": 444}
 # Where no layer is large enough to be fused.
-MAX_CALLS_SMALL = {"fp32": 359, "bf16": 377}
+MAX_CALLS_SMALL = {"fp32": 366, "bf16": 388}
 
 
 @pytest.fixture(autouse=True)

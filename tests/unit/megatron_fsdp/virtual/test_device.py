@@ -1,10 +1,14 @@
 """A virtual device: code runs as it is, large operators are noted and not computed, and the engine's waits show."""
 
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import megatron_fsdp
 from megatron_fsdp import MixedPrecisionPolicy, Placements
@@ -60,10 +64,33 @@ def test_fused_attention_has_the_operations_of_causal_attention(causal_length: i
     assert flops == [2 * once, 5 * once]
 
 
-def test_a_second_world_is_refused() -> None:
-    with virtual_device(2), pytest.raises(RuntimeError, match="process of its own"), virtual_device(2):
+def test_a_job_goes_on_beside_a_virtual_world_as_if_that_was_not_there() -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=6)
+    try:
+        job, mesh, hook = dist.group.WORLD, init_device_mesh("cpu", (6,)), sys.excepthook
+        with virtual_device(16, 5):
+            assert (dist.get_rank(), dist.get_world_size()) == (5, 16)
+            assert init_device_mesh("cpu", (4, 4)).get_coordinate() == (1, 1)
+            with ThreadPoolExecutor() as others:
+                assert others.submit(dist.get_rank).result() == 1
+        assert (dist.group.WORLD, dist.get_rank(), sys.excepthook) == (job, 1, hook)
+        dist.all_reduce(torch.ones(1), group=mesh.get_group())
+    finally:
+        dist.destroy_process_group()
+    with virtual_device(2):
         pass
     assert not dist.is_initialized()
+
+
+def test_tensors_may_be_larger_than_any_memory() -> None:
+    with virtual_device(1):
+        tensor = torch.empty(1 << 12, 1 << 30)
+        row = tensor[3]
+        storage = tensor.untyped_storage()
+        storage.resize_(0)
+        assert storage.nbytes() == 0
+        storage.resize_(1 << 44)
+        assert (storage.nbytes(), row.data_ptr() - tensor.data_ptr()) == (1 << 44, 3 << 32)
 
 
 def train(placements: Placements, sizes: tuple[int, ...] = (8,), num_buffers: int = 1) -> Playback:

@@ -7,8 +7,10 @@ import torch
 
 from dbuffer import Flat, Partial, Replicate, plan
 from megatron_fsdp import ConfigError, Placements
-from megatron_fsdp.planning.model_spec import AxisFacts, GroupFacts, ModelFacts, Transfer, Visit, VisitKind
-from megatron_fsdp.planning.report import CollectiveTotal, PeakReport, report_of
+from megatron_fsdp.planning.model_spec import AxisFacts, Call, GroupFacts, ModelFacts, Transfer, Use
+from megatron_fsdp.planning.played_step import play_step
+from megatron_fsdp.planning.report import report_of
+from megatron_fsdp.planning.report_text import CollectiveTotal, PeakReport
 from tests.unit.megatron_fsdp.planning.chains import BF16, FP32, chain, group_of, three_units
 
 
@@ -58,7 +60,8 @@ def test_gradients_that_are_reduced_in_fp32_count_twice_against_bf16_weights() -
 def test_a_root_that_keeps_its_weights_adds_them_to_every_peak() -> None:
     facts = three_units()
     root = replace(facts.units[0], groups=(group_of(4),))
-    facts = ModelFacts((root, *facts.units[1:]), (facts.visits[0], Visit(VisitKind.USE, 0, 0), *facts.visits[1:]))
+    call = Call(0, (Use(0, 0, 0), *facts.call.steps))
+    facts = replace(facts, units=(root, *facts.units[1:]), call=call)
     report = report_of(facts)
     assert report.forward_peak.num_bytes == (16 + 64 + 128) * 4
     assert report.backward_peak.num_bytes == (16 + 128 + 128 + 64 + 8) * 4
@@ -105,22 +108,30 @@ def test_an_axis_of_one_rank_issues_nothing() -> None:
     assert report_of(chain(group_of(16, sizes=(1,)))).collectives == ()
 
 
+def sent(facts: ModelFacts, num_microbatches: int = 1) -> list[Transfer]:
+    """Return what a step sends, in order."""
+    segments = play_step(facts, None, [num_microbatches]).segments[num_microbatches]
+    return [event.transfer for _, events in segments for event in events if event.transfer is not None]
+
+
 def test_a_change_on_two_axes_goes_through_an_intermediate_buffer() -> None:
     both = Placements((0, 1), (Flat(), Flat()), (Flat(), Flat()), (Flat(), Flat()))
     group = group_of(16, both, sizes=(2, 4))
     # 8 elements rest; 16 after the gather over axis0, which are gathered over axis1 into the 64.
-    assert group.gather().transfers == (
+    assert sent(chain(group))[:2] == [
         Transfer("all_gather", "axis0", 2, 16 * 4),
         Transfer("all_gather", "axis1", 4, 64 * 4),
-    )
-    assert group.gather().scratch_bytes == 16 * 4
+    ]
+    assert report_of(chain(group)).forward_peak.num_bytes == (16 + 64) * 4
 
 
 def test_two_partial_axes_are_reduced_one_after_the_other() -> None:
     both = Placements((0, 1), (Replicate(), Replicate()), (Partial(), Partial()), (Replicate(), Replicate()))
     group = group_of(16, both, sizes=(2, 4))
-    assert [transfer.axis for transfer in group.finalize().transfers] == ["axis1", "axis0"]
-    assert group.reduce().transfers == ()
+    assert [(transfer.kind, transfer.axis) for transfer in sent(chain(group), 2)] == [
+        ("all_reduce", "axis1"),
+        ("all_reduce", "axis0"),
+    ]
 
 
 def test_padding_is_counted_on_the_rank_that_holds_it() -> None:
@@ -141,7 +152,7 @@ def test_gradients_of_another_dtype_are_copied_for_the_optimizer() -> None:
 def lingering(facts: ModelFacts) -> ModelFacts:
     """Units below the root are released when the next one runs, as by default."""
     root, *units = facts.units
-    return replace(facts, units=(root, *(replace(unit, lingers=True) for unit in units)))
+    return replace(facts, units=(root, *(replace(unit, reshard_after_forward=None) for unit in units)))
 
 
 def test_the_last_unit_of_forward_is_not_gathered_again_for_its_backward() -> None:
@@ -173,9 +184,7 @@ def test_a_frozen_last_unit_is_released_because_no_backward_comes_for_it() -> No
 
 def test_parts_kept_for_backward_take_their_room_and_are_gathered_by_neighbours() -> None:
     facts = three_units()
-    parts = tuple(
-        replace(unit, groups=tuple(replace(group, part_of=2) for group in unit.groups)) for unit in facts.units
-    )
+    parts = tuple(unit if unit.is_root else replace(unit, reshard_after_forward=2) for unit in facts.units)
     report = report_of(replace(facts, units=parts))
     backward = [total for total in report.collectives if (total.phase, total.kind) == ("backward", "all_gather")]
     assert backward == [CollectiveTotal("backward", "all_gather", "axis0, runs of 2", 2, 3, 224 * 4)]
@@ -208,7 +217,7 @@ def test_frozen_parameters_of_a_trained_group_have_no_optimizer_state() -> None:
 
 
 def test_an_accumulator_that_is_not_used_any_more_still_takes_its_room() -> None:
-    frozen = replace(group_of(16), requires_grad=False)
+    frozen = replace(group_of(16), frozen=frozenset({0}))
     more = report_of(chain(replace(frozen, holds_gradients=True))).persistent_bytes
     assert more - report_of(chain(frozen)).persistent_bytes == 64 * 4 // 4
 
