@@ -20,6 +20,7 @@ from triton.backends.nvidia.compiler import get_ptxas  # noqa: E402
 
 from dbuffer_kernels.split import join_kernel, split_kernel  # noqa: E402
 from tests.functional.kernels import compiled_cases as cases  # noqa: E402
+from tests.functional.kernels import compiled_decode_cases as decode_cases  # noqa: E402
 from tests.functional.kernels import compiled_step_cases as step_cases  # noqa: E402
 
 PAGE = ROOT / "docs" / "design" / "kernels.md"
@@ -32,6 +33,8 @@ KERNELS: dict[str, Callable[[int], Any]] = {
     "sum_of_squares, fp32": lambda sm: step_cases.compile_squares(FP32, sm),
     "split_weight": lambda sm: step_cases.compile_halves(split_kernel, sm),
     "join_weight": lambda sm: step_cases.compile_halves(join_kernel, sm),
+    "decode_rows, int8": lambda sm: decode_cases.compile_decode(1, 256, sm),
+    "decode_rows, mxfp8 columns": lambda sm: decode_cases.compile_decode(3, 128, sm),
     "adamw": lambda sm: step_cases.compile_adamw(step_cases.DTYPES[0], sm),
 }
 WIDE = r"\b{}\.global[.\w:]*\.(?:v4\.b32|v2\.b64|v8\.b32|v4\.b64)"

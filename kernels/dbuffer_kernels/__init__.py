@@ -6,12 +6,14 @@ from dbuffer_kernels import reference
 from dbuffer_kernels.adamw import adamw, adamw_row, adamw_rows
 from dbuffer_kernels.backends import backend, use_backend
 from dbuffer_kernels.bit_sums import checksum
+from dbuffer_kernels.decode import decode_rows
 from dbuffer_kernels.dynamic_map import QUANT_BLOCK, dequantize_blocks, dynamic_map, num_blocks, quantize_blocks
 from dbuffer_kernels.elementwise import accumulate, cast_copy
 from dbuffer_kernels.int8_adamw import CodedSegments, int8_adamw
 from dbuffer_kernels.int8_reference import CodedSegment, Int8AdamWBuffers, Int8Moments
 from dbuffer_kernels.muon import MuonWeights, muon_apply, muon_momentum
 from dbuffer_kernels.norm import sum_of_squares
+from dbuffer_kernels.quantize import CodedRows
 from dbuffer_kernels.reference import AdamWBuffers, Segment
 from dbuffer_kernels.segments import Segments
 from dbuffer_kernels.split import join_weight, split_weight
@@ -19,6 +21,7 @@ from dbuffer_kernels.split import join_weight, split_weight
 __all__ = [
     "QUANT_BLOCK",
     "AdamWBuffers",
+    "CodedRows",
     "CodedSegment",
     "CodedSegments",
     "Int8AdamWBuffers",
@@ -33,6 +36,7 @@ __all__ = [
     "backend",
     "cast_copy",
     "checksum",
+    "decode_rows",
     "dequantize_blocks",
     "dynamic_map",
     "int8_adamw",

@@ -10,9 +10,9 @@ from torch import Tensor
 from dbuffer_kernels import reference
 from dbuffer_kernels.backends import runs_on_triton, without_grad
 from dbuffer_kernels.elementwise_kernels import store_rounded
-from dbuffer_kernels.launch import device_function, element_type, launch
+from dbuffer_kernels.launch import device_function, element_type
 from dbuffer_kernels.reference import AdamWBuffers
-from dbuffer_kernels.segments import STEP_BLOCK, Segments, find_segment
+from dbuffer_kernels.segments import Segments, find_segment
 from dbuffer_kernels.split import load_joined, store_split
 
 if TYPE_CHECKING:
@@ -55,13 +55,11 @@ def adamw(buffers: AdamWBuffers, segments: Segments, rows: Tensor, *, clip: Tens
     if not runs_on_triton(weight):
         reference.adamw(buffers, segments.ranges, rows, clip=clip)
         return
-    table = segments.table(weight.device)
     # A kernel takes no absent tensors; what is marked absent is never read, so any pointer will do.
     model, remainder = buffers.model_weight, buffers.remainder
-    launch(
+    segments.launch(
         adamw_kernel,
-        table.shape[0],
-        weight.device,
+        weight,
         buffers.gradient,
         weight,
         buffers.exp_avg,
@@ -70,15 +68,11 @@ def adamw(buffers: AdamWBuffers, segments: Segments, rows: Tensor, *, clip: Tens
         weight if remainder is None else remainder,
         rows if clip is None else clip,
         rows,
-        table,
         COMPUTE=element_type(buffers.compute_dtype),
         HAS_CLIP=clip is not None,
         HAS_MODEL=model is not None,
         IS_SPLIT=remainder is not None,
-        block=STEP_BLOCK,
     )
-    # As any other operator that writes in place.
-    torch.autograd.graph.increment_version(weight)
 
 
 def adamw_row(

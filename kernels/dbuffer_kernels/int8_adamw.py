@@ -12,9 +12,9 @@ from dbuffer_kernels.adamw import divide, step, update
 from dbuffer_kernels.backends import runs_on_triton, without_grad
 from dbuffer_kernels.dynamic_map import QUANT_BLOCK, map_tables
 from dbuffer_kernels.int8_reference import CodedSegment, Int8AdamWBuffers
-from dbuffer_kernels.launch import device_function, launch
+from dbuffer_kernels.launch import device_function
 from dbuffer_kernels.reference import NUM_COLUMNS
-from dbuffer_kernels.segments import STEP_BLOCK, SegmentTable, find_segment
+from dbuffer_kernels.segments import SegmentTable, find_segment
 
 if TYPE_CHECKING:
     # At run time launch.jit binds this name, so that importing the package does not import Triton.
@@ -69,11 +69,10 @@ def int8_adamw(
     if not runs_on_triton(weight):
         int8_reference.int8_adamw(buffers, segments.ranges, rows, keys=keys, clip=clip)
         return
-    table, moments = segments.table(weight.device), buffers.moments
-    launch(
+    moments = buffers.moments
+    segments.launch(
         int8_adamw_kernel,
-        table.shape[0],
-        weight.device,
+        weight,
         buffers.gradient,
         weight,
         moments.exp_avg,
@@ -89,15 +88,11 @@ def int8_adamw(
         rows,
         rows if keys is None else keys,
         map_tables(weight.device),
-        table,
         HAS_CLIP=clip is not None,
         HAS_MODEL=buffers.model_weight is not None,
         IS_SPLIT=buffers.remainder is not None,
         IS_RANDOM=keys is not None,
-        block=STEP_BLOCK,
     )
-    # As any other operator that writes in place.
-    torch.autograd.graph.increment_version(weight)
 
 
 def int8_adamw_kernel(

@@ -14,8 +14,8 @@ from torch import Tensor
 from dbuffer_kernels.adamw import store_weight
 from dbuffer_kernels.backends import runs_on_triton, without_grad
 from dbuffer_kernels.dtypes import compute_dtype
-from dbuffer_kernels.launch import device_function, element_type, launch
-from dbuffer_kernels.segments import STEP_BLOCK, Segments, find_segment
+from dbuffer_kernels.launch import device_function, element_type
+from dbuffer_kernels.segments import Segments, find_segment
 from dbuffer_kernels.split import join_weight, load_joined, split_weight
 
 if TYPE_CHECKING:
@@ -66,21 +66,10 @@ def muon_momentum(
     """
     segments.check("muon_momentum", [gradient, momentum, out], rows, _NUM_COLUMNS, clip)
     if runs_on_triton(out):
-        table = segments.table(out.device)
-        launch(
-            muon_momentum_kernel,
-            table.shape[0],
-            out.device,
-            gradient,
-            momentum,
-            out,
-            rows if clip is None else clip,
-            rows,
-            table,
-            COMPUTE=element_type(compute_dtype(momentum.dtype, momentum.dtype)),
-            HAS_CLIP=clip is not None,
-            block=STEP_BLOCK,
-        )
+        compute = element_type(compute_dtype(momentum.dtype, momentum.dtype))
+        factor = rows if clip is None else clip
+        pointers = (gradient, momentum, out, factor, rows)
+        segments.launch(muon_momentum_kernel, out, *pointers, COMPUTE=compute, HAS_CLIP=clip is not None)
         return
     table_of_rows = rows.tolist()
     for segment in segments.ranges:
@@ -111,24 +100,19 @@ def muon_apply(update: Tensor, weights: MuonWeights, segments: Segments, rows: T
     segments.check("muon_apply", [update, weights.weight], rows, _NUM_COLUMNS)
     weight, model, remainder = weights.weight, weights.model_weight, weights.remainder
     if runs_on_triton(weight):
-        table = segments.table(weight.device)
-        launch(
+        compute = torch.float32 if remainder is not None else compute_dtype(weight.dtype, weight.dtype)
+        segments.launch(
             muon_apply_kernel,
-            table.shape[0],
-            weight.device,
+            weight,
             update,
             weight,
             weight if model is None else model,
             weight if remainder is None else remainder,
             rows,
-            table,
-            COMPUTE=element_type(torch.float32 if remainder is not None else compute_dtype(weight.dtype, weight.dtype)),
+            COMPUTE=element_type(compute),
             HAS_MODEL=model is not None,
             IS_SPLIT=remainder is not None,
-            block=STEP_BLOCK,
         )
-        # As any other operator that writes in place.
-        torch.autograd.graph.increment_version(weight)
         return
     table_of_rows = rows.tolist()
     for segment in segments.ranges:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from dbuffer_kernels.launch import device_function
+from dbuffer_kernels.launch import device_function, launch
 from dbuffer_kernels.reference import Segment
 
 if TYPE_CHECKING:
@@ -51,6 +51,13 @@ class SegmentTable(Generic[AnySegment]):
                     "disjoint ranges inside the buffer."
                 )
             end = -(-segment.stop // self.grain) * self.grain
+
+    def launch(self, kernel: Callable[..., None], written: Tensor, *arguments: Any, **constants: Any) -> None:
+        """Start a kernel on all segments; it gets the table after ``arguments``."""
+        table = self.table(written.device)
+        launch(kernel, table.shape[0], written.device, *arguments, table, block=STEP_BLOCK, **constants)
+        # As any other operator that writes in place.
+        torch.autograd.graph.increment_version(written)
 
     def table(self, device: torch.device) -> Tensor:
         """Return the kernel's int64 table: block, first and last element, row and the rest, for each program."""

@@ -6,12 +6,11 @@ import math
 from collections.abc import Sequence
 
 from dbuffer import Block, Granularity, Plan, Region, first_dimension_granularity
-from dbuffer_kernels import QUANT_BLOCK
 from dbuffer_kernels.quantize import MX_BLOCK
 from megatron_fsdp.build.grouping import unit_regions
 from megatron_fsdp.policy.precision import GroupDtypes
 
-__all__ = ["amax_numel", "cut_blocks", "is_packed", "layout_regions", "num_grids", "wire_bytes", "wire_words"]
+__all__ = ["amax_numel", "cut_blocks", "is_packed", "layout_regions", "num_grids", "wire_words"]
 
 # Blocks of 32 rows are kept whole where that pads the buffers by no more than this share of the data.
 _CHEAP = 0.01
@@ -29,38 +28,34 @@ def num_grids(gather: str) -> int:
     return 2 if gather == "mxfp8" else 1
 
 
-def wire_bytes(gather: str, numel: int) -> int:
-    """Return the bytes of one quantized copy of ``numel`` elements of the flat buffer, scales included."""
-    scales = {"fp8": 0, "int8_block": 4 * numel // QUANT_BLOCK, "mxfp8": numel // MX_BLOCK}
-    return numel + scales[gather]
+def cut_blocks(plan: Plan, gather: str) -> dict[tuple[int, int], slice]:
+    """Return the blocks of 32 rows of MXFP8's second grid that a shard boundary cuts: tensor, number of block.
 
-
-def cut_blocks(plan: Plan, gather: str) -> tuple[tuple[int, int], ...]:
-    """Return the blocks of 32 rows of MXFP8's second grid that a shard boundary cuts: tensor, number of block."""
-    if gather != "mxfp8" or not plan.shard_numel:
-        return ()
-    found = set()
+    With each the place of its columns' magnitudes among all that ranks exchange.
+    """
+    found: set[tuple[int, int]] = set()
     for tensor, (shape, offset) in enumerate(zip(plan.shapes, plan.offsets, strict=True)):
-        width, numel = shape[-1], math.prod(shape)
-        first = (offset // plan.shard_numel + 1) * plan.shard_numel
-        for boundary in range(first, offset + numel, plan.shard_numel):
-            row = (boundary - offset) // width
-            if row % MX_BLOCK:
-                found.add((tensor, row // MX_BLOCK))
-    return tuple(sorted(found))
+        numel, shard = math.prod(shape), plan.shard_numel if gather == "mxfp8" else 0
+        boundaries = range((offset // shard + 1) * shard, offset + numel, shard) if shard else ()
+        rows = ((boundary - offset) // shape[-1] for boundary in boundaries)
+        found |= {(tensor, row // MX_BLOCK) for row in rows if row % MX_BLOCK}
+    places, start = {}, 0
+    for tensor, block in sorted(found):
+        places[tensor, block] = slice(start, start := start + plan.shapes[tensor][-1])
+    return places
 
 
 def amax_numel(plan: Plan, gather: str) -> int:
     """Return how many largest magnitudes ranks exchange after an optimizer step; 0: none, they need no exchange."""
     if gather == "fp8":
         return len(plan.shapes)
-    return sum(plan.shapes[tensor][-1] for tensor, _ in cut_blocks(plan, gather))
+    return sum(place.stop - place.start for place in cut_blocks(plan, gather).values())
 
 
 def wire_words(plan: Plan, gather: str) -> str:
     """Return how the weights of a plan travel, and what the layout costs or saves, in words for a report."""
     count = amax_numel(plan, gather)
-    exchange = f"one all-reduce of {count} largest magnitudes per step" if count else "no exchange of magnitudes"
+    exchange = f"{count} largest magnitudes in an all-reduce per step" if count else "no exchange of magnitudes"
     if gather == "mxfp8":
         cut = len(cut_blocks(plan, gather))
         blocks = f"{cut} blocks of 32 rows are cut by shards" if cut else "shards cut no block of 32 rows"

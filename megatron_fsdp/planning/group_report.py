@@ -15,8 +15,7 @@ from dbuffer.storage import FlatStorage
 from megatron_fsdp.build.packed_layout import wire_words
 from megatron_fsdp.runtime.grads.packed_gradients import PackedGradients
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
-from megatron_fsdp.runtime.weights.extension_hooks import ExtensionWeights
-from megatron_fsdp.runtime.weights.packed_weights import PackedWeights
+from megatron_fsdp.runtime.weights.hooked_weights import HookedWeights
 from megatron_fsdp.runtime.weights.post_forward_shard import PostForwardShard
 
 __all__ = ["BufferReport", "CollectiveReport", "GroupReport", "group_report", "storages_of"]
@@ -110,7 +109,7 @@ def _buffers(group: ParameterGroup) -> Iterator[tuple[str, DBuffer]]:
         yield "remainder", weights.remainder.buffer
     if weights.model is not weights.main:
         yield "model_weight", weights.model
-    for sent in weights.sent if isinstance(weights, PackedWeights | ExtensionWeights) else ():
+    for sent in weights.sent if isinstance(weights, HookedWeights) else ():
         yield "packed weights", sent
     if not weights.rests_whole:
         yield "gathered weights", weights.gathered

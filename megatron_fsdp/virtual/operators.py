@@ -173,7 +173,7 @@ def _is_large(args: Any) -> bool:
 
 
 def _is_meta(args: Any, kwargs: Any) -> bool:
-    """Whether what an operator is asked to make has no memory anyway: that of fake tensors, of a mode above or below."""
+    """Whether what an operator is asked to make has no memory anyway: that of fake tensors."""
     if active_fake_mode() is not None:
         return True
     device = kwargs.get("device")

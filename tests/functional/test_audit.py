@@ -136,14 +136,14 @@ def use_released(model: Model) -> None:
 
 def gather_wrongly(model: Model) -> None:
     group = model.blocks[1].parameter_groups[0]
-    finish = group.weights.gathered_is_used
+    finish = group.use_gathered
 
     def spoil() -> None:
         finish()
         if dist.get_rank() == 1:
             group.gathered.local_buffer[0] += 1.0
 
-    mock.patch.object(group.weights, "gathered_is_used", spoil).start()
+    mock.patch.object(group, "use_gathered", spoil).start()
 
 
 FAULTS: dict[str, tuple[Callable[[Model], None], str, str]] = {

@@ -2,8 +2,10 @@
 
 import contextlib
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,11 +19,13 @@ from torch.utils._pytree import tree_leaves
 from benchmarks.null_group import null_world
 from dbuffer.events import listen
 from dbuffer.storage import KNOWN
+from dbuffer_kernels import decode_rows
 from megatron_fsdp import AdamW, MixedPrecisionPolicy, Placements, fully_shard
 from megatron_fsdp.certify.certificate import Certificate, watching
 from megatron_fsdp.certify.clocks import VirtualStreams
 from megatron_fsdp.certify.hiding import Hidden
 from megatron_fsdp.runtime.step.cuda_lane import drive_with
+from megatron_fsdp.runtime.weights import packed_weights
 
 WIDTH, TOKENS, NUM_BLOCKS = 128, 64, 5
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -198,6 +202,47 @@ def test_no_collective_of_a_step_is_issued_on_compute(strategy: str) -> None:
 def test_magnitudes_of_quantized_weights_travel_on_the_gather_lane() -> None:
     found = places_of_collectives("optim_grads_params", "fp8")
     assert found == {GATHERS, REDUCTIONS, ("all_reduce", "gather lane")}
+
+
+def waits_and_work(gather_dtype: Any) -> tuple[list[str], Counter[str]]:
+    """Return which lanes compute waits for in a step, and where weights are decoded and magnitudes exchanged."""
+    policy = MixedPrecisionPolicy(BF16, BF16, main_params_dtype=FP32, gather_dtype=gather_dtype)
+    waits: list[str] = []
+    work: Counter[str] = Counter()
+    streams = VirtualStreams()
+
+    def hear(action: str, subject: Any) -> None:
+        if action == "wait":
+            waits.append(subject.lane)
+        elif action == "collective" and subject.kind == "all_reduce":
+            work[f"all_reduce, {streams.current().name}"] += 1
+
+    def decode(*args: Any) -> None:
+        work[f"decode, {streams.current().name}"] += 1
+        decode_rows(*args)
+
+    with null_world(8), drive_with(streams), mock.patch.object(packed_weights, "decode_rows", decode):
+        model = sharded(policy, "optim_grads_params")
+        optimizer = AdamW(model.parameters())
+        for step in range(2):
+            with listen(hear) if step else contextlib.nullcontext():
+                work.clear()
+                model(torch.ones(2, WIDTH, dtype=BF16)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    return waits, work
+
+
+@pytest.mark.parametrize("gather_dtype", ["fp8", "mxfp8", "int8_block"])
+def test_compute_waits_no_more_for_weights_in_8_bits_which_the_gather_lane_decodes(gather_dtype: str) -> None:
+    plain, _ = waits_and_work(None)
+    waits, work = waits_and_work(gather_dtype)
+    assert waits == plain
+    gathers = waits.count("gather")
+    # One gather in each direction, the last block's in forward alone; one exchange for all blocks.
+    assert gathers == 2 * NUM_BLOCKS - 1
+    exchange = {"all_reduce, gather lane": 1} if gather_dtype == "fp8" else {}
+    assert work == {"decode, gather lane": gathers} | exchange
 
 
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "hsdp", "hfsdp"])

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 
+from dbuffer import observe_collectives
 from megatron_fsdp import MixedPrecisionPolicy, Placements, fully_shard
 from tests.functional.packed_training import Job, Net, traffic, train, used_weights
-from tests.harness import RankError, run_ranks
+from tests.harness import RankError, on_ranks, run_ranks
 
 
 @pytest.mark.parametrize("gather", ["fp8", "mxfp8", "int8_block"])
@@ -68,13 +70,14 @@ def as_published(weight: torch.Tensor, gather: str, *, is_backward: bool) -> tor
     return torch.cat(parts).view_as(weight)
 
 
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("gather", ["fp8", "mxfp8", "int8_block"])
-def test_compute_sees_what_the_published_formulas_give(gather: str) -> None:
-    for main, forward, backward in run_ranks(3, used_weights, Job(gather, cuts_rows=True)):
+def test_compute_sees_what_the_published_formulas_give(gather: str, dtype: torch.dtype | None) -> None:
+    for main, forward, backward in run_ranks(3, used_weights, Job(gather, cuts_rows=True, dtype=dtype)):
         for name, weight in main.items():
             for grid, seen in enumerate((forward, backward)):
                 wanted = weight if weight.ndim < 2 else as_published(weight, gather, is_backward=grid == 1)
-                assert torch.equal(seen[name], wanted), (name, grid)
+                assert torch.equal(seen[name], wanted if dtype is None else wanted.to(dtype)), (name, grid)
 
 
 @pytest.mark.parametrize("gather", ["fp8", "mxfp8", "int8_block"])
@@ -89,6 +92,42 @@ def test_a_gather_takes_a_byte_and_scales_per_element_as_explain_says(gather: st
         # The others travel with them, in bf16, in shards that begin at multiples of 16 bytes.
         others = 2 * sum(p.numel() for p in parameters if not any(p is one for one in packed))
         assert numel <= largest - others <= 1.035 * numel + 2 * 16 * len(parameters)
+
+
+@pytest.mark.parametrize(("gather", "wanted"), [("fp8", 1), ("mxfp8", 1), ("int8_block", 0)])
+def test_magnitudes_of_all_units_travel_in_one_all_reduce_a_step(gather: str, wanted: int) -> None:
+    job = Job(gather, ("first", "second"), cuts_rows=True, dtype=torch.bfloat16)
+    for calls, said, *_ in run_ranks(3, traffic, job):
+        assert calls == said
+        assert sum(call.startswith("all_reduce") for call in calls) == wanted
+
+
+@on_ranks(2)
+def test_magnitudes_are_asked_for_again_by_who_changed_since_and_in_every_evaluation() -> None:
+    model = Job("fp8", ("first", "second")).build()
+    used: list[torch.Tensor] = []
+
+    def change(*_: Any) -> None:
+        with torch.no_grad():
+            model.second.weight.mul_(4.0)
+
+    model.second.register_forward_pre_hook(lambda module, _: used.append(module.weight.detach().clone()))
+    calls: list[str] = []
+    counts = []
+    with observe_collectives(lambda call: calls.append(call.kind)):
+        for is_changed in (False, True):
+            hook = model.first.register_forward_pre_hook(change) if is_changed else None
+            for is_training in (True, False):
+                before = calls.count("all_reduce")
+                with torch.set_grad_enabled(is_training):
+                    model(torch.randn(3, 64))
+                counts.append(calls.count("all_reduce") - before)
+            if hook is not None:
+                hook.remove()
+    assert counts == [1, 1, 1, 2]
+    # A power of two: each as good as the first.
+    for times, weight in zip((1, 1, 4, 16), used, strict=True):
+        assert torch.equal(weight, used[0] * times)
 
 
 def shard_wholly() -> None:

@@ -91,9 +91,9 @@ class LastReduction(Reduction):
             self._reduced.reallocate_storage()
         self.release()
 
-    def release(self) -> None:
-        """Release what the reductions left, the wire included."""
-        super().release()
+    def discard(self) -> None:
+        """Release what the reductions left, that of sums on the wire included."""
+        self.release()
         if self.wire is not None:
             self.wire.whole.release_storage()
 

@@ -239,7 +239,7 @@ class PackedGradients(GradientBuffer):
         self._filled = bytearray(len(self._views))
         if not self.rests_partial:
             self.packed.release_storage()
-        self.reduction.release()
+        self.reduction.discard()
         self.tickets.clear()
         self.last_tickets.clear()
         if self.binding.is_under_way:

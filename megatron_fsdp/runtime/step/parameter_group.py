@@ -51,7 +51,7 @@ def start_gathers(groups: Sequence[ParameterGroup], *, check: bool, owner: int =
     """
     stale = _find_stale(groups) if check else []
     weights: list[WeightBuffers] = []
-    on_host = None
+    on_host = then = None
     for group in groups:
         generation = group.freshness.generation + (group in stale)
         if group.spec.is_offloaded:
@@ -59,13 +59,15 @@ def start_gathers(groups: Sequence[ParameterGroup], *, check: bool, owner: int =
         group.freshness.gathered = generation
         if not group.rests_whole:
             weights.append(group.weights)
+            if group.weights.land is not None:
+                then = functools.partial(group.weights.land, weights)
         part = group.weights.post_forward
         if part is not None:
             group.weights.is_from_part = part.holds(generation)
     if not weights and not stale:
         return None
     gather = functools.partial(_gather, stale, weights)
-    return lane("gather", groups[0].spec.device).submit(gather, on_host=on_host, owner=owner)
+    return lane("gather", groups[0].spec.device).submit(gather, then, on_host, owner=owner)
 
 
 def _gather(stale: Sequence[ParameterGroup], weights: Sequence[WeightBuffers], works: list[dist.Work] | None) -> None:
@@ -127,6 +129,8 @@ class WeightBuffers:
     refresh: Callable[[Sequence[ParameterGroup]], None]
     start_refresh: Callable[[], list[Part]]
     end_refresh: Callable[[], bool]
+    # Of those with hooks: what follows the gather, of all of a unit's.
+    land: Callable[[Sequence[WeightBuffers]], None] | None = None
 
     def gather(self, works: list[dist.Work] | None) -> list[Part]:
         """Allocate the gathered weights and return the gather into them; one that is no single collective is issued."""
@@ -149,11 +153,6 @@ class WeightBuffers:
         if works is not None and work is not None:
             works.append(work)
         return []
-
-    def gathered_is_used(self) -> None:
-        """Release the part kept after forward: compute waits for the gather that took it."""
-        if self.post_forward is not None:
-            self.post_forward.drop()
 
     def release(self, *, keep_generation: int | None = None) -> None:
         """Release the gathered weights; where a part is kept after forward, note the generation it is of."""
@@ -240,7 +239,8 @@ class ParameterGroup:
 
     def use_gathered(self) -> None:
         """Show the gathered weights, which compute has been made to wait for; it may be done again."""
-        self.weights.gathered_is_used()
+        if self.weights.post_forward is not None:
+            self.weights.post_forward.drop()
         if not self.rests_whole:
             self.fsdp_params.brought_back()
         self.fsdp_params.module_infos.show(is_gathered=True)

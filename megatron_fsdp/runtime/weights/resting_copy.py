@@ -8,6 +8,7 @@ from dbuffer.collectives_together import gather_together
 from dbuffer.events import listeners, tell
 from megatron_fsdp.errors import StateError
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
+from megatron_fsdp.runtime.weights.magnitudes import exchange_magnitudes
 
 __all__ = ["announce_step", "refresh_together"]
 
@@ -28,6 +29,7 @@ def refresh_together(groups: Sequence[ParameterGroup]) -> None:
             )
     for group in groups if listeners else ():
         tell("refresh", group)
+    exchange_magnitudes(groups)
     parts = [part for group in groups for part in group.weights.start_refresh()]
     try:
         if parts:

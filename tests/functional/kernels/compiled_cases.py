@@ -99,6 +99,12 @@ def assert_no_spills(compiled: Any, folder: Path) -> None:
     assert int(registers) <= 128, report
 
 
+def assert_moves(compiled: Any, loads: int, stores: int, folder: Path) -> None:
+    """Whole blocks move in so many 16-byte accesses of each thread, and nothing spills."""
+    assert (num_wide(WIDE_LOAD, compiled), num_wide(WIDE_STORE, compiled)) == (loads, stores)
+    assert_no_spills(compiled, folder)
+
+
 @on_all
 @by_pair
 @by_elementwise
@@ -106,9 +112,8 @@ def test_aligned_pointers_move_whole_blocks_in_16_byte_accesses_without_spills(
     source: torch.dtype, out: torch.dtype, adds: bool, architecture: int, tmp_path: Path
 ) -> None:
     compiled = compile_elementwise(source, out, architecture, adds=adds)
-    assert num_wide(WIDE_LOAD, compiled) == accesses_per_thread(source) + adds * accesses_per_thread(out)
-    assert num_wide(WIDE_STORE, compiled) == accesses_per_thread(out)
-    assert_no_spills(compiled, tmp_path)
+    loads, stores = accesses_per_thread(source), accesses_per_thread(out)
+    assert_moves(compiled, loads + adds * stores, stores, tmp_path)
 
 
 @on_all

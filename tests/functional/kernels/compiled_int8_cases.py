@@ -10,14 +10,7 @@ import pytest
 
 from dbuffer_kernels.int8_adamw import int8_adamw_kernel
 from dbuffer_kernels.segments import STEP_BLOCK
-from tests.functional.kernels.compiled_cases import (
-    IS_WHOLE,
-    WIDE_LOAD,
-    WIDE_STORE,
-    assert_no_spills,
-    compile_for,
-    num_wide,
-)
+from tests.functional.kernels.compiled_cases import IS_WHOLE, assert_moves, compile_for
 
 # Of gradient and weight; whether the weight is in two halves, or has a bf16 copy.
 KINDS = {"split": ("*bf16", "*bf16", True, False), "copy": ("*fp32", "*fp32", False, True)}
@@ -57,12 +50,10 @@ def test_int8_adamw_moves_whole_blocks_without_spills_codes_in_8_byte_accesses_a
     compiled = compile_int8_adamw(kind, 90, is_random=is_random)
     # Gradient and weight, with the remainder; gradient and weight in fp32, and the copy that is written.
     loads, stores = (3, 2) if kind == "split" else (4, 3)
-    assert num_wide(WIDE_LOAD, compiled) == loads
-    assert num_wide(WIDE_STORE, compiled) == stores
+    assert_moves(compiled, loads, stores, tmp_path)
     ptx = compiled.asm["ptx"]
     assert len(re.findall(r"\bld\.global\.v2\.b32", ptx)) == len(re.findall(r"\bst\.global\.v2\.b32", ptx)) == 2
     # In two branches, for the 8 elements of a thread: the values of both old codes, and what tells the new ones from
     # the next; the rest are moments that are not coded, weights of the masked branch, and scales.
     gathers, others = 2 * 8 * (6 if is_random else 4), 21 if kind == "split" else 53
     assert len(re.findall(r"\bld\.global\.b32", ptx)) <= gathers + others
-    assert_no_spills(compiled, tmp_path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -11,15 +10,7 @@ import torch
 from dbuffer_kernels import launch
 from dbuffer_kernels.muon import muon_apply_kernel, muon_momentum_kernel
 from dbuffer_kernels.segments import STEP_BLOCK
-from tests.functional.kernels.compiled_cases import (
-    WIDE_LOAD,
-    WIDE_STORE,
-    accesses_per_thread,
-    assert_no_spills,
-    compile_for,
-    num_wide,
-    on_all,
-)
+from tests.functional.kernels.compiled_cases import accesses_per_thread, assert_moves, compile_for, on_all
 
 FP32, BF16, INT16 = torch.float32, torch.bfloat16, torch.int16
 POINTERS = {FP32: "*fp32", BF16: "*bf16"}
@@ -27,12 +18,6 @@ POINTERS = {FP32: "*fp32", BF16: "*bf16"}
 
 def wide(*dtypes: torch.dtype) -> int:
     return sum(accesses_per_thread(dtype, STEP_BLOCK) for dtype in dtypes)
-
-
-def assert_moves(compiled: Any, loads: int, stores: int, folder: Path) -> None:
-    assert num_wide(WIDE_LOAD, compiled) == loads
-    assert num_wide(WIDE_STORE, compiled) == stores
-    assert_no_spills(compiled, folder)
 
 
 @on_all

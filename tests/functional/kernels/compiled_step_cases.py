@@ -20,6 +20,7 @@ from tests.functional.kernels.compiled_cases import (
     WIDE_LOAD,
     WIDE_STORE,
     accesses_per_thread,
+    assert_moves,
     assert_no_spills,
     compile_for,
     num_wide,
@@ -102,9 +103,7 @@ def test_adamw_moves_whole_blocks_in_16_byte_accesses_without_spills(
     dtypes: Dtypes, architecture: int, tmp_path: Path
 ) -> None:
     compiled = compile_adamw(dtypes, architecture)
-    assert num_wide(WIDE_LOAD, compiled) == dtypes.num_loads()
-    assert num_wide(WIDE_STORE, compiled) == dtypes.num_stores()
-    assert_no_spills(compiled, tmp_path)
+    assert_moves(compiled, dtypes.num_loads(), dtypes.num_stores(), tmp_path)
 
 
 @on_all
@@ -135,8 +134,7 @@ def test_the_sum_of_squares_reads_whole_blocks_in_16_byte_accesses_without_spill
     dtype: torch.dtype, architecture: int, tmp_path: Path
 ) -> None:
     compiled = compile_squares(dtype, architecture)
-    assert num_wide(WIDE_LOAD, compiled) == accesses_per_thread(dtype)
-    assert_no_spills(compiled, tmp_path)
+    assert_moves(compiled, accesses_per_thread(dtype), 0, tmp_path)
 
 
 @on_all
@@ -154,11 +152,8 @@ def test_split_and_join_move_bits_in_16_byte_accesses_without_converting_them(
 ) -> None:
     compiled = compile_halves(kernel, architecture)
     halves, whole = 2 * accesses_per_thread(BF16), accesses_per_thread(FP32)
-    is_split = kernel is split_kernel
-    assert num_wide(WIDE_LOAD, compiled) == (whole if is_split else halves)
-    assert num_wide(WIDE_STORE, compiled) == (halves if is_split else whole)
+    assert_moves(compiled, *((whole, halves) if kernel is split_kernel else (halves, whole)), tmp_path)
     assert not re.findall(r"\b(?:mul|fma|cvt)\S*\.(?:b?f16|f32|f64)", compiled.asm["ptx"])
-    assert_no_spills(compiled, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["adamw", "squares", "split", "join"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import pytest
@@ -10,9 +9,8 @@ import torch
 
 from dbuffer_kernels import MuonWeights, Segment, Segments, join_weight, muon_apply, muon_momentum, use_backend
 from dbuffer_kernels import split_weight as split
+from tests.functional.kernels.on_triton import DEVICE
 
-INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETS else "cuda"
 NUMEL = 9001
 # Whole blocks, parts of blocks, one element, neighbours, a gap.
 SEGMENTS = (Segment(4099, 8999, 1), Segment(3, 4098, 0), Segment(4098, 4099, 1), Segment(9000, 9000, 0))

@@ -18,13 +18,8 @@ from tests.harness.grids import nightly_but
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[2]
-CASES = (FOLDER / "triton_cases.py", FOLDER / "step_cases.py", FOLDER / "muon_cases.py", FOLDER / "int8_cases.py")
-COMPILED = (
-    FOLDER / "compiled_cases.py",
-    FOLDER / "compiled_step_cases.py",
-    FOLDER / "compiled_muon_cases.py",
-    FOLDER / "compiled_int8_cases.py",
-)
+CASES = tuple(FOLDER / f"{kind}_cases.py" for kind in ("triton", "step", "muon", "int8", "decode"))
+COMPILED = tuple(FOLDER / f"compiled{kind}_cases.py" for kind in ("", "_step", "_muon", "_int8", "_decode"))
 
 Failures = dict[str, list[str]]
 

@@ -10,11 +10,19 @@ import dbuffer_kernels
 
 def test_the_package_exports_exactly_its_documented_names() -> None:
     ops = (
-        "accumulate adamw cast_copy checksum dequantize_blocks dynamic_map int8_adamw join_weight "
+        "accumulate adamw cast_copy checksum decode_rows dequantize_blocks dynamic_map int8_adamw join_weight "
         "muon_apply muon_momentum num_blocks quantize_blocks split_weight sum_of_squares"
     )
     functions = [*ops.split(), "adamw_row", "adamw_rows", "backend", "use_backend"]
-    classes = ["AdamWBuffers", "CodedSegment", "CodedSegments", "Int8AdamWBuffers", "Int8Moments", "MuonWeights"]
+    classes = [
+        "AdamWBuffers",
+        "CodedRows",
+        "CodedSegment",
+        "CodedSegments",
+        "Int8AdamWBuffers",
+        "Int8Moments",
+        "MuonWeights",
+    ]
     classes += ["Segment", "Segments"]
     assert dbuffer_kernels.__all__ == sorted([*functions, *classes, "QUANT_BLOCK", "reference"], key=_constants_first)
     kinds = (
