@@ -17,11 +17,11 @@ from megatron_fsdp.runtime.step.fsdp_params import SMALL_NUMEL
 
 WIDTH = 32
 # Of the step of blocks of seven linear layers and two norms, with clipping and a stock optimizer, kernels included.
-MAX_FILES, MAX_LINES = 19, 3_960
+MAX_FILES, MAX_LINES = 19, 4_000
 # Python and C calls that sharding adds to a block, without the optimizer. FSDP2 of torch 2.13 adds 2,319 and 2,411.
-MAX_CALLS = {"fp32": 438, "bf16": 444}
+MAX_CALLS = {"fp32": 443, "bf16": 446}
 # Where no layer is large enough to be fused.
-MAX_CALLS_SMALL = {"fp32": 366, "bf16": 388}
+MAX_CALLS_SMALL = {"fp32": 371, "bf16": 390}
 
 
 @pytest.fixture(autouse=True)
