@@ -275,7 +275,7 @@ class _InvariantReduction(LastReduction):
     """
 
     def __init__(self, packed: DBuffer, main_grad: DBuffer) -> None:
-        super().__init__(packed, packed, main_grad, main_grad, wire=None, is_offloaded=False, is_pinned=False)
+        super().__init__(packed, packed, main_grad, main_grad, wire=None)
         # Not what ``finish`` may leave out.
         self.is_last = False
         self.counter = BinaryCounter(torch.promote_types(torch.float32, packed.dtype), packed.name)

@@ -75,10 +75,9 @@ class LastReduction(Reduction):
     """
 
     def __init__(
-        self, packed: DBuffer, reduced: DBuffer, main_grad: DBuffer, final: DBuffer, *, wire: Wire | None,
-        is_offloaded: bool, is_pinned: bool,
-    ) -> None:  # fmt: skip
-        super().__init__(packed, reduced, main_grad, final, is_offloaded=is_offloaded, is_pinned=is_pinned)
+        self, packed: DBuffer, reduced: DBuffer, main_grad: DBuffer, final: DBuffer, wire: Wire | None
+    ) -> None:
+        super().__init__(packed, reduced, main_grad, final)
         if reduced.dtype is not packed.dtype:
             self._wide = _wide_part(packed, reduced)
         self.wire = wire

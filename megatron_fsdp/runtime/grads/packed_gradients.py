@@ -14,6 +14,7 @@ from dbuffer.placements import BufferPlacement
 from megatron_fsdp.runtime.grads.fuse import offer_products
 from megatron_fsdp.runtime.grads.gradient_spec import GradientSpec
 from megatron_fsdp.runtime.grads.last_reduction import LastReduction, Wire
+from megatron_fsdp.runtime.grads.offloaded_reduction import OffloadedReduction
 from megatron_fsdp.runtime.grads.shown_grads import ShownGrads
 from megatron_fsdp.runtime.step.cuda_lane import turns
 from megatron_fsdp.runtime.step.fsdp_params import FSDPParams
@@ -138,15 +139,8 @@ class PackedGradients(GradientBuffer):
         self.binding = ShownGrads(main_grad, final, self._fsdp_params, self._template.dtype)
         # Memory of the host is plentiful, and pages that a GPU writes are slow to come by.
         self.binding.keeps = spec.is_offloaded
-        self.reduction = LastReduction(
-            self.packed,
-            reduced,
-            main_grad,
-            final,
-            wire=self._wire(main_grad, final),
-            is_offloaded=spec.is_offloaded,
-            is_pinned=spec.is_pinned,
-        )
+        ways = self.packed, reduced, main_grad, final, self._wire(main_grad, final)
+        self.reduction = OffloadedReduction(*ways, spec.is_pinned) if spec.is_offloaded else LastReduction(*ways)
 
     def _wire(self, main_grad: DBuffer, final: DBuffer) -> Wire | None:
         spec = self._spec

@@ -86,20 +86,18 @@ class Reduction:
         packed: receives autograd's gradients. reduced: the slice of it that its reduction leaves to this rank; or, of a
             wider dtype, memory of its own.
         main_grad: the accumulator. final: the slice of it that the optimizer reads.
-        wire: what is left to reduce at the end travels in it; None: in ``main_grad`` itself.
-        is_offloaded: ``main_grad`` lies in CPU memory beside the main weights. is_pinned: in pages that a GPU writes.
 
     Attributes:
         hook: called with each reduced gradient (1-D, averaged) before it is accumulated, to reduce it further.
         function: used instead of the reduce-scatter.
         keeps: what is reduced into has memory all the time, where it has its own.
         is_last: whether ``main_grad`` is what the optimizer reads, so that ``finish`` has nothing to do.
+        is_offloaded: whether ``main_grad`` lies in CPU memory beside the main weights.
     """
 
-    def __init__(
-        self, packed: DBuffer, reduced: DBuffer, main_grad: DBuffer, final: DBuffer, *,
-        is_offloaded: bool = False, is_pinned: bool = False,
-    ) -> None:  # fmt: skip
+    is_offloaded = False
+
+    def __init__(self, packed: DBuffer, reduced: DBuffer, main_grad: DBuffer, final: DBuffer) -> None:
         self.hook: Hook | None = None
         self.function: ReduceFunction | None = None
         self.keeps = False
@@ -109,8 +107,6 @@ class Reduction:
         self._route = Route(packed, reduced)
         self._main_grad, self._final = main_grad, final
         self.is_last = final is main_grad
-        self.is_offloaded, self._is_pinned = is_offloaded, is_pinned
-        self._staging: torch.Tensor | None = None
 
     def stages(self, scale: float, *, overwrite: bool) -> Stages:
         """Return the reduction of the packed buffer, and its fold into ``main_grad``, for ``submit_reductions``.
@@ -124,7 +120,6 @@ class Reduction:
         reduced.reallocate_storage()
         # Where axes are left to reduce at the end, the hook's turn comes after them, in ``finish``.
         hook = self.hook if self.is_last else None
-        staging = self._staged() if self.is_offloaded else None
         # A hook sees averages, so scaling comes before it.
         factor = scale if hook is None else 1.0
 
@@ -132,16 +127,9 @@ class Reduction:
             source = reduced.local_buffer
             if hook is not None:
                 hook(source.mul_(scale))
-            if staging is None:
-                accumulate(source, main_grad.local_buffer, scale=factor, overwrite=overwrite)
-            else:
-                staging.copy_(source, non_blocking=True)
+            accumulate(source, main_grad.local_buffer, scale=factor, overwrite=overwrite)
 
-        def fold_on_host() -> None:
-            assert staging is not None
-            accumulate(staging, main_grad.local_buffer, scale=factor, overwrite=overwrite)
-
-        return Stages(self._operation(), fold, None if staging is None else fold_on_host)
+        return Stages(self._operation(), fold, None)
 
     def _operation(self) -> Callable[[list[dist.Work] | None], list[Part]]:
         packed, reduced, function, route, wide = self._packed, self._reduced, self.function, self._route, self._wide
@@ -162,10 +150,3 @@ class Reduction:
         """Release what the reduction left, which is folded."""
         if self._wide and not self.keeps:
             self._reduced.release_storage()
-
-    def _staged(self) -> torch.Tensor:
-        """Return the CPU memory by which reduced gradients reach an offloaded ``main_grad``."""
-        if self._staging is None:
-            numel, pinned = self._reduced.local_buffer.numel(), self._is_pinned and torch.cuda.is_available()
-            self._staging = torch.empty(numel, dtype=self._reduced.dtype, pin_memory=pinned)
-        return self._staging

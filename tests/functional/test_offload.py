@@ -1,0 +1,50 @@
+"""Gradients whose sums lie in CPU memory: what is copied there, and what the CPU adds up."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from megatron_fsdp.runtime.grads import offloaded_reduction
+from tests.harness import on_ranks
+from tests.harness.twins import Twins
+
+
+@pytest.mark.parametrize("strategy", ["optim_grads_params", "hsdp"])
+@on_ranks(4)
+def test_the_first_microbatch_is_copied_to_the_sums_and_only_later_ones_are_added_by_the_host(strategy: str) -> None:
+    twins = Twins(strategy=strategy, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    added: list[bool] = []
+    accumulate = offloaded_reduction.accumulate
+
+    def counted(source: torch.Tensor, out: torch.Tensor, **options: Any) -> torch.Tensor:
+        added.append(not options.get("overwrite", False))
+        return accumulate(source, out, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(offloaded_reduction, "accumulate", counted)
+        for step in range(3):
+            twins.model.set_is_last_backward(step == 2)
+            twins.backward(step)
+            assert len(added) > 0
+            assert set(added) == {step > 0}
+            added.clear()
+    assert twins.gradients_apart() < 2e-6
+    twins.zero_grad()
+    twins.backward(3)
+    assert twins.gradients_apart() < 2e-6
+
+
+@on_ranks(3)
+def test_sums_of_sixteen_bits_are_scaled_in_at_least_fp32_on_their_way_to_the_host() -> None:
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, main_params_dtype=torch.float32)
+    here, there = (
+        Twins(strategy="optim_grads_params", mp_policy=policy, **options).model
+        for options in ({}, {"offload_policy": CPUOffloadPolicy(pin_memory=False)})
+    )
+    for model in (here, there):
+        for step in range(2):
+            model(torch.full((2, 7), 1.0 + step, dtype=torch.bfloat16)).float().square().mean().backward()
+    for one, other in zip(here.parameters(), there.parameters(), strict=True):
+        assert torch.equal(one.grad.to_local(), other.grad.to_local())
