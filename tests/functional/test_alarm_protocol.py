@@ -296,7 +296,7 @@ MUTANTS = {
     "the alarm is not raised": ("_run", "if self._alarm is not None:", "if False:"),
     "the store's end ends the thread": ("_run", "except RuntimeError", "except KeyError"),
     "who does not answer ends the reporter": ("_collect", "except RuntimeError", "except KeyError"),
-    "who left leaves no word": ("_leave", "is not None", "is None"),
+    "who left leaves no word": ("_run", "if self._departure is not None", "if self._departure is None"),
 }
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import re
 from collections.abc import Callable, Sequence
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -98,8 +99,8 @@ def reduce_twice(model: Model) -> None:
     assert buffer is not None
     reduce = GradientBuffer.reduce
 
-    def twice(buffers: Sequence[GradientBuffer], owner: int = 0) -> None:
-        reduce(buffers, owner)
+    def twice(buffers: Sequence[GradientBuffer], **options: Any) -> None:
+        reduce(buffers, **options)
         if buffer in buffers:
             buffer._begin()
             buffer.packed.zero_()

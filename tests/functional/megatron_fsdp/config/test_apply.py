@@ -76,10 +76,10 @@ def test_suggested_communication_unit_size_gathers_so_many_elements_ahead() -> N
     assert [len(units) for units in ahead(both)[:6]] == [1, 2, 1, 1, 1, 0]
     assert ahead(both)[1] == ["0", "1"]
     assert [len(units) for units in ahead(default)[:6]] == [1, 1, 1, 1, 1, 1]
-    # In backward layer 4 is still there, so the next that is used is layer 3; with a size layer 2 is started by then.
+    # In backward layer 4 is still there, and layer 3 is gathered ahead of its use; with a size layer 2 is, too.
     for transcript, is_started in ((both, True), (default, False)):
         backward = [line.replace("layers.", "") for line in transcript[transcript.index("reshard layers.3") + 1 :]]
-        assert ("gather 2" in backward[: backward.index("use 3")]) is is_started
+        assert ("gather 2" in backward[: backward.index("reshard 4")]) is is_started
 
 
 @pytest.mark.parametrize("size", [1, LAYER + 1, 10**9])
