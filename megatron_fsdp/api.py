@@ -11,9 +11,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
-from dbuffer import Partial, PlacementError, Replicate
+from dbuffer import PlacementError
 from dbuffer.mesh import make_reduce_groups, mesh_axes
-from megatron_fsdp.build.builder import GranularityChoice, GroupPlanner
+from megatron_fsdp.build.builder import Wishes, plan_groups
+from megatron_fsdp.build.grouping import GranularityChoice
 from megatron_fsdp.build.no_shard import is_no_shard
 from megatron_fsdp.build.ownership import OwnedParameter, collect_parameters
 from megatron_fsdp.errors import ConfigError, StateError
@@ -62,19 +63,16 @@ def fully_shard(
 ) -> M:
     """Shard a module's parameters, gradients and optimizer state over a mesh, in place.
 
-    Call it bottom-up: on every block, then on the whole model. Each call makes a unit of the parameters that no
-    nested unit owns; the unit's
-    weights are gathered before its forward and backward and released after. The module's class becomes ``FSDP<Class>``.
-    Every rank of the mesh makes the same calls, in the same order. A call that raises leaves the module as it was, and
-    raises on all ranks.
+    Call it bottom-up: on every block, then on the whole model. Each call makes a unit of the parameters that no nested
+    unit owns; its weights are gathered before its forward and backward and released after. The module's class becomes
+    ``FSDP<Class>``. Every rank of the mesh makes the same calls, in the same order. A call that raises leaves the
+    module as it was, and raises on all ranks.
 
     Args:
-        module: a module, or a list of modules that run one after the other and form one unit (a final norm and the
-            head).
-        mesh: data-parallel device mesh; two axes mean (outer replicas, inner shards). None: one axis over all ranks,
-            on CUDA where there is
-            one, else on CPU; without an initialised process group, the job that torchrun, srun or mpirun started
-            (docs/launch.md), or a group of this process alone where none did.
+        module: a module, or a list of modules that run one after the other (a final norm and the head) as one unit.
+        mesh: data-parallel device mesh; two axes mean (outer replicas, inner shards). None: one axis over all ranks, on
+            CUDA where there is one, else on CPU; without an initialised process group, the job that torchrun, srun or
+            mpirun started (docs/launch.md), or a group of this process alone where none did.
         placements: the sharding strategy. None: ZeRO-3 on the (inner) axis.
         reshard_after_forward: release weights between forward and backward. None: yes, but not of the root, nor of the
             unit that forward uses last. An int: keep a part, such that groups of that many neighbours hold the
@@ -91,8 +89,7 @@ def fully_shard(
     Returns:
         ``module``.
     Raises:
-        ConfigError: a module, parameter or setting that cannot be sharded as asked; it names the parameter and the
-            cure.
+        ConfigError: a module, parameter or setting that cannot be sharded as asked; it names parameter and cure.
         OwnershipError: a parameter that another unit owns.
         PlacementError, LayoutError, MeshError: from the buffers.
 
@@ -115,10 +112,10 @@ def fully_shard(
         ignored = tuple(ignored_params or ())
         owned = collect_parameters(modules, _is_unit, ignored, target)
         _check_shard_placement(owned, shard_placement_fn)
-        planner = GroupPlanner(target, policy, offload_of(offload_policy, target.placements), grad_divisor, granularity)
+        offload = offload_of(offload_policy, target.placements)
         # Nothing of the module is changed until all ranks are through.
         buffers = _moved_buffers(modules, buffer_device(target.mesh), owned)
-        plans = planner.plans(owned)
+        plans = plan_groups(owned, Wishes(target, policy, offload, grad_divisor, granularity))
         has_hooks = any(each.extension is not None for each in owned)
         is_released = reshard_after_forward is not False
         with state_to_come(modules, is_released=is_released) if has_hooks else nullcontext():
@@ -162,21 +159,20 @@ def _check_modules(modules: Sequence[nn.Module]) -> None:
     if not modules:
         raise ConfigError("fully_shard got an empty list of modules")
     for module in modules:
+        name = type(module).__name__
         if not isinstance(module, nn.Module):
-            raise ConfigError(f"fully_shard takes a module or a list of modules, found {type(module).__name__}")
+            raise ConfigError(f"fully_shard takes a module or a list of modules, found {name}")
         if isinstance(module, FSDPModule):
+            raise ConfigError(f"{name} is sharded already; call fully_shard once on each module, children first")
+        if any(unit.backward.is_manual for unit in units_below(module)):
             raise ConfigError(
-                f"{type(module).__name__} is sharded already; call fully_shard once on each module, children first"
-            )
-        if any(isinstance(child, FSDPModule) and unit_of(child).backward.is_manual for child in module.modules()):
-            raise ConfigError(
-                f"a module below {type(module).__name__} has set_manual_backward_finalization(True), which is the "
-                "root's to call: call it on the outermost module, after the last fully_shard"
+                f"a module below {name} has set_manual_backward_finalization(True), which is the root's to call: call "
+                "it on the outermost module, after the last fully_shard"
             )
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
             raise ConfigError(
-                f"{type(module).__name__} has no forward, so there is no moment to gather its weights; call "
-                "fully_shard on each of its modules, or on the module that calls them"
+                f"{name} has no forward, so there is no moment to gather its weights; call fully_shard on each of its "
+                "modules, or on the module that calls them"
             )
 
 
@@ -232,17 +228,8 @@ def _adopt_units(modules: Sequence[nn.Module], root: Unit) -> None:
     attach_root(root, units.values())
 
 
-def _state(module: nn.Module) -> Unit:
-    """Return the unit that ``fully_shard`` made of a module.
-
-    Raises:
-        StateError: ``fully_shard`` was not called on it.
-    """
-    return unit_of(module)
-
-
 # FSDP2 code asks fully_shard.state(module).
-fully_shard.state = _state  # type: ignore[attr-defined]
+fully_shard.state = unit_of  # type: ignore[attr-defined]
 
 
 def replicate(module: M, mesh: DeviceMesh | None = None, **options: Any) -> M:
@@ -258,10 +245,8 @@ def replicate(module: M, mesh: DeviceMesh | None = None, **options: Any) -> M:
         replicate(model)  # DDP over the same engine
     """
     if options.get("dp_mesh_dims") is None:
-        target = sharding_target(mesh, None, None)
-        axes = tuple(range(target.mesh.ndim))
-        whole, summed = (Replicate(),) * len(axes), (Partial("sum"),) * len(axes)
-        return fully_shard(module, target.mesh, Placements(axes, whole, summed, whole), **options)
+        mesh = sharding_target(mesh, None, None).mesh
+        options["placements"] = Placements.no_shard(*range(mesh.ndim))
     return fully_shard(module, mesh, **options)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -9,7 +10,6 @@ import torch
 from torch import nn
 
 from dbuffer.collectives_rare import broadcast
-from dbuffer.mesh import MeshAxis
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.runtime.lifecycle.make_param_group import shown_over
 from megatron_fsdp.runtime.lifecycle.make_unit import materialize_unit
@@ -58,7 +58,7 @@ def materialize(model: nn.Module, init_fn: Initializer | None = None) -> None:
     todo = [
         (module, _initializer(names[key], module, init_fn))
         for key, module in children_first.items()
-        if _has_meta(module)
+        if any(tensor is not None and tensor.is_meta for tensor in _held(module).values())
     ]
     device = next((group.spec.device for unit in units for group in unit.groups), torch.device("cpu"))
     fresh = [group for unit in units for group in unit.groups if group.is_meta]
@@ -86,24 +86,22 @@ def in_full_precision(groups: Iterable[ParameterGroup]) -> Iterator[None]:
         group.weights.store(values)
 
 
-def _has_meta(module: nn.Module) -> bool:
-    tensors = [*module._parameters.values(), *module._buffers.values()]
-    return any(tensor is not None and tensor.is_meta for tensor in tensors)
+def _held(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    return {**module._parameters, **module._buffers}
 
 
 def _initializer(name: str, module: nn.Module, init_fn: Initializer | None) -> Callable[[], object]:
     if init_fn is not None:
-        given = init_fn
-        return lambda: given(module)
-    own = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+        return functools.partial(init_fn, module)
+    own: Callable[[], object] | None = getattr(module, "reset_parameters", None)
+    own = own or getattr(module, "_reset_parameters", None)
     if own is None:
-        held = [key for key, value in {**module._parameters, **module._buffers}.items() if value is not None]
+        held = [key for key, value in _held(module).items() if value is not None]
         raise ConfigError(
             f"module {name!r} ({type(module).__name__}) holds {held} on the meta device and has no reset_parameters(); "
             "give it one, or pass init_fn, which is called with each such module"
         )
-    method: Callable[[], object] = own
-    return method
+    return own
 
 
 def _allocate_rest(module: nn.Module, device: torch.device) -> None:
@@ -121,21 +119,16 @@ def _allocate_rest(module: nn.Module, device: torch.device) -> None:
 def _random_state_of_first_rank(units: list[Unit], device: torch.device) -> Iterator[None]:
     """Run the block on every rank with the random state of the first one; the others get their own back."""
     axes = {id(axis.gather_group): axis for unit in units for group in unit.groups for axis in group.main_weight.axes}
-    own, own_cuda = torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    torch.set_rng_state(_of_first_rank(own, list(axes.values()), device))
-    if own_cuda is not None:
-        torch.cuda.set_rng_state(_of_first_rank(own_cuda, list(axes.values()), device), device)
+    states = [(torch.get_rng_state(), torch.set_rng_state)]
+    if device.type == "cuda":
+        states.append((torch.cuda.get_rng_state(device), lambda state: torch.cuda.set_rng_state(state, device)))
+    for own, set_state in states:
+        shared = own.to(device)
+        for axis in axes.values():
+            broadcast(shared, axis)
+        set_state(shared.cpu())
     try:
         yield
     finally:
-        if any(axis.rank for axis in axes.values()):
-            torch.set_rng_state(own)
-            if own_cuda is not None:
-                torch.cuda.set_rng_state(own_cuda, device)
-
-
-def _of_first_rank(state: torch.Tensor, axes: list[MeshAxis], device: torch.device) -> torch.Tensor:
-    shared = state.to(device)
-    for axis in axes:
-        broadcast(shared, axis)
-    return shared.cpu()
+        for own, set_state in states if any(axis.rank for axis in axes.values()) else ():
+            set_state(own)

@@ -46,11 +46,11 @@ LONG_FILES = (
     "tests/functional/test_certify.py",
     "tests/functional/test_stock_tools.py",
     "tests/functional/megatron_fsdp/checkpoint/test_scratch.py",
-    "tests/functional/test_expert_weights.py",
+    "tests/functional/megatron_fsdp/build/test_expert_weights.py",
     "tests/functional/test_checkpoint.py",
     "tests/functional/examples/test_gpt_parallel.py",
     "tests/functional/test_muon.py",
-    "tests/functional/test_tensor_parallel.py",
+    "tests/functional/megatron_fsdp/build/test_tensor_parallel.py",
     "tests/unit/test_architecture.py",
 )
 

@@ -1,120 +1,31 @@
-"""GroupPlanner: from a unit's parameters to what its parameter groups are built from."""
+"""From a unit's parameters to what its parameter groups are built from."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from dbuffer import Granularity, Plan, Region
+from dbuffer import Plan, Region
 from dbuffer_kernels.switches import is_off
-from megatron_fsdp.build.grouping import even_region, gathers_main_weights, granularities, group_parameters
+from megatron_fsdp.build.grouping import (
+    GranularityChoice,
+    even_region,
+    gathers_main_weights,
+    granularities,
+    group_parameters,
+)
 from megatron_fsdp.build.ownership import OwnedParameter, settle_grad_dtypes
 from megatron_fsdp.build.packed_layout import is_packed, layout_regions
 from megatron_fsdp.policy.mesh import ShardingTarget, buffer_device
-from megatron_fsdp.policy.offload import Offload
+from megatron_fsdp.policy.offload import CPUOffloadPolicy
 from megatron_fsdp.policy.precision import GroupDtypes, MixedPrecisionPolicy
 from megatron_fsdp.policy.strategy import Placements
 
-__all__ = [
-    "GranularityChoice",
-    "GroupPlan",
-    "GroupPlanner",
-    "GroupSpec",
-]
-
-GranularityChoice = Granularity | Callable[[nn.Parameter], Granularity | None] | None
-
-
-@dataclass(frozen=True, slots=True)
-class GroupPlan:
-    """One parameter group to be built.
-
-    Attributes:
-        owned: its parameters. plan: where each lies in the flat buffers. spec: everything else.
-    """
-
-    owned: Sequence[OwnedParameter]
-    plan: Plan
-    spec: GroupSpec
-
-
-class GroupPlanner:
-    """Divides parameters of one unit into groups."""
-
-    def __init__(
-        self,
-        target: ShardingTarget,
-        policy: MixedPrecisionPolicy,
-        offload: Offload,
-        grad_divisor: float,
-        granularity: GranularityChoice,
-    ) -> None:
-        self._target = target
-        self._policy = policy
-        self._offload = offload
-        self._granularity = granularity
-        # Invariant sums are divided by what does not depend on the mesh, which has to be said first.
-        self._divisor = math.inf if policy.reduction else target.mesh.size() * grad_divisor
-
-    def plans(self, owned: Sequence[OwnedParameter]) -> list[GroupPlan]:
-        """Return the groups of a unit: one per region of parameters that can share buffers.
-
-        Raises:
-            ConfigError: ``param_dtype_override_fn`` returned something else than it may.
-        """
-        for each in owned:
-            each.policy = self._policy.for_parameter(each.name, each.parameter)
-        settle_grad_dtypes(owned, self._policy, [each.parameter for each in owned])
-        return [plan for like in group_parameters(owned) for plan in self._plans(like)]
-
-    def _plans(self, like: Sequence[OwnedParameter]) -> Iterator[GroupPlan]:
-        # Apart those that travel packed.
-        gather = None if like[0].is_replicated or like[0].extension is not None else self._policy.gather_dtype
-        packed = [one for one in like if one.parameter.is_floating_point() and is_packed(one.shape, gather)]
-        others = [one for one in like if not any(one is other for other in packed)]
-        if packed:
-            yield from self._groups(packed, gather)
-        if others:
-            yield from self._groups(others, None)
-
-    def _groups(self, like: Sequence[OwnedParameter], gather: str | None) -> Iterator[GroupPlan]:
-        first = like[0].parameter
-        dtypes = replace(like[0].dtypes_for(first.dtype, requires_grad=first.requires_grad), gather=gather)
-        for parameter in like:
-            parameter.trained_main_dtype = parameter.dtypes_for(first.dtype, requires_grad=True).stepped
-        extension = like[0].extension
-        if extension is not None and extension.is_packed:
-            dtypes = like[0].dtypes_for(torch.uint8, requires_grad=False)
-            for parameter in like:
-                parameter.trained_main_dtype = None
-        mesh, placements = self._target.mesh, self._target.placements
-        spec = GroupSpec(mesh, placements, buffer_device(mesh), dtypes, self._divisor, is_meta=first.is_meta)
-        is_fused = extension is None and not is_off("fused-gradients")
-        fuses = self._policy.fuse_weight_gradients if is_fused else False
-        spec = replace(spec, fuses_weight_gradients=fuses)
-        if like[0].is_replicated:
-            spec = replace(spec, placements=placements.no_shard_on_all_axes())
-        elif self._offload.is_on:
-            spec = replace(spec, is_offloaded=True, is_pinned=self._offload.is_pinned)
-        for region in self._regions(like, spec):
-            yield GroupPlan([like[index] for index in region.indices], region.plan, spec)
-
-    def _regions(self, like: Sequence[OwnedParameter], spec: GroupSpec) -> Sequence[Region]:
-        num_shards = spec.placements.num_shards([spec.mesh.size(axis) for axis in range(spec.mesh.ndim)])
-        # What rests whole is refused where its buffers are made.
-        if like[0].extension is not None and num_shards == self._target.num_weight_shards:
-            return [even_region(one, num_shards, spec.dtypes) for one in like]
-        return layout_regions(
-            [parameter.shape for parameter in like],
-            num_shards,
-            spec.dtypes,
-            None if self._granularity is None else granularities(like, self._granularity),
-        )
+__all__ = ["GroupPlan", "GroupSpec", "Wishes", "plan_groups"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +57,7 @@ class GroupSpec:
     @property
     def gathers_main_weights(self) -> bool:
         """Whether no compute weights rest beside main weights."""
-        return gathers_main_weights(self.placements, self.dtypes, is_offloaded=self.is_offloaded)
+        return gathers_main_weights(self.placements, self.dtypes)
 
     @property
     def compute_device(self) -> torch.device:
@@ -157,3 +68,84 @@ class GroupSpec:
     def resting_device(self) -> torch.device:
         """Where main weights, weights at rest and main gradients live."""
         return torch.device("cpu") if self.is_offloaded and not self.is_meta else self.compute_device
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPlan:
+    """One parameter group to be built.
+
+    Attributes:
+        owned: its parameters. plan: where each lies in the flat buffers. spec: everything else.
+    """
+
+    owned: Sequence[OwnedParameter]
+    plan: Plan
+    spec: GroupSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What ``fully_shard`` was asked for, of the groups of one unit.
+
+    Attributes:
+        divisor: of gradients, on top of the number of data-parallel ranks.
+    """
+
+    target: ShardingTarget
+    policy: MixedPrecisionPolicy
+    offload: CPUOffloadPolicy | None
+    divisor: float
+    granularity: GranularityChoice
+
+
+def plan_groups(owned: Sequence[OwnedParameter], wishes: Wishes) -> list[GroupPlan]:
+    """Return the groups of a unit: one per region of parameters that can share buffers.
+
+    Raises:
+        ConfigError: ``param_dtype_override_fn`` returned something else than it may, or a granularity cuts inside rows.
+    """
+    for each in owned:
+        each.policy = wishes.policy.for_parameter(each.name, each.parameter)
+    settle_grad_dtypes(owned, wishes.policy, [each.parameter for each in owned])
+    return [plan for alike in group_parameters(owned) for plan in _plans(alike, wishes)]
+
+
+def _plans(alike: Sequence[OwnedParameter], wishes: Wishes) -> Iterator[GroupPlan]:
+    first = alike[0]
+    may_pack = first.parameter.is_floating_point() and not first.is_replicated and first.extension is None
+    asked = wishes.policy.gather_dtype if may_pack else None
+    for gather in dict.fromkeys((asked, None)):
+        members = [one for one in alike if is_packed(one.shape, asked) is (gather is not None)]
+        if members:
+            spec = _spec(first, wishes, gather)
+            for region in _regions(members, spec, wishes):
+                yield GroupPlan([members[index] for index in region.indices], region.plan, spec)
+
+
+def _spec(first: OwnedParameter, wishes: Wishes, gather: str | None) -> GroupSpec:
+    own, mesh, placements = first.parameter, wishes.target.mesh, wishes.target.placements
+    is_bytes = first.extension is not None and first.extension.is_packed
+    dtypes = first.dtypes_for(torch.uint8 if is_bytes else own.dtype, requires_grad=own.requires_grad)
+    offload = None if first.is_replicated else wishes.offload
+    is_fused = first.extension is None and not is_off("fused-gradients")
+    return GroupSpec(
+        mesh,
+        placements.no_shard_on_all_axes() if first.is_replicated else placements,
+        buffer_device(mesh),
+        replace(dtypes, gather=gather),
+        # Invariant sums are divided by what does not depend on the mesh, which has to be said first.
+        math.inf if wishes.policy.reduction else mesh.size() * wishes.divisor,
+        is_offloaded=offload is not None,
+        is_pinned=offload is not None and offload.pin_memory,
+        is_meta=own.is_meta,
+        fuses_weight_gradients=is_fused and wishes.policy.fuse_weight_gradients,
+    )
+
+
+def _regions(alike: Sequence[OwnedParameter], spec: GroupSpec, wishes: Wishes) -> Sequence[Region]:
+    num_shards = spec.placements.num_shards(spec.mesh.shape)
+    # What rests whole is refused where its buffers are made.
+    if alike[0].extension is not None and num_shards == wishes.target.num_weight_shards:
+        return [even_region(one, num_shards, spec.dtypes) for one in alike]
+    asked = None if wishes.granularity is None else granularities(alike, wishes.granularity)
+    return layout_regions([one.shape for one in alike], num_shards, spec.dtypes, asked)

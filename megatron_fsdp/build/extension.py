@@ -68,14 +68,12 @@ class Extension:
 
     def part(self, resting: torch.Tensor) -> torch.Tensor:
         """Return this rank's part, of the subclass, over its memory at rest: rows, or bytes."""
-        if not self.is_packed:
-            size, stride = resting.shape, resting.stride()
-            found: torch.Tensor = self.kind.__tensor_unflatten__({self.inner: resting}, self.context, size, stride)
-            return found
-        rows = torch.Size((self.shape[0] // self.num_parts, *self.shape[1:]))
-        inner = {piece.name: piece.of(resting.view(-1)) for piece in self.pieces}
-        made: torch.Tensor = self.kind.__tensor_unflatten__(inner, self.context, rows, self.stride)
-        return made
+        inner, size, stride = {self.inner: resting}, resting.shape, resting.stride()
+        if self.is_packed:
+            size, stride = torch.Size((self.shape[0] // self.num_parts, *self.shape[1:])), self.stride
+            inner = {piece.name: piece.of(resting.view(-1)) for piece in self.pieces}
+        found: torch.Tensor = self.kind.__tensor_unflatten__(inner, self.context, size, stride)
+        return found
 
 
 def extension_of(name: str, parameter: torch.Tensor, num_parts: int) -> Extension | None:

@@ -16,16 +16,13 @@ from megatron_fsdp.policy.precision import GradDtype, GroupDtypes
 from megatron_fsdp.policy.strategy import Placements
 
 __all__ = [
-    "GroupKey",
-    "even_region",
-    "gathers_main_weights",
-    "granularities",
-    "group_parameters",
-    "grouped",
-    "unit_regions",
-]
+    "GranularityChoice", "GroupKey", "even_region", "gathers_main_weights", "granularities", "group_parameters",
+    "grouped", "unit_regions",
+]  # fmt: skip
 
 T = TypeVar("T")
+GranularityChoice = Granularity | Callable[[nn.Parameter], Granularity | None] | None
+"""Where shards may be cut: as one says, or a function of each parameter; None: between slices of dimension 0."""
 
 
 class GroupKey(NamedTuple):
@@ -69,20 +66,13 @@ def _key(owned: OwnedParameter) -> GroupKey:
     return GroupKey(*own, split, owned.policy.param_dtype, owned.grad_dtype, alone)
 
 
-def gathers_main_weights(placements: Placements, dtypes: GroupDtypes, *, is_offloaded: bool) -> bool:
-    """Whether gathers start from main weights and cast them on their way, so that no compute weights rest.
-
-    Not where weights rest coarser than main weights do; nor with CPU offload, where a copy in the compute dtype saves
-    the host a cast for every gather.
-    """
-    if placements.parameter != placements.optimizer:
-        return False
-    return dtypes.main is dtypes.compute or (Flat() in placements.parameter and not is_offloaded)
+def gathers_main_weights(placements: Placements, dtypes: GroupDtypes) -> bool:
+    """Whether gathers cast main weights on their way: not where compute weights rest whole, or coarser than these."""
+    is_alike = placements.parameter == placements.optimizer
+    return is_alike and (dtypes.main is dtypes.compute or Flat() in placements.parameter)
 
 
-def granularities(
-    owned: Sequence[OwnedParameter], granularity: Granularity | Callable[[nn.Parameter], Granularity | None] | None
-) -> list[Granularity]:
+def granularities(owned: Sequence[OwnedParameter], granularity: GranularityChoice) -> list[Granularity]:
     """Return where each parameter may be cut: as asked, else between slices of the first dimension.
 
     Raises:
@@ -90,21 +80,16 @@ def granularities(
     """
     result = []
     for parameter in owned:
-        asked = granularity(parameter.parameter) if callable(granularity) else granularity
-        finest = first_dimension_granularity(parameter.shape)
-        result.append(finest if asked is None else _checked_granularity(parameter, asked))
+        asked, shape = granularity(parameter.parameter) if callable(granularity) else granularity, parameter.shape
+        row_numel = shape[-1] if len(shape) > 1 else 1
+        unit_numel = 0 if asked is None else asked.unit_numel(shape)
+        if row_numel and unit_numel % row_numel and unit_numel < math.prod(shape):
+            raise ConfigError(
+                f"parameter {parameter.name!r} of shape {shape}: granularity {asked} would cut inside a row of "
+                f"{row_numel} elements, which no DTensor can describe; the finest here is Row()"
+            )
+        result.append(first_dimension_granularity(shape) if asked is None else asked)
     return result
-
-
-def _checked_granularity(parameter: OwnedParameter, asked: Granularity) -> Granularity:
-    row_numel = parameter.shape[-1] if len(parameter.shape) > 1 else 1
-    unit = asked.unit_numel(parameter.shape)
-    if row_numel and unit % row_numel and unit < math.prod(parameter.shape):
-        raise ConfigError(
-            f"parameter {parameter.name!r} of shape {parameter.shape}: granularity {asked} would cut inside a row of "
-            f"{row_numel} elements, which no DTensor can describe; the finest here is Row()"
-        )
-    return asked
 
 
 # Cutting between slices of the first dimension is what PyTorch's tools understand best, and enough but for weights

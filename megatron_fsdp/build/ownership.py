@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -20,13 +20,8 @@ from megatron_fsdp.policy.mesh import ShardingTarget
 from megatron_fsdp.policy.precision import GradDtype, GroupDtypes, MixedPrecisionPolicy, grad_dtype_of
 
 __all__ = [
-    "OwnedParameter",
-    "ParamModuleInfo",
-    "collect_parameters",
-    "mark_owned",
-    "owner_words",
-    "settle_grad_dtypes",
-]
+    "OwnedParameter", "ParamModuleInfo", "collect_parameters", "mark_owned", "owner_words", "settle_grad_dtypes",
+]  # fmt: skip
 
 # Parameters, sharded ones and the originals, that some unit has taken over, with the name of that unit and of the
 # parameter in it. A tied weight that is still registered elsewhere is found here.
@@ -39,8 +34,7 @@ class ParamModuleInfo:
     __slots__ = ("_module", "attribute")
 
     def __init__(self, module: nn.Module, attribute: str) -> None:
-        self._module = weakref.ref(module)
-        self.attribute = attribute
+        self._module, self.attribute = weakref.ref(module), attribute
 
     @property
     def module(self) -> nn.Module:
@@ -60,7 +54,6 @@ class OwnedParameter:
         split: how it is sharded over axes that are not data-parallel; None for a plain parameter.
         is_replicated: it stays whole on every rank (``fsdp_no_shard``).
         policy: its mixed precision. grad_dtype: what was set as its attribute of that name.
-        trained_main_dtype: of the main weight it would have if it was trained; None: its own.
         extension: of a subclass that brings an all-gather of its own; None for any other.
     """
 
@@ -70,7 +63,6 @@ class OwnedParameter:
     is_replicated: bool = False
     policy: MixedPrecisionPolicy = MixedPrecisionPolicy()  # noqa: RUF009  # frozen
     grad_dtype: GradDtype = "own"
-    trained_main_dtype: torch.dtype | None = None
     extension: Extension | None = None
     param_module_infos: list[ParamModuleInfo] = field(default_factory=list)
 
@@ -100,8 +92,7 @@ def collect_parameters(
     """Return the parameters below ``modules`` that no nested unit owns, in registration order.
 
     Args:
-        modules: the modules of one unit. target: over what it is sharded; None
-            where no parameter is a DTensor.
+        modules: of one unit. target: over what it is sharded; None where no parameter is a DTensor.
         is_unit: tells nested units, which are skipped with all that is below them.
         ignored: parameters that nobody shards.
     Raises:
@@ -112,22 +103,21 @@ def collect_parameters(
     found: dict[int, OwnedParameter] = {}
     for position, root in enumerate(modules):
         prefix = f"{position}." if len(modules) > 1 else ""
-        for module_name, module in _modules_of_unit(root, is_unit):
+        nested = {below for below in root.modules() if below is not root and is_unit(below)}
+        for path, module in root.named_modules(memo=nested):
             for attribute, parameter in module._parameters.items():
                 if parameter is None or id(parameter) in skipped:
                     continue
-                name = prefix + (f"{module_name}." if module_name else "") + attribute
-                owned = found.get(id(parameter))
-                if owned is None:
+                if id(parameter) not in found:
+                    name = f"{prefix}{path}.{attribute}" if path else prefix + attribute
                     _check_parameter(name, parameter, root)
                     _check_module(name, module, root)
-                    split = tensor_parallel_of(name, parameter, target)
-                    is_replicated = is_no_shard(module) or is_no_shard(parameter)
-                    owned = found[id(parameter)] = OwnedParameter(name, parameter, split, is_replicated)
-                    owned.extension = (
-                        None if target is None else extension_of(name, parameter, target.num_weight_shards)
-                    )
-                owned.param_module_infos.append(ParamModuleInfo(module, attribute))
+                    owned = OwnedParameter(name, parameter, tensor_parallel_of(name, parameter, target))
+                    owned.is_replicated = is_no_shard(module) or is_no_shard(parameter)
+                    if target is not None:
+                        owned.extension = extension_of(name, parameter, target.num_weight_shards)
+                    found[id(parameter)] = owned
+                found[id(parameter)].param_module_infos.append(ParamModuleInfo(module, attribute))
     return list(found.values())
 
 
@@ -145,19 +135,6 @@ def settle_grad_dtypes(
     common = policy.common_reduce_dtype(trained)
     for each in owned:
         each.policy = replace(each.policy, reduce_dtype=common)
-
-
-def _modules_of_unit(
-    root: nn.Module, is_unit: Callable[[nn.Module], bool], prefix: str = "", seen: set[int] | None = None
-) -> Iterator[tuple[str, nn.Module]]:
-    seen = set() if seen is None else seen
-    if id(root) in seen:
-        return
-    seen.add(id(root))
-    yield prefix, root
-    for name, child in root.named_children():
-        if not is_unit(child):
-            yield from _modules_of_unit(child, is_unit, f"{prefix}.{name}" if prefix else name, seen)
 
 
 def _check_parameter(name: str, parameter: nn.Parameter, root: nn.Module) -> None:

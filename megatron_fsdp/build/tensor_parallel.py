@@ -22,8 +22,6 @@ from megatron_fsdp.policy.mesh import ShardingTarget
 
 __all__ = ["TensorParallel", "tensor_parallel_of"]
 
-_COMBINED: weakref.WeakKeyDictionary[DeviceMesh, dict[int, DeviceMesh]] = weakref.WeakKeyDictionary()
-
 
 @dataclass(frozen=True, eq=False)
 class TensorParallel:
@@ -117,11 +115,12 @@ def tensor_parallel_of(name: str, parameter: torch.Tensor, target: ShardingTarge
     return TensorParallel(mesh, placements, parameter.shape, parameter.stride(), target.axis_names)
 
 
+# By the identity of a mesh, an entry goes with it. One object per slice: groups of parameters are told apart by it.
 _SLICES: dict[tuple[int, tuple[str, ...]], DeviceMesh] = {}
+_COMBINED: dict[tuple[int, int], DeviceMesh] = {}
 
 
 def _slice_once(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
-    # One object per slice: groups of parameters are told apart by it.
     key = (id(mesh), names)
     if key not in _SLICES:
         _SLICES[key] = mesh[names]
@@ -134,15 +133,15 @@ def _combined_mesh(own: DeviceMesh, data: DeviceMesh, data_axes: tuple[str, ...]
 
     ``data`` has the data-parallel axes of the root, some of them perhaps flattened into one.
     """
-    made = _COMBINED.setdefault(own, {})
-    key = id(data)
-    if key not in made:
+    key = (id(own), id(data))
+    if key not in _COMBINED:
         root, first = own._get_root_mesh(), tuple(own.mesh_dim_names or ())
         in_root = [name for name in root.mesh_dim_names or () if name in (*first, *data_axes)]
         ranks = root[tuple(in_root)].mesh.permute([in_root.index(name) for name in (*first, *data_axes)])
         ranks = ranks.reshape(*own.mesh.shape, *data.mesh.shape)
         groups = [mesh.get_group(axis) for mesh in (own, data) for axis in range(mesh.ndim)]
         last = data.mesh_dim_names or ("_".join(data_axes),)
-        made[key] = DeviceMesh.from_group(groups, own.device_type, mesh=ranks, mesh_dim_names=(*first, *last))
-        weakref.finalize(data, made.pop, key, None)
-    return made[key]
+        _COMBINED[key] = DeviceMesh.from_group(groups, own.device_type, mesh=ranks, mesh_dim_names=(*first, *last))
+        for mesh in (own, data):
+            weakref.finalize(mesh, _COMBINED.pop, key, None)
+    return _COMBINED[key]

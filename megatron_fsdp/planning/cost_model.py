@@ -244,7 +244,7 @@ def _bytes_per_element(group: GroupFacts) -> int:
     dtypes = group.dtypes
     stepped = dtypes.stepped.itemsize
     # Split weights are read and written in two halves, one of which is the compute weight.
-    is_alone = gathers_main_weights(group.placements, dtypes, is_offloaded=group.is_offloaded)
+    is_alone = gathers_main_weights(group.placements, dtypes)
     has_copy = dtypes.gather is None and dtypes.main is not dtypes.compute and not is_alone
     weights = 2 * stepped + (dtypes.compute.itemsize if has_copy else 0)
     # Both moments are read and written; codes are bytes, with a scale for each 256.

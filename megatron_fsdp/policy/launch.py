@@ -21,7 +21,7 @@ class JobPlace:
     """Where this process stands in its job.
 
     Attributes:
-        rank: 0 <= rank < size. local_rank: its number on its machine; None where nobody says.
+        rank: 0 <= rank < size. local_rank: its number on its machine; None where nothing says.
     """
 
     rank: int
@@ -29,30 +29,20 @@ class JobPlace:
     local_rank: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Launcher:
-    """The variables by which a launcher that is not made for PyTorch numbers the processes it starts."""
-
-    name: str
-    rank: str
-    sizes: tuple[str, ...]
-    local_rank: str
-
-
-# mpirun may have been called inside of a SLURM job, whose variables then are those of mpirun itself.
+# Launchers that are not made for PyTorch, and the variables by which each numbers the processes that it starts: rank,
+# sizes, local rank. mpirun may have been called inside of a SLURM job, whose variables then are those of mpirun itself;
+# a SLURM job may have more tasks than the step that this process is of, an interactive shell for instance.
 _LAUNCHERS = (
-    _Launcher("Open MPI", "OMPI_COMM_WORLD_RANK", ("OMPI_COMM_WORLD_SIZE",), "OMPI_COMM_WORLD_LOCAL_RANK"),
-    _Launcher("MVAPICH", "MV2_COMM_WORLD_RANK", ("MV2_COMM_WORLD_SIZE",), "MV2_COMM_WORLD_LOCAL_RANK"),
-    _Launcher("MPICH", "PMI_RANK", ("PMI_SIZE",), "MPI_LOCALRANKID"),
-    # A job may have more tasks than the step that this process is of, an interactive shell for instance.
-    _Launcher("SLURM", "SLURM_PROCID", ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), "SLURM_LOCALID"),
+    ("Open MPI", "OMPI_COMM_WORLD_RANK", ("OMPI_COMM_WORLD_SIZE",), "OMPI_COMM_WORLD_LOCAL_RANK"),
+    ("MVAPICH", "MV2_COMM_WORLD_RANK", ("MV2_COMM_WORLD_SIZE",), "MV2_COMM_WORLD_LOCAL_RANK"),
+    ("MPICH", "PMI_RANK", ("PMI_SIZE",), "MPI_LOCALRANKID"),
+    ("SLURM", "SLURM_PROCID", ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), "SLURM_LOCALID"),
 )
-_RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT")
 _ALONE = "To train in this process alone, set WORLD_SIZE=1"
 
 
 def join_job(device_type: str) -> None:
-    """Initialise ``torch.distributed`` for the job this process was started for; alone where nobody started one."""
+    """Initialise ``torch.distributed`` for the job this process was started for; alone where it was started alone."""
     place = job_place(os.environ)
     if place is None:
         dist.init_process_group("nccl" if device_type == "cuda" else "gloo", store=HashStore(), rank=0, world_size=1)
@@ -68,21 +58,26 @@ def job_place(environment: Mapping[str, str]) -> JobPlace | None:
 
     ``RANK`` and ``WORLD_SIZE`` (torchrun, a PyTorchJob of Kubernetes) count first, then what srun and mpirun set.
     """
-    named = {name: environment[name] for name in ("RANK", "WORLD_SIZE") if environment.get(name)}
-    missing = [name for name in _RENDEZVOUS if not environment.get(name)]
-    if missing and named.get("WORLD_SIZE") == "1" and named.get("RANK", "0") == "0":
+    rank, size = environment.get("RANK"), environment.get("WORLD_SIZE")
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]
+    if missing and size == "1" and rank in (None, "", "0"):
         return None
     launcher, place = _launched_by(environment)
-    if "WORLD_SIZE" in named and ("RANK" in named or place is None):
-        launcher, place = "RANK and WORLD_SIZE", _named_place(named, environment)
-    elif "RANK" in named:
+    if size and (rank or place is None):
+        if not rank:
+            raise ConfigError(f"WORLD_SIZE={size} is set, but not RANK; set both, or start with torchrun. {_ALONE}")
+        local_rank = environment.get("LOCAL_RANK")
+        launcher = "RANK and WORLD_SIZE"
+        place = JobPlace(int(rank), int(size), None if local_rank is None else int(local_rank))
+    elif rank:
+        raise ConfigError(f"RANK={rank} is set, but not WORLD_SIZE; set both, or start with torchrun. {_ALONE}")
+    if place is None and multiprocessing.parent_process() is not None and size != "1":
         raise ConfigError(
-            f"RANK={named['RANK']} is set, but not WORLD_SIZE; set both, or start with torchrun. {_ALONE}"
+            "fully_shard without a mesh in a process that multiprocessing started, and nothing says whether it is one "
+            "of several: call torch.distributed.init_process_group(init_method=..., rank=..., world_size=...) before "
+            f"it (docs/launch.md). {_ALONE}"
         )
-    if place is None:
-        _refuse_a_child(environment)
-        return None
-    if missing:
+    if place is not None and missing:
         raise ConfigError(
             f"this is process {place.rank} of {place.size}, according to {launcher}, but {' and '.join(missing)} "
             f"{'is' if len(missing) == 1 else 'are'} not set, so the processes cannot find each other: export the name "
@@ -92,32 +87,11 @@ def job_place(environment: Mapping[str, str]) -> JobPlace | None:
     return place
 
 
-def _named_place(named: Mapping[str, str], environment: Mapping[str, str]) -> JobPlace:
-    if "RANK" not in named:
-        raise ConfigError(
-            f"WORLD_SIZE={named['WORLD_SIZE']} is set, but not RANK; set both, or start with torchrun. {_ALONE}"
-        )
-    local_rank = environment.get("LOCAL_RANK")
-    return JobPlace(int(named["RANK"]), int(named["WORLD_SIZE"]), None if local_rank is None else int(local_rank))
-
-
 def _launched_by(environment: Mapping[str, str]) -> tuple[str, JobPlace | None]:
     """Return the launcher that started this process as one of several, and the place that it gave it."""
-    for launcher in _LAUNCHERS:
-        size = next((environment[name] for name in launcher.sizes if environment.get(name)), "1")
-        rank, local_rank = environment.get(launcher.rank), environment.get(launcher.local_rank)
+    for name, of_rank, of_sizes, of_local_rank in _LAUNCHERS:
+        size = next((environment[each] for each in of_sizes if environment.get(each)), "1")
+        rank, local_rank = environment.get(of_rank), environment.get(of_local_rank)
         if rank and int(size) > 1:
-            source = f"{launcher.name} ({launcher.rank})"
-            return source, JobPlace(int(rank), int(size), int(local_rank) if local_rank else None)
+            return f"{name} ({of_rank})", JobPlace(int(rank), int(size), int(local_rank) if local_rank else None)
     return "", None
-
-
-def _refuse_a_child(environment: Mapping[str, str]) -> None:
-    """Refuse to train alone what may be one of several processes that ``torch.multiprocessing.spawn`` started."""
-    if multiprocessing.parent_process() is None or environment.get("WORLD_SIZE") == "1":
-        return
-    raise ConfigError(
-        "fully_shard without a mesh in a process that multiprocessing started, and nothing says whether it is one of "
-        "several: call torch.distributed.init_process_group(init_method=..., rank=..., world_size=...) before it "
-        f"(docs/launch.md). {_ALONE}"
-    )

@@ -18,10 +18,8 @@ _MEGATRONS = frozenset(
     overlap_param_gather preproc_state_dict_for_dcp_ckpt calculate_per_token_loss nccl_ub
     fsdp_double_buffer""".split()
 )
-_OWN = (
-    "mesh", "placements", "reshard_after_forward", "mp_policy", "offload_policy", "ignored_params", "granularity",
-    "grad_divisor", "shard_placement_fn", "dp_mesh_dims",
-)  # fmt: skip
+_OWN = """mesh placements reshard_after_forward mp_policy offload_policy ignored_params granularity grad_divisor
+    shard_placement_fn dp_mesh_dims""".split()
 
 
 def refuse_megatron_call(mesh: object, others: Mapping[str, Any]) -> None:
@@ -31,16 +29,18 @@ def refuse_megatron_call(mesh: object, others: Mapping[str, Any]) -> None:
         mesh: its second argument, which in Megatron-FSDP is the optimizer. others: keywords that it does not know.
     Raises:
         ConfigError: they are Megatron-FSDP's; it says what to call.
-        TypeError: nobody's, as Python itself would raise it.
+        TypeError: they are not, as Python itself would raise it.
     """
-    found = [name for name in others if name in _MEGATRONS]
-    if isinstance(mesh, Optimizer) or found:
-        what = f"an {type(mesh).__name__} as its second argument" if isinstance(mesh, Optimizer) else f"{found[0]}="
+    found = [f"{name}=" for name in others if name in _MEGATRONS]
+    if isinstance(mesh, Optimizer):
+        found.insert(0, f"an {type(mesh).__name__} as its second argument")
+    if found:
         raise ConfigError(
-            f"fully_shard got {what}, as in Megatron-FSDP. Its fully_shard(module, optimizer, ...) is "
+            f"fully_shard got {found[0]}, as in Megatron-FSDP. Its fully_shard(module, optimizer, ...) is "
             "fully_shard_model_and_optimizer(module, optimizer, ...) here, and its fully_shard_model keeps its name; "
             "this fully_shard is PyTorch's: one call for each unit, with mesh= and mp_policy="
         )
     for name in others:
-        meant = nearest(name, _OWN)
-        raise TypeError(f"fully_shard() got an unexpected keyword argument {name!r}; the nearest is {meant!r}")
+        raise TypeError(
+            f"fully_shard() got an unexpected keyword argument {name!r}; the nearest is {nearest(name, _OWN)!r}"
+        )

@@ -46,18 +46,12 @@ class DataParallelMeshDims:
     @property
     def shard_names(self) -> tuple[str, ...]:
         """The axes of ``shard``, as a tuple."""
-        return _as_tuple(self.shard)
+        return (self.shard,) if isinstance(self.shard, str) else tuple(self.shard or ())
 
     @property
     def replicate_names(self) -> tuple[str, ...]:
         """The axes of ``replicate``, as a tuple."""
-        return _as_tuple(self.replicate)
-
-
-def _as_tuple(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    if names is None:
-        return ()
-    return (names,) if isinstance(names, str) else tuple(names)
+        return (self.replicate,) if isinstance(self.replicate, str) else tuple(self.replicate or ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +72,8 @@ class ShardingTarget:
     @property
     def num_weight_shards(self) -> int:
         """Into how many parts weights at rest are cut."""
-        placed = enumerate(self.placements.parameter)
-        return math.prod(self.mesh.size(axis) for axis, placement in placed if isinstance(placement, Flat))
+        placed = zip(self.mesh.shape, self.placements.parameter, strict=True)
+        return math.prod(size for size, placement in placed if placement == Flat())
 
 
 def sharding_target(mesh: DeviceMesh | None, placements: Placements | None, dp_mesh_dims: Any) -> ShardingTarget:
@@ -95,6 +89,9 @@ def sharding_target(mesh: DeviceMesh | None, placements: Placements | None, dp_m
     placements = _default_placements(mesh, dp_mesh_dims) if placements is None else placements
     mesh = _data_parallel_mesh(mesh, placements)
     return ShardingTarget(mesh, placements, root, tuple(mesh.mesh_dim_names or ()) if names is None else names)
+
+
+_CHOSEN: dict[tuple[int, tuple[tuple[str, ...], ...]], tuple[DeviceMesh, DeviceMesh]] = {}
 
 
 def _named_axes(mesh: DeviceMesh, dims: Any) -> DeviceMesh:
@@ -118,13 +115,14 @@ def _choose(mesh: DeviceMesh, parts: tuple[tuple[str, ...], ...]) -> DeviceMesh:
         return flat[0]
     used = [name for name in mesh.mesh_dim_names or () if any(name in names for names in parts)]
     ranks = mesh[tuple(used)].mesh.permute([used.index(name) for names in parts for name in names])
-    sizes = [each.size() for each in flat]
-    groups = [each.get_group() for each in flat]
-    names = tuple("_".join(names) for names in parts)
-    return DeviceMesh.from_group(groups, mesh.device_type, mesh=ranks.reshape(sizes), mesh_dim_names=names)
+    return DeviceMesh.from_group(
+        [each.get_group() for each in flat],
+        mesh.device_type,
+        mesh=ranks.reshape([each.size() for each in flat]),
+        mesh_dim_names=tuple("_".join(names) for names in parts),
+    )
 
 
-_CHOSEN: dict[tuple[int, tuple[tuple[str, ...], ...]], tuple[DeviceMesh, DeviceMesh]] = {}
 # By the job's group: another one comes with another mesh. Those of destroyed groups are dropped by hand: a mesh refers
 # to its group, so a weak key would live as long as the entry, and with it the threads of the group.
 _DEFAULT_MESHES: dict[dist.ProcessGroup, DeviceMesh] = {}

@@ -9,7 +9,7 @@ from dbuffer import Flat
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.policy.strategy import Placements
 
-__all__ = ["CPUOffloadPolicy", "Offload", "OffloadPolicy", "hand_back", "offload_of"]
+__all__ = ["CPUOffloadPolicy", "OffloadPolicy", "offload_of"]
 
 
 @dataclass(frozen=True)
@@ -25,11 +25,10 @@ class OffloadPolicy:
 
 @dataclass(frozen=True)
 class CPUOffloadPolicy(OffloadPolicy):
-    """Weights at rest, main weights, gradients and with them the optimizer step live in CPU memory.
+    """Main weights, gradients and with them the optimizer step live in CPU memory.
 
-    A unit's shard is copied to its own slice of the gathered buffer just before the gather, and its reduced gradient
-    back just after the reduction, both on the lanes of those collectives. The host waits for either, so it runs ahead
-    of the GPU by a unit at most.
+    A unit's shard is copied to the device and cast there just before the gather, and its reduced gradient back just
+    after the reduction, both on the lanes of those collectives.
 
     Args:
         pin_memory: use page-locked memory, which copies run beside compute need; it is not swapped out.
@@ -43,38 +42,22 @@ class CPUOffloadPolicy(OffloadPolicy):
     pin_memory: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class Offload:
-    """What a policy asks for."""
-
-    is_on: bool = False
-    is_pinned: bool = False
-
-
-def hand_back() -> None:
-    """Let the host write main weights in CPU memory again: the lane that copied them is done when this is called.
-
-    A gather calls it when it is waited for, as on every way back to sharded weights; so those are the host's alone.
-    """
-
-
-def offload_of(policy: Any, placements: Placements) -> Offload:
-    """Return what an offload policy, ours, PyTorch's or None, asks for.
+def offload_of(policy: Any, placements: Placements) -> CPUOffloadPolicy | None:
+    """Return what an offload policy, ours, PyTorch's or None, asks for; None for nothing.
 
     Raises:
         ConfigError: it is something else, or weights or gradients rest whole on every rank, where compute needs them.
     """
     if policy is None or type(policy).__name__ == "OffloadPolicy":
-        return Offload()
+        return None
     if not hasattr(policy, "pin_memory"):
         raise ConfigError(
             f"offload_policy is {policy!r}; give OffloadPolicy() or CPUOffloadPolicy(), ours or "
             "torch.distributed.fsdp's"
         )
-    for kind in (placements.parameter, placements.gradient):
-        if not any(isinstance(placement, Flat) for placement in kind):
-            raise ConfigError(
-                f"offload_policy={policy!r} with {placements}: what rests whole on every rank is used where it rests "
-                "and cannot be offloaded; use Placements.optim_grads_params(), hsdp() or hfsdp()"
-            )
-    return Offload(is_on=True, is_pinned=bool(policy.pin_memory))
+    if Flat() not in placements.parameter or Flat() not in placements.gradient:
+        raise ConfigError(
+            f"offload_policy={policy!r} with {placements}: what rests whole on every rank is used where it rests and "
+            "cannot be offloaded; use Placements.optim_grads_params(), hsdp() or hfsdp()"
+        )
+    return CPUOffloadPolicy(bool(policy.pin_memory))

@@ -27,6 +27,13 @@ GradDtype = torch.dtype | Literal["own", "any"]
 """What a parameter's attribute ``grad_dtype`` says: the parameter's own dtype (nothing was set), any (None), or one."""
 
 GATHER_DTYPES = ("fp8", "mxfp8", "int8_block")
+_CHOICES: dict[str, tuple[object, ...]] = {
+    "fuse_weight_gradients": (True, False, "wide"),
+    "split_main_params": (True, False),
+    "moments": (None, "int8"),
+    "gather_dtype": (None, *GATHER_DTYPES),
+    "reduction": (None, "invariant"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,37 +81,34 @@ class MixedPrecisionPolicy:
 
     Args:
         param_dtype: compute and all-gather dtype. None: the parameter's own.
-        reduce_dtype: reduce-scatter dtype, and that of sums that are not reduced yet. None: that of the gradients:
-            ``main_grads_dtype``; else the parameter's ``grad_dtype``, which is its own dtype where nothing was set
-            and ``param_dtype`` where it was set to None. FP32 parameters that compute in bf16 are reduced in FP32, as
-            in PyTorch 2.15 (before: in ``param_dtype``). Parameters of a unit that ask for several are reduced in the
-            widest.
+        reduce_dtype: reduce-scatter dtype, and that of sums that are not reduced yet. None: ``main_grads_dtype``; else
+            the parameter's ``grad_dtype``, which is its own dtype where nothing was set and ``param_dtype`` where it
+            was set to None. FP32 parameters that compute in bf16 are reduced in FP32, as in PyTorch 2.15.
+            Parameters of a unit that ask for several are reduced in the widest.
         output_dtype: floating-point outputs of the module's forward are cast to it.
         cast_forward_inputs: cast floating-point forward inputs to ``param_dtype``.
-        main_params_dtype: dtype of the weights the optimizer steps. None: the parameter's own. Give
-            ``torch.float32`` to train a
-            model whose own parameters are bf16 with FP32 main weights.
+        main_params_dtype: dtype of the weights the optimizer steps. None: the parameter's own. ``torch.float32`` trains
+            a model whose own parameters are bf16 with FP32 main weights.
         main_grads_dtype: dtype in which gradients rest and accumulate. None: the parameter's ``grad_dtype`` where that
             was set, else the main weights'.
-        fuse_weight_gradients: let the backward of ``nn.Linear``, where it has more than 16,384 weights, multiply the
-            weight's gradient straight into the unit's packed gradient buffer, which saves a tensor and a copy, wherever
-            that buffer has the compute dtype. "wide": also into an FP32 buffer from bf16 or fp16 weights; what is then
-            summed was never rounded to 16 bits.
+        fuse_weight_gradients: let the backward of ``nn.Linear`` with more than 16,384 weights multiply the weight's
+            gradient straight into the unit's packed gradient buffer, which saves a tensor and a copy, wherever that
+            buffer has the compute dtype. "wide": also into an FP32 buffer from 16-bit weights; what is then summed was
+            never rounded to 16 bits.
         split_main_params: keep no FP32 copy of trained weights, but the 16 bits that the bf16 ones lack of it, without
             losing a bit: 2 bytes per parameter instead of 4, and gradients rest in bf16 unless told otherwise. For
             ``param_dtype=torch.bfloat16``, FP32 main weights and ``megatron_fsdp.AdamW`` (docs/design/adamw.md).
-        moments: "int8" says that ``megatron_fsdp.AdamW(moments="int8")`` will step the unit: its buffers are laid out
-            so that no shard cuts a block of 256 elements. None: any layout.
-        gather_dtype: how matrices travel in the all-gather, in bytes quantized from the main weights of each shard:
-            "fp8" (E4M3, a scale per tensor), "mxfp8" (E4M3, a power of two for 32 elements of a row in forward, of a
-            column in backward), "int8_block" (256 elements share a scale). They compute in ``param_dtype`` again;
-            gradients stay as they are. Values are the same for any sharding. None: they travel in ``param_dtype``.
+        moments: "int8" says that ``megatron_fsdp.AdamW(moments="int8")`` will step the unit: no shard cuts a block of
+            256 elements. None: any layout.
+        gather_dtype: matrices travel in the all-gather as bytes quantized from the main weights of each shard: "fp8"
+            (E4M3, a scale per tensor), "mxfp8" (E4M3, a power of two for 32 elements of a row in forward, of a column
+            in backward), "int8_block" (256 elements share a scale), and compute in ``param_dtype`` again. Values are
+            the same for any sharding. None: they travel in ``param_dtype``.
         accumulate_dtype: dtype in which a reduce-scatter adds up what the ranks send, where that is wider than
-            ``reduce_dtype``: ranks exchange their parts, and each adds up its own in an order that no algorithm of a
-            communication library chooses. The bytes of 16 bits, and sums that are rounded like those of 32; it takes a
-            second buffer of the unit's packed gradients while they are reduced. What is reduced once a step (ZeRO-0
-            and 1, outer axes) travels in it. None: the library adds up, in ``reduce_dtype``, and that is what travels
-            once a step, too.
+            ``reduce_dtype``: ranks exchange their parts, and each adds up its own in a fixed order. The bytes of 16
+            bits, and sums rounded like those of 32; it takes a second buffer of the unit's packed gradients while they
+            are reduced. What is reduced once a step (ZeRO-0 and 1, outer axes) travels in it. None: the library adds
+            up, in ``reduce_dtype``.
         reduction: "invariant" gives gradients the same bits on any number of ranks, in every strategy: microbatches are
             exchanged one by one and added in FP32 in a fixed order (docs/design/invariance.md). Divide by the number of
             microbatches of all ranks, with ``set_gradient_divide_factor``. None: as fast as it goes.
@@ -133,36 +137,20 @@ class MixedPrecisionPolicy:
     param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        if self.moments not in (None, "int8"):
-            raise ConfigError(f"MixedPrecisionPolicy(moments={self.moments!r}): give 'int8' or None")
-        if self.gather_dtype not in (None, *GATHER_DTYPES):
-            names = ", ".join(map(repr, GATHER_DTYPES))
-            raise ConfigError(f"MixedPrecisionPolicy(gather_dtype={self.gather_dtype!r}): give {names} or None")
-        self._check_reduction()
-        if self.param_dtype_override_fn is not None and not callable(self.param_dtype_override_fn):
-            raise ConfigError(
-                f"MixedPrecisionPolicy(param_dtype_override_fn={self.param_dtype_override_fn!r}): give a function of a "
-                "parameter, or None"
-            )
         for each in fields(self):
-            if each.name in ("moments", "gather_dtype", "reduction", "param_dtype_override_fn"):
-                continue
-            value = getattr(self, each.name)
-            if each.name == "cast_forward_inputs" or (value is None and each.name != "split_main_params"):
-                continue
-            if each.name in ("fuse_weight_gradients", "split_main_params"):
-                choices = "True, False or 'wide'" if each.name == "fuse_weight_gradients" else "True or False"
-                if not isinstance(value, bool) and (value != "wide" or each.name != "fuse_weight_gradients"):
-                    raise ConfigError(f"MixedPrecisionPolicy({each.name}={value!r}): give {choices}")
-                continue
-            if not isinstance(value, torch.dtype) or not value.is_floating_point:
-                raise ConfigError(
-                    f"MixedPrecisionPolicy({each.name}={value!r}): give a floating-point torch.dtype or None"
-                )
-
-    def _check_reduction(self) -> None:
-        if self.reduction not in (None, "invariant"):
-            raise ConfigError(f"MixedPrecisionPolicy(reduction={self.reduction!r}): give 'invariant' or None")
+            value, name = getattr(self, each.name), each.name
+            if name in _CHOICES:
+                # True is 1 to Python.
+                is_legal = any(value == choice and type(value) is type(choice) for choice in _CHOICES[name])
+                *first, last = map(repr, _CHOICES[name])
+                legal = f"{', '.join(first)} or {last}"
+            elif name == "param_dtype_override_fn":
+                is_legal, legal = value is None or callable(value), "a function of a parameter, or None"
+            else:
+                is_legal = value is None or (isinstance(value, torch.dtype) and value.is_floating_point)
+                legal = "a floating-point torch.dtype or None"
+            if not is_legal and name != "cast_forward_inputs":
+                raise ConfigError(f"MixedPrecisionPolicy({name}={value!r}): give {legal}")
         if self.reduction is not None and self.accumulate_dtype not in (None, torch.float32):
             raise ConfigError(
                 f"MixedPrecisionPolicy(reduction='invariant', accumulate_dtype={self.accumulate_dtype}): invariant "
@@ -216,7 +204,7 @@ class MixedPrecisionPolicy:
                 f"stepped in {main}; only bf16 weights are the upper half of FP32 ones. Give "
                 "param_dtype=torch.bfloat16 and main_params_dtype=torch.float32, or leave split_main_params False."
             )
-        main = torch.bfloat16 if is_split else main
+        main = compute if is_split else main
         moments = self.moments if requires_grad else None
         dtypes = GroupDtypes(compute, main, main if is_split else own, main, is_split, moments)
         return self.with_gradients(dtypes, grad_dtype)
@@ -224,11 +212,10 @@ class MixedPrecisionPolicy:
     def with_gradients(self, dtypes: GroupDtypes, grad_dtype: GradDtype) -> GroupDtypes:
         """Return ``dtypes`` with those of gradients as asked; where nothing is, they stay."""
         wire, main_grad = self._gradient_dtypes(dtypes.compute, dtypes.reduce, grad_dtype)
-        accumulate = None if self.reduction else self.accumulate_dtype
-        if accumulate is not None and accumulate.itemsize <= wire.itemsize:
-            accumulate = None
+        wider = None if self.reduction else self.accumulate_dtype
+        wider = None if wider is None or wider.itemsize <= wire.itemsize else wider
         main_grad = main_grad or dtypes.main_grad
-        return replace(dtypes, reduce=wire, main_grad=main_grad, accumulate=accumulate, reduction=self.reduction)
+        return replace(dtypes, reduce=wire, main_grad=main_grad, accumulate=wider, reduction=self.reduction)
 
     def _gradient_dtypes(
         self, compute: torch.dtype, own: torch.dtype, grad_dtype: GradDtype
@@ -242,10 +229,7 @@ class MixedPrecisionPolicy:
 
 
 def grad_dtype_of(parameter: torch.Tensor) -> GradDtype:
-    """Return what somebody set as the ``grad_dtype`` of a parameter.
-
-    Before PyTorch 2.15 its own dtype looks as if nothing was set.
-    """
+    """Return what was set as the ``grad_dtype`` of a parameter; before PyTorch 2.15 its own dtype is as nothing."""
     found = parameter.grad_dtype
     if not getattr(parameter, "_has_grad_dtype_override", found is not parameter.dtype):
         return "own"

@@ -34,7 +34,6 @@ class SlotChoice:
         """
         if not (double_buffer or max_pool or user_buffers):
             return cls()
-        source = "device"
-        if user_buffers and device_type == "cuda":
-            source = "NCCL" if is_symmetric else "communicator"
+        has_registered = user_buffers and device_type == "cuda"
+        source = ("NCCL" if is_symmetric else "communicator") if has_registered else "device"
         return cls("largest" if max_pool else "by_size", source)

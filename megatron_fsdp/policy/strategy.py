@@ -42,11 +42,11 @@ class Placements:
     def __post_init__(self) -> None:
         for name in ("dp_axes", "parameter", "gradient", "optimizer"):
             value = getattr(self, name)
-            as_tuple = tuple(value) if isinstance(value, (tuple, list)) else (value,)
-            object.__setattr__(self, name, as_tuple)
-        # Megatron-FSDP v2 writes the mean, which is what becomes of sums here in any case.
-        summed = tuple(Partial() if placement == Partial("avg") else placement for placement in self.gradient)
-        object.__setattr__(self, "gradient", summed)
+            found = tuple(value) if isinstance(value, (tuple, list)) else (value,)
+            if name == "gradient":
+                # Megatron-FSDP v2 writes the mean, which is what becomes of sums here in any case.
+                found = tuple(Partial() if placement == Partial("avg") else placement for placement in found)
+            object.__setattr__(self, name, found)
         lengths = {len(self.dp_axes), len(self.parameter), len(self.gradient), len(self.optimizer)}
         if len(lengths) != 1 or not self.dp_axes:
             raise PlacementError(f"{self}: give one parameter, gradient and optimizer placement for each of dp_axes")
@@ -56,19 +56,14 @@ class Placements:
     def _check_axis(self, position: int, axis: Axis) -> None:
         parameter, gradient, optimizer = self.parameter[position], self.gradient[position], self.optimizer[position]
         for kind, found, legal in (
-            ("parameter", parameter, (Replicate, Flat)),
-            ("gradient", gradient, (Partial, Flat)),
-            ("optimizer", optimizer, (Replicate, Flat)),
+            ("parameter", parameter, (Replicate(), Flat())),
+            ("gradient", gradient, (Partial(), Flat())),
+            ("optimizer", optimizer, (Replicate(), Flat())),
         ):
-            if not isinstance(found, legal):
-                names = " or ".join(choice.__name__ for choice in legal)
+            if found not in legal:
+                names = " or ".join(type(choice).__name__ for choice in legal)
                 raise PlacementError(f"axis {axis!r}: the {kind} placement is {found!r}; legal is {names}")
-        if isinstance(gradient, Partial) and gradient.reduce_op != "sum":
-            raise PlacementError(
-                f"axis {axis!r}: the gradient placement is {gradient!r}; gradients are summed and divided, so legal "
-                "are Partial() and Partial('avg')"
-            )
-        if isinstance(optimizer, Replicate) and (isinstance(parameter, Flat) or isinstance(gradient, Flat)):
+        if optimizer == Replicate() and Flat() in (parameter, gradient):
             raise PlacementError(
                 f"axis {axis!r}: parameter {parameter} and gradient {gradient} with optimizer Replicate(): what the "
                 "optimizer replicates must not be sharded elsewhere; use optimizer=Flat() or parameter=Replicate(), "
@@ -76,9 +71,13 @@ class Placements:
             )
 
     @classmethod
-    def no_shard(cls, axis: Axis = 0) -> Placements:
-        """Everything replicated; gradients are all-reduced on the last microbatch (DDP)."""
-        return cls((axis,), (Replicate(),), (Partial(),), (Replicate(),))
+    def no_shard(cls, *axes: Axis) -> Placements:
+        """Everything replicated, over axis 0 unless told otherwise; gradients are all-reduced on the last microbatch.
+
+        That is DDP.
+        """
+        whole = (Replicate(),) * len(axes or (0,))
+        return cls(axes or (0,), whole, (Partial(),) * len(whole), whole)
 
     @classmethod
     def optim(cls, axis: Axis = 0) -> Placements:
@@ -107,20 +106,12 @@ class Placements:
 
     def no_shard_on_all_axes(self) -> Placements:
         """Return the placements of a parameter on the same axes that every rank keeps whole."""
-        count = len(self.dp_axes)
-        return Placements(self.dp_axes, (Replicate(),) * count, (Partial("sum"),) * count, (Replicate(),) * count)
-
-    @property
-    def num_axes(self) -> int:
-        """Number of data-parallel axes."""
-        return len(self.dp_axes)
+        return Placements.no_shard(*self.dp_axes)
 
     def num_shards(self, sizes: Sequence[int]) -> int:
         """Return into how many shards the most finely cut buffer is cut, for axes of the given sizes."""
-        return math.prod(
-            size for size, placement in zip(sizes, self.optimizer, strict=True) if isinstance(placement, Flat)
-        )
+        return math.prod(size for size, placement in zip(sizes, self.optimizer, strict=True) if placement == Flat())
 
     def is_sharded(self, kind: Sequence[BufferPlacement]) -> bool:
         """Whether any axis of one of the three tuples is ``Flat``."""
-        return any(isinstance(placement, Flat) for placement in kind)
+        return Flat() in kind

@@ -78,7 +78,7 @@ MESHES = ((1,), (2,), (4,), (1, 2), (2, 1), (2, 2))
 SETTINGS = tuple(
     Setting(strategy, mesh, policy, num_microbatches)
     for mesh, strategy, policy, num_microbatches in product(MESHES, STRATEGIES, POLICIES, (1, 3))
-    if STRATEGIES[strategy].num_axes == len(mesh)
+    if len(STRATEGIES[strategy].dp_axes) == len(mesh)
 )
 
 

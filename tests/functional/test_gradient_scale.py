@@ -26,7 +26,7 @@ from megatron_fsdp import (
     no_sync,
 )
 from tests.functional.expert_parallel import rows, shard_experts
-from tests.functional.test_tensor_parallel import feedforward
+from tests.functional.megatron_fsdp.build.test_tensor_parallel import feedforward
 from tests.harness import on_ranks, run_ranks
 from tests.harness.grids import nightly_but
 from tests.harness.models import Block, Stack, draw_tokens, loss_of, make_mesh, make_model

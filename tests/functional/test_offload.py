@@ -6,8 +6,12 @@ import pytest
 import torch
 
 from megatron_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from megatron_fsdp.certify.checker import Checker
+from megatron_fsdp.certify.clocks import VirtualStreams
 from megatron_fsdp.runtime.grads import offloaded_reduction
+from megatron_fsdp.runtime.step.cuda_lane import drive_with
 from tests.harness import on_ranks
+from tests.harness.models import inputs
 from tests.harness.twins import Twins
 
 
@@ -48,3 +52,33 @@ def test_sums_of_sixteen_bits_are_scaled_in_at_least_fp32_on_their_way_to_the_ho
             model(torch.full((2, 7), 1.0 + step, dtype=torch.bfloat16)).float().square().mean().backward()
     for one, other in zip(here.parameters(), there.parameters(), strict=True):
         assert torch.equal(one.grad.to_local(), other.grad.to_local())
+
+
+@pytest.mark.parametrize("strategy", ["optim_grads_params", "hfsdp"])
+@on_ranks(4)
+def test_gathers_of_offloaded_weights_cost_the_host_no_cast_and_no_wait_before_backward_ends(strategy: str) -> None:
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, main_params_dtype=torch.float32)
+    double = VirtualStreams()
+    with drive_with(double), Checker(double) as checker:
+        model = Twins(strategy=strategy, mp_policy=policy, offload_policy=CPUOffloadPolicy()).model
+        for module in (*model.layers, model):
+            for group in module.parameter_groups:
+                checker.lies_on_host(group.main_weight.local_buffer, group.model_weight.local_buffer)
+        host, waits = double.host.clock, double.waits
+
+        def of_gathers() -> int:
+            return sum(wait.is_host and wait.source.name == "gather lane" for wait in waits)
+
+        for microbatch in range(3):
+            before = host.get("host", 0)
+            loss = model(inputs(0, microbatch).bfloat16()).float().square().mean()
+            assert host.get("host", 0) == before, "the CPU computes in a forward"
+            assert of_gathers() == microbatch
+            loss.backward()
+            assert of_gathers() == microbatch + 1
+        with torch.no_grad():
+            model(inputs(0, 0).bfloat16())
+            assert of_gathers() == 4, "what is evaluated may be changed at once"
+            model.layers[0].parameter_groups[0].main_weight.local_buffer.mul_(2)
+            model(inputs(0, 0).bfloat16())
+        assert not checker.races

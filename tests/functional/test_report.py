@@ -225,8 +225,8 @@ def settings(choose: Callable[[Iterable[tuple[Any, ...]]], Iterable[tuple[Any, .
     Args:
         choose: leaves out some of a grid.
     """
-    one_axis = [name for name, placements in STRATEGIES.items() if placements.num_axes == 1]
-    two_axes = [name for name, placements in STRATEGIES.items() if placements.num_axes == 2]
+    one_axis = [name for name, placements in STRATEGIES.items() if len(placements.dp_axes) == 1]
+    two_axes = [name for name, placements in STRATEGIES.items() if len(placements.dp_axes) == 2]
     strategies = product(((1,), (2,), (3,)), one_axis, ("fp32", "bf16", "bf16 on the wire"), (1, 2))
     chosen = [Setting("every_part_a_unit", *entry) for entry in choose(strategies)]
     models = product(MODELS, ((2,), (3,)), ("optim_grads", "optim_grads_params"), ("fp32", "bf16 gradients"), (2,))

@@ -15,10 +15,7 @@ __all__ = ["apply_to_group"]
 
 
 def apply_to_group(
-    group: ParameterGroup,
-    function: Callable[[torch.Tensor], torch.Tensor],
-    *,
-    is_awaited: bool,
+    group: ParameterGroup, function: Callable[[torch.Tensor], torch.Tensor], *, is_awaited: bool
 ) -> None:
     """Apply a function to the main weights of a group.
 
@@ -32,56 +29,39 @@ def apply_to_group(
             other processes.
     """
     current = group.main_weight.local_buffer
-    # A function that moves memory would have moved it before anybody could refuse.
+    # A function that moves memory would have moved it before it could be refused.
     probe = torch.empty(1, dtype=current.dtype, device=current.device)
     with torch.no_grad():
         found = function(probe)
     if group.is_meta and found.device == group.spec.device:
         materialize_group(group)
-        return
-    if found.device != current.device or (probe.device.type == "cpu" and probe.is_shared()):
+    elif found.device != current.device or (probe.device.type == "cpu" and probe.is_shared()):
         what = "go into shared memory" if found.device == current.device else f"move to {found.device}"
         raise StateError(
             f"{_words(group)} rest in a flat buffer on {current.device}, of which they are views, and cannot {what}. "
             "Do so before fully_shard; give other processes model.state_dict(), or parameter.full_tensor()."
         )
-    if found.dtype != current.dtype:
-        _check_dtype(group, found.dtype, is_awaited=is_awaited)
-        _convert(group, found.dtype)
-        return
-    with torch.no_grad():
-        result = function(current)
-        if result is not current:
-            current.copy_(result)
-            group.freshness.change()
-
-
-def _convert(group: ParameterGroup, dtype: torch.dtype) -> None:
-    """Hold and use the parameters, which stay the same objects, in the dtypes that belong to another own one."""
-    for owned in group.owned:
-        owned.trained_main_dtype = owned.dtypes_for(dtype, requires_grad=True).stepped
-    dtypes = group.owned[0].dtypes_for(
-        dtype, requires_grad=any(param.requires_grad for param in group.fsdp_params.sharded_params)
-    )
-    weights, values = group.weights, group.main_weight.local_buffer
-    rebuild(group, replace(group.spec, dtypes=dtypes))
-    group.main_weight.local_buffer.copy_(values)
-    group.weights.gather_function = weights.gather_function
-    if weights.post_forward is not None:
-        group.weights.keep_part_for(weights.post_forward.axis.size)
+    elif found.dtype != current.dtype:
+        _convert(group, found.dtype, is_awaited=is_awaited)
+    else:
+        with torch.no_grad():
+            result = function(current)
+            if result is not current:
+                current.copy_(result)
+                group.freshness.change()
 
 
 def _words(group: ParameterGroup) -> str:
     return f"unit {group.name!r}: parameters {', '.join(map(repr, group.parameters))}"
 
 
-def _check_dtype(group: ParameterGroup, dtype: torch.dtype, *, is_awaited: bool) -> None:
+def _convert(group: ParameterGroup, dtype: torch.dtype, *, is_awaited: bool) -> None:
+    """Hold and use the parameters, which stay the same objects, in the dtypes that belong to another own one."""
+    weights, values, params = group.weights, group.main_weight.local_buffer, group.fsdp_params.sharded_params
     obstacles = {
-        "main weights are split": group.weights.remainder is not None,
+        "main weights are split": weights.remainder is not None,
         "they are sharded over further axes": group.fsdp_params.has_splits,
-        "they have gradients (zero_grad() first)": any(
-            param.grad is not None for param in group.fsdp_params.sharded_params
-        ),
+        "they have gradients (zero_grad() first)": any(param.grad is not None for param in params),
         "a backward of an earlier forward may still come (delete its outputs)": is_awaited,
     }
     for obstacle, is_there in obstacles.items():
@@ -90,3 +70,9 @@ def _check_dtype(group: ParameterGroup, dtype: torch.dtype, *, is_awaited: bool)
                 f"{_words(group)} cannot become {dtype}: {obstacle}. Change the dtype before fully_shard, or between "
                 "steps."
             )
+    dtypes = group.owned[0].dtypes_for(dtype, requires_grad=any(param.requires_grad for param in params))
+    rebuild(group, replace(group.spec, dtypes=dtypes))
+    group.main_weight.local_buffer.copy_(values)
+    group.weights.gather_function = weights.gather_function
+    if weights.post_forward is not None:
+        group.weights.keep_part_for(weights.post_forward.axis.size)

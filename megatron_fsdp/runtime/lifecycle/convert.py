@@ -13,11 +13,7 @@ from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.runtime.grads.fuse import fuse_linear_layers
 from megatron_fsdp.runtime.lifecycle.module import FSDPModule, sharded_class, unit_of
 from megatron_fsdp.runtime.lifecycle.param_registry import register
-from megatron_fsdp.runtime.lifecycle.state_dict import (
-    _after_load_state_dict,
-    _before_load_state_dict,
-    _before_state_dict,
-)
+from megatron_fsdp.runtime.lifecycle.state_dict import after_load_state_dict, before_load_state_dict, before_state_dict
 from megatron_fsdp.runtime.step.hooks import after_forward, before_forward
 from megatron_fsdp.runtime.step.unit import Unit
 
@@ -54,9 +50,9 @@ def convert(modules: Iterable[nn.Module], unit: Unit) -> None:
         module.register_forward_pre_hook(functools.partial(before_forward, unit), prepend=True, with_kwargs=True)
         # Also called, with None for the output, when forward raised: parameters must not stay gathered then.
         module.register_forward_hook(functools.partial(after_forward, unit), always_call=True)
-        module.register_state_dict_pre_hook(functools.partial(_before_state_dict, unit))
-        module.register_load_state_dict_pre_hook(functools.partial(_before_load_state_dict, unit))
-        module.register_load_state_dict_post_hook(functools.partial(_after_load_state_dict, unit))
+        module.register_state_dict_pre_hook(functools.partial(before_state_dict, unit))
+        module.register_load_state_dict_pre_hook(functools.partial(before_load_state_dict, unit))
+        module.register_load_state_dict_post_hook(functools.partial(after_load_state_dict, unit))
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
@@ -81,8 +77,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
     @functools.wraps(method)
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        changed = before_forward(unit, self, args, kwargs)
-        args, kwargs = changed if changed is not None else (args, kwargs)
+        args, kwargs = before_forward(unit, self, args, kwargs) or (args, kwargs)
         output = None
         try:
             output = method(*args, **kwargs)

@@ -22,32 +22,29 @@ __all__ = ["show_state", "state_to_come"]
 
 
 class _ParamGroupNames:
-    """FSDP2's private names of a parameter group, for a unit."""
+    """FSDP2's private names of a state's parameter group.
 
-    def __init__(self, unit: Unit) -> None:
-        self._unit = unit.reference
+    Args:
+        unit: None for one that is being made. is_released: whether its weights will be released after forward.
+    """
+
+    def __init__(self, unit: Unit | None, *, is_released: bool = True) -> None:
+        self._unit = None if unit is None else unit.reference
+        self._is_released = is_released
+        self._fsdp_param_group = self
 
     @property
     def _reshard_after_forward(self) -> bool:
-        unit = self._unit()
-        return unit is not None and unit.schedule.reshards_after_forward(unit)
+        unit = None if self._unit is None else self._unit()
+        return self._is_released if unit is None else unit.schedule.reshards_after_forward(unit)
 
     @property
     def _training_state(self) -> TrainingState:
-        if torch._C._current_graph_task_id() != -1:
+        unit = None if self._unit is None else self._unit()
+        if unit is not None and torch._C._current_graph_task_id() != -1:
             return TrainingState.PRE_BACKWARD
-        unit = self._unit()
         is_idle = unit is None or unit.weight_state is WeightState.SHARDED
         return TrainingState.IDLE if is_idle else TrainingState.FORWARD
-
-
-class _StateToCome:
-    """The same names of a unit that is being made."""
-
-    def __init__(self, *, is_released: bool) -> None:
-        self._fsdp_param_group = self
-        self._reshard_after_forward = is_released
-        self._training_state = TrainingState.IDLE
 
 
 def show_state(unit: Unit, modules: Iterable[nn.Module], *, in_table: bool) -> None:
@@ -64,7 +61,7 @@ def state_to_come(modules: Sequence[nn.Module], *, is_released: bool) -> Iterato
     Args:
         is_released: whether the unit's weights will be released after forward.
     """
-    state = _StateToCome(is_released=is_released)
+    state = _ParamGroupNames(None, is_released=is_released)
     for module in modules:
         # Past nn.Module's own setter: it is no part of the module.
         module.__dict__["_get_fsdp_state"] = lambda: state

@@ -27,29 +27,20 @@ from megatron_fsdp.runtime.step.cuda_lane import turns
 from megatron_fsdp.runtime.step.freshness import Freshness
 from megatron_fsdp.runtime.step.fsdp_params import FSDPParams, gradient_hook
 from megatron_fsdp.runtime.step.lanes import join_lanes
-from megatron_fsdp.runtime.step.parameter_group import ParameterGroup, WeightBuffers, note_group
+from megatron_fsdp.runtime.step.parameter_group import ParameterGroup, note_group
 from megatron_fsdp.runtime.step.reduction import ReduceFunction
 from megatron_fsdp.runtime.step.weight_handle import WeightHandle, handle_of
-from megatron_fsdp.runtime.weights.extension_hooks import ExtensionWeights, make_extension_params
-from megatron_fsdp.runtime.weights.gathered_weight import KINDS, GatheredWeight
+from megatron_fsdp.runtime.weights.extension_hooks import ExtensionWeights
+from megatron_fsdp.runtime.weights.gathered_weight import KINDS
 from megatron_fsdp.runtime.weights.packed_weights import PackedWeights
 from megatron_fsdp.runtime.weights.param_layout import is_laid_out_like, laid_out
 from megatron_fsdp.runtime.weights.sharded_weights import ShardedWeights
 from megatron_fsdp.runtime.weights.stale_weights import STALE, mark_gathered, mark_replaced
 
 __all__ = [
-    "adopt_param",
-    "forget_originals",
-    "make_gradients",
-    "make_param_group",
-    "materialize_group",
-    "readopt",
-    "rebuild",
-    "set_divisor",
-    "set_reduction",
-    "set_requires_grad",
-    "shown_over",
-]
+    "adopt_param", "forget_originals", "make_gradients", "make_param_group", "materialize_group", "readopt", "rebuild",
+    "set_divisor", "set_reduction", "set_requires_grad", "shown_over",
+]  # fmt: skip
 
 
 def make_param_group(owned: Sequence[OwnedParameter], plan: Plan, spec: GroupSpec, name: str) -> ParameterGroup:
@@ -63,69 +54,68 @@ def make_param_group(owned: Sequence[OwnedParameter], plan: Plan, spec: GroupSpe
     return group
 
 
-def _build(group: ParameterGroup, spec: GroupSpec, params: Sequence[nn.Parameter] = ()) -> None:
+def _build(group: ParameterGroup, spec: GroupSpec, known: Sequence[nn.Parameter] = ()) -> None:
     """Make the buffers and the parameters of a group.
 
     Args:
-        params: sharded parameters that stay the same objects, over other memory.
+        known: sharded parameters that stay the same objects, over other memory.
     """
     group.spec, group.is_meta = spec, spec.is_meta
-    if group.owned[0].extension is None:
-        weights = (ShardedWeights if spec.dtypes.gather is None else PackedWeights)(group.plan, spec, group.name)
-        group.fsdp_params = _make_params(group.owned, weights, params)
-    else:
+    weights: ShardedWeights
+    if group.owned[0].extension is not None:
         weights = ExtensionWeights(group.owned[0], group.plan, spec, group.name)
-        group.fsdp_params = make_extension_params(group.owned, weights)
-    group.weights, group.main_weight = weights, weights.main
-    group.model_weight, group.gathered = weights.model, weights.gathered
-    _attach_params(group)
-    group.weights.keeps_gathered = spec.keeps_gathered
+    else:
+        weights = (ShardedWeights if spec.dtypes.gather is None else PackedWeights)(group.plan, spec, group.name)
+    weights.keeps_gathered = spec.keeps_gathered
+    group.weights, group.rests_whole = weights, weights.rests_whole
+    group.main_weight, group.model_weight, group.gathered = weights.main, weights.model, weights.gathered
+    params = group.fsdp_params = _make_params(group, weights, known)
     _note_params(group)
-    if group.weights.remainder is not None:
-        group.weights.remainder.watch(group.fsdp_params.sharded_params)
-    group.rests_whole = group.weights.rests_whole
+    for index, owned in enumerate(group.owned):
+        set_requires_grad(params, index, owned.parameter.requires_grad)
+    if weights.remainder is not None:
+        weights.remainder.watch(params.sharded_params)
     if not group.rests_whole:
         # Only now: PyTorch makes views on memory that is there.
-        group.fsdp_params.released()
+        params.released()
         group.weights.release()
     group.gradients = None
-    if any(param.requires_grad for param in group.fsdp_params.sharded_params):
+    if any(param.requires_grad for param in params.sharded_params):
         make_gradients(group)
-    group.freshness = Freshness(group.fsdp_params.counted)
+    group.freshness = Freshness(params.counted)
 
 
-def _make_params(owned: Sequence[OwnedParameter], weights: WeightBuffers, known: Sequence[nn.Parameter]) -> FSDPParams:
-    main_weight = weights.main
-
-    def resting(index: int) -> DTensor:
-        rows, split = main_weight.get_dtensor(index), owned[index].split
-        return rows if split is None else split.resting(rows)
-
-    sharded = [_standing_for(each, resting(index), each.parameter.requires_grad) for index, each in enumerate(owned)]
+def _make_params(group: ParameterGroup, weights: ShardedWeights, known: Sequence[nn.Parameter]) -> FSDPParams:
+    sharded = [
+        _standing_for(each, weights.resting(index, each), each.parameter.requires_grad)
+        for index, each in enumerate(group.owned)
+    ]
     for old, new in zip(known, sharded, strict=True) if known else ():
         assert isinstance(old, FlatDTensor)
         assert isinstance(new, FlatDTensor)
         rebind(old, new)
-    unsharded = []
-    for index, each in enumerate(owned):
-        # .data gives the view a version counter of its own. Gathering again must not look to autograd like a change
-        # of the tensors it saved: the values are the same.
-        view = weights.gathered.get_local_tensor(index).data
-        kind = GatheredWeight if each.split is None else nn.Parameter
-        unsharded.append(_standing_for(each, view if each.split is None else each.split.gathered(view), False, kind))
-        mark_gathered(unsharded[-1], each.name)
-    return FSDPParams(owned, main_weight, list(known) or sharded, unsharded, resting, KINDS)
+    unsharded, reference = [], weakref.ref(group)
+    for index, each in enumerate(group.owned):
+        weight = _with_attributes(each, weights.unsharded(index, each))
+        weight._fsdp_handle = WeightHandle(reference, each.name)  # type: ignore[attr-defined]  # an attribute of its own
+        mark_gathered(weight, each.name)
+        unsharded.append(weight)
+    params = FSDPParams(group.owned, weights.main, list(known) or sharded, unsharded, KINDS)
+    if isinstance(weights, ExtensionWeights):
+        params.subclass = weights.take_part(sharded[0])
+    return params
 
 
-def _attach_params(group: ParameterGroup) -> None:
-    """Let the gathered parameters belong to their group, which gets their gradients, and find where they belong."""
-    params, reference = group.fsdp_params, weakref.ref(group)
-    for owned, weight in zip(params.owned, params.unsharded_params, strict=True):
-        weight._fsdp_handle = WeightHandle(reference, owned.name)  # type: ignore[attr-defined]
-    params.module_infos = make_module_infos(params.owned, params.sharded_params, params.unsharded_params)
-    _follow_locals(params)
-    for index, owned in enumerate(params.owned):
-        set_requires_grad(params, index, owned.parameter.requires_grad)
+def _standing_for(owned: OwnedParameter, value: torch.Tensor, requires_grad: bool) -> nn.Parameter:
+    return _with_attributes(owned, nn.Parameter(value, requires_grad=requires_grad))
+
+
+def _with_attributes(owned: OwnedParameter, param: nn.Parameter) -> nn.Parameter:
+    """Set on a parameter what users set on the one that it stands for; a subclass has its inner tensors there."""
+    for name, attribute in vars(owned.parameter).items() if owned.extension is None else ():
+        if name != STALE:
+            setattr(param, name, attribute)
+    return param
 
 
 def set_requires_grad(params: FSDPParams, index: int, requires_grad: bool) -> None:
@@ -140,35 +130,26 @@ def set_requires_grad(params: FSDPParams, index: int, requires_grad: bool) -> No
         torch.Tensor.register_post_accumulate_grad_hook(used, hook)  # type: ignore[no-untyped-call]  # torch's stub
 
 
-def _follow_locals(params: FSDPParams) -> None:
-    """Count changes of the tensors that the sharded parameters lie in now."""
-    # Every in-place operator on a sharded parameter changes the version of the rows below it.
-    locals_ = [param._local_tensor for param in params.sharded_params if isinstance(param, DTensor)]
-    params.counted[:] = [params.main_weight.local_buffer, *locals_]
-
-
-def _standing_for(
-    owned: OwnedParameter, value: torch.Tensor, requires_grad: bool, kind: type[nn.Parameter] = nn.Parameter
-) -> nn.Parameter:
-    """Return a parameter with the attributes that users set on the one that it stands for."""
-    param = kind(value, requires_grad=requires_grad)
-    for name, attribute in vars(owned.parameter).items():
-        if name != STALE:
-            setattr(param, name, attribute)
-    return param
-
-
 def _note_params(group: ParameterGroup) -> None:
     """Let the sharded parameters be found by name, and the group by them; refuse what would have no effect on them."""
-    params = group.fsdp_params.sharded_params
-    group.parameters = dict(zip((each.name for each in group.owned), params, strict=True))
-    for owned, param, weight in zip(group.owned, params, group.fsdp_params.unsharded_params, strict=True):
+    params = group.fsdp_params
+    params.module_infos = make_module_infos(params.owned, params.sharded_params, params.unsharded_params)
+    _follow_locals(params)
+    group.parameters = dict(zip((each.name for each in group.owned), params.sharded_params, strict=True))
+    for owned, param, weight in zip(group.owned, params.sharded_params, params.unsharded_params, strict=True):
         note_group(param, group)
         mark_owned(param, group.name, owned.name)
         handle = handle_of(weight)
         refuse_uses(param, hook=partial(_no_hooks, handle), convert=partial(_no_conversion, handle))
         if grad_dtype_of(param) == "own":
             set_grad_dtype(param, owned.grad_dtype)
+
+
+def _follow_locals(params: FSDPParams) -> None:
+    """Count changes of the tensors that the sharded parameters lie in now."""
+    # Every in-place operator on a sharded parameter changes the version of the rows below it.
+    locals_ = [param._local_tensor for param in params.sharded_params if isinstance(param, DTensor)]
+    params.counted[:] = [params.main_weight.local_buffer, *locals_]
 
 
 def _no_hooks(handle: WeightHandle) -> str:
@@ -254,16 +235,16 @@ def set_reduction(
     Raises:
         ConfigError: a replacement, or a hook, where the policy has the engine add up itself.
     """
-    dtypes = group.spec.dtypes
-    if dtypes.reduction is not None and (hook is not None or function is not None):
+    reduction, accumulate = group.spec.dtypes.reduction, group.spec.dtypes.accumulate
+    if reduction is not None and (hook is not None or function is not None):
         raise ConfigError(
             f"unit {group.name!r}: a custom reduce-scatter and a hook on reduced gradients have an order of their own, "
-            f"but the policy says reduction={dtypes.reduction!r}; give one of the two"
+            f"but the policy says reduction={reduction!r}; give one of the two"
         )
-    if function is not None and dtypes.accumulate is not None:
+    if function is not None and accumulate is not None:
         raise ConfigError(
             f"unit {group.name!r}: a custom reduce-scatter adds up by itself, but the policy says "
-            f"accumulate_dtype={dtypes.accumulate}; give one of the two"
+            f"accumulate_dtype={accumulate}; give one of the two"
         )
     group.reduce_hook, group.reduce_function = hook or group.reduce_hook, function or group.reduce_function
     if group.gradients is not None:
@@ -273,22 +254,25 @@ def set_reduction(
 # ---------------------------------------------------------------- parameters that users register or load
 
 
+def _rows(params: FSDPParams, index: int) -> FlatDTensor:
+    rows = params.wrap(index, params.main_weight.get_dtensor(index))
+    assert isinstance(rows, FlatDTensor)
+    return rows
+
+
 def adopt_param(group: ParameterGroup, index: int, value: FlatDTensor) -> None:
     """Make a sharded tensor parameter ``index``: its values, and the object itself, over this group's memory."""
     params, owned = group.fsdp_params, group.owned[index]
-    old, resting = params.sharded_params[index], params.resting(index)
+    old, rows = params.sharded_params[index], _rows(params, index)
     assert isinstance(old, FlatDTensor)
-    assert isinstance(resting, FlatDTensor)
     with torch.no_grad():
         values = value if is_laid_out_like(value, old) else laid_out(params, old, value.detach())
         # Who kept the old parameter keeps its values.
         rebind(old, old.with_local(old._local_tensor.clone()))
-        resting._local_tensor.copy_(values._local_tensor)
-        rebind(value, resting)
+        rows._local_tensor.copy_(values._local_tensor)
+        rebind(value, rows)
     mark_replaced(old, owned.name)
     owned.parameter = params.sharded_params[index] = value  # type: ignore[call-overload, assignment]  # it says that it is a parameter
-    _follow_locals(params)
-    params.module_infos = make_module_infos(params.owned, params.sharded_params, params.unsharded_params)
     _note_params(group)
     if group.gradients is not None:
         group.gradients.binding.replace(index, owned.parameter)
@@ -321,7 +305,7 @@ def readopt(group: ParameterGroup) -> bool:
             rows = current if is_laid_out_like(current, param) else laid_out(params, param, current)
             assert isinstance(rows, DTensor)
             mine.view(-1).copy_(rows.to_local().reshape(-1))
-            param.data = params.resting(index)
+            param.data = _rows(params, index)
         _follow_locals(params)
         if current is not param:
             param.grad = None  # A parameter that is loaded by assign=True brings no gradient.

@@ -17,13 +17,8 @@ from megatron_fsdp.runtime.step.weight_handle import handle_of
 from megatron_fsdp.runtime.weights.memory_slots import place_unit
 
 __all__ = [
-    "follow_grad_dtypes",
-    "follow_gradients",
-    "follow_requires_grad",
-    "make_unit",
-    "materialize_unit",
-    "rename_unit",
-]
+    "follow_grad_dtypes", "follow_gradients", "follow_requires_grad", "make_unit", "materialize_unit", "rename_unit",
+]  # fmt: skip
 
 
 def make_unit(
@@ -67,8 +62,9 @@ def follow_requires_grad(unit: Unit, group: ParameterGroup, changed: Sequence[in
     for index in changed:
         owned, trained = group.owned[index], group.fsdp_params.sharded_params[index].requires_grad
         if trained and group.gradients is None:
-            wanted = owned.trained_main_dtype
-            if wanted not in (None, group.spec.dtypes.main):
+            main = group.spec.dtypes.main
+            wanted = owned.dtypes_for(main, requires_grad=True).stepped
+            if wanted is not main:
                 raise StateError(
                     f"unit {group.name!r}: parameter {owned.name!r} was frozen when it was sharded, so it has no main "
                     f"weight of {wanted}. Call fully_shard while it is trainable, and freeze it afterwards; or leave "

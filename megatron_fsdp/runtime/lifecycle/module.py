@@ -16,19 +16,13 @@ from megatron_fsdp.runtime.lifecycle.conversion import apply_to_group
 from megatron_fsdp.runtime.lifecycle.make_param_group import set_divisor, set_reduction
 from megatron_fsdp.runtime.lifecycle.make_unit import follow_gradients
 from megatron_fsdp.runtime.lifecycle.param_registry import hide, unhide
+from megatron_fsdp.runtime.step.lanes import settle_host
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
 from megatron_fsdp.runtime.step.root_types import Backwards
 from megatron_fsdp.runtime.step.unit import Unit, WeightState, alive, is_in_backward, units_below
 from megatron_fsdp.runtime.weights.memory_slots import communicator_has_memory, keep_gathered, reshard_to, use_slots
 
-__all__ = [
-    "FSDPModule",
-    "FsdpModule",
-    "GradientReductionHandle",
-    "UnshardHandle",
-    "sharded_class",
-    "unit_of",
-]
+__all__ = ["FSDPModule", "FsdpModule", "GradientReductionHandle", "UnshardHandle", "sharded_class", "unit_of"]
 
 _innermost_transform = torch._C._functorch.peek_interpreter_stack
 
@@ -58,15 +52,14 @@ class GradientReductionHandle:
             StateError: ``reset_iter_state`` dropped the gradients.
         """
         backward = None if self._backward is None else self._backward()
-        if backward is None:
-            return
-        if backward.awaited != self._refuse:
+        if backward is not None and backward.awaited != self._refuse:
             raise StateError(
                 "the handle of finalize_backward(async_op=True) is void: reset_iter_state() dropped the gradients that "
                 "it stood for. Run the iteration again."
             )
-        backward.finish()
-        backward.awaited = self._backward = None
+        if backward is not None:
+            backward.finish()
+            backward.awaited = self._backward = None
 
     def _refuse(self, what: str) -> NoReturn:
         raise StateError(
@@ -144,12 +137,12 @@ class FSDPModule:
         """Release this unit's gathered weights; its parameters are sharded DTensors again."""
         unit = unit_of(self)
         unit.schedule.reshard(unit)
+        settle_host()
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """True: gathered weights have their memory from now on, whether gathered or not, so that their addresses stay.
 
-        For steps that a CUDA graph holds. It takes the bytes of the whole weights; what lies there after ``reshard``
-        may not be read.
+        For steps that a CUDA graph holds. What lies there after ``reshard`` may not be read.
         """
         for unit in self._units(recurse):
             for group in unit.groups:
@@ -201,27 +194,26 @@ class FSDPModule:
             StateError: called in a backward, on another module than the root, without manual finalization, or before
                 ``wait()`` of the last handle.
         """
-        unit, backward = unit_of(self), unit_of(self).backward
+        backward = unit_of(self).backward
         if not backward.number:
             return GradientReductionHandle(None) if async_op else None
         self._check_root("finalize_backward")
         if backward.awaited is not None:
             backward.awaited("finalize_backward()")
+        where = f"unit {unit_of(self).name!r}: finalize_backward()"
         if not backward.is_manual:
             raise StateError(
-                f"unit {unit.name!r}: finalize_backward() without set_manual_backward_finalization(True): gradients "
-                "were final when backward returned"
+                f"{where} without set_manual_backward_finalization(True): gradients were final when backward returned"
             )
         if is_in_backward():
-            raise StateError(f"unit {unit.name!r}: finalize_backward() in a backward; call it when that has returned")
+            raise StateError(f"{where} in a backward; call it when that has returned")
         if async_op:
             return GradientReductionHandle(backward)
         backward.finish()
         return None
 
     def _check_root(self, method: str) -> None:
-        unit = unit_of(self)
-        root = unit.schedule.root_ref()
+        unit, root = unit_of(self), unit_of(self).schedule.root_ref()
         if root is not unit:
             found = "another module" if root is None else repr(root.name)
             raise StateError(f"unit {unit.name!r}: {method}() is the root's to call, which is {found}")
@@ -273,24 +265,20 @@ class FSDPModule:
     def set_custom_all_gather(self, comm: Any) -> None:
         """Gather this unit's weights by ``comm(output_tensor, input_tensor, group, async_op=...)``.
 
-        FSDP2's ``AllGather`` protocol; memory is the unit's own, so ``comm.allocate`` is not called.
+        FSDP2's ``AllGather``; memory is the unit's own, so ``comm.allocate`` is not called.
         """
         for group in unit_of(self).groups:
             group.weights.gather_function = comm
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
-        """Reduce this unit's gradients by ``comm(output_tensor, input_tensor, group, op, async_op=...)``.
-
-        FSDP2's ``ReduceScatter`` protocol; memory is the unit's own, so ``comm.allocate`` is not called.
-        """
+        """Reduce this unit's gradients by ``comm(output_tensor, input_tensor, group, op, async_op=...)``, FSDP2's."""
         for group in unit_of(self).groups:
             set_reduction(group, function=comm)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """False: backward does not gather this unit's weights, for a module whose backward does not read them.
 
-        The backward of an embedding's look-up is the common case. Backward through one that does read them
-        raises a StateError that names the parameter.
+        An embedding's look-up, for instance. A backward that does read them raises a StateError with the parameter.
         """
         unit_of(self).unshards_in_backward = unshard_in_backward
 
@@ -301,8 +289,7 @@ class FSDPModule:
     def reset_iter_state(self) -> None:
         """Forget a forward or backward that raised: weights are released, gradients that it left incomplete dropped.
 
-        What was accumulated before into the same gradients goes with them, and what ``finalize_backward`` was to make
-        final.
+        With them goes what was accumulated before, and what ``finalize_backward`` was to make final.
         """
         unit_of(self).backward.reset()
 
@@ -337,13 +324,12 @@ class FSDPModule:
         """Let gathered weights and packed gradients take turns in memory that stays, instead of allocating each time.
 
         Two slots for weights and one for gradients serve a chain of units, whatever their number; more are made where
-        more is needed at once. Call it on the root. ``explain`` counts them.
+        more is needed at once. Call it on the root.
 
         Args:
             sizing: "largest": every slot is as large as the largest unit that is released after forward. "by_size":
-                units of equal size share slots. "static": every buffer has its place in one arena, planned after the
-                second step, close to the most bytes that are held at once; for an order of units that stays the same
-                (docs/design/storage.md, "A static arena"). None: the allocator.
+                units of equal size share slots. "static": one arena, planned after the second step, for an order of
+                units that stays the same (docs/design/storage.md, "A static arena"). None: the allocator.
         Raises:
             StorageError: another ``sizing``, or a PyTorch that cannot do it (before 2.13).
         """
@@ -375,12 +361,11 @@ class FSDPModule:
                 if set_to_none and group.gradients is not None and (each is not unit or len(unit.modules) == 1):
                     # In one pass, before nn.Module asks each of them.
                     group.gradients.binding.clear()
-                elif each.weight_state is WeightState.UNSHARDED:
-                    for parameter in group.fsdp_params.sharded_params:
-                        if parameter.grad is not None and not set_to_none:
-                            parameter.grad.zero_()
-                        elif parameter.grad is not None:
-                            parameter.grad = None
+                    continue
+                is_hidden = each.weight_state is WeightState.UNSHARDED
+                for parameter in group.fsdp_params.sharded_params if is_hidden else ():
+                    if parameter.grad is not None:
+                        parameter.grad = None if set_to_none else parameter.grad.zero_()
         super().zero_grad(set_to_none)  # type: ignore[misc]  # of nn.Module, which comes next in every class of ours
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
@@ -398,6 +383,7 @@ class FSDPModule:
         unit = unit_of(self)
         unit.schedule.settle_replaced_params(unit)
         unit.schedule.reshard(unit)
+        settle_host()
         hidden = [(infos, hide(infos)) for infos in (group.fsdp_params.module_infos for group in unit.groups)]
         try:
             result = super()._apply(fn, recurse)  # type: ignore[misc]

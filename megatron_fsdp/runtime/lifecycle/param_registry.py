@@ -13,15 +13,8 @@ from megatron_fsdp.build.ownership import OwnedParameter
 from megatron_fsdp.runtime.step.fsdp_params import ParamModuleInfos, Place
 
 __all__ = [
-    "ReplacedParam",
-    "hide",
-    "make_module_infos",
-    "override",
-    "register",
-    "registered",
-    "replaced_in",
-    "unhide",
-]
+    "ReplacedParam", "hide", "make_module_infos", "override", "register", "registered", "replaced_in", "unhide",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +82,7 @@ def register(infos: ParamModuleInfos) -> None:
 def hide(infos: ParamModuleInfos) -> list[Place]:
     """Register nothing in the places of the sharded parameters; return what ``unhide`` takes to undo it."""
     hidden = [place for place in infos.places if place[0].get(place[1]) is place[2]]
-    for reference, attribute, resting, _ in infos.assigned:
-        module = reference()
-        if module is not None and module._parameters.get(attribute) is resting:
-            setattr(module, attribute, None)
+    _assign(infos, is_shown=False)
     for registry, attribute, *_ in hidden:
         registry[attribute] = None
     return hidden
@@ -103,7 +93,12 @@ def unhide(infos: ParamModuleInfos, hidden: Sequence[Place]) -> None:
     for registry, attribute, resting, _ in hidden:
         if registry.get(attribute) is None:
             registry[attribute] = resting
+    _assign(infos, is_shown=True)
+
+
+def _assign(infos: ParamModuleInfos, *, is_shown: bool) -> None:
+    """Let modules with a ``__setattr__`` of their own see that their sharded parameters come or go."""
     for reference, attribute, resting, _ in infos.assigned:
         module = reference()
         if module is not None and module._parameters.get(attribute) is resting:
-            setattr(module, attribute, resting)
+            setattr(module, attribute, resting if is_shown else None)

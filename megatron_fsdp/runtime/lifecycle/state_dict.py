@@ -11,22 +11,27 @@ from torch.distributed.tensor import DTensor
 from dbuffer.dtensor import FlatDTensor
 from megatron_fsdp.runtime.lifecycle.make_param_group import readopt
 from megatron_fsdp.runtime.lifecycle.make_unit import materialize_unit
+from megatron_fsdp.runtime.step.lanes import settle_host
 from megatron_fsdp.runtime.step.parameter_group import group_of_parameter
 from megatron_fsdp.runtime.step.unit import Unit, units_below
 from megatron_fsdp.runtime.weights.param_layout import is_laid_out_like, laid_out
 
+__all__ = ["after_load_state_dict", "before_load_state_dict", "before_state_dict"]
 
-def _before_state_dict(unit: Unit, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+
+def before_state_dict(unit: Unit, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    """Show sharded parameters."""
     unit.schedule.reshard(unit)
 
 
-def _before_load_state_dict(unit: Unit, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+def before_load_state_dict(unit: Unit, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Bring what is loaded into the rows of each rank: whole tensors, and what torch.distributed.tensor cut."""
     for below in units_below(module):
         # What was assigned in the place of a parameter is what the values are for.
         below.schedule.settle_replaced_params(below)
         below.schedule.reshard(below)
+    settle_host()
     _materialize_for(module, prefix, state_dict)
-    # Whole tensors, and DTensors that torch.distributed.tensor cut, are brought into the rows of each rank.
     for name, parameter in module.named_parameters(remove_duplicate=False):
         value, owner = state_dict.get(prefix + name), group_of_parameter(parameter)
         if owner is None or not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
@@ -41,17 +46,15 @@ def _before_load_state_dict(unit: Unit, module: nn.Module, state_dict: dict[str,
 
 def _materialize_for(module: nn.Module, prefix: str, state_dict: dict[str, Any]) -> None:
     """Allocate the units on the meta device that the state dictionary fills; what is missing must not become zeros."""
-    names: dict[int, str] = {}
-    for name, parameter in module.named_parameters():
-        names[id(parameter)] = prefix + name
+    names = {id(parameter): prefix + name for name, parameter in module.named_parameters()}
     for unit in units_below(module):
         params = [param for group in unit.groups for param in group.parameters.values()]
         if any(group.is_meta for group in unit.groups) and all(names.get(id(param)) in state_dict for param in params):
             materialize_unit(unit)
 
 
-def _after_load_state_dict(unit: Unit, *_: Any) -> None:
+def after_load_state_dict(unit: Unit, *_: Any) -> None:
+    """Copy values back where a parameter was replaced (``assign=True``)."""
     for group in unit.groups:
-        # Copy values back where a parameter was replaced (``assign=True``).
         if readopt(group):
             group.freshness.change()

@@ -262,6 +262,11 @@ class CudaLane:
                 # The next capture may not wait for it, and nothing tells one capture from another.
                 self._last = None
 
+    def settle(self) -> None:
+        """Let the host wait until all that was submitted is done."""
+        if self._last is not None and not self._is_last_captured:
+            self._last.synchronize()
+
 
 LATEST: list[Any] = []
 

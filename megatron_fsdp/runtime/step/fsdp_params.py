@@ -47,7 +47,6 @@ class FSDPParams:
     Args:
         sharded_params: DTensors over ``main_weight``, in plan order. unsharded_params: views of the gathered weights.
         owned: what they were made from. main_weight: what the sharded ones lie in.
-        resting: returns this rank's rows of a parameter, by its index, over ``main_weight``.
         kinds: the classes of an unsharded parameter that says itself whether its memory is there: while it is, and not.
 
     Attributes:
@@ -69,11 +68,10 @@ class FSDPParams:
         main_weight: DBuffer,
         sharded_params: list[nn.Parameter],
         unsharded_params: list[nn.Parameter],
-        resting: Callable[[int], DTensor],
         kinds: tuple[type[nn.Parameter], ...],
     ) -> None:
         self.owned = tuple(owned)
-        self.main_weight, self.resting = main_weight, resting
+        self.main_weight = main_weight
         self.has_splits = any(parameter.split is not None for parameter in owned)
         self.sharded_params, self.unsharded_params = sharded_params, unsharded_params
         self._kinds = kinds

@@ -18,7 +18,10 @@ from dbuffer.events import listeners, tell
 from megatron_fsdp.runtime.step.cuda_lane import COMPUTE, LANES, CudaLane, compute_of
 from megatron_fsdp.runtime.step.lane_types import Lane, Operation, Ticket
 
-__all__ = ["CpuLane", "forget_unused_streams", "join_lanes", "lane"]
+__all__ = ["HOST_READS", "CpuLane", "forget_unused_streams", "join_lanes", "lane", "settle_host"]
+
+HOST_READS: set[torch.device] = set()
+"""Devices to which gathers may still copy main weights: the host must not write these before ``settle_host``."""
 
 
 class _CpuTicket:
@@ -111,3 +114,11 @@ def join_lanes() -> None:
     for each in LANES.values():
         if isinstance(each, CudaLane):
             each.join()
+
+
+def settle_host() -> None:
+    """Let the host write main weights in CPU memory again: it waits until no gather reads them."""
+    while HOST_READS:
+        gathers = lane("gather", HOST_READS.pop())
+        if isinstance(gathers, CudaLane):
+            gathers.settle()

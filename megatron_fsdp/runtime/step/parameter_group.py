@@ -25,12 +25,11 @@ from dbuffer.route import Route
 from dbuffer_kernels import cast_copy
 from megatron_fsdp.build.builder import GroupSpec
 from megatron_fsdp.build.ownership import OwnedParameter
-from megatron_fsdp.policy.offload import hand_back
 from megatron_fsdp.runtime.step.freshness import Freshness
 from megatron_fsdp.runtime.step.fsdp_params import FSDPParams
 from megatron_fsdp.runtime.step.gradients import GradientBuffer
 from megatron_fsdp.runtime.step.lane_types import Ticket
-from megatron_fsdp.runtime.step.lanes import lane
+from megatron_fsdp.runtime.step.lanes import HOST_READS, lane
 from megatron_fsdp.runtime.step.reduction import ReduceFunction
 from megatron_fsdp.runtime.step.weight_types import KeptPart, Remainder
 
@@ -51,11 +50,11 @@ def start_gathers(groups: Sequence[ParameterGroup], *, check: bool, owner: int =
     """
     stale = _find_stale(groups) if check else []
     weights: list[WeightBuffers] = []
-    on_host = then = None
+    then = None
     for group in groups:
         generation = group.freshness.generation + (group in stale)
         if group.spec.is_offloaded:
-            on_host = hand_back
+            HOST_READS.add(group.spec.device)
         group.freshness.gathered = generation
         if not group.rests_whole:
             weights.append(group.weights)
@@ -67,7 +66,7 @@ def start_gathers(groups: Sequence[ParameterGroup], *, check: bool, owner: int =
     if not weights and not stale:
         return None
     gather = functools.partial(_gather, stale, weights)
-    return lane("gather", groups[0].spec.device).submit(gather, then, on_host, owner=owner)
+    return lane("gather", groups[0].spec.device).submit(gather, then, owner=owner)
 
 
 def _gather(stale: Sequence[ParameterGroup], weights: Sequence[WeightBuffers], works: list[dist.Work] | None) -> None:
@@ -83,14 +82,15 @@ def _gather(stale: Sequence[ParameterGroup], weights: Sequence[WeightBuffers], w
 
 
 def _find_stale(groups: Sequence[ParameterGroup]) -> list[ParameterGroup]:
-    """Return the groups whose weights at rest are older than main weights; the host's own are brought up to date."""
+    """Return the groups whose weights at rest are older than main weights."""
     stale = []
     for group in groups:
         if not group.weights.has_copy:
             group.freshness.gathered_directly()
         elif group.freshness.wants_refresh():
             stale.append(group)
-    if stale and (stale[0].spec.is_offloaded or stale[0].is_meta):
+    if stale and stale[0].is_meta:
+        # Refused, by name.
         stale[0].weights.refresh(stale)
         return []
     return stale
@@ -138,12 +138,13 @@ class WeightBuffers:
         if self.is_from_part and self.post_forward is not None:
             return [self.post_forward.gather()]
         source = self.model
-        if self._spec.is_offloaded:
+        if self._spec.is_offloaded or source.dtype is not self.gathered.dtype:
             source = self._gathered_shard
-            source.local_buffer.copy_(self.model.local_buffer, non_blocking=True)
-        elif source.dtype is not self.gathered.dtype:
-            source = self._gathered_shard
-            cast_copy(self.model.local_buffer, source.local_buffer)
+            if source.dtype is self.model.dtype:
+                source.local_buffer.copy_(self.model.local_buffer, non_blocking=True)
+            else:
+                # From CPU memory first to the device, where the cast costs nothing (FSDP2's ``all_gather_inputs``).
+                cast_copy(self.model.local_buffer.to(source.device, non_blocking=True), source.local_buffer)
         if self.gather_function is None:
             if self._route is None:
                 self._route = Route(source, self.gathered)

@@ -18,7 +18,7 @@ from dbuffer.events import listeners, tell
 from megatron_fsdp.runtime.step.cuda_lane import wait_for_event
 from megatron_fsdp.runtime.step.guard_types import Guards
 from megatron_fsdp.runtime.step.lane_types import Ticket
-from megatron_fsdp.runtime.step.lanes import forget_unused_streams
+from megatron_fsdp.runtime.step.lanes import HOST_READS, forget_unused_streams, settle_host
 from megatron_fsdp.runtime.step.outputs import Attributes, watch_given, watch_inputs, watch_made, watch_output
 from megatron_fsdp.runtime.step.unit import Call, Unit, WeightState
 
@@ -293,6 +293,9 @@ class Schedule:
             self._lingering = unit.reference
         elif self.reshards_after_forward(unit) or not (torch.is_grad_enabled() or unit.reshard_after_forward is False):
             self.reshard(unit, keep_part=torch.is_grad_enabled())
+        if HOST_READS and not torch.is_grad_enabled() and (root is None or root.open_call is None):
+            # No backward follows, at whose end the host waits.
+            settle_host()
 
     def _release_lingering(self, unit: Unit) -> None:
         lingering, self._lingering = self._lingering(), _NOBODY
@@ -332,6 +335,8 @@ class Schedule:
     def end_backward(self) -> None:
         """Release what backward has gathered, and what it need not have kept."""
         self._lingering = _NOBODY
+        if HOST_READS:
+            settle_host()
         root = self.root_ref()
         if root is None or root.open_call is None:
             # Where units are called and their root is not, nothing else begins a pass.

@@ -1,4 +1,4 @@
-"""ExtensionWeights and ExtensionParams: parameters whose class says what is gathered, by FSDP2's two hooks.
+"""ExtensionWeights: parameters whose class says what is gathered, by FSDP2's two hooks.
 
 Every such parameter is a group of its own, of the bytes that ``fsdp_pre_all_gather`` returns, whatever their
 sizes and dtypes (docs/design/low_precision.md).
@@ -10,7 +10,6 @@ import inspect
 import itertools
 import weakref
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -25,12 +24,9 @@ from megatron_fsdp.build.extension import Extension
 from megatron_fsdp.build.ownership import OwnedParameter
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.policy.precision import MixedPrecisionPolicy
-from megatron_fsdp.runtime.step.fsdp_params import FSDPParams
-from megatron_fsdp.runtime.weights.gathered_weight import KINDS
 from megatron_fsdp.runtime.weights.hooked_weights import HookedWeights, Wire
-from megatron_fsdp.runtime.weights.stale_weights import mark_gathered
 
-__all__ = ["ExtensionWeights", "make_extension_params"]
+__all__ = ["ExtensionWeights"]
 
 _ALIGNMENT = 16
 _DROP_HOOK = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
@@ -105,7 +101,7 @@ class ExtensionWeights(HookedWeights):
         starts = [0, *itertools.accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)]
         key = self._signature = tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
         if key not in self._wires:
-            wire = self._wires[key] = Wire.of(starts[-1], self._spec, self._who)
+            wire = self._wires[key] = Wire(starts[-1], self._spec, self._who)
             self._outputs[key] = tuple(
                 FlatStorage(wire.num_ranks * tensor.numel(), tensor.dtype, tensor.device, name=self._who)
                 for tensor in tensors
@@ -126,9 +122,9 @@ class ExtensionWeights(HookedWeights):
                 f"{self._who}: fsdp_pre_all_gather returned {type(found).__name__}; wanted a tuple of the tensors to "
                 "gather and metadata"
             )
-        for tensor in found[0]:
-            if tensor.device.type != self._spec.device.type:
-                raise ConfigError(f"{self._who}: fsdp_pre_all_gather returned a tensor on {tensor.device}")
+        elsewhere = [tensor.device for tensor in found[0] if tensor.device.type != self._spec.device.type]
+        if elsewhere:
+            raise ConfigError(f"{self._who}: fsdp_pre_all_gather returned a tensor on {elsewhere[0]}")
         return tuple(found[0]), found[1]
 
     def post_all_gather(self, wire: Wire) -> None:
@@ -179,6 +175,28 @@ class ExtensionWeights(HookedWeights):
             )
         yield from ((each, each.nbytes()) for key, each in _storages(others).items() if key not in outputs)
 
+    def resting(self, index: int, owned: OwnedParameter) -> DTensor:
+        """Return a DTensor whose local tensor is the part."""
+        main, whole = self.main, self._extension
+        if not whole.is_packed:
+            rows = main.get_dtensor(0)
+            assert isinstance(rows, FlatDTensor)
+            return FlatDTensor(self.part, rows._spec, requires_grad=False)
+        placements = [Shard(0) if each == Flat() else Replicate() for each in main.placements]
+        return DTensor.from_local(
+            self.part, main.mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride
+        )
+
+    def unsharded(self, index: int, owned: OwnedParameter) -> nn.Parameter:
+        """Return what the hook made."""
+        return self.used
+
+    def take_part(self, sharded: nn.Parameter) -> str:
+        """Ask the part that users reach by the sharded parameter from now on; return the name of its class."""
+        # A parameter is a detached copy of the wrappers, over the same memory.
+        self.part = sharded._local_tensor  # type: ignore[attr-defined]
+        return str(self._extension.kind.__name__)
+
     def release(self, *, keep_generation: int | None = None) -> None:
         """Release the gathered tensors; see ``WeightBuffers``."""
         super().release(keep_generation=keep_generation)
@@ -189,29 +207,3 @@ class ExtensionWeights(HookedWeights):
                 storage.release()
             for made, _ in self._made:
                 made.resize_(0)
-
-
-def make_extension_params(owned: Sequence[OwnedParameter], weights: ExtensionWeights) -> FSDPParams:
-    """Return the one parameter: sharded a DTensor whose local tensor is the subclass, unsharded what the hook made."""
-    extension = owned[0].extension
-    assert extension is not None
-    resting = partial(_resting, weights, extension)
-    sharded = nn.Parameter(resting(0), requires_grad=owned[0].parameter.requires_grad)
-    # A parameter is a detached copy of the wrappers, over the same memory: users reach the part by it.
-    weights.part = sharded._local_tensor  # type: ignore[attr-defined]
-    mark_gathered(weights.used, owned[0].name)
-    params = FSDPParams(owned, weights.main, [sharded], [weights.used], resting, KINDS)
-    params.subclass = extension.kind.__name__
-    return params
-
-
-def _resting(weights: ExtensionWeights, extension: Extension, _: int) -> DTensor:
-    main, part = weights.main, weights.part
-    if not extension.is_packed:
-        rows = main.get_dtensor(0)
-        assert isinstance(rows, FlatDTensor)
-        return FlatDTensor(part, rows._spec, requires_grad=False)
-    placements = [Shard(0) if each == Flat() else Replicate() for each in main.placements]
-    return DTensor.from_local(
-        part, main.mesh, placements, run_check=False, shape=extension.shape, stride=extension.stride
-    )

@@ -20,21 +20,10 @@ from megatron_fsdp.errors import StateError
 from megatron_fsdp.runtime.step.weight_handle import WeightHandle, handle_of
 from megatron_fsdp.runtime.weights.param_layout import laid_out
 
-__all__ = [
-    "KINDS",
-    "GatheredWeight",
-    "ReleasedWeight",
-    "refuse_change",
-    "refuse_uncounted",
-]
+__all__ = ["KINDS", "GatheredWeight", "ReleasedWeight", "refuse_uncounted"]
 
 
-def refuse_change(handle: WeightHandle, how: str) -> NoReturn:
-    """Refuse a change of gathered weights.
-
-    Raises:
-        StateError: always.
-    """
+def _refuse_change(handle: WeightHandle, how: str) -> NoReturn:
     raise StateError(
         f"{handle.words} was changed in place while it was gathered ({how}). Each rank would change a copy of its own, "
         "which the unit drops when it reshards. Change the sharded parameter instead, outside of forward and backward: "
@@ -42,9 +31,20 @@ def refuse_change(handle: WeightHandle, how: str) -> NoReturn:
     )
 
 
+def refuse_uncounted(weight: torch.Tensor) -> NoReturn:
+    """Refuse a change of gathered weights that was found afterwards.
+
+    Raises:
+        StateError: always.
+    """
+    taken_at = getattr(weight, "_fsdp_taken_at", "")
+    how = f"its .data was taken at {taken_at}" if taken_at else "by an operator such as max_norm's, a view or out="
+    _refuse_change(handle_of(weight), how)
+
+
 def _refusing(name: str) -> Callable[..., NoReturn]:
     def refuse(self: Any, *_: Any, **__: Any) -> NoReturn:
-        refuse_change(self._fsdp_handle, name)
+        _refuse_change(self._fsdp_handle, name)
 
     refuse.__name__ = name
     return refuse
@@ -52,12 +52,10 @@ def _refusing(name: str) -> Callable[..., NoReturn]:
 
 # In place, and yet no change of the values.
 _HARMLESS = frozenset({"requires_grad_", "detach_", "rename_"})
-_IN_PLACE = tuple(
-    name
-    for name in dir(torch.Tensor)
-    if (name.endswith("_") and not name.startswith("_") and name not in _HARMLESS)
-    or name in ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__")
-    or name in ("__idiv__", "__ipow__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__")
+_OPERATORS = "iadd isub imul itruediv ifloordiv imod idiv ipow iand ior ixor ilshift irshift setitem"
+_IN_PLACE = (
+    *(name for name in dir(torch.Tensor) if name.endswith("_") and name[0] != "_" and name not in _HARMLESS),
+    *(f"__{name}__" for name in _OPERATORS.split()),
 )
 
 
@@ -82,22 +80,24 @@ class GatheredWeight(nn.Parameter):
     def data(self, value: torch.Tensor) -> None:
         # Routers of Megatron assign their own values, moved to the device where they are.
         if value.dtype is not self.dtype or not value.is_set_to(self):
-            refuse_change(self._fsdp_handle, ".data = ...")
+            _refuse_change(self._fsdp_handle, ".data = ...")
+
+    def _sharded(self) -> nn.Parameter | None:
+        group = self._fsdp_handle.group()
+        return None if group is None else group.parameters[self._fsdp_handle.parameter]  # type: ignore[no-any-return]
 
     @property
     def grad(self) -> torch.Tensor | None:
         """The sharded parameter's, averaged over ranks: what autograd leaves here is taken over at once."""
-        group = self._fsdp_handle.group()
-        gradient: torch.Tensor | None = None if group is None else group.parameters[self._fsdp_handle.parameter].grad
-        return gradient
+        sharded = self._sharded()
+        return None if sharded is None else sharded.grad
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
-        group = self._fsdp_handle.group()
-        if group is not None:
-            sharded = group.parameters[self._fsdp_handle.parameter]
+        sharded = self._sharded()
+        if sharded is not None:
             if value is not None and not isinstance(value, DTensor) and value.shape == sharded.shape:
-                value = laid_out(group.fsdp_params, sharded, value)
+                value = laid_out(self._fsdp_handle.group().fsdp_params, sharded, value)
             sharded.grad = value
 
     @grad.deleter
@@ -106,9 +106,9 @@ class GatheredWeight(nn.Parameter):
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> Any:
         """Register a hook on the sharded parameter: its ``.grad`` is the mean over ranks; this one's is taken away."""
-        group = self._fsdp_handle.group()
-        assert group is not None
-        return group.parameters[self._fsdp_handle.parameter].register_post_accumulate_grad_hook(hook)
+        sharded = self._sharded()
+        assert sharded is not None
+        return sharded.register_post_accumulate_grad_hook(hook)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """Return a copy that is an ordinary parameter."""
@@ -189,14 +189,3 @@ def _released(args: Iterable[Any], kwargs: dict[str, Any], name: str) -> Storage
         "the parameter that the module shows now (a DTensor; full_tensor() gathers it), or use weights inside their "
         "unit's forward only; model.unshard() brings them back."
     )
-
-
-def refuse_uncounted(weight: torch.Tensor) -> NoReturn:
-    """Refuse a change that was found afterwards.
-
-    Raises:
-        StateError: always.
-    """
-    taken_at = getattr(weight, "_fsdp_taken_at", "")
-    how = f"its .data was taken at {taken_at}" if taken_at else "by an operator such as max_norm's, a view or out="
-    refuse_change(handle_of(weight), how)

@@ -8,7 +8,6 @@ docs/design/low_precision.md).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,30 +24,24 @@ from megatron_fsdp.runtime.weights.sharded_weights import ShardedWeights
 __all__ = ["HookedWeights", "Wire"]
 
 
-@dataclass(frozen=True, slots=True)
 class Wire:
-    """Bytes on their way: this rank's run (``sent``), which rests, and those of all ranks, which come and go."""
+    """Bytes on their way: this rank's run (``sent``), which rests, and those of all ranks, which come and go.
 
-    sent: DBuffer
-    gathered: DBuffer
-    route: Route
+    Args:
+        num_bytes: of each rank.
+    Attributes:
+        num_ranks: over which the weights are sharded.
+    """
 
-    @classmethod
-    def of(cls, num_bytes: int, spec: GroupSpec, name: str) -> Wire:
-        """Make the buffers for ``num_bytes`` of each rank."""
+    def __init__(self, num_bytes: int, spec: GroupSpec, name: str) -> None:
         resting = spec.placements.parameter
-        num_ranks = spec.mesh.size(resting.index(Flat()))
-        plan = Plan(((num_ranks * num_bytes,),), (Element(),), num_ranks, (0,), num_bytes)
-        sent, gathered = (
+        self.num_ranks = spec.mesh.size(resting.index(Flat()))
+        plan = Plan(((self.num_ranks * num_bytes,),), (Element(),), self.num_ranks, (0,), num_bytes)
+        self.sent, self.gathered = (
             DBuffer.from_plan(plan, spec.mesh, placed, torch.uint8, spec.compute_device, name=name)
-            for placed in (resting, tuple(Replicate() for _ in resting))
+            for placed in (resting, (Replicate(),) * len(resting))
         )
-        return cls(sent, gathered, Route(sent, gathered))
-
-    @property
-    def num_ranks(self) -> int:
-        """Over which the weights are sharded."""
-        return self.gathered.plan.num_shards
+        self.route = Route(self.sent, self.gathered)
 
     @property
     def rows(self) -> torch.Tensor:

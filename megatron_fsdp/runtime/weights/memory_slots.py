@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
-
 from dbuffer import BufferPlacement, SlotPool
-from dbuffer.mesh import MeshAxis
 from dbuffer.placements import flat_axes
 from dbuffer.slot_memory import from_communicator, from_symmetric_memory
 from dbuffer.slot_pool import ArenaPool
@@ -19,14 +16,8 @@ from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
 from megatron_fsdp.runtime.step.unit import Unit
 
 __all__ = [
-    "BufferPools",
-    "check_reshard",
-    "communicator_has_memory",
-    "keep_gathered",
-    "place_unit",
-    "reshard_to",
-    "use_slots",
-]
+    "BufferPools", "check_reshard", "communicator_has_memory", "keep_gathered", "place_unit", "reshard_to", "use_slots",
+]  # fmt: skip
 
 
 class BufferPools:
@@ -46,34 +37,29 @@ class BufferPools:
         return sum(pool.nbytes for pool in self._pools.values())
 
     def get(
-        self,
-        use: str,
-        choice: SlotChoice,
-        device: torch.device,
-        axes: Sequence[MeshAxis],
-        placements: Sequence[BufferPlacement],
+        self, use: str, choice: SlotChoice, group: ParameterGroup, placements: Sequence[BufferPlacement]
     ) -> SlotPool:
-        """Return the pool for one use of memory.
+        """Return the pool for one use of memory by a parameter group.
 
         Args:
             use: "weights" or "gradients", which have pools of their own, since their sizes differ.
-            axes, placements: of the buffer at rest; its collectives run along the first ``Flat`` axis.
+            placements: of the buffer at rest; its collectives run along the first ``Flat`` axis.
         Raises:
             StorageError: memory that this machine or this PyTorch does not have.
         """
         assert choice.sizing is not None
-        group = None
+        device, members = group.spec.compute_device, None
         if choice.source != "device":
-            axis = axes[flat_axes(placements)[0]]
-            group = axis.gather_group if use == "weights" else axis.reduce_group
+            axis = group.main_weight.axes[flat_axes(placements)[0]]
+            members = axis.gather_group if use == "weights" else axis.reduce_group
         # In one arena weights and gradients lie where the others have been.
-        key = ("all" if choice.sizing == "static" and group is None else use, choice, device, group)
+        key = ("all" if choice.sizing == "static" and members is None else use, choice, device, members)
         if key not in self._pools:
             allocate = None
-            if group is not None and choice.source == "communicator":
-                allocate = from_communicator(group, device)
-            elif group is not None:
-                allocate = from_symmetric_memory(group, device, choice.source)
+            if members is not None and choice.source == "communicator":
+                allocate = from_communicator(members, device)
+            elif members is not None:
+                allocate = from_symmetric_memory(members, device, choice.source)
             if choice.sizing == "static":
                 self.planned.append(ArenaPool(device, allocate))
                 self._pools[key] = self.planned[-1]
@@ -96,36 +82,29 @@ def communicator_has_memory(unit: Unit) -> bool:
 
 def place_unit(unit: Unit) -> None:
     """Take the memory of a unit from where its choice says."""
-    weights = unit.slots
+    choice = unit.slots
     # Weights that stay from forward to backward would each hold a slot as large as the largest unit.
-    if weights.sizing == "largest" and not unit.schedule.reshards_after_forward(unit):
-        weights = replace(weights, sizing="by_size")
-    pools = None if unit.slots.sizing is None or is_off("slots") else unit.schedule.pools
+    stays = choice.sizing == "largest" and not unit.schedule.reshards_after_forward(unit)
+    of_weights = replace(choice, sizing="by_size") if stays else choice
+    pools = None if choice.sizing is None or is_off("slots") else unit.schedule.pools
     for group in unit.groups:
-        _place_group(group, pools, gradients=unit.slots, weights=weights)
-
-
-def _place_group(
-    group: ParameterGroup, pools: BufferPools | None, *, gradients: SlotChoice, weights: SlotChoice
-) -> None:
-    device, axes, placements = group.spec.compute_device, group.main_weight.axes, group.spec.placements
-
-    def pool(use: str, of: SlotChoice, placed: Sequence[BufferPlacement]) -> SlotPool | None:
-        return None if pools is None else pools.get(use, of, device, axes, placed)
-
-    if not group.rests_whole:
-        # What stays takes no turns.
-        of_weights = None if group.weights.keeps_gathered else pool("weights", weights, placements.parameter)
-        group.gathered.storage.use_pool(of_weights)
-        if group.weights.post_forward is not None:
-            # One for each unit would be held for as long as the allocator's; in an arena it costs nothing.
-            group.weights.post_forward.use_pool(of_weights if weights.sizing == "static" else None)
-    if group.gradients is None:
-        return
-    is_partial = group.gradients.rests_partial
-    group.gradients.take_from(None if is_partial else pool("gradients", gradients, placements.gradient))
-    # With slots a step calls no allocator.
-    group.gradients.keep(pools is not None or group.spec.is_offloaded)
+        placements, weights, gradients = group.spec.placements, group.weights, group.gradients
+        if not group.rests_whole:
+            # What stays takes no turns.
+            pool = None
+            if pools is not None and not weights.keeps_gathered:
+                pool = pools.get("weights", of_weights, group, placements.parameter)
+            group.gathered.storage.use_pool(pool)
+            if weights.post_forward is not None:
+                # One for each unit would be held for as long as the allocator's; in an arena it costs nothing.
+                weights.post_forward.use_pool(pool if choice.sizing == "static" else None)
+        if gradients is not None:
+            pool = None
+            if pools is not None and not gradients.rests_partial:
+                pool = pools.get("gradients", choice, group, placements.gradient)
+            gradients.take_from(pool)
+            # With slots a step calls no allocator.
+            gradients.keep(pools is not None or group.spec.is_offloaded)
 
 
 def keep_gathered(group: ParameterGroup, *, keeps: bool, is_sharded: bool) -> None:

@@ -19,12 +19,11 @@ from megatron_fsdp.build.builder import GroupSpec
 from megatron_fsdp.build.packed_layout import amax_numel, cut_blocks, num_grids
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.runtime.weights.hooked_weights import HookedWeights, Wire
-from megatron_fsdp.runtime.weights.magnitudes import HasMagnitudes
 
 __all__ = ["PackedWeights"]
 
 
-class PackedWeights(HookedWeights, HasMagnitudes):
+class PackedWeights(HookedWeights):
     """Weight buffers of a group whose weights are gathered as 8-bit codes.
 
     Attributes:
@@ -57,7 +56,7 @@ class PackedWeights(HookedWeights, HasMagnitudes):
         kinds = (gather, f"{gather} columns")[: num_grids(gather)]
         self._layouts = [CodedRows.of(kind, numel, num_ranks, plan.offsets, plan.shapes) for kind in kinds]
         for grid, layout in enumerate(self._layouts):
-            self._wires[grid] = Wire.of(layout.row_bytes, spec, who)
+            self._wires[grid] = Wire(layout.row_bytes, spec, who)
             self._wires[grid].gathered.release_storage()
 
     # ------------------------------------------------------------------ quantize

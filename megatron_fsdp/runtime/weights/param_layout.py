@@ -27,18 +27,24 @@ def laid_out(params: FSDPParams, param: torch.Tensor, value: torch.Tensor) -> DT
     template, split = params.sharded_params[index], params.owned[index].split
     assert isinstance(template, FlatDTensor)
     local = torch.empty_like(template.to_local(), dtype=value.dtype)
-    touched = _touched_slices(value, template)
-    if touched is not None:
-        local.copy_(touched)
+    if (
+        isinstance(value, DTensor)
+        and not isinstance(value, FlatDTensor)
+        and template.distribution.is_flattened
+        and _placed(value) == _placed(template)
+    ):
+        # PyTorch cut it like the parameter, but by slices of the first dimension.
+        ragged = next(one for one in value.placements if isinstance(one, RaggedShard))
+        local.copy_(rows_of_slices(value.to_local().detach(), ragged, template.distribution.rows))
     else:
         held = params.main_weight.layout.held(index)
         whole = (value.full_tensor() if isinstance(value, DTensor) else value).detach()
         part = (whole if split is None else split.local_part(whole)).reshape(-1)
         local.view(-1).copy_(part[held.start : held.stop])
-    stride = template.stride()
     return FlatDTensor.from_local(
-        local, template.device_mesh, template.placements, run_check=False, shape=template.shape, stride=stride
-    )
+        local, template.device_mesh, template.placements, run_check=False, shape=template.shape,
+        stride=template.stride(),
+    )  # fmt: skip
 
 
 def own_rows(params: FSDPParams, index: int, gradient: torch.Tensor) -> torch.Tensor:
@@ -61,16 +67,9 @@ def is_laid_out_like(value: torch.Tensor, param: torch.Tensor) -> bool:
     """Whether ``value`` may stand beside a sharded parameter as it is: a DTensor with the very rows of its ranks."""
     if not isinstance(value, DTensor) or not isinstance(param, DTensor):
         return False
-    if value.to_local().numel() != param.to_local().numel():
-        return False
-    return [repr(placement) for placement in value.placements] == [repr(placement) for placement in param.placements]
+    return value.to_local().numel() == param.to_local().numel() and _placed(value) == _placed(param)
 
 
-def _touched_slices(value: torch.Tensor, template: FlatDTensor) -> torch.Tensor | None:
-    """Return this rank's rows where PyTorch cut ``value`` like ``template``, but by slices of the first dimension."""
-    if not isinstance(value, DTensor) or isinstance(value, FlatDTensor) or not template.distribution.is_flattened:
-        return None
-    if [repr(one) for one in value.placements] != [repr(one) for one in template.placements]:
-        return None
-    ragged = next(one for one in value.placements if isinstance(one, RaggedShard))
-    return rows_of_slices(value.to_local().detach(), ragged, template.distribution.rows)
+def _placed(value: DTensor) -> list[str]:
+    # With the rows of each rank, which take no part in the comparison of placements.
+    return [repr(placement) for placement in value.placements]

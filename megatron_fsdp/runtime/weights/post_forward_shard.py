@@ -6,52 +6,30 @@ within them (one machine) instead of over all ranks, for eight times the shard's
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import torch
 
-from dbuffer import BufferPlacement, DBuffer, PlacementError
+from dbuffer import DBuffer
 from dbuffer.collectives import Part
-from dbuffer.layout import only_flat_axis
 from dbuffer.mesh import MeshAxis, neighbours
 from dbuffer.slot_pool import SlotPool
 from dbuffer.storage import FlatStorage
-from megatron_fsdp.errors import ConfigError
 
-__all__ = ["PostForwardShard", "check_post_forward_size"]
-
-
-def check_post_forward_size(size: int, axes: Sequence[MeshAxis], placements: Sequence[BufferPlacement]) -> MeshAxis:
-    """Return the axis whose ranks are split into groups of ``size``.
-
-    Raises:
-        ConfigError: weights are not sharded over exactly one axis, or ``size`` does not divide it.
-    """
-    try:
-        axis = only_flat_axis(axes, placements)
-    except PlacementError as error:
-        raise ConfigError(
-            f"reshard_after_forward={size} needs weights that are sharded over exactly one axis: {error}; use True or "
-            "False"
-        ) from error
-    if size < 1 or axis.size % size:
-        raise ConfigError(
-            f"reshard_after_forward={size}: it must divide the {axis.size} ranks of axis {axis.name!r} "
-            f"over which weights are sharded"
-        )
-    return axis
+__all__ = ["PostForwardShard"]
 
 
 class PostForwardShard:
     """This rank's part of a group's gathered weights while forward is over and backward has not begun.
 
+    Args:
+        axis: over which the weights are sharded. size: of the smaller groups.
     Attributes:
-        storage: what it lies in.
+        axis: the smaller group. storage: what the part lies in.
     """
 
     def __init__(self, gathered: DBuffer, axis: MeshAxis, size: int) -> None:
         self._gathered = gathered
-        self._axis = neighbours(axis, size)
+        self.axis = neighbours(axis, size)
         numel = gathered.layout.numel // size
-        self._start = self._axis.rank * numel
         self.storage = FlatStorage(numel, gathered.dtype, gathered.device, name=f"{gathered.name}: post-forward shard")
         self.storage.release()
         self._generation = -1
@@ -61,19 +39,18 @@ class PostForwardShard:
         """Bytes that it holds between forward and backward."""
         return self.storage.nbytes
 
-    @property
-    def axis(self) -> MeshAxis:
-        """The smaller group."""
-        return self._axis
-
     def use_pool(self, pool: SlotPool | None) -> None:
         """Take its memory from a pool, or from the allocator again."""
         self.storage.use_pool(pool)
 
+    def _mine(self) -> torch.Tensor:
+        numel = self.storage.tensor.numel()
+        return self._gathered.local_buffer.narrow(0, self.axis.rank * numel, numel)
+
     def keep(self, generation: int) -> None:
         """Copy this rank's part of the gathered weights, which are of a certain generation."""
         self.storage.reallocate()
-        self.storage.tensor.copy_(self._gathered.local_buffer.narrow(0, self._start, self.storage.tensor.numel()))
+        self.storage.tensor.copy_(self._mine())
         self._generation = generation
 
     def holds(self, generation: int) -> bool:
@@ -82,10 +59,9 @@ class PostForwardShard:
 
     def gather(self) -> Part:
         """Return the gather of the whole weights from the smaller group."""
-        whole = self._gathered.local_buffer
-        mine = whole.narrow(0, self._start, self.storage.tensor.numel())
+        mine = self._mine()
         mine.copy_(self.storage.tensor)
-        return Part(self._axis, whole, mine)
+        return Part(self.axis, self._gathered.local_buffer, mine)
 
     def drop(self) -> None:
         """Release the memory."""

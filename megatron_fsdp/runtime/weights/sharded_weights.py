@@ -5,23 +5,27 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
 
-from dbuffer import DBuffer, Plan, Replicate
+from dbuffer import BufferPlacement, DBuffer, PlacementError, Plan, Replicate
 from dbuffer.collectives import Part
+from dbuffer.layout import only_flat_axis
 from dbuffer.mesh import MeshAxis
-from dbuffer.placements import BufferPlacement
 from dbuffer.route import Route
 from dbuffer_kernels import cast_copy
 from megatron_fsdp.build.builder import GroupSpec
-from megatron_fsdp.runtime.step.parameter_group import ParameterGroup, WeightBuffers
-from megatron_fsdp.runtime.weights.post_forward_shard import PostForwardShard, check_post_forward_size
-from megatron_fsdp.runtime.weights.resting_copy import refresh_together
+from megatron_fsdp.build.ownership import OwnedParameter
+from megatron_fsdp.errors import ConfigError
+from megatron_fsdp.runtime.weights.gathered_weight import GatheredWeight
+from megatron_fsdp.runtime.weights.post_forward_shard import PostForwardShard
+from megatron_fsdp.runtime.weights.resting_copy import RestingCopy
 from megatron_fsdp.runtime.weights.split_weights import Remainder
 
 __all__ = ["ShardedWeights"]
 
 
-class ShardedWeights(WeightBuffers):
+class ShardedWeights(RestingCopy):
     """Weights that a cast, or nothing, turns into compute weights; the base of the other kinds.
 
     Attributes:
@@ -40,21 +44,20 @@ class ShardedWeights(WeightBuffers):
     """
 
     def __init__(self, plan: Plan, spec: GroupSpec, name: str) -> None:
-        self._spec = spec
-        self._plan = plan
+        self._spec, self._plan = spec, plan
         placements, dtypes = spec.placements, spec.dtypes
         resting, stepped = placements.parameter, placements.optimizer
-        whole: tuple[BufferPlacement, ...] = tuple(Replicate() for _ in resting)
+        whole: tuple[BufferPlacement, ...] = (Replicate(),) * len(resting)
         self.rests_whole = resting == whole
         if spec.gathers_main_weights:
             self.main = self.model = self._buffer(stepped, dtypes.main, spec.resting_device)
-        elif dtypes.main is not dtypes.compute:
-            self.model = self._buffer(resting, dtypes.compute, spec.resting_device)
-            self.main = self._buffer(stepped, dtypes.main, spec.resting_device)
         else:
             self.model = self._buffer(resting, dtypes.compute, spec.resting_device)
-            # Same dtype, finer placement: the optimizer's shard is a slice of the compute weights, not a second copy.
-            self.main = self.model.slice_view(stepped)
+            if dtypes.main is dtypes.compute:
+                # The optimizer's shard is a slice of the compute weights, not a second copy.
+                self.main = self.model.slice_view(stepped)
+            else:
+                self.main = self._buffer(stepped, dtypes.main, spec.resting_device)
         # A group on the meta device has no weights to gather, which its refresh says.
         self.has_copy = self.main is not self.model or spec.is_meta
         self.refreshes_locally = self.main.placements == self.model.placements
@@ -71,6 +74,20 @@ class ShardedWeights(WeightBuffers):
     def _buffer(self, placements: tuple[BufferPlacement, ...], dtype: torch.dtype, device: torch.device) -> DBuffer:
         spec = self._spec
         return DBuffer.from_plan(self._plan, spec.mesh, placements, dtype, device, pin_memory=spec.is_pinned)
+
+    def resting(self, index: int, owned: OwnedParameter) -> DTensor:
+        """Return the sharded parameter, over ``main``."""
+        rows = self.main.get_dtensor(index)
+        return rows if owned.split is None else owned.split.resting(rows)
+
+    def unsharded(self, index: int, owned: OwnedParameter) -> nn.Parameter:
+        """Return the parameter that compute uses, over ``gathered``."""
+        # .data gives the view a version counter of its own. Gathering again must not look to autograd like a change
+        # of the tensors it saved: the values are the same.
+        view = self.gathered.get_local_tensor(index).data
+        if owned.split is None:
+            return GatheredWeight(view, requires_grad=False)
+        return nn.Parameter(owned.split.gathered(view), requires_grad=False)
 
     def agreed(self) -> Iterator[str]:
         """Yield what ranks must have in common beside plan and dtypes."""
@@ -110,7 +127,7 @@ class ShardedWeights(WeightBuffers):
         Args:
             size: of the smaller group; 0 goes back to one shard per rank.
         Raises:
-            ConfigError: ``size`` does not divide the axis over which weights are sharded.
+            ConfigError: as ``check_part``.
         """
         axis = self.check_part(size)
         self.post_forward = None
@@ -118,14 +135,26 @@ class ShardedWeights(WeightBuffers):
             self.post_forward = PostForwardShard(self.gathered, axis, size)
 
     def check_part(self, size: int) -> MeshAxis | None:
-        """Return the axis that ``keep_part_for`` would cut into groups of ``size``; None for none. Raises as that."""
+        """Return the axis that ``keep_part_for`` would cut into groups of ``size``; None for none.
+
+        Raises:
+            ConfigError: weights are not sharded over exactly one axis, or ``size`` does not divide it.
+        """
         if not size or self.rests_whole:
             return None
-        return check_post_forward_size(size, self.model.axes, self.model.placements)
-
-    def refresh(self, groups: Sequence[ParameterGroup]) -> None:
-        """Bring weights at rest of groups of one unit up to date, this one's among them."""
-        refresh_together(groups)
+        try:
+            axis = only_flat_axis(self.model.axes, self.model.placements)
+        except PlacementError as error:
+            raise ConfigError(
+                f"reshard_after_forward={size} needs weights that are sharded over exactly one axis: {error}; use True "
+                "or False"
+            ) from error
+        if size < 1 or axis.size % size:
+            raise ConfigError(
+                f"reshard_after_forward={size}: it must divide the {axis.size} ranks of axis {axis.name!r} over which "
+                "weights are sharded"
+            )
+        return axis
 
     def start_refresh(self) -> list[Part]:
         """Begin to bring weights at rest up to date with main weights: cast them.
@@ -138,18 +167,16 @@ class ShardedWeights(WeightBuffers):
             return []
         if self.remainder is not None:
             self.remainder.current()
+        if self._spec.is_offloaded:
+            # Collectives run where compute does, and so does the cast.
+            staged = self._buffer(main.placements, model.dtype, self._spec.compute_device)
+            cast_copy(main.local_buffer.to(staged.device, non_blocking=True), staged.local_buffer)
+            model.local_buffer.copy_(staged.redistribute(model.placements).local_buffer, non_blocking=True)
+            return []
         shard = model if self.refreshes_locally else model.slice_view(main.placements)
         if shard.local_buffer.data_ptr() != main.local_buffer.data_ptr():
             cast_copy(main.local_buffer, shard.local_buffer)
-        if shard is model:
-            return []
-        if not self._spec.is_offloaded:
-            return Route(shard, model).parts(None)
-        # Collectives run where compute does.
-        staged = self._buffer(shard.placements, shard.dtype, self._spec.compute_device)
-        staged.local_buffer.copy_(shard.local_buffer)
-        model.local_buffer.copy_(staged.redistribute(model.placements).local_buffer)
-        return []
+        return [] if shard is model else Route(shard, model).parts(None)
 
     def end_refresh(self) -> bool:
         """Return whether the refresh wrote main weights' own memory (with the values it had)."""

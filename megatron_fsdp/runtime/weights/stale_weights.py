@@ -16,25 +16,29 @@ STALE = "_fsdp_stale"
 
 def _check_parameters(optimizer: Optimizer) -> None:
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-        reason = parameter.__dict__.get(STALE)
-        if reason is not None:
-            raise StateError(f"{type(optimizer).__name__} {reason}")
+        if STALE in parameter.__dict__:
+            raise StateError(f"{type(optimizer).__name__} {parameter.__dict__[STALE]}")
+
+
+def _mark(parameter: torch.Tensor, reason: str) -> None:
+    hear_of_steps(_check_parameters)
+    parameter.__dict__[STALE] = reason
 
 
 def mark_gathered(parameter: torch.Tensor, name: str) -> None:
     """Note that a tensor is a gathered weight, which no optimizer may step."""
-    hear_of_steps(_check_parameters)
-    parameter.__dict__[STALE] = (
+    _mark(
+        parameter,
         f"holds the gathered weights of parameter {name!r} instead of its shard: model.parameters() was called between "
         "a forward and its backward. Build the optimizer before the first forward, or call model.reset_iter_state() "
-        "first where a forward has no backward."
+        "first where a forward has no backward.",
     )
 
 
 def mark_replaced(parameter: torch.Tensor, name: str) -> None:
     """Note that a parameter was replaced by a sharded one, so that no optimizer may step it."""
-    hear_of_steps(_check_parameters)
-    parameter.__dict__[STALE] = (
-        f"holds parameter {name!r} as it was before fully_shard, which nobody uses any more. Build the optimizer after "
-        "fully_shard, or give both to fully_shard_model_and_optimizer."
+    _mark(
+        parameter,
+        f"holds parameter {name!r} as it was before fully_shard, which is used no more. Build the optimizer after "
+        "fully_shard, or give both to fully_shard_model_and_optimizer.",
     )

@@ -61,7 +61,7 @@ def test_a_triple_is_legal_exactly_when_nothing_replicated_is_sharded_elsewhere(
 ) -> None:
     parameter, gradient, optimizer = triple
     if tuple(map(type, triple)) in LEGAL:
-        assert Placements(("dp",), (parameter,), (gradient,), (optimizer,)).num_axes == 1
+        assert Placements(("dp",), (parameter,), (gradient,), (optimizer,)).dp_axes == ("dp",)
     else:
         with pytest.raises(PlacementError, match="axis 'dp'"):
             Placements(("dp",), (parameter,), (gradient,), (optimizer,))

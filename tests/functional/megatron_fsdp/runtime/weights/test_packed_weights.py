@@ -10,8 +10,8 @@ import torch
 
 from dbuffer import observe_collectives
 from megatron_fsdp import MixedPrecisionPolicy, Placements, fully_shard
-from tests.functional.packed_training import Job, Net, traffic, train, used_weights
-from tests.harness import RankError, on_ranks, run_ranks
+from tests.functional.megatron_fsdp.runtime.weights.packed_training import Job, Net, traffic, train, used_weights
+from tests.harness import on_ranks, run_ranks
 
 
 @pytest.mark.parametrize("gather", ["fp8", "mxfp8", "int8_block"])
@@ -72,34 +72,35 @@ def as_published(weight: torch.Tensor, gather: str, *, is_backward: bool) -> tor
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("gather", ["fp8", "mxfp8", "int8_block"])
+@on_ranks(3)
 def test_compute_sees_what_the_published_formulas_give(gather: str, dtype: torch.dtype | None) -> None:
-    for main, forward, backward in run_ranks(3, used_weights, Job(gather, cuts_rows=True, dtype=dtype)):
-        for name, weight in main.items():
-            for grid, seen in enumerate((forward, backward)):
-                wanted = weight if weight.ndim < 2 else as_published(weight, gather, is_backward=grid == 1)
-                assert torch.equal(seen[name], wanted if dtype is None else wanted.to(dtype)), (name, grid)
+    main, *seen = used_weights(Job(gather, cuts_rows=True, dtype=dtype))
+    for name, weight in main.items():
+        for grid, found in enumerate(seen):
+            wanted = weight if weight.ndim < 2 else as_published(weight, gather, is_backward=grid == 1)
+            assert torch.equal(found[name], wanted if dtype is None else wanted.to(dtype)), (name, grid)
 
 
 @pytest.mark.parametrize("gather", ["fp8", "mxfp8", "int8_block"])
+@on_ranks(2)
 def test_a_gather_takes_a_byte_and_scales_per_element_as_explain_says(gather: str) -> None:
-    for calls, said, rest, said_rest in run_ranks(2, traffic, Job(gather, dtype=torch.bfloat16)):
-        assert calls == said
-        assert rest == said_rest
-        largest = max(int(call.split()[1]) for call in calls if call.startswith("all_gather"))
-        parameters = list(Net().parameters())
-        packed = [p for p in parameters if p.ndim > 1 and not (gather == "mxfp8" and p.shape[-1] % 32)]
-        numel = sum(p.numel() for p in packed)
-        # The others travel with them, in bf16, in shards that begin at multiples of 16 bytes.
-        others = 2 * sum(p.numel() for p in parameters if not any(p is one for one in packed))
-        assert numel <= largest - others <= 1.035 * numel + 2 * 16 * len(parameters)
+    calls, said, rest, said_rest = traffic(Job(gather, dtype=torch.bfloat16))
+    assert (calls, rest) == (said, said_rest)
+    largest = max(int(call.split()[1]) for call in calls if call.startswith("all_gather"))
+    parameters = list(Net().parameters())
+    packed = [p for p in parameters if p.ndim > 1 and not (gather == "mxfp8" and p.shape[-1] % 32)]
+    numel = sum(p.numel() for p in packed)
+    # The others travel with them, in bf16, in shards that begin at multiples of 16 bytes.
+    others = 2 * sum(p.numel() for p in parameters if not any(p is one for one in packed))
+    assert numel <= largest - others <= 1.035 * numel + 2 * 16 * len(parameters)
 
 
 @pytest.mark.parametrize(("gather", "wanted"), [("fp8", 1), ("mxfp8", 1), ("int8_block", 0)])
+@on_ranks(3)
 def test_magnitudes_of_all_units_travel_in_one_all_reduce_a_step(gather: str, wanted: int) -> None:
-    job = Job(gather, ("first", "second"), cuts_rows=True, dtype=torch.bfloat16)
-    for calls, said, *_ in run_ranks(3, traffic, job):
-        assert calls == said
-        assert sum(call.startswith("all_reduce") for call in calls) == wanted
+    calls, said, *_ = traffic(Job(gather, ("first", "second"), cuts_rows=True, dtype=torch.bfloat16))
+    assert calls == said
+    assert sum(call.startswith("all_reduce") for call in calls) == wanted
 
 
 @on_ranks(2)
@@ -130,10 +131,7 @@ def test_magnitudes_are_asked_for_again_by_who_changed_since_and_in_every_evalua
         assert torch.equal(weight, used[0] * times)
 
 
-def shard_wholly() -> None:
-    fully_shard(Net(), placements=Placements.optim(), mp_policy=MixedPrecisionPolicy(gather_dtype="fp8"))
-
-
+@on_ranks(2)
 def test_weights_that_rest_whole_are_refused_with_the_cure() -> None:
-    with pytest.raises(RankError, match=r"gather_dtype='fp8'.*needs weights that rest sharded.*optim_grads_params"):
-        run_ranks(2, shard_wholly)
+    with pytest.raises(ValueError, match=r"gather_dtype='fp8'.*needs weights that rest sharded.*optim_grads_params"):
+        fully_shard(Net(), placements=Placements.optim(), mp_policy=MixedPrecisionPolicy(gather_dtype="fp8"))

@@ -1,10 +1,10 @@
 """fully_shard_model: Megatron-FSDP's one call shards like calls of fully_shard, and says what it leaves undone."""
 
 import logging
+import re
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
 from typing import Any
 
 import pytest
@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from megatron_fsdp import FsdpModule, fully_shard
+from dbuffer import Flat, Replicate
+from megatron_fsdp import ConfigError, FsdpModule, fully_shard
 from megatron_fsdp import MixedPrecisionPolicy as Policy
 from megatron_fsdp.integrations.megatron.fully_shard_model import (
     ACCEPTED,
@@ -21,10 +22,10 @@ from megatron_fsdp.integrations.megatron.fully_shard_model import (
     fully_shard_model_and_optimizer,
 )
 from megatron_fsdp.integrations.megatron.module import MegatronFSDP
-from tests.harness import on_ranks, run_ranks
+from tests.harness import on_ranks
 from tests.harness.grids import nightly_but
 from tests.harness.models import Block, Stack, inputs, squared, three_blocks
-from tests.harness.oracle import Case, Comparison, compare, units_of, whole
+from tests.harness.oracle import Case, compare, units_of, whole
 
 BASE = Case(three_blocks, squared)
 
@@ -33,52 +34,41 @@ def grid(*sizes: int) -> DeviceMesh:
     return init_device_mesh("cpu", sizes, mesh_dim_names=("outer", "dp", "cp")[: len(sizes)])
 
 
-def compare_with(**options: Any) -> Comparison:
-    def shard(model: nn.Module) -> None:
-        assert fully_shard_model(model, [Block], **options) is model
-
-    return compare(replace(BASE, shard=shard))
-
-
 @pytest.mark.parametrize("strategy", [0, 1, 2, 3, "no_shard", "optim", "optim_grads", "optim_grads_params"])
 @on_ranks(2)
 def test_gradients_are_exact_with_zero_dp_strategy(strategy: int | str) -> None:
-    result = compare_with(zero_dp_strategy=strategy)
-    assert result.is_exact
+    def shard(model: nn.Module) -> None:
+        assert fully_shard_model(model, [Block], zero_dp_strategy=strategy) is model
+
+    assert compare(replace(BASE, shard=shard)).is_exact
 
 
-def on_two_axes(outer: int | str, flattened: bool, strategy: int) -> tuple[Comparison, str]:
-    mesh = grid(2, 2, 1) if flattened else grid(2, 2)
-    shard = "dp"
-    if flattened:
-        mesh["dp", "cp"]._flatten("dp_cp")
-        shard = "dp_cp"
-    seen = []
-
-    def shard_model(model: nn.Module) -> None:
-        fully_shard_model(model, [Block], strategy, outer, mesh, dp_outer_dim="outer", dp_shard_dim=shard)
-        seen.append(units_of(model)[1].parameter_groups[0].spec.placements)
-
-    result = compare(replace(BASE, shard=shard_model))
-    return result, repr(seen[0].optimizer)
+# Outer strategy, whether the inner axis is one of two flattened, inner strategy.
+ON_TWO_AXES = [(0, False, 1), (0, True, 3), ("optim", False, 3)]
+EVERY = [
+    *((0, flattened, strategy) for flattened in (False, True) for strategy in (1, 3)),
+    *((o, False, 3) for o in (1, "optim")),
+]
 
 
 # PyTorch warns that a flattened axis will not be found by name some day; until then Megatron's way to name it works.
 @pytest.mark.filterwarnings("ignore:Slicing a flattened dim:UserWarning")
-@pytest.mark.parametrize(
-    ("flattened", "strategy"), nightly_but([(False, 1), (True, 3)], product((False, True), (1, 3)))
-)
-def test_an_outer_axis_of_replicas_is_hybrid_sharding(flattened: bool, strategy: int) -> None:
-    for result, optimizer in run_ranks(4, on_two_axes, 0, flattened, strategy):
-        assert result.is_exact
-        assert optimizer == "(Replicate(), Flat())"
+@pytest.mark.parametrize(("outer", "flattened", "strategy"), nightly_but(ON_TWO_AXES, EVERY))
+@on_ranks(4)
+def test_an_outer_axis_is_of_replicas_or_shards_the_optimizer_too(
+    outer: int | str, flattened: bool, strategy: int
+) -> None:
+    mesh, seen = grid(2, 2, 1) if flattened else grid(2, 2), []
+    if flattened:
+        mesh["dp", "cp"]._flatten("dp_cp")
 
+    def shard(model: nn.Module) -> None:
+        inner = "dp_cp" if flattened else "dp"
+        fully_shard_model(model, [Block], strategy, outer, mesh, dp_outer_dim="outer", dp_shard_dim=inner)
+        seen.append(units_of(model)[1].parameter_groups[0].spec.placements.optimizer)
 
-@pytest.mark.parametrize("outer", nightly_but(["optim"], [1, "optim"]))
-def test_the_outer_axis_may_shard_the_optimizer_too(outer: int | str) -> None:
-    for result, optimizer in run_ranks(4, on_two_axes, outer, False, 3):
-        assert result.is_exact
-        assert optimizer == "(Flat(), Flat())"
+    assert compare(replace(BASE, shard=shard)).is_exact
+    assert seen == [(Flat() if outer else Replicate(), Flat())]
 
 
 @on_ranks(4)
@@ -88,35 +78,31 @@ def test_dp_shard_dim_alone_names_the_axis_of_a_larger_mesh() -> None:
     assert (len(axes), axes[0].size) == (1, 2)
 
 
-def unit_names(entries: Any) -> list[str]:
-    model = fully_shard_model(nn.Sequential(Stack(Block(), Block()), nn.Linear(7, 7)), entries)
-    return [name for name, module in model.named_modules() if isinstance(module, FsdpModule)]
+IN_NEST = [f"0.layers.{i}{part}" for i in (0, 1) for part in ("", ".up", ".down")]
 
 
 @pytest.mark.parametrize(
-    "entries",
-    [[Block], ["Block"], ["tests.harness.models.Block"], "Block", Block],
-    ids=["class", "name", "import path", "one name", "one class"],
+    ("entries", "wanted"),
+    [
+        *((entry, ["", "0.layers.0", "0.layers.1"]) for entry in ([Block], ["Block"], "Block", Block)),
+        (["tests.harness.models.Block"], ["", "0.layers.0", "0.layers.1"]),
+        (["Block", nn.Linear, "Stack"], ["", "0", *IN_NEST, "1"]),
+    ],
+    ids=["class", "name", "one name", "one class", "import path", "several, nested"],
 )
-def test_units_are_named_by_class_or_path(entries: Any) -> None:
-    assert run_ranks(1, unit_names, entries) == [["", "0.layers.0", "0.layers.1"]]
+@on_ranks(1)
+def test_units_are_named_by_class_or_path(entries: Any, wanted: list[str]) -> None:
+    model = fully_shard_model(nn.Sequential(Stack(Block(), Block()), nn.Linear(7, 7)), entries)
+    assert [name for name, module in model.named_modules() if isinstance(module, FsdpModule)] == wanted
 
 
-def test_units_may_nest_and_be_of_several_classes() -> None:
-    assert run_ranks(1, unit_names, ["Block", nn.Linear, "Stack"]) == [
-        ["", "0", *(f"0.layers.{i}{part}" for i in (0, 1) for part in ("", ".up", ".down")), "1"]
-    ]
-
-
-def without_units() -> tuple[int, list[str]]:
-    lines = logged(lambda: fully_shard_model(three_blocks()))
-    return sum(isinstance(module, FsdpModule) for module in fully_shard_model(three_blocks()).modules()), lines
-
-
+@on_ranks(2)
 def test_without_unit_modules_the_model_is_one_unit_and_the_log_says_what_that_costs() -> None:
-    for count, lines in run_ranks(2, without_units)[:1]:
-        assert count == 1
-        assert lines == ["fully_shard_model(fsdp_unit_modules=None): the whole model is one unit, so nothing overlaps"]
+    model = three_blocks()
+    lines = logged(lambda: fully_shard_model(model))
+    assert len(units_of(model)) == 1
+    words = "fully_shard_model(fsdp_unit_modules=None): the whole model is one unit, so nothing overlaps"
+    assert lines == [words] * (dist.get_rank() == 0)
 
 
 @on_ranks(2)
@@ -144,29 +130,17 @@ def logged(action: Any) -> list[str]:
     return lines
 
 
-def shard_with(name: str, value: Any) -> None:
-    options: dict[str, Any] = {name: value}
-    fully_shard_model(Block(), [Block], **options)
-
-
-def notices() -> list[tuple[str, list[str], list[str]]]:
-    results = []
+@on_ranks(2)
+def test_every_argument_without_effect_is_answered_with_the_reason_on_one_rank() -> None:
     for each in ACCEPTED:
         other = "given" if each.default is None else not each.default
-        asked, default = (logged(partial(shard_with, each.name, value)) for value in (other, each.default))
-        results.append((each.name, asked, default))
-    return results
-
-
-def test_every_argument_without_effect_is_answered_with_the_reason_on_one_rank() -> None:
-    first, second = run_ranks(2, notices)
-    for each, (name, asked, default) in zip(ACCEPTED, first, strict=True):
-        assert name == each.name
-        assert len(asked) == 1
-        assert asked[0].startswith(f"fully_shard_model({name}=")
-        assert asked[0].endswith(each.reason)
+        asked, default = (
+            logged(partial(fully_shard_model, Block(), [Block], **{each.name: value}))
+            for value in (other, each.default)
+        )
         assert default == []
-    assert all(asked == [] for _, asked, _ in second)
+        assert len(asked) == (dist.get_rank() == 0)
+        assert all(line.startswith(f"fully_shard_model({each.name}=") and line.endswith(each.reason) for line in asked)
 
 
 REFUSED = {
@@ -193,11 +167,8 @@ def test_what_has_no_meaning_is_refused_with_the_cure(name: str) -> None:
     options, wanted = REFUSED[name]
     if "device_mesh" in options:
         options["device_mesh"] = init_device_mesh("cpu", (1, 1, 1), mesh_dim_names=("outer", "dp", "cp"))
-    with pytest.raises(ValueError) as refused:
+    with pytest.raises(ConfigError, match=re.escape(wanted)):
         fully_shard_model(three_blocks(), **{"fsdp_unit_modules": [Block], **options})
-    message = f"{type(refused.value).__name__}: {refused.value}"
-    assert message.startswith("ConfigError: ")
-    assert wanted in message
 
 
 @pytest.mark.parametrize("device", ["cpu", torch.device("cpu"), None])
@@ -223,18 +194,13 @@ class MegatronPolicy:
     grad_comm_dtype: torch.dtype | None = None
 
 
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 POLICIES = {
-    "default": (None, (torch.bfloat16, torch.float32, torch.bfloat16, torch.float32)),
-    "Megatron's": (MegatronPolicy(), (torch.bfloat16, torch.float32, torch.bfloat16, torch.float32)),
-    "Megatron's fp32 wire": (
-        MegatronPolicy(grad_comm_dtype=torch.float32),
-        (torch.bfloat16, torch.float32, torch.float32, torch.float32),
-    ),
-    "Megatron's bf16 main": (
-        MegatronPolicy(torch.bfloat16, torch.float32),
-        (torch.bfloat16, torch.bfloat16, torch.float32, torch.float32),
-    ),
-    "ours": (Policy(torch.float16), (torch.float16, torch.bfloat16, torch.bfloat16, torch.bfloat16)),
+    "default": (None, (BF16, FP32, BF16, FP32)),
+    "Megatron's": (MegatronPolicy(), (BF16, FP32, BF16, FP32)),
+    "Megatron's fp32 wire": (MegatronPolicy(grad_comm_dtype=FP32), (BF16, FP32, FP32, FP32)),
+    "Megatron's bf16 main": (MegatronPolicy(BF16, FP32), (BF16, BF16, FP32, FP32)),
+    "ours": (Policy(FP16), (FP16, BF16, BF16, BF16)),
 }
 
 
@@ -289,7 +255,7 @@ def test_experts_are_sharded_over_their_own_mesh_and_divided_by_all_ranks() -> N
 
 @on_ranks(2)
 def test_an_optimizer_built_before_sharding_trains_the_sharded_parameters() -> None:
-    rates: list[float] = []
+    made: list[torch.optim.Optimizer] = []
 
     def shard(model: nn.Module) -> None:
         optimizer = torch.optim.SGD([{"params": [p]} for p in model.parameters()], lr=0.1)
@@ -299,14 +265,10 @@ def test_an_optimizer_built_before_sharding_trains_the_sharded_parameters() -> N
         assert isinstance(sharded, MegatronFSDP)
         made.append(optimizer)
 
-    made: list[torch.optim.Optimizer] = []
-
     def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
-        rates.append(len(made))
         return made.pop() if made else torch.optim.SGD(list(parameters), lr=0.1)
 
-    result = compare(replace(BASE, shard=shard, optimizer=optimizer_of))
-    assert result.is_exact
+    assert compare(replace(BASE, shard=shard, optimizer=optimizer_of)).is_exact
 
 
 @on_ranks(1)
@@ -315,6 +277,5 @@ def test_an_optimizer_with_state_is_refused() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     squared(model, 0, 0).backward()
     optimizer.step()
-    with pytest.raises(ValueError) as refused:
+    with pytest.raises(ValueError, match="has stepped already"):
         fully_shard_model_and_optimizer(model, optimizer)
-    assert "has stepped already" in str(refused.value)

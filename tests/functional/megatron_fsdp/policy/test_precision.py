@@ -2,15 +2,13 @@
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
-from torch.distributed.tensor import DTensor
 
 from dbuffer import CollectiveCall, Flat, memory_meter, observe_collectives
 from megatron_fsdp import (
@@ -23,7 +21,7 @@ from megatron_fsdp import (
     fully_shard_optimizer,
     microbatch,
 )
-from tests.harness import on_ranks, run_ranks
+from tests.harness import on_ranks
 from tests.harness.models import WIDTH, Block, Made, Stack, inputs, make_mesh
 from tests.harness.oracle import whole
 from tests.harness.twins import sharded
@@ -45,8 +43,7 @@ class Probe(nn.Module):
         return {"output": self.linear(x.to(self.linear.weight.dtype)) * self.frozen, "index": self.table[index]}
 
 
-@dataclass(frozen=True)
-class Wanted:
+class Wanted(NamedTuple):
     """How a probe is made, and what a step of it has to show; bytes are of an element of a trained weight."""
 
     own: torch.dtype
@@ -59,12 +56,11 @@ class Wanted:
     output: torch.dtype | None = None
 
 
+ALL_SIX = MixedPrecisionPolicy(BF16, FP32, FP32, False, FP32, FP32)
 POLICIES = {
     "none": Wanted(FP32, None, FP32, FP32, 4.0, 4.0),
     "compute": Wanted(FP32, MixedPrecisionPolicy(BF16), BF16, BF16, 2.0, 4.0, output=BF16),
-    "all six": Wanted(
-        BF16, MixedPrecisionPolicy(BF16, FP32, FP32, False, FP32, FP32), BF16, FP32, 2.0, 4.0, output=FP32
-    ),
+    "all six": Wanted(BF16, ALL_SIX, BF16, FP32, 2.0, 4.0, output=FP32),
     "narrow gradients": Wanted(FP32, MixedPrecisionPolicy(BF16, main_grads_dtype=BF16), BF16, BF16, 2.0, 2.0, BF16),
     "main weights": Wanted(BF16, MixedPrecisionPolicy(main_params_dtype=FP32), BF16, FP32, 2.0, 2.0),
     "torch": Wanted(FP32, TorchPolicy(BF16, FP32, FP32), BF16, BF16, 2.0, 4.0, output=FP32),
@@ -190,12 +186,8 @@ def test_units_of_one_model_may_compute_in_different_dtypes() -> None:
     fully_shard(model.layers[1])
     fully_shard(model)
     seen: list[torch.dtype] = []
-
-    def note(module: nn.Module, args: object) -> None:
-        seen.append(module.weight.dtype)
-
     for layer in model.layers:
-        layer.up.register_forward_pre_hook(note)
+        layer.up.register_forward_pre_hook(lambda module, _: seen.append(module.weight.dtype))
     model(inputs(dist.get_rank(), 0)).square().mean().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
     assert seen == [BF16, FP32]
@@ -237,47 +229,25 @@ def ask(model: nn.Module, dtypes: dict[str, torch.dtype | None]) -> None:
         model.get_parameter(name).grad_dtype = dtype
 
 
-BOTH = ("one", "two")
+def both(value: Any) -> dict[str, Any]:
+    return dict.fromkeys(("one", "two"), value)
+
+
+# Own dtype, policy, what is asked of parameters, and what is found.
 CASES: dict[str, tuple[torch.dtype, MixedPrecisionPolicy, dict[str, torch.dtype | None], Found]] = {
-    "nothing is asked": (FP32, MixedPrecisionPolicy(BF16), {}, dict.fromkeys(BOTH, (FP32, FP32, EXACT))),
-    "a reduce_dtype": (FP32, MixedPrecisionPolicy(BF16, BF16), {}, dict.fromkeys(BOTH, (FP32, FP32, ROUNDED))),
-    "narrow gradients": (
-        FP32,
-        MixedPrecisionPolicy(),
-        dict.fromkeys(BOTH, BF16),
-        dict.fromkeys(BOTH, (BF16, BF16, ROUNDED)),
-    ),
-    "wide gradients": (
-        BF16,
-        MixedPrecisionPolicy(),
-        dict.fromkeys(BOTH, FP32),
-        dict.fromkeys(BOTH, (FP32, FP32, EXACT)),
-    ),
+    "nothing is asked": (FP32, MixedPrecisionPolicy(BF16), {}, both((FP32, FP32, EXACT))),
+    "a reduce_dtype": (FP32, MixedPrecisionPolicy(BF16, BF16), {}, both((FP32, FP32, ROUNDED))),
+    "narrow gradients": (FP32, MixedPrecisionPolicy(), both(BF16), both((BF16, BF16, ROUNDED))),
+    "wide gradients": (BF16, MixedPrecisionPolicy(), both(FP32), both((FP32, FP32, EXACT))),
     "narrow ones beside others are reduced with them": (
-        FP32,
-        MixedPrecisionPolicy(BF16),
-        {"one": BF16},
-        {"one": (BF16, BF16, ROUNDED), "two": (FP32, FP32, EXACT)},
+        FP32, MixedPrecisionPolicy(BF16), {"one": BF16}, {"one": (BF16, BF16, ROUNDED), "two": (FP32, FP32, EXACT)}
     ),
-    "of any dtype": (
-        FP32,
-        MixedPrecisionPolicy(BF16),
-        dict.fromkeys(BOTH),
-        dict.fromkeys(BOTH, (BF16, None, ROUNDED)),
-    ),
+    "of any dtype": (FP32, MixedPrecisionPolicy(BF16), both(None), both((BF16, None, ROUNDED))),
     "of any dtype beside others": (
-        FP32,
-        MixedPrecisionPolicy(BF16),
-        {"one": None},
-        {"one": (FP32, None, EXACT), "two": (FP32, FP32, EXACT)},
+        FP32, MixedPrecisionPolicy(BF16), {"one": None}, {"one": (FP32, None, EXACT), "two": (FP32, FP32, EXACT)}
     ),
-    "reduced in another": (
-        FP32,
-        MixedPrecisionPolicy(BF16, FP32),
-        dict.fromkeys(BOTH, BF16),
-        dict.fromkeys(BOTH, (BF16, BF16, ROUNDED)),
-    ),
-}
+    "reduced in another": (FP32, MixedPrecisionPolicy(BF16, FP32), both(BF16), both((BF16, BF16, ROUNDED))),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("strategy", ["optim_grads", "optim_grads_params"])
@@ -314,16 +284,15 @@ class Cube(torch.autograd.Function):
         return gradient.float() * x.float(), None
 
 
-def of_a_wide_function(reduce: torch.dtype | None) -> list[float]:
+@pytest.mark.parametrize(("reduce", "wanted"), [(None, 1 + 2.0**-12), (BF16, 1.0)])
+@on_ranks(2)
+def test_gradients_that_a_function_gives_in_fp32_are_not_rounded_to_the_compute_dtype(
+    reduce: torch.dtype | None, wanted: float
+) -> None:
     model: Any = Made(lambda m, x: Cube.apply(m.weight, x), weight=nn.Parameter(torch.ones(4)))
     fully_shard(model, mp_policy=MixedPrecisionPolicy(BF16, reduce, cast_forward_inputs=False))
     model(torch.full((4,), 1 + 2.0**-12)).backward()
-    return whole(model.weight.grad, model.weight).tolist()
-
-
-def test_gradients_that_a_function_gives_in_fp32_are_not_rounded_to_the_compute_dtype() -> None:
-    assert run_ranks(2, of_a_wide_function, None) == [[1 + 2.0**-12] * 4] * 2
-    assert run_ranks(2, of_a_wide_function, BF16) == [[1.0] * 4] * 2
+    assert whole(model.weight.grad, model.weight).tolist() == [wanted] * 4
 
 
 def trained(prepare: Callable[[Weights], object]) -> tuple[list[float], set[torch.dtype]]:
@@ -356,7 +325,7 @@ def test_a_stock_optimizer_steps_with_gradients_of_another_dtype() -> None:
 @on_ranks(2)
 def test_gradients_follow_a_conversion_unless_their_dtype_was_set() -> None:
     found = []
-    for asked in ({}, dict.fromkeys(BOTH, FP16)):
+    for asked in ({}, both(FP16)):
         model = Weights()
         ask(model, asked)
         found.append(gradients(fully_shard(model).to(BF16)))
@@ -366,61 +335,43 @@ def test_gradients_follow_a_conversion_unless_their_dtype_was_set() -> None:
 
 @on_ranks(2)
 def test_a_dtype_that_cannot_be_followed_is_refused_with_the_parameter() -> None:
-    errors = []
-
-    def collect(action: Callable[[], object]) -> None:
-        with pytest.raises(StateError) as error:
-            action()
-        errors.append(str(error.value))
-
     model = fully_shard(Weights())
     ask(model, {"one": BF16})
-    collect(lambda: gradients(model))
+    with pytest.raises(StateError, match=r"'one' has grad_dtype=torch.bfloat16 and 'two' has own.* before fully_shard"):
+        gradients(model)
     model = fully_shard(Weights())
     gradients(model)
     model.zero_grad()
     ask(model, {"two": BF16})
-    collect(lambda: gradients(model))
+    with pytest.raises(StateError, match=r"grad_dtype of parameter 'two' was set to torch.bfloat16 after"):
+        gradients(model)
     # What was set is taken back.
     model.zero_grad()
     assert {dtype for dtype, *_ in gradients(model).values()} == {FP32}
-    mixed, late = errors
-    assert "parameter 'one' has grad_dtype=torch.bfloat16 and 'two' has own" in mixed
-    assert "Set grad_dtype before fully_shard" in mixed
-    assert "grad_dtype of parameter 'two' was set to torch.bfloat16 after" in late
-
-
-class Scaled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(3, 4, bias=False)
-        self.scale = nn.Parameter(torch.ones(4))
-        self.seen: list[torch.dtype] = []
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen += [x.dtype, self.up.weight.dtype, self.scale.dtype]
-        return self.up(x) * self.scale
 
 
 @on_ranks(2)
 def test_parameters_compute_in_the_dtype_that_the_override_gives_them() -> None:
     asked: list[int] = []
+    seen: list[torch.dtype] = []
 
     def own_for_vectors(parameter: nn.Parameter) -> torch.dtype | None:
         asked.append(parameter.ndim)
         return parameter.dtype if parameter.ndim == 1 else None
 
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        seen.extend([x.dtype, m.up.weight.dtype, m.scale.dtype])
+        return m.up(x) * m.scale
+
     torch.manual_seed(0)
-    model = Scaled()
+    model: Any = Made(forward, up=nn.Linear(3, 4, bias=False), scale=nn.Parameter(torch.ones(4)))
     weight = model.up.weight.detach().clone()
     fully_shard(model, mp_policy=MixedPrecisionPolicy(BF16, param_dtype_override_fn=own_for_vectors))
-    total = torch.zeros(4)
-    for rank in range(2):
-        x = torch.arange(6.0).view(2, 3) + rank
-        total += torch.nn.functional.linear(x.bfloat16(), weight.bfloat16()).float().sum(0) / 2
-    model(torch.arange(6.0).view(2, 3) + dist.get_rank()).float().sum().backward()
+    xs = [torch.arange(6.0).view(2, 3) + rank for rank in range(2)]
+    total = sum(nn.functional.linear(x.bfloat16(), weight.bfloat16()).float().sum(0) / 2 for x in xs)
+    model(xs[dist.get_rank()]).float().sum().backward()
     assert sorted(asked) == [1, 2]
-    assert model.seen == [BF16, BF16, FP32]
+    assert seen == [BF16, BF16, FP32]
     assert [parameter.grad.dtype for parameter in model.parameters()] == [FP32, FP32]
     assert torch.equal(whole(model.scale.grad, model.scale), total)
 
@@ -457,20 +408,14 @@ WIDE = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16, accumulate_dtype=torch.
 LAYOUTS = {"optim_grads": (3,), "optim_grads_params": (4,), "hsdp": (2, 2), "hfsdp": (2, 2)}
 
 
-class ScaledWide(nn.Module):
-    """Its gradients are its inputs, which bf16 holds without an error; two dtypes, so two groups."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(37, 11))
-        self.other = nn.Parameter(torch.zeros(5, 3, dtype=torch.float64))
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return (self.weight * x).sum() + (self.other * y).sum()
-
-
-def made(strategy: str, mesh: tuple[int, ...], policy: MixedPrecisionPolicy) -> ScaledWide:
-    return sharded(ScaledWide(), strategy, mesh=make_mesh(mesh), mp_policy=policy)
+def scaled(strategy: str, mesh: tuple[int, ...], policy: MixedPrecisionPolicy) -> Any:
+    """Make a model whose gradients are its inputs, which bf16 holds without an error; two dtypes, so two groups."""
+    model = Made(
+        lambda m, x, y: (m.weight * x).sum() + (m.other * y).sum(),
+        weight=nn.Parameter(torch.zeros(37, 11)),
+        other=nn.Parameter(torch.zeros(5, 3, dtype=torch.float64)),
+    )
+    return sharded(model, strategy, mesh=make_mesh(mesh), mp_policy=policy)
 
 
 def drawn(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -479,43 +424,38 @@ def drawn(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     return x.bfloat16().float(), y.bfloat16().double()
 
 
-def errors(strategy: str, mesh: tuple[int, ...], policy: MixedPrecisionPolicy, microbatches: int) -> list[float]:
-    """Return the relative errors of both gradients after some microbatches."""
-    model = made(strategy, mesh, policy)
+def error_of(strategy: str, mesh: tuple[int, ...], policy: MixedPrecisionPolicy, microbatches: int) -> float:
+    """Return the worse relative error of both gradients after some microbatches."""
+    model, ranks = scaled(strategy, mesh, policy), range(dist.get_world_size())
     for _ in range(microbatches):
         model(*drawn(dist.get_rank())).backward()
     found = []
     for index, parameter in enumerate(model.parameters()):
-        assert isinstance(parameter.grad, DTensor)
-        size = dist.get_world_size()
-        wanted = microbatches * sum(drawn(rank)[index].double() for rank in range(size)) / size
-        assert isinstance(wanted, torch.Tensor)
+        wanted: Any = microbatches * sum(drawn(rank)[index].double() for rank in ranks) / len(ranks)
         found.append(float((parameter.grad.full_tensor().double() - wanted).norm() / wanted.norm()))
-    return found
+    return max(found)
 
 
-@pytest.mark.parametrize("microbatches", [1, 3])
 @pytest.mark.parametrize("strategy", LAYOUTS)
-def test_sums_over_ranks_are_rounded_as_fp32_ones_under(strategy: str, microbatches: int) -> None:
+@on_ranks(lambda strategy: torch.Size(LAYOUTS[strategy]).numel())
+def test_sums_over_ranks_are_rounded_as_fp32_ones_under(strategy: str) -> None:
     mesh = LAYOUTS[strategy]
-    for wide in run_ranks(torch.Size(mesh).numel(), errors, strategy, mesh, WIDE, microbatches):
-        assert max(wide) < 2e-7
-    if mesh != (2, 2):
+    for microbatches in (1, 3):
+        assert error_of(strategy, mesh, WIDE, microbatches) < 2e-7
         # With two terms of 8 bits a sum has 9, which are few to lose; three and four lose more.
-        for narrow in run_ranks(torch.Size(mesh).numel(), errors, strategy, mesh, NARROW, microbatches):
-            assert max(narrow) > 1e-3
+        assert mesh == (2, 2) or error_of(strategy, mesh, NARROW, microbatches) > 1e-3
 
 
-def sizes(policy: MixedPrecisionPolicy) -> list[tuple[str, int]]:
-    model = made("optim_grads_params", (3,), policy)
-    calls: list[CollectiveCall] = []
-    with observe_collectives(calls.append):
-        model(*drawn(dist.get_rank())).backward()
-    return [(call.kind, call.num_bytes) for call in calls]
-
-
+@on_ranks(3)
 def test_as_many_bytes_travel_in_as_many_collectives() -> None:
-    assert run_ranks(3, sizes, WIDE) == run_ranks(3, sizes, NARROW)
+    sizes = []
+    for policy in (WIDE, NARROW):
+        model = scaled("optim_grads_params", (3,), policy)
+        calls: list[CollectiveCall] = []
+        with observe_collectives(calls.append):
+            model(*drawn(dist.get_rank())).backward()
+        sizes.append([(call.kind, call.num_bytes) for call in calls])
+    assert sizes[0] == sizes[1]
 
 
 @pytest.mark.parametrize("slots", [None, "by_size"])
@@ -540,9 +480,9 @@ def test_the_second_buffer_is_what_explain_says(slots: str | None) -> None:
 
 @on_ranks(2)
 def test_what_it_cannot_do_is_refused_by_name() -> None:
-    both = Placements((0, 1), (Flat(), Flat()), (Flat(), Flat()), (Flat(), Flat()))
+    both_axes = Placements((0, 1), (Flat(), Flat()), (Flat(), Flat()), (Flat(), Flat()))
     with pytest.raises(ConfigError, match=r"(?s)accumulate_dtype=torch.float32.*exactly one axis"):
-        fully_shard(ScaledWide(), make_mesh((2, 1)), both, mp_policy=WIDE)
-    model = made("optim_grads_params", (2,), WIDE)
-    with pytest.raises(ConfigError, match="unit 'ScaledWide': a custom reduce-scatter adds up by itself"):
+        fully_shard(nn.Linear(3, 5), make_mesh((2, 1)), both_axes, mp_policy=WIDE)
+    model = scaled("optim_grads_params", (2,), WIDE)
+    with pytest.raises(ConfigError, match="unit 'Made': a custom reduce-scatter adds up by itself"):
         model.set_custom_reduce_scatter(lambda *_: None)

@@ -12,10 +12,10 @@ from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
-from dbuffer import observe_collectives
+from dbuffer import CollectiveCall, observe_collectives
 from megatron_fsdp import AdamW, MixedPrecisionPolicy, fully_shard
 from tests.functional.wire_tensor import FullFormTensor, NoHookTensor, RankSizedTensor, ReleasingTensor, WireTensor
-from tests.harness import RankError, on_ranks, run_ranks
+from tests.harness import on_ranks
 
 
 def make_model(kind: type[torch.Tensor], rows: int = 12) -> nn.Sequential:
@@ -38,58 +38,49 @@ def losses_of(model: nn.Module, optimizer: torch.optim.Optimizer, columns: int =
     return losses
 
 
-def train(engine: str, own_optimizer: bool) -> list[float]:
-    model = make_model(WireTensor)
-    shard: Any = fully_shard if engine == "ours" else torch_fully_shard
-    shard(model[0])
-    shard(model)
-    kind = AdamW if own_optimizer else torch.optim.AdamW
-    return losses_of(model, kind(model.parameters(), lr=0.01))
-
-
-@pytest.mark.parametrize("own_optimizer", [False, True], ids=["torch.optim.AdamW", "AdamW"])
-def test_losses_are_those_of_fsdp2(own_optimizer: bool) -> None:
-    assert run_ranks(2, train, "ours", own_optimizer) == run_ranks(2, train, "theirs", False)
+@on_ranks(2)
+def test_losses_are_those_of_fsdp2_with_its_optimizer_and_with_ours() -> None:
+    found = []
+    for shard, kind in ((torch_fully_shard, torch.optim.AdamW), (fully_shard, torch.optim.AdamW), (fully_shard, AdamW)):
+        model = make_model(WireTensor)
+        shard(model[0])
+        shard(model)
+        found.append(losses_of(model, kind(model.parameters(), lr=0.01)))
+    assert found[0] == found[1] == found[2]
 
 
 @on_ranks(3)
 def test_the_form_of_five_arguments_gets_shape_stride_module_and_policy() -> None:
     model = make_model(FullFormTensor)
     fully_shard(model, mp_policy=MixedPrecisionPolicy(torch.float32))
-    calls = []
-    with observe_collectives(lambda call: calls.append(call)):
+    calls: list[CollectiveCall] = []
+    with observe_collectives(calls.append):
         model(torch.randn(3, 8)).sum().backward()
-    seen, calls = FullFormTensor.seen, [f"{call.kind} {call.num_bytes}" for call in calls]
-    assert seen == ((6, 12), (12, 1), "Linear", torch.float32)
+    assert FullFormTensor.seen == ((6, 12), (12, 1), "Linear", torch.float32)
     # bf16 rows and an int64 for each of 3 ranks, both in pieces of 16 bytes, of two parameters.
     hooked = 3 * (4 * 8 * 2 + 16) + 3 * (2 * 12 * 2 + 16)
     # All of the model, its root's biases and last layer too, is gathered by one collective.
-    gathers = [int(call.split()[1]) for call in calls if call.startswith("all_gather")]
+    (gathered,) = [call.num_bytes for call in calls if call.kind == "all_gather"]
     plain = 4 * (12 + 6 + 6 + 1)
-    assert len(gathers) == 1
-    assert hooked + plain <= gathers[0] <= hooked + plain + 3 * 16 * 4
-
-
-def train_and_look(kind: type[Any], reshard_after_forward: bool | int) -> tuple[list[float], set[Any]]:
-    """Return losses, and what has memory when a forward begins (None for a class that does not say)."""
-    model = make_model(kind)
-    model[2] = nn.Linear(12, 6)  # its rows are not those of four ranks
-    for module in (model[0], model):
-        fully_shard(module, reshard_after_forward=reshard_after_forward)
-    held: set[Any] = set()
-    model[0].register_forward_pre_hook(lambda *_: held.add(getattr(kind, "held", lambda: None)()))
-    return losses_of(model, torch.optim.AdamW(model.parameters(), lr=0.01)), held
+    assert hooked + plain <= gathered <= hooked + plain + 3 * 16 * 4
 
 
 @pytest.mark.parametrize("reshard_after_forward", [True, False, 2])
+@on_ranks(4)
 def test_a_class_that_is_done_with_what_was_gathered_trains_without_its_memory(
     reshard_after_forward: bool | int,
 ) -> None:
-    found = run_ranks(4, train_and_look, ReleasingTensor, reshard_after_forward)
-    wanted = run_ranks(4, train_and_look, WireTensor, reshard_after_forward)
-    for (losses, held), (without, _) in zip(found, wanted, strict=True):
-        assert losses == without
-        assert held == {(False, True)}
+    found, held = [], set()
+    for kind in (WireTensor, ReleasingTensor):
+        model = make_model(kind)
+        model[2] = nn.Linear(12, 6)  # its rows are not those of four ranks
+        for module in (model[0], model):
+            fully_shard(module, reshard_after_forward=reshard_after_forward)
+        if kind is ReleasingTensor:
+            model[0].register_forward_pre_hook(lambda *_: held.add(ReleasingTensor.held()))
+        found.append(losses_of(model, torch.optim.AdamW(model.parameters(), lr=0.01)))
+    assert found[0] == found[1]
+    assert held == {(False, True)}
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(12, 7), (6, 3), (2, 1)])
@@ -129,42 +120,28 @@ class Aliasing(ReleasingTensor):
     keeps_values = True
 
 
-def shard_for_int8_moments() -> None:
-    model = nn.Sequential(nn.Linear(64, 12))
-    model[0].weight = nn.Parameter(WireTensor(model[0].weight.detach()))
-    fully_shard(model, mp_policy=MixedPrecisionPolicy(main_params_dtype=torch.float32, moments="int8"))
-
-
-def test_rows_that_would_cut_blocks_of_8_bit_moments_are_refused_by_name() -> None:
-    with pytest.raises(RankError, match=r"'0.weight' of shape .*: 384 elements, no multiple of 256, as Mixed"):
-        run_ranks(2, shard_for_int8_moments)
-
-
-def shard_one(kind: str, rows: int = 12) -> None:
-    kinds: dict[str, Any] = {
-        "none": NoHookTensor, "sizes": RankSizedTensor, "wire": WireTensor, "answer": Undecided, "aliasing": Aliasing
-    }  # fmt: skip
-    model = nn.Sequential(nn.Linear(4, rows))
-    model[0].weight = nn.Parameter(kinds[kind](model[0].weight.detach()))
-    fully_shard(model)
+INT8_MOMENTS = MixedPrecisionPolicy(main_params_dtype=torch.float32, moments="int8")
 
 
 @pytest.mark.parametrize(
-    ("kind", "rows", "words"),
+    ("kind", "shape", "policy", "words"),
     [
-        ("none", 12, ["'0.weight'", "NoHookTensor", "without fsdp_pre_all_gather", "ignored_params"]),
-        ("sizes", 12, ["0.weight", "RankSizedTensor", "fsdp_pre_all_gather", "returns"]),
-        ("answer", 12, ["0.weight", "Undecided", "fsdp_should_release", "'yes'", "True or False"]),
-        ("aliasing", 12, ["0.weight", "Aliasing", "fsdp_should_release", "lies in the tensors", "return False"]),
-        ("wire", 7, ["'0.weight'", "(7, 4)", "2 ranks cannot share evenly", "ignored_params"]),
+        (NoHookTensor, (12, 4), None, r"'0.weight' is a NoHookTensor, .*without fsdp_pre_all_gather.*ignored_params"),
+        (RankSizedTensor, (12, 4), None, r"0.weight.*RankSizedTensor.* returns"),
+        (Undecided, (12, 4), None, r"0.weight.*Undecided.*fsdp_should_release.*'yes'.*True or False"),
+        (Aliasing, (12, 4), None, r"0.weight.*Aliasing.*fsdp_should_release.*lies in the tensors.*return False"),
+        (WireTensor, (7, 4), None, r"'0.weight'.*\(7, 4\).*2 ranks cannot share evenly.*ignored_params"),
+        (WireTensor, (12, 64), INT8_MOMENTS, r"'0.weight' of shape .*: 384 elements, no multiple of 256, as Mixed"),
     ],
 )
-def test_what_cannot_be_gathered_is_refused_by_name_on_every_rank(kind: str, rows: int, words: list[str]) -> None:
-    with pytest.raises(RankError) as caught:
-        run_ranks(2, shard_one, kind, rows)
-    assert len(caught.value.failures) == 2
-    for word in words:
-        assert word in str(caught.value)
+@on_ranks(2)
+def test_what_cannot_be_gathered_is_refused_by_name_on_every_rank(
+    kind: Any, shape: tuple[int, int], policy: MixedPrecisionPolicy | None, words: str
+) -> None:
+    model = nn.Sequential(nn.Linear(shape[1], shape[0]))
+    model[0].weight = nn.Parameter(kind(model[0].weight.detach()))
+    with pytest.raises(ValueError, match=f"(?s){words}"):
+        fully_shard(model, mp_policy=policy)
 
 
 def _closest(module: nn.Module) -> Any:

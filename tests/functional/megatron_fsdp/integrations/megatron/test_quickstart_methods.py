@@ -15,7 +15,7 @@ from dbuffer import observe_collectives
 from megatron_fsdp import StateError
 from megatron_fsdp.integrations.megatron.fully_shard_model import fully_shard_model
 from megatron_fsdp.integrations.megatron.module import MegatronFSDP
-from tests.harness import on_ranks, run_ranks
+from tests.harness import on_ranks
 from tests.harness.grids import nightly_but
 from tests.harness.models import Block, inputs, squared
 from tests.harness.oracle import units_of
@@ -72,57 +72,39 @@ LOOPS: dict[str, tuple[bool, Backward]] = {
 }  # fmt: skip
 
 
-def accumulated(loop: str, strategy: str) -> tuple[float, int]:
-    """Return the worst gradient of two steps, and how many reductions over the axis of partial sums there were."""
+ONE_AXIS, TWO_AXES = ("zero0", "zero1", "zero2", "zero3"), ("hsdp", "hfsdp")
+# Each loop under a strategy whose gradients rest whole and one whose gradients do not, each strategy twice or more.
+QUICK = [(loop, ONE_AXIS[(place + 2 * half) % 4]) for place, loop in enumerate(LOOPS) for half in range(2)]
+QUICK += [("no_sync", "hfsdp"), ("finish_grad_sync", "hsdp")]
+EVERY = [*product(LOOPS, ONE_AXIS), *product(("no_sync", "finish_grad_sync"), TWO_AXES)]
+
+
+@pytest.mark.parametrize(("loop", "strategy"), nightly_but(QUICK, EVERY))
+@on_ranks(lambda strategy: 2 * STRATEGIES[strategy][2])
+def test_gradients_are_the_sum_over_microbatches_with(loop: str, strategy: str) -> None:
     syncs, run = LOOPS[loop]
-    twins = twins_of(strategy, sync_model_each_microbatch=syncs)
-    worst, kinds = 0.0, Counter[str]()
+    twins, kinds = twins_of(strategy, sync_model_each_microbatch=syncs), Counter[str]()
     for step in range(2):
         with observe_collectives(lambda call: kinds.update([call.kind])):
             for index in range(NUM_MICROBATCHES):
                 run(twins.model, index)
                 twins.plain_backward(index)
-        worst = max(worst, twins.gradients_apart())
+        assert twins.gradients_apart() < 2e-6
         for optimizer in twins.optimizers(torch.optim.SGD, lr=0.1 * (step + 1)):
             optimizer.step()
             optimizer.zero_grad()
-    return worst, kinds["all_reduce"]
+    if strategy == "zero0":
+        once_a_step = 2 * 3
+        assert kinds["all_reduce"] == once_a_step * (NUM_MICROBATCHES if loop.startswith("every") else 1)
 
 
-ONE_AXIS = ("zero0", "zero1", "zero2", "zero3")
-# Each loop under a strategy whose gradients rest whole and one whose gradients do not, each strategy twice or more.
-QUICK = [(loop, ONE_AXIS[(place + 2 * half) % 4]) for place, loop in enumerate(LOOPS) for half in range(2)]
-
-
-@pytest.mark.parametrize(("loop", "strategy"), nightly_but(QUICK, product(LOOPS, ONE_AXIS)))
-def test_gradients_are_the_sum_over_microbatches_with(loop: str, strategy: str) -> None:
-    for worst, num_all_reduces in run_ranks(2, accumulated, loop, strategy):
-        assert worst < 2e-6
-        if strategy == "zero0":
-            once_a_step = 2 * 3
-            assert num_all_reduces == once_a_step * (NUM_MICROBATCHES if loop.startswith("every") else 1)
-
-
-ON_TWO_AXES = list(product(("no_sync", "finish_grad_sync"), ("hsdp", "hfsdp")))
-
-
-@pytest.mark.parametrize(("loop", "strategy"), nightly_but([ON_TWO_AXES[1], ON_TWO_AXES[2]], ON_TWO_AXES))
-def test_gradients_are_the_sum_over_microbatches_on_two_axes_with(loop: str, strategy: str) -> None:
-    assert max(worst for worst, _ in run_ranks(4, accumulated, loop, strategy)) < 2e-6
-
-
-def without_finish(strategy: str) -> bool:
+@pytest.mark.parametrize("strategy", ["zero0", "zero1", "zero3"])
+@on_ranks(2)
+def test_gradients_that_rest_whole_cannot_be_read_before_they_are_final(strategy: str) -> None:
     model = twins_of(strategy, sync_model_each_microbatch=False).model
     backward(model, 0)
-    try:
-        return not all(parameter.grad.isfinite().all() for parameter in model.parameters())
-    except StateError as error:
-        return "is a sum under way" in str(error)
-
-
-@pytest.mark.parametrize(("strategy", "wanted"), [("zero0", True), ("zero1", True), ("zero3", False)])
-def test_gradients_that_rest_whole_cannot_be_read_before_they_are_final(strategy: str, wanted: bool) -> None:
-    assert run_ranks(2, without_finish, strategy) == [wanted, wanted]
+    with nullcontext() if strategy == "zero3" else pytest.raises(StateError, match="is a sum under way"):
+        assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("strategy", ["zero0", "zero1", "zero2", "zero3"])
@@ -182,37 +164,27 @@ def test_start_param_sync_gathers_what_forward_needs_first(force_sync: bool) -> 
     assert worst < 1e-6
 
 
-def broadcast_from_first(strategy: str) -> tuple[list[float], list[float]]:
-    """Shard models that differ between ranks; return the distance from rank 0's before and after."""
+@pytest.mark.parametrize("strategy", ["zero0", "hsdp"])
+@on_ranks(lambda strategy: 2 * STRATEGIES[strategy][2])
+def test_broadcast_params_makes_replicas_equal_to_the_first_over_the_outer_axis_alone(strategy: str) -> None:
     model, oracle = twins_of(strategy)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.0 + dist.get_rank())
 
-    def distance() -> list[float]:
+    def distances() -> list[float]:
         with torch.no_grad():
-            return [
-                float((model(inputs(0, 0)) - oracle(inputs(0, 0))).abs().max()),
-                float(next(oracle.parameters())[0]),
-            ]
+            found: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(found, float((model(inputs(0, 0)) - oracle(inputs(0, 0))).abs().max()))
+            return [round(each, 5) for each in found]
 
-    before = distance()
+    before = distances()
     model.broadcast_params()
-    return before, distance()
-
-
-def test_broadcast_params_makes_replicas_equal_to_the_first() -> None:
-    (_, first), (before, after) = run_ranks(2, broadcast_from_first, "zero0")
-    assert before[0] > 1e-3
-    assert after[0] < 1e-6
-    assert first[0] < 1e-6
-
-
-def test_broadcast_params_goes_over_the_outer_axis_alone() -> None:
-    found = run_ranks(4, broadcast_from_first, "hsdp")
-    # Ranks 0 and 1 are the first replica: its weights are rank 0's rows, and rank 1's doubled ones.
-    assert len({round(after[0], 5) for _, after in found}) == 1
-    assert found[0][0][0] != pytest.approx(found[2][0][0], abs=1e-3)
+    after = distances()
+    assert len(set(after)) == 1
+    # Ranks 0 and 1 are the first replica of two: its weights are rank 0's rows, and rank 1's doubled ones.
+    assert (after[0] == 0) is (strategy == "zero0")
+    assert max(before) > after[0] + 1e-3
 
 
 @on_ranks(2)

@@ -40,9 +40,8 @@ def with_scalar() -> nn.Module:
     return block
 
 
-Attempt = Callable[[], Any]
 # What rank 1 does instead of sharding a block like the others, and what they hear of it.
-ON_ONE_RANK: dict[str, tuple[Attempt, str]] = {
+ON_ONE_RANK: dict[str, tuple[Callable[[], Any], str]] = {
     "a parameter that cannot be sharded": (
         lambda: fully_shard(with_scalar()),
         r"ConfigError: Block: parameter 'scale' has no dimensions",
@@ -117,39 +116,32 @@ def other_order_of_models() -> None:
         squared(model, dist.get_rank(), 0).backward()
 
 
-def another_reshard_argument() -> None:
-    fully_shard(Block(), reshard_after_forward=bool(dist.get_rank()))
-
-
-DIFFERENT: dict[str, tuple[Callable[[], None], str]] = {
-    "one block more below a root": (
+DIFFERENT: list[tuple[Callable[[], object], str]] = [
+    (
         lambda: one_block_more(True),
         r"the ranks of a mesh do different things: rank 0 calls fully_shard on unit 'Stack'; rank 1 calls fully_shard "
         r"on unit 'Block'",
     ),
-    "one block more and no root": (
+    (
         lambda: one_block_more(False),
         r"do different things: rank 0 runs the model 'Block'; rank 1 calls fully_shard on unit 'Block'",
     ),
-    "a setting made later": (
+    (
         another_setting,
         r"model 'Stack': the ranks of a mesh have .*rank 0 has unit 'layers.1' .*reshard_after_forward None.*"
         r"rank 1 has unit 'layers.1' .*reshard_after_forward False",
     ),
-    "models in another order": (
-        other_order_of_models,
-        r"do different things: rank 0 runs the model 'Sequential'; rank 1 runs the model 'Stack'",
-    ),
-    "another argument": (
-        another_reshard_argument,
+    (other_order_of_models, r"do different things: rank 0 runs the model 'Sequential'; rank 1 runs the model 'Stack'"),
+    (
+        lambda: fully_shard(Block(), reshard_after_forward=bool(dist.get_rank())),
         r"unit 'Block': .* rank 0 has reshard_after_forward=False; rank 1 has reshard_after_forward=True",
     ),
-}
+]
 
 
 @on_ranks(2)
 def test_ranks_that_do_different_things_raise_at_once_what_each_of_them_did() -> None:
-    for act, words in DIFFERENT.values():
+    for act, words in DIFFERENT:
         start = time.monotonic()
         with pytest.raises(MeshError, match=words):
             act()

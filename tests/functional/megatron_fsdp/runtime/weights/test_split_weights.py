@@ -2,7 +2,7 @@
 
 import gc
 from collections import Counter
-from typing import TypeAlias
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ from tests.functional.split_weights import (
     rounding_ties_away,
     train_on_two_microbatches,
 )
-from tests.harness import on_ranks, run_ranks
+from tests.harness import on_ranks
 from tests.harness.grids import nightly_but
 from tests.harness.models import Block, Model, Stack, draw_tokens, inputs, loss_of, make_mesh, make_model, world_mesh
 from tests.harness.oracle import differing, shard_layers, shard_model
@@ -102,10 +102,9 @@ def test_only_a_weight_half_way_between_two_bf16_ones_computes_otherwise_and_goe
     assert plain == [1.0, 1 + 2 * ulp, -1.0, 1.0, 1 + ulp]
 
 
-@pytest.mark.parametrize("is_offloaded", [False, True], ids=["on the device", "offloaded"])
+@pytest.mark.parametrize("offload", [None, CPUOffloadPolicy(pin_memory=False)], ids=["on the device", "offloaded"])
 @on_ranks(3)
-def test_sharding_keeps_every_bit_of_fp32_parameters(is_offloaded: bool) -> None:
-    offload = CPUOffloadPolicy(pin_memory=False) if is_offloaded else None
+def test_sharding_keeps_every_bit_of_fp32_parameters(offload: CPUOffloadPolicy | None) -> None:
     found = []
     for policy in (PLAIN, SPLIT):
         torch.manual_seed(5)
@@ -141,9 +140,6 @@ def test_offloading_changes_no_bit() -> None:
     assert differing(found[0], found[1]) == []
 
 
-Numbers: TypeAlias = dict[str, object]
-
-
 @pytest.mark.parametrize(("strategy", "mesh"), LAYOUTS, ids=str)
 @on_ranks(lambda mesh: torch.Size(mesh).numel())
 def test_bytes_are_those_that_explain_predicts_and_12_per_parameter_where_all_is_sharded(
@@ -158,7 +154,7 @@ def test_bytes_are_those_that_explain_predicts_and_12_per_parameter_where_all_is
     report = explain(model)
     optimizer = AdamW(model.parameters(), lr=0.01)
     calls: list[CollectiveCall] = []
-    found: Numbers = {}
+    found: dict[str, object] = {}
     for step in range(2):
         calls.clear()
         resting = meter.current_bytes
@@ -183,7 +179,7 @@ def test_bytes_are_those_that_explain_predicts_and_12_per_parameter_where_all_is
     groups = groups_of(model)
     flat_moments = sum(8 * group.main_weight.local_buffer.numel() for group in groups)
     found |= {"resting": meter.current_bytes - before - flat_moments, "traffic": sizes}
-    wanted: Numbers = {
+    wanted: dict[str, object] = {
         "forward": report.forward_peak.num_bytes, "backward": report.backward_peak.num_bytes,
         "moments": report.optimizer_bytes, "resting": report.persistent_bytes, "traffic": predicted_sizes,
     }  # fmt: skip
@@ -194,28 +190,23 @@ def test_bytes_are_those_that_explain_predicts_and_12_per_parameter_where_all_is
         assert per_element == 12.0
 
 
-@pytest.mark.parametrize("how", ["copy_", ".data", "nn.init"])
+WRITES: dict[str, Callable[[torch.Tensor], object]] = {
+    "copy_": lambda weight: torch.no_grad()(weight.copy_)(torch.randn_like(weight)),
+    ".data": lambda weight: weight.data.copy_(torch.randn_like(weight)),
+    "nn.init": nn.init.normal_,
+}
+
+
+@pytest.mark.parametrize("how", WRITES)
 @on_ranks(3)
 def test_a_weight_that_is_written_to_has_no_lower_half_and_the_others_keep_theirs(how: str) -> None:
-    ones = {"layers.0.norm.weight", "layers.0.norm.bias"}
     model = one_layer()
     before = full_weights(model)
-    weight = model.layers[0].get_parameter("up.weight")
-    new = torch.randn_like(weight)
-    if how == "copy_":
-        with torch.no_grad():
-            weight.copy_(new)
-    elif how == ".data":
-        weight.data.copy_(new)
-    else:
-        nn.init.normal_(weight)
+    WRITES[how](model.layers[0].get_parameter("up.weight"))
     after = full_weights(model)
-    changed = differing(after, before)
-    found = [f"changed {name}" for name in changed] + [
-        f"rounded {name}" for name, value in after.items() if torch.equal(value, value.to(BF16).float())
-    ]
-    assert [entry for entry in found if entry.startswith("changed")] == ["changed layers.0.up.weight"]
-    assert {entry.removeprefix("rounded ") for entry in found[1:]} == ones | {"layers.0.up.weight"}
+    rounded = {name for name, value in after.items() if torch.equal(value, value.to(BF16).float())}
+    assert differing(after, before) == ["layers.0.up.weight"]
+    assert rounded == {"layers.0.norm.weight", "layers.0.norm.bias", "layers.0.up.weight"}
 
 
 @on_ranks(2)
@@ -262,45 +253,28 @@ def test_gradients_may_rest_in_fp32(is_wrapped: bool) -> None:
     assert differing(found[0], found[1]) == []
 
 
-def stepped_by(wrap: bool) -> str:
+@pytest.mark.parametrize("wrap", [False, True], ids=["in its step", "when it is wrapped"])
+@on_ranks(1)
+def test_another_optimizer_is_refused_with_the_parameters_name_and_the_cure(wrap: bool) -> None:
     model = one_layer()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = full_weights(model)
-    try:
-        if wrap:
-            fully_shard_optimizer(optimizer)
-        model(inputs(0, 0)).square().mean().backward()
-        optimizer.step()
-    except ConfigError as error:
-        assert differing(full_weights(model), before) == []
-        return str(error)
-    return "no error"
+    model(inputs(0, 0)).square().mean().backward()
+    with pytest.raises(ConfigError, match=r"SGD: parameter 'norm.weight' of unit 'layers.0'.*megatron_fsdp.AdamW"):
+        fully_shard_optimizer(optimizer) if wrap else optimizer.step()
+    assert differing(full_weights(model), before) == []
 
 
-@pytest.mark.parametrize("wrap", [False, True], ids=["in its step", "when it is wrapped"])
-def test_another_optimizer_is_refused_with_the_parameters_name_and_the_cure(wrap: bool) -> None:
-    (message,) = run_ranks(1, stepped_by, wrap)
-    assert "SGD: parameter 'norm.weight' of unit 'layers.0'" in message
-    assert "megatron_fsdp.AdamW" in message
-
-
-def added_later() -> str:
-    """Step an optimizer of whole weights once, and again with split weights among them."""
+@on_ranks(1)
+def test_split_weights_are_found_in_a_param_group_that_is_added_later() -> None:
     whole, split = one_layer(PLAIN), one_layer()
     optimizer = torch.optim.SGD(whole.parameters(), lr=0.1)
     for model in (whole, split):
         model(inputs(0, 0)).square().mean().backward()
     optimizer.step()
     optimizer.add_param_group({"params": list(split.parameters())})
-    try:
+    with pytest.raises(ConfigError, match="split_main_params=True"):
         optimizer.step()
-    except ConfigError as error:
-        return str(error)
-    return "no error"
-
-
-def test_split_weights_are_found_in_a_param_group_that_is_added_later() -> None:
-    assert "split_main_params=True" in run_ranks(1, added_later)[0]
 
 
 @pytest.mark.parametrize(

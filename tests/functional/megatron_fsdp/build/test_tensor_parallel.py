@@ -105,42 +105,31 @@ def data_rank_in(mesh: DeviceMesh) -> int:
     return rank
 
 
-def trained(name: str, strategy: str) -> tuple[dict[str, torch.Tensor], list[float]]:
-    mesh = init_device_mesh("cpu", MESHES[name][0], mesh_dim_names=MESHES[name][1])
-    model = made(mesh, strategy)
-    norms = train(model, data_rank_in(mesh), range(3))
-    return whole_state(model), norms
-
-
 @pytest.mark.parametrize(("name", "strategy"), nightly_but([CASES[0], CASES[2], CASES[7]], CASES))
+@on_ranks(lambda name: torch.Size(MESHES[name][0]).numel())
 def test_weights_and_norms_equal_those_of_a_whole_model_on(name: str, strategy: str) -> None:
-    shape = MESHES[name][0]
+    shape, names = MESHES[name]
     wanted, wanted_norms = train_whole(torch.Size(shape[:-1]).numel(), range(3))
-    for found, norms in run_ranks(torch.Size(shape).numel(), trained, name, strategy):
-        assert norms == pytest.approx(wanted_norms, rel=1e-5)
-        assert differing(found, wanted, 2e-6) == []
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    model = made(mesh, strategy)
+    assert train(model, data_rank_in(mesh), range(3)) == pytest.approx(wanted_norms, rel=1e-5)
+    assert differing(whole_state(model), wanted, 2e-6) == []
 
 
-def faces() -> dict[str, tuple[tuple[int, ...], tuple[str, ...], tuple[int, ...]]]:
-    """Return shape, axes and local shape of the sharded parameters of one block."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    model = made(mesh, "optim_grads_params")
+@on_ranks(4)
+def test_sharded_parameters_show_their_whole_shape_over_both_axes() -> None:
+    model = made(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), "optim_grads_params")
     found = {}
     for name, parameter in model[0].named_parameters():
         assert isinstance(parameter, DTensor)
-        axes = parameter.device_mesh.mesh_dim_names or ()
-        found[name] = (tuple(parameter.shape), axes, tuple(parameter.to_local().shape))
-    return found
-
-
-def test_sharded_parameters_show_their_whole_shape_over_both_axes() -> None:
-    results = run_ranks(4, faces)
-    for found in results:
-        assert found["up.weight"][:2] == ((10, WIDTH), ("tp", "dp"))
-        assert found["down.weight"][:2] == ((WIDTH, 10), ("tp", "dp"))
-        assert found["norm.weight"][:2] == ((WIDTH,), ("dp",))
-    assert sum(found["up.weight"][2][0] for found in results) == 10
-    assert {found["down.weight"][2][1] for found in results} == {5}
+        found[name] = (tuple(parameter.shape), parameter.device_mesh.mesh_dim_names)
+    assert found["up.weight"] == ((10, WIDTH), ("tp", "dp"))
+    assert found["down.weight"] == ((WIDTH, 10), ("tp", "dp"))
+    assert found["norm.weight"] == ((WIDTH,), ("dp",))
+    rows = torch.tensor(model[0].up.weight.to_local().shape[0])
+    dist.all_reduce(rows)
+    assert int(rows) == 10
+    assert model[0].down.weight.to_local().shape[1] == 5
 
 
 def saved(path: str, ours: bool) -> dict[str, torch.Tensor]:

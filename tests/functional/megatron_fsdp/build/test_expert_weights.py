@@ -1,6 +1,5 @@
 """3-D expert weights keep their shape for the user while ranks hold rows of any expert."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ from megatron_fsdp import (
 from tests.harness import on_ranks, run_ranks
 from tests.harness.grids import nightly_but
 from tests.harness.models import WIDTH, Block, Stack, squared
-from tests.harness.oracle import Case, compare, whole
+from tests.harness.oracle import Case, compare, differing, whole
 from tests.harness.twins import sharded
 
 NUM_EXPERTS = 2
@@ -87,22 +86,17 @@ def values_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: whole(value, value) for name, value in model.state_dict().items()}
 
 
-def cut_experts() -> tuple[list[tuple[int, ...]], list[tuple[int, ...]], bool]:
-    model = made()
-    faces = list(model.layers[1].parameters())
-    assert all(isinstance(face, DTensor) for face in faces)
-    wholes = [whole(face, face) for face in faces]
-    torch.manual_seed(0)
-    same = all(torch.equal(a, b) for a, b in zip(wholes, build().layers[1].parameters(), strict=True))
-    return [tuple(face.shape) for face in faces], [tuple(face.to_local().shape) for face in faces], same
-
-
+@on_ranks(3)
 def test_parameters_show_their_natural_shape_over_rows_of_any_expert() -> None:
-    results = run_ranks(3, cut_experts)
-    assert all(shapes == [(2, 7, 5), (2, 5, 7), (1, 3, 2, 7)] and same for shapes, _, same in results)
-    per_rank = [local for _, local, _ in results]
-    assert [sum(local[position][0] for local in per_rank) for position in range(3)] == [14, 10, 6]
-    assert any(local[0][0] % 7 for local in per_rank), "some cut must lie inside an expert"
+    model = made()
+    torch.manual_seed(0)
+    rows: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(rows, [face.to_local().shape[0] for face in model.layers[1].parameters()])
+    for face, plain in zip(model.layers[1].parameters(), build().layers[1].parameters(), strict=True):
+        assert isinstance(face, DTensor)
+        assert torch.equal(whole(face, face), plain)
+    assert [sum(each) for each in zip(*rows, strict=True)] == [14, 10, 6]
+    assert any(of_up % 7 for of_up, *_ in rows), "some cut must lie inside an expert"
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
@@ -140,16 +134,14 @@ def test_operators_on_sharded_experts_give_what_they_give_on_whole_ones(num_rank
     assert wrong + ["setting through a view"] * (not torch.equal(whole(face, face), plain)) == []
 
 
-def optimizer_of(kind: str, parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
-    if kind == "ours":
-        return AdamW(parameters, lr=0.05)
-    return torch.optim.AdamW(parameters, lr=0.05, foreach=kind == "foreach")
-
-
 def train(kind: str, model: nn.Module, ranks: list[int], steps: int = 3) -> torch.optim.Optimizer:
-    optimizer = optimizer_of(kind, model.parameters())
-    if len(ranks) == 1 and kind != "ours":
-        fully_shard_optimizer(optimizer)
+    parameters = list(model.parameters())
+    if kind == "ours":
+        optimizer: torch.optim.Optimizer = AdamW(parameters, lr=0.05)
+    else:
+        optimizer = torch.optim.AdamW(parameters, lr=0.05, foreach=kind == "foreach")
+        if len(ranks) == 1:
+            fully_shard_optimizer(optimizer)
     for step in range(steps):
         for rank in ranks:
             (squared(model, rank, step) / len(ranks)).backward()
@@ -162,27 +154,19 @@ def train(kind: str, model: nn.Module, ranks: list[int], steps: int = 3) -> torc
     return optimizer
 
 
-def trained(kind: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    model = made()
-    optimizer = train(kind, model, [dist.get_rank()])
-    moments = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
-    values = values_of(model)
-    state = moments["state"]
-    assert isinstance(state, dict)
-    return values, {name: entry["exp_avg"] for name, entry in state.items()}
-
-
 @pytest.mark.parametrize("kind", nightly_but(["foreach", "ours"], ["foreach", "single tensors", "ours"]))
+@on_ranks(3)
 def test_adamw_on_sharded_experts_equals_adamw_on_whole_ones(kind: str) -> None:
     torch.manual_seed(0)
     oracle = build()
     train("single tensors", oracle, [0, 1, 2])
-    wanted = oracle.state_dict()
-    for rank, (values, moments) in enumerate(run_ranks(3, trained, kind)):
-        assert {name for name in wanted if not torch.allclose(values[name], wanted[name], atol=2e-6)} == set()
-        assert rank or {name: tuple(moments[name].shape) for name in wanted} == {
-            name: tuple(value.shape) for name, value in wanted.items()
-        }
+    model = made()
+    optimizer = train(kind, model, [dist.get_rank()])
+    assert differing(values_of(model), oracle.state_dict(), 2e-6) == []
+    options = StateDictOptions(full_state_dict=True)
+    state: Any = get_optimizer_state_dict(model, optimizer, options=options)["state"]
+    for name, value in oracle.state_dict().items():
+        assert state[name]["exp_avg"].shape == value.shape
 
 
 def saved(path: str, way: str) -> dict[str, torch.Tensor]:
@@ -219,7 +203,7 @@ def test_a_checkpoint_of_experts_cut_between_rows_loads_on(
     path = str(tmp_path / "checkpoint")
     wanted = run_ranks(3, saved, path, way)[0]
     for found in run_ranks(num_ranks, loaded, path, way, is_sharded):
-        assert {name for name in wanted if not torch.equal(found[name], wanted[name])} == set()
+        assert differing(found, wanted) == []
 
 
 @pytest.mark.filterwarnings("ignore:Multiple backends are registered:UserWarning")
@@ -245,8 +229,7 @@ def test_sharded_experts_take_whole_values_from(way: str) -> None:
         full = dict(wanted) if dist.get_rank() == 0 else {}
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
         set_model_state_dict(model, full, options=options)
-    found = values_of(model)
-    assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
+    assert differing(values_of(model), wanted) == []
 
 
 def materialized() -> dict[str, torch.Tensor]:
@@ -261,7 +244,7 @@ def materialized() -> dict[str, torch.Tensor]:
 def test_sharded_experts_are_initialised_like_whole_ones() -> None:
     one = run_ranks(1, materialized)[0]
     for found in run_ranks(3, materialized):
-        assert {name for name in one if not torch.equal(found[name], one[name])} == set()
+        assert differing(found, one) == []
 
 
 @on_ranks(4)

@@ -115,9 +115,9 @@ def traffic(job: Job) -> tuple[list[str], list[str], int, int]:
     rest = memory_meter().current_bytes - before
     optimizer = AdamW(model.parameters(), lr=1e-2)
     backward(model, 0)
-    calls: list[str] = []
     optimizer.step()
     optimizer.zero_grad()
+    calls: list[str] = []
     with observe_collectives(lambda call: calls.append(f"{call.kind} {call.num_bytes}")):
         backward(model, 1)
         optimizer.step()

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron_fsdp import ConfigError
 from tests.harness import on_ranks, run_ranks
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[4]
 SCRIPT, SPAWNING = re.findall(r"```python\n(.*?)```", (ROOT / "docs/launch.md").read_text(encoding="utf-8"), re.DOTALL)
 # How the launchers number the second of two processes, as (rank, size, local rank).
 LAUNCHERS = {
