@@ -54,14 +54,14 @@ def amax_numel(plan: Plan, gather: str) -> int:
 
 def wire_words(plan: Plan, gather: str) -> str:
     """Return how the weights of a plan travel, and what the layout costs or saves, in words for a report."""
-    count = amax_numel(plan, gather)
+    count, cut = amax_numel(plan, gather), len(cut_blocks(plan, gather))
     exchange = f"{count} largest magnitudes in an all-reduce per step" if count else "no exchange of magnitudes"
-    if gather == "mxfp8":
-        cut = len(cut_blocks(plan, gather))
-        blocks = f"{cut} blocks of 32 rows are cut by shards" if cut else "shards cut no block of 32 rows"
-        return f"gathered as mxfp8: {blocks}, {exchange}"
-    scales = "a scale per tensor" if gather == "fp8" else "blocks of 256, cut by no shard"
-    return f"gathered as {gather}: {scales}, {exchange}"
+    layout = {
+        "mxfp8": f"{cut} blocks of 32 rows are cut by shards" if cut else "shards cut no block of 32 rows",
+        "fp8": "a scale per tensor",
+        "int8_block": "blocks of 256, cut by no shard",
+    }
+    return f"gathered as {gather}: {layout[gather]}, {exchange}"
 
 
 def layout_regions(
@@ -76,9 +76,5 @@ def layout_regions(
         return usual
     blocks = [Block(MX_BLOCK) if len(shape) == 2 else first_dimension_granularity(shape) for shape in shapes]
     whole = unit_regions(shapes, num_shards, dtypes, blocks)
-    is_cheap = _numel(whole) - _numel(usual) <= _CHEAP * sum(map(math.prod, shapes))
-    return whole if is_cheap else usual
-
-
-def _numel(regions: Sequence[Region]) -> int:
-    return sum(region.plan.numel for region in regions)
+    padding = sum(region.plan.numel for region in whole) - sum(region.plan.numel for region in usual)
+    return whole if padding <= _CHEAP * sum(map(math.prod, shapes)) else usual

@@ -52,7 +52,7 @@ def follow_requires_grad(unit: Unit, group: ParameterGroup, changed: Sequence[in
     Raises:
         StateError: an unfrozen parameter has no main weight of the dtype that the policy wants.
     """
-    is_changed = bool(changed)
+    is_changed, params, main = bool(changed), group.fsdp_params, group.spec.dtypes.main
     if group.gradients is not None and group.gradients.binding.is_taken:
         group.gradients.binding.dropped()
         if group.gradients.binding.is_taken:
@@ -60,9 +60,8 @@ def follow_requires_grad(unit: Unit, group: ParameterGroup, changed: Sequence[in
             make_gradients(group)
             is_changed = True
     for index in changed:
-        owned, trained = group.owned[index], group.fsdp_params.sharded_params[index].requires_grad
+        owned, trained = group.owned[index], params.sharded_params[index].requires_grad
         if trained and group.gradients is None:
-            main = group.spec.dtypes.main
             wanted = owned.dtypes_for(main, requires_grad=True).stepped
             if wanted is not main:
                 raise StateError(
@@ -72,7 +71,7 @@ def follow_requires_grad(unit: Unit, group: ParameterGroup, changed: Sequence[in
                 )
             make_gradients(group)
         assert group.gradients is not None
-        set_requires_grad(group.fsdp_params, index, trained)
+        set_requires_grad(params, index, trained)
         group.gradients.binding.trained[index] = trained
     if is_changed:
         follow_gradients(unit)

@@ -33,6 +33,10 @@ _DROP_HOOK = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
 _Signature = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
 
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
 def _storages(tree: Any) -> dict[int, torch.UntypedStorage]:
     """Return the storages of the tensors in a structure that are no wrappers around others, by identity."""
     tensors = [each for each in tree_iter(tree) if isinstance(each, torch.Tensor)]
@@ -98,7 +102,7 @@ class ExtensionWeights(HookedWeights):
         with torch.no_grad():
             tensors, self._metadata = self._checked(hook(*arguments))
         sizes = [tensor.numel() * tensor.itemsize for tensor in tensors]
-        starts = [0, *itertools.accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)]
+        starts = [0, *itertools.accumulate(map(_aligned, sizes))]
         key = self._signature = tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
         if key not in self._wires:
             wire = self._wires[key] = Wire(starts[-1], self._spec, self._who)
@@ -142,7 +146,7 @@ class ExtensionWeights(HookedWeights):
             storage.reallocate()
             sorted_rows = storage.tensor.view(torch.uint8).view(len(rows), -1)
             sorted_rows.copy_(rows[:, start : start + sorted_rows.shape[1]])
-            start += -(-sorted_rows.shape[1] // _ALIGNMENT) * _ALIGNMENT
+            start += _aligned(sorted_rows.shape[1])
             outputs.append(storage.tensor.view((len(rows) * shape[0], *shape[1:]) if shape else (len(rows),)))
         hook = self.part.fsdp_post_all_gather  # type: ignore[attr-defined]
         dtype = self._extension.dtype if self._extension.is_packed else self._spec.dtypes.compute

@@ -122,7 +122,7 @@ def reshard_to(unit: Unit, choice: bool | int | None) -> None:
     """Choose what happens to weights between forward and backward; see ``fully_shard(reshard_after_forward=...)``.
 
     Raises:
-        ConfigError: an int that does not divide the axis over which weights are sharded.
+        ConfigError: as ``check_reshard``.
     """
     size = check_reshard(unit, choice)
     for group in unit.groups:
@@ -134,7 +134,11 @@ def reshard_to(unit: Unit, choice: bool | int | None) -> None:
 
 
 def check_reshard(unit: Unit, choice: bool | int | None) -> int:
-    """Return on how many ranks ``reshard_to`` would keep the weights, 0 for none; it raises as that does."""
+    """Return on how many ranks ``reshard_to`` would keep the weights, 0 for none.
+
+    Raises:
+        ConfigError: an int that does not divide the axis over which weights are sharded.
+    """
     if choice is not None and not isinstance(choice, int):
         raise ConfigError(f"reshard_after_forward={choice!r}; give None, True, False or a number of ranks")
     size = 0 if choice is None or isinstance(choice, bool) else choice

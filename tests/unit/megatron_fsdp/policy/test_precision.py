@@ -19,24 +19,17 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 @pytest.mark.parametrize(
     ("policy", "own", "wanted"),
     [
-        (MixedPrecisionPolicy(), FP32, GroupDtypes(compute=FP32, main=FP32, reduce=FP32, main_grad=FP32)),
-        (MixedPrecisionPolicy(), BF16, GroupDtypes(compute=BF16, main=BF16, reduce=BF16, main_grad=BF16)),
-        (MixedPrecisionPolicy(BF16), FP32, GroupDtypes(compute=BF16, main=FP32, reduce=FP32, main_grad=FP32)),
-        (MixedPrecisionPolicy(BF16, FP32), FP32, GroupDtypes(compute=BF16, main=FP32, reduce=FP32, main_grad=FP32)),
+        (MixedPrecisionPolicy(), FP32, GroupDtypes(*[FP32] * 4)),
+        (MixedPrecisionPolicy(), BF16, GroupDtypes(*[BF16] * 4)),
+        (MixedPrecisionPolicy(BF16), FP32, GroupDtypes(BF16, FP32, FP32, FP32)),
+        (MixedPrecisionPolicy(BF16, FP32), FP32, GroupDtypes(BF16, FP32, FP32, FP32)),
+        (MixedPrecisionPolicy(main_params_dtype=FP32), BF16, GroupDtypes(BF16, FP32, BF16, FP32)),
+        (MixedPrecisionPolicy(FP16, main_grads_dtype=BF16), FP32, GroupDtypes(FP16, FP32, BF16, BF16)),
+        (MixedPrecisionPolicy(BF16, split_main_params=True), FP32, GroupDtypes(*[BF16] * 4, is_split=True)),
         (
-            MixedPrecisionPolicy(main_params_dtype=FP32),
-            BF16,
-            GroupDtypes(compute=BF16, main=FP32, reduce=BF16, main_grad=FP32),
-        ),
-        (
-            MixedPrecisionPolicy(FP16, main_grads_dtype=BF16),
+            MixedPrecisionPolicy(BF16, FP32, main_grads_dtype=FP32, split_main_params=True),
             FP32,
-            GroupDtypes(compute=FP16, main=FP32, reduce=BF16, main_grad=BF16),
-        ),
-        (
-            MixedPrecisionPolicy(BF16, split_main_params=True),
-            FP32,
-            GroupDtypes(compute=BF16, main=BF16, reduce=BF16, main_grad=BF16, is_split=True),
+            GroupDtypes(BF16, BF16, FP32, FP32, is_split=True),
         ),
         (MixedPrecisionPolicy(BF16, FP32), torch.int64, GroupDtypes(*[torch.int64] * 4)),
         (MixedPrecisionPolicy(BF16, FP32), torch.uint8, GroupDtypes(*[torch.uint8] * 4)),
@@ -112,9 +105,33 @@ def test_an_override_of_another_dtype_is_refused_with_the_parameter(value: objec
         policy.for_parameter("up.weight", nn.Parameter(torch.ones(2)))
 
 
-def test_frozen_parameters_get_no_wider_main_copy() -> None:
-    dtypes = MixedPrecisionPolicy(BF16, main_params_dtype=FP32).dtypes_for(BF16, requires_grad=False)
-    assert dtypes.main is BF16
+@pytest.mark.parametrize(
+    ("policy", "own", "wanted"),
+    [
+        (MixedPrecisionPolicy(BF16, main_params_dtype=FP32), BF16, GroupDtypes(*[BF16] * 4)),
+        (MixedPrecisionPolicy(BF16, split_main_params=True), FP32, GroupDtypes(BF16, FP32, FP32, FP32)),
+    ],
+)
+def test_frozen_parameters_get_no_wider_main_copy_and_are_not_split(
+    policy: MixedPrecisionPolicy, own: torch.dtype, wanted: GroupDtypes
+) -> None:
+    assert policy.dtypes_for(own, requires_grad=False) == wanted
+
+
+@pytest.mark.parametrize(
+    ("policy", "own"),
+    [
+        (MixedPrecisionPolicy(split_main_params=True), FP32),
+        (MixedPrecisionPolicy(FP16, split_main_params=True), FP32),
+        (MixedPrecisionPolicy(split_main_params=True), BF16),
+        (MixedPrecisionPolicy(BF16, main_params_dtype=torch.float64, split_main_params=True), FP32),
+    ],
+)
+def test_weights_that_are_no_halves_of_fp32_ones_are_refused(policy: MixedPrecisionPolicy, own: torch.dtype) -> None:
+    with pytest.raises(ConfigError, match="only bf16 weights are the upper half of FP32 ones"):
+        policy.dtypes_for(own, requires_grad=True)
+    whole = MixedPrecisionPolicy(main_params_dtype=FP32, split_main_params=True)
+    assert whole.dtypes_for(BF16, requires_grad=True).stepped is FP32
 
 
 @pytest.mark.parametrize("name", [field.name for field in fields(MixedPrecisionPolicy)])

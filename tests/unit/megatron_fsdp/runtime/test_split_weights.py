@@ -12,7 +12,6 @@ from megatron_fsdp.planning.cost_model import Hardware, Link, predict_step
 from megatron_fsdp.planning.forecast import forecast_of
 from megatron_fsdp.planning.played_step import play_step
 from megatron_fsdp.planning.transformer import UnitWork, Workload
-from megatron_fsdp.policy.precision import GroupDtypes
 from tests.unit.megatron_fsdp.planning.chains import chain, group_of
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -64,28 +63,6 @@ def test_a_plan_says_what_split_the_weights(capsys: pytest.CaptureFixture[str]) 
 def test_a_plan_refuses_to_split_what_is_not_bf16(capsys: pytest.CaptureFixture[str]) -> None:
     assert main((*MODEL, "--split-main-params", "--dtype", "fp16")) != 0
     assert "only bf16 weights are the upper half of FP32 ones" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("policy", "own", "wanted"),
-    [
-        (SPLIT, FP32, GroupDtypes(BF16, BF16, BF16, BF16, is_split=True)),
-        (
-            MixedPrecisionPolicy(BF16, FP32, main_grads_dtype=FP32, split_main_params=True),
-            FP32,
-            GroupDtypes(BF16, BF16, FP32, FP32, is_split=True),
-        ),
-        (SPLIT, torch.int64, GroupDtypes(torch.int64, torch.int64, torch.int64, torch.int64)),
-    ],
-)
-def test_trained_parameters_get_the_dtypes_of(
-    policy: MixedPrecisionPolicy, own: torch.dtype, wanted: GroupDtypes
-) -> None:
-    assert policy.dtypes_for(own, requires_grad=True) == wanted
-
-
-def test_frozen_parameters_are_not_split() -> None:
-    assert SPLIT.dtypes_for(FP32, requires_grad=False) == GroupDtypes(BF16, FP32, FP32, FP32)
 
 
 def test_the_optimizer_reads_and_writes_halves_and_fp32_moments() -> None:

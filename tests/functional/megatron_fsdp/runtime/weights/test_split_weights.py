@@ -277,25 +277,6 @@ def test_split_weights_are_found_in_a_param_group_that_is_added_later() -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize(
-    ("policy", "own"),
-    [
-        (MixedPrecisionPolicy(split_main_params=True), FP32),
-        (MixedPrecisionPolicy(torch.float16, split_main_params=True), FP32),
-        (MixedPrecisionPolicy(split_main_params=True), BF16),
-        (MixedPrecisionPolicy(BF16, main_params_dtype=torch.float64, split_main_params=True), FP32),
-    ],
-)
-def test_weights_that_are_no_halves_of_fp32_ones_are_refused(policy: MixedPrecisionPolicy, own: torch.dtype) -> None:
-    with pytest.raises(ConfigError, match="only bf16 weights are the upper half of FP32 ones"):
-        policy.dtypes_for(own, requires_grad=True)
-
-
-def test_parameters_of_bf16_can_be_the_upper_halves() -> None:
-    policy = MixedPrecisionPolicy(main_params_dtype=FP32, split_main_params=True)
-    assert policy.dtypes_for(BF16, requires_grad=True).stepped is FP32
-
-
 @on_ranks(2)
 def test_frozen_parameters_have_no_remainder_and_train_with_fp32_weights_once_unfrozen() -> None:
     model = shard_model(make_model(), world_mesh(), policy=SPLIT)
