@@ -31,12 +31,11 @@ from megatron_fsdp.errors import StateError
 from megatron_fsdp.runtime.grads.last_reduction import LastReduction
 from megatron_fsdp.runtime.grads.packed_gradients import PackedGradients
 from megatron_fsdp.runtime.grads.shown_grads import ShownGrads
+from megatron_fsdp.runtime.step.backward import Backward
 from megatron_fsdp.runtime.step.fsdp_params import FSDPParams
-from megatron_fsdp.runtime.step.grad_binding import GradBinding
-from megatron_fsdp.runtime.step.grad_state import GradState
+from megatron_fsdp.runtime.step.grad_binding import GradBinding, GradState
 from megatron_fsdp.runtime.step.parameter_group import group_of_parameter
 from megatron_fsdp.runtime.step.reduction import Stages
-from megatron_fsdp.runtime.step.root_types import Backwards
 from megatron_fsdp.runtime.step.unit import Unit
 
 __all__ = ["BinaryCounter", "InvariantGradients"]
@@ -209,7 +208,7 @@ class _Step:
         self._unit = None
 
 
-_STEPS: weakref.WeakKeyDictionary[Backwards, _Step] = weakref.WeakKeyDictionary()
+_STEPS: weakref.WeakKeyDictionary[Backward, _Step] = weakref.WeakKeyDictionary()
 
 
 class _InvariantBinding(ShownGrads):
@@ -240,7 +239,7 @@ class InvariantGradients(PackedGradients):
             _HOOKS.append(register_optimizer_step_pre_hook(_refuse_fused))
 
     def _begin_sum(self) -> None:
-        observer = self._observer() if self._observer is not None else None
+        observer = self.observer()
         if isinstance(observer, Unit) and not observer.requires_gradient_sync:
             raise StateError(
                 f"{self.binding.name}: no_sync() or set_requires_gradient_sync(False) adds up microbatches on a rank "
@@ -252,7 +251,7 @@ class InvariantGradients(PackedGradients):
         self.reduction.check_kept(before, self.binding)
 
     def _stages(self) -> Stages:
-        observer = self._observer() if self._observer is not None else None
+        observer = self.observer()
         assert isinstance(observer, Unit)
         step = _STEPS.setdefault(observer.backward, _Step())
         number = observer.backward.number
@@ -397,7 +396,7 @@ class _InvariantReduction(LastReduction):
             return
         if before is GradState.FINAL:
             if not target.any():
-                binding.become(GradState.EMPTY)
+                binding.state = GradState.EMPTY
                 return
             found = target.clone()
             self._write(target)

@@ -18,10 +18,9 @@ from dbuffer.events import listeners, tell
 from megatron_fsdp.errors import AgreementError
 from megatron_fsdp.runtime.grads.last_reduction import LastReduction
 from megatron_fsdp.runtime.grads.packed_gradients import PackedGradients
-from megatron_fsdp.runtime.step.cuda_lane import turns
-from megatron_fsdp.runtime.step.grad_state import GradState
-from megatron_fsdp.runtime.step.lane_types import Ticket
-from megatron_fsdp.runtime.step.lanes import lane
+from megatron_fsdp.runtime.step.cuda_lane import lane, turns
+from megatron_fsdp.runtime.step.grad_binding import GradState
+from megatron_fsdp.runtime.step.lanes import Ticket
 
 if TYPE_CHECKING:
     from megatron_fsdp.runtime.step.gradients import GradientBuffer

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import repeat
@@ -17,11 +16,9 @@ from dbuffer_kernels import accumulate
 from dbuffer_kernels.products import add_product
 from megatron_fsdp.runtime.step.cuda_lane import Turns
 from megatron_fsdp.runtime.step.fsdp_params import FSDPParams
-from megatron_fsdp.runtime.step.grad_binding import GradBinding
-from megatron_fsdp.runtime.step.grad_state import GradState
-from megatron_fsdp.runtime.step.lane_types import Ticket
+from megatron_fsdp.runtime.step.grad_binding import GradBinding, GradState
+from megatron_fsdp.runtime.step.lanes import Ticket
 from megatron_fsdp.runtime.step.reduction import Reduction, Stages, submit_reductions
-from megatron_fsdp.runtime.step.root_types import Observer
 
 __all__ = ["GradientBuffer"]
 
@@ -52,7 +49,8 @@ class GradientBuffer:
     _device: torch.device
     _template: DBuffer
     _fsdp_params: FSDPParams
-    _observer: weakref.ref[Observer] | None
+    # The ``Unit``, weakly, from when that is made.
+    observer: Callable[[], Any] = staticmethod(lambda: None)
     _turns: Turns | None
     _views: list[torch.Tensor]
     _gaps: list[torch.Tensor]
@@ -71,7 +69,6 @@ class GradientBuffer:
     take_from: Callable[[SlotPool | None], None]
     divide_by: Callable[[float], None]
     rename: Callable[[str], None]
-    observe: Callable[[Observer], None]
     keep: Callable[[bool], None]
     settle: Callable[[], None]
     void: Callable[[int], None]
@@ -187,15 +184,15 @@ class GradientBuffer:
         frozen = self._fsdp_params.freeze()
         for index in frozen:
             self._trained[index] = 0
-        observer = self._observer() if frozen and self._observer is not None else None
-        if observer is not None:
-            observer.count_gradients()
+        unit = self.observer() if frozen else None
+        if unit is not None:
+            unit.count_gradients()
 
     def _begin(self, *, has_come: bool = False) -> None:
-        observer = self._observer() if self._observer is not None else None
-        if observer is not None:
-            backward = observer.backward
-            backward.begin_gradients(observer, packs=not self.packed.storage.is_allocated, has_come=has_come)
+        unit = self.observer()
+        if unit is not None:
+            backward = unit.backward
+            backward.begin_gradients(unit, packs=not self.packed.storage.is_allocated, has_come=has_come)
             self.backward = backward.number
         self.wait()
         if self.last_tickets:
@@ -246,7 +243,7 @@ class GradientBuffer:
             self._fill_up()
         self._filled = bytearray(len(self._views))
         if self.rests_partial:
-            self.binding.become(GradState.PARTIAL)
+            self.binding.state = GradState.PARTIAL
         return reduce
 
     def _fill_up(self) -> None:
@@ -272,7 +269,7 @@ class GradientBuffer:
             submit_reductions(buffers[0]._device, all_stages, owner, tickets, after)
         for buffer in buffers:
             if not buffer.rests_partial:
-                buffer.binding.become(GradState.PARTIAL)
+                buffer.binding.state = GradState.PARTIAL
                 if listeners:
                     tell("reducing", buffer)
 

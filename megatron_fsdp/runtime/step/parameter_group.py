@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,13 +27,12 @@ from dbuffer_kernels import cast_copy
 from megatron_fsdp.build.builder import GroupSpec
 from megatron_fsdp.build.ownership import OwnedParameter
 from megatron_fsdp.policy.offload import hand_back
+from megatron_fsdp.runtime.step.cuda_lane import lane
 from megatron_fsdp.runtime.step.freshness import Freshness
 from megatron_fsdp.runtime.step.fsdp_params import FSDPParams
 from megatron_fsdp.runtime.step.gradients import GradientBuffer
-from megatron_fsdp.runtime.step.lane_types import Ticket
-from megatron_fsdp.runtime.step.lanes import lane
+from megatron_fsdp.runtime.step.lanes import Ticket
 from megatron_fsdp.runtime.step.reduction import ReduceFunction
-from megatron_fsdp.runtime.step.weight_types import KeptPart, Remainder
 
 __all__ = ["GatherFunction", "ParameterGroup", "WeightBuffers", "group_of_parameter", "note_group", "start_gathers"]
 
@@ -105,9 +105,10 @@ class WeightBuffers:
     main: DBuffer
     model: DBuffer
     gathered: DBuffer
-    remainder: Remainder | None = None
+    # ``SplitWeights`` lower halves, and the ``PostForwardShard``, of groups that have one.
+    remainder: Any = None
     rests_whole = False
-    post_forward: KeptPart | None = None
+    post_forward: Any = None
     is_from_part = False
     gather_function: GatherFunction | None = None
     has_copy = True

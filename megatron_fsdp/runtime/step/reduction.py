@@ -15,8 +15,8 @@ from dbuffer.collectives_together import reduce_together
 from dbuffer.layout import only_flat_axis
 from dbuffer.route import Route
 from dbuffer_kernels import accumulate
-from megatron_fsdp.runtime.step.lane_types import Ticket
-from megatron_fsdp.runtime.step.lanes import lane
+from megatron_fsdp.runtime.step.cuda_lane import lane
+from megatron_fsdp.runtime.step.lanes import Ticket
 
 __all__ = ["Hook", "ReduceFunction", "Reduction", "Stages", "submit_reductions"]
 

@@ -7,7 +7,7 @@ order of collectives is decided here and in ``backward.py`` (docs/design/order.m
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,14 +15,13 @@ from torch import nn
 from torch.autograd import profiler
 
 from dbuffer.events import listeners, tell
-from megatron_fsdp.runtime.step.cuda_lane import wait_for_event
-from megatron_fsdp.runtime.step.guard_types import Guards
-from megatron_fsdp.runtime.step.lane_types import Ticket
-from megatron_fsdp.runtime.step.lanes import forget_unused_streams
+from megatron_fsdp.runtime.step.cuda_lane import forget_unused_streams, wait_for_event
+from megatron_fsdp.runtime.step.lanes import Ticket
 from megatron_fsdp.runtime.step.outputs import Attributes, watch_given, watch_inputs, watch_made, watch_output
-from megatron_fsdp.runtime.step.unit import Call, Unit, WeightState
+from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
+from megatron_fsdp.runtime.step.unit import Call, Tree, Unit, WeightState
 
-__all__ = ["Schedule"]
+__all__ = ["Guards", "Schedule"]
 
 _NOBODY: weakref.ref[Any] = weakref.ref(set())
 """A reference to no unit."""
@@ -69,6 +68,38 @@ class ForwardOrder:
                 if len(ahead) == limit:
                     break
         return ahead
+
+
+class Guards:
+    """What a step hands on to when it meets what it does not do itself; ``guards/attached.py`` says what does it.
+
+    What refuses, or cannot do what it is for, raises a StateError.
+
+    Attributes:
+        first_use, last, missing: when ranks agree on what the units are (``agreement.py``), what is reduced once a step
+            (``last_reductions.py``), and what ranks know of each other's missing gradients (``missing_gradients.py``).
+        armed: units whose inner modules' outputs are watched.
+    """
+
+    first_use: Any
+    last: Any
+    missing: Any
+    armed: list[weakref.ref[Unit]]
+    arm: Callable[[], None]
+    disarm: Callable[[], None]
+    admit: Callable[[Unit, ParameterGroup], None]
+    settle: Callable[[Unit, ParameterGroup], None]
+    follow_requires_grad: Callable[[Unit, ParameterGroup, Sequence[int]], None]
+    walk: Callable[[Tree, nn.Module, Sequence[Unit]], None]
+    refuse_changed: Callable[[torch.Tensor], None]
+    note_reads: Callable[[Call, Any], None]
+    emit_ranges: Callable[[Sequence[Unit]], None]
+    refuse_recorded: Callable[[Unit], None]
+    refuse_stepped: Callable[[Call], None]
+    refuse_reads: Callable[[Call], None]
+    refuse_gathered: Callable[[Iterable[ParameterGroup]], None]
+    before_recomputation: Callable[[Unit, nn.Module], None]
+    is_to_come: Callable[[Sequence[Call], Unit, float, Mapping[int, Call], Iterable[Unit]], bool]
 
 
 class Schedule:

@@ -20,9 +20,8 @@ from megatron_fsdp.policy.precision import MixedPrecisionPolicy
 from megatron_fsdp.policy.slots import SlotChoice
 from megatron_fsdp.runtime.step.freshness import MOMENTS
 from megatron_fsdp.runtime.step.gradients import GradientBuffer
-from megatron_fsdp.runtime.step.lane_types import Ticket
+from megatron_fsdp.runtime.step.lanes import Ticket
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup, start_gathers
-from megatron_fsdp.runtime.step.root_types import Backwards, Forwards, InnerOutputs
 
 __all__ = ["Call", "Tree", "Unit", "WeightState", "alive", "is_in_backward", "units_below"]
 
@@ -122,7 +121,8 @@ class Unit:
         name: path of the (first) module below the root, for messages.
         reference: weak, for whoever must not keep the unit alive.
         groups: the parameter groups; empty for a module without parameters of its own.
-        schedule, backward: what drives it, with the other units of its root.
+        schedule, backward: the ``Schedule`` and the ``Backward`` that drive it, with the other units of its root.
+        inner_outputs: what watches what modules in it return (``guards/inner_outputs.py``).
         reshard_after_forward: as asked; None means when the next unit runs, but not for the root. Groups that keep a
             part for backward know it themselves.
         rests_final: whether no axis is left to reduce when the last backward has closed it.
@@ -142,9 +142,10 @@ class Unit:
         trees: by the id of the module.
     """
 
-    schedule: Forwards
-    backward: Backwards
-    inner_outputs: InnerOutputs
+    # Of files above: nothing here calls them.
+    schedule: Any
+    backward: Any
+    inner_outputs: Any
     # What some tensor subclasses ask an ``FSDPState`` for (``fsdp2_view.py``).
     _fsdp_param_group: object = None
 
