@@ -137,3 +137,6 @@ class Guards(Protocol):
         self, calls: Sequence[Call], unit: Unit, end: float, entered: Mapping[int, Call], units: Iterable[Unit]
     ) -> bool:
         """Whether the graph that autograd is going through leads to one of these calls of a unit."""
+
+    def brings_gradients(self, units: Iterable[Unit]) -> bool:
+        """Whether that graph brings a gradient of any unit that has not come yet."""
