@@ -100,6 +100,7 @@ class Guards:
     refuse_gathered: Callable[[Iterable[ParameterGroup]], None]
     before_recomputation: Callable[[Unit, nn.Module], None]
     is_to_come: Callable[[Sequence[Call], Unit, float, Mapping[int, Call], Iterable[Unit]], bool]
+    brings_gradients: Callable[[Iterable[Unit]], bool]
 
 
 class Schedule:
