@@ -9,7 +9,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ from megatron_fsdp.certify.hiding import Hiding
 from megatron_fsdp.certify.memory import Access, Block, Memory, Span
 from megatron_fsdp.certify.origins import Origin, here
 
-__all__ = ["Checker", "HostSync", "Issue"]
+__all__ = ["Checker", "Issue"]
 
 _OF_UNITS = frozenset(("gather", "use", "reshard", "reduce", "fold", "final"))
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -41,18 +41,6 @@ _BLOCKING_METHODS = {torch.Tensor.tolist: "tolist", torch.Tensor.cpu: "cpu", tor
 _FACTORIES = (torch.tensor, torch.zeros, torch.ones, torch.full, torch.empty)
 _MOST_RUNS = 64
 _KERNELS = f"{os.sep}dbuffer_kernels{os.sep}"
-
-
-@dataclass(frozen=True, slots=True)
-class HostSync:
-    """A place where the host would wait for a GPU."""
-
-    what: str
-    origin: Origin
-    unit: str
-
-    def __str__(self) -> str:
-        return f"{self.what} at {self.origin}" + (f" (unit {self.unit!r})" if self.unit else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +60,7 @@ class Issue:
     after: Clock
 
 
-@dataclass(frozen=True, slots=True)
-class _Signature:
+class _Signature(NamedTuple):
     """What an operator's schema says: names of arguments and whether each is written; that a result is a view."""
 
     name: str
@@ -81,18 +68,6 @@ class _Signature:
     is_view: bool
     is_ignored: bool
     allocates_only: bool
-
-    @classmethod
-    def of(cls, func: Any) -> _Signature:
-        """Read it."""
-        schema = func._schema
-        writes = [(one.name, one.alias_info is not None and one.alias_info.is_write) for one in schema.arguments]
-        if func.namespace == "c10d":
-            # Collectives say nothing of what they write.
-            writes = [(name, True) for name, _ in writes]
-        is_view = any(one.alias_info is not None and not one.alias_info.is_write for one in schema.returns)
-        name = schema.name
-        return cls(name, tuple(writes), is_view, name.startswith(_NO_ACCESS), name.startswith(_ALLOCATES_ONLY))
 
 
 @dataclass(slots=True)
@@ -107,7 +82,8 @@ class Checker(TorchDispatchMode):
     """Checks while it is entered.
 
     Attributes:
-        memory: with its findings. syncs: of the host, in order. issues: collectives of this rank, in order.
+        memory: with its findings. syncs: what makes the host wait for a GPU, and the line, in order.
+        issues: collectives of this rank, in order.
         misplaced: collectives on the lane that is meant for others. num_operators: seen.
         hiding: what hides lanes' work.
     """
@@ -116,7 +92,7 @@ class Checker(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
         self.streams = streams
         self.memory = Memory()
-        self.syncs: list[HostSync] = []
+        self.syncs: list[tuple[str, Origin]] = []
         self.issues: list[Issue] = []
         self.misplaced: list[str] = []
         self.num_operators = 0
@@ -143,11 +119,6 @@ class Checker(TorchDispatchMode):
 
     # ------------------------------------------------------------------ what callers say
 
-    @property
-    def races(self) -> list[str]:
-        """Pairs of accesses that nothing orders, and memory that is handed on too early, a line each."""
-        return [str(one) for one in (*self.memory.conflicts, *self.memory.reuses)]
-
     def name(self, name: str, *tensors: torch.Tensor) -> None:
         """Call the memory of tensors by a name in findings."""
         for tensor in tensors:
@@ -162,10 +133,6 @@ class Checker(TorchDispatchMode):
             if block is not None and not block.is_host:
                 block.is_host = True
                 block.forget()
-
-    def on_host(self) -> contextlib.AbstractContextManager[None]:
-        """Let all operators run on the host while the block runs."""
-        return self.streams.on_host()
 
     def _hear(self, action: str, subject: Any) -> None:
         """Take notice of what the runtime is busy with, and of what no operator does to memory."""
@@ -243,7 +210,7 @@ class Checker(TorchDispatchMode):
         if _KERNELS in origin.path:
             # In its place a GPU runs a kernel, which looks at nothing on the host.
             return
-        self.syncs.append(HostSync(what, origin, self._unit))
+        self.syncs.append((what, origin))
         self.streams.host.follow(queue, dict(queue.clock), is_host=True)
         self.streams.waits.pop()
 
@@ -317,9 +284,7 @@ class Checker(TorchDispatchMode):
         if block is not None:
             self.memory.release(block)
 
-    def _block(
-        self, tensor: torch.Tensor, made_by: Access | None = None, *, is_new: bool = False
-    ) -> Block | None:  # fmt: skip
+    def _block(self, tensor: torch.Tensor, made_by: Access | None = None, *, is_new: bool = False) -> Block | None:
         """Return the block that a tensor lies in; None for one without memory.
 
         Args:
@@ -366,7 +331,7 @@ class Checker(TorchDispatchMode):
         after = {other: number for other, number in current.clock.items() if other in self._communicators}
         num_waits = len(self.streams.waits)
         queue.is_captured = current.is_captured
-        queue.come_after(current)
+        queue.wait_stream(current)
         number = queue.tick()
         num_bytes = max(map(_num_bytes, (*transfer.reads, *transfer.writes)))
         self.issues.append(Issue(name, number, kind, num_bytes, origin, after))
@@ -385,7 +350,7 @@ class Checker(TorchDispatchMode):
         if self._in_collective is not None:
             current, queue, num_waits = self._in_collective
             self._in_collective = None
-            current.come_after(queue)
+            current.wait_stream(queue)
             del self.streams.waits[num_waits:]
 
 
@@ -437,7 +402,16 @@ def _is_made_on_host(result: torch.Tensor, kwargs: Any) -> bool:
 
 @functools.cache
 def _signature(func: Any) -> _Signature:
-    return _Signature.of(func)
+    schema = func._schema
+    # Collectives say nothing of what they write.
+    is_collective = func.namespace == "c10d"
+    writes = [
+        (one.name, is_collective or (one.alias_info is not None and one.alias_info.is_write))
+        for one in schema.arguments
+    ]
+    is_view = any(one.alias_info is not None and not one.alias_info.is_write for one in schema.returns)
+    name = schema.name
+    return _Signature(name, tuple(writes), is_view, name.startswith(_NO_ACCESS), name.startswith(_ALLOCATES_ONLY))
 
 
 def _touched(signature: _Signature, args: Any, kwargs: Any) -> list[tuple[torch.Tensor, bool]]:

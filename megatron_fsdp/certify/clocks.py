@@ -78,10 +78,10 @@ class Queue:
         Raises:
             CaptureError: one of the two is of a capture and the other is not of the same one.
         """
-        self._wait(event)
-
-    def _wait(self, event: Event) -> None:
-        self._check_capture(event)
+        if self.is_captured and not event.is_captured:
+            raise CaptureError(f"{self.name}, which is captured, waits for an event recorded outside of the capture")
+        if event.is_captured and event.capture != self.streams.capture_number:
+            raise CaptureError(f"{self.name} waits for an event of a capture that is over")
         self.is_captured = event.is_captured
         self.launch()
         self.follow(event.source, event.clock)
@@ -91,19 +91,9 @@ class Queue:
 
     def wait_stream(self, stream: Queue) -> None:
         """Let what comes next here come after all that the stream holds."""
-        self.come_after(stream)
-
-    def _check_capture(self, event: Event) -> None:
-        if self.is_captured and not event.is_captured:
-            raise CaptureError(f"{self.name}, which is captured, waits for an event recorded outside of the capture")
-        if event.is_captured and event.capture != self.streams.capture_number:
-            raise CaptureError(f"{self.name} waits for an event of a capture that is over")
-
-    def come_after(self, stream: Queue) -> None:
-        """Do what ``wait_stream`` does, which is CUDA's name for it."""
         event = self.streams.event()
         event.record(stream)
-        self._wait(event)
+        self.wait_event(event)
 
     def follow(self, source: Queue | None, clock: Clock, *, is_host: bool = False) -> None:
         """Come after a point of ``source``, and note what that wait was good for; a wait for nothing is none."""
@@ -270,7 +260,7 @@ class VirtualStreams:
 
     def order(self, first: Queue, then: Queue) -> None:
         """Let what comes next on one stream come after all that another holds."""
-        then.come_after(first)
+        then.wait_stream(first)
 
     def switch(self, stream: Queue) -> None:
         """Make another stream the current one from here on, as autograd does between nodes."""

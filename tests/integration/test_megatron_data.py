@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from megatron.core.datasets import indexed_dataset
 
 import pretrain_gpt
 from gpt.data import DataError
 from gpt.indexed import load_data
+from tests.integration.megatron_training import indexed_dataset
 
 CPU = torch.device("cpu")
 
