@@ -23,7 +23,7 @@ def flags_markdown() -> str:
         "# Flags",
         "",
         "Megatron-LM's flags around FSDP, with its names, defaults and choices. `add_megatron_fsdp_args(parser)` adds",
-        "them to a parser, `FsdpConfig.from_args(args)` checks them. `config.explain()` says which flag caused what,",
+        "them to a parser, `FsdpConfig.from_args(args)` checks them. `config.explain()` says the dtypes and what each flag does,",
         "`config.notices()` which of the given flags do nothing here, and why. `config.fully_shard_kwargs(mesh)` are",
         "for every `fully_shard` of a model; `config.apply(model)` sets the rest afterwards. What concerns",
         "losses, checks, checkpoints and the start of a run is done by [the training script](training_script.md).",

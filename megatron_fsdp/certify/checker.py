@@ -7,7 +7,7 @@ import functools
 import math
 import os
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -29,6 +29,7 @@ from megatron_fsdp.certify.origins import Origin, here
 __all__ = ["Checker", "Issue"]
 
 _OF_UNITS = frozenset(("gather", "use", "reshard", "reduce", "fold", "final"))
+_ACTIONS = frozenset(("allocated", "released", "exchanged", "placed", "transfer", "transferred"))
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _ALLOCATES_ONLY = ("aten::empty", "aten::new_empty")
 _NO_ACCESS = ("aten::set_", "aten::resize_", "aten::is_pinned", "profiler::", "prim::", "aten::record_stream")
@@ -138,12 +139,10 @@ class Checker(TorchDispatchMode):
         """Take notice of what the runtime is busy with, and of what no operator does to memory."""
         if action in _OF_UNITS:
             self._unit = subject.name
-        elif action in _OF_MEMORY:
-            _OF_MEMORY[action](self, subject)
-        elif action == "issue":
-            self.hiding.issue(subject)
-        elif action == "issued":
-            self.hiding.issued(subject)
+        elif action in _ACTIONS:
+            getattr(self, f"_{action}")(subject)
+        elif action in ("issue", "issued"):
+            getattr(self.hiding, action)(subject)
 
     # ------------------------------------------------------------------ operators
 
@@ -216,31 +215,29 @@ class Checker(TorchDispatchMode):
 
     # ------------------------------------------------------------------ memory
 
-    def allocated(self, owner: FlatStorage) -> None:
-        """Note memory of the engine's own."""
+    def _allocated(self, owner: FlatStorage) -> None:
         if owner.nbytes:
             access = Access("allocation", self.streams.current().name, 0, True, here(), self._unit)
             block = self._block(owner.tensor, access, is_new=True)
             if block is not None:
                 block.name = owner.name
 
-    def released(self, storage: torch.UntypedStorage) -> None:
-        """Note memory that goes back to the allocator."""
+    def _released(self, storage: torch.UntypedStorage) -> None:
         known = self._storages.get(storage._cdata)
         if known is not None:
             self._release(known.pointer)
             known.pointer = 0
 
-    def exchanged(self, one: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
-        """Note that two storages have each other's memory."""
-        for storage in (one, other):
+    def _exchanged(self, storages: tuple[torch.UntypedStorage, torch.UntypedStorage]) -> None:
+        for storage in storages:
             known = self._known(storage)
             known.pointer = storage.data_ptr()
             if known.pointer and known.pointer not in self._blocks and self._arena(known.pointer) is None:
                 self._blocks[known.pointer] = Block(self.streams.current())
 
-    def placed(self, slot: torch.UntypedStorage, arena: torch.Tensor) -> None:
-        """Note that a storage is about to get a place in an arena."""
+    def _placed(self, place: tuple[torch.UntypedStorage, torch.Tensor]) -> None:
+        """A storage is about to get a place in an arena."""
+        slot, arena = place
         if self._arena(slot.data_ptr()) is None:
             block = Block(self.streams.current())
             block.name = "an arena"
@@ -331,7 +328,7 @@ class Checker(TorchDispatchMode):
         after = {other: number for other, number in current.clock.items() if other in self._communicators}
         num_waits = len(self.streams.waits)
         queue.is_captured = current.is_captured
-        queue.wait_stream(current)
+        queue.come_after(current)
         number = queue.tick()
         num_bytes = max(map(_num_bytes, (*transfer.reads, *transfer.writes)))
         self.issues.append(Issue(name, number, kind, num_bytes, origin, after))
@@ -350,18 +347,8 @@ class Checker(TorchDispatchMode):
         if self._in_collective is not None:
             current, queue, num_waits = self._in_collective
             self._in_collective = None
-            current.wait_stream(queue)
+            current.come_after(queue)
             del self.streams.waits[num_waits:]
-
-
-_OF_MEMORY: dict[str, Callable[[Checker, Any], None]] = {
-    "allocated": Checker.allocated,
-    "released": Checker.released,
-    "exchanged": lambda checker, storages: checker.exchanged(*storages),
-    "placed": lambda checker, memory: checker.placed(*memory),
-    "transfer": Checker._transfer,
-    "transferred": Checker._transferred,
-}
 
 
 class _Methods(TorchFunctionMode):

@@ -72,7 +72,7 @@ class Queue:
         # The host's clock as far as this queue has taken it over, by how often it changed.
         self._launched = -1
 
-    def wait_event(self, event: Event) -> None:
+    def _wait(self, event: Event) -> None:
         """Let what comes next here come after the event.
 
         Raises:
@@ -89,11 +89,19 @@ class Queue:
             # A stream that has forked has to be joined, whether or not work follows.
             self.tick()
 
-    def wait_stream(self, stream: Queue) -> None:
+    def come_after(self, stream: Queue) -> None:
         """Let what comes next here come after all that the stream holds."""
         event = self.streams.event()
         event.record(stream)
-        self.wait_event(event)
+        self._wait(event)
+
+    def wait_event(self, event: Event) -> None:
+        """Do so under CUDA's name."""
+        self._wait(event)
+
+    def wait_stream(self, stream: Queue) -> None:
+        """Do so under CUDA's name."""
+        self.come_after(stream)
 
     def follow(self, source: Queue | None, clock: Clock, *, is_host: bool = False) -> None:
         """Come after a point of ``source``, and note what that wait was good for; a wait for nothing is none."""
@@ -260,7 +268,7 @@ class VirtualStreams:
 
     def order(self, first: Queue, then: Queue) -> None:
         """Let what comes next on one stream come after all that another holds."""
-        then.wait_stream(first)
+        then.come_after(first)
 
     def switch(self, stream: Queue) -> None:
         """Make another stream the current one from here on, as autograd does between nodes."""

@@ -138,6 +138,10 @@ class GradientScale:
         parameters: all that are trained, in the order of their units.
         norm: of the gradients. duplicated: what a batch with each sample twice gives of the gradient of the batch: 1
             for a loss that is a mean, 2 for a sum. Both None where they were left out.
+
+    Example:
+        found = check_gradient_scale(model, lambda model, batch: model(batch).square().mean(), batch)
+        worst = max(found.parameters, key=lambda each: each.residual)
     """
 
     parameters: tuple[ParameterScale, ...]

@@ -196,6 +196,7 @@ def config_of(task: Task, mesh: Mesh) -> TransformerConfig:
 
 def make_chunk(task: Task, config: TransformerConfig, stage: int | None) -> nn.Module:
     """Return this rank's chunk of the model, with drawn weights."""
+    tensor_parallel.model_parallel_cuda_manual_seed(1, force_reset_rng=True)
     spec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts, moe_grouped_gemm=False, qk_layernorm=config.qk_layernorm
     )
@@ -283,7 +284,6 @@ def forward_step(data: Iterator[tuple[torch.Tensor, torch.Tensor]], model: Any) 
 def reference(task: Task) -> Outcome:
     """Train in this process alone, with plain PyTorch."""
     with megatron_processes():
-        tensor_parallel.model_parallel_cuda_manual_seed(1, force_reset_rng=True)
         config = config_of(task, Mesh())
         model = make_chunk(task, config, None)
         names = global_names(model)
@@ -334,7 +334,6 @@ def _accumulate(task: Task, config: TransformerConfig, model: nn.Module, step: i
 
 def build(task: Task, mesh: Mesh) -> tuple[list[Any], Any]:
     """Return this rank's wrapped chunks and their optimizer."""
-    tensor_parallel.model_parallel_cuda_manual_seed(1, force_reset_rng=True)
     config = config_of(task, mesh)
     stages = [None] if mesh.chunks is None else list(range(mesh.chunks))
     made = [make_chunk(task, config, stage) for stage in stages]
@@ -363,9 +362,6 @@ def build(task: Task, mesh: Mesh) -> tuple[list[Any], Any]:
 def run_steps(task: Task, chunks: list[Any], optimizer: Any, steps: range) -> tuple[list[tuple[float, float]], Weights]:
     """Train under Megatron's schedule; return (loss, norm) of each step, and this rank's first gradients."""
     config, gradients = chunks[0].config, {}
-    is_many = len(chunks) > 1
-    config.no_sync_func = [chunk.no_sync for chunk in chunks] if is_many else chunks[0].no_sync
-    data_rank = parallel_state.get_data_parallel_rank()
 
     def finalize(model: Any, num_tokens: Any = None, **options: Any) -> None:
         finalize_model_grads(model, num_tokens, **options)
@@ -377,23 +373,31 @@ def run_steps(task: Task, chunks: list[Any], optimizer: Any, steps: range) -> tu
     config.finalize_model_grads_func = finalize
     figures = []
     for step in steps:
-        for chunk in chunks:
-            chunk.zero_grad_buffer()
-        optimizer.zero_grad()
-        batches: Any = [microbatches(task, data_rank, step) for _ in chunks]
-        losses = get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=batches if is_many else batches[0],
-            model=chunks if is_many else chunks[0],
-            num_microbatches=task.num_microbatches,
-            seq_length=LENGTH,
-            micro_batch_size=BATCH,
-            forward_only=False,
-        )
+        losses = forward_and_backward(task, chunks, optimizer, step)
         is_done, norm, _ = optimizer.step()
         assert is_done
         figures.append((_mean_loss(losses, is_per_token=config.calculate_per_token_loss), norm))
     return figures, gradients
+
+
+def forward_and_backward(task: Task, chunks: list[Any], optimizer: Any, step: int) -> list[dict[str, torch.Tensor]]:
+    """Run this rank's microbatches of a step, and return what the last stage reports of each."""
+    is_many, config = len(chunks) > 1, chunks[0].config
+    config.no_sync_func = [chunk.no_sync for chunk in chunks] if is_many else chunks[0].no_sync
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
+    optimizer.zero_grad()
+    batches: Any = [microbatches(task, parallel_state.get_data_parallel_rank(), step) for _ in chunks]
+    reports: list[dict[str, torch.Tensor]] = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=batches if is_many else batches[0],
+        model=chunks if is_many else chunks[0],
+        num_microbatches=task.num_microbatches,
+        seq_length=LENGTH,
+        micro_batch_size=BATCH,
+        forward_only=False,
+    )
+    return reports
 
 
 def _mean_loss(losses: list[dict[str, torch.Tensor]], *, is_per_token: bool) -> float:

@@ -221,6 +221,11 @@ def install() -> list[str]:
         The names that changed, as "module.name".
     Raises:
         ConfigError: megatron.core cannot be imported.
+
+    Example:
+        from megatron_fsdp.megatron import install
+
+        install()  # before the script imports what it needs of Megatron's
     """
     if _INSTALLED:
         return []
@@ -233,7 +238,13 @@ def install() -> list[str]:
 
 
 def uninstall() -> None:
-    """Give all names back to Megatron's own classes and functions; models that were built stay as they are."""
+    """Give all names back to Megatron's own classes and functions; models that were built stay as they are.
+
+    Example:
+        install()
+        model = Float16Module(config, gpt_model)
+        uninstall()
+    """
     while _INSTALLED:
         found, wanted = _INSTALLED.pop()
         assign_everywhere(wanted, found)
@@ -344,9 +355,10 @@ def assign_everywhere(found: Any, wanted: Any) -> list[str]:
     Names that modules bind later are those of the modules they import from, so they get ``wanted`` too. What was put
     into a class, a function's default or a container keeps ``found``.
     """
+    loaded: list[object] = list(sys.modules.values())
     # A module may have put another object in its place.
-    loaded = [module for module in list(sys.modules.values()) if isinstance(module, ModuleType)]
-    places = [(module, name) for module in loaded for name, value in list(vars(module).items()) if value is found]
+    modules = [module for module in loaded if isinstance(module, ModuleType)]
+    places = [(module, name) for module in modules for name, value in list(vars(module).items()) if value is found]
     for module, name in places:
         setattr(module, name, wanted)
     return sorted(f"{module.__name__}.{name}" for module, name in places)

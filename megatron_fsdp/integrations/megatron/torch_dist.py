@@ -32,7 +32,7 @@ _MAIN_NAMES = ("param", "fp32_param")
 _STATE = re.compile(r"^(?:chained_\d+\.)*optimizer\.state\.([^.]+)\.(.+)$")
 _BY_BUCKET = re.compile(r"optimizer\.distributed\.")
 # What tells one group of Megatron's optimizers from another.
-_GROUP_KEYS = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
+_GROUP_KEYS = ("wd_mult", "lr_mult", "is_decoupled_lr", "is_expert_parallel")
 _MAX_LISTED = 5
 # What Megatron's modules are told of how to name layers and gates.
 _LAYOUT_KEYS = ("non_homogeneous_layers", "singleton_local_shards")
@@ -389,18 +389,13 @@ def _group_of(
 ) -> tuple[Mapping[str, Any], Any]:
     """Return what a parameter's group was saved as; experts on one rank are among dense weights there, or here."""
     wanted, keys = _key_of(values), [_key_of(group) for group, _ in groups]
-    for is_alike in (lambda key: key == wanted, lambda key: _but_kind(key) == _but_kind(wanted)):
-        for (group, step), key in zip(groups, keys, strict=True):
-            if is_alike(key):
-                return group, step
-    raise CheckpointError(
-        f"{name}: the checkpoint has no group of parameters with {dict(zip(_GROUP_KEYS, wanted, strict=True))}, it has "
-        f"{keys}; group weights as they were"
-    )
-
-
-def _but_kind(key: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(value for name, value in zip(_GROUP_KEYS, key, strict=True) if name != "is_expert_parallel")
+    alike = [number for number, key in enumerate(keys) if key[:-1] == wanted[:-1]]
+    if not alike:
+        raise CheckpointError(
+            f"{name}: the checkpoint has no group of parameters with {dict(zip(_GROUP_KEYS, wanted, strict=True))}, it "
+            f"has {keys}; group weights as they were"
+        )
+    return groups[next((number for number in alike if keys[number] == wanted), alike[0])]
 
 
 def _key_of(group: Mapping[str, Any]) -> tuple[Any, ...]:
