@@ -204,8 +204,8 @@ class GradientBuffer:
             self._filled = bytearray(b"\0" if is_empty else b"\1") * len(self._views)
         elif not (self.packs_late or self.packed.is_allocated):
             self.packed.reallocate_storage()
-            for gap in self._gaps:
-                gap.zero_()
+            if self._gaps:
+                torch._foreach_zero_(self._gaps)
 
     def _begin_again(self) -> None:
         """Let gradients come in a backward that has issued the last reduction; what that gives is added at the end."""
