@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -79,6 +80,10 @@ class PackedGradients(GradientBuffer):
         if spec.fuses_weight_gradients:
             is_wide = spec.fuses_weight_gradients == "wide"
             offer_products(fsdp_params.unsharded_params, self._views, self, is_wide=is_wide)
+
+    def observe(self, unit: Any) -> None:
+        """Report to the unit, which is referred to weakly."""
+        self._observer = weakref.ref(unit)
 
     def _let_wait(self) -> None:
         self._wait_for(self._fsdp_params.waits)
