@@ -14,7 +14,7 @@ import torch
 
 from dbuffer.events import listeners, tell
 from dbuffer_kernels.switches import is_off
-from megatron_fsdp.runtime.step.lanes import LANES, CpuLane, Operation, Ticket
+from megatron_fsdp.runtime.step.lanes import COMPUTE, LANES, CpuLane, Operation, Ticket
 
 __all__ = [
     "Compute",
@@ -23,7 +23,6 @@ __all__ = [
     "Turns",
     "compute_of",
     "drive_with",
-    "forget_unused_streams",
     "is_capturing",
     "lane",
     "latest_submission",
@@ -256,16 +255,16 @@ def latest_submission() -> Any:
 
 
 _doubles: list[Any] = []
-_COMPUTE: dict[torch.device, Compute] = {}
 
 
 def compute_of(device: torch.device) -> Compute | None:
     """Return the compute streams of a device; None where it has none."""
-    if device not in _COMPUTE:
+    if device not in COMPUTE:
         if not _doubles and device.type != "cuda":
             return None
-        _COMPUTE[device] = Compute(device, _doubles[-1] if _doubles else None)
-    return _COMPUTE[device]
+        COMPUTE[device] = Compute(device, _doubles[-1] if _doubles else None)
+    found: Compute = COMPUTE[device]
+    return found
 
 
 def lane(name: str, device: torch.device) -> CpuLane:
@@ -275,12 +274,6 @@ def lane(name: str, device: torch.device) -> CpuLane:
         compute = compute_of(device)
         LANES[key] = CpuLane(name) if compute is None else CudaLane(name, compute)
     return LANES[key]
-
-
-def forget_unused_streams() -> None:
-    """Let lanes wait no more for streams that were not used since the last call; nothing to do on CPU."""
-    for compute in _COMPUTE.values():
-        compute.forget_unused()
 
 
 def turns(device: torch.device) -> Turns | None:
@@ -314,7 +307,7 @@ def wait_for_event(event: torch.Event, device: torch.device) -> None:
 @contextmanager
 def drive_with(streams: Any) -> Iterator[None]:
     """Let ``streams`` stand for those of every device while the block runs; models are made and used inside of it."""
-    known: tuple[dict[Any, Any], ...] = (LANES, _COMPUTE)
+    known: tuple[dict[Any, Any], ...] = (LANES, COMPUTE)
     before, latest = [dict(each) for each in known], list(LATEST)
     for each in known:
         each.clear()
