@@ -239,7 +239,7 @@ class InvariantGradients(PackedGradients):
             _HOOKS.append(register_optimizer_step_pre_hook(_refuse_fused))
 
     def _begin_sum(self) -> None:
-        observer = self.observer()
+        observer = self._observer()
         if isinstance(observer, Unit) and not observer.requires_gradient_sync:
             raise StateError(
                 f"{self.binding.name}: no_sync() or set_requires_gradient_sync(False) adds up microbatches on a rank "
@@ -251,7 +251,7 @@ class InvariantGradients(PackedGradients):
         self.reduction.check_kept(before, self.binding)
 
     def _stages(self) -> Stages:
-        observer = self.observer()
+        observer = self._observer()
         assert isinstance(observer, Unit)
         step = _STEPS.setdefault(observer.backward, _Step())
         number = observer.backward.number

@@ -80,7 +80,7 @@ class LateGradients(PackedGradients):
             if 1 not in self._trained:
                 return False
             self._begin()
-        observer = self.observer()
+        observer = self._observer()
         lane("reduce", self._spec.device).submit(
             self._pack_on_lane, owner=0 if observer is None else id(observer), tickets=[self._packings]
         )
@@ -115,7 +115,7 @@ class LateGradients(PackedGradients):
 
     def _begin(self, *, has_come: bool = False) -> None:
         super()._begin(has_come=has_come)
-        observer = self.observer()
+        observer = self._observer()
         if observer is not None:
             # One unit's gradients and one wide buffer take what two narrow ones do.
             lenders = _LENDERS.setdefault(observer.backward, [])

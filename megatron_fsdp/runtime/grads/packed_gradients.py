@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +16,7 @@ from megatron_fsdp.runtime.grads.gradient_spec import GradientSpec
 from megatron_fsdp.runtime.grads.last_reduction import LastReduction, Wire
 from megatron_fsdp.runtime.grads.offloaded_reduction import OffloadedReduction
 from megatron_fsdp.runtime.grads.shown_grads import ShownGrads
-from megatron_fsdp.runtime.step.cuda_lane import turns
+from megatron_fsdp.runtime.step.cuda_lane import lane, turns
 from megatron_fsdp.runtime.step.fsdp_params import FSDPParams
 from megatron_fsdp.runtime.step.gradients import GradientBuffer
 
@@ -59,7 +60,7 @@ class PackedGradients(GradientBuffer):
     def __init__(self, main_weight: DBuffer, spec: GradientSpec, fsdp_params: FSDPParams) -> None:
         self.unit, self.backward = "", 0
         self.tickets, self.last_tickets = [], []
-        self._device = spec.device
+        self._lane = lane("reduce", spec.device)
         self._spec, self._template, self._fsdp_params = spec, main_weight, fsdp_params
         self._begun = fsdp_params.begun
         self._make_buffers()
@@ -79,6 +80,10 @@ class PackedGradients(GradientBuffer):
         if spec.fuses_weight_gradients:
             is_wide = spec.fuses_weight_gradients == "wide"
             offer_products(fsdp_params.unsharded_params, self._views, self, is_wide=is_wide)
+
+    def observe(self, unit: Any) -> None:
+        """Report to the unit, which is referred to weakly."""
+        self._observer = weakref.ref(unit)
 
     def _let_wait(self) -> None:
         self._wait_for(self._fsdp_params.waits)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,7 +24,7 @@ from megatron_fsdp.runtime.grads.invariant_reduction import InvariantGradients
 from megatron_fsdp.runtime.grads.late_gradients import LateGradients, packs_late
 from megatron_fsdp.runtime.grads.packed_gradients import PackedGradients
 from megatron_fsdp.runtime.lifecycle.param_registry import make_module_infos, register, registered
-from megatron_fsdp.runtime.step.cuda_lane import turns
+from megatron_fsdp.runtime.step.cuda_lane import lane, turns
 from megatron_fsdp.runtime.step.freshness import Freshness
 from megatron_fsdp.runtime.step.fsdp_params import FSDPParams, gradient_hook
 from megatron_fsdp.runtime.step.lanes import join_lanes
@@ -70,6 +71,7 @@ def _build(group: ParameterGroup, spec: GroupSpec, params: Sequence[nn.Parameter
         params: sharded parameters that stay the same objects, over other memory.
     """
     group.spec, group.is_meta = spec, spec.is_meta
+    group.lane = lane("gather", spec.device)
     if group.owned[0].extension is None:
         weights = (ShardedWeights if spec.dtypes.gather is None else PackedWeights)(group.plan, spec, group.name)
         group.fsdp_params = _make_params(group.owned, weights, params)
@@ -107,10 +109,12 @@ def _make_params(owned: Sequence[OwnedParameter], weights: WeightBuffers, known:
         assert isinstance(new, FlatDTensor)
         rebind(old, new)
     unsharded = []
+    # .data gives the views a version counter of their own. Gathering again must not look to autograd like a change of
+    # the tensors it saved: the values are the same.
+    whole = weights.gathered.local_buffer.data
     for index, each in enumerate(owned):
-        # .data gives the view a version counter of its own. Gathering again must not look to autograd like a change
-        # of the tensors it saved: the values are the same.
-        view = weights.gathered.get_local_tensor(index).data
+        like = weights.gathered.get_local_tensor(index)
+        view = whole.as_strided(like.shape, like.stride(), like.storage_offset())
         kind = GatheredWeight if each.split is None else nn.Parameter
         unsharded.append(_standing_for(each, view if each.split is None else each.split.gathered(view), False, kind))
         mark_gathered(unsharded[-1], each.name)
@@ -151,10 +155,16 @@ def _standing_for(
     owned: OwnedParameter, value: torch.Tensor, requires_grad: bool, kind: type[nn.Parameter] = nn.Parameter
 ) -> nn.Parameter:
     """Return a parameter with the attributes that users set on the one that it stands for."""
-    param = kind(value, requires_grad=requires_grad)
+    if kind is GatheredWeight:
+        # A parameter that is made has a version counter of its own.
+        param: Any = value.detach()
+        param.__class__ = kind
+    else:
+        param = kind(value, requires_grad=requires_grad)
     for name, attribute in vars(owned.parameter).items():
         if name != STALE:
             setattr(param, name, attribute)
+    assert isinstance(param, nn.Parameter)
     return param
 
 

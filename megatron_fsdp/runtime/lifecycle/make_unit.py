@@ -43,7 +43,7 @@ def follow_gradients(unit: Unit) -> None:
         place_unit(unit)
     unit.count_gradients()
     for buffer in unit.gradients:
-        buffer.observer = unit.reference
+        buffer.observe(unit)
     for group in unit.groups:
         if not group.rests_whole:
             for weight in group.fsdp_params.unsharded_params:
