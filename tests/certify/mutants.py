@@ -33,7 +33,7 @@ MODULES = (
     "megatron_fsdp.runtime.lifecycle.make_param_group",
     "megatron_fsdp.runtime.step.gradients",
     "megatron_fsdp.runtime.grads.late_gradients",
-    "megatron_fsdp.runtime.grads.last_reductions",
+    "megatron_fsdp.runtime.grads.last_reduction",
     "megatron_fsdp.runtime.grads.packed_gradients",
     "megatron_fsdp.runtime.step.reduction",
     "megatron_fsdp.runtime.weights.sharded_weights",
@@ -80,6 +80,8 @@ _FIRST = (
 )
 _PAIRS = (
     "missing gradients",
+    "closed twice",
+    "wire, optim",
     "prefetch lists",
     "repeats, reentrant",
     "offload, optim_grads_params, fp32, none",
@@ -148,12 +150,6 @@ OPEN: dict[str, str] = {
     "GradientBuffer._begin: without `self.wait()`": "a unit that is reduced twice in one backward",
     "GradientBuffer._begin: `self.wait()` at the end of its block": "a unit that is reduced twice in one backward",
     "_CudaTicket.give_up: `if self._event is not None` taken as True": "an interrupt before a lane waited for compute",
-    "LateGradients.close: without `self._turns.take(self._pack_waiting)`": (
-        "gradients of one unit on two streams, all of those on the second one after the unit is closed"
-    ),
-    "LateGradients.close: `self._turns.take(self._pack_waiting)` at the end of its block": (
-        "gradients of one unit on two streams, all of those on the second one after the unit is closed"
-    ),
     "GradientBuffer._begin_again: without `ticket.wait()`": "a unit that is closed twice in a last backward",
     "Turns.take: without `leave()`": "a stream that allocates, before it follows any lane, what another one has copied",
     "Backward.begin_gradients: `if packs` taken as True": "a wait for reductions before there is need: lost overlap",

@@ -32,7 +32,7 @@ class FirstUse(Protocol):
 
 
 class LastReductions(Protocol):
-    """What is left to reduce when the last backward has closed a unit: ``grads/last_reductions.py``.
+    """What is left to reduce when the last backward has closed a unit: ``grads/last_reduction.py``.
 
     Attributes:
         closed: the unit that was closed last, whose reduction the host would have to wait for; None for none.
