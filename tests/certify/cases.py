@@ -56,6 +56,7 @@ _POLICIES = {
     "unfused": MixedPrecisionPolicy(fuse_weight_gradients=False),
     "wide": MixedPrecisionPolicy(_BF16, _FP32, main_params_dtype=_FP32, fuse_weight_gradients="wide"),
     "wire": MixedPrecisionPolicy(_BF16, _BF16, main_params_dtype=_FP32, main_grads_dtype=_FP32),
+    "summed": MixedPrecisionPolicy(_BF16, _BF16, accumulate_dtype=_FP32, main_params_dtype=_FP32),
     "split": MixedPrecisionPolicy(_BF16, _FP32, main_params_dtype=_FP32, split_main_params=True),
     "int8 moments": MixedPrecisionPolicy(_BF16, _FP32, main_params_dtype=_FP32, moments="int8"),
     **{
@@ -383,17 +384,22 @@ def _asked(check: Certification) -> list[torch.Tensor]:
 
 
 def _closed_twice(check: Certification) -> list[torch.Tensor]:
-    """Train a model whose backward brings a gradient of a unit that it has closed, and whose sums it has reduced."""
-    model, losses = ReadsEarly(), []
+    """Train models whose backward brings a gradient of a unit that it has closed, and whose sums it has reduced."""
+    losses = []
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("data",))
-    for part in (model.first, model.late, model):
-        fully_shard(part, mesh, Placements.optim(0), mp_policy=MixedPrecisionPolicy(reduce_dtype=_BF16))
-    check.know(model)
+    models = []
+    for placements in (Placements.optim(0), Placements.optim_grads_params(0)):
+        model = ReadsEarly()
+        for part in (model.first, model.late, model):
+            fully_shard(part, mesh, placements, mp_policy=MixedPrecisionPolicy(reduce_dtype=_BF16))
+        check.know(model)
+        models.append(model)
     for step in range(_NUM_STEPS):
-        generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
-        losses.append(model(torch.randn(4, WIDTH, generator=generator)).square().mean())
-        losses[-1].backward()
-        model.zero_grad()
+        for model in models:
+            generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+            losses.append(model(torch.randn(4, WIDTH, generator=generator)).square().mean())
+            losses[-1].backward()
+            model.zero_grad()
         if step == 0:
             check.begin()
     return losses
@@ -587,8 +593,10 @@ def _memory_cases() -> Iterator[Case]:
     yield Case("prefetch lists", prefetches=True)
     yield Case("prefetch lists, bf16", prefetches=True, policy="bf16", accumulation="microbatch")
     reason = "offloaded weights and gradients are the host's: it waits for their copies by design"
-    for strategy, policy, accumulation in itertools.product(
-        ("optim_grads_params", "hfsdp"), ("fp32", "bf16"), ("none", "no_sync")
+    for strategy, policy, accumulation in (
+        *itertools.product(("optim_grads_params", "hfsdp"), ("fp32", "bf16"), ("none", "no_sync")),
+        ("optim_grads_params", "fp32", "microbatch"),
+        ("optim_grads_params", "summed", "none"),
     ):
         yield Case(
             f"offload, {strategy}, {policy}, {accumulation}",

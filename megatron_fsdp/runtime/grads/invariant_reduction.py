@@ -180,8 +180,6 @@ class _InvariantReduction(LastReduction):
 
     def __init__(self, packed: DBuffer, main_grad: DBuffer) -> None:
         super().__init__(packed, packed, main_grad, main_grad, wire=None)
-        # Not what the end of the step may leave out.
-        self.is_last = False
         self.counter = BinaryCounter(torch.promote_types(torch.float32, packed.dtype), packed.name)
         self.device = packed.device
         # What a user made of this rank's piece of the sum so far, to which the counter's is added.

@@ -135,7 +135,6 @@ class OffloadedReduction(LastReduction):
     copied to a buffer beside it, from which the CPU adds them once the copy is over.
     """
 
-    is_offloaded = True
     finishes_on_lane = False
     _staging: torch.Tensor | None = None
 
