@@ -66,9 +66,10 @@ class MinusZero(torch.autograd.Function):
 class Block(nn.Module):
     """A layer of odd sizes, and a gain of one element, which most ranks hold nothing of."""
 
-    def __init__(self) -> None:
+    def __init__(self, hidden: int) -> None:
         super().__init__()
-        self.up, self.down, self.spare = nn.Linear(WIDTH, 7), nn.Linear(7, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, hidden), nn.Linear(hidden, WIDTH, bias=False)
+        self.spare = nn.Linear(WIDTH, WIDTH)
         self.gain = nn.Parameter(torch.ones(1))
 
     def forward(
@@ -85,11 +86,11 @@ class Block(nn.Module):
 class Net(nn.Module):
     """An entry whose weight is the head's too, and three blocks."""
 
-    def __init__(self) -> None:
+    def __init__(self, hidden: int = 7) -> None:
         super().__init__()
         self.entry, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
         self.head.weight = self.entry.weight
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.blocks = nn.ModuleList(Block(hidden) for _ in range(3))
         # Of a unit that no loss reaches.
         self.idle = nn.Linear(3, 1)
 
@@ -149,8 +150,8 @@ class Run:
     """What is done on which mesh, by which strategy, with what on the wire.
 
     Attributes:
-        use: of ``USES``. what: "", "frozen", "fused", "broken" (a backward raises, and the step begins anew) or "taken"
-            (somebody keeps gradients).
+        use: of ``USES``. what: "", "frozen", "fused", "broken" (a backward raises, and the step begins anew), "taken"
+            (somebody keeps gradients) or "wide" (matrices are large enough for 8-bit moments).
     """
 
     use: str = "plainly"
@@ -169,7 +170,7 @@ def loss_of(model: nn.Module, run: Run, step: int, number: int) -> torch.Tensor:
 
 def made(run: Run) -> Net:
     torch.manual_seed(3)
-    model = Net()
+    model = Net(901) if run.what == "wide" else Net()
     if run.what == "frozen":
         model.blocks[0].requires_grad_(False)
         model.blocks[1].up.bias.requires_grad_(False)
@@ -221,10 +222,10 @@ def breaking(module: nn.Module) -> Iterator[None]:
         handle.remove()
 
 
-def sharded(run: Run) -> Any:
+def sharded(run: Run, moments: str | None = None) -> Any:
     model, axes = made(run), tuple(range(len(run.mesh)))
     policy = MixedPrecisionPolicy(
-        reduce_dtype=WIRES[run.wire], reduction="invariant", fuse_weight_gradients=run.what == "fused"
+        reduce_dtype=WIRES[run.wire], reduction="invariant", moments=moments, fuse_weight_gradients=run.what == "fused"
     )
     for part in (*model.blocks, model.idle, model):
         fully_shard(part, make_mesh(run.mesh), getattr(Placements, run.strategy)(*axes), mp_policy=policy)
