@@ -32,12 +32,11 @@ from megatron_fsdp.runtime.grads.binary_counter import BinaryCounter
 from megatron_fsdp.runtime.grads.last_reduction import LastReduction
 from megatron_fsdp.runtime.grads.packed_gradients import PackedGradients
 from megatron_fsdp.runtime.grads.shown_grads import ShownGrads
+from megatron_fsdp.runtime.step.backward import Backward
 from megatron_fsdp.runtime.step.fsdp_params import FSDPParams
-from megatron_fsdp.runtime.step.grad_binding import GradBinding
-from megatron_fsdp.runtime.step.grad_state import GradState
+from megatron_fsdp.runtime.step.grad_binding import GradBinding, GradState
 from megatron_fsdp.runtime.step.parameter_group import group_of_parameter
 from megatron_fsdp.runtime.step.reduction import Stages
-from megatron_fsdp.runtime.step.root_types import Backwards
 from megatron_fsdp.runtime.step.unit import Unit
 
 __all__ = ["InvariantGradients"]
@@ -108,7 +107,7 @@ class _Step:
         self._unit = None
 
 
-_STEPS: weakref.WeakKeyDictionary[Backwards, _Step] = weakref.WeakKeyDictionary()
+_STEPS: weakref.WeakKeyDictionary[Backward, _Step] = weakref.WeakKeyDictionary()
 
 
 class _InvariantBinding(ShownGrads):
@@ -138,7 +137,7 @@ class InvariantGradients(PackedGradients):
             _HOOKS.append(register_optimizer_step_pre_hook(_refuse_fused))
 
     def _unit(self) -> Unit | None:
-        observer = self._observer() if self._observer is not None else None
+        observer = self._observer()
         return observer if isinstance(observer, Unit) else None
 
     def _begin_sum(self) -> None:
@@ -308,7 +307,7 @@ class _InvariantReduction(LastReduction):
                 f"{_FLAG} adds up one by one. Drop them after the last one, or drop all of them."
             )
         if not target.any():
-            binding.become(GradState.EMPTY)
+            binding.state = GradState.EMPTY
             return
         piece = self._pieces(target)[-1]
         found = piece.clone()

@@ -26,10 +26,9 @@ from dbuffer.layout import only_flat_axis
 from dbuffer.route import Route
 from dbuffer_kernels import accumulate
 from megatron_fsdp.errors import AgreementError, ConfigError
-from megatron_fsdp.runtime.step.cuda_lane import turns
-from megatron_fsdp.runtime.step.grad_state import GradState
-from megatron_fsdp.runtime.step.lane_types import Ticket
-from megatron_fsdp.runtime.step.lanes import lane
+from megatron_fsdp.runtime.step.cuda_lane import lane, turns
+from megatron_fsdp.runtime.step.grad_binding import GradState
+from megatron_fsdp.runtime.step.lanes import Ticket
 from megatron_fsdp.runtime.step.reduction import Hook, Reduction, Stages
 
 if TYPE_CHECKING:

@@ -17,17 +17,16 @@ import torch.distributed as dist
 from dbuffer import DBuffer, SlotPool
 from megatron_fsdp.build.builder import GroupSpec
 from megatron_fsdp.runtime.grads.packed_gradients import PackedGradients
-from megatron_fsdp.runtime.step.cuda_lane import turns
+from megatron_fsdp.runtime.step.backward import Backward
+from megatron_fsdp.runtime.step.cuda_lane import lane, turns
 from megatron_fsdp.runtime.step.fsdp_params import FSDPParams, grads_of
-from megatron_fsdp.runtime.step.lane_types import Ticket
-from megatron_fsdp.runtime.step.lanes import lane
+from megatron_fsdp.runtime.step.lanes import Ticket
 from megatron_fsdp.runtime.step.reduction import Stages
-from megatron_fsdp.runtime.step.root_types import Backwards
 
 __all__ = ["LateGradients", "packs_late"]
 
 # Whose gradients a lane still reads, by the backward that brought them, oldest first.
-_LENDERS: weakref.WeakKeyDictionary[Backwards, list[weakref.ref[LateGradients]]] = weakref.WeakKeyDictionary()
+_LENDERS: weakref.WeakKeyDictionary[Backward, list[weakref.ref[LateGradients]]] = weakref.WeakKeyDictionary()
 
 
 def packs_late(spec: GroupSpec, params: FSDPParams) -> bool:
@@ -76,7 +75,7 @@ class LateGradients(PackedGradients):
             if 1 not in self._trained:
                 return False
             self._begin()
-        observer = self._observer() if self._observer is not None else None
+        observer = self._observer()
         # After all that any stream of compute has brought, so nobody takes a turn.
         lane("reduce", self._device).submit(
             self._pack_on_lane, owner=0 if observer is None else id(observer), tickets=[self._packings]
@@ -112,7 +111,7 @@ class LateGradients(PackedGradients):
 
     def _begin(self, *, has_come: bool = False) -> None:
         super()._begin(has_come=has_come)
-        observer = self._observer() if self._observer is not None else None
+        observer = self._observer()
         # One unit's gradients and one wide buffer take what two narrow ones do.
         lenders = _LENDERS.setdefault(observer.backward, []) if observer is not None else []
         while observer is not None and len(lenders) > max(observer.backward.max_packed_buffers - 2, 0):

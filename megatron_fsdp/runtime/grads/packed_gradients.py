@@ -18,7 +18,6 @@ from megatron_fsdp.runtime.grads.shown_grads import ShownGrads
 from megatron_fsdp.runtime.step.cuda_lane import turns
 from megatron_fsdp.runtime.step.fsdp_params import FSDPParams
 from megatron_fsdp.runtime.step.gradients import GradientBuffer
-from megatron_fsdp.runtime.step.root_types import Observer
 
 __all__ = ["PackedGradients"]
 
@@ -62,7 +61,7 @@ class PackedGradients(GradientBuffer):
         self.tickets, self.last_tickets = [], []
         self._device = spec.compute_device
         self._spec, self._template, self._fsdp_params = spec, main_weight, fsdp_params
-        self._observer, self._begun = None, fsdp_params.begun
+        self._begun = fsdp_params.begun
         self._make_buffers()
         self.divide_by(spec.divisor)
         self._views = [self.packed.get_local_tensor(index) for index in range(len(fsdp_params.sharded_params))]
@@ -81,9 +80,9 @@ class PackedGradients(GradientBuffer):
             is_wide = spec.fuses_weight_gradients == "wide"
             offer_products(fsdp_params.unsharded_params, self._views, self, is_wide=is_wide)
 
-    def observe(self, observer: Observer) -> None:
-        """Report to ``observer``, which is referred to weakly."""
-        self._observer = weakref.ref(observer)
+    def observe(self, unit: Any) -> None:
+        """Report to the unit, which is referred to weakly."""
+        self._observer = weakref.ref(unit)
 
     def _let_wait(self) -> None:
         self._wait_for(self._fsdp_params.waits)

@@ -25,8 +25,7 @@ from megatron_fsdp.runtime.grads.unreduced_grads import PendingRows, refuse_pend
 from megatron_fsdp.runtime.step.cuda_lane import compute_of
 from megatron_fsdp.runtime.step.freshness import CHECKS
 from megatron_fsdp.runtime.step.fsdp_params import FSDPParams, grads_of
-from megatron_fsdp.runtime.step.grad_binding import GradBinding, clear_grads
-from megatron_fsdp.runtime.step.grad_state import GradState
+from megatron_fsdp.runtime.step.grad_binding import GradBinding, GradState, clear_grads
 from megatron_fsdp.runtime.weights.param_layout import own_rows
 
 __all__ = ["ShownGrads"]
@@ -132,7 +131,7 @@ class ShownGrads(GradBinding):
             self._adopt_user_gradients(shown)
             self.is_under_way = True
             clear_grads(self.parameters)
-            self.become(GradState.PARTIAL)
+            self.state = GradState.PARTIAL
             if self.final is not self.main_grad:
                 # The memory around the final slice holds what the last reduction left.
                 self.set_aside()
@@ -141,7 +140,7 @@ class ShownGrads(GradBinding):
         """Keep what ``final`` holds for ``complete`` to add, and start over."""
         kept = self.final.local_buffer.clone()
         self.carry = kept if self.carry is None else kept.add_(self.carry)
-        self.become(GradState.EMPTY)
+        self.state = GradState.EMPTY
 
     def show_pending(self) -> None:
         """Let ``.grad`` of all parameters of a sum under way say so."""
@@ -198,7 +197,7 @@ class ShownGrads(GradBinding):
     def empty(self) -> None:
         """Hold nothing of a sum under way."""
         self.carry = None
-        self.become(GradState.EMPTY)
+        self.state = GradState.EMPTY
         self.let_go()
 
     def _end_pending(self) -> None:

@@ -1,4 +1,4 @@
-"""AttachedGuards: what the steps of one root hand on to other rooms (``step/guard_types.py``)."""
+"""AttachedGuards: what the steps of one root hand on to other rooms (``Guards``)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron_fsdp.runtime.guards import (
 from megatron_fsdp.runtime.guards.agreement import FirstUse
 from megatron_fsdp.runtime.lifecycle import make_unit, profiler_ranges
 from megatron_fsdp.runtime.step.backward import Backward
-from megatron_fsdp.runtime.step.schedule import Schedule
+from megatron_fsdp.runtime.step.schedule import Guards, Schedule
 from megatron_fsdp.runtime.step.unit import Unit, alive
 from megatron_fsdp.runtime.weights import gathered_weight
 from megatron_fsdp.runtime.weights.memory_slots import BufferPools
@@ -28,7 +28,7 @@ from megatron_fsdp.runtime.weights.memory_slots import BufferPools
 __all__ = ["AttachedGuards", "attach_root"]
 
 
-class AttachedGuards:
+class AttachedGuards(Guards):
     """The guards of one root, asleep until a step calls one.
 
     Args:
@@ -64,7 +64,6 @@ class AttachedGuards:
 
     def before_recomputation(self, unit: Unit, module: nn.Module) -> None:
         """Gather a unit for a forward inside of backward."""
-        assert isinstance(unit.backward, Backward)
         calls_to_come.before_recomputation(unit.backward, self._served(), unit, module)
 
     def arm(self) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -106,10 +107,12 @@ def _make_params(owned: Sequence[OwnedParameter], weights: WeightBuffers, known:
         assert isinstance(new, FlatDTensor)
         rebind(old, new)
     unsharded = []
+    # .data gives the views a version counter of their own. Gathering again must not look to autograd like a change of
+    # the tensors it saved: the values are the same.
+    whole = weights.gathered.local_buffer.data
     for index, each in enumerate(owned):
-        # .data gives the view a version counter of its own. Gathering again must not look to autograd like a change
-        # of the tensors it saved: the values are the same.
-        view = weights.gathered.get_local_tensor(index).data
+        like = weights.gathered.get_local_tensor(index)
+        view = whole.as_strided(like.shape, like.stride(), like.storage_offset())
         kind = GatheredWeight if each.split is None else nn.Parameter
         unsharded.append(_standing_for(each, view if each.split is None else each.split.gathered(view), False, kind))
         mark_gathered(unsharded[-1], each.name)
@@ -150,10 +153,16 @@ def _standing_for(
     owned: OwnedParameter, value: torch.Tensor, requires_grad: bool, kind: type[nn.Parameter] = nn.Parameter
 ) -> nn.Parameter:
     """Return a parameter with the attributes that users set on the one that it stands for."""
-    param = kind(value, requires_grad=requires_grad)
+    if kind is GatheredWeight:
+        # A parameter that is made has a version counter of its own.
+        param: Any = value.detach()
+        param.__class__ = kind
+    else:
+        param = kind(value, requires_grad=requires_grad)
     for name, attribute in vars(owned.parameter).items():
         if name != STALE:
             setattr(param, name, attribute)
+    assert isinstance(param, nn.Parameter)
     return param
 
 

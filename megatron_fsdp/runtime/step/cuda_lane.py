@@ -11,22 +11,21 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 
 from dbuffer.events import listeners, tell
 from dbuffer_kernels.switches import is_off
-from megatron_fsdp.runtime.step.lane_types import Lane, Operation, Ticket
+from megatron_fsdp.runtime.step.lanes import LANES, CpuLane, Operation, Ticket
 
 __all__ = [
-    "COMPUTE",
-    "LANES",
     "Compute",
     "CudaLane",
     "Streams",
     "Turns",
     "compute_of",
     "drive_with",
+    "forget_unused_streams",
     "is_capturing",
+    "lane",
     "latest_submission",
     "turns",
     "wait_for_event",
@@ -159,15 +158,13 @@ class Turns:
         self._number, self._stream = number, stream
 
 
-class _CudaTicket:
-    __slots__ = ("_compute", "_event", "_followed", "_on_host", "lane", "owner", "works")
+class _CudaTicket(Ticket):
+    __slots__ = ("_compute", "_event", "_followed")
 
     def __init__(self, lane: str, owner: int, compute: Compute, on_host: Callable[[], None] | None) -> None:
-        self.lane, self.owner = lane, owner
-        self.works: list[dist.Work] = []
+        super().__init__(lane, owner, None, on_host)
         self._event: Any = None
         self._compute = compute
-        self._on_host = on_host
         # Streams that wait already, by identity; None before the first wait.
         self._followed: set[int] | None = None
 
@@ -203,11 +200,11 @@ class _CudaTicket:
             self.wait()
 
 
-class CudaLane:
+class CudaLane(CpuLane):
     """A high-priority stream as a lane."""
 
     def __init__(self, name: str, compute: Compute) -> None:
-        self._name = name
+        super().__init__(name)
         self._compute = compute
         self._stream = compute.streams.new(compute.device, name)
         # The end of what was submitted last, and whether that was captured: an event lives in its capture alone.
@@ -275,19 +272,31 @@ def latest_submission() -> Any:
 
 
 _streams: list[Streams] = []
-COMPUTE: dict[torch.device, Compute] = {}
-"""The compute streams of each device that was asked for so far; None where it has none."""
-LANES: dict[tuple[str, torch.device], Lane] = {}
-"""The lanes of the process, by their names and devices."""
+_COMPUTE: dict[torch.device, Compute] = {}
 
 
 def compute_of(device: torch.device) -> Compute | None:
     """Return the compute streams of a device; None where it has none."""
-    if device not in COMPUTE:
+    if device not in _COMPUTE:
         if not _streams and device.type != "cuda":
             return None
-        COMPUTE[device] = Compute(device, _streams[-1] if _streams else None)
-    return COMPUTE[device]
+        _COMPUTE[device] = Compute(device, _streams[-1] if _streams else None)
+    return _COMPUTE[device]
+
+
+def lane(name: str, device: torch.device) -> CpuLane:
+    """Return the process's lane of that name ("gather", "reduce" or "last") on a device."""
+    key = (name, device)
+    if key not in LANES:
+        compute = compute_of(device)
+        LANES[key] = CpuLane(name) if compute is None else CudaLane(name, compute)
+    return LANES[key]
+
+
+def forget_unused_streams() -> None:
+    """Let lanes wait no more for streams that were not used since the last call; nothing to do on CPU."""
+    for compute in _COMPUTE.values():
+        compute.forget_unused()
 
 
 def turns(device: torch.device) -> Turns | None:
@@ -321,7 +330,7 @@ def wait_for_event(event: torch.Event, device: torch.device) -> None:
 @contextmanager
 def drive_with(streams: Streams) -> Iterator[None]:
     """Let ``streams`` stand for those of every device while the block runs; models are made and used inside of it."""
-    known: tuple[dict[Any, Any], ...] = (LANES, COMPUTE)
+    known: tuple[dict[Any, Any], ...] = (LANES, _COMPUTE)
     before, latest = [dict(each) for each in known], list(LATEST)
     for each in known:
         each.clear()
