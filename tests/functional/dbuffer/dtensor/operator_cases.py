@@ -10,7 +10,8 @@ from torch.nn import functional
 
 from dbuffer import BufferPlacement, DBuffer, Flat, FlatDTensor, Row
 from dbuffer import Replicate as Whole
-from dbuffer.dtensor.op_table import Kind, operator_of
+from dbuffer.dtensor.elementwise_ops import run_by_rows
+from dbuffer.dtensor.op_table import operator_of
 
 # Rows that no rank count divides, one row, one element, 3-D, nothing at all, and more rows than one shard holds.
 SHAPES = [(7, 3), (1,), (1, 7), (3, 2, 5), (0, 4), (11,), (3, 1), (2, 5, 3), (13, 4)]
@@ -362,7 +363,7 @@ def _activation(name: str) -> Function:
 
 def _element_wise_methods() -> list[str]:
     methods = [name for name in dir(torch.Tensor) if callable(getattr(torch.Tensor, name)) and name not in _SPECIAL]
-    return [name for name in methods if operator_of(getattr(torch.Tensor, name)).kind is Kind.ROWS]
+    return [name for name in methods if operator_of(getattr(torch.Tensor, name)).run is run_by_rows]
 
 
 ELEMENT_WISE: dict[str, Function] = {
