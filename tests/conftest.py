@@ -43,7 +43,7 @@ LONG_FILES = (
     "tests/functional/examples/test_start_ranks.py",
     "tests/functional/test_checkpoint_damage.py",
     "tests/functional/test_checkpoint_layouts.py",
-    "tests/functional/test_certify.py",
+    "tests/functional/megatron_fsdp/certify/test_certify.py",
     "tests/functional/test_stock_tools.py",
     "tests/functional/megatron_fsdp/checkpoint/test_scratch.py",
     "tests/functional/test_expert_weights.py",
