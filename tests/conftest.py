@@ -30,7 +30,7 @@ LONG_FILES = (
     "tests/functional/test_random_use.py",
     "tests/functional/test_compatibility.py",
     "tests/functional/test_compile.py",
-    "tests/functional/test_watch.py",
+    "tests/functional/megatron_fsdp/observability/test_watch.py",
     "tests/functional/test_protocols.py",
     "tests/functional/dbuffer/dtensor/test_operators.py",
     "tests/functional/test_sharded_operators.py",
