@@ -77,7 +77,7 @@ class LateGradients(PackedGradients):
             self._begin()
         observer = self._observer()
         # After all that any stream of compute has brought, so nobody takes a turn.
-        lane("reduce", self._device).submit(
+        lane("reduce", self._spec.compute_device).submit(
             self._pack_on_lane, owner=0 if observer is None else id(observer), tickets=[self._packings]
         )
         self._begun[0], self._filled = False, bytearray(len(self._views))

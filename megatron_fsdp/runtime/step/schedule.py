@@ -62,7 +62,6 @@ class Guards:
     before_recomputation: Callable[[Unit, nn.Module], None]
     brings_gradients: Callable[[Iterable[Unit]], bool]
     is_to_come: Callable[[Sequence[Call], Unit, float, Mapping[int, Call], Iterable[Unit]], bool]
-    brings_gradients: Callable[[Iterable[Unit]], bool]
 
 
 class Schedule:
