@@ -56,13 +56,18 @@ class Placements:
     def _check_axis(self, position: int, axis: Axis) -> None:
         parameter, gradient, optimizer = self.parameter[position], self.gradient[position], self.optimizer[position]
         for kind, found, legal in (
-            ("parameter", parameter, (Replicate(), Flat())),
-            ("gradient", gradient, (Partial(), Flat())),
-            ("optimizer", optimizer, (Replicate(), Flat())),
+            ("parameter", parameter, (Replicate, Flat)),
+            ("gradient", gradient, (Partial, Flat)),
+            ("optimizer", optimizer, (Replicate, Flat)),
         ):
-            if found not in legal:
-                names = " or ".join(type(choice).__name__ for choice in legal)
+            if not isinstance(found, legal):
+                names = " or ".join(choice.__name__ for choice in legal)
                 raise PlacementError(f"axis {axis!r}: the {kind} placement is {found!r}; legal is {names}")
+        if isinstance(gradient, Partial) and gradient.reduce_op != "sum":
+            raise PlacementError(
+                f"axis {axis!r}: the gradient placement is {gradient!r}; gradients are summed and divided, so legal "
+                "are Partial() and Partial('avg')"
+            )
         if optimizer == Replicate() and Flat() in (parameter, gradient):
             raise PlacementError(
                 f"axis {axis!r}: parameter {parameter} and gradient {gradient} with optimizer Replicate(): what the "

@@ -13,18 +13,17 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from dbuffer import DBuffer, FlatDTensor, Plan
-from dbuffer.dtensor.flat_dtensor import rebind, refuse_uses
+from dbuffer.dtensor.attribute_ops import rebind, refuse_uses
 from megatron_fsdp.build.builder import GroupSpec
 from megatron_fsdp.build.ownership import OwnedParameter, mark_owned
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.policy.precision import grad_dtype_of, set_grad_dtype
-from megatron_fsdp.runtime.grads.gradient_spec import GradientSpec
 from megatron_fsdp.runtime.grads.invariant_reduction import InvariantGradients
 from megatron_fsdp.runtime.grads.late_gradients import LateGradients, packs_late
 from megatron_fsdp.runtime.grads.packed_gradients import PackedGradients
 from megatron_fsdp.runtime.lifecycle.param_registry import make_module_infos, register, registered
-from megatron_fsdp.runtime.step.cuda_lane import turns
-from megatron_fsdp.runtime.step.freshness import Freshness
+from megatron_fsdp.runtime.step.cuda_lane import lane, settle_host, turns
+from megatron_fsdp.runtime.step.freshness import CHECKS, Freshness
 from megatron_fsdp.runtime.step.fsdp_params import FSDPParams, gradient_hook
 from megatron_fsdp.runtime.step.lanes import join_lanes
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup, note_group
@@ -61,6 +60,9 @@ def _build(group: ParameterGroup, spec: GroupSpec, known: Sequence[nn.Parameter]
         known: sharded parameters that stay the same objects, over other memory.
     """
     group.spec, group.is_meta = spec, spec.is_meta
+    group.lane = lane("gather", spec.device)
+    if spec.is_offloaded and settle_host not in CHECKS:
+        CHECKS.append(settle_host)
     weights: ShardedWeights
     if group.owned[0].extension is not None:
         weights = ExtensionWeights(group.owned[0], group.plan, spec, group.name)
@@ -172,14 +174,10 @@ def _no_conversion(handle: WeightHandle) -> str:
 def make_gradients(group: ParameterGroup) -> None:
     """Make gradient buffers for parameters that are trained."""
     spec, dtypes = group.spec, group.spec.dtypes
-    rest = (
-        spec.compute_device, spec.is_offloaded, spec.is_pinned, spec.fuses_weight_gradients, dtypes.accumulate
-    )  # fmt: skip
-    like = GradientSpec(spec.placements, dtypes.reduce, dtypes.main_grad, spec.divisor, *rest)
-    make = LateGradients if packs_late(like, group.fsdp_params) else PackedGradients
+    make = LateGradients if packs_late(spec, group.fsdp_params) else PackedGradients
     if dtypes.reduction is not None:
         make = InvariantGradients
-    group.gradients = make(group.main_weight, like, group.fsdp_params)
+    group.gradients = make(group.main_weight, spec, group.fsdp_params)
     group.gradients.rename(group.name)
     set_reduction(group)
     if dtypes.reduce.itemsize > dtypes.compute.itemsize:

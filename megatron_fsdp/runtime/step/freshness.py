@@ -17,8 +17,6 @@ from torch._compile import _disable_dynamo
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from megatron_fsdp.runtime.step.lanes import HOST_READS, settle_host
-
 __all__ = ["CHECKS", "MOMENTS", "Freshness", "hear_of_steps", "refreshes_itself"]
 
 MOMENTS = [0]
@@ -117,8 +115,6 @@ def hear_of_steps(check: Callable[[Optimizer], None]) -> None:
     """Hear of all steps from now on; ``check`` is called before an optimizer's first one, and when it has got more."""
 
     def before(optimizer: Optimizer, *_: object) -> None:
-        if HOST_READS:
-            settle_host()
         num_params = sum(len(group["params"]) for group in optimizer.param_groups)
         for each in CHECKS:
             each(optimizer)

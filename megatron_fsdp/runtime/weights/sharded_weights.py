@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -65,6 +66,9 @@ class ShardedWeights(RestingCopy):
         if not self.rests_whole:
             # PyTorch makes views only on memory that is there; ``release`` follows when the views exist.
             self.gathered = self._buffer(whole, dtypes.compute, spec.compute_device)
+        # .data gives the views a version counter of their own. Gathering again must not look to autograd like a change
+        # of the tensors it saved: the values are the same.
+        self._views = self.gathered.local_buffer.data
         self._gathered_shard = self.gathered.slice_view(resting)
         self.can_restore_gathered = self.gathered is not self.model or self.main.dtype is not self.model.dtype
         self.remainder = Remainder(self.main, pin_memory=spec.is_pinned) if dtypes.is_split else None
@@ -82,12 +86,15 @@ class ShardedWeights(RestingCopy):
 
     def unsharded(self, index: int, owned: OwnedParameter) -> nn.Parameter:
         """Return the parameter that compute uses, over ``gathered``."""
-        # .data gives the view a version counter of its own. Gathering again must not look to autograd like a change
-        # of the tensors it saved: the values are the same.
-        view = self.gathered.get_local_tensor(index).data
-        if owned.split is None:
-            return GatheredWeight(view, requires_grad=False)
-        return nn.Parameter(owned.split.gathered(view), requires_grad=False)
+        like = self.gathered.get_local_tensor(index)
+        view = self._views.as_strided(like.shape, like.stride(), like.storage_offset())
+        if owned.split is not None:
+            return nn.Parameter(owned.split.gathered(view), requires_grad=False)
+        # A parameter that is made has a version counter of its own.
+        param: Any = view.detach()
+        param.__class__ = GatheredWeight
+        assert isinstance(param, GatheredWeight)
+        return param
 
     def agreed(self) -> Iterator[str]:
         """Yield what ranks must have in common beside plan and dtypes."""

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dbuffer_kernels.reference import AdamWBuffers
+from dbuffer_kernels import AdamWBuffers
 from megatron_fsdp import AdamW, FsdpModule, MixedPrecisionPolicy, StateError, fully_shard, fully_shard_optimizer
 from megatron_fsdp.optim import adamw_update
 from tests.harness import on_ranks, run_ranks

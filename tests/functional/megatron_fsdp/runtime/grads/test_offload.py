@@ -8,7 +8,7 @@ import torch
 from megatron_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from megatron_fsdp.certify.checker import Checker
 from megatron_fsdp.certify.clocks import VirtualStreams
-from megatron_fsdp.runtime.grads import offloaded_reduction
+from megatron_fsdp.runtime.grads import last_reduction
 from megatron_fsdp.runtime.step.cuda_lane import drive_with
 from tests.harness import on_ranks
 from tests.harness.models import inputs
@@ -20,14 +20,14 @@ from tests.harness.twins import Twins
 def test_the_first_microbatch_is_copied_to_the_sums_and_only_later_ones_are_added_by_the_host(strategy: str) -> None:
     twins = Twins(strategy=strategy, offload_policy=CPUOffloadPolicy(pin_memory=False))
     added: list[bool] = []
-    accumulate = offloaded_reduction.accumulate
+    accumulate = last_reduction.accumulate
 
     def counted(source: torch.Tensor, out: torch.Tensor, **options: Any) -> torch.Tensor:
         added.append(not options.get("overwrite", False))
         return accumulate(source, out, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(offloaded_reduction, "accumulate", counted)
+        patch.setattr(last_reduction, "accumulate", counted)
         for step in range(3):
             twins.model.set_is_last_backward(step == 2)
             twins.backward(step)
@@ -81,4 +81,4 @@ def test_gathers_of_offloaded_weights_cost_the_host_no_cast_and_no_wait_before_b
             assert of_gathers() == 4, "what is evaluated may be changed at once"
             model.layers[0].parameter_groups[0].main_weight.local_buffer.mul_(2)
             model(inputs(0, 0).bfloat16())
-        assert not checker.races
+        assert not checker.memory.races
