@@ -151,7 +151,7 @@ REFUSED = {
     "outer, one axis": ({"outer_dp_sharding_strategy": 1}, "needs a mesh of two axes"),
     "outer, not ZeRO-3": (
         {"outer_dp_sharding_strategy": 1, "zero_dp_strategy": 2, "device_mesh": 0, "dp_shard_dim": "dp",
-         "dp_outer_dim": "outer"}, "needs zero_dp_strategy=3"),
+         "dp_outer_dim": "outer"}, "needs --data-parallel-sharding-strategy optim_grads_params"),
     "axes": ({"device_mesh": 0}, "name the data-parallel ones"),
     "outer axis alone": ({"device_mesh": 0, "dp_outer_dim": "outer"}, "needs dp_shard_dim"),
     "unknown axis": ({"device_mesh": 0, "dp_shard_dim": "none"}, "dp_shard_dim='none'"),
