@@ -119,7 +119,7 @@ def _allocate_rest(module: nn.Module, device: torch.device) -> None:
 def _random_state_of_first_rank(units: list[Unit], device: torch.device) -> Iterator[None]:
     """Run the block on every rank with the random state of the first one; the others get their own back."""
     axes = {id(axis.gather_group): axis for unit in units for group in unit.groups for axis in group.main_weight.axes}
-    states = [(torch.get_rng_state(), torch.set_rng_state)]
+    states: list[tuple[torch.Tensor, Callable[[torch.Tensor], None]]] = [(torch.get_rng_state(), torch.set_rng_state)]
     if device.type == "cuda":
         states.append((torch.cuda.get_rng_state(device), lambda state: torch.cuda.set_rng_state(state, device)))
     for own, set_state in states:

@@ -102,7 +102,7 @@ class GatheredWeight(nn.Parameter):
 
     def _sharded(self) -> nn.Parameter | None:
         group = self._fsdp_handle.group()
-        return None if group is None else group.parameters[self._fsdp_handle.parameter]  # type: ignore[no-any-return]
+        return None if group is None else group.parameters[self._fsdp_handle.parameter]
 
     @property
     def grad(self) -> torch.Tensor | None:
@@ -112,10 +112,10 @@ class GatheredWeight(nn.Parameter):
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
-        sharded = self._sharded()
-        if sharded is not None:
+        group, sharded = self._fsdp_handle.group(), self._sharded()
+        if group is not None and sharded is not None:
             if value is not None and not isinstance(value, DTensor) and value.shape == sharded.shape:
-                value = laid_out(self._fsdp_handle.group().fsdp_params, sharded, value)
+                value = laid_out(group.fsdp_params, sharded, value)
             sharded.grad = value
 
     @grad.deleter

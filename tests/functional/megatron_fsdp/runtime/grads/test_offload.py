@@ -81,4 +81,4 @@ def test_gathers_of_offloaded_weights_cost_the_host_no_cast_and_no_wait_before_b
             assert of_gathers() == 4, "what is evaluated may be changed at once"
             model.layers[0].parameter_groups[0].main_weight.local_buffer.mul_(2)
             model(inputs(0, 0).bfloat16())
-        assert not checker.memory.races
+        assert not checker.memory.conflicts
