@@ -46,6 +46,7 @@ class AttachedGuards(Guards):
     refuse_reads = staticmethod(refusals.refuse_reads)
     refuse_gathered = staticmethod(asked_gradients.refuse_gathered)
     is_to_come = staticmethod(calls_to_come.is_to_come)
+    brings_gradients = staticmethod(calls_to_come.brings_gradients)
 
     def __init__(self, schedule: Schedule) -> None:
         # Weak: a circle would keep slots until the garbage collector comes.

@@ -318,8 +318,8 @@ class Backward:
             return
         now.closed.add(id(unit))
         # Without a gradient so far, either this rank used none of these parameters, and others may have; or this is a
-        # backward that asks for no parameter's gradient at all.
-        if not now.has_gradients:
+        # backward that asks for no parameter's gradient at all. Only the latter waits: the others reduce it now.
+        if not now.has_gradients and (now.deferred or not self._guards.brings_gradients(self._schedule.units())):
             now.deferred.append(unit.reference)
             return
         if now.deferred:

@@ -62,6 +62,7 @@ class Guards:
     before_recomputation: Callable[[Unit, nn.Module], None]
     brings_gradients: Callable[[Iterable[Unit]], bool]
     is_to_come: Callable[[Sequence[Call], Unit, float, Mapping[int, Call], Iterable[Unit]], bool]
+    brings_gradients: Callable[[Iterable[Unit]], bool]
 
 
 class Schedule:
