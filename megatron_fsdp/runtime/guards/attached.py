@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterable
 
 from torch import nn
 
-from megatron_fsdp.runtime.grads.last_reductions import LastReductions
+from megatron_fsdp.runtime.grads.last_reduction import LastReductions
 from megatron_fsdp.runtime.guards import (
     added_params,
     asked_gradients,
@@ -35,7 +36,7 @@ class AttachedGuards(Guards):
     """
 
     admit = staticmethod(replaced_params.admit)
-    settle = staticmethod(replaced_params.settle)
+    settle = staticmethod(functools.partial(replaced_params.admit, is_call=False))
     follow_requires_grad = staticmethod(make_unit.follow_requires_grad)
     walk = staticmethod(added_params.walk)
     refuse_changed = staticmethod(gathered_weight.refuse_uncounted)

@@ -14,12 +14,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from dbuffer import DBuffer, FlatDTensor, Plan
-from dbuffer.dtensor.flat_dtensor import rebind, refuse_uses
+from dbuffer.dtensor.attribute_ops import rebind, refuse_uses
 from megatron_fsdp.build.builder import GroupSpec
 from megatron_fsdp.build.ownership import OwnedParameter, mark_owned
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.policy.precision import grad_dtype_of, set_grad_dtype
-from megatron_fsdp.runtime.grads.gradient_spec import GradientSpec
 from megatron_fsdp.runtime.grads.invariant_reduction import InvariantGradients
 from megatron_fsdp.runtime.grads.late_gradients import LateGradients, packs_late
 from megatron_fsdp.runtime.grads.packed_gradients import PackedGradients
@@ -201,14 +200,10 @@ def _no_conversion(handle: WeightHandle) -> str:
 def make_gradients(group: ParameterGroup) -> None:
     """Make gradient buffers for parameters that are trained."""
     spec, dtypes = group.spec, group.spec.dtypes
-    rest = (
-        spec.compute_device, spec.is_offloaded, spec.is_pinned, spec.fuses_weight_gradients, dtypes.accumulate
-    )  # fmt: skip
-    like = GradientSpec(spec.placements, dtypes.reduce, dtypes.main_grad, spec.divisor, *rest)
-    make = LateGradients if packs_late(like, group.fsdp_params) else PackedGradients
+    make = LateGradients if packs_late(spec, group.fsdp_params) else PackedGradients
     if dtypes.reduction is not None:
         make = InvariantGradients
-    group.gradients = make(group.main_weight, like, group.fsdp_params)
+    group.gradients = make(group.main_weight, spec, group.fsdp_params)
     group.gradients.rename(group.name)
     set_reduction(group)
     if dtypes.reduce.itemsize > dtypes.compute.itemsize:

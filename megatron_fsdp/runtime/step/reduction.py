@@ -84,10 +84,7 @@ class Reduction:
         function: used instead of the reduce-scatter.
         keeps: what is reduced into has memory all the time, where it has its own.
         is_last: whether ``main_grad`` is what the optimizer reads, so that ``finish`` has nothing to do.
-        is_offloaded: whether ``main_grad`` lies in CPU memory beside the main weights.
     """
-
-    is_offloaded = False
 
     def __init__(self, packed: DBuffer, reduced: DBuffer, main_grad: DBuffer, final: DBuffer) -> None:
         self.hook: Hook | None = None

@@ -38,7 +38,7 @@ class Guards:
 
     Attributes:
         first_use, last, missing: when ranks agree on what the units are (``agreement.py``), what is reduced once a step
-            (``last_reductions.py``), and what ranks know of each other's missing gradients (``missing_gradients.py``).
+            (``last_reduction.py``), and what ranks know of each other's missing gradients (``missing_gradients.py``).
         armed: units whose inner modules' outputs are watched.
     """
 
@@ -61,7 +61,6 @@ class Guards:
     refuse_gathered: Callable[[Iterable[ParameterGroup]], None]
     before_recomputation: Callable[[Unit, nn.Module], None]
     is_to_come: Callable[[Sequence[Call], Unit, float, Mapping[int, Call], Iterable[Unit]], bool]
-    brings_gradients: Callable[[Iterable[Unit]], bool]
 
 
 class Schedule:
