@@ -60,6 +60,7 @@ class Guards:
     refuse_reads: Callable[[Call], None]
     refuse_gathered: Callable[[Iterable[ParameterGroup]], None]
     before_recomputation: Callable[[Unit, nn.Module], None]
+    brings_gradients: Callable[[Iterable[Unit]], bool]
     is_to_come: Callable[[Sequence[Call], Unit, float, Mapping[int, Call], Iterable[Unit]], bool]
 
 
