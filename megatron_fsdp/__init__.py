@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from megatron_fsdp.checkpoint.model_state import full_state_dict
     from megatron_fsdp.checkpoint.safetensors_model import export_safetensors, import_safetensors
     from megatron_fsdp.checkpoint.series import CheckpointSeries
+    from megatron_fsdp.config.flags import add_megatron_fsdp_args
     from megatron_fsdp.config.fsdp_config import FsdpConfig
-    from megatron_fsdp.config.parser import add_megatron_fsdp_args
     from megatron_fsdp.errors import (
         AgreementError,
         CheckpointError,
@@ -69,8 +69,8 @@ _HOMES = {
     "checkpoint.model_state": "full_state_dict",
     "checkpoint.safetensors_model": "export_safetensors import_safetensors",
     "checkpoint.series": "CheckpointSeries",
+    "config.flags": "add_megatron_fsdp_args",
     "config.fsdp_config": "FsdpConfig",
-    "config.parser": "add_megatron_fsdp_args",
     "errors": (
         "AgreementError CheckpointError ConfigError FsdpError GradientScaleError NonfiniteGradientError "
         "OwnershipError StateError"

@@ -160,7 +160,7 @@ class Certification:
         """Return what was found so far, on this rank."""
         checker, memory = self.checker, self.checker.memory
         counted = self.streams.waits[self._first_wait :]
-        syncs = Counter((one.what, one.origin.place, one.origin.is_engine) for one in checker.syncs)
+        syncs = Counter((what, origin.place, origin.is_engine) for what, origin in checker.syncs)
         syncs.update(("a wait for an event", one.via.place, one.via.is_engine) for one in counted if one.is_host)
         return Certificate(
             self._name,

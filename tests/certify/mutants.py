@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import dataclasses
 import importlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
@@ -186,30 +185,6 @@ class Mutant:
         return f"{self.module}:{self.line} {self.function}: {self.what}"
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What became of a mutant.
-
-    Attributes:
-        by: the configuration that found something; empty for none. finding: the first.
-        keeps_losses: the losses of that configuration are the same to the bit; None where it raised.
-    """
-
-    mutant: Mutant
-    by: str = ""
-    finding: str = ""
-    keeps_losses: bool | None = None
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether nothing was found though it is no equivalent one."""
-        return not self.by and self.mutant.key not in EQUIVALENT
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain data for JSON."""
-        return dataclasses.asdict(self) | {"is_alive": self.is_alive}
-
-
 # ---------------------------------------------------------------- making them
 
 _Change = Callable[[list[ast.stmt], int], None]
@@ -376,16 +351,16 @@ def _code(code: CodeType, names: Sequence[str]) -> CodeType:
     return _code(inner, names[1:])
 
 
-def _run_mutants(chosen: Sequence[Mutant | None], names: Sequence[str]) -> list[list[Certificate]]:
-    """Run each mutant (None: the engine as it is) until a configuration finds something; every rank calls it."""
+def _run_mutants(chosen: Sequence[Mutant], names: Sequence[str]) -> list[list[Certificate]]:
+    """Run each mutant until a configuration finds something; every rank calls it."""
     found = []
     for mutant in chosen:
         certificates: list[Certificate] = []
         # Released memory that a mutant uses is an error of that case then, not the end of the process.
-        with contextlib.nullcontext() if mutant is None else applied(mutant), guard_released_storage():
+        with applied(mutant), guard_released_storage():
             for name in names:
-                certificates += [certificate for certificate, _ in run_on_rank([name])]
-                if mutant is not None and not _is_clean(certificates[-1]):
+                certificates += run_on_rank([name])
+                if not _is_clean(certificates[-1]):
                     break
         found.append(certificates)
     return found
@@ -396,62 +371,34 @@ def _is_clean(certificate: Certificate) -> bool:
     return certificate.is_clean(case.host_may)
 
 
-def survey(modules: Sequence[str] = MODULES) -> list[Outcome]:
-    """Run every mutant of the modules on one rank, and what survives on two and on four."""
-    chosen = [mutant for module in modules for mutant in mutants(module)]
-    outcomes = {mutant: Outcome(mutant) for mutant in chosen}
+def survey(modules: Sequence[str] = MODULES) -> dict[Mutant, str]:
+    """Run every mutant of the modules on one rank, and what survives on two and on four.
+
+    Returns:
+        What was found of each of them, beginning with the configuration; empty where nothing was.
+    """
+    outcomes = {mutant: "" for module in modules for mutant in mutants(module) if mutant.key not in EQUIVALENT}
     for num_ranks, names in ((1, _FIRST), (2, _PAIRS), (4, _LAST)):
         for module in modules:
-            left = [
-                one for one in chosen if one.module == module and not outcomes[one].by and one.key not in EQUIVALENT
-            ]
+            left = [mutant for mutant, found in outcomes.items() if mutant.module == module and not found]
             if left:
                 outcomes |= _survey(left, num_ranks, names)
-    return [outcomes[mutant] for mutant in chosen]
+    return outcomes
 
 
-def _survey(left: Sequence[Mutant], num_ranks: int, names: Sequence[str]) -> dict[Mutant, Outcome]:
+def _survey(left: Sequence[Mutant], num_ranks: int, names: Sequence[str]) -> dict[Mutant, str]:
     try:
-        by_rank = run_ranks(num_ranks, _run_mutants, [None, *left], names, timeout=TIMEOUT_S, fresh=True)
+        by_rank = run_ranks(num_ranks, _run_mutants, left, names, timeout=TIMEOUT_S, fresh=True)
     except RankError:
         if len(left) == 1:
-            return {left[0]: Outcome(left[0], names[0], "a process ended")}
+            return {left[0]: f"{names[0]}: a process ended"}
         # One of them ends its process: find out which.
         half = len(left) // 2
         return _survey(left[:half], num_ranks, names) | _survey(left[half:], num_ranks, names)
-    plain = {one.name: one.losses for one in by_rank[0][0]}
-    found = {}
-    for number, mutant in enumerate(left, 1):
-        found[mutant] = Outcome(mutant)
-        ranks = [of_rank[number] for of_rank in by_rank]
-        for certificates in zip(*ranks, strict=False):
-            whole = merged(certificates[0].name, certificates)
-            if not _is_clean(whole):
-                losses = certificates[0].losses
-                keeps = losses == plain[whole.name] if losses else None
-                found[mutant] = Outcome(mutant, whole.name, _first_finding(whole), keeps)
-                break
-    return found
-
-
-def _first_finding(certificate: Certificate) -> str:
-    found = (*certificate.races, *certificate.early_reuses, *certificate.disorders)
-    return found[0] if found else f"the host waits: {certificate.engine_host_waits[-1]}"
-
-
-def mutant_report(outcomes: Sequence[Outcome]) -> list[str]:
-    """Return what became of all mutants, a line each, and their count."""
-    lines = []
-    for one in outcomes:
-        reason = EQUIVALENT.get(one.mutant.key)
-        fate = f"killed by {one.by}: {one.finding}" if one.by else f"equivalent: {reason}" if reason else "ALIVE"
-        lines.append(f"{one.mutant}\n    {fate}")
-    killed = [one for one in outcomes if one.by]
-    told = [one for one in killed if one.keeps_losses is not None]
-    kept = sum(bool(one.keeps_losses) for one in told)
-    lines.append(
-        f"{len(outcomes)} mutants: {len(killed)} killed, {sum(one.mutant.key in EQUIVALENT for one in outcomes)} "
-        f"equivalent, {sum(one.is_alive for one in outcomes)} alive. {len(killed) - len(told)} of the killed raise; of "
-        f"the other {len(told)}, {kept} leave every loss as it is"
-    )
-    return lines
+    outcomes = {}
+    for number, mutant in enumerate(left):
+        ranks = zip(*(of_rank[number] for of_rank in by_rank), strict=False)
+        whole = [merged(certificates[0].name, certificates) for certificates in ranks]
+        bad = [certificate for certificate in whole if not _is_clean(certificate)]
+        outcomes[mutant] = "\n".join(bad[0].lines()) if bad else ""
+    return outcomes
