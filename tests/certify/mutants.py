@@ -105,14 +105,11 @@ EQUIVALENT: dict[str, str] = {
     "CudaLane.submit: `event.record(self._stream)` at the end of its block": (
         "nothing is issued between the two places"
     ),
-    "join_lanes: `if isinstance(each, CudaLane)` taken as True": (
-        "on a device with streams every lane is one of those"
-    ),
     "wait_on_host: `if compute is not None` taken as True": ("on a device with streams it is never None"),
-    "Backward.begin_gradients: without `self._reducing.drain(self.max_packed_buffers - 1)`": (
+    "Backward.begin_gradients: without `self.drain(self.max_packed_buffers - 1)`": (
         "it bounds memory; the end of the backward waits for the same reductions"
     ),
-    "Backward.finish: `self._reducing.drain(0)` at the end of its block": (
+    "Backward.finish: `self.drain(0)` at the end of its block": (
         "compute has joined the lanes before anything reads what they reduced"
     ),
     "LateGradients.wait: `super().wait()` at the end of its block": "nothing is allocated between the two places",

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from dbuffer.events import listeners, tell
 from dbuffer_kernels.switches import is_off
-from megatron_fsdp.runtime.step.lanes import LANES, CpuLane, Operation, Ticket
+from megatron_fsdp.runtime.step.lanes import COMPUTE, LANES, CpuLane, Operation, Ticket
 
 __all__ = [
     "Compute",
@@ -23,7 +23,6 @@ __all__ = [
     "Turns",
     "compute_of",
     "drive_with",
-    "forget_unused_streams",
     "is_capturing",
     "lane",
     "latest_submission",
@@ -33,52 +32,36 @@ __all__ = [
 ]
 
 
-class Streams(Protocol):
-    """What a device with streams must do for lanes. Streams and events are those of ``torch.cuda``, or look alike."""
+class Streams:
+    """What lanes ask of a device with streams, here of CUDA; a double has the same methods."""
 
     def new(self, device: torch.device, name: str) -> Any:
         """Return a new stream of high priority, for the lane of that name."""
+        return torch.cuda.Stream(device=device, priority=0 if is_off("priority") else -1)
 
     def current(self, device: torch.device) -> Any:
         """Return the stream on which this thread issues work."""
-
-    def current_id(self, device: torch.device) -> int:
-        """Return a number for that stream; asked for every gradient."""
-
-    def use(self, stream: Any) -> AbstractContextManager[Any]:
-        """Issue work on another stream while the block runs."""
-
-    def on_host(self) -> AbstractContextManager[Any]:
-        """Run what the host does to memory of its own, on what a lane has copied there."""
-
-    def event(self) -> Any:
-        """Return a new event."""
-
-    def is_capturing(self) -> bool:
-        """Whether the current stream is being captured into a graph."""
-
-
-class _CudaStreams:
-    def new(self, device: torch.device, name: str) -> torch.cuda.Stream:
-        return torch.cuda.Stream(device=device, priority=0 if is_off("priority") else -1)
-
-    def current(self, device: torch.device) -> torch.cuda.Stream:
         return torch.cuda.current_stream(device)
 
     def current_id(self, device: torch.device) -> int:
+        """Return a number for that stream; asked for every gradient."""
         number: int = torch._C._cuda_getCurrentRawStream(device.index)
         return number
 
-    def use(self, stream: torch.cuda.Stream) -> AbstractContextManager[Any]:
+    def use(self, stream: Any) -> AbstractContextManager[Any]:
+        """Issue work on another stream while the block runs."""
         return torch.cuda.stream(stream)
 
     def on_host(self) -> AbstractContextManager[Any]:
+        """Run what the host does to memory of its own, on what a lane has copied there."""
         return nullcontext()
 
-    def event(self) -> torch.cuda.Event:
+    def event(self) -> Any:
+        """Return a new event."""
         return torch.cuda.Event()
 
     def is_capturing(self) -> bool:
+        """Whether the current stream is being captured into a graph."""
         return torch.cuda.is_current_stream_capturing()
 
 
@@ -89,9 +72,9 @@ class Compute:
     back to an allocator that serves all of them; so lanes wait for all, and all wait for lanes.
     """
 
-    def __init__(self, device: torch.device, streams: Streams | None = None) -> None:
+    def __init__(self, device: torch.device, streams: Any = None) -> None:
         self.device = device
-        self.streams = streams or _CudaStreams()
+        self.streams = streams or Streams()
         self._known: dict[int, Any] = {}
         # Since a pass began.
         self._used: set[int] = set()
@@ -271,17 +254,17 @@ def latest_submission() -> Any:
     return LATEST[0] if LATEST else None
 
 
-_streams: list[Streams] = []
-_COMPUTE: dict[torch.device, Compute] = {}
+_doubles: list[Any] = []
 
 
 def compute_of(device: torch.device) -> Compute | None:
     """Return the compute streams of a device; None where it has none."""
-    if device not in _COMPUTE:
-        if not _streams and device.type != "cuda":
+    if device not in COMPUTE:
+        if not _doubles and device.type != "cuda":
             return None
-        _COMPUTE[device] = Compute(device, _streams[-1] if _streams else None)
-    return _COMPUTE[device]
+        COMPUTE[device] = Compute(device, _doubles[-1] if _doubles else None)
+    found: Compute = COMPUTE[device]
+    return found
 
 
 def lane(name: str, device: torch.device) -> CpuLane:
@@ -291,12 +274,6 @@ def lane(name: str, device: torch.device) -> CpuLane:
         compute = compute_of(device)
         LANES[key] = CpuLane(name) if compute is None else CudaLane(name, compute)
     return LANES[key]
-
-
-def forget_unused_streams() -> None:
-    """Let lanes wait no more for streams that were not used since the last call; nothing to do on CPU."""
-    for compute in _COMPUTE.values():
-        compute.forget_unused()
 
 
 def turns(device: torch.device) -> Turns | None:
@@ -328,17 +305,17 @@ def wait_for_event(event: torch.Event, device: torch.device) -> None:
 
 
 @contextmanager
-def drive_with(streams: Streams) -> Iterator[None]:
+def drive_with(streams: Any) -> Iterator[None]:
     """Let ``streams`` stand for those of every device while the block runs; models are made and used inside of it."""
-    known: tuple[dict[Any, Any], ...] = (LANES, _COMPUTE)
+    known: tuple[dict[Any, Any], ...] = (LANES, COMPUTE)
     before, latest = [dict(each) for each in known], list(LATEST)
     for each in known:
         each.clear()
-    _streams.append(streams)
+    _doubles.append(streams)
     try:
         yield
     finally:
-        _streams.pop()
+        _doubles.pop()
         for each, saved in zip(known, before, strict=True):
             each.clear()
             each.update(saved)

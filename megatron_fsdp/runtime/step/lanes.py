@@ -16,7 +16,7 @@ import torch.distributed as dist
 from dbuffer.collectives import wait_for
 from dbuffer.events import listeners, tell
 
-__all__ = ["LANES", "CpuLane", "Operation", "Ticket", "join_lanes"]
+__all__ = ["COMPUTE", "LANES", "CpuLane", "Operation", "Ticket", "forget_unused_streams", "join_lanes"]
 
 Operation = Callable[[list[dist.Work] | None], None]
 
@@ -114,6 +114,16 @@ class CpuLane:
 
 LANES: dict[tuple[str, torch.device], CpuLane] = {}
 """The lanes of the process, by their names and devices."""
+
+
+COMPUTE: dict[torch.device, Any] = {}
+"""The streams on which compute runs, ``Compute``, of each device that has any."""
+
+
+def forget_unused_streams() -> None:
+    """Let lanes wait no more for streams that were not used since the last call; nothing to do on CPU."""
+    for compute in COMPUTE.values():
+        compute.forget_unused()
 
 
 def join_lanes() -> None:

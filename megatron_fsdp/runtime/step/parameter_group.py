@@ -27,11 +27,10 @@ from dbuffer_kernels import cast_copy
 from megatron_fsdp.build.builder import GroupSpec
 from megatron_fsdp.build.ownership import OwnedParameter
 from megatron_fsdp.policy.offload import hand_back
-from megatron_fsdp.runtime.step.cuda_lane import lane
 from megatron_fsdp.runtime.step.freshness import Freshness
 from megatron_fsdp.runtime.step.fsdp_params import FSDPParams
 from megatron_fsdp.runtime.step.gradients import GradientBuffer
-from megatron_fsdp.runtime.step.lanes import Ticket
+from megatron_fsdp.runtime.step.lanes import CpuLane, Ticket
 from megatron_fsdp.runtime.step.reduction import ReduceFunction
 
 __all__ = ["GatherFunction", "ParameterGroup", "WeightBuffers", "group_of_parameter", "note_group", "start_gathers"]
@@ -67,7 +66,7 @@ def start_gathers(groups: Sequence[ParameterGroup], *, check: bool, owner: int =
     if not weights and not stale:
         return None
     gather = functools.partial(_gather, stale, weights)
-    return lane("gather", groups[0].spec.device).submit(gather, then, on_host, owner=owner)
+    return groups[0].lane.submit(gather, then, on_host, owner=owner)
 
 
 def _gather(stale: Sequence[ParameterGroup], weights: Sequence[WeightBuffers], works: list[dist.Work] | None) -> None:
@@ -198,7 +197,7 @@ class ParameterGroup:
         fsdp_params: the two sets of parameter objects.
         rests_whole: whether compute weights are whole on every rank all the time.
         is_meta: whether nothing is allocated yet: the parameters were on the meta device.
-        freshness: how old the compute weights are.
+        freshness: how old the compute weights are. lane: on which they are gathered.
         reduce_hook, reduce_function: see ``set_reduction``.
     """
 
@@ -210,6 +209,7 @@ class ParameterGroup:
     parameters: dict[str, nn.Parameter]
     gradients: GradientBuffer | None
     freshness: Freshness
+    lane: CpuLane
     rests_whole: bool
     is_meta: bool
 

@@ -14,8 +14,7 @@ from dbuffer.collectives_together import reduce_together
 from dbuffer.layout import only_flat_axis
 from dbuffer.route import Route
 from dbuffer_kernels import accumulate
-from megatron_fsdp.runtime.step.cuda_lane import lane
-from megatron_fsdp.runtime.step.lanes import Ticket
+from megatron_fsdp.runtime.step.lanes import CpuLane, Ticket
 
 __all__ = ["Hook", "ReduceFunction", "Reduction", "Stages", "submit_reductions"]
 
@@ -42,13 +41,13 @@ class Stages(NamedTuple):
 
 
 def submit_reductions(
-    device: torch.device,
+    lane: CpuLane,
     all_stages: Sequence[Stages],
     owner: int,
     tickets: Sequence[list[Ticket]],
     after: Sequence[Ticket] = (),
 ) -> None:
-    """Issue reductions together on their lane; who waits for the ticket, which each list gets, sees them folded."""
+    """Issue reductions together on a lane; who waits for the ticket, which each list gets, sees them folded."""
 
     def start(works: list[dist.Work] | None) -> None:
         parts: list[Part] = []
@@ -69,9 +68,7 @@ def submit_reductions(
         for call in calls:
             call()
 
-    lane("reduce", device).submit(
-        start, fold, fold_on_host if calls else None, owner=owner, tickets=tickets, after=after
-    )
+    lane.submit(start, fold, fold_on_host if calls else None, owner=owner, tickets=tickets, after=after)
 
 
 class Reduction:

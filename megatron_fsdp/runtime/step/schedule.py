@@ -17,8 +17,8 @@ from torch.autograd import profiler
 
 from dbuffer.events import listeners, tell
 from megatron_fsdp.errors import AgreementError
-from megatron_fsdp.runtime.step.cuda_lane import forget_unused_streams, wait_for_event
-from megatron_fsdp.runtime.step.lanes import Ticket
+from megatron_fsdp.runtime.step.cuda_lane import wait_for_event
+from megatron_fsdp.runtime.step.lanes import Ticket, forget_unused_streams
 from megatron_fsdp.runtime.step.outputs import Attributes, watch_given, watch_inputs, watch_made, watch_output
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup, start_gathers
 from megatron_fsdp.runtime.step.unit import Call, Tree, Unit, WeightState, alive
@@ -60,8 +60,8 @@ class Guards:
     refuse_reads: Callable[[Call], None]
     refuse_gathered: Callable[[Iterable[ParameterGroup]], None]
     before_recomputation: Callable[[Unit, nn.Module], None]
-    is_to_come: Callable[[Sequence[Call], Unit, float, Mapping[int, Call], Iterable[Unit]], bool]
     brings_gradients: Callable[[Iterable[Unit]], bool]
+    is_to_come: Callable[[Sequence[Call], Unit, float, Mapping[int, Call], Iterable[Unit]], bool]
 
 
 class Schedule:
