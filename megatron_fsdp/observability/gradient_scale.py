@@ -10,7 +10,7 @@ import contextlib
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -71,29 +71,30 @@ class ParameterScale:
         """Whether there was a gradient, and more of it than rounding."""
         return not math.isnan(self.factor) and self.limit < _USELESS_LIMIT
 
-    def complaints(self) -> Iterator[str]:
-        """Yield what is wrong with it."""
+    @property
+    def complaint(self) -> str:
+        """What is wrong with it, the first thing; empty for nothing."""
         if not self.is_finite:
-            yield "there is NaN or infinity in its gradient; take another batch, or look for where it is from"
+            return "there is NaN or infinity in its gradient; take another batch, or look for where it is from"
         if not self.is_measured:
-            return
+            return ""
         if abs(self.factor - self.expected) > self.limit * abs(self.expected):
-            yield (
+            return (
                 f"the reduced gradient is {self.factor:.7g} x the sum of all ranks' gradients, expected "
                 f"{self.expected:.7g}: {_times(self.factor, self.expected)}. Look at set_gradient_divide_factor, "
                 "reduction hooks, what scales gradients after backward; expected=1.0 for a loss per token of all ranks."
             )
         if self.residual > 2 * self.limit:
-            yield (
+            return (
                 f"{self.residual:.3g} of the reduced gradient, by norm, is no multiple of the sum of all ranks' "
-                f"gradients, expected at most {2 * self.limit:.3g}: ranks or elements have other weights than others. "
-                "Look at reduction hooks and a custom reduce-scatter."
+                f"gradients, expected at most {2 * self.limit:.3g}: look at reduction hooks, a custom reduce-scatter."
             )
         if not abs(self.accumulated - 2) <= 4 * self.limit:
-            yield (
+            return (
                 f"the same microbatch twice gives {self.accumulated:.7g} x the gradient of one, expected 2: "
                 "accumulation, or a weight gradient's product into the buffer, scales what it should add."
             )
+        return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,20 +111,22 @@ class NormScale:
     highest: float
     lowest: float
 
-    def complaints(self) -> Iterator[str]:
-        """Yield what is wrong with it."""
+    @property
+    def complaint(self) -> str:
+        """What is wrong with it; empty for nothing."""
         if self.highest - self.lowest > _NORM_LIMIT * self.highest:
-            yield (
+            return (
                 f"the gradient norm is {self.found:.7g} here, and from {self.lowest:.7g} to {self.highest:.7g} on the "
                 f"ranks, which clip differently; that of all gradients is {self.expected:.7g}. Experts that other "
                 "ranks do not have count where they are: make them DTensors over their axis, or give norm=...; "
                 "parameters that are not sharded count on each rank: reduce their gradients in finish=..."
             )
-        elif abs(self.found - self.expected) > _NORM_LIMIT * max(self.found, self.expected):
-            yield (
+        if abs(self.found - self.expected) > _NORM_LIMIT * max(self.found, self.expected):
+            return (
                 f"the gradient norm is {self.found:.7g}, that of all ranks' gradients {self.expected:.7g}: "
                 f"{_times(self.found, self.expected)}. Look for ranks that count the same elements, or leave some out."
             )
+        return ""
 
 
 def _times(found: float, expected: float) -> str:
@@ -156,16 +159,16 @@ class GradientScale:
     def complaints(self) -> list[str]:
         """Return what is wrong: a sentence for each parameter, and one for the norm."""
         found = [
-            f"parameter {each.name!r} (unit {each.unit!r}, over {each.place}): {said}"
+            f"parameter {each.name!r} (unit {each.unit!r}, over {each.place}): {each.complaint}"
             for each in self.parameters
-            for said in itertools.islice(each.complaints(), 1)
+            if each.complaint
         ]
         if not any(each.is_measured for each in self.parameters) and not found:
             found.append(
                 "no parameter has a gradient to measure: the loss reaches none, or the ranks' gradients cancel. Call "
                 "it with the loss and the data of training, other data on every rank"
             )
-        return [*found, *(self.norm.complaints() if self.norm is not None else ())]
+        return [*found, *([self.norm.complaint] if self.norm is not None and self.norm.complaint else ())]
 
     def __str__(self) -> str:
         lines = ["gradient scale, reduced gradients of the sum over ranks:"]

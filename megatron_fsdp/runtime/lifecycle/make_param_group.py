@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from dbuffer import DBuffer, FlatDTensor, Plan
-from dbuffer.dtensor.flat_dtensor import rebind, refuse_uses
+from dbuffer.dtensor.attribute_ops import rebind, refuse_uses
 from megatron_fsdp.build.builder import GroupSpec
 from megatron_fsdp.build.ownership import OwnedParameter, mark_owned
 from megatron_fsdp.errors import ConfigError, StateError
