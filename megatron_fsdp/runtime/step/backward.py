@@ -102,6 +102,9 @@ class Backward:
         for unit in schedule.units():
             unit.backward = self
 
+    def _buffers(self) -> list[GradientBuffer]:
+        return [buffer for unit in self._schedule.units() for buffer in unit.gradients]
+
     def share_reductions(self, other: Backward) -> None:
         """Count packed gradient buffers together with another root's."""
         self._reducing = other._reducing
@@ -131,9 +134,8 @@ class Backward:
     def _settle(self) -> None:
         """Take notice of sums under way that users threw away."""
         if self._has_sums:
-            for unit in self._schedule.units():
-                for buffer in unit.gradients:
-                    buffer.settle()
+            for buffer in self._buffers():
+                buffer.settle()
             self._has_sums = False
 
     def void(self, ending: weakref.ref[functools.partial[None]]) -> None:
@@ -143,9 +145,8 @@ class Backward:
         ``recover`` gives memory back.
         """
         if self._pass is not None and self._pass.ending is ending:
-            for unit in self._schedule.units():
-                for buffer in unit.gradients:
-                    buffer.void(self.number)
+            for buffer in self._buffers():
+                buffer.void(self.number)
             self._has_sums = True
 
     def recover(self) -> None:
@@ -159,10 +160,9 @@ class Backward:
     def reset(self) -> None:
         """Forget a forward or backward that raised, and the gradients that are incomplete or not finished."""
         self._abandon()
-        for unit in self._schedule.units():
-            for buffer in unit.gradients:
-                if buffer.binding.is_void or self.is_unfinished:
-                    buffer.discard()
+        for buffer in self._buffers():
+            if buffer.binding.is_void or self.is_unfinished:
+                buffer.discard()
         self.is_unfinished, self.awaited = False, None
 
     def _abandon(self) -> None:
@@ -175,9 +175,8 @@ class Backward:
         self._end()
 
     def _end(self) -> None:
-        for unit in self._schedule.units():
-            for buffer in unit.gradients:
-                buffer.end_backward()
+        for buffer in self._buffers():
+            buffer.end_backward()
         self._schedule.end_backward()
         self._pass = None
         self.is_under_way = False
@@ -362,7 +361,7 @@ class Backward:
         if not is_inside:
             self.recover()
             self._settle()
-        now, units = self._pass, list(self._schedule.units())
+        now, units = self._pass, self._schedule.units()
         is_for_others = is_inside and (now is None or not now.has_gradients)
         for unit in now.latest_first() if now is not None else ():
             self.leave_unit(unit)
