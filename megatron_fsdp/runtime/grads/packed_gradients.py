@@ -59,7 +59,8 @@ class PackedGradients(GradientBuffer):
     def __init__(self, main_weight: DBuffer, spec: GroupSpec, fsdp_params: FSDPParams) -> None:
         self.unit, self.backward = "", 0
         self.tickets, self.last_tickets = [], []
-        self._lane = lane("reduce", spec.compute_device)
+        self._device = spec.compute_device
+        self._lane = lane("reduce", self._device)
         self._spec, self._template, self._fsdp_params = spec, main_weight, fsdp_params
         self._begun = fsdp_params.begun
         self._make_buffers()

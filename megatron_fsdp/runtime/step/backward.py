@@ -178,7 +178,7 @@ class Backward:
         for buffer in self._buffers():
             buffer.end_backward()
         self._schedule.end_backward()
-        self._pass = self._last.closed = None
+        self._pass = None
         self.is_under_way = False
 
     # ------------------------------------------------------------------ enter
@@ -331,8 +331,6 @@ class Backward:
     def _reduce(self, unit: Unit) -> None:
         if not self._guards.first_use.is_over:
             self._guards.first_use.before_reduction(unit)
-        if self._last.closed is not None:
-            self._last.flush()
         complete = [buffer for buffer in unit.gradients if buffer.close(reduce=unit.requires_gradient_sync)]
         for buffer in complete:
             if 1 in buffer.binding.missing:
