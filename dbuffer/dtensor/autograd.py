@@ -285,9 +285,9 @@ def convert_gradients_of(tensor: Any) -> None:
         if tensor in _CONVERTED or not tensor.requires_grad:
             return
         _CONVERTED[tensor] = True
-        tensor.register_hook(_converter(tensor))  # type: ignore[no-untyped-call]  # torch's stub
+        tensor.register_hook(_converter(tensor))
         if tensor.is_leaf:
-            tensor.register_post_accumulate_grad_hook(_own_kind_of_grad)  # type: ignore[no-untyped-call]  # torch's stub
+            tensor.register_post_accumulate_grad_hook(_own_kind_of_grad)
 
 
 def _converter(tensor: PlacedTensor) -> Callable[[torch.Tensor], torch.Tensor]:
