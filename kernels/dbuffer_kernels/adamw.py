@@ -95,9 +95,8 @@ def adamw(buffers: AdamWBuffers, segments: Segments, rows: Tensor, *, clip: Tens
     add may fuse.
 
     Moves per element the gradient once, weight and moments twice, and ``model_weight`` once: 30 bytes with all in
-    fp32 and a bf16 ``model_weight``, 28 with a remainder instead of an fp32 weight, 18 with bf16 gradient and moments
-    as well. About 40 flops per element: memory bound. On CUDA nothing is allocated after the
-    first call with the same ``segments``; the CPU runs ``reference_adamw``, which states its own.
+    fp32 and a bf16 ``model_weight``, about 40 flops. On CUDA nothing is allocated after the first call with the same
+    ``segments``; the CPU takes temporaries of ``CHUNK_NUMEL`` elements.
 
     Args:
         buffers: what is read and written.
@@ -180,13 +179,7 @@ def adamw_rows(
 def reference_adamw(
     buffers: AdamWBuffers, segments: Sequence[Segment], rows: Tensor, *, clip: Tensor | None = None
 ) -> None:
-    """Take the AdamW step that the op of this name states, in batches of pieces that share a row.
-
-    Allocates temporaries of ``CHUNK_NUMEL`` elements, one for each buffer that has not the compute dtype and two more.
-
-    Args:
-        segments: disjoint, in bounds. rows: fp64 (rows, 8). clip: 0-d, multiplied into the gradients.
-    """
+    """Take the step that ``adamw`` states, in batches of pieces that share a row."""
     values = rows.tolist()
     numel = buffers.weight.numel()
     if len(segments) == 1 and segments[0].stop - segments[0].start == numel <= CHUNK_NUMEL:

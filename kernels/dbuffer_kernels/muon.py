@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     # At run time launch.jit binds this name, so that importing the package does not import Triton.
     import triton.language as tl
 
-__all__ = ["MuonWeights", "muon_apply", "muon_apply_kernel", "muon_momentum", "muon_momentum_kernel"]
-
 _NUM_COLUMNS = 2
 
 
