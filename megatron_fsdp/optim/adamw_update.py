@@ -19,7 +19,7 @@ from dbuffer_kernels import (
     adamw_rows,
     int8_adamw,
 )
-from dbuffer_kernels.reference import rounding_keys
+from dbuffer_kernels.dynamic_map import rounding_keys
 from megatron_fsdp.optim.param_memory import ABSENT
 
 __all__ = ["Rows", "Update"]

@@ -16,7 +16,7 @@ from dbuffer.storage import FlatStorage
 from dbuffer_kernels import MuonWeights, cast_copy
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.optim.ownership import holders_of
-from megatron_fsdp.runtime.step.grad_state import GradState
+from megatron_fsdp.runtime.step.grad_binding import GradState
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup, group_of_parameter
 
 __all__ = ["ABSENT", "FlatGradient", "GroupMemory", "Owned", "ParamMemory", "PlainMemory", "find_owned", "local_range"]
