@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from typing import TypeVar
 
 import torch
@@ -18,9 +18,10 @@ from megatron_fsdp.runtime.step.grad_binding import GradState
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup, group_of_parameter
 from megatron_fsdp.runtime.step.unit import units_below
 
-__all__ = ["by_axes", "clip_factor", "clip_grad_norm_"]
+__all__ = ["by_axes", "clip_factor", "clip_grad_norm_", "total_norm"]
 
 Each = TypeVar("Each")
+Spread = Collection[tuple[Iterable[MeshAxis], list[torch.Tensor]]]
 
 
 def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
@@ -69,8 +70,8 @@ def clip_grad_norm_(
     plain = [p.grad for p in model.parameters() if p.grad is not None and group_of_parameter(p) is None]
     device = next((each.group.spec.device for each in held), plain[0].device if plain else torch.device("cpu"))
     spread = by_axes((each.group.spread_over(each.placements), each.flat) for each in held)
-    measure = exact_norm if any(each.group.spec.dtypes.reduction for each in held) else _norm
-    norm = measure([((), plain), *spread], order, device)
+    is_invariant = any(each.group.spec.dtypes.reduction for each in held)
+    norm = total_norm([*([((), plain)] if plain else ()), *spread], order, device, is_invariant=is_invariant)
     if error_if_nonfinite:
         may_step(norm, "raise", lambda: readings_of(model))
     if max_norm != math.inf:
@@ -82,17 +83,17 @@ def clip_grad_norm_(
     return norm
 
 
-def _norm(
-    spread: Sequence[tuple[Iterable[MeshAxis], list[torch.Tensor]]], order: float, device: torch.device
-) -> torch.Tensor:
+def total_norm(spread: Spread, order: float, device: torch.device, *, is_invariant: bool) -> torch.Tensor:
+    """Return the norm over all ranks of what is spread over axes; ``is_invariant``: as ``exact_norm``, to the bit."""
+    if is_invariant:
+        return exact_norm(list(spread), order, device)
     total = torch.zeros((), dtype=torch.float32, device=device)
     for axes, tensors in spread:
-        if not tensors:
-            continue
-        subtotal = _combine([_power(tensor, order) for tensor in tensors], order, device)
+        # Put together where they are: each copy between devices makes the host wait.
+        subtotal = _combine([_power(tensor, order) for tensor in tensors], order).to(device)
         for axis in axes:
             all_reduce(subtotal, axis, "max" if order == math.inf else "sum")
-        total = _combine([total, subtotal], order, device)
+        total = _combine([total, subtotal], order)
     if order == math.inf:
         return total
     return total.sqrt() if order == 2.0 else total.pow(1.0 / order)
@@ -109,9 +110,9 @@ def _power(gradient: torch.Tensor, order: float) -> torch.Tensor:
     return norm.square() if order == 2.0 else norm.pow(order)
 
 
-def _combine(parts: list[torch.Tensor], order: float, device: torch.device) -> torch.Tensor:
+def _combine(parts: list[torch.Tensor], order: float) -> torch.Tensor:
     widest = torch.float64 if any(part.dtype is torch.float64 for part in parts) else torch.float32
-    stacked = torch.stack([part.to(device=device, dtype=widest) for part in parts])
+    stacked = torch.stack([part.to(device=parts[0].device, dtype=widest) for part in parts])
     return stacked.amax() if order == math.inf else stacked.sum()
 
 

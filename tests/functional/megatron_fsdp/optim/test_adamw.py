@@ -1,9 +1,9 @@
 """The flat AdamW takes the steps of ``torch.optim.AdamW``, on any strategy, and shows the same state."""
 
 import copy
+import functools
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import pytest
@@ -17,14 +17,11 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import distribute_tensor
 
 from megatron_fsdp import (
     ConfigError,
     MixedPrecisionPolicy,
-    Placements,
     clip_grad_norm_,
     fully_shard,
     fully_shard_optimizer,
@@ -32,7 +29,7 @@ from megatron_fsdp import (
 from megatron_fsdp.optim.adamw import AdamW
 from tests.functional.adamw_comparison import differing_state, groups_of, torch_adamw, two_groups
 from tests.harness import on_ranks, run_ranks
-from tests.harness.grids import covering, nightly_but
+from tests.harness.grids import nightly_but
 from tests.harness.models import (
     WIDTH,
     Block,
@@ -47,7 +44,6 @@ from tests.harness.models import (
     world_mesh,
 )
 from tests.harness.oracle import differing, shard_model, train, whole, whole_state
-from tests.harness.twins import Twins
 
 BF16, FP32 = torch.bfloat16, torch.float32
 State: TypeAlias = dict[str, Any]
@@ -163,46 +159,50 @@ def test_compute_weights_at_rest_are_those_just_stepped_before_any_forward(strat
     assert len(is_stale) == 3
 
 
-def clip_and_step(strategy: str, mesh: tuple[int, ...], fused: bool) -> tuple[list[float], list[float], State]:
+def clip_and_step(strategy: str, mesh: tuple[int, ...], fused: bool) -> tuple[list[float], float, State]:
     """Return the norms of four steps, how much gradients moved while they were applied, and the weights."""
     torch.manual_seed(0)
-    model = shard_model(make_model(), make_mesh(mesh), strategy)
-    outside = nn.Linear(WIDTH, WIDTH)
-    optimizer = AdamW([*two_groups(model), {"params": outside.parameters()}], lr=0.05)
-    norms, moved = [], []
+    model = nn.ModuleList([shard_model(make_model(), make_mesh(mesh), strategy), nn.Linear(WIDTH, WIDTH)])
+    optimizer = AdamW([*two_groups(model[0]), {"params": model[1].parameters()}], lr=0.05)
+    norms, moved = [], 0.0
     for step in range(4):
         tokens = draw_tokens(dist.get_rank(), step)
-        loss_of(model(tokens), tokens).backward()
-        outside(inputs(0, step)).square().mean().backward()
+        loss_of(model[0](tokens), tokens).backward()
+        model[1](inputs(0, step)).square().mean().backward()
+        before = [whole(p.grad, p) for p in model.parameters()]
         # Between the smallest and the largest norm, so that some steps are clipped and others are not.
         if fused:
-            before = [whole(p.grad, p) for p in model.parameters()]
             optimizer.step(max_norm=0.5)
-            moved.append(
-                max(float((whole(p.grad, p) - g).abs().max()) for p, g in zip(model.parameters(), before, strict=True))
-            )
+            assert optimizer.grad_norm is not None
             norms.append(optimizer.grad_norm.item())
+            pairs = zip(model.parameters(), before, strict=True)
+            moved = max(moved, *(float((whole(p.grad, p) - g).abs().max()) for p, g in pairs))
         else:
-            norms.append(clip_grad_norm_(nn.ModuleList([model, outside]), 0.5).item())
+            norms.append(clip_grad_norm_(model, 0.5).item())
             optimizer.step()
         optimizer.zero_grad()
-    return norms, moved, whole_state(model) | {f"outside.{k}": v for k, v in whole_state(outside).items()}
+    return norms, moved, whole_state(model)
 
 
 CLIPPED = [("optim_grads_params", (3,)), ("optim", (2,)), ("hsdp", (2, 2))]
 
 
 @pytest.mark.parametrize(("strategy", "mesh"), nightly_but(CLIPPED[1:], CLIPPED), ids=str)
+@on_ranks(lambda mesh: torch.Size(mesh).numel())
 def test_clipping_inside_the_step_equals_clip_grad_norm_before_it(strategy: str, mesh: tuple[int, ...]) -> None:
-    num_ranks = torch.Size(mesh).numel()
-    fused = run_ranks(num_ranks, clip_and_step, strategy, mesh, True)
-    apart = run_ranks(num_ranks, clip_and_step, strategy, mesh, False)
-    assert any(norm > 0.55 for norm in apart[0][0])
-    for (norms, moved, weights), (wanted_norms, _, wanted) in zip(fused, apart, strict=True):
-        assert norms == fused[0][0]
-        assert norms == pytest.approx(wanted_norms, rel=1e-6)
-        assert moved == [0.0] * 4
-        assert differing(weights, wanted, 2e-6) == []
+    (norms, moved, weights), (wanted_norms, _, wanted) = (clip_and_step(strategy, mesh, way) for way in (True, False))
+    assert any(norm > 0.55 for norm in wanted_norms)
+    assert norms == pytest.approx(wanted_norms, rel=1e-6)
+    # The norm is the same on all ranks.
+    assert len(set(map(tuple, gathered(norms)))) == 1
+    assert moved == 0.0
+    assert differing(weights, wanted, 2e-6) == []
+
+
+def gathered(values: list[float]) -> list[list[float]]:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, values)
+    return found
 
 
 @on_ranks(2)
@@ -291,6 +291,25 @@ def replace_some_state(optimizer: torch.optim.Optimizer, step: int) -> None:
         optimizer.state[second] = {"step": torch.tensor(3.0)} | moments
 
 
+def exchange(what: str, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Exchange state of the experts of two blocks, which lie alike in their units."""
+    if step != 2:
+        return
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    one, other = (index for index, parameter in enumerate(parameters) if parameter.ndim == 3)
+    state: Any = optimizer.state
+    keys: Any = parameters[one], parameters[other]
+    document = optimizer.state_dict()
+    if what == "first moments":
+        first, second = (state[key] for key in keys)
+        first["exp_avg"], second["exp_avg"] = second["exp_avg"], first["exp_avg"]
+        return
+    state, keys = (state, keys) if what == "records" else (document["state"], (one, other))
+    state[keys[0]], state[keys[1]] = state[keys[1]], state[keys[0]]
+    if what == "entries of a state dict":
+        optimizer.load_state_dict(document)
+
+
 GRADIENT_CHANGES: dict[str, Callable[[nn.Module, int], None]] = {
     "lose some gradients": drop_some_gradients,
     "get other gradients": replace_some_gradients,
@@ -302,6 +321,10 @@ OPTIMIZER_CHANGES: dict[str, Callable[[torch.optim.Optimizer, int], object]] = {
     "move to a new param group": add_a_group,
     "lose their state": lambda optimizer, step: optimizer.state.pop(optimizer.param_groups[0]["params"][step], None),
     "get other state": replace_some_state,
+    **{
+        f"exchange {what}": functools.partial(exchange, what)
+        for what in ("records", "first moments", "entries of a state dict")
+    },
 }
 
 
@@ -379,144 +402,59 @@ def moments_of(model: Model, optimizer: torch.optim.Optimizer) -> State:
     }
 
 
+def give_state_dict(model: Model, optimizer: Any, other: Model, taker: Any) -> None:
+    other.load_state_dict(model.state_dict())
+    # PyTorch's load_state_dict takes tensors over as they are, so that both optimizers would write into them.
+    document = optimizer.state_dict()
+    taker.load_state_dict(document if isinstance(taker, AdamW) else copy.deepcopy(document))
+
+
+def give_full_state_of_rank_0(model: Model, optimizer: Any, other: Model, taker: Any) -> None:
+    weights = get_model_state_dict(model, options=FULL_ON_RANK_0)
+    state = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=FULL_ON_RANK_0))
+    set_model_state_dict(other, weights, options=FROM_RANK_0)
+    set_optimizer_state_dict(other, taker, state, options=FROM_RANK_0)
+
+
+def give_what_torch_cut(model: Model, optimizer: Any, other: Model, taker: Any) -> None:
+    other.load_state_dict(model.state_dict())
+    # A state dict holds the optimizer's own dictionaries.
+    document = copy.deepcopy(optimizer.state_dict())
+    for values in document["state"].values():
+        for key in ("exp_avg", "exp_avg_sq"):
+            value = values[key]
+            values[key] = distribute_tensor(value.full_tensor(), value.device_mesh, [*value.placements])
+    taker.load_state_dict(document)
+
+
+GIVERS = {"state dict": give_state_dict, "full, rank 0": give_full_state_of_rank_0, "cut": give_what_torch_cut}
+QUICK = [
+    ("ours", "ours", "hfsdp", 4, "state dict"),
+    ("torch's", "ours", "optim_grads_params", 3, "state dict"),
+    ("ours", "torch's", "optim", 2, "state dict"),
+    ("ours", "torch's", "optim_grads_params", 3, "full, rank 0"),
+    ("torch's", "ours", "optim_grads_params", 3, "full, rank 0"),
+    ("ours", "ours", "optim_grads_params", 3, "cut"),
+]
 LAYOUTS_STATE = [("optim_grads_params", 3), ("optim", 2), ("hfsdp", 4)]
-RESUMED = [(*way, *layout) for way in WAYS for layout in LAYOUTS_STATE]
+RESUMED = [(*way, *layout, "state dict") for way in WAYS for layout in LAYOUTS_STATE] + QUICK[3:]
 
 
-@pytest.mark.parametrize(
-    ("saver", "loader", "strategy", "num_ranks"), nightly_but(covering(RESUMED, strength=1), RESUMED)
-)
+@pytest.mark.parametrize(("saver", "loader", "strategy", "num_ranks", "by"), nightly_but(QUICK, RESUMED))
 @on_ranks(lambda num_ranks: num_ranks)
-def test_a_state_dict_resumes_bit_for_bit(saver: str, loader: str, strategy: str, num_ranks: int) -> None:
+def test_state_resumes_bit_for_bit(saver: str, loader: str, strategy: str, num_ranks: int, by: str) -> None:
     model, optimizer = sharded(MAKERS[saver], 0, strategy)
     train(model, optimizer, range(2), mine())
     other, other_optimizer = sharded(MAKERS[loader], 5, strategy)
-    # Into an optimizer that has state of its own already.
-    train(other, other_optimizer, range(3), mine())
-    other.load_state_dict(model.state_dict())
-    # PyTorch's load_state_dict takes tensors over as they are, so that both optimizers would write into them.
-    other_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    if by == "state dict":
+        # Into an optimizer that has state of its own already.
+        train(other, other_optimizer, range(3), mine())
+    GIVERS[by](model, optimizer, other, other_optimizer)
     right_after = differing(moments_of(other, other_optimizer), moments_of(model, optimizer))
     train(model, optimizer, range(2, 4), mine())
     train(other, other_optimizer, range(2, 4), mine())
     assert right_after == []
     assert differing(whole_state(other), whole_state(model)) == []
-
-
-@on_ranks(2)
-def test_two_optimizers_never_share_the_state_that_one_loaded_from_the_other() -> None:
-    model, optimizer = sharded(AdamW)
-    train(model, optimizer, range(2), mine())
-    before = moments_of(model, optimizer)
-    other, other_optimizer = sharded(AdamW, 5)
-    other_optimizer.load_state_dict(optimizer.state_dict())
-    train(other, other_optimizer, range(2), mine())
-    moved = bool(differing(moments_of(other, other_optimizer), before, 1e-3))
-    assert (moved, differing(moments_of(model, optimizer), before)) == (True, [])
-
-
-@pytest.mark.parametrize(("saver", "loader"), WAYS)
-@on_ranks(3)
-def test_the_full_state_of_rank_0_resumes_bit_for_bit(saver: str, loader: str) -> None:
-    model, optimizer = sharded(MAKERS[saver])
-    train(model, optimizer, range(2), mine())
-    weights = get_model_state_dict(model, options=FULL_ON_RANK_0)
-    state = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=FULL_ON_RANK_0))
-    other, other_optimizer = sharded(MAKERS[loader], 5)
-    set_model_state_dict(other, weights, options=FROM_RANK_0)
-    set_optimizer_state_dict(other, other_optimizer, state, options=FROM_RANK_0)
-    train(model, optimizer, range(2, 4), mine())
-    train(other, other_optimizer, range(2, 4), mine())
-    assert differing(whole_state(other), whole_state(model)) == []
-
-
-@on_ranks(3)
-def test_state_that_torch_cut_lands_in_the_rows_of_its_parameters() -> None:
-    model, optimizer = sharded(AdamW)
-    train(model, optimizer, range(2), mine())
-    # A state dict holds the optimizer's own dictionaries.
-    state = copy.deepcopy(optimizer.state_dict())
-    wanted = moments_of(model, optimizer)
-    for values in state["state"].values():
-        for key in ("exp_avg", "exp_avg_sq"):
-            value = values[key]
-            values[key] = distribute_tensor(value.full_tensor(), value.device_mesh, [*value.placements])
-    other, other_optimizer = sharded(AdamW, 5)
-    other_optimizer.load_state_dict(state)
-    found = moments_of(other, other_optimizer)
-    other.load_state_dict(model.state_dict())
-    train(model, optimizer, range(2, 3), mine())
-    train(other, other_optimizer, range(2, 3), mine())
-    assert (differing(found, wanted), differing(whole_state(other), whole_state(model))) == ([], [])
-
-
-def save_with_dcp(path: str, saver: str) -> State:
-    model, optimizer = sharded(MAKERS[saver])
-    train(model, optimizer, range(2), mine())
-    state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
-    save(state, checkpoint_id=path)
-    return whole_state(model)
-
-
-def load_with_dcp(path: str, loader: str, num_savers: int) -> tuple[State, State]:
-    """Load into a fresh model and optimizer; return the weights right after, and after one step on all data."""
-    if loader == "whole":
-        model = make_model(5)
-        optimizer: torch.optim.Optimizer = torch.optim.AdamW(
-            [p for p in model.parameters() if p.requires_grad], lr=0.01
-        )
-    else:
-        model, optimizer = sharded(MAKERS[loader], 5)
-    state: State = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
-    load(state, checkpoint_id=path)
-    set_model_state_dict(model, state["model"])
-    set_optimizer_state_dict(model, optimizer, state["optimizer"])
-    loaded = whole_state(model)
-    train(model, optimizer, range(2, 3), range(num_savers))
-    return loaded, whole_state(model)
-
-
-MOVES = [
-    ("ours", "ours", 2), ("torch's", "ours", 2), ("ours", "whole", 1), ("torch's", "torch's", 2),
-    ("ours", "torch's", 2), ("ours", "ours", 4), ("torch's", "torch's", 1),
-    ("torch's", "torch's", 3), ("torch's", "whole", 1),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("saver", "loader", "num_loaders"), nightly_but(MOVES[:4], MOVES))
-def test_what_three_ranks_saved_with_dcp_trains_on(saver: str, loader: str, num_loaders: int, tmp_path: Path) -> None:
-    saved = run_ranks(3, save_with_dcp, str(tmp_path / "checkpoint"), saver)[0]
-    model = make_model()
-    train(model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01), range(3), range(3))
-    for right_after, later in run_ranks(num_loaders, load_with_dcp, str(tmp_path / "checkpoint"), loader, 3):
-        assert differing(right_after, saved) == []
-        assert differing(later, model.state_dict(), 1e-5) == []
-
-
-def resume_bf16_moments() -> tuple[set[torch.dtype], list[str], list[str], set[torch.dtype]]:
-    def make(parameters: Any, **options: Any) -> AdamW:
-        return AdamW(parameters, moments_dtype=torch.bfloat16, **options)
-
-    model, optimizer = sharded(make)
-    train(model, optimizer, range(2), mine())
-    state = copy.deepcopy(optimizer.state_dict())
-    other, other_optimizer = sharded(make, 5)
-    other.load_state_dict(model.state_dict())
-    other_optimizer.load_state_dict(state)
-    stock, stock_optimizer = sharded(torch_adamw_state, 5)
-    stock_optimizer.load_state_dict(copy.deepcopy(state))
-    wanted = moments_of(model, optimizer)
-    found = differing(moments_of(other, other_optimizer), wanted)
-    train(model, optimizer, range(2, 4), mine())
-    train(other, other_optimizer, range(2, 4), mine())
-    kinds = {value.dtype for name, value in wanted.items() if ": exp_avg" in name}
-    loaded = {value.dtype for name, value in moments_of(stock, stock_optimizer).items() if ": exp_avg" in name}
-    return kinds, found, differing(whole_state(other), whole_state(model)), loaded
-
-
-def test_bf16_moments_resume_bit_for_bit_and_load_into_torchs_as_fp32() -> None:
-    wanted = ({torch.bfloat16}, [], [], {torch.float32})
-    assert run_ranks(3, resume_bf16_moments) == [wanted] * 3
 
 
 @on_ranks(2)
@@ -537,50 +475,3 @@ def test_the_state_of_other_optimizers_is_refused_before_anything_changes() -> N
             optimizer.load_state_dict(donor_optimizer.state_dict())
         assert differing(moments_of(model, optimizer), before) == []
         train(model, optimizer, range(1), mine())
-
-
-def swap(one: dict[Any, Any], other: dict[Any, Any], first: Any, second: Any) -> None:
-    one[first], other[second] = other[second], one[first]
-
-
-def swap_by_loading(optimizer: torch.optim.Optimizer, one: torch.Tensor, other: torch.Tensor) -> None:
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    a, b = (next(i for i, each in enumerate(parameters) if each is parameter) for parameter in (one, other))
-    document = optimizer.state_dict()
-    swap(document["state"], document["state"], a, b)
-    optimizer.load_state_dict(document)
-
-
-SWAPS: dict[str, Callable[..., None]] = {
-    "records": lambda optimizer, one, other: swap(optimizer.state, optimizer.state, one, other),
-    "first moments": lambda optimizer, one, other: swap(
-        optimizer.state[one], optimizer.state[other], "exp_avg", "exp_avg"
-    ),
-    "entries of a state dict": swap_by_loading,
-}
-
-
-@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
-@pytest.mark.parametrize("swap", SWAPS)
-@on_ranks(2)
-def test_state_exchanged_between_parameters_is_taken_over_with_both_values(strategy: str, swap: str) -> None:
-    def shard(model: Any, strategy: str) -> None:
-        mesh = make_mesh((dist.get_world_size(),))
-        for part in (model[0], model[2], model):
-            fully_shard(part, mesh, getattr(Placements, strategy)())
-
-    twins = Twins(lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), shard=shard, strategy=strategy)
-    model, oracle = twins
-    for each, make, ranks in (
-        (model, AdamW, mine()),
-        (oracle, torch.optim.AdamW, list(range(dist.get_world_size()))),
-    ):
-        optimizer = make(each.parameters(), lr=0.05)
-        for step in range(4):
-            for rank in ranks:
-                (each(inputs(rank, step, 4, 8)).square().mean() / len(ranks)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            if step == 1:
-                SWAPS[swap](optimizer, each[0].weight, each[2].weight)
-    assert twins.weights_apart() < 1e-5

@@ -4,10 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from megatron_fsdp import (
-    MixedPrecisionPolicy,
     export_safetensors,
     full_state_dict,
     import_safetensors,
@@ -91,25 +89,6 @@ def test_every_bit_goes_over_into(saver: str, loader: str, is_fresh: bool, tmp_p
             assert differing(found_later, later) == []
         # Another number of ranks sums in another order, in bf16.
         assert differing(found_later, later, 0.03) == []
-
-
-def resumed(policy: MixedPrecisionPolicy, path: str) -> State:
-    """Take five steps, with a save and a load into another model after the third."""
-    layout = Layout((dist.get_world_size(),), policy=policy)
-    model, again = layout.place(tied(0)), layout.place(tied(1))
-    optimizers = make_adamw(model), make_adamw(again)
-    train(model, optimizers[0], range(3), 2)
-    save_checkpoint(model, optimizers[0], path)
-    load_checkpoint(again, optimizers[1], path)
-    train(again, optimizers[1], range(3, 5), 2)
-    return full_weights(again)
-
-
-def test_a_resumed_run_equals_an_uninterrupted_one_with_fp32_main_weights(tmp_path: Path) -> None:
-    split = run_ranks(2, resumed, SPLIT, str(tmp_path / "split"))
-    plain = run_ranks(2, save, Layout((2,), policy=PLAIN), str(tmp_path / "plain"), False)
-    for found, (_, _, wanted) in zip(split, plain, strict=True):
-        assert differing(found, wanted) == []
 
 
 def through_safetensors(path: str) -> tuple[list[str], list[str], set[torch.dtype]]:

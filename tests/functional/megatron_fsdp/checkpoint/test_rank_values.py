@@ -71,27 +71,17 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[State]]:
     return path, [first, second]
 
 
-class Messages(logging.Handler):
-    """Keeps what is logged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
 def load(path: str) -> tuple[State, list[str]]:
-    messages = Messages()
+    """Return what this rank holds after loading, and what is logged."""
+    texts: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("megatron_fsdp")
-    logger.addHandler(messages)
-    try:
-        model, optimizer = build()
-        load_checkpoint(model, optimizer, path)
-    finally:
-        logger.removeHandler(messages)
-    return local_state(model, optimizer), messages.texts
+    logger.addHandler(handler)
+    model, optimizer = build()
+    load_checkpoint(model, optimizer, path)
+    logger.removeHandler(handler)
+    return local_state(model, optimizer), texts
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])

@@ -66,33 +66,13 @@ class Matrices(nn.Module):
         return total
 
 
-class Trio(nn.Module):
-    """Three matrices, one of which is more work than a rank's share, with gradients that weights do not change."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.large = nn.Parameter(torch.randn(29, 20) / 4)
-        self.wide = nn.Parameter(torch.randn(9, 37) / 4)
-        self.small = nn.Parameter(torch.randn(3, 5) / 4)
-
-    def forward(self, seed: int) -> torch.Tensor:
-        return dyadic_loss(self.parameters(), seed, follows_weights=False)
-
-
-def make_trio() -> Trio:
-    """Make the three matrices, alike on every rank."""
-    torch.manual_seed(1)
-    return Trio()
-
-
-def dyadic_loss(parameters: Iterable[torch.Tensor], seed: int, *, follows_weights: bool = True) -> torch.Tensor:
+def dyadic_loss(parameters: Iterable[torch.Tensor], seed: int) -> torch.Tensor:
     """Return a sum whose gradient by each weight is a multiple of 1/64 below 16."""
     generator = torch.Generator().manual_seed(seed)
     terms = []
     for parameter in parameters:
         drawn = torch.randint(-256, 256, parameter.shape, generator=generator) / 64
-        if follows_weights:
-            drawn = drawn + (parameter.detach() * 64).round() / 64
+        drawn = drawn + (parameter.detach() * 64).round() / 64
         terms.append((parameter * drawn).sum())
     return torch.stack(terms).sum()
 

@@ -14,10 +14,11 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from megatron_fsdp import load_checkpoint, save_checkpoint
+from megatron_fsdp import AdamW, MixedPrecisionPolicy, load_checkpoint, save_checkpoint
 from tests.functional.checkpoint_cases import LAYOUTS, Layout, State, full_optimizer_state, train_alone
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.grids import nightly_but
+from tests.harness.models import make_model
 from tests.harness.oracle import differing, train, whole_state
 
 
@@ -135,3 +136,19 @@ def test_pytorchs_converters_take_our_checkpoint_to_one_file_and_back(saved: Sav
     for weights, moments in run_ranks(2, load_one, LAYOUTS["ZeRO-0"], str(tmp_path / "back")):
         assert differing(weights, wanted) == []
         assert differing(moments, wanted_optimizer) == []
+
+
+@on_ranks(2)
+def test_moments_wider_than_the_weights_lose_nothing_on_the_way(tmp_path: Path) -> None:
+    """Save FP32 moments of bf16 weights; load them into a fresh optimizer by both ways."""
+    path = str(tmp_path / "step")
+    layout = Layout((2,), policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    model = layout.place(make_model(0).to(torch.bfloat16))
+    optimizers = [AdamW(model.parameters(), lr=0.01, moments_dtype=torch.float32) for _ in range(3)]
+    train_alone(model, optimizers[0], range(2))
+    optimizers[1].load_state_dict(optimizers[0].state_dict())
+    save_checkpoint(model, optimizers[0], path)
+    load_checkpoint(model, optimizers[2], path)
+    wanted, *found = (full_optimizer_state(model, optimizer) for optimizer in optimizers)
+    dtypes = {value.dtype for name, value in wanted.items() if name.endswith("exp_avg")}
+    assert (differing(found[0], wanted), differing(found[1], wanted), dtypes) == ([], [], {torch.float32})

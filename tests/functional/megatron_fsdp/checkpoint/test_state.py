@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -138,32 +139,25 @@ def save_and_draw(path: str, is_common: bool) -> list[float]:
     return draw()
 
 
-def load_and_draw(path: str) -> list[float]:
-    load_checkpoint(nn.Linear(2, 2), None, path)
-    return draw()
-
-
-def test_every_rank_goes_on_drawing_as_if_it_had_not_stopped(tmp_path: Path) -> None:
-    drawn = run_ranks(3, save_and_draw, str(tmp_path / "step"), False)
-    assert run_ranks(3, load_and_draw, str(tmp_path / "step")) == drawn
-    assert drawn[0] != drawn[1]
-
-
-def test_random_numbers_that_all_ranks_share_go_on_on_any_number_of_ranks(tmp_path: Path) -> None:
-    drawn = run_ranks(3, save_and_draw, str(tmp_path / "step"), True)
-    assert run_ranks(2, load_and_draw, str(tmp_path / "step")) == drawn[:2]
-
-
-def load_without_touching_generators(path: str) -> bool:
-    model = nn.Linear(2, 2)
+def load_and_draw(path: str) -> tuple[bool, list[float]]:
+    """Return whether loading left PyTorch's generator alone, and what is drawn then."""
     before = torch.get_rng_state()
-    load_checkpoint(model, None, path)
-    return torch.equal(torch.get_rng_state(), before)
+    load_checkpoint(nn.Linear(2, 2), None, path)
+    return torch.equal(torch.get_rng_state(), before), draw()
 
 
-def test_random_states_that_differ_are_left_alone_on_another_number_of_ranks(tmp_path: Path) -> None:
-    run_ranks(3, save_and_draw, str(tmp_path / "step"), False)
-    assert run_ranks(2, load_without_touching_generators, str(tmp_path / "step")) == [True, True]
+@pytest.mark.parametrize("is_common", [False, True])
+def test_every_rank_goes_on_drawing_as_if_it_had_not_stopped_where_its_state_is_known(
+    is_common: bool, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "step")
+    drawn = run_ranks(3, save_and_draw, path, is_common)
+    assert (drawn[0] == drawn[1]) is is_common
+    assert run_ranks(3, load_and_draw, path) == [(False, numbers) for numbers in drawn]
+    # On another number of ranks it is known where all had the same.
+    for (is_untouched, numbers), wanted in zip(run_ranks(2, load_and_draw, path), drawn[:2], strict=True):
+        assert is_untouched is not is_common
+        assert (numbers == wanted) is is_common
 
 
 # ---------------------------------------------------------------------- ties
@@ -198,27 +192,24 @@ def save_tied(path: str, is_tied: bool) -> tuple[State, State]:
     return whole_state(model), full_optimizer_state(model, optimizer)
 
 
-def load_tied(path: str, is_tied: bool) -> tuple[State, State]:
-    model, optimizer = build_tied(is_tied, seed=1)
-    load_checkpoint(model, optimizer, path)
-    return whole_state(model), full_optimizer_state(model, optimizer)
+def load_tied(path: str) -> list[tuple[State, State]]:
+    """Load into an untied and a tied model."""
+    found = []
+    for is_tied in (False, True):
+        model, optimizer = build_tied(is_tied, seed=1)
+        load_checkpoint(model, optimizer, path)
+        found.append((whole_state(model), full_optimizer_state(model, optimizer)))
+    return found
 
 
 def test_a_tied_checkpoint_gives_both_weights_of_an_untied_model_its_value_and_moments(tmp_path: Path) -> None:
     path = str(tmp_path / "step")
     weights, moments = run_ranks(2, save_tied, path, True)[0]
-    moments |= {name.replace("embedding", "head"): value for name, value in moments.items()}
-    for found, found_moments in run_ranks(3, load_tied, path, False):
-        assert differing(found, weights) == []
-        assert differing(found_moments, moments) == []
-
-
-def test_a_tied_model_takes_its_own_checkpoint_on_another_number_of_ranks(tmp_path: Path) -> None:
-    path = str(tmp_path / "step")
-    weights, moments = run_ranks(2, save_tied, path, True)[0]
-    for found, found_moments in run_ranks(3, load_tied, path, True):
-        assert differing(found, weights) == []
-        assert differing(found_moments, moments) == []
+    of_both = moments | {name.replace("embedding", "head"): value for name, value in moments.items()}
+    for rank in run_ranks(3, load_tied, path):
+        for (found, found_moments), wanted in zip(rank, (of_both, moments), strict=True):
+            assert differing(found, weights) == []
+            assert differing(found_moments, wanted) == []
 
 
 def refuse_untied(path: str) -> tuple[str, bool]:

@@ -74,7 +74,7 @@ def test_the_copies_take_no_more_than_what_a_rank_writes(tmp_path: Path) -> None
 
     def measure(planner: checkpoint_writer.HoldingPlanner) -> None:
         hold(planner)
-        tensors = [value for value in planner._held.values() if isinstance(value, torch.Tensor)]
+        tensors = [value for value in planner.held.values() if isinstance(value, torch.Tensor)]
         held.append(sum(tensor.untyped_storage().nbytes() for tensor in tensors))
         assert planner.state_dict == {}
 
