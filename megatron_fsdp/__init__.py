@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from megatron_fsdp.policy.offload import CPUOffloadPolicy, OffloadPolicy
     from megatron_fsdp.policy.precision import MixedPrecisionPolicy
     from megatron_fsdp.policy.strategy import Placements
-    from megatron_fsdp.runtime.grads.fused_experts import expert_matmul
+    from megatron_fsdp.runtime.grads.fuse import expert_matmul
     from megatron_fsdp.runtime.lifecycle.convert import register_fsdp_forward_method
     from megatron_fsdp.runtime.lifecycle.module import FSDPModule, GradientReductionHandle, UnshardHandle
     from megatron_fsdp.runtime.lifecycle.module import FsdpModule as FsdpModule
@@ -94,7 +94,7 @@ _HOMES = {
     "policy.precision": "MixedPrecisionPolicy",
     "policy.strategy": "Placements",
     "runtime.lifecycle.convert": "register_fsdp_forward_method",
-    "runtime.grads.fused_experts": "expert_matmul",
+    "runtime.grads.fuse": "expert_matmul",
     "runtime.lifecycle.module": "FSDPModule FsdpModule GradientReductionHandle UnshardHandle",
     "runtime.step.parameter_group": "ParameterGroup",
 }

@@ -133,7 +133,7 @@ class _WeightAudit:
         if self._unit.weight_state is not WeightState.UNSHARDED or self._sums is None:
             return
         sums, self._sums = self._sums, None
-        if sys.exc_info()[0] is not None or self.group.fsdp_params.changed_in_place() is not None:
+        if sys.exc_info()[0] is not None or self.group.fsdp_params.changed_in_place():
             # The engine cleans up after an error, which is what should be seen, or refuses what PyTorch counts itself.
             return
         for name, before, after in zip(self._names, sums, self._checksums(), strict=True):

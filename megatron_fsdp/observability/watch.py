@@ -29,7 +29,7 @@ from dbuffer.mesh import new_group
 from megatron_fsdp.errors import AgreementError, ConfigError
 from megatron_fsdp.observability.flight_recorder import Journal, RankState, verdict
 from megatron_fsdp.observability.replicas import Gathered, find_difference, gather_checksums
-from megatron_fsdp.runtime.guards.rendezvous import Statement, job_store, meet
+from megatron_fsdp.runtime.guards.rendezvous import job_store, meet
 from megatron_fsdp.runtime.step.cuda_lane import latest_submission
 from megatron_fsdp.runtime.step.unit import units_below
 
@@ -118,7 +118,7 @@ class Watch:
     def __enter__(self) -> Watch:
         if self._is_alone:
             return self
-        token = meet(self._ranks, Statement("enters a Watch"))
+        token = meet(self._ranks, "enters a Watch")
         self._group = new_group(self._ranks, "megatron_fsdp watch", backend="gloo")
         self._prefix = f"megatron_fsdp watch {token}/"
         # A clone has a connection of its own: the thread must not keep others from the store.

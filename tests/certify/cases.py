@@ -36,7 +36,7 @@ from megatron_fsdp.policy.offload import CPUOffloadPolicy
 from megatron_fsdp.policy.precision import MixedPrecisionPolicy
 from megatron_fsdp.policy.strategy import Placements
 from megatron_fsdp.runtime.lifecycle.module import FsdpModule
-from tests.certify.models import WIDTH, Block, Branches, Stack, Towers, batch, build
+from tests.certify.models import WIDTH, Block, Branches, ReadsEarly, Stack, Towers, batch, build
 
 _BF16, _FP32 = torch.bfloat16, torch.float32
 _NUM_STEPS = 2
@@ -55,6 +55,8 @@ _POLICIES = {
     "bf16": MixedPrecisionPolicy(_BF16, _FP32, main_params_dtype=_FP32),
     "unfused": MixedPrecisionPolicy(fuse_weight_gradients=False),
     "wide": MixedPrecisionPolicy(_BF16, _FP32, main_params_dtype=_FP32, fuse_weight_gradients="wide"),
+    "wire": MixedPrecisionPolicy(_BF16, _BF16, main_params_dtype=_FP32, main_grads_dtype=_FP32),
+    "summed": MixedPrecisionPolicy(_BF16, _BF16, accumulate_dtype=_FP32, main_params_dtype=_FP32),
     "split": MixedPrecisionPolicy(_BF16, _FP32, main_params_dtype=_FP32, split_main_params=True),
     "int8 moments": MixedPrecisionPolicy(_BF16, _FP32, main_params_dtype=_FP32, moments="int8"),
     **{
@@ -358,6 +360,25 @@ def _asked(check: Certification) -> None:
             check.begin()
 
 
+def _closed_twice(check: Certification) -> None:
+    """Train models whose backward brings a gradient of a unit that it has closed, and whose sums it has reduced."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("data",))
+    models = []
+    for placements in (Placements.optim(0), Placements.optim_grads_params(0)):
+        model = ReadsEarly()
+        for part in (model.first, model.late, model):
+            fully_shard(part, mesh, placements, mp_policy=MixedPrecisionPolicy(reduce_dtype=_BF16))
+        check.know(model)
+        models.append(model)
+    for step in range(_NUM_STEPS):
+        for model in models:
+            generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+            model(torch.randn(4, WIDTH, generator=generator)).square().mean().backward()
+            model.zero_grad()
+        if step == 0:
+            check.begin()
+
+
 def _missing_gradients(check: Certification) -> None:
     """Train a model with a weight that no rank uses: the host asks the others when reductions are over."""
     model = build()
@@ -402,6 +423,7 @@ _SCRIPTS: dict[str, Callable[[Certification], None]] = {
     "step elsewhere": _step_elsewhere,
     "evaluation elsewhere": _evaluation_elsewhere,
     "unshard by hand": _unshard_by_hand,
+    "closed twice": _closed_twice,
     "missing gradients": _missing_gradients,
     "gradients asked for": _asked,
     "deleted in flight": _deleted,
@@ -517,6 +539,8 @@ def _strategy_cases() -> Iterator[Case]:
     for policy, accumulation in itertools.product(("unfused", "wide", "split"), ("none", "microbatch")):
         optimizer = "clipped" if policy == "split" else "sgd"
         yield Case(f"{policy}, {accumulation}", policy=policy, accumulation=accumulation, optimizer=optimizer)
+    for strategy in ("optim", "hsdp"):
+        yield Case(f"wire, {strategy}", strategy, "wire", accumulation="microbatch", optimizer="clipped")
     for policy, strategy in itertools.product(
         ("fp8 gathers", "mxfp8 gathers", "int8_block gathers", "int8 moments"), ("optim_grads_params", "hsdp")
     ):
@@ -540,8 +564,10 @@ def _memory_cases() -> Iterator[Case]:
     yield Case("prefetch lists", prefetches=True)
     yield Case("prefetch lists, bf16", prefetches=True, policy="bf16", accumulation="microbatch")
     reason = "offloaded weights and gradients are the host's: it waits for their copies by design"
-    for strategy, policy, accumulation in itertools.product(
-        ("optim_grads_params", "hfsdp"), ("fp32", "bf16"), ("none", "no_sync")
+    for strategy, policy, accumulation in (
+        *itertools.product(("optim_grads_params", "hfsdp"), ("fp32", "bf16"), ("none", "no_sync")),
+        ("optim_grads_params", "fp32", "microbatch"),
+        ("optim_grads_params", "summed", "none"),
     ):
         yield Case(
             f"offload, {strategy}, {policy}, {accumulation}",
@@ -582,9 +608,9 @@ def _trouble_cases() -> Iterator[Case]:
         host_may_wait="offloaded weights are the host's: it waits for their copies by design", host_may=(_EVENT,),
     )  # fmt: skip
     for script in _SCRIPTS:
-        is_asked = script == "gradients asked for"
-        reason = "the host has to know which gradients are None" if is_asked else ""
-        yield Case(script, trouble=script, host_may_wait=reason, host_may=("aten::", "tolist") if is_asked else ())
+        may = {"gradients asked for": ("aten::", "tolist"), "closed twice": (_EVENT,)}.get(script, ())
+        reason = "the host has to know which gradients are None, or missing on all ranks" if may else ""
+        yield Case(script, trouble=script, host_may_wait=reason, host_may=may)
 
 
 CASES = (*_strategy_cases(), *_memory_cases(), *_model_cases(), *_trouble_cases())
@@ -606,6 +632,8 @@ SHORT = tuple(
         "captured backward",
         "recompute reentrant",
         "split, none",
+        "wire, optim",
+        "closed twice",
         "repeats",
         "trouble: backward, optimizer",
         "trouble: frozen, optimizer",

@@ -32,7 +32,7 @@ MODULES = (
     "megatron_fsdp.runtime.lifecycle.make_param_group",
     "megatron_fsdp.runtime.step.gradients",
     "megatron_fsdp.runtime.grads.late_gradients",
-    "megatron_fsdp.runtime.grads.last_reductions",
+    "megatron_fsdp.runtime.grads.last_reduction",
     "megatron_fsdp.runtime.grads.packed_gradients",
     "megatron_fsdp.runtime.step.reduction",
     "megatron_fsdp.runtime.weights.sharded_weights",
@@ -71,6 +71,7 @@ _FIRST = (
     "trouble: backward, optimizer",
     "deleted in flight",
     "offload, optim_grads_params, fp32, no_sync",
+    "offload, optim_grads_params, fp32, microbatch",
     "trouble: evaluation, offloaded",
     "optim_grads_params, bf16, microbatch",
     "recompute reentrant",
@@ -79,6 +80,9 @@ _FIRST = (
 )
 _PAIRS = (
     "missing gradients",
+    "closed twice",
+    "wire, optim",
+    "offload, optim_grads_params, summed, none",
     "prefetch lists",
     "repeats, reentrant",
     "offload, optim_grads_params, fp32, none",
@@ -101,14 +105,11 @@ EQUIVALENT: dict[str, str] = {
     "CudaLane.submit: `event.record(self._stream)` at the end of its block": (
         "nothing is issued between the two places"
     ),
-    "join_lanes: `if isinstance(each, CudaLane)` taken as True": (
-        "on a device with streams every lane is one of those"
-    ),
     "wait_on_host: `if compute is not None` taken as True": ("on a device with streams it is never None"),
-    "Backward.begin_gradients: without `self._reducing.drain(self.max_packed_buffers - 1)`": (
+    "Backward.begin_gradients: without `self.drain(self.max_packed_buffers - 1)`": (
         "it bounds memory; the end of the backward waits for the same reductions"
     ),
-    "Backward.finish: `self._reducing.drain(0)` at the end of its block": (
+    "Backward.finish: `self.drain(0)` at the end of its block": (
         "compute has joined the lanes before anything reads what they reduced"
     ),
     "LateGradients.wait: `super().wait()` at the end of its block": "nothing is allocated between the two places",
@@ -116,6 +117,13 @@ EQUIVALENT: dict[str, str] = {
         "compute joins the lanes right after; on a CPU the host has to wait"
     ),
     "_wait_for: without `buffer.wait()`": "called where there are no streams",
+    "LastReductions._issue: without `self._wired.wait()`": "there is one where there are no streams",
+    "LastReductions._issue: `self._wired.wait()` at the end of its block": "there is one where there are no streams",
+    "LastReductions._issue: `if self._wired is not None` taken as False": "there is one where there are no streams",
+    "LastReduction.keep: `self.release()` at the start of its block": "nothing is issued between the two places",
+    "LastReduction.keep: without `self._reduced.reallocate_storage()`": (
+        "a reduction takes the memory where it is not there"
+    ),
     "Compute.forget_unused: `if self.is_captured(self._known[number]) is is_capturing` taken as False": (
         "it costs waits, which tests/functional/test_overlap.py counts"
     ),
@@ -144,16 +152,7 @@ EQUIVALENT: dict[str, str] = {
 
 # Mutants that no configuration tells from the engine so far, with what would be needed.
 OPEN: dict[str, str] = {
-    "GradientBuffer._begin: without `self.wait()`": "a unit that is reduced twice in one backward",
-    "GradientBuffer._begin: `self.wait()` at the end of its block": "a unit that is reduced twice in one backward",
     "_CudaTicket.give_up: `if self._event is not None` taken as True": "an interrupt before a lane waited for compute",
-    "LateGradients.close: without `self._turns.take(self._pack_waiting)`": (
-        "gradients of one unit on two streams, all of those on the second one after the unit is closed"
-    ),
-    "LateGradients.close: `self._turns.take(self._pack_waiting)` at the end of its block": (
-        "gradients of one unit on two streams, all of those on the second one after the unit is closed"
-    ),
-    "GradientBuffer._begin_again: without `ticket.wait()`": "a unit that is closed twice in a last backward",
     "Turns.take: without `leave()`": "a stream that allocates, before it follows any lane, what another one has copied",
     "Backward.begin_gradients: `if packs` taken as True": "a wait for reductions before there is need: lost overlap",
     "Rows._table: `table.to(device, non_blocking=True)` that blocks": "a copy to a GPU: on a CPU there is none",

@@ -16,10 +16,10 @@ from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.integrations.megatron.groups import ModelGroups
 from megatron_fsdp.integrations.megatron.names import WholeNames
 from megatron_fsdp.runtime.lifecycle.module import FSDPModule
-from megatron_fsdp.runtime.step.grad_state import GradState
+from megatron_fsdp.runtime.step.backward import Backward
+from megatron_fsdp.runtime.step.grad_binding import GradState
 from megatron_fsdp.runtime.step.gradients import GradientBuffer
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
-from megatron_fsdp.runtime.step.root_types import Backwards
 from megatron_fsdp.runtime.step.unit import WeightState, units_below
 
 __all__ = ["MegatronFSDP", "as_megatron"]
@@ -186,7 +186,7 @@ class MegatronFSDP(FSDPModule, nn.Module):
     def _megatrons_groups(self) -> ModelGroups | None:
         return vars(self).get("model_groups")
 
-    def _backwards(self) -> list[Backwards]:
+    def _backwards(self) -> list[Backward]:
         return list({id(unit.backward): unit.backward for unit in units_below(self)}.values())
 
 
