@@ -1,6 +1,7 @@
 """fully_shard_model: Megatron-FSDP's one call shards like calls of fully_shard, and says what it leaves undone."""
 
 import logging
+import re
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from megatron_fsdp import FsdpModule, fully_shard
+from megatron_fsdp import ConfigError, FsdpModule, fully_shard
 from megatron_fsdp import MixedPrecisionPolicy as Policy
 from megatron_fsdp.integrations.megatron.fully_shard_model import (
     ACCEPTED,
@@ -125,10 +126,8 @@ def test_what_was_sharded_before_stays_as_it_is() -> None:
     fully_shard(model.layers[0], grad_divisor=3)
     fully_shard_model(model, [Block])
     (group,) = units_of(model)[1].parameter_groups
-    assert ([type(module).__name__ for module in units_of(model)], str(group.spec.divisor)) == (
-        ["MegatronFSDPStack", "FSDPBlock", "FSDPBlock", "FSDPBlock"],
-        "6",
-    )
+    assert [type(module).__name__ for module in units_of(model)] == ["MegatronFSDPStack", *["FSDPBlock"] * 3]
+    assert group.spec.divisor == 6
 
 
 def logged(action: Any) -> list[str]:
@@ -177,7 +176,7 @@ REFUSED = {
     "outer, one axis": ({"outer_dp_sharding_strategy": 1}, "needs a mesh of two axes"),
     "outer, not ZeRO-3": (
         {"outer_dp_sharding_strategy": 1, "zero_dp_strategy": 2, "device_mesh": 0, "dp_shard_dim": "dp",
-         "dp_outer_dim": "outer"}, "needs zero_dp_strategy=3"),
+         "dp_outer_dim": "outer"}, "needs --data-parallel-sharding-strategy optim_grads_params (found optim_grads)"),
     "axes": ({"device_mesh": 0}, "name the data-parallel ones"),
     "outer axis alone": ({"device_mesh": 0, "dp_outer_dim": "outer"}, "needs dp_shard_dim"),
     "unknown axis": ({"device_mesh": 0, "dp_shard_dim": "none"}, "dp_shard_dim='none'"),
@@ -193,11 +192,8 @@ def test_what_has_no_meaning_is_refused_with_the_cure(name: str) -> None:
     options, wanted = REFUSED[name]
     if "device_mesh" in options:
         options["device_mesh"] = init_device_mesh("cpu", (1, 1, 1), mesh_dim_names=("outer", "dp", "cp"))
-    with pytest.raises(ValueError) as refused:
+    with pytest.raises(ConfigError, match=re.escape(wanted)):
         fully_shard_model(three_blocks(), **{"fsdp_unit_modules": [Block], **options})
-    message = f"{type(refused.value).__name__}: {refused.value}"
-    assert message.startswith("ConfigError: ")
-    assert wanted in message
 
 
 @pytest.mark.parametrize("device", ["cpu", torch.device("cpu"), None])
@@ -315,6 +311,5 @@ def test_an_optimizer_with_state_is_refused() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     squared(model, 0, 0).backward()
     optimizer.step()
-    with pytest.raises(ValueError) as refused:
+    with pytest.raises(ConfigError, match="the optimizer has stepped"):
         fully_shard_model_and_optimizer(model, optimizer)
-    assert "has stepped already" in str(refused.value)
