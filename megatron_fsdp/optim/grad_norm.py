@@ -17,6 +17,7 @@ from megatron_fsdp.optim.nonfinite import may_step, readings_of
 from megatron_fsdp.runtime.step.grad_binding import GradState
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup, group_of_parameter
 from megatron_fsdp.runtime.step.unit import units_below
+from megatron_fsdp.runtime.weights.gathered_weight import GatheredWeight
 
 __all__ = ["by_axes", "clip_factor", "clip_grad_norm_", "total_norm"]
 
@@ -67,7 +68,9 @@ def clip_grad_norm_(
     for unit in units:
         unit.schedule.settle_replaced_params(unit)
     held = [each for unit in units for group in unit.groups for each in _held_by(group)]
-    plain = [p.grad for p in model.parameters() if p.grad is not None and group_of_parameter(p) is None]
+    # Of a weight that is gathered now the gradient is among those held.
+    own = (p for p in model.parameters() if group_of_parameter(p) is None and not isinstance(p, GatheredWeight))
+    plain = [p.grad for p in own if p.grad is not None]
     device = next((each.group.spec.device for each in held), plain[0].device if plain else torch.device("cpu"))
     spread = by_axes((each.group.spread_over(each.placements), each.flat) for each in held)
     is_invariant = any(each.group.spec.dtypes.reduction for each in held)

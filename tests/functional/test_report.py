@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -28,10 +28,10 @@ from megatron_fsdp import (
     fully_shard_optimizer,
     microbatch,
 )
-from tests.functional.strategy_table import STRATEGIES
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.grids import covering, nightly_but
 from tests.harness.models import VOCABULARY, WIDTH, Block, draw_tokens, loss_of, make_mesh
+from tests.harness.oracle import STRATEGIES, ZERO
 
 Call = tuple[str, str, str, int, int]
 
@@ -236,7 +236,7 @@ def settings(choose: Callable[[Iterable[tuple[Any, ...]]], Iterable[tuple[Any, .
     models = product(MODELS, ((3,),), ("optim",), ("bf16 on the wire",), (2,))
     chosen += [Setting(*entry) for entry in choose(models)]
     wires = product(("root_with_parameters", "partly_replicated"), two_axes, ("bf16", "bf16 on the wire"), (1, 2))
-    chosen += [Setting(model, (2, 2), *entry) for model, *entry in wires]
+    chosen += [Setting(model, (2, 2), *entry) for model, *entry in choose(wires)]
     return list(dict.fromkeys(chosen))
 
 
@@ -247,6 +247,7 @@ class Step:
     report: Report
     persistent_bytes: int = 0
     optimizer_bytes: int = 0
+    gradient_bytes: int = 0
     forward_peak: int = 0
     backward_peak: int = 0
     calls: Counter[Call] = field(default_factory=Counter)
@@ -277,7 +278,9 @@ def run(setting: Setting, mesh: DeviceMesh) -> Step:
                 _run_microbatch(model, seen, before, draw_tokens(dist.get_rank(), step, index))
         with observe_collectives(lambda call: seen.calls.update([_key("step", call)])):
             optimizer.step()
-            optimizer.zero_grad()
+        trained = meter.current_bytes
+        optimizer.zero_grad()
+        seen.gradient_bytes = trained - meter.current_bytes
     tensors = [value for state in optimizer.state.values() for value in state.values()]
     seen.optimizer_bytes = sum((value.to_local() if isinstance(value, DTensor) else value).nbytes for value in tensors)
     return seen
@@ -325,9 +328,27 @@ def test_memory_and_collectives_are_predicted_to_the_byte_and_peaks_from_above_w
         report = seen.report
         assert report.persistent_bytes == seen.persistent_bytes > 0
         assert report.optimizer_bytes == seen.optimizer_bytes
+        assert report.gradient_bytes == seen.gradient_bytes
         assert predicted_calls(report) == seen.calls
         assert sum(total.count for total in report.collectives) == seen.calls.total()
         num_bytes = sum(call[-1] * count for call, count in seen.calls.items())
         assert sum(total.num_bytes for total in report.collectives) == num_bytes
         assert seen.forward_peak <= report.forward_peak.num_bytes <= 1.01 * seen.forward_peak
         assert seen.backward_peak <= report.backward_peak.num_bytes <= 1.01 * seen.backward_peak
+
+
+def stages(num_microbatches: int) -> list[Report]:
+    """Return what ``explain`` says of a model under each ZeRO stage, in bf16."""
+    shard = partial(fully_shard, mesh=make_mesh((2,)), mp_policy=POLICIES["bf16"])
+    return [explain(every_part_a_unit(partial(shard, placements=STRATEGIES[one])), num_microbatches) for one in ZERO]
+
+
+@on_ranks(2)
+def test_each_zero_stage_keeps_less_than_the_one_before_and_none_peaks_above_it() -> None:
+    kept = [each.persistent_bytes + each.optimizer_bytes + each.gradient_bytes for each in stages(1)]
+    assert all(earlier > later for earlier, later in pairwise(kept)), kept
+    peaks = [
+        each.persistent_bytes + each.optimizer_bytes + max(each.forward_peak.num_bytes, each.backward_peak.num_bytes)
+        for each in stages(3)[:3]
+    ]
+    assert all(earlier >= later for earlier, later in pairwise(peaks)), peaks

@@ -296,7 +296,10 @@ class Backward:
             self.drain(self.max_packed_buffers - 1)
         if has_come:
             now.has_gradients = True
-            if id(unit) not in now.active:
+            if self._last.closed is unit.reference:
+                # It was closed, as after one of several recomputed regions, and comes again: its last reduction waits.
+                self._last.closed = None
+            if id(unit) not in now.active or id(unit) in now.closed:
                 now.enter(unit)
 
     def leave_unit(self, unit: Unit) -> None:
