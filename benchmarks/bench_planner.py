@@ -38,8 +38,6 @@ parameters, weighted by how often each unit occurs; units as in
 - **rows**: `plan_regions(shapes, shards, granularity=Row())`, every row whole.
 - **rows or elements**: `plan_regions(shapes, shards)`, the default: where whole rows of a unit would pad by more than a
   hundredth, the tensors that cause it are cut between elements; **relaxed** is their share of the parameters.
-- **bound**: no layout with whole rows in at most three buffers per unit pads by less; 0 where padding is below the
-  price of a buffer (0.05 % of the unit, 16 KiB), so that nothing was proved.
 - **32-row blocks**: `granularity=Block(32)`, as block-scaled formats want it.
 - **dim-0 chunks**: each tensor's first dimension in `ceil(rows / shards)` rows per shard, as PyTorch's FSDP2 pads it.
 - **common multiple**: one buffer per unit whose shards are a multiple of every row width.
@@ -67,7 +65,6 @@ class Padding:
     rows: float
     default: float
     relaxed: float
-    bound: float
     blocks: float
     chunks: float
     multiple: float
@@ -81,7 +78,6 @@ def padding_of(name: str, shards: int) -> Padding:
         rows=_weighted(architecture, lambda unit: _planned(unit, shards, Rows())),
         default=_weighted(architecture, lambda unit: _planned(unit, shards, None)),
         relaxed=_weighted(architecture, lambda unit: _relaxed(unit, shards)) + 1,
-        bound=_weighted(architecture, lambda unit: _bound(unit, shards)),
         blocks=_weighted(architecture, lambda unit: _planned(unit, shards, Block(32))),
         chunks=_weighted(architecture, lambda unit: dim_0_numel(unit.shapes, shards)),
         multiple=_weighted(architecture, lambda unit: common_multiple_numel(unit.shapes, shards)),
@@ -115,19 +111,14 @@ def _relaxed(unit: UnitShapes, shards: int) -> int:
     return sum(math.prod(unit.shapes[tensor]) for region in regions for tensor in region.relaxed)
 
 
-def _bound(unit: UnitShapes, shards: int) -> int:
-    regions = plan_regions(unit.shapes, shards, granularity=Rows(), limits=ANYTHING)
-    return max(regions[0].split_bound_numel, unit.num_parameters)
-
-
 def document() -> str:
     """Return docs/padding.md."""
-    heads = ["model", "shards", "rows", "bound", "rows or elements", "relaxed", "32-row blocks", "dim-0 chunks"]
+    heads = ["model", "shards", "rows", "rows or elements", "relaxed", "32-row blocks", "dim-0 chunks"]
     lines = ["| " + " | ".join([*heads, "common multiple"]) + " |", "|---" + "|---:" * len(heads) + "|"]
     for name in catalog.names():
         for shards in SHARDS:
             found = padding_of(name, shards)
-            shares = found.rows, found.bound, found.default, found.relaxed, found.blocks, found.chunks, found.multiple
+            shares = found.rows, found.default, found.relaxed, found.blocks, found.chunks, found.multiple
             lines.append(f"| {name} | {shards} | " + " | ".join(map(_percent, shares)) + " |")
     return INTRODUCTION + "\n" + "\n".join(lines) + "\n"
 

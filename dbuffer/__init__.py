@@ -8,7 +8,7 @@ from dbuffer.layout import first_dimension_granularity
 from dbuffer.memory_meter import MemoryMeter, memory_meter
 from dbuffer.placements import BufferPlacement, Flat, Partial, Replicate
 from dbuffer.planner.granularity import Block, Element, Granularity, Row, Whole
-from dbuffer.planner.plan import PaddingLimits, Plan, Region, check_plan
+from dbuffer.planner.plan import PaddingLimits, Plan, Region
 from dbuffer.planner.regions import plan, plan_regions
 from dbuffer.slot_pool import SlotPool
 from dbuffer.storage_guard import guard_released_storage
@@ -39,7 +39,6 @@ __all__ = [
     "SlotPool",
     "StorageError",
     "Whole",
-    "check_plan",
     "first_dimension_granularity",
     "guard_released_storage",
     "memory_meter",

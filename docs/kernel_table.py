@@ -18,9 +18,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 import torch  # noqa: E402
 from triton.backends.nvidia.compiler import get_ptxas  # noqa: E402
 
-from dbuffer_kernels.split import join_kernel, split_kernel  # noqa: E402
 from tests.functional.kernels import compiled_cases as cases  # noqa: E402
-from tests.functional.kernels import compiled_decode_cases as decode_cases  # noqa: E402
 from tests.functional.kernels import compiled_step_cases as step_cases  # noqa: E402
 
 PAGE = ROOT / "docs" / "design" / "kernels.md"
@@ -30,12 +28,17 @@ FP32, BF16 = torch.float32, torch.bfloat16
 KERNELS: dict[str, Callable[[int], Any]] = {
     "cast, fp32 to bf16": lambda sm: cases.compile_elementwise(FP32, BF16, sm, adds=False),
     "accumulate, bf16 into fp32": lambda sm: cases.compile_elementwise(BF16, FP32, sm, adds=True),
-    "sum_of_squares, fp32": lambda sm: step_cases.compile_squares(FP32, sm),
-    "split_weight": lambda sm: step_cases.compile_halves(split_kernel, sm),
-    "join_weight": lambda sm: step_cases.compile_halves(join_kernel, sm),
-    "decode_rows, int8": lambda sm: decode_cases.compile_decode(1, 256, sm),
-    "decode_rows, mxfp8 columns": lambda sm: decode_cases.compile_decode(3, 128, sm),
-    "adamw": lambda sm: step_cases.compile_adamw(step_cases.DTYPES[0], sm),
+    **{
+        name: step_cases.KERNELS[name].compiled
+        for name in (
+            "sum_of_squares, fp32",
+            "split_weight",
+            "join_weight",
+            "decode_rows, int8",
+            "decode_rows, mxfp8 columns",
+            "adamw",
+        )
+    },
 }
 WIDE = r"\b{}\.global[.\w:]*\.(?:v4\.b32|v2\.b64|v8\.b32|v4\.b64)"
 

@@ -22,11 +22,18 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from dbuffer.collectives import all_reduce
 from dbuffer.dtensor.distribution import Distribution, contiguous_stride
-from dbuffer.dtensor.elementwise_ops import accurate, find_reference, has_rows_of
-from dbuffer.dtensor.gathered_ops import Arguments, Options, map_tensors, tensors_in
-from dbuffer.dtensor.op_table import Kind, Operator
-from dbuffer.dtensor.placed_tensor import PlacedTensor, aligned_local, is_laid_out_like, whole_of
-from dbuffer.dtensor.reduction_ops import parse_reduction
+from dbuffer.dtensor.elementwise_ops import (
+    accurate,
+    find_reference,
+    has_rows_of,
+    part_of,
+    run_by_rows,
+    run_cast,
+    run_foreach,
+)
+from dbuffer.dtensor.gathered_ops import Arguments, Operator, Options, map_tensors, tensors_in
+from dbuffer.dtensor.placed_tensor import PlacedTensor, is_laid_out_like, whole_of
+from dbuffer.dtensor.reduction_ops import parse_reduction, run_foreach_norm, run_reduction
 from dbuffer.errors import PlacementError
 
 __all__ = [
@@ -65,52 +72,47 @@ def run_recorded(operator: Operator, args: Arguments, options: Options) -> Any:
             f"{operator.name} writes into a sharded tensor, or from one that requires grad, while autograd records. "
             "Use torch.no_grad() around it, detach() what it reads, or use the variant that returns a new tensor."
         )
-    if operator.kind is Kind.FOREACH or operator.kind is Kind.FOREACH_NORM:
+    if operator.run in (run_foreach, run_foreach_norm):
         raise RuntimeError(f"{operator.name} has no gradient here; use torch.no_grad(), or one call per tensor")
-    if operator.kind in (Kind.ROWS, Kind.CAST):
-        reference = find_reference(operator, args, options)
-        if isinstance(reference, PlacedTensor) and _go_along(operator, args, options, reference):
-            return _run_on_parts(operator, args, options, reference)
-    if operator.kind is Kind.REDUCE and operator.name in ("sum", "mean"):
-        reduction = parse_reduction(operator, args, options)
-        source = args[0]
+    if operator.run in (run_by_rows, run_cast):
+        rows = args[0] if operator.run is run_cast else find_reference(operator, args, options)
+        if isinstance(rows, PlacedTensor) and _go_along(operator, args, options, rows):
+            return _run_on_parts(operator, args, options, rows)
+    if operator.run is run_reduction and operator.name in ("sum", "mean"):
+        reduction, source = parse_reduction(operator, args, options), args[0]
         if reduction is not None and isinstance(source, PlacedTensor) and len(reduction.dims) == len(source.shape):
             return _sum(operator.name, source, options.get("dtype"), reduction.keepdim)
     return _run_on_wholes(operator, args, options)
 
 
-def _go_along(operator: Operator, args: Arguments, options: Options, reference: PlacedTensor) -> bool:
+def _go_along(operator: Operator, args: Arguments, options: Options, rows: PlacedTensor) -> bool:
     """Whether the local parts of all operands go with each other; of a cast the first one alone counts."""
-    if operator.kind is Kind.CAST:
-        return reference is args[0]
-    return all(
+    return operator.run is run_cast or all(
         isinstance(tensor, PlacedTensor)
         and tensor.window is None
-        and (tensor is reference or (is_laid_out_like(tensor, reference) and has_rows_of(tensor, reference.shape)))
+        and (tensor is rows or (is_laid_out_like(tensor, rows) and has_rows_of(tensor, rows.shape)))
         for tensor in tensors_in(args, options)
     )
 
 
-def _run_on_parts(operator: Operator, args: Arguments, options: Options, reference: PlacedTensor) -> Any:
+def _run_on_parts(operator: Operator, args: Arguments, options: Options, rows: PlacedTensor) -> Any:
     parts: dict[int, torch.Tensor] = {}
 
     def part(tensor: torch.Tensor) -> torch.Tensor:
-        if operator.kind is Kind.CAST and tensor is not reference:
-            return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
         if id(tensor) not in parts:
-            assert isinstance(tensor, PlacedTensor)
-            parts[id(tensor)] = enter_local(tensor)
+            is_example = operator.run is run_cast and tensor is not rows
+            local = getattr(tensor, "_local_tensor", tensor) if is_example else enter_local(tensor)
+            parts[id(tensor)] = local
         return parts[id(tensor)]
 
-    result = operator.function(*map_tensors(args, part), **{name: map_tensors(v, part) for name, v in options.items()})
-    return map_tensors(result, lambda tensor: _leave_rows(tensor, reference))
+    def leave_rows(local: torch.Tensor) -> torch.Tensor:
+        if rows.is_whole:
+            return leave(local, rows.with_whole(local.detach()))
+        local = local.contiguous()
+        return leave(local, rows.with_rows(local.detach()))
 
-
-def _leave_rows(local: torch.Tensor, rows: PlacedTensor) -> torch.Tensor:
-    if rows.is_whole:
-        return leave(local, rows.with_whole(local.detach()))
-    local = local.contiguous()
-    return leave(local, rows.with_rows(local.detach()))
+    named = {name: map_tensors(value, part) for name, value in options.items()}
+    return map_tensors(operator.function(*map_tensors(args, part), **named), leave_rows)
 
 
 def _run_on_wholes(operator: Operator, args: Arguments, options: Options) -> Any:
@@ -135,33 +137,24 @@ def _sum(name: str, source: PlacedTensor, dtype: torch.dtype | None, keepdim: bo
     part = enter_local(source).sum(dtype=accurate(dtype))
     total = _AddUp.apply(part, source.distribution)  # type: ignore[no-untyped-call]  # torch's stub
     total = total.view((1,) * len(source.shape)) if keepdim else total
-    total = total / source.shape.numel() if name == "mean" else total
-    total = total.to(dtype)
+    total = (total / source.shape.numel() if name == "mean" else total).to(dtype)
     return leave(total, source.with_whole(total.detach()))
 
 
 # ---------------------------------------------------------------- in and out of plain tensors
 
 
-def _plain_whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that is none of ours, whole; PyTorch records what DTensor does."""
-    if isinstance(tensor, PlacedTensor):
-        return tensor.whole()
-    if isinstance(tensor, DTensor):
-        return tensor.full_tensor()
-    return whole_of(tensor)
-
-
-def enter_local(tensor: PlacedTensor) -> torch.Tensor:
-    """Return the local part; its gradient becomes one of ``tensor``."""
+def enter_local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the local part of a sharded tensor; its gradient becomes one of ``tensor``."""
     return _enter(tensor, is_local=True)
 
 
 def enter_whole(tensor: torch.Tensor) -> torch.Tensor:
     """Return the whole of a tensor; the mean over ranks of its gradient becomes one of ``tensor``."""
-    if isinstance(tensor, PlacedTensor) and tensor.window is None:
-        return _enter(tensor, is_local=False)
-    return _plain_whole(tensor)
+    if isinstance(tensor, PlacedTensor):
+        return tensor.whole() if tensor.window is not None else _enter(tensor, is_local=False)
+    # PyTorch records what DTensor does.
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else whole_of(tensor)
 
 
 def leave(plain: torch.Tensor, result: PlacedTensor) -> PlacedTensor:
@@ -172,11 +165,8 @@ def leave(plain: torch.Tensor, result: PlacedTensor) -> PlacedTensor:
     return left
 
 
-def _enter(tensor: PlacedTensor, *, is_local: bool) -> torch.Tensor:
-    with torch._C.DisableTorchFunctionSubclass():
-        requires_grad = tensor.requires_grad
-    if requires_grad:
-        convert_gradients_of(tensor)
+def _enter(tensor: torch.Tensor, *, is_local: bool) -> torch.Tensor:
+    convert_gradients_of(tensor)
     with torch._C.DisableTorchFunctionSubclass():
         entered: torch.Tensor = _Enter.apply(tensor, is_local)  # type: ignore[no-untyped-call]  # torch's stub
     return entered
@@ -213,17 +203,15 @@ class _Leave(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         wanted = Distribution(ctx.spec.mesh, ctx.spec.placements)
-        if isinstance(gradient, RowsGradient) and gradient.distribution == wanted:
-            return gradient.local, None, None
         if isinstance(gradient, RowsGradient):
-            whole = gradient.distribution.gather(gradient.local, gradient.shape)
-        elif isinstance(gradient, DTensor) and is_laid_out_like(
+            if gradient.distribution == wanted:
+                return gradient.local, None, None
+            return wanted.cut(gradient.distribution.gather(gradient.local, gradient.shape)), None, None
+        if isinstance(gradient, DTensor) and is_laid_out_like(
             gradient, ctx.kind(gradient._local_tensor, ctx.spec, requires_grad=False)
         ):
             return gradient._local_tensor, None, None
-        else:
-            whole = whole_of(gradient)
-        return wanted.cut(whole), None, None
+        return wanted.cut(whole_of(gradient)), None, None
 
 
 class _AddUp(torch.autograd.Function):
@@ -273,11 +261,13 @@ class RowsGradient(torch.Tensor):
         Raises:
             PlacementError: anything but an element-wise function of gradients with the same rows.
         """
-        gradients = [item for item in tensors_in(args, {}) if isinstance(item, RowsGradient)]
-        first = gradients[0]
-        others = [item for item in tensors_in(args, {}) if not isinstance(item, RowsGradient) and item.ndim]
-        is_alike = all(item.distribution == first.distribution and item.shape == first.shape for item in gradients)
-        if function._schema.name not in _ON_GRADIENTS or others or not is_alike:
+        tensors = [item for item in tensors_in(args, {}) if item.ndim or isinstance(item, RowsGradient)]
+        first = next(item for item in tensors if isinstance(item, RowsGradient))
+        is_alike = all(
+            isinstance(item, RowsGradient) and item.distribution == first.distribution and item.shape == first.shape
+            for item in tensors
+        )
+        if function._schema.name not in _ON_GRADIENTS or not is_alike:
             raise PlacementError(
                 f"{function} was called on a gradient of shape {tuple(first.shape)} on its way through backward; "
                 "register hooks with p.register_hook, which hands out DTensors"
@@ -289,15 +279,15 @@ class RowsGradient(torch.Tensor):
 _ON_GRADIENTS = frozenset({"aten::add", "aten::detach", "aten::clone", "aten::alias", "aten::_to_copy", "aten::mul"})
 
 
-def convert_gradients_of(tensor: PlacedTensor) -> None:
+def convert_gradients_of(tensor: Any) -> None:
     """Make hooks on a tensor, and ``.grad``, get gradients of its own kind; called before hooks are registered."""
     with torch._C.DisableTorchFunctionSubclass():
         if tensor in _CONVERTED or not tensor.requires_grad:
             return
         _CONVERTED[tensor] = True
-        tensor.register_hook(_converter(tensor))  # type: ignore[no-untyped-call]  # torch's stub
+        tensor.register_hook(_converter(tensor))
         if tensor.is_leaf:
-            tensor.register_post_accumulate_grad_hook(_own_kind_of_grad)  # type: ignore[no-untyped-call]  # torch's stub
+            tensor.register_post_accumulate_grad_hook(_own_kind_of_grad)
 
 
 def _converter(tensor: PlacedTensor) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -360,15 +350,13 @@ def _leaves_of(inputs: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
 def run_backward(operator: Operator, args: Arguments, options: Options) -> None:
     """Run ``backward`` from tensors of which some are sharded, or for inputs of which some are."""
     if operator.function is torch.Tensor.backward:
-        _backward_from_one(*args, **options)
+        root, *rest = args
+        options = {"grad_tensors" if name == "gradient" else name: value for name, value in options.items()}
+        if len(rest) > 3:
+            rest, options = rest[:3], {**options, "inputs": rest[3]}
+        _backward_from([root], *rest, **options)
     else:
         _backward_from(*args, **options)
-
-
-def _backward_from_one(
-    root: torch.Tensor, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
-) -> None:
-    _backward_from([root], [gradient], retain_graph, create_graph, inputs=inputs)
 
 
 def _backward_from(
@@ -380,44 +368,47 @@ def _backward_from(
     inputs: Any = None,
 ) -> None:
     """Start from plain tensors, so that hooks run as they would without sharded ones."""
-    roots, gradients = _plain_roots(tensors, grad_tensors if grad_tensors is not None else grad_variables)
+    given = grad_tensors if grad_tensors is not None else grad_variables
+    roots, gradients = _plain_roots(tensors, given)
     if inputs is None:
         torch.autograd.backward(roots, gradients, retain_graph, create_graph)
         return
-    listed = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
-    if _leaves_of(listed):
-        found = _gradients(roots, listed, gradients, retain_graph, create_graph, allow_unused=True)
-        _accumulate(listed, found)
+    listed = _listed(inputs)
+    if not _leaves_of(listed):
+        with torch._C.DisableTorchFunctionSubclass():
+            torch.autograd.backward(roots, gradients, retain_graph, create_graph, inputs=listed)
         return
-    with torch._C.DisableTorchFunctionSubclass():
-        torch.autograd.backward(roots, gradients, retain_graph, create_graph, inputs=listed)
+    found = _gradients(roots, listed, gradients, retain_graph, create_graph, allow_unused=True)
+    with torch.no_grad():
+        for tensor, gradient in zip(listed, found, strict=True):
+            _accumulate(tensor, gradient)
 
 
-@torch.no_grad()
-def _accumulate(tensors: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
-    """Do what autograd does with gradients of leaves, by hand."""
-    for tensor, gradient in zip(tensors, gradients, strict=True):
-        if gradient is None:
-            continue
-        if tensor.grad is None:
-            tensor.grad = gradient.to(tensor.dtype)
-        else:
-            tensor.grad.add_(gradient)
-        for hook in list((tensor._post_accumulate_grad_hooks or {}).values()):
-            hook(tensor)
+def _listed(tensors: Any) -> list[Any]:
+    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+
+
+def _accumulate(tensor: torch.Tensor, gradient: torch.Tensor | None) -> None:
+    """Do what autograd does with the gradient of a leaf, by hand."""
+    if gradient is None:
+        return
+    if tensor.grad is None:
+        tensor.grad = gradient.to(tensor.dtype)
+    else:
+        tensor.grad.add_(gradient)
+    for hook in list((tensor._post_accumulate_grad_hooks or {}).values()):
+        hook(tensor)
 
 
 def _plain_roots(tensors: Any, given: Any) -> tuple[list[Any], list[Any]]:
     """Return what backward starts from, and with which gradients."""
-    roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-    gradients = [given] if isinstance(given, torch.Tensor) else list(given or [None] * len(roots))
+    roots = _listed(tensors)
+    gradients = _listed(given) if given is not None else [None] * len(roots)
     for index, (root, gradient) in enumerate(zip(roots, gradients, strict=True)):
-        if not isinstance(root, PlacedTensor):
-            continue
-        if gradient is None:
+        if isinstance(root, PlacedTensor) and gradient is None:
             roots[index] = enter_whole(root)
-        else:
-            roots[index], gradients[index] = enter_local(root), aligned_local(gradient, root)
+        elif isinstance(root, PlacedTensor):
+            roots[index], gradients[index] = enter_local(root), part_of(gradient, root)
     return roots, gradients
 
 
@@ -434,7 +425,7 @@ def _gradients(
     create_graph: bool = False,
     **options: Any,
 ) -> tuple[Any, ...]:
-    listed = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
+    listed = _listed(inputs)
     leaves = _leaves_of(listed)
     if leaves and (create_graph or options.get("is_grads_batched")):
         raise PlacementError(
@@ -446,32 +437,22 @@ def _gradients(
     with torch._C.DisableTorchFunctionSubclass():
         if not leaves:
             return torch.autograd.grad(roots, listed, given, retain_graph, create_graph, **options)
-        asked = [*listed, *leaves.values()]
         with _source[0].serving(leaves.values()):
-            found: list[torch.Tensor | None] = list(
-                torch.autograd.grad(roots, asked, given, retain_graph, allow_unused=True)
-            )
-    direct = found[: len(listed)]
+            asked = [*listed, *leaves.values()]
+            found: list[Any] = list(torch.autograd.grad(roots, asked, given, retain_graph, allow_unused=True))
     reduced = _source[0].reduce([listed[index] for index in leaves], found[len(listed) :])
     for index, gradient in zip(leaves, reduced, strict=True):
-        direct[index] = _added(direct[index], gradient)
-    return tuple(_present(gradient, tensor, options) for gradient, tensor in zip(direct, listed, strict=True))
-
-
-def _added(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
-    if one is None or other is None:
-        return one if other is None else other
-    return one + other
+        if gradient is not None:
+            found[index] = gradient if found[index] is None else found[index] + gradient
+    return tuple(_present(gradient, tensor, options) for gradient, tensor in zip(found, listed, strict=False))
 
 
 def _present(gradient: torch.Tensor | None, tensor: torch.Tensor, options: Options) -> torch.Tensor | None:
-    if gradient is not None:
-        return gradient
-    if options.get("materialize_grads"):
+    if gradient is None and options.get("materialize_grads"):
         return torch.zeros_like(tensor).detach()
-    if not options.get("allow_unused"):
+    if gradient is None and not options.get("allow_unused"):
         raise RuntimeError(
             f"a tensor of shape {tuple(tensor.shape)} whose gradient is asked for was not used on any rank; pass "
             "allow_unused=True to get None for it"
         )
-    return None
+    return gradient

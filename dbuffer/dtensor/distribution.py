@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,10 +41,6 @@ class FlatRows:
     shard_numel: int
     row_numel: int
     num_rows: int
-
-    def of_slice(self, first: int, num_rows: int) -> FlatRows:
-        """Return where the rows ``first`` to ``first + num_rows`` lie, a tensor of their own."""
-        return FlatRows(self.tensor_offset + first * self.row_numel, self.shard_numel, self.row_numel, num_rows)
 
     def of_shard(self, shard: int) -> range:
         """Return the rows in one shard, empty where there are none; rows without elements are in the first."""
@@ -104,12 +101,6 @@ class RaggedShard(Shard):
     def __reduce__(self) -> tuple[Any, ...]:
         return (RaggedShard, self._key())
 
-    def __copy__(self) -> RaggedShard:
-        return self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> RaggedShard:
-        return self
-
     def __repr__(self) -> str:
         return f"RaggedShard({self.rows}, {self.axis_sizes}, {self.is_flattened})"
 
@@ -148,11 +139,10 @@ class RaggedShard(Shard):
         self, tensor: torch.Tensor, num_chunks: int, *, with_padding: bool = True, contiguous: bool = True
     ) -> tuple[list[torch.Tensor], list[int]]:
         rows = list(map(self.rows_of, range(num_chunks)))
-        most = max(len(part) for part in rows)
         shards = [self.by_rows(tensor)[part.start : part.stop] for part in rows]
         if not with_padding:
             return [shard.contiguous() if contiguous else shard for shard in shards], []
-        padding = [most - len(part) for part in rows]
+        padding = [max(map(len, rows)) - len(part) for part in rows]
         return [_pad_rows(shard, pad) for shard, pad in zip(shards, padding, strict=True)], padding
 
     def _select_split_tensor(
@@ -162,7 +152,7 @@ class RaggedShard(Shard):
         shard = self.by_rows(tensor)[rows.start : rows.stop].clone()
         if not with_padding:
             return shard
-        return _pad_rows(shard, max(len(part) for part in map(self.rows_of, range(num_chunks))) - len(rows))
+        return _pad_rows(shard, max(map(len, map(self.rows_of, range(num_chunks)))) - len(rows))
 
     def _shard_tensor(
         self, tensor: torch.Tensor, mesh: DeviceMesh, mesh_dim: int, src_data_rank: int | None = 0
@@ -178,11 +168,12 @@ class RaggedShard(Shard):
     ) -> torch.Tensor:
         axis = mesh_axes(mesh)[mesh_dim]
         rows = list(map(self.rows_of, range(axis.size)))
-        most = max(len(part) for part in rows)
+        most = max(map(len, rows))
         row_shape = tuple(current_logical_shape[-1:] if self.is_flattened else current_logical_shape[1:])
-        whole = local_tensor.new_empty((sum(len(part) for part in rows), *row_shape))
+        whole = local_tensor.new_empty((sum(map(len, rows)), *row_shape))
+        result = whole.view(tuple(current_logical_shape)) if self.is_flattened else whole
         if not whole.numel():
-            return whole.view(tuple(current_logical_shape)) if self.is_flattened else whole
+            return result
         # As bytes, because not every backend gathers every dtype (gloo refuses bool).
         padded = whole.new_empty((most, *row_shape))
         padded[: local_tensor.shape[0]] = local_tensor
@@ -192,7 +183,7 @@ class RaggedShard(Shard):
         shards = gathered.view(whole.dtype).view(axis.size, most, *row_shape)
         for rank, part in enumerate(rows):
             whole[part.start : part.stop] = shards[rank, : len(part)]
-        return whole.view(tuple(current_logical_shape)) if self.is_flattened else whole
+        return result
 
     def _reduce_shard_tensor(
         self, tensor: torch.Tensor, mesh: DeviceMesh, reduce_op: str, mesh_dim: int
@@ -203,15 +194,10 @@ class RaggedShard(Shard):
         return self._select_split_tensor(reduced, axis.size, axis.rank, with_padding=False)
 
     def _to_new_shard_dim(
-        self,
-        local_tensor: torch.Tensor,
-        mesh: DeviceMesh,
-        mesh_dim: int,
-        current_logical_shape: Any,
-        new_shard_dim: int,
+        self, local_tensor: torch.Tensor, mesh: DeviceMesh, mesh_dim: int, *shape_and_dim: Any
     ) -> torch.Tensor:
-        full = self._to_replicate_tensor(local_tensor, mesh, mesh_dim, current_logical_shape)
-        axis = mesh_axes(mesh)[mesh_dim]
+        shape, new_shard_dim = shape_and_dim
+        full, axis = self._to_replicate_tensor(local_tensor, mesh, mesh_dim, shape), mesh_axes(mesh)[mesh_dim]
         return Shard(new_shard_dim)._select_split_tensor(full, axis.size, axis.rank, with_padding=False)
 
 
@@ -275,24 +261,12 @@ class Distribution:
     @property
     def cutting_axes(self) -> list[MeshAxis]:
         """The axes whose ranks hold different elements."""
-        axes = zip(mesh_axes(self.mesh), self.placements, strict=True)
-        return [axis for axis, placement in axes if not placement.is_replicate()]
+        return [axis for axis, one in zip(mesh_axes(self.mesh), self.placements, strict=True) if not one.is_replicate()]
 
     @property
     def replicating_axes(self) -> list[MeshAxis]:
         """The axes whose ranks hold the same elements, but for axes of one rank."""
-        axes = zip(mesh_axes(self.mesh), self.placements, strict=True)
-        return [axis for axis, placement in axes if placement.is_replicate() and axis.size > 1]
-
-    def sliced(self, first: int, num_rows: int) -> Distribution:
-        """Return how a slice of the rows is spread when every rank keeps those that it has."""
-        placements = tuple(
-            ragged_shard(placement.rows.of_slice(first, num_rows), placement.axis_sizes)
-            if isinstance(placement, RaggedShard)
-            else placement
-            for placement in self.placements
-        )
-        return Distribution(self.mesh, placements)
+        return [axis for axis in mesh_axes(self.mesh) if axis.size > 1 and axis not in self.cutting_axes]
 
     @property
     def is_flattened(self) -> bool:
@@ -301,11 +275,8 @@ class Distribution:
 
     def gather(self, local: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         """Return the whole tensor, in memory of its own unless ``is_whole``; all ranks of the mesh call it together."""
-        if self.is_whole:
-            return local
         part, placements = local, list(self.placements)
-        for axis in reversed(range(len(placements))):
-            placement = placements[axis]
+        for axis, placement in enumerate(self.placements):
             if isinstance(placement, RaggedShard):
                 part = placement._to_replicate_tensor(part, self.mesh, axis, self.local_box(shape)[1])
                 placements[axis] = Replicate()
@@ -353,10 +324,6 @@ def _chunk(size: int, axis: MeshAxis) -> tuple[int, int]:
     return start, min(most, size - start)
 
 
-def contiguous_stride(shape: torch.Size | tuple[int, ...]) -> tuple[int, ...]:
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
     """Return the stride of a contiguous tensor, in elements."""
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
+    return tuple(math.prod(max(size, 1) for size in shape[dim + 1 :]) for dim in range(len(shape)))

@@ -9,20 +9,20 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from dbuffer.dtensor.distribution import Distribution
-from dbuffer.dtensor.gathered_ops import Arguments, Options, map_tensors, run_on_whole, tensors_in
-from dbuffer.dtensor.op_table import Operator
-from dbuffer.dtensor.placed_tensor import PlacedTensor, aligned_local, is_laid_out_like, whole_of
+from dbuffer.dtensor.gathered_ops import Arguments, Operator, Options, map_tensors, run_on_whole, tensors_in
+from dbuffer.dtensor.placed_tensor import PlacedTensor, is_laid_out_like, whole_of
 from dbuffer.errors import PlacementError
 
 __all__ = [
     "accurate",
     "find_reference",
     "has_rows_of",
-    "operand",
+    "part_of",
     "run_by_rows",
     "run_cast",
     "run_factory",
     "run_foreach",
+    "run_random_like",
     "run_unscale",
     "wrapped",
 ]
@@ -33,71 +33,61 @@ def run_by_rows(operator: Operator, args: Arguments, options: Options) -> Any:
     reference = find_reference(operator, args, options)
     if reference is None:
         return run_on_whole(operator, args, options)
-    located = [operand(item, reference) if isinstance(item, torch.Tensor) else item for item in args]
+    located = [part_of(item, reference) if isinstance(item, torch.Tensor) else item for item in args]
     named = {
-        name: operand(item, reference) if isinstance(item, torch.Tensor) else item for name, item in options.items()
+        name: part_of(item, reference) if isinstance(item, torch.Tensor) else item for name, item in options.items()
     }
     result = operator.function(*located, **named)
     if named and result is named.get("out"):
         return options["out"]
-    if located and result is located[0] and getattr(args[0], "window", None) is None:
+    if located and result is located[0]:
         return args[0]
     template = reference if isinstance(reference, PlacedTensor) else _first_placed(args, options)
     return wrapped(result, template)
 
 
-def wrapped(result: Any, template: PlacedTensor) -> Any:
-    """Return tensors in a result as tensors with the rows of ``template``."""
-    # A compiler puts tensors of its own in the place of plain ones.
-    if type(result) is torch.Tensor or (isinstance(result, torch.Tensor) and not isinstance(result, DTensor)):
-        return template.with_whole(result) if template.is_whole else template.with_rows(result)
-    if isinstance(result, (tuple, list)):
-        return map_tensors(result, lambda tensor: wrapped(tensor, template))
-    return result
-
-
-def _first_placed(args: Sequence[Any], options: Options) -> PlacedTensor:
-    return next(tensor for tensor in tensors_in(args, options) if isinstance(tensor, PlacedTensor))
-
-
 def find_reference(operator: Operator, args: Arguments, options: Options) -> DTensor | None:
     """Return the operand whose rows the result has; None where the result has no operand's rows."""
-    operands = [item for item in args if isinstance(item, torch.Tensor)]
-    if options.get("out") is not None:
-        return _reference_out(options["out"], operands)
-    if options:
-        operands += [item for item in options.values() if isinstance(item, torch.Tensor)]
-    first = operands[0]
-    if len(operands) == 1 or operator.is_in_place or options.get("inplace"):
-        # In place the first one decides; through a window only whole tensors can be written.
-        if not isinstance(first, DTensor):
-            return None
-        is_seen_through = getattr(first, "window", None) is not None
-        return None if is_seen_through or not _fits(first, first.shape, operands[1:]) else first
-    shape = first.shape
-    if any(other.shape != shape for other in operands[1:]):
+    operands = [item for item in (*args, *options.values()) if isinstance(item, torch.Tensor)]
+    shape = operands[0].shape
+    if any(other.shape != shape for other in operands):
         shape = torch.broadcast_shapes(*(other.shape for other in operands))
-    placed = [item for item in operands if isinstance(item, PlacedTensor)]
-    for candidate in placed:
-        if not candidate.is_whole and has_rows_of(candidate, shape) and _fits(candidate, shape, operands):
-            return candidate
-    are_whole = all(item.is_whole for item in placed) and all(
-        item.numel() == 1 for item in operands if not isinstance(item, PlacedTensor)
-    )
-    return placed[0] if are_whole else None
+    candidates: Sequence[Any] = operands
+    if options.get("out") is not None:
+        candidates = [options["out"]]
+    elif operator.is_in_place or options.get("inplace"):
+        candidates = operands[:1]
+    else:
+        placed = [item for item in operands if isinstance(item, PlacedTensor)]
+        candidates = [item for item in placed if not item.is_whole]
+        plain_numel = max((item.numel() for item in operands if not isinstance(item, PlacedTensor)), default=1)
+        candidates = candidates or (placed if plain_numel == 1 else [])
+    for candidate in candidates:
+        # Through a window only whole tensors can be read or written.
+        if isinstance(candidate, DTensor) and getattr(candidate, "window", None) is None:
+            distribution = Distribution.of(candidate)
+            has_rows = distribution.is_whole or (distribution.ragged is not None and has_rows_of(candidate, shape))
+            if has_rows or candidate.shape == shape:
+                return candidate
+    return None
 
 
-def _reference_out(out: Any, operands: Sequence[torch.Tensor]) -> DTensor | None:
-    """Return the tensor that a function is to write into, where every rank can write its own rows."""
-    if not isinstance(out, PlacedTensor) or out.window is not None or not operands:
-        return None
-    is_alike = torch.broadcast_shapes(*(operand.shape for operand in operands)) == out.shape
-    return out if is_alike and _fits(out, out.shape, operands) else None
+def part_of(tensor: torch.Tensor, reference: DTensor) -> torch.Tensor:
+    """Return the plain part of an operand that goes with the local part of ``reference``.
 
-
-def accurate(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which partial results are added: FP32 where rounding each rank's would show."""
-    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+    Communicates only where the operand has other rows.
+    """
+    if tensor is reference:
+        return reference._local_tensor
+    is_alike = tensor.shape == reference.shape or has_rows_of(tensor, reference.shape)
+    if is_alike and isinstance(tensor, DTensor) and is_laid_out_like(tensor, reference):
+        return tensor._local_tensor if getattr(tensor, "window", None) is None else whole_of(tensor)
+    whole, distribution = whole_of(tensor), Distribution.of(reference)
+    if distribution.is_whole or not whole.ndim:
+        return whole
+    if distribution.ragged is None:
+        return distribution.cut(whole.expand(reference.shape))
+    return distribution.cut(whole) if has_rows_of(whole, reference.shape) else whole
 
 
 def has_rows_of(tensor: torch.Tensor, shape: torch.Size) -> bool:
@@ -105,33 +95,25 @@ def has_rows_of(tensor: torch.Tensor, shape: torch.Size) -> bool:
     return len(tensor.shape) == len(shape) > 0 and tensor.shape[0] == shape[0]
 
 
-def _fits(reference: DTensor, shape: torch.Size, others: Sequence[torch.Tensor]) -> bool:
-    """Whether every other operand has a part for the reference's local part."""
-    if all(other.shape == shape for other in others) and reference.shape == shape:
-        return True
-    distribution = Distribution.of(reference)
-    return distribution.is_whole or distribution.ragged is not None or reference.shape == shape
+def wrapped(result: Any, template: PlacedTensor) -> Any:
+    """Return tensors in a result as tensors with the rows of ``template``."""
+
+    def wrap(tensor: torch.Tensor) -> torch.Tensor:
+        # A compiler puts tensors of its own in the place of plain ones.
+        if isinstance(tensor, DTensor):
+            return tensor
+        return template.with_whole(tensor) if template.is_whole else template.with_rows(tensor)
+
+    return map_tensors(result, wrap)
 
 
-def operand(tensor: torch.Tensor, reference: DTensor) -> torch.Tensor:
-    """Return the plain part of one operand that goes with the local part of ``reference``."""
-    if tensor is reference:
-        return reference._local_tensor if getattr(reference, "window", None) is None else whole_of(reference)
-    if tensor.shape == reference.shape:
-        return aligned_local(tensor, reference) if isinstance(tensor, DTensor) else _replicated(tensor, reference)
-    distribution = Distribution.of(reference)
-    if distribution.is_whole or not tensor.shape:
-        return whole_of(tensor)
-    if distribution.ragged is None:
-        return distribution.cut(whole_of(tensor).expand(reference.shape))
-    if not has_rows_of(tensor, reference.shape) or not isinstance(tensor, DTensor):
-        return whole_of(tensor)
-    return aligned_local(tensor, reference)
+def _first_placed(args: Sequence[Any], options: Options) -> PlacedTensor:
+    return next(tensor for tensor in tensors_in(args, options) if isinstance(tensor, PlacedTensor))
 
 
-def _replicated(tensor: torch.Tensor, reference: DTensor) -> torch.Tensor:
-    whole = whole_of(tensor)
-    return whole if whole.ndim == 0 else Distribution.of(reference).cut(whole)
+def accurate(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which partial results are added: FP32 where rounding each rank's would show."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
 # ---------------------------------------------------------------- casts and new tensors
@@ -143,14 +125,12 @@ def _local(item: Any) -> Any:
 
 def run_cast(operator: Operator, args: Arguments, options: Options) -> Any:
     """Change dtype or device of the local part; a second tensor only says which."""
-    located = [_local(item) for item in args]
-    named = {name: _local(item) for name, item in options.items()}
+    located, named = map_tensors(args, _local), {name: _local(item) for name, item in options.items()}
     source = args[0]
     if not isinstance(source, PlacedTensor):
         return operator.function(source, *located[1:], **named)
-    if source.window is not None:
-        located[0] = source.whole()
-    result = operator.function(*located, **named)
+    local = source._local_tensor if source.window is None else source.whole()
+    result = operator.function(local, *located[1:], **named)
     if result is source._local_tensor:
         return source
     return source.with_rows(result) if isinstance(result, torch.Tensor) else result
@@ -158,20 +138,29 @@ def run_cast(operator: Operator, args: Arguments, options: Options) -> Any:
 
 def run_factory(operator: Operator, args: Arguments, options: Options) -> Any:
     """Make a new tensor: with the rows of the first one where it has that shape, else one that all ranks hold."""
-    source = args[0]
+    source, *rest = args
     if not isinstance(source, PlacedTensor):
-        return operator.function(source, *map_tensors(args[1:], whole_of), **options)
-    local, rest = source._local_tensor, args[1:]
+        return operator.function(source, *map_tensors(rest, whole_of), **options)
+    local = source._local_tensor
     if operator.name in ("new_zeros", "new_ones", "new_empty", "new_full"):
-        is_list = bool(rest) and isinstance(rest[0], (tuple, list))
-        size = options.get("size", rest[0] if is_list else rest)
+        size = options.get("size", rest[0] if rest and isinstance(rest[0], (tuple, list)) else rest)
         if tuple(size) == source.shape and source.window is None:
-            fill = () if operator.name != "new_full" or "size" in options else rest[1:]
+            fill = rest[1:] if operator.name == "new_full" and "size" not in options else ()
             options = {name: value for name, value in options.items() if name != "size"}
             made = source.with_rows(operator.function(local, tuple(local.shape), *fill, **options))
             made.is_unshared = True
             return made
     return source.with_whole(operator.function(local, *map_tensors(rest, whole_of), **options))
+
+
+def run_random_like(operator: Operator, args: Arguments, options: Options) -> Any:
+    """Draw the whole tensor on every rank, like a tensor that is not sharded, and keep this rank's rows."""
+    source = args[0] if args else None
+    if not isinstance(source, PlacedTensor) or source.window is not None:
+        return run_on_whole(operator, args, options)
+    stand_in = torch.empty(source.shape, dtype=source.dtype, device=source._local_tensor.device)
+    drawn = operator.function(stand_in, *args[1:], **options)
+    return source.with_rows(source.distribution.cut(drawn).clone())
 
 
 # ---------------------------------------------------------------- lists
@@ -188,12 +177,11 @@ def run_foreach(operator: Operator, args: Arguments, options: Options) -> Any:
     if operator.is_in_place or result is None:
         return None if result is None else references
     placed = _first_placed(args, {})
-    pairs = zip(references, result, strict=True)
     return type(result)(
         wrapped(one, reference if isinstance(reference, PlacedTensor) else placed)
         if isinstance(reference, DTensor)
         else one
-        for reference, one in pairs
+        for reference, one in zip(references, result, strict=True)
     )
 
 
@@ -205,42 +193,34 @@ def _located(operator: Operator, index: int, item: Any, references: Sequence[tor
     # Fused optimizers write into all lists but that of the gradients, and a copy in other rows would be lost.
     must_match = operator.name.startswith("_fused_") and index >= 2
     return [
+        # The case of every optimizer step, and twenty times as fast as a comparison.
         tensor._local_tensor
-        if isinstance(tensor, PlacedTensor) and _shares_spec(tensor, reference) and tensor.window is None
+        if isinstance(tensor, PlacedTensor)
+        and isinstance(reference, DTensor)
+        and tensor._spec is reference._spec
+        and tensor.window is None
         else _at_position(tensor, reference, must_match)
         for tensor, reference in zip(item, references, strict=True)
     ]
 
 
-def _shares_spec(tensor: PlacedTensor, reference: torch.Tensor) -> bool:
-    # The case of every optimizer step, and twenty times as fast as a comparison.
-    return isinstance(reference, DTensor) and tensor._spec is reference._spec
-
-
 def _at_position(tensor: torch.Tensor, reference: torch.Tensor, must_match: bool) -> torch.Tensor:
     if not isinstance(reference, DTensor):
         return whole_of(tensor) if isinstance(tensor, DTensor) else tensor
-    is_alike = isinstance(tensor, DTensor) and is_laid_out_like(tensor, reference) and tensor.shape == reference.shape
-    if is_alike and getattr(tensor, "window", None) is None:
-        local: torch.Tensor = tensor._local_tensor  # type: ignore[attr-defined]  # a DTensor
-        return local
-    if must_match and tensor.ndim:
+    part = part_of(tensor, reference)
+    if must_match and tensor.ndim and part is not _local(tensor):
         raise PlacementError(
             f"a fused optimizer got state of shape {tuple(tensor.shape)} that is not laid out like its parameter of "
             f"shape {tuple(reference.shape)}; make state with torch.zeros_like(p), or use foreach=True"
         )
-    return operand(tensor, reference)
+    return part
 
 
 def run_unscale(operator: Operator, args: Arguments, options: Options) -> None:
     """Unscale gradients in place and tell every rank whether any rank found a value that is not finite."""
     gradients, found, *rest = args
-    operator.function(
-        [_local(item) for item in gradients],
-        whole_of(found),
-        *map_tensors(tuple(rest), whole_of),
-        **options,
-    )
+    plain = [whole_of(item) if isinstance(item, torch.Tensor) else item for item in (found, *rest)]
+    operator.function([_local(item) for item in gradients], *plain, **options)
     spread = [Distribution.of(gradient) for gradient in gradients if isinstance(gradient, DTensor)]
     for distribution in {tuple(map(id, each.cutting_axes)): each for each in spread}.values():
-        distribution.all_reduce(whole_of(found), "max")
+        distribution.all_reduce(plain[0], "max")

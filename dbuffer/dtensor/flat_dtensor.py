@@ -16,29 +16,17 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 from torch.optim import optimizer as torch_optimizer
 from torch.utils import _foreach_utils
-from torch.utils.weak import WeakIdKeyDictionary
 
-from dbuffer.dtensor.autograd import (
-    convert_gradients_of,
-    enter_local,
-    enter_whole,
-    is_recorded,
-    leave,
-    run_backward,
-    run_gradients,
-    run_recorded,
-)
+from dbuffer.dtensor.attribute_ops import run_native
+from dbuffer.dtensor.autograd import enter_local, enter_whole, is_recorded, leave, run_recorded
 from dbuffer.dtensor.checkpoint_chunks import chunks_of, shard_at, write_items_of
 from dbuffer.dtensor.distribution import Distribution, FlatRows, RaggedShard, contiguous_stride
-from dbuffer.dtensor.elementwise_ops import run_by_rows, run_cast, run_factory, run_foreach, run_unscale
-from dbuffer.dtensor.gathered_ops import Arguments, Options, run_on_whole, run_random_like, run_view
-from dbuffer.dtensor.op_table import Kind, Operator, operator_of
+from dbuffer.dtensor.gathered_ops import Arguments
+from dbuffer.dtensor.op_table import OPERATORS, operator_of
 from dbuffer.dtensor.parameter import ParameterTensor
-from dbuffer.dtensor.placed_tensor import PlacedTensor
-from dbuffer.dtensor.reduction_ops import run_foreach_norm, run_reduction
 from dbuffer.errors import PlacementError
 
-__all__ = ["FlatDTensor", "FlatRows", "RaggedShard", "rebind", "refuse_uses"]
+__all__ = ["FlatDTensor", "FlatRows", "RaggedShard"]
 
 
 _OF_THIS_OBJECT = ("on_grad_dropped", "gradient_of")
@@ -62,15 +50,14 @@ class FlatDTensor(ParameterTensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run a function of PyTorch that got such a tensor."""
-        handler = _HANDLERS.get(func) or _handler(func)
-        if handler is _native:
+        operator = OPERATORS.get(func) or operator_of(func)
+        if operator.run is run_native:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        operator = _OPERATORS[func]
         # Optimizers call functions of each parameter, without autograd.
         if torch.is_grad_enabled() and operator.is_differentiable and is_recorded(args, kwargs or {}):
             return run_recorded(operator, args, kwargs or {})
-        return handler(operator, args, kwargs or {})
+        return operator.run(operator, args, kwargs or {})
 
     @staticmethod
     def from_local(
@@ -207,151 +194,6 @@ class FlatDTensor(ParameterTensor):
             return self.with_rows(self._local_tensor.clone()).__reduce_ex__(protocol)
         with torch._C.DisableTorchFunctionSubclass():
             return super().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-
-
-# ---------------------------------------------------------------- how each function runs
-
-Handler = Callable[[Operator, Arguments, Options], Any]
-
-
-def _native(operator: Operator, args: Arguments, options: Options) -> Any:
-    with torch._C.DisableTorchFunctionSubclass():
-        return operator.function(*args, **options)
-
-
-def _detach(operator: Operator, args: Arguments, options: Options) -> Any:
-    source = args[0]
-    if source.is_unshared:
-        source.is_unshared = False
-    detached = source.with_local(source._local_tensor.detach())
-    if source.window is not None:
-        detached.window = source.window
-    return detached
-
-
-def _set_data(operator: Operator, args: Arguments, options: Options) -> None:
-    # A sharded tensor's memory is a piece of a flat buffer, so it takes over the values.
-    target, value = args
-    if not isinstance(target, PlacedTensor):
-        raise PlacementError("the values of a plain tensor cannot be those of a sharded one; use p.full_tensor()")
-    if value.shape != target.shape or value.dtype != target.dtype or value.device != target.device:
-        raise PlacementError(
-            f".data of a sharded tensor is {target.dtype} of shape {tuple(target.shape)} on {target.device}; found "
-            f"{value.dtype} of shape {tuple(value.shape)} on {value.device}"
-        )
-    with torch.no_grad():
-        target.copy_(value.detach())
-
-
-_REASONS: WeakIdKeyDictionary = WeakIdKeyDictionary()
-
-
-def refuse_uses(tensor: torch.Tensor, *, hook: Callable[[], str], convert: Callable[[], str]) -> None:
-    """Let two uses of a tensor raise ``PlacementError`` with a reason.
-
-    Args:
-        hook: of ``register_hook``, as autograd gives the tensor no gradient.
-        convert: of ``nn.Module.to`` and its like, by the module that holds it.
-    """
-    _REASONS[tensor] = (hook, convert)
-
-
-def _convert(operator: Operator, args: Arguments, options: Options) -> Any:
-    # Module._apply asks of each parameter, and would go on to exchange the objects.
-    if args[0] in _REASONS:
-        _, reason = _REASONS[args[0]]
-        raise PlacementError(reason())
-    return _native(operator, args, options)
-
-
-def _hook(operator: Operator, args: Arguments, options: Options) -> Any:
-    tensor, *rest = args
-    if operator.name == "register_hook" and tensor in _REASONS:
-        reason, _ = _REASONS[tensor]
-        raise PlacementError(reason())
-    convert_gradients_of(tensor)
-    if operator.name == "retain_grad" and not tensor.is_leaf:
-        raise PlacementError(
-            "retain_grad would keep a gradient that forgets the rows of each rank; use register_hook and keep what it "
-            "gets"
-        )
-    awake = [_awake(item) if callable(item) else item for item in rest]
-    named = {name: _awake(item) if callable(item) else item for name, item in options.items()}
-    with torch._C.DisableTorchFunctionSubclass():
-        return operator.function(tensor, *awake, **named)
-
-
-def _awake(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a hook in which sharded tensors are asked, whoever started backward."""
-
-    def call(*args: Any) -> Any:
-        with torch._C._EnableTorchFunction():
-            return hook(*args)
-
-    return call
-
-
-def _iterate(operator: Operator, args: Arguments, options: Options) -> Any:
-    return iter(args[0].unbind(0))
-
-
-def _reshape(operator: Operator, args: Arguments, options: Options) -> Any:
-    target = args[0]
-    is_replaceable = isinstance(target, PlacedTensor) and (target.is_whole or target.is_unshared)
-    if not is_replaceable or target.window is not None:
-        return _refuse(operator, args, options)
-    rebind(target, target.with_whole(operator.function(target.whole(), *args[1:], **options)))
-    return target
-
-
-def rebind(target: PlacedTensor, source: PlacedTensor) -> None:
-    """Make one tensor what another is, in shape, dtype, rows and memory; it stays the same object for its users."""
-    target._spec, target._local_tensor = source._spec, source._local_tensor
-    with torch._C.DisableTorchFunctionSubclass():
-        # What PyTorch itself knows of the shape.
-        target.data = source
-
-
-def _refuse(operator: Operator, args: Arguments, options: Options) -> Any:
-    raise PlacementError(
-        f"{operator.name} cannot be right on a sharded tensor, whose memory is a piece of a flat buffer; work on "
-        "p.to_local(), this rank's rows, or on p.full_tensor(), a whole copy"
-    )
-
-
-_RUN: dict[Kind, Handler] = {
-    Kind.NATIVE: _native,
-    Kind.DETACH: _detach,
-    Kind.ROWS: run_by_rows,
-    Kind.LIKE: run_by_rows,
-    Kind.CAST: run_cast,
-    Kind.FOREACH: run_foreach,
-    Kind.FOREACH_NORM: run_foreach_norm,
-    Kind.UNSCALE: run_unscale,
-    Kind.REDUCE: run_reduction,
-    Kind.VIEW: run_view,
-    Kind.FACTORY: run_factory,
-    Kind.RANDOM: run_on_whole,
-    Kind.RANDOM_LIKE: run_random_like,
-    Kind.WHOLE: run_on_whole,
-    Kind.HOOK: _hook,
-    Kind.BACKWARD: run_backward,
-    Kind.GRADIENTS: run_gradients,
-    Kind.SET_DATA: _set_data,
-    Kind.CONVERT: _convert,
-    Kind.ITERATE: _iterate,
-    Kind.RESHAPE: _reshape,
-    Kind.REFUSED: _refuse,
-}
-_HANDLERS: dict[Callable[..., Any], Handler] = {}
-_OPERATORS: dict[Callable[..., Any], Operator] = {}
-
-
-def _handler(function: Callable[..., Any]) -> Handler:
-    operator = operator_of(function)
-    _OPERATORS[function] = operator
-    _HANDLERS[function] = _RUN[operator.kind]
-    return _HANDLERS[function]
 
 
 # As DTensor itself does: optimizers choose foreach and fused variants by exact type.

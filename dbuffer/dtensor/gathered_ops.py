@@ -3,20 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from dbuffer.dtensor.distribution import Distribution
-from dbuffer.dtensor.op_table import Kind, Operator
 from dbuffer.dtensor.placed_tensor import PlacedTensor, Window, whole_of
 from dbuffer.errors import PlacementError
 
-__all__ = ["map_tensors", "run_on_whole", "run_random_like", "run_view", "tensors_in"]
+__all__ = ["Arguments", "Operator", "Options", "map_tensors", "run_on_whole", "tensors_in"]
 
 Arguments = tuple[Any, ...]
 Options = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """One function.
+
+    Attributes:
+        run: how it is called. name: without the marks of a dunder or an in-place function.
+        is_in_place: whether it writes into its first argument. overwrites: whether it never reads what was there.
+        is_differentiable: whether autograd may have to record it.
+    """
+
+    function: Callable[..., Any]
+    run: Callable[[Operator, Arguments, Options], Any]
+    name: str
+    is_in_place: bool = False
+    overwrites: bool = False
+    is_differentiable: bool = False
 
 
 def run_on_whole(operator: Operator, args: Arguments, options: Options) -> Any:
@@ -38,50 +56,51 @@ class _Gathered:
 
     def __init__(self, operator: Operator) -> None:
         self._operator = operator
-        # By identity of the sharded tensor: two windows onto one tensor must see the same memory.
+        # By identity of the sharded tensor, with its version: two windows onto one tensor must see the same memory.
         self._wholes: dict[int, tuple[DTensor, torch.Tensor, int]] = {}
         self._stand_ins: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._template: PlacedTensor | None = None
 
     def plain(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the whole plain tensor that stands for an operand."""
+        if not isinstance(tensor, DTensor):
+            plain = whole_of(tensor)
+        else:
+            window = getattr(tensor, "window", None)
+            root = tensor if window is None else window.base
+            # What is overwritten by the first argument of a random function need not be gathered.
+            overwrites = self._operator.overwrites and self._template is None and window is None
+            if id(root) not in self._wholes:
+                self._wholes[id(root)] = (root, *self._gathered(root, overwrites=overwrites))
+            plain = self._wholes[id(root)][1]
+            plain = plain if window is None else window.of(plain)
         if isinstance(tensor, PlacedTensor) and self._template is None:
             self._template = tensor
-            overwrites = self._operator.kind is Kind.RANDOM and tensor.window is None
-            plain = self._of(tensor, overwrites=overwrites)
-        else:
-            plain = self._of(tensor, overwrites=False)
         self._stand_ins[id(plain)] = (plain, tensor)
         return plain
 
-    def _of(self, tensor: torch.Tensor, *, overwrites: bool) -> torch.Tensor:
-        if not isinstance(tensor, DTensor):
-            return whole_of(tensor)
-        window = getattr(tensor, "window", None)
-        if window is None and isinstance(tensor, PlacedTensor) and tensor.is_whole:
-            self._wholes[id(tensor)] = (tensor, tensor._local_tensor, -1)
-            return tensor._local_tensor
-        root = tensor if window is None else window.base
-        if id(root) not in self._wholes:
+    def _gathered(self, root: DTensor, *, overwrites: bool) -> tuple[torch.Tensor, int]:
+        if isinstance(root, PlacedTensor) and root.is_whole:
+            return root._local_tensor, -1
+        # What inference mode makes counts no changes.
+        with torch.inference_mode(False):
             if overwrites and isinstance(root, PlacedTensor):
                 whole = torch.empty(root.shape, dtype=root.dtype, device=root._local_tensor.device)
             else:
-                # What inference mode makes counts no changes.
-                with torch.inference_mode(False):
-                    whole = whole_of(root)
-            self._wholes[id(root)] = (root, whole, whole._version)
-        whole = self._wholes[id(root)][1]
-        return whole if window is None else window.of(whole)
+                whole = whole_of(root)
+        return whole, whole._version
 
     def write_back(self) -> None:
         """Take over what was changed in place."""
         for root, whole, version in self._wholes.values():
             if whole is root._local_tensor or whole._version == version:
                 continue
-            if whole.shape != _shape(root):
+            with torch._C.DisableTorchFunctionSubclass():
+                shape = root.shape
+            if whole.shape != shape:
                 raise PlacementError(
-                    f"{self._operator.name} in place would change the shape of a sharded tensor from "
-                    f"{tuple(_shape(root))} to {tuple(whole.shape)}; use the variant that returns a new tensor"
+                    f"{self._operator.name} in place would change the shape of a sharded tensor from {tuple(shape)} to "
+                    f"{tuple(whole.shape)}; use the variant that returns a new tensor"
                 )
             root._local_tensor.copy_(Distribution.of(root).cut(whole))
 
@@ -93,101 +112,27 @@ class _Gathered:
             return self._stand_ins[id(result)][1]
         assert self._template is not None
         for root, whole, _ in self._wholes.values():
-            if _shares_memory(result, whole):
-                return self._view(root, whole, result)
+            if whole is not root._local_tensor and _shares_memory(result, whole):
+                return self._view(self._template, root, whole, result)
         return self._template.with_whole(result)
 
-    def _view(self, root: DTensor, whole: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
-        assert self._template is not None
-        if whole is root._local_tensor:
-            return self._template.with_whole(view)
+    def _view(self, template: PlacedTensor, root: DTensor, whole: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
         if not isinstance(root, PlacedTensor) or view.dtype is not whole.dtype:
             raise PlacementError(
                 f"{self._operator.name} would return a view with other elements or another dtype of a tensor that is "
                 "sharded; take a copy, p.full_tensor(), and view that"
             )
+        root.is_unshared = False
         # A small view must not keep the whole tensor alive.
-        kept = view if view.numel() == whole.numel() else view.clone()
-        result = self._template.with_whole(kept)
-        result.window = Window(root, view.shape, view.stride(), view.storage_offset())  # type: ignore[arg-type]  # torch's stub
+        result = template.with_whole(view if view.numel() == whole.numel() else view.clone())
+        result.window = Window(root, view.shape, view.stride(), int(view.storage_offset()))
         return result
-
-
-def _shape(tensor: DTensor) -> torch.Size:
-    with torch._C.DisableTorchFunctionSubclass():
-        return tensor.shape
 
 
 def _shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one.layout is not torch.strided or other.layout is not torch.strided:
         return False
     return bool(torch._C._is_alias_of(one, other))  # type: ignore[attr-defined]  # the stub lacks it
-
-
-def run_random_like(operator: Operator, args: Arguments, options: Options) -> Any:
-    """Draw the whole tensor on every rank, like a tensor that is not sharded, and keep this rank's rows."""
-    source = next(tensors_in(args, options))
-    if not isinstance(source, PlacedTensor) or source.window is not None:
-        return run_on_whole(operator, args, options)
-    stand_in = torch.empty(source.shape, dtype=source.dtype, device=source._local_tensor.device)
-    drawn = operator.function(
-        *map_tensors(args, lambda _: stand_in),
-        **{name: map_tensors(value, lambda _: stand_in) for name, value in options.items()},
-    )
-    return source.with_rows(source.distribution.cut(drawn).clone())
-
-
-# ---------------------------------------------------------------- views
-
-
-def run_view(operator: Operator, args: Arguments, options: Options) -> Any:
-    """Return a view of this rank's rows where each of its rows lies within a row of the tensor, else of the whole."""
-    source = args[0] if args else None
-    if not isinstance(source, PlacedTensor) or source.window is not None or source.distribution.ragged is None:
-        return run_on_whole(operator, args, options)
-    if source.is_unshared:
-        source.is_unshared = False
-    try:
-        shown = operator.function(*map_tensors(args, _geometry), **options)
-    except (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError):
-        # Whatever is wrong, or has no answer without values, comes to light on the whole tensor.
-        return run_on_whole(operator, args, options)
-    views = [_rows_in_view(source, view) for view in tensors_in((shown,), {})]
-    if any(view is None for view in views):
-        return run_on_whole(operator, args, options)
-    remaining = iter(views)
-    return map_tensors(shown, lambda _: next(remaining))
-
-
-def _geometry(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor without data that has the global shape and stride of another."""
-    if not isinstance(tensor, DTensor):
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-    meta = tensor._spec.tensor_meta
-    assert meta is not None
-    return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="meta")
-
-
-def _rows_in_view(source: PlacedTensor, view: torch.Tensor) -> PlacedTensor | None:
-    """Return a view of this rank's rows with the geometry of ``view``, a view of the whole; None if there is none."""
-    meta = source._spec.tensor_meta
-    assert meta is not None
-    if view._base is None or view.dtype is not meta.dtype or view.ndim == 0 or not meta.shape.numel():
-        return None
-    step = meta.stride[0]
-    first, inner = divmod(view.storage_offset(), step)  # type: ignore[operator]  # torch's stub
-    reach = inner + sum((size - 1) * stride for size, stride in zip(view.shape[1:], view.stride()[1:], strict=True))
-    is_by_rows = view.stride(0) == step or view.shape[0] == 1
-    if not view.numel() or not is_by_rows or reach >= step or first + view.shape[0] > meta.shape[0]:
-        return None
-    rows, local = source.distribution.rows, source._local_tensor
-    start, stop = (min(max(row, rows.start), rows.stop) for row in (first, first + view.shape[0]))
-    size, stride = torch.Size((stop - start, *view.shape[1:])), (step, *view.stride()[1:])
-    if stop == start:
-        part = local.new_empty(size)
-    else:
-        part = local.as_strided(size, stride, local.storage_offset() + (start - rows.start) * step + inner)
-    return source.with_slice(part, first, view.shape, stride)
 
 
 # ---------------------------------------------------------------- arguments

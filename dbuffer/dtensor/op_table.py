@@ -1,63 +1,42 @@
-"""What kind of function each function of PyTorch is, for the rows of a sharded tensor; the kinds decide how it runs."""
+"""How each function of PyTorch runs on a sharded tensor; what is not known to be otherwise runs on whole tensors."""
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-__all__ = ["Kind", "Operator", "operator_of"]
-
-
-class Kind(enum.Enum):
-    """How a function runs: what is not known to be otherwise runs on whole tensors."""
-
-    NATIVE = "asks or sets what PyTorch itself knows of the tensor"
-    DETACH = "the same memory, without history"
-    ROWS = "each element of the result needs the elements at its place"
-    LIKE = "a new tensor of the same shape"
-    CAST = "another dtype or device"
-    FOREACH = "element-wise over lists of tensors"
-    FOREACH_NORM = "one norm per tensor of a list"
-    UNSCALE = "the check of a gradient scaler"
-    REDUCE = "sums, means, norms, extremes"
-    VIEW = "other shape, same memory"
-    FACTORY = "a new tensor of any shape"
-    RANDOM = "overwrites the tensor, as a whole tensor would be"
-    RANDOM_LIKE = "a new random tensor of the same shape"
-    WHOLE = "anything else"
-    HOOK = "calls back during backward"
-    BACKWARD = "starts backward"
-    GRADIENTS = "returns gradients of some tensors"
-    SET_DATA = "replaces the values"
-    CONVERT = "asked by a module that converts its parameters"
-    ITERATE = "an iterator"
-    RESHAPE = "other shape in place"
-    REFUSED = "wrong on a sharded tensor, whatever one does"
-
-
-@dataclass(frozen=True, slots=True)
-class Operator:
-    """One function.
-
-    Attributes:
-        name: without the marks of a dunder or an in-place function. is_in_place: whether it writes into its first
-            argument. is_differentiable: whether autograd may have to record it.
-    """
-
-    function: Callable[..., Any]
-    kind: Kind
-    name: str
-    is_in_place: bool = False
-    is_differentiable: bool = False
-
-
-_DIFFERENTIABLE = frozenset(
-    {Kind.ROWS, Kind.CAST, Kind.FOREACH, Kind.FOREACH_NORM, Kind.REDUCE, Kind.VIEW, Kind.RANDOM, Kind.WHOLE}
+from dbuffer.dtensor.attribute_ops import (
+    refuse,
+    run_convert,
+    run_detach,
+    run_hook,
+    run_iterate,
+    run_native,
+    run_reshape,
+    run_set_data,
 )
+from dbuffer.dtensor.autograd import run_backward, run_gradients
+from dbuffer.dtensor.elementwise_ops import (
+    run_by_rows,
+    run_cast,
+    run_factory,
+    run_foreach,
+    run_random_like,
+    run_unscale,
+)
+from dbuffer.dtensor.gathered_ops import Arguments, Operator, Options, run_on_whole
+from dbuffer.dtensor.reduction_ops import run_foreach_norm, run_reduction
+
+__all__ = ["OPERATORS", "operator_of"]
+
+Handler = Callable[[Operator, Arguments, Options], Any]
+
+OPERATORS: dict[Callable[..., Any], Operator] = {}
+"""Those that were asked for."""
+
+_DIFFERENTIABLE = (run_by_rows, run_cast, run_foreach, run_foreach_norm, run_reduction, run_on_whole)
 # Element-wise whatever the overload; each has an in-place variant of the same name and an underscore, or none.
 _ELEMENT_WISE = frozenset(
     """abs absolute acos acosh add addcdiv addcmul angle arccos arccosh arcsin arcsinh arctan arctan2 arctanh asin asinh
@@ -91,11 +70,6 @@ _REDUCTIONS = frozenset(
     """sum mean amax amin max min any all norm vector_norm linalg_vector_norm prod logsumexp softmax log_softmax cumsum
     cumprod argmax argmin""".split()
 )
-_VIEWS = frozenset(
-    """__getitem__ select slice narrow view view_as reshape reshape_as _unsafe_view flatten unflatten ravel transpose t
-    swapaxes swapdims permute movedim moveaxis squeeze unsqueeze expand expand_as chunk split split_with_sizes
-    tensor_split hsplit vsplit dsplit unbind diagonal unfold as_strided broadcast_to T mT H mH adjoint""".split()
-)
 _NATIVE = frozenset(
     """size dim ndimension numel nelement stride element_size is_contiguous is_floating_point is_complex is_signed
     is_inference is_conj is_neg is_same_size get_device data_ptr storage untyped_storage _typed_storage storage_offset
@@ -108,36 +82,40 @@ _RESHAPES = frozenset({"t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_",
 _REFUSED = frozenset(
     {"resize_", "resize_as_", "as_strided_", "share_memory_", "pin_memory", "__dlpack__", "module_load"}
 )
-_SPECIAL = {
-    "detach": Kind.DETACH,
-    "register_hook": Kind.HOOK,
-    "register_post_accumulate_grad_hook": Kind.HOOK,
-    "retain_grad": Kind.HOOK,
-    "backward": Kind.BACKWARD,
-    "__iter__": Kind.ITERATE,
-    "_has_compatible_shallow_copy_type": Kind.CONVERT,
-    "_foreach_norm": Kind.FOREACH_NORM,
-    "_foreach_max": Kind.WHOLE,
-    "_foreach_powsum": Kind.WHOLE,
-    "_amp_foreach_non_finite_check_and_unscale_": Kind.UNSCALE,
+_SPECIAL: dict[str, Handler] = {
+    "detach": run_detach,
+    "register_hook": run_hook,
+    "register_post_accumulate_grad_hook": run_hook,
+    "retain_grad": run_hook,
+    "backward": run_backward,
+    "grad": run_native,
+    "__iter__": run_iterate,
+    "_has_compatible_shallow_copy_type": run_convert,
+    "_foreach_norm": run_foreach_norm,
+    "_foreach_max": run_on_whole,
+    "_foreach_powsum": run_on_whole,
+    "_amp_foreach_non_finite_check_and_unscale_": run_unscale,
 }
-_TABLES: tuple[tuple[frozenset[str], Kind], ...] = (
-    (_ELEMENT_WISE, Kind.ROWS),
-    (_CASTS, Kind.CAST),
-    (_LIKE, Kind.LIKE),
-    (_RANDOM_LIKE, Kind.RANDOM_LIKE),
-    (_RANDOM, Kind.RANDOM),
-    (_FACTORIES, Kind.FACTORY),
-    (_REDUCTIONS, Kind.REDUCE),
-    (_VIEWS, Kind.VIEW),
-    (_NATIVE, Kind.NATIVE),
-    (_RESHAPES, Kind.RESHAPE),
-    (_REFUSED, Kind.REFUSED),
+_TABLES: tuple[tuple[frozenset[str], Handler], ...] = (
+    (_CASTS, run_cast),
+    (_LIKE, run_by_rows),
+    (_RANDOM_LIKE, run_random_like),
+    (_FACTORIES, run_factory),
+    (_REDUCTIONS, run_reduction),
+    (_NATIVE, run_native),
+    (_RESHAPES, run_reshape),
+    (_REFUSED, refuse),
 )
 
 
 def operator_of(function: Callable[..., Any]) -> Operator:
-    """Return what a function that PyTorch hands to ``__torch_function__`` is."""
+    """Return how a function that PyTorch hands to ``__torch_function__`` runs."""
+    if function not in OPERATORS:
+        OPERATORS[function] = _operator_of(function)
+    return OPERATORS[function]
+
+
+def _operator_of(function: Callable[..., Any]) -> Operator:
     name = getattr(function, "__name__", "")
     if name in ("__get__", "__set__", "__delete__"):
         return _property_access(function, name)
@@ -145,27 +123,25 @@ def operator_of(function: Callable[..., Any]) -> Operator:
     if schema is not None:
         # torch.ops.aten.add_.Tensor and its like.
         name = schema.name.rpartition("::")[2]
-    if function is torch.autograd.grad:
-        return Operator(function, Kind.GRADIENTS, name)
-    if name == "grad":
-        return Operator(function, Kind.NATIVE, name)
     base, is_in_place = _stem(name)
-    kind = _kind(name, base, is_in_place)
+    run = run_gradients if function is torch.autograd.grad else _handler(name, base)
     # The functions of torch.nn.init see to it themselves that autograd does not record.
-    is_recorded = kind in _DIFFERENTIABLE and getattr(function, "__module__", "") != "torch.nn.init"
-    return Operator(function, kind, base, is_in_place or name == "__setitem__", is_recorded)
+    is_recorded = (
+        run in _DIFFERENTIABLE and name not in _LIKE and getattr(function, "__module__", "") != "torch.nn.init"
+    )
+    return Operator(function, run, base, is_in_place or name == "__setitem__", name in _RANDOM, is_recorded)
 
 
 def _property_access(function: Callable[..., Any], access: str) -> Operator:
     attribute = function.__self__  # type: ignore[attr-defined]  # a bound method of the property
     name = getattr(attribute, "__name__", None) or attribute.fget.__name__
-    kind = Kind.NATIVE
+    run: Handler = run_native
     if access == "__get__":
-        kind = {"data": Kind.DETACH, "real": Kind.ROWS, "imag": Kind.ROWS}.get(name, kind)
-        kind = Kind.VIEW if name in _VIEWS else kind
+        run = {"data": run_detach, "real": run_by_rows, "imag": run_by_rows}.get(name, run)
+        run = run_on_whole if name in ("T", "mT", "H", "mH") else run
     elif name == "data":
-        kind = Kind.SET_DATA
-    return Operator(function, kind, name, is_differentiable=kind in _DIFFERENTIABLE)
+        run = run_set_data
+    return Operator(function, run, name, is_differentiable=run in _DIFFERENTIABLE)
 
 
 def _stem(name: str) -> tuple[str, bool]:
@@ -185,12 +161,11 @@ def _stem(name: str) -> tuple[str, bool]:
 _PLAIN = {"truediv": "div", "floordiv": "floor_divide", "mod": "remainder"}
 
 
-def _kind(name: str, base: str, is_in_place: bool) -> Kind:
+def _handler(name: str, base: str) -> Handler:
     if name in _SPECIAL:
         return _SPECIAL[name]
     if name.startswith(("_foreach_", "_fused_")):
-        return Kind.FOREACH
-    for table, kind in _TABLES:
-        if name in table or (kind is Kind.ROWS and base in table):
-            return kind
-    return Kind.WHOLE
+        return run_foreach
+    if base in _ELEMENT_WISE:
+        return run_by_rows
+    return next((run for names, run in _TABLES if name in names), run_on_whole)

@@ -17,7 +17,6 @@ __all__ = [
     "NUM_FLAGS_SET",
     "PlacedTensor",
     "Window",
-    "aligned_local",
     "is_laid_out_like",
     "keep_from_dynamo",
     "whole_of",
@@ -141,13 +140,6 @@ class PlacedTensor(DTensor):
         spec = DTensorSpec(mesh, tuple(Replicate() for _ in range(mesh.ndim)), tensor_meta=meta)
         return type(self)(whole, spec, requires_grad=False)
 
-    def with_slice(self: AnyPlaced, local: torch.Tensor, first: int, size: torch.Size, stride: Any) -> AnyPlaced:
-        """Return a view whose row 0 lies in row ``first`` of this tensor, over its local part."""
-        distribution = self.distribution.sliced(first, size[0])
-        meta = TensorMeta(size, tuple(stride), local.dtype)
-        spec = DTensorSpec(distribution.mesh, distribution.placements, tensor_meta=meta)
-        return type(self)(local, spec, requires_grad=False)
-
 
 def keep_from_dynamo(accessor: property) -> None:
     """Have compiled code break its graph at a property and run it as it is: Dynamo has no word for what it calls."""
@@ -207,13 +199,3 @@ def whole_of(tensor: torch.Tensor) -> torch.Tensor:
         "plain tensors torch.distributed.tensor.experimental.implicit_replication(); else use p.to_local() or "
         "p.full_tensor()."
     )
-
-
-def aligned_local(tensor: torch.Tensor, reference: DTensor) -> torch.Tensor:
-    """Return the part of an operand of the reference's shape that goes with the reference's local part.
-
-    Communicates only where the operand has other rows.
-    """
-    if isinstance(tensor, DTensor) and is_laid_out_like(tensor, reference):
-        return tensor._local_tensor if getattr(tensor, "window", None) is None else whole_of(tensor)
-    return Distribution.of(reference).cut(whole_of(tensor))

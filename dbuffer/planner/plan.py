@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from dbuffer.errors import LayoutError, PaddingWarning
-from dbuffer.planner.granularity import Granularity, granularity_per_tensor, row_numel
+from dbuffer.planner.granularity import Granularity, row_numel
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -20,8 +20,7 @@ class Plan:
     ``[k * shard_numel, (k + 1) * shard_numel)``. All sizes are in elements.
 
     Two plans are equal when they lay out the same tensors in the same way; how good the layout was proved to be
-    (``lower_bound_numel``, ``binding``) does not take part. Made by ``dbuffer.planner.plan``; a plan made elsewhere
-    should pass ``check_plan`` before use.
+    (``lower_bound_numel``, ``binding``) does not take part. Made by ``dbuffer.planner.plan``.
 
     Attributes:
         shapes: one per tensor, in the caller's order.
@@ -34,8 +33,6 @@ class Plan:
             At least ``data_numel``, whatever is passed in.
         binding: what forces the size, in words for a report; tensors are numbered as the planner's caller gave them.
         binding_tensors: the tensors named in ``binding``, in that order, as positions in ``shapes``.
-        relaxation_numel: ``numel`` could shrink by this much at most if all tensors with units like those named in
-            ``binding`` could be cut anywhere (``Element()``).
         data_numel: sum of the tensors' elements.
     """
 
@@ -48,7 +45,6 @@ class Plan:
     lower_bound_numel: int = 0
     binding: str = ""
     binding_tensors: tuple[int, ...] = ()
-    relaxation_numel: int = 0
     data_numel: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -77,53 +73,11 @@ class Plan:
 
     def tensor_numel(self, tensor: int) -> int:
         """Return the elements of one tensor."""
-        return math.prod(self.shapes[self._checked(tensor)])
+        return math.prod(self.shapes[tensor])
 
     def row_numel(self, tensor: int) -> int:
         """Return the elements of one row: the last dim, but 1 for 1-D and 0-d tensors."""
-        return row_numel(self.shapes[self._checked(tensor)])
-
-    def num_rows(self, tensor: int) -> int:
-        """Return the rows of one tensor, all dims before the last flattened; a 0-d tensor has one."""
-        shape = self.shapes[self._checked(tensor)]
-        return math.prod(shape[:-1]) if len(shape) >= 2 else math.prod(shape)
-
-    def owned_elements(self, tensor: int, shard: int) -> range:
-        """Return the elements of one flattened tensor that one shard stores, empty when it stores none.
-
-        Over all shards in order the ranges follow each other from 0 to ``tensor_numel(tensor)``.
-
-        Raises:
-            IndexError: ``tensor`` or ``shard`` is out of range.
-        """
-        numel = self.tensor_numel(tensor)
-        start = self._checked_shard(shard) * self.shard_numel - self.offsets[tensor]
-        stop = start + self.shard_numel
-        return range(min(max(start, 0), numel), min(max(stop, 0), numel))
-
-    def owned_rows(self, tensor: int, shard: int) -> range:
-        """Return the rows of one tensor that one shard stores, empty when it stores none.
-
-        Over all shards in order the ranges follow each other from 0 to ``num_rows(tensor)``. Rows without elements, as
-        in shape (5, 0), count as stored by shard 0.
-
-        Args:
-            tensor: position in ``shapes``; a (1024, 4096) weight has 1024 rows of 4096 elements.
-            shard: 0 <= shard < ``num_shards``.
-        Raises:
-            IndexError: ``tensor`` or ``shard`` is out of range.
-            LayoutError: the shard stores a part of a row, which only ``Element()`` permits.
-        """
-        elements = self.owned_elements(tensor, shard)
-        width = self.row_numel(tensor)
-        if self.tensor_numel(tensor) == 0:
-            return range(0 if shard == 0 else self.num_rows(tensor), self.num_rows(tensor))
-        if elements.start % width or elements.stop % width:
-            raise LayoutError(
-                f"shard {shard} stores elements {elements.start} to {elements.stop} of tensor {tensor}, whose rows "
-                f"have {width} elements: no whole rows. Use owned_elements, or plan this tensor with Row()."
-            )
-        return range(elements.start // width, elements.stop // width)
+        return row_numel(self.shapes[tensor])
 
     def fingerprint(self) -> str:
         """Return 16 hexadecimal digits that ranks compare to agree on a layout: same digits, same layout.
@@ -142,24 +96,8 @@ class Plan:
         return hash((self.num_shards, self.shard_numel, self.data_numel, len(self.shapes), self.offsets[:8]))
 
     def _layout(self) -> tuple[object, ...]:
-        return (
-            self.num_shards,
-            self.shard_numel,
-            self.alignment_numel,
-            self.offsets,
-            self.shapes,
-            self.granularities,
-        )
-
-    def _checked(self, tensor: int) -> int:
-        if not 0 <= tensor < len(self.shapes):
-            raise IndexError(f"tensor {tensor} is out of range: the plan has {len(self.shapes)} tensors")
-        return tensor
-
-    def _checked_shard(self, shard: int) -> int:
-        if not 0 <= shard < self.num_shards:
-            raise IndexError(f"shard {shard} is out of range: the plan has {self.num_shards} shards")
-        return shard
+        sizes = self.num_shards, self.shard_numel, self.alignment_numel
+        return (*sizes, self.offsets, self.shapes, self.granularities)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,16 +110,11 @@ class Region:
         plan: the layout of those tensors.
         relaxed: those of ``indices`` whose granularity in ``plan`` is finer than was asked, because what was asked pads
             too much (``PaddingLimits.fallback``).
-        saved_numel: elements that relaxing saved, in all regions of the unit together.
-        split_bound_numel: no layout of the unit in as many regions as were permitted has fewer elements in all, with
-            these granularities. 0 where padding is below the price of a region, so that nothing was proved.
     """
 
     indices: tuple[int, ...]
     plan: Plan
     relaxed: tuple[int, ...] = ()
-    saved_numel: int = 0
-    split_bound_numel: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,67 +161,9 @@ def check_padding(regions: Sequence[Region], limits: PaddingLimits, itemsize: in
     message = (
         f"padding makes {len(regions)} flat buffer(s) {1 + padding / data:.2f}x their data, "
         f"{padding * itemsize / 2**20:.1f} MiB more, over {worst.num_shards} shards. What forces it: {worst.binding}. "
-        f"Give that tensor a buffer of its own (plan_regions) or a finer granularity (Element(), which would save "
-        f"{worst.relaxation_numel * itemsize / 2**20:.1f} MiB of it), replicate it if it is tiny, or use fewer shards."
+        "Give that tensor a buffer of its own (plan_regions) or a finer granularity (Element()), replicate it if it is "
+        "tiny, or use fewer shards."
     )
     if is_refused:
         raise LayoutError(f"{message} PaddingLimits moves this refusal.")
     warnings.warn(message, PaddingWarning, stacklevel=3)
-
-
-def check_plan(plan: Plan) -> None:
-    """Check every rule of a zero-copy layout, knowing nothing of how the plan was found.
-
-    The rules: one offset, one granularity per shape; offsets and shards aligned; every tensor inside the buffer; no two
-    tensors overlap; a shard boundary strictly inside a tensor lies between two of its units; no claim to be below
-    the proved bound.
-
-    Raises:
-        LayoutError: names the first rule that is broken and the tensor that breaks it.
-    """
-    _check_fields(plan)
-    end, last = 0, -1
-    for tensor in sorted(range(len(plan.shapes)), key=lambda index: plan.offsets[index]):
-        offset, numel = plan.offsets[tensor], math.prod(plan.shapes[tensor])
-        where = f"tensor {tensor} of shape {plan.shapes[tensor]} at offset {offset}"
-        if offset < 0 or offset + numel > plan.numel:
-            raise LayoutError(f"{where} leaves the buffer of {plan.numel} elements: place it inside.")
-        if offset % plan.alignment_numel:
-            raise LayoutError(f"{where} is not aligned: wanted a multiple of {plan.alignment_numel} elements.")
-        if numel == 0:
-            continue
-        if offset < end:
-            raise LayoutError(f"{where} overlaps tensor {last}, which ends at {end}: place it behind.")
-        end, last = offset + numel, tensor
-        _check_cuts(plan, tensor, where)
-    if plan.numel < plan.lower_bound_numel:
-        raise LayoutError(f"{plan.numel} elements are below the claimed lower bound of {plan.lower_bound_numel}.")
-
-
-def _check_fields(plan: Plan) -> None:
-    count = len(plan.shapes)
-    if plan.num_shards < 1 or plan.shard_numel < 0 or plan.alignment_numel < 1:
-        raise LayoutError(
-            f"{plan.num_shards} shards of {plan.shard_numel} elements aligned to {plan.alignment_numel}: wanted at "
-            f"least one shard, no negative size and an alignment of at least one element."
-        )
-    if len(plan.offsets) != count:
-        raise LayoutError(f"{len(plan.offsets)} offsets for {count} tensors: wanted one each.")
-    granularity_per_tensor(plan.granularities, count)
-    if any(dim < 0 for shape in plan.shapes for dim in shape):
-        raise LayoutError(f"a shape has a negative dim: {plan.shapes}.")
-    if plan.shard_numel % plan.alignment_numel:
-        raise LayoutError(f"shards of {plan.shard_numel} are not aligned: wanted multiples of {plan.alignment_numel}.")
-
-
-def _check_cuts(plan: Plan, tensor: int, where: str) -> None:
-    """Check the first two boundaries inside one tensor: if both are legal, all later ones are, a shard apart each."""
-    shape, offset, shard = plan.shapes[tensor], plan.offsets[tensor], plan.shard_numel
-    unit, numel = plan.granularities[tensor].unit_numel(shape), math.prod(shape)
-    first = (offset // shard + 1) * shard - offset
-    for cut in (first, first + shard):
-        if cut < numel and cut % unit:
-            raise LayoutError(
-                f"{where}, {plan.granularities[tensor]}, is cut after {cut} elements by shards of {shard}: "
-                f"wanted a cut at a multiple of {unit}. Move it, or change the shard length."
-            )

@@ -21,16 +21,12 @@ from dbuffer.planner.granularity import (
 )
 from dbuffer.planner.packing import Layout, aligned_starts, shortest_layout
 from dbuffer.planner.plan import PaddingLimits, Plan, Region, check_padding
-from dbuffer.planner.splits import cheapest_splits, split_bound
+from dbuffer.planner.splits import cheapest_splits
 
 _ROWS, _ELEMENTS = Row(), Element()
 _LIMITS = PaddingLimits()
-# Steps of the search: real layers need a few hundred.
-_STEPS = 5_500
 # Tensors start at multiples of this where no shard gets longer by it: whole memory transactions of a GPU.
 _START_BYTES = 128
-# Padding of which it is not worth finding out how much a tensor is to blame for.
-_NEGLIGIBLE = 0.0001
 # Sets of tensors relaxed one after another; each takes what binds most.
 _MAX_RELAXATIONS = 8
 
@@ -60,7 +56,7 @@ def plan(
         LayoutError: nonsense input, or padding beyond ``limits``.
     """
     request = _request(shapes, num_shards, granularity, alignment_bytes, itemsize)
-    best = _region(request, range(len(request.shapes)), _STEPS)
+    best = _region(request, range(len(request.shapes)))
     check_padding((best,), limits, itemsize)
     return best.plan
 
@@ -95,7 +91,7 @@ def plan_regions(
     if limits.fallback is not None and limits.is_relaxed_from(_padding(regions), request.data_numel, itemsize):
         regions = _relaxed(request, regions, max_regions, limits)
     check_padding(regions, limits, itemsize)
-    return _with_split_bound(request, regions, max_regions, limits)
+    return regions
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +152,7 @@ def _regions(request: _Request, max_regions: int, limits: PaddingLimits) -> tupl
     bound = _bound(request, single)
     promised = bound.least(bound.floor) * request.num_shards * request.alignment
     if max_regions == 1 or promised - request.data_numel <= price:
-        solved[single] = _region(request, single, _STEPS, bound)
+        solved[single] = _region(request, single, bound)
         if max_regions == 1 or solved[single].plan.numel - request.data_numel <= price:
             return (solved[single],)
     splits = cheapest_splits(request.sizes, request.num_shards, max_regions, price // request.alignment)
@@ -167,7 +163,7 @@ def _regions(request: _Request, max_regions: int, limits: PaddingLimits) -> tupl
             break
         for group in split.groups:
             if group not in solved:
-                solved[group] = _region(request, group, _STEPS // len(split.groups))
+                solved[group] = _region(request, group)
         regions = tuple(solved[group] for group in split.groups)
         found = sum(region.plan.numel for region in regions) + price * (len(regions) - 1)
         if not best or found < cost:
@@ -195,12 +191,10 @@ def _relaxed(
         found = _regions(request.with_finer(fewer, limits.fallback), max_regions, limits)
         if not limits.is_relaxed_from(_padding(found), request.data_numel, request.itemsize):
             regions, chosen = found, fewer
-    saved = _padding(strict) - _padding(regions)
-    if saved <= 0:
+    if _padding(regions) >= _padding(strict):
         return strict
     return tuple(
-        replace(region, relaxed=tuple(tensor for tensor in region.indices if tensor in chosen), saved_numel=saved)
-        for region in regions
+        replace(region, relaxed=tuple(tensor for tensor in region.indices if tensor in chosen)) for region in regions
     )
 
 
@@ -236,21 +230,6 @@ def _binding_tensors(request: _Request, regions: Sequence[Region], finer: Granul
     return set()
 
 
-def _with_split_bound(
-    request: _Request, regions: tuple[Region, ...], max_regions: int, limits: PaddingLimits
-) -> tuple[Region, ...]:
-    """Add what no other split could save, where there is enough padding to ask."""
-    if _padding(regions) <= _price(request, limits):
-        return regions
-    granularities = dict(
-        pair for region in regions for pair in zip(region.indices, region.plan.granularities, strict=True)
-    )
-    cuts = tuple(granularities[tensor] for tensor in range(len(request.shapes)))
-    sizes = aligned_sizes(request.shapes, cuts, request.alignment)
-    proved = split_bound(sizes, request.num_shards, max_regions) * request.alignment
-    return tuple(replace(region, split_bound_numel=max(proved, request.data_numel)) for region in regions)
-
-
 def _price(request: _Request, limits: PaddingLimits) -> int:
     """Return the elements that a further region has to save."""
     return max(limits.split_bytes // request.itemsize, math.ceil(limits.split_ratio * request.data_numel))
@@ -265,18 +244,18 @@ def _bound(request: _Request, tensors: Iterable[int]) -> ShardBound:
     return shard_bound(Counter(size for size in sizes if size[0]), request.num_shards)
 
 
-def _region(request: _Request, indices: Iterable[int], steps: int, bound: ShardBound | None = None) -> Region:
+def _region(request: _Request, indices: Iterable[int], bound: ShardBound | None = None) -> Region:
     """Solve one flat buffer for some of the tensors; empty tensors sit at offset 0."""
     chosen = tuple(indices)
     filled = [tensor for tensor in chosen if request.sizes[tensor][0]]
     sizes = [request.sizes[tensor] for tensor in filled]
     bound = bound or _bound(request, chosen)
-    layout = shortest_layout(sizes, request.num_shards, bound, steps) if sizes else Layout(0, (), 0)
+    layout = shortest_layout(sizes, request.num_shards, bound) if sizes else Layout(0, ())
     offsets = layout.offsets
     if (pieces := request.start_pieces()) > 1:
         offsets = aligned_starts(layout, sizes, request.num_shards, pieces)
     placed = dict(zip(filled, offsets, strict=True))
-    certificate = _certificate(request, filled, bound, layout.shard)
+    binding, named = _certificate(request, filled, bound, layout.shard)
     position = {tensor: place for place, tensor in enumerate(chosen)}
     plan_of_chosen = Plan(
         shapes=tuple(request.shapes[tensor] for tensor in chosen),
@@ -285,25 +264,17 @@ def _region(request: _Request, indices: Iterable[int], steps: int, bound: ShardB
         offsets=tuple(placed.get(tensor, 0) * request.alignment for tensor in chosen),
         shard_numel=layout.shard * request.alignment,
         alignment_numel=request.alignment,
-        lower_bound_numel=layout.proved * request.num_shards * request.alignment,
-        binding=certificate.text,
-        binding_tensors=tuple(position[tensor] for tensor in certificate.tensors),
-        relaxation_numel=_relaxation(sizes, certificate, request.num_shards, layout.shard) * request.alignment,
+        lower_bound_numel=bound.least(bound.floor) * request.num_shards * request.alignment,
+        binding=binding,
+        binding_tensors=tuple(position[tensor] for tensor in named),
     )
     return Region(chosen, plan_of_chosen)
 
 
-@dataclass(frozen=True, slots=True)
-class _Certificate:
-    """What forces a shard length: in words, the tensors named there in their order, and the units of all that bind."""
-
-    text: str
-    tensors: tuple[int, ...]
-    units: frozenset[int]
-
-
-def _certificate(request: _Request, tensors: Sequence[int], bound: ShardBound, shard: int) -> _Certificate:
-    """Say what forces the shard length; tensors are numbered as the caller gave them."""
+def _certificate(
+    request: _Request, tensors: Sequence[int], bound: ShardBound, shard: int
+) -> tuple[str, tuple[int, ...]]:
+    """Return what forces the shard length, in words, and the tensors named there, as the caller numbers them."""
     forced = [unit for unit, half in zip(bound.forcing, bound.halves, strict=True) if half > shard and unit > 1]
     multiple = math.lcm(*forced)
     if shard == -(-bound.floor // multiple) * multiple > bound.floor:
@@ -315,7 +286,7 @@ def _certificate(request: _Request, tensors: Sequence[int], bound: ShardBound, s
     else:
         units, reason = [max(bound.forcing)], ""
     if not units:
-        return _Certificate("the data itself", (), frozenset())
+        return "the data itself", ()
     named = [_largest_with(request, tensors, unit) for unit in units[:3]]
     words = " and ".join(
         f"{request.granularities[tensor].describe(request.shapes[tensor])} in tensor {tensor} of shape "
@@ -323,22 +294,10 @@ def _certificate(request: _Request, tensors: Sequence[int], bound: ShardBound, s
         for tensor in named
     )
     text = words + reason if reason else f"gaps between tensors, the widest before {words}"
-    return _Certificate(text, tuple(named), frozenset(units))
+    return text, tuple(named)
 
 
 def _largest_with(request: _Request, tensors: Sequence[int], unit: int) -> int:
     """Return the largest tensor of whole units of this size; of a last unit this size where there is none."""
     sizes = ((*request.sizes[tensor], tensor) for tensor in tensors)
     return max((own == unit, slots, -tensor) for slots, own, tensor in sizes if unit in (own, slots % own))[2] * -1
-
-
-def _relaxation(sizes: Sequence[tuple[int, int]], certificate: _Certificate, num_shards: int, shard: int) -> int:
-    """Return by how many slots the buffer could shrink at most, were all tensors that bind cut anywhere."""
-    padding = shard * num_shards - sum(slots for slots, _ in sizes)
-    if not certificate.units or padding <= _NEGLIGIBLE * shard * num_shards:
-        return padding if certificate.units else 0
-    free = (
-        (slots, 1 if unit in certificate.units or slots % unit in certificate.units else unit) for slots, unit in sizes
-    )
-    bound = shard_bound(Counter(free), num_shards)
-    return (shard - bound.least(bound.floor)) * num_shards

@@ -1,6 +1,6 @@
 """Which tensors of a unit should share a flat buffer: all ways to deal a few items into a few regions, by their bounds.
 
-An item is a tensor, or many that are dealt together. docs/design/planner.md, "Regions" and "Proof" 7.
+An item is a tensor, or many that are dealt together. docs/design/planner.md, "Regions".
 """
 
 import heapq
@@ -13,8 +13,6 @@ from dbuffer.planner.granularity import two_piece_shard
 
 # Items dealt at most, fewer where the lengths to compare are many; and splits worth solving.
 _MAX_ITEMS, _MAX_CLASSES, _MAX_CLASSES_OF_MANY, _MANY_SIZES, _MAX_SPLITS = 8, 6, 3, 256, 2
-# Tensors of which all splits are compared for a proof.
-_MAX_PROVED = 9
 # Equal tensors with less than this part of the data are not dealt apart from others.
 _SHARE_OF_DUST = 200
 
@@ -51,20 +49,6 @@ def cheapest_splits(sizes: Sizes, num_shards: int, max_regions: int, price: int)
         members = [sorted(tensor for item in _bits(mask) for tensor in items[item]) for mask in masks]
         splits.append(Split(tuple(sorted(map(tuple, members))), -spent - price))
     return splits
-
-
-def split_bound(sizes: Sizes, num_shards: int, max_regions: int) -> int:
-    """Return slots that no split into at most ``max_regions`` goes below; the data alone where they are too many.
-
-    Tensors that can be cut anywhere are left out of the regions: wherever they go, they only add.
-    """
-    data = sum(slots for slots, _ in sizes)
-    items = [[tensor] for tensor, (_, unit) in enumerate(sizes) if unit > 1]
-    if not 0 < len(items) <= _MAX_PROVED:
-        return data
-    dealer = _Dealer(sizes, items, num_shards, 0)
-    dealer.deal((1 << len(items)) - 1, max_regions, 0, ())
-    return max(data, -max(dealer.kept)[0])
 
 
 class _Dealer:

@@ -2,20 +2,17 @@
 
 # The ops are imported here and not on first use: a later import of the submodule `adamw` or `int8_adamw` would
 # rebind that name in this package from the function to the module.
-from dbuffer_kernels import reference
-from dbuffer_kernels.adamw import adamw, adamw_row, adamw_rows
-from dbuffer_kernels.backends import backend, use_backend
+from dbuffer_kernels.adamw import AdamWBuffers, adamw, adamw_row, adamw_rows
 from dbuffer_kernels.bit_sums import checksum
 from dbuffer_kernels.decode import decode_rows
 from dbuffer_kernels.dynamic_map import QUANT_BLOCK, dequantize_blocks, dynamic_map, num_blocks, quantize_blocks
 from dbuffer_kernels.elementwise import accumulate, cast_copy
-from dbuffer_kernels.int8_adamw import CodedSegments, int8_adamw
-from dbuffer_kernels.int8_reference import CodedSegment, Int8AdamWBuffers, Int8Moments
+from dbuffer_kernels.int8_adamw import CodedSegment, CodedSegments, Int8AdamWBuffers, Int8Moments, int8_adamw
+from dbuffer_kernels.launch import backend, use_backend
 from dbuffer_kernels.muon import MuonWeights, muon_apply, muon_momentum
 from dbuffer_kernels.norm import sum_of_squares
 from dbuffer_kernels.quantize import CodedRows
-from dbuffer_kernels.reference import AdamWBuffers, Segment
-from dbuffer_kernels.segments import Segments
+from dbuffer_kernels.segments import Segment, Segments
 from dbuffer_kernels.split import join_weight, split_weight
 
 __all__ = [
@@ -45,7 +42,6 @@ __all__ = [
     "muon_momentum",
     "num_blocks",
     "quantize_blocks",
-    "reference",
     "split_weight",
     "sum_of_squares",
     "use_backend",

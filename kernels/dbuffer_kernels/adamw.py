@@ -2,22 +2,79 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from dbuffer_kernels import reference
-from dbuffer_kernels.backends import runs_on_triton, without_grad
+from dbuffer_kernels.elementwise import CHUNK_NUMEL
 from dbuffer_kernels.elementwise_kernels import store_rounded
-from dbuffer_kernels.launch import device_function, element_type
-from dbuffer_kernels.reference import AdamWBuffers
-from dbuffer_kernels.segments import Segments, find_segment
-from dbuffer_kernels.split import load_joined, store_split
+from dbuffer_kernels.launch import (
+    FLOAT_DTYPES,
+    check_tensor,
+    device_function,
+    element_type,
+    runs_on_triton,
+    without_grad,
+)
+from dbuffer_kernels.segments import Segment, Segments, find_segment
+from dbuffer_kernels.split import join_weight, load_joined, split_weight, store_split
 
 if TYPE_CHECKING:
     # At run time launch.jit binds this name, so that importing the package does not import Triton.
     import triton.language as tl
+
+
+@dataclass(frozen=True, slots=True)
+class AdamWBuffers:
+    """The flat buffers of AdamW steps: 1-D, contiguous, of one length, on one device, 16-byte aligned for speed.
+
+    Checked when it is made, not in every step: keep it as long as the buffers are the same.
+
+    Attributes:
+        gradient: read; fp32, bf16, fp16 or fp64.
+        weight: updated; fp32, bf16, fp16 or fp64 (bf16 with a ``remainder``).
+        exp_avg, exp_avg_sq: the moments, updated; fp32, bf16, fp16 or fp64.
+        model_weight: the compute copy, written with the new weight rounded to nearest even; None where there is none.
+        remainder: int16, updated; with ``weight`` it is the fp32 weight, as in ``split_weight``. None otherwise.
+        compute_dtype: what the arithmetic runs in: fp64 when a buffer is fp64, else fp32.
+        is_uniform: whether gradient, weight and moments all have that dtype.
+    Raises:
+        ValueError: a tensor of another shape, device or dtype than these.
+    """
+
+    gradient: Tensor
+    weight: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    model_weight: Tensor | None = None
+    remainder: Tensor | None = None
+    compute_dtype: torch.dtype = field(init=False)
+    is_uniform: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        is_split = self.remainder is not None
+        for name, tensor in self.named().items():
+            dtypes = {"remainder": {torch.int16}, "weight": {torch.bfloat16}} if is_split else {}
+            wanted = dtypes.get(name, FLOAT_DTYPES)
+            check_tensor(f"AdamWBuffers: {name}", tensor, (self.weight.numel(),), wanted, self.weight.device)
+        if is_split and self.model_weight is not None:
+            raise ValueError("AdamWBuffers: a weight with a remainder is the model weight; wanted no other one.")
+        is_double = any(tensor.dtype is torch.float64 for tensor in self.named().values())
+        object.__setattr__(self, "compute_dtype", torch.float64 if is_double else torch.float32)
+        dtypes_used = {tensor.dtype for tensor in (self.gradient, self.weight, self.exp_avg, self.exp_avg_sq)}
+        object.__setattr__(self, "is_uniform", dtypes_used == {self.compute_dtype})
+
+    def named(self) -> dict[str, Tensor]:
+        """Return the buffers that are there, by name."""
+        names = ("gradient", "weight", "exp_avg", "exp_avg_sq", "model_weight", "remainder")
+        return {name: tensor for name in names if (tensor := getattr(self, name)) is not None}
+
+
+NUM_COLUMNS = 8
+"""Of a row of hyperparameters: sign, decay, 1 - beta1, beta2, 1 - beta2, -step size, sqrt(bias correction 2), eps."""
 
 
 @without_grad
@@ -40,7 +97,7 @@ def adamw(buffers: AdamWBuffers, segments: Segments, rows: Tensor, *, clip: Tens
     Moves per element the gradient once, weight and moments twice, and ``model_weight`` once: 30 bytes with all in
     fp32 and a bf16 ``model_weight``, 28 with a remainder instead of an fp32 weight, 18 with bf16 gradient and moments
     as well. About 40 flops per element: memory bound. On CUDA nothing is allocated after the
-    first call with the same ``segments``; the CPU runs ``reference.adamw``, which states its own.
+    first call with the same ``segments``; the CPU runs ``reference_adamw``, which states its own.
 
     Args:
         buffers: what is read and written.
@@ -51,9 +108,9 @@ def adamw(buffers: AdamWBuffers, segments: Segments, rows: Tensor, *, clip: Tens
         ValueError: segments of buffers of another length, too few rows, or another ``clip``.
     """
     weight = buffers.weight
-    segments.check("adamw", [weight], rows, reference.NUM_COLUMNS, clip)
+    segments.check("adamw", [weight], rows, NUM_COLUMNS, clip)
     if not runs_on_triton(weight):
-        reference.adamw(buffers, segments.ranges, rows, clip=clip)
+        reference_adamw(buffers, segments.ranges, rows, clip=clip)
         return
     # A kernel takes no absent tensors; what is marked absent is never read, so any pointer will do.
     model, remainder = buffers.model_weight, buffers.remainder
@@ -115,10 +172,116 @@ def adamw_rows(
     steps = step.to(torch.float64).view(-1)
     make: Any = adamw_row
     columns = make(steps, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, maximize=maximize)
-    rows = torch.empty(len(steps), reference.NUM_COLUMNS, dtype=torch.float64, device=step.device)
+    rows = torch.empty(len(steps), NUM_COLUMNS, dtype=torch.float64, device=step.device)
     for index, column in enumerate(columns):
         rows[:, index] = column
     return rows
+
+
+def reference_adamw(
+    buffers: AdamWBuffers, segments: Sequence[Segment], rows: Tensor, *, clip: Tensor | None = None
+) -> None:
+    """Take the AdamW step that the op of this name states, in batches of pieces that share a row.
+
+    Allocates temporaries of ``CHUNK_NUMEL`` elements, one for each buffer that has not the compute dtype and two more.
+
+    Args:
+        segments: disjoint, in bounds. rows: fp64 (rows, 8). clip: 0-d, multiplied into the gradients.
+    """
+    values = rows.tolist()
+    numel = buffers.weight.numel()
+    if len(segments) == 1 and segments[0].stop - segments[0].start == numel <= CHUNK_NUMEL:
+        row = values[segments[0].row]
+        if buffers.is_uniform:
+            _adamw_whole(buffers, row, clip)
+        else:
+            _adamw_batch(buffers, (slice(None),), row, clip)
+        return
+    for row in {segment.row for segment in segments}:
+        for batch in _batches(segment for segment in segments if segment.row == row):
+            _adamw_batch(buffers, batch, values[row], clip)
+
+
+def _batches(segments: Iterable[Segment]) -> Iterator[list[slice]]:
+    """Yield pieces of the segments in lists of at most ``CHUNK_NUMEL`` elements: one call of torch serves a list."""
+    batch: list[slice] = []
+    room = CHUNK_NUMEL
+    for segment in segments:
+        start = segment.start
+        while start < segment.stop:
+            stop = min(start + room, segment.stop)
+            batch.append(slice(start, stop))
+            room -= stop - start
+            start = stop
+            if room == 0:
+                yield batch
+                batch, room = [], CHUNK_NUMEL
+    if batch:
+        yield batch
+
+
+def _adamw_whole(buffers: AdamWBuffers, row: Sequence[float], clip: Tensor | None) -> None:
+    """Do what ``_adamw_batch`` does to whole buffers of the compute dtype, without lists: the same operators."""
+    sign, decay, towards, beta2, rest2, minus_step_size, root_correction, eps = row
+    weight, exp_avg, exp_avg_sq, gradient = buffers.weight, buffers.exp_avg, buffers.exp_avg_sq, buffers.gradient
+    if clip is not None:
+        gradient = gradient * (clip.to(gradient.dtype) * sign)
+    elif sign != 1.0:
+        gradient = gradient * sign
+    weight.mul_(decay)
+    exp_avg.lerp_(gradient, towards)
+    exp_avg_sq.mul_(beta2).addcmul_(gradient, gradient, value=rest2)
+    denominator = exp_avg_sq.sqrt().div_(root_correction).add_(eps)
+    weight.addcdiv_(exp_avg, denominator, value=minus_step_size)
+    if buffers.model_weight is not None:
+        buffers.model_weight.copy_(weight)
+
+
+def _adamw_batch(buffers: AdamWBuffers, parts: Sequence[slice], row: Sequence[float], clip: Tensor | None) -> None:
+    sign, decay, towards, beta2, rest2, minus_step_size, root_correction, eps = row
+    compute = buffers.compute_dtype
+    gradients = _widened(_cut(buffers.gradient, parts), compute)
+    if clip is not None:
+        gradients = list(torch._foreach_mul(gradients, clip.to(compute) * sign))
+    elif sign != 1.0:
+        gradients = list(torch._foreach_mul(gradients, sign))
+    stored = [_cut(tensor, parts) for tensor in (buffers.weight, buffers.exp_avg, buffers.exp_avg_sq)]
+    # A piece that has the compute dtype is not copied: the arithmetic happens in place.
+    weights, exp_avgs, exp_avg_sqs = (_widened(pieces, compute) for pieces in stored)
+    # With a remainder the stored weight is bf16, so this list is a new one.
+    remainders = [] if buffers.remainder is None else _cut(buffers.remainder, parts)
+    for index, remainder in enumerate(remainders):
+        weights[index] = join_weight(stored[0][index], remainder, torch.empty_like(gradients[index]))
+    torch._foreach_mul_(weights, decay)
+    torch._foreach_lerp_(exp_avgs, gradients, towards)
+    torch._foreach_mul_(exp_avg_sqs, beta2)
+    torch._foreach_addcmul_(exp_avg_sqs, gradients, gradients, rest2)
+    denominators = torch._foreach_sqrt(exp_avg_sqs)
+    torch._foreach_div_(denominators, root_correction)
+    torch._foreach_add_(denominators, eps)
+    torch._foreach_addcdiv_(weights, exp_avgs, denominators, minus_step_size)
+    for index, remainder in enumerate(remainders):
+        split_weight(weights[index], stored[0][index], remainder)
+    if not remainders:
+        _store(stored[0], weights)
+    _store(stored[1], exp_avgs)
+    _store(stored[2], exp_avg_sqs)
+    if buffers.model_weight is not None:
+        torch._foreach_copy_(_cut(buffers.model_weight, parts), weights)
+
+
+def _store(pieces: list[Tensor], values: list[Tensor]) -> None:
+    # Pieces of the compute dtype were changed in place.
+    if pieces is not values:
+        torch._foreach_copy_(pieces, values)
+
+
+def _cut(tensor: Tensor, parts: Sequence[slice]) -> list[Tensor]:
+    return [tensor[part] for part in parts]
+
+
+def _widened(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    return tensors if tensors[0].dtype is dtype else [tensor.to(dtype) for tensor in tensors]
 
 
 def adamw_kernel(

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from dbuffer_kernels import reference
-from dbuffer_kernels.backends import runs_on_triton, without_grad
-from dbuffer_kernels.launch import BLOCK, device_function, launch
-from dbuffer_kernels.reference import CHECKSUM_BLOCK
+from dbuffer_kernels.launch import BLOCK, device_function, launch, runs_on_triton, without_grad
 
 if TYPE_CHECKING:
     # At run time launch.jit binds this name, so that importing the package does not import Triton.
@@ -18,8 +16,8 @@ if TYPE_CHECKING:
 
 MAX_PROGRAMS = 2048
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-assert BLOCK == CHECKSUM_BLOCK
+# Of the reference, at once: 512 KiB in int64, which stay in a core's cache between the passes.
+_NUM_BLOCKS = 16
 
 
 @without_grad
@@ -30,7 +28,7 @@ def checksum(source: Tensor, *, key: int, first_element: int = 0) -> Tensor:
     up (modulo 2**64) to that of the whole tensor, and one changed element always changes the sum.
 
     Moves ``source.itemsize`` bytes per element, once, with one 64-bit multiplication and addition. On CUDA allocates 8
-    bytes for each of at most 2048 programs; the CPU runs ``reference.checksum``, which states its own.
+    bytes for each of at most 2048 programs; the CPU runs ``reference_checksum``, which states its own.
 
     Args:
         source: any shape, contiguous, of elements of 1, 2, 4 or 8 bytes. May have no elements.
@@ -47,9 +45,9 @@ def checksum(source: Tensor, *, key: int, first_element: int = 0) -> Tensor:
     if first_element < 0:
         raise ValueError(f"checksum: first_element={first_element}; wanted the shard's offset, at least 0.")
     bits = source.detach().view(-1).view(_INTEGERS[source.itemsize])
-    key = reference.signed(key)
+    key = _signed(key)
     if not runs_on_triton(source):
-        return reference.checksum(bits, key=key, first_element=first_element)
+        return reference_checksum(bits, key=key, first_element=first_element)
     first_block = first_element // BLOCK
     num_blocks = -(-(first_element + bits.numel()) // BLOCK) - first_block if bits.numel() else 0
     num_programs = min(num_blocks, MAX_PROGRAMS)
@@ -59,6 +57,56 @@ def checksum(source: Tensor, *, key: int, first_element: int = 0) -> Tensor:
         checksum_kernel, num_programs, source.device, bits, partial, bits.numel(), num_blocks, first_block, skipped, key
     )
     return partial.sum()
+
+
+def reference_checksum(bits: Tensor, *, key: int, first_element: int) -> Tensor:
+    """Return the sum modulo 2**64 of ``bits[i] * odd(place) * odd(key + block)``, 0-d int64.
+
+    Element ``first_element + i`` of the whole tensor is at ``place`` of block ``block`` of ``BLOCK`` elements.
+    Allocates ``_NUM_BLOCKS`` blocks in int64, and 8 bytes for each block that ``bits`` reaches into.
+
+    Args:
+        bits: 1-D integers, signed. key: within 64 bits, signed.
+    """
+    weights = _weights_of_places(bits.device)
+    block, place = divmod(first_element, BLOCK)
+    # What is cut off at either end goes by itself, whole blocks some at a time.
+    head = min(-place % BLOCK, bits.numel())
+    tail = (bits.numel() - head) % BLOCK
+    start, body, end = bits.split([head, bits.numel() - head - tail, tail])
+    sums = [(start * weights[place : place + head]).sum().view(1)] if head else []
+    products = torch.empty(_NUM_BLOCKS, BLOCK, dtype=torch.int64, device=bits.device)
+    for blocks in body.view(-1, BLOCK).split(_NUM_BLOCKS) if len(body) else ():
+        sums.append(products[: len(blocks)].copy_(blocks).mul_(weights).sum(dim=1))
+    if tail:
+        sums.append((end * weights[:tail]).sum().view(1))
+    of_blocks = torch.cat([products.new_empty(0), *sums])
+    numbers = torch.arange(block, block + len(of_blocks), device=bits.device)
+    return (of_blocks * _odd_numbers(numbers + key)).sum()
+
+
+@functools.cache
+def _weights_of_places(device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return _odd_numbers(torch.arange(BLOCK, device=device))
+
+
+def _odd_numbers(numbers: Tensor) -> Tensor:
+    """Return a random odd number of 64 bits for each integer (int64): splitmix64 of it, with the lowest bit set."""
+    mixed = (numbers + 1) * _signed(0x9E3779B97F4A7C15)
+    mixed = (mixed ^ _shifted(mixed, 30)) * _signed(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ _shifted(mixed, 27)) * _signed(0x94D049BB133111EB)
+    return (mixed ^ _shifted(mixed, 31)) | 1
+
+
+def _signed(number: int) -> int:
+    """Return the low 64 bits of an integer as int64 holds them."""
+    return (number + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+def _shifted(numbers: Tensor, places: int) -> Tensor:
+    # torch shifts signs in.
+    return (numbers >> places) & ((1 << (64 - places)) - 1)
 
 
 def checksum_kernel(
@@ -86,7 +134,7 @@ def checksum_kernel(
 
 @device_function
 def odd_number(number: tl.tensor) -> tl.tensor:
-    """Return what ``reference.odd_numbers`` defines, as uint64."""
+    """Return what ``_odd_numbers`` defines, as uint64."""
     mixed = (number.to(tl.int64).to(tl.uint64) + tl.full((), 1, tl.uint64)) * tl.full((), 0x9E3779B97F4A7C15, tl.uint64)
     mixed = (mixed ^ (mixed >> 30)) * tl.full((), 0xBF58476D1CE4E5B9, tl.uint64)
     mixed = (mixed ^ (mixed >> 27)) * tl.full((), 0x94D049BB133111EB, tl.uint64)

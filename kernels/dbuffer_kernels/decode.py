@@ -8,12 +8,18 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from dbuffer_kernels import quantize
 from dbuffer_kernels.adamw import divide
-from dbuffer_kernels.backends import runs_on_triton, without_grad
 from dbuffer_kernels.elementwise_kernels import store_rounded
-from dbuffer_kernels.launch import BLOCK, device_function, launch
-from dbuffer_kernels.quantize import MX_BLOCK, RUNS, CodedRows
+from dbuffer_kernels.launch import (
+    BLOCK,
+    FLOAT_DTYPES,
+    check_tensor,
+    device_function,
+    launch,
+    runs_on_triton,
+    without_grad,
+)
+from dbuffer_kernels.quantize import MX_BLOCK, RUNS, CodedRows, reference_decode
 
 if TYPE_CHECKING:
     # At run time launch.jit binds this name, so that importing the package does not import Triton.
@@ -35,11 +41,11 @@ def decode_rows(rows: Tensor, layout: CodedRows, scales: Tensor | None, out: Ten
     Raises:
         ValueError: memory of another length.
     """
-    wanted = layout.num_rows * layout.row_bytes, layout.num_rows * layout.shard_numel
-    if (rows.numel(), out.numel()) != wanted or (scales is None) is (layout.kind == "fp8"):
-        raise ValueError(f"decode_rows: {rows.numel()} bytes into {out.numel()} elements; wanted {wanted}: {layout}")
+    check_tensor("decode_rows: rows", rows, (layout.num_rows * layout.row_bytes,), (torch.uint8,), out.device)
+    check_tensor("decode_rows: out", out, (layout.num_rows * layout.shard_numel,), FLOAT_DTYPES, out.device)
+    assert (scales is None) is not (layout.kind == "fp8")
     if not runs_on_triton(out):
-        quantize.decode_rows(rows, layout, scales, out)
+        reference_decode(rows, layout, scales, out)
         return
     columns = _columns(layout)
     tile = MX_BLOCK * columns if layout.kind == "mxfp8 columns" else BLOCK

@@ -11,14 +11,13 @@ import functools
 import torch
 from torch import Tensor
 
-from dbuffer_kernels.reference import rounding_bits
-
 QUANT_BLOCK = 256
 """Elements that share one scale."""
 NUM_CODES = 256
 LARGEST_SCALES = (2.0**64, torch.finfo(torch.float32).max)
 """Of signed and of unsigned values: the largest square, and its root."""
 _EXPONENTS = 7
+_LOW_32 = 0xFFFFFFFF
 
 
 @functools.cache
@@ -78,7 +77,7 @@ def quantize_blocks(
     Args:
         values: fp32, 1-D, none below zero unless ``signed``. first_position: of the first value, for stochastic
             rounding; None rounds to nearest.
-        keys: as ``reference.rounding_keys`` returns them.
+        keys: as ``rounding_keys`` returns them.
     Returns:
         uint8 of the same length; fp32, one for each block.
     """
@@ -111,3 +110,30 @@ def dequantize_blocks(codes: Tensor, scales: Tensor, *, signed: bool, first_elem
     table = map_tables(codes.device)[0 if signed else 1]
     block = torch.arange(first_element, first_element + codes.numel(), device=codes.device) // QUANT_BLOCK
     return table[codes.long()] * scales[block]
+
+
+def rounding_keys(seed: int) -> tuple[int, int]:
+    """Return the two 32-bit keys of a seed: the halves of its splitmix64 value, so that near seeds share nothing.
+
+    Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators" (OOPSLA 2014), with the finalizer of
+    Vigna's splitmix64.
+    """
+    mixed = (seed + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+    mixed ^= mixed >> 31
+    return mixed & _LOW_32, mixed >> 32
+
+
+def rounding_bits(index: Tensor, low_key: int, high_key: int) -> Tensor:
+    """Return 16 random bits for each index (int64), which both keys and all 64 bits of the index decide.
+
+    A multiply-xorshift hash of 32 bits with the constants of Wellons' "hash prospector"; the second key goes in
+    between the multiplications, so that two seeds do not give the same bits at swapped indices.
+    """
+    mixed = (index & _LOW_32) ^ low_key ^ ((((index >> 32) & _LOW_32) * 0x9E3779B9) & _LOW_32)
+    mixed = ((mixed ^ (mixed >> 16)) * 0x21F0AAAD) & _LOW_32
+    mixed = (mixed + high_key) & _LOW_32
+    # The product may pass 2**63 and turn negative, but its lower half is right.
+    mixed = ((mixed ^ (mixed >> 15)) * 0xD35A2D97) & _LOW_32
+    return mixed >> 16

@@ -10,10 +10,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from dbuffer_kernels.backends import FORCED, runs_on_triton
-from dbuffer_kernels.dtypes import FLOAT_DTYPES, compute_dtype, refuse_dtypes, refuse_pair
 from dbuffer_kernels.elementwise_kernels import launch_elementwise
-from dbuffer_kernels.launch import LAUNCHERS
+from dbuffer_kernels.launch import FLOAT_DTYPES, FORCED, LAUNCHERS, compute_dtype, runs_on_triton
 
 CHUNK_NUMEL = 1 << 16
 """Elements a widened temporary may hold: 256 KiB in fp32, which stays in a core's L2 cache between its two uses."""
@@ -97,14 +95,12 @@ def reference_cast(source: Tensor, out: Tensor, *, scale: float = 1.0) -> Tensor
     return out
 
 
-def reference_accumulate(source: Tensor, out: Tensor, *, scale: float = 1.0, overwrite: bool = False) -> Tensor:
+def reference_accumulate(source: Tensor, out: Tensor, *, scale: float = 1.0) -> Tensor:
     """Do what ``accumulate`` does, without checks.
 
     Allocates nothing when the dtypes are equal and either ``scale`` is 1 or the dtype is fp32 or fp64; else
     temporaries of ``CHUNK_NUMEL`` elements (of the whole source if that is non-contiguous).
     """
-    if overwrite:
-        return reference_cast(source, out, scale=scale)
     target = out if out.shape == source.shape else out.view(source.shape)
     if source.dtype is out.dtype and (scale == 1.0 or out.dtype.itemsize >= 4):
         target.add_(source, alpha=scale)
@@ -120,14 +116,23 @@ def _chunks(source: Tensor, target: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
     """Pair up pieces of at most ``CHUNK_NUMEL`` elements; a strided source is one piece, because flattening copies."""
     if source.numel() <= CHUNK_NUMEL or not source.is_contiguous():
         return ((source, target),)
-    return zip(torch.split(source.view(-1), CHUNK_NUMEL), torch.split(target.view(-1), CHUNK_NUMEL), strict=True)
+    return zip(flat_chunks(source), flat_chunks(target), strict=True)
+
+
+def flat_chunks(tensor: Tensor) -> tuple[Tensor, ...]:
+    """Return a contiguous tensor in pieces of at most ``CHUNK_NUMEL`` elements."""
+    return torch.split(tensor.view(-1), CHUNK_NUMEL)
 
 
 def check_pair(op: str, source: Tensor, out: Tensor, scale: float) -> None:
     """Raise a ValueError unless ``op`` can write ``source`` to ``out``; under a microsecond when it can."""
     is_alike = source.shape == out.shape or source.numel() == out.numel()
     if not is_alike or not out.is_contiguous() or source.device != out.device:
-        refuse_pair(op, source, out)
+        raise ValueError(
+            f"{op}: source is {tuple(source.shape)} on {source.device}, out {tuple(out.shape)} with strides "
+            f"{out.stride()} on {out.device}; wanted as many elements in contiguous memory on one device. Pass the "
+            "slice of the flat buffer that belongs to this source."
+        )
     if scale != 1.0 or source.dtype is not out.dtype:
         check_dtypes(op, source.dtype, out.dtype)
 
@@ -135,4 +140,7 @@ def check_pair(op: str, source: Tensor, out: Tensor, scale: float) -> None:
 def check_dtypes(op: str, source_dtype: torch.dtype, out_dtype: torch.dtype) -> None:
     """Raise a ValueError unless both dtypes are ones that ``op`` can compute with."""
     if source_dtype not in FLOAT_DTYPES or out_dtype not in FLOAT_DTYPES:
-        refuse_dtypes(op, source_dtype, out_dtype)
+        raise ValueError(
+            f"{op}: cannot compute from {source_dtype} to {out_dtype}; wanted float32, bfloat16, float16 or float64 on "
+            "both sides (other dtypes can only be copied: equal dtypes, scale 1). Convert source first."
+        )

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from dbuffer_kernels.dtypes import compute_dtype
-from dbuffer_kernels.launch import BLOCK, device_function, element_type, launch
+from dbuffer_kernels.launch import BLOCK, compute_dtype, device_function, element_type, launch
 
 if TYPE_CHECKING:
     # At run time launch.jit binds this name, so that importing the package does not import Triton.

@@ -12,9 +12,7 @@ import torch
 from torch import Tensor
 
 from dbuffer_kernels.adamw import store_weight
-from dbuffer_kernels.backends import runs_on_triton, without_grad
-from dbuffer_kernels.dtypes import compute_dtype
-from dbuffer_kernels.launch import device_function, element_type
+from dbuffer_kernels.launch import compute_dtype, device_function, element_type, runs_on_triton, without_grad
 from dbuffer_kernels.segments import Segments, find_segment
 from dbuffer_kernels.split import join_weight, load_joined, split_weight
 

@@ -7,10 +7,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from dbuffer_kernels import reference
-from dbuffer_kernels.backends import runs_on_triton, without_grad
-from dbuffer_kernels.dtypes import FLOAT_DTYPES, compute_dtype
-from dbuffer_kernels.launch import BLOCK, element_type, launch
+from dbuffer_kernels.elementwise import flat_chunks
+from dbuffer_kernels.launch import (
+    BLOCK,
+    FLOAT_DTYPES,
+    check_tensor,
+    compute_dtype,
+    element_type,
+    launch,
+    runs_on_triton,
+    without_grad,
+)
 
 if TYPE_CHECKING:
     # At run time launch.jit binds this name, so that importing the package does not import Triton.
@@ -29,7 +36,7 @@ def sum_of_squares(source: Tensor, out: Tensor | None = None) -> Tensor:
     ``torch.linalg.vector_norm``.
 
     Moves ``source.itemsize`` bytes per element, once, and 128 KiB between the two launches. On CUDA allocates 64 KiB;
-    the CPU runs ``reference.sum_of_squares``, which states its own.
+    the CPU runs ``reference_sum_of_squares``, which states its own.
 
     Args:
         source: any shape, contiguous; fp32, bf16, fp16 or fp64. May have no elements.
@@ -37,22 +44,12 @@ def sum_of_squares(source: Tensor, out: Tensor | None = None) -> Tensor:
     Raises:
         ValueError: a non-contiguous ``source``, a dtype that is none of the four, or another ``out``.
     """
-    if source.dtype not in FLOAT_DTYPES:
-        raise ValueError(f"sum_of_squares: found {source.dtype}; wanted float32, bfloat16, float16 or float64.")
-    if not source.is_contiguous():
-        raise ValueError(
-            f"sum_of_squares: source has strides {source.stride()}; wanted contiguous memory. Pass a piece of the "
-            "flat buffer."
-        )
+    check_tensor("sum_of_squares: source", source, source.shape, FLOAT_DTYPES, source.device)
     if out is None:
         out = torch.empty(2, dtype=torch.float64, device=source.device)
-    if out.shape != (2,) or out.dtype is not torch.float64 or not out.is_contiguous() or out.device != source.device:
-        raise ValueError(
-            f"sum_of_squares: out is {out.dtype} {tuple(out.shape)} on {out.device}; wanted contiguous float64 (2,) on "
-            f"{source.device}."
-        )
+    check_tensor("sum_of_squares: out", out, (2,), (torch.float64,), source.device)
     if not runs_on_triton(source):
-        return reference.sum_of_squares(source, out)
+        return reference_sum_of_squares(source, out)
     num_programs = min(-(-source.numel() // BLOCK), MAX_PROGRAMS)
     if num_programs == 0:
         return out.zero_()
@@ -60,6 +57,26 @@ def sum_of_squares(source: Tensor, out: Tensor | None = None) -> Tensor:
     compute = element_type(compute_dtype(source.dtype, source.dtype))
     launch(squares_kernel, num_programs, source.device, source, partial, source.numel(), COMPUTE=compute)
     launch(total_kernel, 1, source.device, partial, out, num_programs, block=MAX_PROGRAMS)
+    return out
+
+
+def reference_sum_of_squares(source: Tensor, out: Tensor) -> Tensor:
+    """Write (sum of squares, number of non-finite values) into fp64 ``out`` of shape (2,) and return it.
+
+    Chunks of ``CHUNK_NUMEL`` are summed in fp32 (fp64 for fp64), their sums in fp64. Allocates temporaries of
+    ``CHUNK_NUMEL`` elements.
+    """
+    compute = compute_dtype(source.dtype, source.dtype)
+    total = torch.zeros((), dtype=torch.float64, device=source.device)
+    num_bad = torch.zeros((), dtype=torch.float64, device=source.device)
+    for piece in flat_chunks(source):
+        # Not torch.dot, which adds 65,536 products in a row and loses two digits.
+        subtotal = piece.to(compute).square().sum()
+        total += subtotal
+        # On the CPU looking costs nothing, and a finite sum proves that every value is finite.
+        if not source.is_cpu or not subtotal.isfinite():
+            num_bad += piece.numel() - piece.isfinite().sum()
+    out[0], out[1] = total, num_bad
     return out
 
 

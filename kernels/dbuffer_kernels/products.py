@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dbuffer_kernels.backends import is_on_gpu
+from dbuffer_kernels.launch import is_on_gpu
 
 __all__ = ["add_product"]
 

@@ -106,7 +106,7 @@ def _mx_scales(exponents: Tensor) -> Tensor:
     return torch.where((exponents == 0) | (exponents == 0xFF), bits | 0x400000, bits).view(torch.float32)
 
 
-def decode_rows(rows: Tensor, layout: CodedRows, scales: Tensor | None, out: Tensor) -> None:
+def reference_decode(rows: Tensor, layout: CodedRows, scales: Tensor | None, out: Tensor) -> None:
     """Do what the op of this name says, in chunks."""
     rows = rows.view(layout.num_rows, layout.row_bytes)
     codes, block, is_int8 = rows[:, : layout.shard_numel].reshape(-1), layout.block or 1, layout.kind == "int8_block"

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from dbuffer_kernels.launch import device_function, launch
-from dbuffer_kernels.reference import Segment
+from dbuffer_kernels.launch import FLOAT_DTYPES, check_tensor, device_function, launch
 
 if TYPE_CHECKING:
     # At run time launch.jit binds this name, so that importing the package does not import Triton.
@@ -17,6 +17,16 @@ if TYPE_CHECKING:
 
 STEP_BLOCK = 2048
 """Elements per program: half of what a copy takes, because each element has up to five values in registers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Elements ``start`` to ``stop`` of a flat buffer, updated with one row of hyperparameters."""
+
+    start: int
+    stop: int
+    row: int = 0
+
 
 AnySegment = TypeVar("AnySegment", bound=Segment)
 
@@ -76,23 +86,12 @@ class SegmentTable(Generic[AnySegment]):
     ) -> None:
         """Raise a ValueError unless ``op`` can step buffers by rows of hyperparameters, and a clip factor."""
         device = buffers[0].device
-        if any(buffer.numel() != self.numel for buffer in buffers):
-            raise ValueError(
-                f"{op}: buffers of {[buffer.numel() for buffer in buffers]} elements and segments of a buffer of "
-                f"{self.numel}; wanted segments that were made for these buffers."
-            )
-        if rows.dim() != 2 or rows.shape[1] != num_columns or rows.dtype is not torch.float64:
-            raise ValueError(f"{op}: rows is {rows.dtype} {tuple(rows.shape)}; wanted float64 (rows, {num_columns}).")
-        if rows.shape[0] < self.num_rows or not rows.is_contiguous() or rows.device != device:
-            raise ValueError(
-                f"{op}: {rows.shape[0]} rows on {rows.device} for segments that use {self.num_rows}; wanted as many, "
-                f"contiguous, on {device}."
-            )
-        if clip is not None and (clip.dtype is not torch.float32 or clip.dim() or clip.device != device):
-            raise ValueError(
-                f"{op}: clip is {clip.dtype} {tuple(clip.shape)} on {clip.device}; wanted a 0-d float32 tensor on "
-                f"{device}."
-            )
+        for buffer in buffers:
+            check_tensor(f"{op}: a buffer", buffer, (self.numel,), FLOAT_DTYPES, device)
+        wanted = max(rows.shape[:1].numel(), self.num_rows), num_columns
+        check_tensor(f"{op}: rows, for segments that use {self.num_rows},", rows, wanted, (torch.float64,), device)
+        if clip is not None:
+            check_tensor(f"{op}: clip", clip, (), (torch.float32,), device)
 
     def rest(self, segment: AnySegment) -> tuple[int, ...]:
         """Return the columns of a segment beyond the first four."""

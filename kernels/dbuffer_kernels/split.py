@@ -7,10 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from dbuffer_kernels import reference
-from dbuffer_kernels.backends import runs_on_triton, without_grad
-from dbuffer_kernels.elementwise import check_pair
-from dbuffer_kernels.launch import BLOCK, device_function, launch
+from dbuffer_kernels.elementwise import flat_chunks
+from dbuffer_kernels.launch import BLOCK, check_tensor, device_function, launch, runs_on_triton, without_grad
 
 if TYPE_CHECKING:
     # At run time launch.jit binds this name, so that importing the package does not import Triton.
@@ -27,7 +25,7 @@ def split_weight(main: Tensor, model: Tensor, remainder: Tensor) -> None:
     that it is a NaN too, and ``remainder`` the lower half; a signalling NaN comes back quiet, the rest of its payload
     and its sign unchanged.
 
-    Moves 8 bytes per element, each once. On CUDA nothing is allocated; the CPU runs ``reference.split_weight``, which
+    Moves 8 bytes per element, each once. On CUDA nothing is allocated; the CPU runs ``reference_split``, which
     states its own.
 
     Args:
@@ -39,7 +37,7 @@ def split_weight(main: Tensor, model: Tensor, remainder: Tensor) -> None:
     """
     _check("split_weight", main, model, remainder)
     if not runs_on_triton(model):
-        reference.split_weight(main, model, remainder)
+        reference_split(main, model, remainder)
         return
     launch(split_kernel, -(-main.numel() // BLOCK), main.device, main, model, remainder, main.numel())
 
@@ -52,24 +50,37 @@ def join_weight(model: Tensor, remainder: Tensor, main: Tensor) -> Tensor:
     """
     _check("join_weight", main, model, remainder)
     if not runs_on_triton(main):
-        return reference.join_weight(model, remainder, main)
+        return reference_join(model, remainder, main)
     launch(join_kernel, -(-main.numel() // BLOCK), main.device, model, remainder, main, main.numel())
     return main
 
 
+def reference_split(main: Tensor, model: Tensor, remainder: Tensor) -> None:
+    """Take fp32 ``main`` apart into bf16 ``model`` and int16 ``remainder``; see ``split_weight``.
+
+    All contiguous and of one numel. Allocates temporaries of ``CHUNK_NUMEL`` int32 elements.
+    """
+    for piece, upper, lower in zip(flat_chunks(main), flat_chunks(model), flat_chunks(remainder), strict=True):
+        bits = piece.view(torch.int32)
+        # Only a NaN's bits can overflow here, and its sum is not taken.
+        rounded = torch.where(piece.isnan(), bits | 0x400000, bits + 0x8000)
+        upper.view(torch.int16).copy_(rounded >> 16)
+        lower.copy_(bits)
+
+
+def reference_join(model: Tensor, remainder: Tensor, main: Tensor) -> Tensor:
+    """Undo ``reference_split`` and return ``main``; arguments and temporaries as there."""
+    for upper, lower, piece in zip(flat_chunks(model), flat_chunks(remainder), flat_chunks(main), strict=True):
+        low = torch.where(upper.isnan(), lower.to(torch.int32) & 0xFFFF, lower.to(torch.int32))
+        piece.view(torch.int32).copy_((upper.view(torch.int16).to(torch.int32) << 16) + low)
+    return main
+
+
 def _check(op: str, main: Tensor, model: Tensor, remainder: Tensor) -> None:
-    dtypes = (main.dtype, model.dtype, remainder.dtype)
-    if dtypes != (torch.float32, torch.bfloat16, torch.int16):
-        found = ", ".join(map(str, dtypes))
-        raise ValueError(f"{op}: main, model and remainder are {found}; wanted float32, bfloat16 and int16.")
-    if not main.is_contiguous():
-        raise ValueError(f"{op}: main has strides {main.stride()}; wanted contiguous memory. Pass a flat buffer.")
-    check_pair(f"{op} (model)", main, model, 1.0)
-    if remainder.numel() != main.numel() or not remainder.is_contiguous() or remainder.device != main.device:
-        raise ValueError(
-            f"{op}: remainder has shape {tuple(remainder.shape)}, strides {remainder.stride()}, on {remainder.device}; "
-            f"wanted {main.numel()} contiguous elements on {main.device}."
-        )
+    for name, tensor, dtype in (
+        ("main", main, torch.float32), ("model", model, torch.bfloat16), ("remainder", remainder, torch.int16),
+    ):  # fmt: skip
+        check_tensor(f"{op}: {name}", tensor, main.shape, (dtype,), main.device)
 
 
 def split_kernel(main: tl.tensor, model: tl.tensor, remainder: tl.tensor, numel: tl.int64, BLOCK: tl.constexpr) -> None:

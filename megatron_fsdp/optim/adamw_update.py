@@ -24,7 +24,7 @@ from dbuffer_kernels import (
     adamw_rows,
     int8_adamw,
 )
-from dbuffer_kernels.reference import rounding_keys
+from dbuffer_kernels.dynamic_map import rounding_keys
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.optim.adamw_state import ABSENT, KEYS, FlatGradient, GroupMoments, local_of, state_values
 from megatron_fsdp.optim.int8_moments import CODED_KEYS, coded_state, is_coded, random_position

@@ -16,7 +16,7 @@ import torch
 from torch.optim import Optimizer
 
 from dbuffer import FlatDTensor
-from dbuffer.dtensor.flat_dtensor import rebind
+from dbuffer.dtensor.attribute_ops import rebind
 from megatron_fsdp.optim.adamw_state import local_range
 from megatron_fsdp.runtime.step.cuda_lane import is_capturing
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup, group_of_parameter

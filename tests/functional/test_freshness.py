@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dbuffer_kernels.reference import AdamWBuffers
+from dbuffer_kernels import AdamWBuffers
 from megatron_fsdp import (
     AdamW,
     FsdpModule,

@@ -1,9 +1,10 @@
-"""What the compiler must make of the kernels of an optimizer step for three architectures, run by test_triton.py."""
+"""What the compiler must make of the kernels of a step, and of weights that came in 8 bits, run by test_triton.py."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+import sys
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import torch
 
 from dbuffer_kernels import launch
 from dbuffer_kernels.bit_sums import checksum_kernel
+from dbuffer_kernels.decode import decode_kernel
+from dbuffer_kernels.muon import muon_apply_kernel, muon_momentum_kernel
 from dbuffer_kernels.norm import MAX_PROGRAMS, squares_kernel, total_kernel
 from dbuffer_kernels.segments import STEP_BLOCK
 from dbuffer_kernels.split import join_kernel, split_kernel
@@ -27,114 +30,153 @@ from tests.functional.kernels.compiled_cases import (
     on_all,
 )
 
-# The package shows the op of this name, not the file.
-ADAMW_FILE: Any = __import__("sys").modules["dbuffer_kernels.adamw"]
-FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
-POINTERS = {FP32: "*fp32", BF16: "*bf16", FP16: "*fp16", torch.float64: "*fp64", torch.int16: "*i16"}
+# The package shows the ops of these names, not the files.
+ADAMW_FILE: Any = sys.modules["dbuffer_kernels.adamw"]
+INT8_FILE: Any = sys.modules["dbuffer_kernels.int8_adamw"]
+FP32, BF16, FP16, INT16, UINT8 = torch.float32, torch.bfloat16, torch.float16, torch.int16, torch.uint8
+POINTERS = {FP32: "*fp32", BF16: "*bf16", FP16: "*fp16", torch.float64: "*fp64", INT16: "*i16"}
+OF_STEPS = {"clip": "*fp32", "rows": "*fp64", "table": "*i64"}
+COMPUTE = {"COMPUTE": FP32}
 
 
 @dataclass(frozen=True)
-class Dtypes:
-    """Of the buffers of one AdamW step."""
+class Kernel:
+    """A kernel, its pointers and constants, and the dtypes of what it reads and writes once, as far as it is wide."""
 
-    gradient: torch.dtype
-    weight: torch.dtype
-    moments: torch.dtype
-    has_model: bool = False
-    is_split: bool = False
+    function: Any
+    pointers: dict[str, str]
+    reads: tuple[torch.dtype, ...]
+    writes: tuple[torch.dtype, ...]
+    constants: dict[str, Any] = field(default_factory=dict)
+    block: int = STEP_BLOCK
 
-    def num_loads(self) -> int:
-        """Count the 16-byte loads of one thread in a whole block."""
-        read = [self.gradient, self.weight, self.moments, self.moments] + [torch.int16] * self.is_split
-        return sum(accesses_per_thread(dtype, STEP_BLOCK) for dtype in read)
-
-    def num_stores(self) -> int:
-        """Count the 16-byte stores of one thread in a whole block."""
-        written = [self.weight, self.moments, self.moments] + [torch.int16] * self.is_split + [BF16] * self.has_model
-        return sum(accesses_per_thread(dtype, STEP_BLOCK) for dtype in written)
+    def compiled(self, architecture: int, *, aligned: bool = True) -> Any:
+        constants = {
+            name: launch.element_type(value) if isinstance(value, torch.dtype) else value
+            for name, value in self.constants.items()
+        }
+        return compile_for(self.function, self.pointers, constants, architecture, aligned=aligned, block=self.block)
 
 
-DTYPES = (
-    Dtypes(FP32, FP32, FP32, has_model=True),
-    Dtypes(FP32, FP32, FP32),
-    Dtypes(BF16, FP32, FP32, has_model=True),
-    Dtypes(FP16, FP32, BF16, has_model=True),
-    Dtypes(BF16, BF16, BF16),
-    Dtypes(FP32, BF16, FP32, is_split=True),
-    Dtypes(BF16, BF16, BF16, is_split=True),
-)
+def adamw_of(gradient: torch.dtype, weight: torch.dtype, moments: torch.dtype, last: torch.dtype | None) -> Kernel:
+    """Return an AdamW step; ``last``: a bf16 copy of the weight, its remainder, or neither."""
+    pointers = {"gradient": POINTERS[gradient], "weight": POINTERS[weight], "exp_avg": POINTERS[moments],
+                "exp_avg_sq": POINTERS[moments], "model": "*bf16", "remainder": "*i16", **OF_STEPS}  # fmt: skip
+    constants = {**COMPUTE, "HAS_CLIP": True, "HAS_MODEL": last is BF16, "IS_SPLIT": last is INT16}
+    written = (weight, moments, moments, *([last] if last else []))
+    read = (gradient, weight, moments, moments, *([last] if last is INT16 else []))
+    return Kernel(ADAMW_FILE.adamw_kernel, pointers, read, written, constants)
 
 
-def compile_adamw(dtypes: Dtypes, architecture: int, *, aligned: bool = True) -> Any:
-    pointers = {
-        "gradient": POINTERS[dtypes.gradient],
-        "weight": POINTERS[dtypes.weight],
-        "exp_avg": POINTERS[dtypes.moments],
-        "exp_avg_sq": POINTERS[dtypes.moments],
-        "model": "*bf16",
-        "remainder": "*i16",
-        "clip": "*fp32",
-        "rows": "*fp64",
-        "table": "*i64",
-    }
-    constants = {
-        "COMPUTE": launch.element_type(FP32),
-        "HAS_CLIP": True,
-        "HAS_MODEL": dtypes.has_model,
-        "IS_SPLIT": dtypes.is_split,
-    }
-    kernel = ADAMW_FILE.adamw_kernel
-    return compile_for(kernel, pointers, constants, architecture, aligned=aligned, block=STEP_BLOCK)
+def int8_adamw_of(gradient: torch.dtype, weight: torch.dtype, last: torch.dtype, *, is_random: bool) -> Kernel:
+    scales = dict.fromkeys(("exp_avg_scale", "exp_avg_sq_scale", "plain_exp_avg", "plain_exp_avg_sq", "maps"), "*fp32")
+    pointers = {"gradient": POINTERS[gradient], "weight": POINTERS[weight], "exp_avg": "*u8", "exp_avg_sq": "*u8",
+                **scales, "model": "*bf16", "remainder": "*i16", "keys": "*i64", **OF_STEPS}  # fmt: skip
+    constants = {"HAS_CLIP": True, "HAS_MODEL": last is BF16, "IS_SPLIT": last is INT16, "IS_RANDOM": is_random}
+    read = (gradient, weight, *([last] if last is INT16 else []))
+    return Kernel(INT8_FILE.int8_adamw_kernel, pointers, read, (weight, last), constants)
 
 
-def compile_squares(dtype: torch.dtype, architecture: int) -> Any:
-    pointers = {"source": POINTERS[dtype], "partial": "*fp64"}
-    return compile_for(squares_kernel, pointers, {"COMPUTE": launch.element_type(FP32)}, architecture)
+def muon_momentum_of(gradient: torch.dtype) -> Kernel:
+    pointers = {"gradient": POINTERS[gradient], "momentum": "*fp32", "out": "*bf16", **OF_STEPS}
+    return Kernel(muon_momentum_kernel, pointers, (gradient, FP32), (FP32, BF16), {**COMPUTE, "HAS_CLIP": True})
 
 
-def compile_halves(kernel: Any, architecture: int) -> Any:
-    pointers = {"main": "*fp32", "model": "*bf16", "remainder": "*i16"}
-    return compile_for(kernel, pointers, {}, architecture)
+def muon_apply_of(weight: torch.dtype, last: torch.dtype) -> Kernel:
+    pointers = {"update": "*bf16", "weight": POINTERS[weight], "model": "*bf16", "remainder": "*i16",
+                "rows": "*fp64", "table": "*i64"}  # fmt: skip
+    constants = {**COMPUTE, "HAS_MODEL": last is BF16, "IS_SPLIT": last is INT16}
+    read = (BF16, weight, *([last] if last is INT16 else []))
+    return Kernel(muon_apply_kernel, pointers, read, (weight, last), constants)
+
+
+def decode_of(kind: int, columns: int) -> Kernel:
+    pointers = {"rows": "*u8", "scales": "*u8" if kind > 1 else "*fp32", "out": "*bf16", "tensors": "*i64"}
+    constants = {"KIND": kind, "COLUMNS": columns, "TENSORS": 8, "IS_WIDE": True}
+    return Kernel(decode_kernel, pointers, (UINT8,), (BF16,), constants, launch.BLOCK)
+
+
+def squares_of(dtype: torch.dtype) -> Kernel:
+    return Kernel(squares_kernel, {"source": POINTERS[dtype], "partial": "*fp64"}, (dtype,), (), COMPUTE, launch.BLOCK)
+
+
+HALVES = {"main": "*fp32", "model": "*bf16", "remainder": "*i16"}
+ADAMW = {
+    "adamw": adamw_of(FP32, FP32, FP32, BF16),
+    "adamw, no copy": adamw_of(FP32, FP32, FP32, None),
+    "adamw, bf16 gradient": adamw_of(BF16, FP32, FP32, BF16),
+    "adamw, bf16 moments": adamw_of(FP16, FP32, BF16, BF16),
+    "adamw, all bf16": adamw_of(BF16, BF16, BF16, None),
+    "adamw, halves": adamw_of(FP32, BF16, FP32, INT16),
+    "adamw, bf16 halves": adamw_of(BF16, BF16, BF16, INT16),
+}
+KERNELS = {
+    **ADAMW,
+    "sum_of_squares, fp32": squares_of(FP32),
+    "sum_of_squares, bf16": squares_of(BF16),
+    "split_weight": Kernel(split_kernel, HALVES, (FP32,), (BF16, INT16), block=launch.BLOCK),
+    "join_weight": Kernel(join_kernel, HALVES, (BF16, INT16), (FP32,), block=launch.BLOCK),
+    "muon_momentum, fp32": muon_momentum_of(FP32),
+    "muon_momentum, bf16": muon_momentum_of(BF16),
+    "muon_apply, halves": muon_apply_of(BF16, INT16),
+    "muon_apply, copy": muon_apply_of(FP32, BF16),
+    "decode_rows, fp8": decode_of(0, 128),
+    "decode_rows, int8": decode_of(1, 256),
+    "decode_rows, mxfp8": decode_of(2, 32),
+    "decode_rows, mxfp8 columns": decode_of(3, 128),
+}
+# On sm_90 alone, and each once: these take seconds to compile.
+INT8 = {
+    "int8_adamw, random": int8_adamw_of(FP32, FP32, BF16, is_random=True),
+    "int8_adamw, halves": int8_adamw_of(BF16, BF16, INT16, is_random=False),
+    "int8_adamw": int8_adamw_of(FP32, FP32, BF16, is_random=False),
+}
+
+
+def assert_whole_blocks_are_wide(kernel: Kernel, compiled: Any, folder: Path) -> None:
+    loads, stores = (
+        sum(accesses_per_thread(dtype, kernel.block) for dtype in moved) for moved in (kernel.reads, kernel.writes)
+    )
+    assert_moves(compiled, loads, stores, folder)
 
 
 @on_all
-@pytest.mark.parametrize("dtypes", DTYPES if IS_WHOLE else DTYPES[::3], ids=str)
-def test_adamw_moves_whole_blocks_in_16_byte_accesses_without_spills(
-    dtypes: Dtypes, architecture: int, tmp_path: Path
-) -> None:
-    compiled = compile_adamw(dtypes, architecture)
-    assert_moves(compiled, dtypes.num_loads(), dtypes.num_stores(), tmp_path)
+@pytest.mark.parametrize("name", KERNELS if IS_WHOLE else [*KERNELS][::3])
+def test_whole_blocks_move_in_16_byte_accesses_without_spills(name: str, architecture: int, tmp_path: Path) -> None:
+    compiled = KERNELS[name].compiled(architecture)
+    assert_whole_blocks_are_wide(KERNELS[name], compiled, tmp_path)
+    if name in ("split_weight", "join_weight"):
+        assert not re.findall(r"\b(?:mul|fma|cvt)\S*\.(?:b?f16|f32|f64)", compiled.asm["ptx"])
+
+
+@pytest.mark.parametrize("name", INT8 if IS_WHOLE else [*INT8][:1])
+def test_int8_adamw_moves_codes_in_8_byte_accesses_and_all_else_in_16(name: str, tmp_path: Path) -> None:
+    compiled = INT8[name].compiled(90)
+    assert_whole_blocks_are_wide(INT8[name], compiled, tmp_path)
+    ptx = compiled.asm["ptx"]
+    assert len(re.findall(r"\bld\.global\.v2\.b32", ptx)) == len(re.findall(r"\bst\.global\.v2\.b32", ptx)) == 2
+    # In two branches, for the 8 elements of a thread: the values of both old codes, and what tells the new ones from
+    # the next; the rest are moments that are not coded, weights of the masked branch, and scales.
+    gathers, others = 2 * 8 * (6 if "random" in name else 4), 21 if "halves" in name else 53
+    assert len(re.findall(r"\bld\.global\.b32", ptx)) <= gathers + others
 
 
 @on_all
 def test_adamw_on_pointers_of_unknown_alignment_has_no_16_byte_access(architecture: int) -> None:
-    compiled = compile_adamw(DTYPES[0], architecture, aligned=False)
+    compiled = KERNELS["adamw"].compiled(architecture, aligned=False)
     assert num_wide(WIDE_LOAD, compiled) == num_wide(WIDE_STORE, compiled) == 0
 
 
 @on_all
-def test_adamw_divides_and_takes_roots_with_correct_rounding(architecture: int) -> None:
-    ptx = compile_adamw(DTYPES[0], architecture).asm["ptx"]
+@pytest.mark.parametrize("name", ADAMW)
+def test_adamw_divides_takes_roots_and_rounds_to_16_bits_correctly(name: str, architecture: int) -> None:
+    ptx = ADAMW[name].compiled(architecture).asm["ptx"]
     assert set(re.findall(r"\b(?:div|sqrt|rsqrt|rcp)\.\S+", ptx)) == {"div.rn.f32", "sqrt.rn.f32"}
-
-
-@on_all
-def test_adamw_rounds_to_16_bits_to_nearest_even(architecture: int) -> None:
-    for dtypes in DTYPES:
-        ptx = compile_adamw(dtypes, architecture).asm["ptx"]
-        narrowing = set(re.findall(r"cvt\.\w+\.(?:b?f16)\S*\.f32\b", ptx))
-        is_needed = dtypes.has_model or BF16 in (dtypes.moments, *[dtypes.weight] * (not dtypes.is_split))
-        assert bool(narrowing) == is_needed
-        assert all(op.startswith("cvt.rn.") for op in narrowing), narrowing
-
-
-@on_all
-@pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
-def test_the_sum_of_squares_reads_whole_blocks_in_16_byte_accesses_without_spills(
-    dtype: torch.dtype, architecture: int, tmp_path: Path
-) -> None:
-    compiled = compile_squares(dtype, architecture)
-    assert_moves(compiled, accesses_per_thread(dtype), 0, tmp_path)
+    narrowing = set(re.findall(r"cvt\.\w+\.(?:b?f16)\S*\.f32\b", ptx))
+    # Halves of weights are made of bits.
+    rounded = ADAMW[name].writes[INT16 in ADAMW[name].writes :]
+    assert bool(narrowing) == (BF16 in rounded)
+    assert all(op.startswith("cvt.rn.") for op in narrowing), narrowing
 
 
 @on_all
@@ -145,30 +187,13 @@ def test_the_second_stage_of_the_sum_adds_in_fp64_without_spills(architecture: i
     assert_no_spills(compiled, tmp_path)
 
 
-@on_all
-@pytest.mark.parametrize("kernel", [split_kernel, join_kernel])
-def test_split_and_join_move_bits_in_16_byte_accesses_without_converting_them(
-    kernel: Any, architecture: int, tmp_path: Path
-) -> None:
-    compiled = compile_halves(kernel, architecture)
-    halves, whole = 2 * accesses_per_thread(BF16), accesses_per_thread(FP32)
-    assert_moves(compiled, *((whole, halves) if kernel is split_kernel else (halves, whole)), tmp_path)
-    assert not re.findall(r"\b(?:mul|fma|cvt)\S*\.(?:b?f16|f32|f64)", compiled.asm["ptx"])
-
-
-@pytest.mark.parametrize("name", ["adamw", "squares", "split", "join"])
+@pytest.mark.parametrize("name", ["adamw", "sum_of_squares, fp32", "split_weight", "join_weight"])
 def test_block_starts_are_64_bit_because_buffers_exceed_two_billion_elements(name: str) -> None:
-    compiled = {
-        "adamw": lambda: compile_adamw(DTYPES[0], 90),
-        "squares": lambda: compile_squares(FP32, 90),
-        "split": lambda: compile_halves(split_kernel, 90),
-        "join": lambda: compile_halves(join_kernel, 90),
-    }[name]()
-    products = re.findall(r"arith\.muli .* : (\w+)\b(?! *<)", compiled.asm["ttir"])
-    scalars = [product for product in products if product != "tensor"]
-    assert set(scalars) == {"i64"}
-    (program,) = re.findall(r"(%\S+) = tt\.get_program_id", compiled.asm["ttir"])
-    assert not re.findall(rf"arith\.muli .*{program}\b.* : i32", compiled.asm["ttir"])
+    ttir = KERNELS[name].compiled(90).asm["ttir"]
+    products = re.findall(r"arith\.muli .* : (\w+)\b(?! *<)", ttir)
+    assert {product for product in products if product != "tensor"} == {"i64"}
+    (program,) = re.findall(r"(%\S+) = tt\.get_program_id", ttir)
+    assert not re.findall(rf"arith\.muli .*{program}\b.* : i32", ttir)
 
 
 @on_all

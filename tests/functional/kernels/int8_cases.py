@@ -6,7 +6,6 @@ written down here in numpy, element by element.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,16 +24,16 @@ from dbuffer_kernels import (
     adamw_row,
     int8_adamw,
 )
-from dbuffer_kernels import int8_reference as int8_reference_module
-from dbuffer_kernels.dynamic_map import map_tables
+from dbuffer_kernels.dynamic_map import map_tables, rounding_keys
 from dbuffer_kernels.int8_adamw import code_below
 from dbuffer_kernels.launch import launch
-from dbuffer_kernels.reference import rounding_keys
 from tests.functional.kernels.on_triton import DEVICE, only_kernels
 from tests.unit.kernels.int8_oracle import decoded, encoded
 
 if TYPE_CHECKING:
     import triton.language as tl
+
+__all__ = ["only_kernels"]
 
 NUMEL = 9001
 # Whole programs of 4096, parts of them, a last partial block, plain moments in between, a gap.
@@ -43,12 +42,6 @@ SEGMENTS = (
     CodedSegment(4096, 4196, 1, 0, plain=0),
     CodedSegment(4352, 8999, 1, 1 << 40),
 )
-
-
-@pytest.fixture(autouse=True)
-def _only_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with only_kernels(monkeypatch, int8_reference_module, ["int8_adamw"]):
-        yield
 
 
 def random(numel: int, seed: int) -> torch.Tensor:

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
-from dbuffer_kernels import MuonWeights, Segment, Segments, join_weight, muon_apply, muon_momentum, use_backend
+from dbuffer_kernels import MuonWeights, Segment, Segments, join_weight, muon_apply, muon_momentum
 from dbuffer_kernels import split_weight as split
-from tests.functional.kernels.on_triton import DEVICE
+from tests.functional.kernels.on_triton import DEVICE, only_kernels
+
+__all__ = ["only_kernels"]
 
 NUMEL = 9001
 # Whole blocks, parts of blocks, one element, neighbours, a gap.
 SEGMENTS = (Segment(4099, 8999, 1), Segment(3, 4098, 0), Segment(4098, 4099, 1), Segment(9000, 9000, 0))
 FP32, BF16 = torch.float32, torch.bfloat16
-
-
-@pytest.fixture(autouse=True)
-def _on_triton() -> Iterator[None]:
-    with use_backend("triton"):
-        yield
 
 
 def random(dtype: torch.dtype, seed: int) -> torch.Tensor:

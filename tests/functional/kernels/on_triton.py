@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from types import ModuleType
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,15 +17,18 @@ DEVICE = "cpu" if INTERPRETS else "cuda"
 SIZES = (0, 1, 3, 7, 1023, 4096, 4097, 9001)
 
 
-@contextmanager
-def only_kernels(monkeypatch: pytest.MonkeyPatch, reference: ModuleType, ops: Iterable[str]) -> Iterator[None]:
-    """Run Triton's kernels; the named functions of a reference raise."""
+@pytest.fixture(autouse=True)
+def only_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Run Triton's kernels; the references of the ops raise."""
 
     def fail(*_: Any, **__: Any) -> None:
         raise AssertionError("the reference ran where the Triton kernel was wanted")
 
-    for name in ops:
-        monkeypatch.setattr(reference, name, fail)
+    if "reference_allowed" not in request.keywords:
+        for module in [module for name, module in sys.modules.items() if name.startswith("dbuffer_kernels.")]:
+            for name in list(vars(module)):
+                if name.startswith("reference_"):
+                    monkeypatch.setattr(module, name, fail)
     with use_backend("triton"):
         yield
 

@@ -5,8 +5,6 @@ On the CPU under TRITON_INTERPRET=1, else on CUDA; never against the reference, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import torch
@@ -19,7 +17,6 @@ from dbuffer_kernels import (
     adamw_row,
     checksum,
     join_weight,
-    reference,
     split_weight,
     sum_of_squares,
 )
@@ -35,17 +32,12 @@ from tests.unit.kernels.step_oracle import (
     step_of,
 )
 
-OPS = ("checksum", "sum_of_squares", "split_weight", "join_weight", "adamw")
+__all__ = ["only_kernels"]
+
 HOW = (Hyperparameters(), Hyperparameters(step=1, lr=0.5, betas=(0.3, 0.9), weight_decay=0.0, maximize=True))
 
 # numpy, which does the interpreter's arithmetic, warns of infinities and NaNs.
 with_infinities = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-
-
-@pytest.fixture(autouse=True)
-def _only_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with only_kernels(monkeypatch, reference, OPS):
-        yield
 
 
 def assert_guards(buffer: torch.Tensor, numel: int) -> None:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from dbuffer_kernels import backend
-from dbuffer_kernels.backends import _triton_is_installed
+from dbuffer_kernels.launch import _triton_is_installed
 from megatron_fsdp import fully_shard
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 model = fully_shard(nn.Linear(7, 7))

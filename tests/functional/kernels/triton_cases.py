@@ -7,16 +7,17 @@ never the reference: its ops are made to fail here, so that a case cannot pass w
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from itertools import product
 
 import pytest
 import torch
 
-from dbuffer_kernels import accumulate, cast_copy, elementwise
+from dbuffer_kernels import accumulate, cast_copy
 from tests.functional.kernels.on_triton import DEVICE, INTERPRETS, SIZES, guarded, only_kernels, random
 from tests.harness.grids import covering
 from tests.unit.kernels.oracle import DTYPES, allowed_cast, allowed_sum, exact
+
+__all__ = ["only_kernels"]
 
 SCALES = (1.0, 1 / 3, -2.0)
 NAN = float("nan")
@@ -28,14 +29,6 @@ by_types = pytest.mark.parametrize(("source_dtype", "out_dtype"), list(product(D
 by_types_and_scale = pytest.mark.parametrize(
     ("source_dtype", "out_dtype", "scale"), CHOOSE(product(DTYPES, DTYPES, SCALES)), ids=str
 )
-
-
-@pytest.fixture(autouse=True)
-def _only_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    is_allowed = "reference_allowed" in request.keywords
-    ops = () if is_allowed else ("reference_cast", "reference_accumulate")
-    with only_kernels(monkeypatch, elementwise, ops):
-        yield
 
 
 @by_types_and_scale

@@ -32,9 +32,8 @@ def test_a_common_multiple_holds_all_data() -> None:
 
 
 @pytest.mark.parametrize(("name", "shards"), [("gpt2", 1024), ("siglip-so400m", 512), ("llama3-8b", 64)])
-def test_bound_rows_and_default_come_in_this_order(name: str, shards: int) -> None:
+def test_default_rows_and_multiple_come_in_this_order(name: str, shards: int) -> None:
     found = padding_of(name, shards)
-    assert 0 <= found.bound <= found.rows
     assert 0 <= found.default <= found.rows <= found.multiple
     assert (found.relaxed > 0) == (found.default < found.rows)
 

@@ -2,8 +2,10 @@
 
 import contextlib
 import gc
+import re
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from unittest import mock
 
 import pytest
@@ -20,12 +22,6 @@ CPU = torch.device("cpu")
 
 def make(numel: int = 7, dtype: torch.dtype = torch.float32) -> FlatStorage:
     return FlatStorage(numel, dtype, CPU, name="unit 'blocks.3': gathered weights")
-
-
-def test_a_new_storage_holds_its_elements() -> None:
-    tensor = make(7, torch.bfloat16).tensor
-    assert tensor.shape == (7,)
-    assert tensor.dtype is torch.bfloat16
 
 
 def test_bytes_go_at_a_release_and_come_back_under_the_same_tensor_and_its_views() -> None:
@@ -46,18 +42,12 @@ def test_a_released_storage_raises_with_its_name_and_the_way_out() -> None:
         _ = storage.tensor
 
 
-def test_an_empty_storage_is_always_allocated() -> None:
-    storage = make(0)
+def test_an_empty_storage_is_always_allocated_and_a_meta_one_takes_no_bytes() -> None:
+    held, storage = memory_meter().current_bytes, make(0)
     storage.release()
-    assert storage.is_allocated
-    assert storage.tensor.shape == (0,)
-
-
-def test_a_meta_storage_takes_no_bytes() -> None:
-    held = memory_meter().current_bytes
-    storage = FlatStorage(7, torch.float32, torch.device("meta"), name="meta")
-    assert storage.nbytes == 0
-    assert memory_meter().current_bytes == held
+    assert (storage.is_allocated, storage.tensor.shape) == (True, (0,))
+    meta = FlatStorage(7, torch.bfloat16, torch.device("meta"), name="meta")
+    assert (meta.nbytes, meta.tensor.dtype, memory_meter().current_bytes) == (0, torch.bfloat16, held)
 
 
 def test_storage_made_in_inference_mode_can_be_trained_on() -> None:
@@ -152,45 +142,21 @@ def test_the_meter_forgets_a_storage_that_nobody_refers_to_any_more(released: bo
         gc.enable()
 
 
-def test_the_peak_is_the_most_held_since_the_last_reset() -> None:
+def test_the_peak_and_the_allocations_count_from_the_last_reset() -> None:
     meter = memory_meter()
     meter.reset_peak()
     rest = meter.current_bytes
     first = make(10)
     first.release()
     second = make(6)
-    assert meter.peak_bytes - rest == 40
+    second.release()
+    second.reallocate()
+    assert (meter.peak_bytes - rest, meter.num_allocations) == (40, 3)
     meter.reset_peak()
-    assert meter.peak_bytes - rest == second.nbytes == 24
-
-
-def test_every_allocation_is_counted_until_the_next_reset() -> None:
-    meter = memory_meter()
-    meter.reset_peak()
-    storage = make()
-    storage.release()
-    storage.reallocate()
-    assert meter.num_allocations == 2
-    meter.reset_peak()
-    assert meter.num_allocations == 0
+    assert (meter.peak_bytes - rest, meter.num_allocations) == (24, 0)
 
 
 # ---------------------------------------------------------------- guard
-
-
-class Released:
-    """A released storage and a (2, 3) view of it, out of sight of a failure report: to print it is to read it."""
-
-    def __init__(self) -> None:
-        self.storage = make()
-        self.view = self.storage.tensor[:6].view(2, 3)
-        self.storage.release()
-
-
-@pytest.fixture
-def released() -> Released:
-    """A released storage with a view."""
-    return Released()
 
 
 USES: dict[str, Callable[[torch.Tensor], object]] = {
@@ -209,16 +175,25 @@ USES: dict[str, Callable[[torch.Tensor], object]] = {
 }
 
 
+@dataclass(repr=False)
+class Hidden:
+    view: torch.Tensor
+
+
 @pytest.mark.parametrize("use", USES)
 def test_the_guard_names_the_owner_of_released_memory_and_lets_reallocated_memory_be(
-    released: Released, use: str
+    use: str,
 ) -> None:
+    storage = make()
+    # Out of sight of a failure report: to print a view of released memory is to read it.
+    views = Hidden(storage.tensor[:6].view(2, 3))
+    storage.release()
     with guard_released_storage():
         with pytest.raises(StorageError, match=r"unit 'blocks\.3': gathered weights"):
-            USES[use](released.view)
-        released.storage.reallocate()
-        released.storage.tensor.zero_()
-        USES[use](released.view)
+            USES[use](views.view)
+        storage.reallocate()
+        storage.tensor.zero_()
+        USES[use](views.view)
 
 
 def test_the_guard_watches_backward_too() -> None:
@@ -230,11 +205,6 @@ def test_the_guard_watches_backward_too() -> None:
         storage.release()
         with pytest.raises(StorageError, match=r"unit 'blocks\.3'"):
             product.sum().backward()
-
-
-def test_the_guard_is_off_again_after_its_block() -> None:
-    with guard_released_storage():
-        assert len(_get_current_dispatch_mode_stack()) == 1
     assert len(_get_current_dispatch_mode_stack()) == 0
 
 
@@ -262,3 +232,17 @@ def test_other_threads_may_allocate_while_one_releases() -> None:
     for thread in threads:
         thread.join()
     assert memory_meter().current_bytes == held
+
+
+# ---------------------------------------------------------------- what a pool refuses
+
+
+def test_another_sizing_is_refused_with_the_choices() -> None:
+    with pytest.raises(StorageError, match="sizing='huge'; give one of 'by_size', 'largest', 'static'"):
+        SlotPool(CPU, "huge")
+
+
+def test_a_pytorch_without_the_means_is_refused_by_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dbuffer.slot_pool._CAN_EXCHANGE", False)
+    with pytest.raises(StorageError, match=f"PyTorch {re.escape(torch.__version__)} cannot exchange"):
+        SlotPool(CPU, "largest")

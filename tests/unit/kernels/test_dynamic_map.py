@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dbuffer_kernels import CodedSegment, CodedSegments, dequantize_blocks, dynamic_map, quantize_blocks
-from dbuffer_kernels.reference import rounding_keys
+from dbuffer_kernels.dynamic_map import rounding_keys
 from tests.unit.kernels.int8_oracle import decoded, encoded, published_map
 
 

@@ -24,7 +24,7 @@ def test_the_package_exports_exactly_its_documented_names() -> None:
         "MuonWeights",
     ]
     classes += ["Segment", "Segments"]
-    assert dbuffer_kernels.__all__ == sorted([*functions, *classes, "QUANT_BLOCK", "reference"], key=_constants_first)
+    assert dbuffer_kernels.__all__ == sorted([*functions, *classes, "QUANT_BLOCK"], key=_constants_first)
     kinds = (
         dict.fromkeys(functions, types.FunctionType)
         | dict.fromkeys(classes, type)

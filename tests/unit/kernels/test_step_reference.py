@@ -17,10 +17,11 @@ from dbuffer_kernels import (
     adamw_row,
     adamw_rows,
     join_weight,
-    reference,
     split_weight,
     sum_of_squares,
 )
+from dbuffer_kernels.dynamic_map import rounding_bits, rounding_keys
+from dbuffer_kernels.elementwise import CHUNK_NUMEL as CHUNK
 from tests.unit.kernels.oracle import DTYPES, exact
 from tests.unit.kernels.step_oracle import (
     Hyperparameters,
@@ -31,8 +32,6 @@ from tests.unit.kernels.step_oracle import (
     step_of,
 )
 from tests.unit.kernels.test_reference import largest_temporary
-
-CHUNK = reference.CHUNK_NUMEL
 
 
 def random(numel: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -48,7 +47,7 @@ def test_random_bits_are_those_of_seed_and_index(seed: int, first: int) -> None:
 
 
 def drawn(numel: int, seed: int, first: int = 0) -> torch.Tensor:
-    return reference.rounding_bits(torch.arange(first, first + numel), *reference.rounding_keys(seed))
+    return rounding_bits(torch.arange(first, first + numel), *rounding_keys(seed))
 
 
 @pytest.mark.parametrize("fraction", [1, 256, 0x4000, 0x8000, 0xFFFF])

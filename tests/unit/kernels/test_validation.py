@@ -1,51 +1,122 @@
-"""What the ops refuse, and what they say about it."""
+"""What the ops refuse, each before it writes anything."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
-from dbuffer_kernels import accumulate, cast_copy
-
-both = pytest.mark.parametrize("op", [cast_copy, accumulate], ids=["cast_copy", "accumulate"])
-Op = Callable[..., torch.Tensor]
-
-
-@both
-def test_another_number_of_elements_is_refused_with_both_numbers(op: Op) -> None:
-    out = torch.zeros(7)
-    with pytest.raises(ValueError, match=re.escape("source has 6 elements (2, 3), out has 7 (7,)")):
-        op(torch.ones(2, 3), out)
-    assert not out.any()
-
-
-@both
-def test_a_strided_out_is_refused_with_its_strides(op: Op) -> None:
-    with pytest.raises(ValueError, match=re.escape("strides (1, 3)")):
-        op(torch.ones(6), torch.zeros(2, 3).t())
-
-
-@both
-def test_tensors_on_two_devices_are_refused_with_both_devices(op: Op) -> None:
-    with pytest.raises(ValueError, match="source is on cpu, out on meta"):
-        op(torch.ones(6), torch.zeros(6, device="meta"))
-
-
-@both
-@pytest.mark.parametrize(
-    ("source_dtype", "out_dtype"),
-    [(torch.int32, torch.float32), (torch.float32, torch.int32), (torch.int8, torch.int8)],
+from dbuffer_kernels import (
+    AdamWBuffers,
+    Segment,
+    Segments,
+    accumulate,
+    adamw,
+    cast_copy,
+    join_weight,
+    split_weight,
+    sum_of_squares,
 )
-def test_arithmetic_on_other_dtypes_is_refused_with_both_dtypes(
-    op: Op, source_dtype: torch.dtype, out_dtype: torch.dtype
-) -> None:
-    with pytest.raises(ValueError, match=f"from {source_dtype} to {out_dtype}"):
-        op(torch.ones(6, dtype=source_dtype), torch.zeros(6, dtype=out_dtype), scale=2.0)
+
+F64, BF16, I16, I32 = torch.float64, torch.bfloat16, torch.int16, torch.int32
+Call = Callable[[], object]
 
 
-def test_integers_cannot_be_accumulated_even_with_scale_one() -> None:
-    with pytest.raises(ValueError, match=r"accumulate: cannot compute from torch\.int32"):
-        accumulate(torch.ones(6, dtype=torch.int32), torch.zeros(6, dtype=torch.int32))
+def of_pairs(op: Callable[..., object]) -> dict[str, tuple[Call, str]]:
+    """Return wrong calls of an op with a source and an out, and what the error has to name."""
+    found: dict[str, tuple[Call, str]] = {
+        "another number": (lambda: op(torch.ones(2, 3), torch.zeros(7)), r"\(2, 3\).*\(7,\)"),
+        "a strided out": (lambda: op(torch.ones(6), torch.zeros(2, 3).t()), r"strides \(1, 3\)"),
+        "two devices": (lambda: op(torch.ones(6), torch.zeros(6, device="meta")), "cpu.*meta"),
+    }
+    for source, out in ((I32, torch.float32), (torch.float32, I32), (torch.int8, torch.int8)):
+        found[f"{source} to {out}"] = (
+            lambda source=source, out=out: op(torch.ones(6, dtype=source), torch.zeros(6, dtype=out), scale=2.0),
+            f"from {source} to {out}",
+        )
+    return {f"{op.__name__} {name}": call for name, call in found.items()}
+
+
+HALVES = {
+    "another main dtype": (torch.ones(4, dtype=F64), torch.ones(4, dtype=BF16), torch.ones(4, dtype=I16)),
+    "another remainder dtype": (torch.ones(4), torch.ones(4, dtype=BF16), torch.ones(4, dtype=I32)),
+    "a strided main": (torch.ones(8)[::2], torch.ones(4, dtype=BF16), torch.ones(4, dtype=I16)),
+    "a short model": (torch.ones(4), torch.ones(3, dtype=BF16), torch.ones(4, dtype=I16)),
+    "a short remainder": (torch.ones(4), torch.ones(4, dtype=BF16), torch.ones(3, dtype=I16)),
+    "a strided remainder": (torch.ones(4), torch.ones(4, dtype=BF16), torch.ones(8, dtype=I16)[::2]),
+}
+
+
+def buffers_with(**changed: torch.Tensor) -> AdamWBuffers:
+    return AdamWBuffers(**({key: torch.ones(4) for key in ("gradient", "weight", "exp_avg", "exp_avg_sq")} | changed))
+
+
+def step_with(**changed: Any) -> None:
+    buffers, rows = buffers_with(), torch.zeros(1, 8, dtype=F64)
+    arguments: dict[str, Any] = {"segments": Segments([Segment(0, 4)], 4), "rows": rows, "clip": None} | changed
+    try:
+        adamw(buffers, arguments["segments"], arguments["rows"], clip=arguments["clip"])
+    finally:
+        assert buffers.weight.tolist() == [1] * 4
+
+
+REFUSED: dict[str, tuple[Call, str]] = {
+    **of_pairs(cast_copy),
+    **of_pairs(accumulate),
+    "accumulate integers": (
+        lambda: accumulate(torch.ones(6, dtype=I32), torch.zeros(6, dtype=I32)), "accumulate.*int32",
+    ),
+    "squares of integers": (lambda: sum_of_squares(torch.ones(3, dtype=torch.int64)), r"source is torch\.int64"),
+    "squares of strides": (lambda: sum_of_squares(torch.ones(6)[::2]), r"strides \(2,\)"),
+    **{
+        f"squares into {out.dtype} {tuple(out.shape)} {out.stride()}": (
+            lambda out=out: sum_of_squares(torch.ones(6), out), r"wanted contiguous float64 \(2,\)",
+        )
+        for out in (torch.zeros(2), torch.zeros(3, dtype=F64), torch.zeros(4, dtype=F64)[::2])
+    },
+    **{f"split {name}": (lambda halves=halves: split_weight(*halves), "split_weight")
+       for name, halves in HALVES.items()},
+    **{
+        f"join {name}": (lambda halves=halves: join_weight(*halves[1:], halves[0]), "join_weight")
+        for name, halves in HALVES.items()
+    },
+    **{
+        f"segments {segments}": (lambda segments=segments: Segments(segments, 10), "disjoint ranges inside the buffer")
+        for segments in (
+            [Segment(0, 5), Segment(4, 6)], [Segment(4, 6), Segment(0, 5)], [Segment(-1, 2)], [Segment(0, 11)],
+            [Segment(0, 1, -1)],
+        )
+    },
+    "a short gradient": (lambda: buffers_with(gradient=torch.ones(3)), r"gradient .*\(3,\).*wanted.*\(4,\)"),
+    "a strided moment": (lambda: buffers_with(exp_avg=torch.ones(8)[::2]), r"exp_avg .*strides \(2,\)"),
+    "a 2-D weight": (lambda: buffers_with(weight=torch.ones(2, 2)), r"weight .*\(2, 2\)"),
+    "an integer moment": (lambda: buffers_with(exp_avg_sq=torch.ones(4, dtype=I32)), r"exp_avg_sq is torch\.int32"),
+    "a remainder of fp32": (lambda: buffers_with(remainder=torch.ones(4, dtype=I16)), "weight .*wanted.*bfloat16"),
+    "a remainder and a copy": (
+        lambda: buffers_with(
+            weight=torch.ones(4, dtype=BF16), remainder=torch.ones(4, dtype=I16), model_weight=torch.ones(4)
+        ),
+        "no other one",
+    ),
+    "rows in fp32": (lambda: step_with(rows=torch.zeros(1, 8)), r"rows.*float32 \(1, 8\)"),
+    "short rows": (lambda: step_with(rows=torch.zeros(1, 7, dtype=F64)), r"\(1, 7\).*wanted.*\(1, 8\)"),
+    "too few rows": (lambda: step_with(segments=Segments([Segment(0, 4, 1)], 4)), "that use 2"),
+    "other segments": (lambda: step_with(segments=Segments([Segment(0, 4)], 5)), r"\(4,\).*wanted.*\(5,\)"),
+    "a clip in fp64": (lambda: step_with(clip=torch.zeros((), dtype=F64)), r"clip is torch\.float64 \(\)"),
+    "a clip of one dimension": (lambda: step_with(clip=torch.zeros(1)), r"clip is torch\.float32 \(1,\)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_it_is_refused_by_name(name: str) -> None:
+    call, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_segments_drop_empty_ranges_and_sort_the_rest() -> None:
+    segments = Segments([Segment(7, 9, 2), Segment(3, 3, 5), Segment(1, 7)], 10)
+    assert segments.ranges == (Segment(1, 7), Segment(7, 9, 2))
+    assert segments.num_rows == 3

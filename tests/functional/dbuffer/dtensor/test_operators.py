@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from dbuffer import CollectiveCall, DBuffer, FlatDTensor, PlacementError, RaggedShard, observe_collectives
+from dbuffer import CollectiveCall, DBuffer, FlatDTensor, PlacementError, observe_collectives
 from tests.functional.dbuffer.dtensor.operator_cases import (
     ELEMENT_WISE,
     LAYOUTS,
@@ -304,20 +304,6 @@ def test_what_autograd_cannot_get_right_is_refused_and_changes_nothing() -> None
 
 def test_every_layout_has_its_number_of_ranks() -> None:
     assert {layout: num_ranks(layout) for layout in LAYOUTS}["hfsdp"] == 4
-
-
-@on_ranks(3)
-def test_slices_of_rows_and_of_columns_are_views_without_communication() -> None:
-    mesh = make_mesh("three ranks")
-    face = sharded("three ranks", values(1), mesh)[-1]
-    slices = {"rows": face[2:9], "columns": face[:, 1:3], "unsqueezed": face.unsqueeze(1), "both": face[3:, ::2]}
-    calls: list[object] = []
-    with observe_collectives(calls.append), torch.no_grad():
-        for view in slices.values():
-            view.mul_(2.0)
-    assert [
-        name for name, view in slices.items() if not any(type(p) is RaggedShard for p in view.placements)
-    ] + calls == []
 
 
 @on_ranks(3)

@@ -1,0 +1,138 @@
+"""What is asked of a sharded tensor itself: its attributes, hooks and memory, and what cannot be right is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from dbuffer.dtensor.autograd import convert_gradients_of
+from dbuffer.dtensor.gathered_ops import Arguments, Operator, Options
+from dbuffer.dtensor.placed_tensor import PlacedTensor
+from dbuffer.errors import PlacementError
+
+__all__ = [
+    "rebind",
+    "refuse",
+    "refuse_uses",
+    "run_convert",
+    "run_detach",
+    "run_hook",
+    "run_iterate",
+    "run_native",
+    "run_reshape",
+    "run_set_data",
+]
+
+
+def run_native(operator: Operator, args: Arguments, options: Options) -> Any:
+    """Ask or set what PyTorch itself knows of the tensor."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return operator.function(*args, **options)
+
+
+def run_detach(operator: Operator, args: Arguments, options: Options) -> Any:
+    """Return the same memory, without history."""
+    source = args[0]
+    if source.is_unshared:
+        source.is_unshared = False
+    detached = source.with_local(source._local_tensor.detach())
+    if source.window is not None:
+        detached.window = source.window
+    return detached
+
+
+def run_set_data(operator: Operator, args: Arguments, options: Options) -> None:
+    """Take over values: a sharded tensor's memory is a piece of a flat buffer."""
+    target, value = args
+    if not isinstance(target, PlacedTensor):
+        raise PlacementError("the values of a plain tensor cannot be those of a sharded one; use p.full_tensor()")
+    if value.shape != target.shape or value.dtype != target.dtype or value.device != target.device:
+        raise PlacementError(
+            f".data of a sharded tensor is {target.dtype} of shape {tuple(target.shape)} on {target.device}; found "
+            f"{value.dtype} of shape {tuple(value.shape)} on {value.device}"
+        )
+    with torch.no_grad():
+        target.copy_(value.detach())
+
+
+_REASONS: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def refuse_uses(tensor: torch.Tensor, *, hook: Callable[[], str], convert: Callable[[], str]) -> None:
+    """Let two uses of a tensor raise ``PlacementError`` with a reason.
+
+    Args:
+        hook: of ``register_hook``, as autograd gives the tensor no gradient.
+        convert: of ``nn.Module.to`` and its like, by the module that holds it.
+    """
+    _REASONS[tensor] = {"register_hook": hook, "_has_compatible_shallow_copy_type": convert}
+
+
+def _refuse_use(operator: Operator, tensor: torch.Tensor) -> None:
+    reason = _REASONS.get(tensor, {}).get(operator.name)
+    if reason is not None:
+        raise PlacementError(reason())
+
+
+def run_convert(operator: Operator, args: Arguments, options: Options) -> Any:
+    """Answer ``Module._apply``, which asks of each parameter, and would go on to exchange the objects."""
+    _refuse_use(operator, args[0])
+    return run_native(operator, args, options)
+
+
+def run_hook(operator: Operator, args: Arguments, options: Options) -> Any:
+    """Register what is called back during backward; sharded tensors are asked in it, whoever started backward."""
+    tensor, *rest = args
+    _refuse_use(operator, tensor)
+    convert_gradients_of(tensor)
+    if operator.name == "retain_grad" and not tensor.is_leaf:
+        raise PlacementError(
+            "retain_grad would keep a gradient that forgets the rows of each rank; use register_hook and keep what it "
+            "gets"
+        )
+    awake = [_awake(item) if callable(item) else item for item in rest]
+    named = {name: _awake(item) if callable(item) else item for name, item in options.items()}
+    with torch._C.DisableTorchFunctionSubclass():
+        return operator.function(tensor, *awake, **named)
+
+
+def _awake(hook: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any) -> Any:
+        with torch._C._EnableTorchFunction():
+            return hook(*args)
+
+    return call
+
+
+def run_iterate(operator: Operator, args: Arguments, options: Options) -> Any:
+    """Return an iterator over the slices of the first dimension."""
+    return iter(args[0].unbind(0))
+
+
+def run_reshape(operator: Operator, args: Arguments, options: Options) -> Any:
+    """Change the shape in place, of what nothing else looks at."""
+    target = args[0]
+    is_replaceable = isinstance(target, PlacedTensor) and (target.is_whole or target.is_unshared)
+    if not is_replaceable or target.window is not None:
+        return refuse(operator, args, options)
+    rebind(target, target.with_whole(operator.function(target.whole(), *args[1:], **options)))
+    return target
+
+
+def rebind(target: PlacedTensor, source: PlacedTensor) -> None:
+    """Make one tensor what another is, in shape, dtype, rows and memory; it stays the same object for its users."""
+    target._spec, target._local_tensor = source._spec, source._local_tensor
+    with torch._C.DisableTorchFunctionSubclass():
+        # What PyTorch itself knows of the shape.
+        target.data = source
+
+
+def refuse(operator: Operator, args: Arguments, options: Options) -> Any:
+    """Raise a ``PlacementError``."""
+    raise PlacementError(
+        f"{operator.name} cannot be right on a sharded tensor, whose memory is a piece of a flat buffer; work on "
+        "p.to_local(), this rank's rows, or on p.full_tensor(), a whole copy"
+    )
