@@ -25,7 +25,7 @@ fuse.MIN_NUMEL = 0
 # What takes longest, longest first: a process that takes one of them last is the one that all others wait for.
 # `pytest --durations=0 --durations-min=3` shows what has changed.
 LONG_FILES = (
-    "tests/functional/test_scale.py",
+    "tests/functional/megatron_fsdp/planning/test_scale.py",
     "tests/functional/kernels/test_triton.py",
     "tests/functional/test_random_use.py",
     "tests/functional/test_compatibility.py",
@@ -34,7 +34,7 @@ LONG_FILES = (
     "tests/functional/test_protocols.py",
     "tests/functional/dbuffer/dtensor/test_operators.py",
     "tests/functional/test_sharded_operators.py",
-    "tests/functional/test_report.py",
+    "tests/functional/megatron_fsdp/planning/test_report.py",
     "tests/functional/test_parity.py",
     "tests/functional/test_slots.py",
     "tests/functional/test_gpu_ranks.py",

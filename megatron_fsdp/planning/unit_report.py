@@ -1,4 +1,4 @@
-"""GroupReport: what one parameter group of the engine holds, and how it is laid out."""
+"""UnitReport: what a unit of the engine and its parameter groups hold, and how they are laid out."""
 
 from __future__ import annotations
 
@@ -12,13 +12,26 @@ import torch
 from dbuffer import DBuffer, Granularity, Plan
 from dbuffer import plan as plan_of
 from dbuffer.storage import FlatStorage
+from dbuffer_kernels import num_blocks
 from megatron_fsdp.build.packed_layout import wire_words
+from megatron_fsdp.optim.int8_moments import is_coded
+from megatron_fsdp.planning.stand_in import StoodIn, reshard_asked
 from megatron_fsdp.runtime.grads.packed_gradients import PackedGradients
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
+from megatron_fsdp.runtime.step.unit import Unit
 from megatron_fsdp.runtime.weights.hooked_weights import HookedWeights
 from megatron_fsdp.runtime.weights.post_forward_shard import PostForwardShard
 
-__all__ = ["BufferReport", "CollectiveReport", "GroupReport", "group_report", "storages_of"]
+__all__ = [
+    "BufferReport",
+    "CollectiveReport",
+    "GroupReport",
+    "UnitReport",
+    "adamw_bytes",
+    "is_trained",
+    "storages_of",
+    "unit_report",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +106,94 @@ class GroupReport:
         return sum(buffer.num_bytes for buffer in buffers if buffer.kind in kinds and not buffer.shares)
 
 
+@dataclass(frozen=True, slots=True)
+class UnitReport:
+    """One unit.
+
+    Attributes:
+        modules: class names of its modules. is_root: no unit is around it.
+        note: says so when it has no parameters of its own, else empty.
+        reshards_after_forward: whether units like it give gathered weights back after forward. reason: what becomes of
+            them, and why; the last unit that forward uses keeps them though.
+        ties: for every parameter that is registered in several places, all of its names.
+        num_frozen_groups: groups whose parameters need no gradient.
+        replicated: parameters that stay whole on every rank in a model that is sharded (``fsdp_no_shard``).
+        whole_bytes: of all of its weights in compute dtype.
+        has_hooks: parameters whose class says what is gathered, which are counted as plain ones.
+    """
+
+    name: str
+    modules: tuple[str, ...]
+    note: str
+    reshards_after_forward: bool
+    reason: str
+    ties: tuple[tuple[str, ...], ...]
+    num_frozen_groups: int
+    groups: tuple[GroupReport, ...]
+    replicated: tuple[str, ...] = ()
+    is_root: bool = False
+    whole_bytes: int = 0
+    has_hooks: tuple[str, ...] = ()
+
+    @property
+    def persistent_bytes(self) -> int:
+        """Bytes of its buffers at rest; memory that two of them share counts once."""
+        return sum(buffer.num_bytes for group in self.groups for buffer in group.resting if not buffer.shares)
+
+    def transient_bytes(self, kind: str) -> int:
+        """Return the bytes of its transient buffers of one kind."""
+        return sum(buffer.num_bytes for group in self.groups for buffer in group.transient if buffer.kind == kind)
+
+
+def unit_report(stood: StoodIn, *, is_sharded: bool) -> UnitReport:
+    """Return what a unit holds; nothing is said of collectives. ``is_sharded``: anything of the model is."""
+    unit = stood.unit
+    is_root = unit is unit.schedule.root_ref()
+    asked = reshard_asked(unit)
+    return UnitReport(
+        name=stood.name,
+        modules=stood.modules,
+        note="" if unit.groups else "no parameters of its own: it only orders the units below it",
+        reshards_after_forward=not is_root if asked is None else asked is not False,
+        reason=_reason(unit, asked, is_root=is_root),
+        ties=stood.ties,
+        num_frozen_groups=sum(not is_trained(group) for group in unit.groups),
+        groups=tuple(_group_report(group, stood.names(group)) for group in unit.groups),
+        replicated=tuple(
+            name for group in unit.groups if is_sharded and not is_cut(group) for name in stood.names(group)
+        ),
+        is_root=is_root,
+        whole_bytes=sum(group.plan.numel * group.spec.dtypes.compute.itemsize for group in unit.groups),
+        has_hooks=stood.has_hooks,
+    )
+
+
+def is_trained(group: ParameterGroup) -> bool:
+    """Whether any parameter of a group is."""
+    return any(parameter.requires_grad for parameter in group.parameters.values())
+
+
+def is_cut(group: ParameterGroup) -> bool:
+    """Whether ranks share what the optimizer steps."""
+    return group.spec.placements.is_sharded(group.spec.placements.optimizer)
+
+
+def _reason(unit: Unit, asked: bool | int | None, *, is_root: bool) -> str:
+    """Say in words why a unit keeps or releases its weights after forward."""
+    if not unit.groups:
+        return "nothing to release: it has no parameters of its own"
+    if all(group.rests_whole for group in unit.groups):
+        return "nothing to release: its weights rest whole on every rank"
+    if asked is not None and not isinstance(asked, bool):
+        return f"released after forward but for one part in {asked}: reshard_after_forward={asked}"
+    if asked is not None:
+        return f"{'released' if asked else 'kept'} after forward: reshard_after_forward={asked}"
+    return "kept after forward: it is the root" if is_root else "released after forward: the default below the root"
+
+
+# ---------------------------------------------------------------------- groups
+
+
 def storages_of(group: ParameterGroup) -> Iterator[tuple[str, FlatStorage]]:
     """Yield the storages of a group by the kind of what lies there."""
     for kind, buffer in _buffers(group):
@@ -126,8 +227,7 @@ def _rests(group: ParameterGroup, kind: str) -> bool:
     return kind != "packed gradients"
 
 
-def group_report(group: ParameterGroup, names: Sequence[str]) -> GroupReport:
-    """Return what a group holds, whose parameters have these names; nothing is said of collectives."""
+def _group_report(group: ParameterGroup, names: Sequence[str]) -> GroupReport:
     plan, dtypes = group.plan, group.spec.dtypes
     is_slice = group.model_weight is not group.main_weight and group.model_weight.storage is group.main_weight.storage
     resting, transient = list[BufferReport](), list[BufferReport]()
@@ -201,3 +301,27 @@ def _placement_text(buffer: DBuffer) -> str:
 
 def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+# ---------------------------------------------------------------------- the optimizer's state
+
+
+def adamw_bytes(group: ParameterGroup, moments_dtype: torch.dtype | None = None) -> int:
+    """Return what two moments and a step count per trained parameter take on this rank.
+
+    Args:
+        moments_dtype: None: the main weights', as ``torch.optim.AdamW`` has them; FP32 where these are split.
+    """
+    main, dtypes = group.main_weight, group.spec.dtypes
+    owned = [main.get_local_tensor(index).numel() for index in range(len(group.parameters))]
+    if not is_trained(group):
+        return 0
+    if dtypes.moments == "int8":
+        # Codes and scales of the whole buffer, FP32 moments of small parameters.
+        local = main.local_buffer.numel()
+        small = sum(numel for numel, shape in zip(owned, group.plan.shapes, strict=True) if not is_coded(shape))
+        return 2 * (local + 4 * num_blocks(local) + 4 * small) + 4 * len(owned)
+    trained = [
+        numel for numel, parameter in zip(owned, group.parameters.values(), strict=True) if parameter.requires_grad
+    ]
+    return 2 * sum(trained) * (moments_dtype or dtypes.stepped).itemsize + 4 * len(trained)

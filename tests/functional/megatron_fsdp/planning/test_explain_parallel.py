@@ -11,7 +11,7 @@ from dbuffer import memory_meter, observe_collectives
 from gpt.loss import token_loss
 from megatron_fsdp import explain, microbatch
 from tests.functional.examples.test_gpt_parallel import EXPERT, EXPERTS, HYBRID, MODEL, TENSOR
-from tests.functional.test_report import Step, _key, predicted_calls
+from tests.functional.megatron_fsdp.planning.test_report import Step, _key, predicted_calls
 from tests.harness import run_ranks
 from tests.harness.grids import nightly_but
 from tests.unit.examples.jobs import make_job
