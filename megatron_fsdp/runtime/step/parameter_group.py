@@ -238,11 +238,6 @@ class ParameterGroup:
         split = self.owned[0].split
         return flat if split is None else flat + split.sharded_axes
 
-    def show_unsharded(self) -> None:
-        """Show gathered weights, which are usable, where sharded parameters are registered."""
-        if not self.fsdp_params.module_infos.is_gathered_everywhere():
-            self.fsdp_params.module_infos.show(is_gathered=True)
-
     def use_gathered(self) -> None:
         """Show the gathered weights, which compute has been made to wait for; it may be done again."""
         if self.weights.post_forward is not None:
