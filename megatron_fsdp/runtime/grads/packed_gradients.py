@@ -15,7 +15,7 @@ from megatron_fsdp.build.builder import GroupSpec
 from megatron_fsdp.runtime.grads.fuse import offer_products
 from megatron_fsdp.runtime.grads.last_reduction import LastReduction, OffloadedReduction, Wire
 from megatron_fsdp.runtime.grads.shown_grads import ShownGrads
-from megatron_fsdp.runtime.step.cuda_lane import lane, turns
+from megatron_fsdp.runtime.step.cuda_lane import turns
 from megatron_fsdp.runtime.step.fsdp_params import FSDPParams
 from megatron_fsdp.runtime.step.gradients import GradientBuffer
 
@@ -60,7 +60,6 @@ class PackedGradients(GradientBuffer):
         self.unit, self.backward = "", 0
         self.tickets, self.last_tickets = [], []
         self._device = spec.compute_device
-        self._lane = lane("reduce", self._device)
         self._spec, self._template, self._fsdp_params = spec, main_weight, fsdp_params
         self._begun = fsdp_params.begun
         self._make_buffers()

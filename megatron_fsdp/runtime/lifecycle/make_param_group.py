@@ -23,7 +23,7 @@ from megatron_fsdp.runtime.grads.invariant_reduction import InvariantGradients
 from megatron_fsdp.runtime.grads.late_gradients import LateGradients, packs_late
 from megatron_fsdp.runtime.grads.packed_gradients import PackedGradients
 from megatron_fsdp.runtime.lifecycle.param_registry import make_module_infos, register, registered
-from megatron_fsdp.runtime.step.cuda_lane import lane, turns
+from megatron_fsdp.runtime.step.cuda_lane import turns
 from megatron_fsdp.runtime.step.freshness import Freshness
 from megatron_fsdp.runtime.step.fsdp_params import FSDPParams, gradient_hook
 from megatron_fsdp.runtime.step.lanes import join_lanes
@@ -70,7 +70,6 @@ def _build(group: ParameterGroup, spec: GroupSpec, params: Sequence[nn.Parameter
         params: sharded parameters that stay the same objects, over other memory.
     """
     group.spec, group.is_meta = spec, spec.is_meta
-    group.lane = lane("gather", spec.device)
     if group.owned[0].extension is None:
         weights = (ShardedWeights if spec.dtypes.gather is None else PackedWeights)(group.plan, spec, group.name)
         group.fsdp_params = _make_params(group.owned, weights, params)

@@ -63,10 +63,7 @@ class Pass:
 
     def latest_first(self) -> list[Unit]:
         """Return the units that backward is in, inner ones before those around them, in one order on every rank."""
-        units = alive(self.active.values())
-        if len(units) > 1:
-            units.sort(key=self._begin, reverse=True)
-        return units
+        return sorted(alive(self.active.values()), key=self._begin, reverse=True)
 
     def _begin(self, unit: Unit) -> int:
         first = self.entered.get(id(unit))
@@ -222,10 +219,10 @@ class Backward:
         Args:
             call: in which the operator ran; None where it ran outside of any, between ``unshard`` and ``reshard``.
         """
-        if call is not None:
+        if call is None:
+            self._unshard_again(self.begin(), unit)
+        else:
             self.before_backward(call)
-            return
-        self._unshard_again(self.begin(), unit)
 
     def _unshard_again(self, now: Pass, unit: Unit) -> None:
         if unit.unshards_in_backward and not unit.is_unsharded:
@@ -373,7 +370,11 @@ class Backward:
             self._reduce_filled(units)
             self.drain(0)
             self._finalize(units)
-        self._show_pending(units)
+        for buffer in self._buffers():
+            if buffer.binding.is_under_way:
+                # ``.grad`` shows which sums are still to be completed.
+                buffer.binding.show_pending()
+                self._has_sums = True
         self._end()
         for pool in self._schedule.pools.planned:
             pool.settle()
@@ -442,14 +443,6 @@ class Backward:
             group.gradients.binding.show()
             if self.is_last or self.is_manual:
                 group.freshness.suspect()
-
-    def _show_pending(self, units: list[Unit]) -> None:
-        """Show on ``.grad`` which sums are still under way."""
-        for unit in units:
-            for buffer in unit.gradients:
-                if buffer.binding.is_under_way:
-                    buffer.binding.show_pending()
-                    self._has_sums = True
 
 
 def _final(unit: Unit, *, is_last: bool) -> list[ParameterGroup]:
