@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 from megatron_fsdp.certify.checker import Checker, Issue
 from megatron_fsdp.certify.clocks import VirtualStreams, Wait
 from megatron_fsdp.certify.hiding import Hidden
-from megatron_fsdp.runtime.step.cuda_lane import drive_with
+from megatron_fsdp.runtime.grads.packed_gradients import PackedGradients
+from megatron_fsdp.runtime.step.cuda_lane import drive_with, lane
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
 from megatron_fsdp.runtime.step.unit import units_below
 
@@ -192,10 +193,22 @@ def certify(model: nn.Module, *optimizers: Optimizer, name: str = "this job") ->
     Args:
         model: sharded already, between two steps. optimizers: of it; their step counters lie on the host.
     """
-    with watching(name) as certification:
-        certification.know(model, *optimizers)
-        certification.begin()
-        yield certification
+    try:
+        with watching(name) as certification:
+            _find_lanes(model)
+            certification.know(model, *optimizers)
+            certification.begin()
+            yield certification
+    finally:
+        _find_lanes(model)
+
+
+def _find_lanes(model: nn.Module) -> None:
+    """Let a model use the lanes that there are now."""
+    for group in _groups(model):
+        group.lane = lane("gather", group.spec.device)
+        if isinstance(group.gradients, PackedGradients):
+            group.gradients.find_lane()
 
 
 def _groups(model: nn.Module) -> Iterator[ParameterGroup]:
