@@ -129,7 +129,7 @@ class InvariantGradients(PackedGradients):
         dtypes, placements = self._spec.dtypes, self._spec.placements
         self.rests_partial = self.rests_final = False
         partial: tuple[BufferPlacement, ...] = (Partial("sum"),) * len(placements.gradient)
-        self.packed = self._buffer(partial, dtypes.reduce, "packed gradients", self._spec.compute_device)
+        self.packed = self._buffer(partial, dtypes.reduce, "packed gradients", self._device)
         main_grad = self._buffer(placements.optimizer, dtypes.main_grad, "main_grad", self._template.device)
         self._bind(_InvariantBinding(main_grad, main_grad, self._fsdp_params, self._template.dtype))
         self.reduction = _InvariantReduction(self.packed, main_grad)
