@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from megatron_fsdp.checkpoint.model_state import full_state_dict
     from megatron_fsdp.checkpoint.safetensors_model import export_safetensors, import_safetensors
     from megatron_fsdp.checkpoint.series import CheckpointSeries
+    from megatron_fsdp.config.flags import add_megatron_fsdp_args
     from megatron_fsdp.config.fsdp_config import FsdpConfig
-    from megatron_fsdp.config.parser import add_megatron_fsdp_args
     from megatron_fsdp.errors import (
         AgreementError,
         CheckpointError,
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from megatron_fsdp.policy.offload import CPUOffloadPolicy, OffloadPolicy
     from megatron_fsdp.policy.precision import MixedPrecisionPolicy
     from megatron_fsdp.policy.strategy import Placements
-    from megatron_fsdp.runtime.grads.fused_experts import expert_matmul
+    from megatron_fsdp.runtime.grads.fuse import expert_matmul
     from megatron_fsdp.runtime.lifecycle.convert import register_fsdp_forward_method
     from megatron_fsdp.runtime.lifecycle.module import FSDPModule, GradientReductionHandle, UnshardHandle
     from megatron_fsdp.runtime.lifecycle.module import FsdpModule as FsdpModule
@@ -69,8 +69,8 @@ _HOMES = {
     "checkpoint.model_state": "full_state_dict",
     "checkpoint.safetensors_model": "export_safetensors import_safetensors",
     "checkpoint.series": "CheckpointSeries",
+    "config.flags": "add_megatron_fsdp_args",
     "config.fsdp_config": "FsdpConfig",
-    "config.parser": "add_megatron_fsdp_args",
     "errors": (
         "AgreementError CheckpointError ConfigError FsdpError GradientScaleError NonfiniteGradientError "
         "OwnershipError StateError"
@@ -94,7 +94,7 @@ _HOMES = {
     "policy.precision": "MixedPrecisionPolicy",
     "policy.strategy": "Placements",
     "runtime.lifecycle.convert": "register_fsdp_forward_method",
-    "runtime.grads.fused_experts": "expert_matmul",
+    "runtime.grads.fuse": "expert_matmul",
     "runtime.lifecycle.module": "FSDPModule FsdpModule GradientReductionHandle UnshardHandle",
     "runtime.step.parameter_group": "ParameterGroup",
 }

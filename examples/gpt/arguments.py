@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from gpt.data import build_tokenizer
 from megatron_fsdp import ConfigError, FsdpConfig, add_megatron_fsdp_args
 from megatron_fsdp.command_parser import CommandParser
-from megatron_fsdp.config.parser import FLAGS
+from megatron_fsdp.config.flags import FLAGS
 from megatron_fsdp.muon import COEFFICIENT_SETS
 
 _EXAMPLES = """\

@@ -62,7 +62,7 @@ class Certificate:
             different queues, and last uses of released memory checked.
         races, early_reuses, disorders: findings, a line each. ``disorders`` are of collectives over ranks.
         waits: by line. host_waits: by line.
-        issues: collectives of one rank, in order; empty of several. losses: of one rank, where the caller said them.
+        issues: collectives of one rank, in order; empty of several.
         hidden: what hides the work of each lane's tickets, on one rank, in the order in which compute comes after it.
     """
 
@@ -76,7 +76,6 @@ class Certificate:
     waits: tuple[WaitCount, ...] = ()
     host_waits: tuple[HostWait, ...] = ()
     issues: tuple[Issue, ...] = ()
-    losses: tuple[float, ...] = ()
     hidden: tuple[Hidden, ...] = ()
 
     @property
@@ -95,11 +94,7 @@ class Certificate:
         return sum(one.redundant + one.unneeded for one in self.waits)
 
     def is_clean(self, host_may: Sequence[str] = ()) -> bool:
-        """Whether nothing was found.
-
-        Args:
-            host_may: how the host is meant to wait in this configuration: the beginnings of ``HostWait.what``.
-        """
+        """Whether nothing was found but how the host is meant to wait: the beginnings of ``HostWait.what``."""
         waits = [one for one in self.engine_host_waits if not one.what.startswith(tuple(host_may))]
         return not (self.races or self.early_reuses or self.disorders or waits)
 
@@ -112,11 +107,8 @@ class Certificate:
             f"{sum(one.count for one in self.engine_host_waits)} host waits in the engine and "
             f"{sum(one.count for one in self.host_waits if not one.is_engine)} in the job"
         )
-        for what, found in (
-            ("race", self.races),
-            ("early reuse", self.early_reuses),
-            ("disorder", self.disorders),
-        ):
+        kinds = ("race", self.races), ("early reuse", self.early_reuses), ("disorder", self.disorders)
+        for what, found in kinds:
             yield from (f"  {what}: {line}" for line in found)
         yield from (f"  host waits {one.count} times: {one.what} at {one.place}" for one in self.host_waits)
         for one in self.waits:
@@ -160,7 +152,7 @@ class Certification:
         """Return what was found so far, on this rank."""
         checker, memory = self.checker, self.checker.memory
         counted = self.streams.waits[self._first_wait :]
-        syncs = Counter((one.what, one.origin.place, one.origin.is_engine) for one in checker.syncs)
+        syncs = Counter((what, origin.place, origin.is_engine) for what, origin in checker.syncs)
         syncs.update(("a wait for an event", one.via.place, one.via.is_engine) for one in counted if one.is_host)
         return Certificate(
             self._name,

@@ -7,9 +7,9 @@ import functools
 import math
 import os
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,9 +26,10 @@ from megatron_fsdp.certify.hiding import Hiding
 from megatron_fsdp.certify.memory import Access, Block, Memory, Span
 from megatron_fsdp.certify.origins import Origin, here
 
-__all__ = ["Checker", "HostSync", "Issue"]
+__all__ = ["Checker", "Issue"]
 
 _OF_UNITS = frozenset(("gather", "use", "reshard", "reduce", "fold", "final"))
+_ACTIONS = frozenset(("allocated", "released", "exchanged", "placed", "transfer", "transferred"))
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _ALLOCATES_ONLY = ("aten::empty", "aten::new_empty")
 _NO_ACCESS = ("aten::set_", "aten::resize_", "aten::is_pinned", "profiler::", "prim::", "aten::record_stream")
@@ -41,18 +42,6 @@ _BLOCKING_METHODS = {torch.Tensor.tolist: "tolist", torch.Tensor.cpu: "cpu", tor
 _FACTORIES = (torch.tensor, torch.zeros, torch.ones, torch.full, torch.empty)
 _MOST_RUNS = 64
 _KERNELS = f"{os.sep}dbuffer_kernels{os.sep}"
-
-
-@dataclass(frozen=True, slots=True)
-class HostSync:
-    """A place where the host would wait for a GPU."""
-
-    what: str
-    origin: Origin
-    unit: str
-
-    def __str__(self) -> str:
-        return f"{self.what} at {self.origin}" + (f" (unit {self.unit!r})" if self.unit else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +61,7 @@ class Issue:
     after: Clock
 
 
-@dataclass(frozen=True, slots=True)
-class _Signature:
+class _Signature(NamedTuple):
     """What an operator's schema says: names of arguments and whether each is written; that a result is a view."""
 
     name: str
@@ -81,18 +69,6 @@ class _Signature:
     is_view: bool
     is_ignored: bool
     allocates_only: bool
-
-    @classmethod
-    def of(cls, func: Any) -> _Signature:
-        """Read it."""
-        schema = func._schema
-        writes = [(one.name, one.alias_info is not None and one.alias_info.is_write) for one in schema.arguments]
-        if func.namespace == "c10d":
-            # Collectives say nothing of what they write.
-            writes = [(name, True) for name, _ in writes]
-        is_view = any(one.alias_info is not None and not one.alias_info.is_write for one in schema.returns)
-        name = schema.name
-        return cls(name, tuple(writes), is_view, name.startswith(_NO_ACCESS), name.startswith(_ALLOCATES_ONLY))
 
 
 @dataclass(slots=True)
@@ -107,7 +83,8 @@ class Checker(TorchDispatchMode):
     """Checks while it is entered.
 
     Attributes:
-        memory: with its findings. syncs: of the host, in order. issues: collectives of this rank, in order.
+        memory: with its findings. syncs: what makes the host wait for a GPU, and the line, in order.
+        issues: collectives of this rank, in order.
         misplaced: collectives on the lane that is meant for others. num_operators: seen.
         hiding: what hides lanes' work.
     """
@@ -116,7 +93,7 @@ class Checker(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
         self.streams = streams
         self.memory = Memory()
-        self.syncs: list[HostSync] = []
+        self.syncs: list[tuple[str, Origin]] = []
         self.issues: list[Issue] = []
         self.misplaced: list[str] = []
         self.num_operators = 0
@@ -143,11 +120,6 @@ class Checker(TorchDispatchMode):
 
     # ------------------------------------------------------------------ what callers say
 
-    @property
-    def races(self) -> list[str]:
-        """Pairs of accesses that nothing orders, and memory that is handed on too early, a line each."""
-        return [str(one) for one in (*self.memory.conflicts, *self.memory.reuses)]
-
     def name(self, name: str, *tensors: torch.Tensor) -> None:
         """Call the memory of tensors by a name in findings."""
         for tensor in tensors:
@@ -163,20 +135,14 @@ class Checker(TorchDispatchMode):
                 block.is_host = True
                 block.forget()
 
-    def on_host(self) -> contextlib.AbstractContextManager[None]:
-        """Let all operators run on the host while the block runs."""
-        return self.streams.on_host()
-
     def _hear(self, action: str, subject: Any) -> None:
         """Take notice of what the runtime is busy with, and of what no operator does to memory."""
         if action in _OF_UNITS:
             self._unit = subject.name
-        elif action in _OF_MEMORY:
-            _OF_MEMORY[action](self, subject)
-        elif action == "issue":
-            self.hiding.issue(subject)
-        elif action == "issued":
-            self.hiding.issued(subject)
+        elif action in _ACTIONS:
+            getattr(self, f"_{action}")(subject)
+        elif action in ("issue", "issued"):
+            getattr(self.hiding, action)(subject)
 
     # ------------------------------------------------------------------ operators
 
@@ -243,37 +209,35 @@ class Checker(TorchDispatchMode):
         if _KERNELS in origin.path:
             # In its place a GPU runs a kernel, which looks at nothing on the host.
             return
-        self.syncs.append(HostSync(what, origin, self._unit))
+        self.syncs.append((what, origin))
         self.streams.host.follow(queue, dict(queue.clock), is_host=True)
         self.streams.waits.pop()
 
     # ------------------------------------------------------------------ memory
 
-    def allocated(self, owner: FlatStorage) -> None:
-        """Note memory of the engine's own."""
+    def _allocated(self, owner: FlatStorage) -> None:
         if owner.nbytes:
             access = Access("allocation", self.streams.current().name, 0, True, here(), self._unit)
             block = self._block(owner.tensor, access, is_new=True)
             if block is not None:
                 block.name = owner.name
 
-    def released(self, storage: torch.UntypedStorage) -> None:
-        """Note memory that goes back to the allocator."""
+    def _released(self, storage: torch.UntypedStorage) -> None:
         known = self._storages.get(storage._cdata)
         if known is not None:
             self._release(known.pointer)
             known.pointer = 0
 
-    def exchanged(self, one: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
-        """Note that two storages have each other's memory."""
-        for storage in (one, other):
+    def _exchanged(self, storages: tuple[torch.UntypedStorage, torch.UntypedStorage]) -> None:
+        for storage in storages:
             known = self._known(storage)
             known.pointer = storage.data_ptr()
             if known.pointer and known.pointer not in self._blocks and self._arena(known.pointer) is None:
                 self._blocks[known.pointer] = Block(self.streams.current())
 
-    def placed(self, slot: torch.UntypedStorage, arena: torch.Tensor) -> None:
-        """Note that a storage is about to get a place in an arena."""
+    def _placed(self, place: tuple[torch.UntypedStorage, torch.Tensor]) -> None:
+        """A storage is about to get a place in an arena."""
+        slot, arena = place
         if self._arena(slot.data_ptr()) is None:
             block = Block(self.streams.current())
             block.name = "an arena"
@@ -317,9 +281,7 @@ class Checker(TorchDispatchMode):
         if block is not None:
             self.memory.release(block)
 
-    def _block(
-        self, tensor: torch.Tensor, made_by: Access | None = None, *, is_new: bool = False
-    ) -> Block | None:  # fmt: skip
+    def _block(self, tensor: torch.Tensor, made_by: Access | None = None, *, is_new: bool = False) -> Block | None:
         """Return the block that a tensor lies in; None for one without memory.
 
         Args:
@@ -389,16 +351,6 @@ class Checker(TorchDispatchMode):
             del self.streams.waits[num_waits:]
 
 
-_OF_MEMORY: dict[str, Callable[[Checker, Any], None]] = {
-    "allocated": Checker.allocated,
-    "released": Checker.released,
-    "exchanged": lambda checker, storages: checker.exchanged(*storages),
-    "placed": lambda checker, memory: checker.placed(*memory),
-    "transfer": Checker._transfer,
-    "transferred": Checker._transferred,
-}
-
-
 class _Methods(TorchFunctionMode):
     """Sees methods that read a tensor's memory without an operator, and numbers that live on the host."""
 
@@ -437,7 +389,16 @@ def _is_made_on_host(result: torch.Tensor, kwargs: Any) -> bool:
 
 @functools.cache
 def _signature(func: Any) -> _Signature:
-    return _Signature.of(func)
+    schema = func._schema
+    # Collectives say nothing of what they write.
+    is_collective = func.namespace == "c10d"
+    writes = [
+        (one.name, is_collective or (one.alias_info is not None and one.alias_info.is_write))
+        for one in schema.arguments
+    ]
+    is_view = any(one.alias_info is not None and not one.alias_info.is_write for one in schema.returns)
+    name = schema.name
+    return _Signature(name, tuple(writes), is_view, name.startswith(_NO_ACCESS), name.startswith(_ALLOCATES_ONLY))
 
 
 def _touched(signature: _Signature, args: Any, kwargs: Any) -> list[tuple[torch.Tensor, bool]]:

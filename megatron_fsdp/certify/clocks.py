@@ -72,16 +72,16 @@ class Queue:
         # The host's clock as far as this queue has taken it over, by how often it changed.
         self._launched = -1
 
-    def wait_event(self, event: Event) -> None:
+    def _wait(self, event: Event) -> None:
         """Let what comes next here come after the event.
 
         Raises:
             CaptureError: one of the two is of a capture and the other is not of the same one.
         """
-        self._wait(event)
-
-    def _wait(self, event: Event) -> None:
-        self._check_capture(event)
+        if self.is_captured and not event.is_captured:
+            raise CaptureError(f"{self.name}, which is captured, waits for an event recorded outside of the capture")
+        if event.is_captured and event.capture != self.streams.capture_number:
+            raise CaptureError(f"{self.name} waits for an event of a capture that is over")
         self.is_captured = event.is_captured
         self.launch()
         self.follow(event.source, event.clock)
@@ -89,21 +89,19 @@ class Queue:
             # A stream that has forked has to be joined, whether or not work follows.
             self.tick()
 
-    def wait_stream(self, stream: Queue) -> None:
-        """Let what comes next here come after all that the stream holds."""
-        self.come_after(stream)
-
-    def _check_capture(self, event: Event) -> None:
-        if self.is_captured and not event.is_captured:
-            raise CaptureError(f"{self.name}, which is captured, waits for an event recorded outside of the capture")
-        if event.is_captured and event.capture != self.streams.capture_number:
-            raise CaptureError(f"{self.name} waits for an event of a capture that is over")
-
     def come_after(self, stream: Queue) -> None:
-        """Do what ``wait_stream`` does, which is CUDA's name for it."""
+        """Let what comes next here come after all that the stream holds."""
         event = self.streams.event()
         event.record(stream)
         self._wait(event)
+
+    def wait_event(self, event: Event) -> None:
+        """Do so under CUDA's name."""
+        self._wait(event)
+
+    def wait_stream(self, stream: Queue) -> None:
+        """Do so under CUDA's name."""
+        self.come_after(stream)
 
     def follow(self, source: Queue | None, clock: Clock, *, is_host: bool = False) -> None:
         """Come after a point of ``source``, and note what that wait was good for; a wait for nothing is none."""

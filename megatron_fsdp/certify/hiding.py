@@ -14,7 +14,7 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from megatron_fsdp.certify.clocks import Clock, VirtualStreams
-from megatron_fsdp.runtime.step.lane_types import Ticket
+from megatron_fsdp.runtime.step.lanes import Ticket
 
 __all__ = ["Hidden", "Hiding", "num_flops"]
 

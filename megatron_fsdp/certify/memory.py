@@ -37,13 +37,11 @@ class Access:
     origin: Origin
     unit: str = ""
 
-    def __str__(self) -> str:
-        return f"{'write' if self.is_write else 'read'} by {self.operator} on {self.queue}"
-
     @property
     def place(self) -> str:
         """It, with its line."""
-        return f"{self} at {self.origin}" + (f" (unit {self.unit!r})" if self.unit else "")
+        what = f"{'write' if self.is_write else 'read'} by {self.operator} on {self.queue} at {self.origin}"
+        return what + (f" (unit {self.unit!r})" if self.unit else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +56,6 @@ class Conflict:
     buffer: str
     first: Access
     second: Access
-
-    def __str__(self) -> str:
-        if self.kind == "race":
-            return f"{self.buffer}: {self.first}, then {self.second}"
-        return f"{self.buffer}: released while in use: {self.first}, then handed on for {self.second}"
 
     @property
     def place(self) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 
 from torch import nn
 
@@ -21,25 +22,22 @@ def prefetch_elements(model: nn.Module, num_elements: int) -> None:
 
     The order is that of registration, backwards in backward, alike on all ranks whatever each of them computes.
     Calling ``set_modules_to_forward_prefetch`` or ``set_modules_to_backward_prefetch`` afterwards replaces it.
-
-    Args:
-        model: sharded.
-        num_elements: of parameters, at least 1, whatever their dtype.
+    Elements are those of parameters, whatever their dtype.
     """
     if num_elements < 1:
         raise ConfigError(f"prefetch_elements({num_elements}); wanted at least 1 element")
-    forward = _with_parameters(model.modules())
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
         raise StateError(f"{type(model).__name__} holds no sharded module; call fully_shard on it first")
-    for position, unit in enumerate(forward):
-        unit.set_modules_to_forward_prefetch(_as_many(forward[position + 1 :], num_elements))
+    forward = _with_parameters(model.modules())
     # A unit around others is the last to end in forward, and so the first in backward.
     backward = _with_parameters(_children_first(model, set()))[::-1]
+    for position, unit in enumerate(forward):
+        unit.set_modules_to_forward_prefetch(_as_many(forward[position + 1 :], num_elements))
     for position, unit in enumerate(backward):
         unit.set_modules_to_backward_prefetch(_as_many(backward[position + 1 :], num_elements))
 
 
-def _with_parameters(modules: Iterator[nn.Module]) -> list[FSDPModule]:
+def _with_parameters(modules: Iterable[nn.Module]) -> list[FSDPModule]:
     """Return one module of each unit that owns parameters, in the order given."""
     units: dict[int, FSDPModule] = {}
     for module in modules:
@@ -58,11 +56,6 @@ def _children_first(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
 
 def _as_many(units: Sequence[FSDPModule], num_elements: int) -> list[FSDPModule]:
     """Return the first units that together hold so many elements, or all of them."""
-    taken: list[FSDPModule] = []
-    total = 0
-    for unit in units:
-        if total >= num_elements:
-            break
-        taken.append(unit)
-        total += sum(param.numel() for group in unit_of(unit).groups for param in group.parameters.values())
-    return taken
+    sizes = [sum(p.numel() for group in unit_of(unit).groups for p in group.parameters.values()) for unit in units]
+    before = itertools.accumulate(sizes, initial=0)
+    return [unit for unit, total in zip(units, before, strict=False) if total < num_elements]

@@ -39,11 +39,6 @@ class Rule:
         return f"{first.spell(values[0])} needs {self.second}{found}: {self.reason}"
 
 
-def _is_torch_fsdp2(config: Any) -> bool:
-    # Beside --use-megatron-fsdp it is refused anyway, and once is enough.
-    return bool(config.use_torch_fsdp2 and not config.use_megatron_fsdp)
-
-
 # Rows stay rows: the formatter would give every field a line of its own.
 # fmt: off
 RULES = (
@@ -87,13 +82,5 @@ RULES = (
          lambda c: c.fsdp_invariant_reduction and not c.use_megatron_fsdp),
     Rule("--async-save", "needs", "--ckpt-format fsdp_dtensor or torch_dist", "the others write in the foreground only",
          lambda c: c.async_save and c.ckpt_format not in ("fsdp_dtensor", "torch_dist")),
-    Rule("--use-torch-fsdp2", "needs", "--ckpt-format torch_dist or torch_dcp", "PyTorch's engine has no other format",
-         lambda c: _is_torch_fsdp2(c) and c.ckpt_format not in ("torch_dist", "torch_dcp")),
-    Rule("--use-torch-fsdp2", "contradicts", "--use-distributed-optimizer", "PyTorch's engine shards by itself",
-         lambda c: _is_torch_fsdp2(c) and c.use_distributed_optimizer),
-    Rule("--use-torch-fsdp2", "contradicts", "--fp16", "PyTorch's engine does not scale the loss",
-         lambda c: _is_torch_fsdp2(c) and c.fp16),
-    Rule("--use-torch-fsdp2", "needs", "--no-gradient-accumulation-fusion", "PyTorch's engine has no main gradients",
-         lambda c: _is_torch_fsdp2(c) and c.gradient_accumulation_fusion),
 )
 # fmt: on

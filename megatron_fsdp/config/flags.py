@@ -1,13 +1,18 @@
-"""The table of Megatron-LM's flags around FSDP: a field for each, with what it means and does here."""
+"""Megatron-LM's flags around FSDP as one table: a field for each, with what it means and does here, and their parser.
+
+``python docs/settings.py`` writes the documentation of it.
+"""
 
 from __future__ import annotations
 
+import argparse
 import enum
 from dataclasses import Field, dataclass, field, fields
-from typing import Any
+from typing import Any, TypeVar
 
-__all__ = ["FLAGS", "SECTIONS", "Effect", "Flag", "FlagValues", "Setting", "attribute", "flag_of"]
+__all__ = ["FLAGS", "SECTIONS", "Effect", "Flag", "FlagValues", "Setting", "add_megatron_fsdp_args", "flag_of"]
 
+P = TypeVar("P", bound=argparse.ArgumentParser)
 Value = bool | int | float | str | tuple[str, ...] | None
 
 
@@ -49,26 +54,17 @@ class Setting:
         """Return what to say of it where it is given, spelled like this, and does nothing."""
         return f"{given} does nothing here; {self.effect.value}: {self.here}"
 
-    def row(self, names: str, default: str) -> str:
-        """Return its row in a table of Markdown."""
-        values = [default, *(f"`{choice}`" for choice in self.choices if choice != self.default)]
-        return f"| {names} | {', '.join(values)} | {self.meaning} | {self.effect.value}: {self.here} |"
-
 
 @dataclass(frozen=True, slots=True)
 class Flag(Setting):
-    """One flag; a bool that is True by default and names another ``dest`` switches that off.
-
-    Attributes:
-        dest: attribute of the namespace, and field of ``FsdpConfig``.
-    """
+    """One flag; ``dest`` is its attribute of the namespace, and field of ``FsdpConfig``."""
 
     dest: str = ""
 
     @property
     def is_off_switch(self) -> bool:
         """Whether giving the flag makes its attribute False."""
-        return self.kind is bool and self.default is True and self.dest != attribute(self.name)
+        return self.default is True and self.name != _name_of(self.dest)
 
     def spell(self, value: object) -> str:
         """Return how the command line says ``value``: ``--bf16``, ``--optimizer sgd``, ``--no-align-param-gather``."""
@@ -78,9 +74,8 @@ class Flag(Setting):
         return f"{self.name} {' '.join(value) if isinstance(value, tuple) else value}"
 
 
-def attribute(name: str) -> str:
-    """Return the attribute that argparse makes of a flag's name."""
-    return name.removeprefix("--").replace("-", "_")
+def _name_of(dest: str) -> str:
+    return f"--{dest.replace('_', '-')}"
 
 
 _STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -96,7 +91,7 @@ _STRICTNESS = ("assume_ok_unexpected", "log_unexpected", "log_all", "raise_unexp
 def _flag(
     default: Value, effect: Effect, meaning: str, here: str, choices: tuple[str | int, ...] = (), name: str = ""
 ) -> Any:
-    """Return the field of a flag; see ``Flag``. No ``name``: the field's, as argparse makes the one of the other."""
+    """Return the field of a flag; see ``Flag``. No ``name``: the field's, with dashes."""
     row = {"default": default, "effect": effect, "meaning": meaning, "here": here, "choices": choices, "name": name}
     return field(default=default, metadata=row)
 
@@ -228,7 +223,7 @@ class FlagValues:
     clip_grad: float = _flag(1.0, Effect.ACTS, "largest global norm of the gradients",
         "over all ranks and units; 0 only measures")
     check_for_nan_in_loss_and_grad: bool = _flag(True, Effect.ACTS, "look for NaN; switched off by --no-check-...",
-        "NaN or infinity ends the run with the parameter's name, before any weight changes")
+        "NaN or infinity ends the run with the parameter's name, before any weight changes; without it nothing does")
     check_for_large_grads: bool = _flag(False, Effect.ACTS, "look for very large gradients",
         "a norm above 10 times the largest of the steps before is said in the log")
     dump_param_to_param_group_map: str | None = _flag(None, Effect.ACTS, "file to write the optimizer's groups to",
@@ -240,8 +235,9 @@ class FlagValues:
 
 def _of_field(each: Field[Any]) -> Flag:
     kind = _KINDS[str(each.type).split(" ")[0].split("[")[0]]
-    name = each.metadata["name"] or f"--{each.name.replace('_', '-')}"
-    return Flag(**{**each.metadata, "name": name, "kind": kind, "dest": each.name})
+    return Flag(
+        **{**each.metadata, "name": each.metadata["name"] or _name_of(each.name), "kind": kind, "dest": each.name}
+    )
 
 
 _KINDS = {kind.__name__: kind for kind in (bool, int, float, str, tuple)}
@@ -263,3 +259,34 @@ _BY_NAME = {key: flag for flag in FLAGS for key in (flag.name, flag.dest)}
 def flag_of(name: str) -> Flag:
     """Return the flag of a name (``--use-nccl-ub``) or an attribute (``nccl_ub``)."""
     return _BY_NAME[name]
+
+
+def add_megatron_fsdp_args(parser: P) -> P:
+    """Add Megatron-LM's FSDP flags to a parser, with its names, defaults and choices, and return the parser.
+
+    Flags that the parser has already are left as they are. ``FsdpConfig.from_args`` reads and checks the result.
+
+    Example:
+        parser = add_megatron_fsdp_args(argparse.ArgumentParser())
+        args = parser.parse_args(["--use-megatron-fsdp", "--data-parallel-sharding-strategy", "optim_grads"])
+        config = FsdpConfig.from_args(args)
+    """
+    for title, flags in SECTIONS.items():
+        group = parser.add_argument_group(f"Megatron FSDP: {title[0].lower()}{title[1:]}")
+        for flag in flags:
+            if flag.name not in parser._option_string_actions:
+                group.add_argument(flag.name, **_options(flag))
+    return parser
+
+
+def _options(flag: Flag) -> dict[str, Any]:
+    here = f" (here: {flag.effect.value}; {flag.here})" if flag.is_silent else ""
+    options: dict[str, Any] = {"dest": flag.dest, "help": f"{flag.meaning}{here}".replace("%", "%%")}
+    if flag.kind is bool:
+        if flag.default is True and not flag.is_off_switch:
+            return {**options, "action": argparse.BooleanOptionalAction, "default": True}
+        return {**options, "action": "store_false" if flag.is_off_switch else "store_true"}
+    if flag.kind is tuple:
+        return {**options, "nargs": "*", "default": [], "metavar": "NAME"}
+    options |= {"type": flag.kind, "default": flag.default}
+    return {**options, "choices": flag.choices} if flag.choices else options

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dbuffer import Partial, Replicate
 from megatron_fsdp.config.apply import prefetch_elements
-from megatron_fsdp.config.flags import FlagValues
+from megatron_fsdp.config.flag_rules import RULES
+from megatron_fsdp.config.flags import FLAGS, Flag, FlagValues, flag_of
 from megatron_fsdp.config.hf_settings import HfSettings, read_hf_settings
-from megatron_fsdp.config.parser import FLAGS, RULES, Flag, flag_of
 from megatron_fsdp.errors import ConfigError, nearest
 from megatron_fsdp.policy.offload import CPUOffloadPolicy
 from megatron_fsdp.policy.precision import MixedPrecisionPolicy
@@ -26,11 +26,12 @@ from megatron_fsdp.runtime.lifecycle.module import FSDPModule
 from megatron_fsdp.runtime.step.unit import units_below
 from megatron_fsdp.runtime.weights.memory_slots import use_slots
 
-__all__ = ["CHOICES", "SHARDED", "FsdpConfig"]
+__all__ = ["FsdpConfig"]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Megatron stores FP8 optimizer state as bytes.
 DTYPE_NAMES = {**{dtype: name for name, dtype in DTYPES.items()}, torch.uint8: "fp8"}
+_ALWAYS_SAID = ("data_parallel_sharding_strategy", "num_distributed_optimizer_instances")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,65 +245,21 @@ class FsdpConfig(FlagValues):
     # ------------------------------------------------------------------ what to tell the user
 
     def explain(self) -> str:
-        """Return one line per decision, with the flag that caused it; "(default)" where no flag was given."""
-        return "\n".join(self._decisions())
-
-    def _decisions(self) -> Iterator[str]:
-        if self.use_megatron_fsdp:
-            yield "this engine shards the model: --use-megatron-fsdp"
-        else:
-            yield "a script that follows Megatron does not shard the model: no --use-megatron-fsdp"
-        strategy = self.data_parallel_sharding_strategy
-        yield f"{SHARDED[strategy]}: {_spell(self, 'data_parallel_sharding_strategy')}"
-        yield self._outer_decision()
-        yield from self._dtype_decisions()
-        if self.use_megatron_fsdp and self.ckpt_format == "torch_dist":
-            yield "checkpoints are fsdp_dtensor: --use-megatron-fsdp (--ckpt-format torch_dist counts as not given)"
-        else:
-            yield f"checkpoints are {self.ckpt_format}: {_spell(self, 'ckpt_format')}"
-        yield "gathers and reductions overlap with compute: always"
-        yield from self._choices()
-        yield from self.hugging_face.decisions() if self.hugging_face else ()
-
-    def _choices(self) -> Iterator[str]:
-        """Yield what flags decide that are seldom given, where they are."""
-        for field, decision in CHOICES.items():
-            flag, value = flag_of(field), getattr(self, field)
-            if value != flag.default and not self._why_without_effect(flag):
-                yield f"{decision.format(value)}: {flag.spell(value)}"
-
-    def _outer_decision(self) -> str:
-        if self.is_sharded_over_outer_axis:
-            return f"over the outer axis optimizer state and main weights are sharded too: {self._outer_cause()}"
-        instances = _spell(self, "num_distributed_optimizer_instances")
-        if self.num_distributed_optimizer_instances > 1:
-            cause = f"{instances}, {_spell(self, 'outer_dp_sharding_strategy')}"
-            return f"{self.num_distributed_optimizer_instances} outer replicas: {cause}"
-        return f"one axis, no outer replicas: {instances}"
-
-    def _dtype_decisions(self) -> Iterator[str]:
+        """Return a line for every decision: the dtypes, each flag that acts, and "(default)" where it was not given."""
         policy = self.mixed_precision_policy()
-        model = ["--bf16"] if self.bf16 else ["--fp16"] if self.fp16 else ["neither --bf16 nor --fp16"]
-        less = ["--grad-reduce-in-bf16"] if self._reduces_in_bf16 else []
-        main_grads = _spell(self, "megatron_fsdp_main_grads_dtype")
-        yield _dtype_decision("weights compute in", policy.param_dtype, model)
-        causes = self._dtype_causes("megatron_fsdp_main_params_dtype", model)
-        yield _dtype_decision("main weights are", policy.main_params_dtype, causes)
-        causes = self._dtype_causes("megatron_fsdp_main_grads_dtype", model + less)
-        yield _dtype_decision("gradients accumulate in", policy.main_grads_dtype, causes)
-        if self._rests_partial:
-            causes = [_spell(self, "data_parallel_sharding_strategy"), main_grads]
-            yield _dtype_decision("gradients are reduced as they are, in", policy.main_grads_dtype, causes)
-        else:
-            causes = self._dtype_causes("megatron_fsdp_grad_comm_dtype", less or [main_grads])
-            yield _dtype_decision("gradients are reduced in", policy.reduce_dtype, causes)
-        if self.ddp_reduce_scatter_with_fp32_accumulation:
-            why = self._why_without_effect(flag_of("ddp_reduce_scatter_with_fp32_accumulation"))
-            what = f"as without it, since {why}" if why else "in fp32 by each rank for itself"
-            yield f"ranks' gradients are added up {what}: {_spell(self, 'ddp_reduce_scatter_with_fp32_accumulation')}"
-
-    def _dtype_causes(self, field: str, when_auto: list[str]) -> list[str]:
-        return [_spell(self, field), *(when_auto if getattr(self, field) == "auto" else [])]
+        wire = policy.main_grads_dtype if self._rests_partial else policy.reduce_dtype
+        dtypes = {
+            "weights compute in": policy.param_dtype,
+            "main weights are": policy.main_params_dtype,
+            "gradients accumulate in": policy.main_grads_dtype,
+            "gradients are reduced in": wire,
+        }
+        lines = [f"{what} {DTYPE_NAMES[dtype] if dtype else 'their own dtype'}" for what, dtype in dtypes.items()]
+        for flag in (flag for flag in FLAGS if not flag.is_silent and not self._why_without_effect(flag)):
+            is_given = getattr(self, flag.dest) != flag.default
+            if is_given or flag.dest in _ALWAYS_SAID:
+                lines.append(f"{_spell(self, flag.dest)}: {flag.here}")
+        return "\n".join((*lines, *(self.hugging_face.decisions() if self.hugging_face else ())))
 
     def notices(self) -> tuple[str, ...]:
         """Return one line, with the reason, for every flag that was given and does nothing here."""
@@ -320,38 +277,25 @@ class FsdpConfig(FlagValues):
         if flag.dest == "grad_reduce_in_bf16" and not self.bf16:
             return "it belongs to --bf16; --megatron-fsdp-grad-comm-dtype bf16 reduces in bf16 without it"
         policy = self.mixed_precision_policy()
-        if flag.dest == "ddp_reduce_scatter_with_fp32_accumulation":
-            return self._why_no_wide_sums(policy.reduce_dtype)
+        is_wide = flag.dest == "ddp_reduce_scatter_with_fp32_accumulation"
+        if is_wide and self.fsdp_invariant_reduction:
+            return "--fsdp-invariant-reduction adds up in fp32 in any case"
         is_of_wire = flag.dest in ("grad_reduce_in_bf16", "megatron_fsdp_grad_comm_dtype")
-        if is_of_wire and self._rests_partial and policy.reduce_dtype is not policy.main_grads_dtype:
+        if self._rests_partial and (is_wide or (is_of_wire and policy.reduce_dtype is not policy.main_grads_dtype)):
             strategy = _spell(self, "data_parallel_sharding_strategy")
             return f"with {strategy} gradients are reduced as they are, see --megatron-fsdp-main-grads-dtype"
-        packed = self._main_grads_dtype() if self._rests_partial else self._reduce_dtype() or self._main_grads_dtype()
-        if (
-            flag.dest == "gradient_accumulation_fusion"
-            and policy.param_dtype
-            and packed not in (policy.param_dtype, torch.float32)
-        ):
+        if is_wide and policy.reduce_dtype is torch.float32:
+            return "gradients travel in fp32; see --megatron-fsdp-grad-comm-dtype"
+        packed = policy.main_grads_dtype if self._rests_partial else policy.reduce_dtype
+        is_fusion = flag.dest == "gradient_accumulation_fusion"
+        if is_fusion and policy.param_dtype and packed and packed not in (policy.param_dtype, torch.float32):
             return f"gradients of {DTYPE_NAMES[policy.param_dtype]} weights are packed as {DTYPE_NAMES[packed]}"
         return ""
-
-    def _why_no_wide_sums(self, reduce_dtype: torch.dtype | None) -> str:
-        if self.fsdp_invariant_reduction:
-            return "--fsdp-invariant-reduction adds up in fp32 in any case"
-        if self._rests_partial:
-            strategy = _spell(self, "data_parallel_sharding_strategy")
-            return f"with {strategy} gradients are reduced as they are, see --megatron-fsdp-main-grads-dtype"
-        is_wide = reduce_dtype is not None and reduce_dtype.itemsize >= torch.float32.itemsize
-        return "gradients travel in fp32; see --megatron-fsdp-grad-comm-dtype" if is_wide else ""
 
     @property
     def _rests_partial(self) -> bool:
         # Whole gradients accumulate over microbatches and are reduced once, in place, so in their own dtype.
         return self.data_parallel_sharding_strategy in ("no_shard", "optim") and not self.fsdp_invariant_reduction
-
-
-def _dtype_decision(what: str, dtype: torch.dtype | None, causes: list[str]) -> str:
-    return f"{what} {DTYPE_NAMES[dtype] if dtype else 'their own dtype'}: {', '.join(causes)}"
 
 
 def _spell(config: FsdpConfig, field: str) -> str:
@@ -364,11 +308,8 @@ def _check_names(settings: Mapping[str, object]) -> None:
     valid = [field.name for field in fields(FsdpConfig)]
     unknown = [str(name) for name in settings if name not in valid]
     if unknown:
-        raise ConfigError(
-            "; ".join(
-                f"unknown setting {name!r}, the nearest valid one is {nearest(name, valid)!r}" for name in unknown
-            )
-        )
+        found = (f"unknown setting {name!r}, the nearest valid one is {nearest(name, valid)!r}" for name in unknown)
+        raise ConfigError("; ".join(found))
 
 
 def _normal_value(flag: Flag, value: object) -> object:
@@ -381,11 +322,7 @@ def _normal_value(flag: Flag, value: object) -> object:
 
 
 def _check_value(flag: Flag, value: object) -> None:
-    """Refuse a value of another type, none of the choices, or out of range.
-
-    Raises:
-        ConfigError: it is; names the flag and what is legal.
-    """
+    """Refuse a value of another type, none of the choices, or out of range; name the flag and what is legal."""
     name = f"{flag.name} ({flag.dest})"
     if value is None and flag.default is None:
         return
@@ -409,33 +346,3 @@ def _check_connections() -> None:
             "CUDA_DEVICE_MAX_CONNECTIONS=1 contradicts --use-megatron-fsdp: with one queue to the GPU gathers and "
             "reductions wait for compute instead of overlapping with it; unset the variable"
         )
-
-
-SHARDED = {
-    "no_shard": "nothing is sharded, gradients are all-reduced",
-    "optim": "optimizer state and main weights are sharded (ZeRO-1)",
-    "optim_grads": "optimizer state, main weights and gradients are sharded (ZeRO-2)",
-    "optim_grads_params": "optimizer state, gradients and weights are sharded (ZeRO-3)",
-}
-
-# Of flags that a default leaves nothing to be said about; the words for another value.
-CHOICES = {
-    "init_model_with_meta_device": "the model is built without memory, sharded, then initialised",
-    "suggested_communication_unit_size": "gathers run ahead by units of {} elements or more",
-    "fsdp_double_buffer": "units of equal size take turns in buffers that stay",
-    "megatron_fsdp_max_pool_double_buffer": "units take turns in buffers that stay, as large as the largest one",
-    "nccl_ub": "buffers that stay are registered with NCCL, on GPUs",
-    "disable_symmetric_registration": "registered buffers are not symmetric memory",
-    "fsdp_invariant_reduction": "gradients have the same bits on any number of ranks",
-    "gradient_accumulation_fusion": "weight gradients are added after the GEMM, not in it",
-    "calculate_per_token_loss": "gradients are summed over ranks and divided by the tokens of the step",
-    "optimizer": "{} steps the main weights",
-    "optimizer_cpu_offload": "weights at rest, gradients and the optimizer step are on the CPU",
-    "clip_grad": "the global norm of gradients is at most {} (0: measured only)",
-    "check_for_nan_in_loss_and_grad": "NaN in losses and gradients ends nothing",
-    "check_for_large_grads": "gradient norms far above those before are said",
-    "async_save": "checkpoints are written while training goes on",
-    "strict_fsdp_dtensor_load": "what a checkpoint has of another model is left out",
-    "dump_param_to_param_group_map": "the optimizer's groups are written to {}",
-    "fake_process_group": "one process stands for all ranks and communicates with none; losses mean nothing",
-}

@@ -1,21 +1,15 @@
-"""The keys of Hugging Face's FSDP settings, as one table: reading, notices and the documentation are made from it.
-
-``python -m megatron_fsdp.config.hf_keys docs/huggingface.md`` writes the table into the documentation.
-"""
+"""The keys of Hugging Face's FSDP settings, as one table: reading, notices and the documentation are made from it."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from megatron_fsdp.config.flags import Effect, Setting
 
-__all__ = ["KEYS", "STRATEGIES", "Key", "key_of", "keys_markdown"]
+__all__ = ["KEYS", "STRATEGIES", "Key", "key_of"]
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
-_BEGIN, _END = "<!-- keys: begin -->", "<!-- keys: end -->"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +26,6 @@ class Key(Setting):
     older: tuple[str, ...] = ()
     refusal: str = ""
     refused_choices: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def spellings(self) -> tuple[str, ...]:
-        """All names, without the prefix."""
-        return (self.name, *self.others, *self.older)
 
 
 _ACTS, _ALWAYS = Effect.ACTS, Effect.ALWAYS
@@ -96,34 +85,9 @@ KEYS: tuple[Key, ...] = (
 )
 # fmt: on
 
-_BY_SPELLING = {prefix + spelling: key for key in KEYS for spelling in key.spellings for prefix in ("", "fsdp_")}
+_BY_SPELLING = {spelling: key for key in KEYS for spelling in (key.name, *key.others, *key.older)}
 
 
 def key_of(name: str) -> Key | None:
     """Return the key of a spelling, with or without the prefix, or None."""
-    return _BY_SPELLING.get(name)
-
-
-def keys_markdown() -> str:
-    """Return the table of all keys."""
-    lines = ["| Key | Default, and other values | Meaning | Effect here |", "|---|---|---|---|"]
-    return "\n".join(lines + [_row(key) for key in KEYS]) + "\n"
-
-
-def _row(key: Key) -> str:
-    default = str(key.default).lower() if isinstance(key.default, bool) else key.default
-    names = ", ".join(f"`{spelling}`" for spelling in (key.name, *key.others))
-    names += "".join(f", once `{spelling}`" for spelling in key.older)
-    return key.row(names, "none" if default is None else f"`{default}`")
-
-
-def _main(paths: Sequence[str]) -> None:
-    """Write the table into documents, between the marks."""
-    for path in map(Path, paths):
-        before, _, rest = path.read_text(encoding="utf-8").partition(_BEGIN)
-        after = rest.partition(_END)[2]
-        path.write_text(f"{before}{_BEGIN}\n{keys_markdown()}{_END}{after}", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    _main(sys.argv[1:])
+    return _BY_SPELLING.get(name.removeprefix("fsdp_"))

@@ -133,29 +133,22 @@ def read_hf_settings(source: Mapping[str, Any] | str | Path) -> HfSettings:
 
 
 def _read_file(path: Path) -> Mapping[str, Any]:
+    parse: Any = json.loads
+    failures: tuple[type[Exception], ...] = (OSError, ValueError)
+    if path.suffix in (".yaml", ".yml"):
+        try:
+            yaml = importlib.import_module("yaml")
+        except ImportError:
+            cure = "pip install pyyaml, or write the section fsdp_config as JSON"
+            raise ConfigError(f"reading {path} needs PyYAML: {cure}") from None
+        parse, failures = yaml.safe_load, (*failures, yaml.YAMLError)
     try:
-        text = path.read_text(encoding="utf-8")
-        content = _parse_yaml(path, text) if path.suffix in (".yaml", ".yml") else json.loads(text)
-    except (OSError, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
+        content = parse(path.read_text(encoding="utf-8"))
+    except failures as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None
     if not isinstance(content, Mapping):
         raise ConfigError(f"{path} holds a {type(content).__name__}; wanted a mapping of keys")
     return content
-
-
-def _parse_yaml(path: Path, text: str) -> Any:
-    try:
-        yaml = importlib.import_module("yaml")
-    except ImportError:
-        raise ConfigError(
-            f"reading {path} needs PyYAML: pip install pyyaml, or write the section fsdp_config as JSON"
-        ) from None
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is no YAML: {error}") from None
 
 
 def _accelerate_precision(content: Mapping[str, Any]) -> str | None:
@@ -198,20 +191,22 @@ def _find(name: str) -> Key:
 
 def _checked(key: Key, value: Any) -> Any:
     """Return a value in the form that settings have it, or raise."""
+    text = str(value)
     if key.name == "ignored_modules":
         entries = (value,) if isinstance(value, str) else tuple(value)
         if not all(isinstance(entry, (str, nn.Module)) for entry in entries):
             raise ConfigError(f"ignored_modules: found {value!r}, wanted a regular expression, names or modules")
         return value if isinstance(value, str) else entries
-    if key.name in ("reshard_after_forward", "sharding_strategy"):
-        return _resharding_value(key, value)
+    if key.name == "reshard_after_forward" and text.lower() in (*_TRUE, *_FALSE):
+        return text.lower() in _TRUE
+    if key.name == "sharding_strategy" and text.isdigit() and 1 <= int(text) <= len(STRATEGIES):
+        return STRATEGIES[int(text) - 1]
     if key.kind is bool:
         value = _boolean(key, value)
     elif key.kind is int:
         value = _integer(key, value)
     elif key.kind is tuple:
-        value = tuple(value.split(",")) if isinstance(value, str) else tuple(value)
-        value = tuple(str(name).strip() for name in value)
+        value = tuple(str(name).strip() for name in (value.split(",") if isinstance(value, str) else value))
     elif key.kind is str:
         value = _choice(key, value)
     if key.refusal and value:
@@ -229,64 +224,57 @@ def _boolean(key: Key, value: Any) -> bool:
 def _integer(key: Key, value: Any) -> int:
     if isinstance(value, bool) or not str(value).isdigit():
         raise ConfigError(f"{key.name}: found {value!r}, wanted a whole number >= 0")
-    number = int(value)
-    if key.choices and number not in key.choices:
-        raise ConfigError(f"{key.name}: found {number}, wanted one of {', '.join(map(str, key.choices))}")
-    return number
+    if key.choices and int(value) not in key.choices:
+        raise ConfigError(f"{key.name}: found {value}, wanted one of {', '.join(map(str, key.choices))}")
+    return int(value)
 
 
 def _choice(key: Key, value: Any) -> str:
     text, choices = str(value).upper(), [str(choice) for choice in key.choices]
-    if text in choices and text not in key.refused_choices:
-        return text
-    if text in choices:
+    if text not in choices:
+        meant = nearest(text, choices)
+        raise ConfigError(f"{key.name}: found {value!r}, wanted one of {', '.join(choices)}; the nearest is {meant}")
+    if text in key.refused_choices:
         raise ConfigError(f"{key.name}={text}: {key.refused_choices[text]}")
-    meant = nearest(text, choices)
-    raise ConfigError(f"{key.name}: found {value!r}, wanted one of {', '.join(choices)}; the nearest is {meant}")
-
-
-def _resharding_value(key: Key, value: Any) -> bool | str:
-    """Return a truth value, or the name of a strategy, which version 1 has in its place."""
-    text = str(value).upper()
-    if key.name == "sharding_strategy" and text.isdigit() and 1 <= int(text) <= len(STRATEGIES):
-        return STRATEGIES[int(text) - 1]
-    if key.name == "reshard_after_forward" and text.lower() in (*_TRUE, *_FALSE):
-        return _boolean(key, value)
-    return _choice(key, value)
+    return text
 
 
 # ---------------------------------------------------------------- what keys mean together
 
 
 def _refuse_contradictions(values: Mapping[str, Any]) -> None:
-    version, resharding = values.get("version"), values.get("reshard_after_forward")
-    strategy = values.get("sharding_strategy")
-    if version == 2 and isinstance(resharding, str):
-        raise ConfigError(f"version 2 contradicts reshard_after_forward {resharding}: give true or false, or version 1")
-    if version == 1 and isinstance(resharding, bool):
-        raise ConfigError(
-            f"version 1 contradicts reshard_after_forward {resharding}: name a strategy ({', '.join(STRATEGIES)}), or "
-            "give version 2"
-        )
-    if version == 2 and strategy is not None:
-        raise ConfigError(f"version 2 contradicts sharding_strategy {strategy}: give reshard_after_forward instead")
-    if strategy is not None and resharding is not None and resharding != strategy:
-        raise ConfigError(f"sharding_strategy {strategy} contradicts reshard_after_forward {resharding}: give one")
-    _refuse_wrapping(values)
-    if values.get("cpu_offload") and "NO_SHARD" in (strategy, resharding):
-        raise ConfigError("cpu_offload contradicts NO_SHARD: what rests whole is used where it rests")
-    if values.get("cpu_ram_efficient_loading") and values.get("sync_module_states") is False:
-        raise ConfigError("cpu_ram_efficient_loading contradicts sync_module_states false: the others have no weights")
-
-
-def _refuse_wrapping(values: Mapping[str, Any]) -> None:
+    names = ("version", "reshard_after_forward", "sharding_strategy", "transformer_layer_cls_to_wrap", "min_num_params")
+    version, resharding, strategy, classes, minimum = map(values.get, names)
     policy = values.get("auto_wrap_policy", "TRANSFORMER_BASED_WRAP")
-    classes, minimum = values.get("transformer_layer_cls_to_wrap"), values.get("min_num_params", 0)
-    if classes and policy != "TRANSFORMER_BASED_WRAP":
-        raise ConfigError(f"transformer_layer_cls_to_wrap contradicts auto_wrap_policy {policy}")
-    if minimum and policy != "SIZE_BASED_WRAP":
-        raise ConfigError(f"min_num_params {minimum} contradicts auto_wrap_policy {policy}: it is for SIZE_BASED_WRAP")
-    if policy == "SIZE_BASED_WRAP" and not minimum:
-        raise ConfigError(
-            "auto_wrap_policy SIZE_BASED_WRAP needs min_num_params > 0 (found 0): every module would be a unit"
-        )
+    is_named, is_said = isinstance(resharding, str), isinstance(resharding, bool)
+    found = {
+        f"version 2 contradicts reshard_after_forward {resharding}: give true or false, or version 1": (
+            version == 2 and is_named
+        ),
+        f"version 1 contradicts reshard_after_forward {resharding}: name a strategy ({', '.join(STRATEGIES)}), or give "
+        "version 2": version == 1 and is_said,
+        f"version 2 contradicts sharding_strategy {strategy}: give reshard_after_forward instead": (
+            version == 2 and strategy is not None
+        ),
+        f"sharding_strategy {strategy} contradicts reshard_after_forward {resharding}: give one": (
+            None not in (strategy, resharding) and resharding != strategy
+        ),
+        f"transformer_layer_cls_to_wrap contradicts auto_wrap_policy {policy}": (
+            classes and policy != "TRANSFORMER_BASED_WRAP"
+        ),
+        f"min_num_params {minimum} contradicts auto_wrap_policy {policy}: it is for SIZE_BASED_WRAP": (
+            minimum and policy != "SIZE_BASED_WRAP"
+        ),
+        "auto_wrap_policy SIZE_BASED_WRAP needs min_num_params > 0 (found 0): every module would be a unit": (
+            policy == "SIZE_BASED_WRAP" and not minimum
+        ),
+        "cpu_offload contradicts NO_SHARD: what rests whole is used where it rests": (
+            values.get("cpu_offload") and "NO_SHARD" in (strategy, resharding)
+        ),
+        "cpu_ram_efficient_loading contradicts sync_module_states false: the others have no weights": (
+            values.get("cpu_ram_efficient_loading") and values.get("sync_module_states") is False
+        ),
+    }
+    for message, is_broken in found.items():
+        if is_broken:
+            raise ConfigError(message)

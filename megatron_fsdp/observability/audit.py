@@ -85,10 +85,9 @@ class Audit:
 
 
 class _Gather(NamedTuple):
-    """One gather: of which unit, a checksum of its result, and what is wrong with this rank's part, if anything."""
-
     unit: str
     checksum: torch.Tensor
+    # What is wrong with this rank's part, if anything.
     stale: str | None
 
 
@@ -134,7 +133,7 @@ class _WeightAudit:
         if self._unit.weight_state is not WeightState.UNSHARDED or self._sums is None:
             return
         sums, self._sums = self._sums, None
-        if sys.exc_info()[0] is not None or self.group.fsdp_params.changed_in_place() is not None:
+        if sys.exc_info()[0] is not None or self.group.fsdp_params.changed_in_place():
             # The engine cleans up after an error, which is what should be seen, or refuses what PyTorch counts itself.
             return
         for name, before, after in zip(self._names, sums, self._checksums(), strict=True):
@@ -154,27 +153,23 @@ class _GradientAudit:
 
     def __init__(self, unit: Unit, buffer: GradientBuffer) -> None:
         self._unit, self._buffer = unit, buffer
-        self._num_waiting = 0
+        self._is_waiting = False
         self._reduced_in = 0
 
     def received(self) -> None:
-        """A gradient arrives."""
-        self._num_waiting += 1
+        self._is_waiting = True
 
     def reduced(self) -> None:
-        """The packed buffer was reduced.
-
-        A unit that this rank did not use is reduced too, once per backward, because others may have used it.
-        """
+        # A unit that this rank did not use is reduced too, once per backward, because others may have used it.
         backward = self._unit.backward.number
-        if not self._num_waiting and self._reduced_in == backward:
+        if not self._is_waiting and self._reduced_in == backward:
             self._fail("were reduced twice")
-        self._reduced_in, self._num_waiting = backward, 0
+        self._reduced_in, self._is_waiting = backward, False
 
     def check(self) -> None:
         """Look whether everything that arrived was reduced, at the end of a backward that ends a step."""
-        num_waiting, self._num_waiting = self._num_waiting, 0
-        if num_waiting and self._unit.requires_gradient_sync and not self._buffer.rests_partial:
+        was_waiting, self._is_waiting = self._is_waiting, False
+        if was_waiting and self._unit.requires_gradient_sync and not self._buffer.rests_partial:
             self._fail("arrived and were not reduced")
 
     def _fail(self, what: str) -> None:
@@ -194,7 +189,6 @@ class _ReleasedStorage(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run the operator, unless one of its tensors has no memory any more."""
         for tensor in tree_leaves((args, kwargs or {})):
             is_strided = isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided and not tensor.is_meta
             if is_strided and tensor.numel() and not tensor.untyped_storage().nbytes():
@@ -242,8 +236,7 @@ def _compare_over_ranks(weights: Sequence[_WeightAudit]) -> None:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return tensor.detach().reshape(-1).view(kinds[tensor.element_size()])
+    return tensor.detach().reshape(-1).view(torch.uint8)
 
 
 def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:

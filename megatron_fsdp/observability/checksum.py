@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -35,11 +35,6 @@ def checksum(model: nn.Module, optimizer: Optimizer | None = None) -> int:
     buffers and gradients do not count. A tied parameter counts once. Replicas are not compared: each sums its own.
     One all-reduce of 8 bytes a parameter for each set of axes over which elements are spread.
 
-    Args:
-        model: sharded, or not.
-        optimizer: over parameters of the model.
-    Returns:
-        A number of 0 to 2**64 - 1.
     Raises:
         ConfigError: a parameter is cut by tensor or expert parallelism, is a DTensor that ``fully_shard`` did not make,
             or has optimizer state that is not laid out like it.
@@ -89,13 +84,8 @@ def unit_checksums(model: nn.Module, optimizer: Optimizer | None = None) -> dict
     return sums
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """What this rank holds of a parameter or of its state.
-
-    Attributes:
-        kind: "weight", or the key of the state. values: contiguous. first: index of the first one in the whole tensor.
-    """
+class _Piece(NamedTuple):
+    """What this rank holds of a parameter ("weight") or of a key of its state, and where it begins in the whole one."""
 
     kind: str
     values: torch.Tensor
@@ -121,8 +111,7 @@ def _pieces(
 ) -> Iterator[_Piece]:
     """Yield this rank's part of the weight, and of its state.
 
-    Args:
-        values: main weights by the group's ``id``, which are copies where they are split; filled here.
+    ``values`` keeps main weights by the group's ``id``, which are copies where they are split.
     """
     if group is None:
         if isinstance(parameter, DTensor):

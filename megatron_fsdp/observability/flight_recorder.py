@@ -46,7 +46,7 @@ class RankState:
     digest: int
 
     def to_json(self) -> str:
-        """Return it as text for a store."""
+        """Return it as text for a store, which ``from_json`` reads."""
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
@@ -62,14 +62,10 @@ class RankState:
 
 
 class Journal:
-    """Records "action unit" lines.
+    """Records "action unit" lines: how many every rank has to have (``count``), and a CRC-32 over these (``digest``).
 
     Actions: ``gather`` (issued), ``use`` (compute waits for the gather), ``reshard``, ``reduce`` (issued), ``fold``
-        (compute waits for the reduction, which is in main_grad then), ``final`` (the gradients are what the optimizer
-        may read).
-
-    Attributes:
-        count: number of shared actions. digest: CRC-32 over all of them.
+    (compute waits for the reduction, which is in main_grad then), ``final`` (the optimizer may read the gradients).
     """
 
     def __init__(self) -> None:
@@ -108,9 +104,7 @@ class Journal:
 def verdict(states: Mapping[int, RankState | None], reason: str) -> str:
     """Return what went wrong, for an error message: the unit concerned and what each side did or was about to do.
 
-    Args:
-        states: of every rank; None where a rank did not answer.
-        reason: why somebody asked.
+    ``states`` are of every rank, None where one did not answer; ``reason`` is why somebody asked.
     """
     known = {rank: state for rank, state in states.items() if state is not None}
     missing = [rank for rank, state in states.items() if state is None]

@@ -1,9 +1,7 @@
 """check_gradient_scale: what a reduced gradient is of the sum of what the ranks computed, measured on one microbatch.
 
-A gradient that is too large or too small by a constant trains with a falling loss, so no curve shows it. Here the
-gradients that autograd hands out on each rank, before anything is packed or reduced, are added up beside the engine, by
-other collectives than its own, and the gradients that the optimizer would see are compared with that sum
-(docs/gradient_scale.md).
+The gradients that autograd hands out on each rank are added up beside the engine, by other collectives than its own,
+and the gradients that the optimizer would see are compared with that sum (docs/gradient_scale.md).
 """
 
 from __future__ import annotations
@@ -12,13 +10,14 @@ import contextlib
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.distributed import get_process_group_ranks
+from torch.utils._pytree import tree_map_only
 
 from dbuffer import DBuffer, Partial
 from dbuffer.collectives import all_reduce
@@ -72,30 +71,30 @@ class ParameterScale:
         """Whether there was a gradient, and more of it than rounding."""
         return not math.isnan(self.factor) and self.limit < _USELESS_LIMIT
 
-    def complaints(self) -> Iterator[str]:
-        """Yield what is wrong with it."""
+    @property
+    def complaint(self) -> str:
+        """What is wrong with it, the first thing; empty for nothing."""
         if not self.is_finite:
-            yield "there is NaN or infinity in its gradient; take another batch, or look for where it is from"
+            return "there is NaN or infinity in its gradient; take another batch, or look for where it is from"
         if not self.is_measured:
-            return
+            return ""
         if abs(self.factor - self.expected) > self.limit * abs(self.expected):
-            yield (
+            return (
                 f"the reduced gradient is {self.factor:.7g} x the sum of all ranks' gradients, expected "
-                f"{self.expected:.7g}: {_times(self.factor, self.expected)} as large as it has to be. Look at "
-                "set_gradient_divide_factor, reduction hooks, what scales gradients after backward; expected=1.0 for a "
-                "loss per token of all ranks."
+                f"{self.expected:.7g}: {_times(self.factor, self.expected)}. Look at set_gradient_divide_factor, "
+                "reduction hooks, what scales gradients after backward; expected=1.0 for a loss per token of all ranks."
             )
         if self.residual > 2 * self.limit:
-            yield (
+            return (
                 f"{self.residual:.3g} of the reduced gradient, by norm, is no multiple of the sum of all ranks' "
-                f"gradients, expected at most {2 * self.limit:.3g}: ranks or elements are weighted otherwise than "
-                "others. Look at reduction hooks and a custom reduce-scatter."
+                f"gradients, expected at most {2 * self.limit:.3g}: look at reduction hooks, a custom reduce-scatter."
             )
         if not abs(self.accumulated - 2) <= 4 * self.limit:
-            yield (
+            return (
                 f"the same microbatch twice gives {self.accumulated:.7g} x the gradient of one, expected 2: "
                 "accumulation, or a weight gradient's product into the buffer, scales what it should add."
             )
+        return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,25 +111,26 @@ class NormScale:
     highest: float
     lowest: float
 
-    def complaints(self) -> Iterator[str]:
-        """Yield what is wrong with it."""
+    @property
+    def complaint(self) -> str:
+        """What is wrong with it; empty for nothing."""
         if self.highest - self.lowest > _NORM_LIMIT * self.highest:
-            yield (
+            return (
                 f"the gradient norm is {self.found:.7g} here, and from {self.lowest:.7g} to {self.highest:.7g} on the "
                 f"ranks, which clip differently; that of all gradients is {self.expected:.7g}. Experts that other "
                 "ranks do not have count where they are: make them DTensors over their axis, or give norm=...; "
                 "parameters that are not sharded count on each rank: reduce their gradients in finish=..."
             )
-        elif abs(self.found - self.expected) > _NORM_LIMIT * max(self.found, self.expected):
-            yield (
+        if abs(self.found - self.expected) > _NORM_LIMIT * max(self.found, self.expected):
+            return (
                 f"the gradient norm is {self.found:.7g}, that of all ranks' gradients {self.expected:.7g}: "
-                f"{_times(self.found, self.expected)} as large as it has to be, so clipping is too hard or too soft. "
-                "Look for ranks that count the same elements, or that leave some out."
+                f"{_times(self.found, self.expected)}. Look for ranks that count the same elements, or leave some out."
             )
+        return ""
 
 
 def _times(found: float, expected: float) -> str:
-    return f"{found / expected if expected else math.inf:.7g} x"
+    return f"{found / expected if expected else math.inf:.7g} x as large as it has to be"
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,9 +139,8 @@ class GradientScale:
 
     Attributes:
         parameters: all that are trained, in the order of their units.
-        norm: of the gradients; None where it was left out.
-        duplicated: what a batch with each sample twice gives of the gradient of the batch: 1 for a loss that is a mean,
-            2 for a sum, anything else for one that depends on the batch otherwise; None where it was left out.
+        norm: of the gradients. duplicated: what a batch with each sample twice gives of the gradient of the batch: 1
+            for a loss that is a mean, 2 for a sum. Both None where they were left out.
 
     Example:
         found = check_gradient_scale(model, lambda model, batch: model(batch).square().mean(), batch)
@@ -160,27 +159,29 @@ class GradientScale:
     def complaints(self) -> list[str]:
         """Return what is wrong: a sentence for each parameter, and one for the norm."""
         found = [
-            f"parameter {each.name!r} (unit {each.unit!r}, over {each.place}): {said}"
+            f"parameter {each.name!r} (unit {each.unit!r}, over {each.place}): {each.complaint}"
             for each in self.parameters
-            for said in itertools.islice(each.complaints(), 1)
+            if each.complaint
         ]
         if not any(each.is_measured for each in self.parameters) and not found:
             found.append(
                 "no parameter has a gradient to measure: the loss reaches none, or the ranks' gradients cancel. Call "
                 "it with the loss and the data of training, other data on every rank"
             )
-        return [*found, *(self.norm.complaints() if self.norm is not None else ())]
+        return [*found, *([self.norm.complaint] if self.norm is not None and self.norm.complaint else ())]
 
     def __str__(self) -> str:
         lines = ["gradient scale, reduced gradients of the sum over ranks:"]
         parts = itertools.groupby(self.parameters, lambda each: (each.unit, each.place, each.expected))
         for (unit, place, wanted), members in ((key, list(same)) for key, same in parts):
             found = [each for each in members if each.is_measured]
-            ends = dict.fromkeys(f"{pick(each.factor for each in found):.7g}" for pick in (min, max) if found)
-            residual = max((each.residual for each in found), default=0.0)
-            line = f"factor {' to '.join(ends)}, expected {wanted:.7g}; residual {residual:.1e}"
+            line = "no gradient to measure"
+            if found:
+                factors = [each.factor for each in found]
+                ends = " to ".join(dict.fromkeys(f"{end:.7g}" for end in (min(factors), max(factors))))
+                line = f"factor {ends}, expected {wanted:.7g}; residual {max(each.residual for each in found):.1e}"
             count = f"{len(members)} parameter{'s' * (len(members) != 1)}"
-            lines.append(f"  unit {unit!r}, {count} over {place}: {line if found else 'no gradient to measure'}")
+            lines.append(f"  unit {unit!r}, {count} over {place}: {line}")
         if self.norm is not None:
             lines.append(f"  gradient norm {self.norm.found:.7g}, of all gradients {self.norm.expected:.7g}")
         if self.duplicated is not None and not math.isnan(self.duplicated):
@@ -202,30 +203,25 @@ def check_gradient_scale(
     """Run one microbatch, and measure for each parameter what its reduced gradient is of the sum over ranks.
 
     With S the sum over all ranks that hold the parameter of what autograd hands out, and R what ``.grad`` shows in the
-    end, the factor is <R, S> / <S, S> and the residual ||R - factor S|| / ||R||. Accumulation, the norm, and what a
-    batch with each sample twice gives are measured as well (docs/gradient_scale.md).
-
-    Every rank of the model's mesh calls it, between steps, with data of its own. It takes four forwards and
-    backwards, and memory for one unit's gradients in FP32 and for three of this rank's gradient shards; whole gradients
-    where they rest whole on every rank. Weights, ``.grad``, buffers, random state and optimizers are left as they were;
-    generators that the model holds itself are not known here. Parameters that are not sharded are not looked at.
+    end, the factor is <R, S> / <S, S> and the residual ||R - factor S|| / ||R||. Every rank of the model's mesh calls
+    it, between steps, with data of its own. It takes four forwards and backwards, and memory for one unit's gradients
+    in FP32 and for three gradient shards; whole gradients where they rest whole. Weights, ``.grad``, buffers, random
+    state and optimizers are left as they were; generators that the model holds itself are not known here. Parameters
+    that are not sharded are not looked at.
 
     Args:
         model: has units below it, or is one; outside of ``no_sync``, its gradients no sum under way.
         loss_fn: ``loss_fn(model, batch)`` returns what training calls ``backward()`` on for one microbatch.
-        batch: passed on.
-        expected: what every factor has to be; 1.0 where losses are divided by the tokens of all ranks
-            (``calculate_per_token_loss``). A function of the parameter's name where they differ. None: 1 / (ranks of
-            the mesh of the first unit that has parameters, the outermost first).
-        duplicate: returns a batch with each sample twice. True: every tensor of one dimension or more in ``batch``
-            (lists, tuples and dictionaries are entered), concatenated with itself. False: leave this out.
+        expected: what every factor has to be, or a function of the parameter's name; 1.0 where losses are divided by
+            the tokens of all ranks. None: 1 / (ranks of the mesh of the first unit that has parameters).
+        duplicate: returns a batch with each sample twice. True: every tensor of one dimension or more in ``batch``,
+            concatenated with itself. False: leave this out.
         finish: called after each backward, before gradients are read, for loops in which something happens to them
             there (Megatron's ``finish_grad_sync`` and ``scale_gradients``).
         norm: returns the gradient norm. True: ``clip_grad_norm_(model, inf)``. False: leave this out, as where other
             stages of a pipeline have gradients that count.
     Raises:
-        GradientScaleError: a factor, a residual or the norm is wrong, on all ranks; the error names parameters, what
-            was found and wanted, and has the ``report``.
+        GradientScaleError: a factor, a residual or the norm is wrong, on all ranks; it has the ``report``.
         ConfigError: no module of the model is sharded, or nothing in it is trained.
         StateError: gradients are a sum under way.
 
@@ -263,27 +259,22 @@ def check_gradient_scale(
             found = _against(probes, once, gradients_of(_doubled(batch) if duplicate is True else duplicate(batch)))
             base = sum(each.base for each in found)
             doubled = sum(each.factor * each.base for each in found if each.base) / base if base else math.nan
-    parameters = _scales(probes, expected, measured, [each.factor for each in twice])
+    usual = 1 / math.prod(axis.size for axis in probes[0].axes)
+    places = [(probe, probe.names[index]) for probe in probes for index in probe.trained]
+    parameters = tuple(
+        ParameterScale(
+            name, probe.unit, probe.place, probe.num_ranks,
+            usual if expected is None else expected(name) if callable(expected) else expected,
+            one.factor, one.residual, one.limit, two.factor, math.isfinite(one.base + one.other),
+        )
+        for (probe, name), one, two in zip(places, measured, twice, strict=True)
+    )  # fmt: skip
     report = GradientScale(parameters, norms, doubled)
     complaints = report.complaints()
     if _highest([float(bool(complaints))], probes)[0]:
         said = "\n".join(complaints) or "gradients are wrong on another rank; its error says which"
         raise GradientScaleError(said, report)
     return report
-
-
-def _scales(
-    probes: Sequence[_Probe], expected: Expected, measured: Sequence[_Measured], accumulated: Sequence[float]
-) -> tuple[ParameterScale, ...]:
-    usual = 1 / math.prod(axis.size for axis in probes[0].axes)
-    found = []
-    names = ((probe, probe.names[index]) for probe in probes for index in probe.trained)
-    for (probe, name), one, twice in zip(names, measured, accumulated, strict=True):
-        wanted = usual if expected is None else expected(name) if callable(expected) else expected
-        found.append(
-            ParameterScale(name, probe.unit, probe.place, probe.num_ranks, wanted, *one[:3], twice, one.is_finite)
-        )
-    return tuple(found)
 
 
 def _probes(model: nn.Module) -> list[_Probe]:
@@ -370,14 +361,7 @@ class _Probe:
 
 
 def _doubled(batch: Any) -> Any:
-    if isinstance(batch, torch.Tensor):
-        return torch.cat([batch, batch]) if batch.ndim else batch
-    if isinstance(batch, Mapping):
-        return {key: _doubled(value) for key, value in batch.items()}
-    if isinstance(batch, (tuple, list)):
-        values = map(_doubled, batch)
-        return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
-    return batch
+    return tree_map_only(torch.Tensor, lambda each: torch.cat([each, each]) if each.ndim else each, batch)
 
 
 class _Measured(NamedTuple):
@@ -388,10 +372,6 @@ class _Measured(NamedTuple):
     limit: float
     base: float
     other: float
-
-    @property
-    def is_finite(self) -> bool:
-        return math.isfinite(self.base + self.other)
 
 
 def _against(probes: Sequence[_Probe], bases: Sequence[DBuffer], found: Sequence[DBuffer]) -> list[_Measured]:

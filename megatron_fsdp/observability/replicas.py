@@ -23,9 +23,8 @@ __all__ = ["Gathered", "find_difference", "gather_checksums"]
 class Gathered:
     """Checksums of weights that the same ranks hold alike.
 
-    Attributes:
-        places: of each weight: its number in the model, and its name. sums: (ranks, 1 + weights) int64, a rank's number
-            first, on the device of the weights.
+    ``places`` has each weight's number in the model and its name; ``sums`` is (ranks, 1 + weights) int64, a rank's
+    number first, on the device of the weights.
     """
 
     places: list[tuple[int, str]]
@@ -55,11 +54,7 @@ def gather_checksums(units: Iterable[Unit]) -> list[Gathered]:
 
 
 def find_difference(found: Iterable[Gathered]) -> tuple[int, str] | None:
-    """Return the first weight of which this rank or a replica of it has other bits; waits for the device.
-
-    Returns:
-        Its number in the model, and who holds what, for a message.
-    """
+    """Return the number of the first weight that differs between replicas, and who holds what; waits for the device."""
     differences: list[tuple[int, str]] = []
     for one in found:
         ranks, *columns = one.sums.t().tolist()

@@ -29,7 +29,7 @@ from dbuffer.mesh import new_group
 from megatron_fsdp.errors import AgreementError, ConfigError
 from megatron_fsdp.observability.flight_recorder import Journal, RankState, verdict
 from megatron_fsdp.observability.replicas import Gathered, find_difference, gather_checksums
-from megatron_fsdp.runtime.guards.rendezvous import Statement, job_store, meet
+from megatron_fsdp.runtime.guards.rendezvous import job_store, meet
 from megatron_fsdp.runtime.step.cuda_lane import latest_submission
 from megatron_fsdp.runtime.step.unit import units_below
 
@@ -118,7 +118,7 @@ class Watch:
     def __enter__(self) -> Watch:
         if self._is_alone:
             return self
-        token = meet(self._ranks, Statement("enters a Watch"))
+        token = meet(self._ranks, "enters a Watch")
         self._group = new_group(self._ranks, "megatron_fsdp watch", backend="gloo")
         self._prefix = f"megatron_fsdp watch {token}/"
         # A clone has a connection of its own: the thread must not keep others from the store.
@@ -171,8 +171,7 @@ class Watch:
     def _fail(self, reason: str | None, cause: BaseException | None = None) -> NoReturn:
         """Raise what the ranks find together, or what is known here where the store does not answer.
 
-        Args:
-            reason: None where another rank says it.
+        ``reason`` is None where another rank says it.
         """
         self._alarm = reason
         self._wake.set()
@@ -363,13 +362,9 @@ def _is_library(path: str) -> bool:
 
 def _raise_in(thread: int, text: str) -> None:
     """Make a thread raise an AgreementError when it runs Python next."""
-
-    class StalledError(AgreementError):
-        def __init__(self) -> None:
-            super().__init__(text)
-
-    StalledError.__name__ = StalledError.__qualname__ = AgreementError.__name__
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(StalledError))
+    # What is raised so is made without arguments.
+    stalled = type("AgreementError", (AgreementError,), {"__init__": lambda self: AgreementError.__init__(self, text)})
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(stalled))
 
 
 def _first_line(error: BaseException) -> str:

@@ -21,7 +21,7 @@ from dbuffer.mesh import MeshAxis
 from dbuffer_kernels import AdamWBuffers, CodedSegments, Int8AdamWBuffers, MuonWeights, Segment, Segments, cast_copy
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.optim.nonfinite import Reading
-from megatron_fsdp.runtime.step.grad_state import GradState
+from megatron_fsdp.runtime.step.grad_binding import GradState
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
 
 __all__ = [

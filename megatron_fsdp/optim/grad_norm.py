@@ -14,7 +14,7 @@ from dbuffer.mesh import MeshAxis
 from megatron_fsdp.optim.exact_norm import exact_norm
 from megatron_fsdp.optim.grad_norm_rare import HeldGradients, of_frozen, refuse_norm, refuse_pending
 from megatron_fsdp.optim.nonfinite import may_step, readings_of
-from megatron_fsdp.runtime.step.grad_state import GradState
+from megatron_fsdp.runtime.step.grad_binding import GradState
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup, group_of_parameter
 from megatron_fsdp.runtime.step.unit import units_below
 

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from megatron_fsdp.command_parser import CommandParser
 from tests.certify.cases import CASES, SHORT
-from tests.certify.matrix import Run, as_dict, idle_places, run_matrix
-from tests.certify.mutants import mutant_report, survey
+from tests.certify.matrix import Run, idle_places, run_matrix
 
 EXAMPLES = """\
   python -m tests.certify                             one configuration of each mechanism
-  python -m tests.certify --matrix --json found.json  all of them
-  python -m tests.certify --mutants                   which waits are needed"""
+  python -m tests.certify --matrix                    all of them"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -26,15 +22,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     what.add_argument("--matrix", action="store_true", help="all configurations; without it one of each mechanism")
     what.add_argument("--case", action="append", help="the configuration of this name; may be given again")
     what.add_argument("--list", action="store_true", help="print the names of the configurations")
-    what.add_argument("--mutants", action="store_true", help="take the engine's waits away, one at a time")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the findings there too")
     parser.add_argument("--verbose", action="store_true", help="print each configuration, and what hides its tickets")
     args = parser.parse_args(arguments)
     if args.list:
         print("\n".join(case.name for case in CASES))
         return 0
-    if args.mutants:
-        return _run_mutants(args)
     unknown = {*(args.case or ())} - {case.name for case in CASES}
     if unknown:
         print(f"error: no configuration is called {', '.join(sorted(unknown))}; --list prints their names")
@@ -64,18 +56,7 @@ def _report(args: argparse.Namespace, runs: Sequence[Run]) -> int:
         f"{sum(len(one.certificate.engine_host_waits) for one in bad)} host waits that are not meant to be; "
         f"{len(bad)} configurations with findings"
     )
-    if args.json is not None:
-        rows = [as_dict(one.certificate) | {"seconds": one.seconds, "is_clean": one.is_clean} for one in runs]
-        args.json.write_text(json.dumps({"idle_waits": idle, "configurations": rows}, indent=1) + "\n")
     return 1 if bad or (args.matrix and idle) else 0
-
-
-def _run_mutants(args: argparse.Namespace) -> int:
-    outcomes = survey()
-    print("\n".join(mutant_report(outcomes)))
-    if args.json is not None:
-        args.json.write_text(json.dumps([one.as_dict() for one in outcomes], indent=1) + "\n")
-    return 1 if any(one.is_alive for one in outcomes) else 0
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ from megatron_fsdp.policy.offload import CPUOffloadPolicy
 from megatron_fsdp.policy.precision import MixedPrecisionPolicy
 from megatron_fsdp.policy.strategy import Placements
 from megatron_fsdp.runtime.lifecycle.module import FsdpModule
-from tests.certify.models import WIDTH, Block, Branches, Stack, Towers, batch, build
+from tests.certify.models import WIDTH, Block, Branches, ReadsEarly, Stack, Towers, batch, build
 
 _BF16, _FP32 = torch.bfloat16, torch.float32
 _NUM_STEPS = 2
@@ -55,6 +55,8 @@ _POLICIES = {
     "bf16": MixedPrecisionPolicy(_BF16, _FP32, main_params_dtype=_FP32),
     "unfused": MixedPrecisionPolicy(fuse_weight_gradients=False),
     "wide": MixedPrecisionPolicy(_BF16, _FP32, main_params_dtype=_FP32, fuse_weight_gradients="wide"),
+    "wire": MixedPrecisionPolicy(_BF16, _BF16, main_params_dtype=_FP32, main_grads_dtype=_FP32),
+    "summed": MixedPrecisionPolicy(_BF16, _BF16, accumulate_dtype=_FP32, main_params_dtype=_FP32),
     "split": MixedPrecisionPolicy(_BF16, _FP32, main_params_dtype=_FP32, split_main_params=True),
     "int8 moments": MixedPrecisionPolicy(_BF16, _FP32, main_params_dtype=_FP32, moments="int8"),
     **{
@@ -106,39 +108,30 @@ class Case:
 def run_case(case: Case) -> Certificate:
     """Run one case on this rank; every rank of the process group calls it."""
     with watching(case.name) as check:
-        script = _SCRIPTS.get(case.trouble)
-        losses = _check_steps(case, check) if script is None else script(check)
-        certificate = check.certificate()
-    # Read when all is over: on a GPU to look is to wait.
-    return replace(certificate, losses=tuple(loss.item() for loss in losses))
+        _SCRIPTS.get(case.trouble, functools.partial(_check_steps, case))(check)
+        return check.certificate()
 
 
-def _check_steps(case: Case, check: Certification) -> list[torch.Tensor]:
+def _check_steps(case: Case, check: Certification) -> None:
     model = _make(case)
     optimizer = _optimizer(case, model)
     check.know(model)
-    losses = []
     # The first step makes what is made once, such as optimizer state and tables; an arena is planned after the second.
     num_before = 2 if case.slots == "static" else 1
     for step in range(num_before + _NUM_STEPS):
         if step == num_before:
             check.begin()
         _trouble(case, model, optimizer, step)
-        losses += _train(case, model, optimizer, step)
+        _train(case, model, optimizer, step)
     if case.trouble == "saving":
         finish_pending_save()
         barrier()
         shutil.rmtree(_folder(), ignore_errors=True)
-    return losses
 
 
-def _train(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> list[torch.Tensor]:
-    losses: list[torch.Tensor] = []
-
+def _train(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
     def backward(microbatch: int) -> None:
-        loss = model(batch(rank, step, microbatch))
-        losses.append(loss.detach())
-        loss.backward()
+        model(batch(rank, step, microbatch)).backward()
 
     rank = dist.get_rank()
     if case.accumulation == "no_sync":
@@ -154,12 +147,11 @@ def _train(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer, step:
         clip_grad_norm_(model, 0.1)
     optimizer.step()
     optimizer.zero_grad()
-    return losses
 
 
 def _two_streams(
     check: Certification, hidden: int, *, fuses: bool, is_open: bool = False, is_late: bool = False
-) -> list[torch.Tensor]:
+) -> None:
     """Train a model of which a branch runs on a stream of its own.
 
     Args:
@@ -171,26 +163,24 @@ def _two_streams(
         branches.unused = nn.Parameter(torch.ones(3, WIDTH))
     dtypes = (_BF16, _FP32) if is_late else (None, None)
     policy = MixedPrecisionPolicy(*dtypes, fuse_weight_gradients=fuses)
-    return _train_on_two(check, fully_shard(branches, mp_policy=policy))
+    _train_on_two(check, fully_shard(branches, mp_policy=policy))
 
 
-def _two_towers(check: Certification) -> list[torch.Tensor]:
+def _two_towers(check: Certification) -> None:
     """Train two towers, whose units take turns, each on a stream of its own."""
     towers = Towers(check.streams)
     for layer in (*towers.here, *towers.there):
         fully_shard(layer, mp_policy=MixedPrecisionPolicy(fuse_weight_gradients=False))
-    return _train_on_two(check, fully_shard(towers))
+    _train_on_two(check, fully_shard(towers))
 
 
-def _train_on_two(check: Certification, model: nn.Module) -> list[torch.Tensor]:
+def _train_on_two(check: Certification, model: nn.Module) -> None:
     streams = check.streams
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     check.know(model)
-    losses: list[torch.Tensor] = []
     for step in range(_NUM_STEPS + 1):
         generator = torch.Generator().manual_seed(step)
-        losses.append(model(torch.randn(3, WIDTH, generator=generator)).square().mean())
-        scaled = losses[-1] * 1.0
+        scaled = model(torch.randn(3, WIDTH, generator=generator)).square().mean() * 1.0
         # The callbacks of a backward, of which the engine's is one, run on the stream of who called it.
         scaled.register_hook(lambda _: _at_the_end(lambda: streams.switch(streams.compute)))
         scaled.backward()
@@ -198,7 +188,6 @@ def _train_on_two(check: Certification, model: nn.Module) -> list[torch.Tensor]:
         optimizer.zero_grad()
         if step == 0:
             check.begin()
-    return losses
 
 
 def _at_the_end(callback: Callable[[], None]) -> None:
@@ -206,7 +195,7 @@ def _at_the_end(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-def _captured(check: Certification) -> list[torch.Tensor]:
+def _captured(check: Certification) -> None:
     """Capture forward and backward alone, after a step on another stream, with hooks on a stream that nobody joins."""
     streams = check.streams
     model = build()
@@ -227,7 +216,7 @@ def _captured(check: Certification) -> list[torch.Tensor]:
         streams.order(before, stream)
         streams.switch(stream)
 
-    hooks, losses = streams.stream("hooks"), []
+    hooks = streams.stream("hooks")
     for step in (1, 2):
         # A stream of its own each time, which the engine knows after the one of the hooks.
         graph = streams.stream(f"graph {step}")
@@ -245,14 +234,12 @@ def _captured(check: Certification) -> list[torch.Tensor]:
         streams.order(graph, streams.compute)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss)
         model(batch(dist.get_rank(), step)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return losses
 
 
-def _captured_backward(check: Certification) -> list[torch.Tensor]:
+def _captured_backward(check: Certification) -> None:
     """Capture a backward alone that reduces nothing, on a stream that the engine has not seen, with hooks elsewhere.
 
     All units are left when it ends: what they pack there would order the streams as well.
@@ -289,13 +276,11 @@ def _captured_backward(check: Certification) -> list[torch.Tensor]:
             scaled = loss * 1.0
             scaled.register_hook(switch)
             scaled.backward()
-    return [loss]
 
 
-def _step_elsewhere(check: Certification) -> list[torch.Tensor]:
+def _step_elsewhere(check: Certification) -> None:
     """Step on a stream of its own, for whose end the next forward waits."""
-    streams, losses = check.streams, []
-    model = build()
+    streams, model = check.streams, build()
     for part in (*model.layers, model):
         fully_shard(part)
     check.know(model)
@@ -303,8 +288,7 @@ def _step_elsewhere(check: Certification) -> list[torch.Tensor]:
     optimizer = AdamW(model.parameters(), lr=1e-2)
     side = streams.stream("side")
     for step in range(_NUM_STEPS + 1):
-        losses.append(model(batch(dist.get_rank(), step)))
-        losses[-1].backward()
+        model(batch(dist.get_rank(), step)).backward()
         streams.order(streams.compute, side)
         with streams.use(side):
             optimizer.step()
@@ -314,12 +298,11 @@ def _step_elsewhere(check: Certification) -> list[torch.Tensor]:
         model.set_post_optim_event(event)
         if step == 0:
             check.begin()
-    return losses
 
 
-def _evaluation_elsewhere(check: Certification) -> list[torch.Tensor]:
+def _evaluation_elsewhere(check: Certification) -> None:
     """Evaluate with weights that stay, on a stream that nobody uses again; no lane has work before it is forgotten."""
-    streams, losses = check.streams, []
+    streams = check.streams
     model = fully_shard(nn.Linear(WIDTH, WIDTH), reshard_after_forward=False)
     check.know(model)
     x = torch.ones(3, WIDTH)
@@ -333,15 +316,13 @@ def _evaluation_elsewhere(check: Certification) -> list[torch.Tensor]:
             for _ in range(2):
                 model(x)
             model.reshard()
-        losses.append(model(x).square().mean())
-        losses[-1].backward()
+        model(x).square().mean().backward()
         model.zero_grad()
         if step == 0:
             check.begin()
-    return losses
 
 
-def _unshard_by_hand(check: Certification) -> list[torch.Tensor]:
+def _unshard_by_hand(check: Certification) -> None:
     """Use a unit's weights outside of its forward, between ``unshard`` and ``reshard``."""
     model = build()
     for part in (*model.layers, model):
@@ -350,54 +331,69 @@ def _unshard_by_hand(check: Certification) -> list[torch.Tensor]:
     model(batch(dist.get_rank(), 0)).backward()
     model.zero_grad()
     check.begin()
-    losses = []
     for layer in model.layers:
         assert isinstance(layer, FsdpModule)
         layer.unshard()
         assert isinstance(layer.up, nn.Linear)
-        losses.append(layer.up.weight.detach().square().sum())
+        layer.up.weight.detach().square().sum()
         layer.reshard()
         handle = layer.unshard(async_op=True)
         assert handle is not None
         handle.wait()
-        losses.extend(group.gathered.local_buffer.sum() for group in layer.parameter_groups)
+        for group in layer.parameter_groups:
+            group.gathered.local_buffer.sum()
         layer.reshard()
-    return losses
 
 
-def _asked(check: Certification) -> list[torch.Tensor]:
+def _asked(check: Certification) -> None:
     """Ask for gradients of sharded parameters without accumulating them."""
     model = build()
     for part in (*model.layers, model):
         fully_shard(part)
     check.know(model)
-    losses = []
     for step in range(2):
-        losses.append(model(batch(dist.get_rank(), step)))
-        found = torch.autograd.grad(losses[-1], list(model.layers[1].parameters()))
-        losses += [gradient.to_local().sum() for gradient in found if isinstance(gradient, DTensor)]
+        loss = model(batch(dist.get_rank(), step))
+        for gradient in torch.autograd.grad(loss, list(model.layers[1].parameters())):
+            assert isinstance(gradient, DTensor)
+            gradient.to_local().sum()
         if step == 0:
             check.begin()
-    return losses
 
 
-def _missing_gradients(check: Certification) -> list[torch.Tensor]:
+def _closed_twice(check: Certification) -> None:
+    """Train models whose backward brings a gradient of a unit that it has closed, and whose sums it has reduced."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("data",))
+    models = []
+    for placements in (Placements.optim(0), Placements.optim_grads_params(0)):
+        model = ReadsEarly()
+        for part in (model.first, model.late, model):
+            fully_shard(part, mesh, placements, mp_policy=MixedPrecisionPolicy(reduce_dtype=_BF16))
+        check.know(model)
+        models.append(model)
+    for step in range(_NUM_STEPS):
+        for model in models:
+            generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+            model(torch.randn(4, WIDTH, generator=generator)).square().mean().backward()
+            model.zero_grad()
+        if step == 0:
+            check.begin()
+
+
+def _missing_gradients(check: Certification) -> None:
     """Train a model with a weight that no rank uses: the host asks the others when reductions are over."""
     model = build()
     model.unused = nn.Parameter(torch.ones(3, WIDTH))
     for part in (*model.layers, model):
         fully_shard(part)
     check.know(model)
-    loss = model(batch(dist.get_rank(), 0))
-    loss.backward()
+    model(batch(dist.get_rank(), 0)).backward()
     waits = [wait for wait in check.streams.waits if wait.is_host and wait.via.path.endswith("missing_gradients.py")]
     if dist.get_world_size() > 1 and all(wait.is_redundant for wait in waits):
         check.note("the host asks who misses gradients before the reductions are over")
     check.begin()
-    return [loss]
 
 
-def _deleted(check: Certification) -> list[torch.Tensor]:
+def _deleted(check: Certification) -> None:
     """Delete a model while a gather of it is in flight."""
     model = build()
     for part in (*model.layers, model):
@@ -412,10 +408,9 @@ def _deleted(check: Certification) -> list[torch.Tensor]:
     gc.collect()
     # Whatever is allocated next may have its memory.
     torch.zeros(1)
-    return []
 
 
-_SCRIPTS: dict[str, Callable[[Certification], list[torch.Tensor]]] = {
+_SCRIPTS: dict[str, Callable[[Certification], None]] = {
     "two streams, small, copied": lambda check: _two_streams(check, 5, fuses=False),
     "two streams, small, multiplied": lambda check: _two_streams(check, 5, fuses=True),
     "two streams, large, copied": lambda check: _two_streams(check, 4000, fuses=False),
@@ -428,6 +423,7 @@ _SCRIPTS: dict[str, Callable[[Certification], list[torch.Tensor]]] = {
     "step elsewhere": _step_elsewhere,
     "evaluation elsewhere": _evaluation_elsewhere,
     "unshard by hand": _unshard_by_hand,
+    "closed twice": _closed_twice,
     "missing gradients": _missing_gradients,
     "gradients asked for": _asked,
     "deleted in flight": _deleted,
@@ -543,6 +539,8 @@ def _strategy_cases() -> Iterator[Case]:
     for policy, accumulation in itertools.product(("unfused", "wide", "split"), ("none", "microbatch")):
         optimizer = "clipped" if policy == "split" else "sgd"
         yield Case(f"{policy}, {accumulation}", policy=policy, accumulation=accumulation, optimizer=optimizer)
+    for strategy in ("optim", "hsdp"):
+        yield Case(f"wire, {strategy}", strategy, "wire", accumulation="microbatch", optimizer="clipped")
     for policy, strategy in itertools.product(
         ("fp8 gathers", "mxfp8 gathers", "int8_block gathers", "int8 moments"), ("optim_grads_params", "hsdp")
     ):
@@ -566,8 +564,10 @@ def _memory_cases() -> Iterator[Case]:
     yield Case("prefetch lists", prefetches=True)
     yield Case("prefetch lists, bf16", prefetches=True, policy="bf16", accumulation="microbatch")
     reason = "offloaded weights and gradients are the host's: it waits for their copies by design"
-    for strategy, policy, accumulation in itertools.product(
-        ("optim_grads_params", "hfsdp"), ("fp32", "bf16"), ("none", "no_sync")
+    for strategy, policy, accumulation in (
+        *itertools.product(("optim_grads_params", "hfsdp"), ("fp32", "bf16"), ("none", "no_sync")),
+        ("optim_grads_params", "fp32", "microbatch"),
+        ("optim_grads_params", "summed", "none"),
     ):
         yield Case(
             f"offload, {strategy}, {policy}, {accumulation}",
@@ -608,9 +608,9 @@ def _trouble_cases() -> Iterator[Case]:
         host_may_wait="offloaded weights are the host's: it waits for their copies by design", host_may=(_EVENT,),
     )  # fmt: skip
     for script in _SCRIPTS:
-        is_asked = script == "gradients asked for"
-        reason = "the host has to know which gradients are None" if is_asked else ""
-        yield Case(script, trouble=script, host_may_wait=reason, host_may=("aten::", "tolist") if is_asked else ())
+        may = {"gradients asked for": ("aten::", "tolist"), "closed twice": (_EVENT,)}.get(script, ())
+        reason = "the host has to know which gradients are None, or missing on all ranks" if may else ""
+        yield Case(script, trouble=script, host_may_wait=reason, host_may=may)
 
 
 CASES = (*_strategy_cases(), *_memory_cases(), *_model_cases(), *_trouble_cases())
@@ -632,6 +632,8 @@ SHORT = tuple(
         "captured backward",
         "recompute reentrant",
         "split, none",
+        "wire, optim",
+        "closed twice",
         "repeats",
         "trouble: backward, optimizer",
         "trouble: frozen, optimizer",

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-import time
 import warnings
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -23,15 +20,10 @@ TIMEOUT_S = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A case that was run.
-
-    Attributes:
-        certificate: of all ranks together. seconds: on rank 0.
-    """
+    """A case that was run, and the certificate of all ranks together."""
 
     case: Case
     certificate: Certificate
-    seconds: float
 
     @property
     def is_clean(self) -> bool:
@@ -44,21 +36,19 @@ def case_named(name: str) -> Case:
     return next(case for case in CASES if case.name == name)
 
 
-def run_on_rank(names: Sequence[str]) -> list[tuple[Certificate, float]]:
+def run_on_rank(names: Sequence[str]) -> list[Certificate]:
     """Run cases one after the other on this rank; every rank calls it."""
     torch.set_num_threads(1)
     found = []
     for name in names:
-        begin = time.perf_counter()
         with warnings.catch_warnings():
             # Such as the padding of models as small as these.
             warnings.simplefilter("ignore")
             try:
-                certificate = run_case(case_named(name))
+                found.append(run_case(case_named(name)))
             except Exception as error:
                 text = f"it raised {type(error).__name__}: {error}".partition("\n")[0]
-                certificate = Certificate(name, disorders=(text,))
-        found.append((certificate, time.perf_counter() - begin))
+                found.append(Certificate(name, disorders=(text,)))
     return found
 
 
@@ -69,8 +59,7 @@ def run_matrix(cases: Sequence[Case]) -> list[Run]:
         same = [case for case in cases if case.num_ranks == num_ranks]
         by_rank = run_ranks(num_ranks, run_on_rank, [case.name for case in same], timeout=TIMEOUT_S)
         for case, of_ranks in zip(same, zip(*by_rank, strict=True), strict=True):
-            certificate = merged(case.name, [certificate for certificate, _ in of_ranks])
-            runs.append(Run(case, certificate, of_ranks[0][1]))
+            runs.append(Run(case, merged(case.name, of_ranks)))
     return runs
 
 
@@ -115,12 +104,3 @@ def merged(name: str, certificates: Sequence[Certificate]) -> Certificate:
         host_waits=tuple(HostWait(*key, count) for key, count in host_waits.items()),
         hidden=certificates[0].hidden,
     )
-
-
-def as_dict(certificate: Certificate) -> dict[str, Any]:
-    """Return plain data for JSON; collectives by their number alone."""
-    plain = dataclasses.asdict(certificate)
-    plain["issues"] = len(certificate.issues)
-    # JSON has no infinity, which stands for what nothing came after.
-    plain["hidden"] = [str(one) for one in certificate.hidden]
-    return plain

@@ -10,7 +10,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_fsdp.certify.clocks import Queue, VirtualStreams
-from megatron_fsdp.runtime.grads.fused_experts import expert_matmul
+from megatron_fsdp.runtime.grads.fuse import expert_matmul
+from megatron_fsdp.runtime.lifecycle.module import FsdpModule
 
 WIDTH = 7
 _VOCABULARY = 11
@@ -33,6 +34,34 @@ class Block(nn.Module):
             flat = hidden.reshape(-1, WIDTH)
             hidden = hidden + expert_matmul(flat.expand(2, *flat.shape), self.experts).sum(0).view_as(hidden)
         result: torch.Tensor = hidden
+        return result
+
+
+class _Early(nn.Module):
+    """Whose ``gain`` is read by others, before it is called itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.gain = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.inner(x)
+        return result
+
+
+class ReadsEarly(nn.Module):
+    """Backward has closed ``late`` when the gradient of its ``gain`` comes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.first, self.late = nn.Linear(WIDTH, WIDTH), _Early()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return (..., WIDTH) for (..., WIDTH)."""
+        if isinstance(self.late, FsdpModule):
+            self.late.unshard()
+        result: torch.Tensor = self.late(torch.tanh(self.first(x * self.late.gain)))
         return result
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import dataclasses
 import importlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
@@ -33,7 +32,7 @@ MODULES = (
     "megatron_fsdp.runtime.lifecycle.make_param_group",
     "megatron_fsdp.runtime.step.gradients",
     "megatron_fsdp.runtime.grads.late_gradients",
-    "megatron_fsdp.runtime.grads.last_reductions",
+    "megatron_fsdp.runtime.grads.last_reduction",
     "megatron_fsdp.runtime.grads.packed_gradients",
     "megatron_fsdp.runtime.step.reduction",
     "megatron_fsdp.runtime.weights.sharded_weights",
@@ -72,6 +71,7 @@ _FIRST = (
     "trouble: backward, optimizer",
     "deleted in flight",
     "offload, optim_grads_params, fp32, no_sync",
+    "offload, optim_grads_params, fp32, microbatch",
     "trouble: evaluation, offloaded",
     "optim_grads_params, bf16, microbatch",
     "recompute reentrant",
@@ -80,6 +80,9 @@ _FIRST = (
 )
 _PAIRS = (
     "missing gradients",
+    "closed twice",
+    "wire, optim",
+    "offload, optim_grads_params, summed, none",
     "prefetch lists",
     "repeats, reentrant",
     "offload, optim_grads_params, fp32, none",
@@ -102,14 +105,11 @@ EQUIVALENT: dict[str, str] = {
     "CudaLane.submit: `event.record(self._stream)` at the end of its block": (
         "nothing is issued between the two places"
     ),
-    "join_lanes: `if isinstance(each, CudaLane)` taken as True": (
-        "on a device with streams every lane is one of those"
-    ),
     "wait_on_host: `if compute is not None` taken as True": ("on a device with streams it is never None"),
-    "Backward.begin_gradients: without `self._reducing.drain(self.max_packed_buffers - 1)`": (
+    "Backward.begin_gradients: without `self.drain(self.max_packed_buffers - 1)`": (
         "it bounds memory; the end of the backward waits for the same reductions"
     ),
-    "Backward.finish: `self._reducing.drain(0)` at the end of its block": (
+    "Backward.finish: `self.drain(0)` at the end of its block": (
         "compute has joined the lanes before anything reads what they reduced"
     ),
     "LateGradients.wait: `super().wait()` at the end of its block": "nothing is allocated between the two places",
@@ -117,6 +117,13 @@ EQUIVALENT: dict[str, str] = {
         "compute joins the lanes right after; on a CPU the host has to wait"
     ),
     "_wait_for: without `buffer.wait()`": "called where there are no streams",
+    "LastReductions._issue: without `self._wired.wait()`": "there is one where there are no streams",
+    "LastReductions._issue: `self._wired.wait()` at the end of its block": "there is one where there are no streams",
+    "LastReductions._issue: `if self._wired is not None` taken as False": "there is one where there are no streams",
+    "LastReduction.keep: `self.release()` at the start of its block": "nothing is issued between the two places",
+    "LastReduction.keep: without `self._reduced.reallocate_storage()`": (
+        "a reduction takes the memory where it is not there"
+    ),
     "Compute.forget_unused: `if self.is_captured(self._known[number]) is is_capturing` taken as False": (
         "it costs waits, which tests/functional/test_overlap.py counts"
     ),
@@ -145,16 +152,7 @@ EQUIVALENT: dict[str, str] = {
 
 # Mutants that no configuration tells from the engine so far, with what would be needed.
 OPEN: dict[str, str] = {
-    "GradientBuffer._begin: without `self.wait()`": "a unit that is reduced twice in one backward",
-    "GradientBuffer._begin: `self.wait()` at the end of its block": "a unit that is reduced twice in one backward",
     "_CudaTicket.give_up: `if self._event is not None` taken as True": "an interrupt before a lane waited for compute",
-    "LateGradients.close: without `self._turns.take(self._pack_waiting)`": (
-        "gradients of one unit on two streams, all of those on the second one after the unit is closed"
-    ),
-    "LateGradients.close: `self._turns.take(self._pack_waiting)` at the end of its block": (
-        "gradients of one unit on two streams, all of those on the second one after the unit is closed"
-    ),
-    "GradientBuffer._begin_again: without `ticket.wait()`": "a unit that is closed twice in a last backward",
     "Turns.take: without `leave()`": "a stream that allocates, before it follows any lane, what another one has copied",
     "Backward.begin_gradients: `if packs` taken as True": "a wait for reductions before there is need: lost overlap",
     "Rows._table: `table.to(device, non_blocking=True)` that blocks": "a copy to a GPU: on a CPU there is none",
@@ -183,30 +181,6 @@ class Mutant:
 
     def __str__(self) -> str:
         return f"{self.module}:{self.line} {self.function}: {self.what}"
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What became of a mutant.
-
-    Attributes:
-        by: the configuration that found something; empty for none. finding: the first.
-        keeps_losses: the losses of that configuration are the same to the bit; None where it raised.
-    """
-
-    mutant: Mutant
-    by: str = ""
-    finding: str = ""
-    keeps_losses: bool | None = None
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether nothing was found though it is no equivalent one."""
-        return not self.by and self.mutant.key not in EQUIVALENT
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain data for JSON."""
-        return dataclasses.asdict(self) | {"is_alive": self.is_alive}
 
 
 # ---------------------------------------------------------------- making them
@@ -375,16 +349,16 @@ def _code(code: CodeType, names: Sequence[str]) -> CodeType:
     return _code(inner, names[1:])
 
 
-def _run_mutants(chosen: Sequence[Mutant | None], names: Sequence[str]) -> list[list[Certificate]]:
-    """Run each mutant (None: the engine as it is) until a configuration finds something; every rank calls it."""
+def _run_mutants(chosen: Sequence[Mutant], names: Sequence[str]) -> list[list[Certificate]]:
+    """Run each mutant until a configuration finds something; every rank calls it."""
     found = []
     for mutant in chosen:
         certificates: list[Certificate] = []
         # Released memory that a mutant uses is an error of that case then, not the end of the process.
-        with contextlib.nullcontext() if mutant is None else applied(mutant), guard_released_storage():
+        with applied(mutant), guard_released_storage():
             for name in names:
-                certificates += [certificate for certificate, _ in run_on_rank([name])]
-                if mutant is not None and not _is_clean(certificates[-1]):
+                certificates += run_on_rank([name])
+                if not _is_clean(certificates[-1]):
                     break
         found.append(certificates)
     return found
@@ -395,62 +369,34 @@ def _is_clean(certificate: Certificate) -> bool:
     return certificate.is_clean(case.host_may)
 
 
-def survey(modules: Sequence[str] = MODULES) -> list[Outcome]:
-    """Run every mutant of the modules on one rank, and what survives on two and on four."""
-    chosen = [mutant for module in modules for mutant in mutants(module)]
-    outcomes = {mutant: Outcome(mutant) for mutant in chosen}
+def survey(modules: Sequence[str] = MODULES) -> dict[Mutant, str]:
+    """Run every mutant of the modules on one rank, and what survives on two and on four.
+
+    Returns:
+        What was found of each of them, beginning with the configuration; empty where nothing was.
+    """
+    outcomes = {mutant: "" for module in modules for mutant in mutants(module) if mutant.key not in EQUIVALENT}
     for num_ranks, names in ((1, _FIRST), (2, _PAIRS), (4, _LAST)):
         for module in modules:
-            left = [
-                one for one in chosen if one.module == module and not outcomes[one].by and one.key not in EQUIVALENT
-            ]
+            left = [mutant for mutant, found in outcomes.items() if mutant.module == module and not found]
             if left:
                 outcomes |= _survey(left, num_ranks, names)
-    return [outcomes[mutant] for mutant in chosen]
+    return outcomes
 
 
-def _survey(left: Sequence[Mutant], num_ranks: int, names: Sequence[str]) -> dict[Mutant, Outcome]:
+def _survey(left: Sequence[Mutant], num_ranks: int, names: Sequence[str]) -> dict[Mutant, str]:
     try:
-        by_rank = run_ranks(num_ranks, _run_mutants, [None, *left], names, timeout=TIMEOUT_S, fresh=True)
+        by_rank = run_ranks(num_ranks, _run_mutants, left, names, timeout=TIMEOUT_S, fresh=True)
     except RankError:
         if len(left) == 1:
-            return {left[0]: Outcome(left[0], names[0], "a process ended")}
+            return {left[0]: f"{names[0]}: a process ended"}
         # One of them ends its process: find out which.
         half = len(left) // 2
         return _survey(left[:half], num_ranks, names) | _survey(left[half:], num_ranks, names)
-    plain = {one.name: one.losses for one in by_rank[0][0]}
-    found = {}
-    for number, mutant in enumerate(left, 1):
-        found[mutant] = Outcome(mutant)
-        ranks = [of_rank[number] for of_rank in by_rank]
-        for certificates in zip(*ranks, strict=False):
-            whole = merged(certificates[0].name, certificates)
-            if not _is_clean(whole):
-                losses = certificates[0].losses
-                keeps = losses == plain[whole.name] if losses else None
-                found[mutant] = Outcome(mutant, whole.name, _first_finding(whole), keeps)
-                break
-    return found
-
-
-def _first_finding(certificate: Certificate) -> str:
-    found = (*certificate.races, *certificate.early_reuses, *certificate.disorders)
-    return found[0] if found else f"the host waits: {certificate.engine_host_waits[-1]}"
-
-
-def mutant_report(outcomes: Sequence[Outcome]) -> list[str]:
-    """Return what became of all mutants, a line each, and their count."""
-    lines = []
-    for one in outcomes:
-        reason = EQUIVALENT.get(one.mutant.key)
-        fate = f"killed by {one.by}: {one.finding}" if one.by else f"equivalent: {reason}" if reason else "ALIVE"
-        lines.append(f"{one.mutant}\n    {fate}")
-    killed = [one for one in outcomes if one.by]
-    told = [one for one in killed if one.keeps_losses is not None]
-    kept = sum(bool(one.keeps_losses) for one in told)
-    lines.append(
-        f"{len(outcomes)} mutants: {len(killed)} killed, {sum(one.mutant.key in EQUIVALENT for one in outcomes)} "
-        f"equivalent, {sum(one.is_alive for one in outcomes)} alive. {len(killed) - len(told)} of the killed raise; of "
-        f"the other {len(told)}, {kept} leave every loss as it is"
-    )
-    return lines
+    outcomes = {}
+    for number, mutant in enumerate(left):
+        ranks = zip(*(of_rank[number] for of_rank in by_rank), strict=False)
+        whole = [merged(certificates[0].name, certificates) for certificates in ranks]
+        bad = [certificate for certificate in whole if not _is_clean(certificate)]
+        outcomes[mutant] = "\n".join(bad[0].lines()) if bad else ""
+    return outcomes

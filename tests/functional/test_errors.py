@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from dbuffer import Element, Flat, Partial, Replicate, Whole
+from dbuffer import Element, Flat, MeshError, Partial, Replicate, Whole
 from megatron_fsdp import ConfigError, MixedPrecisionPolicy, Placements, StateError, fully_shard, fully_shard_optimizer
 from tests.harness import FailureKind, RankError, on_ranks, run_ranks
 from tests.harness.models import Block, Stack, inputs, make_mesh
@@ -430,16 +430,13 @@ DISAGREEMENTS: dict[str, Callable[[int], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("kind", DISAGREEMENTS)
 @on_ranks(2)
-def test_ranks_that_lay_a_unit_out_differently_all_raise_naming_it(kind: str) -> None:
-    model = nn.Sequential()
-    model.add_module("part", DISAGREEMENTS[kind](dist.get_rank()))
-    with pytest.raises(ValueError) as refused:
-        fully_shard(model)
-    message = f"{type(refused.value).__name__}: {refused.value}"
-    assert message.startswith("MeshError: unit 'Sequential': the ranks of its mesh lay it out differently")
-    assert "'part." in message
+def test_ranks_that_lay_a_unit_out_differently_all_raise_naming_it() -> None:
+    for make in DISAGREEMENTS.values():
+        model = nn.Sequential()
+        model.add_module("part", make(dist.get_rank()))
+        with pytest.raises(MeshError, match=r"unit 'Sequential': the ranks of its mesh lay it out diff.*'part\."):
+            fully_shard(model)
 
 
 class DiesOnRankOne(Block):

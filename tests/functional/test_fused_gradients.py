@@ -246,14 +246,8 @@ class Withholding(torch.autograd.Function):
 def test_a_weight_that_gets_neither_gradient_nor_product_counts_as_unused() -> None:
     model = stack_of(*[lambda m, x: Withholding.apply(x, m.linear.weight)] * 2)()
     shard_as("optim_grads_params", MixedPrecisionPolicy())(model)
-    calls: list[CollectiveCall] = []
-    loss = squared(model, dist.get_rank(), 0)
-    with observe_collectives(calls.append):
-        loss.backward()
-    has_gradient = [parameter.grad is not None for parameter in model.parameters()]
-    kinds = [call.kind for call in calls]
-    assert not any(has_gradient)
-    assert set(kinds) <= {"all_gather"}
+    squared(model, dist.get_rank(), 0).backward()
+    assert not any(parameter.grad is not None for parameter in model.parameters())
 
 
 class Failing(torch.autograd.Function):

@@ -119,17 +119,6 @@ def test_the_watch_queries_no_event_of_a_capture() -> None:
         assert latest_submission() is None
 
 
-@on_ranks(1)
-def test_the_double_finds_two_streams_that_nothing_orders() -> None:
-    with driven() as (double, watching):
-        tensor = torch.zeros(3)
-        watching.name("it", tensor)
-        with double.use(double.stream("side")):
-            tensor.add_(1)
-        (race,) = watching.races
-        assert race == "it: write by aten::zeros on compute, then write by aten::add_ on side"
-
-
 def misuse_of_captures() -> list[str]:
     double, errors = VirtualStreams(), []
 

@@ -183,7 +183,7 @@ def meet_over_records_of_an_attempt_before() -> list[str]:
     names = []
     for attempt in range(2):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
-        names.append(rendezvous.meet((0, 1), rendezvous.Statement("comes")))
+        names.append(rendezvous.meet((0, 1), "comes"))
         if attempt == 0 and dist.get_rank() == 0:
             rendezvous.report_failure((0, 1), "comes", Mine("on this rank"))
         dist.barrier()

@@ -6,7 +6,7 @@ A ``Recipe`` is a longer run of the token model: ``train_sharded``, ``train_repl
 
 import copy
 import enum
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,6 +26,7 @@ from megatron_fsdp import (
     clip_grad_norm_,
     fully_shard,
     fully_shard_optimizer,
+    load_checkpoint,
     microbatch,
     no_sync,
 )
@@ -36,22 +37,55 @@ NUM_MICROBATCHES = 2
 MAX_NORM = 0.45
 
 
+def parts_of(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the blocks of a ``Model`` and the layers of a ``Stack``, whose other parts their root owns; then the model.
+
+    Of another model every child, and every entry of a child that is a list.
+    """
+    own = model.blocks if isinstance(model, Model) else model.layers if isinstance(model, Stack) else None
+    for child in model.children() if own is None else [own]:
+        yield from child if isinstance(child, nn.ModuleList) else (child,)
+    yield model
+
+
+def sharded(model: nn.Module, strategy: str | None = None, **options: Any) -> Any:
+    """Make units of ``parts_of`` a model, and return it.
+
+    Args:
+        strategy: classmethod of ``Placements``, over all ranks (halves of them first, of two axes); by default what
+            ``fully_shard`` does by default.
+        options: of ``fully_shard``; "mesh" may be a shape.
+    """
+    mesh = options.pop("mesh", None)
+    if strategy is not None:
+        size = dist.get_world_size()
+        mesh = mesh or ((2, size // 2) if strategy in ("hsdp", "hfsdp") else (size,))
+    if mesh is not None:
+        options["mesh"] = mesh = make_mesh(mesh) if isinstance(mesh, tuple) else mesh
+    if strategy is not None:
+        options["placements"] = getattr(Placements, strategy)(*range(mesh.ndim))
+    for part in parts_of(model):
+        fully_shard(part, **options)
+    return model
+
+
+def sharded_model(strategy: str = "optim_grads_params", seed: int = 0, **options: Any) -> Model:
+    """Make the token model from a seed and shard it as ``sharded`` does."""
+    model: Model = sharded(make_model(seed), strategy, **options)
+    return model
+
+
 def shard_model(
     model: Model, mesh: DeviceMesh, strategy: str = "optim_grads_params", policy: MixedPrecisionPolicy | None = None
 ) -> Model:
     """Make every block a unit, and a unit of the rest; ``strategy`` names a classmethod of ``Placements``."""
-    placements = getattr(Placements, strategy)(*range(mesh.ndim))
-    for block in model.blocks:
-        fully_shard(block, mesh, placements, mp_policy=policy)
-    return fully_shard(model, mesh, placements, mp_policy=policy)
+    sharded(model, strategy, mesh=mesh, mp_policy=policy)
+    return model
 
 
 def shard_each(model: nn.Module) -> None:
     """Make a unit of every direct child (of every entry, for a ModuleList), and one of the model."""
-    for child in model.children():
-        for part in child if isinstance(child, nn.ModuleList) else (child,):
-            fully_shard(part)
-    fully_shard(model)
+    sharded(model)
 
 
 def shard_layers(model: nn.Module, **options: Any) -> None:
@@ -67,18 +101,52 @@ def units_of(model: nn.Module) -> list[FsdpModule]:
     return [module for module in model.modules() if isinstance(module, FsdpModule)]
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, ranks: Sequence[int]) -> None:
-    """Take one optimizer step per entry of ``steps`` on the mean loss over the data of ``ranks``.
+def token_loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    """Return the loss of the token model on one rank's data."""
+    tokens = draw_tokens(rank, step)
+    return loss_of(model(tokens), tokens)
+
+
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    steps: Iterable[int] = range(3),
+    ranks: Iterable[int] | None = None,
+    *,
+    loss: Callable[[Any, int, int], torch.Tensor] = token_loss,
+    max_norm: float | None = None,
+) -> list[float]:
+    """Take a step per entry of ``steps`` on the mean of ``loss(model, rank, step)`` over ``ranks``; return the means.
 
     Args:
-        ranks: this rank alone for a sharded model, all of them for the whole model beside it.
+        optimizer: None to leave the gradients of all steps in the model.
+        ranks: by default this one for a sharded model, and all of them for the whole model beside it.
+        max_norm: to clip to, by torch's function.
     """
+    if ranks is None:
+        ranks = [dist.get_rank()] if units_of(model) else range(dist.get_world_size())
+    ranks, losses = list(ranks), []
     for step in steps:
+        losses.append(0.0)
         for rank in ranks:
-            tokens = draw_tokens(rank, step)
-            (loss_of(model(tokens), tokens) / len(ranks)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+            found = loss(model, rank, step) / len(ranks)
+            found.backward()
+            losses[-1] += found.item()
+        if max_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        if optimizer is not None:
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses
+
+
+def resumed(
+    model: nn.Module, optimizer: torch.optim.Optimizer, path: str, steps: Iterable[int]
+) -> dict[str, torch.Tensor]:
+    """Load a checkpoint, ``train`` on, and return the whole state that this ends in."""
+    load_checkpoint(model, optimizer, path)
+    train(model, optimizer, steps)
+    return whole_state(model)
 
 
 def whole_state(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -9,34 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_fsdp import Placements, fully_shard
-from tests.harness.models import Stack, make_mesh, squared, three_blocks
-from tests.harness.oracle import whole
+from tests.harness.models import squared, three_blocks
+from tests.harness.oracle import parts_of, sharded, whole
+
+__all__ = ["Loss", "Twins", "parts_of", "sharded"]
 
 Loss = Callable[[Any, int, int], torch.Tensor]
-
-
-def parts_of(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the layers of a ``Stack``, whose other parts its root owns, or every child of another model; then it."""
-    yield from model.layers if isinstance(model, Stack) else model.children()
-    yield model
-
-
-def sharded(model: nn.Module, strategy: str | None = None, **options: Any) -> Any:
-    """Make units of ``parts_of`` a model, and return it.
-
-    Args:
-        strategy: classmethod of ``Placements``, over all ranks (halves of them first, of two axes); by default what
-            ``fully_shard`` does by default.
-        options: of ``fully_shard``.
-    """
-    if strategy is not None:
-        size = dist.get_world_size()
-        mesh = options.pop("mesh", None) or make_mesh((2, size // 2) if strategy in ("hsdp", "hfsdp") else (size,))
-        options |= {"mesh": mesh, "placements": getattr(Placements, strategy)(*range(mesh.ndim))}
-    for part in parts_of(model):
-        fully_shard(part, **options)
-    return model
 
 
 class Twins:

@@ -7,6 +7,7 @@ Megatron's own constructors cut it, so that both sides begin alike.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import zlib
 from collections.abc import Iterator, Mapping
@@ -27,11 +28,13 @@ from tests.integration.megatron_training import (
     GPTModel,
     OptimizerConfig,
     TransformerConfig,
+    distributed,
     finalize_model_grads,
     get_forward_backward_func,
     get_gpt_layer_local_spec,
     get_megatron_optimizer,
     megatron_processes,
+    optimizers,
     parallel_state,
     tensor_parallel,
     torch_norm,
@@ -56,7 +59,7 @@ class Task:
 
     Attributes:
         model: fields of TransformerConfig. data: number of data ranks, whose microbatches differ.
-        is_masked: ranks count different numbers of tokens.
+        is_masked: ranks count different numbers of tokens. is_drawn: weights are not those of Megatron's constructors.
     """
 
     model: Mapping[str, Any] = field(default_factory=dict)
@@ -67,12 +70,16 @@ class Task:
     num_microbatches: int = 2
     steps: int = 2
     is_masked: bool = False
+    is_drawn: bool = True
     optimizer: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """How it is spread: sizes of Megatron's groups and the strategy of this engine (None: Megatron's own wrapper)."""
+    """How it is spread: sizes of Megatron's groups and the strategy of this engine (None: Megatron's own wrapper).
+
+    ``is_installed``: Megatron's own names are called, which ``install`` has given to this engine.
+    """
 
     tp: int = 1
     pp: int = 1
@@ -82,6 +89,7 @@ class Mesh:
     chunks: int | None = None
     instances: int = 1
     strategy: str | None = "optim_grads_params"
+    is_installed: bool = False
     model: Mapping[str, Any] = field(default_factory=dict)
     ddp: Mapping[str, Any] = field(default_factory=dict)
 
@@ -99,14 +107,7 @@ class Mesh:
 
     def config(self) -> dict[str, Any]:
         """Return the fields of TransformerConfig that say the same."""
-        sizes = {
-            "tensor_model_parallel_size": self.tp,
-            "pipeline_model_parallel_size": self.pp,
-            "expert_model_parallel_size": self.ep,
-            "expert_tensor_parallel_size": self.etp,
-            "context_parallel_size": self.cp,
-            "virtual_pipeline_model_parallel_size": self.chunks,
-        }
+        sizes = {name: size for name, size in self.groups().items() if name != "num_distributed_optimizer_instances"}
         if self.pp > 1:
             sizes["pipeline_dtype"] = torch.float32
         return {**sizes, **self.model}
@@ -144,24 +145,22 @@ def global_names(chunk: nn.Module) -> dict[str, nn.Parameter]:
     return found
 
 
+def parts_of(parameter: nn.Parameter) -> tuple[int, int]:
+    """Return which tensor-parallel rank this is for a weight, of how many."""
+    if not getattr(parameter, "tensor_model_parallel", False):
+        return 0, 1
+    kind = "expert_tensor" if getattr(parameter, "allreduce", True) is False else "tensor_model"
+    rank, size = (getattr(parallel_state, f"get_{kind}_parallel_{what}")() for what in ("rank", "world_size"))
+    return rank, size
+
+
 def own_part(parameter: nn.Parameter, whole: torch.Tensor) -> torch.Tensor:
     """Return what a tensor-parallel rank holds of a whole weight, as Megatron's initialisation cuts it."""
-    if not getattr(parameter, "tensor_model_parallel", False):
+    rank, size = parts_of(parameter)
+    if size == 1:
         return whole
-    is_expert = getattr(parameter, "allreduce", True) is False
-    size = (
-        parallel_state.get_expert_tensor_parallel_world_size()
-        if is_expert
-        else parallel_state.get_tensor_model_parallel_world_size()
-    )
-    rank = (
-        parallel_state.get_expert_tensor_parallel_rank()
-        if is_expert
-        else parallel_state.get_tensor_model_parallel_rank()
-    )
     dim, stride = parameter.partition_dim, parameter.partition_stride
-    pieces = whole.chunk(stride, dim)
-    return torch.cat([piece.chunk(size, dim)[rank] for piece in pieces], dim)
+    return torch.cat([piece.chunk(size, dim)[rank] for piece in whole.chunk(stride, dim)], dim)
 
 
 def draw(name: str, shape: torch.Size) -> torch.Tensor:
@@ -173,14 +172,8 @@ def draw(name: str, shape: torch.Size) -> torch.Tensor:
 
 def whole_shape(parameter: nn.Parameter) -> torch.Size:
     """Return the shape that a weight has in the whole model."""
-    shape = list(parameter.shape)
-    if getattr(parameter, "tensor_model_parallel", False):
-        is_expert = getattr(parameter, "allreduce", True) is False
-        size = (
-            parallel_state.get_expert_tensor_parallel_world_size()
-            if is_expert
-            else parallel_state.get_tensor_model_parallel_world_size()
-        )
+    shape, (_, size) = list(parameter.shape), parts_of(parameter)
+    if size > 1:
         shape[parameter.partition_dim] *= size
     return torch.Size(shape)
 
@@ -203,6 +196,7 @@ def config_of(task: Task, mesh: Mesh) -> TransformerConfig:
 
 def make_chunk(task: Task, config: TransformerConfig, stage: int | None) -> nn.Module:
     """Return this rank's chunk of the model, with drawn weights."""
+    tensor_parallel.model_parallel_cuda_manual_seed(1, force_reset_rng=True)
     spec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts, moe_grouped_gemm=False, qk_layernorm=config.qk_layernorm
     )
@@ -210,7 +204,9 @@ def make_chunk(task: Task, config: TransformerConfig, stage: int | None) -> nn.M
         spec.submodules.self_attention.submodules.core_attention = ContextAttention
     first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage)
     last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage)
-    with mock.patch.object(torch_norm.WrappedTorchNorm, "__new__", _norm_of_a_sequence):
+    # As Megatron does: layers that name no device of their own have no memory yet.
+    device = torch.device("meta") if config.init_model_with_meta_device else contextlib.nullcontext()
+    with mock.patch.object(torch_norm.WrappedTorchNorm, "__new__", _norm_of_a_sequence), device:
         chunk = GPTModel(
             config,
             spec,
@@ -223,7 +219,7 @@ def make_chunk(task: Task, config: TransformerConfig, stage: int | None) -> nn.M
             vp_stage=stage,
         )
     with torch.no_grad():
-        for name, parameter in global_names(chunk).items():
+        for name, parameter in global_names(chunk).items() if task.is_drawn else ():
             parameter.copy_(own_part(parameter, draw(name, whole_shape(parameter))))
     return Float16Module(config, chunk) if config.bf16 or config.fp16 else chunk
 
@@ -288,7 +284,6 @@ def forward_step(data: Iterator[tuple[torch.Tensor, torch.Tensor]], model: Any) 
 def reference(task: Task) -> Outcome:
     """Train in this process alone, with plain PyTorch."""
     with megatron_processes():
-        tensor_parallel.model_parallel_cuda_manual_seed(1, force_reset_rng=True)
         config = config_of(task, Mesh())
         model = make_chunk(task, config, None)
         names = global_names(model)
@@ -339,7 +334,6 @@ def _accumulate(task: Task, config: TransformerConfig, model: nn.Module, step: i
 
 def build(task: Task, mesh: Mesh) -> tuple[list[Any], Any]:
     """Return this rank's wrapped chunks and their optimizer."""
-    tensor_parallel.model_parallel_cuda_manual_seed(1, force_reset_rng=True)
     config = config_of(task, mesh)
     stages = [None] if mesh.chunks is None else list(range(mesh.chunks))
     made = [make_chunk(task, config, stage) for stage in stages]
@@ -353,18 +347,21 @@ def build(task: Task, mesh: Mesh) -> tuple[list[Any], Any]:
     optimizer_config = OptimizerConfig(**options)
     if mesh.strategy is None:
         chunks = [DistributedDataParallel(config, DistributedDataParallelConfig(**ddp), chunk) for chunk in made]
-        return chunks, get_megatron_optimizer(optimizer_config, chunks, use_gloo_process_groups=False)
+        make = optimizers.get_megatron_optimizer if mesh.is_installed else get_megatron_optimizer
+        return chunks, make(optimizer_config, chunks, use_gloo_process_groups=False)
     ddp_config = DistributedDataParallelConfig(data_parallel_sharding_strategy=mesh.strategy, **ddp)
-    chunks = [mcore_adapter.ShardedDataParallel(config, ddp_config, chunk) for chunk in made]
-    return chunks, mcore_adapter.get_megatron_optimizer(optimizer_config, chunks, use_gloo_process_groups=False)
+    if mesh.is_installed:
+        wrap, get_optimizer = distributed.FullyShardedDataParallel, optimizers.get_megatron_optimizer
+    else:
+        wrap, get_optimizer = mcore_adapter.ShardedDataParallel, mcore_adapter.get_megatron_optimizer
+    chunks = [wrap(config, ddp_config, chunk) for chunk in made]
+    config.param_sync_func = [chunk.start_param_sync for chunk in chunks] if mesh.chunks else chunks[0].start_param_sync
+    return chunks, get_optimizer(optimizer_config, chunks, use_gloo_process_groups=False)
 
 
 def run_steps(task: Task, chunks: list[Any], optimizer: Any, steps: range) -> tuple[list[tuple[float, float]], Weights]:
     """Train under Megatron's schedule; return (loss, norm) of each step, and this rank's first gradients."""
     config, gradients = chunks[0].config, {}
-    is_many = len(chunks) > 1
-    config.no_sync_func = [chunk.no_sync for chunk in chunks] if is_many else chunks[0].no_sync
-    data_rank = parallel_state.get_data_parallel_rank()
 
     def finalize(model: Any, num_tokens: Any = None, **options: Any) -> None:
         finalize_model_grads(model, num_tokens, **options)
@@ -376,23 +373,31 @@ def run_steps(task: Task, chunks: list[Any], optimizer: Any, steps: range) -> tu
     config.finalize_model_grads_func = finalize
     figures = []
     for step in steps:
-        for chunk in chunks:
-            chunk.zero_grad_buffer()
-        optimizer.zero_grad()
-        batches: Any = [microbatches(task, data_rank, step) for _ in chunks]
-        losses = get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=batches if is_many else batches[0],
-            model=chunks if is_many else chunks[0],
-            num_microbatches=task.num_microbatches,
-            seq_length=LENGTH,
-            micro_batch_size=BATCH,
-            forward_only=False,
-        )
+        losses = forward_and_backward(task, chunks, optimizer, step)
         is_done, norm, _ = optimizer.step()
         assert is_done
         figures.append((_mean_loss(losses, is_per_token=config.calculate_per_token_loss), norm))
     return figures, gradients
+
+
+def forward_and_backward(task: Task, chunks: list[Any], optimizer: Any, step: int) -> list[dict[str, torch.Tensor]]:
+    """Run this rank's microbatches of a step, and return what the last stage reports of each."""
+    is_many, config = len(chunks) > 1, chunks[0].config
+    config.no_sync_func = [chunk.no_sync for chunk in chunks] if is_many else chunks[0].no_sync
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
+    optimizer.zero_grad()
+    batches: Any = [microbatches(task, parallel_state.get_data_parallel_rank(), step) for _ in chunks]
+    reports: list[dict[str, torch.Tensor]] = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=batches if is_many else batches[0],
+        model=chunks if is_many else chunks[0],
+        num_microbatches=task.num_microbatches,
+        seq_length=LENGTH,
+        micro_batch_size=BATCH,
+        forward_only=False,
+    )
+    return reports
 
 
 def _mean_loss(losses: list[dict[str, torch.Tensor]], *, is_per_token: bool) -> float:

@@ -16,7 +16,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from megatron.core import tensor_parallel
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel as megatron_FSDP
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
@@ -33,7 +33,9 @@ from megatron.training.training import setup_model_and_optimizer, train_step
 from megatron.training.utils import calc_params_l2_norm
 
 from tests.integration.cuda_double import cuda_double
-from tests.integration.megatron_training import batches, finalize_model_grads, forward_step
+from tests.integration.megatron_training import finalize_model_grads
+
+LENGTH, VOCABULARY, NUM_MICROBATCHES = 16, 64, 2
 
 
 def add_own_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -61,6 +63,33 @@ def model_provider(
         share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
         vp_stage=vp_stage,
     )
+
+
+def batches(step: int) -> Iterator[torch.Tensor]:
+    """Yield this rank's microbatches of a step: numbers in order, each sequence from another one on."""
+    generator = torch.Generator().manual_seed(1000 * parallel_state.get_data_parallel_rank() + step)
+    for _ in range(NUM_MICROBATCHES):
+        first = torch.randint(0, VOCABULARY, (2, 1), generator=generator)
+        yield (first + torch.arange(LENGTH)) % VOCABULARY
+
+
+def forward_step(data: Iterator[torch.Tensor], model: Any) -> tuple[torch.Tensor, Any]:
+    """Run one microbatch, as pretrain_gpt.py's function of this name does."""
+    tokens = next(data)
+    positions = torch.arange(LENGTH)[None].expand(2, LENGTH)
+    mask = torch.ones(1, 1, LENGTH, LENGTH).tril() < 0.5
+    output = model(tokens, positions, mask, labels=(tokens + 1) % VOCABULARY)
+    # Ranks count different numbers of tokens, which matters where losses are normalised by them.
+    counted = (tokens > 5 * parallel_state.get_data_parallel_rank()).float()
+
+    def loss_function(output: torch.Tensor) -> tuple[Any, ...]:
+        total, number = (output.float() * counted).sum(), counted.sum()
+        report = {"loss": (total / number).detach()}
+        if model.config.calculate_per_token_loss:
+            return total, number.int(), report
+        return total / number, report
+
+    return output, loss_function
 
 
 def endless(first: int) -> Iterator[torch.Tensor]:

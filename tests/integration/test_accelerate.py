@@ -18,8 +18,7 @@ from megatron_fsdp import FsdpModule
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.integrations.huggingface.prepare import accelerate_fsdp2
 from tests.integration.ranks import run_ranks
-from tests.integration.test_transformers_trainer import reset_accelerate
-from tests.integration.tiny_models import draw_tokens, make_model, train, whole_state, worst
+from tests.integration.tiny_models import draw_tokens, make_model, reset_accelerate, train, whole_state, worst
 
 NUM_STEPS = 3
 

@@ -20,15 +20,14 @@ from accelerate.utils import DistributedType
 from peft import PeftModel
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer
 
 from megatron_fsdp import FsdpModule
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.integrations.huggingface.prepare import accelerate_fsdp2, prepare_model
 from tests.integration.adapters import QUIET, make_lora
 from tests.integration.ranks import run_ranks
-from tests.integration.test_transformers_trainer import Samples, reset_accelerate
-from tests.integration.tiny_models import draw_tokens, make_model, whole_state, worst
+from tests.integration.tiny_models import generated, make_model, make_trainer, reset_accelerate, whole_state, worst
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
 
@@ -51,27 +50,6 @@ def fsdp_on_cpu() -> Iterator[None]:
     reset_accelerate()
 
 
-def make_trainer(model: nn.Module, folder: Path, **options: Any) -> Trainer:
-    arguments = TrainingArguments(
-        output_dir=str(folder),
-        learning_rate=0.01,
-        lr_scheduler_type="constant",
-        logging_steps=1,
-        use_cpu=True,
-        report_to=[],
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
-        **{
-            "per_device_train_batch_size": 3,
-            "train_sampling_strategy": "sequential",
-            "max_steps": 4,
-            "save_strategy": "no",
-            **options,
-        },
-    )
-    return Trainer(model=model, args=arguments, train_dataset=Samples(), eval_dataset=Samples())
-
-
 FSDP = {"fsdp": True, "fsdp_config": {"version": 2}}
 MAKERS = {
     "llama": functools.partial(make_model, "llama"),
@@ -82,12 +60,6 @@ MAKERS = {
 
 def losses_of(trainer: Trainer) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-
-def generated(model: nn.Module) -> list[int]:
-    model.eval()
-    tokens = model.generate(input_ids=draw_tokens(0, 5, 1), max_new_tokens=4, do_sample=False, pad_token_id=0)
-    return tokens[0].tolist()
 
 
 def train_and_resume(kind: str, folder: Path) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fsdp.runtime.lifecycle.module import FsdpModule
-from tests.integration.megatron_training import Job, build_model, megatron_processes, train
+from tests.integration.megatron_meshes import Mesh, Task, config_of, make_chunk, megatron_processes, run_steps
 from tests.integration.ranks import run_ranks
 from tests.integration.test_megatron_exchange import written_by_threads
 
@@ -18,9 +18,9 @@ def follow_the_page(folder: Path) -> tuple[bool, list[float]]:
     with megatron_processes():
         for code in codes:
             exec(compile(code, str(PAGE), "exec"), names)  # what is under test is the text
-        config, plain = build_model(Job(None))
-        model, optimizer = names["wrap"](config, plain)
-        norms = [norm for _, norm, _ in train(model, optimizer, range(2))]
+        config = config_of(Task(), Mesh())
+        model, optimizer = names["wrap"](config, make_chunk(Task(), config, None))
+        norms = [norm for _, norm in run_steps(Task(), [model], optimizer, range(2))[0]]
         with written_by_threads():
             names["save_torch_dist"]([model], optimizer, folder / "from", {"iteration": 2})
             names["exchange"](model, optimizer, folder / "from", folder / "to")

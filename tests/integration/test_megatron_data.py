@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from megatron.core.datasets import indexed_dataset
 
 import pretrain_gpt
 from gpt.data import DataError
 from gpt.indexed import load_data
+from tests.integration.megatron_training import indexed_dataset
 
 CPU = torch.device("cpu")
 
@@ -21,7 +21,11 @@ TINY = (
 )
 
 
-pytestmark = pytest.mark.usefixtures("plain_start")
+pytestmark = [
+    pytest.mark.usefixtures("plain_start"),
+    # megatron-core closes what it could not open.
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
 
 
 def write_documents(prefix: str, documents: list[list[int]]) -> str:
@@ -117,8 +121,6 @@ def test_without_validation_no_part_is_needed_for_it() -> None:
     assert load_data(arguments([write("a", 9)], eval_iters=0)).num_tokens == 27
 
 
-# megatron-core closes what it could not open.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(("suffix", "keep"), [("idx", 3), ("idx", 40), ("bin", 35)])
 def test_a_file_that_is_cut_off_is_refused(suffix: str, keep: int) -> None:
     path = Path(f"{write('a', 9)}.{suffix}")

@@ -138,11 +138,6 @@ def groups_in(optimizer: Any) -> list[dict[str, Any]]:
     return [group for inner in optimizers_in(optimizer) for group in inner.optimizer.param_groups]
 
 
-def next_steps(task: Task, chunks: list[Any], optimizer: Any) -> tuple[int, list[tuple[float, float]]]:
-    figures, _ = run_steps(task, chunks, optimizer, range(2, 4))
-    return parallel_state.get_data_parallel_world_size(), figures
-
-
 def exchange(task: Task, first: Mesh, second: Mesh, folder: Path) -> tuple[Held, Held, Any, Any]:
     """Train and save under one engine, load under the other; return what both hold, and their next steps."""
     is_distributed = bool((first if first.strategy is None else second).ddp)
@@ -155,9 +150,8 @@ def exchange(task: Task, first: Mesh, second: Mesh, folder: Path) -> tuple[Held,
         with written_by_threads():
             save(chunks, optimizer, first, folder, is_distributed)
         wanted = all_held(chunks, optimizer, first)
-        steps.append(
-            (parallel_state.get_data_parallel_world_size(), run_steps(task, chunks, optimizer, range(2, 4))[0])
-        )
+        figures, _ = run_steps(task, chunks, optimizer, range(2, 4))
+        steps.append((parallel_state.get_data_parallel_world_size(), figures))
     with megatron_processes(**second.groups()):
         chunks, optimizer = build(task_of(task, second), second)
         if second.strategy is None:
@@ -166,9 +160,8 @@ def exchange(task: Task, first: Mesh, second: Mesh, folder: Path) -> tuple[Held,
         assert load(chunks, optimizer, second, folder) == 2
         assert {group["lr"] for group in groups_in(optimizer)} == {3e-3}
         found = all_held(chunks, optimizer, second)
-        steps.append(
-            (parallel_state.get_data_parallel_world_size(), run_steps(task, chunks, optimizer, range(2, 4))[0])
-        )
+        figures, _ = run_steps(task, chunks, optimizer, range(2, 4))
+        steps.append((parallel_state.get_data_parallel_world_size(), figures))
     return wanted, found, *steps
 
 

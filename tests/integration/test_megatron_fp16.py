@@ -7,23 +7,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
-from tests.integration.megatron_meshes import BATCH as BATCH
 from tests.integration.megatron_meshes import (
-    LENGTH,
     Mesh,
     Task,
     build,
     finalize_model_grads,
-    forward_step,
-    get_forward_backward_func,
+    forward_and_backward,
     megatron_processes,
-    microbatches,
-    parallel_state,
 )
 from tests.integration.ranks import run_ranks
+from tests.integration.test_megatron_mesh_checkpoint import load, save
 
 HALF = {"fp16": True, "params_dtype": torch.float16, "pipeline_dtype": torch.float16}
 # Far too large at first, so that steps are left out; two good ones in a row let it grow.
@@ -33,22 +28,11 @@ Steps = list[tuple[bool, float, float | None, float]]
 
 def train(task: Task, chunks: list[Any], optimizer: Any, steps: range) -> Steps:
     """Return whether each step was made, the scale after it, and its norm and loss."""
-    model, config = chunks[0], chunks[0].config
-    config.no_sync_func, config.finalize_model_grads_func = model.no_sync, finalize_model_grads
-    config.grad_scale_func = optimizer.scale_loss
+    config = chunks[0].config
+    config.finalize_model_grads_func, config.grad_scale_func = finalize_model_grads, optimizer.scale_loss
     found = []
     for step in steps:
-        model.zero_grad_buffer()
-        optimizer.zero_grad()
-        reports = get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=microbatches(task, parallel_state.get_data_parallel_rank(), step),
-            model=model,
-            num_microbatches=task.num_microbatches,
-            seq_length=LENGTH,
-            micro_batch_size=BATCH,
-            forward_only=False,
-        )
+        reports = forward_and_backward(task, chunks, optimizer, step)
         is_done, norm, _ = optimizer.step()
         loss = torch.tensor([sum(((entry["loss"][0] / entry["loss"][1]).item() for entry in reports), 0.0)])
         dist.all_reduce(loss)
@@ -77,15 +61,10 @@ def resume(task: Task, mesh: Mesh, folder: Path) -> tuple[Steps, Steps]:
     with megatron_processes(**mesh.groups()):
         chunks, optimizer = build(task, mesh)
         train(task, chunks, optimizer, range(12))
-        dcp.save(
-            {"model": chunks[0].sharded_state_dict(), "optimizer": optimizer.sharded_state_dict()}, checkpoint_id=folder
-        )
+        save(chunks, optimizer, folder)
         wanted = train(task, chunks, optimizer, range(12, 15))
         chunks, optimizer = build(task, mesh)
-        state = {"model": chunks[0].sharded_state_dict(), "optimizer": optimizer.sharded_state_dict(is_loading=True)}
-        dcp.load(state, checkpoint_id=folder)
-        chunks[0].load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
+        load(chunks, optimizer, folder)
         return wanted, train(task, chunks, optimizer, range(12, 15))
 
 
@@ -125,17 +104,8 @@ def gradients(mesh: Mesh) -> torch.Tensor:
     task = Task(HALF, data=2, optimizer={"fp16": True, "loss_scale": 1024.0})
     chunks, optimizer = build(task, replace(mesh, model=HALF))
     model, config = chunks[0], chunks[0].config
-    config.no_sync_func, config.finalize_model_grads_func = model.no_sync, finalize_model_grads
-    config.grad_scale_func = optimizer.scale_loss
-    get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=microbatches(task, parallel_state.get_data_parallel_rank(), 0),
-        model=model,
-        num_microbatches=task.num_microbatches,
-        seq_length=LENGTH,
-        micro_batch_size=BATCH,
-        forward_only=False,
-    )
+    config.finalize_model_grads_func, config.grad_scale_func = finalize_model_grads, optimizer.scale_loss
+    forward_and_backward(task, chunks, optimizer, 0)
     found = [value if (value := getattr(p, "main_grad", None)) is not None else p.grad for p in model.parameters()]
     return torch.cat([(g.full_tensor() if isinstance(g, DTensor) else g).double().flatten() for g in found])
 

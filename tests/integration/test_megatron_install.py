@@ -2,6 +2,8 @@
 
 import importlib
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,22 +14,39 @@ import pytest
 from megatron_fsdp.integrations.megatron import adapter as mcore_adapter
 from megatron_fsdp.integrations.megatron.data_parallel import DataParallelMethods
 from megatron_fsdp.runtime.lifecycle.module import FsdpModule
-from tests.integration.megatron_training import (
-    EXPERTS,
+from tests.integration.megatron_meshes import (
+    MOE,
     DistributedDataParallelConfig,
-    Job,
-    ProcessGroupCollection,
+    Mesh,
+    Task,
     build,
-    build_model,
+    config_of,
+    make_chunk,
     megatron_processes,
     optimizers,
-    train,
+    run_steps,
 )
+from tests.integration.megatron_training import ProcessGroupCollection
 from tests.integration.ranks import run_ranks
 
 ADAPTER = "megatron.core.distributed.fsdp.mcore_fsdp_adapter"
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
-Figures = list[tuple[float, float, float]]
+INSTALLED = Mesh(is_installed=True)
+Figures = list[tuple[float, float]]
+
+
+@contextmanager
+def installed() -> Iterator[list[str]]:
+    changed = mcore_adapter.install()
+    try:
+        yield changed
+    finally:
+        mcore_adapter.uninstall()
+
+
+def build_model() -> tuple[Any, Any]:
+    config = config_of(Task(), Mesh())
+    return config, make_chunk(Task(), config, None)
 
 
 def adapter_names() -> dict[str, Any]:
@@ -36,51 +55,43 @@ def adapter_names() -> dict[str, Any]:
     return {place: sys.modules[place].FullyShardedDataParallel for place in places}
 
 
-def compare(job: Job, strategies: tuple[str, ...]) -> tuple[Figures, list[Figures]]:
+def compare(task: Task, strategies: tuple[str, ...]) -> tuple[Figures, list[Figures]]:
     """Train a job under DistributedDataParallel, then with each strategy through Megatron's names."""
     with megatron_processes():
-        wanted = train(*build(job), range(4))
-        mcore_adapter.install()
-        jobs = [replace(job, strategy=strategy, is_installed=True) for strategy in strategies]
-        try:
-            return wanted, [train(*build(each), range(4)) for each in jobs]
-        finally:
-            mcore_adapter.uninstall()
+        wanted, _ = run_steps(task, *build(task, Mesh(strategy=None)), range(4))
+        with installed():
+            meshes = [replace(INSTALLED, strategy=strategy) for strategy in strategies]
+            return wanted, [run_steps(task, *build(task, mesh), range(4))[0] for mesh in meshes]
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "job", "strategies"),
+    ("num_ranks", "task", "strategies"),
     [
-        (1, Job(None), STRATEGIES[-1:]),
-        (2, Job(None), STRATEGIES),
-        (2, Job(None, is_tied=True, model=EXPERTS), STRATEGIES[-1:]),
-        (2, Job(None, model={"calculate_per_token_loss": True}), STRATEGIES[-1:]),
+        (2, Task(), STRATEGIES),
+        (2, Task(MOE, is_tied=True), STRATEGIES[-1:]),
+        (2, Task({"calculate_per_token_loss": True}, is_masked=True), STRATEGIES[-1:]),
     ],
-    ids=["one", "two", "experts", "per-token"],
+    ids=["strategies", "experts", "per-token"],
 )
 def test_losses_and_logged_norms_through_megatrons_names_are_those_of_its_ddp(
-    num_ranks: int, job: Job, strategies: tuple[str, ...]
+    num_ranks: int, task: Task, strategies: tuple[str, ...]
 ) -> None:
-    results = run_ranks(num_ranks, compare, job, strategies)
+    results = run_ranks(num_ranks, compare, task, strategies)
     assert all(result == results[0] for result in results)
     wanted, found = results[0]
     for figures in found:
-        for (loss, norm, _), (wanted_loss, wanted_norm, _) in zip(figures, wanted, strict=True):
-            assert loss == pytest.approx(wanted_loss, rel=1e-5)
-            assert norm == pytest.approx(wanted_norm, rel=1e-5)
+        for pair, wanted_pair in zip(figures, wanted, strict=True):
+            assert pair == pytest.approx(wanted_pair, rel=1e-5)
 
 
 def build_and_look() -> dict[str, bool]:
     """Return what holds of a model built through Megatron's name, whose class a script imported before."""
     with megatron_processes():
         before = adapter_names()
-        changed = mcore_adapter.install()
-        try:
+        with installed() as changed:
             again = mcore_adapter.install()
-            model, _ = build(Job("optim_grads_params", is_installed=True))
+            (model,), _ = build(Task(), INSTALLED)
             during = adapter_names()
-        finally:
-            mcore_adapter.uninstall()
         return {
             "one class before": len(set(before.values())) == 1,
             "another one during": set(during.values()).isdisjoint(before.values()),
@@ -115,12 +126,9 @@ def replace_another(folder: Path) -> list[bool]:
         with mock.patch.object(fsdp, "__path__", [*fsdp.__path__, str(folder)]):
             found = importlib.import_module("megatron.core.distributed.fsdp.version_two")
             plain = found.AdapterOfVersionTwo
-            changed = mcore_adapter.install()
-            try:
-                config, model = build_model(Job(None))
+            with installed() as changed:
+                config, model = build_model()
                 wrapped = found.AdapterOfVersionTwo(config, DistributedDataParallelConfig(), model)
-            finally:
-                mcore_adapter.uninstall()
         return [
             f"{found.__name__}.AdapterOfVersionTwo" in changed,
             isinstance(wrapped, plain) and isinstance(wrapped.module, FsdpModule),
@@ -135,13 +143,10 @@ def test_another_adapter_class_beside_megatrons_is_replaced_as_well(tmp_path: Pa
 def train_both() -> list[bool]:
     with megatron_processes():
         plain = optimizers.get_megatron_optimizer
-        mcore_adapter.install()
-        try:
-            _, optimizer = build(Job(None))
-            _, sharded = build(Job("optim", is_installed=True))
+        with installed():
+            _, optimizer = build(Task(), Mesh(strategy=None, is_installed=True))
+            _, sharded = build(Task(), replace(INSTALLED, strategy="optim"))
             is_other = optimizers.get_megatron_optimizer is not plain
-        finally:
-            mcore_adapter.uninstall()
         is_back = optimizers.get_megatron_optimizer is plain
         return [is_other, is_back, *("Sharded" in type(each).__name__ for each in (optimizer, sharded))]
 
@@ -151,20 +156,15 @@ def test_models_of_megatrons_ddp_get_megatrons_optimizer_after_install() -> None
 
 
 def pass_constructor_arguments() -> str:
-    with megatron_processes():
-        mcore_adapter.install()
-        try:
-            config, model = build_model(Job(None))
-            wrap = adapter_names()[ADAPTER]
-            ddp_config = DistributedDataParallelConfig(data_parallel_sharding_strategy="optim_grads_params")
-            groups = ProcessGroupCollection.use_mpu_process_groups()
-            arguments = {"config": config, "ddp_config": ddp_config, "disable_bucketing": True, "pg_collection": groups}
-            with pytest.raises(ValueError, match=r"of_the_future=3: this wrapper does not know"):
-                wrap(module=model, **arguments, of_the_future=3)
-            wrapped = wrap(module=model, **arguments, of_the_future=None)
-            return type(wrapped).__name__
-        finally:
-            mcore_adapter.uninstall()
+    with megatron_processes(), installed():
+        config, model = build_model()
+        wrap = adapter_names()[ADAPTER]
+        ddp_config = DistributedDataParallelConfig(data_parallel_sharding_strategy="optim_grads_params")
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        arguments = {"config": config, "ddp_config": ddp_config, "disable_bucketing": True, "pg_collection": groups}
+        with pytest.raises(ValueError, match=r"of_the_future=3: this wrapper does not know"):
+            wrap(module=model, **arguments, of_the_future=3)
+        return type(wrap(module=model, **arguments, of_the_future=None)).__name__
 
 
 def test_it_takes_the_arguments_that_megatron_passes_and_refuses_unknown_ones_that_ask_for_something() -> None:

@@ -4,13 +4,14 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from megatron_fsdp import save_checkpoint
-from megatron_fsdp.errors import CheckpointError
+from megatron_fsdp import load_checkpoint, save_checkpoint
+from megatron_fsdp.errors import CheckpointError, ConfigError
 from megatron_fsdp.integrations.megatron.checkpoint import innermost, lay_out_for_megatron
 from tests.integration.megatron_meshes import (
     GATED,
@@ -20,7 +21,8 @@ from tests.integration.megatron_meshes import (
     build,
     global_names,
     megatron_processes,
-    parallel_state,
+    optimizers,
+    parts_of,
     run_steps,
     whole_rows,
 )
@@ -30,35 +32,53 @@ SEQUENCE = {"sequence_parallel": True}
 Held = dict[str, list[tuple[int, int, int, int, torch.Tensor]]]
 
 
-def save(chunks: list[Any], optimizer: Any, folder: Path) -> None:
+def save(chunks: list[Any], optimizer: Any, folder: Path, kind: str = "dcp") -> None:
+    if kind == "own":
+        save_checkpoint(chunks[0].module, optimizer.optimizer, folder)
+        return
+    if kind == "local":
+        state = {"model": chunks[0].state_dict(), "optimizer": optimizer.state_dict()}
+        torch.save(state, folder.with_suffix(f".{torch.distributed.get_rank()}"))
+        return
     weights = {f"model{i or ''}": chunk.sharded_state_dict() for i, chunk in enumerate(chunks)}
     dcp.save({**weights, "optimizer": optimizer.sharded_state_dict(weights)}, checkpoint_id=folder)
 
 
-def load(chunks: list[Any], optimizer: Any, folder: Path) -> None:
-    state: dict[str, Any] = {f"model{i or ''}": chunk.sharded_state_dict() for i, chunk in enumerate(chunks)}
-    state["optimizer"] = optimizer.sharded_state_dict(state, is_loading=True)
-    dcp.load(state, checkpoint_id=folder)
+def load(chunks: list[Any], optimizer: Any, folder: Path, kind: str = "dcp") -> None:
+    if kind == "own":
+        load_checkpoint(chunks[0].module, optimizer.optimizer, folder)
+        return
+    if kind == "local":
+        state = torch.load(folder.with_suffix(f".{torch.distributed.get_rank()}"), weights_only=False)
+    else:
+        state = {f"model{i or ''}": chunk.state_dict_for_save_checkpoint() for i, chunk in enumerate(chunks)}
+        state["optimizer"] = optimizer.sharded_state_dict(state, is_loading=True)
+        dcp.load(state, checkpoint_id=folder)
     for i, chunk in enumerate(chunks):
         chunk.load_state_dict(state[f"model{i or ''}"])
     optimizer.load_state_dict(state["optimizer"])
     optimizer.reload_model_params()
 
 
-def resume(task: Task, mesh: Mesh, folder: Path) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
+Figures = list[tuple[float, float]]
+
+
+def resume(task: Task, mesh: Mesh, folder: Path, kind: str) -> tuple[Figures, Figures, int]:
     """Return losses and norms of two steps after a save, and of those that a new model makes after a load."""
     with megatron_processes(**mesh.groups()):
         chunks, optimizer = build(task, mesh)
         run_steps(task, chunks, optimizer, range(2))
-        save(chunks, optimizer, folder)
+        save(chunks, optimizer, folder, kind)
         wanted, _ = run_steps(task, chunks, optimizer, range(2, 4))
         chunks, optimizer = build(task, mesh)
-        load(chunks, optimizer, folder)
+        load(chunks, optimizer, folder, kind)
         found, _ = run_steps(task, chunks, optimizer, range(2, 4))
-        return wanted, found
+        return wanted, found, len(optimizer.param_groups)
 
 
+TIED_EXPERTS = Task(MOE, data=2, is_tied=True)
 MESHES = {
+    "dp2": (2, TIED_EXPERTS, Mesh()),
     "tp2, gated": (2, Task(GATED, is_tied=True), Mesh(tp=2)),
     "ep2": (2, Task(MOE, data=2), Mesh(ep=2)),
     "pp2, tied": (2, Task(is_tied=True), Mesh(pp=2)),
@@ -71,10 +91,52 @@ MESHES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", MESHES)
-def test_a_run_goes_on_from_a_checkpoint_as_without_a_break(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "kind"), [("dp2", "own"), ("dp2", "local"), *((name, "dcp") for name in MESHES if name != "dp2")]
+)
+def test_a_run_goes_on_from_a_checkpoint_as_without_a_break(name: str, kind: str, tmp_path: Path) -> None:
     ranks, task, mesh = MESHES[name]
-    for wanted, found in run_ranks(ranks, resume, task, mesh, tmp_path / "step2"):
+    for wanted, found, _ in run_ranks(ranks, resume, task, mesh, tmp_path / "step2", kind):
+        assert found == wanted
+
+
+def held_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Leave out parameters of which this rank holds nothing, as Megatron does for version 2 of Megatron-FSDP."""
+    held = [{**group, "params": [p for p in group["params"] if p._local_tensor.numel()]} for group in groups]
+    return [group for group in held if group["params"]]
+
+
+def resume_with_held_groups(folder: Path) -> tuple[Figures, Figures, int]:
+    original = optimizers._get_param_groups
+    with mock.patch.object(
+        optimizers, "_get_param_groups", lambda *args, **options: held_groups(original(*args, **options))
+    ):
+        return resume(TIED_EXPERTS, Mesh(), folder, "dcp")
+
+
+def test_a_run_goes_on_where_ranks_leave_out_what_they_hold_nothing_of(tmp_path: Path) -> None:
+    found = run_ranks(5, resume_with_held_groups, tmp_path / "step2")
+    for wanted, again, _ in found:
+        assert again == wanted
+    assert len({num_groups for *_, num_groups in found}) == 2
+
+
+def ask_early(kind: str) -> tuple[Figures, Figures]:
+    """Train, then train another one whose optimizer was asked for its state, or told of none, before the first step."""
+    task = Task(MOE, is_tied=True, optimizer={"optimizer": kind})
+    with megatron_processes():
+        wanted, _ = run_steps(task, *build(task, Mesh()), range(2))
+        chunks, optimizer = build(task, Mesh())
+        with pytest.raises(ConfigError, match=r"sharded_offsets=.* wanted \(\)"):
+            chunks[0].sharded_state_dict(sharded_offsets=((0, 0, 2),))
+        state = optimizer.sharded_state_dict(chunks[0].sharded_state_dict(), is_loading=True)
+        assert state["state"]
+        return wanted, run_steps(task, chunks, optimizer, range(2))[0]
+
+
+@pytest.mark.parametrize("kind", ["adam", "sgd"])
+def test_a_search_for_a_checkpoint_that_is_not_there_changes_nothing(kind: str) -> None:
+    for wanted, found in run_ranks(2, ask_early, kind):
         assert found == wanted
 
 
@@ -83,12 +145,8 @@ def held(chunks: list[Any], optimizer: Any) -> Held:
     found: Held = {}
     for chunk in chunks:
         for name, parameter in global_names(chunk.module).items():
-            is_cut = getattr(parameter, "tensor_model_parallel", False)
-            is_expert = getattr(parameter, "allreduce", True) is False
-            kind = "expert_tensor_parallel" if is_expert else "tensor_model_parallel"
-            rank = getattr(parallel_state, f"get_{kind}_rank")() if is_cut else 0
-            size = getattr(parallel_state, f"get_{kind}_world_size")() if is_cut else 1
-            dim, stride = (parameter.partition_dim, parameter.partition_stride) if is_cut else (0, 1)
+            rank, size = parts_of(parameter)
+            dim, stride = (parameter.partition_dim, parameter.partition_stride) if size > 1 else (0, 1)
             state = optimizer.optimizer.state[parameter]
             for key, value in {"weight": parameter, **state}.items():
                 entry = (rank, size, dim, stride, whole_rows(value))

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 
 from megatron_fsdp.errors import ConfigError
-from megatron_fsdp.integrations.megatron import data_parallel
+from megatron_fsdp.integrations.megatron.groups import ModelGroups
 from tests.integration.megatron_meshes import (
     GATED,
     MOE,
@@ -65,6 +65,7 @@ CASES: dict[int, dict[str, Case]] = {
         ),
         "tp2 dp2+sp, gated": Case(Task(GATED, data=2), Mesh(tp=2, model=SEQUENCE)),
         "tp2 dp2, optim, per token": Case(Task(PER_TOKEN, data=2, is_masked=True), Mesh(tp=2, strategy="optim")),
+        "hsdp, optim_grads": Case(Task(data=4), Mesh(instances=2, strategy="optim_grads")),
         "tp2 hsdp": Case(Task(data=2), Mesh(tp=2, instances=2)),
         "tp2 ep2+sp": Case(Task(MOE, data=2), Mesh(tp=2, ep=2, model=SEQUENCE)),
         "tp2 ep2 etp1 dp2+sp": Case(Task(MOE, data=2), Mesh(tp=2, ep=2, etp=1, model=SEQUENCE)),
@@ -97,22 +98,8 @@ CASES: dict[int, dict[str, Case]] = {
 NAMES = [(ranks, name) for ranks, cases in CASES.items() for name in cases]
 
 
-_FAILED: dict[int, Exception] = {}
-
-
-def found_by(ranks: int) -> list[dict[str, list[str]]]:
-    """Return ``differences``, and raise what it raised at once where it did before."""
-    if ranks in _FAILED:
-        raise _FAILED[ranks]
-    try:
-        return differences(ranks)
-    except Exception as error:
-        _FAILED[ranks] = error
-        raise
-
-
 @functools.cache
-def differences(ranks: int) -> list[dict[str, list[str]]]:
+def found_by(ranks: int) -> list[dict[str, list[str]]]:
     """Run all meshes of one size in one job, after their tasks in one process; return what each rank found unlike."""
     cases = CASES[ranks]
     outcomes = run_ranks(1, references, [case.task for case in cases.values()])[0]
@@ -137,8 +124,11 @@ def test_the_page_lists_just_these_meshes() -> None:
 
 def wrap_with_others() -> str:
     """Wrap stages whose tied embedding shares its group with whatever else the stage has; return what is said."""
-    mesh = Mesh(pp=2)
-    with megatron_processes(**mesh.groups()), mock.patch.object(data_parallel, "_separate"):
+    mesh, tied = Mesh(pp=2), ModelGroups.tied
+    # The first who asks for what stages share gives it a group of its own.
+    found = iter([lambda groups, model: []])
+    first_not = mock.patch.object(ModelGroups, "tied", lambda groups, model: next(found, tied)(groups, model))
+    with megatron_processes(**mesh.groups()), first_not:
         with pytest.raises(ConfigError) as caught:
             build(Task(is_tied=True, data=2), mesh)
         return str(caught.value)

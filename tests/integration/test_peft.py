@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from peft import PeftModel
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 from dbuffer import CollectiveCall, observe_collectives
@@ -14,19 +13,13 @@ from megatron_fsdp.integrations.huggingface.prepare import prepare_model
 from tests.integration.adapters import QUIET, make_lora, make_prompt
 from tests.integration.ranks import run_ranks
 from tests.integration.test_transformers_trainer import run_trainer
-from tests.integration.tiny_models import LENGTH, draw_tokens, make_model, train, whole_state, worst
+from tests.integration.tiny_models import LENGTH, generated, make_model, train, whole_state, worst
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
 
 KINDS = {"lora": make_lora, "lora of a tied model": lambda: make_lora("gpt2"), "prompt": make_prompt}
 # Adapters of a tiny model take less, its weights more than ten times as much.
 FEW_BYTES = 8192
-
-
-def generated(model: nn.Module) -> list[int]:
-    model.eval()
-    tokens = model.generate(input_ids=draw_tokens(0, 5, 1), max_new_tokens=4, do_sample=False, pad_token_id=0)
-    return tokens[0].tolist()
 
 
 def train_save_and_generate(name: str, config: dict[str, Any], folder: Path) -> tuple[Any, ...]:

@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from megatron.core.datasets import indexed_dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 import pretrain_gpt
 from gpt.data import build_tokenizer
 from megatron_fsdp import ConfigError
+from tests.integration.megatron_training import indexed_dataset
 
 TEXT = "the quick brown fox jumps over the lazy dog; zwölf Boxkämpfer jagen Eva. "
 DOCUMENT = TEXT * 8 + "\n\n"

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_fsdp import FsdpModule
 from tests.integration.ranks import run_ranks
-from tests.integration.test_transformers_trainer import reset_accelerate
+from tests.integration.tiny_models import reset_accelerate
 
 PAGE = Path(__file__).parents[2] / "docs" / "huggingface.md"
 

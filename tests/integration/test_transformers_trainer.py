@@ -6,58 +6,34 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate.state import AcceleratorState, GradientState
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer
 
 from megatron_fsdp import FsdpModule
 from megatron_fsdp.integrations.huggingface.prepare import prepare_model
 from tests.harness import RankError
 from tests.integration.ranks import run_ranks
-from tests.integration.tiny_models import ALL, LENGTH, draw_tokens, logits_of, make_model, whole_state, worst
-
-NUM_SAMPLES = 24
-
-
-class Samples(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """Rows of tokens, no two alike."""
-
-    def __init__(self) -> None:
-        self.tokens = draw_tokens(0, 0, batch=NUM_SAMPLES)
-
-    def __len__(self) -> int:
-        return NUM_SAMPLES
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {"input_ids": self.tokens[index], "labels": self.tokens[index]}
-
-
-def reset_accelerate() -> None:
-    """Make accelerate look at its surroundings anew: its state is that of the process, and ranks live on."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+from tests.integration.tiny_models import (
+    ALL,
+    LENGTH,
+    Samples,
+    generated,
+    logits_of,
+    make_model,
+    make_trainer,
+    reset_accelerate,
+    whole_state,
+    worst,
+)
 
 
 def run_trainer(model: nn.Module, folder: Path, batch: int, **options: Any) -> tuple[list[float], list[float], Trainer]:
-    """Train in order, without a schedule; return the logged losses and gradient norms."""
+    """Train; return the logged losses and gradient norms."""
     reset_accelerate()
-    arguments = TrainingArguments(
-        output_dir=str(folder),
-        per_device_train_batch_size=batch,
-        learning_rate=0.01,
-        lr_scheduler_type="constant",
-        weight_decay=0.1,
-        max_grad_norm=1.0,
-        logging_steps=1,
-        use_cpu=True,
-        report_to=[],
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
-        **{"train_sampling_strategy": "sequential", "max_steps": 4, "save_strategy": "no", **options},
-    )
-    trainer = Trainer(model=model, args=arguments, train_dataset=Samples())
+    options = {"per_device_train_batch_size": batch, "weight_decay": 0.1, "max_grad_norm": 1.0, **options}
+    trainer = make_trainer(model, folder, **options)
     trainer.train()
     history = [entry for entry in trainer.state.log_history if "loss" in entry]
     return [entry["loss"] for entry in history], [float(entry["grad_norm"]) for entry in history], trainer
@@ -143,8 +119,7 @@ def evaluate_and_generate(folder: Path) -> tuple[float, list[int]]:
     model = prepare_model(make_model("llama"))
     _, _, trainer = run_trainer(model, folder, 3, max_steps=1)
     loss = trainer.evaluate(Samples())["eval_loss"]
-    tokens = model.generate(torch.arange(LENGTH)[None], max_new_tokens=4, do_sample=False, pad_token_id=0)
-    return loss, tokens[0].tolist()
+    return loss, generated(model)
 
 
 def test_the_sharded_model_evaluates_and_generates(tmp_path: Path) -> None:

@@ -1,10 +1,12 @@
 """Tiny, randomly initialised transformers models with ugly shapes, and data that differs on every rank."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate.state import AcceleratorState, GradientState
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import (
@@ -15,6 +17,8 @@ from transformers import (
     PreTrainedModel,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Trainer,
+    TrainingArguments,
 )
 
 VOCABULARY = 61
@@ -90,3 +94,48 @@ def logits_of(model: nn.Module) -> torch.Tensor:
     with torch.no_grad():
         logits: torch.Tensor = model(input_ids=draw_tokens(0, 999)).logits
     return logits.clone()
+
+
+def generated(model: Any) -> list[int]:
+    """Return a prompt and its continuation by the most likely tokens."""
+    model.eval()
+    tokens = model.generate(input_ids=draw_tokens(0, 5, 1), max_new_tokens=4, do_sample=False, pad_token_id=0)
+    found: list[int] = tokens[0].tolist()
+    return found
+
+
+class Samples(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """Rows of tokens, no two alike."""
+
+    def __init__(self) -> None:
+        self.tokens = draw_tokens(0, 0, batch=24)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.tokens[index], "labels": self.tokens[index]}
+
+
+def make_trainer(model: nn.Module, folder: Path, **options: Any) -> Trainer:
+    """Return a Trainer that takes samples in order, without a schedule, and logs every step."""
+    usual = {"per_device_train_batch_size": 3, "max_steps": 4, "save_strategy": "no"}
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        learning_rate=0.01,
+        lr_scheduler_type="constant",
+        train_sampling_strategy="sequential",
+        logging_steps=1,
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+        **{**usual, **options},
+    )
+    return Trainer(model=model, args=arguments, train_dataset=Samples(), eval_dataset=Samples())
+
+
+def reset_accelerate() -> None:
+    """Make accelerate look at its surroundings anew: its state is that of the process, and ranks live on."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()

@@ -11,7 +11,7 @@ import importlib
 import inspect
 import pkgutil
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -82,15 +82,9 @@ def _data_parallel_class(megatrons: Any = None) -> type[Any]:
 
 # Fields of ModelGroups, and those of Megatron's ProcessGroupCollection.
 _FIELDS = {
-    "data": "dp_cp",
-    "expert_data": "expt_dp",
-    "tensor": "tp",
-    "expert_tensor": "expt_tp",
-    "expert": "ep",
-    "pipeline": "pp",
-    "model": "mp",
-    "embedding": "embd",
-}
+    "data": "dp_cp", "expert_data": "expt_dp", "tensor": "tp", "expert_tensor": "expt_tp", "expert": "ep",
+    "pipeline": "pp", "model": "mp", "embedding": "embd",
+}  # fmt: skip
 _HYBRID_FIELDS = {"data_inner": "intra_dp_cp", "expert_data_inner": "intra_expt_dp", "outer": "inter_dist_opt"}
 
 
@@ -158,10 +152,6 @@ def get_megatron_optimizer(config: Any, model_chunks: Sequence[Any], *positional
         config: ``megatron.core.optimizer.OptimizerConfig``: adam, sgd or muon.
         model_chunks: a list of ``ShardedDataParallel``: one, or the chunks of an interleaved pipeline's stage.
         positional, options: the other arguments of ``megatron.core.optimizer.get_megatron_optimizer``.
-    Returns:
-        A ``megatron.core.optimizer.FP32Optimizer``.
-    Raises:
-        ConfigError: another kind of optimizer, or of model.
 
     Example:
         model = ShardedDataParallel(transformer_config, ddp_config, gpt_model)
@@ -224,11 +214,8 @@ def install() -> list[str]:
 
     Megatron's adapter classes give way to subclasses of them, its ``get_megatron_optimizer``, its preparation and
     loading of ``fsdp_dtensor`` checkpoints and its norm of weights to functions that hand models of other wrappers on
-    to Megatron's own. All of it is assignment to names of loaded modules: no file is touched, and ``uninstall`` undoes
-    it. A second call does nothing.
-
-    Call it after ``megatron`` can be imported and before a model is built; names that a script has imported from
-    Megatron by then change with the others.
+    to Megatron's own. All of it is assignment to names of loaded modules, before a model is built: no file is touched,
+    ``uninstall`` undoes it, and a second call does nothing.
 
     Returns:
         The names that changed, as "module.name".
@@ -251,9 +238,7 @@ def install() -> list[str]:
 
 
 def uninstall() -> None:
-    """Give all names back to Megatron's own classes and functions. Models that were built in between stay as they are.
-
-    Nothing happens without an ``install`` before.
+    """Give all names back to Megatron's own classes and functions; models that were built stay as they are.
 
     Example:
         install()
@@ -365,24 +350,15 @@ def _measure(_: Any, model: Any, *positional: Any, **options: Any) -> Any:
 
 
 def assign_everywhere(found: Any, wanted: Any) -> list[str]:
-    """Assign ``wanted`` to every name of a loaded module that is bound to ``found``; no file is touched.
+    """Assign ``wanted`` to every name of a loaded module that is bound to ``found``, and return them, sorted.
 
     Names that modules bind later are those of the modules they import from, so they get ``wanted`` too. What was put
-    into a class, a function's default or a container keeps ``found``. The way back is the same call the other way
-    round.
-
-    Returns:
-        The names, as "module.name", sorted.
+    into a class, a function's default or a container keeps ``found``.
     """
-    loaded: Mapping[str, object] = dict(sys.modules)
-    places = [
-        (module, name)
-        for module in loaded.values()
-        # A module may have put another object in its place.
-        if isinstance(module, ModuleType)
-        for name, value in list(vars(module).items())
-        if value is found
-    ]
+    loaded: list[object] = list(sys.modules.values())
+    # A module may have put another object in its place.
+    modules = [module for module in loaded if isinstance(module, ModuleType)]
+    places = [(module, name) for module in modules for name, value in list(vars(module).items()) if value is found]
     for module, name in places:
         setattr(module, name, wanted)
     return sorted(f"{module.__name__}.{name}" for module, name in places)

@@ -37,8 +37,6 @@ __all__ = ["DataParallelMethods", "shard_for_megatron"]
 
 
 def _of_model(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method of a wrapper that is one of the ``MegatronFSDP`` in it."""
-
     @functools.wraps(method)
     def handed_on(self: Any, *positional: Any, **options: Any) -> Any:
         return method(self.module, *positional, **options)
@@ -97,10 +95,7 @@ class DataParallelMethods:
         """Return the model's state dict with DTensors, the format that Megatron calls fsdp_dtensor.
 
         Megatron's own ShardedTensors describe equal slices of the first dimension, which shards of a flat buffer are
-        not.
-
-        Args:
-            prefix: before each name. metadata: Megatron's; the format is the same whatever it says.
+        not. The format is the same whatever ``metadata`` says.
         """
         if sharded_offsets:
             raise ConfigError(
@@ -109,10 +104,8 @@ class DataParallelMethods:
         return self.state_dict_for_save_checkpoint(prefix=prefix)
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> Any:
-        """Load a state dict, sharded or of whole tensors, into the model; return what is missing or unexpected.
+        """Load a state dict, sharded or of whole tensors, of this wrapper, the model or Megatron-FSDP's wrapper.
 
-        Args:
-            state_dict: of this wrapper, of the model, or of Megatron-FSDP's wrapper around it.
         Raises:
             CheckpointError: the checkpoint that was read into it before lacks weights, and ``strict``.
         """
@@ -133,8 +126,7 @@ def shard_for_megatron(
 ) -> MegatronFSDP:
     """Shard a model in place as Megatron's configs ask for.
 
-    Where ranks hold different weights, the first rank's count. Gradients are divided by the number of data-parallel
-    ranks, on every rank or in the collective, and only summed under ``calculate_per_token_loss``:
+    Gradients are divided by the number of data-parallel ranks, and only summed under ``calculate_per_token_loss``:
     ``finalize_model_grads`` divides them by the number of tokens.
 
     Args:
@@ -197,9 +189,8 @@ def shard_for_megatron(
 def _make_alike(found: Sequence[tuple[str, nn.Parameter]], mesh: DeviceMesh) -> None:
     """Give every rank of a mesh the first rank's parameters, in place, where they differ.
 
-    A rank's shard comes from its own copy of the model, so unequal copies would be mixed. Megatron's DDP broadcasts the
-    first rank's under ``--data-parallel-random-init``, and else trains unequal copies, which sharding has no place for.
-    Where all are alike it takes one sum per parameter and one reduction.
+    A rank's shard comes from its own copy of the model, so unequal copies would be mixed. Where all are alike it takes
+    one sum per parameter and one reduction.
     """
     if not found:
         return
@@ -220,8 +211,7 @@ def _make_alike(found: Sequence[tuple[str, nn.Parameter]], mesh: DeviceMesh) -> 
     if differing and dist.get_rank() == 0:
         logging.getLogger(__name__).warning(
             "%d parameters differed between data-parallel ranks, %r the first of them: the first rank's count, for a "
-            "sharded model has one copy of each. Megatron's DDP does so under --data-parallel-random-init alone, and "
-            "else trains copies that differ (drawing other experts on each rank can leave dense weights unequal): give "
+            "sharded model has one copy of each. Megatron's DDP does so under --data-parallel-random-init alone: give "
             "it that flag to compare with it",
             len(differing),
             differing[0][0],
@@ -266,15 +256,13 @@ def _unfuse(module: nn.Module) -> None:
 
     Their fused kernels add to ``weight.main_grad``, which gathered weights do not have.
     """
-    switched = 0
-    for part in module.modules():
-        for switch in ("gradient_accumulation_fusion", "fuse_wgrad_accumulation"):
-            if getattr(part, switch, False) is True:
-                setattr(part, switch, False)
-                switched += 1
+    switches = ("gradient_accumulation_fusion", "fuse_wgrad_accumulation")
+    switched = [(part, name) for part in module.modules() for name in switches if getattr(part, name, False) is True]
+    for part, name in switched:
+        setattr(part, name, False)
     if switched:
         logging.getLogger(__name__).info(
             "gradient_accumulation_fusion is off in %d layers: their kernels add to weight.main_grad, which gathered "
             "weights do not have",
-            switched,
+            len(switched),
         )

@@ -90,7 +90,7 @@ def fully_shard_model(
     """Shard a model as Megatron-FSDP's call of the same name does, over the engine of ``fully_shard``, in place.
 
     Args:
-        module: the model. Parts of it that ``fully_shard`` was called on already stay as they are.
+        module: parts of it that ``fully_shard`` was called on already stay as they are.
         fsdp_unit_modules: which modules become units: classes, their names, or their import paths
             ("package.file.Class"). None: the whole model is one unit, which computes once all of it is gathered.
         zero_dp_strategy: 0 to 3, or "no_shard", "optim", "optim_grads", "optim_grads_params".
@@ -109,11 +109,10 @@ def fully_shard_model(
         report_nan_in_param_grad: raise FsdpError in the backward in which a reduced gradient is not a number. It
             takes the place of ``set_all_reduce_hook``, and makes the host wait for each reduction.
         calculate_per_token_loss: sum gradients over ranks instead of averaging them; see ``scale_gradients``.
-        use_decoupled_grad: refused.
         fsdp_double_buffer, maxpool_double_buffer, nccl_ub, disable_symmetric_registration: buffers that stay, see
             ``FSDPModule.set_slot_pool``: for units of equal size, or as large as the largest; registered with NCCL.
-        accepted: Megatron-FSDP's other arguments, which change nothing here; each one that asks for something is
-            answered by a line in the log of ``megatron_fsdp.integrations.megatron.fully_shard_model`` that says why.
+        accepted: Megatron-FSDP's other arguments, which change nothing here; a line in this module's log says why of
+            each that asks for something.
     Returns:
         ``module``, which is a ``MegatronFSDP`` now.
     Raises:
@@ -132,7 +131,6 @@ def fully_shard_model(
     mesh = _data_parallel_mesh(_mesh_on(device_mesh, device), dp_shard_dim, dp_outer_dim)
     strategy = _strategy_name("zero_dp_strategy", zero_dp_strategy, _STRATEGIES)
     outer = _strategy_name("outer_dp_sharding_strategy", outer_dp_sharding_strategy, _STRATEGIES[:2])
-    _check_outer(mesh, strategy, outer)
     config = FsdpConfig(
         data_parallel_sharding_strategy=strategy,
         outer_dp_sharding_strategy=outer,
@@ -142,7 +140,7 @@ def fully_shard_model(
         disable_symmetric_registration=disable_symmetric_registration,
     )
     policy = _policy(mixed_precision_policy)
-    options: dict[str, Any] = {"placements": config.placements(num_axes=mesh.ndim), "mp_policy": policy}
+    options: dict[str, Any] = {"placements": config.fully_shard_kwargs(mesh)["placements"], "mp_policy": policy}
     if fsdp_unit_modules is None:
         lines.append("fully_shard_model(fsdp_unit_modules=None): the whole model is one unit, so nothing overlaps")
     expert_mesh = expt_device_mesh and _data_parallel_mesh(expt_device_mesh, dp_shard_dim, dp_outer_dim)
@@ -167,12 +165,9 @@ def fully_shard_model_and_optimizer(
 ) -> tuple[MegatronFSDP, Optimizer]:
     """Shard a model and the optimizer that was built on it: Megatron-FSDP's ``fully_shard``.
 
-    Its param groups get the sharded parameters in place of the whole ones.
-
     Args:
-        optimizer: one that has not stepped yet. options: the arguments of ``fully_shard_model``.
-    Raises:
-        ConfigError: see ``fully_shard_model``; or the optimizer has state, or none of the model's parameters.
+        optimizer: one that has not stepped yet, whose param groups get the sharded parameters in place of the whole
+            ones. options: the arguments of ``fully_shard_model``.
 
     Example:
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
@@ -181,8 +176,8 @@ def fully_shard_model_and_optimizer(
     """
     if optimizer.state:
         raise ConfigError(
-            "fully_shard_model_and_optimizer: the optimizer has stepped already, and its state has the shapes of whole "
-            "parameters. Shard the model first, then load_state_dict the optimizer."
+            "fully_shard_model_and_optimizer: the optimizer has stepped, its state has the shapes of whole parameters. "
+            "Shard the model first, then load_state_dict the optimizer."
         )
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     model = fully_shard_model(module, **options)
@@ -245,20 +240,6 @@ def _data_parallel_mesh(mesh: DeviceMesh, shard: str | None, outer: str | None) 
         raise ConfigError(
             f"device_mesh has axes {mesh.mesh_dim_names}, found dp_outer_dim={outer!r}, dp_shard_dim={shard!r}: {error}"
         ) from error
-
-
-def _check_outer(mesh: DeviceMesh, strategy: str, outer: str) -> None:
-    if outer == "no_shard":
-        return
-    if mesh.ndim == 1:
-        raise ConfigError(
-            f"outer_dp_sharding_strategy={outer!r} needs a mesh of two axes, with dp_outer_dim= and dp_shard_dim=; "
-            f"found one of {mesh.size()} ranks"
-        )
-    if strategy != "optim_grads_params":
-        raise ConfigError(
-            f"outer_dp_sharding_strategy={outer!r} needs zero_dp_strategy=3 ('optim_grads_params'), found {strategy!r}"
-        )
 
 
 def _strategy_name(argument: str, value: int | str, names: Sequence[str]) -> str:

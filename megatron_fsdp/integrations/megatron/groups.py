@@ -78,11 +78,7 @@ class ModelGroups:
         return [parameter for parameter in model.parameters() if getattr(parameter, "shared_embedding", False)]
 
     def show_main_grads(self, model: nn.Module) -> None:
-        """Show final gradients of what stages share to Megatron's ``finalize_model_grads``.
-
-        It sums this rank's rows over stages in place, and then assigns a plain tensor to what it took them from, which
-        ``.grad`` does not take.
-        """
+        """Show final gradients of what stages share to ``finalize_model_grads``, which assigns plain tensors."""
         for parameter in self.tied(model):
             parameter.main_grad = parameter.grad  # type: ignore[attr-defined]
 

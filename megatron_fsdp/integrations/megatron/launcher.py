@@ -10,10 +10,11 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron_fsdp.command_parser import CommandParser
+from megatron_fsdp.config.flags import FLAGS, Effect, add_megatron_fsdp_args
 from megatron_fsdp.config.fsdp_config import FsdpConfig
-from megatron_fsdp.config.parser import FLAGS, Effect, add_megatron_fsdp_args
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.integrations.megatron.adapter import install
 from megatron_fsdp.integrations.megatron.settings import (
@@ -43,12 +44,7 @@ refused before anything starts. docs/megatron.md says more."""
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What to run.
-
-    Attributes:
-        checkout: folder with ``megatron/core`` in it. script: file to run. flags: the script's.
-        notices: a line for each flag whose effect the job does not get.
-    """
+    """A script's file and flags, the folder with ``megatron/core`` in it, and a line for each flag without effect."""
 
     checkout: Path
     script: Path
@@ -57,16 +53,19 @@ class Launch:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the script that the arguments (default: those of the process) name.
+    """Run the script that the arguments (default: those of the process) name, and return 0.
 
-    Returns:
-        0. What is wrong with the arguments ends the process with status 2 before anything starts; what the script
-        raises passes through.
+    What is wrong with the arguments ends the process with status 2 before anything starts.
 
     Example:
         main(["--megatron-path", "Megatron-LM", "pretrain_gpt.py", "--use-megatron-fsdp"])
     """
-    parser = _parser()
+    usage = "%(prog)s [--megatron-path PATH] SCRIPT [flags of the script ...]"
+    parser = CommandParser("python -m megatron_fsdp.megatron", _DESCRIPTION, usage=usage)
+    help_text = f"the Megatron-LM checkout; without it, ${_VARIABLE}, or else the folder of SCRIPT"
+    parser.add_argument("--megatron-path", metavar="PATH", help=help_text)
+    parser.add_argument("script", metavar="SCRIPT", help="a file here, or else in the checkout: pretrain_gpt.py")
+    parser.add_argument("flags", nargs=argparse.REMAINDER, help="flags of the script, --use-megatron-fsdp among them")
     given = parser.parse_args(arguments)
     try:
         launch = plan_launch(given.script, given.flags, given.megatron_path)
@@ -77,14 +76,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def plan_launch(script: str, flags: Sequence[str], megatron_path: str | None = None) -> Launch:
-    """Find the checkout and the script, and check the flags; nothing of Megatron is imported.
+    """Find the checkout and the script, and check flags and environment; nothing of Megatron is imported.
 
     Args:
         script: a file here, or else in the checkout.
         megatron_path: the checkout. None: the environment's MEGATRON_LM_PATH, or else the folder of ``script``.
-    Raises:
-        ConfigError: no checkout, no script, or flags that this engine cannot follow; or the environment has
-            CUDA_DEVICE_MAX_CONNECTIONS=1, which Megatron refuses beside ``--use-megatron-fsdp``.
     """
     checkout = _checkout(script, megatron_path)
     candidates = [Path(script), checkout / script]
@@ -100,21 +96,17 @@ def plan_launch(script: str, flags: Sequence[str], megatron_path: str | None = N
                 "tensor, sequence or context parallelism, for which Megatron's DDP needs 1)"
             )
         notices = notices_under_megatron(check_flags(flags))
-    # The files that Megatron's flags come from.
-    files = sorted((checkout / "megatron" / "training").rglob("*.py"))
-    texts = (file.read_text(encoding="utf-8", errors="replace") for file in files)
-    knows_version = any(re.search("megatron[-_]fsdp[-_]version", text) for text in texts)
+    texts = (
+        path.read_text(encoding="utf-8", errors="replace") for path in (checkout / "megatron/training").rglob("*.py")
+    )
     # This engine serves both versions; a Megatron before version 2 does not know the flag.
+    knows_version = any(re.search("megatron[-_]fsdp[-_]version", text) for text in texts)
     kept = list(flags) if knows_version else without_version(flags)
     return Launch(checkout, file.resolve(), tuple(kept), tuple(notices))
 
 
 def run(launch: Launch) -> None:
-    """Put this engine in place of Megatron's, and run the script in this process as its main program.
-
-    Raises:
-        ConfigError: megatron.core of the checkout cannot be imported, or another one was imported before.
-    """
+    """Put this engine in place of Megatron's, and run the script in this process as its main program."""
     # As Python does for a script, its folder comes first; the checkout's packages come before installed ones.
     sys.path[:0] = [str(launch.script.parent), str(launch.checkout)]
     changed = install()
@@ -125,19 +117,6 @@ def run(launch: Launch) -> None:
             print(f"megatron_fsdp: {line}", flush=True)
     sys.argv = [str(launch.script), *launch.flags]
     runpy.run_path(str(launch.script), run_name="__main__")
-
-
-def _parser() -> CommandParser:
-    usage = "%(prog)s [--megatron-path PATH] SCRIPT [flags of the script ...]"
-    parser = CommandParser("python -m megatron_fsdp.megatron", _DESCRIPTION, usage=usage)
-    parser.add_argument(
-        "--megatron-path",
-        metavar="PATH",
-        help=f"the Megatron-LM checkout; without it, ${_VARIABLE}, or else the folder of SCRIPT",
-    )
-    parser.add_argument("script", metavar="SCRIPT", help="a file here, or else in the checkout: pretrain_gpt.py")
-    parser.add_argument("flags", nargs=argparse.REMAINDER, help="flags of the script, --use-megatron-fsdp among them")
-    return parser
 
 
 def _checkout(script: str, megatron_path: str | None) -> Path:
@@ -163,43 +142,38 @@ def _check_origin(checkout: Path) -> None:
         )
 
 
-_VERSION = "--megatron-fsdp-version"
-
 # Flags of Megatron-LM, besides those around FSDP, whose settings this engine may have to refuse; and their types.
-_OF_THE_MODEL = {
-    "--tensor-model-parallel-size": int,
-    "--expert-tensor-parallel-size": int,
-    "--tensor-parallel-num-weight-shards": int,
-    "--expert-tensor-parallel-num-weight-shards": int,
-    "--pipeline-model-parallel-size": int,
-    "--num-layers-per-virtual-pipeline-stage": int,
-    "--num-virtual-stages-per-pipeline-rank": int,
-    "--mtp-num-layers": int,
-    "--save": str,
-    "--load": str,
+_OF_THE_MODEL: dict[str, dict[str, Any]] = {
+    **{
+        f"--{name}": {"type": int}
+        for name in """tensor-model-parallel-size expert-tensor-parallel-size tensor-parallel-num-weight-shards
+        expert-tensor-parallel-num-weight-shards pipeline-model-parallel-size num-layers-per-virtual-pipeline-stage
+        num-virtual-stages-per-pipeline-rank mtp-num-layers""".split()
+    },
+    **{f"--{name}": {} for name in ("save", "load")},
+    **{f"--{name}-format": {"dest": name} for name in ("fp8", "fp4")},
+    **{
+        f"--{name}": {"action": "store_true"}
+        for name in ("delay-wgrad-compute", "enable-cuda-graph", "overlap-moe-expert-parallel-comm")
+    },
 }
-
-_FORMATS = {"--fp8-format": "fp8", "--fp4-format": "fp4"}
-
-_SWITCHES = ("--delay-wgrad-compute", "--enable-cuda-graph", "--overlap-moe-expert-parallel-comm")
 
 # What a flag without effect is said for: others are done in any case, or by Megatron.
 _MISSING = (Effect.LATER, Effect.PACKAGE, Effect.HARDWARE)
 
 
 def check_flags(flags: Sequence[str]) -> FsdpConfig:
-    """Return what the flags of a training script ask of this engine.
+    """Return what the flags of a training script ask of this engine; the others are Megatron's to check.
 
-    Flags that are neither around FSDP nor listed here are Megatron's to check.
-
-    Args:
-        flags: as for ``pretrain_gpt.py``, with values in the next word or after "=".
     Raises:
         ConfigError: no ``--use-megatron-fsdp``; flags that contradict each other; a setting that this engine does not
             do under Megatron. All reasons are in one message, with the cure for each.
         SystemExit: a value of the wrong type, which argparse reports.
     """
-    args, _ = _flag_parser().parse_known_args(list(flags))
+    parser = argparse.ArgumentParser(prog="the script's flags", add_help=False, allow_abbrev=False)
+    for name, options in _OF_THE_MODEL.items():
+        parser.add_argument(name, **options)
+    args, _ = add_megatron_fsdp_args(parser).parse_known_args(list(flags))
     if not args.use_megatron_fsdp:
         raise ConfigError(
             "found no --use-megatron-fsdp among the script's flags: Megatron would train without this engine. Add it, "
@@ -254,22 +228,6 @@ def notices_under_megatron(config: FsdpConfig) -> list[str]:
 
 def without_version(flags: Sequence[str]) -> list[str]:
     """Return the flags without ``--megatron-fsdp-version``, for a Megatron that does not know it."""
-    kept: list[str] = []
-    skips_value = False
-    for flag in flags:
-        if not skips_value and not flag.startswith(f"{_VERSION}=") and flag != _VERSION:
-            kept.append(flag)
-        skips_value = flag == _VERSION
-    return kept
-
-
-def _flag_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="the script's flags", add_help=False, allow_abbrev=False)
-    add_megatron_fsdp_args(parser)
-    for name, kind in _OF_THE_MODEL.items():
-        parser.add_argument(name, type=kind, default=None)
-    for name, attribute in _FORMATS.items():
-        parser.add_argument(name, dest=attribute)
-    for name in _SWITCHES:
-        parser.add_argument(name, action="store_true")
-    return parser
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--megatron-fsdp-version")
+    return parser.parse_known_args(list(flags))[1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -16,18 +16,16 @@ from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.integrations.megatron.groups import ModelGroups
 from megatron_fsdp.integrations.megatron.names import WholeNames
 from megatron_fsdp.runtime.lifecycle.module import FSDPModule
-from megatron_fsdp.runtime.step.grad_state import GradState
+from megatron_fsdp.runtime.step.backward import Backward
+from megatron_fsdp.runtime.step.grad_binding import GradState
 from megatron_fsdp.runtime.step.gradients import GradientBuffer
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
-from megatron_fsdp.runtime.step.root_types import Backwards
 from megatron_fsdp.runtime.step.unit import WeightState, units_below
 
 __all__ = ["MegatronFSDP", "as_megatron"]
 
 
 def _refused(message: str) -> Callable[..., NoReturn]:
-    """Return a method of Megatron-FSDP's that always raises a ConfigError, which says what to do instead."""
-
     def refuse(self: object, *unused: Any, **options: Any) -> NoReturn:
         raise ConfigError(message)
 
@@ -54,22 +52,18 @@ class MegatronFSDP(FSDPModule, nn.Module):
 
     # ------------------------------------------------------------------ microbatches
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Run all but the last microbatch of a step: forward and backward go inside.
 
         As in Megatron-FSDP, gradients that rest sharded are reduced all the same; what waits for the last microbatch
         is the reduction of those that rest whole (ZeRO-0 and 1), and over the outer axis. Where nothing waits (ZeRO-2
         and 3 on one axis, or with one replica), ``.grad`` shows the sum so far.
         """
-        with self._auto_sync(False):
-            yield
+        return self._auto_sync(False)
 
-    @contextmanager
-    def sync(self) -> Iterator[None]:
+    def sync(self) -> AbstractContextManager[None]:
         """Run the last microbatch of a step: gradients are final after its backward."""
-        with self._auto_sync(True):
-            yield
+        return self._auto_sync(True)
 
     def set_model_auto_sync(self, sync_model: bool = True) -> None:
         """Say whether gradients are final after each backward (True), or when ``finish_grad_sync`` is called."""
@@ -92,18 +86,10 @@ class MegatronFSDP(FSDPModule, nn.Module):
         """Do nothing: backward starts each unit's reduction when its last gradient is there."""
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
-        """Make the gradients of all microbatches so far final, and show them as ``.grad``; no-op where they are.
-
-        Args:
-            force_all_reduce: Megatron-FSDP's; what is not reduced over all axes yet always is.
-        """
-        for backward in self._backwards():
-            before = backward.is_last
-            backward.is_last = True
-            try:
+        """Make the gradients of all microbatches so far final, over all axes, and show them as ``.grad``."""
+        with self._auto_sync(True):
+            for backward in self._backwards():
                 backward.finish()
-            finally:
-                backward.is_last = before
         if self._megatrons_groups is not None:
             self._megatrons_groups.show_main_grads(self)
 
@@ -139,11 +125,7 @@ class MegatronFSDP(FSDPModule, nn.Module):
     # ------------------------------------------------------------------ weights
 
     def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
-        """Start the gather that the next forward needs first.
-
-        Args:
-            force_sync: make compute wait for it as well. force_dispatch: Megatron-FSDP's; it is always started now.
-        """
+        """Start the gather that the next forward needs first; ``force_sync`` makes compute wait for it as well."""
         first = next((unit for unit in units_below(self) if unit.groups), None)
         if first is not None:
             first.schedule.start_gather(first, check=True)
@@ -197,20 +179,17 @@ class MegatronFSDP(FSDPModule, nn.Module):
 
     # ------------------------------------------------------------------ parts
 
-    def _groups(self) -> Iterator[ParameterGroup]:
-        for unit in units_below(self):
-            yield from unit.groups
+    def _groups(self) -> list[ParameterGroup]:
+        return [group for unit in units_below(self) for group in unit.groups]
 
-    def _gradients(self) -> Iterator[GradientBuffer]:
-        for group in self._groups():
-            if group.gradients is not None:
-                yield group.gradients
+    def _gradients(self) -> list[GradientBuffer]:
+        return [group.gradients for group in self._groups() if group.gradients is not None]
 
     @property
     def _megatrons_groups(self) -> ModelGroups | None:
         return vars(self).get("model_groups")
 
-    def _backwards(self) -> list[Backwards]:
+    def _backwards(self) -> list[Backward]:
         return list({id(unit.backward): unit.backward for unit in units_below(self)}.values())
 
 

@@ -28,9 +28,7 @@ def adopt_optimizer(
 ) -> Any:
     """Tie a Megatron optimizer to the sharded chunks of a model whose parameters it updates, and return it.
 
-    Args:
-        asked: the ``OptimizerConfig`` that was asked for, where ``made`` has another: Megatron makes Adam for Muon.
-        scaler: Megatron's grad scaler, for models that compute in FP16.
+    ``asked`` is the ``OptimizerConfig`` that was asked for, where ``made`` has another: Megatron makes Adam for Muon.
     """
     made._chunks, made._groups, made._scaler = tuple(chunks), groups, scaler
     config = made.config if asked is None else asked
@@ -128,12 +126,8 @@ class OptimizerMethods:
 
         It is what ``torch.distributed.checkpoint`` saves and, for any number of ranks and whatever groups these have,
         loads in place; give the result to ``load_state_dict`` then. State that is not there yet is shown as zeros,
-        which the optimizer gets when something was read into them: Megatron asks before it knows whether there is a
-        checkpoint, and trains on where there is none.
-
-        Args:
-            model_sharded_state_dict, metadata: Megatron's; the model at hand says all.
-            is_loading: ask for what other software may have saved, too.
+        which the optimizer gets when something was read into them. ``is_loading`` asks for what other software may
+        have saved, too; Megatron's other arguments say nothing that the model does not.
         """
         assert self.optimizer is not None
         return describe_by_name(self._chunks, self.optimizer, is_loading=is_loading) | self._scaler_state()

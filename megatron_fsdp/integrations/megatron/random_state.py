@@ -23,12 +23,8 @@ def without_states_of_other_ranks(args: Any, path_of: Callable[[Any], str]) -> I
     """Let Megatron load inside the block, without random states where the checkpoint's are those of another mesh.
 
     A ``fsdp_dtensor`` checkpoint has one for each pipeline stage and tensor-parallel rank (and for each data-parallel
-    rank under ``--data-parallel-random-init``). On other sizes of these Megatron asks for states that are not there,
-    and where some are, it would give ranks that drop out alike different ones. Its other formats leave them out then.
-
-    Args:
-        args: Megatron's, whose ``no_load_rng`` is set for the length of the block.
-        path_of: returns the folder that they have it load.
+    rank under ``--data-parallel-random-init``). Megatron's other formats leave them out on other sizes; of this one it
+    asks for states that are not there. ``args.no_load_rng`` is set for the length of the block.
     """
     if args.no_load_rng or args.finetune or args.load is None or _has_the_jobs(args, path_of(args)):
         yield
@@ -53,9 +49,8 @@ def _has_the_jobs(args: Any, path: str) -> bool:
     wanted = set(product(*map(range, sizes)))
     if found != wanted and dist.get_rank() == 0:
         logging.getLogger(__name__).warning(
-            "%s has random states of %s, and this job has %s: generators start from --seed, as with --no-load-rng. "
-            "Weights, optimizer and schedule are loaded; what is dropped out from here on is not what it would have "
-            "been without the break",
+            "%s has random states of %s, and this job has %s: generators start from --seed, as with --no-load-rng, so "
+            "what is dropped out from here on is not what it would have been without the break",
             path,
             _spell(found),
             _spell(wanted),

@@ -11,9 +11,8 @@ import contextlib
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,7 +32,7 @@ _MAIN_NAMES = ("param", "fp32_param")
 _STATE = re.compile(r"^(?:chained_\d+\.)*optimizer\.state\.([^.]+)\.(.+)$")
 _BY_BUCKET = re.compile(r"optimizer\.distributed\.")
 # What tells one group of Megatron's optimizers from another.
-_GROUP_KEYS = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
+_GROUP_KEYS = ("wd_mult", "lr_mult", "is_decoupled_lr", "is_expert_parallel")
 _MAX_LISTED = 5
 # What Megatron's modules are told of how to name layers and gates.
 _LAYOUT_KEYS = ("non_homogeneous_layers", "singleton_local_shards")
@@ -41,28 +40,18 @@ _LAYOUT_KEYS = ("non_homogeneous_layers", "singleton_local_shards")
 _Found = Mapping[tuple[str, str], Any]
 
 
-@dataclass
-class _Region:
-    """Where a box of a parameter lies in the checkpoint.
-
-    Attributes:
-        entry: Megatron's ShardedTensor. start: of the box in this tensor-parallel rank's whole parameter.
-    """
+class _Region(NamedTuple):
+    """A box of a parameter: Megatron's ShardedTensor of it, and where it begins in this rank's whole parameter."""
 
     entry: Any
     start: tuple[int, ...]
 
 
-@dataclass
-class _Layout:
-    """What Megatron's modules say of the chunks of this rank.
+class _Layout(NamedTuple):
+    """What Megatron's modules say of the chunks of this rank: boxes by parameter's id; buffers and objects by names."""
 
-    Attributes:
-        regions: by parameter's id. others: buffers and objects, by Megatron's names of them.
-    """
-
-    regions: dict[int, list[_Region]] = field(default_factory=dict)
-    others: dict[str, Any] = field(default_factory=dict)
+    regions: dict[int, list[_Region]]
+    others: dict[str, Any]
 
 
 def save_torch_dist(
@@ -81,8 +70,6 @@ def save_torch_dist(
         common: what stands in the checkpoint beside them, such as ``{"iteration": 100}``.
         is_distributed: for ``use_distributed_optimizer`` (its fully reshardable format); False: for Megatron's
             optimizers of whole tensors, whose files differ.
-    Raises:
-        ConfigError: Megatron lays out a parameter as a tensor that is no box of it.
 
     Example:
         save_torch_dist([model], optimizer, "checkpoints/iter_0000100")
@@ -101,7 +88,13 @@ def save_torch_dist(
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and value.ndim:
                 tensors += _entries(layout, parameter, value, f"optimizer.state.{name}.")
-    _choose_writers(tensors)
+    # The first of the ranks that hold a box writes it.
+    held = [(entry.key, entry.global_offset, entry.local_shape) for entry in tensors]
+    by_rank = checkpoint_ranks().agree("saving", lambda: held, lambda found: found)
+    earlier = set(itertools.chain.from_iterable(by_rank[: dist.get_rank()]))
+    for entry, box in zip(tensors, held, strict=True):
+        entry.replica_id = int(box in earlier)
+        earlier.add(box)
     Path(folder).mkdir(parents=True, exist_ok=True)
     document = {
         **(common or {}),
@@ -132,7 +125,7 @@ def load_torch_dist(chunks: Sequence[Any], optimizer: Any, folder: str | Path) -
     from megatron.core import dist_checkpointing
 
     described = None if optimizer is None else optimizer.sharded_state_dict(is_loading=True)
-    layout, wanted = _Layout(), []
+    layout, wanted = _Layout({}, {}), []
 
     def plan() -> None:
         nonlocal layout, wanted
@@ -205,7 +198,7 @@ def _layout(chunks: Sequence[Any], metadata: dict[str, Any]) -> _Layout:
     """Ask Megatron's modules where their parameters lie."""
     from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensorFactory
 
-    layout = _Layout()
+    layout = _Layout({}, {})
     for number, chunk in enumerate(chunks):
         model: Any = innermost(chunk)
         with _shapes_alone(model) as parameters:
@@ -287,40 +280,21 @@ def _boxes(layout: _Layout, parameter: nn.Parameter, value: torch.Tensor) -> Ite
                 yield entry, tuple(place), view.view((1,) * axes + tuple(view.shape))
 
 
-def _entry(key: str, entry: Any, place: tuple[int, ...], data: torch.Tensor, replica: Any) -> Any:
+def _entry(key: str, entry: Any, place: tuple[int, ...], data: torch.Tensor) -> Any:
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-    return ShardedTensor(
-        key,
-        data,
-        data.dtype,
-        tuple(data.shape),
-        tuple(entry.global_shape),
-        place,
-        # No grid: boxes of a flat buffer's rows have unequal sizes.
-        None,
-        replica_id=replica,
-        allow_shape_mismatch=entry.allow_shape_mismatch,
-    )
+    # None, no grid: boxes of a flat buffer's rows have unequal sizes.
+    shapes = tuple(data.shape), tuple(entry.global_shape), place, None
+    return ShardedTensor(key, data, data.dtype, *shapes, allow_shape_mismatch=entry.allow_shape_mismatch)
 
 
 def _entries(
     layout: _Layout, parameter: nn.Parameter, value: torch.Tensor, prefix: str, dtype: torch.dtype | None = None
 ) -> list[Any]:
     return [
-        _entry(f"{prefix}{entry.key}", entry, place, view.detach().to(dtype or view.dtype), 0)
+        _entry(f"{prefix}{entry.key}", entry, place, view.detach().to(dtype or view.dtype))
         for entry, place, view in _boxes(layout, parameter, value)
     ]
-
-
-def _choose_writers(entries: Sequence[Any]) -> None:
-    """Let the first of the ranks that hold a box write it."""
-    held = [(entry.key, entry.global_offset, entry.local_shape) for entry in entries]
-    by_rank = checkpoint_ranks().agree("saving", lambda: held, lambda found: found)
-    earlier = set(itertools.chain.from_iterable(by_rank[: dist.get_rank()]))
-    for entry, box in zip(entries, held, strict=True):
-        entry.replica_id = int(box in earlier)
-        earlier.add(box)
 
 
 def _wanted(
@@ -334,12 +308,11 @@ def _wanted(
         for region in layout.regions[id(parameter)]:
             _check(name, region.entry, found)
         for entry, place, view in _boxes(layout, parameter, value):
-            read = _entry(found[name, entry.key].key, entry, place, torch.empty_like(view), 0)
+            read = _entry(found[name, entry.key].key, entry, place, torch.empty_like(view))
             yield read, view.detach()
 
 
 def _check(name: str, entry: Any, found: _Found) -> None:
-    """Look whether the checkpoint has a tensor, in the whole model's shape."""
     saved = found.get((name, entry.key))
     if saved is None:
         raise CheckpointError(
@@ -416,18 +389,13 @@ def _group_of(
 ) -> tuple[Mapping[str, Any], Any]:
     """Return what a parameter's group was saved as; experts on one rank are among dense weights there, or here."""
     wanted, keys = _key_of(values), [_key_of(group) for group, _ in groups]
-    for is_alike in (lambda key: key == wanted, lambda key: _but_kind(key) == _but_kind(wanted)):
-        for (group, step), key in zip(groups, keys, strict=True):
-            if is_alike(key):
-                return group, step
-    raise CheckpointError(
-        f"{name}: the checkpoint has no group of parameters with {dict(zip(_GROUP_KEYS, wanted, strict=True))}, it has "
-        f"{keys}; group weights as they were"
-    )
-
-
-def _but_kind(key: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(value for name, value in zip(_GROUP_KEYS, key, strict=True) if name != "is_expert_parallel")
+    alike = [number for number, key in enumerate(keys) if key[:-1] == wanted[:-1]]
+    if not alike:
+        raise CheckpointError(
+            f"{name}: the checkpoint has no group of parameters with {dict(zip(_GROUP_KEYS, wanted, strict=True))}, it "
+            f"has {keys}; group weights as they were"
+        )
+    return groups[next((number for number in alike if keys[number] == wanted), alike[0])]
 
 
 def _key_of(group: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -28,18 +28,18 @@ from dbuffer.placements import BufferPlacement
 from dbuffer.storage import FlatStorage
 from megatron_fsdp.build.invariant_exchange import Cut, ExchangePlan, cut_order, gather_turns, piece_of
 from megatron_fsdp.errors import StateError
+from megatron_fsdp.runtime.grads.binary_counter import BinaryCounter
 from megatron_fsdp.runtime.grads.last_reduction import LastReduction
 from megatron_fsdp.runtime.grads.packed_gradients import PackedGradients
 from megatron_fsdp.runtime.grads.shown_grads import ShownGrads
+from megatron_fsdp.runtime.step.backward import Backward
 from megatron_fsdp.runtime.step.fsdp_params import FSDPParams
-from megatron_fsdp.runtime.step.grad_binding import GradBinding
-from megatron_fsdp.runtime.step.grad_state import GradState
+from megatron_fsdp.runtime.step.grad_binding import GradBinding, GradState
 from megatron_fsdp.runtime.step.parameter_group import group_of_parameter
 from megatron_fsdp.runtime.step.reduction import Stages
-from megatron_fsdp.runtime.step.root_types import Backwards
 from megatron_fsdp.runtime.step.unit import Unit
 
-__all__ = ["BinaryCounter", "InvariantGradients"]
+__all__ = ["InvariantGradients"]
 
 # The kernel of ``fused=True`` on CPU treats the last elements of a tensor, which are others in each sharding, by other
 # instructions than those before.
@@ -58,106 +58,8 @@ def _refuse_fused(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
                 )
 
 
-class BinaryCounter:
-    """A sum of tensors, added in the order in which a binary counter carries.
-
-    Its memory, at most ``num_counters`` of its tensors, stays for the next sum.
-
-    Attributes:
-        count: of the tensors that are in it.
-    """
-
-    def __init__(self, dtype: torch.dtype, name: str = "") -> None:
-        self.count = 0
-        self._dtype, self._name = dtype, name
-        self._has_zeros = False
-        # By the power of two of the tensors that each adds up; None where all of them were zeros.
-        self._levels: dict[int, FlatStorage | None] = {}
-        self._free: list[FlatStorage] = []
-
-    def clear(self) -> None:
-        """Hold nothing; memory stays for the next sum."""
-        self._free += [level for level in self._levels.values() if level is not None]
-        self._levels, self.count, self._has_zeros = {}, 0, False
-
-    def push(self, *leaves: torch.Tensor | None) -> None:
-        """Add the next tensors, 1-D; None stands for zeros."""
-        self._has_zeros = self._has_zeros or any(leaf is None for leaf in leaves)
-        left = list(leaves)[::-1]
-        while left:
-            leaf = left.pop()
-            if self.count & 1:
-                self._carry(self._merged(self._levels.pop(0), leaf), 1)
-            elif left:
-                self._carry(self._merged(leaf, left.pop()), 2)
-            else:
-                self._levels[0] = self._merged(None, leaf)
-                self.count += 1
-
-    def _carry(self, carried: FlatStorage | None, num_leaves: int) -> None:
-        """Let two more leaves' sum merge with its neighbours, after ``num_leaves`` of them that are not counted yet."""
-        self.count += num_leaves
-        # Of the pair's number the bits that carried.
-        level, number = 1, (self.count >> 1) - 1
-        while number & 1:
-            carried = self._merged(self._levels.pop(level), carried)
-            level, number = level + 1, number >> 1
-        self._levels[level] = carried
-
-    def _merged(
-        self, first: FlatStorage | torch.Tensor | None, second: FlatStorage | torch.Tensor | None
-    ) -> FlatStorage | None:
-        """Return the sum of two, in the memory of the first that has some; leaves stay as they are."""
-        if first is None or second is None:
-            only = second if first is None else first
-            return self._copied(only) if isinstance(only, torch.Tensor) else only
-        if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor) and first.dtype is self._dtype:
-            memory = self._memory(first)
-            torch.add(first, second, out=memory.tensor)
-            return memory
-        held = self._copied(first) if isinstance(first, torch.Tensor) else first
-        if isinstance(second, FlatStorage):
-            self._free.append(second)
-        held.tensor.add_(second if isinstance(second, torch.Tensor) else second.tensor)
-        return held
-
-    def _copied(self, leaf: torch.Tensor) -> FlatStorage:
-        memory = self._memory(leaf)
-        memory.tensor.copy_(leaf)
-        return memory
-
-    def _memory(self, like: torch.Tensor) -> FlatStorage:
-        if self._free:
-            return self._free.pop()
-        return FlatStorage(like.numel(), self._dtype, like.device, name=f"{self._name}: sums")
-
-    def write(self, out: torch.Tensor, scale: float) -> None:
-        """Write what is left, added from the smallest up, times ``scale``."""
-        held = [level.tensor for _, level in sorted(self._levels.items()) if level is not None]
-        if not held:
-            out.zero_()
-        elif len(held) == 1 and not self._has_zeros and out.dtype is self._dtype and out.device == held[0].device:
-            torch.mul(held[0], scale, out=out)
-        elif out.dtype is self._dtype and out.device == held[0].device:
-            self._add_up(held, out).mul_(scale)
-        else:
-            memory = self._memory(held[0])
-            self._free.append(memory)
-            out.copy_(self._add_up(held, memory.tensor).mul_(scale))
-
-    def _add_up(self, held: Sequence[torch.Tensor], total: torch.Tensor) -> torch.Tensor:
-        if len(held) == 1:
-            total.copy_(held[0])
-        else:
-            torch.add(held[0], held[1], out=total)
-        for level in held[2:]:
-            total.add_(level)
-        # Zeros that another number of ranks would have packed make +0.0 of a sum of -0.0.
-        return total.add_(0.0) if self._has_zeros else total
-
-
 class _Step:
-    """The step that the backwards of one root belong to, and where its units receive, in turns.
+    """The step that the backwards of one root belong to, and the scratch where its units receive, in turns.
 
     Of the scratch there is as much as the neediest unit wants, which stays.
 
@@ -178,13 +80,18 @@ class _Step:
         """Return the bytes that a group of a unit receives in; whoever had its turn before is waited for."""
         if self._unit is None or self._unit() is not unit:
             self._wait()
-            self._begin(unit, reduction)
+            needs = [each.reduction for each in unit.gradients if isinstance(each, InvariantGradients)]
+            num_bytes = sum(each.scratch_bytes for each in needs)
+            if self._storage is None or self._storage.nbytes < num_bytes:
+                self._storage = None
+                self._storage = FlatStorage(num_bytes, torch.uint8, reduction.device, name="gradients that others sent")
+            self._unit, self._stop = unit.reference, 0
         start, self._stop = self._stop, self._stop + reduction.scratch_bytes
         assert self._storage is not None
         return self._storage.tensor[start : self._stop]
 
     def lend(self, num_bytes: int) -> torch.Tensor:
-        """Return the first bytes of it, which somebody has received in before, until the next turn."""
+        """Return the first bytes of it, in which a group has received before, until the next turn."""
         self._wait()
         self.end_turn()
         assert self._storage is not None
@@ -192,24 +99,15 @@ class _Step:
 
     def _wait(self) -> None:
         unit = self._unit() if self._unit is not None else None
-        for each in unit.groups if unit is not None else ():
-            if each.gradients is not None:
-                each.gradients.wait()
-
-    def _begin(self, unit: Unit, reduction: _InvariantReduction) -> None:
-        needs = [each.gradients for each in unit.groups if isinstance(each.gradients, InvariantGradients)]
-        num_bytes = sum(each.reduction.scratch_bytes for each in needs)
-        if self._storage is None or self._storage.nbytes < num_bytes:
-            self._storage = None
-            self._storage = FlatStorage(num_bytes, torch.uint8, reduction.device, name="gradients that others sent")
-        self._unit, self._stop = weakref.ref(unit), 0
+        for buffer in unit.gradients if unit is not None else ():
+            buffer.wait()
 
     def end_turn(self) -> None:
         """Begin anew with whoever comes next."""
         self._unit = None
 
 
-_STEPS: weakref.WeakKeyDictionary[Backwards, _Step] = weakref.WeakKeyDictionary()
+_STEPS: weakref.WeakKeyDictionary[Backward, _Step] = weakref.WeakKeyDictionary()
 
 
 class _InvariantBinding(ShownGrads):
@@ -228,20 +126,23 @@ class InvariantGradients(PackedGradients):
     reduction: _InvariantReduction
 
     def _make_buffers(self) -> None:
-        spec = self._spec
-        partial: tuple[BufferPlacement, ...] = tuple(Partial("sum") for _ in spec.placements.gradient)
+        dtypes, placements = self._spec.dtypes, self._spec.placements
         self.rests_partial = self.rests_final = False
-        self.packed = self._buffer(partial, spec.reduce_dtype, "packed gradients", spec.device)
-        main_grad = self._buffer(spec.placements.optimizer, spec.main_dtype, "main_grad", self._template.device)
-        self.binding = _InvariantBinding(main_grad, main_grad, self._fsdp_params, self._template.dtype)
-        self.binding.keeps = spec.is_offloaded
+        partial: tuple[BufferPlacement, ...] = (Partial("sum"),) * len(placements.gradient)
+        self.packed = self._buffer(partial, dtypes.reduce, "packed gradients", self._spec.compute_device)
+        main_grad = self._buffer(placements.optimizer, dtypes.main_grad, "main_grad", self._template.device)
+        self._bind(_InvariantBinding(main_grad, main_grad, self._fsdp_params, self._template.dtype))
         self.reduction = _InvariantReduction(self.packed, main_grad)
         if not _HOOKS:
             _HOOKS.append(register_optimizer_step_pre_hook(_refuse_fused))
 
+    def _unit(self) -> Unit | None:
+        observer = self._observer()
+        return observer if isinstance(observer, Unit) else None
+
     def _begin_sum(self) -> None:
-        observer = self._observer() if self._observer is not None else None
-        if isinstance(observer, Unit) and not observer.requires_gradient_sync:
+        unit = self._unit()
+        if unit is not None and not unit.requires_gradient_sync:
             raise StateError(
                 f"{self.binding.name}: no_sync() or set_requires_gradient_sync(False) adds up microbatches on a rank "
                 f"before others' are seen, and {_FLAG} adds them up one by one. Leave it out; "
@@ -249,21 +150,20 @@ class InvariantGradients(PackedGradients):
             )
         before = self.binding.state
         super()._begin_sum()
-        self.reduction.check_kept(before, self.binding)
+        self.reduction.look_for_changes(before, self.binding)
 
     def _stages(self) -> Stages:
-        observer = self._observer() if self._observer is not None else None
-        assert isinstance(observer, Unit)
-        step = _STEPS.setdefault(observer.backward, _Step())
-        number = observer.backward.number
+        unit = self._unit()
+        assert unit is not None
+        step = _STEPS.setdefault(unit.backward, _Step())
+        number = unit.backward.number
         if self.binding.state is GradState.EMPTY:
             if step.last.get(self._fsdp_params, 0) >= step.first:
                 # What it had of this step is dropped, or the step is over: a new one begins.
                 step.first = number
-            self.reduction.counter.clear()
+            self.reduction.clear()
         step.last[self._fsdp_params] = number
-        self.reduction.skip_to(number - step.first)
-        self.reduction.receive_in(step, observer)
+        self.reduction.prepare(number - step.first, step, unit)
         return super()._stages()
 
 
@@ -274,12 +174,15 @@ class _InvariantReduction(LastReduction):
         packed: receives autograd's gradients. main_grad: what the optimizer reads.
     """
 
+    # What is added up last gathers as well.
+    finishes_on_lane = False
+
     def __init__(self, packed: DBuffer, main_grad: DBuffer) -> None:
         super().__init__(packed, packed, main_grad, main_grad, wire=None)
-        # Not what ``finish`` may leave out.
-        self.is_last = False
         self.counter = BinaryCounter(torch.promote_types(torch.float32, packed.dtype), packed.name)
         self.device = packed.device
+        # What a user made of this rank's piece of the sum so far, to which the counter's is added.
+        self._changed: torch.Tensor | None = None
         self._scale = 0.0
         self._version = -1
         axes, placements = packed.axes, main_grad.placements
@@ -297,13 +200,15 @@ class _InvariantReduction(LastReduction):
         # Where what each rank sent is found among what is received.
         self._rows: list[int] = grid.permute(places).flatten().tolist()
 
-    def skip_to(self, microbatch: int) -> None:
-        """Count zeros for microbatches in which no rank has used the group."""
+    def clear(self) -> None:
+        """Hold nothing of a sum."""
+        self.counter.clear()
+        self._changed = None
+
+    def prepare(self, microbatch: int, step: _Step, unit: Unit) -> None:
+        """Count zeros for microbatches in which no rank has used the group; receive in scratch until ``release``."""
         while self.counter.count < microbatch * self._num_ranks:
             self.counter.push(None)
-
-    def receive_in(self, step: _Step, unit: Unit) -> None:
-        """Receive in scratch of the unit's root, until ``release``."""
         self._receives = step.take(unit, self)
         self._scratch = step
 
@@ -341,29 +246,28 @@ class _InvariantReduction(LastReduction):
 
         return Stages(start, fold, None)
 
-    def _last_on_all(self) -> Part | None:
-        return None
-
-    @property
-    def finishes_on_lane(self) -> bool:
-        """False: what is added up last gathers as well."""
-        return False
-
-    def _last_parts(self, works: list[dist.Work] | None) -> list[Part]:
+    def start_last(self, on_all: list[Part], scattered: list[Part], works: list[dist.Work] | None) -> None:
+        """Write the sum, and gather what the optimizer holds whole."""
         target = self._main_grad.local_buffer
         if listeners:
             tell("summing", self._main_grad)
-        self._write(target)
-        self._version = target._version
-        return []
-
-    def _write(self, target: torch.Tensor) -> None:
-        wholes = [target]
-        for axis in self._whole:
-            wholes.append(wholes[-1][piece_of(wholes[-1].numel(), axis.size, axis.rank)])
-        self.counter.write(wholes.pop(), self._scale)
-        for axis, whole in zip(reversed(self._whole), reversed(wholes), strict=True):
+        pieces = self._pieces(target)
+        self._write(pieces[-1])
+        for axis, whole in zip(reversed(self._whole), reversed(pieces[:-1]), strict=True):
             self._gather(whole, axis)
+        self._version = target._version
+
+    def _pieces(self, target: torch.Tensor) -> list[torch.Tensor]:
+        """Return what is cut over each axis that the optimizer holds whole, and last what this rank adds up."""
+        pieces = [target]
+        for axis in self._whole:
+            pieces.append(pieces[-1][piece_of(pieces[-1].numel(), axis.size, axis.rank)])
+        return pieces
+
+    def _write(self, piece: torch.Tensor) -> None:
+        self.counter.write(piece, self._scale)
+        if self._changed is not None:
+            piece.add_(self._changed)
 
     def _gather(self, whole: torch.Tensor, axis: MeshAxis) -> None:
         """Receive the other ranks' pieces by way of scratch, in as many turns as it takes.
@@ -382,32 +286,36 @@ class _InvariantReduction(LastReduction):
                 if rank != axis.rank:
                     part.copy_(room)
 
-    def check_kept(self, before: GradState, binding: GradBinding) -> None:
-        """Refuse to go on with a sum that somebody changed a part of; one that was set to zero begins anew.
+    def look_for_changes(self, before: GradState, binding: GradBinding) -> None:
+        """Go on with what users made of the sum so far; a change on one rank is that rank's, so no other one is asked.
+
+        Values that are as they were go on as they would have, and zeros begin anew; to others what follows is added.
 
         Args:
             before: what gradients were when the sum was begun, or gone on with.
         Raises:
-            StateError: ``.grad`` is not what the last backward made of it.
+            StateError: a part was dropped of a sum that is not written yet.
         """
         if binding.state is GradState.EMPTY:
             return
         target = binding.main_grad.local_buffer
         if target._version == self._version:
             return
-        if before is GradState.FINAL:
-            if not target.any():
-                binding.become(GradState.EMPTY)
-                return
-            found = target.clone()
-            self._write(target)
-            self._version = target._version
-            if torch.equal(found, target):
-                return
-        raise StateError(
-            f"{binding.name}: gradients were changed, or those of some parameters dropped, between two microbatches "
-            f"of a step, which {_FLAG} adds up one by one. Change them after the last one, or drop all of them."
-        )
+        if before is not GradState.FINAL:
+            raise StateError(
+                f"{binding.name}: gradients of some parameters were dropped between two microbatches of a step, which "
+                f"{_FLAG} adds up one by one. Drop them after the last one, or drop all of them."
+            )
+        if not target.any():
+            binding.state = GradState.EMPTY
+            return
+        piece = self._pieces(target)[-1]
+        found = piece.clone()
+        self._write(piece)
+        if not torch.equal(piece, found):
+            self.counter.clear()
+            self._changed = found
+        self._version = target._version
 
 
 class _Exchanges:

@@ -1,12 +1,19 @@
-"""LastReduction: one group's gradients over the axes on which they rest as partial sums, once a step.
+"""What is left to reduce of gradients at the end of a step, on a lane of its own.
 
-Microbatches are added up in the dtype of ``main_grad``, and travel in that of the other reductions: a lane casts the
-sums into a buffer of that dtype, and what came of them back.
+Gradients that rest as partial sums over some axis (all of them in ZeRO-0 and 1, the outer one in HSDP and HFSDP) are
+reduced over it once a step. That begins when a unit is closed, behind the backward of those before it, and a slow outer
+link holds up no inner reduction: its communicator and its lane are others. The order is that in which units are closed,
+which is one on every rank (docs/design/order.md). Microbatches are added up in the dtype of ``main_grad``, and travel
+in that of the other reductions.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
+import weakref
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -14,13 +21,22 @@ import torch.distributed as dist
 from dbuffer import DBuffer, PlacementError
 from dbuffer.collectives import Part
 from dbuffer.collectives_together import all_reduce_together, reduce_together
+from dbuffer.events import listeners, tell
 from dbuffer.layout import only_flat_axis
 from dbuffer.route import Route
 from dbuffer_kernels import accumulate
-from megatron_fsdp.errors import ConfigError
-from megatron_fsdp.runtime.step.reduction import Hook, Reduction
+from megatron_fsdp.errors import AgreementError, ConfigError
+from megatron_fsdp.runtime.step.cuda_lane import lane, turns
+from megatron_fsdp.runtime.step.grad_binding import GradState
+from megatron_fsdp.runtime.step.lanes import Ticket
+from megatron_fsdp.runtime.step.reduction import Hook, Reduction, Stages
 
-__all__ = ["LastReduction", "Wire"]
+if TYPE_CHECKING:
+    from megatron_fsdp.runtime.step.gradients import GradientBuffer
+    from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
+    from megatron_fsdp.runtime.step.unit import Unit
+
+__all__ = ["LastReduction", "LastReductions", "OffloadedReduction", "Wire"]
 
 
 class Wire:
@@ -51,19 +67,15 @@ class Wire:
         else:
             out.copy_(source if self.scale == 1.0 else source * self.scale)
 
-    def unload(self) -> None:
-        """Write what came of them to ``final``."""
-        accumulate(self.part.local_buffer, self._final.local_buffer, scale=1.0 / self.scale, overwrite=True)
-        self.whole.release_storage()
-
-    def unload_to_host(self, hook: Hook | None) -> None:
-        """Do that where ``final`` is on another device, after a hook has seen it on this one."""
-        averaged = self.part.local_buffer.to(self._final.dtype)
-        if self.scale != 1.0:
-            averaged = averaged.mul_(1.0 / self.scale)
+    def unload(self, hook: Hook | None) -> None:
+        """Write what came of them to ``final``, which a hook sees first, where it was reduced."""
+        part, final = self.part.local_buffer, self._final.local_buffer
+        averaged = final if part.device == final.device else torch.empty_like(part, dtype=final.dtype)
+        accumulate(part, averaged, scale=1.0 / self.scale, overwrite=True)
         if hook is not None:
             hook(averaged)
-        self._final.local_buffer.copy_(averaged)
+        if averaged is not final:
+            final.copy_(averaged)
         self.whole.release_storage()
 
 
@@ -72,7 +84,10 @@ class LastReduction(Reduction):
 
     Attributes:
         wire: what travels in the place of ``main_grad`` at the end of a step; None for nothing else.
+        finishes_on_lane: whether what is left to reduce may be issued on a lane; the host's own memory is not.
     """
+
+    finishes_on_lane = True
 
     def __init__(
         self, packed: DBuffer, reduced: DBuffer, main_grad: DBuffer, final: DBuffer, wire: Wire | None
@@ -96,45 +111,61 @@ class LastReduction(Reduction):
         if self.wire is not None:
             self.wire.whole.release_storage()
 
-    @property
-    def finishes_on_lane(self) -> bool:
-        """Whether what is left to reduce at the end may be issued on a lane; the host's own memory is reduced by it."""
-        return not self.is_offloaded
+    def start_last(self, on_all: list[Part], scattered: list[Part], works: list[dist.Work] | None) -> None:
+        """Add what is left to reduce to one of the two lists; what is no single collective is issued."""
+        part = self._last.part_on_all()
+        if part is not None:
+            on_all.append(part)
+        else:
+            scattered += self._last.parts(works)
 
-    @staticmethod
-    def finish(reductions: Sequence[LastReduction]) -> None:
-        """Reduce ``main_grad`` of groups of one unit over the axes that still hold partial sums, into ``final``."""
-        LastReduction.issue_last(reductions, None)
-        LastReduction.complete_last(reductions)
+    def complete_last(self) -> None:
+        """Bring what is reduced to ``final``, and let the hook reduce it further."""
+        if self.wire is not None:
+            self.wire.unload(self.hook)
+        elif self.hook is not None:
+            self.hook(self._final.local_buffer)
 
-    @staticmethod
-    def issue_last(reductions: Sequence[LastReduction], works: list[dist.Work] | None) -> None:
-        """Do that, or issue it and append its handles; ``complete_last`` follows."""
-        for reduction in reductions:
-            if reduction.wire is not None:
-                reduction.wire.load()
-        on_all = [part for each in reductions if (part := each._last_on_all()) is not None]
-        scattered = [part for each in reductions for part in each._last_parts(works)]
-        all_reduce_together(on_all, works)
-        reduce_together(scattered, works)
 
-    @staticmethod
-    def complete_last(reductions: Sequence[LastReduction]) -> None:
-        """Bring what is reduced to ``final``, and let hooks reduce it further."""
-        for reduction in reductions:
-            if reduction.wire is not None and reduction.is_offloaded:
-                reduction.wire.unload_to_host(reduction.hook)
-                continue
-            if reduction.wire is not None:
-                reduction.wire.unload()
-            if reduction.hook is not None:
-                reduction.hook(reduction._final.local_buffer)
+class OffloadedReduction(LastReduction):
+    """The way of gradients that are reduced where compute runs, and added up in CPU memory.
 
-    def _last_on_all(self) -> Part | None:
-        return self._last.part_on_all()
+    Those of the first microbatch are scaled and cast on the device and copied to ``main_grad``; those of later ones are
+    copied to a buffer beside it, from which the CPU adds them once the copy is over.
+    """
 
-    def _last_parts(self, works: list[dist.Work] | None) -> list[Part]:
-        return [] if self._last.part_on_all() is not None else self._last.parts(works)
+    finishes_on_lane = False
+    _staging: torch.Tensor | None = None
+
+    def stages(self, scale: float, *, overwrite: bool) -> Stages:
+        """Return the reduction of the packed buffer, its copy to CPU memory, and the sum there, if there is one."""
+        reduced, main_grad = self._reduced, self._main_grad
+        reduced.reallocate_storage()
+        # Where axes are left to reduce at the end, the hook's turn comes after them.
+        hook = self.hook if self.is_last else None
+        factor = scale if hook is None else 1.0
+        if self._staging is None and not overwrite:
+            # In pages that a GPU writes, as ``main_grad`` is.
+            like, is_pinned = reduced.local_buffer, main_grad.local_buffer.is_pinned()
+            self._staging = torch.empty(like.numel(), dtype=like.dtype, pin_memory=is_pinned)
+        staging = self._staging
+
+        def copy() -> None:
+            source = reduced.local_buffer
+            if hook is not None:
+                hook(source.mul_(scale))
+            if not overwrite and staging is not None:
+                staging.copy_(source, non_blocking=True)
+                return
+            sums = torch.empty_like(source, dtype=main_grad.dtype)
+            accumulate(source, sums, scale=factor, overwrite=True)
+            main_grad.local_buffer.copy_(sums, non_blocking=True)
+
+        def add() -> None:
+            if not overwrite and staging is not None:
+                accumulate(staging, main_grad.local_buffer, scale=factor)
+
+        return Stages(self._operation(), copy, add)
 
 
 def _wide_part(packed: DBuffer, reduced: DBuffer) -> list[Part]:
@@ -151,3 +182,124 @@ def _wide_part(packed: DBuffer, reduced: DBuffer) -> list[Part]:
             f"axis: {error}; use another strategy, or reduce_dtype={reduced.dtype}"
         ) from error
     return [Part(axis, packed.local_buffer, reduced.local_buffer, "sum")]
+
+
+class LastReductions:
+    """Issues last reductions for the units below one root.
+
+    Attributes:
+        closed: the unit that was closed last, whose reduction the host would have to wait for; None for none.
+    """
+
+    def __init__(self) -> None:
+        self.closed: weakref.ref[Unit] | None = None
+        # Of the reduction issued last whose wire has memory until the host has waited.
+        self._wired: Ticket | None = None
+
+    def close(self, unit: Unit, backward: int) -> None:
+        """Issue what is left to reduce of a unit that the last backward of a step, of this number, has closed.
+
+        Where it is the host that has to wait for the reduction before, that is for ``flush``.
+        """
+        self.closed = unit.reference
+        for buffer in unit.gradients:
+            # From here on ``main_grad`` is no sum of this rank's that another backward could go on with.
+            buffer.backward = backward
+        if all(not buffer.tickets or turns(buffer.packed.device) is not None for buffer in unit.gradients):
+            self.flush()
+
+    def flush(self) -> None:
+        """Issue what is left to reduce of the unit closed last, after what was issued for it before."""
+        unit, self.closed = None if self.closed is None else self.closed(), None
+        for buffer in unit.gradients if unit is not None else ():
+            if turns(buffer.packed.device) is None:
+                _wait_for(buffer)
+        self._issue(() if unit is None else unit.groups)
+
+    def finish(self, units: Sequence[Sequence[ParameterGroup]]) -> None:
+        """Issue what is left to reduce of these groups, by units, and make compute wait for that and what was issued.
+
+        What a lane cannot do is left for ``finish_here``.
+        """
+        self.flush()
+        for groups in units:
+            self._issue(groups)
+        for buffer in (group.gradients for group in itertools.chain(*units)):
+            for ticket in buffer.last_tickets if buffer is not None else ():
+                ticket.wait()
+            if buffer is not None:
+                buffer.last_tickets.clear()
+
+    def _issue(self, groups: Sequence[ParameterGroup]) -> None:
+        """Issue what is left to reduce of groups of one unit, unless it is issued already, on the lane."""
+        reductions, buffers = _left_of(groups, on_lane=True)
+        if not buffers:
+            return
+        if self._wired is not None:
+            # Memory is for one unit on the wire.
+            self._wired.wait()
+            self._wired = None
+        device = buffers[0].packed.device
+        ticket = lane("last", device).submit(
+            functools.partial(_start, reductions),
+            functools.partial(_complete, reductions),
+            owner=groups[0].unit,
+            tickets=[buffer.last_tickets for buffer in buffers],
+            after=[ticket for buffer in buffers for ticket in buffer.tickets],
+        )
+        if turns(device) is None and any(each.wire is not None for each in reductions):
+            self._wired = ticket
+
+    @staticmethod
+    def finish_here(units: Sequence[Sequence[ParameterGroup]]) -> None:
+        """Reduce, on compute, what is left to reduce that no lane can."""
+        for groups in units:
+            reductions, _ = _left_of(groups, on_lane=False)
+            _start(reductions, None)
+            _complete(reductions)
+
+
+def _left_of(groups: Sequence[ParameterGroup], *, on_lane: bool) -> tuple[list[LastReduction], list[GradientBuffer]]:
+    """Return what is left to reduce of groups of a unit, on a lane or not, and is not issued yet; and tell of it."""
+    reductions, buffers = [], []
+    for group in groups:
+        buffer = group.gradients
+        if buffer is None or buffer.rests_final or buffer.last_tickets or buffer.binding.state is not GradState.PARTIAL:
+            continue
+        assert isinstance(buffer.reduction, LastReduction)
+        if buffer.reduction.finishes_on_lane is on_lane:
+            reductions.append(buffer.reduction)
+            buffers.append(buffer)
+            if listeners:
+                tell("final", group)
+    return reductions, buffers
+
+
+def _start(reductions: Sequence[LastReduction], works: list[dist.Work] | None) -> None:
+    """Reduce ``main_grad`` of groups of one unit over the axes that still hold partial sums, or issue it."""
+    on_all: list[Part] = []
+    scattered: list[Part] = []
+    for reduction in reductions:
+        if reduction.wire is not None:
+            reduction.wire.load()
+    for reduction in reductions:
+        reduction.start_last(on_all, scattered, works)
+    all_reduce_together(on_all, works)
+    reduce_together(scattered, works)
+
+
+def _complete(reductions: Sequence[LastReduction]) -> None:
+    for reduction in reductions:
+        reduction.complete_last()
+
+
+def _wait_for(buffer: GradientBuffer) -> None:
+    """Make compute wait for the reduction of packed gradients.
+
+    Raises:
+        AgreementError: it did not end.
+    """
+    try:
+        buffer.wait()
+    except RuntimeError as error:
+        AgreementError.raise_for(buffer.unit, "the reduction of its gradients", error)

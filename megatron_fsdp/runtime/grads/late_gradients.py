@@ -10,33 +10,30 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from dbuffer import DBuffer, SlotPool
-from megatron_fsdp.runtime.grads.gradient_spec import GradientSpec
+from megatron_fsdp.build.builder import GroupSpec
 from megatron_fsdp.runtime.grads.packed_gradients import PackedGradients
-from megatron_fsdp.runtime.step.cuda_lane import turns
-from megatron_fsdp.runtime.step.fsdp_params import FSDPParams
-from megatron_fsdp.runtime.step.lane_types import Ticket
-from megatron_fsdp.runtime.step.lanes import lane
+from megatron_fsdp.runtime.step.backward import Backward
+from megatron_fsdp.runtime.step.cuda_lane import lane, turns
+from megatron_fsdp.runtime.step.fsdp_params import FSDPParams, grads_of
+from megatron_fsdp.runtime.step.lanes import Ticket
 from megatron_fsdp.runtime.step.reduction import Stages
-from megatron_fsdp.runtime.step.root_types import Backwards
 
 __all__ = ["LateGradients", "packs_late"]
 
-_GRAD: Any = torch._C.TensorBase.grad
 # Whose gradients a lane still reads, by the backward that brought them, oldest first.
-_LENDERS: weakref.WeakKeyDictionary[Backwards, list[weakref.ref[LateGradients]]] = weakref.WeakKeyDictionary()
+_LENDERS: weakref.WeakKeyDictionary[Backward, list[weakref.ref[LateGradients]]] = weakref.WeakKeyDictionary()
 
 
-def packs_late(spec: GradientSpec, params: FSDPParams) -> bool:
+def packs_late(spec: GroupSpec, params: FSDPParams) -> bool:
     """Whether a lane is to pack gradients: on a device with streams, where packing casts them."""
     return (
-        turns(spec.device) is not None
-        and spec.reduce_dtype.itemsize > params.unsharded_params[0].itemsize
+        turns(spec.compute_device) is not None
+        and spec.dtypes.reduce.itemsize > params.unsharded_params[0].itemsize
         and spec.fuses_weight_gradients != "wide"
         and not params.has_splits
     )
@@ -45,7 +42,7 @@ def packs_late(spec: GradientSpec, params: FSDPParams) -> bool:
 class LateGradients(PackedGradients):
     """The gradients of one parameter group, packed on the lane that reduces them."""
 
-    def __init__(self, main_weight: DBuffer, spec: GradientSpec, fsdp_params: FSDPParams) -> None:
+    def __init__(self, main_weight: DBuffer, spec: GroupSpec, fsdp_params: FSDPParams) -> None:
         # Autograd's gradients that the lane reads, and its tickets for that.
         self._lent: Sequence[torch.Tensor] = ()
         self._packings: list[Ticket] = []
@@ -71,9 +68,6 @@ class LateGradients(PackedGradients):
 
     def close(self, *, reduce: bool) -> bool:
         """End this backward's part of the group, as ``GradientBuffer.close`` does; the lane packs."""
-        # See ``packs_late``.
-        assert self._turns is not None
-        self._turns.take(self._pack_waiting)
         if not reduce or not self.packs_late or self.packed.is_allocated:
             return super().close(reduce=reduce)
         if not self._begun[0]:
@@ -81,8 +75,9 @@ class LateGradients(PackedGradients):
             if 1 not in self._trained:
                 return False
             self._begin()
-        observer = self._observer() if self._observer is not None else None
-        lane("reduce", self._spec.device).submit(
+        observer = self._observer()
+        # After all that any stream of compute has brought, so nobody takes a turn.
+        lane("reduce", self._spec.compute_device).submit(
             self._pack_on_lane, owner=0 if observer is None else id(observer), tickets=[self._packings]
         )
         self._begun[0], self._filled = False, bytearray(len(self._views))
@@ -97,7 +92,7 @@ class LateGradients(PackedGradients):
 
     def _pack_on_lane(self, _: list[dist.Work] | None) -> None:
         self._take_packed()
-        self._lent = [gradient for gradient in map(_GRAD.__get__, self._waiting_params) if gradient is not None]
+        self._lent = [gradient for gradient in grads_of(self._waiting_params) if gradient is not None]
         super()._pack_waiting()
         self._fill_up()
 
@@ -116,14 +111,13 @@ class LateGradients(PackedGradients):
 
     def _begin(self, *, has_come: bool = False) -> None:
         super()._begin(has_come=has_come)
-        observer = self._observer() if self._observer is not None else None
-        if observer is not None:
-            # One unit's gradients and one wide buffer take what two narrow ones do.
-            lenders = _LENDERS.setdefault(observer.backward, [])
-            while len(lenders) > max(observer.backward.max_packed_buffers - 2, 0):
-                lender = lenders.pop(0)()
-                if lender is not None:
-                    lender.take_back()
+        observer = self._observer()
+        # One unit's gradients and one wide buffer take what two narrow ones do.
+        lenders = _LENDERS.setdefault(observer.backward, []) if observer is not None else []
+        while observer is not None and len(lenders) > max(observer.backward.max_packed_buffers - 2, 0):
+            lender = lenders.pop(0)()
+            if lender is not None:
+                lender.take_back()
 
     def take_back(self) -> None:
         """Make compute come after the packing, and give back what autograd left for it."""

@@ -11,15 +11,13 @@ import torch
 
 from dbuffer import DBuffer, Partial, SlotPool
 from dbuffer.placements import BufferPlacement
+from megatron_fsdp.build.builder import GroupSpec
 from megatron_fsdp.runtime.grads.fuse import offer_products
-from megatron_fsdp.runtime.grads.gradient_spec import GradientSpec
-from megatron_fsdp.runtime.grads.last_reduction import LastReduction, Wire
-from megatron_fsdp.runtime.grads.offloaded_reduction import OffloadedReduction
+from megatron_fsdp.runtime.grads.last_reduction import LastReduction, OffloadedReduction, Wire
 from megatron_fsdp.runtime.grads.shown_grads import ShownGrads
-from megatron_fsdp.runtime.step.cuda_lane import turns
+from megatron_fsdp.runtime.step.cuda_lane import lane, turns
 from megatron_fsdp.runtime.step.fsdp_params import FSDPParams
 from megatron_fsdp.runtime.step.gradients import GradientBuffer
-from megatron_fsdp.runtime.step.root_types import Observer
 
 __all__ = ["PackedGradients"]
 
@@ -56,25 +54,25 @@ class PackedGradients(GradientBuffer):
 
     reduction: LastReduction
     wide: DBuffer | None = None
-    _spec: GradientSpec
+    _spec: GroupSpec
 
-    def __init__(self, main_weight: DBuffer, spec: GradientSpec, fsdp_params: FSDPParams) -> None:
+    def __init__(self, main_weight: DBuffer, spec: GroupSpec, fsdp_params: FSDPParams) -> None:
         self.unit, self.backward = "", 0
         self.tickets, self.last_tickets = [], []
-        self._device = spec.device
+        self._lane = lane("reduce", spec.compute_device)
         self._spec, self._template, self._fsdp_params = spec, main_weight, fsdp_params
-        self._observer, self._begun = None, fsdp_params.begun
+        self._begun = fsdp_params.begun
         self._make_buffers()
         self.divide_by(spec.divisor)
         self._views = [self.packed.get_local_tensor(index) for index in range(len(fsdp_params.sharded_params))]
         self._filled = bytearray(len(self._views))
         self._gaps = [self.packed.local_buffer[gap.start : gap.stop] for gap in self.packed.layout.padding()]
-        if self.rests_partial:
-            self.binding.gaps = self._gaps
-        self._turns = turns(spec.device)
+        self._turns = turns(self._spec.compute_device)
         self._let_wait()
         self._trained = self.binding.trained
-        if not self.rests_partial:
+        if self.rests_partial:
+            self.binding.gaps = self._gaps
+        else:
             self.packed.release_storage()
         self.reduction.release()
         self.binding.let_go()
@@ -82,9 +80,9 @@ class PackedGradients(GradientBuffer):
             is_wide = spec.fuses_weight_gradients == "wide"
             offer_products(fsdp_params.unsharded_params, self._views, self, is_wide=is_wide)
 
-    def observe(self, observer: Observer) -> None:
-        """Report to ``observer``, which is referred to weakly."""
-        self._observer = weakref.ref(observer)
+    def observe(self, unit: Any) -> None:
+        """Report to the unit, which is referred to weakly."""
+        self._observer = weakref.ref(unit)
 
     def _let_wait(self) -> None:
         self._wait_for(self._fsdp_params.waits)
@@ -117,50 +115,43 @@ class PackedGradients(GradientBuffer):
         self.takes_products = math.frexp(self.pack_scale)[0] == 0.5
 
     def _make_buffers(self) -> None:
-        spec, placements = self._spec, self._spec.placements
-        partial: tuple[BufferPlacement, ...] = tuple(Partial("sum") for _ in placements.gradient)
+        spec, dtypes, placements = self._spec, self._spec.dtypes, self._spec.placements
+        partial: tuple[BufferPlacement, ...] = (Partial("sum"),) * len(placements.gradient)
         self.rests_partial = placements.gradient == partial
-        resting = placements.gradient
-        if not self.rests_partial and self._is_alone_on_the_rest():
-            # Replicas of one rank, say: what a microbatch's reduction leaves here is final.
-            resting = placements.optimizer
-        main_grad = self._buffer(resting, spec.main_dtype, "main_grad", self._template.device)
+        left = zip(self._template.axes, placements.gradient, placements.optimizer, strict=True)
+        # Replicas of one rank, say: what a microbatch's reduction leaves here is final.
+        is_alone = all(axis.size == 1 for axis, now, last in left if now != last)
+        self.rests_final = is_alone and not self.rests_partial
+        resting = placements.optimizer if self.rests_final else placements.gradient
+        main_grad = self._buffer(resting, dtypes.main_grad, "main_grad", self._template.device)
         self.packed = reduced = final = main_grad
         if not self.rests_partial:
-            self.packed = self._buffer(partial, spec.reduce_dtype, "packed gradients", spec.device)
-            if spec.accumulate_dtype is None:
+            self.packed = self._buffer(partial, dtypes.reduce, "packed gradients", self._spec.compute_device)
+            if dtypes.accumulate is None:
                 reduced = self.packed.slice_view(placements.gradient)
             else:
-                reduced = self._buffer(placements.gradient, spec.accumulate_dtype, "reduced gradients", spec.device)
+                reduced = self._buffer(
+                    placements.gradient, dtypes.accumulate, "reduced gradients", self._spec.compute_device
+                )
                 self.wide = reduced
         if resting != placements.optimizer:
             final = main_grad.slice_view(placements.optimizer)
-        self.rests_final = final is main_grad and not self.rests_partial
-        self.binding = ShownGrads(main_grad, final, self._fsdp_params, self._template.dtype)
+        self._bind(ShownGrads(main_grad, final, self._fsdp_params, self._template.dtype))
+        wire, sent = None, dtypes.accumulate or dtypes.reduce
+        if not is_alone and (sent is not main_grad.dtype or main_grad.device != self._spec.compute_device):
+            wire = Wire(main_grad, final, sent, self._spec.compute_device)
+        make = OffloadedReduction if spec.is_offloaded else LastReduction
+        self.reduction = make(self.packed, reduced, main_grad, final, wire)
+
+    def _bind(self, binding: ShownGrads) -> None:
         # Memory of the host is plentiful, and pages that a GPU writes are slow to come by.
-        self.binding.keeps = spec.is_offloaded
-        ways = self.packed, reduced, main_grad, final, self._wire(main_grad, final)
-        self.reduction = OffloadedReduction(*ways, spec.is_pinned) if spec.is_offloaded else LastReduction(*ways)
-
-    def _wire(self, main_grad: DBuffer, final: DBuffer) -> Wire | None:
-        spec = self._spec
-        dtype = spec.accumulate_dtype or spec.reduce_dtype
-        is_alone = self.rests_final or self._is_alone_on_the_rest()
-        if is_alone or (dtype is main_grad.dtype and main_grad.device == spec.device):
-            return None
-        return Wire(main_grad, final, dtype, spec.device)
-
-    def _is_alone_on_the_rest(self) -> bool:
-        """Whether the axes that are left to reduce at the end have one rank each."""
-        placements = self._spec.placements
-        pairs = zip(self._template.axes, placements.gradient, placements.optimizer, strict=True)
-        return all(axis.size == 1 for axis, now, last in pairs if now != last)
+        self.binding, binding.keeps = binding, self._spec.is_offloaded
 
     def _buffer(
         self, placements: tuple[BufferPlacement, ...], dtype: torch.dtype, what: str, device: torch.device
     ) -> DBuffer:
-        like, pinned = self._template, self._spec.is_pinned and device.type == "cpu"
-        return DBuffer.from_plan(like.plan, like.mesh, placements, dtype, device, name=what, pin_memory=pinned)
+        like, is_pinned = self._template, self._spec.is_pinned and device.type == "cpu"
+        return DBuffer.from_plan(like.plan, like.mesh, placements, dtype, device, name=what, pin_memory=is_pinned)
 
     def buffers(self) -> Iterator[tuple[str, DBuffer]]:
         """Yield what lies where, each kind by its name in reports."""

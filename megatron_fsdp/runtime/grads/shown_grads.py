@@ -25,8 +25,7 @@ from megatron_fsdp.runtime.grads.unreduced_grads import PendingRows, refuse_pend
 from megatron_fsdp.runtime.step.cuda_lane import compute_of
 from megatron_fsdp.runtime.step.freshness import CHECKS
 from megatron_fsdp.runtime.step.fsdp_params import FSDPParams, grads_of
-from megatron_fsdp.runtime.step.grad_binding import GradBinding, clear_grads
-from megatron_fsdp.runtime.step.grad_state import GradState
+from megatron_fsdp.runtime.step.grad_binding import GradBinding, GradState, clear_grads
 from megatron_fsdp.runtime.weights.param_layout import own_rows
 
 __all__ = ["ShownGrads"]
@@ -50,8 +49,6 @@ class ShownGrads(GradBinding):
         # What stands for sums under way in ``.grad``, and its rows; nothing where nothing has had to be shown yet.
         self._stand_ins: list[FlatDTensor] = []
         self._rows: list[PendingRows] = []
-        # What ``.grad`` of each parameter is meanwhile unless a user sets it.
-        self._expected: list[torch.Tensor | None] = []
         self._refuses_steps = False
         # What ``match_parameter_dtype`` has replaced: parameter, gradient, and the ``grad_dtype`` that was allowed.
         self._replaced: list[tuple[torch.Tensor, torch.Tensor, torch.dtype | None]] = []
@@ -134,7 +131,7 @@ class ShownGrads(GradBinding):
             self._adopt_user_gradients(shown)
             self.is_under_way = True
             clear_grads(self.parameters)
-            self.become(GradState.PARTIAL)
+            self.state = GradState.PARTIAL
             if self.final is not self.main_grad:
                 # The memory around the final slice holds what the last reduction left.
                 self.set_aside()
@@ -143,7 +140,7 @@ class ShownGrads(GradBinding):
         """Keep what ``final`` holds for ``complete`` to add, and start over."""
         kept = self.final.local_buffer.clone()
         self.carry = kept if self.carry is None else kept.add_(self.carry)
-        self.become(GradState.EMPTY)
+        self.state = GradState.EMPTY
 
     def show_pending(self) -> None:
         """Let ``.grad`` of all parameters of a sum under way say so."""
@@ -163,7 +160,7 @@ class ShownGrads(GradBinding):
                 rows.append(PendingRows(gradient._local_tensor, partial(_describe, weakref.ref(self), index)))
                 stand_ins.append(gradient.with_local(rows[-1]))
             # Last what says that they are there, as an interrupt may come anywhere.
-            self._rows, self._expected, self.is_shown = rows, [None] * len(rows), True
+            self._rows, self.is_shown = rows, True
             self._stand_ins = stand_ins
         return self._rows
 
@@ -174,14 +171,16 @@ class ShownGrads(GradBinding):
             CHECKS.append(refuse_pending)
             self._refuses_steps = True
         with torch._C.DisableTorchFunctionSubclass():
-            for index in itertools.compress(range(len(self._rows)), self.wanted):
-                self._expected[index] = self._stand_ins[index]
-                _set(self.parameters[index], self._stand_ins[index])
+            for parameter, stand_in in itertools.compress(
+                zip(self.parameters, self._stand_ins, strict=True), self.wanted
+            ):
+                _set(parameter, stand_in)
 
     def _is_untouched(self, shown: Sequence[torch.Tensor | None]) -> bool:
         """Whether every ``.grad`` is what was set here, and nothing was done to any."""
         is_touched = any(rows.is_zeroed or rows.added is not None for rows in self._pending())
-        return not is_touched and all(map(operator.is_, shown, self._expected))
+        expected = (one if is_wanted else None for one, is_wanted in zip(self._stand_ins, self.wanted, strict=True))
+        return not is_touched and all(map(operator.is_, shown, expected))
 
     def _sum_of(self, index: int, shown: torch.Tensor | None) -> PendingRows | None:
         """Return what happened to the ``.grad`` of a parameter, None where that is no sum under way."""
@@ -198,14 +197,13 @@ class ShownGrads(GradBinding):
     def empty(self) -> None:
         """Hold nothing of a sum under way."""
         self.carry = None
-        self.become(GradState.EMPTY)
+        self.state = GradState.EMPTY
         self.let_go()
 
     def _end_pending(self) -> None:
         if self._refuses_steps:
             CHECKS.remove(refuse_pending)
         self._refuses_steps = False
-        self._expected = [None] * len(self._rows)
         for rows in self._rows:
             rows.forget()
 
@@ -318,14 +316,12 @@ class ShownGrads(GradBinding):
 
     def _settle_others(self) -> DBuffer | None:
         """Return the final gradients where some of ``.grad`` may be others; see ``settled``."""
-        for index, gradient in enumerate(grads_of(self.parameters)) if self.is_under_way else ():
+        shown = grads_of(self.parameters)
+        for index, gradient in enumerate(shown) if self.is_under_way else ():
             rows = self._sum_of(index, gradient)
             if rows is not None:
                 rows.values()
-        if self.state is GradState.PARTIAL:
-            return None
-        shown = grads_of(self.parameters)
-        if all(gradient is None for gradient in shown):
+        if self.state is GradState.PARTIAL or all(gradient is None for gradient in shown):
             return None
         if self.hold():
             self.main_grad.zero_()

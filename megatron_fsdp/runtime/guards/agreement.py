@@ -9,19 +9,13 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron_fsdp.runtime.guards.rendezvous import Statement, meet, report_failure
+from megatron_fsdp.runtime.guards.rendezvous import meet, report_failure
 from megatron_fsdp.runtime.lifecycle.make_unit import follow_grad_dtypes
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
 from megatron_fsdp.runtime.step.schedule import Schedule
 from megatron_fsdp.runtime.step.unit import Unit, alive
 
 __all__ = ["FirstUse", "Wrapping", "mesh_ranks"]
-
-_LAYOUT_ADVICE = (
-    "Look for names, shapes, dtypes, requires_grad, placements or granularity that depend on the rank. Nothing was "
-    "sharded by this call"
-)
-_UNITS_ADVICE = "Look for settings of units that depend on the rank"
 
 
 class Wrapping:
@@ -58,10 +52,15 @@ class Wrapping:
             AgreementError: another rank raised, or did not come.
         """
         assert self._ranks is not None
-        lines = [*_layout(groups), f"reshard_after_forward={reshard_after_forward}"]
-        complaint = f"unit {unit!r}: the ranks of its mesh lay it out differently"
         self._is_agreeing = True
-        meet(self._ranks, Statement(self._action, tuple(lines), complaint, _LAYOUT_ADVICE))
+        meet(
+            self._ranks,
+            self._action,
+            [*_layout(groups), f"reshard_after_forward={reshard_after_forward}"],
+            f"unit {unit!r}: the ranks of its mesh lay it out differently",
+            "Look for names, shapes, dtypes, requires_grad, placements or granularity that depend on the rank. Nothing "
+            "was sharded by this call",
+        )
         self._is_agreeing = False
 
 
@@ -101,17 +100,19 @@ class FirstUse:
         """
         schedule = self._schedule()
         assert schedule is not None
-        root, units = schedule.root_ref(), list(schedule.units())
+        root, units = schedule.root_ref(), schedule.units()
         for unit in units:
             follow_grad_dtypes(unit)
         name = (units[0] if root is None else root).name
-        meshes = {mesh_ranks(group.spec.mesh) for unit in units for group in unit.groups}
         # Sorted, so that ranks which are in several of them do not wait for each other in a circle.
-        for ranks in sorted(meshes):
-            lines = [line for unit in units for line in _settings(unit, ranks)]
-            complaint = f"model {name!r}: the ranks of a mesh have other units, or units with other settings"
-            statement = Statement(f"runs the model {name!r}", tuple(lines), complaint, _UNITS_ADVICE)
-            self.tokens[ranks] = meet(ranks, statement)
+        for ranks in sorted({mesh_ranks(group.spec.mesh) for unit in units for group in unit.groups}):
+            self.tokens[ranks] = meet(
+                ranks,
+                f"runs the model {name!r}",
+                [line for unit in units for line in _settings(unit, ranks)],
+                f"model {name!r}: the ranks of a mesh have other units, or units with other settings",
+                "Look for settings of units that depend on the rank",
+            )
         self.is_over = True
 
 
@@ -140,12 +141,10 @@ def _settings(unit: Unit, ranks: tuple[int, ...]) -> Iterator[str]:
             kept = 0 if part is None else part.axis.size
             which = str(dtypes.reduce), str(dtypes.main_grad)
             plans.append((group.plan.fingerprint(), group.requires_grad, kept, *which))
-    settings = {
-        "reshard_after_forward": unit.reshard_after_forward,
-        "reshard_after_backward": unit.reshard_after_backward,
-        "unshard_in_backward": unit.unshards_in_backward,
-        "forward prefetch": [other.name for other in alive(unit.forward_prefetch)],
-        "backward prefetch": [other.name for other in alive(unit.backward_prefetch)],
-    }
     if plans:
-        yield f"unit {unit.name!r} ({plans}, {', '.join(f'{name} {value}' for name, value in settings.items())})"
+        yield (
+            f"unit {unit.name!r} ({plans}, reshard_after_forward {unit.reshard_after_forward}, "
+            f"reshard_after_backward {unit.reshard_after_backward}, unshard_in_backward {unit.unshards_in_backward}, "
+            f"forward prefetch {[other.name for other in alive(unit.forward_prefetch)]}, "
+            f"backward prefetch {[other.name for other in alive(unit.backward_prefetch)]})"
+        )

@@ -84,12 +84,15 @@ class _GatheredLeaves:
         for parameter, gradient in zip(parameters, gradients, strict=True):
             group = group_of_parameter(parameter)
             assert group is not None
-            index, total = _position(group, parameter), _sum(group, _position(group, parameter), gradient)
-            if total is not None:
-                if group not in buffers:
-                    buffers[group] = _empty_like_gradients(group)
-                buffers[group].write_tensor(index, total.div_(group.spec.divisor))
-            results.append(None if total is None else group.fsdp_params.wrap(index, buffers[group].get_dtensor(index)))
+            index = _position(group, parameter)
+            total = _sum(group, index, gradient)
+            if total is None:
+                results.append(None)
+                continue
+            if group not in buffers:
+                buffers[group] = _empty_like_gradients(group)
+            buffers[group].write_tensor(index, total.div_(group.spec.divisor))
+            results.append(group.fsdp_params.wrap(index, buffers[group].get_dtensor(index)))
         return results
 
 

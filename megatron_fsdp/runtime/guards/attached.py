@@ -1,13 +1,14 @@
-"""AttachedGuards: what the steps of one root hand on to other rooms (``step/guard_types.py``)."""
+"""AttachedGuards: what the steps of one root hand on to other rooms (``Guards``)."""
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterable
 
 from torch import nn
 
-from megatron_fsdp.runtime.grads.last_reductions import LastReductions
+from megatron_fsdp.runtime.grads.last_reduction import LastReductions
 from megatron_fsdp.runtime.guards import (
     added_params,
     asked_gradients,
@@ -19,7 +20,7 @@ from megatron_fsdp.runtime.guards import (
 from megatron_fsdp.runtime.guards.agreement import FirstUse
 from megatron_fsdp.runtime.lifecycle import make_unit, profiler_ranges
 from megatron_fsdp.runtime.step.backward import Backward
-from megatron_fsdp.runtime.step.schedule import Schedule
+from megatron_fsdp.runtime.step.schedule import Guards, Schedule
 from megatron_fsdp.runtime.step.unit import Unit, alive
 from megatron_fsdp.runtime.weights import gathered_weight
 from megatron_fsdp.runtime.weights.memory_slots import BufferPools
@@ -27,7 +28,7 @@ from megatron_fsdp.runtime.weights.memory_slots import BufferPools
 __all__ = ["AttachedGuards", "attach_root"]
 
 
-class AttachedGuards:
+class AttachedGuards(Guards):
     """The guards of one root, asleep until a step calls one.
 
     Args:
@@ -35,7 +36,7 @@ class AttachedGuards:
     """
 
     admit = staticmethod(replaced_params.admit)
-    settle = staticmethod(replaced_params.settle)
+    settle = staticmethod(functools.partial(replaced_params.admit, is_call=False))
     follow_requires_grad = staticmethod(make_unit.follow_requires_grad)
     walk = staticmethod(added_params.walk)
     refuse_changed = staticmethod(gathered_weight.refuse_uncounted)
@@ -46,6 +47,7 @@ class AttachedGuards:
     refuse_reads = staticmethod(refusals.refuse_reads)
     refuse_gathered = staticmethod(asked_gradients.refuse_gathered)
     is_to_come = staticmethod(calls_to_come.is_to_come)
+    brings_gradients = staticmethod(calls_to_come.brings_gradients)
 
     def __init__(self, schedule: Schedule) -> None:
         # Weak: a circle would keep slots until the garbage collector comes.
@@ -62,7 +64,6 @@ class AttachedGuards:
 
     def before_recomputation(self, unit: Unit, module: nn.Module) -> None:
         """Gather a unit for a forward inside of backward."""
-        assert isinstance(unit.backward, Backward)
         calls_to_come.before_recomputation(unit.backward, self._served(), unit, module)
 
     def arm(self) -> None:

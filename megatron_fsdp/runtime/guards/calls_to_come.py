@@ -11,7 +11,7 @@ from megatron_fsdp.runtime.step.backward import Backward, Pass
 from megatron_fsdp.runtime.step.schedule import Schedule
 from megatron_fsdp.runtime.step.unit import Call, Unit
 
-__all__ = ["before_recomputation", "is_run", "is_to_come"]
+__all__ = ["before_recomputation", "brings_gradients", "is_run", "is_to_come"]
 
 
 def is_to_come(
@@ -37,6 +37,11 @@ def is_to_come(
         and entered[id(other)].first_begin > end
         and any(id(call.trail) in passes for call in other.calls_not_entered(other.backward.number))
     )
+
+
+def brings_gradients(units: Iterable[Unit]) -> bool:
+    """Whether the graph that autograd is going through brings a gradient of any unit that has not come yet."""
+    return any(map(_awaits_gradients, units))
 
 
 def _awaits_gradients(unit: Unit) -> bool:

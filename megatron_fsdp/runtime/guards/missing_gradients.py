@@ -41,7 +41,7 @@ class MissingGradients:
         self.tokens = tokens
         self.number = 0
         self.has_question = False
-        self._circles: dict[Any, _Circle] = {}
+        self._circles: dict[tuple[int, ...], _Circle] = {}
 
     def say(self, groups: Iterable[ParameterGroup]) -> None:
         """Tell the other ranks, before gradients are reduced, if some are missing here."""
@@ -71,8 +71,9 @@ class MissingGradients:
             circle.asks = circle.asks or (circle.has_said and circle.all_have_said(self._name_for(circle)))
             circle.has_said = False
             if circle.asks:
-                groups = [group for unit in units for group in unit.groups if self._circle(group) is circle]
-                circle.vote(reduced, groups)
+                circle.vote(
+                    reduced, [group for unit in units for group in unit.groups if self._circle(group) is circle]
+                )
                 continue
             # What is missing here was zeros for the others.
             for buffer in reduced:
@@ -87,27 +88,22 @@ class MissingGradients:
         return f"{self.tokens.get(circle.ranks)} {self.number}"
 
     def _circle(self, group: ParameterGroup) -> _Circle:
-        mesh = group.spec.mesh
-        if mesh not in self._circles:
-            circle = _Circle(group)
-            self._circles[mesh] = next((one for one in self._circles.values() if one.ranks == circle.ranks), circle)
-        return self._circles[mesh]
+        ranks = mesh_ranks(group.spec.mesh)
+        if ranks not in self._circles:
+            self._circles[ranks] = _Circle(ranks, group.spec.compute_device)
+        return self._circles[ranks]
 
 
 class _Circle:
     """The ranks that reduce some groups together, and how far they are.
-
-    Args:
-        group: one of them.
 
     Attributes:
         has_said: this rank has said of the accumulation under way that it misses gradients. asks: all of them vote at
             its end in any case.
     """
 
-    def __init__(self, group: ParameterGroup) -> None:
-        self.ranks = mesh_ranks(group.spec.mesh)
-        self.device = group.spec.compute_device
+    def __init__(self, ranks: tuple[int, ...], device: torch.device) -> None:
+        self.ranks, self.device = ranks, device
         self.has_said = self.asks = False
         self._old_keys: tuple[str, ...] = ()
 
@@ -146,11 +142,11 @@ class _Circle:
             all_reduce(votes, axis, "max")
         *is_there, is_missed = votes.tolist()
         self.asks = bool(is_missed)
+        left = iter(is_there)
         for buffer in known:
-            size = len(buffer.binding.missing)
-            mine, is_there = is_there[:size], is_there[size:]
+            missing = bytearray(1 - next(left) for _ in buffer.binding.missing)
             if id(buffer) in wanted:
-                buffer.binding.missing = bytearray(1 - one for one in mine)
+                buffer.binding.missing = missing
 
 
 def _store() -> Any:

@@ -16,7 +16,6 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -28,7 +27,7 @@ from dbuffer.mesh import job_timeout
 from megatron_fsdp.errors import AgreementError, ConfigError
 from megatron_fsdp.formatting import rank_list
 
-__all__ = ["Statement", "job_store", "meet", "report_failure"]
+__all__ = ["job_store", "meet", "report_failure"]
 
 # The verdict wakes whoever waits for it; between looks nothing else is seen.
 _LOOK_S, _LONGEST_LOOK_S = 2.0, 10.0
@@ -40,46 +39,29 @@ _DEFAULT_TIMEOUT = datetime.timedelta(minutes=30)
 _NUM_SHOWN = 3
 
 
-@dataclass(frozen=True, slots=True)
-class Statement:
-    """What a rank is about to do.
+def meet(ranks: Sequence[int], action: str, lines: Sequence[str] = (), complaint: str = "", advice: str = "") -> str:
+    """Wait until all of ``ranks`` have come for the same; a few requests to the store each.
 
-    Attributes:
+    Args:
         action: a verb phrase that follows "rank 3": "calls fully_shard on unit 'Block'".
         lines: details that have to be the same on all ranks, one fact each.
         complaint, advice: how a message about different details begins and ends.
-    """
-
-    action: str
-    lines: tuple[str, ...] = ()
-    complaint: str = ""
-    advice: str = ""
-
-    @property
-    def digest(self) -> str:
-        """The same for the same action and details."""
-        return hashlib.sha256("\n".join((self.action, *self.lines)).encode()).hexdigest()[:32]
-
-
-def meet(ranks: Sequence[int], statement: Statement) -> str:
-    """Wait until all of ``ranks`` have come with the same statement; a few requests to the store each.
-
     Returns:
         A name of this rendezvous that no other one in the store has; empty where nobody else can come.
     Raises:
-        MeshError: on all of them, when any two statements differ.
+        MeshError: on all of them, when what any two are about to do differs.
         AgreementError: a rank raised or ended instead, or did not come before the job's timeout (or a watch's).
         ConfigError: the job's store cannot serve for it.
     """
     rendezvous = _Rendezvous.enter(ranks)
     if rendezvous is None:
         return ""
-    mine = f"rank {rendezvous.rank} {statement.action}"
+    mine = f"rank {rendezvous.rank} {action}"
     try:
-        rendezvous.join(statement.digest)
+        rendezvous.join(hashlib.sha256("\n".join((action, *lines)).encode()).hexdigest()[:32])
         wait_for(rendezvous)
     except BaseException as error:
-        rendezvous.fail(statement.action, error)
+        rendezvous.fail(action, error)
         raise
     verdict, _, rest = rendezvous.store.get("verdict").decode().partition(" ")
     if verdict == "gone":
@@ -87,7 +69,13 @@ def meet(ranks: Sequence[int], statement: Statement) -> str:
     if verdict == "late":
         raise AgreementError(f"{mine}, but {_absence(rendezvous, *map(int, rest.split()))}")
     if verdict == "differ":
-        raise MeshError(_difference(rendezvous, statement, sorted(map(int, rest.split()))))
+        sides, is_same = _difference(rendezvous, action, lines, sorted(map(int, rest.split())))
+        if is_same:
+            raise MeshError(f"{complaint}: {sides}. {advice}")
+        raise MeshError(
+            f"the ranks of a mesh do different things: {sides}. Look for a number or an order of units that depends on "
+            "the rank"
+        )
     return rendezvous.name
 
 
@@ -127,7 +115,7 @@ class _Rendezvous(dist.Work):
         return cls(store, ranks, store.add(f"{_prefix(ranks)} of {dist.get_rank()}", 1))
 
     def join(self, digest: str) -> None:
-        """Take part with the digest of a statement: the last to come, or the first who differs, ends it."""
+        """Take part with a digest of what is said: the last to come, or the first who differs, ends it."""
         rank, first = self.store.compare_set("first", "", f"{self.rank} {digest}").decode().split()
         if first != digest:
             self.end(f"differ {rank} {self.rank}")
@@ -264,26 +252,26 @@ def _absence(rendezvous: _Rendezvous, limit_s: int, *missing: int) -> str:
     )
 
 
-def _difference(rendezvous: _Rendezvous, statement: Statement, witnesses: Sequence[int]) -> str:
-    """Return what is not the same on two ranks, in the words of both of them on every rank."""
+def _difference(
+    rendezvous: _Rendezvous, action: str, lines: Sequence[str], witnesses: Sequence[int]
+) -> tuple[str, bool]:
+    """Return what is not the same on two ranks, in the words of both of them on every rank; whether the action is."""
     if rendezvous.rank in witnesses:
-        rendezvous.store.set(f"said {rendezvous.rank}", json.dumps([statement.action, statement.lines]))
-    heard = {
+        rendezvous.store.set(f"said {rendezvous.rank}", json.dumps([action, *lines]))
+    heard: dict[int, list[str]] = {
         rank: json.loads(rendezvous.store.get(f"said {rank}"))
         for rank in witnesses
         if rendezvous.comes(f"said {rank}", _GRACE_S)
     }
-    if len({action for action, _ in heard.values()}) > 1:
-        sides = "; ".join(f"rank {rank} {action}" for rank, (action, _) in heard.items())
-        return (
-            f"the ranks of a mesh do different things: {sides}. Look for a number or an order of units that depends on "
-            "the rank"
-        )
-    sides = "; ".join(
-        f"rank {rank} has {_beside(lines, [other for one, (_, other) in heard.items() if one != rank])}"
-        for rank, (_, lines) in heard.items()
+    if len({said[0] for said in heard.values()}) > 1:
+        return "; ".join(f"rank {rank} {said[0]}" for rank, said in heard.items()), False
+    return (
+        "; ".join(
+            f"rank {rank} has {_beside(said, [other for one, other in heard.items() if one != rank])}"
+            for rank, said in heard.items()
+        ),
+        True,
     )
-    return f"{statement.complaint}: {sides}. {statement.advice}"
 
 
 def _beside(lines: Sequence[str], others: Sequence[Sequence[str]]) -> str:

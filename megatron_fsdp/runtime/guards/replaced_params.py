@@ -24,17 +24,22 @@ from megatron_fsdp.runtime.lifecycle.param_registry import ReplacedParam, overri
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
 from megatron_fsdp.runtime.step.unit import Unit
 
-__all__ = ["admit", "settle"]
+__all__ = ["admit"]
 
 
-def admit(unit: Unit, group: ParameterGroup) -> None:
+def admit(unit: Unit, group: ParameterGroup, *, is_call: bool = True) -> None:
     """Use what is registered in the places of a group's parameters for the forward call that begins, or refuse it.
 
+    Sharded parameters that were assigned before its weights were used take their places for good.
+
+    Args:
+        is_call: False outside of calls, where whatever else is there is refused.
     Raises:
         StateError: autograd would leave a gradient there that no rank reduces, or nothing is there.
     """
-    for found in _not_adopted(unit, group, is_call=True):
-        value, place = found.value, _place(group, found)
+    for found in _not_adopted(unit, group, is_call=is_call):
+        value = found.value
+        place = f"unit {group.name!r}: parameter {list(group.parameters)[found.index]!r}"
         if value is None:
             raise StateError(
                 f"{place} was taken out of its module after fully_shard. Remove parameters before fully_shard, or set "
@@ -46,29 +51,18 @@ def admit(unit: Unit, group: ParameterGroup) -> None:
                 "not averaged over ranks. Run such transforms on a model that is not sharded; functional_call with "
                 "tensors that require no gradient works."
             )
-        if torch.is_grad_enabled() and value.requires_grad:
+        if not is_call or (torch.is_grad_enabled() and value.requires_grad):
             raise StateError(_replaced(place, value))
         if group.fsdp_params.has_splits:
             raise StateError(
                 f"{place} was replaced after fully_shard, and is sharded over further axes besides: copy the values "
                 "into the parameter, which is a DTensor, instead."
             )
-        override(group.fsdp_params.module_infos, found, _for_compute(group, value))
-
-
-def settle(unit: Unit, group: ParameterGroup) -> None:
-    """Let sharded parameters that were assigned take their places, and refuse whatever else is there.
-
-    Raises:
-        StateError: something else is registered in the place of a parameter.
-    """
-    for found in _not_adopted(unit, group, is_call=False):
-        place, value = _place(group, found), found.value
-        raise StateError(f"{place} was taken out of its module" if value is None else _replaced(place, value))
-
-
-def _place(group: ParameterGroup, found: ReplacedParam) -> str:
-    return f"unit {group.name!r}: parameter {list(group.parameters)[found.index]!r}"
+        # As gathered weights are: whole, in the compute dtype, where compute happens.
+        with torch.no_grad():
+            whole = value.full_tensor() if isinstance(value, DTensor) else value.detach()
+        like = group.gathered
+        override(group.fsdp_params.module_infos, found, whole.to(device=like.device, dtype=like.dtype))
 
 
 def _replaced(place: str, value: torch.Tensor) -> str:
@@ -87,13 +81,6 @@ def _replaced(place: str, value: torch.Tensor) -> str:
     )
 
 
-def _for_compute(group: ParameterGroup, value: torch.Tensor) -> torch.Tensor:
-    """Return a tensor as gathered weights are: whole, in the compute dtype, where compute happens."""
-    with torch.no_grad():
-        whole = value.full_tensor() if isinstance(value, DTensor) else value.detach()
-    return whole.to(device=group.gathered.device, dtype=group.gathered.dtype)
-
-
 def _is_functional_call() -> bool:
     """Whether torch.func.functional_call is under way, which puts back what it has replaced."""
     code = stateless._functional_call.__code__
@@ -106,10 +93,7 @@ def _is_functional_call() -> bool:
 
 
 def _not_adopted(unit: Unit, group: ParameterGroup, *, is_call: bool) -> Sequence[ReplacedParam]:
-    """Return what else is registered in a group's places.
-
-    Sharded parameters that were assigned before its weights were used take their places for good.
-    """
+    """Return what is registered in a group's places and takes none of them for good."""
     replaced = replaced_in(group.fsdp_params.module_infos)
     if not replaced or group.freshness.generation or (is_call and _is_functional_call()):
         return replaced

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,12 +19,11 @@ from megatron_fsdp.build.builder import GroupSpec
 from megatron_fsdp.build.ownership import OwnedParameter, mark_owned
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.policy.precision import grad_dtype_of, set_grad_dtype
-from megatron_fsdp.runtime.grads.gradient_spec import GradientSpec
 from megatron_fsdp.runtime.grads.invariant_reduction import InvariantGradients
 from megatron_fsdp.runtime.grads.late_gradients import LateGradients, packs_late
 from megatron_fsdp.runtime.grads.packed_gradients import PackedGradients
 from megatron_fsdp.runtime.lifecycle.param_registry import make_module_infos, register, registered
-from megatron_fsdp.runtime.step.cuda_lane import turns
+from megatron_fsdp.runtime.step.cuda_lane import lane, turns
 from megatron_fsdp.runtime.step.freshness import Freshness
 from megatron_fsdp.runtime.step.fsdp_params import FSDPParams, gradient_hook
 from megatron_fsdp.runtime.step.lanes import join_lanes
@@ -70,6 +70,7 @@ def _build(group: ParameterGroup, spec: GroupSpec, params: Sequence[nn.Parameter
         params: sharded parameters that stay the same objects, over other memory.
     """
     group.spec, group.is_meta = spec, spec.is_meta
+    group.lane = lane("gather", spec.device)
     if group.owned[0].extension is None:
         weights = (ShardedWeights if spec.dtypes.gather is None else PackedWeights)(group.plan, spec, group.name)
         group.fsdp_params = _make_params(group.owned, weights, params)
@@ -107,10 +108,12 @@ def _make_params(owned: Sequence[OwnedParameter], weights: WeightBuffers, known:
         assert isinstance(new, FlatDTensor)
         rebind(old, new)
     unsharded = []
+    # .data gives the views a version counter of their own. Gathering again must not look to autograd like a change of
+    # the tensors it saved: the values are the same.
+    whole = weights.gathered.local_buffer.data
     for index, each in enumerate(owned):
-        # .data gives the view a version counter of its own. Gathering again must not look to autograd like a change
-        # of the tensors it saved: the values are the same.
-        view = weights.gathered.get_local_tensor(index).data
+        like = weights.gathered.get_local_tensor(index)
+        view = whole.as_strided(like.shape, like.stride(), like.storage_offset())
         kind = GatheredWeight if each.split is None else nn.Parameter
         unsharded.append(_standing_for(each, view if each.split is None else each.split.gathered(view), False, kind))
         mark_gathered(unsharded[-1], each.name)
@@ -151,10 +154,16 @@ def _standing_for(
     owned: OwnedParameter, value: torch.Tensor, requires_grad: bool, kind: type[nn.Parameter] = nn.Parameter
 ) -> nn.Parameter:
     """Return a parameter with the attributes that users set on the one that it stands for."""
-    param = kind(value, requires_grad=requires_grad)
+    if kind is GatheredWeight:
+        # A parameter that is made has a version counter of its own.
+        param: Any = value.detach()
+        param.__class__ = kind
+    else:
+        param = kind(value, requires_grad=requires_grad)
     for name, attribute in vars(owned.parameter).items():
         if name != STALE:
             setattr(param, name, attribute)
+    assert isinstance(param, nn.Parameter)
     return param
 
 
@@ -191,14 +200,10 @@ def _no_conversion(handle: WeightHandle) -> str:
 def make_gradients(group: ParameterGroup) -> None:
     """Make gradient buffers for parameters that are trained."""
     spec, dtypes = group.spec, group.spec.dtypes
-    rest = (
-        spec.compute_device, spec.is_offloaded, spec.is_pinned, spec.fuses_weight_gradients, dtypes.accumulate
-    )  # fmt: skip
-    like = GradientSpec(spec.placements, dtypes.reduce, dtypes.main_grad, spec.divisor, *rest)
-    make = LateGradients if packs_late(like, group.fsdp_params) else PackedGradients
+    make = LateGradients if packs_late(spec, group.fsdp_params) else PackedGradients
     if dtypes.reduction is not None:
         make = InvariantGradients
-    group.gradients = make(group.main_weight, like, group.fsdp_params)
+    group.gradients = make(group.main_weight, spec, group.fsdp_params)
     group.gradients.rename(group.name)
     set_reduction(group)
     if dtypes.reduce.itemsize > dtypes.compute.itemsize:

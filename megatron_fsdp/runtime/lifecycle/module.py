@@ -16,8 +16,8 @@ from megatron_fsdp.runtime.lifecycle.conversion import apply_to_group
 from megatron_fsdp.runtime.lifecycle.make_param_group import set_divisor, set_reduction
 from megatron_fsdp.runtime.lifecycle.make_unit import follow_gradients
 from megatron_fsdp.runtime.lifecycle.param_registry import hide, unhide
+from megatron_fsdp.runtime.step.backward import Backward
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
-from megatron_fsdp.runtime.step.root_types import Backwards
 from megatron_fsdp.runtime.step.unit import Unit, WeightState, alive, is_in_backward, units_below
 from megatron_fsdp.runtime.weights.memory_slots import communicator_has_memory, keep_gathered, reshard_to, use_slots
 
@@ -45,7 +45,7 @@ class GradientReductionHandle:
         optimizer.step()
     """
 
-    def __init__(self, backward: Backwards | None) -> None:
+    def __init__(self, backward: Backward | None) -> None:
         self._backward = None if backward is None else weakref.ref(backward)
         if backward is not None:
             backward.start_reductions()

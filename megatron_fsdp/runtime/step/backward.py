@@ -19,14 +19,14 @@ from dbuffer.events import listeners, tell
 from megatron_fsdp.errors import AgreementError
 from megatron_fsdp.runtime.step.cuda_lane import turns
 from megatron_fsdp.runtime.step.freshness import MOMENTS
-from megatron_fsdp.runtime.step.grad_state import GradState
+from megatron_fsdp.runtime.step.grad_binding import GradState
 from megatron_fsdp.runtime.step.gradients import GradientBuffer
 from megatron_fsdp.runtime.step.lanes import join_lanes
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
 from megatron_fsdp.runtime.step.schedule import Schedule
 from megatron_fsdp.runtime.step.unit import Call, Unit, alive, is_in_backward
 
-__all__ = ["Backward", "InFlight", "Pass"]
+__all__ = ["Backward", "Pass"]
 
 
 class Pass:
@@ -51,23 +51,22 @@ class Pass:
         self.deferred: list[weakref.ref[Unit]] = []
         self.has_gradients = False
 
-    def enter(self, unit: Unit) -> None:
-        """Be in a unit, which may get gradients once more."""
-        self.active[id(unit)] = unit.reference
-        self.closed.discard(id(unit))
-
-    def enter_call(self, call: Call, unit: Unit) -> None:
-        """Come to a call of a unit."""
+    def enter(self, unit: Unit, call: Call | None = None) -> None:
+        """Be in a unit, which may get gradients once more, or come to a call of it."""
         key = id(unit)
-        first = self.entered.get(key)
-        if first is None or call.begin < first.begin:
-            self.entered[key] = call
+        if call is not None:
+            first = self.entered.get(key)
+            if first is None or call.begin < first.begin:
+                self.entered[key] = call
         self.active[key] = unit.reference
         self.closed.discard(key)
 
     def latest_first(self) -> list[Unit]:
         """Return the units that backward is in, inner ones before those around them, in one order on every rank."""
-        return sorted(alive(self.active.values()), key=self._begin, reverse=True)
+        units = alive(self.active.values())
+        if len(units) > 1:
+            units.sort(key=self._begin, reverse=True)
+        return units
 
     def _begin(self, unit: Unit) -> int:
         first = self.entered.get(id(unit))
@@ -96,7 +95,8 @@ class Backward:
         self._schedule = schedule
         self._pass: Pass | None = None
         self._has_sums = False
-        self._reducing = InFlight()
+        # Units whose gradients are being reduced, in the order of issue.
+        self._reducing: list[weakref.ref[Unit]] = []
         self._guards = schedule.guards
         self._last, self._missing = self._guards.last, self._guards.missing
         for unit in schedule.units():
@@ -201,21 +201,19 @@ class Backward:
         task = torch._C._current_graph_task_id()
         if call.entered == self.number:
             self._unshard_again(now, unit)
-            if unit.is_unsharded:
-                unit.entered, unit.entered_task = call, task
-            return
-        call.entered, call.task = self.number, task
-        unit.expect(call)
-        left = self._release_passed(now, call.end, entering=unit)
-        now.enter_call(call, unit)
-        self._gather(call, unit)
-        # Later than gathers, for which compute waits first, and before the host waits for one.
-        for each in left:
-            self._close(now, each)
-        if unit.unshards_in_backward:
-            self._schedule.unshard(unit, check=False)
-        elif call.reads is not None and not unit.is_unsharded:
-            self._guards.refuse_reads(call)
+        else:
+            call.entered, call.task = self.number, task
+            unit.expect(call)
+            left = self._release_passed(now, call.end, entering=unit)
+            now.enter(unit, call)
+            self._gather(call, unit)
+            # Later than gathers, for which compute waits first, and before the host waits for one.
+            for each in left:
+                self._close(now, each)
+            if unit.unshards_in_backward:
+                self._schedule.unshard(unit, check=False)
+            elif call.reads is not None and not unit.is_unsharded:
+                self._guards.refuse_reads(call)
         if unit.is_unsharded:
             unit.entered, unit.entered_task = call, task
 
@@ -296,7 +294,7 @@ class Backward:
         """
         now = self.begin()
         if packs:
-            self._reducing.drain(self.max_packed_buffers - 1)
+            self.drain(self.max_packed_buffers - 1)
         if has_come:
             now.has_gradients = True
             if id(unit) not in now.active:
@@ -320,8 +318,8 @@ class Backward:
             return
         now.closed.add(id(unit))
         # Without a gradient so far, either this rank used none of these parameters, and others may have; or this is a
-        # backward that asks for no parameter's gradient at all.
-        if not now.has_gradients:
+        # backward that asks for no parameter's gradient at all. Only the latter waits: the others reduce it now.
+        if not now.has_gradients and (now.deferred or not self._guards.brings_gradients(self._schedule.units())):
             now.deferred.append(unit.reference)
             return
         if now.deferred:
@@ -346,7 +344,7 @@ class Backward:
             if buffer.tickets:
                 if listeners:
                     tell("reduce", unit)
-                self._reducing.add(unit)
+                self._reducing.append(unit.reference)
                 break
         if not unit.rests_final and self.is_last and not self.is_manual and unit.requires_all_reduce and complete:
             self._last.close(unit, self.number)
@@ -373,7 +371,7 @@ class Backward:
         is_left = is_inside and self.is_manual
         if not is_left:
             self._reduce_filled(units)
-            self._reducing.drain(0)
+            self.drain(0)
             self._finalize(units)
         self._show_pending(units)
         self._end()
@@ -384,6 +382,20 @@ class Backward:
             self._guards.refuse_gathered(group for unit in units for group in unit.groups)
         if listeners and (self.is_last or self.is_manual) and not is_left:
             tell("backward", self)
+
+    def drain(self, num_kept: int) -> None:
+        """Make compute wait for all reductions but the newest ``num_kept``, and release their packed buffers."""
+        while len(self._reducing) > num_kept:
+            unit = self._reducing[0]()
+            for buffer in unit.gradients if unit is not None else ():
+                if buffer.tickets:
+                    if listeners:
+                        tell("fold", unit)
+                    try:
+                        buffer.wait()
+                    except RuntimeError as error:
+                        AgreementError.raise_for(buffer.unit, "the reduction of its gradients", error)
+            del self._reducing[0]
 
     def start_reductions(self) -> None:
         """Issue, outside of a backward, the reductions that ``finish`` completes."""
@@ -458,28 +470,3 @@ def _raised(backward: weakref.ref[Backward], ending: weakref.ref[functools.parti
     found = backward()
     if found is not None:
         found.void(ending)
-
-
-class InFlight:
-    """Units whose gradients are being reduced, in the order of issue."""
-
-    def __init__(self) -> None:
-        self._units: list[weakref.ref[Unit]] = []
-
-    def add(self, unit: Unit) -> None:
-        """Note that the unit's reduction was issued."""
-        self._units.append(unit.reference)
-
-    def drain(self, num_kept: int) -> None:
-        """Make compute wait for all reductions but the newest ``num_kept``, and release their packed buffers."""
-        while len(self._units) > num_kept:
-            unit = self._units[0]()
-            for buffer in unit.gradients if unit is not None else ():
-                if buffer.tickets:
-                    if listeners:
-                        tell("fold", unit)
-                    try:
-                        buffer.wait()
-                    except RuntimeError as error:
-                        AgreementError.raise_for(buffer.unit, "the reduction of its gradients", error)
-            del self._units[0]

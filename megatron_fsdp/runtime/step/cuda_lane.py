@@ -8,18 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from dbuffer.events import listeners, tell
 from dbuffer_kernels.switches import is_off
-from megatron_fsdp.runtime.step.lane_types import Lane, Operation, Ticket
+from megatron_fsdp.runtime.step.lanes import COMPUTE, LANES, CpuLane, Operation, Ticket
 
 __all__ = [
-    "COMPUTE",
-    "LANES",
     "Compute",
     "CudaLane",
     "Streams",
@@ -27,6 +24,7 @@ __all__ = [
     "compute_of",
     "drive_with",
     "is_capturing",
+    "lane",
     "latest_submission",
     "turns",
     "wait_for_event",
@@ -34,52 +32,36 @@ __all__ = [
 ]
 
 
-class Streams(Protocol):
-    """What a device with streams must do for lanes. Streams and events are those of ``torch.cuda``, or look alike."""
+class Streams:
+    """What lanes ask of a device with streams, here of CUDA; a double has the same methods."""
 
     def new(self, device: torch.device, name: str) -> Any:
         """Return a new stream of high priority, for the lane of that name."""
+        return torch.cuda.Stream(device=device, priority=0 if is_off("priority") else -1)
 
     def current(self, device: torch.device) -> Any:
         """Return the stream on which this thread issues work."""
-
-    def current_id(self, device: torch.device) -> int:
-        """Return a number for that stream; asked for every gradient."""
-
-    def use(self, stream: Any) -> AbstractContextManager[Any]:
-        """Issue work on another stream while the block runs."""
-
-    def on_host(self) -> AbstractContextManager[Any]:
-        """Run what the host does to memory of its own, on what a lane has copied there."""
-
-    def event(self) -> Any:
-        """Return a new event."""
-
-    def is_capturing(self) -> bool:
-        """Whether the current stream is being captured into a graph."""
-
-
-class _CudaStreams:
-    def new(self, device: torch.device, name: str) -> torch.cuda.Stream:
-        return torch.cuda.Stream(device=device, priority=0 if is_off("priority") else -1)
-
-    def current(self, device: torch.device) -> torch.cuda.Stream:
         return torch.cuda.current_stream(device)
 
     def current_id(self, device: torch.device) -> int:
+        """Return a number for that stream; asked for every gradient."""
         number: int = torch._C._cuda_getCurrentRawStream(device.index)
         return number
 
-    def use(self, stream: torch.cuda.Stream) -> AbstractContextManager[Any]:
+    def use(self, stream: Any) -> AbstractContextManager[Any]:
+        """Issue work on another stream while the block runs."""
         return torch.cuda.stream(stream)
 
     def on_host(self) -> AbstractContextManager[Any]:
+        """Run what the host does to memory of its own, on what a lane has copied there."""
         return nullcontext()
 
-    def event(self) -> torch.cuda.Event:
+    def event(self) -> Any:
+        """Return a new event."""
         return torch.cuda.Event()
 
     def is_capturing(self) -> bool:
+        """Whether the current stream is being captured into a graph."""
         return torch.cuda.is_current_stream_capturing()
 
 
@@ -90,9 +72,9 @@ class Compute:
     back to an allocator that serves all of them; so lanes wait for all, and all wait for lanes.
     """
 
-    def __init__(self, device: torch.device, streams: Streams | None = None) -> None:
+    def __init__(self, device: torch.device, streams: Any = None) -> None:
         self.device = device
-        self.streams = streams or _CudaStreams()
+        self.streams = streams or Streams()
         self._known: dict[int, Any] = {}
         # Since a pass began.
         self._used: set[int] = set()
@@ -159,15 +141,13 @@ class Turns:
         self._number, self._stream = number, stream
 
 
-class _CudaTicket:
-    __slots__ = ("_compute", "_event", "_followed", "_on_host", "lane", "owner", "works")
+class _CudaTicket(Ticket):
+    __slots__ = ("_compute", "_event", "_followed")
 
     def __init__(self, lane: str, owner: int, compute: Compute, on_host: Callable[[], None] | None) -> None:
-        self.lane, self.owner = lane, owner
-        self.works: list[dist.Work] = []
+        super().__init__(lane, owner, None, on_host)
         self._event: Any = None
         self._compute = compute
-        self._on_host = on_host
         # Streams that wait already, by identity; None before the first wait.
         self._followed: set[int] | None = None
 
@@ -203,11 +183,11 @@ class _CudaTicket:
             self.wait()
 
 
-class CudaLane:
+class CudaLane(CpuLane):
     """A high-priority stream as a lane."""
 
     def __init__(self, name: str, compute: Compute) -> None:
-        self._name = name
+        super().__init__(name)
         self._compute = compute
         self._stream = compute.streams.new(compute.device, name)
         # The end of what was submitted last, and whether that was captured: an event lives in its capture alone.
@@ -274,20 +254,26 @@ def latest_submission() -> Any:
     return LATEST[0] if LATEST else None
 
 
-_streams: list[Streams] = []
-COMPUTE: dict[torch.device, Compute] = {}
-"""The compute streams of each device that was asked for so far; None where it has none."""
-LANES: dict[tuple[str, torch.device], Lane] = {}
-"""The lanes of the process, by their names and devices."""
+_doubles: list[Any] = []
 
 
 def compute_of(device: torch.device) -> Compute | None:
     """Return the compute streams of a device; None where it has none."""
     if device not in COMPUTE:
-        if not _streams and device.type != "cuda":
+        if not _doubles and device.type != "cuda":
             return None
-        COMPUTE[device] = Compute(device, _streams[-1] if _streams else None)
-    return COMPUTE[device]
+        COMPUTE[device] = Compute(device, _doubles[-1] if _doubles else None)
+    found: Compute = COMPUTE[device]
+    return found
+
+
+def lane(name: str, device: torch.device) -> CpuLane:
+    """Return the process's lane of that name ("gather", "reduce" or "last") on a device."""
+    key = (name, device)
+    if key not in LANES:
+        compute = compute_of(device)
+        LANES[key] = CpuLane(name) if compute is None else CudaLane(name, compute)
+    return LANES[key]
 
 
 def turns(device: torch.device) -> Turns | None:
@@ -319,17 +305,17 @@ def wait_for_event(event: torch.Event, device: torch.device) -> None:
 
 
 @contextmanager
-def drive_with(streams: Streams) -> Iterator[None]:
+def drive_with(streams: Any) -> Iterator[None]:
     """Let ``streams`` stand for those of every device while the block runs; models are made and used inside of it."""
     known: tuple[dict[Any, Any], ...] = (LANES, COMPUTE)
     before, latest = [dict(each) for each in known], list(LATEST)
     for each in known:
         each.clear()
-    _streams.append(streams)
+    _doubles.append(streams)
     try:
         yield
     finally:
-        _streams.pop()
+        _doubles.pop()
         for each, saved in zip(known, before, strict=True):
             each.clear()
             each.update(saved)

@@ -9,6 +9,7 @@ import collections
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -20,7 +21,15 @@ from dbuffer.dtensor.placed_tensor import NUM_FLAGS_SET
 from dbuffer.events import listeners, tell
 from megatron_fsdp.build.ownership import OwnedParameter
 
-__all__ = ["SMALL_NUMEL", "FSDPParams", "ParamModuleInfos", "Place", "gradient_hook", "grads_of", "outside"]
+__all__ = [
+    "SMALL_NUMEL",
+    "FSDPParams",
+    "ParamModuleInfos",
+    "Place",
+    "gradient_hook",
+    "grads_of",
+    "outside",
+]
 
 # Called for all parameters of a group: the attribute of a subclass costs a Python call otherwise, and a switch of the
 # subclass's own functions off and on as much again.
@@ -28,6 +37,7 @@ _BASE: Any = torch._C.TensorBase
 _requires_grad, _version, _get_grad = _BASE.requires_grad.__get__, _BASE._version.__get__, _BASE.grad.__get__
 _plainly: Any = torch._C._disabled_torch_function_impl
 _set_versions: Any = torch._C._autograd._unsafe_set_version_counter
+_set_class: Any = object.__dict__["__class__"].__set__
 
 SMALL_NUMEL = 1 << 14
 """Gradients of so few elements are copied together: one copy costs a launch as that of many does."""
@@ -36,13 +46,17 @@ RELEASED_VERSION = 1_000_000_000
 """What autograd's message gives as the version of a weight that was released."""
 
 
+# A version that no tensor has.
+_MARK = 2 * RELEASED_VERSION
+
+
 class FSDPParams:
     """The sharded and the gathered parameters of one group.
 
     Autograd compares the version of a saved tensor with the one that it had when it was saved, and refuses before it
     computes. Released weights get a version that no operator has seen, gathered ones the version that they had before,
-    so a backward that reaches them unannounced is an error of autograd's instead of a read of other memory, at the
-    price of one call for a unit's parameters (docs/design/order.md).
+    so a backward that reaches them unannounced is an error of autograd's instead of a read of other memory. Weights
+    that are views of one tensor share its version (docs/design/order.md).
 
     Args:
         sharded_params: DTensors over ``main_weight``, in plan order. unsharded_params: views of the gathered weights.
@@ -52,7 +66,7 @@ class FSDPParams:
 
     Attributes:
         has_splits: whether parameters were sharded along another axis before.
-        counted: the tensors whose versions grow with every in-place change of them that PyTorch counts.
+        counted: tensors whose versions grow with every in-place change of the sharded ones that PyTorch counts.
         module_infos: where the parameters are registered.
         subclass: the name of the class of a parameter that says itself what is gathered; empty for plain ones.
         begun: whether the backward under way brought gradients, by which hooks of small ones see that nothing is to be
@@ -79,9 +93,16 @@ class FSDPParams:
         self._kinds = kinds
         self._guarded = [param for param in unsharded_params if isinstance(param, kinds[0])]
         wrappers = [(index, param) for index, param in enumerate(unsharded_params) if isinstance(param, DTensor)]
+        # Where all of them say when they are frozen, none has to be asked.
+        self._says_flags = len(self._guarded) == len(unsharded_params)
         # Of a DTensor the local part is guarded too.
-        self._versioned = (*unsharded_params, *(param._local_tensor for _, param in wrappers))
-        self._owners: list[int] = [*range(len(owned)), *(index for index, _ in wrappers)]
+        versioned = (*unsharded_params, *(param._local_tensor for _, param in wrappers))
+        self._versioned, counters = _counters_of(versioned)
+        weights = (*unsharded_params, *(param for _, param in wrappers))
+        self._counted_by = [
+            [weight for weight, mine in zip(weights, counters, strict=True) if mine == counter]
+            for counter in range(len(self._versioned))
+        ]
         self._released = (RELEASED_VERSION,) * len(self._versioned)
         self._versions = self._kept_versions = self._current_versions()
         self.counted: list[torch.Tensor] = []
@@ -101,41 +122,35 @@ class FSDPParams:
         """
         self._kept_versions = self._versions if is_unchanged else self._current_versions()
         _set_versions(self._versioned, self._released)
-        kind = self._kinds[1]
-        for weight in self._guarded:
-            weight.__class__ = kind
+        collections.deque(map(_set_class, self._guarded, repeat(self._kinds[1])), 0)
 
     def brought_back(self) -> None:
         """Allow reads of the gathered weights again, and backwards of what saved them since their last change."""
         _set_versions(self._versioned, self._kept_versions)
-        kind = self._kinds[0]
-        for weight in self._guarded:
-            weight.__class__ = kind
+        collections.deque(map(_set_class, self._guarded, repeat(self._kinds[0])), 0)
 
-    def changed_in_place(self) -> int | None:
-        """Return which gathered weight an operator that PyTorch counts has changed, None for none."""
-        versions: tuple[int, ...] = _plainly(tuple, (), (map(_version, self._versioned),))
+    def changed_in_place(self) -> Sequence[torch.Tensor]:
+        """Return gathered weights of which an operator that PyTorch counts has changed one; none where none was."""
+        versions = self._current_versions()
         if versions == self._versions:
-            return None
-        changed = next(i for i, (new, old) in enumerate(zip(versions, self._versions, strict=True)) if new != old)
-        return self._owners[changed]
+            return ()
+        return self._counted_by[list(map(operator.ne, versions, self._versions)).index(True)]
 
     def accept_versions(self) -> None:
         """Forget of changes in place: the values will be written again."""
         self._versions = self._current_versions()
 
     def _current_versions(self) -> tuple[int, ...]:
-        versions: tuple[int, ...] = _plainly(tuple, (), (map(_version, self._versioned),))
-        return versions
+        return tuple(map(_version, self._versioned))
 
     # ------------------------------------------------------------------ requires_grad
 
     def changed_requires_grad(self) -> list[int]:
         """Return which parameters were frozen or unfrozen since compute last used them, on either object."""
-        used, required = _plainly(list, (), (map(_requires_grad, self.unsharded_params),)), self.required
-        if NUM_FLAGS_SET[0] == self._num_flags_set and used == required:
+        if NUM_FLAGS_SET[0] == self._num_flags_set and self._says_flags:
             return []
-        resting, self._num_flags_set = self._resting_flags(), NUM_FLAGS_SET[0]
+        (used, resting), required = self._flags(), self.required
+        self._num_flags_set = NUM_FLAGS_SET[0]
         if resting == required == used:
             return []
         changed = []
@@ -153,10 +168,9 @@ class FSDPParams:
         Returns:
             Which these are.
         """
-        used = _plainly(list, (), (map(_requires_grad, self.unsharded_params),))
-        if NUM_FLAGS_SET[0] == self._num_flags_set and used == self.required:
+        if NUM_FLAGS_SET[0] == self._num_flags_set and self._says_flags:
             return []
-        flags = zip(self._resting_flags(), used, self.required, strict=True)
+        flags = zip(*self._flags(), self.required, strict=True)
         frozen = [index for index, (one, other, required) in enumerate(flags) if required and not (one and other)]
         for index in frozen:
             self.sharded_params[index].requires_grad_(False)
@@ -164,14 +178,35 @@ class FSDPParams:
             self.required[index] = False
         return frozen
 
-    def _resting_flags(self) -> list[bool]:
-        flags: list[bool] = _plainly(list, (), (map(_requires_grad, self.sharded_params),))
-        return flags
+    def _flags(self) -> tuple[list[bool], list[bool]]:
+        """Return ``requires_grad`` of the unsharded and of the sharded parameters."""
+        unsharded, sharded = (
+            _plainly(list, (), (map(_requires_grad, params),))
+            for params in (self.unsharded_params, self.sharded_params)
+        )
+        return unsharded, sharded
 
     def wrap(self, index: int, rows: DTensor) -> DTensor:
         """Return another buffer's DTensor of parameter ``index``, placed like the sharded parameter."""
         split = self.owned[index].split
         return rows if split is None else split.resting(rows)
+
+
+def _counters_of(tensors: Iterable[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], list[int]]:
+    """Return one tensor of each version counter that tensors share, and, for each tensor, which counter it has."""
+    found: list[torch.Tensor] = []
+    before: list[int] = []
+    counters = []
+    for tensor in tensors:
+        version = _version(tensor)
+        if not _MARK <= version < _MARK + len(found):
+            before.append(version)
+            version = _MARK + len(found)
+            _set_versions((tensor,), (version,))
+            found.append(tensor)
+        counters.append(version - _MARK)
+    _set_versions(tuple(found), tuple(before))
+    return tuple(found), counters
 
 
 def gradient_hook(

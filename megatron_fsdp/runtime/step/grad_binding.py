@@ -8,6 +8,7 @@ for ``runtime/grads/shown_grads.py``; here is what becomes of gradients that nob
 from __future__ import annotations
 
 import collections
+import enum
 import functools
 import itertools
 import operator
@@ -24,17 +25,23 @@ from torch.distributed.tensor import DTensor
 
 from dbuffer import DBuffer
 from dbuffer.dtensor.parameter import GradDrops
-from megatron_fsdp.errors import StateError
 from megatron_fsdp.runtime.step.cuda_lane import Compute
 from megatron_fsdp.runtime.step.fsdp_params import FSDPParams, grads_of, outside
-from megatron_fsdp.runtime.step.grad_state import CHANGES, GradState
 
-__all__ = ["GradBinding", "clear_grads"]
+__all__ = ["GradBinding", "GradState", "clear_grads"]
 
 _GRAD: Any = torch._C.TensorBase.grad
 _get, _set = _GRAD.__get__, _GRAD.__set__
 _get_hooks = operator.attrgetter("_post_accumulate_grad_hooks")
 _LOOKS, _PAUSE_S = 10, 0.001
+
+
+class GradState(enum.Enum):
+    """What ``main_grad`` holds: nothing, a sum not reduced over all axes yet, or what the optimizer may read."""
+
+    EMPTY = "empty"
+    PARTIAL = "partial"
+    FINAL = "final"
 
 
 class GradBinding:
@@ -47,7 +54,7 @@ class GradBinding:
         compute: the streams of the device of ``main_grad``; None where it has none.
 
     Attributes:
-        state: changed by ``become`` alone. name: of the unit, for messages.
+        state: what ``main_grad`` holds. name: of the unit, for messages.
         gaps: views of what no sum writes, which is zeros.
         keeps: the memory of ``main_grad`` stays when every ``.grad`` is None.
         is_taken: every ``.grad`` is None, but somebody has a tensor that lies in ``main_grad``.
@@ -105,19 +112,6 @@ class GradBinding:
         self._references: tuple[int, ...] = ()
         self._slices: dict[tuple[int, int], torch.Tensor] = {}
 
-    def become(self, state: GradState) -> None:
-        """Change the state.
-
-        Raises:
-            StateError: gradients cannot go from what they are to that.
-        """
-        if (self.state, state) not in CHANGES:
-            raise StateError(
-                f"{self.name}: main_grad is {self.state.value} and cannot become {state.value}. This is an error of "
-                "the engine or of code that calls its methods; please report it."
-            )
-        self.state = state
-
     # ------------------------------------------------------------------ memory
 
     def hold(self) -> bool:
@@ -146,7 +140,7 @@ class GradBinding:
             return
         self.is_taken = bool(self._references) and self._is_held()
         if not self.is_taken:
-            self.become(GradState.EMPTY)
+            self.state = GradState.EMPTY
             storage.release()
 
     def dropped(self) -> None:
@@ -192,7 +186,7 @@ class GradBinding:
             self._begin_with(shown)
             return
         self.had = bytearray(len(shown))
-        self.become(GradState.EMPTY)
+        self.state = GradState.EMPTY
         self.is_under_way = True
 
     def end_sum(self, *, clears: bool) -> None:
@@ -211,7 +205,7 @@ class GradBinding:
         shown = grads_of(self.parameters)
         if self.is_shown or any(map(operator.is_not, shown, repeat(None))):
             self._add_direct(shown)
-        self.become(GradState.FINAL)
+        self.state = GradState.FINAL
 
     def show(self) -> None:
         """Set ``.grad`` of every sharded parameter to its part of the final gradients, but of those in ``missing``."""

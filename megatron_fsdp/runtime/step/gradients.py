@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import repeat
@@ -17,11 +16,9 @@ from dbuffer_kernels import accumulate
 from dbuffer_kernels.products import add_product
 from megatron_fsdp.runtime.step.cuda_lane import Turns
 from megatron_fsdp.runtime.step.fsdp_params import FSDPParams
-from megatron_fsdp.runtime.step.grad_binding import GradBinding
-from megatron_fsdp.runtime.step.grad_state import GradState
-from megatron_fsdp.runtime.step.lane_types import Ticket
+from megatron_fsdp.runtime.step.grad_binding import GradBinding, GradState
+from megatron_fsdp.runtime.step.lanes import CpuLane, Ticket
 from megatron_fsdp.runtime.step.reduction import Reduction, Stages, submit_reductions
-from megatron_fsdp.runtime.step.root_types import Observer
 
 __all__ = ["GradientBuffer"]
 
@@ -49,10 +46,11 @@ class GradientBuffer:
     backward: int
     tickets: list[Ticket]
     last_tickets: list[Ticket]
-    _device: torch.device
+    _lane: CpuLane
     _template: DBuffer
     _fsdp_params: FSDPParams
-    _observer: weakref.ref[Observer] | None
+    # The ``Unit``, weakly, from when that is made.
+    _observer: Callable[[], Any] = staticmethod(lambda: None)
     _turns: Turns | None
     _views: list[torch.Tensor]
     _gaps: list[torch.Tensor]
@@ -70,8 +68,8 @@ class GradientBuffer:
     # What is done between backwards, and with sums that are given up: ``runtime/grads/packed_gradients.py``.
     take_from: Callable[[SlotPool | None], None]
     divide_by: Callable[[float], None]
+    observe: Callable[[Any], None]
     rename: Callable[[str], None]
-    observe: Callable[[Observer], None]
     keep: Callable[[bool], None]
     settle: Callable[[], None]
     void: Callable[[int], None]
@@ -106,7 +104,8 @@ class GradientBuffer:
         _set_grad(parameter, None)
         if self._turns is not None:
             self._turns.take(self._pack_waiting)
-        self._begin_once()
+        if not self._begun[0]:
+            self._begin_once()
         if self._waits[index] and self._trained[index]:
             _set_grad(parameter, gradient)
         else:
@@ -125,30 +124,27 @@ class GradientBuffer:
         """Take over the small gradients that are there."""
         if not self._begun[0]:
             return
-        gradients = _plainly(list, (), (map(_get_grad, self._waiting_params),))
+        params, indices = self._waiting_params, self._waiting
+        gradients = _plainly(list, (), (map(_get_grad, params),))
         are_there = bytearray(map(operator.is_not, gradients, repeat(None)))
         if 1 not in are_there:
             return
-        _plainly(deque, (), (map(_set_grad, self._waiting_params, repeat(None)), 0))
-        if self._copies and 0 not in are_there and self._are_new(self._waiting, gradients):
-            torch._foreach_copy_(self._waiting_views, gradients)
-            if len(self._waiting) == len(self._views):
-                self._filled, self.binding.missing = bytearray(b"\1" * len(self._views)), bytearray(len(self._views))
-            else:
-                for index in self._waiting:
-                    self._filled[index], self.binding.missing[index] = 1, 0
-            return
-        for index, gradient in zip(self._waiting, gradients, strict=True):
-            if gradient is not None:
-                self._pack(index, gradient)
-
-    def _are_new(self, indices: list[int], gradients: list[torch.Tensor]) -> bool:
-        """Whether gradients of these parameters are plain and the first ones of parameters that are trained."""
-        return (
-            set(map(_get_layout, gradients)) == {_STRIDED}
+        _plainly(deque, (), (map(_set_grad, params, repeat(None)), 0))
+        if (
+            self._copies
+            and 0 not in are_there
             and not any(map(self._filled.__getitem__, indices))
             and all(map(self._trained.__getitem__, indices))
-        )
+            and set(map(_get_layout, gradients)) == {_STRIDED}
+        ):
+            torch._foreach_copy_(self._waiting_views, gradients)
+            for index in indices:
+                self._filled[index] = 1
+                self.binding.missing[index] = 0
+            return
+        for index, gradient in zip(indices, gradients, strict=True):
+            if gradient is not None:
+                self._pack(index, gradient)
 
     def _add(self, index: int, gradient: torch.Tensor) -> None:
         split = self._fsdp_params.owned[index].split
@@ -174,8 +170,6 @@ class GradientBuffer:
             self._filled[index], self.binding.missing[index] = 1, 0
 
     def _begin_once(self) -> None:
-        if self._begun[0]:
-            return
         self._follow_freezing()
         if 1 in self._trained:
             self._copies = self.pack_scale == 1.0 and not self._fsdp_params.has_splits
@@ -187,16 +181,15 @@ class GradientBuffer:
         frozen = self._fsdp_params.freeze()
         for index in frozen:
             self._trained[index] = 0
-        observer = self._observer() if frozen and self._observer is not None else None
-        if observer is not None:
-            observer.count_gradients()
+        unit = self._observer() if frozen else None
+        if unit is not None:
+            unit.count_gradients()
 
     def _begin(self, *, has_come: bool = False) -> None:
-        observer = self._observer() if self._observer is not None else None
-        if observer is not None:
-            backward = observer.backward
-            backward.begin_gradients(observer, packs=not self.packed.storage.is_allocated, has_come=has_come)
-            self.backward = backward.number
+        unit = self._observer()
+        if unit is not None:
+            unit.backward.begin_gradients(unit, packs=not self.packed.storage.is_allocated, has_come=has_come)
+            self.backward = unit.backward.number
         self.wait()
         if self.last_tickets:
             self._begin_again()
@@ -205,10 +198,10 @@ class GradientBuffer:
             self.binding.hold()
             is_empty = self.binding.state is GradState.EMPTY
             self._filled = bytearray(b"\0" if is_empty else b"\1") * len(self._views)
-        elif not (self.packs_late or self.packed.is_allocated):
-            self.packed.reallocate_storage()
-            for gap in self._gaps:
-                gap.zero_()
+        elif not (self.packs_late or self.packed.storage.is_allocated):
+            self.packed.storage.reallocate()
+            if self._gaps:
+                torch._foreach_zero_(self._gaps)
 
     def _begin_again(self) -> None:
         """Let gradients come in a backward that has issued the last reduction; what that gives is added at the end."""
@@ -246,7 +239,7 @@ class GradientBuffer:
             self._fill_up()
         self._filled = bytearray(len(self._views))
         if self.rests_partial:
-            self.binding.become(GradState.PARTIAL)
+            self.binding.state = GradState.PARTIAL
         return reduce
 
     def _fill_up(self) -> None:
@@ -261,20 +254,16 @@ class GradientBuffer:
         FSDP2's ``foreach_reduce``.
 
         Args:
-            buffers: of one unit. owner, after: as in ``Lane.submit``.
+            buffers: of one unit. owner, after: as in ``CpuLane.submit``.
         """
-        all_stages, tickets = [], []
-        for buffer in buffers:
-            if not buffer.rests_partial:
-                all_stages.append(buffer._stages())
-                tickets.append(buffer.tickets)
-        if all_stages:
-            submit_reductions(buffers[0]._device, all_stages, owner, tickets, after)
-        for buffer in buffers:
-            if not buffer.rests_partial:
-                buffer.binding.become(GradState.PARTIAL)
-                if listeners:
-                    tell("reducing", buffer)
+        packed = [buffer for buffer in buffers if not buffer.rests_partial]
+        if packed:
+            all_stages = [buffer._stages() for buffer in packed]
+            submit_reductions(packed[0]._lane, all_stages, owner, [buffer.tickets for buffer in packed], after)
+        for buffer in packed:
+            buffer.binding.state = GradState.PARTIAL
+            if listeners:
+                tell("reducing", buffer)
 
     def _stages(self) -> Stages:
         self.binding.hold()
@@ -282,7 +271,7 @@ class GradientBuffer:
         return self.reduction.stages(1.0 / (self.divisor * self.wire_scale), overwrite=overwrite)
 
     def wait(self) -> None:
-        """Make compute wait for the reduction and release the packed buffer."""
+        """Make compute wait for the reduction, if one is under way, and release the packed buffer."""
         if self.tickets:
             for ticket in self.tickets:
                 ticket.wait()

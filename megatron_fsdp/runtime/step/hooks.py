@@ -12,6 +12,7 @@ from torch._compile import _disable_dynamo
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from megatron_fsdp.runtime.step.pytree import map_tensors
+from megatron_fsdp.runtime.step.schedule import Schedule
 from megatron_fsdp.runtime.step.unit import Unit, is_in_backward, units_below
 
 __all__ = ["after_forward", "before_forward", "caster"]
@@ -46,12 +47,13 @@ def before_forward(
     if torch.compiler.is_dynamo_compiling():
         # The compiler would trace hooks into a unit's graph, and with them the switch to unsharded parameters.
         return _untraced_before(unit, module, args, kwargs)  # type: ignore[no-any-return]  # as this
-    if unit is unit.schedule.root_ref():
+    schedule: Schedule = unit.schedule
+    if unit is schedule.root_ref():
         if not is_in_backward():
             unit.backward.recover()
         tree = unit.trees[id(module)]
         if tree.is_changed():
-            unit.schedule.guards.walk(tree, module, list(units_below(module)))
+            schedule.guards.walk(tree, module, list(units_below(module)))
     if _innermost_transform() is None:
         _gather(unit, module, (args, kwargs))
     else:
@@ -66,10 +68,11 @@ def before_forward(
 
 
 def _gather(unit: Unit, module: nn.Module, given: Any) -> None:
+    schedule: Schedule = unit.schedule
     if _task_id() != -1:
-        unit.schedule.guards.before_recomputation(unit, module)
+        schedule.guards.before_recomputation(unit, module)
     else:
-        unit.schedule.before_forward(unit, module, given)
+        schedule.before_forward(unit, module, given)
 
 
 def after_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -78,7 +81,8 @@ def after_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output: 
         return _untraced_after(unit, module, args, output)
     if unit.policy.output_dtype is not None:
         output = caster(unit.policy.output_dtype)(output)
-    unit.schedule.after_forward(unit, module, args, output)
+    schedule: Schedule = unit.schedule
+    schedule.after_forward(unit, module, args, output)
     return output
 
 

@@ -1,7 +1,7 @@
-"""Ordered queues of device work beside the compute streams: one for gathers, one for reductions.
+"""Ordered queues of collectives and what follows them, beside compute: one for gathers, one for reductions, one last.
 
-On CUDA a lane is a stream. On CPU it is gloo's own worker: collectives are issued asynchronously, and what follows
-one (the fold of a reduced gradient) runs when somebody waits for it (docs/design/order.md, "Streams").
+On CPU a lane is gloo's own worker: collectives are issued asynchronously, and what follows one (the fold of a reduced
+gradient) runs when somebody waits for it. On CUDA it is a stream (``cuda_lane.py``; docs/design/order.md, "Streams").
 """
 
 from __future__ import annotations
@@ -15,13 +15,20 @@ import torch.distributed as dist
 
 from dbuffer.collectives import wait_for
 from dbuffer.events import listeners, tell
-from megatron_fsdp.runtime.step.cuda_lane import COMPUTE, LANES, CudaLane, compute_of
-from megatron_fsdp.runtime.step.lane_types import Lane, Operation, Ticket
 
-__all__ = ["CpuLane", "forget_unused_streams", "join_lanes", "lane"]
+__all__ = ["COMPUTE", "LANES", "CpuLane", "Operation", "Ticket", "forget_unused_streams", "join_lanes"]
+
+Operation = Callable[[list[dist.Work] | None], None]
 
 
-class _CpuTicket:
+class Ticket:
+    """Work that was submitted to a lane.
+
+    Attributes:
+        lane: the name of the lane. owner: the identity of the object whose work it is, 0 for none.
+        works: handles of its collectives, on CPU, until somebody waits.
+    """
+
     __slots__ = ("_on_host", "_then", "lane", "owner", "works")
 
     def __init__(
@@ -32,7 +39,10 @@ class _CpuTicket:
         self._then, self._on_host = then, on_host
 
     def wait(self) -> None:
-        """Block until the collectives are done, then run what follows them, once."""
+        """Make all later compute see the result. On CUDA this orders streams and does not block the host.
+
+        One that was interrupted is not over: it may be made again.
+        """
         if not self.works and self._then is None and self._on_host is None:
             return
         if listeners:
@@ -51,10 +61,10 @@ class _CpuTicket:
             tell("waited", self)
 
     def lead(self, stream: Any) -> None:
-        """Do nothing: there are no streams."""
+        """Order a stream after the work, where there are streams."""
 
     def give_up(self) -> None:
-        """Wait for the collectives, and let what would have followed them be."""
+        """Wait until nothing is written any more; whether it failed or not, there will be no result."""
         self._then = self._on_host = None
         for work in self.works:
             with suppress(RuntimeError):
@@ -78,8 +88,17 @@ class CpuLane:
         tickets: Iterable[list[Ticket]] = (),
         after: Iterable[Ticket] = (),
     ) -> Ticket:
-        """Start the collectives; ``then`` and ``on_host`` run in ``Ticket.wait``."""
-        ticket = _CpuTicket(self._name, owner, then, on_host)
+        """Queue ``operation`` after all compute issued so far, and ``then`` after it.
+
+        Args:
+            operation: issues collectives; it is given a list for their handles, or None where stream order suffices.
+            then: device work on their result; on CPU it runs in ``Ticket.wait``.
+            on_host: work of the CPU on what ``then`` copied to it; ``Ticket.wait`` blocks the host for it.
+            owner: told to listeners with the ticket.
+            after: of other lanes, on a device with streams: compute need not have come after them.
+            tickets: these get the ticket before anything is issued: if that raises, ``give_up`` is left to call.
+        """
+        ticket = Ticket(self._name, owner, then, on_host)
         for known in tickets:
             known.append(ticket)
         if listeners:
@@ -89,25 +108,25 @@ class CpuLane:
             tell("issued", ticket)
         return ticket
 
+    def join(self) -> None:
+        """Order compute after all that was submitted, where there are streams."""
 
-def lane(name: str, device: torch.device) -> Lane:
-    """Return the process's lane of that name ("gather", "reduce" or "last") on a device."""
-    key = (name, device)
-    if key not in LANES:
-        compute = compute_of(device)
-        LANES[key] = CpuLane(name) if compute is None else CudaLane(name, compute)
-    return LANES[key]
+
+LANES: dict[tuple[str, torch.device], CpuLane] = {}
+"""The lanes of the process, by their names and devices."""
+
+
+COMPUTE: dict[torch.device, Any] = {}
+"""The streams on which compute runs, ``Compute``, of each device that has any."""
 
 
 def forget_unused_streams() -> None:
     """Let lanes wait no more for streams that were not used since the last call; nothing to do on CPU."""
     for compute in COMPUTE.values():
-        if compute is not None:
-            compute.forget_unused()
+        compute.forget_unused()
 
 
 def join_lanes() -> None:
     """Order compute after everything that was submitted to lanes; nothing to do on CPU."""
     for each in LANES.values():
-        if isinstance(each, CudaLane):
-            each.join()
+        each.join()

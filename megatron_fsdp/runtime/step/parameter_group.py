@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,10 +30,8 @@ from megatron_fsdp.policy.offload import hand_back
 from megatron_fsdp.runtime.step.freshness import Freshness
 from megatron_fsdp.runtime.step.fsdp_params import FSDPParams
 from megatron_fsdp.runtime.step.gradients import GradientBuffer
-from megatron_fsdp.runtime.step.lane_types import Ticket
-from megatron_fsdp.runtime.step.lanes import lane
+from megatron_fsdp.runtime.step.lanes import CpuLane, Ticket
 from megatron_fsdp.runtime.step.reduction import ReduceFunction
-from megatron_fsdp.runtime.step.weight_types import KeptPart, Remainder
 
 __all__ = ["GatherFunction", "ParameterGroup", "WeightBuffers", "group_of_parameter", "note_group", "start_gathers"]
 
@@ -67,7 +66,7 @@ def start_gathers(groups: Sequence[ParameterGroup], *, check: bool, owner: int =
     if not weights and not stale:
         return None
     gather = functools.partial(_gather, stale, weights)
-    return lane("gather", groups[0].spec.device).submit(gather, then, on_host, owner=owner)
+    return groups[0].lane.submit(gather, then, on_host, owner=owner)
 
 
 def _gather(stale: Sequence[ParameterGroup], weights: Sequence[WeightBuffers], works: list[dist.Work] | None) -> None:
@@ -88,7 +87,12 @@ def _find_stale(groups: Sequence[ParameterGroup]) -> list[ParameterGroup]:
     for group in groups:
         if not group.weights.has_copy:
             group.freshness.gathered_directly()
-        elif group.freshness.wants_refresh():
+            continue
+        # No counter shows a change through .data or by a foreach operator (clipped or averaged weights), so before a
+        # forward a refresh that needs no communication is always done, and in evaluation every one.
+        if group.weights.refreshes_locally or not torch.is_grad_enabled():
+            group.freshness.suspect()
+        if group.freshness.wants_refresh():
             stale.append(group)
     if stale and (stale[0].spec.is_offloaded or stale[0].is_meta):
         stale[0].weights.refresh(stale)
@@ -105,9 +109,10 @@ class WeightBuffers:
     main: DBuffer
     model: DBuffer
     gathered: DBuffer
-    remainder: Remainder | None = None
+    # ``SplitWeights`` lower halves, and the ``PostForwardShard``, of groups that have one.
+    remainder: Any = None
     rests_whole = False
-    post_forward: KeptPart | None = None
+    post_forward: Any = None
     is_from_part = False
     gather_function: GatherFunction | None = None
     has_copy = True
@@ -192,7 +197,7 @@ class ParameterGroup:
         fsdp_params: the two sets of parameter objects.
         rests_whole: whether compute weights are whole on every rank all the time.
         is_meta: whether nothing is allocated yet: the parameters were on the meta device.
-        freshness: how old the compute weights are.
+        freshness: how old the compute weights are. lane: on which they are gathered.
         reduce_hook, reduce_function: see ``set_reduction``.
     """
 
@@ -204,6 +209,7 @@ class ParameterGroup:
     parameters: dict[str, nn.Parameter]
     gradients: GradientBuffer | None
     freshness: Freshness
+    lane: CpuLane
     rests_whole: bool
     is_meta: bool
 
@@ -245,23 +251,23 @@ class ParameterGroup:
             self.fsdp_params.brought_back()
         self.fsdp_params.module_infos.show(is_gathered=True)
 
-    def release(self, *, keep_part: bool, is_raising: bool) -> int | None:
+    def release(self, *, keep_part: bool, is_raising: bool) -> Sequence[torch.Tensor]:
         """Release the gathered weights, which no module shows any more.
 
         Args:
             keep_part: of a group with ``reshard_to``, keep a part for the gather of the backward that follows.
             is_raising: do not look whether they were changed.
         Returns:
-            Which of them was changed in place, None for none.
+            Weights of which one was changed in place; none where none was.
         """
-        changed = None if is_raising else self.fsdp_params.changed_in_place()
-        if changed is not None:
+        changed = () if is_raising else self.fsdp_params.changed_in_place()
+        if changed:
             # They are written again before they are used.
             self.freshness.lose()
             if self.weights.can_restore_gathered:
                 self.fsdp_params.accept_versions()
         if not self.rests_whole:
-            self.fsdp_params.released(is_unchanged=changed is None and not is_raising)
+            self.fsdp_params.released(is_unchanged=not (changed or is_raising))
             self.weights.release(keep_generation=self.freshness.gathered if keep_part else None)
         return changed
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,8 +14,7 @@ from dbuffer.collectives_together import reduce_together
 from dbuffer.layout import only_flat_axis
 from dbuffer.route import Route
 from dbuffer_kernels import accumulate
-from megatron_fsdp.runtime.step.lane_types import Ticket
-from megatron_fsdp.runtime.step.lanes import lane
+from megatron_fsdp.runtime.step.lanes import CpuLane, Ticket
 
 __all__ = ["Hook", "ReduceFunction", "Reduction", "Stages", "submit_reductions"]
 
@@ -29,8 +27,7 @@ ReduceFunction = Callable[
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class Stages:
+class Stages(NamedTuple):
     """What becomes of one packed buffer.
 
     Attributes:
@@ -43,40 +40,35 @@ class Stages:
     on_host: Callable[[], None] | None
 
 
-def _start(all_stages: Sequence[Stages], works: list[dist.Work] | None) -> None:
-    parts: list[Part] = []
-    for stages in all_stages:
-        parts += stages.start(works)
-    if len(parts) == 1:
-        reduce_scatter(parts[0].shard, parts[0].whole, parts[0].axis, parts[0].op, works)
-    else:
-        reduce_together(parts, works)
-
-
 def submit_reductions(
-    device: torch.device,
+    lane: CpuLane,
     all_stages: Sequence[Stages],
     owner: int,
     tickets: Sequence[list[Ticket]],
     after: Sequence[Ticket] = (),
 ) -> None:
-    """Issue reductions together on their lane; who waits for the ticket, which each list gets, sees them folded."""
+    """Issue reductions together on a lane; who waits for the ticket, which each list gets, sees them folded."""
+
+    def start(works: list[dist.Work] | None) -> None:
+        parts: list[Part] = []
+        for stages in all_stages:
+            parts += stages.start(works)
+        if len(parts) == 1:
+            reduce_scatter(parts[0].shard, parts[0].whole, parts[0].axis, parts[0].op, works)
+        else:
+            reduce_together(parts, works)
 
     def fold() -> None:
         for stages in all_stages:
             stages.fold()
 
-    def fold_on_host() -> None:
-        for stages in all_stages:
-            if stages.on_host is not None:
-                stages.on_host()
+    calls = [stages.on_host for stages in all_stages if stages.on_host is not None]
 
-    on_host = None
-    for stages in all_stages:
-        if stages.on_host is not None:
-            on_host = fold_on_host
-    start = functools.partial(_start, all_stages)
-    lane("reduce", device).submit(start, fold, on_host, owner=owner, tickets=tickets, after=after)
+    def fold_on_host() -> None:
+        for call in calls:
+            call()
+
+    lane.submit(start, fold, fold_on_host if calls else None, owner=owner, tickets=tickets, after=after)
 
 
 class Reduction:
@@ -92,10 +84,7 @@ class Reduction:
         function: used instead of the reduce-scatter.
         keeps: what is reduced into has memory all the time, where it has its own.
         is_last: whether ``main_grad`` is what the optimizer reads, so that ``finish`` has nothing to do.
-        is_offloaded: whether ``main_grad`` lies in CPU memory beside the main weights.
     """
-
-    is_offloaded = False
 
     def __init__(self, packed: DBuffer, reduced: DBuffer, main_grad: DBuffer, final: DBuffer) -> None:
         self.hook: Hook | None = None

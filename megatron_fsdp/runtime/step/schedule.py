@@ -6,8 +6,9 @@ order of collectives is decided here and in ``backward.py`` (docs/design/order.m
 
 from __future__ import annotations
 
+import sys
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,68 +16,63 @@ from torch import nn
 from torch.autograd import profiler
 
 from dbuffer.events import listeners, tell
+from megatron_fsdp.errors import AgreementError
 from megatron_fsdp.runtime.step.cuda_lane import wait_for_event
-from megatron_fsdp.runtime.step.guard_types import Guards
-from megatron_fsdp.runtime.step.lane_types import Ticket
-from megatron_fsdp.runtime.step.lanes import forget_unused_streams
+from megatron_fsdp.runtime.step.lanes import Ticket, forget_unused_streams
 from megatron_fsdp.runtime.step.outputs import Attributes, watch_given, watch_inputs, watch_made, watch_output
-from megatron_fsdp.runtime.step.unit import Call, Unit, WeightState
+from megatron_fsdp.runtime.step.parameter_group import ParameterGroup, start_gathers
+from megatron_fsdp.runtime.step.unit import Call, Tree, Unit, WeightState, alive
 
-__all__ = ["Schedule"]
+__all__ = ["Guards", "Schedule"]
 
-_NOBODY: weakref.ref[Any] = weakref.ref(set())
+_NONE: weakref.ref[Any] = weakref.ref(set())
 """A reference to no unit."""
-
 
 _MAX_LENGTH = 65_536
 
 
-class ForwardOrder:
-    """Records each forward pass and replays the last one as a prediction.
+class Guards:
+    """What a step hands on to when it meets what it does not do itself; ``guards/attached.py`` says what does it.
 
-    A pass that takes another way than the last one is met by gathers on demand, and becomes the next prediction.
+    What refuses, or cannot do what it is for, raises a StateError.
+
+    Attributes:
+        first_use, last, missing: when ranks agree on what the units are (``agreement.py``), what is reduced once a step
+            (``last_reduction.py``), and what ranks know of each other's missing gradients (``missing_gradients.py``).
+        armed: units whose inner modules' outputs are watched.
     """
 
-    def __init__(self) -> None:
-        self._recorded: list[weakref.ref[Unit]] = []
-        self._expected: list[weakref.ref[Unit]] = []
-        self._cursor = 0
-
-    def start_pass(self) -> None:
-        """A pass begins; what was recorded since the last one is the prediction now."""
-        self._expected, self._recorded, self._cursor = self._recorded or self._expected, [], 0
-
-    def visit(self, unit: Unit) -> list[Unit]:
-        """Record that a unit runs; return the ones with parameters to gather ahead of their use, where they are known.
-
-        As many as backward has packed buffers, which is as much memory: where it keeps two, the gradients of a trained
-        unit are still packed while those of the unit before it come, and its weights take no more in forward.
-        """
-        if len(self._recorded) < _MAX_LENGTH:
-            self._recorded.append(unit.reference)
-        # A unit that is not where it was last time moves the cursor to the end.
-        while self._cursor < len(self._expected) and self._expected[self._cursor]() is not unit:
-            self._cursor += 1
-        self._cursor += 1
-        limit = unit.backward.max_packed_buffers if torch.is_grad_enabled() else 1
-        ahead: list[Unit] = []
-        for reference in self._expected[self._cursor : self._cursor + 2 * limit]:
-            following = reference()
-            if following is not None and following.groups:
-                if ahead and not following.is_trained:
-                    break
-                ahead.append(following)
-                if len(ahead) == limit:
-                    break
-        return ahead
+    first_use: Any
+    last: Any
+    missing: Any
+    armed: list[weakref.ref[Unit]]
+    arm: Callable[[], None]
+    disarm: Callable[[], None]
+    admit: Callable[[Unit, ParameterGroup], None]
+    settle: Callable[[Unit, ParameterGroup], None]
+    follow_requires_grad: Callable[[Unit, ParameterGroup, Sequence[int]], None]
+    walk: Callable[[Tree, nn.Module, Sequence[Unit]], None]
+    refuse_changed: Callable[[Sequence[torch.Tensor]], None]
+    note_reads: Callable[[Call, Any], None]
+    emit_ranges: Callable[[Sequence[Unit]], None]
+    refuse_recorded: Callable[[Unit], None]
+    refuse_stepped: Callable[[Call], None]
+    refuse_reads: Callable[[Call], None]
+    refuse_gathered: Callable[[Iterable[ParameterGroup]], None]
+    before_recomputation: Callable[[Unit, nn.Module], None]
+    brings_gradients: Callable[[Iterable[Unit]], bool]
+    is_to_come: Callable[[Sequence[Call], Unit, float, Mapping[int, Call], Iterable[Unit]], bool]
 
 
 class Schedule:
     """Drives the units below one root.
 
+    Each forward pass is recorded and predicts the next one. A pass that takes another way is met by gathers on demand,
+    and becomes the next prediction.
+
     Attributes:
         step_event: recorded after an optimizer step, awaited by the next forward; None for none.
-        pools: of memory slots.
+        root_ref: the outermost unit, weakly. pools: of memory slots.
         trail: the units of this forward pass that were left, in order, for each call that backward may come to.
         guards: of this root.
     """
@@ -88,13 +84,16 @@ class Schedule:
         self.step_event: Any = None
         self.trail: list[weakref.ref[Unit]] = []
         self._units: list[weakref.ref[Unit]] = []
-        self.root_ref: weakref.ref[Unit] = _NOBODY
+        self.root_ref: weakref.ref[Unit] = _NONE
         self._clock = 0
-        self._order = ForwardOrder()
+        # The units of this pass and of the last one, in the order of their calls, and where this one is in that.
+        self._recorded: list[weakref.ref[Unit]] = []
+        self._expected: list[weakref.ref[Unit]] = []
+        self._cursor = 0
         # By the identity of units' modules, which are never replaced.
         self._kept: dict[int, Attributes] = {}
         # The unit that forward left last, whose weights stay until the next one is needed: backward may be next.
-        self._lingering: weakref.ref[Unit] = _NOBODY
+        self._lingering: weakref.ref[Unit] = _NONE
         self._ahead: list[weakref.ref[Unit]] = []
 
     def adopt(self, root: Unit, units: Iterable[Unit]) -> None:
@@ -106,7 +105,7 @@ class Schedule:
 
     def units(self) -> list[Unit]:
         """Return the units served, in the order in which the root's modules are registered."""
-        return [unit for reference in self._units if (unit := reference()) is not None]
+        return alive(self._units)
 
     def reshards_after_forward(self, unit: Unit) -> bool:
         """Whether a unit gives its gathered weights back between forward and backward.
@@ -131,12 +130,9 @@ class Schedule:
             self.guards.first_use.before_gather(unit)
         if listeners:
             tell("gather", unit)
-        for group in unit.groups if check else ():
-            # No counter shows a change through .data or by a foreach operator (clipped or averaged weights), so before
-            # a forward a refresh that needs no communication is always done, and in evaluation every one.
-            if group.weights.has_copy and (group.weights.refreshes_locally or not torch.is_grad_enabled()):
-                group.freshness.suspect()
-        unit.start_gather(check=check)
+        unit.gather_ticket = start_gathers(unit.groups, check=check, owner=id(unit))
+        # Last, so that whatever is raised before (an interrupt, out of memory) leaves nothing that looks gathered.
+        unit.weight_state = WeightState.GATHERING
 
     def gather_ahead(self, units: list[Unit], *, check: bool) -> None:
         """Start predicted gathers, unless another one predicted is still unused: memory is for these alone."""
@@ -150,8 +146,7 @@ class Schedule:
 
     def gathers_ahead(self) -> list[Ticket]:
         """Return the tickets of predicted gathers that are on their way."""
-        units = [unit for reference in self._ahead if (unit := reference()) is not None]
-        return [unit.gather_ticket for unit in units if unit.gather_ticket is not None]
+        return [unit.gather_ticket for unit in alive(self._ahead) if unit.gather_ticket is not None]
 
     def unshard(self, unit: Unit, *, check: bool) -> None:
         """Gather a unit's weights, if need be, and show them in its modules; compute issued afterwards may use them."""
@@ -160,26 +155,58 @@ class Schedule:
         self.finish_gather(unit)
 
     def finish_gather(self, unit: Unit) -> None:
-        """Make compute wait for a gather that was started, and show the weights."""
-        if unit.weight_state is WeightState.GATHERING:
-            if listeners:
-                tell("use", unit)
-            unit.finish_gather()
-            if listeners:
-                tell("unsharded", unit)
-        elif unit.weight_state is WeightState.UNSHARDED:
+        """Make compute wait for a gather that was started, and show the weights.
+
+        Raises:
+            AgreementError: the gather did not end.
+        """
+        if unit.weight_state is WeightState.UNSHARDED:
             for group in unit.groups:
                 group.show_unsharded()
+        if unit.weight_state is not WeightState.GATHERING:
+            return
+        if listeners:
+            tell("use", unit)
+        if unit.gather_ticket is not None:
+            try:
+                unit.gather_ticket.wait()
+            except RuntimeError as error:
+                # No use waits for this gather once more.
+                unit.weight_state = WeightState.SHARDED
+                if isinstance(error, AgreementError):
+                    raise
+                AgreementError.raise_for(unit.name, "the gather of its weights", error)
+        for group in unit.groups:
+            group.use_gathered()
+        unit.gather_ticket = None
+        unit.weight_state = WeightState.UNSHARDED
+        if listeners:
+            tell("unsharded", unit)
 
     def reshard(self, unit: Unit, *, keep_part: bool = False) -> None:
-        """Release a unit's gathered weights; see ``Unit.reshard``."""
+        """Show the sharded parameters and release the gathered weights, which are there or on their way.
+
+        FSDP2's ``FSDPParamGroup.reshard``.
+
+        Args:
+            keep_part: as in ``ParameterGroup.release``.
+        """
         unit.entered = None
-        if unit.weight_state is not WeightState.SHARDED:
-            if listeners:
-                tell("reshard", unit)
-            changed = unit.reshard(keep_part=keep_part)
-            if changed is not None:
-                self.guards.refuse_changed(changed)
+        if unit.weight_state is WeightState.SHARDED:
+            return
+        if listeners:
+            tell("reshard", unit)
+        if unit.weight_state is WeightState.GATHERING:
+            self.finish_gather(unit)
+        unit.show_sharded()
+        unit.weight_state = WeightState.SHARDED
+        # An error that is being handled is what should be seen; the next reshard finds the change as well.
+        is_raising = sys.exc_info()[0] is not None
+        changed: Sequence[torch.Tensor] = ()
+        for group in unit.groups:
+            changed = group.release(keep_part=keep_part, is_raising=is_raising) or changed
+        if changed:
+            self.guards.refuse_changed(changed)
 
     # ------------------------------------------------------------------ forward
 
@@ -205,7 +232,7 @@ class Schedule:
             if changed or (gradients is not None and gradients.binding.is_taken):
                 self.guards.follow_requires_grad(unit, group, changed)
         self.unshard(unit, check=True)
-        following = self._order.visit(unit)
+        following = self._predict(unit)
         if not self.trail and unit.open_call is not None and torch.is_grad_enabled():
             # No other unit's outputs tell when backward is through with this one.
             watch_inputs(unit.open_call, given)
@@ -270,6 +297,30 @@ class Schedule:
         unit.pending_modules = {id(other()) for other in unit.modules} - {id(module)}
         return True
 
+    def _predict(self, unit: Unit) -> list[Unit]:
+        """Record that a unit runs; return the ones with parameters to gather ahead of their use, where they are known.
+
+        As many as backward has packed buffers, which is as much memory: where it keeps two, the gradients of a trained
+        unit are still packed while those of the unit before it come, and its weights take no more in forward.
+        """
+        if len(self._recorded) < _MAX_LENGTH:
+            self._recorded.append(unit.reference)
+        # A unit that is not where it was last time moves the cursor to the end.
+        while self._cursor < len(self._expected) and self._expected[self._cursor]() is not unit:
+            self._cursor += 1
+        self._cursor += 1
+        limit = unit.backward.max_packed_buffers if torch.is_grad_enabled() else 1
+        ahead: list[Unit] = []
+        for reference in self._expected[self._cursor : self._cursor + 2 * limit]:
+            following = reference()
+            if following is not None and following.groups:
+                if ahead and not following.is_trained:
+                    break
+                ahead.append(following)
+                if len(ahead) == limit:
+                    break
+        return ahead
+
     def _end_call(self, unit: Unit, call: Call) -> None:
         unit.open_call = None
         self._clock += 1
@@ -295,7 +346,7 @@ class Schedule:
             self.reshard(unit, keep_part=torch.is_grad_enabled())
 
     def _release_lingering(self, unit: Unit) -> None:
-        lingering, self._lingering = self._lingering(), _NOBODY
+        lingering, self._lingering = self._lingering(), _NONE
         if lingering is not None and lingering is not unit and lingering.open_call is None:
             self.reshard(lingering)
 
@@ -307,7 +358,7 @@ class Schedule:
         forget_unused_streams()
         for unit in self.units():
             unit.open_call = None
-        self._order.start_pass()
+        self._expected, self._recorded, self._cursor = self._recorded or self._expected, [], 0
         self.trail = []
         if self.guards.armed:
             self.guards.disarm()
@@ -331,7 +382,7 @@ class Schedule:
 
     def end_backward(self) -> None:
         """Release what backward has gathered, and what it need not have kept."""
-        self._lingering = _NOBODY
+        self._lingering = _NONE
         root = self.root_ref()
         if root is None or root.open_call is None:
             # Where units are called and their root is not, nothing else begins a pass.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 import math
 import operator
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -15,14 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_fsdp.errors import AgreementError, StateError
+from megatron_fsdp.errors import StateError
 from megatron_fsdp.policy.precision import MixedPrecisionPolicy
 from megatron_fsdp.policy.slots import SlotChoice
 from megatron_fsdp.runtime.step.freshness import MOMENTS
 from megatron_fsdp.runtime.step.gradients import GradientBuffer
-from megatron_fsdp.runtime.step.lane_types import Ticket
-from megatron_fsdp.runtime.step.parameter_group import ParameterGroup, start_gathers
-from megatron_fsdp.runtime.step.root_types import Backwards, Forwards, InnerOutputs
+from megatron_fsdp.runtime.step.lanes import Ticket
+from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
 
 __all__ = ["Call", "Tree", "Unit", "WeightState", "alive", "is_in_backward", "units_below"]
 
@@ -122,13 +120,14 @@ class Unit:
         name: path of the (first) module below the root, for messages.
         reference: weak, for whoever must not keep the unit alive.
         groups: the parameter groups; empty for a module without parameters of its own.
-        schedule, backward: what drives it, with the other units of its root.
+        schedule, backward: the ``Schedule`` and the ``Backward`` that drive it, with the other units of its root.
+        inner_outputs: what watches what modules in it return (``guards/inner_outputs.py``).
         reshard_after_forward: as asked; None means when the next unit runs, but not for the root. Groups that keep a
             part for backward know it themselves.
         rests_final: whether no axis is left to reduce when the last backward has closed it.
         requires_all_reduce: whether the last backward also reduces over axes that hold partial sums.
         requires_gradient_sync: False keeps gradients here, unreduced, until a backward with True.
-        weight_state: where its weights are; changed by ``start_gather``, ``finish_gather`` and ``reshard`` alone.
+        weight_state: where its weights are; changed by its ``Schedule`` alone.
         gather_ticket: of the gather under way, None where all weights rest whole.
         slots: where the memory of gathered weights and packed gradients comes from.
         releases_weights: whether any of its weights are gathered and released; others are whole on every rank all the
@@ -142,9 +141,10 @@ class Unit:
         trees: by the id of the module.
     """
 
-    schedule: Forwards
-    backward: Backwards
-    inner_outputs: InnerOutputs
+    # Of files above: nothing here calls them.
+    schedule: Any
+    backward: Any
+    inner_outputs: Any
     # What some tensor subclasses ask an ``FSDPState`` for (``fsdp2_view.py``).
     _fsdp_param_group: object = None
 
@@ -183,59 +183,6 @@ class Unit:
         self.is_trained = self.num_gradients == sum(len(group.parameters) for group in self.groups)
         self.rests_final = all(buffer.rests_final for buffer in self.gradients)
 
-    # ------------------------------------------------------------------ weights
-
-    def start_gather(self, *, check: bool) -> None:
-        """Issue the gather of the weights, which are SHARDED; ``check`` as in ``start_gathers``."""
-        self.gather_ticket = start_gathers(self.groups, check=check, owner=id(self))
-        # Last, so that whatever is raised before (an interrupt, out of memory) leaves nothing that looks gathered.
-        self.weight_state = WeightState.GATHERING
-
-    def finish_gather(self) -> None:
-        """Make compute wait for the gather under way, and show the gathered weights.
-
-        Raises:
-            AgreementError: the gather did not end.
-        """
-        if self.gather_ticket is not None:
-            try:
-                self.gather_ticket.wait()
-            except AgreementError:
-                # Found by a watch: nobody is to wait for this gather once more.
-                self.weight_state = WeightState.SHARDED
-                raise
-            except RuntimeError as error:
-                self.weight_state = WeightState.SHARDED
-                AgreementError.raise_for(self.name, "the gather of its weights", error)
-        for group in self.groups:
-            group.use_gathered()
-        self.gather_ticket = None
-        self.weight_state = WeightState.UNSHARDED
-
-    def reshard(self, *, keep_part: bool = False) -> torch.Tensor | None:
-        """Show the sharded parameters and release the gathered weights, which are there or on their way.
-
-        FSDP2's ``FSDPParamGroup.reshard``.
-
-        Args:
-            keep_part: as in ``ParameterGroup.release``.
-        Returns:
-            A gathered weight that was changed in place, None for none.
-        """
-        if self.weight_state is WeightState.GATHERING:
-            self.finish_gather()
-        for group in self.groups:
-            group.fsdp_params.module_infos.show(is_gathered=False)
-        self.weight_state = WeightState.SHARDED
-        # An error that is being handled is what should be seen; the next reshard finds the change as well.
-        is_raising = sys.exc_info()[0] is not None
-        found: torch.Tensor | None = None
-        for group in self.groups:
-            changed = group.release(keep_part=keep_part, is_raising=is_raising)
-            if changed is not None:
-                found = group.fsdp_params.unsharded_params[changed]
-        return found
-
     def show_sharded(self) -> None:
         """Show the sharded parameters, while gathered weights may stay for the backward that follows."""
         for group in self.groups:
@@ -244,7 +191,7 @@ class Unit:
     def is_stale(self) -> bool:
         """Whether weights that are gathered, or on their way, are older than the main weights, or were changed."""
         for group in self.groups:
-            is_changed = self.weight_state is WeightState.UNSHARDED and group.fsdp_params.changed_in_place() is not None
+            is_changed = self.weight_state is WeightState.UNSHARDED and group.fsdp_params.changed_in_place()
             if is_changed or group.freshness.is_stale():
                 return True
         return False

@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from dbuffer import StorageError
+from dbuffer.dtensor.placed_tensor import NUM_FLAGS_SET
 from megatron_fsdp.errors import StateError
 from megatron_fsdp.runtime.step.weight_handle import WeightHandle, handle_of
 from megatron_fsdp.runtime.weights.param_layout import laid_out
@@ -29,16 +30,18 @@ __all__ = [
 ]
 
 
-def refuse_change(handle: WeightHandle, how: str) -> NoReturn:
-    """Refuse a change of gathered weights.
+def refuse_change(handle: WeightHandle, how: str, others: Sequence[str] = ()) -> NoReturn:
+    """Refuse a change of a gathered weight, or of one of ``others`` of its unit.
 
     Raises:
         StateError: always.
     """
+    names = "".join(f" or {name!r}" for name in others)
     raise StateError(
-        f"{handle.words} was changed in place while it was gathered ({how}). Each rank would change a copy of its own, "
-        "which the unit drops when it reshards. Change the sharded parameter instead, outside of forward and backward: "
-        "after optimizer.step(), under torch.no_grad(); weights that a forward has to change belong into a buffer."
+        f"{handle.words}{names} was changed in place while it was gathered ({how}). Each rank would change a copy of "
+        "its own, which the unit drops when it reshards. Change the sharded parameter instead, outside of forward and "
+        "backward: after optimizer.step(), under torch.no_grad(); weights that a forward has to change belong into a "
+        "buffer."
     )
 
 
@@ -48,6 +51,15 @@ def _refusing(name: str) -> Callable[..., NoReturn]:
 
     refuse.__name__ = name
     return refuse
+
+
+def _counting(name: str) -> Callable[..., Any]:
+    def count(self: Any, *args: Any, **options: Any) -> Any:
+        NUM_FLAGS_SET[0] += 1
+        return getattr(super(GatheredWeight, self), name)(*args, **options)
+
+    count.__name__ = name
+    return count
 
 
 # In place, and yet no change of the values.
@@ -69,6 +81,11 @@ class GatheredWeight(nn.Parameter):
 
     def __repr__(self, **options: Any) -> str:  # type: ignore[override]  # of torch
         return f"Parameter containing:\n{self.detach()!r}"
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "requires_grad":
+            NUM_FLAGS_SET[0] += 1
+        super().__setattr__(name, value)
 
     @property
     def data(self) -> torch.Tensor:
@@ -173,6 +190,8 @@ class ReleasedWeight(GatheredWeight):
         raise _released((self,), {}, "pickle")
 
 
+for _name in ("requires_grad_", "detach_"):
+    setattr(GatheredWeight, _name, _counting(_name))
 for _name in _IN_PLACE:
     setattr(GatheredWeight, _name, _refusing(_name))
 
@@ -191,12 +210,13 @@ def _released(args: Iterable[Any], kwargs: dict[str, Any], name: str) -> Storage
     )
 
 
-def refuse_uncounted(weight: torch.Tensor) -> NoReturn:
-    """Refuse a change that was found afterwards.
+def refuse_uncounted(weights: Sequence[torch.Tensor]) -> NoReturn:
+    """Refuse a change that was found afterwards, of one of some weights.
 
     Raises:
         StateError: always.
     """
-    taken_at = getattr(weight, "_fsdp_taken_at", "")
-    how = f"its .data was taken at {taken_at}" if taken_at else "by an operator such as max_norm's, a view or out="
-    refuse_change(handle_of(weight), how)
+    taken = [weight for weight in weights if getattr(weight, "_fsdp_taken_at", "")]
+    how = f"its .data was taken at {taken[0]._fsdp_taken_at}" if taken else "through a view of it, or by out="  # type: ignore[attr-defined]
+    first, *others = [handle_of(weight) for weight in taken or weights]
+    refuse_change(first, how, [handle.parameter for handle in others])

@@ -12,7 +12,7 @@ from gpt.checkpoint import TrainingState
 from gpt.loss import MeanLoss, TokenLoss
 from megatron_fsdp import load_checkpoint, save_checkpoint
 from tests.harness import run_ranks
-from tests.unit.examples.jobs import TINY, make_job, train_steps, whole_weights
+from tests.unit.examples.jobs import TINY, make_job, steps, train_steps, whole_weights
 
 FLAGS = "--use-megatron-fsdp --fsdp-invariant-reduction --micro-batch-size 2 --global-batch-size 24"
 Trained = tuple[list[float], dict[str, torch.Tensor]]
@@ -47,15 +47,6 @@ def test_tensor_and_expert_parallel_ranks_keep_the_bits_while_their_number_stays
     for rank, (numbers, weights) in enumerate(found[4]):
         wanted_numbers, wanted = found[2][rank % 2]
         assert (numbers, differing(weights, wanted)) == (wanted_numbers, []), rank
-
-
-def steps(job: pretrain_gpt.Job, state: TrainingState, count: int) -> tuple[list[float], TrainingState]:
-    numbers: list[float] = []
-    for _ in range(count):
-        result = pretrain_gpt.train_step(job, state)
-        numbers += [result.loss.item(), result.grad_norm.item()]
-        state = state.after_step(job.args.global_batch_size)
-    return numbers, state
 
 
 def saved(flags: str, path: str) -> Trained:

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from megatron_fsdp.config.flags import add_megatron_fsdp_args
 from megatron_fsdp.config.fsdp_config import FsdpConfig
-from megatron_fsdp.config.parser import add_megatron_fsdp_args
 
 
 def namespace(line: str) -> argparse.Namespace:

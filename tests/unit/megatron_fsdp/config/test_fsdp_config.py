@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from dbuffer import Flat, Partial, Replicate
 from megatron_fsdp.api import fully_shard
+from megatron_fsdp.config.flags import FLAGS
 from megatron_fsdp.config.fsdp_config import FsdpConfig
-from megatron_fsdp.config.parser import FLAGS
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.policy.strategy import Placements
 from tests.unit.megatron_fsdp.config.lines import config, mesh
@@ -38,11 +38,6 @@ def process_group() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
-
-
-def test_megatron_s_default_checkpoint_format_counts_as_not_given() -> None:
-    found = config("--use-megatron-fsdp --ckpt-format torch_dist").explain()
-    assert "checkpoints are fsdp_dtensor: --use-megatron-fsdp (--ckpt-format torch_dist counts as not given)" in found
 
 
 @pytest.mark.parametrize(
@@ -102,13 +97,6 @@ def test_the_forms_that_megatron_gives_values_after_parsing_are_understood() -> 
     )
 
 
-def test_lists_of_json_are_tuples() -> None:
-    given: dict[str, Any] = {"bf16": True, "ddp_param_name_patterns_for_fp32_local_accumulation": ["*.norm.*"]}
-    assert FsdpConfig(**given) == FsdpConfig(
-        bf16=True, ddp_param_name_patterns_for_fp32_local_accumulation=("*.norm.*",)
-    )
-
-
 @pytest.mark.parametrize(
     ("unknown", "nearest"),
     [
@@ -154,9 +142,13 @@ def test_a_config_survives_copies_and_pickling() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
-def test_a_strategy_on_one_axis_is_its_placements(strategy: str) -> None:
-    kwargs = config(f"{STRATEGY} {strategy}").fully_shard_kwargs(mesh(3))
-    assert kwargs["placements"] == getattr(Placements, strategy)(0)
+def test_on_one_axis_a_strategy_is_its_placements_for_every_unit(strategy: str) -> None:
+    given = config(f"{STRATEGY} {strategy} --bf16")
+    assert given.fully_shard_kwargs(mesh(3)) == {
+        "placements": getattr(Placements, strategy)(0),
+        "mp_policy": given.mixed_precision_policy(),
+        "reshard_after_forward": None,
+    }
 
 
 @pytest.mark.parametrize(
@@ -171,12 +163,8 @@ def test_a_strategy_on_one_axis_is_its_placements(strategy: str) -> None:
     ],
 )
 def test_on_two_axes_the_strategy_is_the_inner_one_s(line: str, placements: Placements) -> None:
-    kwargs = config(f"--num-distributed-optimizer-instances 2 {line}").fully_shard_kwargs(mesh(2, 3))
-    assert kwargs["placements"] == placements
-
-
-def test_a_mesh_of_two_axes_says_the_number_of_replicas_where_no_flag_does() -> None:
-    assert FsdpConfig().fully_shard_kwargs(mesh(5, 3))["placements"] == Placements.hsdp(0, 1)
+    for instances in ("", "--num-distributed-optimizer-instances 2"):
+        assert config(f"{instances} {line}").fully_shard_kwargs(mesh(2, 3))["placements"] == placements
 
 
 @pytest.mark.parametrize(
@@ -238,16 +226,6 @@ def test_the_dtype_flags_reach_the_buffers(line: str, dtypes: tuple[torch.dtype,
     model(torch.ones(2, 5)).sum().backward()
     (group,) = model.parameter_groups
     assert (group.main_weight.dtype, group.main_grad.dtype, group.spec.dtypes.reduce) == dtypes
-
-
-def test_every_unit_gets_the_policy_and_the_engine_s_choice_of_resharding() -> None:
-    given = config("--bf16")
-    kwargs = given.fully_shard_kwargs(mesh(4))
-    assert kwargs == {
-        "placements": Placements.optim_grads_params(0),
-        "mp_policy": given.mixed_precision_policy(),
-        "reshard_after_forward": None,
-    }
 
 
 @pytest.mark.usefixtures("process_group")

@@ -13,13 +13,11 @@ from torch import nn
 
 from dbuffer import Flat
 from megatron_fsdp.config.fsdp_config import FsdpConfig
-from megatron_fsdp.config.hf_keys import KEYS, Key, _main, keys_markdown
+from megatron_fsdp.config.hf_keys import KEYS, Key
 from megatron_fsdp.config.hf_settings import HfSettings
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.policy.offload import CPUOffloadPolicy
 
-ROOT = Path(__file__).parents[4]
-DOCUMENT = ROOT / "docs/huggingface.md"
 MESH: Any = SimpleNamespace(ndim=1, device_type="cpu", size=lambda axis=None: 2)
 
 
@@ -315,18 +313,7 @@ def test_every_key_that_acts_is_explained() -> None:
     assert any(line.startswith("reshard_after_forward True (default): ") for line in lines)
 
 
-def test_the_documented_table_is_the_one_that_is_made_from_the_keys() -> None:
-    assert keys_markdown() in DOCUMENT.read_text(encoding="utf-8")
-
-
-def test_the_command_replaces_the_table_and_nothing_else(tmp_path: Path) -> None:
-    path = tmp_path / "page.md"
-    path.write_text("before\n<!-- keys: begin -->\nold\n<!-- keys: end -->\nafter\n")
-    _main([str(path)])
-    assert path.read_text() == f"before\n<!-- keys: begin -->\n{keys_markdown()}<!-- keys: end -->\nafter\n"
-
-
 def test_spellings_are_unique_and_every_key_that_acts_has_a_setting() -> None:
-    spellings = [spelling for key in KEYS for spelling in key.spellings]
+    spellings = [spelling for key in KEYS for spelling in (key.name, *key.others, *key.older)]
     assert len(set(spellings)) == len(spellings)
     assert {key.name for key in KEYS if not key.is_silent} <= set(HfSettings.__dataclass_fields__)

@@ -5,8 +5,8 @@ import torch
 import torch.distributed as dist
 
 from dbuffer.events import listen
-from megatron_fsdp.runtime.step.lane_types import Ticket
-from megatron_fsdp.runtime.step.lanes import CpuLane, lane
+from megatron_fsdp.runtime.step.cuda_lane import lane
+from megatron_fsdp.runtime.step.lanes import CpuLane, Ticket
 
 CPU = torch.device("cpu")
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from dbuffer import CollectiveCall, observe_collectives
 from megatron_fsdp import FsdpModule, Placements, fully_shard
@@ -160,3 +161,38 @@ def test_the_store_does_not_fill_up() -> None:
     after = store.num_keys()
     dist.barrier()
     assert int(after - before) < 15
+
+
+class Skipped(nn.Linear):
+    def forward(self, x: torch.Tensor, is_used: bool = True) -> torch.Tensor:
+        return x + torch.tanh(super().forward(x)) if is_used else x * 1.0
+
+
+class Skipping(nn.Module):
+    """Layers of which a rank computes the first ``uses`` alone; the others hand on what they are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Skipped(WIDTH, WIDTH) for _ in range(6))
+
+    def forward(self, x: torch.Tensor, uses: int) -> torch.Tensor:
+        for number, layer in enumerate(self.layers):
+            x = layer(x, number < uses)
+        return x
+
+
+@pytest.mark.parametrize("uses", [3, 1])
+@on_ranks(2, timeout=60)
+def test_a_rank_that_uses_none_of_the_last_layers_reduces_them_when_the_others_do(uses: int) -> None:
+    torch.manual_seed(0)
+    plain = Skipping()
+    model = copy.deepcopy(plain)
+    for part in (*model.layers, model):
+        fully_shard(part)
+    for rank in range(2):
+        (plain(data(rank, 0), 6 if rank else uses).square().mean() / 2).backward()
+    model(data(dist.get_rank(), 0), 6 if dist.get_rank() else uses).square().mean().backward()
+    for found, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+        assert isinstance(found.grad, DTensor)
+        assert wanted.grad is not None
+        torch.testing.assert_close(found.grad.full_tensor(), wanted.grad)

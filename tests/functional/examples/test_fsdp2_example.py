@@ -10,7 +10,7 @@ import pytest
 from tests.harness import run_ranks
 from tests.harness.grids import nightly_but
 
-SCRIPT = Path(__file__).parents[2] / "examples" / "fsdp2_tutorial" / "train.py"
+SCRIPT = Path(__file__).parents[3] / "examples" / "fsdp2_tutorial" / "train.py"
 ENGINES = ("torch", "ours")
 # On CPU, PyTorch's engine lets every rank draw its own random rows, and says so; checkpoints replace what it drew. Its
 # loader asks for the default device by a name that PyTorch itself deprecates.

@@ -1,6 +1,6 @@
 """The certificate finds nothing in the engine, and finds what it is made to find."""
 
-import json
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from dbuffer.storage import FlatStorage
 from megatron_fsdp import AdamW, fully_shard
 from megatron_fsdp.certify.certificate import Certificate, Certification, certify, watching
 from tests.certify.__main__ import main
-from tests.certify.cases import CASES, SHORT, Case
+from tests.certify.cases import CASES, SHORT
 from tests.certify.host_order import order_findings
 from tests.certify.matrix import Run, idle_places, merged, run_matrix, run_on_rank
 from tests.certify.mutants import EQUIVALENT, MODULES, OPEN, Mutant, applied, mutants, survey
@@ -206,13 +206,8 @@ def issues_of(order: tuple[int, ...]) -> Certificate:
         mine = order if dist.get_rank() else tuple(sorted(order))
         for size in mine:
             all_reduce(torch.ones(size)[:1].clone(), axis, "sum")
-            check.checker.issues[-1] = check.checker.issues[-1].__class__(
-                **{
-                    name: getattr(check.checker.issues[-1], name)
-                    for name in ("group", "number", "kind", "origin", "after")
-                },
-                num_bytes=size,
-            )
+            # Sizes that this process would end at.
+            check.checker.issues[-1] = dataclasses.replace(check.checker.issues[-1], num_bytes=size)
         return check.certificate()
 
 
@@ -251,13 +246,9 @@ def test_two_steps_of_a_job_are_certified_and_it_goes_on(has_sync: bool) -> None
     assert sum(one.count for one in found.host_waits) == (4 if has_sync else 0)
 
 
-def test_the_command_writes_what_it_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "found.json"
-    assert main(["--case", "unshard by hand", "--json", str(path)]) == 0
+def test_the_command_says_how_many_it_checked_and_what_it_does_not_know(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--case", "unshard by hand"]) == 0
     assert "1 configurations" in capsys.readouterr().out
-    (row,) = json.loads(path.read_text())["configurations"]
-    assert row["name"] == "unshard by hand"
-    assert row["is_clean"]
     assert main(["--case", "no such"]) == 2
 
 
@@ -279,7 +270,7 @@ def test_a_lane_that_waits_less_is_found(what: str, case: str) -> None:
     module = "lanes" if "join" in what else "cuda_lane"
     mutant = a_mutant(f"megatron_fsdp.runtime.step.{module}", what)
     with applied(mutant):
-        ((certificate, _),) = run_on_rank([case])
+        (certificate,) = run_on_rank([case])
     assert [*certificate.races, *certificate.early_reuses, *certificate.disorders]
 
 
@@ -291,13 +282,7 @@ def test_there_are_many_mutants_and_the_equivalent_ones_are_among_them() -> None
 
 @pytest.mark.slow
 def test_every_mutant_is_killed_or_equivalent_or_known_to_be_open() -> None:
-    assert {one.mutant.key for one in survey() if one.is_alive} <= set(OPEN)
-
-
-def test_a_case_names_its_ranks() -> None:
-    assert Case("", strategy="hfsdp").num_ranks == 4
-    assert Case("", reshard=2).num_ranks == 4
-    assert Case("", reshard=True).num_ranks == 2
+    assert {mutant.key for mutant, found in survey().items() if not found} <= set(OPEN)
 
 
 @on_ranks(1)

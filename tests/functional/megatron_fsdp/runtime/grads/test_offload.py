@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
-from megatron_fsdp.runtime.grads import offloaded_reduction
+from megatron_fsdp.runtime.grads import last_reduction
 from tests.harness import on_ranks
 from tests.harness.twins import Twins
 
@@ -16,14 +16,14 @@ from tests.harness.twins import Twins
 def test_the_first_microbatch_is_copied_to_the_sums_and_only_later_ones_are_added_by_the_host(strategy: str) -> None:
     twins = Twins(strategy=strategy, offload_policy=CPUOffloadPolicy(pin_memory=False))
     added: list[bool] = []
-    accumulate = offloaded_reduction.accumulate
+    accumulate = last_reduction.accumulate
 
     def counted(source: torch.Tensor, out: torch.Tensor, **options: Any) -> torch.Tensor:
         added.append(not options.get("overwrite", False))
         return accumulate(source, out, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(offloaded_reduction, "accumulate", counted)
+        patch.setattr(last_reduction, "accumulate", counted)
         for step in range(3):
             twins.model.set_is_last_backward(step == 2)
             twins.backward(step)

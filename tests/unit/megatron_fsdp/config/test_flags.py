@@ -2,108 +2,71 @@
 
 import argparse
 import re
+import runpy
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron_fsdp.config.parser import FLAGS, RULES, Effect, Flag, add_megatron_fsdp_args, flag_of, flags_markdown
+from megatron_fsdp.config.flag_rules import RULES
+from megatron_fsdp.config.flags import FLAGS, Flag, add_megatron_fsdp_args
 from megatron_fsdp.errors import ConfigError
 from tests.unit.megatron_fsdp.config.lines import config, namespace
 
-# As Megatron-LM documents them: attribute, default.
-DEFAULTS = {
-    "use_megatron_fsdp": False,
-    "megatron_fsdp_version": 1,
-    "data_parallel_sharding_strategy": "optim_grads_params",
-    "outer_dp_sharding_strategy": "no_shard",
-    "num_distributed_optimizer_instances": 1,
-    "enable_full_sharding_in_hsdp": False,
-    "init_model_with_meta_device": False,
-    "megatron_fsdp_main_params_dtype": "fp32",
-    "megatron_fsdp_main_grads_dtype": "auto",
-    "megatron_fsdp_grad_comm_dtype": "auto",
-    "megatron_fsdp_enable_fine_grained_param_gather": False,
-    "suggested_communication_unit_size": None,
-    "create_all_gather_group": False,
-    "keep_fp8_transpose_cache": False,
-    "fsdp_double_buffer": False,
-    "megatron_fsdp_max_pool_double_buffer": False,
-    "fsdp_db_use_persist_buf_on_alloc_fail": False,
-    "nccl_ub": False,
-    "disable_symmetric_registration": False,
-    "fsdp_manual_registration": False,
-    "use_torch_fsdp2": False,
-    "torch_fsdp2_reshard_after_forward": True,
-    "overlap_grad_reduce": False,
-    "overlap_param_gather": False,
-    "overlap_param_gather_with_optimizer_step": False,
-    "align_param_gather": True,
-    "gradient_reduce_div_fusion": True,
-    "ddp_num_buckets": None,
-    "ddp_bucket_size": None,
-    "ddp_pad_buckets_for_high_nccl_busbw": False,
-    "ddp_reduce_scatter_with_fp32_accumulation": False,
-    "ddp_param_name_patterns_for_fp32_local_accumulation": [],
-    "ddp_average_in_collective": False,
-    "grad_reduce_in_bf16": False,
-    "calculate_per_token_loss": False,
-    "gradient_accumulation_fusion": True,
-    "use_distributed_optimizer": False,
-    "use_sharp": False,
-    "sharp_enabled_group": None,
-    "fsdp_invariant_reduction": False,
-    "high_priority_stream_groups": [],
-    "bf16": False,
-    "fp16": False,
-    "optimizer": "adam",
-    "use_precision_aware_optimizer": False,
-    "main_grads_dtype": "fp32",
-    "main_params_dtype": "fp32",
-    "exp_avg_dtype": "fp32",
-    "exp_avg_sq_dtype": "fp32",
-    "fp8_param_gather": False,
-    "fp4_param_gather": False,
-    "optimizer_cpu_offload": False,
-    "optimizer_offload_fraction": 1.0,
-    "overlap_cpu_optimizer_d2h_h2d": False,
-    "optimizer_cuda_graph": False,
-    "cuda_graph_impl": "none",
-    "ckpt_format": "torch_dist",
-    "strict_fsdp_dtensor_load": True,
-    "dist_ckpt_strictness": "assume_ok_unexpected",
-    "async_save": False,
-    "clip_grad": 1.0,
-    "check_for_nan_in_loss_and_grad": True,
-    "check_for_large_grads": False,
-    "dump_param_to_param_group_map": None,
-    "fake_process_group": False,
-}
+# As Megatron-LM documents them: attributes by their defaults.
+_BY_DEFAULT: list[tuple[Any, str]] = [
+    (
+        False,
+        """use_megatron_fsdp enable_full_sharding_in_hsdp init_model_with_meta_device create_all_gather_group
+        megatron_fsdp_enable_fine_grained_param_gather keep_fp8_transpose_cache fsdp_double_buffer
+        megatron_fsdp_max_pool_double_buffer fsdp_db_use_persist_buf_on_alloc_fail nccl_ub
+        disable_symmetric_registration fsdp_manual_registration use_torch_fsdp2 overlap_grad_reduce overlap_param_gather
+        overlap_param_gather_with_optimizer_step ddp_pad_buckets_for_high_nccl_busbw
+        ddp_reduce_scatter_with_fp32_accumulation ddp_average_in_collective grad_reduce_in_bf16
+        calculate_per_token_loss use_distributed_optimizer use_sharp fsdp_invariant_reduction bf16 fp16
+        use_precision_aware_optimizer fp8_param_gather fp4_param_gather optimizer_cpu_offload
+        overlap_cpu_optimizer_d2h_h2d optimizer_cuda_graph async_save check_for_large_grads fake_process_group""",
+    ),
+    (
+        True,
+        """torch_fsdp2_reshard_after_forward align_param_gather gradient_reduce_div_fusion gradient_accumulation_fusion
+        strict_fsdp_dtensor_load check_for_nan_in_loss_and_grad""",
+    ),
+    (
+        None,
+        """suggested_communication_unit_size ddp_num_buckets ddp_bucket_size sharp_enabled_group
+        dump_param_to_param_group_map""",
+    ),
+    (1, "megatron_fsdp_version num_distributed_optimizer_instances"),
+    (1.0, "optimizer_offload_fraction clip_grad"),
+    ([], "ddp_param_name_patterns_for_fp32_local_accumulation high_priority_stream_groups"),
+    ("fp32", "megatron_fsdp_main_params_dtype main_grads_dtype main_params_dtype exp_avg_dtype exp_avg_sq_dtype"),
+    ("auto", "megatron_fsdp_main_grads_dtype megatron_fsdp_grad_comm_dtype"),
+    ("optim_grads_params", "data_parallel_sharding_strategy"),
+    ("no_shard", "outer_dp_sharding_strategy"),
+    ("adam", "optimizer"),
+    ("none", "cuda_graph_impl"),
+    ("torch_dist", "ckpt_format"),
+    ("assume_ok_unexpected", "dist_ckpt_strictness"),
+]
+DEFAULTS = {name: default for default, names in _BY_DEFAULT for name in names.split()}
 CHOICES = {
-    "--megatron-fsdp-version": {"1", "2"},
-    "--data-parallel-sharding-strategy": {"no_shard", "optim", "optim_grads", "optim_grads_params"},
-    "--outer-dp-sharding-strategy": {"no_shard", "optim"},
-    "--megatron-fsdp-main-params-dtype": {"fp32", "bf16", "fp16", "auto"},
-    "--megatron-fsdp-main-grads-dtype": {"fp32", "bf16", "fp16", "auto"},
-    "--megatron-fsdp-grad-comm-dtype": {"fp32", "bf16", "fp16", "auto"},
-    "--sharp-enabled-group": {"dp", "dp_replica"},
-    "--optimizer": {"adam", "sgd", "muon", "dist_muon", "lion", "soap", "adaptive_muon"},
-    "--main-grads-dtype": {"fp32", "bf16"},
-    "--main-params-dtype": {"fp32", "fp16"},
-    "--exp-avg-dtype": {"fp32", "fp16", "bf16", "fp8"},
-    "--exp-avg-sq-dtype": {"fp32", "fp16", "bf16", "fp8"},
-    "--cuda-graph-impl": {"none", "local", "transformer_engine", "full_iteration"},
-    "--ckpt-format": {"torch", "torch_dist", "torch_dcp", "fsdp_dtensor"},
-    "--dist-ckpt-strictness": {
-        "assume_ok_unexpected",
-        "log_unexpected",
-        "log_all",
-        "raise_unexpected",
-        "raise_all",
-        "return_unexpected",
-        "return_all",
-        "ignore_all",
-    },
+    "--megatron-fsdp-version": "1 2",
+    "--data-parallel-sharding-strategy": "no_shard optim optim_grads optim_grads_params",
+    "--outer-dp-sharding-strategy": "no_shard optim",
+    "--megatron-fsdp-main-params-dtype": "fp32 bf16 fp16 auto",
+    "--megatron-fsdp-main-grads-dtype": "fp32 bf16 fp16 auto",
+    "--megatron-fsdp-grad-comm-dtype": "fp32 bf16 fp16 auto",
+    "--sharp-enabled-group": "dp dp_replica",
+    "--optimizer": "adam sgd muon dist_muon lion soap adaptive_muon",
+    "--main-grads-dtype": "fp32 bf16",
+    "--main-params-dtype": "fp32 fp16",
+    "--exp-avg-dtype": "fp32 fp16 bf16 fp8",
+    "--exp-avg-sq-dtype": "fp32 fp16 bf16 fp8",
+    "--cuda-graph-impl": "none local transformer_engine full_iteration",
+    "--ckpt-format": "torch torch_dist torch_dcp fsdp_dtensor",
+    "--dist-ckpt-strictness": "assume_ok_unexpected log_unexpected log_all raise_unexpected raise_all "
+    "return_unexpected return_all ignore_all",
 }
 # Those whose attribute is not the flag with underscores.
 OTHER_ATTRIBUTES = {
@@ -132,15 +95,11 @@ def test_the_attributes_and_defaults_are_megatron_s(parser: argparse.ArgumentPar
     assert vars(parser.parse_args([])) == DEFAULTS
 
 
-@pytest.mark.parametrize("name", CHOICES)
-def test_the_choices_are_megatron_s(name: str, parser: argparse.ArgumentParser) -> None:
-    assert {str(choice) for choice in parser._option_string_actions[name].choices or ()} == CHOICES[name]
-    with pytest.raises(argparse.ArgumentError, match="invalid choice"):
-        parser.parse_args([name, "3"])
-
-
-def test_flags_without_listed_choices_have_none() -> None:
-    assert {flag.name for flag in FLAGS if flag.choices} == set(CHOICES)
+def test_the_choices_are_megatron_s_and_flags_without_listed_ones_have_none(parser: argparse.ArgumentParser) -> None:
+    found = {name: action.choices for name, action in parser._option_string_actions.items() if action.choices}
+    assert {name: set(map(str, choices)) for name, choices in found.items()} == {
+        name: set(choices.split()) for name, choices in CHOICES.items()
+    }
 
 
 @pytest.mark.parametrize("name", OTHER_ATTRIBUTES)
@@ -179,43 +138,18 @@ def test_flags_that_the_parser_has_are_left_alone(conflicts: str) -> None:
     assert given == {**DEFAULTS, "optimizer": "mine", "bf16": 4, "use_megatron_fsdp": True}
 
 
-def test_adding_the_flags_twice_changes_nothing(parser: argparse.ArgumentParser) -> None:
-    before = dict(parser._option_string_actions)
-    assert add_megatron_fsdp_args(parser)._option_string_actions == before
-
-
 def test_help_says_which_flags_do_nothing_and_why(parser: argparse.ArgumentParser) -> None:
     text = " ".join(parser.format_help().split())
     assert "reduce inside the network (here: needs hardware that is not used; it takes switches with SHARP)" in text
     assert "--use-megatron-fsdp shard the model with Megatron FSDP --megatron-fsdp-version" in text
 
 
-def test_flags_are_found_by_name_and_by_attribute() -> None:
-    assert flag_of("--use-nccl-ub") is flag_of("nccl_ub")
-    with pytest.raises(KeyError):
-        flag_of("--use-nccl")
-
-
-def test_the_documentation_is_what_the_table_gives() -> None:
-    written = (Path(__file__).parents[4] / "docs" / "flags.md").read_text(encoding="utf-8")
-    assert written == flags_markdown(), "run: python -m megatron_fsdp.config.parser > docs/flags.md"
-
-
-def test_every_flag_has_one_row_with_its_meaning_and_effect() -> None:
-    rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in flags_markdown().splitlines()]
-    for flag in FLAGS:
-        wanted = [flag.meaning, f"{flag.effect.value}: {flag.here}"]
-        assert sum(row[0] == f"`{flag.name}`" and row[2:] == wanted for row in rows) == 1, flag.name
-
-
-def test_no_text_of_a_flag_or_rule_breaks_its_row() -> None:
-    texts = [text for flag in FLAGS for text in (flag.name, flag.meaning, flag.here, *map(str, flag.choices))]
-    texts += [text for rule in RULES for text in (rule.first, rule.relation, rule.second, rule.reason)]
-    assert [text for text in texts if "|" in text or "\n" in text] == []
-
-
-def test_only_acting_flags_have_an_effect() -> None:
-    assert {flag.effect for flag in FLAGS if not flag.is_silent} == {Effect.ACTS}
+def test_the_documentation_is_what_the_tables_give() -> None:
+    pages = runpy.run_path(str(Path(__file__).parents[4] / "docs" / "settings.py"))
+    assert pages["FLAGS_PAGE"].read_text(encoding="utf-8") == pages["flags_markdown"](), "run: python docs/settings.py"
+    assert pages["KEYS_PAGE"].read_text(encoding="utf-8") == pages["keys_page"](), "run: python docs/settings.py"
+    rows = pages["flags_markdown"]().splitlines() + pages["keys_markdown"]().splitlines()
+    assert {row.replace("\\|", "").count("|") for row in rows if row.startswith("|")} == {5}
 
 
 def refusal(line: str) -> str:
@@ -277,18 +211,6 @@ LINES = """
 --async-save --ckpt-format torch
   --async-save needs --ckpt-format fsdp_dtensor or torch_dist (found torch):
   --async-save --ckpt-format fsdp_dtensor
---use-torch-fsdp2 --no-gradient-accumulation-fusion --ckpt-format fsdp_dtensor
-  --use-torch-fsdp2 needs --ckpt-format torch_dist or torch_dcp (found fsdp_dtensor):
-  --use-torch-fsdp2 --no-gradient-accumulation-fusion --ckpt-format torch_dcp
---use-torch-fsdp2 --no-gradient-accumulation-fusion --use-distributed-optimizer
-  --use-torch-fsdp2 contradicts --use-distributed-optimizer:
-  --use-torch-fsdp2 --no-gradient-accumulation-fusion
---use-torch-fsdp2 --no-gradient-accumulation-fusion --fp16
-  --use-torch-fsdp2 contradicts --fp16:
-  --use-torch-fsdp2 --no-gradient-accumulation-fusion --bf16
---use-torch-fsdp2
-  --use-torch-fsdp2 needs --no-gradient-accumulation-fusion:
-  --use-torch-fsdp2 --no-gradient-accumulation-fusion
 """
 CONTRADICTIONS = [[line.strip() for line in rule.splitlines()] for rule in re.split(r"\n(?=-)", LINES.strip())]
 

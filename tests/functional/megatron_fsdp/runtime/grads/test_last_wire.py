@@ -10,9 +10,10 @@ import torch.distributed as dist
 from torch import nn
 
 from dbuffer.events import listen
-from megatron_fsdp import FsdpModule, MixedPrecisionPolicy, Placements, fully_shard, microbatch
+from megatron_fsdp import MixedPrecisionPolicy, Placements, fully_shard, microbatch
+from tests.certify.models import ReadsEarly
 from tests.harness import run_ranks
-from tests.harness.models import make_mesh
+from tests.harness.models import WIDTH, make_mesh
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 STRATEGIES = {
@@ -51,7 +52,7 @@ class Odd(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(3)
-        self.layers = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1, bias=False))
+        self.layers = nn.Sequential(nn.Linear(WIDTH, 5), nn.Tanh(), nn.Linear(5, 1, bias=False))
         self.last = nn.Linear(1, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -60,7 +61,7 @@ class Odd(nn.Module):
 
 def loss_of(model: nn.Module, rank: int, index: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(10 * rank + index)
-    return model(torch.randn(4, 5, generator=generator)).square().sum()
+    return model(torch.randn(4, WIDTH, generator=generator)).square().sum()
 
 
 @dataclass
@@ -124,31 +125,6 @@ def test_sums_of_microbatches_travel_in_the_reduce_dtype_and_come_back_rounded_t
             allowed = terms.abs().sum(0) * rounding
             off = (found.double() - terms.sum(0)).abs()
             assert (off <= allowed).all(), (off / allowed).max()
-
-
-class Early(nn.Module):
-    """Whose ``gain`` is read by others, before it is called itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.gain = nn.Linear(5, 5), nn.Parameter(torch.linspace(0.5, 1.5, 5))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x)
-
-
-class ReadsEarly(nn.Module):
-    """Backward has closed ``late`` when the gradient of its ``gain`` comes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(5)
-        self.first, self.late = nn.Linear(5, 5), Early()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if isinstance(self.late, FsdpModule):
-            self.late.unshard()
-        return self.late(torch.tanh(self.first(x * self.late.gain)))
 
 
 def close_twice(strategy: str) -> tuple[list[torch.Tensor], int]:

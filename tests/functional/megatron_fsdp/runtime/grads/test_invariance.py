@@ -1,0 +1,452 @@
+"""``MixedPrecisionPolicy(reduction="invariant")``: the plain loop's bits on any number of ranks, signs of zeros too."""
+
+import contextlib
+import functools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from dbuffer import CollectiveCall, memory_meter, observe_collectives
+from megatron_fsdp import (
+    ConfigError,
+    FsdpModule,
+    MixedPrecisionPolicy,
+    Placements,
+    StateError,
+    explain,
+    fully_shard,
+    no_sync,
+)
+from megatron_fsdp.optim.exact_norm import exact_norm
+from megatron_fsdp.runtime.grads.binary_counter import BinaryCounter
+from megatron_fsdp.runtime.grads.invariant_reduction import _InvariantReduction
+from tests.harness import on_ranks, run_ranks
+from tests.harness.models import Headed, make_mesh, squared, three_blocks
+from tests.harness.oracle import units_of, whole
+from tests.harness.twins import Twins
+
+NUM_MICROBATCHES, NUM_STEPS = 12, 3
+WIDTH = 5
+WIRES = {"fp32": None, "bf16": torch.bfloat16}
+
+
+def counted(leaves: list[torch.Tensor]) -> torch.Tensor:
+    """Return the sum in the binary counter's order, said another way: powers of two, halves first."""
+    if len(leaves) == 1:
+        return leaves[0]
+    block = 1 << (len(leaves).bit_length() - 1)
+    if block == len(leaves):
+        return counted(leaves[: block // 2]) + counted(leaves[block // 2 :])
+    return counted(leaves[:block]) + counted(leaves[block:])
+
+
+class MinusZero(torch.autograd.Function):
+    """Zero, with a gradient of -0.0."""
+
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(x)
+
+    @staticmethod
+    def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(gradient, -0.0)
+
+
+class Block(nn.Module):
+    """A layer of odd sizes, and a gain of one element, which most ranks hold nothing of."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, hidden), nn.Linear(hidden, WIDTH, bias=False)
+        self.spare = nn.Linear(WIDTH, WIDTH)
+        self.gain = nn.Parameter(torch.ones(1))
+
+    def forward(
+        self, x: torch.Tensor, *, uses_spare: bool = False, skips: bool = False, is_zero: bool = False
+    ) -> torch.Tensor:
+        if skips:
+            return x
+        if is_zero:
+            return x + MinusZero.apply(self.gain)
+        y: torch.Tensor = x + self.gain * self.down(torch.tanh(self.up(x)))
+        return y + self.spare(y) if uses_spare else y
+
+
+class Net(nn.Module):
+    """An entry whose weight is the head's too, and three blocks."""
+
+    def __init__(self, hidden: int = 7) -> None:
+        super().__init__()
+        self.entry, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.head.weight = self.entry.weight
+        self.blocks = nn.ModuleList(Block(hidden) for _ in range(3))
+        # Of a unit that no loss reaches.
+        self.idle = nn.Linear(3, 1)
+
+    def forward(self, x: torch.Tensor, call: Callable[..., torch.Tensor], number: int) -> torch.Tensor:
+        x = self.entry(x)
+        for index, block in enumerate(self.blocks):
+            x = call(block, x, number, index)
+        return self.head(x)
+
+
+class Broken(RuntimeError):
+    """What a backward raises here."""
+
+
+class Fail(torch.autograd.Function):
+    """The identity, whose backward raises."""
+
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
+        raise Broken
+
+
+def plainly(block: nn.Module, x: torch.Tensor, number: int, index: int) -> torch.Tensor:
+    return block(x)
+
+
+def block_left_out(block: nn.Module, x: torch.Tensor, number: int, index: int) -> torch.Tensor:
+    """Microbatches 0, 1, 4, 5, ... leave out the middle block, and nobody uses the last one after the sixth."""
+    result: torch.Tensor = block(x, skips=(index == 1 and number % 4 in (0, 1)) or (index == 2 and number > 5))
+    return result
+
+
+def layer_left_out(block: nn.Module, x: torch.Tensor, number: int, index: int) -> torch.Tensor:
+    return block(x, uses_spare=number % 3 == index)
+
+
+def negative_zeros(block: nn.Module, x: torch.Tensor, number: int, index: int) -> torch.Tensor:
+    """Gains have gradients of -0.0, that of the middle block in every third microbatch alone."""
+    result: torch.Tensor = block(x, is_zero=True, skips=index == 1 and number % 3 != 0)
+    return result
+
+
+def recomputed(block: nn.Module, x: torch.Tensor, number: int, index: int) -> torch.Tensor:
+    result: torch.Tensor = checkpoint(block, x, use_reentrant=index == 1)
+    return result
+
+
+USES = {use.__name__: use for use in (plainly, block_left_out, layer_left_out, negative_zeros, recomputed)}
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What is done on which mesh, by which strategy, with what on the wire.
+
+    Attributes:
+        use: of ``USES``. what: "", "frozen", "fused", "broken" (a backward raises, and the step begins anew), "taken"
+            (somebody keeps gradients) or "wide" (matrices are large enough for 8-bit moments).
+    """
+
+    use: str = "plainly"
+    what: str = ""
+    mesh: tuple[int, ...] = (1,)
+    strategy: str = "optim_grads_params"
+    wire: str = "fp32"
+
+
+def loss_of(model: nn.Module, run: Run, step: int, number: int) -> torch.Tensor:
+    """Return a sum over as many samples as the microbatch's number says."""
+    x = torch.randn(1 + number % 4, WIDTH, generator=torch.Generator().manual_seed(100 * step + number))
+    output: torch.Tensor = model(x, USES[run.use], number)
+    return output.square().sum()
+
+
+def made(run: Run) -> Net:
+    torch.manual_seed(3)
+    model = Net(901) if run.what == "wide" else Net()
+    if run.what == "frozen":
+        model.blocks[0].requires_grad_(False)
+        model.blocks[1].up.bias.requires_grad_(False)
+        model.entry.bias.requires_grad_(False)
+    return model
+
+
+def plain(run: Run) -> list[dict[str, torch.Tensor]]:
+    model = made(run)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
+    found = []
+    for step in range(NUM_STEPS):
+        leaves: dict[str, list[torch.Tensor]] = {name: [] for name, _ in model.named_parameters()}
+        used = set()
+        for number in range(NUM_MICROBATCHES):
+            loss_of(model, run, step, number).backward()
+            for name, parameter in model.named_parameters():
+                used |= set() if parameter.grad is None else {name}
+                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                leaves[name].append(gradient.to(WIRES[run.wire] or torch.float32).float())
+            optimizer.zero_grad()
+        for name, parameter in model.named_parameters():
+            parameter.grad = counted(leaves[name]) * (1 / NUM_MICROBATCHES) if name in used else None
+        found.append(state(model, optimizer))
+    return found
+
+
+def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Return the bits of gradients, then take a step and return those of weights and moments too."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            found[f"{name}.grad"] = whole(parameter.grad, parameter).clone()
+    optimizer.step()
+    for name, parameter in model.named_parameters():
+        for key, value in {"weight": parameter, **optimizer.state.get(parameter, {})}.items():
+            found[f"{name}.{key}"] = whole(value, value).detach().clone()
+    optimizer.zero_grad()
+    return {name: value.float().view(torch.int32) for name, value in found.items()}
+
+
+@contextlib.contextmanager
+def breaking(module: nn.Module) -> Iterator[None]:
+    """Raise in the backward of a module."""
+    handle = module.register_forward_hook(lambda module, inputs, output: Fail.apply(output))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def sharded(run: Run, moments: str | None = None) -> Any:
+    model, axes = made(run), tuple(range(len(run.mesh)))
+    policy = MixedPrecisionPolicy(
+        reduce_dtype=WIRES[run.wire], reduction="invariant", moments=moments, fuse_weight_gradients=run.what == "fused"
+    )
+    for part in (*model.blocks, model.idle, model):
+        fully_shard(part, make_mesh(run.mesh), getattr(Placements, run.strategy)(*axes), mp_policy=policy)
+    for unit in units_of(model):
+        unit.set_gradient_divide_factor(NUM_MICROBATCHES)
+    assert isinstance(model, FsdpModule)
+    return model
+
+
+def accumulate(model: Any, run: Run, step: int) -> None:
+    """Run this rank's microbatches of a step: backward t of rank r is number t * W + r."""
+    for number in range(dist.get_rank(), NUM_MICROBATCHES, dist.get_world_size()):
+        model.set_is_last_backward(number + dist.get_world_size() >= NUM_MICROBATCHES)
+        loss_of(model, run, step, number).backward()
+
+
+def engine(run: Run) -> list[dict[str, torch.Tensor]]:
+    model, taken, found = sharded(run), [], []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
+    for step in range(NUM_STEPS):
+        if run.what == "broken":
+            model.set_is_last_backward(False)
+            for turn in range(step):
+                loss_of(model, run, step, turn).backward()
+            with breaking(model.blocks[1].up), pytest.raises(Broken):
+                loss_of(model, run, step, 2).backward()
+            optimizer.zero_grad()
+        accumulate(model, run, step)
+        taken.append(model.blocks[2].up.weight.grad if run.what == "taken" else None)
+        found.append(state(model, optimizer))
+    return found
+
+
+SHARDED = [((1,), "optim_grads_params"), ((2,), "optim_grads_params"), ((3,), "optim_grads_params"), ((3,), "no_shard"),
+           ((4,), "optim"), ((3,), "optim_grads"), ((2, 2), "hsdp"), ((2, 2), "hfsdp"), ((4,), "optim_grads_params"),
+           ((1, 4), "hsdp"), ((4, 1), "hsdp"), ((1, 4), "hfsdp"), ((4, 1), "hfsdp")]  # fmt: skip
+CASES = [
+    *((use, "") for use in USES),
+    ("plainly", "frozen"),
+    ("plainly", "taken"),
+    ("block_left_out", "broken"),
+    ("block_left_out", "frozen"),
+    ("layer_left_out", "fused"),
+]
+
+
+# Each use on three ranks, where most shards of a gain are empty, and on one other mesh, with one dtype on the wire by
+# turns; all of them nightly.
+GRID = [(*case, *mesh, wire) for case in CASES for mesh in SHARDED for wire in WIRES]
+BOTH = ("fp32", "bf16")
+QUICK = [(*case, *SHARDED[2], BOTH[number % 2]) for number, case in enumerate(CASES)]
+QUICK += [(*case, *SHARDED[3 + number % 5], BOTH[(number + 1) % 2]) for number, case in enumerate(CASES)]
+QUICK += [("plainly", "", *SHARDED[place], BOTH[place % 2]) for place in (0, 1, 6, 8)]
+ALL = [pytest.param(*run, marks=pytest.mark.slow) for run in GRID if run not in QUICK]
+_plain = functools.cache(plain)
+
+
+@pytest.mark.parametrize(("use", "what", "mesh", "strategy", "wire"), [*QUICK, *ALL])
+def test_gradients_weights_and_moments_are_those_of_the_plain_loop_to_the_bit(
+    use: str, what: str, mesh: tuple[int, ...], strategy: str, wire: str
+) -> None:
+    run = Run(use, what, wire=wire)
+    wanted = run_ranks(1, engine, run)[0] if what == "fused" else _plain(run)
+    for found in run_ranks(torch.Size(mesh).numel(), engine, replace(run, mesh=mesh, strategy=strategy)):
+        for step, (mine, theirs) in enumerate(zip(found, wanted, strict=True)):
+            assert mine.keys() == theirs.keys(), step
+            assert [name for name, value in mine.items() if not torch.equal(value, theirs[name])] == [], step
+
+
+def test_a_norm_is_that_of_the_exact_sum_of_squares_and_says_what_is_not_finite() -> None:
+    values = torch.randn(1001, generator=torch.Generator().manual_seed(0)).double().exp().float()
+    exact = torch.tensor(math.sqrt(math.fsum(value**2 for value in values.tolist())))
+    assert torch.equal(exact_norm([([], [values[:7], values[7:]])], 2.0, torch.device("cpu")), exact)
+    for bad in (math.inf, math.nan):
+        found = exact_norm([([], [torch.tensor([1.0, bad, -2.0]), torch.zeros(0)])], 2.0, torch.device("cpu"))
+        assert torch.equal(found.nan_to_num(1.0, 2.0), torch.tensor(bad).nan_to_num(1.0, 2.0))
+
+
+@pytest.mark.parametrize("strategy", ["optim_grads_params", "optim", "no_shard"])
+@on_ranks(2)
+def test_what_is_done_to_gradients_between_microbatches_is_added_to_on_one_rank_alone_too(strategy: str) -> None:
+    run, rank = Run(mesh=(2,), strategy=strategy), dist.get_rank()
+    both: list[torch.Tensor] = []
+    plain: list[torch.Tensor] = []
+    # Replicas are changed on all ranks, as no plain model's gradients differ from rank to rank.
+    factor = 2.0 if rank or strategy == "no_shard" else 1.0
+    for by, into in ((factor, both), (1.0, plain)):
+        model = sharded(run)
+        model.set_is_last_backward(True)
+        loss_of(model, run, 0, rank).backward()
+        first = [local_of(parameter).clone() for parameter in model.parameters() if parameter.grad is not None]
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                local_of(parameter).mul_(by)
+        loss_of(model, run, 0, 2 + rank).backward()
+        into += [local_of(parameter).clone() for parameter in model.parameters() if parameter.grad is not None]
+    for one, other, added in zip(first, plain, both, strict=True):
+        torch.testing.assert_close(added, other + (factor - 1) * one)
+
+
+def local_of(parameter: torch.Tensor) -> torch.Tensor:
+    """Return what this rank has of a gradient."""
+    gradient: Any = parameter.grad
+    local: torch.Tensor = gradient.to_local()
+    return local
+
+
+def without_sync(model: Any) -> None:
+    with no_sync(model):
+        loss_of(model, Run(), 0, 0).backward()
+
+
+def undivided(_: Any) -> None:
+    model = nn.Linear(3, 3)
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(reduction="invariant"))
+    model(torch.ones(3)).sum().backward()
+
+
+def stepped_by_the_fused_kernel(model: Any) -> None:
+    accumulate(model, Run(), 0)
+    torch.optim.AdamW(model.parameters(), fused=True).step()
+
+
+def dropped_in_part(model: Any) -> None:
+    model.set_is_last_backward(False)
+    loss_of(model, Run(), 0, 0).backward()
+    model.entry.weight.grad = None
+    loss_of(model, Run(), 0, 1).backward()
+
+
+REFUSED: dict[str, Callable[[Any], None]] = {
+    "adds up microbatches on a rank before others' are seen": without_sync,
+    "call set_gradient_divide_factor": undivided,
+    r"AdamW\(fused=True\) on CPU": stepped_by_the_fused_kernel,
+    "were dropped between two microbatches": dropped_in_part,
+    "a hook on reduced gradients have an order": lambda model: model.set_all_reduce_hook(torch.Tensor.zero_),
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+@on_ranks(2)
+def test_what_would_cost_the_order_is_refused_by_name(words: str) -> None:
+    with pytest.raises((StateError, ConfigError), match=words):
+        REFUSED[words](sharded(Run(mesh=(2,))))
+
+
+def test_zeros_that_nobody_packed_count_as_positive_ones() -> None:
+    counters = [BinaryCounter(torch.float32) for _ in range(2)]
+    for leaf in (torch.tensor([-0.0]), None, torch.tensor([-0.0])):
+        counters[0].push(leaf)
+        counters[1].push(torch.zeros(1) if leaf is None else leaf)
+    assert [written(counter).signbit().item() for counter in counters] == [False, False]
+    counters[0].clear()
+    counters[0].push(torch.tensor([-0.0]))
+    assert written(counters[0]).signbit().item()
+
+
+def written(counter: BinaryCounter) -> torch.Tensor:
+    total = torch.empty(1)
+    counter.write(total, 0.5)
+    return total
+
+
+# ---------------------------------------------------------------- what it takes
+
+
+PRICED = [((1,), "optim_grads_params", "fp32"), ((3,), "optim_grads_params", "bf16"), ((4,), "no_shard", "fp32"),
+          ((3,), "optim", "fp32"), ((2, 2), "hsdp", "bf16"), ((2, 2), "hfsdp", "fp32"),
+          ((4, 1), "hsdp", "fp32")]  # fmt: skip
+
+
+class NewMemory(TorchDispatchMode):
+    """Adds up the bytes of what operators return in memory that they were not given."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: object, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {tensor.untyped_storage()._cdata for tensor in tree_leaves((args, kwargs)) if torch.is_tensor(tensor)}
+        for tensor in tree_leaves(result):
+            if torch.is_tensor(tensor) and tensor.untyped_storage()._cdata not in given:
+                self.num_bytes += tensor.untyped_storage().nbytes()
+        return result
+
+
+@pytest.mark.parametrize(("mesh", "strategy", "wire"), PRICED)
+@on_ranks(lambda mesh: torch.Size(mesh).numel())
+def test_bytes_held_and_sent_are_those_that_explain_says(mesh: tuple[int, ...], strategy: str, wire: str) -> None:
+    policy = MixedPrecisionPolicy(reduce_dtype=WIRES[wire], reduction="invariant")
+    model = Twins(lambda: Headed(three_blocks(), outputs=3), strategy, mesh=make_mesh(mesh), mp_policy=policy).model
+    for unit in units_of(model):
+        unit.set_gradient_divide_factor(NUM_MICROBATCHES)
+    meter, memory, start_last = memory_meter(), NewMemory(), _InvariantReduction.start_last
+    calls: list[CollectiveCall] = []
+    at_rest = meter.current_bytes
+
+    def watched(*args: Any) -> None:
+        with memory:
+            start_last(*args)
+
+    for step in range(4):
+        calls.clear()
+        meter.reset_peak()
+        memory.num_bytes = 0
+        with observe_collectives(calls.append), mock.patch.object(_InvariantReduction, "start_last", watched):
+            for number in range(dist.get_rank(), NUM_MICROBATCHES, dist.get_world_size()):
+                model.set_is_last_backward(number + dist.get_world_size() >= NUM_MICROBATCHES)
+                squared(model, number, step).backward()
+        peak = meter.peak_bytes
+        for parameter in model.parameters():
+            parameter.grad = None
+    # Once the optimizer has what is whole there is no memory for that.
+    assert memory.num_bytes == 0
+    report = explain(model, num_microbatches=NUM_MICROBATCHES // torch.Size(mesh).numel())
+    assert peak - at_rest == max(report.forward_peak.num_bytes, report.backward_peak.num_bytes)
+    assert meter.current_bytes - at_rest == report.counter_bytes + report.scratch_bytes
+    found = Counter((call.kind, call.axis, call.num_bytes) for call in calls if call.kind == "all_to_all")
+    said: Counter[object] = Counter()
+    for each in (each for unit in report.units for group in unit.groups for each in group.collectives):
+        said[each.kind, each.axis, each.bytes_each] += each.count * (each.kind == "all_to_all")
+    assert found == +said
+    assert report.scratch_bytes < max(unit.transient_bytes("packed gradients") for unit in report.units)
