@@ -52,7 +52,7 @@ def test_what_backward_takes_more_is_that_of_the_performance_page() -> None:
 def test_the_padding_is_that_of_the_page_of_padding() -> None:
     page = (ROOT / "docs/padding.md").read_text(encoding="utf-8")
     (row,) = re.findall(r"^\| deepseek-v3 \| 1024 \|.*$", page, re.MULTILINE)
-    _, _, _, rows, _, _, _, _, chunks, _, _ = row.split("|")
+    _, _, _, rows, _, _, _, chunks, _, _ = row.split("|")
     assert f"{float(rows):.2f} %; a dim-0 chunk for each rank pads by {chunks.strip()} %" in README
 
 
