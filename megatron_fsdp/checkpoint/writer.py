@@ -222,9 +222,15 @@ def _refuse_surroundings(path: Path) -> None:
 
 def _refuse_foreign(path: Path) -> None:
     """A checkpoint replaces a checkpoint of this library or an empty folder, never other work of the user's."""
-    if not path.exists() or (path.is_dir() and not any(path.iterdir())):
+    try:
+        names = {entry.name for entry in path.iterdir()}
+    except FileNotFoundError:
+        # Or another job that saves to the same path replaces it just now.
         return
-    names = {entry.name for entry in path.iterdir()} if path.is_dir() else set()
+    except NotADirectoryError:
+        names = {path.name}
+    if not names:
+        return
     others = sorted(name for name in names - {METADATA, STATE_FILE, MANIFEST} if not name.endswith(_DATA_SUFFIX))
     found = "is no checkpoint" if METADATA not in names else "was not written by save_checkpoint"
     is_own = METADATA in names and bool(names & {STATE_FILE, MANIFEST})
@@ -234,4 +240,5 @@ def _refuse_foreign(path: Path) -> None:
         if not others:
             return
         found = f"holds what is no part of a checkpoint ({', '.join(others)})"
-    raise CheckpointError(f"{path} exists and {found}; it would be replaced. Name another path, or move it away")
+    if path.exists():
+        raise CheckpointError(f"{path} exists and {found}; it would be replaced. Name another path, or move it away")

@@ -26,11 +26,8 @@ Spread = Collection[tuple[Iterable[MeshAxis], list[torch.Tensor]]]
 
 
 def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
-    """Return what gradients of this norm are multiplied by, that of ``torch.nn.utils.clip_grad_norm_``.
-
-    It is just below max_norm / norm, never above 1. But a norm that is not finite clips nothing: NaN times every
-    gradient would make every weight NaN, and hide where it came from.
-    """
+    """Return what gradients of this norm are multiplied by: as in ``torch.nn.utils``, just below max_norm / norm."""
+    # A norm that is not finite clips nothing: NaN times every gradient would hide where it came from.
     return torch.clamp(max_norm / (norm + 1e-6), max=1.0).where(norm.isfinite(), 1.0)
 
 
@@ -92,14 +89,11 @@ def total_norm(spread: Spread, order: float, device: torch.device, *, is_invaria
         return exact_norm(list(spread), order, device)
     total = torch.zeros((), dtype=torch.float32, device=device)
     for axes, tensors in spread:
-        # Put together where they are: each copy between devices makes the host wait.
-        subtotal = _combine([_power(tensor, order) for tensor in tensors], order).to(device)
+        subtotal = _combine([_power(tensor, order) for tensor in tensors], order).to(device)  # one copy, not many
         for axis in axes:
             all_reduce(subtotal, axis, "max" if order == math.inf else "sum")
         total = _combine([total, subtotal], order)
-    if order == math.inf:
-        return total
-    return total.sqrt() if order == 2.0 else total.pow(1.0 / order)
+    return total if order == math.inf else total.sqrt() if order == 2.0 else total.pow(1.0 / order)
 
 
 def _power(gradient: torch.Tensor, order: float) -> torch.Tensor:
@@ -108,9 +102,7 @@ def _power(gradient: torch.Tensor, order: float) -> torch.Tensor:
     if not gradient.numel():
         return torch.zeros((), dtype=dtype, device=gradient.device)
     norm: torch.Tensor = torch.linalg.vector_norm(gradient, order, dtype=dtype)
-    if order == math.inf:
-        return norm
-    return norm.square() if order == 2.0 else norm.pow(order)
+    return norm if order == math.inf else norm.square() if order == 2.0 else norm.pow(order)
 
 
 def _combine(parts: list[torch.Tensor], order: float) -> torch.Tensor:

@@ -257,7 +257,8 @@ def test_a_state_dict_has_torchs_keys_and_resumes_to_the_bit() -> None:
     train_sharded(other, fresh, range(2, 4), dist.get_rank())
     assert differing(whole_state(other), whole_state(model)) == []
     # A new one shows where a checkpoint is read into.
-    shown = fully_shard_optimizer(trained()[1]).state_dict()["state"]
+    model, new = trained()
+    shown = fully_shard_optimizer(new).state_dict()["state"]
     for state in (document["state"], shown):
         assert {" ".join(sorted(values)) for values in state.values()} == {"exp_avg exp_avg_sq step", "momentum_buffer"}
     assert [group["use_muon"] for group in fresh.param_groups] == [True] * 7 + [False]
