@@ -22,7 +22,8 @@ torch.set_num_threads(1)
 # The layers of tests are small: they are fused all the same, as large ones are (``tests/harness/preloaded.py``, too).
 fuse.MIN_NUMEL = 0
 
-# Files and folders that take longest, longest first: a process that takes one of them last is the one that all others wait for.
+# Files and folders that take longest, longest first: a process that takes one of them last is the one that all others
+# wait for.
 # `pytest --durations=0 --durations-min=3` shows what has changed.
 LONG_FILES = (
     "tests/unit/megatron_fsdp/planning",
