@@ -22,12 +22,15 @@ torch.set_num_threads(1)
 # The layers of tests are small: they are fused all the same, as large ones are (``tests/harness/preloaded.py``, too).
 fuse.MIN_NUMEL = 0
 
-# What takes longest, longest first: a process that takes one of them last is the one that all others wait for.
+# Files and folders that take longest, longest first: a process that takes one of them last is the one that all others
+# wait for.
 # `pytest --durations=0 --durations-min=3` shows what has changed.
 LONG_FILES = (
-    "tests/functional/megatron_fsdp/planning/test_scale.py",
-    "tests/functional/kernels/test_triton.py",
+    "tests/unit/megatron_fsdp/planning",
+    "tests/unit/megatron_fsdp/cli",
     "tests/functional/test_random_use.py",
+    "tests/unit/examples/test_pretrain_gpt.py",
+    "tests/functional/kernels/test_triton.py",
     "tests/functional/test_compatibility.py",
     "tests/functional/test_compile.py",
     "tests/functional/megatron_fsdp/observability/test_watch.py",
@@ -58,8 +61,9 @@ LONG_FILES = (
 def begins(item: pytest.Item) -> int:
     """Return where a test's file stands in the order of a run: the long ones, ranks and processes, then the rest."""
     path = item.nodeid.partition("::")[0]
-    if path in LONG_FILES:
-        return LONG_FILES.index(path)
+    for position, name in enumerate(LONG_FILES):
+        if path.startswith(name):
+            return position
     return len(LONG_FILES) + (not path.startswith("tests/functional"))
 
 

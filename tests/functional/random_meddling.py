@@ -22,8 +22,7 @@ def whole(value: Any) -> Any:
     """Return a whole copy of a tensor that may be sharded."""
     if not isinstance(value, torch.Tensor):
         return value
-    value = value.detach()
-    return value.full_tensor() if isinstance(value, DTensor) else value.clone()
+    return (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
 
 
 class Meddling:
