@@ -261,6 +261,11 @@ class _Copies:
                 )
             copy = None if parameter is None or id(parameter) in self.places else self._copy(module, parameter)
             if copy is not None:
+                if not copy.ndim:
+                    raise ConfigError(
+                        f"unit {self.name(unit)!r}: parameter {prefix + name!r} has no dimensions, so there are no "
+                        "rows to shard; make it 1-d"
+                    )
                 self.places[id(parameter)] = unit, prefix + name
                 made.use(copy, prefix + name)
         for name, child in module.named_children():

@@ -56,15 +56,14 @@ Shard = Callable[..., object]
 
 def every_part_a_unit(shard: Shard) -> nn.Module:
     """The root has nothing left to own; the largest unit is in the middle."""
-    return _sharded_in_parts(Model(), shard)
+    return in_parts(Model(), shard)
 
 
-def _sharded_in_parts(model: Model, shard: Shard) -> nn.Module:
-    for block in model.blocks:
-        shard(block)
-    shard(model.embedding)
-    shard([model.norm, model.head])
-    shard(model)
+def in_parts(model: Model, shard: Shard, *, has_root: bool = True, **options: Any) -> Model:
+    for part in (*model.blocks, model.embedding, [model.norm, model.head]):
+        shard(part, **options)
+    if has_root:
+        shard(model)
     return model
 
 
@@ -72,23 +71,19 @@ def root_with_parameters(shard: Shard) -> nn.Module:
     """The root owns the embedding, the norm and a head that is tied to the embedding."""
     model = Model()
     model.head.weight = model.embedding.weight
-    for block in model.blocks:
-        shard(block)
-    shard(model)
+    for part in (*model.blocks, model):
+        shard(part)
     return model
 
 
 def partly_frozen(shard: Shard) -> nn.Module:
     """Units without a gradient at the start and in the middle, and one with frozen and trained parameters."""
     model = Model()
-    model.embedding.requires_grad_(False)
-    model.blocks[0].requires_grad_(False)
-    model.blocks[2].requires_grad_(False)
+    for frozen in (model.embedding, model.blocks[0], model.blocks[2]):
+        frozen.requires_grad_(False)
     model.blocks[3].get_parameter("up.weight").requires_grad_(False)
-    for block in model.blocks:
-        shard(block)
-    shard(model.embedding)
-    shard(model)
+    for part in (*model.blocks, model.embedding, model):
+        shard(part)
     return model
 
 
@@ -96,9 +91,8 @@ def nested_units(shard: Shard) -> nn.Module:
     """A unit inside a unit, a unit of two modules with others between them, and kept weights."""
     model = Model()
     shard(model.blocks[1].get_submodule("up"))
-    for block in list(model.blocks)[:3]:
-        shard(block)
-    shard([model.embedding, model.head])
+    for part in (*list(model.blocks)[:3], [model.embedding, model.head]):
+        shard(part)
     shard(model, reshard_after_forward=True)
     kept = model.blocks[2]
     kept.set_reshard_after_forward(False)
@@ -107,11 +101,7 @@ def nested_units(shard: Shard) -> nn.Module:
 
 def released_at_once(shard: Shard) -> nn.Module:
     """No unit waits for the next one, so the last is gathered again for its backward."""
-    model = Model()
-    for part in (*model.blocks, model.embedding, [model.norm, model.head]):
-        shard(part, reshard_after_forward=True)
-    shard(model)
-    return model
+    return in_parts(Model(), shard, reshard_after_forward=True)
 
 
 def part_kept_for_backward(shard: Shard) -> nn.Module:
@@ -119,44 +109,31 @@ def part_kept_for_backward(shard: Shard) -> nn.Module:
     model = Model()
     for number, block in enumerate(model.blocks):
         shard(block, reshard_after_forward=2 if number != 1 else None)
-    shard([model.embedding, model.head], reshard_after_forward=2)
-    shard(model, reshard_after_forward=2)
+    for part in ([model.embedding, model.head], model):
+        shard(part, reshard_after_forward=2)
     return model
 
 
 def partly_replicated(shard: Shard) -> nn.Module:
     """Groups of two placements in one unit, and a unit of which nothing is sharded."""
     model = Model()
-    for block in model.blocks:
-        fsdp_no_shard(block.get_submodule("norm"))
+    for whole in (*(block.get_submodule("norm") for block in model.blocks), model.norm):
+        fsdp_no_shard(whole)
     fsdp_no_shard(model.blocks[2].get_parameter("up.bias"))
-    fsdp_no_shard(model.norm)
-    return _sharded_in_parts(model, shard)
+    return in_parts(model, shard)
 
 
 def frozen_after_sharding(shard: Shard) -> nn.Module:
     """Gradient accumulators are there, of a unit and of single parameters that are not trained any more."""
     model = every_part_a_unit(shard)
     model.get_submodule("blocks.1").requires_grad_(False)
-    model.get_parameter("blocks.3.up.weight").requires_grad_(False)
-    model.get_parameter("head.weight").requires_grad_(False)
-    return model
-
-
-def two_packed_buffers(shard: Shard) -> nn.Module:
-    """Gradients of one unit are packed while those of another are still being reduced."""
-    model = every_part_a_unit(shard)
-    model.set_reduce_scatter_max_input_buffers(2)
+    for name in ("blocks.3.up.weight", "head.weight"):
+        model.get_parameter(name).requires_grad_(False)
     return model
 
 
 def no_common_root(shard: Shard) -> nn.Module:
-    model = Model()
-    for block in model.blocks:
-        shard(block)
-    shard(model.embedding)
-    shard([model.norm, model.head])
-    return model
+    return in_parts(Model(), shard, has_root=False)
 
 
 def explicit_prefetch(shard: Shard) -> nn.Module:
@@ -168,34 +145,33 @@ def explicit_prefetch(shard: Shard) -> nn.Module:
     return model
 
 
-def weights_kept_after_backward(shard: Shard) -> nn.Module:
-    model = every_part_a_unit(shard)
-    model.set_reshard_after_backward(False)
-    return model
+def with_setting(method: str, value: object) -> Callable[[Shard], nn.Module]:
+    """Return a builder of a model on whose root a method is called."""
 
+    def build(shard: Shard) -> nn.Module:
+        model = every_part_a_unit(shard)
+        getattr(model, method)(value)
+        return model
 
-def memory_kept_after_reshard(shard: Shard) -> nn.Module:
-    model = every_part_a_unit(shard)
-    model.set_keep_unsharded_storage(True)
-    return model
+    return build
 
 
 MODELS: dict[str, Callable[[Shard], nn.Module]] = {
-    build.__name__: build
-    for build in (
-        every_part_a_unit,
-        root_with_parameters,
-        released_at_once,
-        partly_replicated,
-        frozen_after_sharding,
-        two_packed_buffers,
-        partly_frozen,
-        nested_units,
-        no_common_root,
-        explicit_prefetch,
-        weights_kept_after_backward,
-        memory_kept_after_reshard,
-    )
+    **{
+        build.__name__: build
+        for build in (
+            every_part_a_unit,
+            root_with_parameters,
+            released_at_once,
+            partly_replicated,
+            frozen_after_sharding,
+        )
+    },
+    # Gradients of one unit are packed while those of another are still being reduced.
+    "two_packed_buffers": with_setting("set_reduce_scatter_max_input_buffers", 2),
+    **{build.__name__: build for build in (partly_frozen, nested_units, no_common_root, explicit_prefetch)},
+    "weights_kept_after_backward": with_setting("set_reshard_after_backward", False),
+    "memory_kept_after_reshard": with_setting("set_keep_unsharded_storage", True),
 }
 MODELS_OF_FOUR_RANKS = {part_kept_for_backward.__name__: part_kept_for_backward}
 POLICIES = {

@@ -98,7 +98,7 @@ def test_what_has_no_layout_is_told_apart_from_what_is_too_large(capsys: pytest.
     factory = "tests.unit.megatron_fsdp.cli.test_plan:few_long_rows"
     found = fit(capsys, f"--factory {factory} --fit 10TiB --gpus 64 --micro-batch 1")["fit"]
     reasons = {(each["strategy"], tuple(each["mesh"])): each["reason"] for each in found["rejected"]}
-    assert reasons["optim", (64,)].startswith("no layout: unit 'blocks.0': padding makes")
+    assert reasons["optim", (64,)].startswith("no layout: unit 'blocks.1': padding makes")
     assert {each["strategy"] for each in found["fitting"]} >= {"no_shard", "hsdp"}
 
 
@@ -114,7 +114,7 @@ def test_reserved_memory_is_not_given_away(capsys: pytest.CaptureFixture[str]) -
 
 def test_a_slower_network_makes_replicas_over_nodes_the_faster_choice(capsys: pytest.CaptureFixture[str]) -> None:
     def seconds(options: str) -> dict[str, float]:
-        found = fit(capsys, f"--model gpt2 --fit 8GiB --gpus 8 --micro-batch 1 {options}")["fit"]["fitting"]
+        found = fit(capsys, f"--model gpt2 --fit 80GiB --gpus 16 --micro-batch 1 {options}")["fit"]["fitting"]
         # Fastest first.
         return {each["strategy"]: each["step_seconds"] for each in reversed(found)}
 
