@@ -55,7 +55,7 @@ setup(
     package_data={
         "": ["py.typed"],
         "megatron_fsdp.planning": ["error_bar.json"],
-        "megatron_fsdp.planning.catalog": ["models/*.json"],
+        "megatron_fsdp.planning.catalog": ["families.json", "models/*.json"],
     },
     install_requires=["torch>=2.11", "numpy>=1.26"],
     extras_require={

@@ -1,4 +1,4 @@
-"""Run a bench, or compare the results of two runs."""
+"""Run a bench, and show or write its rows."""
 
 from __future__ import annotations
 
@@ -8,16 +8,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.chart import draw
 from benchmarks.harness import Row, markdown, write_rows
-from benchmarks.harness_comparison import comparison_text
 from megatron_fsdp.command_parser import CommandParser
 
 FOLDER = Path(__file__).parent
 EXAMPLES = """\
   python -m benchmarks host                                   processor time per step, beside FSDP2
-  python -m benchmarks memory --results benchmarks/results    write the rows that docs/performance.md cites
-  python -m benchmarks compare before.json after.json"""
+  python -m benchmarks memory --results benchmarks/results    write the rows that docs/performance.md cites"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -25,9 +22,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found = benches()
     parser = CommandParser("python -m benchmarks", __doc__ or "", EXAMPLES)
     commands = parser.add_subparsers(dest="command", required=True, metavar="BENCH")
-    comparison = commands.add_parser("compare", help="Compare two files that --out wrote.")
-    comparison.add_argument("before", type=Path)
-    comparison.add_argument("after", type=Path)
     chosen = next(
         (argument for argument in (sys.argv[1:] if arguments is None else arguments) if argument in found), ""
     )
@@ -35,15 +29,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         bench = commands.add_parser(name, help=summary, description=summary)
         bench.add_argument("--out", type=Path, help="write the rows to this file, as JSON")
         bench.add_argument("--results", type=Path, help="write the rows to a file named after the bench in this folder")
-        bench.add_argument("--chart", type=Path, help="draw the ratios among the rows as a PNG")
         # Only the bench that runs is imported: another may need what this machine lacks.
         module = importlib.import_module(f"benchmarks.bench_{name}") if name == chosen else None
         if module is not None and hasattr(module, "add_arguments"):
             module.add_arguments(bench)
     args = parser.parse_args(arguments)
-    if args.command == "compare":
-        print(comparison_text(args.before, args.after))
-        return 0
     module = importlib.import_module(f"benchmarks.bench_{args.command}")
     rows: list[Row] = module.run(args)
     if not rows:
@@ -52,13 +42,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # A bench may have a table of its own, and a name for its results that depends on what it ran on.
     print(getattr(module, "rows_text", rows_text)(rows))
     name = module.result_name(args) if hasattr(module, "result_name") else args.command
-    given = {name: value for name, value in vars(args).items() if name not in ("out", "results", "chart")}
+    given = {name: value for name, value in vars(args).items() if name not in ("out", "results")}
     for path in (args.out, args.results and args.results / f"{name}.json"):
         if path:
             write_rows(path, rows, given)
             print(f"{len(rows)} rows in {path}")
-    if args.chart:
-        print(f"{draw(rows, args.chart)} ratios in {args.chart}")
     return 0
 
 

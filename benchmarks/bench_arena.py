@@ -12,12 +12,11 @@ import time
 from benchmarks.harness import Row, Samples
 from dbuffer.planner.arena import ArenaPlan, plan_arena
 from megatron_fsdp.planning import catalog
-from megatron_fsdp.planning.forecast import forecast_of
-from megatron_fsdp.planning.from_shapes import Sharding
 from megatron_fsdp.planning.model_source import named_subject
 from megatron_fsdp.planning.options import mesh_axes_of, placements_of
 from megatron_fsdp.planning.plan_arguments import HYBRID, STRATEGIES
 from megatron_fsdp.planning.played_step import play_step
+from megatron_fsdp.planning.stand_in import Sharding
 from megatron_fsdp.policy.precision import MixedPrecisionPolicy
 
 
@@ -57,8 +56,8 @@ def planned(model: str, strategy: str, num_ranks: int, num_microbatches: int) ->
     """Return the arena of a model's step, the processor seconds that it took to place it, and the number of buffers."""
     sizes = (num_ranks // 8, 8) if strategy in HYBRID else (num_ranks,)
     sharding = Sharding(mesh_axes_of(sizes), placements_of(strategy, sizes), MixedPrecisionPolicy())
-    facts = named_subject(model).facts(sharding)
-    lifetimes = forecast_of(facts, play_step(facts, None, [num_microbatches]), num_microbatches).lifetimes
+    played = play_step(named_subject(model).stand_ins(sharding, 1), [num_microbatches])
+    lifetimes = played.forecasts[num_microbatches].lifetimes
     start = time.process_time()
     plan = plan_arena(lifetimes)
     return plan, time.process_time() - start, len(lifetimes)

@@ -24,12 +24,13 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 import megatron_fsdp
 from benchmarks.engines import Precision, fsdp2, ours, world_mesh
-from benchmarks.harness import Row, Samples, ratio
+from benchmarks.harness import Row, Samples, Times, beside_peers, in_turn
 from benchmarks.models import Model, Shape
 from tests.harness import run_ranks
 
-Calls = dict[str, Callable[[], object]]
-PEERS = ("torch DCP", "torch.save")
+# To save, and to load.
+Calls = tuple[Callable[[], object], Callable[[], object]]
+WAYS = ("ours", "torch DCP", "torch.save")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,22 +53,25 @@ def run(args: argparse.Namespace) -> list[Row]:
     return checkpoint_rows({"bytes": num_bytes, "ranks": args.ranks}, num_bytes, ranks)
 
 
-def save_and_load(shape: Shape, folder: str, rounds: int) -> dict[str, list[float]]:
+def save_and_load(shape: Shape, folder: str, rounds: int) -> Times:
     """Return the seconds of every save and load, in turn; the state is weights and two moments, all FP32."""
     mine, peer = _trained(shape, "ours"), _trained(shape, "FSDP2")
-    calls = {**_our_calls(Path(folder) / "ours", *mine), **_peer_calls(Path(folder), *peer)}
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for number in range(-1, rounds):
-        for name, call in calls.items():
-            if name.startswith("save") and dist.get_rank() == 0:
-                shutil.rmtree(Path(folder) / name.partition(": ")[2], ignore_errors=True)
+    ways = {"ours": _our_calls(Path(folder) / "ours", *mine), **_peer_calls(Path(folder), *peer)}
+
+    def spend(calls: Calls) -> tuple[float, float]:
+        if dist.get_rank() == 0:
+            for way in WAYS:
+                shutil.rmtree(Path(folder) / way, ignore_errors=True)
+        seconds = []
+        for call in calls:
             dist.barrier()
             start = time.perf_counter()
             call()
             dist.barrier()
-            if number >= 0:
-                times[name].append(time.perf_counter() - start)
-    return times
+            seconds.append(time.perf_counter() - start)
+        return seconds[0], seconds[1]
+
+    return in_turn(ways, spend, rounds, warmup=1)
 
 
 def _trained(shape: Shape, engine: str) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -84,13 +88,13 @@ def _trained(shape: Shape, engine: str) -> tuple[nn.Module, torch.optim.Optimize
 
 
 def _our_calls(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Calls:
-    return {
-        "save: ours": lambda: megatron_fsdp.save_checkpoint(model, optimizer, folder),
-        "load: ours": lambda: megatron_fsdp.load_checkpoint(model, optimizer, folder),
-    }
+    return (
+        lambda: megatron_fsdp.save_checkpoint(model, optimizer, folder),
+        lambda: megatron_fsdp.load_checkpoint(model, optimizer, folder),
+    )
 
 
-def _peer_calls(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Calls:
+def _peer_calls(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Calls]:
     whole, path = StateDictOptions(full_state_dict=True, cpu_offload=True), folder / "torch.save" / "state.pt"
 
     def state_of(options: StateDictOptions | None) -> dict[str, Any]:
@@ -114,27 +118,18 @@ def _peer_calls(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer
             torch.save(state, path)
 
     return {
-        "save: torch DCP": lambda: save(state_of(None), checkpoint_id=folder / "torch DCP"),
-        "load: torch DCP": load_dcp,
-        "save: torch.save": save_whole,
-        "load: torch.save": lambda: apply(torch.load(path), StateDictOptions(full_state_dict=True)),
+        "torch DCP": (lambda: save(state_of(None), checkpoint_id=folder / "torch DCP"), load_dcp),
+        "torch.save": (save_whole, lambda: apply(torch.load(path), StateDictOptions(full_state_dict=True))),
     }
 
 
-def checkpoint_rows(
-    case: Mapping[str, str | int | float], num_bytes: int, ranks: Sequence[Mapping[str, Sequence[float]]]
-) -> list[Row]:
+def checkpoint_rows(case: Mapping[str, str | int | float], num_bytes: int, ranks: Sequence[Times]) -> list[Row]:
     """Return bytes per second of each way, of the slowest rank, and ours over those of the others."""
     rows = []
-    for kind in ("save", "load"):
+    for position, kind in enumerate(("save", "load")):
         speeds = {}
-        for way in ("ours", *PEERS):
-            slowest = map(max, zip(*(one[f"{kind}: {way}"] for one in ranks), strict=True))
-            speeds[way] = Samples(tuple(num_bytes / seconds for seconds in slowest))
-            named = {**case, "way": way}
-            rows.append(Row("checkpoint", named, f"{kind} speed", "B/s", speeds[way], higher_is_better=True))
-        for peer in PEERS:
-            values = ratio(speeds["ours"], speeds[peer])
-            named, metric = {**case, "peer": peer}, f"{kind} speed over peer's"
-            rows.append(Row("checkpoint", named, metric, "", values, higher_is_better=True))
+        for way in ranks[0]:
+            rounds = zip(*(one[way] for one in ranks), strict=True)
+            speeds[way] = Samples(tuple(num_bytes / max(spent[position] for spent in one) for one in rounds))
+        rows += beside_peers(Row("checkpoint", case, f"{kind} speed", "B/s", higher_is_better=True), speeds, key="way")
     return rows

@@ -13,10 +13,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import megatron_fsdp
-from benchmarks.bench_step import both
-from benchmarks.harness import Row, ratio
+from benchmarks.harness import Row, Times, both, ratio
 from benchmarks.models import Shape
-from benchmarks.torch_engines import LEARNING_RATE, Step, Times, make_model, train_in_turn
+from benchmarks.torch_engines import LEARNING_RATE, Step, make_model, train_in_turn
 from tests.harness import run_ranks
 
 __all__ = ["add_arguments", "run"]

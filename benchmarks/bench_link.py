@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from benchmarks.engines import ENGINES, Precision, world_mesh
-from benchmarks.harness import Row, Samples
+from benchmarks.harness import Row, Samples, in_turn
 from benchmarks.simulated_link import Link, link_world, take_waited_seconds
 
 WIDTH = 64
@@ -131,19 +131,12 @@ def overlap_rows(
     Args:
         case: of the rows. make: returns the layers for an engine. least: seconds that no schedule hides.
     """
-    steps, waits, mesh = {}, {}, world_mesh()
+    steps, mesh = {}, world_mesh()
     for name in ("ours", "FSDP2"):
         model = nn.Sequential(*make(name))
         steps[name] = functools.partial(_step, ENGINES[name](model, list(model), mesh, precision))
-        waits[name] = list[float]()
-    for number in range(-2, args.rounds):
-        for name in list(steps) if number % 2 else list(steps)[::-1]:
-            take_waited_seconds()
-            steps[name]()
-            if number >= 0:
-                waits[name].append(take_waited_seconds())
     rows = []
-    for name, exposed in waits.items():
+    for name, exposed in in_turn(steps, _waited, args.rounds).items():
         of_engine = {"engine": name, **case}
         rows.append(Row("link", of_engine, "exposed communication", "s", Samples(tuple(exposed))))
         share = Samples(tuple(value / least for value in exposed))
@@ -160,6 +153,12 @@ def least_exposed(num_layers: int, collective: float, forward: float) -> float:
     """
     others = num_layers - 1
     return 2 * collective + others * (max(collective - forward, 0.0) + max(collective - 2 * forward, 0.0))
+
+
+def _waited(step: Callable[[], object]) -> float:
+    take_waited_seconds()
+    step()
+    return take_waited_seconds()
 
 
 def _step(model: nn.Module) -> None:

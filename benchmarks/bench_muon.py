@@ -8,23 +8,19 @@ compute Newton-Schulz in FP32, as CPUs without bf16 units take a hundred times a
 from __future__ import annotations
 
 import argparse
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from benchmarks.engines import world_mesh
-from benchmarks.harness import Row, Samples, ratio
+from benchmarks.harness import Row, Times, beside_peers, both, ranks_in_turn
 from megatron_fsdp import Muon, fully_shard
 from megatron_fsdp.muon import MuonOptions
 from tests.harness import run_ranks
-
-WAYS = ("owners", "gathered everywhere")
 
 
 class Layer(nn.Module):
@@ -48,25 +44,18 @@ def run(args: argparse.Namespace) -> list[Row]:
     """Measure each number of ranks."""
     rows: list[Row] = []
     for num_ranks in args.ranks:
-        found = run_ranks(num_ranks, step_both_ways, args.layers, args.width, args.rounds, timeout=1800.0)
-        rows += step_rows({"layers": args.layers, "width": args.width, "ranks": num_ranks}, found)
+        case = {"layers": args.layers, "width": args.width, "ranks": num_ranks}
+        ranks = run_ranks(num_ranks, step_both_ways, args.layers, args.width, args.rounds, timeout=1800.0)
+        for what, samples in both(ranks).items():
+            rows += beside_peers(Row("muon", case, f"step, {what}", "s"), samples, "owners", "way")
     return rows
 
 
-def step_both_ways(layers: int, width: int, rounds: int) -> dict[str, list[tuple[float, float]]]:
-    """Return the wall and processor seconds of each way's steps, in turn."""
-    steps = {WAYS[0]: _owners(layers, width), WAYS[1]: _gathered(layers, width)}
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
+def step_both_ways(layers: int, width: int, rounds: int) -> Times:
+    """Return what the steps of each way take on this rank, in turn."""
+    steps = {"owners": _owners(layers, width), "gathered everywhere": _gathered(layers, width)}
     with mock.patch("torch.optim._muon._zeropower_via_newtonschulz", _in_fp32):
-        for number in range(-1, rounds):
-            for name in list(steps) if number % 2 else list(steps)[::-1]:
-                dist.barrier()
-                wall, processor = time.perf_counter(), time.process_time()
-                steps[name]()
-                spent = time.perf_counter() - wall, time.process_time() - processor
-                if number >= 0:
-                    times[name].append(spent)
-    return times
+        return ranks_in_turn(steps, rounds, warmup=1)
 
 
 def _owners(layers: int, width: int) -> Callable[[], Any]:
@@ -104,23 +93,3 @@ def _in_fp32(matrix: torch.Tensor, coefficients: Sequence[float], num_steps: int
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.T if matrix.size(0) > matrix.size(1) else x
-
-
-def step_rows(
-    case: Mapping[str, str | int | float], ranks: Sequence[Mapping[str, Sequence[tuple[float, float]]]]
-) -> list[Row]:
-    """Return wall time of the slowest rank and processor time of all for each way, and their ratios."""
-    rows = []
-    combine: dict[str, Callable[[Sequence[tuple[float, float]]], float]] = {
-        "wall time": lambda spent: max(wall for wall, _ in spent),
-        "processor time": lambda spent: sum(processor for _, processor in spent),
-    }
-    for what, combined in combine.items():
-        times = {
-            way: Samples(tuple(combined(spent) for spent in zip(*(rank[way] for rank in ranks), strict=True)))
-            for way in WAYS
-        }
-        rows += [Row("muon", {**case, "way": way}, f"step, {what}", "s", times[way]) for way in WAYS]
-        over = ratio(times[WAYS[0]], times[WAYS[1]])
-        rows.append(Row("muon", dict(case), f"step, {what} over gathered everywhere", "", over))
-    return rows

@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import HashStore  # torch.distributed has it, bu
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.harness import Row, Samples, ratio
+from benchmarks.harness import Row, Samples, in_turn, ratio
 from benchmarks.torch_engines import Precision, fsdp2, world_mesh
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard
 from megatron_fsdp.optim.adamw import AdamW
@@ -105,12 +105,7 @@ class _Training:
 
 
 def _measure(args: argparse.Namespace, trainings: Mapping[str, _Training]) -> list[Row]:
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in trainings}
-    for number in range(-2, args.rounds):
-        for name in list(trainings)[:: 1 if number % 2 else -1]:
-            seconds = trainings[name].timed()
-            if number >= 0:
-                found[name].append(seconds)
+    found = in_turn(trainings, _Training.timed, args.rounds)
     case: dict[str, str | int | float] = {
         "units": args.units,
         "parameters": 12,

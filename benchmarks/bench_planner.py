@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.harness import Row, Samples, samples_of
+from benchmarks.harness import Row, Samples, interleaved
 from dbuffer import Block, PaddingLimits, plan, plan_regions
 from dbuffer import Row as Rows
 from megatron_fsdp.planning import catalog
@@ -165,14 +165,10 @@ def time_rows(rounds: int) -> list[Row]:
     many = [(rows, width) for rows in range(1, 2001) for width in widths]
     experts = [(2048, 7168), (2048, 7168), (7168, 2048)] * 6667
     rows = []
-    for case, function in cases.items():
-        samples = samples_of(function, rounds=rounds, warmup=1, clock=time.process_time)
+    for case, samples in interleaved(cases, rounds=rounds, warmup=1, clock=time.process_time).items():
         scale = len(awkward) if case.startswith("awkward") else 1
-        rows.append(
-            Row(
-                "planner", {"case": case}, "time", "ms", Samples(tuple(1e3 * value / scale for value in samples.values))
-            )
-        )
+        milliseconds = Samples(tuple(1e3 * value / scale for value in samples.values))
+        rows.append(Row("planner", {"case": case}, "time", "ms", milliseconds))
     return rows
 
 

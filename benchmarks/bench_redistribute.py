@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import functools
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -21,11 +20,11 @@ from torch.distributed.tensor import Replicate as DTensorReplicate
 from torch.distributed.tensor import Shard as DTensorShard
 
 from benchmarks.engines import world_mesh
-from benchmarks.harness import Row, Samples, ratio
+from benchmarks.harness import Row, Times, beside_peers, both, ranks_in_turn
 from dbuffer import DBuffer, Flat, Partial, Replicate
 from tests.harness import run_ranks
 
-WAYS = ("DBuffer", "DTensor", "bare")
+KINDS = ("gather", "reduce-scatter")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,25 +43,25 @@ def run(args: argparse.Namespace) -> list[Row]:
     return rows
 
 
+def move_rows(case: Mapping[str, str | int | float], ranks: Sequence[Times]) -> list[Row]:
+    """Return seconds of each kind and way, and those of a ``DBuffer`` over the others'."""
+    rows = []
+    for kind in KINDS:
+        for what, samples in both(ranks).items():
+            ways = {name.removeprefix(f"{kind}: "): found for name, found in samples.items() if name.startswith(kind)}
+            rows += beside_peers(Row("redistribute", case, f"{kind}, {what}", "s"), ways, "DBuffer", "way")
+    return rows
+
+
 def layer_shapes(width: int) -> list[tuple[int, ...]]:
     """Return the shapes of a transformer layer of that width."""
     return [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width), *[(width,)] * 4]
 
 
-def move(shapes: Sequence[tuple[int, ...]], rounds: int) -> dict[str, list[tuple[float, float]]]:
-    """Return the wall and processor seconds of every way to gather and to reduce, in turn."""
+def move(shapes: Sequence[tuple[int, ...]], rounds: int) -> Times:
+    """Return what every way to gather and to reduce takes on this rank, in turn."""
     mesh = world_mesh()
-    calls = {**_gathers(shapes, mesh), **_reductions(shapes, mesh)}
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
-    for number in range(-3, rounds):
-        for name in list(calls) if number % 2 else list(calls)[::-1]:
-            dist.barrier()
-            wall, processor = time.perf_counter(), time.process_time()
-            calls[name]()
-            spent = time.perf_counter() - wall, time.process_time() - processor
-            if number >= 0:
-                times[name].append(spent)
-    return times
+    return ranks_in_turn({**_gathers(shapes, mesh), **_reductions(shapes, mesh)}, rounds, warmup=3)
 
 
 def _gathers(shapes: Sequence[tuple[int, ...]], mesh: DeviceMesh) -> dict[str, Callable[[], object]]:
@@ -106,34 +105,3 @@ def _dtensor(shape: tuple[int, ...], mesh: DeviceMesh) -> DTensor:
     size = mesh.size()
     local = torch.zeros(math.ceil(shape[0] / size), *shape[1:])
     return DTensor.from_local(local, mesh, (DTensorShard(0),), run_check=False)
-
-
-def move_rows(
-    case: Mapping[str, str | int | float], ranks: Sequence[Mapping[str, Sequence[tuple[float, float]]]]
-) -> list[Row]:
-    """Return wall time of the slowest rank and processor time of all for each way, and DBuffer's over the others'."""
-    rows = []
-    combined = {
-        "wall time": _combined(ranks, lambda spent: max(wall for wall, _ in spent)),
-        "processor time": _combined(ranks, lambda spent: sum(processor for _, processor in spent)),
-    }
-    for what, times in combined.items():
-        for kind in ("gather", "reduce-scatter"):
-            for way in WAYS:
-                named = {**case, "way": way}
-                rows.append(Row("redistribute", named, f"{kind}, {what}", "s", times[f"{kind}: {way}"]))
-            mine = times[f"{kind}: DBuffer"]
-            for peer in WAYS[1:]:
-                values = ratio(mine, times[f"{kind}: {peer}"])
-                rows.append(Row("redistribute", {**case, "peer": peer}, f"{kind}, {what} over peer's", "", values))
-    return rows
-
-
-def _combined(
-    ranks: Sequence[Mapping[str, Sequence[tuple[float, float]]]],
-    combine: Callable[[Sequence[tuple[float, float]]], float],
-) -> dict[str, Samples]:
-    return {
-        name: Samples(tuple(combine(spent) for spent in zip(*(rank[name] for rank in ranks), strict=True)))
-        for name in ranks[0]
-    }

@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.harness import Row, Samples, ratio
+from benchmarks.harness import Row, Samples, beside_peers
 
 _SCRIPT = Path(__file__).parents[1] / "examples" / "pretrain_gpt.py"
 ENGINES = {
@@ -74,15 +74,10 @@ def readings(log: Path, first: int) -> Samples:
 
 def resident_rows(case: Mapping[str, str | int | float], found: Mapping[str, Samples]) -> list[Row]:
     """Return the readings of each engine, how far they rise above the first, and ours over each peer's."""
-    rows = []
+    rows = beside_peers(Row("resident", case, "resident memory", "B"), found)
     for engine, samples in found.items():
-        first = samples.values[0]
-        rise = Samples((max(samples.values) / first,))
-        rows.append(Row("resident", {**case, "engine": engine}, "resident memory", "B", samples))
+        rise = Samples((max(samples.values) / samples.values[0],))
         rows.append(Row("resident", {**case, "engine": engine}, "most resident memory over the first", "", rise))
-    for peer in [engine for engine in found if engine != "ours" and "ours" in found]:
-        values = ratio(found["ours"], found[peer])
-        rows.append(Row("resident", {**case, "peer": peer}, "resident memory over peer's", "", values))
     return rows
 
 

@@ -22,11 +22,11 @@ import torch
 
 from benchmarks.allocations import cuda_phases_of, phases_of
 from benchmarks.engines import Precision
-from benchmarks.harness import Row, Samples, interleaved, ratio
+from benchmarks.harness import Row, Samples, Times, beside_peers, both, interleaved, ratio
 from benchmarks.models import Shape
 from benchmarks.null_group import null_world
 from benchmarks.peer_python import Peer, Task, add_peer_argument, ask, peers_of, times_of
-from benchmarks.torch_engines import Step, Times, train_in_turn
+from benchmarks.torch_engines import Step, train_in_turn
 from benchmarks.trainers import TRAINERS
 from tests.harness import run_ranks
 
@@ -92,26 +92,9 @@ def train_interleaved(engines: Sequence[str], shape: Shape, precision: Precision
     return train_in_turn(steps, shape, rounds)
 
 
-def both(ranks: Sequence[Times]) -> dict[str, dict[str, Samples]]:
-    """Return by engine the wall time of the slowest rank, and the processor time of all, round by round."""
-    wall, processor = {}, {}
-    for name in ranks[0]:
-        rounds = list(zip(*(times[name] for times in ranks), strict=True))
-        wall[name] = Samples(tuple(max(spent[0] for spent in one) for one in rounds))
-        processor[name] = Samples(tuple(sum(spent[1] for spent in one) for one in rounds))
-    return {"wall time": wall, "processor time": processor}
-
-
 def step_rows(case: Mapping[str, str | int | float], ranks: Sequence[Times]) -> list[Row]:
-    """Return seconds of each engine, the wall time of the slowest rank and all ranks' processor time, and ratios."""
-    rows = []
-    for what, samples in both(ranks).items():
-        for name, values in samples.items():
-            rows.append(Row("step", {**case, "engine": name}, what, "s", values))
-        for peer in [name for name in samples if name != "ours" and "ours" in samples]:
-            values = ratio(samples["ours"], samples[peer])
-            rows.append(Row("step", {**case, "peer": peer}, f"{what} over peer's", "", values))
-    return rows
+    """Return seconds of each engine, and ours over each other's."""
+    return [row for what, samples in both(ranks).items() for row in beside_peers(Row("step", case, what, "s"), samples)]
 
 
 def peer_rows(

@@ -7,21 +7,19 @@ Beside it what one comparison of replicas takes, over a step of the same model t
 from __future__ import annotations
 
 import argparse
-import contextlib
 import time
 
 import torch
 import torch.distributed as dist
 
 from benchmarks.engines import Precision, ours, world_mesh
-from benchmarks.harness import Row, Samples, ratio
+from benchmarks.harness import Row, Samples, Times, both, ranks_in_turn, ratio
 from benchmarks.models import Shape
 from benchmarks.torch_engines import make_model
 from megatron_fsdp import Placements, Watch, fully_shard
 from tests.harness import run_ranks
 
 _BLOCK = 5
-Times = dict[str, list[tuple[float, float]]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,15 +35,9 @@ def run(args: argparse.Namespace) -> list[Row]:
     for width in args.widths:
         ranks = run_ranks(args.ranks, train, _shape(width), args.rounds, timeout=900.0)
         case = {"width": width, "ranks": args.ranks}
-        samples: dict[str, tuple[Samples, Samples]] = {}
-        for name in ranks[0]:
-            rounds = list(zip(*(times[name] for times in ranks), strict=True))
-            wall = Samples(tuple(max(spent[0] for spent in one) for one in rounds))
-            samples[name] = wall, Samples(tuple(sum(spent[1] for spent in one) for one in rounds))
-        for position, what in enumerate(("wall time", "processor time")):
-            for name in samples:
-                rows.append(Row("watch", {**case, "run": name}, what, "s", samples[name][position]))
-            values = ratio(samples["watched"][position], samples["plain"][position])
+        for what, samples in both(ranks).items():
+            rows += [Row("watch", {**case, "run": name}, what, "s", values) for name, values in samples.items()]
+            values = ratio(samples["watched"], samples["plain"])
             rows.append(Row("watch", case, f"{what}, watched over plain", "", values))
         spent = list(zip(*run_ranks(args.ranks, compare, _shape(width), args.rounds, timeout=900.0), strict=True))
         steps, comparisons = (Samples(tuple(max(times[part] for times in one) for one in spent)) for part in (0, 1))
@@ -83,16 +75,14 @@ def train(shape: Shape, rounds: int) -> Times:
     model = make_model(shape, "cpu")
     ours(model, list(model.layers), world_mesh("cpu"), Precision())
     tokens = torch.randint(shape.vocabulary, (shape.batch, shape.length + 1))
-    times: Times = {"plain": [], "watched": []}
-    for number in range(-1, rounds):
-        for name in list(times) if number % 2 else list(times)[::-1]:
-            with Watch(model) if name == "watched" else contextlib.nullcontext():
-                dist.barrier()
-                wall, processor = time.perf_counter(), time.process_time()
-                for _ in range(_BLOCK):
-                    model(tokens).backward()
-                    model.zero_grad()
-                spent = time.perf_counter() - wall, time.process_time() - processor
-            if number >= 0:
-                times[name].append(spent)
-    return times
+
+    def plain() -> None:
+        for _ in range(_BLOCK):
+            model(tokens).backward()
+            model.zero_grad()
+
+    def watched() -> None:
+        with Watch(model):
+            plain()
+
+    return ranks_in_turn({"plain": plain, "watched": watched}, rounds, warmup=1)

@@ -8,11 +8,11 @@ A bench is a file ``bench_NAME.py`` in this folder with a docstring, whose first
     def result_name(args: argparse.Namespace) -> str                 # optional: its own name for --results
 
 ``python -m benchmarks NAME`` runs it, prints its rows, and with ``--out FILE`` writes them as JSON together with the
-machine, the versions and the commit. ``python -m benchmarks compare BEFORE AFTER`` compares two such files.
+machine, the versions and the commit.
 
-Two ways to measure: ``samples_of`` repeats one function; ``interleaved`` runs several in turn, so that a machine that
+One way to measure: several functions run in turn (``interleaved``; ``ranks_in_turn`` on ranks), so that a machine that
 warms up or gets busy slows all of them, and their ratio still means something. A claim about speed is a ratio of such
-samples.
+samples. Interpreters with other engines in them use this file too: it imports torch alone.
 """
 
 from __future__ import annotations
@@ -24,27 +24,34 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
 __all__ = [
     "Row",
     "Samples",
+    "Times",
+    "beside_peers",
+    "both",
     "device_seconds",
     "environment",
+    "in_turn",
     "interleaved",
     "markdown",
+    "ranks_in_turn",
     "ratio",
     "read_rows",
-    "samples_of",
     "table",
     "write_rows",
 ]
 
+Thing = TypeVar("Thing")
+Spent = TypeVar("Spent")
 _PACKAGES = ("torch", "triton", "numpy")
 
 
@@ -93,7 +100,7 @@ class Row:
     case: Mapping[str, str | int | float]
     metric: str
     unit: str
-    samples: Samples
+    samples: Samples = Samples(())
     is_exact: bool = False
     higher_is_better: bool = False
     notes: Mapping[str, Any] = field(default_factory=dict)
@@ -105,24 +112,17 @@ class Row:
         return f"{self.bench}: {self.metric} ({case})"
 
 
-def samples_of(
-    function: Callable[[], object],
-    *,
-    rounds: int = 11,
-    warmup: int = 2,
-    synchronize: Callable[[], None] | None = None,
-    clock: Callable[[], float] = time.perf_counter,
-) -> Samples:
-    """Return the seconds that each of several calls took.
-
-    Args:
-        function: is called ``warmup`` times unmeasured and ``rounds`` times measured.
-        rounds: at least 1.
-        warmup: calls that fill caches and compile kernels.
-        synchronize: called before each look at the clock, such as ``torch.cuda.synchronize``.
-        clock: seconds.
-    """
-    return interleaved({"": function}, rounds=rounds, warmup=warmup, synchronize=synchronize, clock=clock)[""]
+def in_turn(
+    things: Mapping[str, Thing], spend: Callable[[Thing], Spent], rounds: int, warmup: int = 2
+) -> dict[str, list[Spent]]:
+    """Return what ``spend`` says of each thing, asked in turn: forwards in one round, backwards in the next."""
+    found: dict[str, list[Spent]] = {name: [] for name in things}
+    for number in range(-warmup, rounds):
+        for name in list(things) if number % 2 else list(things)[::-1]:
+            spent = spend(things[name])
+            if number >= 0:
+                found[name].append(spent)
+    return found
 
 
 def interleaved(
@@ -134,28 +134,77 @@ def interleaved(
     clock: Callable[[], float] = time.perf_counter,
     stopwatch: Callable[[Callable[[], object]], float] | None = None,
 ) -> dict[str, Samples]:
-    """Return the seconds of each function, called in turn: forwards in one round, backwards in the next.
+    """Return the seconds of each function, called ``in_turn``.
 
-    Arguments are those of ``samples_of``. ``stopwatch`` calls a function and returns its seconds, instead of a clock.
+    Args:
+        rounds: measured calls, at least 1. warmup: calls that fill caches and compile kernels.
+        synchronize: called before each look at the clock, such as ``torch.cuda.synchronize``.
+        clock: seconds. stopwatch: calls a function and returns its seconds, instead of a clock.
     """
-    seconds: dict[str, list[float]] = {name: [] for name in functions}
+
+    wait = synchronize or _nothing
 
     def timed(function: Callable[[], object]) -> float:
-        if synchronize:
-            synchronize()
+        wait()
         start = clock()
         function()
-        if synchronize:
-            synchronize()
+        wait()
         return clock() - start
 
-    for number in range(-warmup, rounds):
-        names = list(functions) if number % 2 else list(functions)[::-1]
-        for name in names:
-            spent = (stopwatch or timed)(functions[name])
-            if number >= 0:
-                seconds[name].append(spent)
+    seconds = in_turn(functions, stopwatch or timed, rounds, warmup)
     return {name: Samples(tuple(values)) for name, values in seconds.items()}
+
+
+Times = dict[str, list[tuple[float, float]]]
+"""Name to (wall seconds, processor seconds) of every round, on one rank."""
+
+
+def ranks_in_turn(
+    calls: Mapping[str, Callable[[], object]],
+    rounds: int,
+    *,
+    warmup: int = 2,
+    synchronize: Callable[[], None] | None = None,
+) -> Times:
+    """Return what each call takes on this rank, all ranks calling it at the same time."""
+    wait = synchronize or _nothing
+
+    def spend(call: Callable[[], object]) -> tuple[float, float]:
+        dist.barrier()
+        wait()
+        wall, processor = time.perf_counter(), time.process_time()
+        call()
+        wait()
+        return time.perf_counter() - wall, time.process_time() - processor
+
+    return in_turn(calls, spend, rounds, warmup)
+
+
+def _nothing() -> None:
+    """Wait for no device."""
+
+
+def both(ranks: Sequence[Times]) -> dict[str, dict[str, Samples]]:
+    """Return by name the wall time of the slowest rank, and the processor time of all, round by round."""
+    wall, processor = {}, {}
+    for name in ranks[0]:
+        rounds = list(zip(*(times[name] for times in ranks), strict=True))
+        wall[name] = Samples(tuple(max(spent[0] for spent in one) for one in rounds))
+        processor[name] = Samples(tuple(sum(spent[1] for spent in one) for one in rounds))
+    return {"wall time": wall, "processor time": processor}
+
+
+def beside_peers(row: Row, samples: Mapping[str, Samples], mine: str = "ours", key: str = "engine") -> list[Row]:
+    """Return rows like one, of all samples by name, and of ``mine`` over each other's, if there is one.
+
+    Args:
+        row: bench, case, metric and unit of the rows. key: of the case, for the name.
+    """
+    rows = [replace(row, case={**row.case, key: name}, samples=values) for name, values in samples.items()]
+    for peer in [name for name in samples if name != mine and mine in samples]:
+        values, metric = ratio(samples[mine], samples[peer]), f"{row.metric} over peer's"
+        rows.append(replace(row, case={**row.case, "peer": peer}, metric=metric, unit="", samples=values))
+    return rows
 
 
 _CALLS = 10
@@ -224,23 +273,25 @@ def read_rows(path: Path) -> tuple[dict[str, Any], list[Row]]:
 
 def table(rows: Sequence[Sequence[str]]) -> str:
     """Return rows of text as aligned columns, the first row as their heads."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) if column == 0 else cell.rjust(width) for column, (cell, width) in enumerate(cells))
-        for cells in (list(zip(row, widths, strict=True)) for row in rows)
-    )
+    return "\n".join("  ".join(cells) for cells in _aligned(rows))
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> str:
     """Return rows of text as a Markdown table, the first row as its heads; all columns but the first are numbers."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = [
-        [cell.ljust(width) if column == 0 else cell.rjust(width) for column, (cell, width) in enumerate(cells)]
-        for cells in (list(zip(row, widths, strict=True)) for row in rows)
+    texts = ["| " + " | ".join(cells) + " |" for cells in _aligned(rows)]
+    rule = "".join(f"|{'-' * (len(cell) + 1)}{':' if column else '-'}" for column, cell in enumerate(_aligned(rows)[0]))
+    return "\n".join([texts[0], f"{rule}|", *texts[1:]])
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[list[str]]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        [
+            cell.rjust(width) if column else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        ]
+        for cells in rows
     ]
-    rulers = ["-" * (width + 2) if column == 0 else "-" * (width + 1) + ":" for column, width in enumerate(widths)]
-    texts = ["| " + " | ".join(line) + " |" for line in lines]
-    return "\n".join([texts[0], "|" + "|".join(rulers) + "|", *texts[1:]])
 
 
 def _version(package: str) -> str:

@@ -21,9 +21,10 @@ from typing import Any
 
 import torch
 
+from benchmarks.harness import Times
 from benchmarks.models import Shape
 from benchmarks.peer_worker import PEERS, SETTINGS
-from benchmarks.torch_engines import Precision, Times
+from benchmarks.torch_engines import Precision
 
 __all__ = ["Peer", "PeerError", "Task", "add_peer_argument", "ask", "peers_of", "times_of"]
 

@@ -16,11 +16,10 @@ import torch.distributed as dist
 from torch import nn
 
 import megatron_fsdp
-from benchmarks.bench_step import both
 from benchmarks.engines import Precision, fsdp2, ours, world_mesh
-from benchmarks.harness import Row, Samples, ratio
+from benchmarks.harness import Row, Samples, Times, both, ratio
 from benchmarks.models import Shape
-from benchmarks.torch_engines import LEARNING_RATE, Times, make_model, step_of, train_in_turn
+from benchmarks.torch_engines import LEARNING_RATE, make_model, step_of, train_in_turn
 
 __all__ = ["ENGINES", "is_ranked", "joined", "ranked_rows"]
 

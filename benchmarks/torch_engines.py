@@ -7,7 +7,6 @@ this project's packages.
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +17,7 @@ from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from benchmarks.harness import Times, ranks_in_turn
 from benchmarks.models import Model, Shape
 
 __all__ = [
@@ -25,7 +25,6 @@ __all__ = [
     "Precision",
     "Shard",
     "Step",
-    "Times",
     "fsdp2",
     "make_model",
     "plain",
@@ -36,8 +35,6 @@ __all__ = [
 ]
 
 Step = Callable[[torch.Tensor], None]
-# Name to (wall seconds, processor seconds) of every round, on one rank.
-Times = dict[str, list[tuple[float, float]]]
 LEARNING_RATE = 1e-4
 
 
@@ -88,32 +85,23 @@ def step_of(model: nn.Module, optimizer: Any) -> Step:
 
 
 def train_in_turn(steps: Mapping[str, Step], shape: Shape, rounds: int, device: str = "cpu") -> Times:
-    """Take each step in turn, first to last and back, and return what each of them took on this rank.
+    """Take each step in turn, and return what each of them took on this rank.
 
     Args:
         steps: by name. shape: its tokens are drawn on this rank, the same for all steps of a round.
-        rounds: measured ones; two come before.
-        device: where the tokens go; on "cuda" the clock is read when the device is through.
+        rounds: measured ones. device: where the tokens go; on "cuda" the clock is read when the device is through.
     """
     generator = torch.Generator().manual_seed(dist.get_rank())
-    times: Times = {name: [] for name in steps}
-    for number in range(-2, rounds):
-        tokens = torch.randint(shape.vocabulary, (shape.batch, shape.length + 1), generator=generator).to(device)
-        for name in list(steps) if number % 2 else list(steps)[::-1]:
-            dist.barrier()
-            _finish(device)
-            wall, processor = time.perf_counter(), time.process_time()
-            steps[name](tokens)
-            _finish(device)
-            spent = time.perf_counter() - wall, time.process_time() - processor
-            if number >= 0:
-                times[name].append(spent)
-    return times
-
-
-def _finish(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
+    tokens, number = (
+        [
+            torch.randint(shape.vocabulary, (shape.batch, shape.length + 1), generator=generator).to(device)
+            for _ in range(rounds + 2)
+        ],
+        itertools.count(),
+    )
+    # Steps of a round see the same tokens.
+    calls = {name: lambda step=step: step(tokens[next(number) // len(steps)]) for name, step in steps.items()}
+    return ranks_in_turn(calls, rounds, synchronize=torch.cuda.synchronize if device == "cuda" else None)
 
 
 def plain(model: nn.Module, units: Sequence[nn.Module], mesh: DeviceMesh, precision: Precision) -> nn.Module:

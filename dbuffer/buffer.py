@@ -26,8 +26,6 @@ from dbuffer.planner.regions import plan as make_plan
 from dbuffer.storage import FlatStorage, StoredPart
 from dbuffer_kernels import cast_copy
 
-__all__ = ["DBuffer"]
-
 
 class DBuffer(StoredPart):
     """Tensors of given shapes in one flat buffer on a mesh, whose placements change by collectives.

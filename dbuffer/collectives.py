@@ -19,8 +19,6 @@ from dbuffer.events import CollectiveCall, Transfer, listeners, tell
 from dbuffer.mesh import MeshAxis
 from dbuffer_kernels.switches import is_off
 
-__all__ = ["Part", "all_gather", "all_reduce", "reduce_scatter", "wait_for"]
-
 # torch 2.13 renames two methods of process groups and warns on the old names; torch 2.11 has only the old names.
 _HAS_SINGLE = hasattr(dist.ProcessGroup, "all_gather_single")
 _COPIES = is_off("in-place")

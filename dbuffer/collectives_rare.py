@@ -14,8 +14,6 @@ from dbuffer.collectives import all_reduce, begin, finish, waiters
 from dbuffer.events import listeners
 from dbuffer.mesh import MeshAxis
 
-__all__ = ["all_to_all", "barrier", "broadcast", "exchange", "reduce_numbers", "start_maximum", "wait_with"]
-
 
 def exchange(
     received: Sequence[torch.Tensor],

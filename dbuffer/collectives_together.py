@@ -23,8 +23,6 @@ from dbuffer.gloo import (
 from dbuffer.mesh import MeshAxis
 from dbuffer_kernels.switches import is_off
 
-__all__ = ["all_reduce_together", "gather_together", "reduce_together"]
-
 Works = list[dist.Work] | None
 
 # Private in every version, and what FSDP2 and Megatron use.

@@ -17,8 +17,6 @@ from typing import Any
 import torch
 from torch.autograd import profiler
 
-__all__ = ["issue"]
-
 
 @dataclass(slots=True)
 class _Order:

@@ -35,8 +35,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["CollectiveCall", "Listener", "Transfer", "listen", "listeners", "observe_collectives", "tell"]
-
 Listener = Callable[[str, Any], None]
 
 listeners: list[Listener] = []

@@ -15,20 +15,6 @@ import torch.distributed as dist
 from dbuffer.comm_thread import issue
 from dbuffer.mesh import MeshAxis
 
-__all__ = [
-    "MOST_EXCHANGED_BYTES",
-    "REDUCE_OPS",
-    "all_gather",
-    "all_reduce_by_message",
-    "copy",
-    "exchange_each",
-    "gather_by_message",
-    "gather_flat",
-    "reduce_by_message",
-    "reduce_scatter",
-    "start",
-]
-
 REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX}
 
 MOST_EXCHANGED_BYTES = 1 << 26

@@ -14,8 +14,6 @@ from dbuffer.placements import BufferPlacement, flat_axes, shard_index
 from dbuffer.planner.granularity import Block, Granularity, Row
 from dbuffer.planner.plan import Plan
 
-__all__ = ["Layout", "cuts_inside_slices", "first_dimension_granularity", "make_layout", "only_flat_axis"]
-
 
 def first_dimension_granularity(shape: Sequence[int]) -> Granularity:
     """Return the finest granularity whose shards a DTensor can describe: whole slices of the first dimension."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["MemoryMeter", "memory_meter"]
-
 
 class MemoryMeter:
     """Counts the bytes that the engine's storages hold now, and the most they held since the last reset."""

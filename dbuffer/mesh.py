@@ -19,18 +19,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from dbuffer.errors import MeshError
 from dbuffer_kernels.switches import is_off
 
-__all__ = [
-    "MeshAxis",
-    "axis_index",
-    "flattened_mesh",
-    "is_alive",
-    "job_timeout",
-    "make_reduce_groups",
-    "mesh_axes",
-    "neighbours",
-    "new_group",
-]
-
 _AXES: dict[int, tuple[MeshAxis, ...]] = {}
 # By gather group, not by mesh: meshes over the same ranks (slices of one, or made twice) share it.
 _REDUCE_GROUPS: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()

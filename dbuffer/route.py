@@ -8,8 +8,6 @@ from dbuffer.buffer import DBuffer
 from dbuffer.collectives import Part, all_gather, reduce_scatter
 from dbuffer.placements import Flat, Partial, Replicate
 
-__all__ = ["Route"]
-
 
 class Route:
     """Does ``source.redistribute(out.placements, out=out)`` as often as it is called.

@@ -10,8 +10,6 @@ from torch.distributed import _symmetric_memory as symmetric_memory
 
 from dbuffer.errors import StorageError
 
-__all__ = ["Allocate", "from_communicator", "from_symmetric_memory"]
-
 Allocate = Callable[[int], torch.Tensor]
 """Returns that many bytes of memory, as a 1-D uint8 tensor."""
 

@@ -22,8 +22,6 @@ from dbuffer.memory_meter import memory_meter
 from dbuffer.planner.arena import ALIGNMENT, ArenaPlan, Lifetime, Recorder, Span, aligned, hole, plan_arena
 from dbuffer.slot_memory import Allocate
 
-__all__ = ["MAX_PLANS", "ArenaPool", "Holding", "SlotPool", "can_exchange_memory"]
-
 # Not in PyTorch 2.11.
 _CAN_EXCHANGE = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 _LOG = logging.getLogger(__name__)

@@ -15,8 +15,6 @@ from dbuffer.events import listeners, tell
 from dbuffer.memory_meter import memory_meter
 from dbuffer.slot_pool import Holding, SlotPool
 
-__all__ = ["FlatStorage", "StoredPart"]
-
 _METER = memory_meter()
 
 KNOWN: weakref.WeakValueDictionary[int, FlatStorage] = weakref.WeakValueDictionary()

@@ -13,8 +13,6 @@ from torch.utils._pytree import tree_iter
 from dbuffer.errors import StorageError
 from dbuffer.storage import KNOWN
 
-__all__ = ["guard_released_storage"]
-
 # They read no data and no storage size.
 _HARMLESS = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 

@@ -46,8 +46,7 @@ if TYPE_CHECKING:
     from megatron_fsdp.optim.muon import Muon
     from megatron_fsdp.optim.nonfinite import check_gradients
     from megatron_fsdp.optim.sharded_optimizer import fully_shard_optimizer
-    from megatron_fsdp.planning.report import explain
-    from megatron_fsdp.planning.report_text import Report
+    from megatron_fsdp.planning.report import Report, explain
     from megatron_fsdp.policy.mesh import DataParallelMeshDims
     from megatron_fsdp.policy.offload import CPUOffloadPolicy, OffloadPolicy
     from megatron_fsdp.policy.precision import MixedPrecisionPolicy
@@ -87,8 +86,7 @@ _HOMES = {
     "optim.muon": "Muon",
     "optim.nonfinite": "check_gradients",
     "optim.sharded_optimizer": "fully_shard_optimizer",
-    "planning.report": "explain",
-    "planning.report_text": "Report",
+    "planning.report": "Report explain",
     "policy.mesh": "DataParallelMeshDims",
     "policy.offload": "CPUOffloadPolicy OffloadPolicy",
     "policy.precision": "MixedPrecisionPolicy",

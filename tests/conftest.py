@@ -22,34 +22,37 @@ torch.set_num_threads(1)
 # The layers of tests are small: they are fused all the same, as large ones are (``tests/harness/preloaded.py``, too).
 fuse.MIN_NUMEL = 0
 
-# What takes longest, longest first: a process that takes one of them last is the one that all others wait for.
+# Files and folders that take longest, longest first: a process that takes one of them last is the one that all others
+# wait for.
 # `pytest --durations=0 --durations-min=3` shows what has changed.
 LONG_FILES = (
-    "tests/functional/test_scale.py",
-    "tests/functional/kernels/test_triton.py",
+    "tests/unit/megatron_fsdp/planning",
+    "tests/unit/megatron_fsdp/cli",
     "tests/functional/test_random_use.py",
+    "tests/unit/examples/test_pretrain_gpt.py",
+    "tests/functional/kernels/test_triton.py",
     "tests/functional/test_compatibility.py",
     "tests/functional/test_compile.py",
     "tests/functional/megatron_fsdp/observability/test_watch.py",
     "tests/functional/test_protocols.py",
     "tests/functional/dbuffer/dtensor/test_operators.py",
     "tests/functional/test_sharded_operators.py",
-    "tests/functional/test_report.py",
+    "tests/functional/megatron_fsdp/planning/test_report.py",
     "tests/functional/test_parity.py",
     "tests/functional/test_slots.py",
     "tests/functional/test_gpu_ranks.py",
     "tests/functional/benchmarks/test_benches_run.py",
     "tests/functional/examples/test_gpt_invariance.py",
     "tests/functional/examples/test_start_ranks.py",
-    "tests/functional/test_checkpoint_damage.py",
-    "tests/functional/test_checkpoint_layouts.py",
+    "tests/functional/megatron_fsdp/checkpoint/test_damage.py",
+    "tests/functional/megatron_fsdp/checkpoint/test_layouts.py",
     "tests/functional/megatron_fsdp/certify/test_certify.py",
-    "tests/functional/test_stock_tools.py",
+    "tests/functional/megatron_fsdp/optim/test_stock_tools.py",
     "tests/functional/megatron_fsdp/checkpoint/test_scratch.py",
     "tests/functional/megatron_fsdp/build/test_expert_weights.py",
-    "tests/functional/test_checkpoint.py",
+    "tests/functional/megatron_fsdp/checkpoint/test_checkpoint.py",
     "tests/functional/examples/test_gpt_parallel.py",
-    "tests/functional/test_muon.py",
+    "tests/functional/megatron_fsdp/optim/test_muon.py",
     "tests/functional/megatron_fsdp/build/test_tensor_parallel.py",
     "tests/unit/test_architecture.py",
 )
@@ -58,8 +61,9 @@ LONG_FILES = (
 def begins(item: pytest.Item) -> int:
     """Return where a test's file stands in the order of a run: the long ones, ranks and processes, then the rest."""
     path = item.nodeid.partition("::")[0]
-    if path in LONG_FILES:
-        return LONG_FILES.index(path)
+    for position, name in enumerate(LONG_FILES):
+        if path.startswith(name):
+            return position
     return len(LONG_FILES) + (not path.startswith("tests/functional"))
 
 

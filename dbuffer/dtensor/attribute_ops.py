@@ -13,19 +13,6 @@ from dbuffer.dtensor.gathered_ops import Arguments, Operator, Options
 from dbuffer.dtensor.placed_tensor import PlacedTensor
 from dbuffer.errors import PlacementError
 
-__all__ = [
-    "rebind",
-    "refuse",
-    "refuse_uses",
-    "run_convert",
-    "run_detach",
-    "run_hook",
-    "run_iterate",
-    "run_native",
-    "run_reshape",
-    "run_set_data",
-]
-
 
 def run_native(operator: Operator, args: Arguments, options: Options) -> Any:
     """Ask or set what PyTorch itself knows of the tensor."""

@@ -36,19 +36,6 @@ from dbuffer.dtensor.placed_tensor import PlacedTensor, is_laid_out_like, whole_
 from dbuffer.dtensor.reduction_ops import parse_reduction, run_foreach_norm, run_reduction
 from dbuffer.errors import PlacementError
 
-__all__ = [
-    "LeafSource",
-    "convert_gradients_of",
-    "enter_local",
-    "enter_whole",
-    "is_recorded",
-    "leave",
-    "run_backward",
-    "run_gradients",
-    "run_recorded",
-    "set_leaf_source",
-]
-
 # The tensors whose gradients are converted before users see them.
 _CONVERTED: WeakIdKeyDictionary = WeakIdKeyDictionary()
 

@@ -17,8 +17,6 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from dbuffer.dtensor.distribution import Distribution, RaggedShard
 from dbuffer.errors import LayoutError
 
-__all__ = ["Box", "boxes_of_run", "chunks_of", "own_rows", "shard_at", "write_items_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class Box:

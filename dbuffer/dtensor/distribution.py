@@ -23,8 +23,6 @@ from dbuffer import collectives, collectives_rare
 from dbuffer.errors import PlacementError
 from dbuffer.mesh import MeshAxis, mesh_axes
 
-__all__ = ["Distribution", "FlatRows", "RaggedShard", "contiguous_stride", "ragged_shard"]
-
 
 @dataclass(frozen=True, slots=True)
 class FlatRows:

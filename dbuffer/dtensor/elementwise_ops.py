@@ -13,20 +13,6 @@ from dbuffer.dtensor.gathered_ops import Arguments, Operator, Options, map_tenso
 from dbuffer.dtensor.placed_tensor import PlacedTensor, is_laid_out_like, whole_of
 from dbuffer.errors import PlacementError
 
-__all__ = [
-    "accurate",
-    "find_reference",
-    "has_rows_of",
-    "part_of",
-    "run_by_rows",
-    "run_cast",
-    "run_factory",
-    "run_foreach",
-    "run_random_like",
-    "run_unscale",
-    "wrapped",
-]
-
 
 def run_by_rows(operator: Operator, args: Arguments, options: Options) -> Any:
     """Compute the rows of this rank; operands with other rows are brought into them first."""

@@ -21,8 +21,6 @@ from dbuffer.layout import Layout, cuts_inside_slices, first_dimension_granulari
 from dbuffer.mesh import flattened_mesh, mesh_axes
 from dbuffer.placements import flat_axes
 
-__all__ = ["buffer_dtensor"]
-
 # What every DLPack version exchanges; other dtypes (float8, bool) keep the view.
 _DLPACK_DTYPES = frozenset(
     getattr(torch, name) for name in "float64 float32 float16 bfloat16 int64 int32 int16 int8 uint8".split()

@@ -13,8 +13,6 @@ from dbuffer.dtensor.distribution import Distribution
 from dbuffer.dtensor.placed_tensor import PlacedTensor, Window, whole_of
 from dbuffer.errors import PlacementError
 
-__all__ = ["Arguments", "Operator", "Options", "map_tensors", "run_on_whole", "tensors_in"]
-
 Arguments = tuple[Any, ...]
 Options = Mapping[str, Any]
 

@@ -29,8 +29,6 @@ from dbuffer.dtensor.elementwise_ops import (
 from dbuffer.dtensor.gathered_ops import Arguments, Operator, Options, run_on_whole
 from dbuffer.dtensor.reduction_ops import run_foreach_norm, run_reduction
 
-__all__ = ["OPERATORS", "operator_of"]
-
 Handler = Callable[[Operator, Arguments, Options], Any]
 
 OPERATORS: dict[Callable[..., Any], Operator] = {}

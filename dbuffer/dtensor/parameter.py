@@ -10,8 +10,6 @@ import torch
 
 from dbuffer.dtensor.placed_tensor import PlacedTensor, keep_from_dynamo
 
-__all__ = ["GradDrops", "ParameterTensor"]
-
 _GRAD: Any = torch.Tensor.grad
 _get_grad, _set_grad = _GRAD.__get__, _GRAD.__set__
 # Calls a function without the overrides of subclasses, in less time than it takes to switch them off and on.

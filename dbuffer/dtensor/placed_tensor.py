@@ -13,15 +13,6 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from dbuffer.dtensor.distribution import Distribution, contiguous_stride
 from dbuffer.errors import PlacementError
 
-__all__ = [
-    "NUM_FLAGS_SET",
-    "PlacedTensor",
-    "Window",
-    "is_laid_out_like",
-    "keep_from_dynamo",
-    "whole_of",
-]
-
 AnyPlaced = TypeVar("AnyPlaced", bound="PlacedTensor")
 
 _REQUIRES_GRAD: Any = torch._C.TensorBase.requires_grad

@@ -15,8 +15,6 @@ from dbuffer.dtensor.elementwise_ops import accurate, run_by_rows, wrapped
 from dbuffer.dtensor.gathered_ops import Arguments, Operator, Options, run_on_whole, tensors_in
 from dbuffer.dtensor.placed_tensor import PlacedTensor, whole_of
 
-__all__ = ["Reduction", "parse_reduction", "run_foreach_norm", "run_reduction"]
-
 _NORMS = frozenset({"norm", "vector_norm", "linalg_vector_norm"})
 _EXTREMES = frozenset({"amax", "amin", "max", "min"})
 # What one all-reduce finishes of integers, too.

@@ -14,8 +14,6 @@ from bisect import bisect_left
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["ALIGNMENT", "ArenaPlan", "Lifetime", "Recorder", "aligned", "hole", "plan_arena"]
-
 ALIGNMENT = 512
 """Bytes that offsets are multiples of: what the CUDA caching allocator aligns its blocks to."""
 

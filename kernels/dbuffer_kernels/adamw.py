@@ -95,9 +95,8 @@ def adamw(buffers: AdamWBuffers, segments: Segments, rows: Tensor, *, clip: Tens
     add may fuse.
 
     Moves per element the gradient once, weight and moments twice, and ``model_weight`` once: 30 bytes with all in
-    fp32 and a bf16 ``model_weight``, 28 with a remainder instead of an fp32 weight, 18 with bf16 gradient and moments
-    as well. About 40 flops per element: memory bound. On CUDA nothing is allocated after the
-    first call with the same ``segments``; the CPU runs ``reference_adamw``, which states its own.
+    fp32 and a bf16 ``model_weight``, about 40 flops. On CUDA nothing is allocated after the first call with the same
+    ``segments``; the CPU takes temporaries of ``CHUNK_NUMEL`` elements.
 
     Args:
         buffers: what is read and written.
@@ -127,8 +126,7 @@ def adamw(buffers: AdamWBuffers, segments: Segments, rows: Tensor, *, clip: Tens
         rows,
         COMPUTE=element_type(buffers.compute_dtype),
         HAS_CLIP=clip is not None,
-        HAS_MODEL=model is not None,
-        IS_SPLIT=remainder is not None,
+        FORM=weight_form(model, remainder),
     )
 
 
@@ -181,13 +179,7 @@ def adamw_rows(
 def reference_adamw(
     buffers: AdamWBuffers, segments: Sequence[Segment], rows: Tensor, *, clip: Tensor | None = None
 ) -> None:
-    """Take the AdamW step that the op of this name states, in batches of pieces that share a row.
-
-    Allocates temporaries of ``CHUNK_NUMEL`` elements, one for each buffer that has not the compute dtype and two more.
-
-    Args:
-        segments: disjoint, in bounds. rows: fp64 (rows, 8). clip: 0-d, multiplied into the gradients.
-    """
+    """Take the step that ``adamw`` states, in batches of pieces that share a row."""
     values = rows.tolist()
     numel = buffers.weight.numel()
     if len(segments) == 1 and segments[0].stop - segments[0].start == numel <= CHUNK_NUMEL:
@@ -284,6 +276,11 @@ def _widened(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
     return tensors if tensors[0].dtype is dtype else [tensor.to(dtype) for tensor in tensors]
 
 
+def weight_form(model: Tensor | None, remainder: Tensor | None) -> int:
+    """Return how kernels write weights: 0 alone, 1 with a copy, 2 in two halves."""
+    return 2 if remainder is not None else int(model is not None)
+
+
 def adamw_kernel(
     gradient: tl.tensor,
     weight: tl.tensor,
@@ -296,8 +293,7 @@ def adamw_kernel(
     table: tl.tensor,
     COMPUTE: tl.constexpr,
     HAS_CLIP: tl.constexpr,
-    HAS_MODEL: tl.constexpr,
-    IS_SPLIT: tl.constexpr,
+    FORM: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     """Update the part of one segment that lies in one block; ``table`` is that of ``Segments``."""
@@ -307,55 +303,41 @@ def adamw_kernel(
     if HAS_CLIP:
         factor *= tl.load(clip).to(COMPUTE)
     index = start + tl.arange(0, BLOCK)
+    pointers = (gradient, weight, model, remainder)
     # Whole blocks carry no mask: it would split every 16-byte access into single elements.
     if (first <= start) & (start + BLOCK <= stop):
-        update(index, None, gradient, weight, exp_avg, exp_avg_sq, model, remainder, factor, row, HAS_MODEL, IS_SPLIT)
+        update(index, None, pointers, (exp_avg, exp_avg_sq), (row, factor), FORM)
     else:
-        mask = (index >= first) & (index < stop)
-        update(index, mask, gradient, weight, exp_avg, exp_avg_sq, model, remainder, factor, row, HAS_MODEL, IS_SPLIT)
+        update(index, (index >= first) & (index < stop), pointers, (exp_avg, exp_avg_sq), (row, factor), FORM)
 
 
 @device_function
 def update(
-    index: tl.tensor,
-    mask: tl.tensor,
-    gradient: tl.tensor,
-    weight: tl.tensor,
-    exp_avg: tl.tensor,
-    exp_avg_sq: tl.tensor,
-    model: tl.tensor,
-    remainder: tl.tensor,
-    factor: tl.tensor,
-    row: tl.tensor,
-    HAS_MODEL: tl.constexpr,
-    IS_SPLIT: tl.constexpr,
+    index: tl.tensor, mask: tl.tensor, pointers: tl.tuple, moments: tl.tuple, how: tl.tuple, FORM: tl.constexpr
 ) -> None:
-    """Read, step and write the elements ``index`` (all of them where ``mask`` is None) in the dtype of ``factor``."""
-    m = tl.load(exp_avg + index, mask=mask).to(factor.dtype)
-    v = tl.load(exp_avg_sq + index, mask=mask).to(factor.dtype)
-    m, v = step(index, mask, gradient, weight, m, v, model, remainder, factor, row, HAS_MODEL, IS_SPLIT)
+    """Read, step and write the elements ``index`` (all of them where ``mask`` is None); see ``step``."""
+    exp_avg, exp_avg_sq = moments
+    m = tl.load(exp_avg + index, mask=mask).to(how[1].dtype)
+    v = tl.load(exp_avg_sq + index, mask=mask).to(how[1].dtype)
+    m, v = step(index, mask, pointers, (m, v), how, FORM)
     store_rounded(exp_avg + index, m, mask)
     store_rounded(exp_avg_sq + index, v, mask)
 
 
 @device_function
 def step(
-    index: tl.tensor,
-    mask: tl.tensor,
-    gradient: tl.tensor,
-    weight: tl.tensor,
-    m: tl.tensor,
-    v: tl.tensor,
-    model: tl.tensor,
-    remainder: tl.tensor,
-    factor: tl.tensor,
-    row: tl.tensor,
-    HAS_MODEL: tl.constexpr,
-    IS_SPLIT: tl.constexpr,
+    index: tl.tensor, mask: tl.tensor, pointers: tl.tuple, moments: tl.tuple, how: tl.tuple, FORM: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Step and write the weights ``index`` by their gradients and moments ``m`` and ``v``; return the new moments."""
+    """Step and write the weights ``index`` by their gradients and moments; return the new moments.
+
+    ``pointers`` are those of gradient, weight, its copy and its remainder; ``how`` the row of hyperparameters and the
+    factor of gradients, whose dtype is computed in. ``FORM`` is that of ``weight_form``.
+    """
+    gradient, weight, model, remainder = pointers
+    m, v = moments
+    row, factor = how
     g = tl.load(gradient + index, mask=mask).to(factor.dtype) * factor
-    w = load_joined(weight + index, remainder + index, mask) if IS_SPLIT else tl.load(weight + index, mask=mask)
+    w = load_joined(weight + index, remainder + index, mask) if FORM == 2 else tl.load(weight + index, mask=mask)
     w = w.to(factor.dtype) * tl.load(row + 1).to(factor.dtype)
     towards = tl.load(row + 2).to(factor.dtype)
     # As torch's lerp: from the nearer end, so that a weight of 1 gives the gradient itself.
@@ -363,27 +345,19 @@ def step(
     v = v * tl.load(row + 3).to(factor.dtype) + tl.load(row + 4).to(factor.dtype) * g * g
     denominator = divide(root(v), tl.load(row + 6).to(factor.dtype)) + tl.load(row + 7).to(factor.dtype)
     w += divide(tl.load(row + 5).to(factor.dtype) * m, denominator)
-    store_weight(index, mask, weight, model, remainder, w, HAS_MODEL, IS_SPLIT)
+    store_weight(index, mask, (weight, model, remainder), w, FORM)
     return m, v
 
 
 @device_function
-def store_weight(
-    index: tl.tensor,
-    mask: tl.tensor,
-    weight: tl.tensor,
-    model: tl.tensor,
-    remainder: tl.tensor,
-    value: tl.tensor,
-    HAS_MODEL: tl.constexpr,
-    IS_SPLIT: tl.constexpr,
-) -> None:
-    """Write new weights, in two halves or rounded, and their copy."""
-    if IS_SPLIT:
+def store_weight(index: tl.tensor, mask: tl.tensor, pointers: tl.tuple, value: tl.tensor, FORM: tl.constexpr) -> None:
+    """Write new weights, in two halves or rounded, and their copy; ``FORM`` is that of ``weight_form``."""
+    weight, model, remainder = pointers
+    if FORM == 2:
         store_split(weight + index, remainder + index, value, mask)
     else:
         store_rounded(weight + index, value, mask)
-    if HAS_MODEL:
+    if FORM == 1:
         store_rounded(model + index, value, mask)
 
 

@@ -27,8 +27,7 @@ def checksum(source: Tensor, *, key: int, first_element: int = 0) -> Tensor:
     The odd number depends on ``key`` and on the element's index in the whole tensor alone, so checksums of shards add
     up (modulo 2**64) to that of the whole tensor, and one changed element always changes the sum.
 
-    Moves ``source.itemsize`` bytes per element, once, with one 64-bit multiplication and addition. On CUDA allocates 8
-    bytes for each of at most 2048 programs; the CPU runs ``reference_checksum``, which states its own.
+    Moves ``source.itemsize`` bytes per element, once, with one 64-bit multiplication and addition.
 
     Args:
         source: any shape, contiguous, of elements of 1, 2, 4 or 8 bytes. May have no elements.
@@ -63,10 +62,6 @@ def reference_checksum(bits: Tensor, *, key: int, first_element: int) -> Tensor:
     """Return the sum modulo 2**64 of ``bits[i] * odd(place) * odd(key + block)``, 0-d int64.
 
     Element ``first_element + i`` of the whole tensor is at ``place`` of block ``block`` of ``BLOCK`` elements.
-    Allocates ``_NUM_BLOCKS`` blocks in int64, and 8 bytes for each block that ``bits`` reaches into.
-
-    Args:
-        bits: 1-D integers, signed. key: within 64 bits, signed.
     """
     weights = _weights_of_places(bits.device)
     block, place = divmod(first_element, BLOCK)

@@ -75,11 +75,7 @@ def accumulate(source: Tensor, out: Tensor, *, scale: float = 1.0, overwrite: bo
 
 
 def reference_cast(source: Tensor, out: Tensor, *, scale: float = 1.0) -> Tensor:
-    """Do what ``cast_copy`` does, without checks.
-
-    Allocates nothing when ``scale`` is 1, when the dtypes are equal and when ``out`` already has the compute dtype;
-    else temporaries of ``CHUNK_NUMEL`` elements (of the whole source if that is non-contiguous).
-    """
+    """Do what ``cast_copy`` does, with temporaries of a chunk, or of a whole source that is not contiguous."""
     target = out if out.shape == source.shape else out.view(source.shape)
     if scale == 1.0:
         target.copy_(source)
@@ -96,11 +92,7 @@ def reference_cast(source: Tensor, out: Tensor, *, scale: float = 1.0) -> Tensor
 
 
 def reference_accumulate(source: Tensor, out: Tensor, *, scale: float = 1.0) -> Tensor:
-    """Do what ``accumulate`` does, without checks.
-
-    Allocates nothing when the dtypes are equal and either ``scale`` is 1 or the dtype is fp32 or fp64; else
-    temporaries of ``CHUNK_NUMEL`` elements (of the whole source if that is non-contiguous).
-    """
+    """Do what ``accumulate`` does, with temporaries of a chunk, or of a whole source that is not contiguous."""
     target = out if out.shape == source.shape else out.view(source.shape)
     if source.dtype is out.dtype and (scale == 1.0 or out.dtype.itemsize >= 4):
         target.add_(source, alpha=scale)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from dbuffer_kernels.adamw import NUM_COLUMNS, AdamWBuffers, divide, reference_adamw, step, update
+from dbuffer_kernels.adamw import NUM_COLUMNS, AdamWBuffers, divide, reference_adamw, step, update, weight_form
 from dbuffer_kernels.dynamic_map import QUANT_BLOCK, dequantize_blocks, map_tables, num_blocks, quantize_blocks
 from dbuffer_kernels.launch import check_tensor, device_function, runs_on_triton, without_grad
 from dbuffer_kernels.segments import Segment, SegmentTable, find_segment
@@ -156,8 +156,7 @@ def int8_adamw(
         rows if keys is None else keys,
         map_tables(weight.device),
         HAS_CLIP=clip is not None,
-        HAS_MODEL=buffers.model_weight is not None,
-        IS_SPLIT=buffers.remainder is not None,
+        FORM=weight_form(buffers.model_weight, buffers.remainder),
         IS_RANDOM=keys is not None,
     )
 
@@ -249,46 +248,38 @@ def int8_adamw_kernel(
     maps: tl.tensor,
     table: tl.tensor,
     HAS_CLIP: tl.constexpr,
-    HAS_MODEL: tl.constexpr,
-    IS_SPLIT: tl.constexpr,
+    FORM: tl.constexpr,
     IS_RANDOM: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     """Update the part of one segment that lies in one block; ``table`` is that of ``CodedSegments``."""
     entry, start, first, stop = find_segment(table, 8, BLOCK)
     row = rows + tl.load(entry + 3) * 8
-    key = keys + tl.load(entry + 3) * 4
     factor = tl.load(row).to(tl.float32)
     if HAS_CLIP:
         factor *= tl.load(clip).to(tl.float32)
     # All pointers move to the block, for offsets of 32 bits: they take half of the registers.
-    gradient += start
-    weight += start
-    model += start
-    remainder += start
+    pointers = (gradient + start, weight + start, model + start, remainder + start)
     first = tl.maximum(first - start, 0).to(tl.int32)
     stop = tl.minimum(stop - start, BLOCK).to(tl.int32)
     # A row for each block of 256, which shares a scale. Whole programs carry no mask: it would split wide accesses.
     block = tl.arange(0, BLOCK // 256)
     index = (block * 256)[:, None] + tl.arange(0, 256)[None, :]
     mask = (index >= first) & (index < stop)
-    position = start + tl.load(entry + 4)
+    how = (row, factor)
     if tl.load(entry + 6) != 0:
-        plain_m = plain_exp_avg + tl.load(entry + 5) + start
-        plain_v = plain_exp_avg_sq + tl.load(entry + 5) + start
-        update(index, mask, gradient, weight, plain_m, plain_v, model, remainder, factor, row, HAS_MODEL, IS_SPLIT)
+        plain = tl.load(entry + 5) + start
+        update(index, mask, pointers, (plain_exp_avg + plain, plain_exp_avg_sq + plain), how, FORM)
     else:
-        m = exp_avg + start
-        v = exp_avg_sq + start
-        m_scale = exp_avg_scale + start // 256 + block
-        v_scale = exp_avg_sq_scale + start // 256 + block
+        scales = start // 256 + block
+        m = (exp_avg + start, exp_avg_scale + scales)
+        v = (exp_avg_sq + start, exp_avg_sq_scale + scales)
+        chance = (start + tl.load(entry + 4), keys + tl.load(entry + 3) * 4, maps)
         if (first == 0) & (stop == BLOCK):
-            coded_update(index, None, None, gradient, weight, m, v, m_scale, v_scale, model, remainder,
-                         factor, row, key, position, maps, HAS_MODEL, IS_SPLIT, IS_RANDOM)  # fmt: skip
+            coded_update(index, None, None, pointers, m, v, how, chance, FORM, IS_RANDOM)
         else:
             is_part = (block * 256 >= first) & (block * 256 < stop)
-            coded_update(index, mask, is_part, gradient, weight, m, v, m_scale, v_scale, model, remainder,
-                         factor, row, key, position, maps, HAS_MODEL, IS_SPLIT, IS_RANDOM)  # fmt: skip
+            coded_update(index, mask, is_part, pointers, m, v, how, chance, FORM, IS_RANDOM)
 
 
 @device_function
@@ -296,47 +287,43 @@ def coded_update(
     index: tl.tensor,
     mask: tl.tensor,
     is_part: tl.tensor,
-    gradient: tl.tensor,
-    weight: tl.tensor,
-    exp_avg: tl.tensor,
-    exp_avg_sq: tl.tensor,
-    m_scale: tl.tensor,
-    v_scale: tl.tensor,
-    model: tl.tensor,
-    remainder: tl.tensor,
-    factor: tl.tensor,
-    row: tl.tensor,
-    key: tl.tensor,
-    position: tl.tensor,
-    maps: tl.tensor,
-    HAS_MODEL: tl.constexpr,
-    IS_SPLIT: tl.constexpr,
+    pointers: tl.tuple,
+    exp_avg: tl.tuple,
+    exp_avg_sq: tl.tuple,
+    how: tl.tuple,
+    chance: tl.tuple,
+    FORM: tl.constexpr,
     IS_RANDOM: tl.constexpr,
 ) -> None:
-    """Decode, step as ``adamw`` does, and encode the elements ``index``, (blocks, 256)."""
-    m = tl.load(maps + tl.load(exp_avg + index, mask=mask).to(tl.int32)) * tl.load(m_scale, mask=is_part)[:, None]
-    v = tl.load(maps + 256 + tl.load(exp_avg_sq + index, mask=mask).to(tl.int32))
+    """Decode, step as ``adamw`` does, and encode the elements ``index``, (blocks, 256).
+
+    Moments are pointers of codes and scales; ``chance`` is the block's position, the keys of its row, and the maps.
+    """
+    position, keys, maps = chance
+    m_codes, m_scale = exp_avg
+    v_codes, v_scale = exp_avg_sq
+    m = tl.load(maps + tl.load(m_codes + index, mask=mask).to(tl.int32)) * tl.load(m_scale, mask=is_part)[:, None]
+    v = tl.load(maps + 256 + tl.load(v_codes + index, mask=mask).to(tl.int32))
     v *= tl.load(v_scale, mask=is_part)[:, None]
-    m, v = step(index, mask, gradient, weight, m, v, model, remainder, factor, row, HAS_MODEL, IS_SPLIT)
-    store_coded(index, exp_avg, m, mask, m_scale, is_part, position, key, maps, 0, IS_RANDOM)
-    store_coded(index, exp_avg_sq, v, mask, v_scale, is_part, position, key + 2, maps, 256, IS_RANDOM)
+    m, v = step(index, mask, pointers, (m, v), how, FORM)
+    store_coded(index, mask, is_part, m, exp_avg, (position, keys, maps), 0, IS_RANDOM)
+    store_coded(index, mask, is_part, v, exp_avg_sq, (position, keys + 2, maps), 256, IS_RANDOM)
 
 
 @device_function
 def store_coded(
     index: tl.tensor,
-    codes: tl.tensor,
-    value: tl.tensor,
     mask: tl.tensor,
-    scales: tl.tensor,
     is_part: tl.tensor,
-    position: tl.tensor,
-    key: tl.tensor,
-    maps: tl.tensor,
+    value: tl.tensor,
+    moment: tl.tuple,
+    chance: tl.tuple,
     MAP: tl.constexpr,
     IS_RANDOM: tl.constexpr,
 ) -> None:
-    """Write ``value``, (blocks, 256), as codes and scales; ``MAP`` is where its map begins in ``maps``."""
+    """Write ``value``, (blocks, 256), as codes and scales; ``MAP`` is where its map begins in the maps."""
+    codes, scales = moment
+    position, key, maps = chance
     bits = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     if mask is not None:
         bits = tl.where(mask, bits, 0)
@@ -358,8 +345,8 @@ def store_coded(
         other = tl.load(maps + MAP + tl.where(is_next, tl.minimum(lower + 2, 255), lower))
         below = tl.where(is_next, next_value, other)
         above = tl.where(is_next, other, next_value)
-        chance = random_bits(position, index, tl.load(key), tl.load(key + 1)).to(tl.float32)
-        is_up = chance * (above - below) < (ratio - below) * 65536.0
+        drawn = random_bits(position, index, tl.load(key), tl.load(key + 1)).to(tl.float32)
+        is_up = drawn * (above - below) < (ratio - below) * 65536.0
         code = tl.minimum(lower + is_next.to(tl.int32) + is_up.to(tl.int32), 255)
     else:
         code = code_below(ratio, -0.5, MAP)

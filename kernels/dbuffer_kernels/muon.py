@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from dbuffer_kernels.adamw import store_weight
+from dbuffer_kernels.adamw import store_weight, weight_form
 from dbuffer_kernels.launch import compute_dtype, device_function, element_type, runs_on_triton, without_grad
 from dbuffer_kernels.segments import Segments, find_segment
 from dbuffer_kernels.split import join_weight, load_joined, split_weight
@@ -19,8 +19,6 @@ from dbuffer_kernels.split import join_weight, load_joined, split_weight
 if TYPE_CHECKING:
     # At run time launch.jit binds this name, so that importing the package does not import Triton.
     import triton.language as tl
-
-__all__ = ["MuonWeights", "muon_apply", "muon_apply_kernel", "muon_momentum", "muon_momentum_kernel"]
 
 _NUM_COLUMNS = 2
 
@@ -108,8 +106,7 @@ def muon_apply(update: Tensor, weights: MuonWeights, segments: Segments, rows: T
             weight if remainder is None else remainder,
             rows,
             COMPUTE=element_type(compute),
-            HAS_MODEL=model is not None,
-            IS_SPLIT=remainder is not None,
+            FORM=weight_form(model, remainder),
         )
         return
     table_of_rows = rows.tolist()
@@ -146,22 +143,15 @@ def muon_momentum_kernel(
     index = start + tl.arange(0, BLOCK)
     # Whole blocks carry no mask: it would split every 16-byte access into single elements.
     if (first <= start) & (start + BLOCK <= stop):
-        move(index, None, gradient, momentum, out, factor, row)
+        move(index, None, (gradient, momentum, out), factor, row)
     else:
-        move(index, (index >= first) & (index < stop), gradient, momentum, out, factor, row)
+        move(index, (index >= first) & (index < stop), (gradient, momentum, out), factor, row)
 
 
 @device_function
-def move(
-    index: tl.tensor,
-    mask: tl.tensor,
-    gradient: tl.tensor,
-    momentum: tl.tensor,
-    out: tl.tensor,
-    factor: tl.tensor,
-    row: tl.tensor,
-) -> None:
+def move(index: tl.tensor, mask: tl.tensor, pointers: tl.tuple, factor: tl.tensor, row: tl.tensor) -> None:
     """Read, step and write the elements ``index`` (all of them where ``mask`` is None) in the dtype of ``factor``."""
+    gradient, momentum, out = pointers
     mu = tl.load(row)
     g = tl.load(gradient + index, mask=mask).to(factor.dtype) * factor
     kept = tl.load(momentum + index, mask=mask).to(factor.dtype)
@@ -188,42 +178,32 @@ def muon_apply_kernel(
     rows: tl.tensor,
     table: tl.tensor,
     COMPUTE: tl.constexpr,
-    HAS_MODEL: tl.constexpr,
-    IS_SPLIT: tl.constexpr,
+    FORM: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     """Update the part of one segment that lies in one block; ``table`` is that of ``Segments``."""
     entry, start, first, stop = find_segment(table, 4, BLOCK)
     row = rows + tl.load(entry + 3) * 2
-    decay = tl.load(row).to(COMPUTE)
-    alpha = tl.load(row + 1).to(COMPUTE)
+    how = (tl.load(row).to(COMPUTE), tl.load(row + 1).to(COMPUTE))
     index = start + tl.arange(0, BLOCK)
     if (first <= start) & (start + BLOCK <= stop):
-        add(index, None, update, weight, model, remainder, decay, alpha, HAS_MODEL, IS_SPLIT)
+        add(index, None, update, (weight, model, remainder), how, FORM)
     else:
-        mask = (index >= first) & (index < stop)
-        add(index, mask, update, weight, model, remainder, decay, alpha, HAS_MODEL, IS_SPLIT)
+        add(index, (index >= first) & (index < stop), update, (weight, model, remainder), how, FORM)
 
 
 @device_function
 def add(
-    index: tl.tensor,
-    mask: tl.tensor,
-    update: tl.tensor,
-    weight: tl.tensor,
-    model: tl.tensor,
-    remainder: tl.tensor,
-    decay: tl.tensor,
-    alpha: tl.tensor,
-    HAS_MODEL: tl.constexpr,
-    IS_SPLIT: tl.constexpr,
+    index: tl.tensor, mask: tl.tensor, update: tl.tensor, pointers: tl.tuple, how: tl.tuple, FORM: tl.constexpr
 ) -> None:
-    """Read, step and write the elements ``index`` (all of them where ``mask`` is None) in the dtype of ``decay``."""
-    if IS_SPLIT:
+    """Read, step and write the elements ``index`` (all of them where ``mask`` is None) in the dtype of ``how``."""
+    weight, _, remainder = pointers
+    decay, alpha = how
+    if FORM == 2:
         w = load_joined(weight + index, remainder + index, mask) * decay
     else:
         # torch rounds between the two, which matters to 16-bit weights.
         w = tl.load(weight + index, mask=mask).to(decay.dtype) * decay
         w = w.to(weight.dtype.element_ty).to(decay.dtype)
     w = tl.fma(tl.load(update + index, mask=mask).to(decay.dtype), alpha, w)
-    store_weight(index, mask, weight, model, remainder, w, HAS_MODEL, IS_SPLIT)
+    store_weight(index, mask, pointers, w, FORM)

@@ -35,8 +35,7 @@ def sum_of_squares(source: Tensor, out: Tensor | None = None) -> Tensor:
     order: the same tensor gives the same bits on the same device. A square beyond fp32 makes the sum infinite, as in
     ``torch.linalg.vector_norm``.
 
-    Moves ``source.itemsize`` bytes per element, once, and 128 KiB between the two launches. On CUDA allocates 64 KiB;
-    the CPU runs ``reference_sum_of_squares``, which states its own.
+    Moves ``source.itemsize`` bytes per element, once, and 128 KiB between the two launches.
 
     Args:
         source: any shape, contiguous; fp32, bf16, fp16 or fp64. May have no elements.
@@ -61,11 +60,7 @@ def sum_of_squares(source: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def reference_sum_of_squares(source: Tensor, out: Tensor) -> Tensor:
-    """Write (sum of squares, number of non-finite values) into fp64 ``out`` of shape (2,) and return it.
-
-    Chunks of ``CHUNK_NUMEL`` are summed in fp32 (fp64 for fp64), their sums in fp64. Allocates temporaries of
-    ``CHUNK_NUMEL`` elements.
-    """
+    """Sum chunks in fp32 (fp64 for fp64), and their sums in fp64; allocates one chunk."""
     compute = compute_dtype(source.dtype, source.dtype)
     total = torch.zeros((), dtype=torch.float64, device=source.device)
     num_bad = torch.zeros((), dtype=torch.float64, device=source.device)

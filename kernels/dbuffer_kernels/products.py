@@ -6,8 +6,6 @@ import torch
 
 from dbuffer_kernels.launch import is_on_gpu
 
-__all__ = ["add_product"]
-
 
 def add_product(
     left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, *, scale: float = 1.0, overwrite: bool = False

@@ -25,8 +25,7 @@ def split_weight(main: Tensor, model: Tensor, remainder: Tensor) -> None:
     that it is a NaN too, and ``remainder`` the lower half; a signalling NaN comes back quiet, the rest of its payload
     and its sign unchanged.
 
-    Moves 8 bytes per element, each once. On CUDA nothing is allocated; the CPU runs ``reference_split``, which
-    states its own.
+    Moves 8 bytes per element, each once.
 
     Args:
         main: fp32, contiguous. Read.
@@ -56,10 +55,7 @@ def join_weight(model: Tensor, remainder: Tensor, main: Tensor) -> Tensor:
 
 
 def reference_split(main: Tensor, model: Tensor, remainder: Tensor) -> None:
-    """Take fp32 ``main`` apart into bf16 ``model`` and int16 ``remainder``; see ``split_weight``.
-
-    All contiguous and of one numel. Allocates temporaries of ``CHUNK_NUMEL`` int32 elements.
-    """
+    """Do what ``split_weight`` does, in chunks."""
     for piece, upper, lower in zip(flat_chunks(main), flat_chunks(model), flat_chunks(remainder), strict=True):
         bits = piece.view(torch.int32)
         # Only a NaN's bits can overflow here, and its sum is not taken.
@@ -69,7 +65,7 @@ def reference_split(main: Tensor, model: Tensor, remainder: Tensor) -> None:
 
 
 def reference_join(model: Tensor, remainder: Tensor, main: Tensor) -> Tensor:
-    """Undo ``reference_split`` and return ``main``; arguments and temporaries as there."""
+    """Do what ``join_weight`` does, in chunks."""
     for upper, lower, piece in zip(flat_chunks(model), flat_chunks(remainder), flat_chunks(main), strict=True):
         low = torch.where(upper.isnan(), lower.to(torch.int32) & 0xFFFF, lower.to(torch.int32))
         piece.view(torch.int32).copy_((upper.view(torch.int16).to(torch.int32) << 16) + low)

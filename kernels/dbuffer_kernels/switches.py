@@ -8,8 +8,6 @@ from __future__ import annotations
 import functools
 import os
 
-__all__ = ["SWITCHES", "is_off"]
-
 SWITCHES = {
     "triton": "kernels run as their references in PyTorch",
     "separate-reduce": "reductions run on the communicator that gathers",

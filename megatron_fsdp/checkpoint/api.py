@@ -30,7 +30,7 @@ from megatron_fsdp.checkpoint.model_state import (
     view_model,
 )
 from megatron_fsdp.checkpoint.optimizer_state import OptimizerMatch, describe_optimizer, match_optimizer
-from megatron_fsdp.checkpoint.random_state import check_random_state, random_state, restore_random_state
+from megatron_fsdp.checkpoint.random_state import random_state, restore_random_state
 from megatron_fsdp.checkpoint.ranks import CheckpointRanks, checkpoint_ranks, find_rank_values, part_rank_values
 from megatron_fsdp.checkpoint.reader import OpenCheckpoint, open_checkpoint, read_entries, refuse_replaced
 from megatron_fsdp.checkpoint.writer import place_of, plan_save, write_draft
@@ -236,21 +236,17 @@ def _read(opened: OpenCheckpoint, rounds: Iterable[dict[str, Any]]) -> None:
 def _random_state_for(opened: OpenCheckpoint, ranks: CheckpointRanks) -> dict[str, torch.Tensor]:
     """Return the random state that this rank goes on with, nothing where none of the saved ones is its."""
     num_savers = opened.state.get("num_ranks", 0)
-    if num_savers == ranks.size:
-        found = _read_random_state(opened, ranks.rank)
-    else:
-        # With one seed for all ranks they had the same on the CPU.
-        states = [_read_random_state(opened, rank, without="cuda") for rank in range(num_savers)]
-        is_common = all(
-            {*state} == {*states[0]} and all(torch.equal(state[name], states[0][name]) for name in state)
-            for state in states
-        )
-        found = states[0] if states and is_common else {}
-    check_random_state(found)
+    # Where ranks are others: with one seed for all savers they had the same on the CPU.
+    savers, without = ([ranks.rank], "") if num_savers == ranks.size else (range(num_savers), "cuda")
+    states = []
+    for saver in savers:
+        entries = opened.names_below("random_state", f"rank_{saver}").items()
+        wanted = {str(path[0]): entry for path, entry in entries if path[0] != without}
+        states.append(dict(zip(wanted, read_values(opened, wanted.values()), strict=True)))
+    is_common = all(
+        {*state} == {*states[0]} and all(torch.equal(state[name], states[0][name]) for name in state)
+        for state in states
+    )
+    found = states[0] if states and is_common else {}
+    restore_random_state(found, is_trial=True)
     return found
-
-
-def _read_random_state(opened: OpenCheckpoint, rank: int, without: str = "") -> dict[str, torch.Tensor]:
-    entries = opened.names_below("random_state", f"rank_{rank}")
-    wanted = {str(path[0]): entry for path, entry in entries.items() if path[0] != without}
-    return dict(zip(wanted, read_values(opened, wanted.values()), strict=True))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from megatron_fsdp.runtime.step.unit import units_below
 from megatron_fsdp.runtime.weights.resting_copy import announce_step
 
 __all__ = [
-    "ModelMatch", "ModelView", "announce_change", "canonical", "full_state_dict", "iterate_full_tensors", "local_part",
+    "ModelMatch", "ModelView", "announce_change", "canonical", "full_state_dict", "local_part",
     "match_model", "match_partly", "refuse_differences", "restore_extra_state", "siblings", "unwrapped", "view_model",
     "whole",
 ]  # fmt: skip
@@ -52,10 +52,6 @@ class ModelView:
     ties: tuple[tuple[str, ...], ...]
     extra_state: dict[str, Any]
     copies: tuple[tuple[ParameterGroup, DBuffer], ...] = ()
-
-    def siblings(self, name: str) -> tuple[str, ...]:
-        """Return the other names of a tied parameter."""
-        return siblings(self.ties, name)
 
 
 def view_model(model: nn.Module) -> ModelView:
@@ -152,7 +148,7 @@ def match_partly(opened: OpenCheckpoint, view: ModelView) -> ModelMatch:
         elif saved is not None:
             shape = "no tensor" if saved.shape is None else saved.shape
             differences.append(f"{name}: {shape} in the checkpoint, {tuple(tensor.shape)} here")
-        elif not any(other in found.tensors for other in view.siblings(name)):
+        elif not any(other in found.tensors for other in siblings(view.ties, name)):
             differences.append(f"{name}: not in the checkpoint")
     differences += [f"{name}: only in the checkpoint" for name in found.tensors if name not in view.tensors]
     extra = dict(opened.state.get("extra_state", {}))
@@ -222,15 +218,6 @@ def canonical(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
-def iterate_full_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the name and the whole value of each parameter and buffer; every rank iterates, to the end.
-
-    One whole tensor exists at a time, on every rank, if the caller keeps none. A tied parameter comes under each name.
-    """
-    for name, tensor in view_model(model).tensors.items():
-        yield name, whole(tensor)
-
-
 def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the whole state dict on the CPU on rank 0, an empty one elsewhere; every rank calls it.
 
@@ -242,11 +229,8 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
             torch.save(state, "model.pt")
     """
     is_main = checkpoint_ranks().rank == 0
-    found = {}
-    for name, tensor in iterate_full_tensors(model):
-        if is_main:
-            found[name] = tensor.to("cpu", copy=True)
-    return found
+    values = ((name, whole(tensor)) for name, tensor in view_model(model).tensors.items())
+    return {name: value.to("cpu", copy=True) for name, value in values if is_main}
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -96,7 +96,7 @@ def match_optimizer(opened: OpenCheckpoint, optimizer: Optimizer, view: ModelVie
     """
     document = without_fresh_state(optimizer, optimizer.state_dict())
     names = _names_by_index(optimizer, document, view)
-    here = [*view.names.values(), *(other for name in view.names.values() for other in view.siblings(name))]
+    here = [*view.names.values(), *(other for name in view.names.values() for other in siblings(view.ties, name))]
     saved = read_optimizer(opened, [names[index] for index in sorted(names)], here)
     aliases = _Aliases(saved.groups, [*view.ties, *opened.state.get("ties", ())])
     saved_names = {index: aliases.saved_name(name) for index, name in names.items()}

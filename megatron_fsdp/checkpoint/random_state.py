@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy
@@ -12,7 +12,7 @@ import torch
 
 from megatron_fsdp.errors import CheckpointError
 
-__all__ = ["check_random_state", "random_state", "restore_random_state"]
+__all__ = ["random_state", "restore_random_state"]
 
 
 def random_state() -> dict[str, torch.Tensor]:
@@ -28,39 +28,32 @@ def random_state() -> dict[str, torch.Tensor]:
     return state
 
 
-def restore_random_state(state: Mapping[str, torch.Tensor]) -> None:
-    """Set this rank's generators to a state that ``random_state`` returned, those that are in it."""
-    _set(state, torch.set_rng_state, numpy.random.set_state, random.setstate)
-    if torch.cuda.is_available() and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"])
+def restore_random_state(state: Mapping[str, torch.Tensor], *, is_trial: bool = False) -> None:
+    """Set this rank's generators to a state that ``random_state`` returned, those that are in it.
 
-
-def check_random_state(state: Mapping[str, torch.Tensor]) -> None:
-    """Set generators that nobody uses to a state, those that are in it."""
+    Args:
+        is_trial: set generators that nobody uses instead.
+    Raises:
+        CheckpointError: the state is damaged.
+    """
+    theirs: Any = (torch.Generator(), numpy.random.RandomState(), random.Random())
+    in_torch, in_numpy, in_python = theirs if is_trial else (torch.default_generator, numpy.random, random)
     for name, value in state.items():
         try:
-            unused = torch.Generator().set_state, numpy.random.RandomState().set_state, random.Random().setstate
-            _set({name: value}, *unused)
+            if name == "torch":
+                in_torch.set_state(value)
+            elif name == "numpy":
+                kind, keys, *rest = _decode(value)
+                in_numpy.set_state((kind, numpy.array(keys, dtype=numpy.uint32), *rest))
+            elif name == "python":
+                version, internal, gauss = _decode(value)
+                in_python.setstate((version, tuple(internal), gauss))
+            elif torch.cuda.is_available() and not is_trial:
+                torch.cuda.set_rng_state(value)
         except Exception as error:
             raise CheckpointError(
                 f"the random state of {name!r} is damaged ({type(error).__name__}: {error}); nothing was loaded"
             ) from None
-
-
-def _set(
-    state: Mapping[str, torch.Tensor],
-    set_torch: Callable[[torch.Tensor], object],
-    set_numpy: Callable[[Any], object],
-    set_python: Callable[[Any], object],
-) -> None:
-    if "torch" in state:
-        set_torch(state["torch"])
-    if "numpy" in state:
-        kind, keys, *rest = _decode(state["numpy"])
-        set_numpy((kind, numpy.array(keys, dtype=numpy.uint32), *rest))
-    if "python" in state:
-        version, internal, gauss = _decode(state["python"])
-        set_python((version, tuple(internal), gauss))
 
 
 def _encode(value: Any) -> torch.Tensor:

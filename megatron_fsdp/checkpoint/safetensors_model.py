@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from megatron_fsdp.checkpoint.api import state_bytes
 from megatron_fsdp.checkpoint.async_save import finish_pending_save
@@ -21,7 +20,7 @@ from megatron_fsdp.checkpoint.model_state import announce_change, match_model, v
 from megatron_fsdp.checkpoint.ranks import CheckpointRanks, checkpoint_ranks
 from megatron_fsdp.checkpoint.reader import open_checkpoint, read_entries
 from megatron_fsdp.checkpoint.safetensors_files import DEFAULT_FILE_BYTES, open_folder, write_folder
-from megatron_fsdp.checkpoint.writer import HoldingPlanner, place_of, plan_save, write_draft
+from megatron_fsdp.checkpoint.writer import place_of, plan_save, write_draft
 from megatron_fsdp.errors import ConfigError
 
 __all__ = ["NameMap", "export_checkpoint", "export_safetensors", "import_checkpoint", "import_safetensors"]
@@ -140,9 +139,12 @@ def import_checkpoint(folder: Path, path: Path, *, name_map: NameMap | None = No
     saved = tensors_of(opened.metadata)
     there = {here: name for name, here in (name_map or NameMap({})).inverse().translate(saved).items()}
     model = {here: _like(saved[name].size, saved[name].properties.dtype) for here, name in there.items()}
-    planner = _LatePlanner(lambda entry: read_values(opened, [there[entry.removeprefix("model.")]])[0])
     entries = {"model": model}, state_bytes({"extra": {}})
-    write_draft(plan_save(place_of(path), lambda: entries, ranks, planner), ranks)
+
+    def read(index: MetadataIndex) -> torch.Tensor:
+        return torch.as_tensor(read_values(opened, [there[index.fqn.removeprefix("model.")]])[0])
+
+    write_draft(plan_save(place_of(path), lambda: entries, ranks, read), ranks)
     return len(model)
 
 
@@ -196,18 +198,6 @@ class NameMap:
             if other != name:
                 raise ConfigError(f"name map: {other!r} and {name!r} both become {found[name]!r}; make them distinct")
         return found
-
-
-class _LatePlanner(HoldingPlanner):
-    """Plans with tensors that have a shape only, and gets the values of each when it is written."""
-
-    def __init__(self, read: Callable[[str], torch.Tensor]) -> None:
-        super().__init__()
-        self._read = read
-
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """Read the values of one tensor."""
-        return self._read(write_item.index.fqn)
 
 
 def _names_once(names: Sequence[str], ties: Sequence[Sequence[str]]) -> list[str]:

@@ -38,8 +38,6 @@ _KIND = "megatron-fsdp-dbuffer scratch"
 # Between hosts a lock may mean nothing; a save that still writes shows it by the times of its files.
 _QUIET_SECONDS = 3600.0
 _MAX_ATTEMPTS = 20
-# Of this process, where no launcher gives the job a name.
-_OWN_JOB = secrets.token_hex(8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +112,7 @@ def make_scratch(path: Path) -> Scratch:
         lock = (folder / _OWNER).open("w", encoding="utf-8")
         with contextlib.suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        json.dump({"kind": _KIND, "of": path.name, "job": _job(), "host": socket.gethostname()}, lock)
+        json.dump({"kind": _KIND, "of": path.name, "host": socket.gethostname()}, lock)
         lock.flush()
         os.fsync(lock.fileno())
     except BaseException:
@@ -131,7 +129,7 @@ def sweep(path: Path) -> None:
     Folders without this library's mark, and those of jobs that may still be at work, stay as they are.
     """
     for folder, owner in _scratches(path.parent):
-        if owner["of"] == path.name and _is_abandoned(folder, owner):
+        if owner["of"] == path.name and _is_abandoned(folder, owner["host"]):
             _bring_back(folder / "replaced", path)
             try:
                 _remove(folder)
@@ -182,24 +180,22 @@ def _scratches(parent: Path) -> Iterator[tuple[Path, dict[str, str]]]:
 def _read_owner(folder: Path) -> dict[str, str] | None:
     try:
         owner: Any = json.loads((folder / _OWNER).read_text(encoding="utf-8"))
-        found = {key: str(owner[key]) for key in ("kind", "of", "job", "host")}
+        found = {key: str(owner[key]) for key in ("kind", "of", "host")}
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return None
     return found if found["kind"] == _KIND else None
 
 
-def _is_abandoned(folder: Path, owner: dict[str, str]) -> bool:
-    try:
-        with (folder / _OWNER).open("r+", encoding="utf-8") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        is_known = True
-    except BlockingIOError:
-        return False
-    except OSError:
-        # No locks on this file system, or another job swept the folder away just now.
-        is_known = False
-    if owner["job"] == _job() or (is_known and owner["host"] == socket.gethostname()):
-        return True
+def _is_abandoned(folder: Path, host: str) -> bool:
+    # There may be no locks on this file system, or another job swept the folder away just now.
+    with contextlib.suppress(OSError):
+        try:
+            with (folder / _OWNER).open("r+", encoding="utf-8") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        if host == socket.gethostname():
+            return True
     times = [entry.lstat().st_mtime for entry in (folder, *folder.rglob("*"))]
     return time.time() - max(times) > _QUIET_SECONDS
 
@@ -219,10 +215,3 @@ def _remove(folder: Path) -> None:
             entry.unlink()
     (folder / _OWNER).unlink(missing_ok=True)
     folder.rmdir()
-
-
-def _job() -> str:
-    """Return the name of this job, which its restarts share where the launcher gives one."""
-    names = (os.environ.get(variable, "") for variable in ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID"))
-    # torchrun's default names every job alike.
-    return next((name for name in names if name not in ("", "none")), _OWN_JOB)

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +38,7 @@ from megatron_fsdp.errors import CheckpointError
 __all__ = ["STATE_FILE", "Draft", "HoldingPlanner", "place_of", "plan_save", "write_draft"]
 
 STATE_FILE = "state.pt"
+_DATA_SUFFIX = ".distcp"
 
 
 @dataclass(slots=True)
@@ -68,40 +67,51 @@ class Draft:
                 self.scratch.discard()
 
 
+Source = Callable[[MetadataIndex], "torch.Tensor | io.BytesIO"]
+
+
 class HoldingPlanner(DefaultSavePlanner):
-    """PyTorch's planner, which can also take copies of what this rank is to write."""
+    """PyTorch's planner, which can also take copies of what this rank is to write.
+
+    Args:
+        read: gives the values of an entry when it is written; None takes them from the entries.
+    """
+
+    def __init__(self, read: Source | None = None) -> None:
+        super().__init__()
+        self._read = read
 
     def hold(self) -> None:
         """Copy this rank's part of the plan to host memory and let go of everything else."""
-        found = {item.index: super(HoldingPlanner, self).resolve_data(item) for item in self.plan.items}
-        self._held = {
+        found = {item.index: self.resolve_data(item) for item in self.plan.items}
+        self.held = {
             index: data.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
             if isinstance(data, torch.Tensor)
             else data
             for index, data in found.items()
         }
-        self.state_dict = {}
+        # A copy is handed out once, so that its memory is free when it is on the disk.
+        self._read, self.state_dict = self.held.pop, {}
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """Return what to write; a copy is handed out once, so that its memory is free when it is on the disk."""
-        held: dict[MetadataIndex, torch.Tensor | io.BytesIO] | None = getattr(self, "_held", None)
-        return super().resolve_data(write_item) if held is None else held.pop(write_item.index)
+        """Return what to write."""
+        return super().resolve_data(write_item) if self._read is None else self._read(write_item.index)
 
 
 def plan_save(
     path: Path,
     collect: Callable[[], tuple[Mapping[str, Any], bytes]],
     ranks: CheckpointRanks,
-    planner: HoldingPlanner | None = None,
+    read: Source | None = None,
 ) -> Draft:
     """Agree with all ranks on who writes what, and make the folder to write into.
 
     Args:
         path: the name that the folder will have, the same on all ranks; see ``place_of``.
         collect: returns the nested entries to save and the bytes of the state file.
-        planner: where the values come from; None takes them from the entries.
+        read: see ``HoldingPlanner``.
     """
-    source = HoldingPlanner() if planner is None else planner
+    source = HoldingPlanner(read)
     state, metadata, scratch = b"", None, None
 
     def mine() -> tuple[str, SavePlan]:
@@ -177,38 +187,12 @@ def _finish(draft: Draft, parts: Sequence[_Written]) -> None:
 
 
 def _publish(scratch: Scratch) -> None:
-    """Give a complete folder its name, and delete the one that had it; what was not of that checkpoint stays."""
-    # Another job that saves to the same path may be replacing it just now.
+    """Give a complete folder its name, and delete the one that had it."""
+    # Somebody may have put something there since; another job that saves to the same path may be replacing it just now.
     with contextlib.suppress(FileNotFoundError):
         _refuse_foreign(scratch.path)
-        _carry_over(scratch.path, scratch.new)
     scratch.publish()
     scratch.remove()
-
-
-def _carry_over(old: Path, new: Path) -> None:
-    """Give the new folder what somebody put into the old one beside the checkpoint."""
-    with contextlib.suppress(CheckpointError):
-        own = {*read_manifest(old), MANIFEST}
-        others = [entry for entry in old.iterdir() if entry.name not in own and not (new / entry.name).exists()]
-        for entry in others:
-            if entry.is_dir() and not entry.is_symlink():
-                shutil.copytree(entry, new / entry.name, symlinks=True, copy_function=_link_or_copy)
-            else:
-                _link_or_copy(entry, new / entry.name)
-        if others:
-            sync_folder(new)
-
-
-def _link_or_copy(source: str | Path, target: str | Path) -> None:
-    try:
-        os.link(source, target, follow_symlinks=False)
-    except OSError:
-        shutil.copy2(source, target, follow_symlinks=False)
-        if not Path(target).is_symlink():
-            # The old one is deleted soon.
-            with Path(target).open("rb") as file:
-                os.fsync(file.fileno())
 
 
 def _make_folder(path: Path) -> Scratch:
@@ -238,13 +222,23 @@ def _refuse_surroundings(path: Path) -> None:
 
 def _refuse_foreign(path: Path) -> None:
     """A checkpoint replaces a checkpoint of this library or an empty folder, never other work of the user's."""
-    has_index, has_state, has_manifest = ((path / name).exists() for name in (METADATA, STATE_FILE, MANIFEST))
-    with contextlib.suppress(CheckpointError):
-        is_own = has_index and (has_state or has_manifest)
-        if not path.exists() or is_own or (path.is_dir() and not any(path.iterdir())):
-            return
-        read_manifest(path)
+    try:
+        names = {entry.name for entry in path.iterdir()}
+    except FileNotFoundError:
+        # Or another job that saves to the same path replaces it just now.
         return
+    except NotADirectoryError:
+        names = {path.name}
+    if not names:
+        return
+    others = sorted(name for name in names - {METADATA, STATE_FILE, MANIFEST} if not name.endswith(_DATA_SUFFIX))
+    found = "is no checkpoint" if METADATA not in names else "was not written by save_checkpoint"
+    is_own = METADATA in names and bool(names & {STATE_FILE, MANIFEST})
+    with contextlib.suppress(CheckpointError):
+        is_own = bool(read_manifest(path)) or is_own
+    if is_own:
+        if not others:
+            return
+        found = f"holds what is no part of a checkpoint ({', '.join(others)})"
     if path.exists():
-        made = "was not written by save_checkpoint" if has_index else "is no checkpoint"
-        raise CheckpointError(f"{path} exists and {made}; it would be replaced. Name another path, or move it away")
+        raise CheckpointError(f"{path} exists and {found}; it would be replaced. Name another path, or move it away")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_fsdp.command_parser import CommandParser
 from megatron_fsdp.errors import CheckpointError, FsdpError
+from megatron_fsdp.planning.plan_arguments import byte_count
 
 # Functions import what they use: torch takes seconds to import, and --help needs none of it.
 if TYPE_CHECKING:
@@ -25,8 +25,6 @@ EXAMPLES = """\
   megatron-fsdp checkpoint verify runs/gpt/step_0000600       every byte of one
   megatron-fsdp checkpoint export runs/gpt/step_0000600 out --dtype bfloat16
   megatron-fsdp checkpoint import out runs/imported --name-map names.json"""
-
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 def add_arguments(parser: CommandParser) -> None:
@@ -62,7 +60,7 @@ def add_arguments(parser: CommandParser) -> None:
         )
     export.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of the files (default: as saved)")
     export.add_argument(
-        "--max-file-size", type=_num_bytes, default="5GB", metavar="SIZE", help="such as 500MB or 2GiB (default 5GB)"
+        "--max-file-size", type=byte_count, default="5GB", metavar="SIZE", help="such as 500MB or 2GiB (default 5GB)"
     )
     export.add_argument("--force", action="store_true", help="replace model*.safetensors that OUTPUT holds already")
 
@@ -190,10 +188,3 @@ def _name_map(args: argparse.Namespace) -> NameMap | None:
     from megatron_fsdp.checkpoint.safetensors_model import NameMap
 
     return None if args.name_map is None else NameMap.from_json(args.name_map)
-
-
-def _num_bytes(text: str) -> int:
-    match = re.fullmatch(r"(\d+) *([KMG]?I?B?)", text.strip().upper())
-    if match is None or match[2] not in _UNITS or int(match[1]) == 0:
-        raise argparse.ArgumentTypeError(f"found {text!r}, wanted a size such as 500MB or 2GiB")
-    return int(match[1]) * _UNITS[match[2]]

@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 
 from megatron_fsdp.planning import catalog
-from megatron_fsdp.planning.option_types import byte_count, positive_integer
-from megatron_fsdp.planning.plan_arguments import add_plan_arguments
+from megatron_fsdp.planning.plan_arguments import add_plan_arguments as add_arguments
 
 __all__ = ["EXAMPLES", "add_arguments", "run"]
 
@@ -16,30 +15,6 @@ EXAMPLES = """\
   megatron-fsdp plan --model llama3-70b --fit 80GiB --gpus 64      search what fits
   megatron-fsdp plan --model llama3-70b --world 64 --tp 8 --pp 2   with tensor and pipeline parallelism
   megatron-fsdp plan --hf-config config.json --mesh 8 --json"""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
-    add_plan_arguments(parser)
-    fit = parser.add_argument_group("search")
-    fit.add_argument(
-        "--fit",
-        type=byte_count,
-        metavar="SIZE",
-        help="memory of one accelerator: search what fits; options that are given stay as they are",
-    )
-    fit.add_argument("--gpus", type=positive_integer, metavar="N", help="with --fit: ranks to split into a mesh")
-    fit.add_argument(
-        "--global-batch",
-        type=positive_integer,
-        metavar="N",
-        help="with --fit: sequences per optimizer step, over all ranks (default: 8 per rank)",
-    )
-    output = parser.add_argument_group("output (default: a page of text)")
-    output.add_argument("--json", action="store_true", help="print the plan as JSON (keys: docs/planning.md)")
-    output.add_argument("--html", metavar="FILE", help="write a page for a browser, without links to anywhere")
-    output.add_argument("--png", metavar="FILE", help="draw the memory chart (needs matplotlib)")
-    output.add_argument("--list-models", action="store_true", help="list the models of the catalog")
 
 
 def run(args: argparse.Namespace) -> int:

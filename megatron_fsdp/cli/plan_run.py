@@ -10,11 +10,12 @@ from pathlib import Path
 
 from dbuffer.errors import DBufferError, PaddingWarning
 from megatron_fsdp.errors import ConfigError, FsdpError
+from megatron_fsdp.planning.charts import Chart, draw_png, memory_chart
 from megatron_fsdp.planning.estimate import Projection, project, project_stages
 from megatron_fsdp.planning.options import Options
-from megatron_fsdp.planning.plan_html import draw_png, html_page
-from megatron_fsdp.planning.plan_text import page, stage_dict, stage_table, to_dict
-from megatron_fsdp.planning.search import Search, fit_dict, fit_page, search
+from megatron_fsdp.planning.plan_html import html_page
+from megatron_fsdp.planning.plan_page import Part, headline, page_parts, to_dict
+from megatron_fsdp.planning.search import Search, fit_dict, search
 
 __all__ = ["run_plan"]
 
@@ -26,36 +27,37 @@ def run_plan(args: argparse.Namespace) -> int:
         0; 1 when ``--fit`` finds nothing that fits; 2 when the request makes no sense, with the reason on stderr.
     """
     try:
-        return _run(args)
+        return _run(Options(args))
     except (FsdpError, DBufferError) as error:
         print(f"megatron-fsdp plan: {error}", file=sys.stderr)
         return 2
 
 
-def _run(args: argparse.Namespace) -> int:
-    options = Options(args)
+def _run(options: Options) -> int:
     subject = options.subject()
     found: Search | None = None
+    best: Projection | None
     stages: tuple[Projection, ...] = ()
+    options.check()
     with warnings.catch_warnings():
         # The page lists the padding of every unit with what forces it.
         warnings.simplefilter("ignore", PaddingWarning)
-        if args.fit is None:
-            _refuse_without_fit(args)
-            sizes = options.data_parallel_sizes()
-            setup = options.setup(sizes, options.strategy_for(sizes), options.workload())
-            best: Projection | None
-            if setup.parallelism.is_any:
-                stages = project_stages(subject, setup)
-                best = _reported(stages, args.stage)
-            else:
-                best = project(subject, setup)
-        else:
-            _refuse_parallelism(args)
+        if options.given("fit"):
             found = search(subject, options)
             best = found.best
-    decisions = tuple(options.decisions(best.setup)) if best is not None else ()
-    _write(args, best, decisions, (found, stages))
+        else:
+            sizes = options.data_parallel_sizes()
+            setup = options.setup(sizes, options.strategy_for(sizes), options.workload())
+            stages = project_stages(subject, setup) if setup.parallelism.is_any else ()
+            best = _reported(stages, options["stage"]) if stages else project(subject, setup)
+        decisions = tuple(options.decisions(best.setup)) if best is not None else ()
+        parts = tuple(page_parts(best, decisions, found, stages))
+        _write_files(options, best, parts)
+    if options["json"]:
+        plain = to_dict(best, decisions, stages) if best is not None else {}
+        print(json.dumps({**plain, "fit": fit_dict(found)} if found is not None else plain, indent=2))
+    else:
+        print("\n\n".join("\n".join(part.lines()) for part in parts if not isinstance(part, Chart)))
     return 0 if best is not None else 1
 
 
@@ -68,57 +70,16 @@ def _reported(stages: tuple[Projection, ...], number: int | None) -> Projection:
     return stages[number]
 
 
-def _refuse_parallelism(args: argparse.Namespace) -> None:
-    for name in ("world", "tp", "ep", "etp", "pp", "cp", "sequence_parallel", "stage"):
-        if getattr(args, name) is not None:
-            raise ConfigError(
-                f"--{name.replace('_', '-')} is not searched over: --fit tries data-parallel meshes alone. Leave --fit "
-                "out, and compare the totals of the plans"
-            )
-
-
-def _refuse_without_fit(args: argparse.Namespace) -> None:
-    for name in ("gpus", "global_batch"):
-        if getattr(args, name) is not None:
-            raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)} belongs to --fit SIZE")
-
-
-def _write(
-    args: argparse.Namespace,
-    best: Projection | None,
-    decisions: tuple[str, ...],
-    beside: tuple[Search | None, tuple[Projection, ...]],
-) -> None:
-    found, stages = beside
-    _write_files(args, best, decisions, beside)
-    if args.json:
-        plain = to_dict(best, decisions) if best is not None else {}
-        if stages:
-            plain["stages"] = [stage_dict(each) for each in stages]
-        print(json.dumps({**plain, "fit": fit_dict(found)} if found is not None else plain, indent=2))
-        return
-    if found is not None:
-        print(fit_page(found), end="\n\n")
-    if best is not None:
-        print(page(best, decisions, args.fit))
-    if len(stages) > 1:
-        print("\n" + "\n".join(stage_table(stages).lines()))
-
-
-def _write_files(
-    args: argparse.Namespace,
-    best: Projection | None,
-    decisions: tuple[str, ...],
-    beside: tuple[Search | None, tuple[Projection, ...]],
-) -> None:
-    if not args.html and not args.png:
+def _write_files(options: Options, best: Projection | None, parts: tuple[Part, ...]) -> None:
+    page, picture = options["html"], options["png"]
+    if not page and not picture:
         return
     if best is None:
-        raise ConfigError(f"nothing fits {args.fit:,} bytes, so there is no chart to draw; the table says why")
+        raise ConfigError(f"nothing fits {options['fit']:,} bytes, so there is no chart to draw; the table says why")
     try:
-        if args.png:
-            draw_png(args.png, best, args.fit)
-        if args.html:
-            Path(args.html).write_text(html_page(best, decisions, args.fit, beside), encoding="utf-8")
+        if picture:
+            draw_png(picture, memory_chart(best.memory, options["fit"]), headline(best))
+        if page:
+            Path(page).write_text(html_page(headline(best), parts), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{error}; give a file that can be written") from error

@@ -89,17 +89,8 @@ def _refuse(dims: Any, parallelism: Any) -> None:
     }
     for name, degree in found.items():
         if degree > 1:
-            raise ConfigError(
-                f"parallelism.{name} is {degree}: parallelize_decoder shards over data-parallel ranks only, wanted 1; "
-                "use torchtitan's own parallelize_fn for the rest"
-            )
+            raise ConfigError(f"parallelism.{name} is {degree}: sharding is over data-parallel ranks only, wanted 1")
     if parallelism.spmd_backend != "partial_dtensor":
-        raise ConfigError(
-            f"parallelism.spmd_backend is {parallelism.spmd_backend!r}, which lays out data-parallel axes itself; give "
-            "'partial_dtensor'"
-        )
+        raise ConfigError(f"parallelism.spmd_backend is {parallelism.spmd_backend!r}; give 'partial_dtensor'")
     if parallelism.enable_fsdp_symm_mem:
-        raise ConfigError(
-            "parallelism.enable_fsdp_symm_mem: gathered weights live in storage that is released and reallocated, "
-            "which cannot be symmetric memory; leave it off"
-        )
+        raise ConfigError("parallelism.enable_fsdp_symm_mem: gathered weights cannot be symmetric memory; leave it off")

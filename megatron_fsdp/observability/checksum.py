@@ -116,9 +116,8 @@ def _pieces(
     if group is None:
         if isinstance(parameter, DTensor):
             raise ConfigError(
-                f"checksum: parameter {name!r} is a DTensor that fully_shard did not make; where its elements lie in "
-                "the whole parameter is not known. Shard it with fully_shard, or take the checksum of "
-                "full_state_dict(model)"
+                f"checksum: parameter {name!r} is a DTensor that fully_shard did not make; shard it with fully_shard, "
+                "or take the checksum of full_state_dict(model)"
             )
         first = 0
         yield _Piece("weight", parameter.detach().contiguous(), first)
@@ -146,9 +145,8 @@ def _state_piece(name: str, key: str, value: torch.Tensor, parameter: torch.Tens
         return _Piece(key, local.contiguous(), first // QUANT_BLOCK)
     if value.shape != parameter.shape or local.numel() != own.numel():
         raise ConfigError(
-            f"checksum: state {key!r} of parameter {name!r} has shape {tuple(value.shape)} and {local.numel()} "
-            f"elements on this rank; wanted the parameter's {tuple(parameter.shape)} and {own.numel()}. "
-            "Leave the optimizer out"
+            f"checksum: state {key!r} of parameter {name!r} has shape {tuple(value.shape)}, {local.numel()} elements "
+            f"here; wanted the parameter's {tuple(parameter.shape)} and {own.numel()}. Leave the optimizer out"
         )
     return _Piece(key, local.contiguous(), first)
 

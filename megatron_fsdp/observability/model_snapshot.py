@@ -82,10 +82,7 @@ class ModelSnapshot:
     def _check(self) -> None:
         for unit in self._units:
             if not unit.requires_gradient_sync or not unit.requires_all_reduce:
-                raise StateError(
-                    f"unit {unit.name!r} keeps gradients on this rank (no_sync, set_requires_gradient_sync(False)): "
-                    "call this outside, between steps"
-                )
+                raise StateError(f"unit {unit.name!r} is in no_sync: call this outside, between steps")
             for group in unit.groups:
                 gradients = group.gradients
                 if gradients is not None and gradients.binding.is_under_way:

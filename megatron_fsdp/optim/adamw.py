@@ -10,19 +10,13 @@ from typing import Any
 import torch
 
 from megatron_fsdp.errors import ConfigError
-from megatron_fsdp.optim.adamw_state import ABSENT, KEYS, GroupMoments, adopt_together, state_values
-from megatron_fsdp.optim.adamw_update import (
-    PlainParameter,
-    Rows,
-    group_update,
-    int8_plain_update,
-    plain_update,
-)
-from megatron_fsdp.optim.flat_base import Binding, FlatBase, Gradients, owned_groups
-from megatron_fsdp.optim.int8_moments import CODED_KEYS, Int8GroupMoments, decoded_state
+from megatron_fsdp.optim.adamw_update import Rows
+from megatron_fsdp.optim.flat_base import Binding, FlatBase, Found
+from megatron_fsdp.optim.flat_state import Moments, adopt_together, state_values
+from megatron_fsdp.optim.int8_moments import CODED_KEYS, Int8State, decoded_state
 from megatron_fsdp.optim.loaded_state import parameters_by_index, parameters_of, state_dtype
+from megatron_fsdp.optim.param_memory import ABSENT, find_owned
 from megatron_fsdp.runtime.step.freshness import refreshes_itself
-from megatron_fsdp.runtime.step.parameter_group import group_of_parameter
 
 __all__ = ["AdamW"]
 
@@ -70,8 +64,6 @@ class AdamW(FlatBase, torch.optim.AdamW):
     # What steps one small parameter as this class does.
     plain_kind = torch.optim.AdamW
     _kept = (*FlatBase._kept, "moments", "rounding_seed")
-    _wide_keys = KEYS[1:]
-    _exact_keys = CODED_KEYS
     _entries: tuple[dict[str, Any], ...] = ()
 
     def __init__(
@@ -126,20 +118,13 @@ class AdamW(FlatBase, torch.optim.AdamW):
         _refuse_options([{**self.defaults, **param_group}])
         super().add_param_group(param_group)
 
-    def _update(self, binding: Binding, gradients: Gradients, factor: torch.Tensor | None) -> None:
+    def _update(self, binding: Binding, found: Found, factor: torch.Tensor | None) -> None:
         rows, known = Rows(self.param_groups, self.rounding_seed), self._entries
         is_known = len(known) == len(self.state) and all(map(operator.is_, known, self.state.values()))
-        changed = [(group, found.present) for group, found in gradients.groups if not (is_known and group.is_shown())]
+        changed = [(state, gradient.present) for state, gradient in found if not (is_known and state.is_shown())]
         if changed:
             adopt_together(changed, self.state)
-        updates = [group_update(*pair, rows) for pair in gradients.groups]
-        for plain, gradient in gradients.plain:
-            if self.moments == "int8":
-                number = next(n for n, parameter in enumerate(parameters_of(self)) if parameter is plain.parameter)
-                updates.append(int8_plain_update(plain, gradient, self.state, rows, number))
-            else:
-                updates.append(plain_update(plain, gradient, self.state, rows, self.moments_dtype))
-        for update in updates:
+        for update in [update for state, gradient in found for update in state.updates(gradient, rows)]:
             update.run(rows, factor)
         self._entries = tuple(self.state.values())
 
@@ -179,26 +164,20 @@ class AdamW(FlatBase, torch.optim.AdamW):
         return (bool(group["capturable"]),)
 
     def _bind(self, parameters: tuple[torch.Tensor, ...], flags: tuple[Any, ...]) -> Binding:
-        plain = tuple(
-            PlainParameter(parameter, number, bool(group["capturable"]))
-            for number, group in enumerate(self.param_groups)
-            for parameter in group["params"]
-            if group_of_parameter(parameter) is None
-        )
         # The values of an older state that does not fit are taken over from the dictionaries that show them.
-        known = {} if self._binding is None else {id(state.group): state for state in self._binding.states}
+        known = {} if self._binding is None else {id(state.memory.owner): state for state in self._binding.states}
         states = []
-        for owned in owned_groups(self.param_groups):
-            is_capturable = any(self.param_groups[member]["capturable"] for member in owned.members if member != ABSENT)
-            state = known.get(id(owned.group))
-            if state is None or (state.members, state.is_capturable) != (owned.members, is_capturable):
-                group, members = owned.group, owned.members
+        for owned in find_owned(self.param_groups):
+            memory, members = owned.memory, owned.members
+            is_capturable = any(self.param_groups[member]["capturable"] for member in members if member != ABSENT)
+            state = known.get(id(memory.owner))
+            if state is None or (state.members, state.is_capturable) != (members, is_capturable):
                 if self.moments == "int8":
-                    state = Int8GroupMoments(group, members, owned.positions, is_capturable=is_capturable)
+                    state = Int8State(memory, members, owned.positions, is_capturable=is_capturable)
                 else:
-                    state = GroupMoments(group, members, self.moments_dtype, is_capturable=is_capturable)
+                    state = Moments(memory, members, self.moments_dtype, is_capturable=is_capturable)
             states.append(state)
-        return Binding(parameters, flags, tuple(states), plain)
+        return Binding(parameters, flags, tuple(states))
 
 
 def _check_moments(

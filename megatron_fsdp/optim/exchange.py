@@ -11,7 +11,6 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -23,24 +22,12 @@ from dbuffer.collectives_rare import all_to_all
 from dbuffer.mesh import MeshAxis, is_alive, new_group
 from dbuffer.placements import flat_axes, shard_index
 from megatron_fsdp.optim.matrix_views import Rectangle
+from megatron_fsdp.optim.newton_schulz import Iteration
 from megatron_fsdp.optim.ownership import MatrixWork, Ownership
 
-__all__ = ["Exchange", "OwnerRanks", "Solver", "Source", "owner_ranks"]
+__all__ = ["Exchange", "OwnerRanks", "Source", "owner_ranks"]
 
 _JOINED: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], MeshAxis]] = weakref.WeakKeyDictionary()
-
-
-class Solver(Protocol):
-    """What an owner does with its matrices; equal ones are given matrices of one shape together."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype in which it takes them."""
-        ...
-
-    def __call__(self, matrices: torch.Tensor, works: Sequence[MatrixWork]) -> torch.Tensor:
-        """Return what becomes of (matrices, rows, columns), which it may overwrite; ``works`` says which they are."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +36,7 @@ class OwnerRanks:
 
     Attributes:
         shards: the axis over which elements are spread, in the order of the shards; None where all are whole.
-        replicas: the axis over which they are repeated; None for none, or where replicas repeat the work.
+        replicas: the axis over which they are repeated; None for none.
         shard, num_shards, replica, num_replicas: this rank's places on these axes, and their sizes.
     """
 
@@ -67,19 +54,13 @@ class OwnerRanks:
                 object.__setattr__(self, f"num_{name}s", axis.size)
 
 
-def owner_ranks(main: DBuffer, *, shares_replicas: bool) -> OwnerRanks:
-    """Return the ranks that share the matrices of a buffer; all ranks of its mesh call it.
-
-    Args:
-        main: the main weights.
-        shares_replicas: whether ranks that hold the same elements divide the work; else each replica does all of it.
-    """
+def owner_ranks(main: DBuffer) -> OwnerRanks:
+    """Return the ranks that share the matrices of a buffer of main weights; all ranks of its mesh call it."""
     flat = flat_axes(main.placements)
-    others = tuple(axis for axis in range(len(main.axes)) if axis not in flat)
-    return OwnerRanks(_joined(main, flat), _joined(main, others) if shares_replicas else None)
+    return OwnerRanks(_joined(main, flat), _joined(main, [axis for axis in range(len(main.axes)) if axis not in flat]))
 
 
-def _joined(main: DBuffer, axes: tuple[int, ...]) -> MeshAxis | None:
+def _joined(main: DBuffer, axes: Sequence[int]) -> MeshAxis | None:
     """Return one axis in place of several, its ranks in the order of the shards that they hold."""
     wide = tuple(axis for axis in axes if main.axes[axis].size > 1)
     if not wide:
@@ -112,13 +93,13 @@ class Source:
 
     Attributes:
         flat: number of the flat buffer. base: where in it the piece begins. held: the parameter's elements in it.
-        solver: what its owner does with the matrix.
+        iteration: how its owner makes the matrix semi-orthogonal; equal ones take matrices of one shape together.
     """
 
     flat: int
     base: int
     held: range
-    solver: Solver
+    iteration: Iteration
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,11 +124,11 @@ Parts = list[list[_Place]]
 
 @dataclass(slots=True)
 class _Batch:
-    """Matrices of one shape and one solver that a rank owns."""
+    """Matrices of one shape and one iteration that a rank owns."""
 
     shape: tuple[int, int]
-    solver: Solver
-    works: list[MatrixWork] = field(default_factory=list)
+    iteration: Iteration
+    size: int = 0
 
 
 @dataclass(slots=True)
@@ -216,10 +197,10 @@ class Exchange:
                     self._buckets.append(_Bucket.of(ranks.num_shards))
                 bucket = self._buckets[number]
             self._lay_out(bucket, work, owner, source)
-        self.num_owned = sum(len(batch.works) for each in (self._local, *self._buckets) for batch in each.batches)
+        self.num_owned = sum(batch.size for each in (self._local, *self._buckets) for batch in each.batches)
 
     def run(self, flats: Sequence[torch.Tensor], meanwhile: Callable[[], None]) -> None:
-        """Replace every matrix in the flat buffers by what its solver makes of it; all ranks call it.
+        """Make every matrix in the flat buffers semi-orthogonal; all ranks call it.
 
         Args:
             flats: 1-D, this rank's parts, all of one dtype, which is that of the messages.
@@ -235,9 +216,10 @@ class Exchange:
             for later in self._buckets[number + 2 : number + 3]:
                 flying.append(self._send(later.sent, flats, later.received, flats[0]))
             if number:
-                self._take_back(*returning.pop(0), flats)
-        for each in returning:
-            self._take_back(*each, flats)
+                taken, message = returning.pop(0)
+                message.take(taken.sent, flats)
+        for taken, message in returning:
+            message.take(taken.sent, flats)
         self._share_with_replicas(flats)
 
     # ------------------------------------------------------------------ layout
@@ -256,13 +238,13 @@ class Exchange:
         if shard != ranks.shard:
             bucket.sent[shard] += mine
             return
-        kind = (block.rows, block.columns), source.solver
-        kinds = [(batch.shape, batch.solver) for batch in bucket.batches]
+        kind = (block.rows, block.columns), source.iteration
+        kinds = [(batch.shape, batch.iteration) for batch in bucket.batches]
         if kind not in kinds:
             bucket.batches.append(_Batch(*kind))
         number = kinds.index(kind) if kind in kinds else len(kinds)
-        first = len(bucket.batches[number].works) * block.numel
-        bucket.batches[number].works.append(work)
+        first = bucket.batches[number].size * block.numel
+        bucket.batches[number].size += 1
 
         def places(rectangles: Iterable[Rectangle]) -> list[_Place]:
             return [_Place(number, first + r.place, block.columns, r.rows, r.columns) for r in rectangles]
@@ -283,9 +265,6 @@ class Exchange:
         all_to_all(message.arriving, message.leaving, self.ranks.shards, (sizes[0], sizes[1]), message.works)
         return message
 
-    def _take_back(self, bucket: _Bucket, message: _Message, flats: Sequence[torch.Tensor]) -> None:
-        message.take(bucket.sent, flats)
-
     def _share_with_replicas(self, flats: Sequence[torch.Tensor]) -> None:
         """Give the other replicas the updates that this one's owners made, and take theirs."""
         axis = self.ranks.replicas
@@ -302,15 +281,15 @@ class Exchange:
     # ------------------------------------------------------------------ matrices
 
     def _solve(self, bucket: _Bucket, message: _Message | None, flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Put the matrices of a bucket together, and return what their solvers make of them; flats get their parts."""
-        batches = [flats[0].new_empty(len(batch.works) * math.prod(batch.shape)) for batch in bucket.batches]
+        """Put the matrices of a bucket together and make them semi-orthogonal; flats get their parts, too."""
+        batches = [flats[0].new_empty(batch.size * math.prod(batch.shape)) for batch in bucket.batches]
         if message is not None:
             message.take(bucket.received, batches)
         kept = [(flat.of(flats), own.of(batches)) for flat, own in bucket.kept]
         _copy_all([own for _, own in kept], [flat for flat, _ in kept])
         for memory, batch in zip(batches, bucket.batches, strict=True):
             whole = memory.view(-1, *batch.shape)
-            whole.copy_(batch.solver(whole.to(batch.solver.dtype), batch.works))
+            whole.copy_(batch.iteration(whole))
         _copy_all([flat for flat, _ in kept], [own for _, own in kept])
         return batches
 

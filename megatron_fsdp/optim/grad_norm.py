@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from typing import TypeVar
 
 import torch
@@ -17,18 +17,17 @@ from megatron_fsdp.optim.nonfinite import may_step, readings_of
 from megatron_fsdp.runtime.step.grad_binding import GradState
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup, group_of_parameter
 from megatron_fsdp.runtime.step.unit import units_below
+from megatron_fsdp.runtime.weights.gathered_weight import GatheredWeight
 
-__all__ = ["by_axes", "clip_factor", "clip_grad_norm_"]
+__all__ = ["by_axes", "clip_factor", "clip_grad_norm_", "total_norm"]
 
 Each = TypeVar("Each")
+Spread = Collection[tuple[Iterable[MeshAxis], list[torch.Tensor]]]
 
 
 def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
-    """Return what gradients of this norm are multiplied by, that of ``torch.nn.utils.clip_grad_norm_``.
-
-    It is just below max_norm / norm, never above 1. But a norm that is not finite clips nothing: NaN times every
-    gradient would make every weight NaN, and hide where it came from.
-    """
+    """Return what gradients of this norm are multiplied by: as in ``torch.nn.utils``, just below max_norm / norm."""
+    # A norm that is not finite clips nothing: NaN times every gradient would hide where it came from.
     return torch.clamp(max_norm / (norm + 1e-6), max=1.0).where(norm.isfinite(), 1.0)
 
 
@@ -66,11 +65,13 @@ def clip_grad_norm_(
     for unit in units:
         unit.schedule.settle_replaced_params(unit)
     held = [each for unit in units for group in unit.groups for each in _held_by(group)]
-    plain = [p.grad for p in model.parameters() if p.grad is not None and group_of_parameter(p) is None]
+    # Of a weight that is gathered now the gradient is among those held.
+    own = (p for p in model.parameters() if group_of_parameter(p) is None and not isinstance(p, GatheredWeight))
+    plain = [p.grad for p in own if p.grad is not None]
     device = next((each.group.spec.device for each in held), plain[0].device if plain else torch.device("cpu"))
     spread = by_axes((each.group.spread_over(each.placements), each.flat) for each in held)
-    measure = exact_norm if any(each.group.spec.dtypes.reduction for each in held) else _norm
-    norm = measure([((), plain), *spread], order, device)
+    is_invariant = any(each.group.spec.dtypes.reduction for each in held)
+    norm = total_norm([*([((), plain)] if plain else ()), *spread], order, device, is_invariant=is_invariant)
     if error_if_nonfinite:
         may_step(norm, "raise", lambda: readings_of(model))
     if max_norm != math.inf:
@@ -82,20 +83,17 @@ def clip_grad_norm_(
     return norm
 
 
-def _norm(
-    spread: Sequence[tuple[Iterable[MeshAxis], list[torch.Tensor]]], order: float, device: torch.device
-) -> torch.Tensor:
+def total_norm(spread: Spread, order: float, device: torch.device, *, is_invariant: bool) -> torch.Tensor:
+    """Return the norm over all ranks of what is spread over axes; ``is_invariant``: as ``exact_norm``, to the bit."""
+    if is_invariant:
+        return exact_norm(list(spread), order, device)
     total = torch.zeros((), dtype=torch.float32, device=device)
     for axes, tensors in spread:
-        if not tensors:
-            continue
-        subtotal = _combine([_power(tensor, order) for tensor in tensors], order, device)
+        subtotal = _combine([_power(tensor, order) for tensor in tensors], order).to(device)  # one copy, not many
         for axis in axes:
             all_reduce(subtotal, axis, "max" if order == math.inf else "sum")
-        total = _combine([total, subtotal], order, device)
-    if order == math.inf:
-        return total
-    return total.sqrt() if order == 2.0 else total.pow(1.0 / order)
+        total = _combine([total, subtotal], order)
+    return total if order == math.inf else total.sqrt() if order == 2.0 else total.pow(1.0 / order)
 
 
 def _power(gradient: torch.Tensor, order: float) -> torch.Tensor:
@@ -104,14 +102,12 @@ def _power(gradient: torch.Tensor, order: float) -> torch.Tensor:
     if not gradient.numel():
         return torch.zeros((), dtype=dtype, device=gradient.device)
     norm: torch.Tensor = torch.linalg.vector_norm(gradient, order, dtype=dtype)
-    if order == math.inf:
-        return norm
-    return norm.square() if order == 2.0 else norm.pow(order)
+    return norm if order == math.inf else norm.square() if order == 2.0 else norm.pow(order)
 
 
-def _combine(parts: list[torch.Tensor], order: float, device: torch.device) -> torch.Tensor:
+def _combine(parts: list[torch.Tensor], order: float) -> torch.Tensor:
     widest = torch.float64 if any(part.dtype is torch.float64 for part in parts) else torch.float32
-    stacked = torch.stack([part.to(device=device, dtype=widest) for part in parts])
+    stacked = torch.stack([part.to(device=parts[0].device, dtype=widest) for part in parts])
     return stacked.amax() if order == math.inf else stacked.sum()
 
 

@@ -1,4 +1,4 @@
-"""Int8GroupMoments: the AdamW state of one parameter group as 8-bit codes and their scales, the same for any sharding.
+"""Int8State: AdamW's moments as 8-bit codes and their scales, the same for any sharding.
 
 A block is 256 elements of a whole flattened parameter, and its plan never cuts one (docs/design/low_precision.md), so
 codes and scales are those of a single process. The optimizer's ``state`` shows them as DTensors: codes in the shape of
@@ -7,16 +7,17 @@ the parameter, scales in one dimension.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import itertools
 import math
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from dbuffer import DBuffer, Element, Plan
-from dbuffer.dtensor.from_buffer import buffer_dtensor
-from dbuffer.storage import FlatStorage
 from dbuffer_kernels import (
     QUANT_BLOCK,
     CodedSegment,
@@ -29,20 +30,12 @@ from dbuffer_kernels import (
     quantize_blocks,
 )
 from megatron_fsdp.errors import ConfigError, StateError
-from megatron_fsdp.optim.adamw_state import ABSENT, KEYS, GroupMoments, local_of, state_values
-from megatron_fsdp.runtime.step.parameter_group import ParameterGroup, group_of_parameter
+from megatron_fsdp.optim.flat_state import KEYS, Moments, State, local_of, state_values
+from megatron_fsdp.optim.param_memory import ABSENT, GroupMemory, ParamMemory
+from megatron_fsdp.runtime.step.parameter_group import group_of_parameter
 
-__all__ = [
-    "CODED_KEYS",
-    "Int8GroupMoments",
-    "coded_state",
-    "decoded_state",
-    "is_coded",
-    "plan_of_scales",
-    "random_position",
-]
+__all__ = ["CODED_KEYS", "Int8State", "decoded_state", "is_coded"]
 
-State = MutableMapping[Any, Any]
 CODED_KEYS = ("exp_avg_codes", "exp_avg_scales", "exp_avg_sq_codes", "exp_avg_sq_scales")
 _MOMENTS = (("exp_avg", True), ("exp_avg_sq", False))
 MIN_NUMEL = 4096
@@ -55,12 +48,7 @@ def is_coded(shape: Sequence[int]) -> bool:
     return math.prod(shape) >= MIN_NUMEL
 
 
-def random_position(number: int, element: int) -> int:
-    """Return what stochastic rounding counts from: an element of the optimizer's parameter of that number."""
-    return (number << 40) + element
-
-
-def plan_of_scales(plan: Plan) -> Plan:
+def _plan_of_scales(plan: Plan) -> Plan:
     """Return where the scales of a plan's tensors lie: shard k holds those of the blocks of shard k of ``plan``."""
     return Plan(
         shapes=tuple((num_blocks(math.prod(shape)),) for shape in plan.shapes),
@@ -78,110 +66,92 @@ def decoded_state(parameter: torch.Tensor, values: Mapping[str, Any], dtype: tor
     """
     if CODED_KEYS[0] not in values:
         return dict(values)
-    held, plain = _held(parameter), {key: value for key, value in values.items() if key not in CODED_KEYS}
-    first = held.start // QUANT_BLOCK
+    group, plain = group_of_parameter(parameter), {key: each for key, each in values.items() if key not in CODED_KEYS}
+    if group is None and isinstance(parameter, DTensor):
+        raise ConfigError(
+            f"a DTensor parameter of shape {tuple(parameter.shape)} that fully_shard did not make: which blocks of 256 "
+            "its 8-bit moments are of cannot be told. Load a dequantized state dict (AdamW.dequantized_state_dict)"
+        )
+    held = range(parameter.numel())
+    if group is not None:
+        index = next(index for index, param in enumerate(group.parameters.values()) if param is parameter)
+        held = group.main_weight.layout.held(index)
     for name, signed in _MOMENTS:
-        codes, scales = local_of(values[f"{name}_codes"]).reshape(-1), _whole(values[f"{name}_scales"])
-        own = scales[first : num_blocks(held.stop)].to(codes.device)
-        moment = torch.zeros_like(parameter.detach(), dtype=dtype)
-        found = dequantize_blocks(codes, own, signed=signed, first_element=held.start - first * QUANT_BLOCK)
-        local_of(moment).view(-1).copy_(found)
-        plain[name] = moment
+        codes = local_of(values[f"{name}_codes"]).reshape(-1)
+        scales = _scales_of(values[f"{name}_scales"], held, num_blocks(parameter.numel()), f"{name} to be decoded")
+        plain[name] = torch.zeros_like(parameter.detach(), dtype=dtype)
+        decoded = dequantize_blocks(
+            codes, scales.to(codes.device), signed=signed, first_element=held.start % QUANT_BLOCK
+        )
+        local_of(plain[name]).view(-1).copy_(decoded)
     return plain
 
 
-def coded_state(parameter: torch.Tensor, values: Mapping[str, Any], device: torch.device | str) -> dict[str, Any]:
-    """Return the coded state of a parameter that is not sharded, of the moments in ``values`` or of zeros."""
-    made: dict[str, Any] = {"step": values.get("step", torch.zeros((), device=device))}
-    for name, signed in _MOMENTS:
-        moment = values.get(name)
-        flat = parameter.new_zeros(parameter.numel(), dtype=torch.float32) if moment is None else moment.reshape(-1)
-        codes, scales = quantize_blocks(flat.float(), signed=signed)
-        made |= {f"{name}_codes": codes.view(parameter.shape), f"{name}_scales": scales}
-    return made
-
-
-def _held(parameter: torch.Tensor) -> range:
-    """Return which elements of the flattened parameter this rank has."""
-    group = group_of_parameter(parameter)
-    if group is None:
-        if isinstance(parameter, DTensor):
-            raise ConfigError(
-                f"a DTensor parameter of shape {tuple(parameter.shape)} that fully_shard did not make: which blocks of "
-                "256 its 8-bit moments are of cannot be told. Load a dequantized state dict "
-                "(AdamW.dequantized_state_dict)"
-            )
-        return range(parameter.numel())
-    index = next(index for index, param in enumerate(group.parameters.values()) if param is parameter)
-    return group.main_weight.layout.held(index)
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-class Int8GroupMoments(GroupMoments):
-    """Both moments of one parameter group: codes, scales, and FP32 for parameters of less than 4096 elements.
+class Int8State(Moments):
+    """Both moments as codes and scales, and in FP32 for parameters of less than 4096 elements.
 
     Args:
-        group, members, is_capturable: as in ``GroupMoments``.
-        numbers: for each parameter its position in the optimizer, for stochastic rounding.
+        memory, members, is_capturable: as in ``FlatState``.
+        positions: for each parameter its position in the optimizer, for stochastic rounding.
     Raises:
         ConfigError: the group's plan may cut a block of 256, or a parameter is cut by tensor parallelism.
     """
 
     def __init__(
-        self, group: ParameterGroup, members: Sequence[int], numbers: Sequence[int], *, is_capturable: bool
+        self, memory: ParamMemory, members: Sequence[int], positions: Sequence[int], *, is_capturable: bool
     ) -> None:
-        _check(group)
-        super().__init__(group, members, torch.uint8, is_capturable=is_capturable)
-        self._numbers = tuple(numbers)
-        main = group.main_weight
-        plan = plan_of_scales(main.plan)
-        self._scales = tuple(
-            DBuffer.from_plan(
-                plan, main.mesh, main.placements, torch.float32, main.device, name=f"unit {group.name!r}: {name}_scales"
-            ).zero_()
-            for name, _ in _MOMENTS
-        )
-        self._is_coded = tuple(map(is_coded, main.plan.shapes))
+        _check(memory)
+        super().__init__(memory, members, torch.uint8, is_capturable=is_capturable)
+        self._positions = tuple(positions)
+        self._is_coded = tuple(is_coded(param.shape) for param in memory.params)
         # Where each small parameter's FP32 moments begin on this rank; None for one that has codes.
         self._offsets: list[int | None] = []
-        numel = 0
-        for (start, stop), coded in zip(self._pieces, self._is_coded, strict=True):
-            self._offsets.append(None if coded else numel)
-            numel += 0 if coded else -(-(stop - start) // _PLAIN_ALIGNMENT) * _PLAIN_ALIGNMENT
-        names = (f"unit {group.name!r}: small {name}" for name, _ in _MOMENTS)
-        self._small = [FlatStorage(numel, torch.float32, main.device, name=name) for name in names]
-        small = [storage.tensor.zero_() for storage in self._small]
-        codes = self.exp_avg.local_buffer, self.exp_avg_sq.local_buffer
-        self.moments = Int8Moments(*codes, *(scale.local_buffer for scale in self._scales), *small)
+        self._num_small = 0
+        for (start, stop), coded in zip(memory.pieces, self._is_coded, strict=True):
+            self._offsets.append(None if coded else self._num_small)
+            self._num_small += 0 if coded else -(-(stop - start) // _PLAIN_ALIGNMENT) * _PLAIN_ALIGNMENT
+
+    @functools.cached_property
+    def _moments(self) -> Int8Moments:
+        codes = (self.memory.zeros(torch.uint8, name) for name, _ in _MOMENTS)
+        small = (self.memory.zeros(torch.float32, f"small {name}", self._num_small) for name, _ in _MOMENTS)
+        return Int8Moments(*codes, *(flat for flat, _ in self._scales), *small)
+
+    @functools.cached_property
+    def _scales(self) -> list[tuple[torch.Tensor, DBuffer | None]]:
+        """The scales of both moments, with the buffer of those of a sharded group."""
+        if not isinstance(self.memory, GroupMemory):
+            return [
+                (self.memory.zeros(torch.float32, name, num_blocks(self.memory.numel)), None) for name, _ in _MOMENTS
+            ]
+        group, main = self.memory.group, self.memory.group.main_weight
+        plan, fp32 = _plan_of_scales(main.plan), torch.float32
+        names = [f"unit {group.name!r}: {name}_scales" for name, _ in _MOMENTS]
+        buffers = [DBuffer.from_plan(plan, main.mesh, main.placements, fp32, main.device, name=name) for name in names]
+        return [(buffer.zero_().local_buffer, buffer) for buffer in buffers]
 
     # ------------------------------------------------------------------ state
 
     def keys(self, index: int) -> tuple[str, ...]:
-        """See ``GroupState``."""
+        """See ``FlatState``."""
         return ("step", *CODED_KEYS) if self._is_coded[index] else KEYS
 
     def flat(self) -> tuple[torch.Tensor, ...]:
-        """See ``GroupState``."""
-        small = (storage.tensor for storage in self._small)
-        return *super().flat(), *(scale.local_buffer for scale in self._scales), *small
+        """See ``FlatState``."""
+        return *(getattr(self._moments, field.name) for field in dataclasses.fields(Int8Moments)), self.steps
 
     def _make_views(self, index: int) -> tuple[Any, ...]:
-        if self._is_coded[index]:
-            pairs = zip((self.exp_avg, self.exp_avg_sq), self._scales, strict=True)
-            return self.steps[index], *(buffer.get_dtensor(index) for pair in pairs for buffer in pair)
-        main, start = self.exp_avg, self._offsets[index]
-        assert start is not None
-        like = main.get_local_tensor(index)
-        locals_ = (each.tensor[start : start + like.numel()].view(like.shape) for each in self._small)
-        return self.steps[index], *(
-            buffer_dtensor(local, main.layout, index, main.mesh, main.name) for local in locals_
-        )
+        moments, begin = self._moments, self._offsets[index]
+        if begin is None:
+            codes = (self._view(index, flat) for flat in (moments.exp_avg, moments.exp_avg_sq))
+            scales = (flat if buffer is None else buffer.get_dtensor(index) for flat, buffer in self._scales)
+            return self.steps[index], *itertools.chain.from_iterable(zip(codes, scales, strict=True))
+        place = slice(begin, begin + len(self.memory.held[index]))
+        small = (moments.plain_exp_avg[place], moments.plain_exp_avg_sq[place])
+        return self.steps[index], *(self.memory.view(index, piece) for piece in small)
 
     def take_over(self, state: State, index: int) -> None:
-        """See ``GroupState``."""
+        """See ``FlatState``."""
         super().take_over(state, index)
         for key in {*KEYS, *CODED_KEYS}.difference(self.keys(index)):
             self._shown[index].pop(key, None)
@@ -190,62 +160,61 @@ class Int8GroupMoments(GroupMoments):
         """Take codes as they are, and encode moments that have none."""
         if not self._is_coded[index]:
             return super()._found(values, views, index)
+        name, held = self.memory.names[index], self.memory.held[index]
         if CODED_KEYS[0] in values:
             # Counters of records without one begin at zero.
             found = [values.get("step"), *(values[key] for key in CODED_KEYS)]
             for place in (2, 4):
                 if found[place] is not views[place]:
-                    found[place] = self._own_scales(found[place], views[place], index)
+                    found[place] = _scales_of(found[place], held, num_blocks(self.memory.params[index].numel()), name)
             return tuple(found)
-        step, *moments = state_values(values, self._names[index])
+        step, *moments = state_values(values, name)
         codes = [
-            quantize_blocks(self._rows(value, view._local_tensor, index).reshape(-1).float(), signed=signed)
+            quantize_blocks(self._rows(value, local_of(view), index).reshape(-1).float(), signed=signed)
             for value, view, (_, signed) in zip(moments, (views[1], views[3]), _MOMENTS, strict=True)
         ]
         return (step, *codes[0], *codes[1])
 
-    def _own_scales(self, value: torch.Tensor, view: DTensor, index: int) -> torch.Tensor:
-        if isinstance(value, DTensor) and (value.device_mesh, value.placements) == (view.device_mesh, view.placements):
-            return value._local_tensor
-        held = self._scales[0].layout.held(index)
-        whole = _whole(value)
-        if whole.numel() != view.numel():
-            raise StateError(
-                f"{self._names[index]}: its state has {whole.numel()} scales, wanted {view.numel()}, one for each "
-                f"{QUANT_BLOCK} elements; load the state of a parameter of this shape"
-            )
-        return whole[held.start : held.stop]
-
     # ------------------------------------------------------------------ step
 
     def _segments(self, rows: Sequence[int]) -> CodedSegments:
-        group = self.group
-        assert group is not None
-        segments = []
-        for index, ((start, stop), row, number) in enumerate(zip(self._pieces, rows, self._numbers, strict=True)):
-            if start == stop or row == ABSENT:
-                continue
-            held = group.main_weight.layout.held(index)
-            position = random_position(number, held.start)
-            segments.append(CodedSegment(start, stop, row, position, self._offsets[index]))
-        return CodedSegments(segments, self.exp_avg.local_buffer.numel())
+        memory, segments = self.memory, []
+        for index, ((start, stop), row, number) in enumerate(zip(memory.pieces, rows, self._positions, strict=True)):
+            if start != stop and row != ABSENT:
+                # What stochastic rounding counts from: an element of the optimizer's parameter of that number.
+                position = (number << 40) + memory.held[index].start
+                segments.append(CodedSegment(start, stop, row, position, self._offsets[index]))
+        return CodedSegments(segments, memory.numel)
 
     def _with_moments(self, gradient: torch.Tensor, weights: MuonWeights) -> Int8AdamWBuffers:
-        return Int8AdamWBuffers(gradient, weights.weight, self.moments, weights.model_weight, weights.remainder)
+        return Int8AdamWBuffers(gradient, weights.weight, self._moments, weights.model_weight, weights.remainder)
 
 
-def _check(group: ParameterGroup) -> None:
-    plan, name = group.plan, next(iter(group.parameters))
-    if plan.alignment_numel % QUANT_BLOCK:
-        raise ConfigError(
-            f"unit {group.name!r}, parameter {name!r}: AdamW(moments='int8') found buffers laid out in multiples of "
-            f"{plan.alignment_numel} elements, whose shards may cut blocks of {QUANT_BLOCK}. Give fully_shard "
-            "mp_policy=MixedPrecisionPolicy(moments='int8', ...) for every unit"
+def _scales_of(value: torch.Tensor, held: range, num_wanted: int, name: str) -> torch.Tensor:
+    """Return those of a parameter's scales that belong to the elements that this rank holds; every rank calls it."""
+    whole = value.full_tensor() if isinstance(value, DTensor) else value
+    if whole.numel() != num_wanted:
+        raise StateError(
+            f"{name}: its state has {whole.numel()} scales, wanted {num_wanted}, one for each {QUANT_BLOCK} elements; "
+            "load the state of a parameter of this shape"
         )
-    if group.fsdp_params.has_splits:
-        raise ConfigError(
-            f"unit {group.name!r}, parameter {name!r}: AdamW(moments='int8') found a tensor-parallel parameter, whose "
-            "blocks of 256 would depend on the degree; use moments=None or moments_dtype=torch.bfloat16"
-        )
-    if group.spec.dtypes.stepped is torch.float64:
-        raise ConfigError(f"unit {group.name!r}: AdamW(moments='int8') of FP64 weights; give FP32 main weights")
+    return whole[held.start // QUANT_BLOCK : num_blocks(held.stop) if held else 0]
+
+
+def _check(memory: ParamMemory) -> None:
+    wrong = ""
+    if isinstance(memory, GroupMemory):
+        plan, policy = memory.group.plan, "MixedPrecisionPolicy(moments='int8', ...)"
+        if plan.alignment_numel % QUANT_BLOCK:
+            wrong = (
+                f"buffers laid out in multiples of {plan.alignment_numel} elements, whose shards may cut blocks of "
+                f"{QUANT_BLOCK}. Give fully_shard mp_policy={policy} for every unit"
+            )
+        elif memory.group.fsdp_params.has_splits:
+            wrong = "a tensor-parallel parameter, whose blocks of 256 would depend on the degree; use moments=None"
+    elif isinstance(memory.params[0], DTensor) and is_coded(memory.params[0].shape):
+        wrong = "a DTensor that fully_shard did not make; shard it with fully_shard, or step it with moments=None"
+    if memory.dtype is torch.float64:
+        wrong = "FP64 weights; give FP32 ones, or moments=None"
+    if wrong:
+        raise ConfigError(f"{memory.names[0]}: AdamW(moments='int8') found {wrong}")

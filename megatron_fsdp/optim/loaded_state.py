@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from dbuffer import FlatDTensor
@@ -24,12 +22,10 @@ from megatron_fsdp.runtime.weights.param_layout import is_laid_out_like, laid_ou
 __all__ = [
     "SEEN",
     "WHOLE",
-    "hide_state",
     "lay_out_loaded_state",
     "parameters_by_index",
     "parameters_of",
     "refuse_split_weights",
-    "reveal_state",
     "state_dtype",
 ]
 
@@ -80,52 +76,6 @@ def lay_out_loaded_state(optimizer: Optimizer, *_: Any) -> None:
                 # An equal mesh has process groups of its own: ranks must not differ in whose they gather over.
                 values[key] = parameter.with_local(value._local_tensor)
     SEEN[optimizer] = optimizer.state
-
-
-@dataclass(frozen=True, slots=True)
-class _Hidden:
-    """A tensor of a state dict that ``torch.optim`` passes on as it is."""
-
-    tensor: torch.Tensor
-
-
-def hide_state(
-    optimizer: Optimizer, state_dict: dict[str, Any], *, keys: Collection[str], as_they_are: Collection[str] = ()
-) -> dict[str, Any]:
-    """Return a state dict with the state under ``keys`` cast to the dtypes that it has here, and hidden.
-
-    That under ``as_they_are`` is hidden in its own dtype.
-
-    ``torch.optim`` would cast it to the dtypes of the parameters, which may be narrower, and a DTensor that it casts
-    may forget its rows (docs/design/facade.md, "Known limit"). ``reveal_state`` undoes it in ``__setstate__``.
-    """
-    state = dict(state_dict["state"])
-    for index, parameter in parameters_by_index(optimizer, state_dict).items():
-        if index in state:
-            dtype = state_dtype(optimizer, parameter)
-            found = dict(state[index])
-            for name, value in found.items():
-                if name in keys or name in as_they_are:
-                    found[name] = _Hidden(_cast(value, dtype if name in keys else value.dtype, parameter.device))
-            state[index] = found
-    return {**state_dict, "state": state}
-
-
-def reveal_state(document: Mapping[str, Any]) -> None:
-    """Put what ``hide_state`` hid back, in place."""
-    for values in document.get("state", {}).values():
-        values.update({key: value.tensor for key, value in values.items() if isinstance(value, _Hidden)})
-
-
-def _cast(value: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    if not isinstance(value, DTensor):
-        return value.to(device=device, dtype=dtype)
-    if value.dtype is dtype:
-        return value
-    local = value.to_local().to(dtype)
-    return DTensor.from_local(
-        local, value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
-    )
 
 
 def refuse_split_weights(optimizer: Optimizer, *_: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,16 +11,15 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from dbuffer_kernels import MuonWeights, Segment, Segments, muon_apply, muon_momentum
 from megatron_fsdp.errors import ConfigError
-from megatron_fsdp.optim.adamw_state import ABSENT, KEYS, GroupMoments, adopt_together
-from megatron_fsdp.optim.adamw_update import PlainParameter, Rows, Update, group_update, plain_update, stored
-from megatron_fsdp.optim.exchange import Exchange, OwnerRanks, Solver, Source, owner_ranks
-from megatron_fsdp.optim.flat_base import Binding, FlatBase, Gradients, owned_groups
-from megatron_fsdp.optim.matrix_group import MOMENTUM, MatrixGroup, MatrixMember, StepRows, matrix_segments
+from megatron_fsdp.optim.exchange import Exchange, OwnerRanks, Source, owner_ranks
+from megatron_fsdp.optim.flat_base import Binding, FlatBase, Found
+from megatron_fsdp.optim.flat_state import FlatState, Moments, adopt_together
+from megatron_fsdp.optim.matrix_state import MatrixMember, MatrixState, StepRows
 from megatron_fsdp.optim.matrix_views import MatrixBlock, MatrixView
 from megatron_fsdp.optim.newton_schulz import SIMPLE, Iteration, coefficients, scale_factor
-from megatron_fsdp.optim.ownership import MatrixWork, OwnershipReport, holders_of, ownership_report, plan_ownership
+from megatron_fsdp.optim.ownership import MatrixWork, OwnershipReport, ownership_report, plan_ownership
+from megatron_fsdp.optim.param_memory import ABSENT, GroupMemory, find_owned
 from megatron_fsdp.runtime.step.freshness import refreshes_itself
 from megatron_fsdp.runtime.step.parameter_group import group_of_parameter
 
@@ -64,7 +63,6 @@ class Muon(FlatBase):
     """
 
     _kept = (*FlatBase._kept, "options", "num_orthogonalized", "_defaults")
-    _wide_keys = (MOMENTUM, *KEYS[1:])
 
     def __init__(
         self,
@@ -119,65 +117,34 @@ class Muon(FlatBase):
         for parameter in self.param_groups[-1]["params"] if use_muon else ():
             _blocks_of(parameter, group)
 
-    def _update(self, binding: _Binding, gradients: Gradients, factor: torch.Tensor | None) -> None:
-        adopt_together([(state, found.present) for state, found in gradients.groups], self.state)
+    def _update(self, binding: _Binding, found: Found, factor: torch.Tensor | None) -> None:
+        adopt_together([(state, gradient.present) for state, gradient in found], self.state)
         rows = StepRows(self.param_groups, binding.factors)
+        gradients = {id(state): gradient for state, gradient in found}
+        dtype = self.options.ns_dtype
+        flats = {
+            id(state): torch.zeros(state.memory.numel, dtype=dtype, device=state.memory.device)
+            for domain in binding.domains
+            for state in domain.states
+            if any(id(each) in gradients for each in domain.states)
+        }
+        for state, gradient in found:
+            if id(state) in flats:
+                state.prepare(gradient, flats[id(state)], rows, factor)
         # Runs while the first matrices are under way.
-        waiting = [functools.partial(self._step_others, gradients, rows, factor)]
-        found = {id(state): gradient for state, gradient in gradients.groups}
+        others = [functools.partial(_step_others, found, rows, factor)]
         for domain in binding.domains:
-            present = [found.get(id(group)) for group in domain.groups]
-            if all(gradient is None for gradient in present):
+            if id(domain.states[0]) not in flats:
                 continue
-            flats = []
-            for group, gradient in zip(domain.groups, present, strict=True):
-                flat = torch.zeros_like(group.first.local_buffer, dtype=self.options.message_dtype)
-                if gradient is not None:
-                    group.prepare(gradient, flat, rows, rows.clip_on(factor, flat.device))
-                flats.append(flat)
             # Collectives and products run where compute does, which is elsewhere for offloaded weights.
-            there = [flat.to(group.device) for group, flat in zip(domain.groups, flats, strict=True)]
-            domain.exchange.run(there, lambda: waiting.pop()() if waiting else None)
+            there = [flats[id(state)].to(state.memory.compute_device) for state in domain.states]
+            domain.exchange.run(there, lambda: others.pop()() if others else None)
             self.num_orthogonalized += domain.exchange.num_owned
-            for group, gradient, flat, whole in zip(domain.groups, present, flats, there, strict=True):
-                if gradient is not None:
-                    group.apply(whole.to(flat.device), gradient.present, rows)
-        for others in waiting:
-            others()
-        for plain, values in gradients.plain:
-            if isinstance(plain, PlainMatrices):
-                self._step_plain(plain, values, rows, factor)
-
-    def _step_others(self, gradients: Gradients, rows: Rows, factor: torch.Tensor | None) -> None:
-        """Step all that AdamW steps."""
-        updates: list[Update] = []
-        for state, gradient in gradients.groups:
-            is_mixed = isinstance(state, MatrixGroup)
-            updates += state.adamw_updates(gradient, rows.number) if is_mixed else [group_update(state, gradient, rows)]
-        for plain, values in gradients.plain:
-            if not isinstance(plain, PlainMatrices):
-                updates.append(plain_update(plain, values, self.state, rows, self.moments_dtype))
-        for update in updates:
-            update.run(rows, factor)
-
-    def _step_plain(
-        self, plain: PlainMatrices, gradient: torch.Tensor, rows: StepRows, factor: torch.Tensor | None
-    ) -> None:
-        """Step a parameter that is whole on this rank and belongs to no sharded module."""
-        parameter, numel = plain.parameter, plain.parameter.numel()
-        values = self.state.setdefault(parameter, {})
-        if MOMENTUM not in values:
-            values[MOMENTUM] = torch.zeros_like(parameter, dtype=self.moments_dtype).detach()
-        tensors = [parameter.detach(), values[MOMENTUM]]
-        weight, kept = flat = [each.reshape(-1) for each in tensors]
-        seen = kept.new_empty(numel, dtype=self.options.message_dtype)
-        whole, clip = Segments([Segment(0, numel, plain.group)], numel), rows.clip_on(factor, kept.device)
-        muon_momentum(gradient, kept, seen, whole, rows.momentum(kept.device), clip=clip)
-        plain.exchange.run([seen], lambda: None)
-        self.num_orthogonalized += plain.exchange.num_owned
-        muon_apply(seen, MuonWeights(weight), plain.segments, rows.apply(kept.device))
-        for tensor, copy in stored(tensors, flat):
-            tensor.copy_(copy.view(tensor.shape))
+            for state, whole in zip(domain.states, there, strict=True):
+                if id(state) in gradients:
+                    state.apply(whole.to(state.memory.device), gradients[id(state)].present, rows)
+        for step in others:
+            step()
 
     def _before_loading(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         # State of torch.optim.Muon has no views; what is live says what parameters are, whatever is loaded.
@@ -194,11 +161,6 @@ class Muon(FlatBase):
         found: tuple[Domain, ...] = self._bound().domains
         return found
 
-    def solver_of(self, group: Mapping[str, Any]) -> Solver:
-        """Return what owners do with the matrices of a param group."""
-        steps = coefficients(group["ns_coefficients"], int(group["ns_steps"]))
-        return Iteration(steps, float(group["eps"]), self.options.ns_dtype)
-
     def _flags_of(self, group: dict[str, Any]) -> tuple[Any, ...]:
         return tuple(repr(group[name]) for name in _BINDING) if group["use_muon"] else ()
 
@@ -210,65 +172,50 @@ class Muon(FlatBase):
             # Rows of ``StepRows.apply`` are numbered as they are asked for.
             return factors.setdefault((group, factor), len(factors))
 
-        matrices: list[MatrixGroup] = []
-        moments: list[GroupMoments] = []
-        for owned in owned_groups(groups):
-            params = tuple(owned.group.parameters.values())
-            found = {
-                index: MatrixMember(member, _blocks_of(params[index], groups[member]))
-                for index, member in enumerate(owned.members)
+        states: list[FlatState] = []
+        for owned in find_owned(groups):
+            memory, members = owned.memory, owned.members
+            matrices = {
+                index: MatrixMember(member, _blocks_of(memory.params[index], groups[member]))
+                for index, member in enumerate(members)
                 if member != ABSENT and groups[member]["use_muon"]
             }
-            if found:
-                matrices.append(MatrixGroup(owned.group, owned.members, found, row_of, dtype))
+            if matrices:
+                states.append(MatrixState(memory, members, matrices, row_of, dtype))
             else:
-                moments.append(GroupMoments(owned.group, owned.members, dtype, is_capturable=False))
-        plain: list[PlainParameter] = []
-        for number, group in enumerate(groups):
-            for parameter in (p for p in group["params"] if group_of_parameter(p) is None):
-                if group["use_muon"]:
-                    plain.append(self._plain_matrices(parameter, number, f"plain parameter {len(plain)}", row_of))
-                else:
-                    plain.append(PlainParameter(parameter, number, False))
-        domains = tuple(self._domains(matrices))
-        return _Binding(parameters, flags, (*matrices, *moments), tuple(plain), domains, tuple(factors))
+                states.append(Moments(memory, members, dtype))
+        domains = tuple(self._domains([state for state in states if isinstance(state, MatrixState)]))
+        return _Binding(parameters, flags, tuple(states), domains, tuple(factors))
 
-    def _plain_matrices(
-        self, parameter: torch.Tensor, number: int, name: str, row_of: Callable[[int, float], int]
-    ) -> PlainMatrices:
-        group, held = self.param_groups[number], range(parameter.numel())
-        member = MatrixMember(number, _blocks_of(parameter, group))
-        works = [MatrixWork(name, block, ()) for block, _ in member.blocks]
-        sources = [Source(0, 0, held, self.solver_of(group))] * len(works)
-        exchange = Exchange(plan_ownership(works, 1), sources, OwnerRanks(None, None), 1)
-        segments = Segments(list(matrix_segments(member, 0, held, row_of)), len(held))
-        return PlainMatrices(parameter, number, False, segments, exchange)
-
-    def _domains(self, matrices: Sequence[MatrixGroup]) -> Iterator[Domain]:
-        by_ranks: dict[tuple[int, int], tuple[OwnerRanks, list[MatrixGroup]]] = {}
-        for each in matrices:
-            assert each.group is not None
-            ranks = owner_ranks(each.group.main_weight, shares_replicas=self.options.share_replicas)
-            by_ranks.setdefault((id(ranks.shards), id(ranks.replicas)), (ranks, []))[1].append(each)
+    def _domains(self, states: Sequence[MatrixState]) -> Iterator[Domain]:
+        by_ranks: dict[tuple[int, int], tuple[OwnerRanks, list[MatrixState]]] = {}
+        for state in states:
+            memory = state.memory
+            ranks = owner_ranks(memory.group.main_weight) if isinstance(memory, GroupMemory) else OwnerRanks(None, None)
+            by_ranks.setdefault((id(ranks.shards), id(ranks.replicas)), (ranks, []))[1].append(state)
+        bucket_numel = max(self.options.bucket_bytes // self.options.ns_dtype.itemsize, 1)
         for ranks, members in by_ranks.values():
-            pairs = [pair for flat, each in enumerate(members) for pair in self._works(each, flat, ranks.num_shards)]
+            pairs = [pair for flat, state in enumerate(members) for pair in self._works(state, flat, ranks.num_shards)]
             ownership = plan_ownership([work for work, _ in pairs], ranks.num_shards, ranks.num_replicas)
-            bucket_numel = max(self.options.bucket_bytes // self.options.message_dtype.itemsize, 1)
             yield Domain(tuple(members), Exchange(ownership, [source for _, source in pairs], ranks, bucket_numel))
 
-    def _works(self, each: MatrixGroup, flat: int, num_shards: int) -> Iterator[tuple[MatrixWork, Source]]:
-        owner = each.group
-        assert owner is not None
-        plan, names = owner.plan, tuple(owner.parameters)
-        for index, member in each.matrices.items():
-            source = Source(
-                flat, each.base(index), each.held_elements(index), self.solver_of(self.param_groups[member.group])
-            )
-            holders = holders_of(plan.offsets[index], plan.tensor_numel(index), plan.numel // num_shards)
+    def _works(self, state: MatrixState, flat: int, num_shards: int) -> Iterator[tuple[MatrixWork, Source]]:
+        memory = state.memory
+        for index, member in state.matrices.items():
+            group = self.param_groups[member.group]
+            steps = coefficients(group["ns_coefficients"], int(group["ns_steps"]))
+            iteration = Iteration(steps, float(group["eps"]))
+            source = Source(flat, memory.pieces[index][0], memory.held[index], iteration)
+            holders = memory.holders(index, num_shards)
             for block, _ in member.blocks:
                 held = tuple(holder for holder in holders if block.overlap(holder[1]))
-                steps = len(source.solver.coefficients) if isinstance(source.solver, Iteration) else 5
-                yield MatrixWork(f"{owner.name}.{names[index]}", block, held, steps), source
+                yield MatrixWork(memory.names[index], block, held, len(steps)), source
+
+
+def _step_others(found: Found, rows: StepRows, factor: torch.Tensor | None) -> None:
+    """Step all that AdamW steps."""
+    for update in [update for state, gradient in found for update in state.updates(gradient, rows)]:
+        update.run(rows, factor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,10 +223,8 @@ class MuonOptions:
     """How ``Muon`` carries a step out; none changes the result but where it says so.
 
     Attributes:
-        ns_dtype: in which Newton-Schulz is computed. bf16 as ``torch.optim.Muon``; FP32 is slower and closer.
-        comm_dtype: of matrices and updates on the wire, and of their rounding on one rank as on many; None: that of
-            Newton-Schulz, to which they are rounded anyway.
-        share_replicas: replicas (HSDP, weights that rest whole) divide the work and gather updates; else each does all.
+        ns_dtype: in which matrices travel and Newton-Schulz is computed. bf16 as ``torch.optim.Muon``; FP32 is slower
+            and closer.
         bucket_bytes: of the matrices that an owner takes at once; two such buckets are in flight.
         moments_dtype: of momentum and moments; None: that of each main weight, FP32 where those are split.
 
@@ -289,23 +234,16 @@ class MuonOptions:
     """
 
     ns_dtype: torch.dtype = torch.bfloat16
-    comm_dtype: torch.dtype | None = None
-    share_replicas: bool = True
     bucket_bytes: int = 64 * 2**20
     moments_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        for name in ("ns_dtype", "comm_dtype", "moments_dtype"):
+        for name in ("ns_dtype", "moments_dtype"):
             dtype = getattr(self, name)
             if dtype is not None and not dtype.is_floating_point:
                 raise ConfigError(f"MuonOptions({name}={dtype}): give a floating-point dtype")
         if self.bucket_bytes < 1:
             raise ConfigError(f"MuonOptions(bucket_bytes={self.bucket_bytes}): wanted at least 1")
-
-    @property
-    def message_dtype(self) -> torch.dtype:
-        """The dtype of matrices and updates on the wire."""
-        return self.comm_dtype or self.ns_dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,18 +251,10 @@ class Domain:
     """Matrices that the same ranks share.
 
     Attributes:
-        groups: the parameter groups that they are in. exchange: the redistribution of a step.
+        states: of the parameters that they are in. exchange: the redistribution of a step.
     """
 
-    groups: tuple[MatrixGroup, ...]
-    exchange: Exchange
-
-
-@dataclass(frozen=True, slots=True)
-class PlainMatrices(PlainParameter):
-    """A parameter of Muon's that no sharded module owns, where its matrices lie, and what is done with them."""
-
-    segments: Segments
+    states: tuple[MatrixState, ...]
     exchange: Exchange
 
 
@@ -353,7 +283,7 @@ def explain_ownership(optimizer: Optimizer) -> tuple[OwnershipReport, ...]:
     """
     if not isinstance(optimizer, Muon):
         raise ConfigError(f"explain_ownership: found {type(optimizer).__name__}; wanted a megatron_fsdp.optim.Muon")
-    itemsize = optimizer.options.message_dtype.itemsize
+    itemsize = optimizer.options.ns_dtype.itemsize
     return tuple(ownership_report(domain.exchange.ownership, itemsize) for domain in optimizer.domains())
 
 
@@ -372,18 +302,12 @@ def _check_group(group: Mapping[str, Any]) -> None:
     scale_factor(1, 1, group["adjust_lr_fn"])
 
 
-def _name_of(parameter: torch.Tensor) -> str:
-    group = group_of_parameter(parameter)
-    if group is None:
-        return f"a parameter of shape {tuple(parameter.shape)}"
-    name = next(name for name, param in group.parameters.items() if param is parameter)
-    return f"parameter {name!r} of unit {group.name!r}"
-
-
 def _blocks_of(parameter: torch.Tensor, group: Mapping[str, Any]) -> tuple[tuple[MatrixBlock, float], ...]:
     """Return a parameter's matrices, each with the factor of its learning rate."""
-    name = _name_of(parameter)
-    owner = group_of_parameter(parameter)
+    owner, name = group_of_parameter(parameter), f"a parameter of shape {tuple(parameter.shape)}"
+    if owner is not None:
+        key = next(key for key, param in owner.parameters.items() if param is parameter)
+        name = f"parameter {key!r} of unit {owner.name!r}"
     if owner is None and isinstance(parameter, DTensor):
         raise ConfigError(
             f"Muon: {name} is a DTensor that fully_shard did not make; shard its module with fully_shard, or use "

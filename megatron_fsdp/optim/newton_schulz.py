@@ -63,15 +63,13 @@ class Iteration:
 
     Attributes:
         coefficients: (a, b, c) of each step. eps: the least norm that is divided by.
-        dtype: in which the matrix is held and multiplied.
     """
 
     coefficients: tuple[Coefficients, ...]
     eps: float = 1e-7
-    dtype: torch.dtype = torch.bfloat16
 
-    def __call__(self, matrices: torch.Tensor, works: Sequence[object] = ()) -> torch.Tensor:
-        """Return the semi-orthogonal factors of (matrices, rows, columns) in ``dtype``; the input is overwritten.
+    def __call__(self, matrices: torch.Tensor) -> torch.Tensor:
+        """Return the semi-orthogonal factors of (matrices, rows, columns) in their dtype; the input is overwritten.
 
         Arithmetic and roundings are those of ``torch.optim.Muon`` for each matrix by itself, so results do not depend
         on what else is in the batch. On accelerators the products are batched; the CPU has no launches to save, and

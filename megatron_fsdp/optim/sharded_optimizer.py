@@ -31,7 +31,7 @@ def fully_shard_optimizer(optimizer: AnyOptimizer) -> AnyOptimizer:
     call training is as correct: the next forward sees that main weights changed.
 
     The state dict of an optimizer that has not stepped shows its state, of zeros, as Megatron-FSDP's does, so that
-    ``torch.distributed.checkpoint.load`` reads a checkpoint into it; ``load_state_dict`` takes it over if it did.
+    ``torch.distributed.checkpoint.load`` reads a checkpoint into it; ``load_state_dict`` takes it over.
 
     Raises:
         ConfigError: the optimizer has no sharded parameter; it was probably built before ``fully_shard``. Or it has

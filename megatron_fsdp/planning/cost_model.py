@@ -1,16 +1,15 @@
-"""Cost: how long the collectives and the compute of a step take, and how much of the former the latter hides."""
+"""Cost: how long a step takes on a machine: the engine's own run in time, and the time of each unit's collectives."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megatron_fsdp.build.grouping import gathers_main_weights
-from megatron_fsdp.planning.forecast import Forecast
-from megatron_fsdp.planning.model_spec import AxisFacts, GroupFacts, ModelFacts, Transfer, UnitFacts
-from megatron_fsdp.planning.played_step import PlayedStep, Run, with_names
-from megatron_fsdp.planning.transformer import Recompute, UnitWork, Workload
+from megatron_fsdp.planning.played_step import PlayedStep
+from megatron_fsdp.planning.stand_in import Axis
+from megatron_fsdp.planning.step_listener import Transfer
+from megatron_fsdp.planning.transformer import Recompute, Workload
 from megatron_fsdp.virtual.playback import Playback, play
 from megatron_fsdp.virtual.recording import Work
 
@@ -40,11 +39,11 @@ class Hardware:
 
     Attributes:
         flops: operations per second that training achieves, not the peak of the data sheet.
-        memory_bytes_per_second: of its memory, which bounds the optimizer. links: by mesh axis.
+        memory_bandwidth: of its memory, which bounds the optimizer. links: by mesh axis.
     """
 
     flops: float
-    memory_bytes_per_second: float
+    memory_bandwidth: float
     links: Mapping[str, Link]
 
 
@@ -71,11 +70,11 @@ class UnitTime:
         tail: of the collectives after the last backward, per step: reductions over outer axes, the refresh of weights.
     """
 
-    forward: float = 0.0
-    backward: float = 0.0
     forward_gather: float = 0.0
+    forward: float = 0.0
     backward_gather: float = 0.0
     reduce: float = 0.0
+    backward: float = 0.0
     tail: float = 0.0
 
 
@@ -90,7 +89,7 @@ class StepTime:
         optimizer: the step over this rank's part.
         tokens_to_hide: tokens per rank and microbatch from which on the largest unit's collectives hide behind its
             own compute; 0 where there are none, None where compute is not known.
-        units: by position in the facts. causes: what compute waits for, the longest first.
+        units: in their order. causes: what compute waits for in at most three microbatches, the longest first.
         model_parallel: of collectives inside the model, none of which is taken to be hidden.
         bubble: waiting for other stages of a pipeline.
     """
@@ -107,9 +106,14 @@ class StepTime:
     bubble: float = 0.0
 
     @property
+    def busy(self) -> float:
+        """What other stages may wait for."""
+        return self.compute + self.exposed + self.copying + self.model_parallel
+
+    @property
     def total(self) -> float:
         """The predicted length of the step."""
-        return self.compute + self.exposed + self.copying + self.optimizer + self.model_parallel + self.bubble
+        return self.busy + self.optimizer + self.bubble
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +133,7 @@ class _Speeds:
             return transfer_seconds(transfer, self.hardware.links[work.axis])
         kind, _, again = work.kind.partition(" ")
         if kind == "memory":
-            return work.num_bytes / self.hardware.memory_bytes_per_second
+            return work.num_bytes / self.hardware.memory_bandwidth
         is_skipped = again and (
             self.workload.recompute is Recompute.NONE
             or (self.workload.recompute is Recompute.SELECTIVE and kind == "matrix")
@@ -141,115 +145,57 @@ class _Speeds:
         return work.axis
 
 
-def predict_step(
-    facts: ModelFacts,
-    work: Callable[[UnitFacts], UnitWork],
-    played: PlayedStep,
-    forecast: Forecast,
-    workload: Workload,
-    hardware: Hardware,
-) -> StepTime:
-    """Predict an optimizer step of ``workload.num_microbatches`` microbatches.
-
-    Args:
-        played: what the engine asked of a device in steps of as many, with the same ``facts`` and ``work``.
-        forecast: of the same.
-    """
-    times = _unit_times(facts, work, forecast, workload, hardware)
+def predict_step(played: PlayedStep, workload: Workload, hardware: Hardware) -> StepTime:
+    """Predict an optimizer step; ``played`` knows steps of as many microbatches."""
     count = workload.num_microbatches
-    total, communication, copying = (
-        sum(run.times * each for run, each in zip(played.runs, column, strict=True))
-        for column in zip(*(_repeated(run, workload, hardware) for run in played.runs), strict=True)
-    )
+    times = _unit_times(played, workload, hardware)
+    found = played_microbatches(played, workload, hardware)
+    quantities = _quantities(found)
+    if count not in played.items:
+        before = _quantities(play(played.items[2], _Speeds(hardware, workload)))
+        quantities = [now + (count - 3) * (now - then) for now, then in zip(quantities, before, strict=True)]
+    total, communication, copying = quantities
     compute = count * sum(time.forward + time.backward for time in times)
     return StepTime(
         compute=compute,
         communication=communication,
         exposed=max(total - compute - copying, 0.0),
         copying=copying,
-        optimizer=_optimizer_bytes(facts) / hardware.memory_bytes_per_second,
+        optimizer=played.moved_bytes / hardware.memory_bandwidth,
         tokens_to_hide=_tokens_to_hide(times, workload),
         units=tuple(times),
-        causes=_causes(facts, played, workload, hardware),
+        causes=tuple((f"{unit} waits for {cause}", seconds) for (unit, cause), seconds in found.exposed().items()),
     )
 
 
 def played_microbatches(played: PlayedStep, workload: Workload, hardware: Hardware) -> Playback:
-    """Return the step of at most three microbatches of the model with few layers of each kind, in time."""
-    known = played.runs[0].items
-    items = known.get(workload.num_microbatches) or known[3]
+    """Return the step, of at most three microbatches, in time."""
+    items = played.items.get(workload.num_microbatches) or played.items[3]
     return play(items, _Speeds(hardware, workload))
 
 
-def _repeated(run: Run, workload: Workload, hardware: Hardware) -> tuple[float, float, float]:
-    """Return the seconds of a run, of its collectives, and of its copies on compute, with all microbatches."""
-    speeds, count = _Speeds(hardware, workload), workload.num_microbatches
-
-    def quantities(count: int) -> tuple[float, float, float]:
-        found = play(run.items[count], speeds)
-        sent = sum(speeds.seconds(each.work) for each in found.runs if each.work.ranks)
-        copied = (each for each in found.runs if each.work.kind == "memory" and each.stream == "compute")
-        return found.seconds, sent, sum(each.end - each.start for each in copied)
-
-    if count in run.items:
-        return quantities(count)
-    last = quantities(3)
-    before = quantities(2)
-    seconds, sent, copied = (now + (count - 3) * (now - then) for now, then in zip(last, before, strict=True))
-    return seconds, sent, copied
+def _quantities(found: Playback) -> list[float]:
+    """Return the seconds of a step, of its collectives, and of its copies on compute."""
+    sent = sum(found.machine.seconds(each.work) for each in found.runs if each.work.ranks)
+    copied = (each for each in found.runs if each.work.kind == "memory" and each.stream == "compute")
+    return [found.seconds, sent, sum(each.end - each.start for each in copied)]
 
 
-def _causes(
-    facts: ModelFacts, played: PlayedStep, workload: Workload, hardware: Hardware
-) -> tuple[tuple[str, float], ...]:
-    found = played_microbatches(played, workload, hardware).exposed()
-    return tuple((with_names(f"{unit} waits for {cause}", facts), seconds) for (unit, cause), seconds in found.items())
-
-
-def _unit_times(
-    facts: ModelFacts,
-    work: Callable[[UnitFacts], UnitWork],
-    forecast: Forecast,
-    workload: Workload,
-    hardware: Hardware,
-) -> list[UnitTime]:
+def _unit_times(played: PlayedStep, workload: Workload, hardware: Hardware) -> list[UnitTime]:
     """Return the times of each unit: what it computes, and what it sends."""
     sent: defaultdict[tuple[int, str], float] = defaultdict(float)
-    for issue in forecast.issues:
+    for issue, count in played.forecasts[workload.num_microbatches].issues.items():
         what = {"gather": f"{issue.phase.value}_gather", "reduce": "reduce"}.get(issue.lane, "tail")
-        if issue.lane == "gather" and all(group.rests_whole for group in facts.units[issue.unit].groups):
+        if issue.lane == "gather" and not played.units[issue.unit].transient_bytes("gathered weights"):
             what = "tail"
-        times = issue.count / (1 if what == "tail" else workload.num_microbatches)
+        times = count / (1 if what == "tail" else workload.num_microbatches)
         sent[issue.unit, what] += times * transfer_seconds(issue.transfer, hardware.links[issue.transfer.axis])
-    kinds = ("forward_gather", "backward_gather", "reduce", "tail")
     found = []
-    for position, unit in enumerate(facts.units):
-        computes = work(unit)
-        forward, backward = (each(workload) / hardware.flops for each in (computes.forward, computes.backward))
-        found.append(UnitTime(forward, backward, *(sent[position, kind] for kind in kinds)))
+    for position, work in enumerate(played.works):
+        forward, backward = (each(workload) / hardware.flops for each in (work.forward, work.backward))
+        kinds = ("forward_gather", "backward_gather", "reduce", "tail")
+        found.append(UnitTime(forward=forward, backward=backward, **{kind: sent[position, kind] for kind in kinds}))
     return found
-
-
-def _optimizer_bytes(facts: ModelFacts) -> int:
-    """Return what one AdamW step reads and writes: gradient, weights and both moments, and the compute weights."""
-    return sum(
-        group.local_numel(group.placements.optimizer) * _bytes_per_element(group)
-        for unit in facts.units
-        for group in unit.groups
-        if group.is_trained
-    )
-
-
-def _bytes_per_element(group: GroupFacts) -> int:
-    dtypes = group.dtypes
-    stepped = dtypes.stepped.itemsize
-    # Split weights are read and written in two halves, one of which is the compute weight.
-    is_alone = gathers_main_weights(group.placements, dtypes)
-    has_copy = dtypes.gather is None and dtypes.main is not dtypes.compute and not is_alone
-    weights = 2 * stepped + (dtypes.compute.itemsize if has_copy else 0)
-    # Both moments are read and written; codes are bytes, with a scale for each 256.
-    moments = 4 if dtypes.moments == "int8" else 4 * stepped
-    return dtypes.main_grad.itemsize + weights + moments
 
 
 def _tokens_to_hide(times: Sequence[UnitTime], workload: Workload) -> int | None:
@@ -272,21 +218,21 @@ class Machine:
 
     Attributes:
         flops: operations per second that training achieves on one accelerator.
-        memory_bytes_per_second: of an accelerator's memory.
-        node_size: accelerators of one node; consecutive ranks fill it.
+        memory_bandwidth: of an accelerator's memory.
+        gpus_per_node: accelerators of one node; consecutive ranks fill it.
         node_bandwidth, network_bandwidth: bytes per second and direction of one accelerator inside its node, and of
             its port to the network. node_latency, network_latency: seconds per hop.
     """
 
     flops: float = 400e12
-    memory_bytes_per_second: float = 3.35e12
-    node_size: int = 8
+    memory_bandwidth: float = 3.35e12
+    gpus_per_node: int = 8
     node_bandwidth: float = 450e9
     network_bandwidth: float = 50e9
     node_latency: float = 1e-6
     network_latency: float = 5e-6
 
-    def hardware(self, axes: Sequence[AxisFacts], bandwidths: Sequence[float] = (), *, stride: int = 1) -> Hardware:
+    def links(self, axes: Sequence[Axis], bandwidths: Sequence[float] = (), *, stride: int = 1) -> dict[str, Link]:
         """Return what a rank has on each axis of a mesh.
 
         Args:
@@ -299,7 +245,7 @@ class Machine:
             link = self._link(axis.size, stride)
             links[axis.name] = Link(bandwidths[position], link.latency) if bandwidths else link
             stride *= axis.size
-        return Hardware(self.flops, self.memory_bytes_per_second, links)
+        return links
 
     def _link(self, size: int, stride: int) -> Link:
         """Return the link of a ring of ``size`` ranks that lie ``stride`` apart.
@@ -307,7 +253,7 @@ class Machine:
         Of k members in each node one hop in k leaves the node, and the ring is spread over the ports of all k, so it
         runs at k times a port's rate, or at the node's own if that is less. Rings of other ranks use other ports.
         """
-        members = max(1, min(size, self.node_size // stride))
+        members = max(1, min(size, self.gpus_per_node // stride))
         if members == size:
             return Link(self.node_bandwidth, self.node_latency)
         bandwidth = min(self.node_bandwidth if members > 1 else float("inf"), members * self.network_bandwidth)

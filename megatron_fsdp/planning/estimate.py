@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from megatron_fsdp.errors import ConfigError
-from megatron_fsdp.optim.ownership import OwnershipReport, ownership_report
 from megatron_fsdp.planning.cost_model import Hardware, StepTime, predict_step, transfer_seconds
-from megatron_fsdp.planning.forecast import Forecast, forecast_of
-from megatron_fsdp.planning.from_shapes import Sharding
 from megatron_fsdp.planning.model_source import Subject, stage_subject
-from megatron_fsdp.planning.model_spec import ModelFacts, UnitFacts
 from megatron_fsdp.planning.parallelism import (
     ModelTransfer,
     Parallelism,
@@ -22,20 +18,19 @@ from megatron_fsdp.planning.parallelism import (
     model_transfers,
     stages_of,
 )
-from megatron_fsdp.planning.planned_ownership import muon_bytes, planned_ownership
 from megatron_fsdp.planning.played_step import PlayedStep, play_step
-from megatron_fsdp.planning.report import adamw_bytes, gradient_bytes, report_of
-from megatron_fsdp.planning.report_text import Report
-from megatron_fsdp.planning.transformer import Transformer, UnitWork, Workload
+from megatron_fsdp.planning.report import Report, report_of
+from megatron_fsdp.planning.stand_in import Sharding
+from megatron_fsdp.planning.step_listener import Forecast
+from megatron_fsdp.planning.transformer import Transformer, Workload
 
-# In place of the report's last assumption, that activations are not counted.
 _ASSUMED = (
     "the highest transient memory and all activations are taken to coincide",
     "collectives run on rings; what compute waits for is what the engine's own step waits for on such hardware",
     "every rank has the same work and the links that were given; stragglers are not counted",
 )
 
-__all__ = ["MemoryPart", "Projection", "Setup", "play_all", "project", "project_stages"]
+__all__ = ["MemoryPart", "Projection", "Setup", "play_setup", "project", "project_stages"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,21 +70,22 @@ class Projection:
     """What one setup takes on one rank.
 
     Attributes:
-        step: the engine's own, which the time is that of.
-        owners: with Muon, the work of each set of ranks that shares matrices.
+        played: the engine's own step, which the time is that of.
         stage: which part of the model the rank has; None: all of it. transfers: what it sends inside of the model.
     """
 
     subject: Subject
     setup: Setup
-    facts: ModelFacts
-    forecast: Forecast
+    played: PlayedStep
     memory: tuple[MemoryPart, ...]
     time: StepTime
-    step: PlayedStep
-    owners: tuple[OwnershipReport, ...] = ()
     stage: Stage | None = None
     transfers: tuple[ModelTransfer, ...] = ()
+
+    @property
+    def forecast(self) -> Forecast:
+        """What the step holds and sends."""
+        return self.played.forecasts[self.setup.workload.num_microbatches]
 
     @property
     def memory_bytes(self) -> int:
@@ -104,35 +100,33 @@ class Projection:
 
     def report(self) -> Report:
         """Return the report of units, buffers, padding and collectives."""
-        setup = self.setup
-        report = report_of(
-            self.facts,
-            setup.workload.num_microbatches,
-            played=self.step,
-            moments_dtype=setup.moments_dtype,
-        )
-        return replace(report, assumptions=(*report.assumptions[:-1], *_ASSUMED, *self.subject.notes))
+        return report_of(self.played, self.setup.workload.num_microbatches, (*_ASSUMED, *self.subject.notes))
 
 
-def project(subject: Subject, setup: Setup, played: Played | None = None) -> Projection:
+def play_setup(subject: Subject, setup: Setup, counts: Sequence[int]) -> PlayedStep:
+    """Return steps of a sharding, of so many microbatches; neither their size nor recomputation changes them.
+
+    Raises:
+        LayoutError: the planner refuses the padding.
+    """
+    stand_ins = subject.stand_ins(setup.sharding, setup.workload.sequence_length)
+    return play_step(stand_ins, counts, moments_dtype=setup.moments_dtype, is_muon=setup.optimizer == "muon")
+
+
+def project(subject: Subject, setup: Setup, played: PlayedStep | None = None) -> Projection:
     """Return what training a model in one way takes.
 
     Args:
-        played: what ``play_all`` returns for the same sharding and number of microbatches, where that is known.
+        played: what ``play_setup`` returns for the same sharding, where that is known.
     Raises:
         LayoutError: the planner refuses the padding.
     """
     workload = setup.workload
-    played = played or play_all(subject, setup, [workload.num_microbatches])[workload.num_microbatches]
-    facts, forecast = played.facts, played.forecast
-    work = _work_of(subject, setup)
-    time = predict_step(facts, work, played.step, forecast, workload, setup.hardware)
-    owners: tuple[OwnershipReport, ...] = ()
-    if setup.optimizer == "muon":
-        owners = tuple(ownership_report(found) for found in planned_ownership(facts))
-        time = replace(time, optimizer=time.optimizer + sum(each.max_flops for each in owners) / setup.hardware.flops)
-    memory = tuple(_memory(subject, setup, played))
-    return Projection(subject, setup, facts, forecast, memory, time, played.step, owners)
+    played = played or play_setup(subject, setup, [workload.num_microbatches])
+    time = predict_step(played, workload, setup.hardware)
+    iterations = sum(each.max_flops for each in played.owners) / setup.hardware.flops
+    time = replace(time, optimizer=time.optimizer + iterations)
+    return Projection(subject, setup, played, tuple(_memory(subject, setup, played)), time)
 
 
 def project_stages(subject: Subject, setup: Setup) -> tuple[Projection, ...]:
@@ -148,56 +142,27 @@ def project_stages(subject: Subject, setup: Setup) -> tuple[Projection, ...]:
             "--tp, --ep, --pp and --cp divide models of the catalog and of --hf-config, whose layers are known; with "
             "--factory build what one rank of a stage has"
         )
-    projections = [_project_stage(subject, setup, stage) for stage in stages_of(subject.architecture, parallelism)]
+    stages = [_project_stage(subject, setup, stage) for stage in stages_of(subject.architecture, parallelism)]
     # All stages wait for the slowest.
-    slowest = max(map(_busy, projections))
-    bubble = bubble_share(parallelism, workload.num_microbatches) * slowest
-    return tuple(replace(each, time=replace(each.time, bubble=bubble + slowest - _busy(each))) for each in projections)
-
-
-def _busy(projection: Projection) -> float:
-    time = projection.time
-    return time.compute + time.exposed + time.copying + time.model_parallel
+    slowest = max(each.time.busy for each in stages)
+    bubble = (1 + bubble_share(parallelism, workload.num_microbatches)) * slowest
+    return tuple(replace(each, time=replace(each.time, bubble=bubble - each.time.busy)) for each in stages)
 
 
 def _project_stage(subject: Subject, setup: Setup, stage: Stage) -> Projection:
     parallelism, workload = setup.parallelism, setup.workload
     projection = project(stage_subject(subject, stage, parallelism, workload.num_microbatches), setup)
-    itemsize = _compute_itemsize(projection.facts)
-    layers = Transformer.of(stage.architecture, stream_ranks=parallelism.stream_ranks).layers
+    layers = Transformer(stage.architecture, stream_ranks=parallelism.stream_ranks).layers
+    itemsize = projection.played.compute_itemsize
     transfers = tuple(model_transfers(stage, parallelism, workload, layers, itemsize))
     links = setup.hardware.links
     seconds = sum(each.count * transfer_seconds(each.transfer, links[each.transfer.axis]) for each in transfers)
     return replace(projection, transfers=transfers, time=replace(projection.time, model_parallel=seconds), stage=stage)
 
 
-@dataclass(frozen=True, slots=True)
-class Played:
-    """A step of some microbatches with one way of sharding: neither their size nor recomputation changes it."""
-
-    facts: ModelFacts
-    forecast: Forecast
-    step: PlayedStep
-
-
-def play_all(subject: Subject, setup: Setup, counts: Sequence[int]) -> dict[int, Played]:
-    """Return a step of a sharding for each number of microbatches.
-
-    Raises:
-        LayoutError: the planner refuses the padding.
-    """
-    facts = subject.facts(setup.sharding)
-    step = play_step(facts, _work_of(subject, setup), counts)
-    return {count: Played(facts, forecast_of(facts, step, count), step) for count in counts}
-
-
-def _work_of(subject: Subject, setup: Setup) -> Callable[[UnitFacts], UnitWork]:
-    return lambda unit: subject.work(unit, setup.workload.sequence_length)
-
-
-def _memory(subject: Subject, setup: Setup, played: Played) -> Iterator[MemoryPart]:
-    facts, forecast = played.facts, played.forecast
-    groups = [group for each in played.step.groups for group in each]
+def _memory(subject: Subject, setup: Setup, played: PlayedStep) -> Iterator[MemoryPart]:
+    forecast = played.forecasts[setup.workload.num_microbatches]
+    groups = [group for unit in played.units for group in unit.groups]
 
     def at_rest(*kinds: str) -> int:
         return sum(each.num_bytes(*kinds) for each in groups)
@@ -205,33 +170,19 @@ def _memory(subject: Subject, setup: Setup, played: Played) -> Iterator[MemoryPa
     compute_weights = MemoryPart("compute weights", at_rest("model_weight", "packed weights"))
     yield from (compute_weights,) * bool(compute_weights.num_bytes)
     yield MemoryPart("main weights", at_rest("main_weight", "remainder"))
-    gradients = gradient_bytes(groups)
     yield MemoryPart("gradients", at_rest("main_grad"))
-    pairs = [(unit, group) for unit in facts.units for group in unit.groups]
-    if setup.optimizer == "muon":
-        moments = sum(
-            muon_bytes(unit, group, (setup.moments_dtype or group.dtypes.stepped).itemsize) for unit, group in pairs
-        )
-    else:
-        moments = sum(adamw_bytes(group, setup.moments_dtype) for _, group in pairs)
-    yield MemoryPart("Muon and AdamW state" if setup.optimizer == "muon" else "AdamW moments", moments)
+    yield MemoryPart("Muon and AdamW state" if setup.optimizer == "muon" else "AdamW moments", played.optimizer_bytes)
     # The optimizer's step has all gradients, so no peak is smaller.
+    transient = sum(unit.transient_bytes("main_grad") for unit in played.units)
     sums = forecast.counter_bytes + forecast.scratch_bytes
     highest = max(peak.num_bytes for peak in forecast.peaks.values())
-    yield MemoryPart("gathered and packed", highest - gradients - sums)
+    yield MemoryPart("gathered and packed", highest - transient - sums)
     yield from (MemoryPart("sums and scratch", sums),) * bool(sums)
-    yield _activations(subject, setup, facts)
+    if setup.activation_bytes is not None:
+        yield MemoryPart("activations", setup.activation_bytes)
+    elif subject.activations is None:
+        yield MemoryPart("activations", 0, is_known=False)
+    else:
+        yield MemoryPart("activations", subject.activations(setup.workload, played.compute_itemsize))
     if setup.reserve_bytes:
         yield MemoryPart("reserve", setup.reserve_bytes)
-
-
-def _activations(subject: Subject, setup: Setup, facts: ModelFacts) -> MemoryPart:
-    if setup.activation_bytes is not None:
-        return MemoryPart("activations", setup.activation_bytes)
-    if subject.activations is None:
-        return MemoryPart("activations", 0, is_known=False)
-    return MemoryPart("activations", subject.activations(setup.workload, _compute_itemsize(facts)))
-
-
-def _compute_itemsize(facts: ModelFacts) -> int:
-    return next(group.dtypes.compute.itemsize for unit in facts.units for group in unit.groups)

@@ -5,28 +5,34 @@ from __future__ import annotations
 import functools
 import importlib
 import json
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.planning import catalog
 from megatron_fsdp.planning.catalog import Architecture
-from megatron_fsdp.planning.from_shapes import (
-    Sharding,
-    architecture_facts,
-    build_on_meta,
-    module_facts,
-    repeated_blocks,
-)
-from megatron_fsdp.planning.model_spec import ModelFacts, UnitFacts
 from megatron_fsdp.planning.parallelism import Parallelism, Stage, in_flight
+from megatron_fsdp.planning.played_step import StandIns
+from megatron_fsdp.planning.stand_in import Sharding, shaped_stand_ins
 from megatron_fsdp.planning.transformer import Transformer, UnitWork, Workload
 
-__all__ = ["Subject", "factory_subject", "file_subject", "named_subject", "stage_subject"]
+__all__ = [
+    "Subject",
+    "build_on_meta",
+    "factory_subject",
+    "file_subject",
+    "named_subject",
+    "repeated_blocks",
+    "shaped_module",
+    "stage_subject",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +41,8 @@ class Subject:
 
     Attributes:
         num_parameters, num_active_parameters: all, and those that one token uses.
-        facts: its units under a way of sharding it. work: operations per token of a unit at a sequence length.
+        module: on the meta device. blocks: its units below the root.
+        work: operations per token of a unit's module at a sequence length.
         activations: bytes kept for backward, from the workload and the compute dtype's size; None where only running
             the model would tell.
         notes: what is not known of it.
@@ -45,34 +52,23 @@ class Subject:
     name: str
     num_parameters: int
     num_active_parameters: int
-    facts: Callable[[Sharding], ModelFacts]
-    work: Callable[[UnitFacts, int], UnitWork]
+    module: nn.Module
+    blocks: Sequence[nn.Module]
+    work: Callable[[nn.Module, int], UnitWork]
     activations: Callable[[Workload, int], int] | None = None
     notes: tuple[str, ...] = ()
     architecture: Architecture | None = None
 
+    def stand_ins(self, sharding: Sharding, sequence_length: int, *, has_streams: bool = True) -> StandIns:
+        """Return what makes stand-ins for it under a way of sharding it."""
+        work = functools.partial(self._work, sequence_length)
+        return partial(shaped_stand_ins, self.module, self.blocks, sharding, work, has_streams=has_streams)
 
-def stage_subject(subject: Subject, stage: Stage, parallelism: Parallelism, num_microbatches: int) -> Subject:
-    """Return what one rank of a stage has, as a model of its own; the name and the counts are the whole model's."""
-    transformer = Transformer.of(stage.architecture, has_head=stage.has_head, stream_ranks=parallelism.stream_ranks)
-    num_held = in_flight(stage, parallelism, num_microbatches)
-    return replace(
-        subject,
-        facts=lambda sharding: architecture_facts(stage.architecture, sharding, stage.layers[0]),
-        work=_work_of(transformer),
-        activations=lambda workload, itemsize: transformer.activation_bytes(workload, itemsize, num_held),
-        architecture=stage.architecture,
-    )
+    def _work(self, sequence_length: int, module: nn.Module) -> UnitWork:
+        return self.work(module, sequence_length)
 
 
-def _work_of(transformer: Transformer) -> Callable[[UnitFacts, int], UnitWork]:
-    kinds = functools.cache(transformer.work)
-
-    def work(unit: UnitFacts, sequence_length: int) -> UnitWork:
-        # The kind of unit stands where a live model has the class of its module.
-        return kinds(sequence_length).get(unit.modules[0], UnitWork(0))
-
-    return work
+# ---------------------------------------------------------------------- the catalog
 
 
 def named_subject(name: str) -> Subject:
@@ -101,16 +97,91 @@ def file_subject(path: str) -> Subject:
 
 def _catalog_subject(name: str, config: Mapping[str, Any]) -> Subject:
     architecture = catalog.architecture(config)
-    transformer = Transformer.of(architecture)
+    module, blocks = shaped_module(architecture)
+    transformer = Transformer(architecture)
     return Subject(
-        name,
-        architecture.num_parameters,
-        architecture.num_active_parameters,
-        lambda sharding: architecture_facts(architecture, sharding),
-        _work_of(transformer),
-        transformer.activation_bytes,
-        architecture=architecture,
+        name, architecture.num_parameters, architecture.num_active_parameters, module, blocks, _work_of(transformer),
+        transformer.activation_bytes, architecture=architecture,
+    )  # fmt: skip
+
+
+def stage_subject(subject: Subject, stage: Stage, parallelism: Parallelism, num_microbatches: int) -> Subject:
+    """Return what one rank of a stage has, as a model of its own; the name and the counts are the whole model's."""
+    transformer = Transformer(stage.architecture, has_head=stage.has_head, stream_ranks=parallelism.stream_ranks)
+    num_held = in_flight(stage, parallelism, num_microbatches)
+    module, blocks = shaped_module(stage.architecture, stage.layers[0])
+    return replace(
+        subject,
+        module=module,
+        blocks=blocks,
+        work=_work_of(transformer),
+        activations=lambda workload, itemsize: transformer.activation_bytes(workload, itemsize, num_held),
+        architecture=stage.architecture,
     )
+
+
+def _work_of(transformer: Transformer) -> Callable[[nn.Module, int], UnitWork]:
+    kinds = functools.cache(transformer.work)
+    return lambda module, sequence_length: kinds(sequence_length).get(type(module).__name__, UnitWork(0))
+
+
+def shaped_module(architecture: Architecture, first_layer: int = 0) -> tuple[nn.Module, list[nn.Module]]:
+    """Return a module with the parameters of an architecture on the meta device, and its units inside a bare root.
+
+    The class of a unit is its kind. Routed experts are a unit inside of their layer. Where the output matrix is tied,
+    the unit of the embedding holds the last norm too, and is around the layers: its call ends with the model's.
+
+    Args:
+        first_layer: the number in the whole model of the first layer here.
+    """
+    root, blocks = _made("model", ""), list[nn.Module]()
+    around, last = root, list[tuple[str, tuple[int, ...]]]()
+    layer = first_layer
+    for shapes, nested in architecture.kinds():
+        # Registration order: norms come after the modules that hold nested units, in layers and in whole models.
+        inner = max((at for at, (each, _) in enumerate(shapes.parameters) if not _is_norm(each)), default=-1) + 1
+        is_layer = shapes.name not in ("embedding", "head")
+        is_around = architecture.tied and shapes is architecture.units[0]
+        for _ in range(shapes.count):
+            unit = _made(shapes.name, f"{shapes.name}.{layer}" if is_layer else shapes.name)
+            layer += is_layer
+            blocks.append(unit)
+            around.add_module(f"unit{len(blocks)}", unit)
+            _register(unit, shapes.parameters[:inner])
+            if nested is not None:
+                blocks.append(_made(nested.name, f"{vars(unit)['path']}.{nested.name}"))
+                _register(blocks[-1], nested.parameters)
+                unit.add_module(nested.name, blocks[-1])
+            if is_around:
+                around, last = unit, list(shapes.parameters[inner:])
+            else:
+                _register(unit, shapes.parameters[inner:])
+    _register(around, last)
+    return root, blocks
+
+
+def _made(kind: str, path: str) -> nn.Module:
+    made: nn.Module = type(kind, (nn.Module,), {})()
+    vars(made)["path"] = path
+    return made
+
+
+def _register(module: nn.Module, parameters: Sequence[tuple[str, tuple[int, ...]]]) -> None:
+    for name, shape in parameters:
+        *path, attribute = name.split(".")
+        inner = module
+        for part in path:
+            if part not in inner._modules:
+                inner.add_module(part, nn.Module())
+            inner = inner.get_submodule(part)
+        inner.register_parameter(attribute, nn.Parameter(torch.empty(shape, device="meta")))
+
+
+def _is_norm(name: str) -> bool:
+    return "norm" in name or name.startswith("ln_")
+
+
+# ---------------------------------------------------------------------- a function that builds it
 
 
 def factory_subject(target: str, unit_classes: tuple[str, ...] = ()) -> Subject:
@@ -131,19 +202,58 @@ def factory_subject(target: str, unit_classes: tuple[str, ...] = ()) -> Subject:
         if missing:
             found = sorted({type(module).__name__ for module in model.modules()})
             raise ConfigError(f"--unit-class {', '.join(sorted(missing))}: the model has {', '.join(found)}")
-    count = sum(parameter.numel() for parameter in model.parameters())
     notes = ["activations are not known: they take a run of the model; --activation-bytes gives them"]
     notes.append("compute is 6 operations per parameter and token, attention scores and looked-up embeddings alike")
     if not blocks:
         notes.append("no repeated blocks were found, so the whole model is one unit; --unit-class names units")
+    count = sum(parameter.numel() for parameter in model.parameters())
+    numels = _own_numels(model, blocks)
     return Subject(
-        target,
-        count,
-        count,
-        lambda sharding: module_facts(model, blocks, sharding),
-        lambda unit, _: UnitWork(2 * sum(group.plan.data_numel for group in unit.groups), is_layer=not unit.is_root),
-        notes=tuple(notes),
-    )
+        target, count, count, model, blocks,
+        lambda module, _: UnitWork(2 * numels[id(module)], is_layer=module is not model), notes=tuple(notes),
+    )  # fmt: skip
+
+
+def _own_numels(model: nn.Module, blocks: Sequence[nn.Module]) -> Counter[int]:
+    """Return the elements of each unit's own parameters, by the identity of its module."""
+    chosen = {id(block) for block in blocks}
+    numels: Counter[int] = Counter()
+    seen: set[int] = set()
+    # Inner units come after those around them.
+    for unit in reversed([module for module in model.modules() if id(module) in chosen or module is model]):
+        own = [parameter for parameter in unit.parameters() if id(parameter) not in seen]
+        seen.update(map(id, own))
+        numels[id(unit)] = sum(parameter.numel() for parameter in own)
+    return numels
+
+
+def repeated_blocks(model: nn.Module) -> tuple[nn.Module, ...]:
+    """Return the modules of every ``ModuleList`` of two or more that lies in no other one: a model's usual units."""
+    lists: list[tuple[str, nn.ModuleList]] = []
+    for path, module in model.named_modules():
+        is_inside = any(path.startswith(f"{outer}.") for outer, _ in lists)
+        if isinstance(module, nn.ModuleList) and len(module) > 1 and not is_inside:
+            lists.append((path, module))
+    return tuple(block for _, blocks in lists for block in blocks)
+
+
+def build_on_meta(factory: Callable[[], object]) -> nn.Module:
+    """Return the module that ``factory`` makes, with all parameters on the meta device: no memory is taken.
+
+    Raises:
+        ConfigError: it returns something else than a module, or fails on the meta device.
+    """
+    try:
+        with torch.device("meta"):
+            model = factory()
+    except Exception as error:
+        raise ConfigError(
+            f"the factory failed on the meta device: {type(error).__name__}: {error}. Parameters have no values there: "
+            "build modules only, and leave initialisation that reads values to reset_parameters"
+        ) from error
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"the factory returned {type(model).__name__}, wanted the nn.Module to plan for")
+    return model
 
 
 def _imported(target: str) -> Callable[[], nn.Module]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 
@@ -13,25 +14,24 @@ from dbuffer import Partial, Replicate
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.planning.cost_model import Hardware, Machine
 from megatron_fsdp.planning.estimate import Setup
-from megatron_fsdp.planning.from_shapes import Sharding
 from megatron_fsdp.planning.model_source import Subject, factory_subject, file_subject, named_subject
-from megatron_fsdp.planning.model_spec import AxisFacts
 from megatron_fsdp.planning.parallelism import Parallelism
-from megatron_fsdp.planning.plan_arguments import DEFAULTS, HYBRID, STRATEGIES
+from megatron_fsdp.planning.plan_arguments import DEFAULTS, HYBRID, OF_SEARCH, STRATEGIES
+from megatron_fsdp.planning.stand_in import Axes, Axis, Sharding
 from megatron_fsdp.planning.transformer import Recompute, Workload
 from megatron_fsdp.policy.precision import MixedPrecisionPolicy
 from megatron_fsdp.policy.strategy import Placements
 
-__all__ = ["Options", "placements_of"]
+__all__ = ["Options", "mesh_axes_of", "placements_of"]
 
 _PACKED = ("optim_grads_params", "hsdp")
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_MACHINE = Machine()
 _RECOMPUTED = {
     Recompute.NONE: "activations are kept for backward",
     Recompute.SELECTIVE: "backward computes attention scores again",
     Recompute.FULL: "backward computes each layer again from its input",
 }
+_OF_PARALLELISM = ("world", "tp", "ep", "etp", "pp", "cp", "sequence_parallel", "stage")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,23 +44,36 @@ class Options:
         """Whether an option was given, by its attribute's name."""
         return getattr(self.values, name) is not None
 
+    def __getitem__(self, name: str) -> Any:
+        if self.given(name):
+            return getattr(self.values, name)
+        return "bf16" if name == "main_grads_dtype" and self.values.split_main_params else DEFAULTS.get(name)
+
     def cause(self, name: str) -> str:
         """Return an option as it would be written, and whether it is a default."""
-        flag = "--" + name.replace("_", "-")
-        value = getattr(self.values, name)
-        text = flag if isinstance(value, bool) else f"{flag} {self[name]}"
-        return text if self.given(name) else f"{text} (default)"
+        return _flag(name) if self[name] is True else f"{_flag(name)} {self[name]}{self._source(name, ' (default)')}"
 
     def choice(self, name: str, value: object) -> str:
         """Return an option that a search may have chosen, and who chose it."""
-        source = "" if self.given(name) else " (found by --fit)" if self.values.fit is not None else " (default)"
-        return f"--{name.replace('_', '-')} {value}{source}"
+        found = " (found by --fit)" if self.given("fit") else " (default)"
+        return f"{_flag(name)} {value}{self._source(name, found)}"
 
-    def __getitem__(self, name: str) -> object:
-        value = getattr(self.values, name)
-        if value is None and name == "main_grads_dtype" and self.values.split_main_params:
-            return "bf16"
-        return DEFAULTS.get(name) if value is None else value
+    def _source(self, name: str, otherwise: str) -> str:
+        return "" if self.given(name) else otherwise
+
+    def check(self) -> None:
+        """Refuse options that belong to a search, or to a plan alone.
+
+        Raises:
+            ConfigError: the others were asked for.
+        """
+        for name in (each for each in (_OF_PARALLELISM if self.given("fit") else OF_SEARCH) if self.given(each)):
+            if self.given("fit"):
+                raise ConfigError(
+                    f"{_flag(name)} is not searched over: --fit tries data-parallel meshes alone. Leave --fit "
+                    "out, and compare the totals of the plans"
+                )
+            raise ConfigError(f"{_flag(name)} {self[name]} belongs to --fit SIZE")
 
     def subject(self) -> Subject:
         """Return the model that the options name.
@@ -68,51 +81,41 @@ class Options:
         Raises:
             ConfigError: none or several are named, or it cannot be found.
         """
-        args = self.values
-        named = [flag for flag in ("model", "hf_config", "factory") if self.given(flag)]
+        named = [name for name in ("model", "hf_config", "factory") if self.given(name)]
         if len(named) != 1:
-            found = " and ".join("--" + flag.replace("_", "-") for flag in named) or "none"
+            found = " and ".join(map(_flag, named)) or "none"
             raise ConfigError(f"found {found}; give exactly one of --model, --hf-config and --factory")
-        if args.unit_class and not args.factory:
-            raise ConfigError(
-                f"--unit-class {args.unit_class[0]} belongs to --factory; catalog models have their units"
-            )
-        if args.model:
-            return named_subject(args.model)
-        if args.hf_config:
-            return file_subject(args.hf_config)
-        return factory_subject(args.factory, tuple(args.unit_class))
+        classes = self["unit_class"] or ()
+        if classes and named != ["factory"]:
+            raise ConfigError(f"--unit-class {classes[0]} belongs to --factory; catalog models have their units")
+        if named == ["factory"]:
+            return factory_subject(self["factory"], tuple(classes))
+        return named_subject(self["model"]) if named == ["model"] else file_subject(self["hf_config"])
 
     def policy(self) -> MixedPrecisionPolicy:
         """Return the dtypes."""
-        compute, main, reduce, grads = (
-            _DTYPES[str(self[name])] for name in ("dtype", "main_dtype", "reduce_dtype", "main_grads_dtype")
-        )
-        is_split = bool(self["split_main_params"])
-        moments = "int8" if self.values.moments_dtype == "int8" else None
-        if moments and self["optimizer"] != "adamw":
+        names = ("dtype", "reduce_dtype", "main_dtype", "main_grads_dtype")
+        compute, reduce, main, grads = (_DTYPES[self[name]] for name in names)
+        is_coded = self["moments_dtype"] == "int8"
+        if is_coded and self["optimizer"] != "adamw":
             raise ConfigError(f"--moments-dtype int8 needs --optimizer adamw (found {self['optimizer']})")
         return MixedPrecisionPolicy(
             compute,
             reduce,
             main_params_dtype=main,
             main_grads_dtype=grads,
-            split_main_params=is_split,
-            moments=moments,
-            gather_dtype=self.values.gather_dtype,
-            reduction=self.values.reduction,
+            split_main_params=bool(self["split_main_params"]),
+            moments="int8" if is_coded else None,
+            gather_dtype=self["gather_dtype"],
+            reduction=self["reduction"],
         )
-
-    def moments_dtype(self) -> torch.dtype | None:
-        """Return the dtype of AdamW's moments, None for that of the main weights."""
-        return _DTYPES.get(self.values.moments_dtype)
 
     def workload(self) -> Workload:
         """Return what a rank computes."""
         return Workload(
-            micro_batch=int(str(self["micro_batch"])),
-            sequence_length=int(str(self["seq_length"])),
-            num_microbatches=int(str(self["num_microbatches"])),
+            micro_batch=self["micro_batch"],
+            sequence_length=self["seq_length"],
+            num_microbatches=self["num_microbatches"],
             recompute=Recompute(self["recompute"]),
             fused_attention=self["attention"] == "fused",
             dropout=bool(self["dropout"]),
@@ -121,10 +124,8 @@ class Options:
 
     def parallelism(self) -> Parallelism:
         """Return how the model is divided besides the data-parallel ranks."""
-        args = self.values
-        return Parallelism(
-            args.tp or 1, args.ep or 1, args.pp or 1, args.cp or 1, args.etp or 0, bool(args.sequence_parallel)
-        )
+        tensor, expert, pipeline, context = (self[name] or 1 for name in ("tp", "ep", "pp", "cp"))
+        return Parallelism(tensor, expert, pipeline, context, self["etp"] or 0, bool(self["sequence_parallel"]))
 
     def data_parallel_sizes(self) -> tuple[int, ...]:
         """Return the mesh of dense weights: ``--mesh``, or what ``--world`` leaves of the ranks.
@@ -132,31 +133,17 @@ class Options:
         Raises:
             ConfigError: none or both are given, or sizes that do not divide the ranks.
         """
-        mesh, world = self.values.mesh, self.values.world
-        if (mesh is None) == (world is None):
-            if mesh is not None:
-                raise ConfigError(f"--world {world} contradicts --mesh {'x'.join(map(str, mesh))}; give one of them")
+        mesh: tuple[int, ...] | None = self["mesh"]
+        if mesh is not None and self.given("world"):
+            raise ConfigError(
+                f"--world {self['world']} contradicts --mesh {'x'.join(map(str, mesh))}; give one of them"
+            )
+        if mesh is None and not self.given("world"):
             raise ConfigError(
                 "--mesh is missing: give the data-parallel ranks, such as --mesh 64 or --mesh 8x128, or all ranks, "
                 "such as --world 2048 --pp 16"
             )
-        if world is None:
-            sizes: tuple[int, ...] = mesh
-            return sizes
-        return (self.parallelism().data_ranks(world),)
-
-    def machine(self) -> Machine:
-        """Return the machine, with what was given of it."""
-        args = self.values
-        given = {
-            "flops": args.flops,
-            "memory_bytes_per_second": args.memory_bandwidth,
-            "node_size": args.gpus_per_node,
-            "node_bandwidth": args.node_bandwidth,
-            "network_bandwidth": args.network_bandwidth,
-            "network_latency": args.network_latency,
-        }
-        return replace(_MACHINE, **{name: value for name, value in given.items() if value is not None})
+        return mesh if mesh is not None else (self.parallelism().data_ranks(self["world"]),)
 
     def setup(self, sizes: tuple[int, ...], strategy: str, workload: Workload) -> Setup:
         """Return the setup of a mesh and a strategy.
@@ -164,64 +151,77 @@ class Options:
         Raises:
             ConfigError: they do not go together, or the options contradict the mesh.
         """
-        args = self.values
-        axes = mesh_axes_of(sizes, int(str(self["rank"])))
-        if args.gather_dtype and strategy not in _PACKED:
+        if self.given("gather_dtype") and strategy not in _PACKED:
             raise ConfigError(
-                f"--gather-dtype {args.gather_dtype} needs --strategy optim_grads_params or hsdp (found {strategy}): "
-                "weights that rest sharded as main weights do"
+                f"--gather-dtype {self['gather_dtype']} needs --strategy optim_grads_params or hsdp (found {strategy}):"
+                " weights that rest sharded as main weights do"
             )
-        bandwidths = tuple(args.bandwidth or ())
-        if bandwidths and len(bandwidths) not in (1, len(axes)):
-            raise ConfigError(
-                f"--bandwidth has {len(bandwidths)} values, --mesh {len(axes)} axes; give one for each, or one for all"
-            )
-        if len(bandwidths) < len(axes):
-            bandwidths *= len(axes)
-        parallelism = self.parallelism()
+        axes, parallelism = mesh_axes_of(sizes, self["rank"]), self.parallelism()
         expert_axes = _expert_axes(axes, parallelism) if parallelism.is_any else None
+        measured = self["activation_bytes"]
         return Setup(
             strategy,
             Sharding(axes, placements_of(strategy, sizes), self.policy(), expert_axes),
             workload,
-            _hardware(self.machine(), axes, expert_axes, bandwidths, parallelism),
-            self.moments_dtype(),
-            args.activation_bytes and args.activation_bytes * workload.micro_batch,
-            int(str(self["reserve"])),
-            str(self["optimizer"]),
+            self._hardware(axes, expert_axes, parallelism),
+            _DTYPES.get(self["moments_dtype"]),
+            measured and measured * workload.micro_batch,
+            self["reserve"],
+            self["optimizer"],
             parallelism,
         )
 
+    def _hardware(self, axes: Axes, expert_axes: Axes | None, parallelism: Parallelism) -> Hardware:
+        """Return the links of all axes; ranks are ordered tp, cp, ep, dp, pp, neighbours first, as Megatron's are."""
+        rates = tuple(self["bandwidth"] or ())
+        if rates and len(rates) not in (1, len(axes)):
+            raise ConfigError(
+                f"--bandwidth has {len(rates)} values, --mesh {len(axes)} axes; give one for each, or one for all"
+            )
+        rates *= 1 if len(rates) == len(axes) else len(axes)
+        # Fields of the machine are called as the options that give them.
+        names = (each.name for each in fields(Machine) if hasattr(self.values, each.name))
+        machine = Machine(**{name: self[name] for name in names if self.given(name)})
+        tensor, within = parallelism.tensor, parallelism.ranks_of_expert * parallelism.expert
+        links = machine.links(axes, rates, stride=tensor)
+        if expert_axes is not None:
+            links[expert_axes[-1].name] = machine.links(expert_axes, rates, stride=within)[expert_axes[-1].name]
+        for name, size, stride in (
+            ("tp", tensor, 1),
+            ("cp", parallelism.context, tensor),
+            ("ep", parallelism.expert, parallelism.ranks_of_expert),
+            ("pp", parallelism.pipeline, tensor * math.prod(axis.size for axis in axes)),
+        ):
+            if size > 1:
+                links |= machine.links((Axis(name, size, 0),), stride=stride)
+        return Hardware(machine.flops, machine.memory_bandwidth, links)
+
     def strategies(self) -> tuple[str, ...]:
         """Return those that a search may choose from: packed gathers need weights that rest sharded."""
-        return _PACKED if self.values.gather_dtype else STRATEGIES
+        return _PACKED if self.given("gather_dtype") else STRATEGIES
 
     def strategy_for(self, sizes: Sequence[int]) -> str:
         """Return the strategy given, or the default of a mesh."""
-        return self.values.strategy or ("hsdp" if len(sizes) == 2 else "optim_grads_params")
+        return self["strategy"] or ("hsdp" if len(sizes) == 2 else "optim_grads_params")
 
     def decisions(self, setup: Setup) -> Iterator[str]:
         """Yield one line per choice, with the option that caused it."""
         mesh = "x".join(str(axis.size) for axis in setup.sharding.axes)
-        ranks = f"--world {self.values.world}" if self.given("world") else self.choice("mesh", mesh)
+        ranks = f"--world {self['world']}" if self.given("world") else self.choice("mesh", mesh)
         yield f"{_sharded(setup)}: {self.choice('strategy', setup.strategy)}, {ranks}"
-        packed = self.values.gather_dtype
-        travel = f"compute in {self['dtype']}, matrices travel in {packed}" if packed else ""
-        cause = f", --gather-dtype {packed}" if packed else ""
-        travel = travel or f"compute and travel in {self['dtype']}"
         yield from _inside(setup)
-        yield f"weights {travel}: {self.cause('dtype')}{cause}"
-        split = " in two halves" if self["split_main_params"] else ""
-        cause = self.cause("main_dtype") + (", --split-main-params" if split else "")
-        yield f"the optimizer steps {self['main_dtype']} weights{split}: {cause}"
+        packed = self["gather_dtype"]
+        travel = f"in {self['dtype']}, matrices travel in {packed}" if packed else f"and travel in {self['dtype']}"
+        yield f"weights compute {travel}: {self.cause('dtype')}" + (f", --gather-dtype {packed}" if packed else "")
+        words, split = (" in two halves", ", --split-main-params") if self["split_main_params"] else ("", "")
+        yield f"the optimizer steps {self['main_dtype']} weights{words}: {self.cause('main_dtype')}{split}"
         yield f"gradients travel in {self['reduce_dtype']}: {self.cause('reduce_dtype')}"
-        if self.values.reduction:
+        if self["reduction"]:
             yield "and are exchanged and added up one microbatch at a time, in a fixed order: --reduction invariant"
         yield f"gradients rest in {self['main_grads_dtype']}: {self.cause('main_grads_dtype')}"
-        moments = self.values.moments_dtype
-        yield f"moments are {moments or self['main_dtype']}: " + (
-            self.cause("moments_dtype") if moments else "as main weights"
-        )
+        moments = self["moments_dtype"]
+        cause = self.cause("moments_dtype") if moments else "as main weights"
+        yield f"moments are {moments or self['main_dtype']}: {cause}"
         if setup.optimizer == "muon":
             yield f"Muon steps matrices, each is one rank's work: {self.cause('optimizer')}"
         work = setup.workload
@@ -231,13 +231,17 @@ class Options:
             f"{self.choice('micro_batch', work.micro_batch)}, {self.cause('seq_length')}"
         )
         yield f"{_RECOMPUTED[work.recompute]}: {self.choice('recompute', work.recompute.value)}"
-        yield f"{setup.hardware.flops / 1e12:,.4g} Tflop/s: --flops" + ("" if self.given("flops") else " (default)")
+        yield f"{setup.hardware.flops / 1e12:,.4g} Tflop/s: --flops{self._source('flops', ' (default)')}"
+        cause = "--bandwidth" if self.given("bandwidth") else "from the nodes"
         for axis, link in setup.hardware.links.items():
-            cause = "--bandwidth" if self.given("bandwidth") else "from the nodes"
             yield f"axis {axis}: {link.bytes_per_second / 1e9:,.4g} GB/s, {link.latency * 1e6:,.3g} us per hop: {cause}"
 
 
-def mesh_axes_of(sizes: Sequence[int], rank: int = 0) -> tuple[AxisFacts, ...]:
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def mesh_axes_of(sizes: Sequence[int], rank: int = 0) -> Axes:
     """Return the axes of a mesh (``dp``, or ``outer`` and ``inner``) as one of its ranks sees them.
 
     Raises:
@@ -246,47 +250,20 @@ def mesh_axes_of(sizes: Sequence[int], rank: int = 0) -> tuple[AxisFacts, ...]:
     names = ("dp",) if len(sizes) == 1 else ("outer", "inner")
     axes, place = [], rank
     for name, size in zip(reversed(names), reversed(sizes), strict=True):
-        axes.append(AxisFacts(name, size, place % size))
+        axes.append(Axis(name, size, place % size))
         place //= size
     if place or rank < 0:
         raise ConfigError(f"--rank {rank}: the mesh has {'x'.join(map(str, sizes))} ranks, counted from 0")
     return tuple(reversed(axes))
 
 
-def _expert_axes(axes: tuple[AxisFacts, ...], parallelism: Parallelism) -> tuple[AxisFacts, ...] | None:
+def _expert_axes(axes: Axes, parallelism: Parallelism) -> Axes | None:
     """Return the axes over which the weights of one expert are sharded; None where they are those of all others."""
     inner = axes[-1]
     size = parallelism.expert_data_ranks(inner.size)
     if size == inner.size:
         return None
-    return (*axes[:-1], AxisFacts(f"expert {inner.name}", size, inner.rank * size // inner.size))
-
-
-def _hardware(
-    machine: Machine,
-    axes: tuple[AxisFacts, ...],
-    expert_axes: tuple[AxisFacts, ...] | None,
-    bandwidths: tuple[float, ...],
-    parallelism: Parallelism,
-) -> Hardware:
-    """Return the links of all axes; ranks are ordered tp, cp, ep, dp, pp, neighbours first, as Megatron's are."""
-    tensor, within = parallelism.tensor, parallelism.ranks_of_expert * parallelism.expert
-    hardware = machine.hardware(axes, bandwidths, stride=tensor)
-    links = dict(hardware.links)
-    if expert_axes is not None:
-        links |= {
-            expert_axes[-1].name: machine.hardware(expert_axes, bandwidths, stride=within).links[expert_axes[-1].name]
-        }
-    stage_ranks = tensor * math.prod(axis.size for axis in axes)
-    for name, size, stride in (
-        ("tp", tensor, 1),
-        ("cp", parallelism.context, tensor),
-        ("ep", parallelism.expert, parallelism.ranks_of_expert),
-        ("pp", parallelism.pipeline, stage_ranks),
-    ):
-        if size > 1:
-            links |= machine.hardware((AxisFacts(name, size, 0),), stride=stride).links
-    return replace(hardware, links=links)
+    return (*axes[:-1], Axis(f"expert {inner.name}", size, inner.rank * size // inner.size))
 
 
 def placements_of(strategy: str, sizes: Sequence[int]) -> Placements:
@@ -335,12 +312,13 @@ def _inside(setup: Setup) -> Iterator[str]:
 
 
 def _sharded(setup: Setup) -> str:
-    axes, placements = setup.sharding.axes, setup.sharding.placements
-    parts = []
-    kinds = (("weights", placements.parameter), ("gradients", placements.gradient))
-    for what, places in (*kinds, ("optimizer state", placements.optimizer)):
-        over = [
-            f"{axis.name} ({axis.size:,})" for axis, place in zip(axes, places, strict=True) if "Flat" in repr(place)
-        ]
+    placements, parts = setup.sharding.placements, []
+    for what, places in (
+        ("weights", placements.parameter),
+        ("gradients", placements.gradient),
+        ("optimizer state", placements.optimizer),
+    ):
+        pairs = zip(setup.sharding.axes, places, strict=True)
+        over = [f"{axis.name} ({axis.size:,})" for axis, place in pairs if "Flat" in repr(place)]
         parts.append(f"{what} over {' and '.join(over)}" if over else f"{what} nowhere")
     return f"sharded: {', '.join(parts)}"

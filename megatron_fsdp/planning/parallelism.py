@@ -8,23 +8,16 @@ cut over context-parallel ranks, which have the same weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.planning.catalog import Architecture, UnitShapes
-from megatron_fsdp.planning.catalog.architecture import Parameters
-from megatron_fsdp.planning.model_spec import Transfer
+from megatron_fsdp.planning.step_listener import Transfer
 from megatron_fsdp.planning.transformer import LayerShape, Recompute, Workload
 
 __all__ = ["ModelTransfer", "Parallelism", "Stage", "bubble_share", "in_flight", "model_transfers", "stages_of"]
 
-_OUTPUTS = frozenset("q_proj k_proj v_proj q_b_proj kv_b_proj gate_proj up_proj lm_head embed_tokens wte sinks".split())
-_INPUTS = frozenset(("o_proj", "down_proj"))
-_WHOLE = frozenset("q_a_proj kv_a_proj_with_mqa gate router wpe".split())
-# GPT-2 stores (inputs, outputs).
-_OUTPUTS_LAST, _INPUTS_FIRST = frozenset(("c_attn", "c_fc")), frozenset(("c_proj",))
 _TABLES = ("embed_tokens", "wte", "lm_head")
 
 
@@ -116,27 +109,25 @@ def stages_of(architecture: Architecture, parallelism: Parallelism) -> tuple[Sta
         ConfigError: fewer layers than stages, or shapes that the sizes do not divide.
     """
     _check(architecture, parallelism)
-    sliced = [_sliced(unit, architecture, parallelism) for unit in architecture.units]
-    layers = [unit for unit in sliced for _ in range(unit.count) if unit.name not in ("embedding", "head", "experts")]
-    experts = _experts_after(sliced)
-    first, last = _ends(sliced, architecture, parallelism)
+    units = [_sliced(unit, architecture, parallelism) for unit in architecture.units]
+    divided = replace(architecture, units=tuple(units))
+    kinds = [kind for kind in divided.kinds() if kind[0].name not in ("embedding", "head")]
+    layers = [(unit, inner) for unit, inner in kinds for _ in range(unit.count)]
+    first, last = _ends(units, architecture, parallelism)
     number, extra = divmod(len(layers), parallelism.pipeline)
     if not number:
         raise ConfigError(f"--pp {parallelism.pipeline} is more than the model's {len(layers)} layers")
-    stages = []
+    stages: list[Stage] = []
     start = 0
     for position in range(parallelism.pipeline):
         count = number + (1 <= position <= extra)
         has_head = position == parallelism.pipeline - 1
-        units = [first] if position == 0 and first is not None else []
-        for kind in dict.fromkeys(unit.name for unit in layers[start : start + count]):
-            alike = [unit for unit in layers[start : start + count] if unit.name == kind]
-            units.append(replace(alike[0], count=len(alike)))
-            if kind in experts:
-                units.append(replace(experts[kind], count=len(alike)))
-        units += [last] if has_head and last is not None else []
-        divided = _architecture(architecture, tuple(units), count, parallelism)
-        stages.append(Stage(position, (start, count), divided, has_head))
+        own = list(first) if position == 0 else []
+        for unit, inner in kinds:
+            alike = sum(each is unit for each, _ in layers[start : start + count])
+            own += [replace(each, count=alike) for each in (unit, inner) if each is not None and alike]
+        own += list(last) if has_head else []
+        stages.append(Stage(position, (start, count), _architecture(architecture, own, count, parallelism), has_head))
         start += count
     return tuple(stages)
 
@@ -154,55 +145,46 @@ def _check(architecture: Architecture, parallelism: Parallelism) -> None:
         )
 
 
-def _experts_after(units: list[UnitShapes]) -> dict[str, UnitShapes]:
-    return {unit.name: after for unit, after in pairwise(units) if after.name == "experts"}
-
-
 def _ends(
     units: list[UnitShapes], architecture: Architecture, parallelism: Parallelism
-) -> tuple[UnitShapes | None, UnitShapes | None]:
+) -> tuple[Sequence[UnitShapes], Sequence[UnitShapes]]:
     """Return what the first stage has before its layers and the last one behind them."""
-    first = next((unit for unit in units if unit.name == "embedding"), None)
-    if not architecture.tied or parallelism.pipeline == 1 or first is None:
-        return first, next((unit for unit in units if unit.name == "head"), None)
-    norms = tuple(each for each in first.parameters if "norm" in each[0] or each[0].startswith("ln_"))
-    tables = tuple(each for each in first.parameters if each[0].split(".")[0] in _TABLES)
-    before = tuple(each for each in first.parameters if each not in norms)
-    return replace(first, parameters=before), UnitShapes("head", 1, (*norms, *tables))
+    first, last = ([unit for unit in units if unit.name == name] for name in ("embedding", "head"))
+    if not architecture.tied or parallelism.pipeline == 1:
+        return first, last
+    parameters = first[0].parameters
+    norms = tuple(each for each in parameters if "norm" in each[0] or each[0].startswith("ln_"))
+    tables = tuple(each for each in parameters if each[0].split(".")[0] in _TABLES)
+    before = tuple(each for each in parameters if each not in norms)
+    return [replace(first[0], parameters=before)], [UnitShapes("head", 1, (*norms, *tables))]
 
 
 def _architecture(
-    whole: Architecture, units: tuple[UnitShapes, ...], num_layers: int, parallelism: Parallelism
+    whole: Architecture, units: Sequence[UnitShapes], num_layers: int, parallelism: Parallelism
 ) -> Architecture:
-    total = sum(unit.count * unit.num_parameters for unit in units)
-    routed = sum(unit.count * unit.num_parameters for unit in units if unit.name == "experts")
-    all_routed = sum(unit.count * unit.num_parameters for unit in whole.units if unit.name == "experts")
-    share = 1 - (whole.num_parameters - whole.num_active_parameters) / all_routed if all_routed else 0.0
-    # Experts compute the tokens of all ranks that share them, each rank's as often as it would with all experts.
-    active = total - routed + round(routed * share * parallelism.expert)
-    return replace(
+    divided = replace(
         whole,
-        units=units,
+        units=tuple(units),
         tied=whole.tied and parallelism.pipeline == 1,
         num_layers=num_layers,
         num_attention_heads=whole.num_attention_heads // parallelism.tensor,
         num_key_value_heads=max(whole.num_key_value_heads // parallelism.tensor, 1),
         vocab_size=-(-whole.vocab_size // parallelism.tensor),
-        num_active_parameters=active,
-        num_parameters=total,
     )
+    # Experts compute the tokens of all ranks that share them, each rank's as often as it would with all experts.
+    routed = divided.num_routed_parameters
+    used = round(routed * whole.expert_share * parallelism.expert)
+    return replace(divided, num_active_parameters=divided.num_parameters - routed + used)
 
 
 def _sliced(unit: UnitShapes, architecture: Architecture, parallelism: Parallelism) -> UnitShapes:
-    if unit.name == "experts":
-        return replace(unit, parameters=_sliced_experts(unit, architecture, parallelism))
-    parameters: Parameters = tuple(
-        (name, _sliced_shape(unit, name, shape, architecture, parallelism.tensor)) for name, shape in unit.parameters
-    )
-    return replace(unit, parameters=parameters)
-
-
-def _sliced_experts(unit: UnitShapes, architecture: Architecture, parallelism: Parallelism) -> Parameters:
+    """Return the shapes that one rank has of a unit."""
+    if unit.name != "experts":
+        named = (
+            (name, _sliced_shape(unit, name, shape, architecture, parallelism.tensor))
+            for name, shape in unit.parameters
+        )
+        return replace(unit, parameters=tuple(named))
     # (experts, outputs, inputs), but for gpt_oss, which multiplies from the other side.
     outputs, inputs = (2, 1) if architecture.model_type == "gpt_oss" else (1, 2)
     dims = {"gate_up_proj": outputs, "down_proj": inputs, "gate_up_proj_bias": 1}
@@ -212,34 +194,40 @@ def _sliced_experts(unit: UnitShapes, architecture: Architecture, parallelism: P
         if name in dims:
             shape = _divided(f"{unit.name}: {name}", shape, dims[name], parallelism.ranks_of_expert, "--etp")
         sliced.append((name, shape))
-    return tuple(sliced)
+    return replace(unit, parameters=tuple(sliced))
+
+
+# Along which dim a matrix of a module is divided; None: whole. GPT-2 stores (inputs, outputs).
+_DIMS: dict[str, int | None] = {
+    **dict.fromkeys("q_proj k_proj v_proj q_b_proj kv_b_proj gate_proj up_proj sinks".split(), 0),
+    **dict.fromkeys(("o_proj", "down_proj"), 1),
+    **dict.fromkeys("q_a_proj kv_a_proj_with_mqa gate router wpe".split()),
+    **dict.fromkeys(("c_attn", "c_fc"), -1),
+    "c_proj": 0,
+}
+# Their biases are added to what is summed over the ranks.
+_SUMMED = ("o_proj", "down_proj", "c_proj")
 
 
 def _sliced_shape(
     unit: UnitShapes, name: str, shape: tuple[int, ...], architecture: Architecture, tensor: int
 ) -> tuple[int, ...]:
-    if tensor == 1:
-        return shape
     words = name.split(".")
     module, is_bias = (words[-2] if len(words) > 1 else words[-1]), words[-1] == "bias"
-    if unit.name == "embedding" and len(words) == 1:
-        module = "embed_tokens"
-    where = f"unit {unit.name!r}, parameter {name!r}"
-    if module in _TABLES:
+    if tensor == 1 or (is_bias and module in _SUMMED):
+        return shape
+    if module in _TABLES or (unit.name == "embedding" and len(words) == 1):
         # Megatron pads the vocabulary so that it divides.
         return (-(-shape[0] // tensor), *shape[1:])
-    if module in ("k_proj", "v_proj") and architecture.num_key_value_heads < tensor:
-        # Fewer heads of keys and values than ranks: several ranks have the same.
-        return _divided(where, shape, 0, architecture.num_key_value_heads, "--tp")
-    if module in _OUTPUTS:
-        return _divided(where, shape, 0, tensor, "--tp")
-    if module in _OUTPUTS_LAST:
-        return _divided(where, shape, len(shape) - 1, tensor, "--tp")
-    if module in _INPUTS or module in _INPUTS_FIRST:
-        return shape if is_bias else _divided(where, shape, 1 if module in _INPUTS else 0, tensor, "--tp")
-    if len(shape) == 1 or module in _WHOLE:
-        return shape
-    raise ConfigError(f"--tp {tensor}: nothing is known of how {where} of shape {shape} is divided")
+    where = f"unit {unit.name!r}, parameter {name!r}"
+    dim = _DIMS.get(module)
+    if dim is None:
+        if len(shape) == 1 or module in _DIMS:
+            return shape
+        raise ConfigError(f"--tp {tensor}: nothing is known of how {where} of shape {shape} is divided")
+    # Fewer heads of keys and values than ranks: several ranks have the same.
+    size = min(tensor, architecture.num_key_value_heads) if module in ("k_proj", "v_proj") else tensor
+    return _divided(where, shape, dim % len(shape), size, "--tp")
 
 
 def _divided(where: str, shape: tuple[int, ...], dim: int, size: int, flag: str) -> tuple[int, ...]:

@@ -1,16 +1,12 @@
-"""The engine's own step on a virtual device, by modules that stand for a model: what it allocates, sends and computes.
-
-Of many layers that are alike a few run. What one more of them adds is known from two runs, and put in as often as
-there are more of them.
-"""
+"""The engine's own step on a virtual device, by stand-ins for a model: what it allocates, sends and computes."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
-import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import torch
@@ -21,135 +17,62 @@ from dbuffer.memory_meter import memory_meter
 from dbuffer.planner.arena import ArenaPlan
 from megatron_fsdp.api import microbatch
 from megatron_fsdp.optim.adamw import AdamW
+from megatron_fsdp.optim.ownership import OwnershipReport, ownership_report
 from megatron_fsdp.optim.sharded_optimizer import fully_shard_optimizer
-from megatron_fsdp.planning.alike_layers import AlikeLayers, NotAlikeError, settings_of, unrolled
-from megatron_fsdp.planning.group_report import GroupReport, group_report
-from megatron_fsdp.planning.model_spec import Call, ModelFacts, UnitFacts
-from megatron_fsdp.planning.stand_in import Model, stand_ins
-from megatron_fsdp.planning.step_events import Phase, Segments, StepListener
+from megatron_fsdp.planning.planned_ownership import muon_bytes, planned_ownership
+from megatron_fsdp.planning.stand_in import Hear, Model, StandIn
+from megatron_fsdp.planning.step_listener import Forecast, Phase, StepListener
 from megatron_fsdp.planning.transformer import UnitWork
+from megatron_fsdp.planning.unit_report import UnitReport, adamw_bytes, is_cut, is_trained, unit_report
+from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
 from megatron_fsdp.runtime.step.unit import Unit
 from megatron_fsdp.virtual.recording import Item
 
-__all__ = ["PlayedStep", "Run", "play_step", "with_names"]
+__all__ = ["PlayedStep", "StandIns", "play_step"]
 
-_LAYERS = 4
-"""So many of alike layers run: the first ones and the last have neighbours of other kinds."""
-
-Works = Callable[[UnitFacts], UnitWork]
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """What a step of some microbatches asked of the device, by their number; ``times``: it counts so many times."""
-
-    items: Mapping[int, tuple[Item, ...]] = field(repr=False)
-    times: int = 1
+StandIns = Callable[[Hear], AbstractContextManager[Model]]
+"""Makes stand-ins that tell of each gradient of a weight."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlayedStep:
-    """Runs of the engine, which add up to the model's step.
+    """What a model takes, and what the engine did in steps of it.
 
     Attributes:
-        runs: the model with few layers of each kind; with one more of a kind, as often as it has more; and the first
-            again, taken away as often.
-        segments: what the engine did in steps of so many microbatches, of all layers.
-        groups: of each unit, in the order of the facts.
-        slot_bytes: of all slots. arenas: those among these that have a plan.
+        units: in order; nothing is said of their collectives. works: operations of a token in each.
+        items: what a step of as many microbatches asked of the device, two and three of them where there are more,
+            which do what the one before the last does. forecasts: what a step holds and sends.
+        optimizer_bytes: of its state. moved_bytes: what AdamW's step reads and writes.
+        compute_itemsize: of the first weights. owners: with Muon, the work of each set of ranks that shares matrices.
+        arenas: of slots that have a plan.
     """
 
-    runs: tuple[Run, ...]
-    segments: Mapping[int, Segments] = field(repr=False)
-    groups: tuple[tuple[GroupReport, ...], ...] = field(repr=False)
-    slot_bytes: int
+    units: tuple[UnitReport, ...]
+    works: tuple[UnitWork, ...]
+    items: Mapping[int, tuple[Item, ...]] = field(repr=False)
+    forecasts: Mapping[int, Forecast] = field(repr=False)
+    optimizer_bytes: int
+    moved_bytes: int
+    compute_itemsize: int
+    owners: tuple[OwnershipReport, ...]
     arenas: tuple[ArenaPlan, ...]
 
 
-def play_step(facts: ModelFacts, work: Works | None = None, counts: Sequence[int] = (1,)) -> PlayedStep:
+def play_step(
+    stand_ins: StandIns,
+    counts: Sequence[int] = (1,),
+    *,
+    moments_dtype: torch.dtype | None = None,
+    is_muon: bool = False,
+) -> PlayedStep:
     """Run the engine on stand-ins, and return what it did in optimizer steps.
 
     Args:
-        work: operations of a unit's token; None: nothing is said of time.
-        counts: of microbatches; above three they repeat what the one between the first and the last does, but for
-            sums of ``reduction="invariant"``, which hold more the more there are.
+        counts: of microbatches.
+        moments_dtype: of the optimizer's two moments. None: the main weights', as ``torch.optim.AdamW`` has them; FP32
+            where these are split.
+        is_muon: Muon steps matrices, AdamW the rest.
     """
-    works = work or _no_work
-    if not any(unit.policy.reduction for unit in facts.units):
-        counts = sorted({min(count, 3) for count in counts} | ({2} if max(counts) > 3 else set()))
-    key = (
-        facts.call,
-        facts.has_streams,
-        tuple((id(each.groups), settings_of(each), works(each)) for each in facts.units),
-        tuple(counts),
-    )
-    if key not in _KNOWN:
-        if len(_KNOWN) >= _MOST_KNOWN:
-            del _KNOWN[next(iter(_KNOWN))]
-        # With the facts, so that what is named by identity stays itself.
-        _KNOWN[key] = facts, _played(facts, works, counts)
-    return _KNOWN[key][1]
-
-
-_MOST_KNOWN = 64
-_KNOWN: dict[object, tuple[ModelFacts, PlayedStep]] = {}
-
-
-def _no_work(unit: UnitFacts) -> UnitWork:
-    return UnitWork(0)
-
-
-def with_names(words: str, facts: ModelFacts) -> str:
-    """Return what is said of a run with the names of units, which it knows by their positions."""
-    return re.sub(r"#(\d+)", lambda found: facts.units[int(found[1])].name, words)
-
-
-def _played(facts: ModelFacts, work: Works, counts: Sequence[int]) -> PlayedStep:
-    alike = AlikeLayers(facts)
-    # An arena is planned for all that comes.
-    most = _LAYERS if all(unit.slots.sizing is None for unit in facts.units) else len(facts.units)
-    while True:
-        surplus = alike.surplus(most)
-        base = _record(facts, alike.trimmed(most), work, counts)
-        longer = {kind: _record(facts, alike.trimmed(most, kind), work, counts) for kind in surplus}
-        runs = [Run(base.items)]
-        for kind, extra in surplus.items():
-            runs += [Run(longer[kind].items, extra), Run(base.items, -extra)]
-        try:
-            segments = {
-                count: tuple(
-                    unrolled(
-                        alike, base.segments[count], {kind: run.segments[count] for kind, run in longer.items()}, most
-                    )
-                )
-                for count in counts
-            }
-        except NotAlikeError:
-            most *= 2
-            continue
-        found = {position: groups for each in (base, *longer.values()) for position, groups in each.groups.items()}
-        groups = tuple(
-            found[position if position in found else alike.like(position, found)]
-            for position in range(len(facts.units))
-        )
-        return PlayedStep(tuple(runs), segments, groups, base.slot_bytes, base.arenas)
-
-
-# ---------------------------------------------------------------------- a run
-
-
-@dataclass(frozen=True, slots=True)
-class _Recorded:
-    """What a run of some layers did, in steps of so many microbatches; ``groups`` of each unit that ran."""
-
-    items: Mapping[int, tuple[Item, ...]]
-    segments: Mapping[int, Segments]
-    groups: Mapping[int, tuple[GroupReport, ...]]
-    slot_bytes: int
-    arenas: tuple[ArenaPlan, ...]
-
-
-def _record(facts: ModelFacts, call: Call, work: Works, counts: Sequence[int]) -> _Recorded:
     meter, heard = memory_meter(), listeners[:]
     peak_bytes, num_allocations = meter.peak_bytes, meter.num_allocations
     with contextlib.ExitStack() as stack:
@@ -161,54 +84,84 @@ def _record(facts: ModelFacts, call: Call, work: Works, counts: Sequence[int]) -
         # A job that asks in the middle of a step goes on as if nothing was: nobody hears of what is no step of its own.
         listeners.clear()
         stack.callback(listeners.extend, heard)
-        found = _recorded(facts, call, work, counts)
+        stack.enter_context(_without_collections())
+        found = _played(stand_ins, counts, moments_dtype, is_muon=is_muon)
     gc.collect()
     meter.peak_bytes, meter.num_allocations = peak_bytes, num_allocations
     return found
 
 
-def _recorded(facts: ModelFacts, call: Call, work: Works, counts: Sequence[int]) -> _Recorded:
+@contextlib.contextmanager
+def _without_collections() -> Iterator[None]:
+    """Take no time to look for garbage in what lives until the end."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def _played(
+    stand_ins: StandIns, counts: Sequence[int], moments_dtype: torch.dtype | None, *, is_muon: bool
+) -> PlayedStep:
     listener = StepListener()
     items: dict[int, tuple[Item, ...]] = {}
-    segments: dict[int, Segments] = {}
-
-    def work_of(unit: int) -> UnitWork:
-        return work(facts.units[unit]) if unit >= 0 else UnitWork(0)
-
-    with stand_ins(facts, call, work_of, listener.gradient) as model, listen(listener):
+    forecasts: dict[int, Forecast] = {}
+    with stand_ins(listener.gradient) as model, listen(listener):
+        units = [each.unit for each in model.units]
+        groups = [group for unit in units for group in unit.groups]
         listener.follow(model.units)
-        model.device.unit_names = {unit.name: f"#{position}" for position, unit in model.units.items()}
-        optimizer = _optimizer(facts, model)
+        model.device.unit_names = {each.unit.name: each.name for each in model.units}
+        adds_up = any(unit.policy.reduction for unit in units)
+        # Sums of reduction="invariant" hold more the more microbatches there are, so that all of them run.
+        chosen = sorted(set(counts) if adds_up else {min(count, 3) for count in counts})
+        optimizer = _optimizer(model, groups)
         # The first step finds the order of units; arenas are planned for what comes in a second one.
-        for _ in range(2 if any(unit.slots.sizing for unit in facts.units) else 1):
-            _step(model, optimizer, listener, counts[0])
-        for count in counts:
-            # A step leaves what the next one finds, but for sums, of which there are more or fewer.
-            if items and any(unit.policy.reduction for unit in facts.units):
+        has_slots = any(unit.slots.sizing for unit in units)
+        for _ in range(1 + has_slots):
+            _step(model, optimizer, listener, chosen[0] if has_slots or adds_up else 1)
+        for count in chosen:
+            if items and adds_up:
                 _step(model, optimizer, listener, count)
-            listener.segments.clear()
-            listener.enter(None)
-            listener.held()
+            listener.begin()
             model.device.recording.items.clear()
-            _step(model, optimizer, listener, count, is_recorded=True)
-            items[count], segments[count] = tuple(model.device.recording.items), listener.taken()
-        groups = {position: _group_reports(facts.units[position], unit) for position, unit in model.units.items()}
-        pools = [unit.schedule.pools for unit in model.units.values()]
+            starts = _step(model, optimizer, listener, count, is_recorded=True)
+            items[count] = tuple(model.device.recording.items)
+            if max(counts) > 3 and count == 3 and not adds_up:
+                items.setdefault(2, items[3][: starts[1]] + items[3][starts[2] :])
+            for each in {count} if adds_up else {each for each in counts if min(each, 3) == count}:
+                forecasts[each] = listener.forecast(each)
+        pools = [unit.schedule.pools for unit in units]
         arenas = {id(pool): pool.plan for each in pools for pool in each.planned if pool.plan is not None}
-        return _Recorded(items, segments, groups, listener.slot_bytes, tuple(arenas.values()))
+        is_sharded = any(map(is_cut, groups))
+        return PlayedStep(
+            units=tuple(unit_report(each, is_sharded=is_sharded) for each in model.units),
+            works=tuple(_work_of(unit) for unit in units),
+            items=items,
+            forecasts=forecasts,
+            optimizer_bytes=_state_bytes(model, moments_dtype, is_muon=is_muon),
+            moved_bytes=sum(map(_moved_bytes, groups)),
+            compute_itemsize=groups[0].spec.dtypes.compute.itemsize if groups else 0,
+            owners=tuple(map(ownership_report, planned_ownership(model.units))) if is_muon else (),
+            arenas=tuple(arenas.values()),
+        )
 
 
-def _group_reports(facts: UnitFacts, unit: Unit) -> tuple[GroupReport, ...]:
-    pairs = zip(unit.groups, facts.groups, strict=True)
-    return tuple(group_report(group, each.names) for group, each in pairs)
+def _work_of(unit: Unit) -> UnitWork:
+    stand_in = unit.modules[0]()
+    assert isinstance(stand_in, StandIn)
+    return stand_in.work
 
 
-def _optimizer(facts: ModelFacts, model: Model) -> torch.optim.Optimizer | None:
+def _optimizer(model: Model, groups: Sequence[ParameterGroup]) -> torch.optim.Optimizer | None:
     trained = [parameter for parameter in model.module.parameters() if parameter.requires_grad]
     if not trained:
         return None
-    is_split = any(group.dtypes.is_split for unit in facts.units for group in unit.groups)
-    return AdamW(trained) if is_split else fully_shard_optimizer(torch.optim.AdamW(trained))
+    is_split = any(group.spec.dtypes.is_split for group in groups)
+    # What its own arithmetic is does not matter here; SGD's is the least.
+    return AdamW(trained) if is_split else fully_shard_optimizer(torch.optim.SGD(trained))
 
 
 def _step(
@@ -218,10 +171,13 @@ def _step(
     count: int,
     *,
     is_recorded: bool = False,
-) -> None:
+) -> list[int]:
+    """Run a step, and return how many items were noted when each microbatch began."""
     recording = model.device.recording
     recording.is_on = is_recorded
+    starts = []
     for number in range(count):
+        starts.append(len(recording.items))
         with microbatch(model.module, is_last=number == count - 1):
             listener.enter(Phase.FORWARD)
             loss = model.module(torch.empty(1)).sum()
@@ -234,3 +190,25 @@ def _step(
         optimizer.step()
         listener.enter(None)
         optimizer.zero_grad()
+    return starts
+
+
+def _state_bytes(model: Model, moments_dtype: torch.dtype | None, *, is_muon: bool) -> int:
+    pairs = [(each, group) for each in model.units for group in each.unit.groups]
+    if not is_muon:
+        return sum(adamw_bytes(group, moments_dtype) for _, group in pairs)
+    return sum(muon_bytes(each, group, (moments_dtype or group.spec.dtypes.stepped).itemsize) for each, group in pairs)
+
+
+def _moved_bytes(group: ParameterGroup) -> int:
+    """Return what AdamW's step reads and writes: gradient, weights and both moments, and the compute weights."""
+    if not is_trained(group):
+        return 0
+    dtypes = group.spec.dtypes
+    stepped = dtypes.stepped.itemsize
+    # Split weights are read and written in two halves, one of which is the compute weight.
+    has_copy = dtypes.gather is None and dtypes.main is not dtypes.compute and not group.spec.gathers_main_weights
+    weights = 2 * stepped + (dtypes.compute.itemsize if has_copy else 0)
+    # Both moments are read and written; codes are bytes, with a scale for each 256.
+    moments = 4 if dtypes.moments == "int8" else 4 * stepped
+    return group.main_weight.local_buffer.numel() * (dtypes.main_grad.itemsize + weights + moments)

@@ -5,19 +5,19 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from dbuffer.errors import LayoutError
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.formatting import Listing, Table, format_bytes, format_seconds
-from megatron_fsdp.planning.estimate import Projection, play_all, project
+from megatron_fsdp.planning.estimate import Projection, play_setup, project
 from megatron_fsdp.planning.model_source import Subject
 from megatron_fsdp.planning.options import Options
 from megatron_fsdp.planning.plan_arguments import HYBRID
 from megatron_fsdp.planning.transformer import Recompute, Workload
 
-__all__ = ["Rejection", "Search", "fit_dict", "fit_page", "fit_parts", "search"]
+__all__ = ["Rejection", "Search", "fit_dict", "fit_parts", "search"]
 
 # Sequences of a rank and step when no batch is given; rows of the table.
 _PER_RANK, _ROWS = 8, 12
@@ -28,8 +28,8 @@ class Rejection:
     """A strategy on a mesh with which nothing fits: what its smallest setup takes (0: none could be laid out)."""
 
     strategy: str
-    sizes: tuple[int, ...]
-    num_bytes: int
+    mesh: tuple[int, ...]
+    memory_bytes: int
     reason: str
 
 
@@ -65,46 +65,46 @@ def search(subject: Subject, options: Options) -> Search:
     Raises:
         ConfigError: no number of ranks is given, or a batch that they do not divide.
     """
-    args = options.values
-    num_ranks = _num_ranks(options)
+    limit_bytes, num_ranks = options["fit"], _num_ranks(options)
     per_rank = _sequences_per_rank(options, num_ranks)
+    is_complete = subject.activations is not None or options.given("activation_bytes")
     workloads = list(_workloads(subject, options, per_rank))
+    counts = sorted({workload.num_microbatches for workload in workloads})
     fitting: list[Projection] = []
     rejected: list[Rejection] = []
-    num_tried = 0
-    for strategy, sizes in _shardings(options, num_ranks):
+    shardings = list(_shardings(options, num_ranks))
+    for strategy, sizes in shardings:
+        setups = [options.setup(sizes, strategy, workload) for workload in workloads]
         try:
-            tried = list(_projections(subject, options, (strategy, sizes), workloads))
+            played = play_setup(subject, setups[0], counts)
         except LayoutError as error:
             rejected.append(Rejection(strategy, sizes, 0, f"no layout: {str(error).partition('. ')[0]}"))
-            num_tried += len(workloads)
             continue
-        num_tried += len(tried)
-        fits = [projection for projection in tried if projection.memory_bytes <= args.fit]
+        tried = [project(subject, setup, played) for setup in setups]
+        fits = [projection for projection in tried if projection.memory_bytes <= limit_bytes]
         fitting += fits
         if not fits:
-            rejected.append(_rejection(min(tried, key=lambda projection: projection.memory_bytes), sizes, args.fit))
+            smallest = min(tried, key=lambda projection: projection.memory_bytes)
+            rejected.append(Rejection(strategy, sizes, smallest.memory_bytes, _reason(smallest, limit_bytes)))
     fitting.sort(key=lambda projection: (projection.time.total, projection.memory_bytes))
-    is_complete = subject.activations is not None or args.activation_bytes is not None
-    return Search(args.fit, num_ranks, per_rank, num_tried, tuple(fitting), tuple(rejected), is_complete)
+    num_tried = len(shardings) * len(workloads)
+    return Search(limit_bytes, num_ranks, per_rank, num_tried, tuple(fitting), tuple(rejected), is_complete)
 
 
 def _num_ranks(options: Options) -> int:
-    gpus, mesh = options.values.gpus, options.values.mesh
+    gpus, mesh = options["gpus"], options["mesh"]
     if gpus is None and mesh is None:
         raise ConfigError("--fit needs --gpus N, or a --mesh to keep")
-    if mesh is None:
-        return int(gpus)
-    if gpus not in (None, math.prod(mesh)):
+    if mesh is not None and gpus not in (None, math.prod(mesh)):
         raise ConfigError(f"--gpus {gpus} contradicts --mesh {'x'.join(map(str, mesh))}, which has {math.prod(mesh)}")
-    return math.prod(mesh)
+    return int(gpus) if mesh is None else math.prod(mesh)
 
 
 def _sequences_per_rank(options: Options, num_ranks: int) -> int:
-    batch = options.values.global_batch
+    batch = options["global_batch"]
     if batch is None:
         given = options.given("micro_batch") and options.given("num_microbatches")
-        product = options.workload().micro_batch * options.workload().num_microbatches
+        product: int = options["micro_batch"] * options["num_microbatches"]
         return product if given else math.lcm(_PER_RANK, product)
     if batch % num_ranks:
         raise ConfigError(
@@ -116,25 +116,27 @@ def _sequences_per_rank(options: Options, num_ranks: int) -> int:
 
 def _workloads(subject: Subject, options: Options, per_rank: int) -> Iterator[Workload]:
     base = options.workload()
-    micro_batches = [size for size in range(1, per_rank + 1) if per_rank % size == 0]
-    if options.given("micro_batch"):
-        micro_batches = [size for size in micro_batches if size == base.micro_batch]
-    if options.given("num_microbatches"):
-        micro_batches = [size for size in micro_batches if per_rank // size == base.num_microbatches]
-    if not micro_batches:
+    sizes = [
+        size
+        for size in range(1, per_rank + 1)
+        if per_rank % size == 0
+        and (size == base.micro_batch or not options.given("micro_batch"))
+        and (per_rank // size == base.num_microbatches or not options.given("num_microbatches"))
+    ]
+    if not sizes:
         raise ConfigError(
             f"{per_rank} sequences per rank and step cannot be split with {options.cause('micro_batch')} and "
             f"{options.cause('num_microbatches')}; change --global-batch or leave one of them out"
         )
     kinds = [base.recompute]
-    if not options.given("recompute") and subject.activations is not None and options.values.activation_bytes is None:
+    if not options.given("recompute") and subject.activations is not None and not options.given("activation_bytes"):
         kinds = [Recompute.NONE, *([] if base.fused_attention else [Recompute.SELECTIVE]), Recompute.FULL]
-    for size, recompute in itertools.product(micro_batches, kinds):
+    for size, recompute in itertools.product(sizes, kinds):
         yield replace(base, micro_batch=size, num_microbatches=per_rank // size, recompute=recompute)
 
 
 def _shardings(options: Options, num_ranks: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    given, mesh = options.values.strategy, options.values.mesh
+    given, mesh = options["strategy"], options["mesh"]
     splits = [(num_ranks // inner, inner) for inner in range(2, num_ranks) if num_ranks % inner == 0]
     for strategy in (given,) if given else options.strategies():
         if mesh is not None:
@@ -148,33 +150,14 @@ def _shardings(options: Options, num_ranks: int) -> Iterator[tuple[str, tuple[in
             yield strategy, (num_ranks,)
 
 
-def _projections(
-    subject: Subject, options: Options, sharding: tuple[str, tuple[int, ...]], workloads: Sequence[Workload]
-) -> Iterator[Projection]:
-    strategy, sizes = sharding
-    counts = sorted({workload.num_microbatches for workload in workloads})
-    played = play_all(subject, options.setup(sizes, strategy, workloads[0]), counts)
-    for workload in workloads:
-        setup = options.setup(sizes, strategy, workload)
-        yield project(subject, setup, played[workload.num_microbatches])
-
-
-def _rejection(smallest: Projection, sizes: tuple[int, ...], limit_bytes: int) -> Rejection:
+def _reason(smallest: Projection, limit_bytes: int) -> str:
     parts = sorted(smallest.memory, key=lambda part: -part.num_bytes)[:2]
     largest = " and ".join(f"{part.name} {format_bytes(part.num_bytes)}" for part in parts)
     work = smallest.setup.workload
-    return Rejection(
-        smallest.setup.strategy,
-        sizes,
-        smallest.memory_bytes,
+    return (
         f"at least {format_bytes(smallest.memory_bytes)}, {format_bytes(smallest.memory_bytes - limit_bytes)} too "
-        f"much, with micro-batch {work.micro_batch} and recompute {work.recompute.value}: {largest}",
+        f"much, with micro-batch {work.micro_batch} and recompute {work.recompute.value}: {largest}"
     )
-
-
-def fit_page(found: Search) -> str:
-    """Return the table of what fits, fastest first, and why the rest does not."""
-    return "\n\n".join("\n".join(part.lines()) for part in fit_parts(found))
 
 
 def fit_parts(found: Search) -> Iterator[Listing | Table]:
@@ -189,27 +172,17 @@ def fit_parts(found: Search) -> Iterator[Listing | Table]:
         rows: list[tuple[str, ...]] = [
             ("", "strategy", "mesh", "micro-batch", "recompute", "memory", "step", "tokens/s and rank", "not hidden")
         ]
-        yield Table([*rows, *(_row(number, each) for number, each in enumerate(found.fitting[:_ROWS], start=1))], 3)
+        for number, each in enumerate(map(_fitting_dict, found.fitting[:_ROWS]), start=1):
+            batches = f"{each['num_microbatches']:,} x {each['micro_batch']:,}"
+            memory, step, hidden = format_bytes(each["memory_bytes"]), each["step_seconds"], each["exposed_seconds"]
+            amounts = (memory, format_seconds(step), f"{each['tokens_per_second']:,.0f}", format_seconds(hidden))
+            rows.append((str(number), each["strategy"], _mesh(each["mesh"]), batches, each["recompute"], *amounts))
+        yield Table(rows, 3)
         if (more := len(found.fitting) - _ROWS) > 0:
             yield Listing(f"and {more:,} slower ones", ())
     if found.rejected:
-        entries = [f"{each.strategy} on {_mesh(each.sizes)}: {each.reason}" for each in found.rejected]
+        entries = [f"{each.strategy} on {_mesh(each.mesh)}: {each.reason}" for each in found.rejected]
         yield Listing("what does not fit", entries)
-
-
-def _row(number: int, projection: Projection) -> tuple[str, ...]:
-    setup, time = projection.setup, projection.time
-    return (
-        str(number),
-        setup.strategy,
-        _mesh([axis.size for axis in setup.sharding.axes]),
-        f"{setup.workload.num_microbatches:,} x {setup.workload.micro_batch:,}",
-        setup.workload.recompute.value,
-        format_bytes(projection.memory_bytes),
-        format_seconds(time.total),
-        f"{projection.tokens_per_second:,.0f}",
-        format_seconds(time.exposed),
-    )
 
 
 def _mesh(sizes: Sequence[int]) -> str:
@@ -224,22 +197,20 @@ def fit_dict(found: Search) -> dict[str, Any]:
         "sequences_per_step": found.per_rank * found.num_ranks,
         "num_tried": found.num_tried,
         "counts_activations": found.is_complete,
-        "fitting": [
-            {
-                "strategy": each.setup.strategy,
-                "mesh": [axis.size for axis in each.setup.sharding.axes],
-                "micro_batch": each.setup.workload.micro_batch,
-                "num_microbatches": each.setup.workload.num_microbatches,
-                "recompute": each.setup.workload.recompute.value,
-                "memory_bytes": each.memory_bytes,
-                "step_seconds": each.time.total,
-                "exposed_seconds": each.time.exposed,
-                "tokens_per_second": each.tokens_per_second,
-            }
-            for each in found.fitting
-        ],
-        "rejected": [
-            {"strategy": each.strategy, "mesh": list(each.sizes), "memory_bytes": each.num_bytes, "reason": each.reason}
-            for each in found.rejected
-        ],
+        "fitting": [_fitting_dict(each) for each in found.fitting],
+        "rejected": [{**asdict(each), "mesh": list(each.mesh)} for each in found.rejected],
+    }
+
+
+def _fitting_dict(each: Projection) -> dict[str, Any]:
+    return {
+        "strategy": each.setup.strategy,
+        "mesh": [axis.size for axis in each.setup.sharding.axes],
+        "micro_batch": each.setup.workload.micro_batch,
+        "num_microbatches": each.setup.workload.num_microbatches,
+        "recompute": each.setup.workload.recompute.value,
+        "memory_bytes": each.memory_bytes,
+        "step_seconds": each.time.total,
+        "exposed_seconds": each.time.exposed,
+        "tokens_per_second": each.tokens_per_second,
     }

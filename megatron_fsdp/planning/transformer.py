@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from megatron_fsdp.planning.catalog import Architecture, UnitShapes
 
@@ -126,32 +126,21 @@ class UnitWork:
 
 @dataclass(frozen=True, slots=True)
 class Transformer:
-    """A catalog architecture as its layers' widths and its units' work.
+    """What a catalog architecture computes and keeps.
 
     Attributes:
-        has_head: whether the loss is computed, not on another stage of a pipeline.
+        has_head: whether the loss is computed, not on another stage of a pipeline. stream_ranks: as in ``LayerShape``.
     """
 
-    layers: tuple[LayerShape, ...]
-    hidden: int
-    vocab: int
-    units: tuple[tuple[str, UnitShapes], ...]
     architecture: Architecture
     has_head: bool = True
     stream_ranks: int = 1
 
-    @classmethod
-    def of(cls, architecture: Architecture, *, has_head: bool = True, stream_ranks: int = 1) -> Transformer:
-        """Read the widths off the shapes; routed experts count with the share of them that one token uses."""
-        layers = tuple(
-            replace(_layer_shape(unit, experts, architecture), stream_ranks=stream_ranks)
-            for unit, experts in _with_experts(architecture.units)
-            if unit.name.endswith("layer")
-        )
-        units = tuple((unit.name, unit) for unit in architecture.units)
-        return cls(
-            layers, architecture.hidden_size, architecture.vocab_size, units, architecture, has_head, stream_ranks
-        )
+    @property
+    def layers(self) -> tuple[LayerShape, ...]:
+        """The kinds of layers; routed experts count with the share of them that one token uses."""
+        kinds = self.architecture.kinds()
+        return tuple(self._layer(unit, experts) for unit, experts in kinds if unit.name.endswith("layer"))
 
     def work(self, sequence_length: int) -> dict[str, UnitWork]:
         """Return the work of each kind of unit, by its name.
@@ -159,16 +148,17 @@ class Transformer:
         An embedding that is only looked up costs nothing; a tied one is the output matrix too. Attention is counted
         over the whole sequence, as in the sources, whatever its mask leaves out.
         """
-        attention = 4 * self.architecture.num_attention_heads * self.architecture.head_dim * sequence_length
-        return {name: self._unit_work(unit, attention) for name, unit in self.units}
-
-    def _unit_work(self, unit: UnitShapes, attention: int) -> UnitWork:
-        if unit.name == "experts":
-            return UnitWork(2 * round(unit.num_parameters * _expert_share(self.architecture)), is_layer=True)
-        if unit.name == "embedding" and self.vocab:
-            return UnitWork(2 * self.vocab * self.hidden if self.architecture.tied else 0)
-        is_layer = unit.name.endswith("layer")
-        return UnitWork(2 * unit.num_parameters, attention if is_layer else 0, is_layer)
+        shape = self.architecture
+        attention = 4 * shape.num_attention_heads * shape.head_dim * sequence_length
+        kinds: dict[str, UnitWork] = {}
+        for unit in shape.units:
+            is_layer = unit.name.endswith("layer")
+            kinds[unit.name] = UnitWork(2 * unit.num_parameters, attention * is_layer, is_layer)
+            if unit.name == "experts":
+                kinds[unit.name] = UnitWork(2 * round(unit.num_parameters * shape.expert_share), is_layer=True)
+            elif unit.name == "embedding" and shape.vocab_size:
+                kinds[unit.name] = UnitWork(2 * shape.vocab_size * shape.hidden_size * shape.tied)
+        return kinds
 
     def step_operations(self, workload: Workload) -> int:
         """Return the floating-point operations of an optimizer step on one rank.
@@ -177,9 +167,8 @@ class Transformer:
         recomputation 8 N and 16.
         """
         kinds = self.work(workload.sequence_length)
-        per_microbatch = sum(
-            unit.count * (kinds[name].forward(workload) + kinds[name].backward(workload)) for name, unit in self.units
-        )
+        works = ((unit.count, kinds[unit.name]) for unit in self.architecture.units)
+        per_microbatch = sum(count * (each.forward(workload) + each.backward(workload)) for count, each in works)
         return workload.num_microbatches * per_microbatch
 
     def activation_bytes(self, workload: Workload, itemsize: int, num_held: int = 1) -> int:
@@ -192,62 +181,40 @@ class Transformer:
         top come the inputs of the last norm and of the output matrix, and the logits: in compute dtype, in FP32, and
         their log-probabilities, as PyTorch's cross entropy keeps them (Korthikanti et al. count 4 bytes per logit).
         """
+        hidden, vocab = self.architecture.hidden_size, self.architecture.vocab_size
         inner = [layer.activation_bytes(workload, itemsize) for layer in self.layers]
+        counts = [layer.count for layer in self.layers]
         if workload.recompute is Recompute.FULL:
-            num_layers = sum(layer.count for layer in self.layers)
-            kept = num_layers * workload.tokens * self.hidden * itemsize // self.stream_ranks * num_held
+            kept = sum(counts) * workload.tokens * hidden * itemsize // self.stream_ranks * num_held
             kept += max(inner, default=0)
         else:
-            kept = sum(layer.count * each for layer, each in zip(self.layers, inner, strict=True)) * num_held
-        if not self.has_head:
-            return kept
+            kept = sum(count * each for count, each in zip(counts, inner, strict=True)) * num_held
         copies = 4 if itemsize >= 4 else itemsize + 4
-        logits = self.vocab * (copies + 4) if self.vocab else 0
-        return kept + workload.tokens * (2 * self.hidden * itemsize + logits)
+        return kept + self.has_head * workload.tokens * (2 * hidden * itemsize + vocab * (copies + 4))
+
+    def _layer(self, unit: UnitShapes, experts: UnitShapes | None) -> LayerShape:
+        shape, hidden = self.architecture, self.architecture.hidden_size
+        routed = experts.parameters if experts is not None else ()
+        is_gated = any("gate_proj" in name or "gate_up_proj" in name for name, _ in (*unit.parameters, *routed))
+        dense = sum(math.prod(dims) for name, dims in unit.parameters if _is_mlp_matrix(name, dims))
+        used = sum(math.prod(dims) for _, dims in routed if len(dims) == 3) * shape.expert_share
+        num_norms = sum(
+            dims == (hidden,) and name.endswith("weight") and ("norm" in name or name.startswith("ln_"))
+            for name, dims in unit.parameters
+        )
+        return LayerShape(
+            count=unit.count,
+            hidden=hidden,
+            num_norms=num_norms,
+            heads=shape.num_attention_heads,
+            query_width=shape.num_attention_heads * shape.head_dim,
+            key_value_width=shape.num_key_value_heads * shape.head_dim,
+            mlp_width=round((dense + used) / ((3 if is_gated else 2) * hidden)),
+            is_gated=is_gated,
+            copies=round(max((dims[0] for _, dims in routed), default=0) * shape.expert_share),
+            stream_ranks=self.stream_ranks,
+        )
 
 
-def _with_experts(units: tuple[UnitShapes, ...]) -> list[tuple[UnitShapes, UnitShapes | None]]:
-    following = (*units[1:], None)
-    return [
-        (unit, after if after and after.name == "experts" else None)
-        for unit, after in zip(units, following, strict=True)
-    ]
-
-
-def _expert_share(architecture: Architecture) -> float:
-    """Return the share of the routed experts' weights that one token uses."""
-    routed = sum(unit.count * unit.num_parameters for unit in architecture.units if unit.name == "experts")
-    return 1 - (architecture.num_parameters - architecture.num_active_parameters) / routed if routed else 0.0
-
-
-def _layer_shape(unit: UnitShapes, experts: UnitShapes | None, architecture: Architecture) -> LayerShape:
-    hidden = architecture.hidden_size
-    is_gated = any("gate_proj" in name or "gate_up_proj" in name for name, _ in (*unit.parameters, *_of(experts)))
-    matrices = 3 if is_gated else 2
-    dense = sum(math.prod(shape) for name, shape in unit.parameters if _is_mlp_matrix(name, shape))
-    share = _expert_share(architecture)
-    routed = sum(math.prod(shape) for _, shape in _of(experts) if len(shape) == 3)
-    num_experts = max((shape[0] for _, shape in _of(experts)), default=0)
-    return LayerShape(
-        count=unit.count,
-        hidden=hidden,
-        num_norms=sum(
-            shape == (hidden,) and name.endswith("weight") and "norm" in name.replace("ln_", "norm")
-            for name, shape in unit.parameters
-        ),
-        heads=architecture.num_attention_heads,
-        query_width=architecture.num_attention_heads * architecture.head_dim,
-        key_value_width=architecture.num_key_value_heads * architecture.head_dim,
-        mlp_width=round((dense + routed * share) / (matrices * hidden)),
-        is_gated=is_gated,
-        copies=round(num_experts * share),
-    )
-
-
-def _of(experts: UnitShapes | None) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    return experts.parameters if experts is not None else ()
-
-
-def _is_mlp_matrix(name: str, shape: tuple[int, ...]) -> bool:
-    is_router = name in ("mlp.gate.weight", "mlp.router.weight")
-    return name.startswith("mlp.") and len(shape) == 2 and not is_router
+def _is_mlp_matrix(name: str, dims: tuple[int, ...]) -> bool:
+    return name.startswith("mlp.") and len(dims) == 2 and name not in ("mlp.gate.weight", "mlp.router.weight")

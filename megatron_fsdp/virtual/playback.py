@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from megatron_fsdp.virtual.machine import Speeds
-from megatron_fsdp.virtual.recording import Event, Item, Stream, Work
+from megatron_fsdp.virtual.recording import Item, Stream, Work
 
 __all__ = ["Playback", "Run", "Stall", "play"]
 
@@ -93,15 +93,15 @@ class Playback:
         return dict(sorted(found.items(), key=lambda each: -each[1]))
 
 
+@dataclass(slots=True)
 class _Queue:
-    """A stream's items that are still to come, and how far it is."""
+    """A stream's items that are still to come, with when they were issued, and how far it is."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.items: deque[tuple[Item, float]] = deque()
-        self.time = 0.0
-        self.is_busy = False
-        self.last = ""
+    name: str
+    items: deque[tuple[Item, float]] = field(default_factory=deque)
+    time: float = 0.0
+    is_busy: bool = False
+    last: str = ""
 
 
 @dataclass(slots=True)
@@ -113,10 +113,8 @@ class _Link:
     version: int = 0
 
     def advance(self, now: float) -> None:
-        if self.left:
-            share = (now - self.time) / len(self.left)
-            for key in self.left:
-                self.left[key] -= share
+        for key in self.left:
+            self.left[key] -= (now - self.time) / len(self.left)
         self.time = now
         self.version += 1
 
@@ -126,12 +124,12 @@ class _Player:
         self._items, self._machine = items, machine
         self._host, self._position, self._host_seconds = 0.0, 0, 0.0
         self._queues: dict[Stream, _Queue] = {}
-        self._times: dict[tuple[Event, int], tuple[float, str]] = {}
-        self._records: dict[Event, int] = {}
-        self._targets: dict[int, tuple[Event, int] | None] = {}
+        # When each point is passed, and what ended there; one from before the recording is over.
+        self._to_come = {item.point for item in items if item.is_record}
+        self._passed: dict[object, tuple[float, str]] = {}
         self._links: dict[str, _Link] = {}
         self._moments: list[tuple[float, int, str, int]] = []
-        self._under_way: dict[int, tuple[_Queue, Item, float]] = {}
+        self._under_way: dict[int, tuple[_Queue, Item, Work, float]] = {}
         self._count = 0
         self._seconds: dict[Work, float] = {}
         self.runs: list[Run] = []
@@ -154,84 +152,68 @@ class _Player:
         before = self._position
         while self._position < len(self._items):
             item = self._items[self._position]
-            if item.stream is None and item.event is not None:
-                found = self._times.get((item.event, self._records.get(item.event, 0)))
-                if found is None:
+            if item.stream is None and item.point is not None:
+                passed = self._when("host", item, self._host)
+                if passed is None:
                     break
-                if found[0] > self._host:
-                    self.stalls.append(Stall("host", item.unit, found[1], self._host, found[0] - self._host))
-                    self._host = found[0]
+                self._host = passed
             spent = self._host_cost(item)
             self._host += spent
             self._host_seconds += spent
             if item.stream is not None:
-                self._put(item)
+                queue = self._queues.setdefault(item.stream, _Queue(item.stream.name))
+                queue.items.append((item, self._host))
             self._position += 1
         return self._position > before
 
     def _host_cost(self, item: Item) -> float:
-        machine = self._machine
-        if item.event is not None:
-            return machine.stream_call
+        if item.point is not None:
+            return self._machine.stream_call
         if item.stream is None and item.work is not None:
-            return machine.seconds(item.work)
-        return item.calls * machine.call
+            return self._machine.seconds(item.work)
+        return item.calls * self._machine.call
 
-    def _put(self, item: Item) -> None:
-        assert item.stream is not None
-        queue = self._queues.get(item.stream)
-        if queue is None:
-            queue = self._queues[item.stream] = _Queue(item.stream.name)
-        if item.event is not None:
-            if item.is_record:
-                self._records[item.event] = self._records.get(item.event, 0) + 1
-            number = self._records.get(item.event)
-            # An event that was recorded before the recording began is over.
-            self._targets[id(item)] = None if number is None else (item.event, number)
-        queue.items.append((item, self._host))
+    def _when(self, waiter: str, item: Item, now: float) -> float | None:
+        """Return when a point is passed, at the earliest now, and note the wait; None where that is not known yet."""
+        passed, cause = self._passed.get(item.point, (now, ""))
+        if item.point in self._to_come and item.point not in self._passed:
+            return None
+        if passed > now:
+            self.stalls.append(Stall(waiter, item.unit, cause, now, passed - now))
+        return max(passed, now)
 
     def _drain(self, queue: _Queue) -> bool:
         """Let a stream go on as far as it can."""
         moved = False
         while queue.items and not queue.is_busy:
             item, issued = queue.items[0]
-            if item.work is None:
-                if not self._pass_event(queue, item, issued):
-                    break
+            if item.work is not None:
+                self._begin(queue, item, item.work, max(queue.time, issued + self._machine.launch))
+            elif item.is_record:
+                self._passed[item.point] = max(queue.time, issued), queue.last
             else:
-                start = max(queue.time, issued + self._machine.launch)
-                if item.work.ranks:
-                    queue.is_busy = True
-                    self._count += 1
-                    self._under_way[self._count] = (queue, item, start)
-                    heapq.heappush(self._moments, (start, self._count, "start", 0))
-                else:
-                    queue.time = start + self._seconds_of(item.work)
-                    self._finish(queue, item, start)
+                passed = self._when(queue.name, item, max(queue.time, issued))
+                if passed is None:
+                    break
+                # Issuing a wait for what is over takes no time of the stream's.
+                queue.time = passed if passed > max(queue.time, issued) else queue.time
             queue.items.popleft()
             moved = True
         return moved
 
-    def _pass_event(self, queue: _Queue, item: Item, issued: float) -> bool:
-        target = self._targets[id(item)]
-        if target is None:
-            return True
-        if item.is_record:
-            self._times[target] = (max(queue.time, issued), queue.last)
-            return True
-        found = self._times.get(target)
-        if found is None:
-            return False
-        ready = max(queue.time, issued)
-        if found[0] > ready:
-            self.stalls.append(Stall(queue.name, item.unit, found[1], ready, found[0] - ready))
-            queue.time = found[0]
-        return True
+    def _begin(self, queue: _Queue, item: Item, work: Work, start: float) -> None:
+        if not work.ranks:
+            queue.time = start + self._seconds_of(work)
+            self._finish(queue, item, work, start)
+            return
+        queue.is_busy = True
+        self._count += 1
+        self._under_way[self._count] = (queue, item, work, start)
+        heapq.heappush(self._moments, (start, self._count, "start", 0))
 
-    def _finish(self, queue: _Queue, item: Item, start: float) -> None:
-        assert item.work is not None
-        queue.last = item.work.label or item.work.name
-        self.runs.append(Run(queue.name, item.work, item.unit, start, queue.time))
+    def _finish(self, queue: _Queue, item: Item, work: Work, start: float) -> None:
+        queue.last = work.label or work.name
+        self.runs.append(Run(queue.name, work, item.unit, start, queue.time))
 
     def _seconds_of(self, work: Work) -> float:
         found = self._seconds.get(work)
@@ -242,19 +224,19 @@ class _Player:
     def _next_moment(self) -> None:
         """Go to when the next collective begins or ends."""
         now, key, what, version = heapq.heappop(self._moments)
-        queue, item, start = self._under_way.get(key, (None, None, 0.0))
-        if queue is None or item is None or item.work is None:
+        if key not in self._under_way:
             return
-        link = self._links.setdefault(self._machine.link(item.work), _Link())
+        queue, item, work, start = self._under_way[key]
+        link = self._links.setdefault(self._machine.link(work), _Link())
         if what == "end" and version != link.version:
             return
         link.advance(now)
         if what == "start":
-            link.left[key] = self._seconds_of(item.work)
+            link.left[key] = self._seconds_of(work)
         else:
             del link.left[key], self._under_way[key]
             queue.time, queue.is_busy = now, False
-            self._finish(queue, item, start)
+            self._finish(queue, item, work, start)
         if link.left:
             first = min(link.left, key=link.left.__getitem__)
             heapq.heappush(self._moments, (now + link.left[first] * len(link.left), first, "end", link.version))

@@ -12,10 +12,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Event", "Item", "Kind", "Recording", "Stream", "Work"]
-
-Kind = str
-"""What bounds it: "product" (arithmetic), "memory", a collective's own kind, or "host"."""
+__all__ = ["Event", "Item", "Recording", "Stream", "Work"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +20,8 @@ class Work:
     """What one kernel or collective does.
 
     Attributes:
-        name: of the operator. flops: floating-point operations. num_bytes: read and written; of a collective those of
+        name: of the operator. kind: what bounds it: "product" (arithmetic), "memory", or a collective's own.
+        flops: floating-point operations. num_bytes: read and written; of a collective those of
             the full side, as ``dbuffer.CollectiveCall`` counts them.
         dtype: of the factors of a product. least: of a product the least of its three sizes.
         ranks: of a collective, those that take part. axis: over which, where the engine told that.
@@ -31,7 +29,7 @@ class Work:
     """
 
     name: str
-    kind: Kind
+    kind: str
     flops: int = 0
     num_bytes: int = 0
     dtype: torch.dtype = torch.float32
@@ -46,13 +44,13 @@ class Item:
     """One thing the host does: puts work on a stream, makes a stream wait, or waits itself.
 
     Attributes:
-        stream: None for what is the host's alone. event: that is recorded (``is_record``), or waited for.
+        stream: None for what is the host's alone. point: that the stream is at (``is_record``), or waited for.
         calls: how many calls into the device's library it is. unit: that the model is busy with.
     """
 
     stream: Stream | None
     work: Work | None = None
-    event: Event | None = None
+    point: object = None
     is_record: bool = False
     calls: int = 1
     unit: str = ""
@@ -72,8 +70,8 @@ class Stream:
 
     def follow(self, event: Event) -> None:
         """Do what ``wait_event`` does, which is CUDA's name for it."""
-        if event.is_recorded:
-            self.recording.add(Item(self, event=event))
+        if event.point is not None:
+            self.recording.add(Item(self, point=event.point))
 
     def wait_stream(self, stream: Stream) -> None:
         """Let what comes next here come after all that the stream holds."""
@@ -81,35 +79,34 @@ class Stream:
 
     def record_event(self, event: Event | None = None) -> Event:
         """Record an event here, and return it."""
-        event = event or Event(self.recording)
-        event.record(self)
-        return event
+        return (event or Event(self.recording)).record(self)
 
     def synchronize(self) -> None:
         """Let the host wait."""
         Event(self.recording).record(self).synchronize()
 
 
+@dataclass(eq=False, slots=True)
 class Event:
-    """A point in a stream; each record makes it another point."""
+    """A point in a stream; each record makes it another point, None before the first."""
 
-    def __init__(self, recording: Recording) -> None:
-        self._recording = recording
-        self.is_recorded = False
+    recording: Recording
+    point: object = None
 
     def record(self, stream: Stream | None = None) -> Event:
         """Be the point up to which the stream, or the current one, has come; return itself, as torch.Event may."""
-        self.is_recorded = True
-        self._recording.add(Item(stream or self._recording.current(), event=self, is_record=True))
+        self.point = object()
+        self.recording.add(Item(stream or self.recording.current(), point=self.point, is_record=True))
         return self
 
     def synchronize(self) -> None:
         """Let the host wait."""
-        self._recording.add(Item(None, event=self))
+        if self.point is not None:
+            self.recording.add(Item(None, point=self.point))
 
     def wait(self, stream: Stream | None = None) -> None:
         """Let a stream, or the current one, wait."""
-        (stream or self._recording.current()).follow(self)
+        (stream or self.recording.current()).follow(self)
 
     def query(self) -> bool:
         """Tell that it has passed."""

@@ -116,7 +116,6 @@ EQUIVALENT: dict[str, str] = {
     "LastReductions.finish: without `ticket.wait()`": (
         "compute joins the lanes right after; on a CPU the host has to wait"
     ),
-    "_wait_for: without `buffer.wait()`": "called where there are no streams",
     "LastReductions._issue: without `self._wired.wait()`": "there is one where there are no streams",
     "LastReductions._issue: `self._wired.wait()` at the end of its block": "there is one where there are no streams",
     "LastReductions._issue: `if self._wired is not None` taken as False": "there is one where there are no streams",

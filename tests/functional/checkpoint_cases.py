@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 from dbuffer import Block, Whole
-from megatron_fsdp import MixedPrecisionPolicy, Placements, fully_shard
+from megatron_fsdp import AdamW, MixedPrecisionPolicy, Placements, fully_shard
 from tests.harness.models import Model, make_mesh, make_model
 from tests.harness.oracle import train
 
@@ -24,7 +24,7 @@ class Layout:
 
     Attributes:
         engine: "dbuffer", "fsdp2" or "plain".
-        granularity: of parameters, for our engine.
+        granularity: of parameters, for our engine. optimizer: its class.
     """
 
     mesh_shape: tuple[int, ...] = (3,)
@@ -32,6 +32,7 @@ class Layout:
     policy: MixedPrecisionPolicy | None = None
     granularity: Any = None
     engine: str = "dbuffer"
+    optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW
 
     @property
     def num_ranks(self) -> int:
@@ -55,7 +56,7 @@ class Layout:
     def build(self, seed: int) -> tuple[Model, torch.optim.Optimizer]:
         """Make a model of this layout with an optimizer of two groups; the seed decides weights and learning rate."""
         model = self.place(make_model(seed))
-        return model, make_two_groups(model, lr=0.01 / (seed + 1))
+        return model, make_two_groups(model, 0.01 / (seed + 1), self.optimizer)
 
 
 def make_two_groups(model: nn.Module, lr: float, kind: type[torch.optim.Optimizer] = torch.optim.AdamW) -> Any:
@@ -68,11 +69,11 @@ def make_two_groups(model: nn.Module, lr: float, kind: type[torch.optim.Optimize
 
 LAYOUTS: Mapping[str, Layout] = {
     "3 ranks": Layout(),
-    "2 ranks, ZeRO-2": Layout((2,), "optim_grads"),
+    "2 ranks, ZeRO-2": Layout((2,), "optim_grads", optimizer=AdamW),
     "4 ranks, whole tensors, bf16": Layout(
         (4,), granularity=Whole(), policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     ),
-    "HSDP": Layout((2, 2), "hsdp"),
+    "HSDP": Layout((2, 2), "hsdp", optimizer=AdamW),
     "HFSDP, blocks of 5 rows": Layout((2, 2), "hfsdp", granularity=Block(5)),
     "ZeRO-0": Layout((2,), "no_shard"),
     "ZeRO-1": Layout((3,), "optim"),

@@ -57,9 +57,9 @@ class Meddling:
     def _do_weight(self, how: str, which: str, face: str) -> None:
         self._forget_graphs()
         parameters = [one for one in self._named(which, face).values() if one.is_floating_point()]
+        # Of weights that are gathered, such as a root's, the next forward has to refuse what no operator of them shows.
+        self.is_tampered |= self.is_sharded and not all(isinstance(one, DTensor) for one in parameters)
         if how == "foreach":
-            # No operator of this kind can be seen when it changes gathered weights: the next forward has to refuse it.
-            self.is_tampered |= self.is_sharded and not all(isinstance(one, DTensor) for one in parameters)
             with torch.no_grad():
                 torch._foreach_mul_(parameters, 0.8)
         for parameter in parameters:

@@ -79,6 +79,10 @@ MODELS = {
     "the first of two": Model((LINEAR, Part("pick", (LINEAR, WIDER), 0)), ("parts.0", "parts.1.both", "")),
     "the last of two": Model((LINEAR, Part("pick", (LINEAR, WIDER), 1)), ("parts.0", "parts.1.both", "")),
     "one of two by rank": Model((LINEAR, Part("pick", (LINEAR, WIDER), 2)), ("parts.0", "parts.1.both", "")),
+    "region in region": Model(
+        (LINEAR, Part("checkpoint", (Part("checkpoint", (LINEAR,), 3),), 3)),
+        ("parts.1.parts.0.parts.0", "parts.1.parts.0", ""),
+    ),
     "integers": Model((Part("masked", size=2), LINEAR), ("",)),
     "groups 0 and 0 1": Model((LINEAR,), ("parts.0", ""), {"mesh": (1, 3), "groups": ((0,), (0, 1))}),
     "groups 0 1 and 1 2": Model((LINEAR,), ("parts.0", ""), {"mesh": (1, 3), "groups": ((0, 1), (1, 2))}),
@@ -243,6 +247,10 @@ USES: dict[str, Use] = {
     },
     "weights change while they are unsharded": use("poke 0, poke 1, forward, backward", "two", outcome=REFUSED),
     "weights unsharded after a step": use("forward, backward, step, unshard 1, look", "two"),
+    "gradients are clipped while weights are gathered": use(f"forward, backward, unshard 0, clip ours, {AGAIN}", "two"),
+    "gradients are clipped after another forward": use(
+        f"forward, backward, evaluate train, clip ours, step, zero_grad none, {AGAIN}", "two", "one unit"
+    ),
     "another model's weights": use("functional sharded, functional whole, forward", "two"),
     "another model's weights while old ones are gathered": here(
         f"{AGAIN}, functional sharded, functional whole, {AGAIN}", keeps_weights=True
@@ -308,6 +316,10 @@ USES: dict[str, Use] = {
     "two steps of a fused optimizer": here(f"{STEP}, {STEP}, forward", optimizer="fused adamw"),
     "two steps of foreach SGD": here(f"{STEP}, {STEP}, forward", "two", "integers", optimizer="foreach sgd"),
     "two forwards before one backward": here("forward, forward, backward, step, forward", "two", "repeated", *REGIONS),
+    "two forwards before one backward through regions": use(
+        "forward, forward, backward, step, forward", "one 3", "within 3", on=("hfsdp", "hsdp", "optim")
+    ),
+    "a region in a region": use(f"{STEP}, {AGAIN}", "region in region"),
     "two forwards before two backwards": here("forward, forward, backward apart, step, forward", "two", *REGIONS),
     "two backwards through one retained graph": here("forward, backward twice, step, forward", "two", "repeated"),
     "groups were made before": here(AGAIN, "groups 0 and 0 1", "groups 0 1 and 1 2"),
@@ -344,15 +356,20 @@ class Case:
 
 
 def _cases() -> Iterator[tuple[str, Case]]:
-    """Yield every use of every model: by day under ZeRO-3 in one way of accumulating, half of them under another."""
+    """Yield every use of every model: by day under ZeRO-3 in one way of accumulating, a third of them under another.
+
+    Of uses of recomputed regions by day every second one, so that each kind meets each use, reentrant or not.
+    """
     for row, (name, one) in enumerate(USES.items()):
         actions = ", ".join(MICROBATCHES.get(action, action) for action in one.actions.split(", "))
         for number, model in enumerate(one.models):
             for column, strategy in enumerate(one.strategies):
                 for place, how in enumerate(HOWS if "*" in actions else ("",)):
-                    is_slow = place != (row + column) % 3 * bool(how) or column not in (
-                        0,
-                        number % 2 == 0 and (row + number) % len(ALL),
+                    other = (row + number) // 3 % len(one.strategies) if (row + number) % 3 == 1 else 0
+                    is_slow = (
+                        column not in (0, other)
+                        or place != (row + column) % 3 * bool(how)
+                        or (model in REGIONS and (REGIONS.index(model) + row) % 2 == 1)
                     )
                     options = {"policy": HOWS.get(how, "none"), **one.options}
                     program = MODELS[model].program(actions.replace("*", how), strategy, **options)
@@ -361,12 +378,13 @@ def _cases() -> Iterator[tuple[str, Case]]:
 
 
 def _side_outputs() -> Iterator[tuple[str, Case]]:
-    for kind in SIDE_KINDS:
+    for number, kind in enumerate(SIDE_KINDS):
         for size, results in enumerate(("both results", "the second result", "the first result in a unit")):
             side = Part(kind, (LINEAR, Part("linear", size=2)), size)
             units = ("parts.0.both" if size < 2 else "parts.0", "parts.1", "")
             model = Model((side, Part("linear", size=2)), units, {"is_guarded": size == 0}, (None, True, None)[size])
-            yield f"results by {kind}, {results} used", Case(model.program(f"{STEP}, {AGAIN}", ZERO3), "same")
+            case = Case(model.program(f"{STEP}, {AGAIN}", ZERO3), "same", is_slow=(number + size) % 3 == 2)
+            yield f"results by {kind}, {results} used", case
 
 
 CASES: Mapping[str, Case] = dict([*_side_outputs(), *_cases()])

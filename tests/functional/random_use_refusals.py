@@ -32,8 +32,11 @@ REFUSALS = (
         r"was changed in place while it was gathered",
         ("clamped", "renormed", "weight", "poke", "load", "replace"),
     ),
+    Refusal("CheckpointError", r"was changed in place while it was gathered", ("weight",)),
     Refusal("ConfigError", r"max_norm", ("renormed",)),
-    Refusal("StorageError", r"of its gathered weight, which was released", ("weight", "poke", "stash", "unshard")),
+    Refusal(
+        "StorageError", r"of its gathered weight, which was released", ("weight", "poke", "stash", "unshard", "load")
+    ),
     # Hooks that autograd would never call.
     Refusal("PlacementError", r"register_hook on a sharded parameter would never be called", ("hook",)),
     # Sums under way, and those that a backward left incomplete.
@@ -42,5 +45,7 @@ REFUSALS = (
         r"is a sum under way, not reduced over all ranks yet",
         ("backward flag", "backward no_sync", "backward microbatch"),
     ),
+    # Weights of a new step are gathered, and nobody has said what becomes of the sums before it.
+    Refusal("StateError", r"clip_grad_norm_ before gradients are final", ("drop",)),
     Refusal("StateError", r"is incomplete, because the last backward raised", ("forward error", "forward interrupt")),
 )

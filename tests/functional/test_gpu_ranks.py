@@ -193,14 +193,17 @@ def plain_losses(block: Callable[[int, int], nn.Module], optimizer_name: str, ra
     return losses
 
 
-def ranks_on(device: str) -> int:
-    return min(torch.cuda.device_count(), 8) if device == "cuda" else 4
+def ranks_on(device: str, strategy: str) -> int:
+    if device == "cuda":
+        return min(torch.cuda.device_count(), 8)
+    return 4 if strategy in ("hsdp", "hfsdp") else 2
 
 
 @pytest.mark.parametrize("device", BOTH)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_losses_on_all_ranks_are_those_of_a_plain_model_on_all_data(name: str, device: str) -> None:
-    setting, size = SETTINGS[name], ranks_on(device)
+    setting = SETTINGS[name]
+    size = ranks_on(device, setting.strategy)
     backend = "nccl" if device == "cuda" else "gloo"
     found: Losses = run_ranks(size, trained, name, device, backend=backend, timeout=300, fresh=bool(setting.without))
     for own, wanted in zip(found, plain_losses(setting.block, setting.optimizer, tuple(range(size))), strict=True):

@@ -11,9 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 from dbuffer import observe_collectives
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard
-from tests.functional.strategy_table import STRATEGIES, ZERO
 from tests.harness import on_ranks
 from tests.harness.grids import nightly_but
+from tests.harness.oracle import STRATEGIES, ZERO
 from tests.harness.twins import Twins
 
 WIDTH, NUM_CHUNKS, NUM_STEPS = 7, 3, 2

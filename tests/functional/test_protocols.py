@@ -6,10 +6,8 @@ No copy of any code is checked: a save runs for real, what a crash leaves at eac
 
 from __future__ import annotations
 
-import errno
 import itertools
 import json
-import os
 import shutil
 import uuid
 from collections.abc import Iterable, Iterator
@@ -30,8 +28,6 @@ from megatron_fsdp.checkpoint.scratch import resting_place
 from megatron_fsdp.checkpoint.series import CheckpointSeries
 from tests.harness.effects import Recording, Tree, key_of, record, restore
 
-NOTES = "notes.txt"
-
 
 @contextmanager
 def one_life(number: int) -> Iterator[None]:
@@ -39,7 +35,6 @@ def one_life(number: int) -> Iterator[None]:
     tokens = (f"{number:02x}{count:06x}" for count in itertools.count())
     with (
         mock.patch.object(checkpoint_scratch.secrets, "token_hex", side_effect=tokens),
-        mock.patch.object(checkpoint_scratch, "_OWN_JOB", f"life {number}"),
         mock.patch.object(uuid, "uuid4", return_value=uuid.UUID(int=number)),
     ):
         yield
@@ -152,8 +147,6 @@ class Explorer:
         with one_life(0):
             for value in self.use.before:
                 self.use.save(self.root, value)
-            if self.use.keep_last is None and self.use.before:
-                (self.root / "step" / NOTES).write_text("a good one")
         return self.seen()
 
     def seen(self) -> Tree:
@@ -178,9 +171,8 @@ class Explorer:
         return self._loaded[key]
 
     def check_end(self, tree: Tree, value: int) -> None:
-        """Look at the folder after a save in peace: the new value, notes of the user's, and no leftovers."""
+        """Look at the folder after a save in peace: the new value, and no leftovers."""
         assert self.loaded(tree) == value
-        assert self.use.keep_last is not None or not self.use.before or tree.get(f"step/{NOTES}") == b"a good one"
         left = {name.split("/")[0] for name in tree} - self.use.names(value)
         assert [name for name in left if not _is_bare(tree, name)] == []
 
@@ -272,24 +264,12 @@ def test_a_save_in_the_background_does_the_same_on_the_disk(tmp_path: Path) -> N
     assert effects[0] == effects[1]
 
 
-def no_links(*_: object, **__: object) -> None:
-    raise OSError(errno.EOPNOTSUPP, "Operation not supported")
-
-
-def test_what_lay_beside_a_checkpoint_survives_crashes_where_there_are_no_links(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "link", no_links)
-    Explorer(USES["over a checkpoint"], tmp_path / "root").explore(depth=1)
-
-
 def delete_and_publish(scratch: checkpoint_scratch.Scratch) -> None:
     shutil.rmtree(scratch.path, ignore_errors=True)
     scratch.new.rename(scratch.path)
 
 
 MUTANTS = {
-    "what was moved away stays there": (checkpoint_scratch, "_bring_back", lambda *_: None),
     "what was moved away is not looked for": (reader, "resting_place", lambda path: path),
     "files are not brought to the disk": (
         writer,

@@ -2,8 +2,7 @@
 
 import argparse
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -324,32 +323,27 @@ def test_units_that_keep_their_weights_have_slots_of_their_own_size() -> None:
     assert in_slots == wanted > 0
 
 
-@on_ranks(2)
-def test_megatrons_buffers_are_slots() -> None:
-    wanted = [SlotChoice("by_size"), SlotChoice("largest"), SlotChoice("by_size")]
-    found = []
-    for name in ("fsdp_double_buffer", "maxpool_double_buffer", "nccl_ub"):
-        model = fully_shard_model(Stack(*(Block(hidden=hidden) for hidden in HIDDEN_SIZES)), ["Block"], **{name: True})
-        model(inputs(dist.get_rank(), 0)).square().mean().backward()
-        found.append((model._fsdp_unit.slots, slots_of(model)[0] == (2 if name == "maxpool_double_buffer" else 5)))
-    assert found == [(choice, True) for choice in wanted]
+# An argument of ``fully_shard_model``, the flag that says it, and the slots that it asks for.
+MEGATRONS = (
+    ("fsdp_double_buffer", "--fsdp-double-buffer", SlotChoice("by_size")),
+    ("maxpool_double_buffer", "--megatron-fsdp-max-pool-double-buffer", SlotChoice("largest")),
+    ("nccl_ub", "--use-nccl-ub", SlotChoice("by_size")),
+    ("", "--bf16", SlotChoice()),
+)
 
 
 @on_ranks(2)
-def test_the_flags_choose_the_slots() -> None:
-    wanted = {
-        "--fsdp-double-buffer": SlotChoice("by_size"),
-        "--megatron-fsdp-max-pool-double-buffer": SlotChoice("largest"),
-        "--use-nccl-ub": SlotChoice("by_size"),
-        "--bf16": SlotChoice(),
-    }
-    flags = list(wanted)
-    found = []
-    for flag in flags:
+def test_megatrons_buffers_and_their_flags_are_slots() -> None:
+    for argument, flag, choice in MEGATRONS:
         model = build(Setting())
         FsdpConfig.from_args(add_megatron_fsdp_args(argparse.ArgumentParser()).parse_args([flag])).apply(model)
-        found.append(model._fsdp_unit.slots)
-    assert found == list(wanted.values())
+        assert model._fsdp_unit.slots == choice, flag
+        if argument:
+            plain = Stack(*(Block(hidden=hidden) for hidden in HIDDEN_SIZES))
+            model = fully_shard_model(plain, ["Block"], **{argument: True})
+            model(inputs(dist.get_rank(), 0)).square().mean().backward()
+            assert model._fsdp_unit.slots == choice, argument
+            assert slots_of(model)[0] == (2 if choice.sizing == "largest" else 5), argument
 
 
 @pytest.mark.parametrize(
@@ -399,10 +393,6 @@ def gradients_summed_up_here(models: list[nn.Module], number: int) -> list[float
     return [*losses, train_step(model, number)]
 
 
-def two_models_in_turn(models: list[nn.Module], number: int) -> list[float]:
-    return [train_step(models[number % 2], number), evaluate(models[1 - number % 2], number)]
-
-
 def two_models_in_one_backward(models: list[nn.Module], number: int) -> list[float]:
     x = inputs(dist.get_rank(), number)
     loss = models[1](models[0](x)).square().mean()
@@ -410,16 +400,6 @@ def two_models_in_one_backward(models: list[nn.Module], number: int) -> list[flo
     for model in models:
         model.zero_grad()
     return [loss.item()]
-
-
-def exception_in_forward(models: list[nn.Module], number: int) -> list[float]:
-    model = models[0]
-    if number % 2:
-        handle = model.layers[3].register_forward_pre_hook(_interrupt)
-        with pytest.raises(KeyError):
-            model(inputs(dist.get_rank(), number))
-        handle.remove()
-    return [train_step(model, number)]
 
 
 def exception_in_backward(models: list[nn.Module], number: int) -> list[float]:
@@ -454,8 +434,8 @@ def layers_left_out(models: list[nn.Module], number: int) -> list[float]:
 USES: dict[str, Use] = {
     use.__name__: use
     for use in (
-        evaluation_between, gradients_summed_up_here, two_models_in_turn,
-        two_models_in_one_backward, exception_in_forward, exception_in_backward, layers_left_out,
+        evaluation_between, gradients_summed_up_here, two_models_in_one_backward, exception_in_backward,
+        layers_left_out,
     )
 }  # fmt: skip
 
@@ -483,44 +463,43 @@ def test_other_uses_give_the_same_numbers_and_allocate_nothing_in_the_end(name: 
     assert allocations[-2:] == [0, 0]
 
 
-@contextmanager
-def warnings_of_the_arena() -> Iterator[list[str]]:
+Steps = Callable[[str | None], tuple[list[float], int]]
+
+
+def warnings_where_both_are_alike(steps: Steps) -> tuple[list[str], int]:
+    """Return the warnings and the misses of steps in an arena, whose losses are those without."""
     said: list[str] = []
     log, listener = logging.getLogger("dbuffer.slot_pool"), logging.Handler(logging.WARNING)
     listener.emit = lambda record: said.append(record.getMessage())
     log.addHandler(listener)
-    yield said
+    (plain, _), (placed, misses) = steps(None), steps("static")
     log.removeHandler(listener)
+    assert plain == placed
+    return said, misses
+
+
+def shuffled(sizing: str | None) -> tuple[list[float], int]:
+    model = build(Setting(ShuffledStack))
+    model.set_slot_pool(sizing)
+    return [train_step(model, number) for number in range(14)], 0
+
+
+def ever_more_held(sizing: str | None) -> tuple[list[float], int]:
+    torch.manual_seed(5)
+    model = Stack(*(Block(hidden=hidden) for hidden in HIDDEN_SIZES + HIDDEN_SIZES))
+    shard_each(model)
+    model.set_slot_pool(sizing)
+    losses = []
+    for number, layer in enumerate(model.layers):
+        losses.append(train_step(model, number))
+        layer.set_reshard_after_forward(False)
+    return losses, sum(pool.num_misses for pool in arenas(model))
 
 
 @on_ranks(2)
-def test_an_order_that_changes_gives_the_same_numbers_and_one_warning_at_most() -> None:
-    found = []
-    with warnings_of_the_arena() as said:
-        for sizing in (None, "static"):
-            model = build(Setting(ShuffledStack))
-            model.set_slot_pool(sizing)
-            found.append([train_step(model, number) for number in range(14)])
-    assert found[0] == found[1]
+def test_orders_that_find_no_place_give_the_same_numbers_with_one_warning_at_most() -> None:
+    said, _ = warnings_where_both_are_alike(shuffled)
     assert len(said) <= 1
-
-
-@on_ranks(2)
-def test_what_finds_no_place_has_a_slot_of_its_own_with_one_warning() -> None:
-    found, misses = [], 0
-    with warnings_of_the_arena() as said:
-        for sizing in (None, "static"):
-            torch.manual_seed(5)
-            model = Stack(*(Block(hidden=hidden) for hidden in HIDDEN_SIZES + HIDDEN_SIZES))
-            shard_each(model)
-            model.set_slot_pool(sizing)
-            losses = []
-            for number, layer in enumerate(model.layers):
-                losses.append(train_step(model, number))
-                layer.set_reshard_after_forward(False)
-            found.append(losses)
-            misses = sum(pool.num_misses for pool in arenas(model))
-    assert found[0] == found[1]
+    (text,), misses = warnings_where_both_are_alike(ever_more_held)
     assert misses > 0
-    (text,) = said
     assert "slot of its own" in text

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from dbuffer import guard_released_storage
+from dbuffer import Flat, Partial, Replicate, guard_released_storage
 from megatron_fsdp import (
     FsdpModule,
     MixedPrecisionPolicy,
@@ -32,7 +32,19 @@ from megatron_fsdp import (
 )
 from tests.harness.models import NUM_BLOCKS, Model, Stack, draw_tokens, loss_of, make_mesh, make_model
 
-NUM_MICROBATCHES = 2
+_REPLICATED, _SUMS, _CUT = (Replicate(), Replicate()), (Partial(), Partial()), (Flat(), Flat())
+# By what tests call them; the names are classmethods of ``Placements`` but for the last two.
+STRATEGIES = {
+    "no_shard": Placements.no_shard(0),
+    "optim": Placements.optim(0),
+    "optim_grads": Placements.optim_grads(0),
+    "optim_grads_params": Placements.optim_grads_params(0),
+    "hsdp": Placements.hsdp(0, 1),
+    "hfsdp": Placements.hfsdp(0, 1),
+    "no_shard on two axes": Placements((0, 1), _REPLICATED, _SUMS, _REPLICATED),
+    "optim_grads_params on two axes": Placements((0, 1), _CUT, _CUT, _CUT),
+}
+ZERO = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 # Between the smallest and the largest norm that these runs meet: some steps are clipped, others are not.
 MAX_NORM = 0.45
 
@@ -52,18 +64,17 @@ def sharded(model: nn.Module, strategy: str | None = None, **options: Any) -> An
     """Make units of ``parts_of`` a model, and return it.
 
     Args:
-        strategy: classmethod of ``Placements``, over all ranks (halves of them first, of two axes); by default what
+        strategy: a key of ``STRATEGIES``, over all ranks (halves of them first, of two axes); by default what
             ``fully_shard`` does by default.
         options: of ``fully_shard``; "mesh" may be a shape.
     """
     mesh = options.pop("mesh", None)
     if strategy is not None:
+        options["placements"] = STRATEGIES[strategy]
         size = dist.get_world_size()
-        mesh = mesh or ((2, size // 2) if strategy in ("hsdp", "hfsdp") else (size,))
+        mesh = mesh or ((2, size // 2) if len(STRATEGIES[strategy].dp_axes) == 2 else (size,))
     if mesh is not None:
-        options["mesh"] = mesh = make_mesh(mesh) if isinstance(mesh, tuple) else mesh
-    if strategy is not None:
-        options["placements"] = getattr(Placements, strategy)(*range(mesh.ndim))
+        options["mesh"] = make_mesh(mesh) if isinstance(mesh, tuple) else mesh
     for part in parts_of(model):
         fully_shard(part, **options)
     return model
@@ -78,7 +89,7 @@ def sharded_model(strategy: str = "optim_grads_params", seed: int = 0, **options
 def shard_model(
     model: Model, mesh: DeviceMesh, strategy: str = "optim_grads_params", policy: MixedPrecisionPolicy | None = None
 ) -> Model:
-    """Make every block a unit, and a unit of the rest; ``strategy`` names a classmethod of ``Placements``."""
+    """Make every block a unit, and a unit of the rest; ``strategy`` is a key of ``STRATEGIES``."""
     sharded(model, strategy, mesh=mesh, mp_policy=policy)
     return model
 
@@ -314,14 +325,15 @@ class Recipe:
     """One training run.
 
     Attributes:
-        strategy: classmethod of ``Placements``. mesh_shape: its product is the number of ranks.
-        num_blocks: of the model. optimizer: class in ``torch.optim``. options: its arguments.
+        strategy: a key of ``STRATEGIES``. mesh_shape: its product is the number of ranks.
+        num_microbatches: of a step. num_blocks: of the model. optimizer: class in ``torch.optim``. options: its own.
         is_adapted: whether ``fully_shard_optimizer`` is called. own_dtype: of the parameters before sharding.
     """
 
     strategy: str = "optim_grads_params"
     mesh_shape: tuple[int, ...] = (2,)
     num_steps: int = 20
+    num_microbatches: int = 2
     num_blocks: int = NUM_BLOCKS
     clip: Clip = Clip.OURS
     accumulation: Accumulation = Accumulation.MICROBATCH
@@ -377,11 +389,11 @@ def _train(recipe: Recipe, model: Model) -> tuple[tuple[float, ...], tuple[float
         fully_shard_optimizer(optimizer)
     losses, norms = [], []
     for step in range(recipe.num_steps):
-        for index in range(NUM_MICROBATCHES):
-            with _announced(recipe, model, is_last=index == NUM_MICROBATCHES - 1):
+        for index in range(recipe.num_microbatches):
+            with _announced(recipe, model, is_last=index == recipe.num_microbatches - 1):
                 tokens = draw_tokens(rank, step, index)
                 loss = loss_of(model(tokens), tokens)
-                (loss / NUM_MICROBATCHES).backward()
+                (loss / recipe.num_microbatches).backward()
             losses.append(loss.item())
         norms.append(_clip(recipe.clip, model))
         optimizer.step()
@@ -399,10 +411,10 @@ def train_replicated(recipe: Recipe) -> History:
     optimizer = _make_optimizer(recipe, model)
     losses, norms = [], []
     for step in range(recipe.num_steps):
-        for index in range(NUM_MICROBATCHES):
+        for index in range(recipe.num_microbatches):
             batches = [draw_tokens(rank, step, index) for rank in range(recipe.num_ranks)]
             loss = torch.stack([loss_of(forward(tokens), tokens) for tokens in batches]).mean()
-            (loss / NUM_MICROBATCHES).backward()
+            (loss / recipe.num_microbatches).backward()
             losses.append(loss.item())
         norms.append(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())
         optimizer.step()

@@ -3,7 +3,6 @@
 accelerate takes its FSDP path on accelerators only, so the tests tell its state that it may take it on the CPU.
 """
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from megatron_fsdp import FsdpModule
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.integrations.huggingface.prepare import accelerate_fsdp2
 from tests.integration.ranks import run_ranks
-from tests.integration.tiny_models import draw_tokens, make_model, reset_accelerate, train, whole_state, worst
+from tests.integration.tiny_models import draw_tokens, make_model, reset_accelerate, whole_state, worst
 
 NUM_STEPS = 3
 
@@ -93,26 +92,6 @@ def test_a_prepared_model_trains_as_the_whole_one(kind: str, settings: dict[str,
     for apart, movement, _ in results:
         assert apart < 2e-5
         assert movement > 1e-2
-
-
-def save_and_load(folder: Path) -> tuple[float, float]:
-    accelerator = make_accelerator(state_dict_type="sharded_state_dict")
-    model = make_model("llama")
-    with accelerate_fsdp2():
-        model, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
-    train(model, 2, [dist.get_rank()])
-    before = whole_state(model)
-    accelerator.save_state(str(folder))
-    train(model, 1, [dist.get_rank()])
-    moved = worst(whole_state(model), before)
-    accelerator.load_state(str(folder))
-    return worst(whole_state(model), before), moved
-
-
-def test_a_prepared_model_saves_and_loads_its_state(tmp_path: Path) -> None:
-    for apart, moved in run_ranks(2, save_and_load, tmp_path):
-        assert apart == 0
-        assert moved > 1e-3
 
 
 def raise_inside() -> None:

@@ -118,7 +118,7 @@ def with_muon(num_shards: int) -> dict[str, torch.Tensor]:
     """Train with Muon for the matrices, on the same data whatever the ranks; in FP32, as bf16 is slow on CPUs."""
     model = initialise(parallelize_decoder(build_model(), **configure(dist.get_world_size() // num_shards)))
     groups = muon_param_groups(model)
-    optimizer = Muon(groups, lr=0.02, options=MuonOptions(ns_dtype=torch.float32, comm_dtype=torch.float32))
+    optimizer = Muon(groups, lr=0.02, options=MuonOptions(ns_dtype=torch.float32))
     num_matrices = sum(len(group["params"]) for group in groups if group.get("use_muon", True))
     # Queries, keys and values in one, the output, and three of the feed-forward network, in two layers.
     assert num_matrices == 10

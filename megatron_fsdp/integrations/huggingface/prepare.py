@@ -167,8 +167,5 @@ def _first_rank_weights(
     if checkpoint is None or not settings.cpu_ram_efficient_loading:
         return None if checkpoint is not None else take_weights(model, mesh, None)
     if name_map:
-        raise ConfigError(
-            "name_map contradicts cpu_ram_efficient_loading: from_pretrained reads the checkpoint, and has names of "
-            "its own; leave one of them out"
-        )
+        raise ConfigError("name_map contradicts cpu_ram_efficient_loading: from_pretrained has names of its own")
     return take_weights(model, mesh, load_pretrained(model, checkpoint, mesh))

@@ -49,8 +49,7 @@ def refuse_own_checkpointing(model: nn.Module) -> None:
         if getattr(module, "gradient_checkpointing", False):
             raise ConfigError(
                 f"activation_checkpointing contradicts gradient checkpointing, which {type(module).__name__} has on: "
-                "both would compute activations again. Leave out gradient_checkpointing_enable(), and activation_ or "
-                "gradient_checkpointing in TrainingArguments"
+                "leave out gradient_checkpointing_enable(), and its like in TrainingArguments"
             )
 
 

@@ -82,8 +82,7 @@ def load_pretrained(model: nn.Module, folder: str | Path, mesh: DeviceMesh) -> n
     cls: Any = type(model)
     if not hasattr(cls, "from_pretrained"):
         raise ConfigError(
-            f"{cls.__name__} has no from_pretrained to read {folder} with; leave out cpu_ram_efficient_loading, and "
-            "every rank reads its shards"
+            f"{cls.__name__} has no from_pretrained; leave out cpu_ram_efficient_loading to read {folder}"
         )
     if any(mesh.get_coordinate() or (0,)):
         return None

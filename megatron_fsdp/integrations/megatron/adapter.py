@@ -258,10 +258,7 @@ def _replacements() -> Iterator[tuple[Any, Any]]:
     try:
         from megatron.core import optimizer as megatron_optimizers
     except ImportError as error:
-        raise ConfigError(
-            f"install() found no megatron.core ({error}); install megatron-core, or put a Megatron-LM checkout on "
-            "PYTHONPATH"
-        ) from error
+        raise ConfigError(f"install() found no megatron.core ({error}); put a checkout on PYTHONPATH") from error
     for cls in _adapter_classes():
         yield cls, _data_parallel_class(cls)  # type: ignore[arg-type]  # classes are hashable
     make = megatron_optimizers.get_megatron_optimizer

@@ -227,9 +227,8 @@ def _check_initialisers(module: nn.Module, config: Any) -> None:
         if held and not any(hasattr(part, method) for method in ("reset_parameters", "_reset_parameters")):
             raise ConfigError(
                 f"module {name!r} ({type(part).__name__}) left {held} on the meta device, where its constructor drew "
-                "nothing, and has no reset_parameters() to draw it later: use_cpu_initialization=True beside "
-                "init_model_with_meta_device=True. Leave out --use-cpu-initialization, and such layers are drawn on "
-                "the GPU at once; or leave out --init-model-with-meta-device"
+                "nothing, and has no reset_parameters() to draw it later. Leave out --use-cpu-initialization, and such "
+                "layers are drawn on the GPU at once; or leave out --init-model-with-meta-device"
             )
 
 

@@ -213,10 +213,7 @@ def _mesh_on(mesh: DeviceMesh | None, device: torch.device | str | int | None) -
         mesh = sharding_target(None, None, None).mesh
     found = buffer_device(mesh)
     if wanted is not None and (wanted.type != found.type or wanted.index not in (None, found.index)):
-        raise ConfigError(
-            f"device={device!r}, but this rank's device on the mesh is {found}; pass a mesh of {wanted.type!r}, and "
-            "call torch.cuda.set_device first"
-        )
+        raise ConfigError(f"device={device!r}, this rank's on the mesh is {found}; pass a mesh of {wanted.type!r}")
     return mesh
 
 
@@ -224,9 +221,9 @@ def _data_parallel_mesh(mesh: DeviceMesh, shard: str | None, outer: str | None) 
     """Return the part of a mesh that is data-parallel: (outer, shard) or (shard)."""
     if shard is None and outer is None:
         if mesh.ndim > 2:
+            names = mesh.mesh_dim_names or mesh.ndim
             raise ConfigError(
-                f"device_mesh has axes {mesh.mesh_dim_names or mesh.ndim}; name the data-parallel ones, "
-                "dp_shard_dim= and dp_outer_dim="
+                f"device_mesh has axes {names}; name the data-parallel ones, dp_shard_dim=, dp_outer_dim="
             )
         return mesh
     if shard is None:

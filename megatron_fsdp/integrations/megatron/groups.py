@@ -52,10 +52,7 @@ class ModelGroups:
     def expert_mesh(self, device_type: str) -> DeviceMesh | None:
         """Return the mesh that experts are sharded over; None for that of dense weights."""
         if self.expert_data is None and size_of(self.expert) * size_of(self.expert_tensor) > 1:
-            raise ConfigError(
-                f"experts are spread over {size_of(self.expert)} ranks, and pg_collection has no expt_dp: set it to "
-                "the group of ranks with the same experts"
-            )
+            raise ConfigError("experts are spread over ranks: set pg_collection.expt_dp, those with the same experts")
         ranks_of = dist.get_process_group_ranks
         if self.expert_data is None or ranks_of(self.expert_data) == ranks_of(self.data):
             return None

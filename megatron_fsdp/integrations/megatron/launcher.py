@@ -92,8 +92,7 @@ def plan_launch(script: str, flags: Sequence[str], megatron_path: str | None = N
         if os.environ.get(_CONNECTIONS) == "1":
             raise ConfigError(
                 f"found {_CONNECTIONS}=1, which Megatron refuses with --use-megatron-fsdp: gathers and reductions "
-                f"would wait in one queue with compute. unset {_CONNECTIONS}, or export {_CONNECTIONS}=8 (also with "
-                "tensor, sequence or context parallelism, for which Megatron's DDP needs 1)"
+                f"would wait in one queue with compute. unset {_CONNECTIONS}, or export {_CONNECTIONS}=8"
             )
         notices = notices_under_megatron(check_flags(flags))
     texts = (

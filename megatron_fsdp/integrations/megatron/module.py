@@ -107,10 +107,7 @@ class MegatronFSDP(FSDPModule, nn.Module):
         """
         for buffer in self._gradients():
             if buffer.binding.state is GradState.PARTIAL:
-                raise StateError(
-                    f"{buffer.binding.name}: scale_gradients before gradients are final; call finish_grad_sync() "
-                    "first, or run the last microbatch outside of no_sync()"
-                )
+                raise StateError(f"{buffer.binding.name}: gradients are not final; call finish_grad_sync() first")
             if buffer.binding.settled() is not None:
                 buffer.binding.scale(scaling_factor)
 

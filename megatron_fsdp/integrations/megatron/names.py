@@ -22,8 +22,8 @@ __all__ = ["GATED", "WholeNames"]
 # Weights of a gate and an up-projection in one, by their names.
 GATED = re.compile(r"\.mlp\.((experts|shared_experts|experts\.local_experts\.\d+)\.)?linear_fc1\.(weight|bias)\d*$")
 _LAYER = re.compile(r"(^|\.)layers\.\d+$")
-_LOCAL_EXPERT = re.compile(r"\.experts\.local_experts\.(\d+)\.")
-_GROUPED_EXPERT = re.compile(r"\.experts\.linear_fc\d\.(?:weight|bias)(\d+)$")
+# One by one, or of a grouped layer.
+_EXPERT = re.compile(r"\.experts\.(?:local_experts\.(\d+)\.|linear_fc\d\.(?:weight|bias)(\d+)$)")
 _EMBEDDING = "embedding.word_embeddings.weight"
 _OUTPUT = "output_layer.weight"
 
@@ -46,9 +46,8 @@ class WholeNames:
             for path, part in chunk.named_modules()
             if _LAYER.search(path) and isinstance(getattr(part, "layer_number", None), int) and "mtp." not in path
         }
-        patterns = (_LOCAL_EXPERT, _GROUPED_EXPERT)
-        experts = (pattern.search(name) for name in self._parameters for pattern in patterns)
-        self._num_experts = 1 + max((int(match[1]) for match in experts if match), default=-1)
+        experts = (match for name in self._parameters if (match := _EXPERT.search(name)))
+        self._num_experts = 1 + max((int(match[1] or match[2]) for match in experts), default=-1)
         self._entries = chunk.state_dict().keys() | self._parameters.keys()
 
     def whole_name(self, name: str) -> str:
@@ -61,16 +60,15 @@ class WholeNames:
                 name = re.sub(r"\d+$", str(number), prefix) + name[len(prefix) :]
                 break
         first = rank_in(self._groups.expert) * self._num_experts
-        for pattern in (_LOCAL_EXPERT, _GROUPED_EXPERT):
-            found = pattern.search(name)
-            if found is not None and first:
-                name = f"{name[: found.start(1)]}{int(found[1]) + first}{name[found.end(1) :]}"
+        if first and (found := _EXPERT.search(name)):
+            start, stop = found.span(found.lastindex or 0)
+            name = f"{name[:start]}{int(name[start:stop]) + first}{name[stop:]}"
         return name
 
     def _check_expert(self, name: str) -> None:
         parameter = self._parameters.get(name)
-        is_named = any(pattern.search(name) for pattern in (_LOCAL_EXPERT, _GROUPED_EXPERT))
-        if parameter is not None and is_expert(parameter) and size_of(self._groups.expert) > 1 and not is_named:
+        is_spread = parameter is not None and is_expert(parameter) and size_of(self._groups.expert) > 1
+        if is_spread and not _EXPERT.search(name):
             raise ConfigError(
                 f"parameter {name!r} holds experts of this rank under a name without their numbers, which other ranks "
                 "have, too: it cannot be saved. Build experts as SequentialMLP or TEGroupedMLP "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 __all__ = ["Architecture", "Parameters", "UnitShapes"]
@@ -53,7 +54,6 @@ class Architecture:
         vocab_size: rows of the embedding; 0 for a vision model.
         num_active_parameters: those that one token uses: all but the routed experts that it is not sent to. The
             embedding counts as a whole.
-        num_parameters: all of them.
     """
 
     model_type: str
@@ -67,4 +67,25 @@ class Architecture:
     intermediate_size: int
     vocab_size: int
     num_active_parameters: int
-    num_parameters: int
+
+    @property
+    def num_parameters(self) -> int:
+        """All of them."""
+        return sum(unit.count * unit.num_parameters for unit in self.units)
+
+    @property
+    def num_routed_parameters(self) -> int:
+        """Those of routed experts."""
+        return sum(unit.count * unit.num_parameters for unit in self.units if unit.name == "experts")
+
+    @property
+    def expert_share(self) -> float:
+        """The share of the routed experts' weights that one token uses."""
+        routed = self.num_routed_parameters
+        return 1 - (self.num_parameters - self.num_active_parameters) / routed if routed else 0.0
+
+    def kinds(self) -> Iterator[tuple[UnitShapes, UnitShapes | None]]:
+        """Yield each kind of unit with the one inside of it: routed experts follow their layer, with the same count."""
+        for unit, following in zip(self.units, (*self.units[1:], None), strict=True):
+            if unit.name != "experts":
+                yield unit, following if following is not None and following.name == "experts" else None

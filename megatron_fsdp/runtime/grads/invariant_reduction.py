@@ -129,19 +129,15 @@ class InvariantGradients(PackedGradients):
         dtypes, placements = self._spec.dtypes, self._spec.placements
         self.rests_partial = self.rests_final = False
         partial: tuple[BufferPlacement, ...] = (Partial("sum"),) * len(placements.gradient)
-        self.packed = self._buffer(partial, dtypes.reduce, "packed gradients", self._spec.compute_device)
+        self.packed = self._buffer(partial, dtypes.reduce, "packed gradients", self._device)
         main_grad = self._buffer(placements.optimizer, dtypes.main_grad, "main_grad", self._template.device)
         self._bind(_InvariantBinding(main_grad, main_grad, self._fsdp_params, self._template.dtype))
         self.reduction = _InvariantReduction(self.packed, main_grad)
         if not _HOOKS:
             _HOOKS.append(register_optimizer_step_pre_hook(_refuse_fused))
 
-    def _unit(self) -> Unit | None:
-        observer = self._observer()
-        return observer if isinstance(observer, Unit) else None
-
     def _begin_sum(self) -> None:
-        unit = self._unit()
+        unit = self._observer()
         if unit is not None and not unit.requires_gradient_sync:
             raise StateError(
                 f"{self.binding.name}: no_sync() or set_requires_gradient_sync(False) adds up microbatches on a rank "
@@ -153,8 +149,8 @@ class InvariantGradients(PackedGradients):
         self.reduction.look_for_changes(before, self.binding)
 
     def _stages(self) -> Stages:
-        unit = self._unit()
-        assert unit is not None
+        unit = self._observer()
+        assert isinstance(unit, Unit)
         step = _STEPS.setdefault(unit.backward, _Step())
         number = unit.backward.number
         if self.binding.state is GradState.EMPTY:

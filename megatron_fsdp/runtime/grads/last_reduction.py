@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -25,7 +24,7 @@ from dbuffer.events import listeners, tell
 from dbuffer.layout import only_flat_axis
 from dbuffer.route import Route
 from dbuffer_kernels import accumulate
-from megatron_fsdp.errors import AgreementError, ConfigError
+from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.runtime.step.cuda_lane import lane, turns
 from megatron_fsdp.runtime.step.grad_binding import GradState
 from megatron_fsdp.runtime.step.lanes import Ticket
@@ -185,43 +184,27 @@ def _wide_part(packed: DBuffer, reduced: DBuffer) -> list[Part]:
 
 
 class LastReductions:
-    """Issues last reductions for the units below one root.
+    """Issues last reductions for the units below one root."""
 
-    Attributes:
-        closed: the unit that was closed last, whose reduction the host would have to wait for; None for none.
-    """
-
-    def __init__(self) -> None:
-        self.closed: weakref.ref[Unit] | None = None
-        # Of the reduction issued last whose wire has memory until the host has waited.
-        self._wired: Ticket | None = None
+    # Of the reduction issued last whose wire has memory until the host has waited.
+    _wired: Ticket | None = None
 
     def close(self, unit: Unit, backward: int) -> None:
         """Issue what is left to reduce of a unit that the last backward of a step, of this number, has closed.
 
-        Where it is the host that has to wait for the reduction before, that is for ``flush``.
+        Where it is the host that has to wait for the reduction before, that is for ``finish``.
         """
-        self.closed = unit.reference
         for buffer in unit.gradients:
             # From here on ``main_grad`` is no sum of this rank's that another backward could go on with.
             buffer.backward = backward
         if all(not buffer.tickets or turns(buffer.packed.device) is not None for buffer in unit.gradients):
-            self.flush()
-
-    def flush(self) -> None:
-        """Issue what is left to reduce of the unit closed last, after what was issued for it before."""
-        unit, self.closed = None if self.closed is None else self.closed(), None
-        for buffer in unit.gradients if unit is not None else ():
-            if turns(buffer.packed.device) is None:
-                _wait_for(buffer)
-        self._issue(() if unit is None else unit.groups)
+            self._issue(unit.groups)
 
     def finish(self, units: Sequence[Sequence[ParameterGroup]]) -> None:
         """Issue what is left to reduce of these groups, by units, and make compute wait for that and what was issued.
 
         What a lane cannot do is left for ``finish_here``.
         """
-        self.flush()
         for groups in units:
             self._issue(groups)
         for buffer in (group.gradients for group in itertools.chain(*units)):
@@ -291,15 +274,3 @@ def _start(reductions: Sequence[LastReduction], works: list[dist.Work] | None) -
 def _complete(reductions: Sequence[LastReduction]) -> None:
     for reduction in reductions:
         reduction.complete_last()
-
-
-def _wait_for(buffer: GradientBuffer) -> None:
-    """Make compute wait for the reduction of packed gradients.
-
-    Raises:
-        AgreementError: it did not end.
-    """
-    try:
-        buffer.wait()
-    except RuntimeError as error:
-        AgreementError.raise_for(buffer.unit, "the reduction of its gradients", error)

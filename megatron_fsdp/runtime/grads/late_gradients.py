@@ -18,9 +18,9 @@ from dbuffer import DBuffer, SlotPool
 from megatron_fsdp.build.builder import GroupSpec
 from megatron_fsdp.runtime.grads.packed_gradients import PackedGradients
 from megatron_fsdp.runtime.step.backward import Backward
-from megatron_fsdp.runtime.step.cuda_lane import lane, turns
+from megatron_fsdp.runtime.step.cuda_lane import turns
 from megatron_fsdp.runtime.step.fsdp_params import FSDPParams, grads_of
-from megatron_fsdp.runtime.step.lanes import Ticket
+from megatron_fsdp.runtime.step.lanes import Ticket, lane
 from megatron_fsdp.runtime.step.reduction import Stages
 
 __all__ = ["LateGradients", "packs_late"]
@@ -77,7 +77,7 @@ class LateGradients(PackedGradients):
             self._begin()
         observer = self._observer()
         # After all that any stream of compute has brought, so nobody takes a turn.
-        lane("reduce", self._spec.compute_device).submit(
+        lane("reduce", self._device).submit(
             self._pack_on_lane, owner=0 if observer is None else id(observer), tickets=[self._packings]
         )
         self._begun[0], self._filled = False, bytearray(len(self._views))

@@ -15,7 +15,7 @@ from megatron_fsdp.build.builder import GroupSpec
 from megatron_fsdp.runtime.grads.fuse import offer_products
 from megatron_fsdp.runtime.grads.last_reduction import LastReduction, OffloadedReduction, Wire
 from megatron_fsdp.runtime.grads.shown_grads import ShownGrads
-from megatron_fsdp.runtime.step.cuda_lane import lane, turns
+from megatron_fsdp.runtime.step.cuda_lane import turns
 from megatron_fsdp.runtime.step.fsdp_params import FSDPParams
 from megatron_fsdp.runtime.step.gradients import GradientBuffer
 
@@ -59,7 +59,7 @@ class PackedGradients(GradientBuffer):
     def __init__(self, main_weight: DBuffer, spec: GroupSpec, fsdp_params: FSDPParams) -> None:
         self.unit, self.backward = "", 0
         self.tickets, self.last_tickets = [], []
-        self._lane = lane("reduce", spec.compute_device)
+        self._device = spec.compute_device
         self._spec, self._template, self._fsdp_params = spec, main_weight, fsdp_params
         self._begun = fsdp_params.begun
         self._make_buffers()
@@ -67,7 +67,7 @@ class PackedGradients(GradientBuffer):
         self._views = [self.packed.get_local_tensor(index) for index in range(len(fsdp_params.sharded_params))]
         self._filled = bytearray(len(self._views))
         self._gaps = [self.packed.local_buffer[gap.start : gap.stop] for gap in self.packed.layout.padding()]
-        self._turns = turns(self._spec.compute_device)
+        self._turns = turns(self._device)
         self._let_wait()
         self._trained = self.binding.trained
         if self.rests_partial:
@@ -126,20 +126,18 @@ class PackedGradients(GradientBuffer):
         main_grad = self._buffer(resting, dtypes.main_grad, "main_grad", self._template.device)
         self.packed = reduced = final = main_grad
         if not self.rests_partial:
-            self.packed = self._buffer(partial, dtypes.reduce, "packed gradients", self._spec.compute_device)
+            self.packed = self._buffer(partial, dtypes.reduce, "packed gradients", self._device)
             if dtypes.accumulate is None:
                 reduced = self.packed.slice_view(placements.gradient)
             else:
-                reduced = self._buffer(
-                    placements.gradient, dtypes.accumulate, "reduced gradients", self._spec.compute_device
-                )
+                reduced = self._buffer(placements.gradient, dtypes.accumulate, "reduced gradients", self._device)
                 self.wide = reduced
         if resting != placements.optimizer:
             final = main_grad.slice_view(placements.optimizer)
         self._bind(ShownGrads(main_grad, final, self._fsdp_params, self._template.dtype))
         wire, sent = None, dtypes.accumulate or dtypes.reduce
-        if not is_alone and (sent is not main_grad.dtype or main_grad.device != self._spec.compute_device):
-            wire = Wire(main_grad, final, sent, self._spec.compute_device)
+        if not is_alone and (sent is not main_grad.dtype or main_grad.device != self._device):
+            wire = Wire(main_grad, final, sent, self._device)
         make = OffloadedReduction if spec.is_offloaded else LastReduction
         self.reduction = make(self.packed, reduced, main_grad, final, wire)
 

@@ -32,8 +32,6 @@ __all__ = ["job_store", "meet", "report_failure"]
 # The verdict wakes whoever waits for it; between looks nothing else is seen.
 _LOOK_S, _LONGEST_LOOK_S = 2.0, 10.0
 _LONGEST_PAUSE_S = 0.1
-# For the ranks to say what they differ in. They are all there.
-_GRACE_S = 10.0
 _NO_TIMEOUT = datetime.timedelta(0)
 _DEFAULT_TIMEOUT = datetime.timedelta(minutes=30)
 _NUM_SHOWN = 3
@@ -58,7 +56,7 @@ def meet(ranks: Sequence[int], action: str, lines: Sequence[str] = (), complaint
         return ""
     mine = f"rank {rendezvous.rank} {action}"
     try:
-        rendezvous.join(hashlib.sha256("\n".join((action, *lines)).encode()).hexdigest()[:32])
+        rendezvous.join([action, *lines])
         wait_for(rendezvous)
     except BaseException as error:
         rendezvous.fail(action, error)
@@ -69,13 +67,7 @@ def meet(ranks: Sequence[int], action: str, lines: Sequence[str] = (), complaint
     if verdict == "late":
         raise AgreementError(f"{mine}, but {_absence(rendezvous, *map(int, rest.split()))}")
     if verdict == "differ":
-        sides, is_same = _difference(rendezvous, action, lines, sorted(map(int, rest.split())))
-        if is_same:
-            raise MeshError(f"{complaint}: {sides}. {advice}")
-        raise MeshError(
-            f"the ranks of a mesh do different things: {sides}. Look for a number or an order of units that depends on "
-            "the rank"
-        )
+        raise MeshError(_difference(rendezvous.store, complaint, advice, rest.split()))
     return rendezvous.name
 
 
@@ -114,9 +106,12 @@ class _Rendezvous(dist.Work):
         # Each rank counts its own in the store, which outlives process groups that are made anew over it.
         return cls(store, ranks, store.add(f"{_prefix(ranks)} of {dist.get_rank()}", 1))
 
-    def join(self, digest: str) -> None:
-        """Take part with a digest of what is said: the last to come, or the first who differs, ends it."""
+    def join(self, said: Sequence[str]) -> None:
+        """Take part: the last to come, or the first who says something else than the first of all, ends it."""
+        digest = hashlib.sha256("\n".join(said).encode()).hexdigest()[:32]
         rank, first = self.store.compare_set("first", "", f"{self.rank} {digest}").decode().split()
+        if first != digest or int(rank) == self.rank:
+            self.store.set(f"said {self.rank}", json.dumps(said))
         if first != digest:
             self.end(f"differ {rank} {self.rank}")
         elif self.store.add("here", 1) == len(self.ranks):
@@ -252,26 +247,20 @@ def _absence(rendezvous: _Rendezvous, limit_s: int, *missing: int) -> str:
     )
 
 
-def _difference(
-    rendezvous: _Rendezvous, action: str, lines: Sequence[str], witnesses: Sequence[int]
-) -> tuple[str, bool]:
-    """Return what is not the same on two ranks, in the words of both of them on every rank; whether the action is."""
-    if rendezvous.rank in witnesses:
-        rendezvous.store.set(f"said {rendezvous.rank}", json.dumps([action, *lines]))
-    heard: dict[int, list[str]] = {
-        rank: json.loads(rendezvous.store.get(f"said {rank}"))
-        for rank in witnesses
-        if rendezvous.comes(f"said {rank}", _GRACE_S)
-    }
-    if len({said[0] for said in heard.values()}) > 1:
-        return "; ".join(f"rank {rank} {said[0]}" for rank, said in heard.items()), False
-    return (
-        "; ".join(
-            f"rank {rank} has {_beside(said, [other for one, other in heard.items() if one != rank])}"
-            for rank, said in heard.items()
-        ),
-        True,
+def _difference(store: Store, complaint: str, advice: str, ranks: Sequence[str]) -> str:
+    """Return what is not the same on two ranks, in the words of both of them on every rank."""
+    heard: dict[str, list[str]] = {rank: json.loads(store.get(f"said {rank}")) for rank in sorted(ranks, key=int)}
+    if len({action for action, *_ in heard.values()}) > 1:
+        sides = "; ".join(f"rank {rank} {action}" for rank, (action, *_) in heard.items())
+        return (
+            f"the ranks of a mesh do different things: {sides}. Look for a number or an order of units that depends on "
+            "the rank"
+        )
+    sides = "; ".join(
+        f"rank {rank} has {_beside(said, [other for one, other in heard.items() if one != rank])}"
+        for rank, said in heard.items()
     )
+    return f"{complaint}: {sides}. {advice}"
 
 
 def _beside(lines: Sequence[str], others: Sequence[Sequence[str]]) -> str:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from dbuffer.dtensor import FlatDTensor
+from dbuffer import FlatDTensor
 from megatron_fsdp.runtime.lifecycle.make_param_group import readopt
 from megatron_fsdp.runtime.lifecycle.make_unit import materialize_unit
 from megatron_fsdp.runtime.step.cuda_lane import settle_host

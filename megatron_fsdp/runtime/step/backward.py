@@ -63,10 +63,7 @@ class Pass:
 
     def latest_first(self) -> list[Unit]:
         """Return the units that backward is in, inner ones before those around them, in one order on every rank."""
-        units = alive(self.active.values())
-        if len(units) > 1:
-            units.sort(key=self._begin, reverse=True)
-        return units
+        return sorted(alive(self.active.values()), key=self._begin, reverse=True)
 
     def _begin(self, unit: Unit) -> int:
         first = self.entered.get(id(unit))
@@ -102,6 +99,9 @@ class Backward:
         for unit in schedule.units():
             unit.backward = self
 
+    def _buffers(self) -> list[GradientBuffer]:
+        return [buffer for unit in self._schedule.units() for buffer in unit.gradients]
+
     def share_reductions(self, other: Backward) -> None:
         """Count packed gradient buffers together with another root's."""
         self._reducing = other._reducing
@@ -131,9 +131,8 @@ class Backward:
     def _settle(self) -> None:
         """Take notice of sums under way that users threw away."""
         if self._has_sums:
-            for unit in self._schedule.units():
-                for buffer in unit.gradients:
-                    buffer.settle()
+            for buffer in self._buffers():
+                buffer.settle()
             self._has_sums = False
 
     def void(self, ending: weakref.ref[functools.partial[None]]) -> None:
@@ -143,9 +142,8 @@ class Backward:
         ``recover`` gives memory back.
         """
         if self._pass is not None and self._pass.ending is ending:
-            for unit in self._schedule.units():
-                for buffer in unit.gradients:
-                    buffer.void(self.number)
+            for buffer in self._buffers():
+                buffer.void(self.number)
             self._has_sums = True
 
     def recover(self) -> None:
@@ -159,10 +157,9 @@ class Backward:
     def reset(self) -> None:
         """Forget a forward or backward that raised, and the gradients that are incomplete or not finished."""
         self._abandon()
-        for unit in self._schedule.units():
-            for buffer in unit.gradients:
-                if buffer.binding.is_void or self.is_unfinished:
-                    buffer.discard()
+        for buffer in self._buffers():
+            if buffer.binding.is_void or self.is_unfinished:
+                buffer.discard()
         self.is_unfinished, self.awaited = False, None
 
     def _abandon(self) -> None:
@@ -175,11 +172,10 @@ class Backward:
         self._end()
 
     def _end(self) -> None:
-        for unit in self._schedule.units():
-            for buffer in unit.gradients:
-                buffer.end_backward()
+        for buffer in self._buffers():
+            buffer.end_backward()
         self._schedule.end_backward()
-        self._pass = self._last.closed = None
+        self._pass = None
         self.is_under_way = False
 
     # ------------------------------------------------------------------ enter
@@ -223,10 +219,10 @@ class Backward:
         Args:
             call: in which the operator ran; None where it ran outside of any, between ``unshard`` and ``reshard``.
         """
-        if call is not None:
+        if call is None:
+            self._unshard_again(self.begin(), unit)
+        else:
             self.before_backward(call)
-            return
-        self._unshard_again(self.begin(), unit)
 
     def _unshard_again(self, now: Pass, unit: Unit) -> None:
         if unit.unshards_in_backward and not unit.is_unsharded:
@@ -297,7 +293,7 @@ class Backward:
             self.drain(self.max_packed_buffers - 1)
         if has_come:
             now.has_gradients = True
-            if id(unit) not in now.active:
+            if id(unit) not in now.active or id(unit) in now.closed:
                 now.enter(unit)
 
     def leave_unit(self, unit: Unit) -> None:
@@ -332,8 +328,6 @@ class Backward:
     def _reduce(self, unit: Unit) -> None:
         if not self._guards.first_use.is_over:
             self._guards.first_use.before_reduction(unit)
-        if self._last.closed is not None:
-            self._last.flush()
         complete = [buffer for buffer in unit.gradients if buffer.close(reduce=unit.requires_gradient_sync)]
         for buffer in complete:
             if 1 in buffer.binding.missing:
@@ -364,7 +358,7 @@ class Backward:
         if not is_inside:
             self.recover()
             self._settle()
-        now, units = self._pass, list(self._schedule.units())
+        now, units = self._pass, self._schedule.units()
         is_for_others = is_inside and (now is None or not now.has_gradients)
         for unit in now.latest_first() if now is not None else ():
             self.leave_unit(unit)
@@ -373,7 +367,11 @@ class Backward:
             self._reduce_filled(units)
             self.drain(0)
             self._finalize(units)
-        self._show_pending(units)
+        for buffer in self._buffers():
+            if buffer.binding.is_under_way:
+                # ``.grad`` shows which sums are still to be completed.
+                buffer.binding.show_pending()
+                self._has_sums = True
         self._end()
         for pool in self._schedule.pools.planned:
             pool.settle()
@@ -442,14 +440,6 @@ class Backward:
             group.gradients.binding.show()
             if self.is_last or self.is_manual:
                 group.freshness.suspect()
-
-    def _show_pending(self, units: list[Unit]) -> None:
-        """Show on ``.grad`` which sums are still under way."""
-        for unit in units:
-            for buffer in unit.gradients:
-                if buffer.binding.is_under_way:
-                    buffer.binding.show_pending()
-                    self._has_sums = True
 
 
 def _final(unit: Unit, *, is_last: bool) -> list[ParameterGroup]:

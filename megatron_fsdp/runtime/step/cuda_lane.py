@@ -14,7 +14,7 @@ import torch
 
 from dbuffer.events import listeners, tell
 from dbuffer_kernels.switches import is_off
-from megatron_fsdp.runtime.step.lanes import COMPUTE, LANES, CpuLane, Operation, Ticket
+from megatron_fsdp.runtime.step.lanes import COMPUTE, LANES, MAKERS, CpuLane, Operation, Ticket, lane
 
 __all__ = [
     "HOST_READS", "Compute", "CudaLane", "Streams", "Turns", "compute_of", "drive_with", "is_capturing", "lane",
@@ -262,13 +262,12 @@ def compute_of(device: torch.device) -> Compute | None:
     return found
 
 
-def lane(name: str, device: torch.device) -> CpuLane:
-    """Return the process's lane of that name ("gather", "reduce" or "last") on a device."""
-    key = (name, device)
-    if key not in LANES:
-        compute = compute_of(device)
-        LANES[key] = CpuLane(name) if compute is None else CudaLane(name, compute)
-    return LANES[key]
+def _make_lane(name: str, device: torch.device) -> CpuLane:
+    compute = compute_of(device)
+    return CpuLane(name) if compute is None else CudaLane(name, compute)
+
+
+MAKERS.append(_make_lane)
 
 
 def turns(device: torch.device) -> Turns | None:

@@ -90,17 +90,14 @@ class FSDPParams:
         self.sharded_params, self.unsharded_params = sharded_params, unsharded_params
         self._kinds = kinds
         self._guarded = [param for param in unsharded_params if isinstance(param, kinds[0])]
-        wrappers = [(index, param) for index, param in enumerate(unsharded_params) if isinstance(param, DTensor)]
+        wrappers = [param for param in unsharded_params if isinstance(param, DTensor)]
         # Where all of them say when they are frozen, none has to be asked.
         self._says_flags = len(self._guarded) == len(unsharded_params)
         # Of a DTensor the local part is guarded too.
-        versioned = (*unsharded_params, *(param._local_tensor for _, param in wrappers))
-        self._versioned, counters = _counters_of(versioned)
-        weights = (*unsharded_params, *(param for _, param in wrappers))
-        self._counted_by = [
-            [weight for weight, mine in zip(weights, counters, strict=True) if mine == counter]
-            for counter in range(len(self._versioned))
-        ]
+        self._versioned, self._counters = _counters_of(
+            (*unsharded_params, *(param._local_tensor for param in wrappers))
+        )
+        self._weights = (*unsharded_params, *wrappers)
         self._released = (RELEASED_VERSION,) * len(self._versioned)
         self._versions = self._kept_versions = self._current_versions()
         self.counted: list[torch.Tensor] = []
@@ -132,7 +129,8 @@ class FSDPParams:
         versions = self._current_versions()
         if versions == self._versions:
             return ()
-        return self._counted_by[list(map(operator.ne, versions, self._versions)).index(True)]
+        is_changed = list(map(operator.ne, versions, self._versions))
+        return [weight for weight, counter in zip(self._weights, self._counters, strict=True) if is_changed[counter]]
 
     def accept_versions(self) -> None:
         """Forget of changes in place: the values will be written again."""
@@ -283,14 +281,6 @@ class ParamModuleInfos:
         if self.overridden and not is_gathered:
             self.restore()
         self.shows_gathered = is_gathered
-
-    def is_gathered_everywhere(self) -> bool:
-        """Whether no sharded parameter is registered; ``functional_call`` puts back what it found."""
-        if not self.shows_gathered:
-            return False
-        if self.assigned:
-            return all(registry.get(attribute) is not resting for registry, attribute, resting, _ in self.places)
-        return all(map(operator.is_not, map(_registered, self._registries, self._attributes), self._resting))
 
     def _assign(self, *, is_gathered: bool) -> None:
         for reference, attribute, resting, used in self.assigned:

@@ -106,7 +106,7 @@ class GradBinding:
         self._locals: list[torch.Tensor] = []
         self._compute = compute
         # All of them are looked at when the last one that had a gradient drops it.
-        self._drops = GradDrops(_teller(self))
+        self._drops = GradDrops(functools.partial(_drop, weakref.ref(self)))
         self._last_one: weakref.ref[torch.Tensor] = weakref.ref(self.parameters[-1])
         # What ``_count_references`` returns while nobody has any.
         self._references: tuple[int, ...] = ()
@@ -253,16 +253,10 @@ class GradBinding:
             tensor.mul_(factor.to(tensor) if isinstance(factor, torch.Tensor) else factor)
 
 
-def _teller(binding: GradBinding) -> Callable[[], None]:
-    """Return what is called when a ``.grad`` was set to None; it must not keep the buffer alive."""
-    reference = weakref.ref(binding)
-
-    def tell_dropped() -> None:
-        found = reference()
-        if found is not None:
-            found.dropped()
-
-    return tell_dropped
+def _drop(binding: weakref.ref[GradBinding]) -> None:
+    found = binding()
+    if found is not None:
+        found.dropped()
 
 
 def clear_grads(parameters: Iterable[torch.Tensor]) -> None:

@@ -17,7 +17,7 @@ from dbuffer_kernels.products import add_product
 from megatron_fsdp.runtime.step.cuda_lane import Turns
 from megatron_fsdp.runtime.step.fsdp_params import FSDPParams
 from megatron_fsdp.runtime.step.grad_binding import GradBinding, GradState
-from megatron_fsdp.runtime.step.lanes import CpuLane, Ticket
+from megatron_fsdp.runtime.step.lanes import Ticket
 from megatron_fsdp.runtime.step.reduction import Reduction, Stages, submit_reductions
 
 __all__ = ["GradientBuffer"]
@@ -46,7 +46,7 @@ class GradientBuffer:
     backward: int
     tickets: list[Ticket]
     last_tickets: list[Ticket]
-    _lane: CpuLane
+    _device: torch.device
     _template: DBuffer
     _fsdp_params: FSDPParams
     # The ``Unit``, weakly, from when that is made.
@@ -259,7 +259,7 @@ class GradientBuffer:
         packed = [buffer for buffer in buffers if not buffer.rests_partial]
         if packed:
             all_stages = [buffer._stages() for buffer in packed]
-            submit_reductions(packed[0]._lane, all_stages, owner, [buffer.tickets for buffer in packed], after)
+            submit_reductions(packed[0]._device, all_stages, owner, [buffer.tickets for buffer in packed], after)
         for buffer in packed:
             buffer.binding.state = GradState.PARTIAL
             if listeners:

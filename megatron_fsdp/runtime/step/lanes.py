@@ -16,7 +16,7 @@ import torch.distributed as dist
 from dbuffer.collectives import wait_for
 from dbuffer.events import listeners, tell
 
-__all__ = ["COMPUTE", "LANES", "CpuLane", "Operation", "Ticket", "forget_unused_streams", "join_lanes"]
+__all__ = ["LANES", "CpuLane", "Ticket", "forget_unused_streams", "join_lanes", "lane"]
 
 Operation = Callable[[list[dist.Work] | None], None]
 
@@ -114,6 +114,18 @@ class CpuLane:
 
 LANES: dict[tuple[str, torch.device], CpuLane] = {}
 """The lanes of the process, by their names and devices."""
+
+
+MAKERS: list[Callable[[str, torch.device], CpuLane]] = []
+"""What makes a lane of a name on a device (``cuda_lane.py``)."""
+
+
+def lane(name: str, device: torch.device) -> CpuLane:
+    """Return the process's lane of that name ("gather", "reduce" or "last") on a device."""
+    key = (name, device)
+    if key not in LANES:
+        LANES[key] = MAKERS[0](name, device)
+    return LANES[key]
 
 
 COMPUTE: dict[torch.device, Any] = {}

@@ -30,7 +30,7 @@ from megatron_fsdp.runtime.step.cuda_lane import HOST_READS
 from megatron_fsdp.runtime.step.freshness import Freshness
 from megatron_fsdp.runtime.step.fsdp_params import FSDPParams
 from megatron_fsdp.runtime.step.gradients import GradientBuffer
-from megatron_fsdp.runtime.step.lanes import CpuLane, Ticket
+from megatron_fsdp.runtime.step.lanes import Ticket, lane
 from megatron_fsdp.runtime.step.reduction import ReduceFunction
 
 __all__ = ["GatherFunction", "ParameterGroup", "WeightBuffers", "group_of_parameter", "note_group", "start_gathers"]
@@ -66,7 +66,7 @@ def start_gathers(groups: Sequence[ParameterGroup], *, check: bool, owner: int =
     if not weights and not stale:
         return None
     gather = functools.partial(_gather, stale, weights)
-    return groups[0].lane.submit(gather, then, owner=owner)
+    return lane("gather", groups[0].spec.device).submit(gather, then, owner=owner)
 
 
 def _gather(stale: Sequence[ParameterGroup], weights: Sequence[WeightBuffers], works: list[dist.Work] | None) -> None:
@@ -198,7 +198,7 @@ class ParameterGroup:
         fsdp_params: the two sets of parameter objects.
         rests_whole: whether compute weights are whole on every rank all the time.
         is_meta: whether nothing is allocated yet: the parameters were on the meta device.
-        freshness: how old the compute weights are. lane: on which they are gathered.
+        freshness: how old the compute weights are.
         reduce_hook, reduce_function: see ``set_reduction``.
     """
 
@@ -210,7 +210,6 @@ class ParameterGroup:
     parameters: dict[str, nn.Parameter]
     gradients: GradientBuffer | None
     freshness: Freshness
-    lane: CpuLane
     rests_whole: bool
     is_meta: bool
 
@@ -238,11 +237,6 @@ class ParameterGroup:
         flat = [axis for axis, placement in zip(self.main_weight.axes, placements, strict=True) if placement == Flat()]
         split = self.owned[0].split
         return flat if split is None else flat + split.sharded_axes
-
-    def show_unsharded(self) -> None:
-        """Show gathered weights, which are usable, where sharded parameters are registered."""
-        if not self.fsdp_params.module_infos.is_gathered_everywhere():
-            self.fsdp_params.module_infos.show(is_gathered=True)
 
     def use_gathered(self) -> None:
         """Show the gathered weights, which compute has been made to wait for; it may be done again."""

@@ -14,7 +14,7 @@ from dbuffer.collectives_together import reduce_together
 from dbuffer.layout import only_flat_axis
 from dbuffer.route import Route
 from dbuffer_kernels import accumulate
-from megatron_fsdp.runtime.step.lanes import CpuLane, Ticket
+from megatron_fsdp.runtime.step.lanes import Ticket, lane
 
 __all__ = ["Hook", "ReduceFunction", "Reduction", "Stages", "submit_reductions"]
 
@@ -41,7 +41,7 @@ class Stages(NamedTuple):
 
 
 def submit_reductions(
-    lane: CpuLane,
+    device: torch.device,
     all_stages: Sequence[Stages],
     owner: int,
     tickets: Sequence[list[Ticket]],
@@ -68,7 +68,9 @@ def submit_reductions(
         for call in calls:
             call()
 
-    lane.submit(start, fold, fold_on_host if calls else None, owner=owner, tickets=tickets, after=after)
+    lane("reduce", device).submit(
+        start, fold, fold_on_host if calls else None, owner=owner, tickets=tickets, after=after
+    )
 
 
 class Reduction:

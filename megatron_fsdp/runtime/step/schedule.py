@@ -161,8 +161,9 @@ class Schedule:
             AgreementError: the gather did not end.
         """
         if unit.weight_state is WeightState.UNSHARDED:
+            # They may rest for a while, or ``functional_call`` has put back what it found.
             for group in unit.groups:
-                group.show_unsharded()
+                group.fsdp_params.module_infos.show(is_gathered=True)
         if unit.weight_state is not WeightState.GATHERING:
             return
         if listeners:

@@ -37,6 +37,8 @@ FP32, BF16, FP16, INT16, UINT8 = torch.float32, torch.bfloat16, torch.float16, t
 POINTERS = {FP32: "*fp32", BF16: "*bf16", FP16: "*fp16", torch.float64: "*fp64", INT16: "*i16"}
 OF_STEPS = {"clip": "*fp32", "rows": "*fp64", "table": "*i64"}
 COMPUTE = {"COMPUTE": FP32}
+# By what there is beside the weight.
+FORMS = {None: 0, BF16: 1, INT16: 2}
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ def adamw_of(gradient: torch.dtype, weight: torch.dtype, moments: torch.dtype, l
     """Return an AdamW step; ``last``: a bf16 copy of the weight, its remainder, or neither."""
     pointers = {"gradient": POINTERS[gradient], "weight": POINTERS[weight], "exp_avg": POINTERS[moments],
                 "exp_avg_sq": POINTERS[moments], "model": "*bf16", "remainder": "*i16", **OF_STEPS}  # fmt: skip
-    constants = {**COMPUTE, "HAS_CLIP": True, "HAS_MODEL": last is BF16, "IS_SPLIT": last is INT16}
+    constants = {**COMPUTE, "HAS_CLIP": True, "FORM": FORMS[last]}
     written = (weight, moments, moments, *([last] if last else []))
     read = (gradient, weight, moments, moments, *([last] if last is INT16 else []))
     return Kernel(ADAMW_FILE.adamw_kernel, pointers, read, written, constants)
@@ -72,7 +74,7 @@ def int8_adamw_of(gradient: torch.dtype, weight: torch.dtype, last: torch.dtype,
     scales = dict.fromkeys(("exp_avg_scale", "exp_avg_sq_scale", "plain_exp_avg", "plain_exp_avg_sq", "maps"), "*fp32")
     pointers = {"gradient": POINTERS[gradient], "weight": POINTERS[weight], "exp_avg": "*u8", "exp_avg_sq": "*u8",
                 **scales, "model": "*bf16", "remainder": "*i16", "keys": "*i64", **OF_STEPS}  # fmt: skip
-    constants = {"HAS_CLIP": True, "HAS_MODEL": last is BF16, "IS_SPLIT": last is INT16, "IS_RANDOM": is_random}
+    constants = {"HAS_CLIP": True, "FORM": FORMS[last], "IS_RANDOM": is_random}
     read = (gradient, weight, *([last] if last is INT16 else []))
     return Kernel(INT8_FILE.int8_adamw_kernel, pointers, read, (weight, last), constants)
 
@@ -85,7 +87,7 @@ def muon_momentum_of(gradient: torch.dtype) -> Kernel:
 def muon_apply_of(weight: torch.dtype, last: torch.dtype) -> Kernel:
     pointers = {"update": "*bf16", "weight": POINTERS[weight], "model": "*bf16", "remainder": "*i16",
                 "rows": "*fp64", "table": "*i64"}  # fmt: skip
-    constants = {**COMPUTE, "HAS_MODEL": last is BF16, "IS_SPLIT": last is INT16}
+    constants = {**COMPUTE, "FORM": FORMS[last]}
     read = (BF16, weight, *([last] if last is INT16 else []))
     return Kernel(muon_apply_kernel, pointers, read, (weight, last), constants)
 

@@ -9,18 +9,6 @@ from benchmarks import bench_step
 from benchmarks.models import Model, Shape
 
 
-def test_wall_time_is_the_slowest_ranks_and_processor_time_that_of_all() -> None:
-    ranks = [
-        {"ours": [(1.0, 0.5), (2.0, 0.5)], "FSDP2": [(4.0, 1.0), (4.0, 2.0)]},
-        {"ours": [(3.0, 1.5), (1.0, 0.5)], "FSDP2": [(2.0, 1.0), (8.0, 2.0)]},
-    ]
-    rows = {row.key: row.samples.values for row in bench_step.step_rows({"model": "m"}, ranks)}
-    assert rows["step: wall time (engine=ours, model=m)"] == (3.0, 2.0)
-    assert rows["step: processor time (engine=FSDP2, model=m)"] == (2.0, 4.0)
-    assert rows["step: wall time over peer's (model=m, peer=FSDP2)"] == (0.75, 0.25)
-    assert rows["step: processor time over peer's (model=m, peer=FSDP2)"] == (1.0, 0.25)
-
-
 def options(**changed: object) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     bench_step.add_arguments(parser)

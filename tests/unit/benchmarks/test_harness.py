@@ -11,13 +11,15 @@ from benchmarks import bench_kernels
 from benchmarks.harness import (
     Row,
     Samples,
+    Times,
+    beside_peers,
+    both,
     device_seconds,
     environment,
     interleaved,
     markdown,
     ratio,
     read_rows,
-    samples_of,
     table,
     write_rows,
 )
@@ -44,34 +46,28 @@ def row(**changes: object) -> Row:
     return Row(**{**fields, "samples": Samples((1.0, 2.0)), **changes})  # type: ignore[arg-type]
 
 
-def test_quartiles_and_spread_are_those_of_the_values() -> None:
-    samples = Samples((5.0, 1.0, 2.0, 3.0, 4.0))
-    assert (samples.low, samples.median, samples.high) == (1.5, 3.0, 4.5)
-    assert samples.spread == 1.0
+@pytest.mark.parametrize(
+    ("values", "quartiles", "spread"),
+    [((5.0, 1.0, 2.0, 3.0, 4.0), (1.5, 3.0, 4.5), 1.0), ((7.0,), (7.0, 7.0, 7.0), 0.0)],
+)
+def test_quartiles_and_spread_are_those_of_the_values(
+    values: tuple[float, ...], quartiles: tuple[float, ...], spread: float
+) -> None:
+    samples = Samples(values)
+    assert (samples.low, samples.median, samples.high) == quartiles
+    assert samples.spread == spread
 
 
-def test_a_single_value_is_its_own_quartiles() -> None:
-    samples = Samples((7.0,))
-    assert (samples.low, samples.median, samples.high, samples.spread) == (7.0, 7.0, 7.0, 0.0)
+def test_functions_take_turns_change_who_goes_first_and_are_charged_for_their_own_time() -> None:
+    clock, calls = Clock(), []
 
+    def work(name: str, seconds: float) -> Callable[[], None]:
+        return lambda: (calls.append(name), clock.work(seconds)())[0]
 
-def test_samples_are_the_seconds_of_each_call_after_the_warmup() -> None:
-    clock = Clock()
-    durations = iter([9.0, 1.0, 2.0, 3.0])
-    samples = samples_of(lambda: clock.work(next(durations))(), rounds=3, warmup=1, clock=clock)
-    assert samples.values == (1.0, 2.0, 3.0)
-
-
-def test_interleaved_functions_take_turns_and_change_who_goes_first() -> None:
-    calls: list[str] = []
-    interleaved({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, rounds=3, warmup=0)
-    assert "".join(calls) == "baabba"
-
-
-def test_the_time_of_one_function_is_not_charged_to_another() -> None:
-    clock = Clock()
-    found = interleaved({"slow": clock.work(5.0), "fast": clock.work(1.0)}, rounds=4, warmup=1, clock=clock)
-    assert {name: samples.values for name, samples in found.items()} == {"slow": (5.0,) * 4, "fast": (1.0,) * 4}
+    functions = {"a": work("a", 5.0), "b": work("b", 1.0)}
+    found = interleaved(functions, rounds=2, warmup=1, clock=clock)
+    assert "".join(calls) == "abbaab"
+    assert {name: samples.values for name, samples in found.items()} == {"a": (5.0,) * 2, "b": (1.0,) * 2}
 
 
 def test_work_that_finishes_only_when_synchronized_is_charged_to_who_started_it() -> None:
@@ -85,8 +81,23 @@ def test_work_that_finishes_only_when_synchronized_is_charged_to_who_started_it(
         pending[0] = 0.0
 
     found = interleaved({"start": start, "idle": lambda: None}, rounds=2, synchronize=synchronize, clock=clock)
-    assert found["start"].values == (3.0, 3.0)
-    assert found["idle"].values == (0.0, 0.0)
+    assert (found["start"].values, found["idle"].values) == ((3.0, 3.0), (0.0, 0.0))
+
+
+def test_wall_time_is_the_slowest_ranks_and_processor_time_that_of_all_and_ours_stand_over_each_peers() -> None:
+    ranks: list[Times] = [
+        {"ours": [(1.0, 0.5), (2.0, 0.5)], "FSDP2": [(4.0, 1.0), (4.0, 2.0)]},
+        {"ours": [(3.0, 1.5), (1.0, 0.5)], "FSDP2": [(2.0, 1.0), (8.0, 2.0)]},
+    ]
+    rows = [each for what, found in both(ranks).items() for each in beside_peers(Row("step", {}, what, "s"), found)]
+    assert {each.key: each.samples.values for each in rows} == {
+        "step: wall time (engine=ours)": (3.0, 2.0),
+        "step: wall time (engine=FSDP2)": (4.0, 8.0),
+        "step: wall time over peer's (peer=FSDP2)": (0.75, 0.25),
+        "step: processor time (engine=ours)": (2.0, 1.0),
+        "step: processor time (engine=FSDP2)": (2.0, 4.0),
+        "step: processor time over peer's (peer=FSDP2)": (1.0, 0.25),
+    }
 
 
 def test_rows_read_back_are_those_written(tmp_path: Path) -> None:
@@ -102,10 +113,7 @@ def test_a_written_row_has_its_median_and_spread(tmp_path: Path) -> None:
     content = json.loads((tmp_path / "rows.json").read_text())
     assert (content["rows"][0]["median"], content["rows"][0]["spread"]) == (1.5, pytest.approx(2 / 3))
     assert content["arguments"] == {"rounds": 2}
-
-
-def test_the_environment_names_machine_versions_and_commit() -> None:
-    found = environment()
+    found = content["environment"]
     assert found["machine"]["num_cores"] >= 1
     assert found["machine"]["processor"]
     assert set(found["versions"]) == {"python", "torch", "triton", "numpy"}
@@ -117,11 +125,8 @@ def test_rows_about_the_same_case_have_the_same_key_whatever_the_order_of_its_na
     assert row(metric="bytes").key != row().key
 
 
-def test_columns_of_a_table_line_up() -> None:
+def test_columns_of_tables_line_up() -> None:
     assert table([["name", "ms"], ["a", "10.5"]]) == "name    ms\na     10.5"
-
-
-def test_a_markdown_table_has_heads_a_ruler_and_aligned_rows() -> None:
     assert markdown([["what", "n"], ["a", "1"], ["bc", "10"]]).splitlines() == [
         "| what |  n |",
         "|------|---:|",

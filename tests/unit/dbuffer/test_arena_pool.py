@@ -11,6 +11,7 @@ import torch
 from dbuffer import memory_meter
 from dbuffer.slot_pool import MAX_PLANS, ArenaPool, Holding, can_exchange_memory
 from dbuffer.storage import FlatStorage
+from tests.harness.grids import nightly_but
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.skipif(not can_exchange_memory(), reason="storages of this PyTorch cannot exchange memory")
@@ -201,7 +202,7 @@ def test_a_storage_may_leave_the_pool_and_come_back() -> None:
     step(chain)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", nightly_but(range(8), range(40)))
 def test_no_random_order_of_turns_ends_and_plans_shares_memory_or_loses_count(seed: int) -> None:
     gc.collect()
     generator, before = random.Random(seed), memory_meter().current_bytes

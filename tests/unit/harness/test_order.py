@@ -1,4 +1,4 @@
-"""The order in which a run's files begin."""
+"""The order in which a run's files and folders begin."""
 
 from pathlib import Path
 
@@ -7,6 +7,6 @@ from tests.conftest import LONG_FILES
 ROOT = Path(__file__).parents[3]
 
 
-def test_every_file_that_begins_early_is_there_once() -> None:
-    assert [name for name in LONG_FILES if not (ROOT / name).is_file()] == []
+def test_everything_that_begins_early_is_there_once() -> None:
+    assert [name for name in LONG_FILES if not (ROOT / name).exists()] == []
     assert len(set(LONG_FILES)) == len(LONG_FILES)

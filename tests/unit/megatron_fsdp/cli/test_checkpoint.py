@@ -10,8 +10,6 @@ from torch import nn
 
 from megatron_fsdp import load_checkpoint, save_checkpoint
 from megatron_fsdp.__main__ import main
-from megatron_fsdp.cli.checkpoint import add_arguments
-from megatron_fsdp.command_parser import CommandParser
 
 
 class Tiny(nn.Module):
@@ -144,19 +142,3 @@ def test_import_does_not_replace_other_things(checkpoint: Path, capsys: pytest.C
     save_file({"a": torch.zeros(2)}, folder / "model.safetensors")
     assert command("import", folder, checkpoint.parent) == 1
     assert "exists and is no checkpoint" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("text", "num_bytes"), [("40", 40), ("5GB", 5 * 10**9), ("2GiB", 2**31), ("500 mb", 5 * 10**8)]
-)
-def test_sizes_are_understood(text: str, num_bytes: int) -> None:
-    parser = CommandParser("checkpoint")
-    add_arguments(parser)
-    assert parser.parse_args(["export", "a", "b", "--max-file-size", text]).max_file_size == num_bytes
-
-
-@pytest.mark.parametrize("text", ["much", "0", "-1", "1.5GB", "5TB"])
-def test_sizes_that_make_no_sense_are_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        command("export", "a", "b", f"--max-file-size={text}")
-    assert "wanted a size such as 500MB" in capsys.readouterr().err

@@ -5,7 +5,13 @@ from collections.abc import Callable
 
 import pytest
 
-from megatron_fsdp.planning.option_types import byte_count, bytes_per_second, mesh_sizes, operations_per_second, seconds
+from megatron_fsdp.planning.plan_arguments import (
+    byte_count,
+    bytes_per_second,
+    mesh_sizes,
+    operations_per_second,
+    seconds,
+)
 
 
 @pytest.mark.parametrize(

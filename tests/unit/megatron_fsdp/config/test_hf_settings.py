@@ -133,22 +133,6 @@ def test_an_unknown_key_is_refused_with_the_nearest_valid_one(unknown: str, near
         ({"xla_fsdp_grad_ckpt": True}, "xla_fsdp_grad_ckpt=True: it is for PyTorch/XLA"),
         ({"xla_fsdp_settings": {"compute_dtype": "bfloat16"}}, "xla_fsdp_settings=.*: it is for PyTorch/XLA"),
         ({"activation_checkpointing_offload": True}, "inputs of checkpointed layers stay on the device"),
-    ],
-)
-def test_what_cannot_be_done_is_refused(given: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        FsdpConfig.from_hf(given)
-
-
-def test_local_state_dicts_are_refused() -> None:
-    assert settings({"state_dict_type": "SHARDED_STATE_DICT"}).state_dict_type == "SHARDED_STATE_DICT"
-    with pytest.raises(ConfigError, match=r"state_dict_type=LOCAL_STATE_DICT: .*; give SHARDED_STATE_DICT"):
-        FsdpConfig.from_hf({"state_dict_type": "local_state_dict"})
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
         ({"cpu_offload": "maybe"}, "cpu_offload: found 'maybe', wanted true or false"),
         ({"min_num_params": -1}, "min_num_params: found -1, wanted a whole number >= 0"),
         ({"min_num_params": True}, "min_num_params: found True, wanted a whole number >= 0"),
@@ -157,16 +141,6 @@ def test_local_state_dicts_are_refused() -> None:
         ({"reshard_after_forward": "HYBRID"}, "found 'HYBRID', wanted one of .*; the nearest is HYBRID_SHARD"),
         ({"sharding_strategy": 6}, "sharding_strategy: found 6, wanted one of FULL_SHARD"),
         ({"ignored_modules": [3]}, "wanted a regular expression, names or modules"),
-    ],
-)
-def test_a_wrong_value_is_refused_with_what_is_wanted(given: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        FsdpConfig.from_hf(given)
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
         (
             {"version": 2, "reshard_after_forward": "FULL_SHARD"},
             "version 2 contradicts reshard_after_forward FULL_SHARD",
@@ -192,9 +166,16 @@ def test_a_wrong_value_is_refused_with_what_is_wanted(given: dict[str, Any], mes
             {"cpu_offload": True, "fsdp_offload_params": True},
             "'cpu_offload' and 'fsdp_offload_params' are the same key",
         ),
+        ({"distributed_type": "MULTI_GPU", "fsdp_config": {}}, "distributed_type: found 'MULTI_GPU', wanted 'FSDP'"),
+        (
+            {"mixed_precision": "fp8", "fsdp_config": {}},
+            "mixed_precision: found 'fp8', wanted one of no, fp32, bf16, fp16",
+        ),
+        ({"fsdp_config": ["version"]}, "fsdp_config: found .* wanted a mapping of keys"),
+        ({"state_dict_type": "local_state_dict"}, r"state_dict_type=LOCAL_STATE_DICT: .*; give SHARDED_STATE_DICT"),
     ],
 )
-def test_keys_that_contradict_each_other_are_refused_by_name(given: dict[str, Any], message: str) -> None:
+def test_what_cannot_be_done_or_read_or_contradicts_is_refused_by_name(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         FsdpConfig.from_hf(given)
 
@@ -255,22 +236,6 @@ def test_a_yaml_file_without_pyyaml_is_refused_with_the_cure(tmp_path: Path, mon
         ConfigError, match=r"needs PyYAML: pip install pyyaml, or write the section fsdp_config as JSON"
     ):
         FsdpConfig.from_hf(path)
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ({"distributed_type": "MULTI_GPU", "fsdp_config": {}}, "distributed_type: found 'MULTI_GPU', wanted 'FSDP'"),
-        (
-            {"mixed_precision": "fp8", "fsdp_config": {}},
-            "mixed_precision: found 'fp8', wanted one of no, fp32, bf16, fp16",
-        ),
-        ({"fsdp_config": ["version"]}, "fsdp_config: found .* wanted a mapping of keys"),
-    ],
-)
-def test_a_file_for_something_else_is_refused(content: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        FsdpConfig.from_hf(content)
 
 
 def test_mixed_precision_that_yaml_reads_as_a_truth_value_means_none() -> None:

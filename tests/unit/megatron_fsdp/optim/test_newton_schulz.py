@@ -42,7 +42,7 @@ def polynomial(values: torch.Tensor, steps: tuple[tuple[float, float, float], ..
 def test_singular_values_go_through_the_polynomials(name: str, shape: tuple[int, int]) -> None:
     matrix = torch.randn(shape)
     steps = coefficients(name, 8)
-    found = Iteration(steps, dtype=torch.float32)(matrix.clone()[None])[0]
+    found = Iteration(steps)(matrix.clone()[None])[0]
     values = singular_values(matrix)
     wanted = polynomial(values / values.square().sum().sqrt(), steps).sort(descending=True).values
     assert torch.allclose(singular_values(found), wanted, atol=1e-4)
@@ -66,7 +66,7 @@ def test_sets_go_on_as_they_should() -> None:
 
 
 def test_a_matrix_of_zeros_stays_one() -> None:
-    found = Iteration(coefficients(SIMPLE, 5), dtype=torch.float32)(torch.zeros(1, 3, 4))
+    found = Iteration(coefficients(SIMPLE, 5))(torch.zeros(1, 3, 4))
     assert found.abs().max() == 0
 
 

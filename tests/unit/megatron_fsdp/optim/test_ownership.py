@@ -8,9 +8,10 @@ from dbuffer.errors import PaddingWarning
 from megatron_fsdp.optim.matrix_views import MatrixBlock
 from megatron_fsdp.optim.ownership import MatrixWork, Ownership, holders_of, ownership_report, plan_ownership
 from megatron_fsdp.planning import catalog
-from megatron_fsdp.planning.from_shapes import Sharding, architecture_facts
+from megatron_fsdp.planning.model_source import named_subject
 from megatron_fsdp.planning.options import mesh_axes_of, placements_of
 from megatron_fsdp.planning.planned_ownership import planned_ownership
+from megatron_fsdp.planning.stand_in import Sharding
 from megatron_fsdp.policy.precision import MixedPrecisionPolicy
 
 
@@ -70,11 +71,11 @@ def test_loads_are_those_of_the_matrices_given() -> None:
 def catalog_ownership(name: str, num_ranks: int) -> Ownership:
     sizes = (num_ranks,)
     sharding = Sharding(mesh_axes_of(sizes), placements_of("optim_grads_params", sizes), MixedPrecisionPolicy())
-    architecture = catalog.architecture(catalog.load(name))
     with warnings.catch_warnings():
         # Who owns what does not depend on padding; the plan page lists it.
         warnings.simplefilter("ignore", PaddingWarning)
-        (found,) = planned_ownership(architecture_facts(architecture, sharding))
+        with named_subject(name).stand_ins(sharding, 1)(lambda *_: None) as model:
+            (found,) = planned_ownership(model.units)
     return found
 
 

@@ -1,39 +1,75 @@
-"""Facts of small models whose bytes can be worked out by hand."""
+"""Small models whose bytes can be worked out by hand, sharded in a world of which this process is one rank."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from math import prod
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from dbuffer import plan
-from megatron_fsdp import Placements
-from megatron_fsdp.planning.model_spec import AxisFacts, Call, GroupFacts, ModelFacts, UnitFacts, Use
-from megatron_fsdp.policy.precision import GroupDtypes
+from megatron_fsdp import MixedPrecisionPolicy, Placements, fully_shard
+from megatron_fsdp.planning.model_source import Subject
+from megatron_fsdp.planning.stand_in import Axis, Sharding
+from megatron_fsdp.planning.transformer import UnitWork
 
-FP32 = GroupDtypes(torch.float32, torch.float32, torch.float32, torch.float32)
-BF16 = GroupDtypes(torch.bfloat16, torch.float32, torch.float32, torch.float32)
-
-
-def group_of(
-    rows: int, placements: Placements | None = None, dtypes: GroupDtypes = FP32, sizes: tuple[int, ...] = (4,)
-) -> GroupFacts:
-    """A weight of ``rows`` rows of 4 elements, which 16 bytes align in FP32: nothing is padded if ranks divide rows."""
-    axes = tuple(AxisFacts(f"axis{position}", size, size - 1) for position, size in enumerate(sizes))
-    placements = placements or Placements.optim_grads_params(0)
-    layout = plan([(rows, 4)], placements.num_shards(sizes), itemsize=4)
-    return GroupFacts(("weight",), layout, axes, placements, dtypes, requires_grad=True)
+BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+THREE = (16, 32, 8)
 
 
-def chain(*groups: GroupFacts) -> ModelFacts:
-    """A root without parameters around units of one group each, which run one after the other, on a CPU."""
-    units = [UnitFacts("root", (), is_root=True)]
-    units += [
-        UnitFacts(f"unit{number}", (group,), reshard_after_forward=True) for number, group in enumerate(groups, start=1)
-    ]
-    calls = [
-        Call(number, tuple(Use(number, 0, index) for index in range(len(group.names))))
-        for number, group in enumerate(groups, start=1)
-    ]
-    return ModelFacts(tuple(units), Call(0, tuple(calls)), has_streams=False)
+class Chain(nn.Module):
+    """Units of one weight each, of so many rows of 4 elements, around which the root may have one too.
+
+    16 bytes align in FP32, so nothing is padded if ranks divide rows.
+    """
+
+    def __init__(self, rows: Sequence[int], root_rows: int = 0) -> None:
+        super().__init__()
+        if root_rows:
+            self.weight = nn.Parameter(torch.zeros(root_rows, 4))
+        for number, each in enumerate(rows, start=1):
+            unit = nn.Module()
+            unit.weight = nn.Parameter(torch.zeros(each, 4))
+            self.add_module(f"unit{number}", unit)
+
+    def units(self) -> list[nn.Module]:
+        return list(self.children())
 
 
-def three_units(dtypes: GroupDtypes = FP32, placements: Placements | None = None) -> ModelFacts:
-    """Buffers of 64, 128 and 32 elements."""
-    return chain(*(group_of(rows, placements, dtypes) for rows in (16, 32, 8)))
+@contextmanager
+def world(*sizes: int, rank: int | None = None) -> Iterator[DeviceMesh]:
+    """Be one rank, the last one unless told, of a world that sends nothing."""
+    num_ranks = prod(sizes)
+    dist.init_process_group(
+        "fake", store=FakeStore(), rank=num_ranks - 1 if rank is None else rank, world_size=num_ranks
+    )
+    try:
+        yield init_device_mesh("cpu", sizes, mesh_dim_names=tuple(f"axis{number}" for number in range(len(sizes))))
+    finally:
+        dist.destroy_process_group()
+
+
+def sharded(model: Chain, mesh: DeviceMesh, placements: Placements | None = None, **options: Any) -> Any:
+    """Shard a chain whose units are released at once after forward unless told."""
+    options = {"reshard_after_forward": True, **options}
+    for unit in model.units():
+        fully_shard(unit, mesh, placements, **options)
+    options.pop("reshard_after_forward")
+    return fully_shard(model, mesh, placements, **options)
+
+
+def subject_of(model: Chain, work: UnitWork) -> Subject:
+    """Return a chain as something to plan for, whose units compute so much for each token."""
+    nothing = UnitWork(0)
+    return Subject("chain", 0, 0, model, model.units(), lambda module, _: nothing if module is model else work)
+
+
+def sharding_of(
+    sizes: Sequence[int] = (4,), placements: Placements | None = None, policy: MixedPrecisionPolicy | None = None
+) -> Sharding:
+    """Return how the last rank of a mesh shards it."""
+    axes = tuple(Axis(f"axis{number}", size, size - 1) for number, size in enumerate(sizes))
+    return Sharding(axes, placements or Placements.optim_grads_params(0), policy or MixedPrecisionPolicy())

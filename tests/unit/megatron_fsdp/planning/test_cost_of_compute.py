@@ -11,7 +11,7 @@ WORK = Workload(micro_batch=2, sequence_length=128)
 
 
 def transformer(name: str) -> Transformer:
-    return Transformer.of(catalog.architecture(catalog.load(name)))
+    return Transformer(catalog.architecture(catalog.load(name)))
 
 
 def gpt(hidden: int, heads: int) -> LayerShape:

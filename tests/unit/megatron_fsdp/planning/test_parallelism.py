@@ -1,6 +1,10 @@
 """Plans of models that are divided over further axes: against formulas written down by hand."""
 
+import argparse
+import contextlib
 import dataclasses
+import functools
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -10,7 +14,11 @@ import pytest
 from megatron_fsdp.__main__ import main
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.planning import catalog
+from megatron_fsdp.planning.estimate import Projection, Setup, project_stages
+from megatron_fsdp.planning.options import Options
 from megatron_fsdp.planning.parallelism import Parallelism, stages_of
+from megatron_fsdp.planning.plan_arguments import add_plan_arguments
+from megatron_fsdp.planning.stand_in import Axis
 from megatron_fsdp.planning.transformer import Transformer, Workload
 
 HIDDEN, WIDTH, VOCABULARY = 7168, 2048, 129_280
@@ -21,64 +29,77 @@ MOE_MATRICES = ATTENTION + EXPERT + 256 * HIDDEN
 NORMS = 2 * HIDDEN + 1536 + 512
 
 
-def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
-    assert main(["plan", *arguments, "--json"]) == 0
-    plain = json.loads(capsys.readouterr().out)
+def options_of(words: str) -> Options:
+    parser = argparse.ArgumentParser()
+    add_plan_arguments(parser)
+    return Options(parser.parse_args(words.split()))
+
+
+def setup_of(words: str) -> Setup:
+    options = options_of(words)
+    sizes = options.data_parallel_sizes()
+    return options.setup(sizes, options.strategy_for(sizes), options.workload())
+
+
+@functools.cache
+def stages(words: str) -> tuple[Projection, ...]:
+    """Return the plan of each stage."""
+    return project_stages(options_of(words).subject(), setup_of(words))
+
+
+@functools.cache
+def plan(words: str) -> dict[str, Any]:
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        assert main(["plan", *words.split(), "--json"]) == 0
+    plain = json.loads(printed.getvalue())
     assert isinstance(plain, dict)
     return plain
 
 
-DEEPSEEK = ("--model", "deepseek-v3", "--world", "2048", "--ep", "64", "--pp", "16", "--recompute", "full")
+DEEPSEEK = "--model deepseek-v3 --world 2048 --ep 64 --pp 16 --recompute full --num-microbatches 8"
+MIXTRAL = "--model mixtral-8x7b --world 64 --tp 2 --ep 4 --pp 2 --cp 2 --num-microbatches 4 --seq-length 2048 --stage 0"
 
 
-def test_deepseek_v3_on_2048_ranks_gathers_four_experts_of_a_layer(capsys: pytest.CaptureFixture[str]) -> None:
-    plain = plan(capsys, *DEEPSEEK, "--num-microbatches", "32", "--stage", "5")
-    assert plain["mesh"] == [{"axis": "dp", "size": 2048 // 16}]
-    assert plain["parallelism"]["expert_mesh"] == [{"axis": "expert dp", "size": 2048 // (64 * 16)}]
+def test_deepseek_v3_on_2048_ranks_gathers_four_experts_of_a_layer() -> None:
+    sharding = setup_of(DEEPSEEK).sharding
+    assert sharding.axes == (Axis("dp", 2048 // 16, 0),)
+    assert sharding.expert_axes == (Axis("expert dp", 2048 // (64 * 16), 0),)
+    stage = stages(DEEPSEEK)[5]
     units = {
-        name: [unit for unit in plain["report"]["units"] if unit["modules"] == [name]]
-        for name in ("moe_layer", "experts")
+        name: [unit for unit in stage.report().units if unit.modules == (name,)] for name in ("moe_layer", "experts")
     }
-    assert [sum(unit["count"] for unit in alike) for alike in units.values()] == [4, 4]
+    assert [len(alike) for alike in units.values()] == [4, 4]
     layers, experts = units["moe_layer"][0], units["experts"][0]
-    assert sum(group["numel"] for group in layers["groups"]) == MOE_MATRICES + NORMS
-    assert [group["numel"] for group in experts["groups"]] == [4 * EXPERT]
-    gathers = [each for group in experts["groups"] for each in group["collectives"] if each["kind"] == "all_gather"]
-    assert {(each["axis"], each["num_ranks"], each["bytes_each"]) for each in gathers} == {
-        ("expert dp", 2, 2 * 4 * EXPERT)
-    }
-    parts = {part["name"]: part["num_bytes"] for part in plain["memory"]["parts"]}
+    assert sum(group.numel for group in layers.groups) == MOE_MATRICES + NORMS
+    assert [group.numel for group in experts.groups] == [4 * EXPERT]
+    gathers = [each for group in experts.groups for each in group.collectives if each.kind == "all_gather"]
+    assert {(each.axis, each.num_ranks, each.bytes_each) for each in gathers} == {("expert dp", 2, 2 * 4 * EXPERT)}
+    parts = {part.name: part.num_bytes for part in stage.memory}
     shard = 4 * ((MOE_MATRICES + NORMS) / 128 + 4 * EXPERT / 2)
     for name, itemsize in {"main weights": 4, "gradients": 4, "AdamW moments": 8}.items():
         assert parts[name] == pytest.approx(itemsize * shard, rel=2e-3), name
 
 
-def test_all_parameters_are_on_some_stage_and_the_layers_in_one_order(capsys: pytest.CaptureFixture[str]) -> None:
-    stages = plan(capsys, *DEEPSEEK)["stages"]
-    assert [stage["num_layers"] for stage in stages] == [3, *[4] * 13, 3, 3]
-    firsts = [stage["first_layer"] for stage in stages]
-    assert firsts == [sum(stage["num_layers"] for stage in stages[:number]) for number in range(16)]
+def test_all_parameters_are_on_some_stage_and_the_layers_in_one_order() -> None:
+    found = [each.stage for each in stages(DEEPSEEK) if each.stage is not None]
+    counts = [count for _, count in (stage.layers for stage in found)]
+    assert counts == [3, *[4] * 13, 3, 3]
+    assert [stage.layers[0] for stage in found] == [sum(counts[:number]) for number in range(16)]
     whole = catalog.architecture(catalog.load("deepseek-v3"))
-    experts = sum(unit.count * unit.num_parameters for unit in whole.units if unit.name == "experts")
+    experts = whole.num_routed_parameters
     # Each rank has one in 64 of the experts, and all else.
-    assert sum(stage["num_parameters"] for stage in stages) == whole.num_parameters - experts + experts // 64
+    total = sum(stage.architecture.num_parameters for stage in found)
+    assert total == whole.num_parameters - experts + experts // 64
 
 
-@pytest.mark.parametrize("stage", [0, 5, 15])
-def test_a_stage_holds_as_many_microbatches_as_come_before_their_backward(
-    capsys: pytest.CaptureFixture[str], stage: int
-) -> None:
-    plain = plan(capsys, *DEEPSEEK, "--num-microbatches", "8", "--stage", str(stage))
-    (found,) = (part["num_bytes"] for part in plain["memory"]["parts"] if part["name"] == "activations")
-    num_layers, held = (3, 4, 3)[(0, 5, 15).index(stage)], min(16 - stage, 8)
-    transformer = Transformer.of(stages_of(_deepseek(), Parallelism(expert=64, pipeline=16))[stage].architecture)
-    inside = max(layer.activation_bytes(Workload(), 2) for layer in transformer.layers)
+@pytest.mark.parametrize(("stage", "num_layers"), [(0, 3), (5, 4), (15, 3)])
+def test_a_stage_holds_as_many_microbatches_as_come_before_their_backward(stage: int, num_layers: int) -> None:
+    projection = stages(DEEPSEEK)[stage]
+    assert projection.stage is not None
+    (found,) = (part.num_bytes for part in projection.memory if part.name == "activations")
+    inside = max(layer.activation_bytes(Workload(), 2) for layer in Transformer(projection.stage.architecture).layers)
     last = 4096 * (2 * HIDDEN * 2 + VOCABULARY * 10) if stage == 15 else 0
-    assert found == held * num_layers * 4096 * HIDDEN * 2 + inside + last
-
-
-def _deepseek() -> catalog.Architecture:
-    return catalog.architecture(catalog.load("deepseek-v3"))
+    assert found == min(16 - stage, 8) * num_layers * 4096 * HIDDEN * 2 + inside + last
 
 
 @pytest.mark.parametrize("is_sequence_parallel", [False, True])
@@ -88,7 +109,7 @@ def test_the_activations_of_a_gpt_layer_are_those_of_korthikanti_and_others(
 ) -> None:
     gpt2 = catalog.architecture(catalog.load("gpt2"))
     (stage,) = stages_of(gpt2, Parallelism(tensor=4, is_sequence_parallel=is_sequence_parallel))
-    (layer,) = Transformer.of(stage.architecture, stream_ranks=4 if is_sequence_parallel else 1).layers
+    (layer,) = Transformer(stage.architecture, stream_ranks=4 if is_sequence_parallel else 1).layers
     work = Workload(micro_batch=2, sequence_length=1024, fused_attention=False, dropout=True, context_ranks=context)
     hidden, heads, sequence = 768, 12, 1024
     tokens = 2 * sequence // context
@@ -119,25 +140,20 @@ def test_every_catalog_model_is_divided(name: str) -> None:
     parallelism = Parallelism(tensor=2, pipeline=2, expert=4 if has_experts else 1)
     stages = stages_of(whole, parallelism)
     total = sum(stage.architecture.num_parameters for stage in stages)
-    experts = sum(unit.count * unit.num_parameters for unit in whole.units if unit.name == "experts")
+    experts = whole.num_routed_parameters
     wanted = (whole.num_parameters - experts) / 2 + experts / 8
     # Norms, routers and biases of what is added up are whole; a tied table is there twice.
     table = whole.vocab_size * whole.hidden_size / 2 if whole.tied else 0
     assert wanted + table <= total <= 1.03 * wanted + table
-    operations = sum(
-        Transformer.of(stage.architecture).step_operations(Workload(sequence_length=128)) for stage in stages
-    )
-    assert operations * 2 == pytest.approx(
-        Transformer.of(whole).step_operations(Workload(sequence_length=128)), rel=0.06
-    )
+    operations = sum(Transformer(stage.architecture).step_operations(Workload(sequence_length=128)) for stage in stages)
+    assert operations * 2 == pytest.approx(Transformer(whole).step_operations(Workload(sequence_length=128)), rel=0.06)
 
 
-def test_what_is_sent_inside_the_model_is_counted(capsys: pytest.CaptureFixture[str]) -> None:
-    words = "--model mixtral-8x7b --world 64 --tp 2 --ep 4 --pp 2 --cp 2 --num-microbatches 4 --seq-length 2048"
-    plain = plan(capsys, *words.split(), "--stage", "0")
-    stream, layers = 2048 // 2 * 4096 * 2, 16
+def test_what_is_sent_inside_the_model_is_counted_and_every_key_documented() -> None:
+    plain = plan(MIXTRAL)
+    inside, stream, layers = plain["parallelism"], 2048 // 2 * 4096 * 2, 16
     keys = ("kind", "axis", "num_ranks", "num_bytes", "count")
-    found = {tuple(each[key] for key in keys) for each in plain["parallelism"]["transfers"]}
+    found = {tuple(each[key] for key in keys) for each in inside["transfers"]}
     assert found == {
         ("all_reduce", "tp", 2, stream, 4 * (4 * layers + 1)),
         ("all_to_all", "ep", 4, 2 * stream, 4 * 4 * layers),
@@ -147,51 +163,32 @@ def test_what_is_sent_inside_the_model_is_counted(capsys: pytest.CaptureFixture[
     }  # fmt: skip
     # 64 / (2 x 2) dense ranks; 64 / (2 x 4 x 2) of an expert.
     assert plain["mesh"] == [{"axis": "dp", "size": 16}]
-    assert plain["parallelism"]["expert_mesh"] == [{"axis": "expert dp", "size": 4}]
+    assert inside["expert_mesh"] == [{"axis": "expert dp", "size": 4}]
     time = plain["time"]
-    busy = sum(time[f"{name}_seconds"] for name in ("compute", "exposed", "copying"))
-    busy += plain["parallelism"]["model_parallel_seconds"]
-    assert time["total_seconds"] == pytest.approx(
-        busy + time["optimizer_seconds"] + plain["parallelism"]["bubble_seconds"]
-    )
-
-
-def test_links_are_those_of_ranks_that_lie_behind_each_other_in_megatrons_order(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    words = ("--model", "mixtral-8x7b", "--world", "64", "--tp", "4", "--ep", "2", "--pp", "2")
-    links = plan(capsys, *words)["time"]["links"]
-    rates = {axis: link["bytes_per_second"] for axis, link in links.items()}
-    # Eight ranks a node: four of tp beside each other, two of dp in a node, the experts' and the stages' one by one.
-    assert rates == {"dp": 100e9, "expert dp": 50e9, "tp": 450e9, "ep": 450e9, "pp": 50e9}
-
-
-def test_stages_wait_for_the_slowest(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("--model", "llama3-8b", "--world", "16", "--pp", "4", "--num-microbatches", "6")
-    plans = [plan(capsys, *words, "--stage", str(stage)) for stage in range(4)]
-    ends = [each["time"]["total_seconds"] - each["time"]["optimizer_seconds"] for each in plans]
-    assert max(ends) == pytest.approx(min(ends))
-    busy = max(
-        each["time"]["compute_seconds"]
-        + each["time"]["exposed_seconds"]
-        + each["time"]["copying_seconds"]
-        + each["parallelism"]["model_parallel_seconds"]
-        for each in plans
-    )
-    assert ends[0] == pytest.approx(busy * (1 + 3 / 6))
-
-
-def test_sizes_of_one_change_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    plain = plan(capsys, "--model", "mixtral-8x7b", "--mesh", "16")
-    assert plan(capsys, "--model", "mixtral-8x7b", "--mesh", "16", "--tp", "1", "--ep", "1", "--pp", "1") == plain
-
-
-def test_every_key_of_a_division_is_documented(capsys: pytest.CaptureFixture[str]) -> None:
+    spent = sum(time[f"{name}_seconds"] for name in ("compute", "exposed", "copying", "optimizer"))
+    assert time["total_seconds"] == pytest.approx(spent + inside["model_parallel_seconds"] + inside["bubble_seconds"])
     text = (Path(__file__).parents[4] / "docs" / "planning.md").read_text(encoding="utf-8")
-    plain = plan(capsys, *DEEPSEEK)
-    inside = plain["parallelism"]
-    keys = {*inside, *inside["transfers"][0], *plain["stages"][0], "stages"}
-    assert not [key for key in keys if f"`{key}`" not in text]
+    documented = {*inside, *inside["transfers"][0], *plain["stages"][0], "stages"}
+    assert not [key for key in documented if f"`{key}`" not in text]
+
+
+def test_links_are_those_of_ranks_that_lie_behind_each_other_in_megatrons_order() -> None:
+    links = setup_of("--model mixtral-8x7b --world 64 --tp 4 --ep 2 --pp 2").hardware.links
+    # Eight ranks a node: four of tp beside each other, two of dp in a node, the experts' and the stages' one by one.
+    assert {axis: link.bytes_per_second for axis, link in links.items()} == {
+        "dp": 100e9, "expert dp": 50e9, "tp": 450e9, "ep": 450e9, "pp": 50e9,
+    }  # fmt: skip
+
+
+def test_stages_wait_for_the_slowest() -> None:
+    times = [each.time for each in stages("--model gpt2 --world 16 --pp 4 --num-microbatches 6")]
+    ends = [time.total - time.optimizer for time in times]
+    assert max(ends) == pytest.approx(min(ends))
+    assert ends[0] == pytest.approx(max(time.busy for time in times) * (1 + 3 / 6))
+
+
+def test_sizes_of_one_change_nothing() -> None:
+    assert plan("--model gpt2 --mesh 16 --tp 1 --ep 1 --pp 1") == plan("--model gpt2 --mesh 16")
 
 
 @pytest.mark.parametrize(

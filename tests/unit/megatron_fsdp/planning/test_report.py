@@ -12,9 +12,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_fsdp import FsdpModule, MixedPrecisionPolicy, Placements, StateError, explain, fsdp_no_shard, fully_shard
 from megatron_fsdp.formatting import format_bytes
-from megatron_fsdp.planning.report import report_of
 from megatron_fsdp.runtime.lifecycle.module import unit_of
-from tests.unit.megatron_fsdp.planning.chains import three_units
+from tests.unit.megatron_fsdp.planning.chains import THREE, Chain, sharded, world
 
 NUM_RANKS = 6
 
@@ -66,29 +65,25 @@ def test_units_are_named_by_their_path_and_list_their_modules(mesh: DeviceMesh) 
     assert named == {"Model": ("Model",), "embedding": ("Embedding", "Linear"), "blocks.0": ("Block",)}
 
 
-def test_a_unit_without_parameters_of_its_own_says_so(mesh: DeviceMesh) -> None:
-    model = nn.Sequential(Block())
-    fully_shard(model[0], mesh)
-    fully_shard(model, mesh)
-    root, block = explain(model).units
-    assert "no parameters of its own" in root.note
-    assert "no parameters of its own" in root.reason
-    assert block.note == ""
-
-
 def test_the_reason_for_keeping_weights_is_told(mesh: DeviceMesh) -> None:
     model = Model(3)
     fully_shard(model.blocks[0], mesh)
     fully_shard(model.blocks[1], mesh, reshard_after_forward=False)
     fully_shard(model.blocks[2], mesh, Placements.optim(0))
+    model.around = nn.Sequential(fully_shard(Block(), mesh, reshard_after_forward=2))
+    fully_shard(model.around, mesh)
     fully_shard(model, mesh)
-    reasons = {unit.name: (unit.reshards_after_forward, unit.reason) for unit in explain(model).units}
+    units = explain(model).units
+    reasons = {unit.name: (unit.reshards_after_forward, unit.reason) for unit in units}
     assert reasons == {
         "Model": (False, "kept after forward: it is the root"),
         "blocks.0": (True, "released after forward: the default below the root"),
         "blocks.1": (False, "kept after forward: reshard_after_forward=False"),
         "blocks.2": (True, "nothing to release: its weights rest whole on every rank"),
+        "around": (True, "nothing to release: it has no parameters of its own"),
+        "around.0": (True, "released after forward but for one part in 2: reshard_after_forward=2"),
     }
+    assert [unit.name for unit in units if "no parameters of its own" in unit.note] == ["around"]
 
 
 def test_ties_name_every_place_of_a_parameter(mesh: DeviceMesh) -> None:
@@ -212,30 +207,19 @@ def test_a_hundred_layers_fit_on_a_page(mesh: DeviceMesh) -> None:
     assert len(page.splitlines()) <= 50
 
 
-def test_units_of_different_sizes_have_lines_of_their_own() -> None:
-    lines = str(report_of(three_units())).splitlines()
-    assert [line.split()[0] for line in lines[1:5]] == ["root", "unit1", "unit2", "unit3"]
-    assert "512 B" in lines[3]
-    assert "256 B" in lines[2]
-
-
-def test_columns_of_the_unit_table_are_aligned() -> None:
-    header, _, *units, total = str(report_of(three_units())).split("\n\n")[0].splitlines()
+def test_the_table_of_units_has_a_line_for_each_size_aligned_and_summed() -> None:
+    with world(4) as four:
+        report = explain(sharded(Chain(THREE), four))
+    page = str(report)
+    header, *units, total = page.split("\n\n")[0].splitlines()
+    assert [line.split()[0] for line in units] == ["Chain", "unit1", "unit2", "unit3"]
     end = header.index("elements") + len("elements")
-    for line in (*units, total):
+    for line in (*units[1:], total):
         assert line[end - 1].isdigit()
         assert line[end : end + 1] in ("", " ")
-
-
-def test_the_total_line_sums_the_units() -> None:
-    report = report_of(three_units())
-    total = next(line for line in str(report).splitlines() if line.startswith("total "))
+    assert "512 B" in units[2]
     assert total.split()[1:] == ["3", "224", "0.00%", "224", "B"]
     assert report.persistent_bytes == sum(unit.persistent_bytes for unit in report.units) == 224
-
-
-def test_peaks_are_printed_as_multiples_of_the_largest_unit() -> None:
-    page = str(report_of(three_units()))
     assert "1.50 x the largest unit, reached by unit2" in page
     assert "2.50 x the largest unit beside 32 B of gradients, reached by unit2" in page
 
@@ -266,19 +250,8 @@ def test_what_is_replicated_in_a_sharded_model_is_listed(mesh: DeviceMesh) -> No
     assert "whole on every rank, not sharded: blocks.1: up.bias" in str(report)
     placements = [group.resting[0].placement for group in report.units[2].groups]
     assert placements == ["axis 0: Flat", "axis 0: Replicate"]
-
-
-def test_a_model_of_which_nothing_is_sharded_lists_nothing_as_replicated(mesh: DeviceMesh) -> None:
-    report = explain(fully_shard(Model(), mesh, Placements.no_shard(0)))
-    assert [unit.replicated for unit in report.units] == [()]
-
-
-def test_a_part_kept_for_backward_is_named_with_its_cause(mesh: DeviceMesh) -> None:
-    model = Model()
-    for block in model.blocks:
-        fully_shard(block, mesh, reshard_after_forward=2)
-    page = str(explain(fully_shard(model, mesh)))
-    assert "released after forward but for one part in 2: reshard_after_forward=2: blocks.0, blocks.1, blocks.2" in page
+    # Where nothing is sharded nothing is listed.
+    assert [unit.replicated for unit in explain(fully_shard(Model(), mesh, Placements.no_shard(0))).units] == [()]
 
 
 def test_a_parameter_frozen_after_sharding_is_seen_before_the_next_forward(mesh: DeviceMesh) -> None:

@@ -9,10 +9,9 @@ import torch
 from megatron_fsdp import MixedPrecisionPolicy
 from megatron_fsdp.__main__ import main
 from megatron_fsdp.planning.cost_model import Hardware, Link, predict_step
-from megatron_fsdp.planning.forecast import forecast_of
 from megatron_fsdp.planning.played_step import play_step
 from megatron_fsdp.planning.transformer import UnitWork, Workload
-from tests.unit.megatron_fsdp.planning.chains import chain, group_of
+from tests.unit.megatron_fsdp.planning.chains import Chain, sharding_of, subject_of
 
 BF16, FP32 = torch.bfloat16, torch.float32
 SPLIT = MixedPrecisionPolicy(BF16, split_main_params=True)
@@ -66,11 +65,10 @@ def test_a_plan_refuses_to_split_what_is_not_bf16(capsys: pytest.CaptureFixture[
 
 
 def test_the_optimizer_reads_and_writes_halves_and_fp32_moments() -> None:
-    facts = chain(group_of(16, dtypes=SPLIT.dtypes_for(FP32, requires_grad=True)))
-    hardware = Hardware(1.0, 1.0, {"axis0": Link(1.0)})
-    played = play_step(facts, lambda _: UnitWork(1))
-    time = predict_step(facts, lambda _: UnitWork(1), played, forecast_of(facts, played, 1), Workload(1, 1), hardware)
-    numel = sum(group.local_numel(group.placements.optimizer) for unit in facts.units for group in unit.groups)
+    stand_ins = subject_of(Chain((16,)), UnitWork(1)).stand_ins(sharding_of(policy=SPLIT), 1)
+    played = play_step(stand_ins)
+    time = predict_step(played, Workload(1, 1), Hardware(1.0, 1.0, {"axis0": Link(1.0)}))
+    numel = 16 * 4 // 4
     # A bf16 gradient once, weights in two halves of 2 bytes twice, two FP32 moments twice.
     assert time.optimizer == pytest.approx(numel * (2 + 2 * 4 + 2 * 2 * 4))
-    assert [part.kind for part in played.groups[-1][0].resting] == ["main_weight", "remainder"]
+    assert [part.kind for part in played.units[-1].groups[0].resting] == ["main_weight", "remainder"]

@@ -49,7 +49,7 @@ def test_reading_a_value_lets_the_host_wait() -> None:
         device.recording.is_on = True
         (torch.zeros(1 << 20) + 1).sum().item()
     assert device.recording.items[-1].stream is None
-    assert device.recording.items[-1].event is not None
+    assert device.recording.items[-1].point is not None
 
 
 @pytest.mark.parametrize("causal_length", [128])

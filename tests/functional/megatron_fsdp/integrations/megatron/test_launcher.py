@@ -104,19 +104,3 @@ def test_without_megatron_core_in_it_the_checkout_is_refused(checkout: Path) -> 
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "ConfigError: install() found no megatron.core" in done.stderr
     assert "the script runs" not in done.stderr
-
-
-def test_help_names_the_checkout_the_script_and_an_example(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["--help"])
-    assert caught.value.code == 0
-    text = capsys.readouterr().out
-    for wanted in ("--megatron-path PATH", "$MEGATRON_LM_PATH", "SCRIPT", "torchrun", "--ckpt-format fsdp_dtensor"):
-        assert wanted in text
-
-
-def test_custom_scripts_find_install_beside_the_launcher_and_in_the_adapter() -> None:
-    from megatron_fsdp import megatron as public
-    from megatron_fsdp.integrations.megatron import adapter as mcore_adapter
-
-    assert (public.install, public.uninstall) == (mcore_adapter.install, mcore_adapter.uninstall)

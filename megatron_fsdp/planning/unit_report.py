@@ -1,0 +1,327 @@
+"""UnitReport: what a unit of the engine and its parameter groups hold, and how they are laid out."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from dbuffer import DBuffer, Granularity, Plan
+from dbuffer import plan as plan_of
+from dbuffer.storage import FlatStorage
+from dbuffer_kernels import num_blocks
+from megatron_fsdp.build.packed_layout import wire_words
+from megatron_fsdp.optim.int8_moments import is_coded
+from megatron_fsdp.planning.stand_in import StoodIn, reshard_asked
+from megatron_fsdp.runtime.grads.packed_gradients import PackedGradients
+from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
+from megatron_fsdp.runtime.step.unit import Unit
+from megatron_fsdp.runtime.weights.hooked_weights import HookedWeights
+from megatron_fsdp.runtime.weights.post_forward_shard import PostForwardShard
+
+__all__ = [
+    "BufferReport",
+    "CollectiveReport",
+    "GroupReport",
+    "UnitReport",
+    "adamw_bytes",
+    "is_trained",
+    "storages_of",
+    "unit_report",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class BufferReport:
+    """One flat buffer on one rank.
+
+    Attributes:
+        kind: main_weight, remainder, model_weight, main_grad; gathered weights, packed gradients (allocated while in
+            use).
+        dtype: as PyTorch names it, such as float32. placement: on each mesh axis.
+        num_bytes: of this rank's part. shares: the buffer whose memory it is a part of; empty when it has its own.
+    """
+
+    kind: str
+    dtype: str
+    placement: str
+    num_bytes: int
+    shares: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveReport:
+    """A collective that one group issues ``count`` times per optimizer step.
+
+    ``bytes_each`` is the full (unsharded) side: what an all-gather fills, what a reduction reads.
+    """
+
+    phase: str
+    kind: str
+    axis: str
+    num_ranks: int
+    count: int
+    bytes_each: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupReport:
+    """One parameter group.
+
+    Attributes:
+        num_parameters, numel: what it holds. buffer_numel: with padding, over all shards.
+        compute_dtype, main_dtype, reduce_dtype, main_grad_dtype: of the weights used, the weights stepped, the
+            reduction, and the gradient accumulator.
+        padding_ratio, lower_bound_numel, gap, binding: the plan's certificate, see ``dbuffer.Plan``.
+        resting: buffers that are always there. transient: those that come and go.
+        padding_bytes: of those that rest, on this rank.
+        collectives: what it issues per optimizer step; nothing on axes of one rank.
+        wire: how its weights travel where that is in 8 bits, and what the layout costs; else empty.
+    """
+
+    num_parameters: int
+    numel: int
+    buffer_numel: int
+    requires_grad: bool
+    compute_dtype: str
+    main_dtype: str
+    reduce_dtype: str
+    main_grad_dtype: str
+    padding_ratio: float
+    lower_bound_numel: int
+    gap: float
+    binding: str
+    resting: tuple[BufferReport, ...]
+    transient: tuple[BufferReport, ...]
+    padding_bytes: int
+    collectives: tuple[CollectiveReport, ...] = ()
+    wire: str = ""
+
+    def num_bytes(self, *kinds: str) -> int:
+        """Return the bytes of buffers of these kinds; memory that two of them share counts once."""
+        buffers = (*self.resting, *self.transient)
+        return sum(buffer.num_bytes for buffer in buffers if buffer.kind in kinds and not buffer.shares)
+
+
+@dataclass(frozen=True, slots=True)
+class UnitReport:
+    """One unit.
+
+    Attributes:
+        modules: class names of its modules. is_root: no unit is around it.
+        note: says so when it has no parameters of its own, else empty.
+        reshards_after_forward: whether units like it give gathered weights back after forward. reason: what becomes of
+            them, and why; the last unit that forward uses keeps them though.
+        ties: for every parameter that is registered in several places, all of its names.
+        num_frozen_groups: groups whose parameters need no gradient.
+        replicated: parameters that stay whole on every rank in a model that is sharded (``fsdp_no_shard``).
+        whole_bytes: of all of its weights in compute dtype.
+        has_hooks: parameters whose class says what is gathered, which are counted as plain ones.
+    """
+
+    name: str
+    modules: tuple[str, ...]
+    note: str
+    reshards_after_forward: bool
+    reason: str
+    ties: tuple[tuple[str, ...], ...]
+    num_frozen_groups: int
+    groups: tuple[GroupReport, ...]
+    replicated: tuple[str, ...] = ()
+    is_root: bool = False
+    whole_bytes: int = 0
+    has_hooks: tuple[str, ...] = ()
+
+    @property
+    def persistent_bytes(self) -> int:
+        """Bytes of its buffers at rest; memory that two of them share counts once."""
+        return sum(buffer.num_bytes for group in self.groups for buffer in group.resting if not buffer.shares)
+
+    def transient_bytes(self, kind: str) -> int:
+        """Return the bytes of its transient buffers of one kind."""
+        return sum(buffer.num_bytes for group in self.groups for buffer in group.transient if buffer.kind == kind)
+
+
+def unit_report(stood: StoodIn, *, is_sharded: bool) -> UnitReport:
+    """Return what a unit holds; nothing is said of collectives. ``is_sharded``: anything of the model is."""
+    unit = stood.unit
+    is_root = unit is unit.schedule.root_ref()
+    asked = reshard_asked(unit)
+    return UnitReport(
+        name=stood.name,
+        modules=stood.modules,
+        note="" if unit.groups else "no parameters of its own: it only orders the units below it",
+        reshards_after_forward=not is_root if asked is None else asked is not False,
+        reason=_reason(unit, asked, is_root=is_root),
+        ties=stood.ties,
+        num_frozen_groups=sum(not is_trained(group) for group in unit.groups),
+        groups=tuple(_group_report(group, stood.names(group)) for group in unit.groups),
+        replicated=tuple(
+            name for group in unit.groups if is_sharded and not is_cut(group) for name in stood.names(group)
+        ),
+        is_root=is_root,
+        whole_bytes=sum(group.plan.numel * group.spec.dtypes.compute.itemsize for group in unit.groups),
+        has_hooks=stood.has_hooks,
+    )
+
+
+def is_trained(group: ParameterGroup) -> bool:
+    """Whether any parameter of a group is."""
+    return any(parameter.requires_grad for parameter in group.parameters.values())
+
+
+def is_cut(group: ParameterGroup) -> bool:
+    """Whether ranks share what the optimizer steps."""
+    return group.spec.placements.is_sharded(group.spec.placements.optimizer)
+
+
+def _reason(unit: Unit, asked: bool | int | None, *, is_root: bool) -> str:
+    """Say in words why a unit keeps or releases its weights after forward."""
+    if not unit.groups:
+        return "nothing to release: it has no parameters of its own"
+    if all(group.rests_whole for group in unit.groups):
+        return "nothing to release: its weights rest whole on every rank"
+    if asked is not None and not isinstance(asked, bool):
+        return f"released after forward but for one part in {asked}: reshard_after_forward={asked}"
+    if asked is not None:
+        return f"{'released' if asked else 'kept'} after forward: reshard_after_forward={asked}"
+    return "kept after forward: it is the root" if is_root else "released after forward: the default below the root"
+
+
+# ---------------------------------------------------------------------- groups
+
+
+def storages_of(group: ParameterGroup) -> Iterator[tuple[str, FlatStorage]]:
+    """Yield the storages of a group by the kind of what lies there."""
+    for kind, buffer in _buffers(group):
+        yield kind, buffer.storage
+    part = group.weights.post_forward
+    if isinstance(part, PostForwardShard):
+        yield "post-forward shard", part.storage
+
+
+def _buffers(group: ParameterGroup) -> Iterator[tuple[str, DBuffer]]:
+    weights = group.weights
+    yield "main_weight", weights.main
+    if weights.remainder is not None:
+        yield "remainder", weights.remainder.buffer
+    if weights.model is not weights.main:
+        yield "model_weight", weights.model
+    for sent in weights.sent if isinstance(weights, HookedWeights) else ():
+        yield "packed weights", sent
+    if not weights.rests_whole:
+        yield "gathered weights", weights.gathered
+    if isinstance(group.gradients, PackedGradients):
+        yield from group.gradients.buffers()
+
+
+def _rests(group: ParameterGroup, kind: str) -> bool:
+    gradients = group.gradients
+    if kind == "gathered weights":
+        return group.weights.keeps_gathered
+    if gradients is not None and kind in ("main_grad", "reduced gradients"):
+        return gradients.binding.keeps if kind == "main_grad" else gradients.reduction.keeps
+    return kind != "packed gradients"
+
+
+def _group_report(group: ParameterGroup, names: Sequence[str]) -> GroupReport:
+    plan, dtypes = group.plan, group.spec.dtypes
+    is_slice = group.model_weight is not group.main_weight and group.model_weight.storage is group.main_weight.storage
+    resting, transient = list[BufferReport](), list[BufferReport]()
+    padding = 0
+    for kind, buffer in _buffers(group):
+        shares = "model_weight" if kind == "main_weight" and is_slice else ""
+        found = BufferReport(kind, _dtype_name(buffer.dtype), _placement_text(buffer), buffer.nbytes, shares)
+        if not _rests(group, kind):
+            if group.requires_grad or "grad" not in kind:
+                transient.append(found)
+            continue
+        resting.append(found)
+        if not shares:
+            layout = group.main_weight.layout if kind == "packed weights" else buffer.layout
+            padding += sum(map(len, layout.padding())) * buffer.dtype.itemsize
+    part = group.weights.post_forward
+    if part is not None:
+        whole = next(each for each in (*transient, *resting) if each.kind == "gathered weights")
+        transient.insert(1, BufferReport("post-forward shard", whole.dtype, whole.placement, part.nbytes))
+    return GroupReport(
+        num_parameters=len(group.parameters),
+        numel=plan.data_numel,
+        buffer_numel=plan.numel,
+        requires_grad=group.requires_grad,
+        compute_dtype=_dtype_name(dtypes.compute),
+        main_dtype=_dtype_name(dtypes.main),
+        reduce_dtype=_dtype_name(dtypes.reduce),
+        main_grad_dtype=_dtype_name(dtypes.main_grad),
+        padding_ratio=plan.padding_ratio,
+        lower_bound_numel=plan.lower_bound_numel,
+        gap=plan.gap,
+        binding=_named_binding(plan, names),
+        resting=tuple(resting),
+        transient=tuple(transient),
+        padding_bytes=padding,
+        wire=_layout_words(group),
+    )
+
+
+def _layout_words(group: ParameterGroup) -> str:
+    """Return how weights travel in 8 bits, and what blocks that no shard may cut cost in padding; empty for neither."""
+    dtypes, plan = group.spec.dtypes, group.plan
+    words = [] if dtypes.gather is None else [wire_words(plan, dtypes.gather)]
+    if dtypes.block_numel > 1:
+        more = plan.numel - _freely_cut(plan.shapes, plan.granularities, plan.num_shards)
+        padding = f"{more:,} elements ({more / max(plan.data_numel, 1):.2%}) more padding"
+        words.append(f"cut at multiples of {dtypes.block_numel} elements: {padding} than without")
+    return "; ".join(words)
+
+
+@functools.lru_cache(maxsize=256)
+def _freely_cut(shapes: tuple[tuple[int, ...], ...], granularities: tuple[Granularity, ...], num_shards: int) -> int:
+    return plan_of(shapes, num_shards, granularity=granularities).numel
+
+
+def _named_binding(plan: Plan, names: Sequence[str]) -> str:
+    """Put a parameter's name to the tensor that the plan's certificate gives by number and shape."""
+
+    def named(found: re.Match[str]) -> str:
+        # A unit of several regions numbers its tensors across all of them; the shape is right in any case.
+        alike = [name for name, shape in zip(names, plan.shapes, strict=True) if str(shape) == found[1]]
+        return f"{alike[0]} {found[1]}" if alike else found[0]
+
+    return re.sub(r"tensor \d+ of shape (\([^)]*\))", named, plan.binding)
+
+
+def _placement_text(buffer: DBuffer) -> str:
+    pairs = zip(buffer.axes, buffer.placements, strict=True)
+    return ", ".join(f"{axis.name}: {type(placement).__name__.lstrip('_')}" for axis, placement in pairs)
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# ---------------------------------------------------------------------- the optimizer's state
+
+
+def adamw_bytes(group: ParameterGroup, moments_dtype: torch.dtype | None = None) -> int:
+    """Return what two moments and a step count per trained parameter take on this rank.
+
+    Args:
+        moments_dtype: None: the main weights', as ``torch.optim.AdamW`` has them; FP32 where these are split.
+    """
+    main, dtypes = group.main_weight, group.spec.dtypes
+    owned = [main.get_local_tensor(index).numel() for index in range(len(group.parameters))]
+    if not is_trained(group):
+        return 0
+    if dtypes.moments == "int8":
+        # Codes and scales of the whole buffer, FP32 moments of small parameters.
+        local = main.local_buffer.numel()
+        small = sum(numel for numel, shape in zip(owned, group.plan.shapes, strict=True) if not is_coded(shape))
+        return 2 * (local + 4 * num_blocks(local) + 4 * small) + 4 * len(owned)
+    trained = [
+        numel for numel, parameter in zip(owned, group.parameters.values(), strict=True) if parameter.requires_grad
+    ]
+    return 2 * sum(trained) * (moments_dtype or dtypes.stepped).itemsize + 4 * len(trained)

@@ -1,0 +1,209 @@
+"""save_checkpoint and load_checkpoint: exact resume, whatever is sharded, and refusals that change nothing."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megatron_fsdp import CheckpointError, MixedPrecisionPolicy, load_checkpoint, save_checkpoint
+from tests.functional.checkpoint_cases import (
+    Layout,
+    State,
+    full_optimizer_state,
+    make_two_groups,
+    message_of,
+    train_alone,
+)
+from tests.harness import run_ranks
+from tests.harness.grids import nightly_but
+from tests.harness.models import VOCABULARY, WIDTH, Model, make_model, world_mesh
+from tests.harness.oracle import differing, shard_model, whole_state
+
+EXTRA = {"iteration": 2, "rates": [0.1, 0.2], "data": {"position": 17, "order": torch.arange(5)}, "note": "half way"}
+
+
+class Momentum(torch.optim.SGD):
+    """SGD whose state is momentum."""
+
+    def __init__(self, groups: Any, lr: float) -> None:
+        super().__init__(groups, lr, momentum=0.9)
+
+
+def resume_beside(layout: Layout, kind: type[torch.optim.Optimizer], path: str) -> list[str]:
+    """Save after two steps, load into a new model, train both on, and list what is not bit for bit the same."""
+    model, other = (layout.place(make_model(seed)) for seed in range(2))
+    optimizer, other_optimizer = make_two_groups(model, 0.01, kind), make_two_groups(other, 0.005, kind)
+    train_alone(model, optimizer, range(2))
+    save_checkpoint(model, optimizer, path, extra=EXTRA)
+    drawn = torch.rand(3)
+    extra = load_checkpoint(other, other_optimizer, path)
+    redrawn = torch.rand(3)
+    train_alone(model, optimizer, range(2, 5))
+    train_alone(other, other_optimizer, range(2, 5))
+    found = differing(whole_state(other), whole_state(model))
+    found += differing(full_optimizer_state(other, other_optimizer), full_optimizer_state(model, optimizer))
+    alike = {
+        "random numbers": torch.equal(drawn, redrawn),
+        "learning rate": other_optimizer.param_groups[0]["lr"] == 0.01,
+        "extra": str(extra) == str(EXTRA),
+    }
+    return [*found, *(name for name, is_alike in alike.items() if not is_alike)]
+
+
+RESUMED: dict[str, tuple[Layout, type[torch.optim.Optimizer]]] = {
+    "parameters sharded": (Layout(), torch.optim.AdamW),
+    "optimizer state sharded": (Layout((2,), "optim"), torch.optim.AdamW),
+    "nothing sharded": (Layout((2,), "no_shard"), torch.optim.AdamW),
+    "two axes": (Layout((2, 2), "hsdp"), torch.optim.AdamW),
+    "two sharded axes": (Layout((2, 2), "hfsdp"), torch.optim.AdamW),
+    "SGD with momentum": (Layout((2,)), Momentum),
+    "bf16 compute": (Layout((2,), policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)), torch.optim.AdamW),
+}
+
+
+@pytest.mark.parametrize("name", nightly_but(["nothing sharded", "two sharded axes", "bf16 compute"], RESUMED))
+def test_training_resumes_bit_for_bit_with(name: str, tmp_path: Path) -> None:
+    layout, kind = RESUMED[name]
+    assert run_ranks(layout.num_ranks, resume_beside, layout, kind, str(tmp_path / "s")) == [[]] * layout.num_ranks
+
+
+# ---------------------------------------------------------------------- refusals
+
+
+def save_after_two_steps(path: str, has_optimizer: bool) -> State:
+    model, optimizer = Layout().build(seed=0)
+    train_alone(model, optimizer, range(2))
+    save_checkpoint(model, optimizer if has_optimizer else None, path, extra=EXTRA)
+    return whole_state(model)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, State]:
+    """Checkpoints called "both" and "alone", with an optimizer and without, and the weights in them."""
+    path = tmp_path_factory.mktemp("saved")
+    run_ranks(3, save_after_two_steps, str(path / "alone"), False)
+    return path, run_ranks(3, save_after_two_steps, str(path / "both"), True)[0]
+
+
+def same() -> Model:
+    return shard_model(make_model(1), world_mesh())
+
+
+def larger() -> Model:
+    """Build the saved model with a block more and a wider head."""
+    model = make_model(seed=1, num_blocks=3)
+    model.head = nn.Linear(WIDTH, VOCABULARY + 2, bias=False)
+    return shard_model(model, world_mesh())
+
+
+def smaller() -> Model:
+    return shard_model(make_model(1, num_blocks=1), world_mesh())
+
+
+Refusal = tuple[Callable[[], Model], type[torch.optim.Optimizer], str, list[str]]
+REFUSALS: dict[str, Refusal] = {
+    "a model with more and other tensors": (
+        larger,
+        torch.optim.AdamW,
+        "both",
+        [
+            "blocks.2.experts: not in the checkpoint",
+            "head.weight: (23, 7) in the checkpoint, (25, 7) here",
+            "of another model",
+            "nothing was loaded",
+        ],
+    ),
+    "a model with fewer tensors": (
+        smaller,
+        torch.optim.AdamW,
+        "both",
+        ["blocks.1.project.weight: only in the checkpoint"],
+    ),
+    "another optimizer": (
+        same,
+        Momentum,
+        "both",
+        ["of another optimizer", "nothing was loaded", "head.weight.momentum_buffer: not in the checkpoint"],
+    ),
+    "an optimizer, of a model alone": (same, torch.optim.AdamW, "alone", ["saved without an optimizer"]),
+    "a folder of other things": (same, torch.optim.AdamW, "", ["no complete checkpoint"]),
+    "no folder": (same, torch.optim.AdamW, "nowhere", ["nowhere holds no complete checkpoint"]),
+}
+
+
+def refuse_each(path: str) -> dict[str, list[str]]:
+    """Load into models in use, which must be refused; return what was not said, and what has changed."""
+    wrong = {}
+    for name, (build, kind, folder, wanted) in REFUSALS.items():
+        model = build()
+        optimizer = make_two_groups(model, 0.01, kind)
+        train_alone(model, optimizer, range(1))
+        before, moments = whole_state(model), full_optimizer_state(model, optimizer)
+        random_state = torch.get_rng_state()
+        said = message_of(CheckpointError, lambda m=model, o=optimizer, f=folder: load_checkpoint(m, o, f"{path}/{f}"))
+        wrong[name] = [part for part in (path, *wanted) if part not in said]
+        wrong[name] += differing(whole_state(model), before)
+        wrong[name] += differing(full_optimizer_state(model, optimizer), moments)
+        wrong[name] += [] if torch.equal(torch.get_rng_state(), random_state) else ["random state"]
+    return wrong
+
+
+def test_what_does_not_fit_is_refused_with_names_and_shapes_and_nothing_changes(saved: tuple[Path, State]) -> None:
+    assert run_ranks(2, refuse_each, str(saved[0])) == [{name: [] for name in REFUSALS}] * 2
+
+
+def load_model_alone(path: str) -> list[tuple[str, State]]:
+    model = same()
+    return [(str(load_checkpoint(model, None, f"{path}/{name}")), whole_state(model)) for name in ("both", "alone")]
+
+
+def test_a_model_alone_loads_from_a_checkpoint_with_an_optimizer_or_without(saved: tuple[Path, State]) -> None:
+    path, wanted = saved
+    for extra, loaded in (pair for pairs in run_ranks(2, load_model_alone, str(path)) for pair in pairs):
+        assert extra == str(EXTRA)
+        assert differing(loaded, wanted) == []
+
+
+# ---------------------------------------------------------------------- the working directory
+
+
+@contextmanager
+def working_in(folder: str) -> Iterator[None]:
+    before = os.getcwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+
+
+def load_the_working_directory(path: str) -> list[str]:
+    """Load by paths without a name, where a checkpoint is and where none is, and try to save to such ones."""
+    model, other = (shard_model(make_model(seed), world_mesh()) for seed in range(2))
+    saved = f"{path}/saved"
+    save_checkpoint(model, None, saved)
+    with working_in(saved):
+        load_checkpoint(other, None, ".")
+    met = differing(whole_state(model), whole_state(other))
+    with working_in(path):
+        for use in (load_checkpoint, save_checkpoint):
+            for name in ("", ".", ".."):
+                met.append(message_of(CheckpointError, lambda use=use, name=name: use(model, None, name)))
+    return met
+
+
+def test_the_working_directory_is_a_folder_to_load_from_and_refused_by_name_to_save_to(tmp_path: Path) -> None:
+    path = tmp_path / "runs"
+    path.mkdir()
+    for loaded, below, above, *saves in run_ranks(2, load_the_working_directory, str(path)):
+        assert loaded.startswith(f"{path} holds no complete checkpoint")
+        assert below == loaded
+        assert "holds no complete checkpoint" in above
+        assert [f"{path} is the working directory" in each for each in saves] == [True, True, False]
+        assert f"{tmp_path} is a folder around the working directory {path}" in saves[2]
+    assert [entry.name for entry in path.iterdir()] == ["saved"]

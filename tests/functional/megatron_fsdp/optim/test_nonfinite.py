@@ -1,0 +1,120 @@
+"""NaN and infinity in gradients: all ranks skip or stop alike, and the first parameter is named."""
+
+import logging
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dbuffer import CollectiveCall, observe_collectives
+from megatron_fsdp import AdamW, ConfigError, NonfiniteGradientError, check_gradients, clip_grad_norm_
+from tests.harness import on_ranks
+from tests.harness.models import Model, draw_tokens, loss_of, make_mesh, make_model
+from tests.harness.oracle import differing, shard_model, whole_state
+
+LAYOUTS = {"zero 3": ("optim_grads_params", (3,)), "zero 1": ("optim", (2,)), "hfsdp": ("hfsdp", (2, 2))}
+
+
+def num_ranks(layout: str) -> int:
+    return torch.Size(LAYOUTS[layout][1]).numel()
+
+
+def sharded(layout: str) -> Model:
+    strategy, shape = LAYOUTS[layout]
+    return shard_model(make_model(), make_mesh(shape), strategy)
+
+
+def backward(model: Model, step: int, value: float | None = None) -> None:
+    """Compute gradients; rank 1 alone has those of the last block's experts and gain spoiled by a value."""
+    hooks: list[Any] = []
+
+    def spoil(block: nn.Module, _inputs: object) -> None:
+        for weight in (block.experts, block.gain):
+            assert isinstance(weight, torch.Tensor)
+            hooks.append(weight.register_hook(lambda gradient: torch.full_like(gradient, value)))
+
+    if value is not None and dist.get_rank() == 1:
+        hooks.append(model.blocks[1].register_forward_pre_hook(spoil))
+    tokens = draw_tokens(dist.get_rank(), step)
+    loss_of(model(tokens), tokens).backward()
+    for hook in hooks:
+        hook.remove()
+
+
+def train(layout: str, steps: Sequence[int], spoiled: Sequence[int]) -> dict[str, torch.Tensor]:
+    model = sharded(layout)
+    optimizer = AdamW(model.parameters(), lr=0.01, max_norm=1.0, nonfinite="skip")
+    for step in steps:
+        backward(model, step, math.nan if step in spoiled else None)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert optimizer.num_skipped == len(spoiled)
+    assert {int(values["step"]) for values in optimizer.state.values()} == {len(steps) - len(spoiled)}
+    return whole_state(model)
+
+
+@pytest.mark.parametrize(("layout", "spoiled"), [("zero 3", (0,)), ("zero 1", (1, 3)), ("hfsdp", (1, 3))])
+@on_ranks(num_ranks)
+def test_a_skipped_step_leaves_weights_and_moments_as_if_it_had_not_been(layout: str, spoiled: tuple[int, ...]) -> None:
+    wanted = train(layout, [step for step in range(4) if step not in spoiled], ())
+    assert differing(train(layout, range(4), spoiled), wanted) == []
+
+
+@pytest.mark.parametrize(("layout", "value"), [*((layout, math.nan) for layout in LAYOUTS), ("zero 1", math.inf)])
+@on_ranks(num_ranks)
+def test_every_rank_stops_before_anything_changes_and_names_the_first_parameter(layout: str, value: float) -> None:
+    model = sharded(layout)
+    before = whole_state(model)
+    optimizer = AdamW(model.parameters(), lr=0.01, nonfinite="raise")
+    backward(model, 0, value)
+    what, others = f"{'NaN' if math.isnan(value) else 'infinity'} in the gradient of", ", and of 1 more of 17. "
+    with pytest.raises(NonfiniteGradientError, match=f"{what} unit 'blocks.1': parameter 'experts'{others}"):
+        optimizer.step()
+    with pytest.raises(NonfiniteGradientError, match=f"norm {value}: {what} parameter 'blocks.1.experts'{others}"):
+        check_gradients(model, clip_grad_norm_(model, math.inf))
+    assert differing(whole_state(model), before) == []
+
+
+@on_ranks(3)
+def test_a_norm_that_overflows_is_said_to_overflow() -> None:
+    model = sharded("zero 3")
+    backward(model, 0)
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.fill_(3e38)
+    with pytest.raises(NonfiniteGradientError, match="every element is finite, but the sum"):
+        check_gradients(model, clip_grad_norm_(model, math.inf))
+
+
+@on_ranks(3)
+def test_steps_are_skipped_by_hand_with_a_warning_and_finite_gradients_cost_no_collective() -> None:
+    model = sharded("zero 3")
+    records: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("megatron_fsdp.optim.nonfinite").addHandler(handler)
+    backward(model, 0, math.nan)
+    assert not check_gradients(model, clip_grad_norm_(model, 1.0), "skip")
+    model.zero_grad()
+    backward(model, 1)
+    norm = clip_grad_norm_(model, 1.0)
+    calls: list[CollectiveCall] = []
+    with observe_collectives(calls.append):
+        assert check_gradients(model, norm, "skip")
+    logging.getLogger("megatron_fsdp.optim.nonfinite").removeHandler(handler)
+    assert calls == []
+    (warning,) = records
+    assert warning.startswith("step skipped on all ranks: gradient norm nan: NaN in the gradient of parameter 'bl")
+
+
+def test_a_policy_that_does_not_exist_is_refused() -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match="wanted one of 'ignore', 'skip', 'raise'"):
+        AdamW(model.parameters(), nonfinite="stop")
+    with pytest.raises(ConfigError, match="wanted one of 'ignore', 'skip', 'raise'"):
+        check_gradients(model, torch.tensor(1.0), "stop")
+    assert check_gradients(model, torch.tensor(math.nan), "ignore")
