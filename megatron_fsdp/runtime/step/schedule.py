@@ -171,7 +171,7 @@ class Schedule:
         if unit.gather_ticket is not None:
             try:
                 unit.gather_ticket.wait()
-            except RuntimeError as error:
+            except (AgreementError, RuntimeError) as error:
                 # No use waits for this gather once more.
                 unit.weight_state = WeightState.SHARDED
                 if isinstance(error, AgreementError):
