@@ -156,7 +156,7 @@ def test_backward_peaks_no_higher_than_fsdp2(dtypes: tuple[torch.dtype, torch.dt
     theirs = peak_of_backward(torch_fsdp.fully_shard, torch_fsdp.MixedPrecisionPolicy(*dtypes))
     print(ours, theirs, ours / theirs)
     # What is left is padding, which is less where units are larger.
-    assert 0.8 * theirs < ours <= 1.005 * theirs
+    assert 0.8 * theirs < ours <= 1.007 * theirs
 
 
 # ---------------------------------------------------------------- no collective on the compute stream
