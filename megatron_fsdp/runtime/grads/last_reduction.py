@@ -25,7 +25,7 @@ from dbuffer.layout import only_flat_axis
 from dbuffer.route import Route
 from dbuffer_kernels import accumulate
 from megatron_fsdp.errors import ConfigError
-from megatron_fsdp.runtime.step.cuda_lane import lane, turns
+from megatron_fsdp.runtime.step.cuda_lane import lane, turns, wait_on_host
 from megatron_fsdp.runtime.step.grad_binding import GradState
 from megatron_fsdp.runtime.step.lanes import Ticket
 from megatron_fsdp.runtime.step.reduction import Hook, Reduction, Stages
@@ -235,11 +235,15 @@ class LastReductions:
 
     @staticmethod
     def finish_here(units: Sequence[Sequence[ParameterGroup]]) -> None:
-        """Reduce, on compute, what is left to reduce that no lane can."""
+        """Reduce, on compute, what is left to reduce that no lane can: it lies in CPU memory, so the host waits."""
+        devices = set()
         for groups in units:
-            reductions, _ = _left_of(groups, on_lane=False)
+            reductions, buffers = _left_of(groups, on_lane=False)
             _start(reductions, None)
             _complete(reductions)
+            devices |= {buffer.packed.device for buffer in buffers}
+        for device in devices:
+            wait_on_host(device)
 
 
 def _left_of(groups: Sequence[ParameterGroup], *, on_lane: bool) -> tuple[list[LastReduction], list[GradientBuffer]]:
