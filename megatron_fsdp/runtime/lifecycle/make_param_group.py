@@ -22,8 +22,8 @@ from megatron_fsdp.runtime.grads.invariant_reduction import InvariantGradients
 from megatron_fsdp.runtime.grads.late_gradients import LateGradients, packs_late
 from megatron_fsdp.runtime.grads.packed_gradients import PackedGradients
 from megatron_fsdp.runtime.lifecycle.param_registry import make_module_infos, register, registered
-from megatron_fsdp.runtime.step.cuda_lane import settle_host, turns
-from megatron_fsdp.runtime.step.freshness import CHECKS, Freshness
+from megatron_fsdp.runtime.step.cuda_lane import turns
+from megatron_fsdp.runtime.step.freshness import Freshness
 from megatron_fsdp.runtime.step.fsdp_params import FSDPParams, gradient_hook
 from megatron_fsdp.runtime.step.lanes import join_lanes
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup, note_group
@@ -60,8 +60,6 @@ def _build(group: ParameterGroup, spec: GroupSpec, known: Sequence[nn.Parameter]
         known: sharded parameters that stay the same objects, over other memory.
     """
     group.spec, group.is_meta = spec, spec.is_meta
-    if spec.is_offloaded and settle_host not in CHECKS:
-        CHECKS.append(settle_host)
     weights: ShardedWeights
     if group.owned[0].extension is not None:
         weights = ExtensionWeights(group.owned[0], group.plan, spec, group.name)

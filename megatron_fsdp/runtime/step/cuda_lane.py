@@ -14,6 +14,7 @@ import torch
 
 from dbuffer.events import listeners, tell
 from dbuffer_kernels.switches import is_off
+from megatron_fsdp.runtime.step.freshness import CHECKS
 from megatron_fsdp.runtime.step.lanes import COMPUTE, LANES, MAKERS, CpuLane, Operation, Ticket, lane
 
 __all__ = [
@@ -326,3 +327,5 @@ def settle_host(_: object = None) -> None:
         gathers = LANES.get(("gather", HOST_READS.pop()))
         if isinstance(gathers, CudaLane):
             gathers.settle()
+    if settle_host in CHECKS:
+        CHECKS.remove(settle_host)

@@ -116,7 +116,7 @@ def hear_of_steps(check: Callable[[Optimizer], None]) -> None:
 
     def before(optimizer: Optimizer, *_: object) -> None:
         num_params = sum(len(group["params"]) for group in optimizer.param_groups)
-        for each in CHECKS:
+        for each in CHECKS[:]:
             each(optimizer)
         if _CHECKED.get(optimizer) != num_params:
             check(optimizer)

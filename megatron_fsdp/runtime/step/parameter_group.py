@@ -26,8 +26,8 @@ from dbuffer.route import Route
 from dbuffer_kernels import cast_copy
 from megatron_fsdp.build.builder import GroupSpec
 from megatron_fsdp.build.ownership import OwnedParameter
-from megatron_fsdp.runtime.step.cuda_lane import HOST_READS
-from megatron_fsdp.runtime.step.freshness import Freshness
+from megatron_fsdp.runtime.step.cuda_lane import HOST_READS, settle_host
+from megatron_fsdp.runtime.step.freshness import CHECKS, Freshness
 from megatron_fsdp.runtime.step.fsdp_params import FSDPParams
 from megatron_fsdp.runtime.step.gradients import GradientBuffer
 from megatron_fsdp.runtime.step.lanes import Ticket, lane
@@ -54,6 +54,8 @@ def start_gathers(groups: Sequence[ParameterGroup], *, check: bool, owner: int =
     for group in groups:
         generation = group.freshness.generation + (group in stale)
         if group.spec.is_offloaded:
+            if settle_host not in CHECKS:
+                CHECKS.append(settle_host)
             HOST_READS.add(group.spec.device)
         group.freshness.gathered = generation
         if not group.rests_whole:
