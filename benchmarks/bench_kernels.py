@@ -25,7 +25,6 @@ from dbuffer_kernels import (
     checksum,
     join_weight,
     split_weight,
-    sum_of_squares,
 )
 
 FP32, BF16, INT16 = torch.float32, torch.bfloat16, torch.int16
@@ -91,8 +90,6 @@ def makers(numel: int, device: torch.device) -> dict[str, Callable[[], Work]]:
     return {
         "cast_copy fp32 to bf16": lambda: cast_work(numel, device),
         "accumulate bf16 into fp32": lambda: accumulate_work(numel, device),
-        "sum_of_squares fp32": lambda: squares_work(numel, device, FP32),
-        "sum_of_squares bf16": lambda: squares_work(numel, device, BF16),
         "checksum fp32": lambda: checksum_work(numel, device),
         "split_weight": lambda: halves_work(numel, device, joins=False),
         "join_weight": lambda: halves_work(numel, device, joins=True),
@@ -110,12 +107,6 @@ def accumulate_work(numel: int, device: torch.device) -> Work:
     """Add a bf16 gradient to an fp32 one."""
     source, out = torch.ones(numel, dtype=BF16, device=device), torch.zeros(numel, device=device)
     return Work(lambda: accumulate(source, out, scale=0.5), source.nbytes + 2 * out.nbytes)
-
-
-def squares_work(numel: int, device: torch.device, dtype: torch.dtype) -> Work:
-    """Measure a gradient's norm."""
-    source = torch.ones(numel, dtype=dtype, device=device)
-    return Work(lambda: sum_of_squares(source), source.nbytes)
 
 
 def checksum_work(numel: int, device: torch.device) -> Work:

@@ -31,7 +31,6 @@ KERNELS: dict[str, Callable[[int], Any]] = {
     **{
         name: step_cases.KERNELS[name].compiled
         for name in (
-            "sum_of_squares, fp32",
             "split_weight",
             "join_weight",
             "decode_rows, int8",

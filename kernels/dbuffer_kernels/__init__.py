@@ -10,7 +10,6 @@ from dbuffer_kernels.elementwise import accumulate, cast_copy
 from dbuffer_kernels.int8_adamw import CodedSegment, CodedSegments, Int8AdamWBuffers, Int8Moments, int8_adamw
 from dbuffer_kernels.launch import backend, use_backend
 from dbuffer_kernels.muon import MuonWeights, muon_apply, muon_momentum
-from dbuffer_kernels.norm import sum_of_squares
 from dbuffer_kernels.quantize import CodedRows
 from dbuffer_kernels.segments import Segment, Segments
 from dbuffer_kernels.split import join_weight, split_weight
@@ -43,6 +42,5 @@ __all__ = [
     "num_blocks",
     "quantize_blocks",
     "split_weight",
-    "sum_of_squares",
     "use_backend",
 ]

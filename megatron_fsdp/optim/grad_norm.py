@@ -22,6 +22,8 @@ from megatron_fsdp.runtime.weights.gathered_weight import GatheredWeight
 __all__ = ["by_axes", "clip_factor", "clip_grad_norm_", "total_norm"]
 
 Each = TypeVar("Each")
+# A CPU adds FP32 powers nearly in a row: the norm of thirty million random numbers at once is 0.2 % off.
+_MAX_IN_A_ROW = 1 << 14
 Spread = Collection[tuple[Iterable[MeshAxis], list[torch.Tensor]]]
 
 
@@ -101,7 +103,12 @@ def _power(gradient: torch.Tensor, order: float) -> torch.Tensor:
     dtype = torch.float64 if gradient.dtype is torch.float64 else torch.float32
     if not gradient.numel():
         return torch.zeros((), dtype=dtype, device=gradient.device)
-    norm: torch.Tensor = torch.linalg.vector_norm(gradient, order, dtype=dtype)
+    norm: torch.Tensor
+    if gradient.is_cpu and gradient.numel() > _MAX_IN_A_ROW:
+        parts = torch._foreach_norm(gradient.reshape(-1).split(_MAX_IN_A_ROW), order, dtype=dtype)
+        norm = torch.linalg.vector_norm(torch.stack(parts), order, dtype=torch.float64).to(dtype)
+    else:
+        norm = torch.linalg.vector_norm(gradient, order, dtype=dtype)
     return norm if order == math.inf else norm.square() if order == 2.0 else norm.pow(order)
 
 

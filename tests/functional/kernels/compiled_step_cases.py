@@ -15,7 +15,6 @@ from dbuffer_kernels import launch
 from dbuffer_kernels.bit_sums import checksum_kernel
 from dbuffer_kernels.decode import decode_kernel
 from dbuffer_kernels.muon import muon_apply_kernel, muon_momentum_kernel
-from dbuffer_kernels.norm import MAX_PROGRAMS, squares_kernel, total_kernel
 from dbuffer_kernels.segments import STEP_BLOCK
 from dbuffer_kernels.split import join_kernel, split_kernel
 from tests.functional.kernels.compiled_cases import (
@@ -98,10 +97,6 @@ def decode_of(kind: int, columns: int) -> Kernel:
     return Kernel(decode_kernel, pointers, (UINT8,), (BF16,), constants, launch.BLOCK)
 
 
-def squares_of(dtype: torch.dtype) -> Kernel:
-    return Kernel(squares_kernel, {"source": POINTERS[dtype], "partial": "*fp64"}, (dtype,), (), COMPUTE, launch.BLOCK)
-
-
 HALVES = {"main": "*fp32", "model": "*bf16", "remainder": "*i16"}
 ADAMW = {
     "adamw": adamw_of(FP32, FP32, FP32, BF16),
@@ -114,8 +109,6 @@ ADAMW = {
 }
 KERNELS = {
     **ADAMW,
-    "sum_of_squares, fp32": squares_of(FP32),
-    "sum_of_squares, bf16": squares_of(BF16),
     "split_weight": Kernel(split_kernel, HALVES, (FP32,), (BF16, INT16), block=launch.BLOCK),
     "join_weight": Kernel(join_kernel, HALVES, (BF16, INT16), (FP32,), block=launch.BLOCK),
     "muon_momentum, fp32": muon_momentum_of(FP32),
@@ -181,15 +174,7 @@ def test_adamw_divides_takes_roots_and_rounds_to_16_bits_correctly(name: str, ar
     assert all(op.startswith("cvt.rn.") for op in narrowing), narrowing
 
 
-@on_all
-def test_the_second_stage_of_the_sum_adds_in_fp64_without_spills(architecture: int, tmp_path: Path) -> None:
-    compiled = compile_for(total_kernel, {"partial": "*fp64", "out": "*fp64"}, {}, architecture, block=MAX_PROGRAMS)
-    assert re.search(r"\badd\.(?:rn\.)?f64", compiled.asm["ptx"])
-    assert not re.search(r"\badd\.(?:rn\.)?f32", compiled.asm["ptx"])
-    assert_no_spills(compiled, tmp_path)
-
-
-@pytest.mark.parametrize("name", ["adamw", "sum_of_squares, fp32", "split_weight", "join_weight"])
+@pytest.mark.parametrize("name", ["adamw", "split_weight", "join_weight"])
 def test_block_starts_are_64_bit_because_buffers_exceed_two_billion_elements(name: str) -> None:
     ttir = KERNELS[name].compiled(90).asm["ttir"]
     products = re.findall(r"arith\.muli .* : (\w+)\b(?! *<)", ttir)

@@ -18,16 +18,14 @@ from dbuffer_kernels import (
     checksum,
     join_weight,
     split_weight,
-    sum_of_squares,
 )
-from tests.functional.kernels.on_triton import DEVICE, INTERPRETS, SIZES, count_launches, guarded, only_kernels, random
-from tests.unit.kernels.oracle import DTYPES, exact
+from tests.functional.kernels.on_triton import DEVICE, INTERPRETS, count_launches, guarded, only_kernels, random
+from tests.unit.kernels.oracle import exact
 from tests.unit.kernels.step_oracle import (
     Hyperparameters,
     awkward_values,
     bits_of,
     checksum_of,
-    exact_squares,
     from_bits,
     step_of,
 )
@@ -59,44 +57,6 @@ def test_programs_share_the_blocks_of_a_checksum(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("dbuffer_kernels.bit_sums.MAX_PROGRAMS", 2)
     source = random(4096 * 5 + 17, torch.float32, seed=8)
     assert checksum(source, key=7, first_element=9).item() % 2**64 == checksum_of(source, 7, 9)
-
-
-# ---------------------------------------------------------------------- sum of squares
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_sum_of_squares_is_that_of_exact_arithmetic_to_seven_digits(dtype: torch.dtype) -> None:
-    for numel in (*SIZES, 4096 * 5 + 1):
-        source = random(numel, dtype, seed=numel)
-        total, num_bad = sum_of_squares(source).tolist()
-        assert total == pytest.approx(exact_squares(source), rel=1e-14 if dtype is torch.float64 else 1e-6)
-        assert num_bad == 0
-
-
-def test_programs_share_the_blocks_when_there_are_more_blocks_than_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dbuffer_kernels.norm.MAX_PROGRAMS", 2)
-    source = random(4096 * 5 + 17, torch.float32, seed=8)
-    assert sum_of_squares(source)[0].item() == pytest.approx(exact_squares(source), rel=1e-6)
-
-
-@with_infinities
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("numel", [7, 4096, 9001])
-def test_every_infinity_and_nan_is_counted_wherever_it_stands(dtype: torch.dtype, numel: int) -> None:
-    source = random(numel, dtype, seed=5)
-    source[[0, numel // 2, numel - 1]] = torch.tensor([float("nan"), float("inf"), -float("inf")]).to(source)
-    out = torch.full((2,), -1.0, dtype=torch.float64, device=DEVICE)
-    assert sum_of_squares(source, out) is out
-    assert out[0].isnan()
-    assert out[1].item() == 3
-
-
-def test_the_sum_of_squares_takes_two_launches_and_the_same_order_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    started = count_launches(monkeypatch)
-    source = random(30_000, torch.float32, seed=6)
-    first, second = sum_of_squares(source), sum_of_squares(source.clone())
-    assert torch.equal(first, second)
-    assert started == [8, 1, 8, 1]
 
 
 # ---------------------------------------------------------------------- split and join

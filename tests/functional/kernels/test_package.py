@@ -19,7 +19,6 @@ kernels.cast_copy(source, out, scale=2.0)
 kernels.accumulate(source, out)
 assert out.tolist() == [0, 3, 6, 9, 12, 15], out
 kernels.split_weight(source, torch.zeros(6, dtype=torch.bfloat16), torch.zeros(6, dtype=torch.int16))
-assert kernels.sum_of_squares(out).tolist() == [0 + 9 + 36 + 81 + 144 + 225, 0]
 assert kernels.backend("cuda") == kernels.backend("cpu") == "reference"
 try:
     with kernels.use_backend("triton"):

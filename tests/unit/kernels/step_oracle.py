@@ -52,11 +52,6 @@ def random_bits(numel: int, seed: int, first: int) -> Bits:
     return np.array(found, dtype=np.int64)
 
 
-def exact_squares(tensor: torch.Tensor) -> float:
-    """Return the sum of squares without rounding on the way."""
-    return math.fsum(value * value for value in exact(tensor).tolist())
-
-
 @dataclass(frozen=True)
 class Hyperparameters:
     """Of one AdamW step, as its first definition has them."""

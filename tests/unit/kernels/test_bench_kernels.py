@@ -14,7 +14,7 @@ from benchmarks.bench_kernels import makers
 def test_every_op_of_the_package_is_measured_beside_a_copy() -> None:
     rows = bench_kernels.run(argparse.Namespace(numel=1000, rounds=1, device=None))
     names = {str(row.case["kernel"]).partition(" ")[0] for row in rows}
-    ops = "accumulate adamw cast_copy checksum join_weight split_weight sum_of_squares".split()
+    ops = "accumulate adamw cast_copy checksum join_weight split_weight".split()
     assert names == set(ops)
     assert names < set(dbuffer_kernels.__all__)
     assert {row.metric for row in rows} == {"rate", "rate over that of a copy"}
@@ -26,8 +26,6 @@ def test_bytes_are_those_that_the_docstrings_state() -> None:
     assert works == {
         "cast_copy fp32 to bf16": 6,
         "accumulate bf16 into fp32": 10,
-        "sum_of_squares fp32": 4,
-        "sum_of_squares bf16": 2,
         "checksum fp32": 4,
         "split_weight": 8,
         "join_weight": 8,

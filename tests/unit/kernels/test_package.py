@@ -11,7 +11,7 @@ import dbuffer_kernels
 def test_the_package_exports_exactly_its_documented_names() -> None:
     ops = (
         "accumulate adamw cast_copy checksum decode_rows dequantize_blocks dynamic_map int8_adamw join_weight "
-        "muon_apply muon_momentum num_blocks quantize_blocks split_weight sum_of_squares"
+        "muon_apply muon_momentum num_blocks quantize_blocks split_weight"
     )
     functions = [*ops.split(), "adamw_row", "adamw_rows", "backend", "use_backend"]
     classes = [
@@ -39,7 +39,7 @@ def _constants_first(name: str) -> tuple[bool, str]:
 
 
 def test_importing_a_submodule_leaves_the_op_of_the_same_name_in_place() -> None:
-    for name in ("adamw", "elementwise", "norm", "split"):
+    for name in ("adamw", "elementwise", "split"):
         importlib.import_module(f"dbuffer_kernels.{name}")
     for op in ("adamw", "int8_adamw"):
         assert isinstance(getattr(dbuffer_kernels, op), types.FunctionType), op

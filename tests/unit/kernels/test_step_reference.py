@@ -18,16 +18,14 @@ from dbuffer_kernels import (
     adamw_rows,
     join_weight,
     split_weight,
-    sum_of_squares,
 )
 from dbuffer_kernels.dynamic_map import rounding_bits, rounding_keys
 from dbuffer_kernels.elementwise import CHUNK_NUMEL as CHUNK
-from tests.unit.kernels.oracle import DTYPES, exact
+from tests.unit.kernels.oracle import exact
 from tests.unit.kernels.step_oracle import (
     Hyperparameters,
     awkward_values,
     bits_of,
-    exact_squares,
     random_bits,
     step_of,
 )
@@ -68,23 +66,6 @@ def test_other_seeds_and_neighbouring_indices_draw_independently() -> None:
         for other in draws[k + 1 :]:
             # Agreement by chance is one half, with a standard deviation of 0.0016.
             assert abs(float((one == other).double().mean()) - 0.5) < 0.008
-
-
-# ---------------------------------------------------------------------- sum of squares
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("numel", [0, 1, 7, CHUNK, CHUNK + 1, 3 * CHUNK + 5])
-def test_the_sum_of_squares_is_that_of_exact_arithmetic_to_seven_digits(dtype: torch.dtype, numel: int) -> None:
-    source = random(numel, seed=numel, dtype=dtype)
-    total, num_bad = sum_of_squares(source).tolist()
-    assert total == pytest.approx(exact_squares(source), rel=1e-14 if dtype is torch.float64 else 1e-6)
-    assert num_bad == 0
-
-
-def test_finite_values_whose_squares_overflow_are_not_counted_as_non_finite() -> None:
-    assert sum_of_squares(torch.tensor([3e30, 1.0])).tolist() == [float("inf"), 0]
-    assert sum_of_squares(torch.tensor([3e30, float("inf"), float("nan")]))[1] == 2
 
 
 # ---------------------------------------------------------------------- split and join
@@ -232,9 +213,7 @@ def test_no_op_of_a_step_allocates_more_than_one_chunk_at_a_time() -> None:
         return model
 
     limit = 8 * CHUNK
-    assert 0 < largest_temporary(lambda: sum_of_squares(main)) <= limit
-    assert largest_temporary(lambda: sum_of_squares(model)) <= limit
-    assert largest_temporary(split) <= limit
+    assert 0 < largest_temporary(split) <= limit
     assert largest_temporary(lambda: join_weight(model, rest, main)) <= limit
     for weight, moments in ((torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16)):
         assert largest_temporary(step_of_dtypes(weight, moments)) <= limit

@@ -17,7 +17,6 @@ from dbuffer_kernels import (
     cast_copy,
     join_weight,
     split_weight,
-    sum_of_squares,
 )
 
 F64, BF16, I16, I32 = torch.float64, torch.bfloat16, torch.int16, torch.int32
@@ -68,14 +67,6 @@ REFUSED: dict[str, tuple[Call, str]] = {
     "accumulate integers": (
         lambda: accumulate(torch.ones(6, dtype=I32), torch.zeros(6, dtype=I32)), "accumulate.*int32",
     ),
-    "squares of integers": (lambda: sum_of_squares(torch.ones(3, dtype=torch.int64)), r"source is torch\.int64"),
-    "squares of strides": (lambda: sum_of_squares(torch.ones(6)[::2]), r"strides \(2,\)"),
-    **{
-        f"squares into {out.dtype} {tuple(out.shape)} {out.stride()}": (
-            lambda out=out: sum_of_squares(torch.ones(6), out), r"wanted contiguous float64 \(2,\)",
-        )
-        for out in (torch.zeros(2), torch.zeros(3, dtype=F64), torch.zeros(4, dtype=F64)[::2])
-    },
     **{f"split {name}": (lambda halves=halves: split_weight(*halves), "split_weight")
        for name, halves in HALVES.items()},
     **{

@@ -2,6 +2,7 @@
 
 import argparse
 import copy
+import math
 import pickle
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 from benchmarks import bench_optimizer
 from megatron_fsdp import ConfigError
 from megatron_fsdp.optim.adamw import AdamW
+from megatron_fsdp.optim.grad_norm import total_norm
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "defaults": {},
@@ -279,3 +281,12 @@ def test_a_step_of_sharded_layers_calls_fewer_operators_than_torchs_and_leaves_f
     assert calls["flat, launches left out"] <= 3 + 5
     assert calls["flat, launches left out"] < calls["flat"]
     assert has_groups or max(calls["flat"], calls["stock, foreach"]) < calls["DTensors, foreach"]
+
+
+@pytest.mark.parametrize("order", [2.0, 3.0, math.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_norm_of_millions_of_elements_has_the_digits_of_its_dtype(order: float, dtype: torch.dtype) -> None:
+    gradient = torch.randn(3_000_001, generator=torch.Generator().manual_seed(0)).to(dtype)
+    wanted = torch.linalg.vector_norm(gradient.double(), order)
+    found = total_norm([((), [gradient, gradient[:0]])], order, torch.device("cpu"), is_invariant=False)
+    assert found.item() == pytest.approx(wanted.item(), rel=3e-6)
