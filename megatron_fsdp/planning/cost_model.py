@@ -85,7 +85,7 @@ class StepTime:
     Attributes:
         compute: of forward and backward. communication: of all collectives, hidden or not.
         exposed: in which compute waits, most of it for communication, in the engine's own step on this hardware.
-        copying: of the engine's passes over memory beside compute.
+        copying: of the engine's passes over memory on the compute stream.
         optimizer: the step over this rank's part.
         tokens_to_hide: tokens per rank and microbatch from which on the largest unit's collectives hide behind its
             own compute; 0 where there are none, None where compute is not known.

@@ -180,7 +180,7 @@ def _time_table(projection: Projection) -> Table:
         ("compute", time.compute, f"{workload.num_microbatches:,} microbatches of {workload.tokens:,} tokens"),
         ("communication", time.communication, f"{share}; {needed}".strip("; ")),
         ("not hidden", time.exposed, "; ".join(f"{words} {format_seconds(each)}" for words, each in time.causes[:2])),
-        ("copying", time.copying, "of weights and gradients, beside compute"),
+        ("copying", time.copying, "of weights and gradients, on the compute stream; the rest is on the lanes"),
     ]
     if projection.played.owners:
         spent = sum(each.max_flops for each in projection.played.owners) / projection.setup.hardware.flops
