@@ -536,7 +536,7 @@ def _strategy_cases() -> Iterator[Case]:
                 f"{strategy}, {policy}, {accumulation}",
                 strategy, policy, accumulation=accumulation, optimizer="clipped",
             )  # fmt: skip
-    for policy, accumulation in itertools.product(("unfused", "wide", "split"), ("none", "microbatch")):
+    for policy, accumulation in itertools.product(("unfused", "wide", "summed", "split"), ("none", "microbatch")):
         optimizer = "clipped" if policy == "split" else "sgd"
         yield Case(f"{policy}, {accumulation}", policy=policy, accumulation=accumulation, optimizer=optimizer)
     for strategy in ("optim", "hsdp"):

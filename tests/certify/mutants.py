@@ -60,6 +60,7 @@ _FIRST = (
     "two streams, small, copied",
     "two streams, open",
     "slots largest, prefetch lists",
+    "slots static, optim_grads_params",
     "unshard by hand",
     "gradients asked for",
     "captured backward",
@@ -82,6 +83,7 @@ _PAIRS = (
     "missing gradients",
     "closed twice",
     "wire, optim",
+    "summed, microbatch",
     "offload, optim_grads_params, summed, none",
     "prefetch lists",
     "repeats, reentrant",
@@ -94,6 +96,7 @@ _LAST = (
     "recompute reentrant, reshard 2",
     "slots by_size, hfsdp",
     "hfsdp, bf16, microbatch",
+    "offload, hfsdp, fp32, none",
 )
 
 # Mutants that no order of device work can tell from the engine, with the reason.
@@ -143,6 +146,20 @@ EQUIVALENT: dict[str, str] = {
     "PackedGradients.keep: `self.reduction.keep(keeps)` at the start of its block": (
         "each has memory of its own, and nothing is issued between the two places"
     ),
+    "Schedule.reshard: `if unit.weight_state is WeightState.GATHERING` taken as True": (
+        "for weights that are there it shows what is shown anyway"
+    ),
+    "Backward.finish: `if not is_left` taken as True": (
+        "gradients are final sooner, which test_manual_finalization.py sees"
+    ),
+    "Backward._finalize: `join_lanes()` at the end of its block": (
+        "what completes gradients waits for its own tickets, and the caller's compute comes after both places"
+    ),
+    "place_unit: `gradients.keep(pools is not None or group.spec.is_offloaded)` at the start of its block": (
+        "what is kept and what takes turns have memory of their own, and nothing is issued between the two places"
+    ),
+    "keep_gathered: without `group.gathered.reallocate_storage()`": "a gather takes the memory where it is not there",
+    "ArenaPool.take: `if slot is None` taken as True": "it costs memory, which test_arena_pool.py counts",
     "wait_for_event: `if compute is not None` taken as True": ("on a device with streams it is never None"),
     "Backward.begin_gradients: `if packs` taken as False": (
         "it bounds memory; the end of the backward waits for the same reductions"
@@ -154,6 +171,15 @@ OPEN: dict[str, str] = {
     "_CudaTicket.give_up: `if self._event is not None` taken as True": "an interrupt before a lane waited for compute",
     "Turns.take: without `leave()`": "a stream that allocates, before it follows any lane, what another one has copied",
     "Backward.begin_gradients: `if packs` taken as True": "a wait for reductions before there is need: lost overlap",
+    "CudaLane.settle: `if self._last is not None and (not self._is_last_captured)` taken as True": (
+        "a captured evaluation of offloaded weights"
+    ),
+    "WeightBuffers.gather: `self.model.local_buffer.to(source.device, non_blocking=True)` that blocks": (
+        "a copy to a GPU: on a CPU there is none"
+    ),
+    "ShardedWeights.start_refresh: `main.local_buffer.to(staged.device, non_blocking=True)` that blocks": (
+        "a copy to a GPU: on a CPU there is none"
+    ),
     "Rows._table: `table.to(device, non_blocking=True)` that blocks": "a copy to a GPU: on a CPU there is none",
 }
 
