@@ -4,17 +4,23 @@ The training runs on the CPU, in host order; vector clocks say what events and w
 """
 
 import contextlib
+import copy
 import gc
 from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from megatron_fsdp import (
     FsdpModule,
     MixedPrecisionPolicy,
     ParameterGroup,
+    Placements,
     Watch,
     fully_shard,
     no_sync,
@@ -144,3 +150,37 @@ def misuse_of_captures() -> list[str]:
 def test_the_double_refuses_what_cuda_refuses_in_a_capture() -> None:
     words = ("outside of the capture", "queries", "synchronizes", "never joined")
     assert all(word in error for word, error in zip(words, misuse_of_captures(), strict=True))
+
+
+class Recomputed(nn.Module):
+    """Computes a layer once more, in a backward of its own, each time that backward comes to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(5, 5), nn.Tanh())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.inner, x, use_reentrant=True)
+
+
+@on_ranks(4)
+def test_a_unit_that_comes_again_after_its_last_reduction_was_issued_gets_all_of_its_gradient() -> None:
+    def loss(model: nn.Module, rank: int) -> torch.Tensor:
+        first, second = (torch.randn(3, 5, generator=torch.Generator().manual_seed(9 * rank + i)) for i in range(2))
+        return model(first).square().mean() + model(second).sin().mean()
+
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(5, 5), Recomputed())
+    for rank in range(4):
+        (loss(plain, rank) / 4).backward()
+    for placements in (Placements.hsdp(0, 1), Placements.hfsdp(0, 1)):
+        with driven():
+            model = copy.deepcopy(plain)
+            model.zero_grad()
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+            fully_shard(model[1].inner, mesh, placements)
+            fully_shard(model, mesh, placements)
+            loss(model, dist.get_rank()).backward()
+            for (name, found), wanted in zip(model.named_parameters(), plain.parameters(), strict=True):
+                assert isinstance(found.grad, DTensor), name
+                torch.testing.assert_close(found.grad.full_tensor(), wanted.grad, msg=name)
