@@ -129,11 +129,11 @@ class FlatState:
 
         Quicker than ``unshown``, for a caller that knows that the dictionaries are those.
         """
-        found = itertools.chain.from_iterable(map(operator.call, self._in_order, self._shown))
         try:
-            return all(map(operator.is_, found, itertools.chain.from_iterable(self._views)))
+            found = [values for get, shown in zip(self._in_order, self._shown, strict=True) for values in get(shown)]
         except KeyError:
             return False
+        return all(map(operator.is_, found, itertools.chain.from_iterable(self._views)))
 
     def _shows(self, values: Mapping[str, Any] | None, index: int) -> bool:
         if not values or values is not self._shown[index]:
