@@ -4,19 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-__all__ = [
-    "Listing",
-    "Table",
-    "format_bytes",
-    "format_count",
-    "format_seconds",
-    "rank_list",
-]
+__all__ = ["Bar", "Span", "Table", "format_bytes", "format_count", "format_seconds", "listing", "rank_list"]
+
+_MARKS = 40
 
 
-def _percent(part: int, whole: int) -> str:
-    return f"{part / whole:.2%}" if whole else "0.00%"
+class Span(NamedTuple):
+    """A piece of a bar: from where to where, what it is, and the number of its colour."""
+
+    start: float
+    stop: float
+    title: str
+    colour: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """A cell of spans, on a scale from 0 to ``end``; ``str()`` has 40 marks for it."""
+
+    spans: Sequence[Span]
+    end: float
+
+    def __str__(self) -> str:
+        marks = [" "] * _MARKS
+        for span in self.spans:
+            # What is there at all takes at least one mark.
+            first = min(round(_MARKS * span.start / self.end), _MARKS - 1)
+            stop = max(round(_MARKS * span.stop / self.end), first + 1) if span.stop > span.start else first
+            marks[first:stop] = "#+=*.:%"[span.colour % 7] * (stop - first)
+        return "".join(marks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +48,7 @@ class Table:
         title: a line above it, "" for none.
     """
 
-    rows: Sequence[Sequence[str]]
+    rows: Sequence[Sequence[str | Bar]]
     num_left: int = 1
     has_note: bool = False
     title: str = ""
@@ -43,27 +61,21 @@ class Table:
         """Return the title, if any, and the rows with columns of equal width; or that there are none."""
         if len(self.rows) == 1:
             return [f"{self.title or self.rows[0][0]}: none"]
-        widths = [max(map(len, column)) for column in zip(*self.rows, strict=True)]
+        texts = [[str(cell) for cell in row] for row in self.rows]
+        widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
         rows = [
             "  ".join(
                 cell.ljust(width) if self.is_left(column) else cell.rjust(width)
                 for column, (cell, width) in enumerate(zip(row, widths, strict=True))
             ).rstrip()
-            for row in self.rows
+            for row in texts
         ]
         return [self.title, *rows] if self.title else rows
 
 
-@dataclass(frozen=True, slots=True)
-class Listing:
-    """A title and what it is the title of, one line each."""
-
-    title: str
-    entries: Sequence[str]
-
-    def lines(self) -> list[str]:
-        """Return them for a terminal."""
-        return [self.title, *(f"- {entry}" for entry in self.entries)]
+def listing(title: str, entries: Iterable[str]) -> Table:
+    """Return a table of one column."""
+    return Table([(title,), *((f"- {entry}",) for entry in entries)])
 
 
 def format_bytes(num_bytes: int) -> str:

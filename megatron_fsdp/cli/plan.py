@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import json
+import sys
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING
 
+from megatron_fsdp.errors import ConfigError, FsdpError
 from megatron_fsdp.planning import catalog
 from megatron_fsdp.planning.plan_arguments import add_plan_arguments as add_arguments
+
+# Functions import what they use: torch takes seconds to import, and --help needs none of it.
+if TYPE_CHECKING:
+    from megatron_fsdp.planning.estimate import Projection
+    from megatron_fsdp.planning.model_source import Subject
+    from megatron_fsdp.planning.options import Options
 
 __all__ = ["EXAMPLES", "add_arguments", "run"]
 
@@ -18,7 +30,7 @@ EXAMPLES = """\
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command; see ``megatron-fsdp plan --help``.
+    """Print the plan or the search that the options ask for, and write its files.
 
     Returns:
         0; 1 when ``--fit`` finds nothing that fits; 2 when the request makes no sense, with the reason on stderr.
@@ -26,7 +38,60 @@ def run(args: argparse.Namespace) -> int:
     if args.list_models:
         print("\n".join(catalog.names()))
         return 0
-    # It imports torch, which takes seconds.
-    from megatron_fsdp.cli.plan_run import run_plan
+    from dbuffer.errors import DBufferError, PaddingWarning
+    from megatron_fsdp.planning.options import Options
 
-    return run_plan(args)
+    try:
+        with warnings.catch_warnings():
+            # The page lists the padding of every unit with what forces it.
+            warnings.simplefilter("ignore", PaddingWarning)
+            return _run(Options(args))
+    except (FsdpError, DBufferError) as error:
+        print(f"megatron-fsdp plan: {error}", file=sys.stderr)
+        return 2
+
+
+def _run(options: Options) -> int:
+    from megatron_fsdp.planning.drawing import draw_png, html_page
+    from megatron_fsdp.planning.plan_page import headline, memory_table, plan_tables, to_dict
+    from megatron_fsdp.planning.search import search
+
+    subject, limit_bytes = options.subject(), options["fit"]
+    options.check()
+    found = search(subject, options) if options.given("fit") else None
+    best, stages = (found.best, ()) if found is not None else _planned(subject, options)
+    tables, plain, title = list(found.tables()) if found is not None else [], {}, ""
+    if best is not None:
+        title, decisions = headline(best), tuple(options.decisions(best.setup))
+        tables += plan_tables(best, decisions, limit_bytes, stages)
+        plain = to_dict(best, decisions, stages)
+    elif options["html"] or options["png"]:
+        raise ConfigError(f"nothing fits {limit_bytes:,} bytes, so there is no chart to draw; the table says why")
+    try:
+        if options["png"] and best is not None:
+            draw_png(options["png"], memory_table(best, limit_bytes), title)
+        if options["html"]:
+            Path(options["html"]).write_text(html_page(title, tables), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{error}; give a file that can be written") from error
+    if options["json"]:
+        print(json.dumps({**plain, "fit": found.plain} if found is not None else plain, indent=2))
+    else:
+        print("\n\n".join(filter(None, (title, *("\n".join(table.lines()) for table in tables)))))
+    return 0 if best is not None else 1
+
+
+def _planned(subject: Subject, options: Options) -> tuple[Projection, tuple[Projection, ...]]:
+    """Return the plan, and those of all stages of a pipeline; it is that of the one that takes the most memory."""
+    from megatron_fsdp.planning.estimate import project, project_stages
+
+    sizes = options.data_parallel_sizes()
+    setup = options.setup(sizes, options.strategy_for(sizes), options.workload())
+    if not setup.parallelism.is_any:
+        return project(subject, setup), ()
+    stages, number = project_stages(subject, setup), options["stage"]
+    if number is None:
+        return max(stages, key=lambda each: each.memory_bytes), stages
+    if not 0 <= number < len(stages):
+        raise ConfigError(f"--stage {number}: there are {len(stages)} stages, counted from 0")
+    return stages[number], stages

@@ -16,7 +16,7 @@ from megatron_fsdp.planning.cost_model import Hardware, Machine
 from megatron_fsdp.planning.estimate import Setup
 from megatron_fsdp.planning.model_source import Subject, factory_subject, file_subject, named_subject
 from megatron_fsdp.planning.parallelism import Parallelism
-from megatron_fsdp.planning.plan_arguments import DEFAULTS, HYBRID, OF_SEARCH, STRATEGIES
+from megatron_fsdp.planning.plan_arguments import DEFAULTS, HYBRID, OPTIONS, STRATEGIES
 from megatron_fsdp.planning.stand_in import Axes, Axis, Sharding
 from megatron_fsdp.planning.transformer import Recompute, Workload
 from megatron_fsdp.policy.precision import MixedPrecisionPolicy
@@ -26,12 +26,8 @@ __all__ = ["Options", "mesh_axes_of", "placements_of"]
 
 _PACKED = ("optim_grads_params", "hsdp")
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_RECOMPUTED = {
-    Recompute.NONE: "activations are kept for backward",
-    Recompute.SELECTIVE: "backward computes attention scores again",
-    Recompute.FULL: "backward computes each layer again from its input",
-}
 _OF_PARALLELISM = ("world", "tp", "ep", "etp", "pp", "cp", "sequence_parallel", "stage")
+_OF_SEARCH = ("gpus", "global_batch")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,17 +45,16 @@ class Options:
             return getattr(self.values, name)
         return "bf16" if name == "main_grads_dtype" and self.values.split_main_params else DEFAULTS.get(name)
 
-    def cause(self, name: str) -> str:
-        """Return an option as it would be written, and whether it is a default."""
-        return _flag(name) if self[name] is True else f"{_flag(name)} {self[name]}{self._source(name, ' (default)')}"
+    def cause(self, name: str, value: object = None) -> str:
+        """Return an option as it would be written, and whether it is a default.
 
-    def choice(self, name: str, value: object) -> str:
-        """Return an option that a search may have chosen, and who chose it."""
-        found = " (found by --fit)" if self.given("fit") else " (default)"
-        return f"{_flag(name)} {value}{self._source(name, found)}"
-
-    def _source(self, name: str, otherwise: str) -> str:
-        return "" if self.given(name) else otherwise
+        Args:
+            value: what a search or the mesh chose for it.
+        """
+        found = self[name] if value is None else value
+        written = "x".join(map(str, found)) if isinstance(found, tuple) else "" if found is True else str(found)
+        by = "" if self.given(name) else "(default)" if value is None or not self.given("fit") else "(found by --fit)"
+        return " ".join(filter(None, (_flag(name), written, by)))
 
     def check(self) -> None:
         """Refuse options that belong to a search, or to a plan alone.
@@ -67,7 +62,7 @@ class Options:
         Raises:
             ConfigError: the others were asked for.
         """
-        for name in (each for each in (_OF_PARALLELISM if self.given("fit") else OF_SEARCH) if self.given(each)):
+        for name in (each for each in (_OF_PARALLELISM if self.given("fit") else _OF_SEARCH) if self.given(each)):
             if self.given("fit"):
                 raise ConfigError(
                     f"{_flag(name)} is not searched over: --fit tries data-parallel meshes alone. Leave --fit "
@@ -205,36 +200,24 @@ class Options:
         return self["strategy"] or ("hsdp" if len(sizes) == 2 else "optim_grads_params")
 
     def decisions(self, setup: Setup) -> Iterator[str]:
-        """Yield one line per choice, with the option that caused it."""
-        mesh = "x".join(str(axis.size) for axis in setup.sharding.axes)
-        ranks = f"--world {self['world']}" if self.given("world") else self.choice("mesh", mesh)
-        yield f"{_sharded(setup)}: {self.choice('strategy', setup.strategy)}, {ranks}"
-        yield from _inside(setup)
-        packed = self["gather_dtype"]
-        travel = f"in {self['dtype']}, matrices travel in {packed}" if packed else f"and travel in {self['dtype']}"
-        yield f"weights compute {travel}: {self.cause('dtype')}" + (f", --gather-dtype {packed}" if packed else "")
-        words, split = (" in two halves", ", --split-main-params") if self["split_main_params"] else ("", "")
-        yield f"the optimizer steps {self['main_dtype']} weights{words}: {self.cause('main_dtype')}{split}"
-        yield f"gradients travel in {self['reduce_dtype']}: {self.cause('reduce_dtype')}"
-        if self["reduction"]:
-            yield "and are exchanged and added up one microbatch at a time, in a fixed order: --reduction invariant"
-        yield f"gradients rest in {self['main_grads_dtype']}: {self.cause('main_grads_dtype')}"
-        moments = self["moments_dtype"]
-        cause = self.cause("moments_dtype") if moments else "as main weights"
-        yield f"moments are {moments or self['main_dtype']}: {cause}"
-        if setup.optimizer == "muon":
-            yield f"Muon steps matrices, each is one rank's work: {self.cause('optimizer')}"
+        """Yield one line per choice: the option, who chose it, and what it decides."""
         work = setup.workload
-        yield (
-            f"{work.num_microbatches:,} x {work.micro_batch:,} sequences of {work.sequence_length:,} tokens per rank: "
-            f"{self.choice('num_microbatches', work.num_microbatches)}, "
-            f"{self.choice('micro_batch', work.micro_batch)}, {self.cause('seq_length')}"
-        )
-        yield f"{_RECOMPUTED[work.recompute]}: {self.choice('recompute', work.recompute.value)}"
-        yield f"{setup.hardware.flops / 1e12:,.4g} Tflop/s: --flops{self._source('flops', ' (default)')}"
-        cause = "--bandwidth" if self.given("bandwidth") else "from the nodes"
+        chosen = {
+            "strategy": setup.strategy,
+            "mesh": tuple(axis.size for axis in setup.sharding.axes),
+            "micro_batch": work.micro_batch,
+            "num_microbatches": work.num_microbatches,
+            "recompute": work.recompute.value,
+        }
+        if self.given("world"):
+            del chosen["mesh"]
+        for option in (each for title, group in OPTIONS.items() if not title.startswith("output") for each in group):
+            value = chosen.get(option.name)
+            if self[option.name] or value:
+                yield f"{self.cause(option.name, value)}: {option.help.partition(';')[0]}"
+        yield f"{setup.hardware.flops / 1e12:,.4g} Tflop/s of an accelerator"
         for axis, link in setup.hardware.links.items():
-            yield f"axis {axis}: {link.bytes_per_second / 1e9:,.4g} GB/s, {link.latency * 1e6:,.3g} us per hop: {cause}"
+            yield f"axis {axis}: {link.bytes_per_second / 1e9:,.4g} GB/s, {link.latency * 1e6:,.3g} us per hop"
 
 
 def _flag(name: str) -> str:
@@ -290,35 +273,3 @@ def placements_of(strategy: str, sizes: Sequence[int]) -> Placements:
         (Partial("sum"), *inner.gradient),
         (Replicate(), *inner.optimizer),
     )
-
-
-def _inside(setup: Setup) -> Iterator[str]:
-    """Yield how the model is divided besides."""
-    parallelism, axes = setup.parallelism, setup.sharding.axes
-    if parallelism.tensor > 1:
-        shared = ", the residual stream too: --sequence-parallel" if parallelism.is_sequence_parallel else ""
-        yield f"each layer is shared by {parallelism.tensor} ranks: --tp {parallelism.tensor}{shared}"
-    if setup.sharding.expert_axes is not None:
-        size = setup.sharding.expert_axes[-1].size
-        yield (
-            f"experts are shared by {parallelism.expert} ranks (--ep), each by {parallelism.ranks_of_expert} (--etp), "
-            f"and sharded over {axes[-1].size} x {parallelism.tensor} / ({parallelism.expert} x "
-            f"{parallelism.ranks_of_expert}) = {size:,}"
-        )
-    if parallelism.pipeline > 1:
-        yield f"layers are divided over {parallelism.pipeline} stages: --pp {parallelism.pipeline}"
-    if parallelism.context > 1:
-        yield f"each sequence is shared by {parallelism.context} of the data-parallel ranks: --cp {parallelism.context}"
-
-
-def _sharded(setup: Setup) -> str:
-    placements, parts = setup.sharding.placements, []
-    for what, places in (
-        ("weights", placements.parameter),
-        ("gradients", placements.gradient),
-        ("optimizer state", placements.optimizer),
-    ):
-        pairs = zip(setup.sharding.axes, places, strict=True)
-        over = [f"{axis.name} ({axis.size:,})" for axis, place in pairs if "Flat" in repr(place)]
-        parts.append(f"{what} over {' and '.join(over)}" if over else f"{what} nowhere")
-    return f"sharded: {', '.join(parts)}"

@@ -1,69 +1,60 @@
-"""The page of ``megatron-fsdp plan``: what one setup takes, as tables, lists and charts, and as plain data."""
+"""The page of ``megatron-fsdp plan``: what one setup takes, as tables and as plain data."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict, astuple
 from importlib.resources import files
 from typing import Any
 
 from dbuffer.planner.arena import plan_arena
-from megatron_fsdp.formatting import Listing, Table, format_bytes, format_count, format_seconds
-from megatron_fsdp.optim.ownership import OwnershipReport
-from megatron_fsdp.planning.charts import Chart, memory_chart, timeline, unit_chart
+from megatron_fsdp.formatting import Bar, Span, Table, format_bytes, format_count, format_seconds, listing
+from megatron_fsdp.planning.cost_model import played_microbatches
 from megatron_fsdp.planning.estimate import Projection
-from megatron_fsdp.planning.report import Report, notes, traffic_table, unit_table
-from megatron_fsdp.planning.search import Search, fit_parts
-from megatron_fsdp.planning.unit_report import UnitReport
+from megatron_fsdp.planning.report import Report, folded
 
-__all__ = ["FORMAT", "Part", "headline", "page_parts", "to_dict"]
+__all__ = ["FORMAT", "headline", "memory_table", "plan_tables", "to_dict"]
 
 FORMAT = 1
 """Of the JSON; it grows by one whenever a key changes its meaning or goes away."""
 
 _MOST_WAITS = 20
-_BAR = 40
-
-Part = Table | Listing | Chart | OwnershipReport
 
 
-def page_parts(
-    best: Projection | None, decisions: Sequence[str], found: Search | None, stages: Sequence[Projection]
-) -> Iterator[Part]:
+def plan_tables(
+    best: Projection, decisions: Sequence[str], limit_bytes: int | None, stages: Sequence[Projection]
+) -> Iterator[Table]:
     """Yield what a page shows, in order.
 
     Args:
-        best: None where nothing fits. decisions: one line per choice, with the setting that caused it.
-        found: the search that the plan is the best of, if any. stages: of a pipeline.
+        decisions: one line per choice, with the option that caused it. stages: of a pipeline.
     """
-    if found is not None:
-        yield from fit_parts(found)
-    if best is None:
-        return
-    limit_bytes = found.limit_bytes if found is not None else None
     report = best.report()
-    alike = folded(report)
-    yield Listing(headline(best), ())
-    yield Listing("what decided it", decisions)
-    yield unit_chart([(unit_names(names), unit) for names, _, unit in alike if unit.groups])
-    yield unit_table(report)
-    yield memory_chart(best.memory, limit_bytes)
-    yield _memory_table(best, limit_bytes)
-    yield from best.played.owners
-    yield _peak_table(best, report)
-    yield _padding_table(report)
-    yield traffic_table(report)
+    *tables, notes, assumed = report.tables()
+    yield listing("what decided it", decisions)
+    yield memory_table(best, limit_bytes)
+    yield _unit_chart(report)
+    yield from tables
+    if lifetimes := best.forecast.lifetimes:
+        arena = plan_arena(lifetimes)
+        held = f"{format_bytes(arena.lower_bound)} of it held at most, gap {arena.gap:.2%}: set_slot_pool('static')"
+        yield Table(
+            [("all that is transient", "bytes", ""), ("as a static arena", format_bytes(arena.num_bytes), held)]
+        )
+    for owner in best.played.owners:
+        yield Table([(line,) for line in owner.lines()])
     if best.transfers:
         yield _transfer_table(best)
-    if best.time.compute:
-        yield timeline(best)
     yield _time_table(best)
+    if best.time.compute:
+        yield _timeline(best)
     if best.time.communication:
-        yield _hiding_table(best, alike)
-    yield from notes(report)
+        yield _hiding_table(best, report)
     if len(stages) > 1:
         yield _stage_table(stages)
+    yield notes
+    yield assumed
 
 
 def headline(projection: Projection) -> str:
@@ -84,85 +75,52 @@ def headline(projection: Projection) -> str:
     return f"{subject.name}: {format_count(subject.num_parameters)} parameters{chosen}, {where}"
 
 
-# ---------------------------------------------------------------------- units
-
-
-def folded(report: Report) -> list[tuple[tuple[str, ...], int, UnitReport]]:
-    """Return the units of a report, those that are alike but for their names as one: names, first position, unit."""
-    alike: dict[UnitReport, list[int]] = {}
-    for position, unit in enumerate(report.units):
-        alike.setdefault(dataclasses.replace(unit, name=""), []).append(position)
-    return [(tuple(report.units[at].name for at in places), places[0], unit) for unit, places in alike.items()]
-
-
-def unit_names(names: Sequence[str]) -> str:
-    """Return units that are alike as the first, the last and how many."""
-    return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)})"
-
-
-def _padding_table(report: Report) -> Table:
-    rows: list[tuple[str, ...]] = [("padding", "of the data", "least possible", "what forces it")]
-    seen: dict[tuple[str, ...], list[str]] = {}
-    for unit in report.units:
-        for group in unit.groups:
-            least = max(group.lower_bound_numel / group.numel - 1, 0.0) if group.numel else 0.0
-            if group.padding_ratio:
-                key = (f"{group.padding_ratio:.3%}", f"{least:.3%}", group.binding)
-                seen.setdefault(key, []).append(unit.name)
-    rows += [(unit_names(tuple(dict.fromkeys(names))), *key) for key, names in seen.items()]
-    return Table(rows, has_note=True)
-
-
-def _hiding_table(projection: Projection, alike: Sequence[tuple[tuple[str, ...], int, UnitReport]]) -> Table:
-    """Return, for each kind of unit, the time of its collectives beside that of its compute."""
-    rows: list[tuple[str, ...]] = [
-        ("unit, per microbatch", "gather", "forward", "gather again", "reduce", "backward", "per step, at the end")
-    ]
-    for names, position, _ in alike:
-        times: tuple[float, ...] = dataclasses.astuple(projection.time.units[position])
-        if any(times):
-            rows.append((unit_names(names), *(format_seconds(seconds) if seconds else "-" for seconds in times)))
-    return Table(rows)
-
-
 # ---------------------------------------------------------------------- memory
 
 
-def _memory_table(projection: Projection, limit_bytes: int | None) -> Table:
+def memory_table(projection: Projection, limit_bytes: int | None) -> Table:
     """Return what a rank takes, and all of them; the bar of each part begins where the one before it ends."""
     total, inside = projection.memory_bytes, projection.setup.parallelism
     num_ranks = projection.setup.sharding.num_ranks * inside.tensor
-    scale = max(total, limit_bytes or 0, 1)
+    end = max(total, limit_bytes or 0, 1)
 
-    def bar(start: int, stop: int) -> str:
-        # What is there at all takes at least one mark.
-        first = min(round(_BAR * start / scale), _BAR - 1)
-        return " " * first + "#" * (max(round(_BAR * stop / scale) - first, 1) if stop > start else 0)
+    def row(name: str, texts: Sequence[str], start: int, num_bytes: int, colour: int) -> tuple[str | Bar, ...]:
+        title = f"{name}: {format_bytes(num_bytes)}"
+        return name, *texts, Bar((Span(start, start + num_bytes, title, colour),), end)
 
-    rows = [("memory", "one rank", "all of the stage" if inside.pipeline > 1 else "all ranks", "")]
+    def sizes(num_bytes: int) -> list[str]:
+        return [format_bytes(num_bytes * count) for count in (1, num_ranks)]
+
+    rows: list[Sequence[str | Bar]] = [
+        ("memory", "one rank", "all of the stage" if inside.pipeline > 1 else "all ranks", "")
+    ]
     start = 0
-    for part in projection.memory:
-        sizes = [format_bytes(part.num_bytes * count) if part.is_known else "not known" for count in (1, num_ranks)]
-        rows.append((part.name, sizes[0], sizes[1], bar(start, start + part.num_bytes)))
+    for colour, part in enumerate(projection.memory):
+        texts = sizes(part.num_bytes) if part.is_known else ["not known"] * 2
+        rows.append(row(part.name, texts, start, part.num_bytes, colour))
         start += part.num_bytes
-    rows.append(("total", format_bytes(total), format_bytes(total * num_ranks), bar(0, total)))
+    rows.append(row("total", sizes(total), 0, total, 0))
     if limit_bytes is not None:
         left = limit_bytes - total
         verdict = f"{format_bytes(left)} left" if left >= 0 else f"{format_bytes(-left)} too much"
-        rows.append(("limit", format_bytes(limit_bytes), "", f"{bar(0, limit_bytes)} {verdict}"))
+        rows.append(row("limit", (format_bytes(limit_bytes), verdict), 0, limit_bytes, 6))
     return Table(rows, has_note=True)
 
 
-def _peak_table(projection: Projection, report: Report) -> Table:
-    rows: list[tuple[str, ...]] = [("transient peak", "bytes", "reached by")]
-    phases = {"forward": report.forward_peak, "backward": report.backward_peak, "optimizer step": report.step_peak}
-    rows += [(name, format_bytes(peak.num_bytes), peak.unit) for name, peak in phases.items()]
-    rows.append(("largest unit, gathered", format_bytes(report.largest_unit_bytes), report.largest_unit))
-    lifetimes = projection.forecast.lifetimes
-    if lifetimes:
-        arena = plan_arena(lifetimes)
-        held = f"{format_bytes(arena.lower_bound)} of it held at most, gap {arena.gap:.2%}: set_slot_pool('static')"
-        rows.append(("as a static arena", format_bytes(arena.num_bytes), held))
+def _unit_chart(report: Report) -> Table:
+    """Return what each kind of unit takes on one rank."""
+    sizes = []
+    for name, _, unit in folded(report):
+        sent = (unit.transient_bytes(kind) for kind in ("gathered weights", "packed gradients"))
+        sizes.append((name, (unit.persistent_bytes, *sent)))
+    end = max(1, *(sum(each) for _, each in sizes))
+    rows: list[tuple[str | Bar, ...]] = [("bytes of each unit on one rank", "at rest, gathered, packed")]
+    for name, each in sizes:
+        spans, start = [], 0
+        for colour, (kind, size) in enumerate(zip(("at rest", "gathered", "packed"), each, strict=True)):
+            spans.append(Span(start, start + size, f"{name}, {kind}: {format_bytes(size)}", colour))
+            start += size
+        rows.append((name, Bar(spans, end)))
     return Table(rows, has_note=True)
 
 
@@ -175,8 +133,8 @@ def _time_table(projection: Projection) -> Table:
     share = f"{hidden / time.communication:.0%} of it hidden" if time.communication else "none"
     needed = "" if time.tokens_to_hide is None else f"{time.tokens_to_hide:,} tokens per rank and microbatch hide it"
     errors = _errors()
-    compared = f"median of {errors['settings']} steps on CPUs ({errors['clock']} time)"
     rows: list[tuple[str, float, str]] = [
+        ("one optimizer step", time.total, f"{projection.tokens_per_second:,.0f} tokens/s and rank"),
         ("compute", time.compute, f"{workload.num_microbatches:,} microbatches of {workload.tokens:,} tokens"),
         ("communication", time.communication, f"{share}; {needed}".strip("; ")),
         ("not hidden", time.exposed, "; ".join(f"{words} {format_seconds(each)}" for words, each in time.causes[:2])),
@@ -192,16 +150,10 @@ def _time_table(projection: Projection) -> Table:
         rows.append(("inside the model", time.model_parallel, "taken not to be hidden"))
     if projection.setup.parallelism.pipeline > 1:
         rows.append(("waiting for stages", time.bubble, "one forward, one backward in turn"))
-    head = [
-        ("time", "", ""),
-        ("one optimizer step", format_seconds(time.total), f"{projection.tokens_per_second:,.0f} tokens/s and rank"),
-        (
-            "error bar",
-            f"{errors['median']:.0f} %",
-            f"{compared}, worst {errors['worst']:.0f} %; never compared with a GPU",
-        ),
-    ]
-    return Table([*head, *((name, format_seconds(seconds), words) for name, seconds, words in rows)], has_note=True)
+    compared = f"median of {errors['settings']} steps on CPUs ({errors['clock']} time), worst {errors['worst']:.0f} %"
+    texts = ((name, format_seconds(seconds), words) for name, seconds, words in rows)
+    error = ("error bar", f"{errors['median']:.0f} %", f"{compared}; never compared with a GPU")
+    return Table([("time", "", ""), *texts, error], has_note=True)
 
 
 def _errors() -> dict[str, Any]:
@@ -209,6 +161,47 @@ def _errors() -> dict[str, Any]:
     text = files("megatron_fsdp.planning").joinpath("error_bar.json").read_text(encoding="utf-8")
     found: dict[str, Any] = json.loads(text)
     return found
+
+
+def _timeline(projection: Projection) -> Table:
+    """Return the lanes of the engine's step, of at most three microbatches, and what no compute hides."""
+    played = played_microbatches(projection.played, projection.setup.workload, projection.setup.hardware)
+    lanes: dict[str, list[Span]] = {"gathers": [], "compute": [], "not hidden": [], "reductions": []}
+    for run in sorted(played.runs, key=lambda run: run.start):
+        if run.end > run.start and run.work.ranks:
+            lane, colour = ("gathers", 2) if run.work.kind == "all_gather" else ("reductions", 3)
+            lanes[lane].append(Span(run.start, run.end, run.work.label or run.work.name, colour))
+        elif run.end > run.start and run.stream == "compute" and run.work.kind != "memory":
+            is_forward, spans, start = run.work.name == "forward", lanes["compute"], run.start
+            name = f"{run.unit}, {'forward' if is_forward else 'backward'}"
+            # What a unit computes without a gap is one piece.
+            if spans and spans[-1].title == name and start - spans[-1].stop < 1e-5:
+                start = spans.pop().start
+            spans.append(Span(start, run.end, name, int(is_forward)))
+    total = played.seconds + projection.time.optimizer
+    lanes["compute"].append(Span(played.seconds, total, "optimizer", 5))
+    for before, after in zip([Span(0, 0, ""), *lanes["compute"]], lanes["compute"], strict=False):
+        if after.start - before.stop > 1e-4 * total:
+            lanes["not hidden"].append(Span(before.stop, after.start, "not hidden", 4))
+    count = min(projection.setup.workload.num_microbatches, 3)
+    title = f"timeline of a step of {count} microbatch{'es' * (count > 1)}"
+    rows: list[tuple[str | Bar, ...]] = [(title, f"{format_seconds(total)}; none of what is sent inside the model")]
+    for lane, spans in lanes.items():
+        named = [each._replace(title=f"{each.title}: {format_seconds(each.stop - each.start)}") for each in spans]
+        rows.append((lane, Bar(named, total)))
+    return Table(rows, has_note=True)
+
+
+def _hiding_table(projection: Projection, report: Report) -> Table:
+    """Return, for each kind of unit, the time of its collectives beside that of its compute."""
+    rows: list[tuple[str, ...]] = [
+        ("unit, per microbatch", "gather", "forward", "gather again", "reduce", "backward", "per step, at the end")
+    ]
+    for name, positions, _ in folded(report):
+        times: tuple[float, ...] = astuple(projection.time.units[positions[0]])
+        if any(times):
+            rows.append((name, *(format_seconds(seconds) if seconds else "-" for seconds in times)))
+    return Table(rows)
 
 
 def _transfer_table(projection: Projection) -> Table:
@@ -247,25 +240,20 @@ def to_dict(projection: Projection, decisions: Sequence[str], stages: Sequence[P
     report, setup, time, subject = projection.report(), projection.setup, projection.time, projection.subject
     plain = report.to_dict()
     units = []
-    for names, position, _ in folded(report):
-        unit = plain["units"][position]
+    for _, positions, _ in folded(report):
+        unit = plain["units"][positions[0]]
         del unit["name"]
-        units.append({**unit, "count": len(names), "names": list(names)})
+        units.append({**unit, "count": len(positions), "names": [report.units[at].name for at in positions]})
     names = ("total", "compute", "communication", "exposed", "copying", "optimizer")
-    return {
+    found: dict[str, Any] = {
         "format": FORMAT,
         "model": {each: getattr(subject, each) for each in ("name", "num_parameters", "num_active_parameters")},
         "strategy": setup.strategy,
         "mesh": [{"axis": axis.name, "size": axis.size} for axis in setup.sharding.axes],
-        "workload": {**dataclasses.asdict(setup.workload), "recompute": setup.workload.recompute.value},
+        "workload": asdict(setup.workload),
         "decisions": list(decisions),
-        **({"parallelism": _inside_dict(projection)} if projection.stage is not None else {}),
-        "memory": {
-            "total_bytes": projection.memory_bytes,
-            "parts": [dataclasses.asdict(part) for part in projection.memory],
-        },
+        "memory": {"total_bytes": projection.memory_bytes, "parts": [asdict(part) for part in projection.memory]},
         "report": {**plain, "units": units},
-        **({"owners": [each.to_dict() for each in projection.played.owners]} if projection.played.owners else {}),
         "time": {
             **{f"{name}_seconds": getattr(time, name) for name in names},
             "error_bar": _errors(),
@@ -277,8 +265,13 @@ def to_dict(projection: Projection, decisions: Sequence[str], stages: Sequence[P
                 for axis, link in setup.hardware.links.items()
             },
         },
-        **({"stages": [_stage_dict(each) for each in stages]} if stages else {}),
     }
+    if projection.played.owners:
+        found["owners"] = [each.to_dict() for each in projection.played.owners]
+    if projection.stage is not None:
+        found["parallelism"] = _inside_dict(projection)
+        found["stages"] = [_stage_dict(each) for each in stages]
+    return found
 
 
 def _stage_dict(projection: Projection) -> dict[str, Any]:
@@ -299,7 +292,7 @@ def _inside_dict(projection: Projection) -> dict[str, Any]:
     sharding = projection.setup.sharding
     expert_axes = sharding.expert_axes or sharding.axes
     return {
-        **dataclasses.asdict(projection.setup.parallelism),
+        **asdict(projection.setup.parallelism),
         "stage": projection.stage.number,
         "expert_mesh": [{"axis": axis.name, "size": axis.size} for axis in expert_axes],
         "transfers": [

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections import Counter
+import json
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, overload
 
@@ -14,16 +14,16 @@ from torch import nn
 from torch.optim import Optimizer
 
 from megatron_fsdp.errors import ConfigError, StateError
-from megatron_fsdp.formatting import Listing, Table, _percent, format_bytes
+from megatron_fsdp.formatting import Table, format_bytes, listing
 from megatron_fsdp.optim.muon import explain_ownership
 from megatron_fsdp.optim.ownership import OwnershipReport
 from megatron_fsdp.planning.played_step import PlayedStep, play_step
 from megatron_fsdp.planning.stand_in import live_stand_ins, unsharded
-from megatron_fsdp.planning.step_listener import Forecast, Peak, Phase
+from megatron_fsdp.planning.step_listener import Forecast, Peak, Phase, Transfer
 from megatron_fsdp.planning.unit_report import CollectiveReport, GroupReport, UnitReport
 from megatron_fsdp.runtime.step.unit import units_below
 
-__all__ = ["ArenaReport", "CollectiveTotal", "Report", "explain", "notes", "report_of", "traffic_table", "unit_table"]
+__all__ = ["ArenaReport", "Report", "explain", "folded", "report_of", "shortened"]
 
 _ASSUMPTIONS = (
     "each unit is called once per forward, in the order in which modules are registered, as in the step before",
@@ -34,18 +34,11 @@ _ASSUMPTIONS = (
     "the workspace of collectives and the allocator's rounding are not counted",
 )
 _KEPT = "kept after forward: the last that forward uses, its backward is next"
-
-
-@dataclass(frozen=True, slots=True)
-class CollectiveTotal:
-    """All collectives of one kind, axis and phase in one optimizer step; ``num_bytes`` sums their full sides."""
-
-    phase: str
-    kind: str
-    axis: str
-    num_ranks: int
-    count: int
-    num_bytes: int
+_OWNING_ROOT = (
+    "the root owns parameters itself: where forward uses some of them first and some last, as an embedding and a head, "
+    "{} of packed gradients stay from the head's to the end of backward, and nothing hides their reduction; give such "
+    "layers units: fully_shard(model.embedding), fully_shard(model.head)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +86,7 @@ class Report:
     forward_peak: Peak
     backward_peak: Peak
     step_peak: Peak
-    collectives: tuple[CollectiveTotal, ...]
+    collectives: tuple[CollectiveReport, ...]
     unsharded: tuple[str, ...]
     unsharded_bytes: int
     assumptions: tuple[str, ...]
@@ -105,24 +98,22 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as dictionaries, lists, strings and numbers, ready for ``json.dumps``."""
-        plain: dict[str, Any] = _plain(dataclasses.asdict(self))
+        plain: dict[str, Any] = json.loads(json.dumps(asdict(self)))
         return plain
 
-    def __str__(self) -> str:
-        remarks, assumed = notes(self)
-        parts = (
-            unit_table(self).lines(),
-            _total_table(self).lines(),
-            traffic_table(self).lines(),
-            [*remarks.lines(), *assumed.lines()],
+    def tables(self) -> tuple[Table, ...]:
+        """Return what the page shows."""
+        return (
+            _unit_table(self),
+            _total_table(self),
+            _padding_table(self),
+            _traffic_table(self),
+            listing("notes", _notes(self)),
+            listing("assumed", self.assumptions),
         )
-        return "\n\n".join("\n".join(lines) for lines in parts)
 
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(entry) for key, entry in value.items()}
-    return [_plain(entry) for entry in value] if isinstance(value, (list, tuple)) else value
+    def __str__(self) -> str:
+        return "\n\n".join("\n".join(table.lines()) for table in self.tables())
 
 
 # ---------------------------------------------------------------------- the content
@@ -183,7 +174,7 @@ def report_of(
             unit,
             reason=_KEPT if position in forecast.kept else unit.reason,
             groups=tuple(
-                replace(group, collectives=collectives.get((position, number), ()))
+                replace(group, collectives=tuple(collectives[position, number]))
                 for number, group in enumerate(unit.groups)
             ),
         )
@@ -204,7 +195,7 @@ def report_of(
         forward_peak=forecast.peaks[Phase.FORWARD],
         backward_peak=forecast.peaks[Phase.BACKWARD],
         step_peak=forecast.peaks[Phase.STEP],
-        collectives=_collective_totals(groups),
+        collectives=_totals(each for group in groups for each in group.collectives),
         unsharded=tuple(left),
         unsharded_bytes=sum(parameter.nbytes for parameter in left.values()),
         slot_bytes=forecast.slot_bytes,
@@ -215,69 +206,74 @@ def report_of(
     )
 
 
-def _collectives(forecast: Forecast) -> dict[tuple[int, int], tuple[CollectiveReport, ...]]:
+def _collectives(forecast: Forecast) -> defaultdict[tuple[int, int], list[CollectiveReport]]:
     """Return what each group issues, by the positions of unit and group."""
-    counts: Counter[tuple[int, int, CollectiveReport]] = Counter()
+    counts: Counter[tuple[int, int, Phase, Transfer]] = Counter()
     for issue, count in forecast.issues.items():
-        kind, axis, num_ranks, num_bytes = issue.transfer
-        counts[issue.unit, issue.group, CollectiveReport(issue.phase.value, kind, axis, num_ranks, 0, num_bytes)] += (
-            count
-        )
-    found: dict[tuple[int, int], list[CollectiveReport]] = {}
-    for (unit, group, collective), count in counts.items():
-        found.setdefault((unit, group), []).append(replace(collective, count=count))
-    return {key: tuple(each) for key, each in found.items()}
+        counts[issue.unit, issue.group, issue.phase, issue.transfer] += count
+    found: defaultdict[tuple[int, int], list[CollectiveReport]] = defaultdict(list)
+    for (unit, group, phase, (kind, axis, num_ranks, num_bytes)), count in counts.items():
+        found[unit, group].append(CollectiveReport(phase.value, kind, axis, num_ranks, count, count * num_bytes))
+    return found
 
 
-def _collective_totals(groups: Iterable[GroupReport]) -> tuple[CollectiveTotal, ...]:
-    totals: dict[tuple[str, str, str, int], list[int]] = {}
-    for each in (each for group in groups for each in group.collectives):
-        total = totals.setdefault((each.phase, each.kind, each.axis, each.num_ranks), [0, 0])
-        total[0] += each.count
-        total[1] += each.count * each.bytes_each
+def _totals(collectives: Iterable[CollectiveReport]) -> tuple[CollectiveReport, ...]:
+    """Return the collectives of one phase, kind and axis as one."""
+    totals: dict[tuple[int, str, str, int], CollectiveReport] = {}
     phases = [phase.value for phase in Phase]
-    ordered = sorted(totals, key=lambda key: (phases.index(key[0]), key))
-    return tuple(CollectiveTotal(*key, *totals[key]) for key in ordered)
+    for each in collectives:
+        key = phases.index(each.phase), each.kind, each.axis, each.num_ranks
+        last = totals.get(key, replace(each, count=0, num_bytes=0))
+        totals[key] = replace(each, count=last.count + each.count, num_bytes=last.num_bytes + each.num_bytes)
+    return tuple(totals[key] for key in sorted(totals))
+
+
+def folded(report: Report) -> list[tuple[str, list[int], UnitReport]]:
+    """Return units that are alike but for their names as one: the first and last name, the positions, the first."""
+    alike: dict[UnitReport, list[int]] = {}
+    for position, unit in enumerate(report.units):
+        alike.setdefault(replace(unit, name=""), []).append(position)
+    found = []
+    for places in alike.values():
+        first, last = report.units[places[0]], report.units[places[-1]]
+        several = f"{first.name} .. {last.name} ({len(places)} alike, each)"
+        found.append((first.name if len(places) == 1 else several, places, first))
+    return found
 
 
 # ---------------------------------------------------------------------- the page
 
 
-def unit_table(report: Report) -> Table:
-    """Return the table of units, alike ones in one row."""
+def _unit_table(report: Report) -> Table:
     rows: list[tuple[str, ...]] = [
         ("unit", "module", "dtype", "params", "elements", "padding", "at rest", "gathered", "packed", "after forward")
     ]
-    alike: dict[tuple[str, ...], list[str]] = {}
-    for unit in report.units:
-        alike.setdefault(_unit_row(unit), []).append(unit.name)
-    for row, names in alike.items():
-        name = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)} alike, each)"
-        rows.append((name, *row))
-    groups = [group for unit in report.units for group in unit.groups]
-    rows.append(("total", "", "", *_amounts(groups), format_bytes(report.persistent_bytes), "", "", ""))
+    for name, _, unit in folded(report):
+        modules = shortened(unit.modules)
+        if not unit.groups:
+            rows.append((name, modules, "-", "none of its own", "", "", "", "", "", ""))
+            continue
+        rows.append(
+            (
+                name,
+                modules,
+                shortened([_dtype_text(group) for group in unit.groups]),
+                *_amounts(unit.groups),
+                format_bytes(unit.persistent_bytes),
+                format_bytes(unit.transient_bytes("gathered weights")),
+                format_bytes(unit.transient_bytes("packed gradients")),
+                "released" if unit.reshards_after_forward else "kept",
+            )
+        )
+    amounts = _amounts([group for unit in report.units for group in unit.groups])
+    rows.append(("total", "", "", *amounts, format_bytes(report.persistent_bytes), "", "", ""))
     return Table(rows, num_left=3)
-
-
-def _unit_row(unit: UnitReport) -> tuple[str, ...]:
-    modules = _shortened(list(dict.fromkeys(unit.modules)))
-    if not unit.groups:
-        return (modules, "-", "none of its own", "", "", "", "", "", "")
-    return (
-        modules,
-        _shortened(list(dict.fromkeys(_dtype_text(group) for group in unit.groups))),
-        *_amounts(unit.groups),
-        format_bytes(unit.persistent_bytes),
-        format_bytes(unit.transient_bytes("gathered weights")),
-        format_bytes(unit.transient_bytes("packed gradients")),
-        "released" if unit.reshards_after_forward else "kept",
-    )
 
 
 def _amounts(groups: Sequence[GroupReport]) -> tuple[str, str, str]:
     numel = sum(group.numel for group in groups)
     padding = sum(group.buffer_numel for group in groups) - numel
-    return f"{sum(group.num_parameters for group in groups):,}", f"{numel:,}", _percent(padding, numel)
+    return f"{sum(group.num_parameters for group in groups):,}", f"{numel:,}", f"{padding / max(numel, 1):.2%}"
 
 
 def _dtype_text(group: GroupReport) -> str:
@@ -289,48 +285,49 @@ def _dtype_text(group: GroupReport) -> str:
 
 
 def _total_table(report: Report) -> Table:
-    largest = report.largest_unit_bytes
-
-    def peak(found: Peak) -> tuple[int, str]:
-        buffers = found.num_bytes - found.gradient_bytes
-        ratio = f"{buffers / largest:.2f} x the largest unit" if largest else ""
-        gradients = f" beside {format_bytes(found.gradient_bytes)} of gradients" if found.gradient_bytes else ""
-        where = f", reached by {found.unit}" if found.unit else ""
-        return buffers, f"{ratio}{gradients}{where}" if found.num_bytes else ""
-
+    largest, padding = report.largest_unit_bytes, format_bytes(report.padding_bytes)
     peaks = (report.forward_peak, report.backward_peak, report.step_peak)
-    highest = report.persistent_bytes + report.optimizer_bytes + max(found.num_bytes for found in peaks)
     rows: list[tuple[str, int, str]] = [
-        (
-            "buffers at rest",
-            report.persistent_bytes,
-            f"{format_bytes(report.padding_bytes)} of it padding on this rank",
-        ),
-        ("AdamW state (expected)", report.optimizer_bytes, "two moments and a step count"),
+        ("buffers at rest", report.persistent_bytes, f"{padding} of it padding on this rank"),
+        ("optimizer state (expected)", report.optimizer_bytes, "AdamW: two moments and a step count"),
+        ("gradients", report.gradient_bytes, "from a unit's backward until zero_grad()"),
+        ("largest unit, gathered", largest, f"{report.largest_unit}, weights in compute dtype"),
     ]
-    if report.gradient_bytes:
-        rows.append(("gradients", report.gradient_bytes, "from a unit's backward until zero_grad()"))
-    rows.append(("largest unit, gathered", largest, f"{report.largest_unit}, weights in compute dtype"))
-    names = ("transient, forward", "transient, backward", "transient, optimizer step")
-    rows += [(name, *peak(found)) for name, found in zip(names, peaks, strict=True)]
-    if report.slot_bytes:
-        rows.append(("of it slots that stay", report.slot_bytes, "weights and gradients take turns in them"))
-    if report.counter_bytes:
-        rows.append(("of it sums that stay", report.counter_bytes, 'microbatches, added as reduction="invariant"'))
-        rows.append(("of it scratch that stays", report.scratch_bytes, "one unit after the other receives in it"))
+    for name, peak in zip(("forward", "backward", "optimizer step"), peaks, strict=True):
+        buffers = peak.num_bytes - peak.gradient_bytes
+        words = (
+            f"{buffers / largest:.2f} x the largest unit" if largest and buffers else "",
+            f"beside {format_bytes(peak.gradient_bytes)} of gradients" if peak.gradient_bytes else "",
+            f"reached by {peak.unit}" if peak.unit else "",
+        )
+        rows.append((f"transient, {name}", buffers, ", ".join(filter(None, words))))
+    stays: list[tuple[str, int, str]] = [
+        ("of it slots that stay", report.slot_bytes, "weights and gradients take turns in them"),
+        ("of it sums that stay", report.counter_bytes, 'microbatches, added as reduction="invariant"'),
+        ("of it scratch that stays", report.scratch_bytes, "one unit after the other receives in it"),
+    ]
     for arena in report.arenas:
         held = f"{format_bytes(arena.lower_bound)} of it held at most, gap {arena.gap:.2%}"
-        rows.append(("of it an arena", arena.num_bytes, held))
-    rows.append(("total at the highest", highest, "at rest + AdamW + gradients + transient, without activations"))
-    return Table(
-        [("per rank", "", ""), *((name, format_bytes(size), note) for name, size, note in rows)], has_note=True
-    )
+        stays.append(("of it an arena", arena.num_bytes, held))
+    rows += [row for row in stays if row[1]]
+    highest = report.persistent_bytes + report.optimizer_bytes + max(peak.num_bytes for peak in peaks)
+    rows.append(("total at the highest", highest, "all of these, without activations"))
+    texts = ((name, format_bytes(size), note) for name, size, note in rows)
+    return Table([("per rank", "", ""), *texts], has_note=True)
 
 
-def traffic_table(report: Report) -> Table:
-    """Return the table of collectives by phase, kind and axis."""
-    plural = "" if report.num_microbatches == 1 else "es"
-    title = f"collectives per optimizer step of {report.num_microbatches} microbatch{plural}, bytes of the full side"
+def _padding_table(report: Report) -> Table:
+    rows: list[tuple[str, ...]] = [("padding", "of the data", "least possible", "what forces it")]
+    for name, _, unit in folded(report):
+        for group in (group for group in unit.groups if group.padding_ratio):
+            least = max(group.lower_bound_numel / group.numel - 1, 0.0)
+            rows.append((name, f"{group.padding_ratio:.3%}", f"{least:.3%}", group.binding))
+    return Table(rows, has_note=True)
+
+
+def _traffic_table(report: Report) -> Table:
+    number = report.num_microbatches
+    title = f"collectives per optimizer step of {number} microbatch{'es' * (number > 1)}, bytes of the full side"
     rows: list[tuple[str, ...]] = [("phase", "collective", "axis", "ranks", "count", "bytes")]
     for each in report.collectives:
         counts = (f"{each.num_ranks:,}", f"{each.count:,}", format_bytes(each.num_bytes))
@@ -341,80 +338,56 @@ def traffic_table(report: Report) -> Table:
     return Table(rows, num_left=3, title=title)
 
 
-def notes(report: Report) -> tuple[Listing, Listing]:
-    """Return what is worth knowing of single units, and what the report assumes."""
-    return Listing("notes", [*_unit_notes(report), *_padding_notes(report)]), Listing("assumed", report.assumptions)
-
-
-def _unit_notes(report: Report) -> Iterator[str]:
-    units = report.units
-
-    def grouped(words: Iterable[tuple[str, str]]) -> Iterator[str]:
-        """Yield words with the units of which they are said."""
-        said: dict[str, dict[str, None]] = {}
-        for each, name in words:
-            said.setdefault(each, {})[name] = None
-        yield from (f"{each}: {_shortened(list(names))}" for each, names in said.items())
-
-    yield from grouped((unit.reason, unit.name) for unit in units)
+def _notes(report: Report) -> Iterator[str]:
+    """Yield what is worth knowing of single units, each with the units of which it is said."""
+    said: dict[str, list[str]] = {}
+    for words, name in _remarks(report):
+        said.setdefault(words, []).append(name)
+    yield from (f"{words}: {shortened(names)}" for words, names in said.items())
     if report.num_roots > 1:
         yield (
             f"{report.num_roots} units have no unit around them, so nothing is gathered ahead and each keeps its "
             f"weights until its backward; call fully_shard on the outermost module too"
         )
-    frozen = "frozen groups, without gradients"
-    yield from grouped((frozen, unit.name) for unit in units if unit.num_frozen_groups)
-    yield from grouped((words, unit.name) for unit in units for group in unit.groups for words in _wide(group))
-    yield from _root_notes(report)
-    yield from grouped((group.wire, unit.name) for unit in units for group in unit.groups if group.wire)
-    whole = "whole on every rank, not sharded"
-    yield from grouped((whole, f"{unit.name}: {name}") for unit in units for name in unit.replicated)
-    yield from grouped(("tied parameters", " = ".join(names)) for unit in units for names in unit.ties)
-    hooks = "counted as plain weights in their compute dtype, though all-gather hooks of their own say what travels"
-    yield from grouped((hooks, f"{unit.name}: {name}") for unit in units for name in unit.has_hooks)
     if report.unsharded:
         yield (
             f"in no unit, {format_bytes(report.unsharded_bytes)} on every rank, gradients not reduced "
-            f"(ignored_params, or no fully_shard of the module around them): {_shortened(report.unsharded)}"
+            f"(ignored_params, or no fully_shard of the module around them): {shortened(report.unsharded)}"
         )
 
 
-def _padding_notes(report: Report) -> Iterator[str]:
-    padded = [(unit.name, group) for unit in report.units for group in unit.groups if group.padding_ratio]
-    if padded:
-        name, worst = max(padded, key=lambda entry: entry[1].buffer_numel - entry[1].numel)
-        yield (
-            f"most padding: {name}, {worst.buffer_numel - worst.numel:,} elements ({worst.padding_ratio:.2%}; at most "
-            f"{worst.gap:.2%} above the optimum); what forces it: {worst.binding}"
-        )
+def _remarks(report: Report) -> Iterator[tuple[str, str]]:
+    hooks = "counted as plain weights in their compute dtype, though all-gather hooks of their own say what travels"
+    for unit in report.units:
+        yield unit.reason, unit.name
+        for group in unit.groups:
+            words = ("" if group.requires_grad else "frozen groups, without gradients", _wide(group), group.wire)
+            yield from ((each, unit.name) for each in words if each)
+        yield from (("whole on every rank, not sharded", f"{unit.name}: {name}") for name in unit.replicated)
+        yield from (("tied parameters", " = ".join(names)) for names in unit.ties)
+        yield from ((hooks, f"{unit.name}: {name}") for name in unit.has_hooks)
+        packed = unit.transient_bytes("packed gradients")
+        is_several = sum(group.num_parameters for group in unit.groups if group.requires_grad) > 1
+        if unit.is_root and is_several and packed:
+            others = [each.transient_bytes("packed gradients") for each in report.units if each.name != unit.name]
+            if 0 < max(others, default=0) <= packed:
+                yield _OWNING_ROOT.format(format_bytes(packed)), unit.name
 
 
-def _wide(group: GroupReport) -> Iterator[str]:
+def _wide(group: GroupReport) -> str:
     """Say where gradients are reduced in more bytes than weights compute in, which a policy that is silent chooses."""
     compute, wire = getattr(torch, group.compute_dtype), getattr(torch, group.reduce_dtype)
-    if group.requires_grad and wire.itemsize > compute.itemsize:
-        yield (
-            f"gradients of {group.compute_dtype} weights are reduced in {group.reduce_dtype}, which is the default "
-            "(reduce_dtype=None) where that is the parameters' grad_dtype, as in PyTorch 2.15; "
-            f"reduce_dtype={compute} sends {compute.itemsize / wire.itemsize:.0%} of the bytes"
-        )
+    if not group.requires_grad or wire.itemsize <= compute.itemsize:
+        return ""
+    return (
+        f"gradients of {group.compute_dtype} weights are reduced in {group.reduce_dtype}, which is the default "
+        "(reduce_dtype=None) where that is the parameters' grad_dtype, as in PyTorch 2.15; "
+        f"reduce_dtype={compute} sends {compute.itemsize / wire.itemsize:.0%} of the bytes"
+    )
 
 
-def _root_notes(report: Report) -> Iterator[str]:
-    """Say what it costs that a root owns layers of its own, as large as those of other units or larger."""
-    for unit in (unit for unit in report.units if unit.is_root):
-        packed = unit.transient_bytes("packed gradients")
-        others = [each.transient_bytes("packed gradients") for each in report.units if each.name != unit.name]
-        is_several = sum(group.num_parameters for group in unit.groups if group.requires_grad) > 1
-        if is_several and 0 < max(others, default=0) <= packed:
-            yield (
-                f"{unit.name}, the root, owns parameters itself: where forward uses some of them first and some last, "
-                f"as an embedding and a head, {format_bytes(packed)} of packed gradients stay from the "
-                "head's to the end of backward, and nothing hides their reduction; give such layers units: "
-                "fully_shard(model.embedding), fully_shard(model.head)"
-            )
-
-
-def _shortened(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:3])
-    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3:,} more"
+def shortened(names: Iterable[str]) -> str:
+    """Return different names, three of them where there are more."""
+    different = list(dict.fromkeys(names))
+    shown = ", ".join(different[:3])
+    return shown if len(different) <= 3 else f"{shown} and {len(different) - 3:,} more"

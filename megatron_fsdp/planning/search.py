@@ -4,57 +4,56 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dbuffer.errors import LayoutError
 from megatron_fsdp.errors import ConfigError
-from megatron_fsdp.formatting import Listing, Table, format_bytes, format_seconds
-from megatron_fsdp.planning.estimate import Projection, play_setup, project
+from megatron_fsdp.formatting import Table, format_bytes, format_seconds, listing
+from megatron_fsdp.planning.estimate import MemoryPart, Projection, memory_of, play_setup, project
 from megatron_fsdp.planning.model_source import Subject
 from megatron_fsdp.planning.options import Options
 from megatron_fsdp.planning.plan_arguments import HYBRID
 from megatron_fsdp.planning.transformer import Recompute, Workload
 
-__all__ = ["Rejection", "Search", "fit_dict", "fit_parts", "search"]
+__all__ = ["Search", "search"]
 
 # Sequences of a rank and step when no batch is given; rows of the table.
 _PER_RANK, _ROWS = 8, 12
 
 
 @dataclass(frozen=True, slots=True)
-class Rejection:
-    """A strategy on a mesh with which nothing fits: what its smallest setup takes (0: none could be laid out)."""
-
-    strategy: str
-    mesh: tuple[int, ...]
-    memory_bytes: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
 class Search:
-    """What was found.
+    """What was found: the plan of the fastest that fits, None when nothing does, and the search as plain data.
 
-    Attributes:
-        fitting: the setups that fit, fastest step first. rejected: meshes and strategies of which none fits.
-        num_tried: setups looked at. per_rank: sequences of a rank and step, the same for all.
-        is_complete: False where activations are not known and so not counted.
+    docs/planning.md describes the keys.
     """
 
-    limit_bytes: int
-    num_ranks: int
-    per_rank: int
-    num_tried: int
-    fitting: tuple[Projection, ...]
-    rejected: tuple[Rejection, ...]
-    is_complete: bool
+    best: Projection | None
+    plain: dict[str, Any]
 
-    @property
-    def best(self) -> Projection | None:
-        """The fastest that fits, None when nothing does."""
-        return self.fitting[0] if self.fitting else None
+    def tables(self) -> Iterator[Table]:
+        """Yield how many setups fit, the table of the fastest, and why the rest does not."""
+        found = self.plain
+        fitting, limit = found["fitting"], format_bytes(found["limit_bytes"])
+        unknown = "" if found["counts_activations"] else "; activations are not known and not counted"
+        title = (
+            f"{len(fitting):,} of {found['num_tried']:,} setups fit {limit} on {found['num_ranks']:,} ranks, "
+            f"{found['sequences_per_step']:,} sequences per step{unknown}"
+        )
+        rows: list[tuple[str, ...]] = [
+            ("", "strategy", "mesh", "micro-batch", "recompute", "memory", "step", "tokens/s and rank", "not hidden")
+        ]
+        for number, each in enumerate(fitting[:_ROWS], start=1):
+            batches = f"{each['num_microbatches']:,} x {each['micro_batch']:,}"
+            memory, step, hidden = format_bytes(each["memory_bytes"]), each["step_seconds"], each["exposed_seconds"]
+            amounts = (memory, format_seconds(step), f"{each['tokens_per_second']:,.0f}", format_seconds(hidden))
+            mesh = "x".join(map(str, each["mesh"]))
+            rows.append((str(number), each["strategy"], mesh, batches, each["recompute"], *amounts))
+        yield Table(rows, 3, title=title)
+        words = ((each["strategy"], "x".join(map(str, each["mesh"])), each["reason"]) for each in found["rejected"])
+        yield listing("what does not fit", (f"{strategy} on {mesh}: {reason}" for strategy, mesh, reason in words))
 
 
 def search(subject: Subject, options: Options) -> Search:
@@ -67,28 +66,61 @@ def search(subject: Subject, options: Options) -> Search:
     """
     limit_bytes, num_ranks = options["fit"], _num_ranks(options)
     per_rank = _sequences_per_rank(options, num_ranks)
-    is_complete = subject.activations is not None or options.given("activation_bytes")
     workloads = list(_workloads(subject, options, per_rank))
-    counts = sorted({workload.num_microbatches for workload in workloads})
-    fitting: list[Projection] = []
-    rejected: list[Rejection] = []
     shardings = list(_shardings(options, num_ranks))
-    for strategy, sizes in shardings:
-        setups = [options.setup(sizes, strategy, workload) for workload in workloads]
+    fitting: list[dict[str, Any]] = []
+    rejected: list[dict[str, Any]] = []
+    best: Projection | None = None
+    for strategy, mesh in shardings:
+        place = {"strategy": strategy, "mesh": list(mesh)}
+        setups = [options.setup(mesh, strategy, workload) for workload in workloads]
         try:
-            played = play_setup(subject, setups[0], counts)
+            played = play_setup(subject, setups[0], sorted({each.num_microbatches for each in workloads}))
         except LayoutError as error:
-            rejected.append(Rejection(strategy, sizes, 0, f"no layout: {str(error).partition('. ')[0]}"))
+            rejected.append({**place, "memory_bytes": 0, "reason": f"no layout: {str(error).partition('. ')[0]}"})
             continue
-        tried = [project(subject, setup, played) for setup in setups]
-        fits = [projection for projection in tried if projection.memory_bytes <= limit_bytes]
-        fitting += fits
+        tried = [(setup, memory_of(subject, setup, played)) for setup in setups]
+        # Time is told of what fits alone: it takes longer than memory.
+        fits = [setup for setup, memory in tried if _total(memory) <= limit_bytes]
+        for projection in (project(subject, setup, played) for setup in fits):
+            fitting.append({**place, **_plain(projection)})
+            if best is None or _rank(fitting[-1]) < _rank(_plain(best)):
+                best = projection
         if not fits:
-            smallest = min(tried, key=lambda projection: projection.memory_bytes)
-            rejected.append(Rejection(strategy, sizes, smallest.memory_bytes, _reason(smallest, limit_bytes)))
-    fitting.sort(key=lambda projection: (projection.time.total, projection.memory_bytes))
-    num_tried = len(shardings) * len(workloads)
-    return Search(limit_bytes, num_ranks, per_rank, num_tried, tuple(fitting), tuple(rejected), is_complete)
+            setup, memory = min(tried, key=lambda each: _total(each[1]))
+            reason = _reason(setup.workload, memory, limit_bytes)
+            rejected.append({**place, "memory_bytes": _total(memory), "reason": reason})
+    plain = {
+        "limit_bytes": limit_bytes,
+        "num_ranks": num_ranks,
+        "sequences_per_step": per_rank * num_ranks,
+        "num_tried": len(shardings) * len(workloads),
+        "counts_activations": subject.activations is not None or options.given("activation_bytes"),
+        "fitting": sorted(fitting, key=_rank),
+        "rejected": rejected,
+    }
+    return Search(best, plain)
+
+
+def _plain(each: Projection) -> dict[str, Any]:
+    workload = each.setup.workload
+    return {
+        "micro_batch": workload.micro_batch,
+        "num_microbatches": workload.num_microbatches,
+        "recompute": workload.recompute.value,
+        "memory_bytes": each.memory_bytes,
+        "step_seconds": each.time.total,
+        "exposed_seconds": each.time.exposed,
+        "tokens_per_second": each.tokens_per_second,
+    }
+
+
+def _rank(plain: dict[str, Any]) -> tuple[float, int]:
+    return plain["step_seconds"], plain["memory_bytes"]
+
+
+def _total(memory: tuple[MemoryPart, ...]) -> int:
+    return sum(part.num_bytes for part in memory)
 
 
 def _num_ranks(options: Options) -> int:
@@ -144,73 +176,14 @@ def _shardings(options: Options, num_ranks: int) -> Iterator[tuple[str, tuple[in
             is_twin = not given and strategy == "optim_grads_params" and len(mesh) == 2
             if not is_twin and (given or len(mesh) == 2 or strategy not in HYBRID):
                 yield strategy, mesh
-        elif strategy in HYBRID:
-            yield from ((strategy, sizes) for sizes in splits)
         else:
-            yield strategy, (num_ranks,)
+            yield from ((strategy, sizes) for sizes in (splits if strategy in HYBRID else [(num_ranks,)]))
 
 
-def _reason(smallest: Projection, limit_bytes: int) -> str:
-    parts = sorted(smallest.memory, key=lambda part: -part.num_bytes)[:2]
+def _reason(work: Workload, memory: tuple[MemoryPart, ...], limit_bytes: int) -> str:
+    parts = sorted(memory, key=lambda part: -part.num_bytes)[:2]
     largest = " and ".join(f"{part.name} {format_bytes(part.num_bytes)}" for part in parts)
-    work = smallest.setup.workload
     return (
-        f"at least {format_bytes(smallest.memory_bytes)}, {format_bytes(smallest.memory_bytes - limit_bytes)} too "
-        f"much, with micro-batch {work.micro_batch} and recompute {work.recompute.value}: {largest}"
+        f"at least {format_bytes(_total(memory))}, {format_bytes(_total(memory) - limit_bytes)} too much, with "
+        f"micro-batch {work.micro_batch} and recompute {work.recompute.value}: {largest}"
     )
-
-
-def fit_parts(found: Search) -> Iterator[Listing | Table]:
-    """Yield how many setups fit, the table of the fastest, and why the rest does not."""
-    unknown = "" if found.is_complete else "; activations are not known and not counted"
-    yield Listing(
-        f"{len(found.fitting):,} of {found.num_tried:,} setups fit {format_bytes(found.limit_bytes)} on "
-        f"{found.num_ranks:,} ranks, {found.per_rank * found.num_ranks:,} sequences per step{unknown}",
-        (),
-    )
-    if found.fitting:
-        rows: list[tuple[str, ...]] = [
-            ("", "strategy", "mesh", "micro-batch", "recompute", "memory", "step", "tokens/s and rank", "not hidden")
-        ]
-        for number, each in enumerate(map(_fitting_dict, found.fitting[:_ROWS]), start=1):
-            batches = f"{each['num_microbatches']:,} x {each['micro_batch']:,}"
-            memory, step, hidden = format_bytes(each["memory_bytes"]), each["step_seconds"], each["exposed_seconds"]
-            amounts = (memory, format_seconds(step), f"{each['tokens_per_second']:,.0f}", format_seconds(hidden))
-            rows.append((str(number), each["strategy"], _mesh(each["mesh"]), batches, each["recompute"], *amounts))
-        yield Table(rows, 3)
-        if (more := len(found.fitting) - _ROWS) > 0:
-            yield Listing(f"and {more:,} slower ones", ())
-    if found.rejected:
-        entries = [f"{each.strategy} on {_mesh(each.mesh)}: {each.reason}" for each in found.rejected]
-        yield Listing("what does not fit", entries)
-
-
-def _mesh(sizes: Sequence[int]) -> str:
-    return "x".join(map(str, sizes))
-
-
-def fit_dict(found: Search) -> dict[str, Any]:
-    """Return the search as plain data; docs/planning.md describes the keys."""
-    return {
-        "limit_bytes": found.limit_bytes,
-        "num_ranks": found.num_ranks,
-        "sequences_per_step": found.per_rank * found.num_ranks,
-        "num_tried": found.num_tried,
-        "counts_activations": found.is_complete,
-        "fitting": [_fitting_dict(each) for each in found.fitting],
-        "rejected": [{**asdict(each), "mesh": list(each.mesh)} for each in found.rejected],
-    }
-
-
-def _fitting_dict(each: Projection) -> dict[str, Any]:
-    return {
-        "strategy": each.setup.strategy,
-        "mesh": [axis.size for axis in each.setup.sharding.axes],
-        "micro_batch": each.setup.workload.micro_batch,
-        "num_microbatches": each.setup.workload.num_microbatches,
-        "recompute": each.setup.workload.recompute.value,
-        "memory_bytes": each.memory_bytes,
-        "step_seconds": each.time.total,
-        "exposed_seconds": each.time.exposed,
-        "tokens_per_second": each.tokens_per_second,
-    }

@@ -54,9 +54,9 @@ class BufferReport:
 
 @dataclass(frozen=True, slots=True)
 class CollectiveReport:
-    """A collective that one group issues ``count`` times per optimizer step.
+    """Collectives of one kind, axis and phase in an optimizer step.
 
-    ``bytes_each`` is the full (unsharded) side: what an all-gather fills, what a reduction reads.
+    ``num_bytes`` sums their full (unsharded) sides: what an all-gather fills, what a reduction reads.
     """
 
     phase: str
@@ -64,7 +64,12 @@ class CollectiveReport:
     axis: str
     num_ranks: int
     count: int
-    bytes_each: int
+    num_bytes: int
+
+    @property
+    def bytes_each(self) -> int:
+        """Bytes of one of a group's, which are alike."""
+        return self.num_bytes // self.count
 
 
 @dataclass(frozen=True, slots=True)

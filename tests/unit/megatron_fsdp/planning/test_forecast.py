@@ -9,7 +9,7 @@ import torch
 
 from dbuffer import Flat, Partial, Replicate
 from megatron_fsdp import ConfigError, MixedPrecisionPolicy, Placements, Report, explain
-from megatron_fsdp.planning.report import CollectiveTotal
+from megatron_fsdp.planning.unit_report import CollectiveReport
 from megatron_fsdp.planning.step_listener import Peak
 from tests.unit.megatron_fsdp.planning.chains import BF16, THREE, Chain, sharded, world
 
@@ -129,10 +129,10 @@ def test_each_strategy_issues_its_collectives_per_microbatch_or_per_step(
 
 def test_hybrid_sharding_reduces_the_outer_axis_once_per_step_in_pieces_of_an_inner_shard() -> None:
     assert report(Placements.hsdp(0, 1), rows=(16,), sizes=(2, 4), count=3).collectives == (
-        CollectiveTotal("forward", "all_gather", "axis1", 4, 3, 3 * 64 * 4),
-        CollectiveTotal("backward", "all_gather", "axis1", 4, 3, 3 * 64 * 4),
-        CollectiveTotal("backward", "all_reduce", "axis0", 2, 1, 16 * 4),
-        CollectiveTotal("backward", "reduce_scatter", "axis1", 4, 3, 3 * 64 * 4),
+        CollectiveReport("forward", "all_gather", "axis1", 4, 3, 3 * 64 * 4),
+        CollectiveReport("backward", "all_gather", "axis1", 4, 3, 3 * 64 * 4),
+        CollectiveReport("backward", "all_reduce", "axis0", 2, 1, 16 * 4),
+        CollectiveReport("backward", "reduce_scatter", "axis1", 4, 3, 3 * 64 * 4),
     )
 
 
@@ -183,7 +183,7 @@ def test_a_frozen_last_unit_is_released_because_no_backward_comes_for_it() -> No
 def test_parts_kept_for_backward_are_gathered_by_neighbours() -> None:
     found = report(reshard_after_forward=2)
     backward = [total for total in found.collectives if (total.phase, total.kind) == ("backward", "all_gather")]
-    assert backward == [CollectiveTotal("backward", "all_gather", "axis0, runs of 2", 2, 3, 224 * 4)]
+    assert backward == [CollectiveReport("backward", "all_gather", "axis0, runs of 2", 2, 3, 224 * 4)]
     kinds = [buffer.kind for buffer in found.units[1].groups[0].transient]
     assert kinds == ["gathered weights", "post-forward shard", "packed gradients", "main_grad"]
 

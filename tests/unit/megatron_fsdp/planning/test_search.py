@@ -52,7 +52,7 @@ def test_the_plan_of_the_fastest_follows(capsys: pytest.CaptureFixture[str]) -> 
     assert plain["strategy"] == first["strategy"]
     assert plain["memory"]["total_bytes"] == first["memory_bytes"]
     assert plain["time"]["total_seconds"] == first["step_seconds"]
-    assert "(found by --fit)" in plain["decisions"][0]
+    assert f"--strategy {first['strategy']} (found by --fit): what is sharded" in plain["decisions"]
 
 
 def test_what_is_found_is_what_a_plan_of_it_says(capsys: pytest.CaptureFixture[str]) -> None:
