@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 __all__ = ["Bar", "Span", "Table", "format_bytes", "format_count", "format_seconds", "listing", "rank_list"]
 
@@ -39,38 +40,50 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table for a terminal (``lines``) or a page.
-
-    Attributes:
-        rows: cells; the first row holds the headings.
-        num_left: how many columns are flush left; the others hold amounts.
-        has_note: the last column is text, flush left.
-        title: a line above it, "" for none.
-    """
+    """A table for a terminal (``lines``) or a page: rows of cells, of which the first has the headings, and a title."""
 
     rows: Sequence[Sequence[str | Bar]]
-    num_left: int = 1
-    has_note: bool = False
     title: str = ""
 
-    def is_left(self, column: int) -> bool:
-        """Whether a column is flush left."""
-        return column < self.num_left or (self.has_note and column == len(self.rows[0]) - 1)
+    @classmethod
+    def of(cls, rows: Iterable[Mapping[str, Any]], title: str = "") -> Table:
+        """Return the table of plain data: a key is a column, and its ending says how numbers are written.
+
+        ``held_bytes`` and ``step_seconds`` head columns "held" and "step"; those that a row has not are empty.
+        """
+        rows = list(rows)
+        keys = list(dict.fromkeys(key for row in rows for key in row))
+        heads = [re.sub(r"^num_|_bytes$|_seconds$", "", key).replace("_", " ") for key in keys] or [title]
+        return cls([heads, *([_written(key, row.get(key, "")) for key in keys] for row in rows)], title)
 
     def lines(self) -> list[str]:
         """Return the title, if any, and the rows with columns of equal width; or that there are none."""
         if len(self.rows) == 1:
             return [f"{self.title or self.rows[0][0]}: none"]
-        texts = [[str(cell) for cell in row] for row in self.rows]
-        widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
-        rows = [
-            "  ".join(
-                cell.ljust(width) if self.is_left(column) else cell.rjust(width)
-                for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ).rstrip()
-            for row in texts
-        ]
-        return [self.title, *rows] if self.title else rows
+        columns = []
+        for column, cells in enumerate(zip(*self.rows, strict=True)):
+            texts = list(map(str, cells))
+            width = max(map(len, texts))
+            columns.append([text.ljust(width) if self.is_left(column) else text.rjust(width) for text in texts])
+        lines = ["  ".join(cells).rstrip() for cells in zip(*columns, strict=True)]
+        return [self.title, *lines] if self.title else lines
+
+    def is_left(self, column: int) -> bool:
+        """Whether a column is flush left: the first one, and those that are not all numbers."""
+        cells = [str(row[column]) for row in self.rows[1:]]
+        return column == 0 or not all(cell in ("", "-") or cell[0].isdigit() for cell in cells)
+
+
+def _written(key: str, value: Any) -> str | Bar:
+    if isinstance(value, str | Bar):
+        return value
+    if isinstance(value, Sequence):
+        return "x".join(map(str, value))
+    if key.endswith("bytes"):
+        return format_bytes(value)
+    if key.endswith("seconds"):
+        return format_seconds(value) if value else "-"
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.0f}"
 
 
 def listing(title: str, entries: Iterable[str]) -> Table:

@@ -17,8 +17,7 @@ _STYLE = (
     "line-height:1.4}h1{font-size:1.3rem}h2{font-size:1rem;margin:1.8rem 0 .5rem}.scroll{overflow-x:auto}"
     "table{border-collapse:collapse;font-size:.85rem;margin-top:1.2rem}h2+.scroll table{margin-top:0}"
     "th,td{padding:.2rem .9rem .2rem 0;white-space:nowrap;border-bottom:1px solid #ddd;text-align:right;"
-    "vertical-align:top}th{border-bottom:2px solid #888}.text{text-align:left}"
-    "td.note{text-align:left;white-space:pre-wrap;min-width:16rem}"
+    "vertical-align:top}th{border-bottom:2px solid #888}.text{text-align:left}td.text{white-space:pre-wrap}"
     ".bar{position:relative;width:44rem;height:1.2rem}.bar i{position:absolute;top:0;height:100%}"
 )
 
@@ -41,9 +40,8 @@ def _drawn(table: Table) -> str:
 def _row(table: Table, row: Sequence[str | Bar], tag: str) -> str:
     cells = []
     for column, cell in enumerate(row):
-        is_note = tag == "td" and (len(row) == 1 or (table.has_note and column == len(row) - 1))
-        kind = "note" if is_note else "text" if table.is_left(column) else ""
-        cells.append(f'<{tag} class="{kind}">{_bar(cell) if isinstance(cell, Bar) else html.escape(cell)}</{tag}>')
+        kind = " class=text" if table.is_left(column) else ""
+        cells.append(f"<{tag}{kind}>{_bar(cell) if isinstance(cell, Bar) else html.escape(cell)}</{tag}>")
     return f"<tr>{''.join(cells)}</tr>"
 
 

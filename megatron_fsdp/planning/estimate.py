@@ -154,7 +154,7 @@ def _project_stage(subject: Subject, setup: Setup, stage: Stage) -> Projection:
     projection = project(stage_subject(subject, stage, parallelism, workload.num_microbatches), setup)
     layers = Transformer(stage.architecture, stream_ranks=parallelism.stream_ranks).layers
     itemsize = projection.played.compute_itemsize
-    transfers = tuple(model_transfers(stage, parallelism, workload, layers, itemsize))
+    transfers = model_transfers(stage, parallelism, workload, layers, itemsize)
     links = setup.hardware.links
     seconds = sum(each.count * transfer_seconds(each.transfer, links[each.transfer.axis]) for each in transfers)
     return replace(projection, transfers=transfers, time=replace(projection.time, model_parallel=seconds), stage=stage)

@@ -8,7 +8,7 @@ cut over context-parallel ranks, which have the same weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megatron_fsdp.errors import ConfigError
@@ -60,12 +60,8 @@ class Parallelism:
         Raises:
             ConfigError: the sizes do not divide the ranks.
         """
-        for flags, size in (
-            ("--tp x --pp x --cp", self.tensor * self.pipeline * self.context),
-            ("--etp x --ep x --pp", self.ranks_of_expert * self.expert * self.pipeline),
-        ):
-            if world % size:
-                raise ConfigError(f"{flags} is {size}, which does not divide --world {world}")
+        _share(world, self.tensor * self.pipeline * self.context, "--tp x --pp x --cp", f"--world {world}")
+        _share(world, self.ranks_of_expert * self.expert * self.pipeline, "--etp x --ep x --pp", f"--world {world}")
         return world // (self.tensor * self.pipeline)
 
     def expert_data_ranks(self, data_ranks: int) -> int:
@@ -76,10 +72,15 @@ class Parallelism:
         Raises:
             ConfigError: it is no whole number.
         """
-        across, within = data_ranks * self.tensor, self.ranks_of_expert * self.expert
-        if across % within:
-            raise ConfigError(f"--etp x --ep is {within}, which does not divide the {across} ranks of one stage's axis")
-        return across // within
+        ranks = data_ranks * self.tensor
+        of_axis = f"the {ranks} ranks of one stage's axis"
+        return _share(ranks, self.ranks_of_expert * self.expert, "--etp x --ep", of_axis)
+
+
+def _share(number: int, size: int, flags: str, of_what: str) -> int:
+    if number % size:
+        raise ConfigError(f"{flags} is {size}, which does not divide {of_what}")
+    return number // size
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,20 +180,18 @@ def _architecture(
 
 def _sliced(unit: UnitShapes, architecture: Architecture, parallelism: Parallelism) -> UnitShapes:
     """Return the shapes that one rank has of a unit."""
-    if unit.name != "experts":
-        named = (
-            (name, _sliced_shape(unit, name, shape, architecture, parallelism.tensor))
-            for name, shape in unit.parameters
-        )
-        return replace(unit, parameters=tuple(named))
     # (experts, outputs, inputs), but for gpt_oss, which multiplies from the other side.
     outputs, inputs = (2, 1) if architecture.model_type == "gpt_oss" else (1, 2)
     dims = {"gate_up_proj": outputs, "down_proj": inputs, "gate_up_proj_bias": 1}
     sliced = []
     for name, shape in unit.parameters:
-        shape = _divided(f"{unit.name}: {name}", shape, 0, parallelism.expert, "--ep")
-        if name in dims:
-            shape = _divided(f"{unit.name}: {name}", shape, dims[name], parallelism.ranks_of_expert, "--etp")
+        if unit.name == "experts":
+            where = f"{unit.name}: {name}"
+            shape = _divided(where, shape, 0, parallelism.expert, "--ep")
+            if name in dims:
+                shape = _divided(where, shape, dims[name], parallelism.ranks_of_expert, "--etp")
+        else:
+            shape = _sliced_shape(unit, name, shape, architecture, parallelism.tensor)
         sliced.append((name, shape))
     return replace(unit, parameters=tuple(sliced))
 
@@ -250,8 +249,8 @@ class ModelTransfer:
 
 def model_transfers(
     stage: Stage, parallelism: Parallelism, workload: Workload, layers: tuple[LayerShape, ...], itemsize: int
-) -> Iterator[ModelTransfer]:
-    """Yield what a rank of a stage sends in a step besides weights and gradients of the sharding engine.
+) -> tuple[ModelTransfer, ...]:
+    """Return what a rank of a stage sends in a step besides weights and gradients of the sharding engine.
 
     Tensor parallelism: two all-reduces of the residual stream per layer and pass (Shoeybi et al. 2019, section 3), or
     with sequence parallelism an all-gather and a reduce-scatter in place of each (Korthikanti et al. 2022, section
@@ -261,31 +260,25 @@ def model_transfers(
     """
     passes = 2 + (workload.recompute is Recompute.FULL)
     stream = workload.tokens * stage.architecture.hidden_size * itemsize
-    num_layers = sum(layer.count for layer in layers)
-    steps = workload.num_microbatches
-    if parallelism.tensor > 1:
-        kinds = ("all_gather", "reduce_scatter") if parallelism.is_sequence_parallel else ("all_reduce",)
+    found = list[tuple[str, Transfer, int]]()
+    if (ranks := parallelism.tensor) > 1:
         # The look-up of a divided table is summed in forward, the gradient of the output matrix's input in backward.
-        ends = (stage.number == 0) + stage.has_head
-        for kind in kinds:
-            transfer = Transfer(kind, "tp", parallelism.tensor, stream)
-            yield ModelTransfer("layers", transfer, steps * (2 * passes * num_layers + ends))
-    if parallelism.expert > 1:
-        for layer in layers:
-            if layer.copies:
-                sent = stream * layer.copies // parallelism.stream_ranks
-                transfer = Transfer("all_to_all", "ep", parallelism.expert, sent)
-                yield ModelTransfer("tokens to experts and back", transfer, steps * 2 * passes * layer.count)
-    if parallelism.context > 1:
-        for layer in layers:
-            pairs = workload.tokens * 2 * layer.key_value_width * itemsize * parallelism.context
+        count = 2 * passes * sum(layer.count for layer in layers) + (stage.number == 0) + stage.has_head
+        kinds = ("all_gather", "reduce_scatter") if parallelism.is_sequence_parallel else ("all_reduce",)
+        found += [("layers", Transfer(kind, "tp", ranks, stream), count) for kind in kinds]
+    for layer in layers:
+        if (ranks := parallelism.expert) > 1 and layer.copies:
+            sent = Transfer("all_to_all", "ep", ranks, stream * layer.copies // parallelism.stream_ranks)
+            found.append(("tokens to experts and back", sent, 2 * passes * layer.count))
+    for layer in layers:
+        if (ranks := parallelism.context) > 1:
+            pairs = workload.tokens * 2 * layer.key_value_width * itemsize * ranks
             for kind, count in (("all_gather", passes), ("reduce_scatter", 1)):
-                transfer = Transfer(kind, "cp", parallelism.context, pairs)
-                yield ModelTransfer("keys and values", transfer, steps * count * layer.count)
-    if parallelism.pipeline > 1:
-        ways = (stage.number > 0) + (not stage.has_head)
-        transfer = Transfer("send", "pp", parallelism.pipeline, stream // parallelism.stream_ranks)
-        yield ModelTransfer("to the neighbouring stages", transfer, steps * ways)
+                found.append(("keys and values", Transfer(kind, "cp", ranks, pairs), count * layer.count))
+    if (ranks := parallelism.pipeline) > 1:
+        sent = Transfer("send", "pp", ranks, stream // parallelism.stream_ranks)
+        found.append(("to the neighbouring stages", sent, (stage.number > 0) + (not stage.has_head)))
+    return tuple(ModelTransfer(what, each, workload.num_microbatches * count) for what, each, count in found)
 
 
 def in_flight(stage: Stage, parallelism: Parallelism, num_microbatches: int) -> int:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, astuple
+from dataclasses import asdict
 from importlib.resources import files
 from typing import Any
 
 from dbuffer.planner.arena import plan_arena
 from megatron_fsdp.formatting import Bar, Span, Table, format_bytes, format_count, format_seconds, listing
 from megatron_fsdp.planning.cost_model import played_microbatches
-from megatron_fsdp.planning.estimate import Projection
-from megatron_fsdp.planning.report import Report, folded
+from megatron_fsdp.planning.estimate import MemoryPart, Projection
+from megatron_fsdp.planning.report import ArenaReport, Report, folded
 
 __all__ = ["FORMAT", "headline", "memory_table", "plan_tables", "to_dict"]
 
@@ -37,22 +37,25 @@ def plan_tables(
     yield _unit_chart(report)
     yield from tables
     if lifetimes := best.forecast.lifetimes:
-        arena = plan_arena(lifetimes)
-        held = f"{format_bytes(arena.lower_bound)} of it held at most, gap {arena.gap:.2%}: set_slot_pool('static')"
-        yield Table(
-            [("all that is transient", "bytes", ""), ("as a static arena", format_bytes(arena.num_bytes), held)]
-        )
+        arena = ArenaReport.of(plan_arena(lifetimes))
+        words = f"{arena.words}: set_slot_pool('static')"
+        yield Table.of([{"all that is transient": "as a static arena", "bytes": arena.num_bytes, "": words}])
     for owner in best.played.owners:
         yield Table([(line,) for line in owner.lines()])
     if best.transfers:
-        yield _transfer_table(best)
+        yield Table.of(_transfers(best), "sent inside the model in a step")
     yield _time_table(best)
     if best.time.compute:
         yield _timeline(best)
-    if best.time.communication:
-        yield _hiding_table(best, report)
+    # The time of each unit's collectives beside that of its compute.
+    times = [(name, asdict(best.time.units[positions[0]])) for name, positions, _ in folded(report)]
+    yield Table.of(
+        {"per microbatch; tail: per step": name, **{f"{what}_seconds": seconds for what, seconds in each.items()}}
+        for name, each in times
+        if any(each.values())
+    )
     if len(stages) > 1:
-        yield _stage_table(stages)
+        yield Table.of(map(_stage_dict, stages), "stages, one rank of each")
     yield notes
     yield assumed
 
@@ -82,46 +85,33 @@ def memory_table(projection: Projection, limit_bytes: int | None) -> Table:
     """Return what a rank takes, and all of them; the bar of each part begins where the one before it ends."""
     total, inside = projection.memory_bytes, projection.setup.parallelism
     num_ranks = projection.setup.sharding.num_ranks * inside.tensor
-    end = max(total, limit_bytes or 0, 1)
-
-    def row(name: str, texts: Sequence[str], start: int, num_bytes: int, colour: int) -> tuple[str | Bar, ...]:
-        title = f"{name}: {format_bytes(num_bytes)}"
-        return name, *texts, Bar((Span(start, start + num_bytes, title, colour),), end)
-
-    def sizes(num_bytes: int) -> list[str]:
-        return [format_bytes(num_bytes * count) for count in (1, num_ranks)]
-
-    rows: list[Sequence[str | Bar]] = [
-        ("memory", "one rank", "all of the stage" if inside.pipeline > 1 else "all ranks", "")
-    ]
-    start = 0
-    for colour, part in enumerate(projection.memory):
-        texts = sizes(part.num_bytes) if part.is_known else ["not known"] * 2
-        rows.append(row(part.name, texts, start, part.num_bytes, colour))
+    end, start, rows = max(total, limit_bytes or 0, 1), 0, list[dict[str, Any]]()
+    for part in (*projection.memory, MemoryPart("total", total)):
+        start = 0 if part.name == "total" else start
+        span = Span(start, start + part.num_bytes, f"{part.name}: {format_bytes(part.num_bytes)}", len(rows))
         start += part.num_bytes
-    rows.append(row("total", sizes(total), 0, total, 0))
+        sizes = (part.num_bytes, part.num_bytes * num_ranks) if part.is_known else ("not known", "not known")
+        ranks = "all_of_the_stage_bytes" if inside.pipeline > 1 else "all_ranks_bytes"
+        rows.append({"memory": part.name, "one_rank_bytes": sizes[0], ranks: sizes[1], "": Bar((span,), end)})
     if limit_bytes is not None:
         left = limit_bytes - total
-        verdict = f"{format_bytes(left)} left" if left >= 0 else f"{format_bytes(-left)} too much"
-        rows.append(row("limit", (format_bytes(limit_bytes), verdict), 0, limit_bytes, 6))
-    return Table(rows, has_note=True)
+        verdict = f"{format_bytes(abs(left))} {'left' if left >= 0 else 'too much'}"
+        bar = Bar((Span(0, limit_bytes, f"limit, {verdict}", len(rows)),), end)
+        rows.append({"memory": f"limit, {verdict}", "one_rank_bytes": limit_bytes, "": bar})
+    return Table.of(rows)
 
 
 def _unit_chart(report: Report) -> Table:
     """Return what each kind of unit takes on one rank."""
-    sizes = []
+    rows, kinds = dict[str, list[Span]](), ("at rest", "gathered", "packed")
     for name, _, unit in folded(report):
         sent = (unit.transient_bytes(kind) for kind in ("gathered weights", "packed gradients"))
-        sizes.append((name, (unit.persistent_bytes, *sent)))
-    end = max(1, *(sum(each) for _, each in sizes))
-    rows: list[tuple[str | Bar, ...]] = [("bytes of each unit on one rank", "at rest, gathered, packed")]
-    for name, each in sizes:
-        spans, start = [], 0
-        for colour, (kind, size) in enumerate(zip(("at rest", "gathered", "packed"), each, strict=True)):
-            spans.append(Span(start, start + size, f"{name}, {kind}: {format_bytes(size)}", colour))
+        start, rows[name] = 0, []
+        for colour, (kind, size) in enumerate(zip(kinds, (unit.persistent_bytes, *sent), strict=True)):
+            rows[name].append(Span(start, start + size, f"{name}, {kind}: {format_bytes(size)}", colour))
             start += size
-        rows.append((name, Bar(spans, end)))
-    return Table(rows, has_note=True)
+    end = max(1, *(spans[-1].stop for spans in rows.values()))
+    return Table.of({"bytes of each unit": name, ", ".join(kinds): Bar(spans, end)} for name, spans in rows.items())
 
 
 # ---------------------------------------------------------------------- time
@@ -151,9 +141,9 @@ def _time_table(projection: Projection) -> Table:
     if projection.setup.parallelism.pipeline > 1:
         rows.append(("waiting for stages", time.bubble, "one forward, one backward in turn"))
     compared = f"median of {errors['settings']} steps on CPUs ({errors['clock']} time), worst {errors['worst']:.0f} %"
-    texts = ((name, format_seconds(seconds), words) for name, seconds, words in rows)
-    error = ("error bar", f"{errors['median']:.0f} %", f"{compared}; never compared with a GPU")
-    return Table([("time", "", ""), *texts, error], has_note=True)
+    texts = ({"time": name, "seconds": seconds, "": words} for name, seconds, words in rows)
+    error = {"time": "error bar", "seconds": f"{errors['median']:.0f} %", "": f"{compared}; never compared with a GPU"}
+    return Table.of([*texts, error])
 
 
 def _errors() -> dict[str, Any]:
@@ -185,51 +175,11 @@ def _timeline(projection: Projection) -> Table:
             lanes["not hidden"].append(Span(before.stop, after.start, "not hidden", 4))
     count = min(projection.setup.workload.num_microbatches, 3)
     title = f"timeline of a step of {count} microbatch{'es' * (count > 1)}"
-    rows: list[tuple[str | Bar, ...]] = [(title, f"{format_seconds(total)}; none of what is sent inside the model")]
+    rows = []
     for lane, spans in lanes.items():
         named = [each._replace(title=f"{each.title}: {format_seconds(each.stop - each.start)}") for each in spans]
-        rows.append((lane, Bar(named, total)))
-    return Table(rows, has_note=True)
-
-
-def _hiding_table(projection: Projection, report: Report) -> Table:
-    """Return, for each kind of unit, the time of its collectives beside that of its compute."""
-    rows: list[tuple[str, ...]] = [
-        ("unit, per microbatch", "gather", "forward", "gather again", "reduce", "backward", "per step, at the end")
-    ]
-    for name, positions, _ in folded(report):
-        times: tuple[float, ...] = astuple(projection.time.units[positions[0]])
-        if any(times):
-            rows.append((name, *(format_seconds(seconds) if seconds else "-" for seconds in times)))
-    return Table(rows)
-
-
-def _transfer_table(projection: Projection) -> Table:
-    """Return what is sent over axes that are not data-parallel."""
-    rows: list[tuple[str, ...]] = [("inside the model, per step", "collective", "over", "ranks", "count", "bytes each")]
-    for each in projection.transfers:
-        kind, axis, num_ranks, num_bytes = each.transfer
-        rows.append((each.what, kind, axis, f"{num_ranks:,}", f"{each.count:,}", format_bytes(num_bytes)))
-    return Table(rows, num_left=3)
-
-
-def _stage_table(stages: Sequence[Projection]) -> Table:
-    """Return a table of the stages of a pipeline: layers, memory and time of one rank of each."""
-    rows: list[tuple[str, ...]] = [("stage", "layers", "parameters", "activations", "memory", "busy in a step")]
-    for each in stages:
-        found = _stage_dict(each)
-        first, activations = found["first_layer"], (part for part in each.memory if part.name == "activations")
-        rows.append(
-            (
-                str(found["number"]),
-                f"{first} to {first + found['num_layers'] - 1}",
-                format_count(found["num_parameters"]),
-                format_bytes(sum(part.num_bytes for part in activations)),
-                format_bytes(found["memory_bytes"]),
-                format_seconds(found["busy_seconds"]),
-            )
-        )
-    return Table(rows)
+        rows.append({title: lane, f"{format_seconds(total)}; none of what is sent inside the model": Bar(named, total)})
+    return Table.of(rows)
 
 
 # ---------------------------------------------------------------------- plain data
@@ -295,9 +245,11 @@ def _inside_dict(projection: Projection) -> dict[str, Any]:
         **asdict(projection.setup.parallelism),
         "stage": projection.stage.number,
         "expert_mesh": [{"axis": axis.name, "size": axis.size} for axis in expert_axes],
-        "transfers": [
-            {"what": each.what, **each.transfer._asdict(), "count": each.count} for each in projection.transfers
-        ],
+        "transfers": _transfers(projection),
         "model_parallel_seconds": projection.time.model_parallel,
         "bubble_seconds": projection.time.bubble,
     }
+
+
+def _transfers(projection: Projection) -> list[dict[str, Any]]:
+    return [{"what": each.what, **each.transfer._asdict(), "count": each.count} for each in projection.transfers]

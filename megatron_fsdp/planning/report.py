@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from dbuffer.planner.arena import ArenaPlan
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.formatting import Table, format_bytes, listing
 from megatron_fsdp.optim.muon import explain_ownership
@@ -48,6 +49,16 @@ class ArenaReport:
     num_bytes: int
     lower_bound: int
     gap: float
+
+    @classmethod
+    def of(cls, plan: ArenaPlan) -> ArenaReport:
+        """Return what to say of a plan."""
+        return cls(plan.num_bytes, plan.lower_bound, plan.gap)
+
+    @property
+    def words(self) -> str:
+        """How well it does."""
+        return f"{format_bytes(self.lower_bound)} of it held at most, gap {self.gap:.2%}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +213,7 @@ def report_of(
         counter_bytes=forecast.counter_bytes,
         scratch_bytes=forecast.scratch_bytes,
         assumptions=(*_ASSUMPTIONS, *assumptions),
-        arenas=tuple(ArenaReport(arena.num_bytes, arena.lower_bound, arena.gap) for arena in played.arenas),
+        arenas=tuple(map(ArenaReport.of, played.arenas)),
     )
 
 
@@ -245,43 +256,39 @@ def folded(report: Report) -> list[tuple[str, list[int], UnitReport]]:
 
 
 def _unit_table(report: Report) -> Table:
-    rows: list[tuple[str, ...]] = [
-        ("unit", "module", "dtype", "params", "elements", "padding", "at rest", "gathered", "packed", "after forward")
-    ]
+    rows = []
     for name, _, unit in folded(report):
-        modules = shortened(unit.modules)
-        if not unit.groups:
-            rows.append((name, modules, "-", "none of its own", "", "", "", "", "", ""))
-            continue
-        rows.append(
-            (
-                name,
-                modules,
-                shortened([_dtype_text(group) for group in unit.groups]),
-                *_amounts(unit.groups),
-                format_bytes(unit.persistent_bytes),
-                format_bytes(unit.transient_bytes("gathered weights")),
-                format_bytes(unit.transient_bytes("packed gradients")),
-                "released" if unit.reshards_after_forward else "kept",
-            )
-        )
-    amounts = _amounts([group for unit in report.units for group in unit.groups])
-    rows.append(("total", "", "", *amounts, format_bytes(report.persistent_bytes), "", "", ""))
-    return Table(rows, num_left=3)
+        row: dict[str, Any] = {
+            "unit": name,
+            "module": shortened(unit.modules),
+            "dtype": shortened(map(_dtype_text, unit.groups)) or "none of its own",
+            **_amounts(unit.groups, unit.persistent_bytes),
+            "gathered_bytes": unit.transient_bytes("gathered weights"),
+            "packed_bytes": unit.transient_bytes("packed gradients"),
+            "after_forward": "released" if unit.reshards_after_forward else "kept",
+        }
+        rows.append(row if unit.groups else dict(list(row.items())[:3]))
+    groups = [group for unit in report.units for group in unit.groups]
+    return Table.of([*rows, {"unit": "total", **_amounts(groups, report.persistent_bytes)}])
 
 
-def _amounts(groups: Sequence[GroupReport]) -> tuple[str, str, str]:
+def _amounts(groups: Sequence[GroupReport], persistent_bytes: int) -> dict[str, Any]:
     numel = sum(group.numel for group in groups)
     padding = sum(group.buffer_numel for group in groups) - numel
-    return f"{sum(group.num_parameters for group in groups):,}", f"{numel:,}", f"{padding / max(numel, 1):.2%}"
+    number = sum(group.num_parameters for group in groups)
+    return {
+        "params": number,
+        "elements": numel,
+        "padding": f"{padding / max(numel, 1):.2%}",
+        "at_rest_bytes": persistent_bytes,
+    }
 
 
 def _dtype_text(group: GroupReport) -> str:
     """Return compute/main/reduce/main_grad, or the one dtype that they all are."""
     dtypes = [group.compute_dtype, group.main_dtype, group.reduce_dtype, group.main_grad_dtype]
     short = [dtype.replace("float", "fp").replace("bfp", "bf") for dtype in dtypes]
-    text = short[0] if len(set(short)) == 1 else "/".join(short)
-    return text if group.requires_grad else f"{short[0]} frozen"
+    return f"{short[0]} frozen" if not group.requires_grad else "/".join(short if len(set(short)) > 1 else short[:1])
 
 
 def _total_table(report: Report) -> Table:
@@ -306,36 +313,27 @@ def _total_table(report: Report) -> Table:
         ("of it sums that stay", report.counter_bytes, 'microbatches, added as reduction="invariant"'),
         ("of it scratch that stays", report.scratch_bytes, "one unit after the other receives in it"),
     ]
-    for arena in report.arenas:
-        held = f"{format_bytes(arena.lower_bound)} of it held at most, gap {arena.gap:.2%}"
-        stays.append(("of it an arena", arena.num_bytes, held))
+    stays += [("of it an arena", arena.num_bytes, arena.words) for arena in report.arenas]
     rows += [row for row in stays if row[1]]
     highest = report.persistent_bytes + report.optimizer_bytes + max(peak.num_bytes for peak in peaks)
     rows.append(("total at the highest", highest, "all of these, without activations"))
-    texts = ((name, format_bytes(size), note) for name, size, note in rows)
-    return Table([("per rank", "", ""), *texts], has_note=True)
+    return Table.of({"per rank": name, "bytes": size, "": note} for name, size, note in rows)
 
 
 def _padding_table(report: Report) -> Table:
-    rows: list[tuple[str, ...]] = [("padding", "of the data", "least possible", "what forces it")]
+    rows = []
     for name, _, unit in folded(report):
         for group in (group for group in unit.groups if group.padding_ratio):
             least = max(group.lower_bound_numel / group.numel - 1, 0.0)
-            rows.append((name, f"{group.padding_ratio:.3%}", f"{least:.3%}", group.binding))
-    return Table(rows, has_note=True)
+            shares = {"of the data": f"{group.padding_ratio:.3%}", "least possible": f"{least:.3%}"}
+            rows.append({"padding": name, **shares, "what forces it": group.binding})
+    return Table.of(rows) if rows else Table([("padding",)])
 
 
 def _traffic_table(report: Report) -> Table:
     number = report.num_microbatches
     title = f"collectives per optimizer step of {number} microbatch{'es' * (number > 1)}, bytes of the full side"
-    rows: list[tuple[str, ...]] = [("phase", "collective", "axis", "ranks", "count", "bytes")]
-    for each in report.collectives:
-        counts = (f"{each.num_ranks:,}", f"{each.count:,}", format_bytes(each.num_bytes))
-        rows.append((each.phase, each.kind, each.axis, *counts))
-    if report.collectives:
-        count = sum(total.count for total in report.collectives)
-        rows.append(("all", "", "", "", f"{count:,}", format_bytes(sum(each.num_bytes for each in report.collectives))))
-    return Table(rows, num_left=3, title=title)
+    return Table.of(map(asdict, report.collectives), title)
 
 
 def _notes(report: Report) -> Iterator[str]:

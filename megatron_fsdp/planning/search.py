@@ -10,7 +10,7 @@ from typing import Any
 
 from dbuffer.errors import LayoutError
 from megatron_fsdp.errors import ConfigError
-from megatron_fsdp.formatting import Table, format_bytes, format_seconds, listing
+from megatron_fsdp.formatting import Table, format_bytes
 from megatron_fsdp.planning.estimate import MemoryPart, Projection, memory_of, play_setup, project
 from megatron_fsdp.planning.model_source import Subject
 from megatron_fsdp.planning.options import Options
@@ -42,18 +42,8 @@ class Search:
             f"{len(fitting):,} of {found['num_tried']:,} setups fit {limit} on {found['num_ranks']:,} ranks, "
             f"{found['sequences_per_step']:,} sequences per step{unknown}"
         )
-        rows: list[tuple[str, ...]] = [
-            ("", "strategy", "mesh", "micro-batch", "recompute", "memory", "step", "tokens/s and rank", "not hidden")
-        ]
-        for number, each in enumerate(fitting[:_ROWS], start=1):
-            batches = f"{each['num_microbatches']:,} x {each['micro_batch']:,}"
-            memory, step, hidden = format_bytes(each["memory_bytes"]), each["step_seconds"], each["exposed_seconds"]
-            amounts = (memory, format_seconds(step), f"{each['tokens_per_second']:,.0f}", format_seconds(hidden))
-            mesh = "x".join(map(str, each["mesh"]))
-            rows.append((str(number), each["strategy"], mesh, batches, each["recompute"], *amounts))
-        yield Table(rows, 3, title=title)
-        words = ((each["strategy"], "x".join(map(str, each["mesh"])), each["reason"]) for each in found["rejected"])
-        yield listing("what does not fit", (f"{strategy} on {mesh}: {reason}" for strategy, mesh, reason in words))
+        yield Table.of(fitting[:_ROWS], title)
+        yield Table.of(found["rejected"], "what does not fit")
 
 
 def search(subject: Subject, options: Options) -> Search:

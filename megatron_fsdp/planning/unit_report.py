@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -117,11 +117,9 @@ class UnitReport:
 
     Attributes:
         modules: class names of its modules. is_root: no unit is around it.
-        note: says so when it has no parameters of its own, else empty.
         reshards_after_forward: whether units like it give gathered weights back after forward. reason: what becomes of
             them, and why; the last unit that forward uses keeps them though.
         ties: for every parameter that is registered in several places, all of its names.
-        num_frozen_groups: groups whose parameters need no gradient.
         replicated: parameters that stay whole on every rank in a model that is sharded (``fsdp_no_shard``).
         whole_bytes: of all of its weights in compute dtype.
         has_hooks: parameters whose class says what is gathered, which are counted as plain ones.
@@ -129,11 +127,9 @@ class UnitReport:
 
     name: str
     modules: tuple[str, ...]
-    note: str
     reshards_after_forward: bool
     reason: str
     ties: tuple[tuple[str, ...], ...]
-    num_frozen_groups: int
     groups: tuple[GroupReport, ...]
     replicated: tuple[str, ...] = ()
     is_root: bool = False
@@ -155,18 +151,15 @@ def unit_report(stood: StoodIn, *, is_sharded: bool) -> UnitReport:
     unit = stood.unit
     is_root = unit is unit.schedule.root_ref()
     asked = reshard_asked(unit)
+    whole = (group for group in unit.groups if is_sharded and not is_cut(group))
     return UnitReport(
         name=stood.name,
         modules=stood.modules,
-        note="" if unit.groups else "no parameters of its own: it only orders the units below it",
         reshards_after_forward=not is_root if asked is None else asked is not False,
         reason=_reason(unit, asked, is_root=is_root),
         ties=stood.ties,
-        num_frozen_groups=sum(not is_trained(group) for group in unit.groups),
         groups=tuple(_group_report(group, stood.names(group)) for group in unit.groups),
-        replicated=tuple(
-            name for group in unit.groups if is_sharded and not is_cut(group) for name in stood.names(group)
-        ),
+        replicated=tuple(name for group in whole for name in stood.names(group)),
         is_root=is_root,
         whole_bytes=sum(group.plan.numel * group.spec.dtypes.compute.itemsize for group in unit.groups),
         has_hooks=stood.has_hooks,
@@ -201,57 +194,46 @@ def _reason(unit: Unit, asked: bool | int | None, *, is_root: bool) -> str:
 
 def storages_of(group: ParameterGroup) -> Iterator[tuple[str, FlatStorage]]:
     """Yield the storages of a group by the kind of what lies there."""
-    for kind, buffer in _buffers(group):
+    for kind, buffer, _ in _buffers(group):
         yield kind, buffer.storage
     part = group.weights.post_forward
     if isinstance(part, PostForwardShard):
         yield "post-forward shard", part.storage
 
 
-def _buffers(group: ParameterGroup) -> Iterator[tuple[str, DBuffer]]:
-    weights = group.weights
-    yield "main_weight", weights.main
+def _buffers(group: ParameterGroup) -> Iterator[tuple[str, DBuffer, bool]]:
+    """Yield each buffer of a group: its kind, itself, and whether it rests."""
+    weights, gradients = group.weights, group.gradients
+    yield "main_weight", weights.main, True
     if weights.remainder is not None:
-        yield "remainder", weights.remainder.buffer
+        yield "remainder", weights.remainder.buffer, True
     if weights.model is not weights.main:
-        yield "model_weight", weights.model
+        yield "model_weight", weights.model, True
     for sent in weights.sent if isinstance(weights, HookedWeights) else ():
-        yield "packed weights", sent
+        yield "packed weights", sent, True
     if not weights.rests_whole:
-        yield "gathered weights", weights.gathered
-    if isinstance(group.gradients, PackedGradients):
-        yield from group.gradients.buffers()
-
-
-def _rests(group: ParameterGroup, kind: str) -> bool:
-    gradients = group.gradients
-    if kind == "gathered weights":
-        return group.weights.keeps_gathered
-    if gradients is not None and kind in ("main_grad", "reduced gradients"):
-        return gradients.binding.keeps if kind == "main_grad" else gradients.reduction.keeps
-    return kind != "packed gradients"
+        yield "gathered weights", weights.gathered, weights.keeps_gathered
+    if isinstance(gradients, PackedGradients):
+        rests = {"main_grad": gradients.binding.keeps, "reduced gradients": gradients.reduction.keeps}
+        for kind, buffer in gradients.buffers():
+            yield kind, buffer, rests.get(kind, kind != "packed gradients")
 
 
 def _group_report(group: ParameterGroup, names: Sequence[str]) -> GroupReport:
-    plan, dtypes = group.plan, group.spec.dtypes
+    plan, dtypes, part = group.plan, group.spec.dtypes, group.weights.post_forward
     is_slice = group.model_weight is not group.main_weight and group.model_weight.storage is group.main_weight.storage
     resting, transient = list[BufferReport](), list[BufferReport]()
     padding = 0
-    for kind, buffer in _buffers(group):
+    for kind, buffer, rests in _buffers(group):
         shares = "model_weight" if kind == "main_weight" and is_slice else ""
         found = BufferReport(kind, _dtype_name(buffer.dtype), _placement_text(buffer), buffer.nbytes, shares)
-        if not _rests(group, kind):
-            if group.requires_grad or "grad" not in kind:
-                transient.append(found)
-            continue
-        resting.append(found)
-        if not shares:
+        if rests or group.requires_grad or "grad" not in kind:
+            (resting if rests else transient).append(found)
+        if part is not None and kind == "gathered weights":
+            transient.append(replace(found, kind="post-forward shard", num_bytes=part.nbytes))
+        if rests and not shares:
             layout = group.main_weight.layout if kind == "packed weights" else buffer.layout
             padding += sum(map(len, layout.padding())) * buffer.dtype.itemsize
-    part = group.weights.post_forward
-    if part is not None:
-        whole = next(each for each in (*transient, *resting) if each.kind == "gathered weights")
-        transient.insert(1, BufferReport("post-forward shard", whole.dtype, whole.placement, part.nbytes))
     return GroupReport(
         num_parameters=len(group.parameters),
         numel=plan.data_numel,

@@ -231,7 +231,7 @@ def test_the_html_page_needs_nothing_from_elsewhere(tmp_path: Path) -> None:
     text = file.read_text()
     assert not re.search(r"(src|href)=|https?:|@import|url\(", text)
     assert "rows of 768 in wte.weight" in text
-    (memory,) = re.findall(r'<table><tr><th class="text">memory<.*?</table>', text, re.DOTALL)
+    (memory,) = re.findall(r"<table><tr><th class=text>memory<.*?</table>", text, re.DOTALL)
     widths = [float(width) for width in re.findall(r"width:([\d.]+)%", memory)]
     assert widths[-1] == pytest.approx(sum(widths[:-1]), abs=0.01) == 100
 

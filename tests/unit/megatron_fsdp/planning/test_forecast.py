@@ -9,8 +9,8 @@ import torch
 
 from dbuffer import Flat, Partial, Replicate
 from megatron_fsdp import ConfigError, MixedPrecisionPolicy, Placements, Report, explain
-from megatron_fsdp.planning.unit_report import CollectiveReport
 from megatron_fsdp.planning.step_listener import Peak
+from megatron_fsdp.planning.unit_report import CollectiveReport
 from tests.unit.megatron_fsdp.planning.chains import BF16, THREE, Chain, sharded, world
 
 WHOLE = 224 * 4  # bytes of the three units in FP32

@@ -1,6 +1,7 @@
 """The search for what fits: which setups it tries, how it ranks them, and what it says of the rest."""
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -90,7 +91,7 @@ def test_where_nothing_fits_the_table_says_what_the_smallest_takes(capsys: pytes
     assert main("plan --model llama3-8b --fit 10GiB --gpus 4 --strategy no_shard".split()) == 1
     page = capsys.readouterr().out
     assert page.startswith("0 of 8 setups fit 10.00 GiB on 4 ranks, 32 sequences per step")
-    assert "- no_shard on 4: at least 141.21 GiB, 131.21 GiB too much, with micro-batch 1 and recompute full" in page
+    assert re.search(r"no_shard +4 .* at least 141.21 GiB, 131.21 GiB too much, with micro-batch 1 and ", page)
     assert "AdamW moments 59.83 GiB" in page
 
 
