@@ -28,6 +28,7 @@ _PACKED = ("optim_grads_params", "hsdp")
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _OF_PARALLELISM = ("world", "tp", "ep", "etp", "pp", "cp", "sequence_parallel", "stage")
 _OF_SEARCH = ("gpus", "global_batch")
+_AXES = {1: ("dp",), 2: ("outer", "inner")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +63,13 @@ class Options:
         Raises:
             ConfigError: the others were asked for.
         """
-        for name in (each for each in (_OF_PARALLELISM if self.given("fit") else _OF_SEARCH) if self.given(each)):
-            if self.given("fit"):
+        if self.given("fit"):
+            for name in filter(self.given, _OF_PARALLELISM):
                 raise ConfigError(
-                    f"{_flag(name)} is not searched over: --fit tries data-parallel meshes alone. Leave --fit "
-                    "out, and compare the totals of the plans"
+                    f"{_flag(name)} is not searched over: --fit tries data-parallel meshes alone. Leave --fit out, and "
+                    "compare the totals of the plans"
                 )
+        for name in () if self.given("fit") else filter(self.given, _OF_SEARCH):
             raise ConfigError(f"{_flag(name)} {self[name]} belongs to --fit SIZE")
 
     def subject(self) -> Subject:
@@ -89,16 +91,14 @@ class Options:
 
     def policy(self) -> MixedPrecisionPolicy:
         """Return the dtypes."""
-        names = ("dtype", "reduce_dtype", "main_dtype", "main_grads_dtype")
-        compute, reduce, main, grads = (_DTYPES[self[name]] for name in names)
         is_coded = self["moments_dtype"] == "int8"
         if is_coded and self["optimizer"] != "adamw":
             raise ConfigError(f"--moments-dtype int8 needs --optimizer adamw (found {self['optimizer']})")
         return MixedPrecisionPolicy(
-            compute,
-            reduce,
-            main_params_dtype=main,
-            main_grads_dtype=grads,
+            _DTYPES[self["dtype"]],
+            _DTYPES[self["reduce_dtype"]],
+            main_params_dtype=_DTYPES[self["main_dtype"]],
+            main_grads_dtype=_DTYPES[self["main_grads_dtype"]],
             split_main_params=bool(self["split_main_params"]),
             moments="int8" if is_coded else None,
             gather_dtype=self["gather_dtype"],
@@ -129,16 +129,16 @@ class Options:
             ConfigError: none or both are given, or sizes that do not divide the ranks.
         """
         mesh: tuple[int, ...] | None = self["mesh"]
-        if mesh is not None and self.given("world"):
-            raise ConfigError(
-                f"--world {self['world']} contradicts --mesh {'x'.join(map(str, mesh))}; give one of them"
-            )
         if mesh is None and not self.given("world"):
             raise ConfigError(
                 "--mesh is missing: give the data-parallel ranks, such as --mesh 64 or --mesh 8x128, or all ranks, "
                 "such as --world 2048 --pp 16"
             )
-        return mesh if mesh is not None else (self.parallelism().data_ranks(self["world"]),)
+        if mesh is None:
+            return (self.parallelism().data_ranks(self["world"]),)
+        if self.given("world"):
+            raise ConfigError(f"{self.cause('world')} contradicts {self.cause('mesh')}; give one of them")
+        return mesh
 
     def setup(self, sizes: tuple[int, ...], strategy: str, workload: Workload) -> Setup:
         """Return the setup of a mesh and a strategy.
@@ -146,12 +146,7 @@ class Options:
         Raises:
             ConfigError: they do not go together, or the options contradict the mesh.
         """
-        if self.given("gather_dtype") and strategy not in _PACKED:
-            raise ConfigError(
-                f"--gather-dtype {self['gather_dtype']} needs --strategy optim_grads_params or hsdp (found {strategy}):"
-                " weights that rest sharded as main weights do"
-            )
-        axes, parallelism = mesh_axes_of(sizes, self["rank"]), self.parallelism()
+        axes, parallelism = mesh_axes_of(sizes), self.parallelism()
         expert_axes = _expert_axes(axes, parallelism) if parallelism.is_any else None
         measured = self["activation_bytes"]
         return Setup(
@@ -224,29 +219,16 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def mesh_axes_of(sizes: Sequence[int], rank: int = 0) -> Axes:
-    """Return the axes of a mesh (``dp``, or ``outer`` and ``inner``) as one of its ranks sees them.
-
-    Raises:
-        ConfigError: the mesh has no such rank.
-    """
-    names = ("dp",) if len(sizes) == 1 else ("outer", "inner")
-    axes, place = [], rank
-    for name, size in zip(reversed(names), reversed(sizes), strict=True):
-        axes.append(Axis(name, size, place % size))
-        place //= size
-    if place or rank < 0:
-        raise ConfigError(f"--rank {rank}: the mesh has {'x'.join(map(str, sizes))} ranks, counted from 0")
-    return tuple(reversed(axes))
+def mesh_axes_of(sizes: Sequence[int]) -> Axes:
+    """Return the axes of a mesh (``dp``, or ``outer`` and ``inner``) as its first rank sees them."""
+    return tuple(Axis(name, size, 0) for name, size in zip(_AXES[len(sizes)], sizes, strict=True))
 
 
 def _expert_axes(axes: Axes, parallelism: Parallelism) -> Axes | None:
     """Return the axes over which the weights of one expert are sharded; None where they are those of all others."""
-    inner = axes[-1]
+    *outer, inner = axes
     size = parallelism.expert_data_ranks(inner.size)
-    if size == inner.size:
-        return None
-    return (*axes[:-1], Axis(f"expert {inner.name}", size, inner.rank * size // inner.size))
+    return None if size == inner.size else (*outer, Axis(f"expert {inner.name}", size, 0))
 
 
 def placements_of(strategy: str, sizes: Sequence[int]) -> Placements:
@@ -262,14 +244,9 @@ def placements_of(strategy: str, sizes: Sequence[int]) -> Placements:
                 f"--strategy {strategy} shards over two axes, --mesh {sizes[0]} has one; write --mesh OUTERxINNER, "
                 f"such as --mesh {sizes[0] // width}x{width}"
             )
-        hybrid: Placements = getattr(Placements, strategy)(0, 1)
-        return hybrid
+        return Placements.hsdp(0, 1) if strategy == "hsdp" else Placements.hfsdp(0, 1)
     inner: Placements = getattr(Placements, strategy)(len(sizes) - 1)
     if len(sizes) == 1:
         return inner
-    return Placements(
-        (0, 1),
-        (Replicate(), *inner.parameter),
-        (Partial("sum"), *inner.gradient),
-        (Replicate(), *inner.optimizer),
-    )
+    parts = ((Replicate(), *inner.parameter), (Partial("sum"), *inner.gradient), (Replicate(), *inner.optimizer))
+    return Placements((0, 1), *parts)

@@ -113,7 +113,6 @@ OPTIONS = {
     "sharding": (
         _Option("--mesh", mesh_sizes, "data-parallel ranks; 64, or outer x inner", None, "AxB"),
         _Option("--strategy", STRATEGIES, "what is sharded; default: optim_grads_params on one axis, hsdp on two"),
-        _Option("--rank", int, "the rank reported on; decides whose padding", 0),
         _Option("--dtype", _DTYPES, "weights in compute and all-gather", "bf16"),
         _Option("--main-dtype", _DTYPES, "weights that the optimizer steps", "fp32"),
         _Option("--reduce-dtype", _DTYPES, "gradients on the wire", "fp32"),

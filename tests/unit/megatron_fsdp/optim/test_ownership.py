@@ -10,7 +10,7 @@ from megatron_fsdp.optim.ownership import MatrixWork, Ownership, holders_of, own
 from megatron_fsdp.planning import catalog
 from megatron_fsdp.planning.model_source import named_subject
 from megatron_fsdp.planning.options import mesh_axes_of, placements_of
-from megatron_fsdp.planning.planned_ownership import planned_ownership
+from megatron_fsdp.planning.planned_ownership import planned_muon
 from megatron_fsdp.planning.stand_in import Sharding
 from megatron_fsdp.policy.precision import MixedPrecisionPolicy
 
@@ -75,8 +75,8 @@ def catalog_ownership(name: str, num_ranks: int) -> Ownership:
         # Who owns what does not depend on padding; the plan page lists it.
         warnings.simplefilter("ignore", PaddingWarning)
         with named_subject(name).stand_ins(sharding, 1)(lambda *_: None) as model:
-            (found,) = planned_ownership(model.units)
-    return found
+            (domain,) = planned_muon(model.units).domains()
+    return domain.exchange.ownership
 
 
 def check_balance(found: Ownership) -> None:
