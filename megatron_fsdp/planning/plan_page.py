@@ -12,7 +12,7 @@ from dbuffer.planner.arena import plan_arena
 from megatron_fsdp.formatting import Bar, Span, Table, format_bytes, format_count, format_seconds, listing
 from megatron_fsdp.planning.cost_model import played_microbatches
 from megatron_fsdp.planning.estimate import MemoryPart, Projection
-from megatron_fsdp.planning.report import ArenaReport, Report, folded
+from megatron_fsdp.planning.report import Report, arena_words, folded
 
 __all__ = ["FORMAT", "headline", "memory_table", "plan_tables", "to_dict"]
 
@@ -37,8 +37,8 @@ def plan_tables(
     yield _unit_chart(report)
     yield from tables
     if lifetimes := best.forecast.lifetimes:
-        arena = ArenaReport.of(plan_arena(lifetimes))
-        words = f"{arena.words}: set_slot_pool('static')"
+        arena = plan_arena(lifetimes)
+        words = f"{arena_words(arena)}: set_slot_pool('static')"
         yield Table.of([{"all that is transient": "as a static arena", "bytes": arena.num_bytes, "": words}])
     for owner in best.played.owners:
         yield Table([(line,) for line in owner.lines()])

@@ -24,7 +24,7 @@ from megatron_fsdp.planning.step_listener import Forecast, Peak, Phase, Transfer
 from megatron_fsdp.planning.unit_report import CollectiveReport, GroupReport, UnitReport
 from megatron_fsdp.runtime.step.unit import units_below
 
-__all__ = ["ArenaReport", "Report", "explain", "folded", "report_of", "shortened"]
+__all__ = ["Report", "arena_words", "explain", "folded", "report_of", "shortened"]
 
 _ASSUMPTIONS = (
     "each unit is called once per forward, in the order in which modules are registered, as in the step before",
@@ -43,25 +43,6 @@ _OWNING_ROOT = (
 
 
 @dataclass(frozen=True, slots=True)
-class ArenaReport:
-    """A static arena: its bytes, the most that buffers in it hold at once, and how much larger it is, 0 for not."""
-
-    num_bytes: int
-    lower_bound: int
-    gap: float
-
-    @classmethod
-    def of(cls, plan: ArenaPlan) -> ArenaReport:
-        """Return what to say of a plan."""
-        return cls(plan.num_bytes, plan.lower_bound, plan.gap)
-
-    @property
-    def words(self) -> str:
-        """How well it does."""
-        return f"{format_bytes(self.lower_bound)} of it held at most, gap {self.gap:.2%}"
-
-
-@dataclass(frozen=True, slots=True)
 class Report:
     """What a sharded model takes. All bytes are one rank's; ``str()`` gives a page to read, ``to_dict`` plain data.
 
@@ -73,7 +54,7 @@ class Report:
         largest_unit, largest_unit_bytes: the unit with most bytes of gathered weights in compute dtype.
         forward_peak, backward_peak, step_peak: the most bytes held beyond ``persistent_bytes``, and at which unit.
         slot_bytes: of these, what is held in all phases once the first step is over: slots (``set_slot_pool``).
-        arenas: those among these, of ``set_slot_pool("static")``.
+        arenas: those among these, of ``set_slot_pool("static")``; nothing is said of where buffers lie in them.
         counter_bytes, scratch_bytes: of the peaks, what ``reduction="invariant"`` adds microbatches up in, and what it
             receives in: both stay from the first step on.
         num_roots: units with no unit around them; each has a schedule of its own.
@@ -103,7 +84,7 @@ class Report:
     assumptions: tuple[str, ...]
     slot_bytes: int = 0
     gradient_bytes: int = 0
-    arenas: tuple[ArenaReport, ...] = ()
+    arenas: tuple[ArenaPlan, ...] = ()
     counter_bytes: int = 0
     scratch_bytes: int = 0
 
@@ -213,7 +194,7 @@ def report_of(
         counter_bytes=forecast.counter_bytes,
         scratch_bytes=forecast.scratch_bytes,
         assumptions=(*_ASSUMPTIONS, *assumptions),
-        arenas=tuple(map(ArenaReport.of, played.arenas)),
+        arenas=tuple(replace(arena, offsets=()) for arena in played.arenas),
     )
 
 
@@ -313,11 +294,16 @@ def _total_table(report: Report) -> Table:
         ("of it sums that stay", report.counter_bytes, 'microbatches, added as reduction="invariant"'),
         ("of it scratch that stays", report.scratch_bytes, "one unit after the other receives in it"),
     ]
-    stays += [("of it an arena", arena.num_bytes, arena.words) for arena in report.arenas]
+    stays += [("of it an arena", arena.num_bytes, arena_words(arena)) for arena in report.arenas]
     rows += [row for row in stays if row[1]]
     highest = report.persistent_bytes + report.optimizer_bytes + max(peak.num_bytes for peak in peaks)
     rows.append(("total at the highest", highest, "all of these, without activations"))
     return Table.of({"per rank": name, "bytes": size, "": note} for name, size, note in rows)
+
+
+def arena_words(arena: ArenaPlan) -> str:
+    """Return how well an arena does."""
+    return f"{format_bytes(arena.lower_bound)} of it held at most, gap {arena.gap:.2%}"
 
 
 def _padding_table(report: Report) -> Table:

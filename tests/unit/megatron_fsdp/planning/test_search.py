@@ -1,121 +1,133 @@
 """The search for what fits: which setups it tries, how it ranks them, and what it says of the rest."""
 
+import contextlib
+import functools
+import io
 import json
 import re
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron_fsdp.__main__ import main
+from megatron_fsdp.planning import catalog
 
 GIB = 2**30
-Fit = dict[str, Any]
 
 
-def fit(capsys: pytest.CaptureFixture[str], arguments: str, code: int = 0) -> dict[str, Any]:
-    """Run a search as JSON."""
-    assert main(["plan", *arguments.split(), "--json"]) == code
-    plain = json.loads(capsys.readouterr().out)
+@functools.cache
+def config() -> str:
+    """Return the file of a GPT-2 of two layers."""
+    path = Path(tempfile.mkdtemp()) / "gpt2-small.json"
+    path.write_text(json.dumps({**catalog.load("gpt2"), "n_layer": 2}))
+    return str(path)
+
+
+@functools.cache
+def plan(options: str) -> dict[str, Any]:
+    model = "" if "--factory" in options else f"--hf-config {config()} "
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        assert main(["plan", *f"{model}{options} --json".split()]) == 0
+    plain = json.loads(printed.getvalue())
     assert isinstance(plain, dict)
     return plain
 
 
-def test_everything_that_fits_is_below_the_limit_and_the_fastest_comes_first(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    found = fit(capsys, "--model gpt2 --fit 8GiB --gpus 8")["fit"]
-    assert len(found["fitting"]) > 10
-    assert all(each["memory_bytes"] <= 8 * GIB for each in found["fitting"])
-    times = [each["step_seconds"] for each in found["fitting"]]
+EIGHT = "--fit 4GiB --gpus 8"
+
+
+def test_everything_that_fits_is_below_the_limit_and_the_plan_of_the_fastest_comes_first() -> None:
+    plain = plan(EIGHT)
+    fitting = plain["fit"]["fitting"]
+    assert len(fitting) > 10
+    assert all(each["memory_bytes"] <= 4 * GIB for each in fitting)
+    times = [each["step_seconds"] for each in fitting]
     assert times == sorted(times)
+    assert plain["strategy"] == fitting[0]["strategy"]
+    assert plain["memory"]["total_bytes"] == fitting[0]["memory_bytes"]
+    assert plain["time"]["total_seconds"] == fitting[0]["step_seconds"]
+    assert f"--strategy {plain['strategy']} (found by --fit): what is sharded" in plain["decisions"]
 
 
-def test_every_setup_trains_on_the_same_number_of_sequences(capsys: pytest.CaptureFixture[str]) -> None:
-    found = fit(capsys, "--model gpt2 --fit 200GiB --gpus 4 --global-batch 48 --strategy optim")["fit"]
-    assert found["sequences_per_step"] == 48
-    sizes = {(each["micro_batch"], each["num_microbatches"]) for each in found["fitting"]}
-    assert sizes == {(1, 12), (2, 6), (3, 4), (4, 3), (6, 2), (12, 1)}
-
-
-def test_ranks_are_split_into_every_mesh_for_hybrid_sharding(capsys: pytest.CaptureFixture[str]) -> None:
-    found = fit(capsys, "--model gpt2 --fit 200GiB --gpus 12 --micro-batch 1 --recompute none")["fit"]
-    meshes = {
-        strategy: {tuple(each["mesh"]) for each in found["fitting"] if each["strategy"] == strategy}
-        for strategy in ("hsdp", "hfsdp", "optim", "no_shard")
-    }
-    hybrid = {(6, 2), (4, 3), (3, 4), (2, 6)}
-    assert meshes == {"hsdp": hybrid, "hfsdp": hybrid, "optim": {(12,)}, "no_shard": {(12,)}}
-
-
-def test_the_plan_of_the_fastest_follows(capsys: pytest.CaptureFixture[str]) -> None:
-    plain = fit(capsys, "--model gpt2 --fit 8GiB --gpus 8")
-    first = plain["fit"]["fitting"][0]
-    assert plain["strategy"] == first["strategy"]
-    assert plain["memory"]["total_bytes"] == first["memory_bytes"]
-    assert plain["time"]["total_seconds"] == first["step_seconds"]
-    assert f"--strategy {first['strategy']} (found by --fit): what is sharded" in plain["decisions"]
-
-
-def test_what_is_found_is_what_a_plan_of_it_says(capsys: pytest.CaptureFixture[str]) -> None:
-    last = fit(capsys, "--model gpt2 --fit 8GiB --gpus 8")["fit"]["fitting"][-1]
-    plain = fit(
-        capsys,
-        f"--model gpt2 --mesh {'x'.join(map(str, last['mesh']))} --strategy {last['strategy']} --micro-batch "
+def test_what_is_found_is_what_a_plan_of_it_says() -> None:
+    last = plan(EIGHT)["fit"]["fitting"][-1]
+    plain = plan(
+        f"--mesh {'x'.join(map(str, last['mesh']))} --strategy {last['strategy']} --micro-batch "
         f"{last['micro_batch']} --num-microbatches {last['num_microbatches']} --recompute {last['recompute']}",
     )
     assert plain["memory"]["total_bytes"] == last["memory_bytes"]
     assert plain["time"]["total_seconds"] == last["step_seconds"]
 
 
-def test_options_that_are_given_stay(capsys: pytest.CaptureFixture[str]) -> None:
-    options = "--strategy hsdp --mesh 2x8 --micro-batch 2 --recompute full"
-    found = fit(capsys, f"--model gpt2 --fit 200GiB {options}")["fit"]
-    (only,) = found["fitting"]
-    assert (only["strategy"], only["mesh"], only["micro_batch"]) == ("hsdp", [2, 8], 2)
-    assert (only["num_microbatches"], only["recompute"]) == (4, "full")
-
-
-def test_a_given_number_of_microbatches_decides_their_size(capsys: pytest.CaptureFixture[str]) -> None:
-    options = "--gpus 4 --num-microbatches 3 --global-batch 24 --recompute none --strategy optim"
-    found = fit(capsys, f"--model gpt2 --fit 200GiB {options}")["fit"]
-    assert [(each["num_microbatches"], each["micro_batch"]) for each in found["fitting"]] == [(3, 2)]
-
-
-def test_selective_recomputation_is_tried_where_scores_are_stored(capsys: pytest.CaptureFixture[str]) -> None:
-    options = "--gpus 4 --strategy optim --attention unfused --micro-batch 1"
-    found = fit(capsys, f"--model gpt2 --fit 200GiB {options}")["fit"]
-    assert {each["recompute"] for each in found["fitting"]} == {"none", "selective", "full"}
+@pytest.mark.parametrize(
+    ("options", "keys", "wanted"),
+    [
+        # All setups train on the same number of sequences: of a rank, micro-batch and microbatches.
+        (
+            "--gpus 4 --global-batch 48 --strategy optim",
+            ("micro_batch", "num_microbatches"),
+            {(1, 12), (2, 6), (3, 4), (4, 3), (6, 2), (12, 1)},
+        ),
+        # Hybrids have every split of the ranks.
+        (
+            "--gpus 12 --micro-batch 1 --recompute none",
+            ("strategy", "mesh"),
+            {
+                *((strategy, mesh) for strategy in ("hsdp", "hfsdp") for mesh in ((6, 2), (4, 3), (3, 4), (2, 6))),
+                *((strategy, (12,)) for strategy in ("no_shard", "optim", "optim_grads", "optim_grads_params")),
+            },
+        ),
+        # What is given stays.
+        (
+            "--strategy hsdp --mesh 2x8 --micro-batch 2 --recompute full",
+            ("strategy", "mesh", "micro_batch", "num_microbatches", "recompute"),
+            {("hsdp", (2, 8), 2, 4, "full")},
+        ),
+        (
+            "--gpus 4 --num-microbatches 3 --global-batch 24 --recompute none --strategy optim",
+            ("num_microbatches", "micro_batch"),
+            {(3, 2)},
+        ),
+        # Where scores are stored, they may be computed again alone.
+        (
+            "--gpus 4 --strategy optim --attention unfused --micro-batch 1",
+            ("recompute",),
+            {("none",), ("selective",), ("full",)},
+        ),
+    ],
+)
+def test_a_search_tries_what_is_not_given(options: str, keys: tuple[str, ...], wanted: set[Any]) -> None:
+    fitting = plan(f"--fit 200GiB {options}")["fit"]["fitting"]
+    found = [tuple(tuple(each[key]) if key == "mesh" else each[key] for key in keys) for each in fitting]
+    assert set(found) == wanted
 
 
 def test_where_nothing_fits_the_table_says_what_the_smallest_takes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main("plan --model llama3-8b --fit 10GiB --gpus 4 --strategy no_shard".split()) == 1
     page = capsys.readouterr().out
     assert page.startswith("0 of 8 setups fit 10.00 GiB on 4 ranks, 32 sequences per step")
-    assert re.search(r"no_shard +4 .* at least 141.21 GiB, 131.21 GiB too much, with micro-batch 1 and ", page)
-    assert "AdamW moments 59.83 GiB" in page
+    words = "at least 141.21 GiB, 131.21 GiB too much, with micro-batch 1 and recompute full"
+    assert re.search(rf"no_shard +4 .* {words}: .*AdamW moments 59.83 GiB", page)
 
 
-def test_what_has_no_layout_is_told_apart_from_what_is_too_large(capsys: pytest.CaptureFixture[str]) -> None:
-    factory = "tests.unit.megatron_fsdp.cli.test_plan:few_long_rows"
-    found = fit(capsys, f"--factory {factory} --fit 10TiB --gpus 64 --micro-batch 1")["fit"]
-    reasons = {(each["strategy"], tuple(each["mesh"])): each["reason"] for each in found["rejected"]}
+def test_what_has_no_layout_is_told_apart_from_what_is_too_large() -> None:
+    found = plan("--factory tests.unit.megatron_fsdp.cli.test_plan:few_long_rows --fit 10TiB --gpus 64 --micro-batch 1")
+    reasons = {(each["strategy"], tuple(each["mesh"])): each["reason"] for each in found["fit"]["rejected"]}
     assert reasons["optim", (64,)].startswith("no layout: unit 'blocks.1': padding makes")
-    assert {each["strategy"] for each in found["fitting"]} >= {"no_shard", "hsdp"}
+    assert {each["strategy"] for each in found["fit"]["fitting"]} >= {"no_shard", "hsdp"}
 
 
-def test_reserved_memory_is_not_given_away(capsys: pytest.CaptureFixture[str]) -> None:
-    def most(options: str) -> int:
-        found = fit(capsys, f"--model gpt2 --fit 8GiB --gpus 4 --recompute none {options}")["fit"]["fitting"]
-        return max(int(each["memory_bytes"]) for each in found)
-
-    assert most("--reserve 3GiB") <= 8 * GIB
-    rest = fit(capsys, "--model gpt2 --fit 8GiB --gpus 4 --reserve 3GiB")["memory"]["parts"]
-    assert {"name": "reserve", "num_bytes": 3 * GIB, "is_known": True} in rest
+def test_reserved_memory_is_not_given_away() -> None:
+    found = plan("--fit 4GiB --gpus 4 --recompute none --reserve 2GiB")
+    assert max(each["memory_bytes"] for each in found["fit"]["fitting"]) <= 4 * GIB
+    assert {"name": "reserve", "num_bytes": 2 * GIB, "is_known": True} in found["memory"]["parts"]
 
 
-def test_a_slower_network_makes_replicas_over_nodes_the_faster_choice(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_slower_network_makes_replicas_over_nodes_the_faster_choice() -> None:
     def seconds(options: str) -> dict[str, float]:
-        found = fit(capsys, f"--model gpt2 --fit 80GiB --gpus 16 --micro-batch 1 {options}")["fit"]["fitting"]
+        found = plan(f"--fit 80GiB --gpus 16 --micro-batch 1 {options}")["fit"]["fitting"]
         # Fastest first.
         return {each["strategy"]: each["step_seconds"] for each in reversed(found)}
 
