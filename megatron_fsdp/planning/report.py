@@ -246,7 +246,7 @@ def _unit_table(report: Report) -> Table:
             **_amounts(unit.groups, unit.persistent_bytes),
             "gathered_bytes": unit.transient_bytes("gathered weights"),
             "packed_bytes": unit.transient_bytes("packed gradients"),
-            "after_forward": "released" if unit.reshards_after_forward else "kept",
+            "after_forward": unit.reason.split()[0].replace("nothing", "-"),
         }
         rows.append(row if unit.groups else dict(list(row.items())[:3]))
     groups = [group for unit in report.units for group in unit.groups]

@@ -117,8 +117,7 @@ class UnitReport:
 
     Attributes:
         modules: class names of its modules. is_root: no unit is around it.
-        reshards_after_forward: whether units like it give gathered weights back after forward. reason: what becomes of
-            them, and why; the last unit that forward uses keeps them though.
+        reason: what becomes of gathered weights after forward ("released", "kept"), and why.
         ties: for every parameter that is registered in several places, all of its names.
         replicated: parameters that stay whole on every rank in a model that is sharded (``fsdp_no_shard``).
         whole_bytes: of all of its weights in compute dtype.
@@ -127,7 +126,6 @@ class UnitReport:
 
     name: str
     modules: tuple[str, ...]
-    reshards_after_forward: bool
     reason: str
     ties: tuple[tuple[str, ...], ...]
     groups: tuple[GroupReport, ...]
@@ -155,7 +153,6 @@ def unit_report(stood: StoodIn, *, is_sharded: bool) -> UnitReport:
     return UnitReport(
         name=stood.name,
         modules=stood.modules,
-        reshards_after_forward=not is_root if asked is None else asked is not False,
         reason=_reason(unit, asked, is_root=is_root),
         ties=stood.ties,
         groups=tuple(_group_report(group, stood.names(group)) for group in unit.groups),

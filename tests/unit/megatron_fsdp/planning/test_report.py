@@ -74,14 +74,13 @@ def test_the_reason_for_keeping_weights_is_told(mesh: DeviceMesh) -> None:
     fully_shard(model.around, mesh)
     fully_shard(model, mesh)
     units = explain(model).units
-    reasons = {unit.name: (unit.reshards_after_forward, unit.reason) for unit in units}
-    assert reasons == {
-        "Model": (False, "kept after forward: it is the root"),
-        "blocks.0": (True, "released after forward: the default below the root"),
-        "blocks.1": (False, "kept after forward: reshard_after_forward=False"),
-        "blocks.2": (True, "nothing to release: its weights rest whole on every rank"),
-        "around": (True, "nothing to release: it has no parameters of its own"),
-        "around.0": (True, "released after forward but for one part in 2: reshard_after_forward=2"),
+    assert {unit.name: unit.reason for unit in units} == {
+        "Model": "kept after forward: it is the root",
+        "blocks.0": "released after forward: the default below the root",
+        "blocks.1": "kept after forward: reshard_after_forward=False",
+        "blocks.2": "nothing to release: its weights rest whole on every rank",
+        "around": "nothing to release: it has no parameters of its own",
+        "around.0": "released after forward but for one part in 2: reshard_after_forward=2",
     }
 
 
