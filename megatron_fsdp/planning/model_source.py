@@ -20,7 +20,7 @@ from megatron_fsdp.planning import catalog
 from megatron_fsdp.planning.catalog import Architecture
 from megatron_fsdp.planning.parallelism import Parallelism, Stage, in_flight
 from megatron_fsdp.planning.played_step import StandIns
-from megatron_fsdp.planning.stand_in import Sharding, shaped_stand_ins
+from megatron_fsdp.planning.stand_in import Sharding, put, shaped_stand_ins
 from megatron_fsdp.planning.transformer import Transformer, UnitWork, Workload
 
 __all__ = [
@@ -168,13 +168,7 @@ def _made(kind: str, path: str) -> nn.Module:
 
 def _register(module: nn.Module, parameters: Sequence[tuple[str, tuple[int, ...]]]) -> None:
     for name, shape in parameters:
-        *path, attribute = name.split(".")
-        inner = module
-        for part in path:
-            if part not in inner._modules:
-                inner.add_module(part, nn.Module())
-            inner = inner.get_submodule(part)
-        inner.register_parameter(attribute, nn.Parameter(torch.empty(shape, device="meta")))
+        put(module, name, nn.Parameter(torch.empty(shape, device="meta")))
 
 
 def _is_norm(name: str) -> bool:
