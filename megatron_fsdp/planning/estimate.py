@@ -30,7 +30,7 @@ _ASSUMED = (
     "every rank has the same work and the links that were given; stragglers are not counted",
 )
 
-__all__ = ["MemoryPart", "Projection", "Setup", "play_setup", "project", "project_stages"]
+__all__ = ["MemoryPart", "Projection", "Setup", "memory_of", "play_setup", "project", "project_stages"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ def project(subject: Subject, setup: Setup, played: PlayedStep | None = None) ->
     time = predict_step(played, workload, setup.hardware)
     iterations = sum(each.max_flops for each in played.owners) / setup.hardware.flops
     time = replace(time, optimizer=time.optimizer + iterations)
-    return Projection(subject, setup, played, tuple(_memory(subject, setup, played)), time)
+    return Projection(subject, setup, played, memory_of(subject, setup, played), time)
 
 
 def project_stages(subject: Subject, setup: Setup) -> tuple[Projection, ...]:
@@ -158,6 +158,11 @@ def _project_stage(subject: Subject, setup: Setup, stage: Stage) -> Projection:
     links = setup.hardware.links
     seconds = sum(each.count * transfer_seconds(each.transfer, links[each.transfer.axis]) for each in transfers)
     return replace(projection, transfers=transfers, time=replace(projection.time, model_parallel=seconds), stage=stage)
+
+
+def memory_of(subject: Subject, setup: Setup, played: PlayedStep) -> tuple[MemoryPart, ...]:
+    """Return what one rank holds at the highest, part by part: ``project`` without the time."""
+    return tuple(_memory(subject, setup, played))
 
 
 def _memory(subject: Subject, setup: Setup, played: PlayedStep) -> Iterator[MemoryPart]:

@@ -11,7 +11,7 @@ from typing import Any
 from dbuffer.errors import LayoutError
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.formatting import Listing, Table, format_bytes, format_seconds
-from megatron_fsdp.planning.estimate import Projection, play_setup, project
+from megatron_fsdp.planning.estimate import Projection, memory_of, play_setup, project
 from megatron_fsdp.planning.model_source import Subject
 from megatron_fsdp.planning.options import Options
 from megatron_fsdp.planning.plan_arguments import HYBRID
@@ -80,11 +80,12 @@ def search(subject: Subject, options: Options) -> Search:
         except LayoutError as error:
             rejected.append(Rejection(strategy, sizes, 0, f"no layout: {str(error).partition('. ')[0]}"))
             continue
-        tried = [project(subject, setup, played) for setup in setups]
-        fits = [projection for projection in tried if projection.memory_bytes <= limit_bytes]
-        fitting += fits
+        takes = [sum(part.num_bytes for part in memory_of(subject, setup, played)) for setup in setups]
+        # How long the rest would take is of no account.
+        fits = [setup for setup, num_bytes in zip(setups, takes, strict=True) if num_bytes <= limit_bytes]
+        fitting += [project(subject, setup, played) for setup in fits]
         if not fits:
-            smallest = min(tried, key=lambda projection: projection.memory_bytes)
+            smallest = project(subject, setups[takes.index(min(takes))], played)
             rejected.append(Rejection(strategy, sizes, smallest.memory_bytes, _reason(smallest, limit_bytes)))
     fitting.sort(key=lambda projection: (projection.time.total, projection.memory_bytes))
     num_tried = len(shardings) * len(workloads)

@@ -136,7 +136,7 @@ class StepListener:
             self._lifetimes.begin(owner, num_bytes)
 
     def forecast(self, num_microbatches: int) -> Forecast:
-        """Return what the noted step takes with other microbatches: the one before the last comes as often as needed."""
+        """Return what the noted step takes with other microbatches: the one before the last comes again."""
         self._settle()
         issues: Counter[Issue] = sum(self._sent, Counter())
         for issue, count in self._sent[-2].items() if num_microbatches != len(self._sent) else ():
