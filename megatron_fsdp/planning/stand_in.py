@@ -124,13 +124,13 @@ class StandIn(nn.Module):
     """Uses parameters of a unit, and calls the units in it, in the order in which they were added.
 
     Args:
-        path: of the module below the model. work: operations of one token, shared out among the weights by their size.
+        path: of the module below the model.
     """
 
-    def __init__(self, path: str, work: UnitWork, recording: Recording) -> None:
+    def __init__(self, path: str, recording: Recording) -> None:
         super().__init__()
-        # Other names are the model's.
-        self._path, self._work, self._recording, self._reads = path, work, recording, True
+        # Other names are the model's. The operations of one token are shared out among the weights by their size.
+        self._path, self._work, self._recording, self._reads = path, UnitWork(0), recording, True
         self._numel, self._order = 0, list[tuple[nn.Module, str]]()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -225,13 +225,14 @@ def _copied(
     model: nn.Module,
     units: Sequence[nn.Module],
     copy: Callable[[nn.Module, nn.Parameter], nn.Parameter | None],
-    work: Callable[[nn.Module], UnitWork],
+    work: Callable[[nn.Module], UnitWork | None],
     recording: Recording,
 ) -> dict[int, StandIn]:
     """Return stand-ins for a model and for the modules of units below it, by the identity of the module.
 
     Args:
         copy: returns what stands for a parameter of a module, always the same; None where nobody shards it.
+        work: as in ``shaped_stand_ins``.
     """
     chosen = {id(module) for module in (*units, model)}
     paths = {id(module): vars(module).get("path", path) for path, module in model.named_modules()}
@@ -240,9 +241,10 @@ def _copied(
 
     def stand_in(module: nn.Module) -> StandIn:
         kind = _class(type(module).__name__.removeprefix("FSDP"))
-        made[id(module)] = kind(paths[id(module)], work(module), recording)
-        fill(made[id(module)], module, "")
-        return made[id(module)]
+        found = made[id(module)] = kind(paths[id(module)], recording)
+        fill(found, module, "")
+        found._work = work(module) or UnitWork(2 * found._numel, is_layer=module is not model)
+        return found
 
     def fill(around: StandIn, module: nn.Module, prefix: str) -> None:
         seen.add(id(module))
@@ -291,7 +293,7 @@ def shaped_stand_ins(
     model: nn.Module,
     blocks: Sequence[nn.Module],
     sharding: Sharding,
-    work: Callable[[nn.Module], UnitWork],
+    work: Callable[[nn.Module], UnitWork | None],
     *,
     has_streams: bool = True,
 ) -> Iterator[Model]:
@@ -300,7 +302,8 @@ def shaped_stand_ins(
     Args:
         model: its parameters may be on any device, meta included; nothing is done to it.
         blocks: modules below ``model``; the root owns what no block does.
-        work: operations of a token in a unit's module. has_streams: lanes are streams, as on a GPU.
+        work: operations of a token in a unit's module; None: two for each of its parameters.
+        has_streams: lanes are streams, as on a GPU.
     Raises:
         ConfigError, OwnershipError: parameters that cannot be sharded so.
         LayoutError: the planner refuses the padding of a unit.
