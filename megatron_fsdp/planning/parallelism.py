@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from dbuffer import CollectiveCall
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.planning.catalog import Architecture, UnitShapes
-from megatron_fsdp.planning.step_listener import Transfer
 from megatron_fsdp.planning.transformer import LayerShape, Recompute, Workload
 
 __all__ = ["ModelTransfer", "Parallelism", "Stage", "bubble_share", "in_flight", "model_transfers", "stages_of"]
@@ -244,7 +244,7 @@ class ModelTransfer:
     """One kind of collective inside the model, over an axis that is not data-parallel, of one optimizer step."""
 
     what: str
-    transfer: Transfer
+    transfer: CollectiveCall
     count: int
 
 
@@ -268,23 +268,23 @@ def model_transfers(
         # The look-up of a divided table is summed in forward, the gradient of the output matrix's input in backward.
         ends = (stage.number == 0) + stage.has_head
         for kind in kinds:
-            transfer = Transfer(kind, "tp", parallelism.tensor, stream)
+            transfer = CollectiveCall(kind, "tp", parallelism.tensor, stream)
             yield ModelTransfer("layers", transfer, steps * (2 * passes * num_layers + ends))
     if parallelism.expert > 1:
         for layer in layers:
             if layer.copies:
                 sent = stream * layer.copies // parallelism.stream_ranks
-                transfer = Transfer("all_to_all", "ep", parallelism.expert, sent)
+                transfer = CollectiveCall("all_to_all", "ep", parallelism.expert, sent)
                 yield ModelTransfer("tokens to experts and back", transfer, steps * 2 * passes * layer.count)
     if parallelism.context > 1:
         for layer in layers:
             pairs = workload.tokens * 2 * layer.key_value_width * itemsize * parallelism.context
             for kind, count in (("all_gather", passes), ("reduce_scatter", 1)):
-                transfer = Transfer(kind, "cp", parallelism.context, pairs)
+                transfer = CollectiveCall(kind, "cp", parallelism.context, pairs)
                 yield ModelTransfer("keys and values", transfer, steps * count * layer.count)
     if parallelism.pipeline > 1:
         ways = (stage.number > 0) + (not stage.has_head)
-        transfer = Transfer("send", "pp", parallelism.pipeline, stream // parallelism.stream_ranks)
+        transfer = CollectiveCall("send", "pp", parallelism.pipeline, stream // parallelism.stream_ranks)
         yield ModelTransfer("to the neighbouring stages", transfer, steps * ways)
 
 

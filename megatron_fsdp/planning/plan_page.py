@@ -303,7 +303,8 @@ def _inside_dict(projection: Projection) -> dict[str, Any]:
         "stage": projection.stage.number,
         "expert_mesh": [{"axis": axis.name, "size": axis.size} for axis in expert_axes],
         "transfers": [
-            {"what": each.what, **each.transfer._asdict(), "count": each.count} for each in projection.transfers
+            {"what": each.what, **dataclasses.asdict(each.transfer), "count": each.count}
+            for each in projection.transfers
         ],
         "model_parallel_seconds": projection.time.model_parallel,
         "bubble_seconds": projection.time.bubble,

@@ -219,10 +219,9 @@ def _collectives(forecast: Forecast) -> dict[tuple[int, int], tuple[CollectiveRe
     """Return what each group issues, by the positions of unit and group."""
     counts: Counter[tuple[int, int, CollectiveReport]] = Counter()
     for issue, count in forecast.issues.items():
-        kind, axis, num_ranks, num_bytes = issue.transfer
-        counts[issue.unit, issue.group, CollectiveReport(issue.phase.value, kind, axis, num_ranks, 0, num_bytes)] += (
-            count
-        )
+        call = issue.transfer
+        told = CollectiveReport(issue.phase.value, call.kind, call.axis, call.num_ranks, 0, call.num_bytes)
+        counts[issue.unit, issue.group, told] += count
     found: dict[tuple[int, int], list[CollectiveReport]] = {}
     for (unit, group, collective), count in counts.items():
         found.setdefault((unit, group), []).append(replace(collective, count=count))

@@ -19,7 +19,7 @@ from megatron_fsdp.planning.stand_in import StoodIn
 from megatron_fsdp.planning.unit_report import storages_of
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
 
-__all__ = ["Forecast", "Issue", "Peak", "Phase", "StepListener", "Transfer"]
+__all__ = ["Forecast", "Issue", "Peak", "Phase", "StepListener"]
 
 
 class Phase(str, enum.Enum):
@@ -30,15 +30,6 @@ class Phase(str, enum.Enum):
     STEP = "step"
 
 
-class Transfer(NamedTuple):
-    """One collective: ``num_bytes`` is the full (unsharded) side, as in ``dbuffer.CollectiveCall``."""
-
-    kind: str
-    axis: str
-    num_ranks: int
-    num_bytes: int
-
-
 class Issue(NamedTuple):
     """A collective: for which unit and group (the first that shares it), by position, when, and on which lane."""
 
@@ -46,7 +37,7 @@ class Issue(NamedTuple):
     group: int
     phase: Phase
     lane: str
-    transfer: Transfer
+    transfer: CollectiveCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,11 +174,9 @@ class StepListener:
         known = (self._owners[id(each)] for each in storages if id(each) in self._owners)
         owner = next(known, _Owner(self._ticket[0], self._group, ""))
         if self._phase is not None and self._sent:
-            call = self._call
-            transfer = Transfer(call.kind, call.axis, call.num_ranks, call.num_bytes)
             # What the optimizer's step sends is no microbatch's.
             number = 0 if self._phase is Phase.STEP else -1
-            self._sent[number][Issue(owner.unit, owner.group, self._phase, self._ticket[1], transfer)] += 1
+            self._sent[number][Issue(owner.unit, owner.group, self._phase, self._ticket[1], self._call)] += 1
 
     def _allocated(self, storage: FlatStorage) -> None:
         owner = self._owners.get(id(storage))
