@@ -6,9 +6,9 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from dbuffer import CollectiveCall
 from megatron_fsdp.planning.played_step import PlayedStep
 from megatron_fsdp.planning.stand_in import Axis
-from megatron_fsdp.planning.step_listener import Transfer
 from megatron_fsdp.planning.transformer import Recompute, Workload
 from megatron_fsdp.virtual.playback import Playback, play
 from megatron_fsdp.virtual.recording import Work
@@ -47,7 +47,7 @@ class Hardware:
     links: Mapping[str, Link]
 
 
-def transfer_seconds(transfer: Transfer, link: Link) -> float:
+def transfer_seconds(transfer: CollectiveCall, link: Link) -> float:
     """Return how long one collective takes on a ring of n ranks.
 
     All-gather and reduce-scatter of S bytes (the full side) take n - 1 hops of S / n bytes: (n - 1) latency +
@@ -129,7 +129,7 @@ class _Speeds:
     def seconds(self, work: Work) -> float:
         """Return how long it takes alone."""
         if work.ranks:
-            transfer = Transfer(work.kind, work.axis, len(work.ranks), work.num_bytes)
+            transfer = CollectiveCall(work.kind, work.axis, len(work.ranks), work.num_bytes)
             return transfer_seconds(transfer, self.hardware.links[work.axis])
         kind, _, again = work.kind.partition(" ")
         if kind == "memory":

@@ -5,10 +5,8 @@ from __future__ import annotations
 import functools
 import importlib
 import json
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,7 @@ from megatron_fsdp.planning import catalog
 from megatron_fsdp.planning.catalog import Architecture
 from megatron_fsdp.planning.parallelism import Parallelism, Stage, in_flight
 from megatron_fsdp.planning.played_step import StandIns
-from megatron_fsdp.planning.stand_in import Sharding, shaped_stand_ins
+from megatron_fsdp.planning.stand_in import Sharding, put, shaped_stand_ins
 from megatron_fsdp.planning.transformer import Transformer, UnitWork, Workload
 
 __all__ = [
@@ -42,7 +40,7 @@ class Subject:
     Attributes:
         num_parameters, num_active_parameters: all, and those that one token uses.
         module: on the meta device. blocks: its units below the root.
-        work: operations per token of a unit's module at a sequence length.
+        work: operations per token of a unit's module at a sequence length; None: two for each of its parameters.
         activations: bytes kept for backward, from the workload and the compute dtype's size; None where only running
             the model would tell.
         notes: what is not known of it.
@@ -54,18 +52,17 @@ class Subject:
     num_active_parameters: int
     module: nn.Module
     blocks: Sequence[nn.Module]
-    work: Callable[[nn.Module, int], UnitWork]
+    work: Callable[[nn.Module, int], UnitWork | None]
     activations: Callable[[Workload, int], int] | None = None
     notes: tuple[str, ...] = ()
     architecture: Architecture | None = None
 
     def stand_ins(self, sharding: Sharding, sequence_length: int, *, has_streams: bool = True) -> StandIns:
         """Return what makes stand-ins for it under a way of sharding it."""
-        work = functools.partial(self._work, sequence_length)
-        return partial(shaped_stand_ins, self.module, self.blocks, sharding, work, has_streams=has_streams)
-
-    def _work(self, sequence_length: int, module: nn.Module) -> UnitWork:
-        return self.work(module, sequence_length)
+        return lambda: shaped_stand_ins(
+            self.module, self.blocks, sharding, lambda module: self.work(module, sequence_length),
+            has_streams=has_streams,
+        )  # fmt: skip
 
 
 # ---------------------------------------------------------------------- the catalog
@@ -168,13 +165,7 @@ def _made(kind: str, path: str) -> nn.Module:
 
 def _register(module: nn.Module, parameters: Sequence[tuple[str, tuple[int, ...]]]) -> None:
     for name, shape in parameters:
-        *path, attribute = name.split(".")
-        inner = module
-        for part in path:
-            if part not in inner._modules:
-                inner.add_module(part, nn.Module())
-            inner = inner.get_submodule(part)
-        inner.register_parameter(attribute, nn.Parameter(torch.empty(shape, device="meta")))
+        put(module, name, nn.Parameter(torch.empty(shape, device="meta")))
 
 
 def _is_norm(name: str) -> bool:
@@ -207,24 +198,7 @@ def factory_subject(target: str, unit_classes: tuple[str, ...] = ()) -> Subject:
     if not blocks:
         notes.append("no repeated blocks were found, so the whole model is one unit; --unit-class names units")
     count = sum(parameter.numel() for parameter in model.parameters())
-    numels = _own_numels(model, blocks)
-    return Subject(
-        target, count, count, model, blocks,
-        lambda module, _: UnitWork(2 * numels[id(module)], is_layer=module is not model), notes=tuple(notes),
-    )  # fmt: skip
-
-
-def _own_numels(model: nn.Module, blocks: Sequence[nn.Module]) -> Counter[int]:
-    """Return the elements of each unit's own parameters, by the identity of its module."""
-    chosen = {id(block) for block in blocks}
-    numels: Counter[int] = Counter()
-    seen: set[int] = set()
-    # Inner units come after those around them.
-    for unit in reversed([module for module in model.modules() if id(module) in chosen or module is model]):
-        own = [parameter for parameter in unit.parameters() if id(parameter) not in seen]
-        seen.update(map(id, own))
-        numels[id(unit)] = sum(parameter.numel() for parameter in own)
-    return numels
+    return Subject(target, count, count, model, blocks, lambda *_: None, notes=tuple(notes))
 
 
 def repeated_blocks(model: nn.Module) -> tuple[nn.Module, ...]:

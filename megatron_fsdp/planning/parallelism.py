@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from dbuffer import CollectiveCall
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.planning.catalog import Architecture, UnitShapes
-from megatron_fsdp.planning.step_listener import Transfer
 from megatron_fsdp.planning.transformer import LayerShape, Recompute, Workload
 
 __all__ = ["ModelTransfer", "Parallelism", "Stage", "bubble_share", "in_flight", "model_transfers", "stages_of"]
@@ -243,7 +243,7 @@ class ModelTransfer:
     """One kind of collective inside the model, over an axis that is not data-parallel, of one optimizer step."""
 
     what: str
-    transfer: Transfer
+    transfer: CollectiveCall
     count: int
 
 
@@ -260,23 +260,23 @@ def model_transfers(
     """
     passes = 2 + (workload.recompute is Recompute.FULL)
     stream = workload.tokens * stage.architecture.hidden_size * itemsize
-    found = list[tuple[str, Transfer, int]]()
+    found = list[tuple[str, CollectiveCall, int]]()
     if (ranks := parallelism.tensor) > 1:
         # The look-up of a divided table is summed in forward, the gradient of the output matrix's input in backward.
         count = 2 * passes * sum(layer.count for layer in layers) + (stage.number == 0) + stage.has_head
         kinds = ("all_gather", "reduce_scatter") if parallelism.is_sequence_parallel else ("all_reduce",)
-        found += [("layers", Transfer(kind, "tp", ranks, stream), count) for kind in kinds]
+        found += [("layers", CollectiveCall(kind, "tp", ranks, stream), count) for kind in kinds]
     for layer in layers:
         if (ranks := parallelism.expert) > 1 and layer.copies:
-            sent = Transfer("all_to_all", "ep", ranks, stream * layer.copies // parallelism.stream_ranks)
+            sent = CollectiveCall("all_to_all", "ep", ranks, stream * layer.copies // parallelism.stream_ranks)
             found.append(("tokens to experts and back", sent, 2 * passes * layer.count))
     for layer in layers:
         if (ranks := parallelism.context) > 1:
             pairs = workload.tokens * 2 * layer.key_value_width * itemsize * ranks
             for kind, count in (("all_gather", passes), ("reduce_scatter", 1)):
-                found.append(("keys and values", Transfer(kind, "cp", ranks, pairs), count * layer.count))
+                found.append(("keys and values", CollectiveCall(kind, "cp", ranks, pairs), count * layer.count))
     if (ranks := parallelism.pipeline) > 1:
-        sent = Transfer("send", "pp", ranks, stream // parallelism.stream_ranks)
+        sent = CollectiveCall("send", "pp", ranks, stream // parallelism.stream_ranks)
         found.append(("to the neighbouring stages", sent, (stage.number > 0) + (not stage.has_head)))
     return tuple(ModelTransfer(what, each, workload.num_microbatches * count) for what, each, count in found)
 

@@ -252,4 +252,4 @@ def _inside_dict(projection: Projection) -> dict[str, Any]:
 
 
 def _transfers(projection: Projection) -> list[dict[str, Any]]:
-    return [{"what": each.what, **each.transfer._asdict(), "count": each.count} for each in projection.transfers]
+    return [{"what": each.what, **asdict(each.transfer), "count": each.count} for each in projection.transfers]

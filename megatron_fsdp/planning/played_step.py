@@ -21,7 +21,7 @@ from megatron_fsdp.optim.muon import explain_ownership
 from megatron_fsdp.optim.ownership import OwnershipReport
 from megatron_fsdp.optim.sharded_optimizer import fully_shard_optimizer
 from megatron_fsdp.planning.planned_ownership import muon_bytes, planned_muon
-from megatron_fsdp.planning.stand_in import Hear, Model, StandIn
+from megatron_fsdp.planning.stand_in import Model, StandIn
 from megatron_fsdp.planning.step_listener import Forecast, Phase, StepListener
 from megatron_fsdp.planning.transformer import UnitWork
 from megatron_fsdp.planning.unit_report import UnitReport, adamw_bytes, is_cut, is_trained, unit_report
@@ -31,8 +31,8 @@ from megatron_fsdp.virtual.recording import Item
 
 __all__ = ["PlayedStep", "StandIns", "play_step"]
 
-StandIns = Callable[[Hear], AbstractContextManager[Model]]
-"""Makes stand-ins that tell of each gradient of a weight."""
+StandIns = Callable[[], AbstractContextManager[Model]]
+"""Makes stand-ins for a model, which are there while the context is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,50 +74,49 @@ def play_step(
             where these are split.
         is_muon: Muon steps matrices, AdamW the rest.
     """
-    meter, heard = memory_meter(), listeners[:]
-    peak_bytes, num_allocations = meter.peak_bytes, meter.num_allocations
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.enable_grad())
-        stack.enter_context(warnings.catch_warnings())
-        # Whoever asks for the plan is told of padding by it.
-        warnings.simplefilter("ignore", PaddingWarning)
-        # A job that asks in the middle of a step goes on as if nothing was: nobody hears of what is no step of its own.
-        listeners.clear()
-        stack.callback(listeners.extend, heard)
-        stack.enter_context(_without_collections())
-        found = _played(stand_ins, counts, moments_dtype, is_muon=is_muon)
-    gc.collect()
-    meter.peak_bytes, meter.num_allocations = peak_bytes, num_allocations
-    return found
+    with _aside():
+        return _played(stand_ins, counts, moments_dtype, is_muon=is_muon)
 
 
 @contextlib.contextmanager
-def _without_collections() -> Iterator[None]:
-    """Take no time to look for garbage in what lives until the end."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
+def _aside() -> Iterator[None]:
+    """Let a job that asks in the middle of a step go on as if nothing was, and take no time to look for garbage."""
+    meter, heard, was_on, knows_frozen = memory_meter(), listeners[:], gc.isenabled(), gc.get_freeze_count()
+    peak_bytes, num_allocations = meter.peak_bytes, meter.num_allocations
+    with torch.inference_mode(False), torch.enable_grad(), warnings.catch_warnings():
+        # Whoever asks for the plan is told of padding by it.
+        warnings.simplefilter("ignore", PaddingWarning)
+        listeners.clear()
+        gc.disable()
+        # What was there before need not be looked through.
+        gc.freeze()
+        try:
+            yield
+        finally:
+            listeners.extend(heard)
+            gc.collect()
+            if not knows_frozen:
+                gc.unfreeze()
+            if was_on:
+                gc.enable()
+            meter.peak_bytes, meter.num_allocations = peak_bytes, num_allocations
 
 
 def _played(
     stand_ins: StandIns, counts: Sequence[int], moments_dtype: torch.dtype | None, *, is_muon: bool
 ) -> PlayedStep:
-    listener = StepListener()
     items: dict[int, tuple[Item, ...]] = {}
     forecasts: dict[int, Forecast] = {}
-    with stand_ins(listener.gradient) as model, listen(listener):
+    with stand_ins() as model, listen(listener := StepListener(model.units)):
         units = [each.unit for each in model.units]
         groups = [group for unit in units for group in unit.groups]
-        listener.follow(model.units)
         model.device.unit_names = {each.unit.name: each.name for each in model.units}
         adds_up = any(unit.policy.reduction for unit in units)
         # Sums of reduction="invariant" hold more the more microbatches there are, so that all of them run.
         chosen = sorted(set(counts) if adds_up else {min(count, 3) for count in counts})
+        if not adds_up and 3 in chosen:
+            # Two are three without the one in the middle.
+            chosen = [count for count in chosen if count != 2]
         optimizer = _optimizer(model, groups)
         # The first step finds the order of units; arenas are planned for what comes in a second one.
         has_slots = any(unit.slots.sizing for unit in units)
@@ -130,10 +129,10 @@ def _played(
             model.device.recording.items.clear()
             starts = _step(model, optimizer, listener, count, is_recorded=True)
             items[count] = tuple(model.device.recording.items)
-            if max(counts) > 3 and count == 3 and not adds_up:
-                items.setdefault(2, items[3][: starts[1]] + items[3][starts[2] :])
-            for each in {count} if adds_up else {each for each in counts if min(each, 3) == count}:
-                forecasts[each] = listener.forecast(each)
+            forecasts[count] = listener.forecast(count)
+            if count == 3 and not adds_up:
+                items[2] = items[3][: starts[1]] + items[3][starts[2] :]
+                forecasts |= {each: listener.forecast(each) for each in counts if each > 1}
         pools = [unit.schedule.pools for unit in units]
         arenas = {id(pool): pool.plan for each in pools for pool in each.planned if pool.plan is not None}
         is_sharded = any(map(is_cut, groups))
@@ -153,7 +152,7 @@ def _played(
 def _work_of(unit: Unit) -> UnitWork:
     stand_in = unit.modules[0]()
     assert isinstance(stand_in, StandIn)
-    return stand_in.work
+    return stand_in._work
 
 
 def _optimizer(model: Model, groups: Sequence[ParameterGroup]) -> torch.optim.Optimizer | None:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from dbuffer import CollectiveCall
 from dbuffer.planner.arena import ArenaPlan
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.formatting import Table, format_bytes, listing
@@ -20,7 +21,7 @@ from megatron_fsdp.optim.muon import explain_ownership
 from megatron_fsdp.optim.ownership import OwnershipReport
 from megatron_fsdp.planning.played_step import PlayedStep, play_step
 from megatron_fsdp.planning.stand_in import live_stand_ins, unsharded
-from megatron_fsdp.planning.step_listener import Forecast, Peak, Phase, Transfer
+from megatron_fsdp.planning.step_listener import Forecast, Peak, Phase
 from megatron_fsdp.planning.unit_report import CollectiveReport, GroupReport, UnitReport
 from megatron_fsdp.runtime.step.unit import units_below
 
@@ -200,12 +201,13 @@ def report_of(
 
 def _collectives(forecast: Forecast) -> defaultdict[tuple[int, int], list[CollectiveReport]]:
     """Return what each group issues, by the positions of unit and group."""
-    counts: Counter[tuple[int, int, Phase, Transfer]] = Counter()
+    counts: Counter[tuple[int, int, Phase, CollectiveCall]] = Counter()
     for issue, count in forecast.issues.items():
         counts[issue.unit, issue.group, issue.phase, issue.transfer] += count
     found: defaultdict[tuple[int, int], list[CollectiveReport]] = defaultdict(list)
-    for (unit, group, phase, (kind, axis, num_ranks, num_bytes)), count in counts.items():
-        found[unit, group].append(CollectiveReport(phase.value, kind, axis, num_ranks, count, count * num_bytes))
+    for (unit, group, phase, call), count in counts.items():
+        of_all = CollectiveReport(phase.value, call.kind, call.axis, call.num_ranks, count, count * call.num_bytes)
+        found[unit, group].append(of_all)
     return found
 
 

@@ -1,14 +1,15 @@
 """Stand-ins: modules with the units and parameters of a model, which note what using them would compute.
 
 Everything else, every buffer, gather, wait and reduction, is what the engine does with them. The model may be a live
-one, whose units are built again, or one of shapes alone (on the meta device), whose units are planned here.
+one, whose units are built again, or one of shapes alone (on the meta device), whose stand-ins ``fully_shard`` shards.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -17,28 +18,40 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dbuffer.errors import LayoutError
+from dbuffer.events import tell
 from dbuffer.mesh import make_reduce_groups, mesh_axes
 from dbuffer_kernels.launch import launch_with
-from megatron_fsdp.api import put_in_place
-from megatron_fsdp.build.builder import GroupPlan, Wishes, plan_groups
+from megatron_fsdp.api import fully_shard, put_in_place
 from megatron_fsdp.build.no_shard import fsdp_no_shard, is_no_shard
-from megatron_fsdp.build.ownership import OwnedParameter, collect_parameters
-from megatron_fsdp.errors import ConfigError
+from megatron_fsdp.build.ownership import collect_parameters
 from megatron_fsdp.planning.transformer import UnitWork
-from megatron_fsdp.policy.mesh import sharding_target
 from megatron_fsdp.policy.precision import MixedPrecisionPolicy
 from megatron_fsdp.policy.strategy import Placements
 from megatron_fsdp.runtime.lifecycle.make_param_group import make_param_group
 from megatron_fsdp.runtime.lifecycle.make_unit import make_unit
-from megatron_fsdp.runtime.lifecycle.module import FSDPModule
+from megatron_fsdp.runtime.lifecycle.module import FSDPModule, unit_of
+from megatron_fsdp.runtime.lifecycle.param_registry import registered
 from megatron_fsdp.runtime.step.cuda_lane import turns
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
 from megatron_fsdp.runtime.step.unit import Unit
+from megatron_fsdp.runtime.step.weight_handle import handle_of
 from megatron_fsdp.runtime.weights.memory_slots import keep_gathered, use_slots
 from megatron_fsdp.virtual.device import VirtualDevice, virtual_device
 from megatron_fsdp.virtual.recording import Recording, Work
 
-__all__ = ["Axis", "Model", "Sharding", "StandIn", "StoodIn", "live_stand_ins", "shaped_stand_ins", "unsharded"]
+__all__ = [
+    "Axes",
+    "Axis",
+    "Model",
+    "Sharding",
+    "StandIn",
+    "StoodIn",
+    "live_stand_ins",
+    "put",
+    "reshard_asked",
+    "shaped_stand_ins",
+    "unsharded",
+]
 
 
 class Axis(NamedTuple):
@@ -86,91 +99,78 @@ class _Use(torch.autograd.Function):
     """A use of a weight: its products, and gradients without values."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, note: Callable[..., None], reads: bool
-    ) -> torch.Tensor:
-        if reads:
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, module: StandIn) -> torch.Tensor:
+        if module._reads:
             ctx.save_for_backward(weight)
-        ctx.note, ctx.shape, ctx.dtype = note, weight.shape, weight.dtype
-        note("forward")
+        ctx.module, ctx.handle, ctx.shape, ctx.dtype = module, handle_of(weight), weight.shape, weight.dtype
+        module._note("forward", weight.numel())
         return torch.empty(1)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor | None, ...]:
         # Where weights are read they are gathered by now.
         _ = ctx.saved_tensors
-        ctx.note("backward")
+        ctx.module._note("backward", ctx.shape.numel())
         x = torch.empty(1) if ctx.needs_input_grad[0] else None
         if not ctx.needs_input_grad[1]:
-            return x, None, None, None
+            return x, None, None
         gradient = torch.empty(ctx.shape, dtype=ctx.dtype)
-        ctx.note("weight", gradient)
-        return x, gradient, None, None
+        ctx.module._note("weight", ctx.shape.numel())
+        tell("computed", (ctx.handle.group(), gradient))
+        return x, gradient, None
 
 
 class StandIn(nn.Module):
-    """A module of a unit, whose parameters and inner modules are used in the order in which they were added.
+    """Uses parameters of a unit, and calls the units in it, in the order in which they were added.
 
     Args:
-        work: operations of one token, which are shared out among the weights by their size.
-        hear: is told of each weight's gradient, by the module and the name here.
-    Attributes:
-        names: of parameters in the model's unit, by their names here. reads: whether backward reads weights.
-        work: as given.
+        path: of the module below the model.
     """
 
-    def __init__(
-        self, recording: Recording, work: UnitWork, hear: Callable[[StandIn, str, torch.Tensor], None]
-    ) -> None:
+    def __init__(self, path: str, recording: Recording) -> None:
         super().__init__()
-        self.names: dict[str, str] = {}
-        self.reads = True
-        self._order: list[str] = []
-        self.work = work
-        self._recording, self._hear, self._numel = recording, hear, 0
-
-    def call(self, module: StandIn) -> None:
-        """Call a module next."""
-        self._order.append(f"{len(self._order)}")
-        self.register_module(self._order[-1], module)
-
-    def use(self, parameter: nn.Parameter, name: str) -> None:
-        """Use a parameter next."""
-        self._order.append(f"{len(self._order)}")
-        self.names[self._order[-1]] = name
-        self.register_parameter(self._order[-1], parameter)
-        self._numel += parameter.numel()
-
-    def hold(self, parameter: nn.Parameter, name: str) -> None:
-        """Have a parameter that is not used."""
-        self.names[f"unused{len(self.names)}"] = name
-        self.register_parameter(f"unused{len(self.names) - 1}", parameter)
+        # Other names are the model's. The operations of one token are shared out among the weights by their size.
+        self._path, self._work, self._recording, self._reads = path, UnitWork(0), recording, True
+        self._numel, self._order = 0, list[tuple[nn.Module, str]]()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Pass a token through everything; values mean nothing."""
-        for name in self._order:
-            each = getattr(self, name)
-            x = each(x) if isinstance(each, nn.Module) else self._use(name, each, x)
+        for module, name in self._order:
+            part = getattr(module, name)
+            x = part(x) if isinstance(part, nn.Module) else _Use.apply(x, part, self)  # type: ignore[no-untyped-call]
         return x
 
-    def _use(self, name: str, weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        used: torch.Tensor = _Use.apply(x, weight, self._noting(name, weight), self.reads)  # type: ignore[no-untyped-call]
-        return used
+    def _add(self, name: str, part: nn.Parameter | StandIn, *, is_used: bool = True) -> None:
+        """Have a parameter or an inner unit of this name, which may have dots, and use or call it next."""
+        place = put(self, name, part)
+        if is_used:
+            self._order.append(place)
+            self._numel += part.numel() if isinstance(part, nn.Parameter) else 0
 
-    def _noting(self, name: str, weight: torch.Tensor) -> Callable[..., None]:
-        """Return what notes the operations of a use: its share of the unit's own."""
-        work, recording, share = self.work, self._recording, weight.numel() / self._numel
+    def _note(self, what: str, numel: int) -> None:
+        """Note the operations of a use of so many weights: their share of the unit's own."""
+        share, work = numel / self._numel, self._work
+        for kind, times in _TIMES[what].items():
+            self._recording.work(Work(what, kind, int(share * times * getattr(work, kind))))
+        if what == "backward" and work.is_layer:
+            for kind in ("matrix", "attention"):
+                self._recording.work(Work("again", f"{kind} again", int(share * getattr(work, kind))), calls=0)
 
-        def note(what: str, gradient: torch.Tensor | None = None) -> None:
-            for kind, times in _TIMES[what].items():
-                recording.work(Work(what, kind, int(share * times * getattr(work, kind))))
-            if what == "backward" and work.is_layer:
-                for kind in ("matrix", "attention"):
-                    recording.work(Work("again", f"{kind} again", int(share * getattr(work, kind))), calls=0)
-            if gradient is not None:
-                self._hear(self, name, gradient)
 
-        return note
+def put(module: nn.Module, name: str, part: nn.Parameter | nn.Module) -> tuple[nn.Module, str]:
+    """Register something below a module under a name with dots; return the module that has it, and its name there."""
+    *path, attribute = name.split(".")
+    for each in path:
+        if each not in module._modules:
+            module.add_module(each, nn.Module())
+        module = module.get_submodule(each)
+    setattr(module, attribute, part)
+    return module, attribute
+
+
+@functools.lru_cache(maxsize=256)
+def _class(name: str) -> type[StandIn]:
+    return type(name, (StandIn,), {})
 
 
 # ---------------------------------------------------------------------- models
@@ -183,7 +183,7 @@ class StoodIn:
     Attributes:
         name: path of its (first) module below the model; the class name where that is the model itself.
         modules: class names. ties: for every parameter that is registered in several places, their full names.
-        unit: of stand-ins, built as the engine builds the model's. has_hooks: parameters whose class says what is
+        unit: of stand-ins, as the engine builds the model's. has_hooks: parameters whose class says what is
             gathered, which stand-ins do not know.
     """
 
@@ -193,14 +193,23 @@ class StoodIn:
     unit: Unit
     has_hooks: tuple[str, ...] = ()
 
+    @classmethod
+    def of(cls, unit: Unit, modules: Sequence[nn.Module], has_hooks: tuple[str, ...] = ()) -> StoodIn:
+        """Describe a unit of stand-ins for modules."""
+        parts = [part for module in unit.modules if isinstance(part := module(), StandIn)]
+        kinds = tuple(type(module).__name__.removeprefix("FSDP") for module in modules)
+        owned = [each for group in unit.groups for each in group.owned if len(each.param_module_infos) > 1]
+        paths = {id(module): path for part in parts if owned for path, module in part.named_modules(prefix=part._path)}
+        ties = [
+            tuple(f"{paths[id(info.module)]}.{info.attribute}".lstrip(".") for info in each.param_module_infos)
+            for each in owned
+        ]
+        return cls(next((part._path for part in parts if part._path), kinds[0]), kinds, tuple(ties), unit, has_hooks)
+
     def names(self, group: ParameterGroup) -> tuple[str, ...]:
         """Return what the parameters of a group are called in the model's unit."""
-        names = []
-        for owned in group.owned:
-            place = owned.param_module_infos[0]
-            assert isinstance(place.module, StandIn)
-            names.append(place.module.names[place.attribute])
-        return tuple(names)
+        prefixed = len(self.unit.modules) > 1
+        return tuple(name.partition(".")[2] if prefixed else name for name in group.parameters)
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,82 +221,47 @@ class Model:
     units: tuple[StoodIn, ...]
 
 
-Hear = Callable[[StandIn, str, torch.Tensor], None]
-
-
-class _Copies:
-    """Stand-ins for the modules of units below a model, each module once, in the order of registration.
+def _copied(
+    model: nn.Module,
+    units: Sequence[nn.Module],
+    copy: Callable[[nn.Module, nn.Parameter], nn.Parameter | None],
+    work: Callable[[nn.Module], UnitWork | None],
+    recording: Recording,
+) -> dict[int, StandIn]:
+    """Return stand-ins for a model and for the modules of units below it, by the identity of the module.
 
     Args:
-        paths: of the modules of units, by identity. stand_in: makes a module for one of them.
-        copy: returns what stands for a parameter of a module; None where nobody shards it.
-        shares: whether units may have parameters in common.
-    Attributes:
-        modules: by the identity of what they stand for. places: by that of a parameter, the unit's module and its name
-            there.
+        copy: returns what stands for a parameter of a module, always the same; None where nobody shards it.
+        work: as in ``shaped_stand_ins``.
     """
+    chosen = {id(module) for module in (*units, model)}
+    paths = {id(module): vars(module).get("path", path) for path, module in model.named_modules()}
+    made: dict[int, StandIn] = {}
+    seen: set[int] = set()
 
-    def __init__(
-        self,
-        model: nn.Module,
-        paths: Mapping[int, str],
-        stand_in: Callable[[nn.Module], StandIn],
-        copy: Callable[[nn.Module, nn.Parameter], nn.Parameter | None],
-        *,
-        shares: bool = False,
-    ) -> None:
-        self.modules: dict[int, StandIn] = {}
-        self.places: dict[int, tuple[nn.Module, str]] = {}
-        self._model, self._paths, self._stand_in, self._copy, self._shares = model, paths, stand_in, copy, shares
-        self._seen: set[int] = set()
-        self.outermost = self._made(model)
+    def stand_in(module: nn.Module) -> StandIn:
+        kind = _class(type(module).__name__.removeprefix("FSDP"))
+        found = made[id(module)] = kind(paths[id(module)], recording)
+        fill(found, module, "")
+        found._work = work(module) or UnitWork(2 * found._numel, is_layer=module is not model)
+        return found
 
-    def _made(self, module: nn.Module) -> StandIn:
-        made = self.modules[id(module)] = self._stand_in(module)
-        self._add(module, made, module, "")
-        return made
-
-    def _add(self, unit: nn.Module, made: StandIn, module: nn.Module, prefix: str) -> None:
-        self._seen.add(id(module))
+    def fill(around: StandIn, module: nn.Module, prefix: str) -> None:
+        seen.add(id(module))
         for name, parameter in module._parameters.items():
-            # A tied parameter gets its gradient when backward reaches the first place that used it.
-            owner, other = self.places.get(id(parameter), (unit, ""))
-            if owner is not unit and not self._shares:
-                raise ConfigError(
-                    f"parameter {prefix + name!r} of unit {self.name(unit)!r} is the same tensor as {other!r} of unit "
-                    f"{self.name(owner)!r}; tied parameters need one unit: leave both modules to the root, with "
-                    "--unit-class naming the others"
-                )
-            copy = None if parameter is None or id(parameter) in self.places else self._copy(module, parameter)
-            if copy is not None:
-                if not copy.ndim:
-                    raise ConfigError(
-                        f"unit {self.name(unit)!r}: parameter {prefix + name!r} has no dimensions, so there are no "
-                        "rows to shard; make it 1-d"
-                    )
-                self.places[id(parameter)] = unit, prefix + name
-                made.use(copy, prefix + name)
+            copied = None if parameter is None else copy(module, parameter)
+            if copied is not None:
+                # A tied parameter gets its gradient when backward reaches the first place that used it.
+                around._add(prefix + name, copied, is_used=id(parameter) not in seen)
+                seen.add(id(parameter))
         for name, child in module.named_children():
-            if id(child) in self._paths and id(child) not in self._seen:
-                made.call(self._made(child))
-            elif id(child) not in self._seen:
-                self._add(unit, made, child, f"{prefix}{name}.")
+            if id(child) in chosen - seen:
+                around._add(prefix + name, stand_in(child))
+            elif id(child) not in seen:
+                fill(around, child, f"{prefix}{name}.")
 
-    def name(self, module: nn.Module) -> str:
-        """Return the path of a unit's module; its class where that is the model."""
-        return self._paths.get(id(module)) or type(module).__name__.removeprefix("FSDP")
-
-    def ties(self) -> dict[int, tuple[tuple[str, ...], ...]]:
-        """Return the names of parameters registered in several places, by the identity of the unit's module."""
-        found: dict[int, list[str]] = {}
-        for name, parameter in self._model.named_parameters(remove_duplicate=False):
-            found.setdefault(id(parameter), []).append(name)
-        ties: dict[int, tuple[tuple[str, ...], ...]] = {}
-        for key, names in found.items():
-            if len(names) > 1 and key in self.places:
-                owner = id(self.places[key][0])
-                ties[owner] = (*ties.get(owner, ()), tuple(names))
-        return ties
+    stand_in(model)
+    return made
 
 
 @contextlib.contextmanager
@@ -295,54 +269,23 @@ def _virtual_meshes(
     meshes: Sequence[Axes], *, has_streams: bool
 ) -> Iterator[tuple[VirtualDevice, dict[Axes, DeviceMesh]]]:
     """Make this process a rank of a job that has these meshes, with the place on each that its axes say."""
-    places = []
-    for axes in meshes:
-        place = 0
-        for axis in axes:
-            place = place * axis.size + axis.rank
-        places.append(place)
+    meshes = list(dict.fromkeys(meshes))
     sizes = [math.prod(axis.size for axis in axes) for axes in meshes]
+    places = [functools.reduce(lambda place, axis: place * axis.size + axis.rank, axes, 0) for axes in meshes]
     # Ranks are numbered so that it is the same one everywhere.
     rank = max(places, default=0)
-    num_ranks = max((rank - place + size for place, size in zip(places, sizes, strict=True)), default=1)
+    firsts = [rank - place for place in places]
+    num_ranks = max((first + size for first, size in zip(firsts, sizes, strict=True)), default=1)
     with contextlib.ExitStack() as stack:
         device = stack.enter_context(virtual_device(num_ranks, rank, has_streams=has_streams))
         if not has_streams:
             # On a CPU kernels are operators, many and small ones of large tensors.
             stack.enter_context(launch_with(device.launch))
-        yield (
-            device,
-            {
-                axes: DeviceMesh(
-                    "cpu",
-                    (torch.arange(size) + rank - place).view([axis.size for axis in axes]),
-                    mesh_dim_names=tuple(axis.name for axis in axes),
-                )
-                for axes, place, size in zip(meshes, places, sizes, strict=True)
-            },
-        )
-
-
-def _put_up(
-    modules: list[StandIn],
-    owned: list[OwnedParameter],
-    plans: Sequence[GroupPlan],
-    policy: MixedPrecisionPolicy,
-    reshard_after_forward: bool | int | None = None,
-) -> Unit:
-    """Make a unit of modules, as ``fully_shard`` does when it has planned the groups."""
-    # With reduction="invariant" the divisor is told later on, and it is of no account here.
-    specs = [replace(plan.spec, divisor=1.0) for plan in plans]
-    groups = [make_param_group(plan.owned, plan.plan, spec, "StandIn") for plan, spec in zip(plans, specs, strict=True)]
-    unit = make_unit("StandIn", modules, groups, policy)
-    for mesh in {id(plan.spec.mesh): plan.spec.mesh for plan in plans}.values():
-        make_reduce_groups(mesh_axes(mesh))
-    put_in_place(unit, modules, owned, reshard_after_forward)
-    return unit
-
-
-def _owned(modules: Sequence[nn.Module]) -> list[OwnedParameter]:
-    return collect_parameters(modules, lambda module: isinstance(module, FSDPModule), ())
+        made = {}
+        for axes, first, size in zip(meshes, firsts, sizes, strict=True):
+            ranks = torch.arange(first, first + size).view([axis.size for axis in axes])
+            made[axes] = DeviceMesh("cpu", ranks, mesh_dim_names=tuple(axis.name for axis in axes))
+        yield device, made
 
 
 @contextlib.contextmanager
@@ -350,119 +293,105 @@ def shaped_stand_ins(
     model: nn.Module,
     blocks: Sequence[nn.Module],
     sharding: Sharding,
-    work: Callable[[nn.Module], UnitWork],
-    hear: Hear,
+    work: Callable[[nn.Module], UnitWork | None],
     *,
     has_streams: bool = True,
 ) -> Iterator[Model]:
-    """Stand in for what ``fully_shard`` of each block, and then of ``model``, would make.
+    """Call ``fully_shard`` on what stands for each block, and then on what stands for ``model``.
 
     Args:
         model: its parameters may be on any device, meta included; nothing is done to it.
         blocks: modules below ``model``; the root owns what no block does.
-        work: operations of a token in a unit's module. hear: is told of each gradient of a weight.
+        work: operations of a token in a unit's module; None: two for each of its parameters.
         has_streams: lanes are streams, as on a GPU.
     Raises:
-        ConfigError: a parameter without dimensions, or one that several units would own.
+        ConfigError, OwnershipError: parameters that cannot be sharded so.
         LayoutError: the planner refuses the padding of a unit.
     """
     chosen = {id(block) for block in blocks if not is_no_shard(block)} | {id(model)}
-    paths = {
-        id(module): vars(module).get("path", path) for path, module in model.named_modules() if id(module) in chosen
-    }
     units = [module for module in model.modules() if id(module) in chosen]
+    made: dict[int, nn.Parameter] = {}
 
     def copy(module: nn.Module, parameter: nn.Parameter) -> nn.Parameter:
-        made = nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype), parameter.requires_grad)
-        made.__dict__.update(parameter.__dict__)
-        return fsdp_no_shard(made) if is_no_shard(module) else made
+        if id(parameter) not in made:
+            copied = nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype), parameter.requires_grad)
+            copied.__dict__.update(parameter.__dict__)
+            made[id(parameter)] = fsdp_no_shard(copied) if is_no_shard(module) else copied
+        return made[id(parameter)]
 
-    meshes = list(dict.fromkeys(map(sharding.axes_of, units)))
-    with _virtual_meshes(meshes, has_streams=has_streams) as (device, known):
-        copies = _Copies(model, paths, lambda module: StandIn(device.recording, work(module), hear), copy)
-        ties, made = copies.ties(), list[StoodIn]()
+    with _virtual_meshes(list(map(sharding.axes_of, units)), has_streams=has_streams) as (device, meshes):
+        copies = _copied(model, units, copy, work, device.recording)
+        made.clear()
         # Inner units come after those around them.
         for module in reversed(units):
-            name, stand_in = copies.name(module), copies.modules[id(module)]
-            target = sharding_target(known[sharding.axes_of(module)], sharding.placements, None)
-            owned = _owned([stand_in])
+            stand_in = copies[id(module)]
             try:
-                plans = plan_groups(owned, Wishes(target, sharding.policy, None, 1, None))
+                fully_shard(stand_in, meshes[sharding.axes_of(module)], sharding.placements, mp_policy=sharding.policy)
             except LayoutError as error:
+                name = stand_in._path or type(stand_in).__name__
                 raise LayoutError(f"unit {name!r}: {error}") from error
-            unit = _put_up([stand_in], owned, plans, sharding.policy)
-            made.append(StoodIn(name, (type(module).__name__,), ties.get(id(module), ()), unit))
-        yield Model(device, copies.outermost, tuple(reversed(made)))
+            # It is of no account here, but reduction="invariant" wants to be told one.
+            FSDPModule.set_gradient_divide_factor(stand_in, 1.0)  # type: ignore[arg-type]  # it is one now
+        stood = tuple(StoodIn.of(unit_of(copies[id(module)]), [module]) for module in units)
+        yield Model(device, copies[id(model)], stood)
 
 
 # ---------------------------------------------------------------------- live models
 
 
 @contextlib.contextmanager
-def live_stand_ins(model: nn.Module, units: Sequence[Unit], hear: Hear) -> Iterator[Model]:
+def live_stand_ins(model: nn.Module, units: Sequence[Unit]) -> Iterator[Model]:
     """Stand in for a live model, whose ``units`` are in the order in which modules are registered."""
-    places = {
-        id(_registered(unit, name)): (group, index)
-        for unit in units
-        for group in unit.groups
-        for index, name in enumerate(group.parameters)
-    }
+    every = [group for unit in units for group in unit.groups]
     modules = {id(unit): [module for each in unit.modules if (module := each()) is not None] for unit in units}
-    ids = {id(module) for each in modules.values() for module in each}
-    paths = {id(module): path for path, module in model.named_modules() if id(module) in ids}
+    places = {id(now): (group, index) for group in every for index, now in enumerate(_registered(group))}
     made: dict[tuple[int, int], nn.Parameter] = {}
 
     def stand_in(group: ParameterGroup, index: int) -> nn.Parameter:
-        weight = torch.empty(group.plan.shapes[index], dtype=group.spec.dtypes.stepped)
-        made[id(group), index] = nn.Parameter(weight, _was_trained(group))
+        if (id(group), index) not in made:
+            weight = torch.empty(group.plan.shapes[index], dtype=group.spec.dtypes.stepped)
+            made[id(group), index] = nn.Parameter(weight, _was_trained(group))
         return made[id(group), index]
 
-    def copy(module: nn.Module, parameter: nn.Parameter) -> nn.Parameter | None:
+    def copy(_: nn.Module, parameter: nn.Parameter) -> nn.Parameter | None:
         return stand_in(*places[id(parameter)]) if id(parameter) in places else None
 
     def build(unit: Unit) -> Unit:
-        stood = [copies.modules[id(each)] for each in modules[id(unit)] if id(each) in copies.modules]
+        """Do what ``fully_shard`` does when it has planned the groups, with those of the unit."""
+        stood = [copies[id(each)] for each in modules[id(unit)] if id(each) in copies]
         for group in unit.groups:
             for index, name in enumerate(group.parameters):
                 if (id(group), index) not in made:
                     # Of a module of the unit that is not below the one that was asked about.
-                    stood[0].hold(stand_in(group, index), name)
-        owned = _owned(stood)
+                    stood[0]._add(f"elsewhere.{name}", stand_in(group, index), is_used=False)
+        owned = collect_parameters(stood, lambda module: isinstance(module, FSDPModule), ())
         by_identity = {id(each.parameter): each for each in owned}
-        plans = [
-            GroupPlan(
-                [by_identity[id(made[id(group), index])] for index in range(len(group.parameters))],
-                group.plan,
-                replace(
-                    group.spec, mesh=meshes[_axes(group)], device=torch.device("cpu"), is_pinned=False,
-                    is_meta=False, keeps_gathered=False, fuses_weight_gradients=unit.policy.fuse_weight_gradients,
-                ),
-            )
-            for group in unit.groups
-        ]  # fmt: skip
-        return _put_up(stood, owned, plans, unit.policy, reshard_asked(unit))
+        groups = []
+        for group in unit.groups:
+            spec = replace(
+                group.spec, mesh=meshes[_axes(group)], device=torch.device("cpu"), divisor=1.0, is_pinned=False,
+                is_meta=False, keeps_gathered=False, fuses_weight_gradients=unit.policy.fuse_weight_gradients,
+            )  # fmt: skip
+            mine = [by_identity[id(made[id(group), index])] for index in range(len(group.parameters))]
+            groups.append(make_param_group(mine, group.plan, spec, "StandIn"))
+        built = make_unit("StandIn", stood, groups, unit.policy)
+        for mesh in {id(group.spec.mesh): group.spec.mesh for group in groups}.values():
+            make_reduce_groups(mesh_axes(mesh))
+        put_in_place(built, stood, owned, reshard_asked(unit))
+        return built
 
-    every = [group for unit in units for group in unit.groups]
     has_streams = any(turns(group.spec.device) is not None for group in every)
-    with _virtual_meshes(list(dict.fromkeys(map(_axes, every))), has_streams=has_streams) as (device, meshes):
-        nothing = UnitWork(0)
-        copies = _Copies(model, paths, lambda _: StandIn(device.recording, nothing, hear), copy, shares=True)
-        ties, built = copies.ties(), [build(unit) for unit in reversed(units)][::-1]
+    with _virtual_meshes(list(map(_axes, every)), has_streams=has_streams) as (device, meshes):
+        inside = [module for each in modules.values() for module in each]
+        copies = _copied(model, inside, copy, lambda _: UnitWork(0), device.recording)
+        built = [build(unit) for unit in reversed(units)][::-1]
         _settle(units, built)
-        stood_in = []
-        for unit, stood in zip(units, built, strict=True):
-            mine = modules[id(unit)]
-            name = next((paths[id(module)] for module in mine if paths.get(id(module))), copies.name(mine[0]))
-            classes = tuple(type(module).__name__.removeprefix("FSDP") for module in mine)
-            tied = tuple(names for module in mine for names in ties.get(id(module), ()))
-            hooks = tuple(each.name for group in unit.groups for each in group.owned if each.extension is not None)
-            stood_in.append(StoodIn(name, classes, tied, stood, hooks))
-        yield Model(device, copies.outermost, tuple(stood_in))
+        yield Model(device, copies[id(model)], tuple(map(StoodIn.of, built, modules.values(), map(_hooks, units))))
 
 
 def unsharded(model: nn.Module, units: Sequence[Unit]) -> dict[str, nn.Parameter]:
     """Return the parameters of a live model that belong to no unit."""
-    owned = {id(_registered(unit, name)) for unit in units for group in unit.groups for name in group.parameters}
+    owned = {id(each) for unit in units for group in unit.groups for each in _registered(group)}
     return {name: parameter for name, parameter in model.named_parameters() if id(parameter) not in owned}
 
 
@@ -472,16 +401,17 @@ def reshard_asked(unit: Unit) -> bool | int | None:
     return parts[0] if parts else unit.reshard_after_forward
 
 
+def _registered(group: ParameterGroup) -> list[torch.Tensor | None]:
+    """Return what is registered now as the parameters of a group: the sharded or the unsharded ones."""
+    return [registered(group.fsdp_params.module_infos, index) for index in range(len(group.owned))]
+
+
 def _axes(group: ParameterGroup) -> Axes:
     return tuple(Axis(axis.name, axis.size, axis.rank) for axis in group.main_weight.axes)
 
 
-def _registered(unit: Unit, name: str) -> nn.Parameter:
-    """Return what is registered now under a parameter's name in its unit: its sharded or its unsharded one."""
-    position, _, path = name.partition(".") if len(unit.modules) > 1 else ("0", "", name)
-    module = unit.modules[int(position)]()
-    assert module is not None
-    return module.get_parameter(path)
+def _hooks(unit: Unit) -> tuple[str, ...]:
+    return tuple(each.name for group in unit.groups for each in group.owned if each.extension is not None)
 
 
 def _was_trained(group: ParameterGroup) -> bool:
@@ -491,17 +421,15 @@ def _was_trained(group: ParameterGroup) -> bool:
 
 def _settle(units: Sequence[Unit], built: Sequence[Unit]) -> None:
     """Set what is set on units and parameters after ``fully_shard``."""
-    stand_ins = {id(unit): stood.reference for unit, stood in zip(units, built, strict=True)}
+    references = {id(unit): stood.reference for unit, stood in zip(units, built, strict=True)}
     for unit, stood in zip(units, built, strict=True):
         stood.reshard_after_backward = unit.reshard_after_backward
         stood.unshards_in_backward = unit.unshards_in_backward
-        for module in stood.modules:
-            stand_in = module()
-            assert isinstance(stand_in, StandIn)
-            stand_in.reads = unit.unshards_in_backward
+        for part in (module() for module in stood.modules):
+            assert isinstance(part, StandIn)
+            part._reads = unit.unshards_in_backward
         for ahead in ("forward_prefetch", "backward_prefetch"):
-            told = [stand_ins[id(each())] for each in getattr(unit, ahead) if id(each()) in stand_ins]
-            setattr(stood, ahead, told)
+            setattr(stood, ahead, [references[id(each())] for each in getattr(unit, ahead) if id(each()) in references])
         if unit.backward.max_packed_buffers:
             stood.backward.max_packed_buffers = unit.backward.max_packed_buffers
         for group, copy in zip(unit.groups, stood.groups, strict=True):

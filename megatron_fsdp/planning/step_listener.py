@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -15,11 +15,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from dbuffer.events import CollectiveCall
 from dbuffer.planner.arena import Lifetime, Recorder
 from dbuffer.storage import KNOWN, FlatStorage
-from megatron_fsdp.planning.stand_in import StandIn, StoodIn
+from megatron_fsdp.planning.stand_in import StoodIn
 from megatron_fsdp.planning.unit_report import storages_of
-from megatron_fsdp.runtime.weights.memory_slots import BufferPools
+from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
 
-__all__ = ["Forecast", "Issue", "Peak", "Phase", "StepListener", "Transfer"]
+__all__ = ["Forecast", "Issue", "Peak", "Phase", "StepListener"]
 
 
 class Phase(str, enum.Enum):
@@ -30,15 +30,6 @@ class Phase(str, enum.Enum):
     STEP = "step"
 
 
-class Transfer(NamedTuple):
-    """One collective: ``num_bytes`` is the full (unsharded) side, as in ``dbuffer.CollectiveCall``."""
-
-    kind: str
-    axis: str
-    num_ranks: int
-    num_bytes: int
-
-
 class Issue(NamedTuple):
     """A collective: for which unit and group (the first that shares it), by position, when, and on which lane."""
 
@@ -46,7 +37,7 @@ class Issue(NamedTuple):
     group: int
     phase: Phase
     lane: str
-    transfer: Transfer
+    transfer: CollectiveCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,18 +85,27 @@ _LIVES = frozenset(("gathered weights", "packed gradients", "post-forward shard"
 
 
 class StepListener:
-    """Hears what the engine does with stand-ins, and notes what a step takes."""
+    """Hears what the engine does with stand-ins, and notes what a step takes; ``begin`` begins a step.
 
-    def __init__(self) -> None:
-        self._units: tuple[StoodIn, ...] = ()
+    Args:
+        units: of the model, at rest.
+    """
+
+    def __init__(self, units: Sequence[StoodIn]) -> None:
+        self._units = tuple(units)
+        pools = {id(each.unit.schedule.pools): each.unit.schedule.pools for each in units if each.unit.slots.sizing}
+        self._pools = list(pools.values())
+        self._positions = {id(each.unit): position for position, each in enumerate(units)}
+        self._names = {each.unit.name: position for position, each in enumerate(units)}
+        self._groups: dict[int, tuple[int, int]] = {}
         self._owners: dict[int, _Owner] = {}
-        self._positions: dict[int, int] = {}
-        self._names: dict[str, int] = {}
-        self._groups: dict[int, int] = {}
-        self._pools: list[BufferPools] = []
-        self._late: dict[tuple[int, str], _Owner] = {}
-        self._ticket, self._group = (-1, ""), 0
-        self._call: CollectiveCall | None = None
+        for position, each in enumerate(units):
+            for number, group in enumerate(each.unit.groups):
+                self._groups[id(group)] = position, number
+                for kind, storage in storages_of(group):
+                    self._owners[id(storage)] = _Owner(position, number, kind)
+        # For which unit and on which lane, for which group, and what is sent.
+        self._ticket, self._group, self._call = (-1, ""), 0, CollectiveCall("", "", 0, 0)
         # What nobody need tell the end of.
         self._passing: dict[StorageWeakRef, tuple[_Owner, int]] = {}
         self._held: Counter[_Owner] = Counter()
@@ -121,95 +121,62 @@ class StepListener:
         self._peaks = {phase: Peak() for phase in Phase}
         self._sent: list[Counter[Issue]] = []
         self._kept: set[int] = set()
+        held = {owner: size for owner, size in sorted(self._held.items()) if size and owner.what in _LIVES}
         self._lifetimes = Recorder()
-        for owner, num_bytes in sorted(self._held.items()):
-            if num_bytes and owner.what in _LIVES:
-                self._lifetimes.begin(owner, num_bytes)
+        for owner, num_bytes in held.items():
+            self._lifetimes.begin(owner, num_bytes)
 
     def forecast(self, num_microbatches: int) -> Forecast:
-        """Return what the noted step takes if it has more microbatches, which do what the one before the last did."""
+        """Return what the noted step takes with other microbatches: the one before the last comes again."""
         self._settle()
-        more = num_microbatches - len(self._sent)
         issues: Counter[Issue] = sum(self._sent, Counter())
-        if more:
-            issues += Counter({issue: more * count for issue, count in self._sent[-2].items()})
+        for issue, count in self._sent[-2].items() if num_microbatches != len(self._sent) else ():
+            issues[issue] += (num_microbatches - len(self._sent)) * count
         held = self._kinds
         return Forecast(
-            dict(self._peaks), issues, frozenset(self._kept), self._lifetimes.lifetimes(), held["sums"],
+            dict(self._peaks), +issues, frozenset(self._kept), self._lifetimes.lifetimes(), held["sums"],
             held["received"], held["slots"],
         )  # fmt: skip
-
-    def follow(self, units: Sequence[StoodIn]) -> None:
-        """Know the buffers of a model's units, which rest."""
-        self._units = tuple(units)
-        pools = {id(each.unit.schedule.pools): each.unit.schedule.pools for each in units}
-        self._pools = list(pools.values()) if any(each.unit.slots.sizing for each in units) else []
-        for position, each in enumerate(units):
-            self._positions[id(each.unit)], self._names[each.unit.name] = position, position
-            for number, group in enumerate(each.unit.groups):
-                self._groups[id(group)] = number
-                if group.gradients is not None and group.gradients.packs_late:
-                    waiting = _Owner(position, number, "waiting gradients")
-                    places = (owned.param_module_infos[0] for owned in group.owned)
-                    self._late |= {(id(place.module), place.attribute): waiting for place in places}
-                for kind, storage in storages_of(group):
-                    self._owners[id(storage)] = _Owner(position, number, kind)
 
     def enter(self, phase: Phase | None) -> None:
         """Go on with another phase of the step; a forward begins a microbatch."""
         self._settle()
         if (self._phase, phase) == (Phase.FORWARD, Phase.BACKWARD):
-            self._kept |= set(self._lingering())
+            # Units that hold their weights though they were not told to.
+            for owner, num_bytes in self._held.items():
+                if owner.what == "gathered weights" and num_bytes:
+                    unit = self._units[owner.unit].unit
+                    if unit.reshard_after_forward is None and unit is not unit.schedule.root_ref():
+                        self._kept.add(owner.unit)
         if phase is Phase.FORWARD:
             self._sent.append(Counter())
         self._phase = phase
         self._note("")
 
-    def _lingering(self) -> Iterator[int]:
-        """Yield the units that hold their weights though they were not told to."""
-        for owner, num_bytes in self._held.items():
-            if owner.what == "gathered weights" and num_bytes:
-                unit = self._units[owner.unit].unit
-                if unit.reshard_after_forward is None and unit is not unit.schedule.root_ref():
-                    yield owner.unit
-
-    def gradient(self, module: StandIn, name: str, gradient: torch.Tensor) -> None:
-        """Note a gradient that autograd has until a lane packs it."""
-        waiting = self._late.get((id(module), name))
-        if waiting is not None:
-            self._pass(StorageWeakRef(gradient.untyped_storage()), waiting, gradient.nbytes)
-
     def __call__(self, action: str, subject: Any) -> None:
-        self._settle()
+        """Hear of an event; what takes or gives memory has a method of its name."""
         if action == "issue":
             self._ticket, self._group = (self._positions.get(subject.owner, -1), subject.lane), 0
-        elif action == "finish":
-            self.enter(Phase.BACKWARD)
         elif action == "collective":
             self._call = subject
-        elif action == "transfer":
-            self._transfer(subject)
-        elif action == "allocated":
-            self._allocated(subject)
-        elif action == "released":
-            self._released(subject)
         elif action == "refresh":
-            self._group = self._groups.get(id(subject), 0)
+            self._group = self._groups.get(id(subject), (-1, 0))[1]
         elif action == "summing":
             unit, self._group, _ = self._owners[id(subject.storage)]
             self._ticket = unit, "last"
+        elif action in ("transfer", "allocated", "released", "computed"):
+            getattr(self, f"_{action}")(subject)
+        if self._pools:
+            self._settle()
 
     def _transfer(self, subject: Any) -> None:
-        call = self._call
-        assert call is not None
         storages = (KNOWN.get(each.untyped_storage()._cdata) for each in (*subject.reads, *subject.writes))
         known = (self._owners[id(each)] for each in storages if id(each) in self._owners)
         owner = next(known, _Owner(self._ticket[0], self._group, ""))
         if self._phase is not None and self._sent:
-            transfer = Transfer(call.kind, call.axis, call.num_ranks, call.num_bytes)
             # What the optimizer's step sends is no microbatch's.
             number = 0 if self._phase is Phase.STEP else -1
-            self._sent[number][Issue(owner.unit, owner.group, self._phase, self._ticket[1], transfer)] += 1
+            self._sent[number][Issue(owner.unit, owner.group, self._phase, self._ticket[1], self._call)] += 1
 
     def _allocated(self, storage: FlatStorage) -> None:
         owner = self._owners.get(id(storage))
@@ -220,7 +187,7 @@ class StepListener:
         named = re.match("unit '(.*?)'", storage.name)
         unit = self._names.get(named[1], self._ticket[0]) if named is not None else self._ticket[0]
         # Tensors may have the memory when the one that it was allocated for is gone.
-        self._pass(StorageWeakRef(storage.tensor.untyped_storage()), _Owner(unit, -1, what), storage.nbytes)
+        self._pass(storage.tensor, _Owner(unit, -1, what))
 
     def _released(self, memory: torch.UntypedStorage) -> None:
         storage = KNOWN.get(memory._cdata)
@@ -229,9 +196,15 @@ class StepListener:
         else:
             self._end(StorageWeakRef(memory))
 
-    def _pass(self, memory: StorageWeakRef, owner: _Owner, num_bytes: int) -> None:
-        self._passing[memory] = owner, num_bytes
-        self._add(owner, num_bytes)
+    def _computed(self, found: tuple[ParameterGroup, torch.Tensor]) -> None:
+        group, gradient = found
+        if group.gradients is not None and group.gradients.packs_late:
+            # Autograd has it until a lane packs it.
+            self._pass(gradient, _Owner(*self._groups[id(group)], "waiting gradients"))
+
+    def _pass(self, tensor: torch.Tensor, owner: _Owner) -> None:
+        self._passing[StorageWeakRef(tensor.untyped_storage())] = owner, tensor.nbytes
+        self._add(owner, tensor.nbytes)
 
     def _end(self, memory: StorageWeakRef) -> None:
         owner, num_bytes = self._passing.pop(memory, (_SLOTS, 0))
@@ -241,19 +214,20 @@ class StepListener:
         """Note what has gone since, and what slots have come."""
         for memory in [memory for memory in self._passing if memory.expired()]:
             self._end(memory)
-        if self._pools:
-            self._add(_SLOTS, sum(each.num_bytes for each in self._pools) - self._held[_SLOTS])
+        if self._pools and (more := sum(each.num_bytes for each in self._pools) - self._held[_SLOTS]):
+            self._add(_SLOTS, more)
 
     def _add(self, owner: _Owner, num_bytes: int) -> None:
+        if num_bytes > 0 and owner is not _SLOTS:
+            self._settle()
         self._held[owner] += num_bytes
         self._kinds[owner.what] += num_bytes
-        if num_bytes and owner.what in _LIVES:
-            if num_bytes > 0:
-                self._lifetimes.begin(owner, num_bytes)
-            else:
-                self._lifetimes.end(owner)
         if num_bytes > 0:
+            if owner.what in _LIVES:
+                self._lifetimes.begin(owner, num_bytes)
             self._note(self._units[owner.unit].name if owner.unit >= 0 else "")
+        elif num_bytes and owner.what in _LIVES:
+            self._lifetimes.end(owner)
 
     def _note(self, unit: str) -> None:
         """Note the highest point of a phase."""

@@ -160,17 +160,6 @@ class Transformer:
                 kinds[unit.name] = UnitWork(2 * shape.vocab_size * shape.hidden_size * shape.tied)
         return kinds
 
-    def step_operations(self, workload: Workload) -> int:
-        """Return the floating-point operations of an optimizer step on one rank.
-
-        6 N per token, N without a looked-up embedding, plus 12 per layer, query element and attended token; with full
-        recomputation 8 N and 16.
-        """
-        kinds = self.work(workload.sequence_length)
-        works = ((unit.count, kinds[unit.name]) for unit in self.architecture.units)
-        per_microbatch = sum(count * (each.forward(workload) + each.backward(workload)) for count, each in works)
-        return workload.num_microbatches * per_microbatch
-
     def activation_bytes(self, workload: Workload, itemsize: int, num_held: int = 1) -> int:
         """Return the activations that one rank holds at the highest, when the loss of a microbatch is there.
 

@@ -91,7 +91,7 @@ def virtual_device(
     """
     device = VirtualDevice(collective_calls)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(virtual_world(device.recording, num_ranks, rank))
+        stack.enter_context(virtual_world(num_ranks, rank))
         stack.enter_context(large_storages())
         if has_streams:
             stack.enter_context(drive_with(device.recording))

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FakeWork
 from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -34,6 +36,19 @@ _ATTENTION = {
     "_scaled_dot_product_flash_attention_for_cpu_backward": 5,
 }
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+# Collectives: their kind, and which argument is the full side.
+_COLLECTIVES = {
+    name: (kind, position)
+    for kind, position, names in (
+        ("all_gather", 0, "_allgather_base_ allgather_ allgather_into_tensor_coalesced_"),
+        ("reduce_scatter", 1, "_reduce_scatter_base_ reduce_scatter_ reduce_scatter_tensor_coalesced_"),
+        ("all_reduce", 0, "allreduce_ allreduce_coalesced_"),
+        ("broadcast", 0, "broadcast_"),
+        ("all_to_all", 1, "alltoall_ alltoall_base_"),
+        ("scatter", 1, "scatter_"),
+    )
+    for name in names.split()
+}
 # They read as many rows as they return, not all.
 _LOOK_UPS = {"embedding", "index", "gather", "index_select"}
 # They are given what they write to, and do not read it.
@@ -90,6 +105,8 @@ class Operators(TorchDispatchMode):
             # DTensor asks fake tensors for shapes; what itself does to plain tensors comes here.
             is_fake = any(issubclass(each, FakeTensor) for each in types)
             return func(*args, **kwargs) if is_fake else NotImplemented
+        if func.namespace == "c10d":
+            return self._collective(func, args)
         if func in self._parts:
             with self:
                 return self._parts[func](*args, **kwargs)
@@ -102,6 +119,18 @@ class Operators(TorchDispatchMode):
             specs = self._specs_of(func, operator, args, kwargs)
             return _allocate(specs[0]) if specs else func(*args, **kwargs)
         return func(*args, **kwargs)
+
+    def _collective(self, func: Any, args: Any) -> Any:
+        """Note a collective, which is over at once."""
+        kind, position = _COLLECTIVES.get(func._schema.name.partition("::")[2], ("", 0))
+        group = next(dist.ProcessGroup.unbox(each) for each in args if isinstance(each, torch.ScriptObject))
+        if group.size() > 1 and kind:
+            recording, num_bytes = self._recording, sum(each.nbytes for each in tensors_in(args[position]))
+            ranks = tuple(dist.get_process_group_ranks(group))
+            work = Work(kind, kind, 0, num_bytes, ranks=ranks, axis=recording.axis, label=recording.label())
+            recording.work(work, calls=recording.collective_calls)
+        done = FakeWork().boxed()
+        return done if len(func._schema.returns) == 1 else (args[0], done)
 
     def _pretend(self, func: Any, operator: _Operator, args: Any, kwargs: Any) -> Any:
         recording = self._recording

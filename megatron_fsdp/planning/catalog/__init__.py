@@ -11,8 +11,7 @@ from importlib.resources import files
 from typing import Any
 
 from megatron_fsdp.errors import ConfigError, nearest
-from megatron_fsdp.planning.catalog.architecture import Architecture, UnitShapes
-from megatron_fsdp.planning.catalog.families import SUPPORTED, architecture
+from megatron_fsdp.planning.catalog.architecture import SUPPORTED, Architecture, UnitShapes, architecture
 
 __all__ = ["SUPPORTED", "Architecture", "UnitShapes", "architecture", "load", "names"]
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from dbuffer import CollectiveCall
 from megatron_fsdp import MixedPrecisionPolicy, Placements
 from megatron_fsdp.planning import catalog
 from megatron_fsdp.planning.cost_model import Hardware, Link, Machine, StepTime, predict_step, transfer_seconds
@@ -9,7 +10,6 @@ from megatron_fsdp.planning.model_source import shaped_module
 from megatron_fsdp.planning.options import mesh_axes_of
 from megatron_fsdp.planning.parallelism import Parallelism, stages_of
 from megatron_fsdp.planning.played_step import play_step
-from megatron_fsdp.planning.step_listener import Transfer
 from megatron_fsdp.planning.transformer import Recompute, UnitWork, Workload
 from tests.unit.megatron_fsdp.planning.chains import BF16, THREE, Chain, sharding_of, subject_of
 
@@ -18,10 +18,10 @@ GIGABYTE = 10**9
 
 def test_a_ring_moves_all_but_one_part_and_waits_once_per_hop() -> None:
     link = Link(GIGABYTE, 1e-3)
-    gather = transfer_seconds(Transfer("all_gather", "dp", 4, GIGABYTE), link)
+    gather = transfer_seconds(CollectiveCall("all_gather", "dp", 4, GIGABYTE), link)
     assert gather == pytest.approx(0.75 + 3e-3)
-    assert transfer_seconds(Transfer("reduce_scatter", "dp", 4, GIGABYTE), link) == gather
-    assert transfer_seconds(Transfer("all_reduce", "dp", 4, GIGABYTE), link) == pytest.approx(2 * gather)
+    assert transfer_seconds(CollectiveCall("reduce_scatter", "dp", 4, GIGABYTE), link) == gather
+    assert transfer_seconds(CollectiveCall("all_reduce", "dp", 4, GIGABYTE), link) == pytest.approx(2 * gather)
 
 
 def step(

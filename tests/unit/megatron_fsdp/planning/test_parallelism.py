@@ -20,6 +20,7 @@ from megatron_fsdp.planning.parallelism import Parallelism, stages_of
 from megatron_fsdp.planning.plan_arguments import add_plan_arguments
 from megatron_fsdp.planning.stand_in import Axis
 from megatron_fsdp.planning.transformer import Transformer, Workload
+from tests.unit.megatron_fsdp.planning.test_cost_of_compute import operations
 
 HIDDEN, WIDTH, VOCABULARY = 7168, 2048, 129_280
 # DeepSeek-V3, by its paper: 128 heads of 128 + 64, values of 128, ranks 1536 and 512.
@@ -145,8 +146,9 @@ def test_every_catalog_model_is_divided(name: str) -> None:
     # Norms, routers and biases of what is added up are whole; a tied table is there twice.
     table = whole.vocab_size * whole.hidden_size / 2 if whole.tied else 0
     assert wanted + table <= total <= 1.03 * wanted + table
-    operations = sum(Transformer(stage.architecture).step_operations(Workload(sequence_length=128)) for stage in stages)
-    assert operations * 2 == pytest.approx(Transformer(whole).step_operations(Workload(sequence_length=128)), rel=0.06)
+    work = Workload(sequence_length=128)
+    divided = sum(operations(Transformer(stage.architecture), work) for stage in stages)
+    assert divided * 2 == pytest.approx(operations(Transformer(whole), work), rel=0.06)
 
 
 def test_what_is_sent_inside_the_model_is_counted_and_every_key_documented() -> None:

@@ -107,7 +107,7 @@ class Gain(nn.Module):
 @pytest.mark.parametrize(
     ("build", "unit", "message"),
     [
-        (Model, "head", r"'weight' of unit 'head' .* 'embedding.weight' of unit 'Model'"),
+        (Model, "head", r"Model: parameter 'embedding.weight' is the same tensor as 'weight' of unit 'Linear'"),
         (Gain, None, "'gain' has no dimensions"),
     ],
 )
