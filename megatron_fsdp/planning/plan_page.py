@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from importlib.resources import files
 from typing import Any
@@ -83,35 +83,40 @@ def headline(projection: Projection) -> str:
 
 def memory_table(projection: Projection, limit_bytes: int | None) -> Table:
     """Return what a rank takes, and all of them; the bar of each part begins where the one before it ends."""
-    total, inside = projection.memory_bytes, projection.setup.parallelism
+    total, inside, memory = projection.memory_bytes, projection.setup.parallelism, projection.memory
     num_ranks = projection.setup.sharding.num_ranks * inside.tensor
-    end, start, rows = max(total, limit_bytes or 0, 1), 0, list[dict[str, Any]]()
-    for part in (*projection.memory, MemoryPart("total", total)):
-        start = 0 if part.name == "total" else start
-        span = Span(start, start + part.num_bytes, f"{part.name}: {format_bytes(part.num_bytes)}", len(rows))
-        start += part.num_bytes
+    ranks = "all_of_the_stage_bytes" if inside.pipeline > 1 else "all_ranks_bytes"
+    end, rows = max(total, limit_bytes or 0, 1), list[dict[str, Any]]()
+    spans = [*_stacked((part.name, part.num_bytes) for part in memory), *_stacked([("total", total)])]
+    for part, span in zip((*memory, MemoryPart("total", total)), spans, strict=True):
         sizes = (part.num_bytes, part.num_bytes * num_ranks) if part.is_known else ("not known", "not known")
-        ranks = "all_of_the_stage_bytes" if inside.pipeline > 1 else "all_ranks_bytes"
         rows.append({"memory": part.name, "one_rank_bytes": sizes[0], ranks: sizes[1], "": Bar((span,), end)})
     if limit_bytes is not None:
         left = limit_bytes - total
-        verdict = f"{format_bytes(abs(left))} {'left' if left >= 0 else 'too much'}"
-        bar = Bar((Span(0, limit_bytes, f"limit, {verdict}", len(rows)),), end)
-        rows.append({"memory": f"limit, {verdict}", "one_rank_bytes": limit_bytes, "": bar})
+        name = f"limit, {format_bytes(abs(left))} {'left' if left >= 0 else 'too much'}"
+        rows.append({"memory": name, "one_rank_bytes": limit_bytes, "": Bar(_stacked([(name, limit_bytes)]), end)})
     return Table.of(rows)
+
+
+def _stacked(parts: Iterable[tuple[str, int]]) -> list[Span]:
+    """Return spans of bytes, one behind the other."""
+    spans, start = list[Span](), 0
+    for name, size in parts:
+        spans.append(Span(start, start + size, f"{name}: {format_bytes(size)}", len(spans)))
+        start += size
+    return spans
 
 
 def _unit_chart(report: Report) -> Table:
     """Return what each kind of unit takes on one rank."""
-    rows, kinds = dict[str, list[Span]](), ("at rest", "gathered", "packed")
+    rows = {}
     for name, _, unit in folded(report):
-        sent = (unit.transient_bytes(kind) for kind in ("gathered weights", "packed gradients"))
-        start, rows[name] = 0, []
-        for colour, (kind, size) in enumerate(zip(kinds, (unit.persistent_bytes, *sent), strict=True)):
-            rows[name].append(Span(start, start + size, f"{name}, {kind}: {format_bytes(size)}", colour))
-            start += size
+        gathered, packed = (unit.transient_bytes(kind) for kind in ("gathered weights", "packed gradients"))
+        sizes = {"at rest": unit.persistent_bytes, "gathered": gathered, "packed": packed}
+        rows[name] = _stacked((f"{name}, {kind}", size) for kind, size in sizes.items())
     end = max(1, *(spans[-1].stop for spans in rows.values()))
-    return Table.of({"bytes of each unit": name, ", ".join(kinds): Bar(spans, end)} for name, spans in rows.items())
+    head = "at rest, gathered, packed"
+    return Table.of({"bytes of each unit": name, head: Bar(spans, end)} for name, spans in rows.items())
 
 
 # ---------------------------------------------------------------------- time
