@@ -215,7 +215,7 @@ def _transfer_table(projection: Projection) -> Table:
     """Return what is sent over axes that are not data-parallel."""
     rows: list[tuple[str, ...]] = [("inside the model, per step", "collective", "over", "ranks", "count", "bytes each")]
     for each in projection.transfers:
-        kind, axis, num_ranks, num_bytes = each.transfer
+        kind, axis, num_ranks, num_bytes = dataclasses.astuple(each.transfer)
         rows.append((each.what, kind, axis, f"{num_ranks:,}", f"{each.count:,}", format_bytes(num_bytes)))
     return Table(rows, num_left=3)
 
