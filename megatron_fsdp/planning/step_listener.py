@@ -96,7 +96,7 @@ class StepListener:
         pools = {id(each.unit.schedule.pools): each.unit.schedule.pools for each in units if each.unit.slots.sizing}
         self._pools = list(pools.values())
         self._positions = {id(each.unit): position for position, each in enumerate(units)}
-        self._names = {each.unit.name: position for position, each in enumerate(units)}
+        self._names = {each.name: position for position, each in enumerate(units)}
         self._groups: dict[int, tuple[int, int]] = {}
         self._owners: dict[int, _Owner] = {}
         for position, each in enumerate(units):
