@@ -13,8 +13,7 @@ from torch.distributed.tensor import Shard
 
 from dbuffer import PlacementError
 from dbuffer.mesh import make_reduce_groups, mesh_axes
-from megatron_fsdp.build.builder import Wishes, plan_groups
-from megatron_fsdp.build.grouping import GranularityChoice
+from megatron_fsdp.build.builder import GranularityChoice, Wishes, plan_groups
 from megatron_fsdp.build.no_shard import is_no_shard
 from megatron_fsdp.build.ownership import OwnedParameter, collect_parameters
 from megatron_fsdp.errors import ConfigError, StateError

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dbuffer import DBuffer, Granularity, Plan
+from dbuffer import DBuffer, Flat, Granularity, Plan
 from dbuffer import plan as plan_of
 from dbuffer.storage import FlatStorage
 from dbuffer_kernels import num_blocks
@@ -175,7 +175,7 @@ def is_trained(group: ParameterGroup) -> bool:
 
 def is_cut(group: ParameterGroup) -> bool:
     """Whether ranks share what the optimizer steps."""
-    return group.spec.placements.is_sharded(group.spec.placements.optimizer)
+    return Flat() in group.spec.placements.optimizer
 
 
 def _reason(unit: Unit, asked: bool | int | None, *, is_root: bool) -> str:
@@ -246,7 +246,7 @@ def _group_report(group: ParameterGroup, names: Sequence[str]) -> GroupReport:
     part = group.weights.post_forward
     if part is not None:
         whole = next(each for each in (*transient, *resting) if each.kind == "gathered weights")
-        transient.insert(1, BufferReport("post-forward shard", whole.dtype, whole.placement, part.nbytes))
+        transient.insert(1, BufferReport("post-forward shard", whole.dtype, whole.placement, part.storage.nbytes))
     return GroupReport(
         num_parameters=len(group.parameters),
         numel=plan.data_numel,

@@ -11,7 +11,6 @@ import torch
 from dbuffer import DBuffer
 from dbuffer.collectives import Part
 from dbuffer.mesh import MeshAxis, neighbours
-from dbuffer.slot_pool import SlotPool
 from dbuffer.storage import FlatStorage
 
 __all__ = ["PostForwardShard"]
@@ -33,15 +32,6 @@ class PostForwardShard:
         self.storage = FlatStorage(numel, gathered.dtype, gathered.device, name=f"{gathered.name}: post-forward shard")
         self.storage.release()
         self._generation = -1
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that it holds between forward and backward."""
-        return self.storage.nbytes
-
-    def use_pool(self, pool: SlotPool | None) -> None:
-        """Take its memory from a pool, or from the allocator again."""
-        self.storage.use_pool(pool)
 
     def _mine(self) -> torch.Tensor:
         numel = self.storage.tensor.numel()

@@ -6,7 +6,7 @@ from torch import nn
 
 from dbuffer import Block, Element, Granularity, Row, Whole
 from megatron_fsdp import ConfigError, OwnershipError
-from megatron_fsdp.build.grouping import granularities, group_parameters
+from megatron_fsdp.build.builder import GranularityChoice, asked_granularity
 from megatron_fsdp.build.ownership import OwnedParameter, collect_parameters, mark_owned
 from tests.harness.models import Made
 
@@ -108,45 +108,29 @@ def test_a_parameter_without_rows_of_real_numbers_is_refused_by_name_unless_it_i
     assert place not in names(model, ignored=(place,))
 
 
-def parameter(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, requires_grad: bool = True) -> OwnedParameter:
-    return OwnedParameter("weight", nn.Parameter(torch.ones(shape, dtype=dtype), requires_grad=requires_grad))
-
-
-def test_parameters_are_grouped_by_dtype_and_whether_they_train() -> None:
-    owned = [
-        parameter((1,)), parameter((2,), torch.bfloat16), parameter((3,), requires_grad=False), parameter((4,)),
-        parameter((5,), torch.int64, requires_grad=False),
-    ]  # fmt: skip
-    shapes = [[one.shape for one in group] for group in group_parameters(owned)]
-    assert shapes == [[(1,), (4,)], [(2,)], [(3,)], [(5,)]]
-
-
-@pytest.mark.parametrize(
-    ("shape", "wanted"),
-    [((7,), Row()), ((7, 3), Row()), ((7, 3, 5), Block(3)), ((7, 2, 3, 5), Block(6)), ((7, 0, 5), Row())],
-)
-def test_parameters_are_cut_between_slices_of_the_first_dimension(shape: tuple[int, ...], wanted: Granularity) -> None:
-    assert granularities([parameter(shape)], None) == [wanted]
-
-
-def test_one_granularity_holds_for_all_and_a_function_may_decide_or_leave_it() -> None:
-    assert granularities([parameter((7, 3)), parameter((5,))], Whole()) == [Whole(), Whole()]
-    chosen = granularities([parameter((7, 3)), parameter((5,))], lambda p: Block(2) if p.ndim == 2 else None)
-    assert chosen == [Block(2), Row()]
-
-
-@pytest.mark.parametrize(("shape", "asked"), [((7, 3), Element()), ((7, 3, 5), Element()), ((2, 3, 4, 5), Element())])
-def test_a_cut_inside_a_row_is_refused_with_the_finest_legal_one(shape: tuple[int, ...], asked: Granularity) -> None:
-    with pytest.raises(ConfigError, match=r"Element\(\).*the finest here is Row\(\)"):
-        granularities([parameter(shape)], asked)
+def asked(shape: tuple[int, ...], granularity: GranularityChoice) -> Granularity:
+    return asked_granularity(OwnedParameter("weight", nn.Parameter(torch.ones(shape))), granularity)
 
 
 ROWS = (7, 3, 5)
+CUTS: list[tuple[tuple[int, ...], GranularityChoice, Granularity]] = [
+    # Without a wish between slices of the first dimension.
+    ((7,), None, Row()), ((7, 3), None, Row()), (ROWS, None, Block(3)), ((7, 2, 3, 5), None, Block(6)),
+    ((7, 0, 5), None, Row()),
+    # As asked, also coarser; a function may decide or leave it.
+    ((7,), Element(), Element()), ((7, 1), Element(), Element()), (ROWS, Row(), Row()), (ROWS, Block(2), Block(2)),
+    (ROWS, Block(200), Block(200)), ((5,), Whole(), Whole()),
+    ((7, 3), lambda p: Block(2) if p.ndim == 2 else None, Block(2)),
+    ((5,), lambda p: Block(2) if p.ndim == 2 else None, Row()),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("shape", "asked"),
-    [((7,), Element()), ((7, 1), Element()), (ROWS, Row()), (ROWS, Block(2)), (ROWS, Block(6)), (ROWS, Block(200))],
-)
-def test_a_coarser_cut_is_taken_as_asked(shape: tuple[int, ...], asked: Granularity) -> None:
-    assert granularities([parameter(shape)], asked) == [asked]
+@pytest.mark.parametrize(("shape", "wish", "wanted"), CUTS)
+def test_parameters_are_cut_as_asked(shape: tuple[int, ...], wish: GranularityChoice, wanted: Granularity) -> None:
+    assert asked(shape, wish) == wanted
+
+
+@pytest.mark.parametrize("shape", [(7, 3), (7, 3, 5), (2, 3, 4, 5)])
+def test_a_cut_inside_a_row_is_refused_with_the_finest_legal_one(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ConfigError, match=r"Element\(\).*the finest here is Row\(\)"):
+        asked(shape, Element())
