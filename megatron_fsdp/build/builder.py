@@ -1,4 +1,4 @@
-"""From a unit's parameters to its groups: which of them share flat buffers, how these are laid out, and of what kind."""
+"""From a unit's parameters to its groups: which share flat buffers, how these are laid out, and of what kind."""
 
 from __future__ import annotations
 

@@ -20,7 +20,6 @@ from megatron_fsdp.runtime.grads.packed_gradients import PackedGradients
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
 from megatron_fsdp.runtime.step.unit import Unit
 from megatron_fsdp.runtime.weights.hooked_weights import HookedWeights
-from megatron_fsdp.runtime.weights.post_forward_shard import PostForwardShard
 
 __all__ = [
     "BufferReport",
@@ -199,7 +198,7 @@ def storages_of(group: ParameterGroup) -> Iterator[tuple[str, FlatStorage]]:
     for kind, buffer in _buffers(group):
         yield kind, buffer.storage
     part = group.weights.post_forward
-    if isinstance(part, PostForwardShard):
+    if part is not None:
         yield "post-forward shard", part.storage
 
 

@@ -23,15 +23,12 @@ class Outer(nn.Module):
         self.register_parameter("absent", None)
 
 
-def no_units(module: nn.Module) -> bool:
-    return False
-
-
 def names(*modules: nn.Module, nested: str | None = None, ignored: tuple[str, ...] = ()) -> list[str]:
     """Return what a unit of modules owns; ``nested`` is a unit inside of the first one."""
-    unit = None if nested is None else modules[0].get_submodule(nested)
+    if nested is not None:
+        modules[0].get_submodule(nested)._fsdp_unit = "as fully_shard leaves it"
     left_out = tuple(modules[0].get_parameter(name) for name in ignored)
-    return [owned.name for owned in collect_parameters(modules, lambda module: module is unit, left_out)]
+    return [owned.name for owned in collect_parameters(modules, left_out)]
 
 
 INNER, NORM = ["inner.scale", "inner.linear.weight", "inner.linear.bias"], ["norm.weight", "norm.bias"]
@@ -63,7 +60,7 @@ def test_a_unit_owns(what: str) -> None:
 def test_a_tied_weight_is_owned_once_with_every_site() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3, bias=False))
     model[1].weight = model[0].weight
-    weight, _ = collect_parameters([model], no_units, ())
+    weight, _ = collect_parameters([model], ())
     assert weight.name == "0.weight"
     assert [(site.module, site.attribute) for site in weight.param_module_infos] == [
         (model[0], "weight"),
@@ -73,11 +70,11 @@ def test_a_tied_weight_is_owned_once_with_every_site() -> None:
 
 def test_one_module_in_two_places_has_one_site_and_a_weight_tied_between_two_modules_of_a_list_has_two() -> None:
     shared = nn.Linear(3, 3)
-    weight, _ = collect_parameters([nn.ModuleList([shared, shared])], no_units, ())
+    weight, _ = collect_parameters([nn.ModuleList([shared, shared])], ())
     assert len(weight.param_module_infos) == 1
     first, second = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
     second.weight = first.weight
-    (weight,) = collect_parameters([first, second], no_units, ())
+    (weight,) = collect_parameters([first, second], ())
     assert [site.module for site in weight.param_module_infos] == [first, second]
 
 
@@ -87,7 +84,7 @@ def test_a_parameter_that_a_unit_has_taken_names_that_unit() -> None:
     shared = next(first.parameters())
     mark_owned(shared, "encoder", "first.weight")
     with pytest.raises(OwnershipError, match=r"Linear: parameter 'weight' .*'first.weight' of unit 'encoder'"):
-        collect_parameters([second], no_units, ())
+        collect_parameters([second], ())
 
 
 @pytest.mark.parametrize(
@@ -104,7 +101,7 @@ def test_a_parameter_without_rows_of_real_numbers_is_refused_by_name_unless_it_i
     model = Outer()
     setattr(model.get_submodule(place.rpartition(".")[0]), place.rpartition(".")[2], nn.Parameter(value))
     with pytest.raises(ConfigError, match=f"Outer: parameter '{place}' {words}"):
-        collect_parameters([model], no_units, ())
+        collect_parameters([model], ())
     assert place not in names(model, ignored=(place,))
 
 
