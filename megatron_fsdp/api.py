@@ -76,7 +76,8 @@ def fully_shard(
             unit that forward uses last. An int: keep a part, such that groups of that many neighbours hold the
             weights together and backward gathers within them.
         mp_policy: ``MixedPrecisionPolicy``, ours or ``torch.distributed.fsdp``'s.
-        offload_policy: ``CPUOffloadPolicy()``, ours or ``torch.distributed.fsdp``'s, keeps what rests in CPU memory.
+        offload_policy: ``CPUOffloadPolicy()``, PyTorch's, keeps what rests in CPU memory; ``pin_memory`` is there for
+            copies that run beside compute, and is not swapped out.
         ignored_params: parameters to leave alone: not sharded, not reduced.
         granularity: where shards may be cut; one for all, or a function of the parameter. None: between slices of
             the first dimension.

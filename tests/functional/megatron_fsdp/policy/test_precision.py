@@ -376,6 +376,13 @@ def test_parameters_compute_in_the_dtype_that_the_override_gives_them() -> None:
     assert torch.equal(whole(model.scale.grad, model.scale), total)
 
 
+@on_ranks(2)
+def test_an_override_that_depends_on_the_rank_is_refused_on_all_of_them() -> None:
+    policy = MixedPrecisionPolicy(BF16, param_dtype_override_fn=lambda one: FP32 if dist.get_rank() else None)
+    with pytest.raises(ValueError, match="unit 'Weights': the ranks of its mesh lay it out differently"):
+        fully_shard(Weights(), mp_policy=policy)
+
+
 @on_ranks(1)
 def test_an_override_of_a_third_dtype_leaves_the_module_as_it_was() -> None:
     model = Weights()
