@@ -19,7 +19,7 @@ REFUSALS = (
         ("grad none", "freeze", "thaw", "spare", "pick", "sometimes", *SIDE_KINDS),
     ),
     # The gradient of what one rank computes with.
-    Refusal("StateError", r"torch.autograd.grad was asked for the gradient of .* by its gathered", ("autograd shown",)),
+    Refusal("StateError", r"torch.autograd.grad .* was asked for the gradient of", ("autograd",)),
     # Second thoughts on what was sharded.
     Refusal("StateError", r"was frozen when it was sharded, so it has no main weight of", ("thaw",)),
     # Registered in a parameter's place, or beside the parameters, after fully_shard.
@@ -43,6 +43,11 @@ REFUSALS = (
     Refusal(
         "StateError",
         r"is a sum under way, not reduced over all ranks yet",
+        ("backward flag", "backward no_sync", "backward microbatch"),
+    ),
+    Refusal(
+        "StateError",
+        r"was dropped or replaced while its sum is under way",
         ("backward flag", "backward no_sync", "backward microbatch"),
     ),
     # Weights of a new step are gathered, and nobody has said what becomes of the sums before it.
