@@ -13,8 +13,7 @@ from torch.distributed.tensor import Shard
 
 from dbuffer import PlacementError
 from dbuffer.mesh import make_reduce_groups, mesh_axes
-from megatron_fsdp.build.builder import Wishes, plan_groups
-from megatron_fsdp.build.grouping import GranularityChoice
+from megatron_fsdp.build.builder import GranularityChoice, Wishes, plan_groups
 from megatron_fsdp.build.no_shard import is_no_shard
 from megatron_fsdp.build.ownership import OwnedParameter, collect_parameters
 from megatron_fsdp.errors import ConfigError, StateError
@@ -29,11 +28,10 @@ from megatron_fsdp.runtime.guards.added_params import make_tree
 from megatron_fsdp.runtime.guards.agreement import Wrapping
 from megatron_fsdp.runtime.guards.attached import attach_root
 from megatron_fsdp.runtime.guards.inner_outputs import readers_of
-from megatron_fsdp.runtime.lifecycle.convert import check_conversion, convert
 from megatron_fsdp.runtime.lifecycle.fsdp2_view import show_state, state_to_come
 from megatron_fsdp.runtime.lifecycle.make_param_group import forget_originals, make_param_group
 from megatron_fsdp.runtime.lifecycle.make_unit import make_unit, rename_unit
-from megatron_fsdp.runtime.lifecycle.module import FSDPModule, unit_of
+from megatron_fsdp.runtime.lifecycle.module import FSDPModule, check_conversion, convert, unit_of
 from megatron_fsdp.runtime.step.unit import Unit, units_below
 from megatron_fsdp.runtime.weights.memory_slots import check_reshard, reshard_to
 
@@ -76,7 +74,8 @@ def fully_shard(
             unit that forward uses last. An int: keep a part, such that groups of that many neighbours hold the
             weights together and backward gathers within them.
         mp_policy: ``MixedPrecisionPolicy``, ours or ``torch.distributed.fsdp``'s.
-        offload_policy: ``CPUOffloadPolicy()``, ours or ``torch.distributed.fsdp``'s, keeps what rests in CPU memory.
+        offload_policy: ``CPUOffloadPolicy()``, PyTorch's, keeps what rests in CPU memory; ``pin_memory`` is there for
+            copies that run beside compute, and is not swapped out.
         ignored_params: parameters to leave alone: not sharded, not reduced.
         granularity: where shards may be cut; one for all, or a function of the parameter. None: between slices of
             the first dimension.
@@ -108,7 +107,7 @@ def fully_shard(
         axes = mesh_axes(target.mesh)
         policy = as_policy(mp_policy)
         ignored = tuple(ignored_params or ())
-        owned = collect_parameters(modules, _is_unit, ignored, target)
+        owned = collect_parameters(modules, ignored, target)
         _check_shard_placement(owned, shard_placement_fn)
         offload = offload_of(offload_policy, target.placements)
         # Nothing of the module is changed until all ranks are through.
@@ -147,10 +146,6 @@ def put_in_place(
     attend_optimizers()
     unit.readers = readers_of(owned, unit)
     _adopt_units(modules, unit)
-
-
-def _is_unit(module: nn.Module) -> bool:
-    return isinstance(module, FSDPModule)
 
 
 def _check_modules(modules: Sequence[nn.Module]) -> None:
@@ -277,15 +272,8 @@ def microbatch(model: nn.Module, is_last: bool) -> Iterator[None]:
                 model(part).square().mean().backward()
         optimizer.step()
     """
-    backwards = {id(unit.backward): unit.backward for unit in units_below(model)}.values()
-    before = [backward.is_last for backward in backwards]
-    for backward in backwards:
-        backward.is_last = is_last
-    try:
+    with _set_for_now([unit.backward for unit in units_below(model)], "is_last", is_last):
         yield
-    finally:
-        for backward, value in zip(backwards, before, strict=True):
-            backward.is_last = value
 
 
 @contextmanager
@@ -303,11 +291,17 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     units = list(units_below(model))
     if not units:
         raise StateError(f"{type(model).__name__} holds no sharded module; call fully_shard on it first")
-    before = [unit.requires_gradient_sync for unit in units]
-    for unit in units:
-        unit.requires_gradient_sync = False
+    with _set_for_now(units, "requires_gradient_sync", False):
+        yield
+
+
+@contextmanager
+def _set_for_now(objects: Sequence[object], attribute: str, value: bool) -> Iterator[None]:
+    before = [getattr(each, attribute) for each in objects]
+    for each in objects:
+        setattr(each, attribute, value)
     try:
         yield
     finally:
-        for unit, value in zip(units, before, strict=True):
-            unit.requires_gradient_sync = value
+        for each, old in zip(objects, before, strict=True):
+            setattr(each, attribute, old)

@@ -23,7 +23,7 @@ from megatron_fsdp.runtime.grads.late_gradients import LateGradients, packs_late
 from megatron_fsdp.runtime.grads.packed_gradients import PackedGradients
 from megatron_fsdp.runtime.lifecycle.param_registry import make_module_infos, register, registered
 from megatron_fsdp.runtime.step.cuda_lane import turns
-from megatron_fsdp.runtime.step.freshness import Freshness
+from megatron_fsdp.runtime.step.freshness import Freshness, hear_of_steps
 from megatron_fsdp.runtime.step.fsdp_params import FSDPParams, gradient_hook
 from megatron_fsdp.runtime.step.lanes import join_lanes
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup, note_group
@@ -34,7 +34,7 @@ from megatron_fsdp.runtime.weights.gathered_weight import KINDS
 from megatron_fsdp.runtime.weights.packed_weights import PackedWeights
 from megatron_fsdp.runtime.weights.param_layout import is_laid_out_like, laid_out
 from megatron_fsdp.runtime.weights.sharded_weights import ShardedWeights
-from megatron_fsdp.runtime.weights.stale_weights import STALE, mark_gathered, mark_replaced
+from megatron_fsdp.runtime.weights.stale_weights import refuse_stale
 
 __all__ = [
     "adopt_param", "forget_originals", "make_gradients", "make_param_group", "materialize_group", "readopt", "rebuild",
@@ -44,6 +44,7 @@ __all__ = [
 
 def make_param_group(owned: Sequence[OwnedParameter], plan: Plan, spec: GroupSpec, name: str) -> ParameterGroup:
     """Return the group of some parameters, filled with their values; ``register`` of its parameters is left to do."""
+    hear_of_steps(refuse_stale)
     group = ParameterGroup(owned, plan, spec, name)
     # Before the buffers: their memory goes back to an allocator that knows nothing of lanes.
     weakref.finalize(group, join_lanes).atexit = False
@@ -97,7 +98,6 @@ def _make_params(group: ParameterGroup, weights: ShardedWeights, known: Sequence
     for index, each in enumerate(group.owned):
         weight = _with_attributes(each, weights.unsharded(index, each))
         weight._fsdp_handle = WeightHandle(reference, each.name)  # type: ignore[attr-defined]  # an attribute of its own
-        mark_gathered(weight, each.name)
         unsharded.append(weight)
     params = FSDPParams(group.owned, weights.main, list(known) or sharded, unsharded, KINDS)
     if isinstance(weights, ExtensionWeights):
@@ -112,8 +112,7 @@ def _standing_for(owned: OwnedParameter, value: torch.Tensor, requires_grad: boo
 def _with_attributes(owned: OwnedParameter, param: nn.Parameter) -> nn.Parameter:
     """Set on a parameter what users set on the one that it stands for; a subclass has its inner tensors there."""
     for name, attribute in vars(owned.parameter).items() if owned.extension is None else ():
-        if name != STALE:
-            setattr(param, name, attribute)
+        setattr(param, name, attribute)
     return param
 
 
@@ -205,7 +204,6 @@ def forget_originals(group: ParameterGroup) -> None:
     """Let go of the parameters that the group was built from: their memory is the whole unit's."""
     for owned, param in zip(group.owned, group.fsdp_params.sharded_params, strict=True):
         mark_owned(owned.parameter, group.name, owned.name)
-        mark_replaced(owned.parameter, owned.name)
         if not group.is_meta:
             owned.parameter = param
             if owned.extension is not None:
@@ -266,7 +264,6 @@ def adopt_param(group: ParameterGroup, index: int, value: FlatDTensor) -> None:
         rebind(old, old.with_local(old._local_tensor.clone()))
         rows._local_tensor.copy_(values._local_tensor)
         rebind(value, rows)
-    mark_replaced(old, owned.name)
     owned.parameter = params.sharded_params[index] = value  # type: ignore[call-overload, assignment]  # it says that it is a parameter
     _note_params(group)
     if group.gradients is not None:

@@ -72,7 +72,6 @@ def register(infos: ParamModuleInfos) -> None:
 def hide(infos: ParamModuleInfos) -> list[Place]:
     """Register nothing in the places of the sharded parameters; return what ``unhide`` takes to undo it."""
     hidden = [place for place in infos.places if place[0].get(place[1]) is place[2]]
-    _assign(infos, is_shown=False)
     for registry, attribute, *_ in hidden:
         registry[attribute] = None
     return hidden
@@ -83,12 +82,7 @@ def unhide(infos: ParamModuleInfos, hidden: Sequence[Place]) -> None:
     for registry, attribute, resting, _ in hidden:
         if registry.get(attribute) is None:
             registry[attribute] = resting
-    _assign(infos, is_shown=True)
-
-
-def _assign(infos: ParamModuleInfos, *, is_shown: bool) -> None:
-    """Let modules with a ``__setattr__`` of their own see that their sharded parameters come or go."""
     for reference, attribute, resting, _ in infos.assigned:
         module = reference()
         if module is not None and module._parameters.get(attribute) is resting:
-            setattr(module, attribute, resting if is_shown else None)
+            setattr(module, attribute, resting)
