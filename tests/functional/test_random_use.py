@@ -1,8 +1,7 @@
 """Whatever is done with a sharded model, in whatever order: it does what the plain model does, or refuses by name.
 
-Twenty programs, the same in every run; the closed list of refusals is in ``random_use_refusals``.
+Twenty programs, the same in every run; the closed list of refusals is in ``random_use_run``.
 ``RANDOM_USE="0 2000"`` runs the programs of two thousand seeds from 0 on, ``RANDOM_USE=2000`` those of new ones.
-``python -m tests.functional.random_survey 0 200`` runs all and counts.
 """
 
 import os
@@ -11,9 +10,9 @@ import time
 import pytest
 
 from tests.functional.random_programs import draw, smaller
-from tests.functional.random_survey import outcome
 from tests.functional.random_use import Program
 from tests.functional.random_use_cases import CASES
+from tests.functional.random_use_run import outcome
 
 NUM_USUAL = 20
 SHRINK_S = 30.0

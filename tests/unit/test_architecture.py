@@ -138,7 +138,8 @@ CASES: dict[str, tuple[Rule, dict[str, str], list[str]]] = {
             (UNIT, LANES, "torch.cuda.Stream()"), (UNIT, LANES, "from torch.cuda import Event"),
             (UNIT, LANES, "tensor.record_stream(gather)"),
             (API, ADAPTER, "def adapt(): from megatron.core import parallel_state"),
-            (ADAPTER, "examples__b", "import megatron.core"), ("tests__unit__test_a", "examples__b", "run_ranks(2, train)"),
+            (ADAPTER, "examples__b", "import megatron.core"),
+            ("tests__unit__test_a", "examples__b", "run_ranks(2, train)"),
             ("tests__unit__test_a", "examples__b", "import subprocess as processes"),
             ("tests__unit__test_a", "examples__b", "os.fork()"),
         )
