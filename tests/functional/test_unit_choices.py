@@ -16,7 +16,6 @@ from dbuffer import CollectiveCall, memory_meter, observe_collectives
 from megatron_fsdp import (
     CPUOffloadPolicy,
     FsdpModule,
-    MixedPrecisionPolicy,
     Placements,
     clip_grad_norm_,
     fsdp_no_shard,
@@ -126,18 +125,6 @@ def test_replicated_parameters_are_whole_everywhere_and_reduced_without_a_gather
         assert kinds == {"all_gather": 3, "reduce_scatter": 2, "all_reduce": 3}
         assert not has_hooks
         assert norm == results[0][3]
-
-
-@on_ranks(1)
-def test_unfreezing_what_has_no_fp32_main_weight_names_the_parameter_and_the_cure() -> None:
-    model = nn.Linear(4, 4).to(torch.bfloat16).requires_grad_(False)
-    fully_shard(model, mp_policy=MixedPrecisionPolicy(main_params_dtype=torch.float32))
-    model.requires_grad_(True)
-    with pytest.raises(ValueError) as refused:
-        model(torch.ones(1, 4, dtype=torch.bfloat16))
-    message = str(refused.value)
-    assert "'weight'" in message
-    assert "freeze it afterwards" in message
 
 
 MESHES = [((2,), "optim_grads_params"), ((2, 2), "hsdp"), ((2, 2), "hfsdp")]
