@@ -418,25 +418,6 @@ def test_a_refused_module_is_left_as_it_was() -> None:
     assert torch.isfinite(model(torch.ones(1, 3))).all()
 
 
-@on_ranks(2)
-def test_the_cures_in_the_messages_work() -> None:
-    scaled = Scaled(nn.Parameter(torch.tensor(2.0)))
-    fully_shard(scaled, ignored_params=[scaled.scale])
-    tied = Tied()
-    pair: list[nn.Module] = [tied.first, tied.second]
-    fully_shard(pair)
-    fully_shard(tied)
-    blocks = nn.ModuleList([nn.Linear(3, 3)])
-    for block in blocks:
-        fully_shard(block)
-    assert [type(module).__name__ for module in (scaled, tied, tied.first, blocks[0])] == [
-        "FSDPScaled",
-        "FSDPTied",
-        "FSDPLinear",
-        "FSDPLinear",
-    ]
-
-
 DISAGREEMENTS: dict[str, Callable[[int], nn.Module]] = {
     "shape": lambda rank: nn.Linear(3, 5 + rank),
     "dtype": lambda rank: nn.Linear(3, 5, dtype=(torch.float32, torch.bfloat16)[rank]),

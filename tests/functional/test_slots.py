@@ -291,14 +291,6 @@ def between_two_forwards(model: nn.Module) -> None:
     model.set_slot_pool("by_size")
 
 
-def after_gradients_kept_here(model: nn.Module) -> None:
-    with_slots(model)
-    with no_sync(model):
-        model(inputs(dist.get_rank(), 9)).square().mean().backward()
-    model.zero_grad()
-    model.reset_iter_state()
-
-
 @on_ranks(2)
 def test_slots_may_be_chosen_at_any_time_between_steps() -> None:
     ways = (
