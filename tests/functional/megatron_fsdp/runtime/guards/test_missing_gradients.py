@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from dbuffer import CollectiveCall, observe_collectives
 from megatron_fsdp import FsdpModule, Placements, fully_shard
@@ -169,29 +170,42 @@ class Skipped(nn.Linear):
 
 
 class Skipping(nn.Module):
-    """Layers of which a rank computes the first ``uses`` alone; the others hand on what they are given."""
+    """Layers of which a rank computes the first ``uses`` alone; the others hand on what they are given.
 
-    def __init__(self) -> None:
+    Args:
+        segment: so many layers at a time are checkpointed reentrantly; 0 for none.
+    """
+
+    def __init__(self, segment: int = 0) -> None:
         super().__init__()
         self.layers = nn.ModuleList(Skipped(WIDTH, WIDTH) for _ in range(6))
+        self.segment = segment
+
+    def run(self, x: torch.Tensor, uses: int, first: int, end: int) -> torch.Tensor:
+        for number in range(first, end):
+            x = self.layers[number](x, number < uses)
+        return x
 
     def forward(self, x: torch.Tensor, uses: int) -> torch.Tensor:
-        for number, layer in enumerate(self.layers):
-            x = layer(x, number < uses)
+        if not self.segment:
+            return self.run(x, uses, 0, 6)
+        for first in range(0, 6, self.segment):
+            x = checkpoint(self.run, x, uses, first, first + self.segment, use_reentrant=True)
         return x
 
 
-@pytest.mark.parametrize("uses", [3, 1])
+@pytest.mark.parametrize(("uses", "segment"), [(3, 0), (1, 0), (3, 1), (3, 2), (0, 3)])
 @on_ranks(2, timeout=60)
-def test_a_rank_that_uses_none_of_the_last_layers_reduces_them_when_the_others_do(uses: int) -> None:
+def test_a_rank_that_uses_none_of_the_last_layers_reduces_them_when_the_others_do(uses: int, segment: int) -> None:
     torch.manual_seed(0)
-    plain = Skipping()
+    plain = Skipping(segment)
     model = copy.deepcopy(plain)
     for part in (*model.layers, model):
         fully_shard(part)
     for rank in range(2):
-        (plain(data(rank, 0), 6 if rank else uses).square().mean() / 2).backward()
-    model(data(dist.get_rank(), 0), 6 if dist.get_rank() else uses).square().mean().backward()
+        (plain(data(rank, 0).requires_grad_(), 6 if rank else uses).square().mean() / 2).backward()
+    rank = dist.get_rank()
+    model(data(rank, 0).requires_grad_(), 6 if rank else uses).square().mean().backward()
     for found, wanted in zip(model.parameters(), plain.parameters(), strict=True):
         assert isinstance(found.grad, DTensor)
         assert wanted.grad is not None
