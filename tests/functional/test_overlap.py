@@ -201,11 +201,6 @@ def test_no_collective_of_a_step_is_issued_on_compute(strategy: str) -> None:
     assert places_of_collectives(strategy) == WANTED[strategy]
 
 
-def test_magnitudes_of_quantized_weights_travel_on_the_gather_lane() -> None:
-    found = places_of_collectives("optim_grads_params", "fp8")
-    assert found == {GATHERS, REDUCTIONS, ("all_reduce", "gather lane")}
-
-
 def waits_and_work(gather_dtype: Any) -> tuple[list[str], Counter[str]]:
     """Return which lanes compute waits for in a step, and where weights are decoded and magnitudes exchanged."""
     policy = MixedPrecisionPolicy(BF16, BF16, main_params_dtype=FP32, gather_dtype=gather_dtype)
