@@ -15,7 +15,7 @@ from torch import nn
 from megatron_fsdp import MixedPrecisionPolicy
 from tests.harness import on_ranks, run_ranks
 from tests.harness.grids import nightly_but
-from tests.harness.models import WIDTH, Block, CheckpointedStack, Stack, inputs, squared, three_blocks
+from tests.harness.models import WIDTH, Block, CheckpointedStack, Stack, inputs, squared
 from tests.harness.oracle import Case, compare
 from tests.harness.twins import Twins, sharded
 
