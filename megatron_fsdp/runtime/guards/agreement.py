@@ -26,8 +26,7 @@ class Wrapping:
 
     def __init__(self, mesh: DeviceMesh | None) -> None:
         self._ranks = None if mesh is None else mesh_ranks(mesh)
-        self._action = "calls fully_shard"
-        self._is_agreeing = False
+        self._action, self._is_agreeing = "calls fully_shard", False
 
     def __enter__(self) -> Wrapping:
         return self
