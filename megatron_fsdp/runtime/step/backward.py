@@ -39,8 +39,7 @@ class Pass:
             last one of each unit that it has computed again. closed: units whose gradients it has done with. All by
             identity.
         deferred: units that were closed when nothing had a gradient yet.
-        has_gradients: whether anything has. task: autograd's number of the graph in which it began. nests: whether it
-            has gone through a graph inside of that one, as reentrant checkpointing makes.
+        has_gradients: whether anything has, or will have. task: autograd's number of the graph that it began in.
     """
 
     def __init__(self, ending: weakref.ref[functools.partial[None]]) -> None:
@@ -50,7 +49,7 @@ class Pass:
         self.repeated: dict[int, Call] = {}
         self.closed: set[int] = set()
         self.deferred: list[weakref.ref[Unit]] = []
-        self.has_gradients = self.nests = False
+        self.has_gradients = False
         self.task = torch._C._current_graph_task_id()
 
     def enter(self, unit: Unit, call: Call | None = None) -> None:
@@ -198,7 +197,7 @@ class Backward:
         now = self.begin()
         task = torch._C._current_graph_task_id()
         if task != now.task:
-            now.nests = True
+            now.has_gradients = True
         if call.entered == self.number:
             self._unshard_again(now, unit)
         else:
@@ -234,9 +233,8 @@ class Backward:
 
     def awaits_call(self, now: Pass, unit: Unit, end: float = math.inf) -> bool:
         """Whether the graph that autograd is going through leads to a call of the unit that it has not entered yet."""
-        repeated = now.repeated.get(id(unit))
-        if now.nests and repeated is not None and not repeated.entered and repeated.begin <= end:
-            # Computed in this backward for its own, whether or not this rank used any parameter there.
+        repeated = now.repeated.get(id(unit)) if now.repeated else None
+        if repeated is not None and repeated.is_due and not repeated.entered and repeated.begin <= end:
             return True
         calls = unit.calls_not_entered(self.number, end)
         return bool(calls) and self._guards.is_to_come(calls, unit, end, now.entered, self._schedule.units())
@@ -320,12 +318,9 @@ class Backward:
             return
         now.closed.add(id(unit))
         # Without a gradient so far, either this rank used none of these parameters, and others may have; or this is a
-        # backward that asks for no parameter's gradient at all. Only the latter waits: the others reduce it now. A graph
-        # inside of another is none of those (PyTorch refuses reentrant checkpointing in it), and what it is still to
-        # bring cannot be asked.
-        if not (now.has_gradients or now.nests) and (
-            now.deferred or not self._guards.brings_gradients(self._schedule.units())
-        ):
+        # backward that asks for no parameter's gradient at all. Only the latter waits: the others reduce it now. It has
+        # no graph of a checkpoint inside, which PyTorch refuses there.
+        if not now.has_gradients and (now.deferred or not self._guards.brings_gradients(self._schedule.units())):
             now.deferred.append(unit.reference)
             return
         if now.deferred:
