@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -19,7 +19,6 @@ from megatron_fsdp.build.ownership import OwnedParameter, collect_parameters
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.installation import check_torch
 from megatron_fsdp.optim.step_hook import attend_optimizers
-from megatron_fsdp.policy.megatron_call import refuse_megatron_call
 from megatron_fsdp.policy.mesh import buffer_device, sharding_target
 from megatron_fsdp.policy.offload import offload_of
 from megatron_fsdp.policy.precision import as_policy
@@ -55,7 +54,6 @@ def fully_shard(
     grad_divisor: float = 1,
     shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
     dp_mesh_dims: Any = None,
-    **others: NoReturn,
 ) -> M:
     """Shard a module's parameters, gradients and optimizer state over a mesh, in place.
 
@@ -82,7 +80,6 @@ def fully_shard(
         grad_divisor: gradients are divided by it on top of the number of data-parallel ranks.
         shard_placement_fn: for FSDP2 code; may return ``Shard(0)`` or None.
         dp_mesh_dims: ``DataParallelMeshDims``, ours or PyTorch's: the data-parallel axes of a larger ``mesh``.
-        others: refused; those of Megatron-FSDP's function of this name with what to call instead.
     Returns:
         ``module``.
     Raises:
@@ -95,7 +92,11 @@ def fully_shard(
             fully_shard(block)
         fully_shard(model)
     """
-    refuse_megatron_call(mesh, others)
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        raise ConfigError(
+            f"fully_shard got a {type(mesh).__name__} as its mesh, not a DeviceMesh. Megatron-FSDP's "
+            "fully_shard(module, optimizer, ...) is fully_shard_model_and_optimizer(module, optimizer, ...) here"
+        )
     modules: list[nn.Module] = list(module) if isinstance(module, list) else [module]
     with Wrapping(mesh) as wrapping:
         _check_modules(modules)

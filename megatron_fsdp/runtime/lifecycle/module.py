@@ -14,15 +14,15 @@ from torch import nn
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.policy.slots import SlotChoice
 from megatron_fsdp.runtime.grads.fuse import fuse_linear_layers
-from megatron_fsdp.runtime.lifecycle.conversion import (
+from megatron_fsdp.runtime.lifecycle.make_param_group import register, set_divisor, set_reduction
+from megatron_fsdp.runtime.lifecycle.make_unit import follow_gradients
+from megatron_fsdp.runtime.lifecycle.param_changes import (
     after_load_state_dict,
     apply_to_group,
     before_load_state_dict,
     before_state_dict,
+    hidden_params,
 )
-from megatron_fsdp.runtime.lifecycle.make_param_group import set_divisor, set_reduction
-from megatron_fsdp.runtime.lifecycle.make_unit import follow_gradients
-from megatron_fsdp.runtime.lifecycle.param_registry import hide, register, unhide
 from megatron_fsdp.runtime.step.backward import Backward
 from megatron_fsdp.runtime.step.cuda_lane import settle_host
 from megatron_fsdp.runtime.step.hooks import after_forward, before_forward
@@ -393,14 +393,12 @@ class FSDPModule:
         unit.schedule.settle_replaced_params(unit)
         unit.schedule.reshard(unit)
         settle_host()
-        hidden = [(infos, hide(infos)) for infos in (group.fsdp_params.module_infos for group in unit.groups)]
         try:
-            result = super()._apply(fn, recurse)  # type: ignore[misc]
-            for group in unit.groups:
-                apply_to_group(group, fn, is_awaited=any(call() is not None for call in unit.calls))
+            with hidden_params(unit):
+                result = super()._apply(fn, recurse)  # type: ignore[misc]
+                for group in unit.groups:
+                    apply_to_group(group, fn, is_awaited=any(call() is not None for call in unit.calls))
         finally:
-            for infos, places in hidden:
-                unhide(infos, places)
             # A group that was on the meta device, or of another dtype, has other gradient buffers now.
             follow_gradients(unit)
         return result
