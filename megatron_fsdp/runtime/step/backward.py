@@ -39,7 +39,7 @@ class Pass:
             last one of each unit that it has computed again. closed: units whose gradients it has done with. All by
             identity.
         deferred: units that were closed when nothing had a gradient yet.
-        has_gradients: whether anything has.
+        has_gradients: whether anything has, or will have. task: autograd's number of the graph that it began in.
     """
 
     def __init__(self, ending: weakref.ref[functools.partial[None]]) -> None:
@@ -50,6 +50,7 @@ class Pass:
         self.closed: set[int] = set()
         self.deferred: list[weakref.ref[Unit]] = []
         self.has_gradients = False
+        self.task = torch._C._current_graph_task_id()
 
     def enter(self, unit: Unit, call: Call | None = None) -> None:
         """Be in a unit, which may get gradients once more, or come to a call of it."""
@@ -195,6 +196,8 @@ class Backward:
             self._guards.refuse_stepped(call)
         now = self.begin()
         task = torch._C._current_graph_task_id()
+        if task != now.task:
+            now.has_gradients = True
         if call.entered == self.number:
             self._unshard_again(now, unit)
         else:
@@ -232,6 +235,9 @@ class Backward:
 
     def awaits_call(self, now: Pass, unit: Unit, end: float = math.inf) -> bool:
         """Whether the graph that autograd is going through leads to a call of the unit that it has not entered yet."""
+        repeated = now.repeated.get(id(unit)) if now.repeated else None
+        if repeated is not None and repeated.is_due and not repeated.entered and repeated.begin <= end:
+            return True
         calls = unit.calls_not_entered(self.number, end)
         return bool(calls) and self._guards.is_to_come(calls, unit, end, now.entered, self._schedule.units())
 
@@ -314,7 +320,8 @@ class Backward:
             return
         now.closed.add(id(unit))
         # Without a gradient so far, either this rank used none of these parameters, and others may have; or this is a
-        # backward that asks for no parameter's gradient at all. Only the latter waits: the others reduce it now.
+        # backward that asks for no parameter's gradient at all. Only the latter waits: the others reduce it now. It has
+        # no graph of a checkpoint inside, which PyTorch refuses there.
         if not now.has_gradients and (now.deferred or not self._guards.brings_gradients(self._schedule.units())):
             now.deferred.append(unit.reference)
             return

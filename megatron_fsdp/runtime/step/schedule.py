@@ -338,6 +338,9 @@ class Schedule:
             call.first_begin = unit.first_begin
             call.trail, call.position = self.trail, len(self.trail)
             self.trail.append(unit.reference)
+        elif unit.num_gradients and torch.is_grad_enabled():
+            # This rank used no parameter here. Others may have: the order of gathers is not a rank's own affair.
+            self.trail.append(unit.reference)
         root = self.root_ref()
         if unit.reshard_after_forward is None and root is not None and root.open_call is not None:
             # A call below the root: whoever runs next takes its place, and the end of the pass settles the last one.

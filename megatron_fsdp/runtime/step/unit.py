@@ -45,12 +45,13 @@ class Call:
         moment: of optimizers' steps when it began (``freshness.MOMENTS``).
         first_node: autograd's nodes that were made since it began have this number or a higher one.
         reads: a weight that its backward reads, where it was looked for (``refusals.note_reads``); None for none.
-        is_expected: whether the unit has it among the calls whose backward may still come.
+        is_expected: whether the unit has it among the calls whose backward may still come. is_due: whether it was
+            computed in a backward for that backward alone, by a reentrant checkpoint.
     """
 
     __slots__ = (
-        "__weakref__", "_unit", "begin", "end", "entered", "first_begin", "first_node", "is_expected", "moment",
-        "position", "reads", "task", "trail",
+        "__weakref__", "_unit", "begin", "end", "entered", "first_begin", "first_node", "is_due", "is_expected",
+        "moment", "position", "reads", "task", "trail",
     )  # fmt: skip
 
     def __init__(self, unit: Unit, begin: int) -> None:
@@ -62,7 +63,7 @@ class Call:
         self.entered = self.task = 0
         self.reads: str | None = None
         self.moment = MOMENTS[0]
-        self.is_expected = False
+        self.is_due = self.is_expected = False
         self.first_node: int = torch._C._autograd._get_sequence_nr()
 
     @property
