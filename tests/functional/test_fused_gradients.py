@@ -22,7 +22,7 @@ from tests.harness.models import WIDTH, Made, Stack, inputs, squared, three_bloc
 from tests.harness.oracle import Case, Comparison, compare, shard_layers
 from tests.harness.twins import sharded
 
-NUM_STEPS = 3
+NUM_STEPS = 2
 
 
 def use(name: str) -> tuple[Comparison, int]:
