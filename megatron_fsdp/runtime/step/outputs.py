@@ -163,7 +163,7 @@ class Attributes:
 
 
 def _kept(value: Any, depth: int) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
+    if issubclass(type(value), torch.Tensor):
         yield value
         return
     members = list(members_of(value)) if depth < _MAX_DEPTH else []
