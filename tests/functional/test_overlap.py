@@ -24,7 +24,7 @@ from megatron_fsdp import AdamW, MixedPrecisionPolicy, Placements, fully_shard
 from megatron_fsdp.certify.certificate import Certificate, watching
 from megatron_fsdp.certify.clocks import VirtualStreams
 from megatron_fsdp.certify.hiding import Hidden
-from megatron_fsdp.runtime.step.cuda_lane import drive_with
+from megatron_fsdp.runtime.step.lanes import drive_with
 from megatron_fsdp.runtime.weights import packed_weights
 
 WIDTH, TOKENS, NUM_BLOCKS = 128, 64, 5

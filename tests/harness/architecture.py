@@ -76,7 +76,7 @@ TORCH_ONLY_NAMES = frozenset(
     _coalescing_manager""".split()
 )
 
-LANES_FILE = "megatron_fsdp.runtime.step.cuda_lane"
+LANES_FILE = "megatron_fsdp.runtime.step.lanes"
 STREAM_FILES = (LANES_FILE,)
 STREAM_NAMES = frozenset(
     """torch.Event torch.Stream torch.cuda.Event torch.cuda.ExternalStream torch.cuda.Stream torch.cuda.StreamContext

@@ -25,9 +25,8 @@ from dbuffer.layout import only_flat_axis
 from dbuffer.route import Route
 from dbuffer_kernels import accumulate
 from megatron_fsdp.errors import ConfigError
-from megatron_fsdp.runtime.step.cuda_lane import lane, turns, wait_on_host
 from megatron_fsdp.runtime.step.grad_binding import GradState
-from megatron_fsdp.runtime.step.lanes import Ticket
+from megatron_fsdp.runtime.step.lanes import Ticket, lane, turns, wait_on_host
 from megatron_fsdp.runtime.step.reduction import Hook, Reduction, Stages
 
 if TYPE_CHECKING:

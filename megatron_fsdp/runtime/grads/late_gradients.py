@@ -18,9 +18,8 @@ from dbuffer import DBuffer, SlotPool
 from megatron_fsdp.build.builder import GroupSpec
 from megatron_fsdp.runtime.grads.packed_gradients import PackedGradients
 from megatron_fsdp.runtime.step.backward import Backward
-from megatron_fsdp.runtime.step.cuda_lane import turns
 from megatron_fsdp.runtime.step.fsdp_params import FSDPParams, grads_of
-from megatron_fsdp.runtime.step.lanes import Ticket, lane
+from megatron_fsdp.runtime.step.lanes import Ticket, lane, turns
 from megatron_fsdp.runtime.step.reduction import Stages
 
 __all__ = ["LateGradients", "packs_late"]

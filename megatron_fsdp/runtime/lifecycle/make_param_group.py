@@ -22,10 +22,9 @@ from megatron_fsdp.runtime.grads.invariant_reduction import InvariantGradients
 from megatron_fsdp.runtime.grads.late_gradients import LateGradients, packs_late
 from megatron_fsdp.runtime.grads.packed_gradients import PackedGradients
 from megatron_fsdp.runtime.lifecycle.param_registry import make_module_infos, register, registered
-from megatron_fsdp.runtime.step.cuda_lane import turns
 from megatron_fsdp.runtime.step.freshness import Freshness
 from megatron_fsdp.runtime.step.fsdp_params import FSDPParams, gradient_hook
-from megatron_fsdp.runtime.step.lanes import join_lanes
+from megatron_fsdp.runtime.step.lanes import join_lanes, turns
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup, note_group
 from megatron_fsdp.runtime.step.reduction import ReduceFunction
 from megatron_fsdp.runtime.step.weight_handle import WeightHandle, handle_of

@@ -17,7 +17,7 @@ from megatron_fsdp.runtime.lifecycle.make_param_group import set_divisor, set_re
 from megatron_fsdp.runtime.lifecycle.make_unit import follow_gradients
 from megatron_fsdp.runtime.lifecycle.param_registry import hide, unhide
 from megatron_fsdp.runtime.step.backward import Backward
-from megatron_fsdp.runtime.step.cuda_lane import settle_host
+from megatron_fsdp.runtime.step.lanes import settle_host
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
 from megatron_fsdp.runtime.step.unit import Unit, WeightState, alive, is_in_backward, units_below
 from megatron_fsdp.runtime.weights.memory_slots import communicator_has_memory, keep_gathered, reshard_to, use_slots

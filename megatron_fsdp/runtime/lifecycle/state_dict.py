@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from dbuffer import FlatDTensor
 from megatron_fsdp.runtime.lifecycle.make_param_group import readopt
 from megatron_fsdp.runtime.lifecycle.make_unit import materialize_unit
-from megatron_fsdp.runtime.step.cuda_lane import settle_host
+from megatron_fsdp.runtime.step.lanes import settle_host
 from megatron_fsdp.runtime.step.parameter_group import group_of_parameter
 from megatron_fsdp.runtime.step.unit import Unit, units_below
 from megatron_fsdp.runtime.weights.param_layout import is_laid_out_like, laid_out

@@ -25,8 +25,8 @@ from torch.distributed.tensor import DTensor
 
 from dbuffer import DBuffer
 from dbuffer.dtensor.parameter import GradDrops
-from megatron_fsdp.runtime.step.cuda_lane import Compute
 from megatron_fsdp.runtime.step.fsdp_params import FSDPParams, grads_of, outside
+from megatron_fsdp.runtime.step.lanes import Compute
 
 __all__ = ["GradBinding", "GradState", "clear_grads"]
 

@@ -14,10 +14,9 @@ from dbuffer import DBuffer, SlotPool
 from dbuffer.events import listeners, tell
 from dbuffer_kernels import accumulate
 from dbuffer_kernels.products import add_product
-from megatron_fsdp.runtime.step.cuda_lane import Turns
 from megatron_fsdp.runtime.step.fsdp_params import FSDPParams
 from megatron_fsdp.runtime.step.grad_binding import GradBinding, GradState
-from megatron_fsdp.runtime.step.lanes import Ticket
+from megatron_fsdp.runtime.step.lanes import Ticket, Turns
 from megatron_fsdp.runtime.step.reduction import Reduction, Stages, submit_reductions
 
 __all__ = ["GradientBuffer"]
@@ -254,7 +253,7 @@ class GradientBuffer:
         FSDP2's ``foreach_reduce``.
 
         Args:
-            buffers: of one unit. owner, after: as in ``CpuLane.submit``.
+            buffers: of one unit. owner, after: as in ``Lane.submit``.
         """
         packed = [buffer for buffer in buffers if not buffer.rests_partial]
         if packed:

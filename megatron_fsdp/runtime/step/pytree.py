@@ -72,7 +72,7 @@ def members_of(value: Any) -> Iterable[Any]:
         members = list(object.__getattribute__(value, "__dict__").values())
     except AttributeError:
         members = []
-    return [*members, *(getattr(value, name, None) for name in _slots_of(kind))]
+    return [*members, *(getattr(value, name, None) for name in _slots_of(kind))]  # type: ignore[arg-type]  # classes are hashable
 
 
 @functools.cache

@@ -17,8 +17,7 @@ from torch.autograd import profiler
 
 from dbuffer.events import listeners, tell
 from megatron_fsdp.errors import AgreementError
-from megatron_fsdp.runtime.step.cuda_lane import HOST_READS, settle_host, wait_for_event
-from megatron_fsdp.runtime.step.lanes import Ticket, forget_unused_streams
+from megatron_fsdp.runtime.step.lanes import HOST_READS, Ticket, forget_unused_streams, settle_host, wait_for_event
 from megatron_fsdp.runtime.step.outputs import Attributes, watch_given, watch_inputs, watch_made, watch_output
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup, start_gathers
 from megatron_fsdp.runtime.step.unit import Call, Tree, Unit, WeightState, alive
