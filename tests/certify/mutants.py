@@ -33,7 +33,6 @@ MODULES = (
     "megatron_fsdp.runtime.grads.late_gradients",
     "megatron_fsdp.runtime.grads.last_reduction",
     "megatron_fsdp.runtime.grads.packed_gradients",
-    "megatron_fsdp.runtime.step.reduction",
     "megatron_fsdp.runtime.weights.sharded_weights",
     "megatron_fsdp.runtime.weights.post_forward_shard",
     "megatron_fsdp.runtime.weights.memory_slots",

@@ -36,7 +36,6 @@ from megatron_fsdp.runtime.step.backward import Backward
 from megatron_fsdp.runtime.step.fsdp_params import FSDPParams
 from megatron_fsdp.runtime.step.grad_binding import GradBinding, GradState
 from megatron_fsdp.runtime.step.parameter_group import group_of_parameter
-from megatron_fsdp.runtime.step.reduction import Stages
 from megatron_fsdp.runtime.step.unit import Unit
 
 __all__ = ["InvariantGradients"]
@@ -148,7 +147,7 @@ class InvariantGradients(PackedGradients):
         super()._begin_sum()
         self.reduction.look_for_changes(before, self.binding)
 
-    def _stages(self) -> Stages:
+    def _prepare(self) -> None:
         unit = self._observer()
         assert isinstance(unit, Unit)
         step = _STEPS.setdefault(unit.backward, _Step())
@@ -159,8 +158,8 @@ class InvariantGradients(PackedGradients):
                 step.first = number
             self.reduction.clear()
         step.last[self._fsdp_params] = number
-        self.reduction.prepare(number - step.first, step, unit)
-        return super()._stages()
+        self.reduction.take_turn(number - step.first, step, unit)
+        super()._prepare()
 
 
 class _InvariantReduction(LastReduction):
@@ -172,6 +171,7 @@ class _InvariantReduction(LastReduction):
 
     # What is added up last gathers as well.
     finishes_on_lane = False
+    _exchanges: _Exchanges | None = None
 
     def __init__(self, packed: DBuffer, main_grad: DBuffer) -> None:
         super().__init__(packed, packed, main_grad, main_grad, wire=None)
@@ -179,7 +179,6 @@ class _InvariantReduction(LastReduction):
         self.device = packed.device
         # What a user made of this rank's piece of the sum so far, to which the counter's is added.
         self._changed: torch.Tensor | None = None
-        self._scale = 0.0
         self._version = -1
         axes, placements = packed.axes, main_grad.placements
         self._num_ranks = math.prod(axis.size for axis in axes)
@@ -201,7 +200,7 @@ class _InvariantReduction(LastReduction):
         self.counter.clear()
         self._changed = None
 
-    def prepare(self, microbatch: int, step: _Step, unit: Unit) -> None:
+    def take_turn(self, microbatch: int, step: _Step, unit: Unit) -> None:
         """Count zeros for microbatches in which no rank has used the group; receive in scratch until ``release``."""
         while self.counter.count < microbatch * self._num_ranks:
             self.counter.push(None)
@@ -212,10 +211,10 @@ class _InvariantReduction(LastReduction):
         """Let others receive where this one has, which is folded; all groups of a unit are, when one is."""
         if self._scratch is not None and self._receives is not None:
             self._scratch.end_turn()
-            self._receives = None
+            self._receives = self._exchanges = None
 
-    def stages(self, scale: float, *, overwrite: bool) -> Stages:
-        """Return the exchange of the packed buffer, and the additions."""
+    def prepare(self, scale: float, *, overwrites: bool) -> None:
+        """Get ready for the exchange of the packed buffer."""
         if scale == 0.0:
             raise StateError(
                 f"{self._packed.name}: {_FLAG} divides once, after the last addition, and by what does not depend on "
@@ -225,22 +224,23 @@ class _InvariantReduction(LastReduction):
         assert self._receives is not None
         self._scale = scale
         self._version = self._main_grad.local_buffer._version
-        # Not self: a ticket that nobody waits for must not keep this object alive.
-        rows, counter = self._rows, self.counter
-        exchanges = _Exchanges(self._plan, self._cut, self._packed.local_buffer, self._receives)
+        self._exchanges = _Exchanges(self._plan, self._cut, self._packed.local_buffer, self._receives)
 
-        def start(works: list[dist.Work] | None) -> list[Part]:
-            exchanges.over(0, works)
-            return []
+    def start(self, works: list[dist.Work] | None) -> list[Part]:
+        """Issue the exchange over the first axis."""
+        assert self._exchanges is not None
+        self._exchanges.over(0, works)
+        return []
 
-        def fold() -> None:
-            # What comes over the second axis was received over the first.
-            for position in range(1, len(exchanges.cut)):
-                exchanges.over(position, None)
-            counter.push(*map(exchanges.rows.__getitem__, rows))
-            exchanges.rows.clear()
-
-        return Stages(start, fold, None)
+    def fold(self) -> None:
+        """Exchange over the others, and add up."""
+        exchanges = self._exchanges
+        assert exchanges is not None
+        # What comes over the second axis was received over the first.
+        for position in range(1, len(exchanges.cut)):
+            exchanges.over(position, None)
+        self.counter.push(*map(exchanges.rows.__getitem__, self._rows))
+        exchanges.rows.clear()
 
     def start_last(self, on_all: list[Part], scattered: list[Part], works: list[dist.Work] | None) -> None:
         """Write the sum, and gather what the optimizer holds whole."""

@@ -20,7 +20,6 @@ from megatron_fsdp.runtime.grads.packed_gradients import PackedGradients
 from megatron_fsdp.runtime.step.backward import Backward
 from megatron_fsdp.runtime.step.fsdp_params import FSDPParams, grads_of
 from megatron_fsdp.runtime.step.lanes import Ticket, lane, turns
-from megatron_fsdp.runtime.step.reduction import Stages
 
 __all__ = ["LateGradients", "packs_late"]
 
@@ -95,18 +94,10 @@ class LateGradients(PackedGradients):
         super()._pack_waiting()
         self._fill_up()
 
-    def _stages(self) -> Stages:
-        stages = super()._stages()
-        if not self._packings:
-            return stages
-        packed = self.packed
-
-        def fold() -> None:
-            stages.fold()
-            # Where it was allocated, and is allocated next: on the lane.
-            packed.release_storage()
-
-        return Stages(stages.start, fold, stages.on_host)
+    def _prepare(self) -> None:
+        super()._prepare()
+        # Where it was allocated, and is allocated next: on the lane.
+        self.reduction.frees_packed = bool(self._packings)
 
     def _begin(self, *, has_come: bool = False) -> None:
         super()._begin(has_come=has_come)

@@ -24,9 +24,9 @@ from megatron_fsdp.runtime.grads.packed_gradients import PackedGradients
 from megatron_fsdp.runtime.lifecycle.param_registry import make_module_infos, register, registered
 from megatron_fsdp.runtime.step.freshness import Freshness
 from megatron_fsdp.runtime.step.fsdp_params import FSDPParams, gradient_hook
+from megatron_fsdp.runtime.step.gradients import ReduceFunction
 from megatron_fsdp.runtime.step.lanes import join_lanes, turns
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup, note_group
-from megatron_fsdp.runtime.step.reduction import ReduceFunction
 from megatron_fsdp.runtime.step.weight_handle import WeightHandle, handle_of
 from megatron_fsdp.runtime.weights.extension_hooks import ExtensionWeights
 from megatron_fsdp.runtime.weights.gathered_weight import KINDS

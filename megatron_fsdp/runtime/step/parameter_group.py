@@ -28,9 +28,8 @@ from megatron_fsdp.build.builder import GroupSpec
 from megatron_fsdp.build.ownership import OwnedParameter
 from megatron_fsdp.runtime.step.freshness import CHECKS, Freshness
 from megatron_fsdp.runtime.step.fsdp_params import FSDPParams
-from megatron_fsdp.runtime.step.gradients import GradientBuffer
+from megatron_fsdp.runtime.step.gradients import GradientBuffer, ReduceFunction
 from megatron_fsdp.runtime.step.lanes import HOST_READS, Ticket, lane, settle_host
-from megatron_fsdp.runtime.step.reduction import ReduceFunction
 
 __all__ = ["GatherFunction", "ParameterGroup", "WeightBuffers", "group_of_parameter", "note_group", "start_gathers"]
 
