@@ -27,9 +27,8 @@ from megatron_fsdp.policy.precision import as_policy
 from megatron_fsdp.policy.strategy import Placements
 from megatron_fsdp.runtime.guards.added_params import make_tree
 from megatron_fsdp.runtime.guards.agreement import Wrapping
-from megatron_fsdp.runtime.guards.asked_gradients import serve_asked_gradients
 from megatron_fsdp.runtime.guards.attached import attach_root
-from megatron_fsdp.runtime.guards.inner_outputs import InnerOutputs, readers_of
+from megatron_fsdp.runtime.guards.inner_outputs import readers_of
 from megatron_fsdp.runtime.lifecycle.convert import check_conversion, convert
 from megatron_fsdp.runtime.lifecycle.fsdp2_view import show_state, state_to_come
 from megatron_fsdp.runtime.lifecycle.make_param_group import forget_originals, make_param_group
@@ -43,7 +42,6 @@ __all__ = ["fully_shard", "microbatch", "no_sync", "replicate", "share_comm_ctx"
 M = TypeVar("M", bound="nn.Module | list[nn.Module]")
 
 check_torch(torch.__version__)
-serve_asked_gradients()
 
 
 def fully_shard(
@@ -147,7 +145,7 @@ def put_in_place(
     for group in unit.groups:
         forget_originals(group)
     attend_optimizers()
-    unit.inner_outputs = InnerOutputs(readers_of(owned, unit), unit)
+    unit.readers = readers_of(owned, unit)
     _adopt_units(modules, unit)
 
 

@@ -19,7 +19,7 @@ REFUSALS = (
         ("grad none", "freeze", "thaw", "spare", "pick", "sometimes", *SIDE_KINDS),
     ),
     # The gradient of what one rank computes with.
-    Refusal("StateError", r"torch.autograd.grad was asked for the gradient of .* by its gathered", ("autograd shown",)),
+    Refusal("StateError", r"torch.autograd.grad .* was asked for the gradient of", ("autograd",)),
     # Second thoughts on what was sharded.
     Refusal("StateError", r"was frozen when it was sharded, so it has no main weight of", ("thaw",)),
     # Registered in a parameter's place, or beside the parameters, after fully_shard.

@@ -371,11 +371,15 @@ MISTAKES: dict[str, tuple[Any, ...]] = {
     "a module added frozen": (added_and_unfrozen_later, "StateError", "'1.0.weight'", "added after fully_shard"),
     "a functional call with gradients": (
         lambda: functional_loss(linear(), torch.ones(5, 3, requires_grad=True)),
-        "StateError", "'weight'", "requires a gradient", "torch.no_grad()",
+        "StateError", "'weight'", "torch.func.functional_call", "torch.no_grad()",
+    ),
+    "a functional call without gradients": (
+        lambda: functional_loss(linear(), torch.ones(5, 3)),
+        "StateError", "'weight'", "torch.func.functional_call",
     ),
     "a transform of a functional call": (
         lambda: torch.func.grad(functional_loss, 1)(linear(), torch.ones(5, 3)),
-        "StateError", "'weight'", "torch.func transform",
+        "StateError", "'weight'", "torch.func.functional_call",
     ),
 }  # fmt: skip
 

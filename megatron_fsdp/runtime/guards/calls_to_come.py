@@ -80,7 +80,7 @@ def before_recomputation(backward: Backward, schedule: Schedule, unit: Unit, mod
         schedule.open_call(unit, module)
         if unit.open_call is not None:
             now.repeated[id(unit)] = unit.open_call
-        schedule.admit_replaced_params(unit)
+        schedule.settle_replaced_params(unit)
     now.active[id(unit)] = unit.reference
     schedule.unshard(unit, check=False)
 

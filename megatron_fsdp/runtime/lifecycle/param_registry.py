@@ -13,7 +13,7 @@ from megatron_fsdp.build.ownership import OwnedParameter
 from megatron_fsdp.runtime.step.fsdp_params import ParamModuleInfos, Place
 
 __all__ = [
-    "ReplacedParam", "hide", "make_module_infos", "override", "register", "registered", "replaced_in", "unhide",
+    "ReplacedParam", "hide", "make_module_infos", "register", "registered", "replaced_in", "unhide",
 ]  # fmt: skip
 
 
@@ -22,11 +22,9 @@ class ReplacedParam:
     """Something that is registered where a parameter was.
 
     Attributes:
-        position: of the place. index: of the parameter in the group.
-        value: what is there; None for nothing.
+        index: of the parameter in the group. value: what is there; None for nothing.
     """
 
-    position: int
     index: int
     value: torch.Tensor | None
 
@@ -56,18 +54,10 @@ def registered(infos: ParamModuleInfos, index: int) -> torch.Tensor | None:
 def replaced_in(infos: ParamModuleInfos) -> list[ReplacedParam]:
     """Return what is registered in the places of parameters beside these."""
     return [
-        ReplacedParam(position, infos.indices[position], registry.get(attribute))
+        ReplacedParam(infos.indices[position], registry.get(attribute))
         for position, (registry, attribute, resting, used) in enumerate(infos.places)
         if (found := registry.get(attribute)) is not resting and found is not used
     ]
-
-
-def override(infos: ParamModuleInfos, found: ReplacedParam, value: torch.Tensor) -> None:
-    """Let compute use ``value`` in the place of a replaced parameter until ``restore``."""
-    assert found.value is not None
-    infos.overridden[found.position] = (value, found.value)
-    registry, attribute, *_ = infos.places[found.position]
-    registry[attribute] = value  # type: ignore[assignment]  # as torch.func.functional_call does
 
 
 def register(infos: ParamModuleInfos) -> None:

@@ -207,8 +207,6 @@ class Backward:
                 self._close(now, each)
             if unit.unshards_in_backward:
                 self._schedule.unshard(unit, check=False)
-            elif call.reads is not None and not unit.is_unsharded:
-                self._guards.refuse_reads(call)
         if unit.is_unsharded:
             unit.entered, unit.entered_task = call, task
 

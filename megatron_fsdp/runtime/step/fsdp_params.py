@@ -243,8 +243,7 @@ class ParamModuleInfos:
             further references to their weights; None for the others.
 
     Attributes:
-        shows_gathered: whether compute's are registered. overridden: by position, what is registered for one call in
-            the place of something else, and what that is.
+        shows_gathered: whether compute's are registered.
     """
 
     def __init__(
@@ -259,7 +258,6 @@ class ParamModuleInfos:
         self._attributes = [attribute for _, attribute, *_ in self.plain]
         self._resting = [resting for *_, resting, _ in self.plain]
         self._used = [used for *_, used in self.plain]
-        self.overridden: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.shows_gathered = False
 
     def is_replaced(self) -> bool:
@@ -278,8 +276,6 @@ class ParamModuleInfos:
                     registry[attribute] = new
         if self.assigned:
             self._assign(is_gathered=is_gathered)
-        if self.overridden and not is_gathered:
-            self.restore()
         self.shows_gathered = is_gathered
 
     def _assign(self, *, is_gathered: bool) -> None:
@@ -287,14 +283,6 @@ class ParamModuleInfos:
             module, (found, wanted) = reference(), (resting, used) if is_gathered else (used, resting)
             if module is not None and module._parameters.get(attribute) is found:
                 setattr(module, attribute, wanted)
-
-    def restore(self) -> None:
-        """Register again what was registered before it was overridden for a call."""
-        for position, (value, original) in self.overridden.items():
-            registry, attribute, *_ = self.places[position]
-            if registry.get(attribute) is value:
-                registry[attribute] = original  # type: ignore[assignment]  # what functional_call had put there
-        self.overridden.clear()
 
 
 def grads_of(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:

@@ -111,6 +111,8 @@ class _LinearIntoBuffer(torch.autograd.Function):
         unit, call = ctx.handle.unit(), ctx.call
         if unit is not None and (unit.entered is not call or unit.entered_task != task_id()):
             unit.backward.before_reading(unit, call)
+            if ctx.needs_input_grad[0] and not unit.is_unsharded:
+                unit.schedule.guards.refuse_reads(ctx.handle)
         input, weight = ctx.saved_tensors
         rows, inputs = gradient, input
         if input.ndim > 2:

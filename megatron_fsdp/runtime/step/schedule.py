@@ -21,6 +21,7 @@ from megatron_fsdp.runtime.step.lanes import HOST_READS, Ticket, forget_unused_s
 from megatron_fsdp.runtime.step.outputs import Attributes, watch_given, watch_inputs, watch_made, watch_output
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup, start_gathers
 from megatron_fsdp.runtime.step.unit import Call, Tree, Unit, WeightState, alive
+from megatron_fsdp.runtime.step.weight_handle import WeightHandle
 
 __all__ = ["Guards", "Schedule"]
 
@@ -38,25 +39,20 @@ class Guards:
     Attributes:
         first_use, last, missing: when ranks agree on what the units are (``agreement.py``), what is reduced once a step
             (``last_reduction.py``), and what ranks know of each other's missing gradients (``missing_gradients.py``).
-        armed: units whose inner modules' outputs are watched.
     """
 
     first_use: Any
     last: Any
     missing: Any
-    armed: list[weakref.ref[Unit]]
-    arm: Callable[[], None]
-    disarm: Callable[[], None]
-    admit: Callable[[Unit, ParameterGroup], None]
+    keepers: Callable[[Unit, nn.Module], list[nn.Module]]
     settle: Callable[[Unit, ParameterGroup], None]
     follow_requires_grad: Callable[[Unit, ParameterGroup, Sequence[int]], None]
     walk: Callable[[Tree, nn.Module, Sequence[Unit]], None]
     refuse_changed: Callable[[Sequence[torch.Tensor]], None]
-    note_reads: Callable[[Call, Any], None]
     emit_ranges: Callable[[Sequence[Unit]], None]
     refuse_recorded: Callable[[Unit], None]
     refuse_stepped: Callable[[Call], None]
-    refuse_reads: Callable[[Call], None]
+    refuse_reads: Callable[[WeightHandle], None]
     refuse_gathered: Callable[[Iterable[ParameterGroup]], None]
     before_recomputation: Callable[[Unit, nn.Module], None]
     brings_gradients: Callable[[Iterable[Unit]], bool]
@@ -222,10 +218,9 @@ class Schedule:
             self._start_pass()
         if not self.open_call(unit, module):
             return
-        # First, since to release weights is to restore what replaced parameters lent to the call.
         if unit.weight_state is not WeightState.SHARDED and unit.is_stale():
             self.reshard(unit)
-        self.admit_replaced_params(unit)
+        self.settle_replaced_params(unit)
         self._release_lingering(unit)
         for group in unit.groups:
             changed, gradients = group.fsdp_params.changed_requires_grad(), group.gradients
@@ -249,12 +244,10 @@ class Schedule:
             return
         if torch.is_grad_enabled():
             watch_output(call, output)
-            if not unit.unshards_in_backward:
-                self.guards.note_reads(call, output)
             if unit.releases_weights:
                 kept = self._kept.get(id(module))
                 if kept is None:
-                    kept = self._kept[id(module)] = Attributes(unit.inner_outputs.attributed(module))
+                    kept = self._kept[id(module)] = Attributes(self.guards.keepers(unit, module))
                 kept.watch(call)
                 watch_given(call, args)
         if unit.pending_modules:
@@ -268,12 +261,6 @@ class Schedule:
             self.reshard(unit)
         if unit is self.root_ref():
             self._end_pass()
-
-    def admit_replaced_params(self, unit: Unit) -> None:
-        """Decide what becomes, in a call, of what is registered in the places of the unit's parameters beside these."""
-        for group in unit.groups:
-            if group.fsdp_params.module_infos.is_replaced():
-                self.guards.admit(unit, group)
 
     def settle_replaced_params(self, unit: Unit) -> None:
         """Let sharded parameters that were assigned take their places for good, and refuse whatever else is there."""
@@ -328,9 +315,6 @@ class Schedule:
 
     def _close_call(self, unit: Unit, call: Call) -> None:
         self._end_call(unit, call)
-        for group in unit.groups:
-            if group.fsdp_params.module_infos.overridden:
-                group.fsdp_params.module_infos.restore()
         if unit.calls and unit.calls[-1]() is call:
             if unit.trail is not self.trail:
                 unit.trail, unit.first_begin = self.trail, call.begin
@@ -363,8 +347,6 @@ class Schedule:
             unit.open_call = None
         self._expected, self._recorded, self._cursor = self._recorded or self._expected, [], 0
         self.trail = []
-        if self.guards.armed:
-            self.guards.disarm()
         if profiler._is_profiler_enabled:
             self.guards.emit_ranges(self.units())
 
