@@ -12,7 +12,7 @@ from torch import nn
 from torch.autograd import forward_ad
 
 from megatron_fsdp.build.ownership import OwnedParameter
-from megatron_fsdp.runtime.step.fsdp_params import SMALL_NUMEL
+from megatron_fsdp.runtime.step.fsdp_params import SMALL_NUMEL, WeightHandle, handle_of
 from megatron_fsdp.runtime.step.fused_linear import (
     FusedLinear,
     applied,
@@ -22,7 +22,6 @@ from megatron_fsdp.runtime.step.fused_linear import (
     watched,
     weight_gradient,
 )
-from megatron_fsdp.runtime.step.weight_handle import WeightHandle, handle_of
 from megatron_fsdp.runtime.weights.gathered_weight import KINDS
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from megatron_fsdp.runtime.grads.fuse import fuse_linear_layers
 from megatron_fsdp.runtime.lifecycle.module import FSDPModule, sharded_class, unit_of
 from megatron_fsdp.runtime.lifecycle.param_registry import register
 from megatron_fsdp.runtime.lifecycle.state_dict import after_load_state_dict, before_load_state_dict, before_state_dict
-from megatron_fsdp.runtime.step.hooks import after_forward, before_forward
+from megatron_fsdp.runtime.step.schedule import after_forward, before_forward
 from megatron_fsdp.runtime.step.unit import Unit
 
 __all__ = ["check_conversion", "convert", "register_fsdp_forward_method"]

@@ -17,7 +17,7 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.nn import functional
 
-from megatron_fsdp.runtime.step.weight_handle import WeightHandle
+from megatron_fsdp.runtime.step.fsdp_params import WeightHandle
 
 __all__ = ["FusedLinear", "applied", "as_factor", "has_transforms", "task_id", "watched", "weight_gradient"]
 

@@ -8,55 +8,31 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import profiler
 
 from dbuffer.events import listeners, tell
 from megatron_fsdp.errors import AgreementError
 from megatron_fsdp.runtime.step.lanes import HOST_READS, Ticket, forget_unused_streams, settle_host, wait_for_event
 from megatron_fsdp.runtime.step.outputs import Attributes, watch_given, watch_inputs, watch_made, watch_output
-from megatron_fsdp.runtime.step.parameter_group import ParameterGroup, start_gathers
-from megatron_fsdp.runtime.step.unit import Call, Tree, Unit, WeightState, alive
-from megatron_fsdp.runtime.step.weight_handle import WeightHandle
+from megatron_fsdp.runtime.step.parameter_group import start_gathers
+from megatron_fsdp.runtime.step.pytree import caster
+from megatron_fsdp.runtime.step.unit import Call, Unit, WeightState, alive, is_in_backward, units_below
 
-__all__ = ["Guards", "Schedule"]
+__all__ = ["Schedule", "after_forward", "before_forward"]
 
 _NONE: weakref.ref[Any] = weakref.ref(set())
 """A reference to no unit."""
 
 _MAX_LENGTH = 65_536
-
-
-class Guards:
-    """What a step hands on to when it meets what it does not do itself; ``guards/attached.py`` says what does it.
-
-    What refuses, or cannot do what it is for, raises a StateError.
-
-    Attributes:
-        first_use, last, missing: when ranks agree on what the units are (``agreement.py``), what is reduced once a step
-            (``last_reduction.py``), and what ranks know of each other's missing gradients (``missing_gradients.py``).
-    """
-
-    first_use: Any
-    last: Any
-    missing: Any
-    keepers: Callable[[Unit, nn.Module], list[nn.Module]]
-    settle: Callable[[Unit, ParameterGroup], None]
-    follow_requires_grad: Callable[[Unit, ParameterGroup, Sequence[int]], None]
-    walk: Callable[[Tree, nn.Module, Sequence[Unit]], None]
-    refuse_changed: Callable[[Sequence[torch.Tensor]], None]
-    emit_ranges: Callable[[Sequence[Unit]], None]
-    refuse_recorded: Callable[[Unit], None]
-    refuse_stepped: Callable[[Call], None]
-    refuse_reads: Callable[[WeightHandle], None]
-    refuse_gathered: Callable[[Iterable[ParameterGroup]], None]
-    before_recomputation: Callable[[Unit, nn.Module], None]
-    brings_gradients: Callable[[Iterable[Unit]], bool]
-    is_to_come: Callable[[Sequence[Call], Unit, float, Mapping[int, Call], Iterable[Unit]], bool]
+_task_id: Callable[[], int] = torch._C._current_graph_task_id
+_innermost_transform = torch._C._functorch.peek_interpreter_stack
 
 
 class Schedule:
@@ -69,10 +45,11 @@ class Schedule:
         step_event: recorded after an optimizer step, awaited by the next forward; None for none.
         root_ref: the outermost unit, weakly. pools: of memory slots.
         trail: the units of this forward pass that were left, in order, for each call that backward may come to.
-        guards: of this root.
+        guards: what a step hands on to when it meets what it does not do itself (``guards/attached.py``).
     """
 
-    guards: Guards
+    # Of rooms above.
+    guards: Any
     pools: Any
 
     def __init__(self) -> None:
@@ -381,3 +358,56 @@ class Schedule:
                 unit.entered = None
                 # Kept for the next forward; whoever zeroes or changes parameters meanwhile means the sharded ones.
                 unit.show_sharded()
+
+
+# ---------------------------------------------------------------- what PyTorch calls when a unit's modules run
+
+
+def before_forward(
+    unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Gather a unit's weights for the call of one of its modules; return the arguments, cast, where that is asked."""
+    if torch.compiler.is_dynamo_compiling():
+        # The compiler would trace hooks into a unit's graph, and with them the switch to unsharded parameters.
+        return _untraced_before(unit, module, args, kwargs)  # type: ignore[no-any-return]  # as this
+    schedule: Schedule = unit.schedule
+    if unit is schedule.root_ref():
+        if not is_in_backward():
+            unit.backward.recover()
+        tree = unit.trees[id(module)]
+        if tree.is_changed():
+            schedule.guards.walk(tree, module, list(units_below(module)))
+    if _innermost_transform() is None:
+        _gather(unit, module, (args, kwargs))
+    else:
+        # A transform of torch.func would wrap buffers and what collectives return.
+        with temporarily_clear_interpreter_stack():
+            _gather(unit, module, ())
+    policy = unit.policy
+    if policy.cast_forward_inputs and policy.param_dtype is not None:
+        cast = caster(policy.param_dtype)
+        return cast(args), cast(kwargs)
+    return None
+
+
+def _gather(unit: Unit, module: nn.Module, given: Any) -> None:
+    schedule: Schedule = unit.schedule
+    if _task_id() != -1:
+        schedule.guards.before_recomputation(unit, module)
+    else:
+        schedule.before_forward(unit, module, given)
+
+
+def after_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    """Watch what the call of a module leaves for backward, and reshard; return its output, cast where that is asked."""
+    if torch.compiler.is_dynamo_compiling():
+        return _untraced_after(unit, module, args, output)
+    if unit.policy.output_dtype is not None:
+        output = caster(unit.policy.output_dtype)(output)
+    schedule: Schedule = unit.schedule
+    schedule.after_forward(unit, module, args, output)
+    return output
+
+
+_untraced_before: Any = _disable_dynamo(before_forward)
+_untraced_after: Any = _disable_dynamo(after_forward)

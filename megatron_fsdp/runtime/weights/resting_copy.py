@@ -11,8 +11,8 @@ from dbuffer.collectives_together import all_reduce_together, gather_together
 from dbuffer.events import listeners, tell
 from megatron_fsdp.errors import StateError
 from megatron_fsdp.runtime.step.freshness import MOMENTS
+from megatron_fsdp.runtime.step.fsdp_params import handle_of
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup, WeightBuffers
-from megatron_fsdp.runtime.step.weight_handle import handle_of
 
 __all__ = ["RestingCopy", "announce_step"]
 
