@@ -8,7 +8,9 @@ they are closed, which is where their gradients are reduced, and released (docs/
 from __future__ import annotations
 
 import functools
+import itertools
 import math
+import operator
 import weakref
 from collections.abc import Callable, Iterable
 from typing import NoReturn
@@ -23,9 +25,11 @@ from megatron_fsdp.runtime.step.gradients import GradientBuffer
 from megatron_fsdp.runtime.step.lanes import join_lanes, turns
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
 from megatron_fsdp.runtime.step.schedule import Schedule
-from megatron_fsdp.runtime.step.unit import Call, Unit, alive, is_in_backward
+from megatron_fsdp.runtime.step.unit import Call, Unit, WeightState, alive, is_in_backward, task_id
 
 __all__ = ["Backward"]
+
+_RESTS_FINAL = operator.attrgetter("rests_final")
 
 
 class Backward:
@@ -163,12 +167,12 @@ class Backward:
         if call.moment != MOMENTS[0]:
             self._guards.refuse_stepped(call)
         self.begin()
-        task = torch._C._current_graph_task_id()
         if call.entered == self.number:
             self._unshard_again(unit)
         else:
-            call.entered, call.task = self.number, task
-            unit.expect(call)
+            call.entered, call.task = self.number, task_id()
+            if not call.is_expected:
+                unit.expect(call)
             left = self._release_passed(call.end, entering=unit)
             first = self.entered.get(id(unit))
             if first is None or call.begin < first.begin:
@@ -180,8 +184,8 @@ class Backward:
                 self._close(each)
             if unit.unshards_in_backward:
                 self._schedule.unshard(unit, check=False)
-        if unit.is_unsharded:
-            unit.entered, unit.entered_task = call, task
+        if unit.weight_state is WeightState.UNSHARDED or not unit.groups:
+            unit.entered, unit.entered_task = call, task_id()
 
     def before_reading(self, unit: Unit, call: Call | None) -> None:
         """Gather the unit again, if need be, for the backward of an operator that reads its weights.
@@ -391,13 +395,23 @@ class Backward:
                         break
 
     def _finalize(self, units: list[Unit]) -> None:
-        is_last = self.is_last or self.is_manual
-        finals = [found for unit in units if (found := _final(unit, is_last=is_last))]
-        final = [group for found in finals for group in found]
-        is_missing = any(1 in group.gradients.binding.missing for group in final if group.gradients is not None)
+        is_last, is_missing = self.is_last or self.is_manual, False
+        # Groups whose sums are complete when this backward ends, by units.
+        finals: list[list[ParameterGroup]] = []
+        for unit in units:
+            found = []
+            for group in unit.groups if unit.requires_gradient_sync else ():
+                buffer = group.gradients
+                if buffer is not None and buffer.binding.state is GradState.PARTIAL:
+                    if buffer.rests_final or (is_last and unit.requires_all_reduce):
+                        found.append(group)
+                        is_missing = is_missing or 1 in buffer.binding.missing
+            if found:
+                finals.append(found)
+        final = list(itertools.chain.from_iterable(finals))
         if is_missing:
             self._missing.say(final)
-        is_left = not all(unit.rests_final for unit in units)
+        is_left = not all(map(_RESTS_FINAL, units))
         if is_left:
             self._last.finish(finals)
         # Hooks waited on the streams that autograd gave them. The caller's follows all of it from here on, also in a
@@ -419,22 +433,8 @@ class Backward:
         for group in final:
             assert group.gradients is not None
             group.gradients.binding.show()
-            if self.is_last or self.is_manual:
+            if is_last:
                 group.freshness.suspect()
-
-
-def _final(unit: Unit, *, is_last: bool) -> list[ParameterGroup]:
-    """Return the groups whose sums are complete when this backward ends."""
-    if not unit.requires_gradient_sync:
-        return []
-    is_last = is_last and unit.requires_all_reduce
-    return [
-        group
-        for group in unit.groups
-        if (buffer := group.gradients) is not None
-        and buffer.binding.state is GradState.PARTIAL
-        and (buffer.rests_final or is_last)
-    ]
 
 
 def _raised(backward: weakref.ref[Backward], ending: weakref.ref[functools.partial[None]]) -> None:

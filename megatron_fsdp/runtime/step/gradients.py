@@ -214,7 +214,7 @@ class GradientBuffer:
         if self._turns is not None:
             self._turns.take(self._pack_waiting)
         if not self._begun[0]:
-            self._begin_once()
+            self._begin(has_come=True)
         if self._waits[index] and self._trained[index]:
             _set_grad(parameter, gradient)
         else:
@@ -269,7 +269,7 @@ class GradientBuffer:
         if self._turns is not None:
             self._turns.take(self._pack_waiting)
         if not self._begun[0]:
-            self._begin_once()
+            self._begin(has_come=True)
         if self._trained[index]:
             view = self._views[index]
             if self._copies and not self._filled[index] and left.dtype is view.dtype and left.ndim == 2:
@@ -278,30 +278,33 @@ class GradientBuffer:
                 add_product(left, right, view, scale=self.pack_scale, overwrite=not self._filled[index])
             self._filled[index], self.binding.missing[index] = 1, 0
 
-    def _begin_once(self) -> None:
-        self._follow_freezing()
-        if 1 in self._trained:
-            self._copies = self.pack_scale == 1.0 and not self._fsdp_params.has_splits
-            self._begin(has_come=True)
-            self._begun[0] = True
+    def _begin(self, *, has_come: bool = False) -> bool:
+        """Have room for this backward's gradients, if any is wanted; return whether one is.
 
-    def _follow_freezing(self) -> None:
-        """Take notice of parameters that were frozen since forward, which accumulate nothing as in any model."""
-        frozen = self._fsdp_params.freeze()
-        for index in frozen:
-            self._trained[index] = 0
-        unit = self._observer() if frozen else None
-        if unit is not None:
-            unit.count_gradients()
+        Parameters that were frozen since forward accumulate nothing, as in any model.
 
-    def _begin(self, *, has_come: bool = False) -> None:
+        Args:
+            has_come: the first one is there.
+        """
         unit = self._observer()
+        frozen = self._fsdp_params.freeze()
+        if frozen:
+            for index in frozen:
+                self._trained[index] = 0
+            if unit is not None:
+                unit.count_gradients()
+        if 1 not in self._trained:
+            return False
         if unit is not None:
             unit.backward.begin_gradients(unit, packs=not self.packed.storage.is_allocated, has_come=has_come)
             self.backward = unit.backward.number
         self.wait()
         if self.last_tickets:
-            self._begin_again()
+            # What the last reduction, which was issued already, gives is added at the end.
+            for ticket in self.last_tickets:
+                ticket.wait()
+            self.binding.set_aside()
+            self.last_tickets.clear()
         self._begin_sum()
         if self.rests_partial:
             self.binding.hold()
@@ -311,13 +314,9 @@ class GradientBuffer:
             self.packed.storage.reallocate()
             if self._gaps:
                 torch._foreach_zero_(self._gaps)
-
-    def _begin_again(self) -> None:
-        """Let gradients come in a backward that has issued the last reduction; what that gives is added at the end."""
-        for ticket in self.last_tickets:
-            ticket.wait()
-        self.binding.set_aside()
-        self.last_tickets.clear()
+        self._copies = self.pack_scale == 1.0 and not self._fsdp_params.has_splits
+        self._begun[0] = has_come
+        return True
 
     def _begin_sum(self) -> None:
         self.binding.begin_sum()
@@ -339,11 +338,8 @@ class GradientBuffer:
         has_begun, self._begun[0] = self._begun[0], False
         if not reduce and not self.rests_partial:
             return False
-        if not has_begun and not self.is_filled:
-            self._follow_freezing()
-            if 1 not in self._trained:
-                return False
-            self._begin()
+        if not has_begun and not self.is_filled and not self._begin():
+            return False
         if 0 in self._filled:
             self._fill_up()
         self._filled = bytearray(len(self._views))
@@ -366,19 +362,22 @@ class GradientBuffer:
             buffers: of one unit. owner, after: as in ``Lane.submit``.
         """
         packed = [buffer for buffer in buffers if not buffer.rests_partial]
-        reductions = [buffer.reduction for buffer in packed]
+        if not packed:
+            return
+        reductions, tickets, is_for_host = [], [], False
         for buffer in packed:
             buffer._prepare()
-        if packed:
-            is_for_host = any(reduction.adds_on_host for reduction in reductions)
-            lane("reduce", packed[0]._device).submit(
-                functools.partial(_start, reductions),
-                functools.partial(_fold, reductions),
-                functools.partial(_fold_on_host, reductions) if is_for_host else None,
-                owner=owner,
-                tickets=[buffer.tickets for buffer in packed],
-                after=after,
-            )
+            reductions.append(buffer.reduction)
+            tickets.append(buffer.tickets)
+            is_for_host = is_for_host or buffer.reduction.adds_on_host
+        lane("reduce", packed[0]._device).submit(
+            functools.partial(_start, reductions),
+            functools.partial(_fold, reductions),
+            functools.partial(_fold_on_host, reductions) if is_for_host else None,
+            owner=owner,
+            tickets=tickets,
+            after=after,
+        )
         for buffer in packed:
             buffer.binding.state = GradState.PARTIAL
             if listeners:

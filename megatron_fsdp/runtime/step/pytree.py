@@ -16,7 +16,6 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 __all__ = [
     "PLAIN_VALUES",
-    "caster",
     "iterate_tensors",
     "map_tensors",
     "members_of",
@@ -124,22 +123,3 @@ def parts_of_dual(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     yield tensor
     if dual.tangent is not None:
         yield dual.tangent
-
-
-@functools.cache
-def caster(dtype: torch.dtype) -> Callable[[Any], Any]:
-    """Return a function that casts every floating-point tensor in a nested structure to ``dtype``."""
-
-    def cast(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype is not dtype else tensor
-
-    def cast_all(value: Any) -> Any:
-        if type(value) is tuple or (type(value) is dict and not value):
-            for each in value:
-                if type(each) is not torch.Tensor or each.dtype is not dtype:
-                    break
-            else:
-                return value
-        return map_tensors(cast, value)
-
-    return cast_all

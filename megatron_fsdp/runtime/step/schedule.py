@@ -6,6 +6,7 @@ order of collectives is decided here and in ``backward.py`` (docs/design/order.m
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -22,16 +23,15 @@ from megatron_fsdp.errors import AgreementError
 from megatron_fsdp.runtime.step.lanes import HOST_READS, Ticket, forget_unused_streams, settle_host, wait_for_event
 from megatron_fsdp.runtime.step.outputs import Attributes, watch_given, watch_inputs, watch_made, watch_output
 from megatron_fsdp.runtime.step.parameter_group import start_gathers
-from megatron_fsdp.runtime.step.pytree import caster
+from megatron_fsdp.runtime.step.pytree import map_tensors
 from megatron_fsdp.runtime.step.unit import Call, Unit, WeightState, alive, is_in_backward, units_below
 
-__all__ = ["Schedule", "after_forward", "before_forward"]
+__all__ = ["Schedule", "after_forward", "before_forward", "caster"]
 
 _NONE: weakref.ref[Any] = weakref.ref(set())
 """A reference to no unit."""
 
 _MAX_LENGTH = 65_536
-_task_id: Callable[[], int] = torch._C._current_graph_task_id
 _innermost_transform = torch._C._functorch.peek_interpreter_stack
 
 
@@ -112,9 +112,11 @@ class Schedule:
             ahead = reference()
             if ahead is not None and ahead.weight_state is WeightState.GATHERING and ahead not in units:
                 return
+        self._ahead = []
         for unit in units:
-            self.start_gather(unit, check=check)
-        self._ahead = [unit.reference for unit in units]
+            if unit.weight_state is WeightState.SHARDED:
+                self.start_gather(unit, check=check)
+            self._ahead.append(unit.reference)
 
     def gathers_ahead(self) -> list[Ticket]:
         """Return the tickets of predicted gathers that are on their way."""
@@ -183,7 +185,7 @@ class Schedule:
 
     # ------------------------------------------------------------------ forward
 
-    def before_forward(self, unit: Unit, module: nn.Module, given: Any) -> None:
+    def _before_call(self, unit: Unit, module: nn.Module, given: Any) -> None:
         """Gather the unit for its forward, and start the gathers of the units that followed it last time.
 
         Args:
@@ -193,7 +195,8 @@ class Schedule:
             if unit.backward.awaited is not None:
                 unit.backward.awaited("forward")
             self._start_pass()
-        if not self.open_call(unit, module):
+        call = self.open_call(unit, module)
+        if call is None:
             return
         if unit.weight_state is not WeightState.SHARDED and unit.is_stale():
             self.reshard(unit)
@@ -205,16 +208,16 @@ class Schedule:
                 self.guards.follow_requires_grad(unit, group, changed)
         self.unshard(unit, check=True)
         following = self._predict(unit)
-        if not self.trail and unit.open_call is not None and torch.is_grad_enabled():
+        if not self.trail and torch.is_grad_enabled():
             # No other unit's outputs tell when backward is through with this one.
-            watch_inputs(unit.open_call, given)
+            watch_inputs(call, given)
         if unit.forward_prefetch:
             for reference in unit.forward_prefetch:
                 self.start_gather(reference(), check=True)
         else:
             self.gather_ahead(following, check=True)
 
-    def after_forward(self, unit: Unit, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def _after_call(self, unit: Unit, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Watch what forward left behind for backward, and reshard."""
         call = unit.open_call
         if call is None:
@@ -229,7 +232,7 @@ class Schedule:
                 watch_given(call, args)
         if unit.pending_modules:
             return
-        if torch._C._current_graph_task_id() != -1:
+        if is_in_backward():
             # Computed again inside of a backward.
             self._end_call(unit, call)
             return
@@ -251,15 +254,15 @@ class Schedule:
         if call is not None and torch.is_grad_enabled():
             watch_made(call, output)
 
-    def open_call(self, unit: Unit, module: nn.Module) -> bool:
-        """Note that a module of the unit runs; tell whether that begins a call of the unit."""
+    def open_call(self, unit: Unit, module: nn.Module) -> Call | None:
+        """Note that a module of the unit runs; return the call of the unit that begins with it, None where none does."""
         if unit.open_call is not None and id(module) in unit.pending_modules:
             unit.pending_modules.discard(id(module))
-            return False
+            return None
         self._clock += 1
-        unit.open_call = Call(unit, self._clock)
+        call = unit.open_call = Call(unit, self._clock)
         unit.pending_modules = {id(other()) for other in unit.modules} - {id(module)}
-        return True
+        return call
 
     def _predict(self, unit: Unit) -> list[Unit]:
         """Record that a unit runs; return the ones with parameters to gather ahead of their use, where they are known.
@@ -352,15 +355,35 @@ class Schedule:
             # Where units are called and their root is not, nothing else begins a pass.
             self.trail = []
         for unit in self.units():
-            if unit.reshard_after_backward or unit.weight_state is WeightState.GATHERING:
-                self.reshard(unit)
+            unit.entered = None
+            if unit.reshard_after_backward or unit.weight_state is not WeightState.UNSHARDED:
+                if unit.weight_state is not WeightState.SHARDED:
+                    self.reshard(unit)
             else:
-                unit.entered = None
                 # Kept for the next forward; whoever zeroes or changes parameters meanwhile means the sharded ones.
                 unit.show_sharded()
 
 
 # ---------------------------------------------------------------- what PyTorch calls when a unit's modules run
+
+
+@functools.cache
+def caster(dtype: torch.dtype) -> Callable[[Any], Any]:
+    """Return a function that casts every floating-point tensor in a nested structure to ``dtype``."""
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype is not dtype else tensor
+
+    def cast_all(value: Any) -> Any:
+        if type(value) is tuple or (type(value) is dict and not value):
+            for each in value:
+                if type(each) is not torch.Tensor or each.dtype is not dtype:
+                    break
+            else:
+                return value
+        return map_tensors(cast, value)
+
+    return cast_all
 
 
 def before_forward(
@@ -370,19 +393,12 @@ def before_forward(
     if torch.compiler.is_dynamo_compiling():
         # The compiler would trace hooks into a unit's graph, and with them the switch to unsharded parameters.
         return _untraced_before(unit, module, args, kwargs)  # type: ignore[no-any-return]  # as this
-    schedule: Schedule = unit.schedule
-    if unit is schedule.root_ref():
-        if not is_in_backward():
-            unit.backward.recover()
-        tree = unit.trees[id(module)]
-        if tree.is_changed():
-            schedule.guards.walk(tree, module, list(units_below(module)))
-    if _innermost_transform() is None:
-        _gather(unit, module, (args, kwargs))
-    else:
-        # A transform of torch.func would wrap buffers and what collectives return.
+    if _innermost_transform() is not None:
+        # It would wrap buffers and what collectives return.
         with temporarily_clear_interpreter_stack():
-            _gather(unit, module, ())
+            _enter(unit, module, ())
+    else:
+        _enter(unit, module, (args, kwargs))
     policy = unit.policy
     if policy.cast_forward_inputs and policy.param_dtype is not None:
         cast = caster(policy.param_dtype)
@@ -390,12 +406,19 @@ def before_forward(
     return None
 
 
-def _gather(unit: Unit, module: nn.Module, given: Any) -> None:
+def _enter(unit: Unit, module: nn.Module, given: Any) -> None:
     schedule: Schedule = unit.schedule
-    if _task_id() != -1:
+    is_again = is_in_backward()
+    if unit is schedule.root_ref():
+        if not is_again:
+            unit.backward.recover()
+        tree = unit.trees[id(module)]
+        if tree.is_changed():
+            schedule.guards.walk(tree, module, list(units_below(module)))
+    if is_again:
         schedule.guards.before_recomputation(unit, module)
     else:
-        schedule.before_forward(unit, module, given)
+        schedule._before_call(unit, module, given)
 
 
 def after_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -404,8 +427,7 @@ def after_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output: 
         return _untraced_after(unit, module, args, output)
     if unit.policy.output_dtype is not None:
         output = caster(unit.policy.output_dtype)(output)
-    schedule: Schedule = unit.schedule
-    schedule.after_forward(unit, module, args, output)
+    unit.schedule._after_call(unit, module, args, output)
     return output
 
 

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
 
 from megatron_fsdp import ConfigError, MixedPrecisionPolicy
 from megatron_fsdp.policy.precision import GradDtype, GroupDtypes, as_policy, grad_dtype_of, set_grad_dtype
-from megatron_fsdp.runtime.step.pytree import caster
+from megatron_fsdp.runtime.step.schedule import caster
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
