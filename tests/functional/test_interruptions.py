@@ -199,7 +199,7 @@ def test_gradients_are_right_after_there_was_no_memory_for_the_first_ones(strate
 # The last two are for what is reduced while backward runs, and for weights that come and go.
 INTERRUPTED = (
     ("gradients.py", "wait"), ("grad_binding.py", "begin_sum"), ("backward.py", "begin"), ("backward.py", "finish"),
-    ("backward.py", "drain"), ("reduction.py", "fold"), ("fsdp_params.py", "brought_back"),
+    ("backward.py", "drain"), ("gradients.py", "fold"), ("fsdp_params.py", "brought_back"),
 )  # fmt: skip
 INTERRUPTS = [
     *(("no_shard", *place) for place in INTERRUPTED[:-2]),

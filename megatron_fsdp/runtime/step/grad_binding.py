@@ -274,6 +274,8 @@ def _assign_grads(
     with torch._C.DisableTorchFunctionSubclass():
         collections.deque(map(_set, parameters, gradients), maxlen=0)
         all_hooks = list(map(_get_hooks, parameters))
+    if not any(all_hooks):
+        return []
     return [
         functools.partial(hook, parameter)
         for parameter, hooks in zip(parameters, all_hooks, strict=True)

@@ -80,7 +80,8 @@ class Reduction:
             overwrites: ``main_grad`` holds nothing yet.
         """
         self._scale, self._overwrites = scale, overwrites
-        self._reduced.reallocate_storage()
+        if self._wide:
+            self._reduced.reallocate_storage()
 
     def start(self, works: list[dist.Work] | None) -> list[Part]:
         """Return the reduction to be issued; one that is no single collective is issued."""

@@ -173,7 +173,8 @@ class Schedule:
             tell("reshard", unit)
         if unit.weight_state is WeightState.GATHERING:
             self.finish_gather(unit)
-        unit.show_sharded()
+        for group in unit.groups:
+            group.fsdp_params.module_infos.show(is_gathered=False)
         unit.weight_state = WeightState.SHARDED
         # An error that is being handled is what should be seen; the next reshard finds the change as well.
         is_raising = sys.exc_info()[0] is not None
