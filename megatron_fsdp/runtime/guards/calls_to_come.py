@@ -40,8 +40,23 @@ def is_to_come(
 
 
 def brings_gradients(units: Iterable[Unit]) -> bool:
-    """Whether the graph that autograd is going through brings a gradient of any unit that has not come yet."""
-    return any(map(_awaits_gradients, units))
+    """Whether the graph that autograd is going through brings, or may bring, a gradient that has not come yet."""
+    return any(map(_awaits_gradients, units)) or _leads_to_checkpoint()
+
+
+def _leads_to_checkpoint() -> bool:
+    """Whether a reentrant checkpoint is still to come, PyTorch's or Megatron's; nobody knows what it brings."""
+    to_see: list[torch.autograd.graph.Node | None] = [torch._C._current_autograd_node()]
+    seen: set[torch.autograd.graph.Node] = set()
+    while to_see:
+        node = to_see.pop()
+        if node is None or node in seen:
+            continue
+        if node.name() == "CheckpointFunctionBackward":
+            return True
+        seen.add(node)
+        to_see += [following for following, _ in node.next_functions]
+    return False
 
 
 def _awaits_gradients(unit: Unit) -> bool:
@@ -80,6 +95,8 @@ def before_recomputation(backward: Backward, schedule: Schedule, unit: Unit, mod
         schedule.open_call(unit, module)
         if unit.open_call is not None:
             backward.repeated[id(unit)] = unit.open_call
+            # Not reentrant, the call in the graph is the first one.
+            unit.open_call.is_due = not unit.calls_not_entered(backward.number)
         schedule.settle_replaced_params(unit)
     backward.active[id(unit)] = unit.reference
     schedule.unshard(unit, check=False)

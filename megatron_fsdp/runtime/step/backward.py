@@ -60,7 +60,9 @@ class Backward:
         # Units whose gradients it has done with; those that were closed when nothing had a gradient yet.
         self._closed: set[int] = set()
         self._deferred: list[weakref.ref[Unit]] = []
+        # Whether anything has a gradient, or will have; autograd's number of the graph that it began in.
         self._has_gradients = False
+        self._task = -1
         # What autograd calls at the end; dead when the backward has raised, None where none is under way.
         self._ending: weakref.ref[functools.partial[None]] | None = None
         self._schedule = schedule
@@ -87,6 +89,7 @@ class Backward:
             self.recover()
             self.number += 1
             self.is_under_way = True
+            self._task = task_id()
             self._ending = self._follow_task()
             self._settle()
 
@@ -167,17 +170,17 @@ class Backward:
         if call.moment != MOMENTS[0]:
             self._guards.refuse_stepped(call)
         self.begin()
+        task = task_id()
+        if task != self._task:
+            self._has_gradients = True
         if call.entered == self.number:
             self._unshard_again(unit)
         else:
-            call.entered, call.task = self.number, task_id()
+            call.entered, call.task = self.number, task
             if not call.is_expected:
                 unit.expect(call)
             left = self._release_passed(call.end, entering=unit)
-            first = self.entered.get(id(unit))
-            if first is None or call.begin < first.begin:
-                self.entered[id(unit)] = call
-            self._enter(unit)
+            self._enter(unit, call)
             self._gather(call, unit)
             # Later than gathers, for which compute waits first, and before the host waits for one.
             for each in left:
@@ -185,7 +188,7 @@ class Backward:
             if unit.unshards_in_backward:
                 self._schedule.unshard(unit, check=False)
         if unit.weight_state is WeightState.UNSHARDED or not unit.groups:
-            unit.entered, unit.entered_task = call, task_id()
+            unit.entered, unit.entered_task = call, task
 
     def before_reading(self, unit: Unit, call: Call | None) -> None:
         """Gather the unit again, if need be, for the backward of an operator that reads its weights.
@@ -207,6 +210,9 @@ class Backward:
 
     def awaits_call(self, unit: Unit, end: float = math.inf) -> bool:
         """Whether the graph that autograd is going through leads to a call of the unit that it has not entered yet."""
+        repeated = self.repeated.get(id(unit)) if self.repeated else None
+        if repeated is not None and repeated.is_due and not repeated.entered and repeated.begin <= end:
+            return True
         calls = unit.calls_not_entered(self.number, end)
         return bool(calls) and self._guards.is_to_come(calls, unit, end, self.entered, self._schedule.units())
 
@@ -242,8 +248,12 @@ class Backward:
         first = self.entered.get(id(unit))
         return 0 if first is None else first.begin
 
-    def _enter(self, unit: Unit) -> None:
-        """Be in a unit, which may get gradients once more."""
+    def _enter(self, unit: Unit, call: Call | None = None) -> None:
+        """Be in a unit, which may get gradients once more, or come to a call of it."""
+        if call is not None:
+            first = self.entered.get(id(unit))
+            if first is None or call.begin < first.begin:
+                self.entered[id(unit)] = call
         self.active[id(unit)] = unit.reference
         self._closed.discard(id(unit))
 
@@ -299,7 +309,8 @@ class Backward:
             return
         self._closed.add(id(unit))
         # Without a gradient so far, either this rank used none of these parameters, and others may have; or this is a
-        # backward that asks for no parameter's gradient at all. Only the latter waits: the others reduce it now.
+        # backward that asks for no parameter's gradient at all. Only the latter waits: the others reduce it now. It has
+        # no graph of a checkpoint inside, which PyTorch refuses there.
         if not self._has_gradients and (self._deferred or not self._guards.brings_gradients(self._schedule.units())):
             self._deferred.append(unit.reference)
             return
@@ -395,20 +406,10 @@ class Backward:
                         break
 
     def _finalize(self, units: list[Unit]) -> None:
-        is_last, is_missing = self.is_last or self.is_manual, False
-        # Groups whose sums are complete when this backward ends, by units.
-        finals: list[list[ParameterGroup]] = []
-        for unit in units:
-            found = []
-            for group in unit.groups if unit.requires_gradient_sync else ():
-                buffer = group.gradients
-                if buffer is not None and buffer.binding.state is GradState.PARTIAL:
-                    if buffer.rests_final or (is_last and unit.requires_all_reduce):
-                        found.append(group)
-                        is_missing = is_missing or 1 in buffer.binding.missing
-            if found:
-                finals.append(found)
+        is_last = self.is_last or self.is_manual
+        finals = [found for unit in units if unit.requires_gradient_sync and (found := _final(unit, is_last))]
         final = list(itertools.chain.from_iterable(finals))
+        is_missing = 1 in b"".join([group.gradients.binding.missing for group in final if group.gradients is not None])
         if is_missing:
             self._missing.say(final)
         is_left = not all(map(_RESTS_FINAL, units))
@@ -435,6 +436,17 @@ class Backward:
             group.gradients.binding.show()
             if is_last:
                 group.freshness.suspect()
+
+
+def _final(unit: Unit, is_last: bool) -> list[ParameterGroup]:
+    """Return the groups whose sums are complete when this backward ends."""
+    found = []
+    for group in unit.groups:
+        buffer = group.gradients
+        is_summed = buffer is not None and buffer.binding.state is GradState.PARTIAL
+        if is_summed and (buffer.rests_final or (is_last and unit.requires_all_reduce)):  # type: ignore[union-attr]
+            found.append(group)
+    return found
 
 
 def _raised(backward: weakref.ref[Backward], ending: weakref.ref[functools.partial[None]]) -> None:

@@ -288,10 +288,8 @@ class GradientBuffer:
             has_come: the first one is there.
         """
         unit = self._observer()
-        frozen = self._fsdp_params.freeze()
-        if frozen:
-            for index in frozen:
-                self._trained[index] = 0
+        for index in self._fsdp_params.freeze():
+            self._trained[index] = 0
             if unit is not None:
                 unit.count_gradients()
         if 1 not in self._trained:
@@ -301,11 +299,7 @@ class GradientBuffer:
             self.backward = unit.backward.number
         self.wait()
         if self.last_tickets:
-            # What the last reduction, which was issued already, gives is added at the end.
-            for ticket in self.last_tickets:
-                ticket.wait()
-            self.binding.set_aside()
-            self.last_tickets.clear()
+            self._set_aside()
         self._begin_sum()
         if self.rests_partial:
             self.binding.hold()
@@ -318,6 +312,13 @@ class GradientBuffer:
         self._copies = self.pack_scale == 1.0 and not self._fsdp_params.has_splits
         self._begun[0] = has_come
         return True
+
+    def _set_aside(self) -> None:
+        """Have what the last reduction gives, which was issued already, added at the end."""
+        for ticket in self.last_tickets:
+            ticket.wait()
+        self.binding.set_aside()
+        self.last_tickets.clear()
 
     def _begin_sum(self) -> None:
         self.binding.begin_sum()

@@ -256,7 +256,7 @@ class Schedule:
             watch_made(call, output)
 
     def open_call(self, unit: Unit, module: nn.Module) -> Call | None:
-        """Note that a module of the unit runs; return the call of the unit that begins with it, None where none does."""
+        """Note that a module of the unit runs; return the call of the unit that begins with it; None for none."""
         if unit.open_call is not None and id(module) in unit.pending_modules:
             unit.pending_modules.discard(id(module))
             return None
@@ -301,6 +301,9 @@ class Schedule:
                 unit.trail, unit.first_begin = self.trail, call.begin
             call.first_begin = unit.first_begin
             call.trail, call.position = self.trail, len(self.trail)
+            self.trail.append(unit.reference)
+        elif unit.num_gradients and torch.is_grad_enabled():
+            # This rank used no parameter here. Others may have: the order of gathers is not a rank's own affair.
             self.trail.append(unit.reference)
         root = self.root_ref()
         if unit.reshard_after_forward is None and root is not None and root.open_call is not None:

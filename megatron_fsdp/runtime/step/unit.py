@@ -44,12 +44,13 @@ class Call:
             the graph in which it did; that of one inside of another is higher.
         moment: of optimizers' steps when it began (``freshness.MOMENTS``).
         first_node: autograd's nodes that were made since it began have this number or a higher one.
-        is_expected: whether the unit has it among the calls whose backward may still come.
+        is_expected: whether the unit has it among the calls whose backward may still come. is_due: whether it was
+            computed in a backward for that backward alone, by a reentrant checkpoint.
     """
 
     __slots__ = (
-        "__weakref__", "_unit", "begin", "end", "entered", "first_begin", "first_node", "is_expected", "moment",
-        "position", "task", "trail",
+        "__weakref__", "_unit", "begin", "end", "entered", "first_begin", "first_node", "is_due", "is_expected",
+        "moment", "position", "task", "trail",
     )  # fmt: skip
 
     def __init__(self, unit: Unit, begin: int) -> None:
@@ -60,7 +61,7 @@ class Call:
         self.trail: list[weakref.ref[Unit]] = []
         self.entered = self.task = 0
         self.moment = MOMENTS[0]
-        self.is_expected = False
+        self.is_due = self.is_expected = False
         self.first_node: int = torch._C._autograd._get_sequence_nr()
 
     @property

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from dbuffer import CollectiveCall, observe_collectives
 from megatron_fsdp import FsdpModule, Placements, fully_shard
@@ -169,30 +170,56 @@ class Skipped(nn.Linear):
 
 
 class Skipping(nn.Module):
-    """Layers of which a rank computes the first ``uses`` alone; the others hand on what they are given."""
+    """Layers of which a rank computes the first ``uses`` alone; the others hand on what they are given.
 
-    def __init__(self) -> None:
+    Beside every second one is a layer whose output nobody reads.
+
+    Args:
+        reentrant: of each pair of layers, whether it is checkpointed reentrantly, or not; None for not at all.
+    """
+
+    def __init__(self, *reentrant: bool | None) -> None:
         super().__init__()
         self.layers = nn.ModuleList(Skipped(WIDTH, WIDTH) for _ in range(6))
+        self.beside = nn.ModuleList(Skipped(WIDTH, WIDTH) for _ in range(3))
+        self.reentrant = reentrant
+
+    def pair(self, x: torch.Tensor, uses: int, first: int) -> torch.Tensor:
+        x = self.layers[first](x, first < uses)
+        self.beside[first // 2](x.detach(), first < uses)
+        return self.layers[first + 1](x, first + 1 < uses)
 
     def forward(self, x: torch.Tensor, uses: int) -> torch.Tensor:
-        for number, layer in enumerate(self.layers):
-            x = layer(x, number < uses)
+        for first, is_reentrant in zip(range(0, 6, 2), self.reentrant, strict=True):
+            if is_reentrant is None:
+                x = self.pair(x, uses, first)
+            else:
+                x = checkpoint(self.pair, x, uses, first, use_reentrant=is_reentrant)
         return x
 
 
-@pytest.mark.parametrize("uses", [3, 1])
+NONE = (None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("uses", "reentrant"),
+    [(3, NONE), (1, NONE), (3, (True, True, True)), (0, (True, True, True)), (3, (True, True, None))],
+)
 @on_ranks(2, timeout=60)
-def test_a_rank_that_uses_none_of_the_last_layers_reduces_them_when_the_others_do(uses: int) -> None:
+def test_a_rank_that_uses_none_of_the_last_layers_reduces_them_when_the_others_do(
+    uses: int, reentrant: Sequence[bool | None]
+) -> None:
     torch.manual_seed(0)
-    plain = Skipping()
+    plain = Skipping(*reentrant)
     model = copy.deepcopy(plain)
-    for part in (*model.layers, model):
+    for part in (*model.layers, *model.beside, model):
         fully_shard(part)
     for rank in range(2):
-        (plain(data(rank, 0), 6 if rank else uses).square().mean() / 2).backward()
-    model(data(dist.get_rank(), 0), 6 if dist.get_rank() else uses).square().mean().backward()
+        (plain(data(rank, 0).requires_grad_(), 6 if rank else uses).square().mean() / 2).backward()
+    rank = dist.get_rank()
+    model(data(rank, 0).requires_grad_(), 6 if rank else uses).square().mean().backward()
     for found, wanted in zip(model.parameters(), plain.parameters(), strict=True):
-        assert isinstance(found.grad, DTensor)
-        assert wanted.grad is not None
-        torch.testing.assert_close(found.grad.full_tensor(), wanted.grad)
+        assert (found.grad is None) == (wanted.grad is None)
+        if wanted.grad is not None:
+            assert isinstance(found.grad, DTensor)
+            torch.testing.assert_close(found.grad.full_tensor(), wanted.grad)
