@@ -50,7 +50,6 @@ def main() -> None:
         program = draw(seed)
         verdict = outcome(program)
         counts[verdict.outcome] += 1
-        counts["with allowances"] += bool(verdict.num_allowances)
         if not verdict.is_in_order and options.shrink:
             wanted = verdict.outcome
             program = smaller(program, lambda one, wanted=wanted: outcome(one).outcome == wanted, options.shrink)

@@ -45,6 +45,11 @@ REFUSALS = (
         r"is a sum under way, not reduced over all ranks yet",
         ("backward flag", "backward no_sync", "backward microbatch"),
     ),
+    Refusal(
+        "StateError",
+        r"was dropped or replaced while its sum is under way",
+        ("backward flag", "backward no_sync", "backward microbatch"),
+    ),
     # Weights of a new step are gathered, and nobody has said what becomes of the sums before it.
     Refusal("StateError", r"clip_grad_norm_ before gradients are final", ("drop",)),
     Refusal("StateError", r"is incomplete, because the last backward raised", ("forward error", "forward interrupt")),

@@ -61,15 +61,13 @@ class Verdict:
         outcome: "same", "refused" and "plain raises too" are in order; "differs", "wrong error", "no error" and "ranks
             disagree" are not.
         refused: actions that were refused, with the error's class. action: the one it ended with.
-        text: what differs, or the error. num_allowances: gradients that counted as the same although they were not; see
-            ``_Run._gradients``.
+        text: what differs, or the error.
     """
 
     outcome: str
     action: str = ""
     text: str = ""
     refused: tuple[str, ...] = ()
-    num_allowances: int = 0
 
     @property
     def is_in_order(self) -> bool:
@@ -101,7 +99,7 @@ class _Run:
     def __init__(self, program: Program, refusals: Sequence[Refusal]) -> None:
         self.program, self.refusals = program, refusals
         self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
-        self.num_exchanges = self.num_allowances = 0
+        self.num_exchanges = 0
         # One process group may run several programs.
         self.name = f"use-{dist.distributed_c10d._get_default_store().add(f'uses-{self.rank}', 1)}"
         self.refused: list[str] = []
@@ -119,8 +117,8 @@ class _Run:
             found = self._step(action)
             if found is not None:
                 outcome, text = found
-                return Verdict(outcome, f"{position}: {action}", text, tuple(self.refused), self.num_allowances)
-        return Verdict("same", refused=tuple(self.refused), num_allowances=self.num_allowances)
+                return Verdict(outcome, f"{position}: {action}", text, tuple(self.refused))
+        return Verdict("same", refused=tuple(self.refused))
 
     def _step(self, action: str) -> tuple[str, str] | None:
         """Do one action on both; return the outcome and text of a verdict if that is the end."""
@@ -216,20 +214,7 @@ class _Run:
             yield f"weight of {name}", holder, wanted
             if not self.plain.is_synced or self.plain.is_doubtful or holder is None:
                 continue
-            yield f"gradient of {name}", *self._gradients(holder.grad, wanted.grad)
-
-    def _gradients(self, mine: Any, theirs: Any) -> tuple[Any, Any]:
-        """Return two gradients as they are, but for one allowance.
-
-        What zero_grad(set_to_none=False) finds to zero, and what is None still, may differ where a backward raised, as
-        nobody knows how far it came, and until the end of a sum that no rank has asked the others about.
-        """
-        if self.plain.unclear and (mine is None) != (theirs is None):
-            given = theirs if mine is None else whole(mine)
-            if not given.count_nonzero():
-                self.num_allowances += 1
-                return None, None
-        return mine, theirs
+            yield f"gradient of {name}", holder.grad, wanted.grad
 
     def _exchange(self, mine: Any) -> list[Any]:
         """Return what every rank says, by way of the store: collectives of the engine may be under way."""

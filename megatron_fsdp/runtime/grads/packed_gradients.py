@@ -173,18 +173,10 @@ class PackedGradients(GradientBuffer):
     # ------------------------------------------------------------------ sums that are given up
 
     def settle(self) -> None:
-        """Take notice, before a backward, of what users did to ``.grad`` while a sum was under way: throw it away.
-
-        Raises:
-            StateError: a backward has raised, and ``.grad`` was not dropped since.
-        """
-        dropped = self.binding.settle_sum()
-        if dropped is None:
+        """Throw away, before a backward, a sum under way whose ``.grad`` users have dropped; see ``settle_sum``."""
+        if self.binding.settle_sum():
             self._empty()
             self.binding.end_sum(clears=False)
-            return
-        for index in dropped:
-            self._filled[index] = 0
 
     def void(self, backward: int) -> None:
         """Let ``.grad`` refuse to be read until it is dropped.

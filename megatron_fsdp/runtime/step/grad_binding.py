@@ -65,10 +65,11 @@ class GradBinding:
         is_void: that sum is none any more, because a backward raised.
         carry: what ``final`` held when this sum began, where its memory takes part in the sum.
         is_shown: whether ``.grad`` shows sums under way, or ever did.
+        is_sent_last: whether the last collective of a step sends ``main_grad`` itself, though it is ``final``.
     """
 
     is_void = False
-    is_shown = False
+    is_shown = is_sent_last = False
     carry: torch.Tensor | None = None
 
     # What users do, and sums that go on: ``runtime/grads/shown_grads.py``.
@@ -81,7 +82,7 @@ class GradBinding:
     set_aside: Callable[[], None]
     void: Callable[[], None]
     empty: Callable[[], None]
-    settle_sum: Callable[[], list[int] | None]
+    settle_sum: Callable[[], bool]
     match_parameter_dtype: Callable[[], None]
     restore_dtype: Callable[[], None]
     _make_gradients: Callable[[], None]
@@ -156,7 +157,9 @@ class GradBinding:
     def _is_held(self) -> bool:
         """Whether somebody has a tensor that lies in the memory."""
         found = self._count_references()
-        is_reduced_last = self.final is not self.main_grad and self.main_grad.device.type == "cpu"
+        is_reduced_last = (
+            self.is_sent_last or self.final is not self.main_grad
+        ) and self.main_grad.device.type == "cpu"
         for _ in range(_LOOKS if is_reduced_last else 0):
             if found == self._references or found[1:] != self._references[1:]:
                 break
