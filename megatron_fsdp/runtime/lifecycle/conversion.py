@@ -48,7 +48,7 @@ def apply_to_group(
             result = function(current)
             if result is not current:
                 current.copy_(result)
-                group.freshness.change()
+                group.freshness.has_changed = True
 
 
 def _words(group: ParameterGroup) -> str:

@@ -269,7 +269,7 @@ def adopt_param(group: ParameterGroup, index: int, value: FlatDTensor) -> None:
     _note_params(group)
     if group.gradients is not None:
         group.gradients.binding.replace(index, owned.parameter)
-    group.freshness.change()
+    group.freshness.has_changed = True
 
 
 def readopt(group: ParameterGroup) -> bool:

@@ -417,7 +417,7 @@ def _gather_afresh(unit: Unit) -> None:
     ):
         unit.schedule.reshard(unit)
     for group in unit.groups:
-        group.freshness.suspect()
+        group.freshness.is_suspect = True
     unit.schedule.start_gather(unit, check=True)
 
 

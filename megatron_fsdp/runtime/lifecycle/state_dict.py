@@ -57,4 +57,4 @@ def after_load_state_dict(unit: Unit, *_: Any) -> None:
     """Copy values back where a parameter was replaced (``assign=True``)."""
     for group in unit.groups:
         if readopt(group):
-            group.freshness.change()
+            group.freshness.has_changed = True

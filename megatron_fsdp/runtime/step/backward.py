@@ -435,7 +435,7 @@ class Backward:
             assert group.gradients is not None
             group.gradients.binding.show()
             if is_last:
-                group.freshness.suspect()
+                group.freshness.is_suspect = True
 
 
 def _final(unit: Unit, is_last: bool) -> list[ParameterGroup]:

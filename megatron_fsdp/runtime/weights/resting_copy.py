@@ -72,7 +72,7 @@ def announce_step(groups: Iterable[ParameterGroup]) -> None:
     An optimizer says so before it steps: one that raises has changed some of them.
     """
     for group in groups:
-        group.freshness.change()
+        group.freshness.has_changed = True
 
 
 def _exchange_magnitudes(stale: Sequence[ParameterGroup]) -> None:
