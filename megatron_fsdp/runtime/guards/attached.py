@@ -1,4 +1,4 @@
-"""AttachedGuards: what the steps of one root hand on to other rooms (``Guards``)."""
+"""AttachedGuards: what the steps of one root hand on to other rooms."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_fsdp.runtime.guards import (
 from megatron_fsdp.runtime.guards.agreement import FirstUse
 from megatron_fsdp.runtime.lifecycle import make_unit, param_changes, profiler_ranges
 from megatron_fsdp.runtime.step.backward import Backward
-from megatron_fsdp.runtime.step.schedule import Guards, Schedule
+from megatron_fsdp.runtime.step.schedule import Schedule
 from megatron_fsdp.runtime.step.unit import Unit
 from megatron_fsdp.runtime.weights import gathered_weight
 from megatron_fsdp.runtime.weights.memory_slots import BufferPools
@@ -27,7 +27,7 @@ __all__ = ["AttachedGuards", "attach_root"]
 ASKED_CHECKS.append(asked_gradients.refuse_sharded)
 
 
-class AttachedGuards(Guards):
+class AttachedGuards:
     """The guards of one root, asleep until a step calls one."""
 
     settle = staticmethod(param_changes.settle)
