@@ -31,7 +31,7 @@ from megatron_fsdp.runtime.lifecycle.make_param_group import make_param_group
 from megatron_fsdp.runtime.lifecycle.make_unit import make_unit, rename_unit
 from megatron_fsdp.runtime.lifecycle.module import FSDPModule, unit_of
 from megatron_fsdp.runtime.lifecycle.param_registry import registered
-from megatron_fsdp.runtime.step.cuda_lane import turns
+from megatron_fsdp.runtime.step.lanes import turns
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
 from megatron_fsdp.runtime.step.unit import Unit
 from megatron_fsdp.runtime.step.weight_handle import handle_of
@@ -366,7 +366,7 @@ def live_stand_ins(model: nn.Module, units: Sequence[Unit]) -> Iterator[Model]:
                 if (id(group), index) not in made:
                     # Of a module of the unit that is not below the one that was asked about.
                     stood[0]._add(f"elsewhere.{name}", stand_in(group, index), is_used=False)
-        owned = collect_parameters(stood, lambda module: isinstance(module, FSDPModule), ())
+        owned = collect_parameters(stood, ())
         by_identity = {id(each.parameter): each for each in owned}
         groups = []
         for group in unit.groups:
