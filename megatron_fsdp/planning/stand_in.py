@@ -30,7 +30,6 @@ from megatron_fsdp.policy.strategy import Placements
 from megatron_fsdp.runtime.lifecycle.make_param_group import make_param_group
 from megatron_fsdp.runtime.lifecycle.make_unit import make_unit, rename_unit
 from megatron_fsdp.runtime.lifecycle.module import FSDPModule, unit_of
-from megatron_fsdp.runtime.lifecycle.param_registry import registered
 from megatron_fsdp.runtime.step.lanes import turns
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
 from megatron_fsdp.runtime.step.unit import Unit
@@ -405,7 +404,8 @@ def reshard_asked(unit: Unit) -> bool | int | None:
 
 def _registered(group: ParameterGroup) -> list[torch.Tensor | None]:
     """Return what is registered now as the parameters of a group: the sharded or the unsharded ones."""
-    return [registered(group.fsdp_params.module_infos, index) for index in range(len(group.owned))]
+    places = (each.param_module_infos[0] for each in group.owned)
+    return [place.module._parameters.get(place.attribute) for place in places]
 
 
 def _axes(group: ParameterGroup) -> Axes:
