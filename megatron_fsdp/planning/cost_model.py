@@ -116,6 +116,14 @@ class StepTime:
         return self.busy + self.optimizer + self.bubble
 
 
+# What is computed again first, as a share of what backward computes of a kind beside the weight's gradient.
+_AGAIN = {
+    Recompute.NONE: {},
+    Recompute.SELECTIVE: {"attention in a layer": 0.5},
+    Recompute.FULL: {"attention in a layer": 0.5, "matrix in a layer": 1.0},
+}
+
+
 @dataclass(frozen=True, slots=True)
 class _Speeds:
     """The hardware for a recorded step, whose operations are those of one token."""
@@ -131,14 +139,10 @@ class _Speeds:
         if work.ranks:
             transfer = CollectiveCall(work.kind, work.axis, len(work.ranks), work.num_bytes)
             return transfer_seconds(transfer, self.hardware.links[work.axis])
-        kind, _, again = work.kind.partition(" ")
-        if kind == "memory":
+        if work.kind == "memory":
             return work.num_bytes / self.hardware.memory_bandwidth
-        is_skipped = again and (
-            self.workload.recompute is Recompute.NONE
-            or (self.workload.recompute is Recompute.SELECTIVE and kind == "matrix")
-        )
-        return 0.0 if is_skipped else work.flops * self.workload.tokens / self.hardware.flops
+        again = _AGAIN[self.workload.recompute].get(work.kind, 0.0) if work.name == "backward" else 0.0
+        return (1 + again) * work.flops * self.workload.tokens / self.hardware.flops
 
     def link(self, work: Work) -> str:
         """Return the axis: each has links of its own."""

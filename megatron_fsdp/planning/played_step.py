@@ -110,7 +110,6 @@ def _played(
     with stand_ins() as model, listen(listener := StepListener(model.units)):
         units = [each.unit for each in model.units]
         groups = [group for unit in units for group in unit.groups]
-        model.device.unit_names = {each.unit.name: each.name for each in model.units}
         adds_up = any(unit.policy.reduction for unit in units)
         # Sums of reduction="invariant" hold more the more microbatches there are, so that all of them run.
         chosen = sorted(set(counts) if adds_up else {min(count, 3) for count in counts})

@@ -28,10 +28,9 @@ from megatron_fsdp.planning.transformer import UnitWork
 from megatron_fsdp.policy.precision import MixedPrecisionPolicy
 from megatron_fsdp.policy.strategy import Placements
 from megatron_fsdp.runtime.lifecycle.make_param_group import make_param_group
-from megatron_fsdp.runtime.lifecycle.make_unit import make_unit
+from megatron_fsdp.runtime.lifecycle.make_unit import make_unit, rename_unit
 from megatron_fsdp.runtime.lifecycle.module import FSDPModule, unit_of
-from megatron_fsdp.runtime.lifecycle.param_registry import registered
-from megatron_fsdp.runtime.step.cuda_lane import turns
+from megatron_fsdp.runtime.step.lanes import turns
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
 from megatron_fsdp.runtime.step.unit import Unit
 from megatron_fsdp.runtime.step.weight_handle import handle_of
@@ -149,12 +148,9 @@ class StandIn(nn.Module):
 
     def _note(self, what: str, numel: int) -> None:
         """Note the operations of a use of so many weights: their share of the unit's own."""
-        share, work = numel / self._numel, self._work
+        share, where = numel / self._numel, " in a layer" if self._work.is_layer else ""
         for kind, times in _TIMES[what].items():
-            self._recording.work(Work(what, kind, int(share * times * getattr(work, kind))))
-        if what == "backward" and work.is_layer:
-            for kind in ("matrix", "attention"):
-                self._recording.work(Work("again", f"{kind} again", int(share * getattr(work, kind))), calls=0)
+            self._recording.work(Work(what, kind + where, int(share * times * getattr(self._work, kind))))
 
 
 def put(module: nn.Module, name: str, part: nn.Parameter | nn.Module) -> tuple[nn.Module, str]:
@@ -181,13 +177,12 @@ class StoodIn:
     """A unit of the model.
 
     Attributes:
-        name: path of its (first) module below the model; the class name where that is the model itself.
         modules: class names. ties: for every parameter that is registered in several places, their full names.
-        unit: of stand-ins, as the engine builds the model's. has_hooks: parameters whose class says what is
+        unit: of stand-ins, as the engine builds the model's; its name is the path of its (first) module below the
+            model, the class name where that is the model itself. has_hooks: parameters whose class says what is
             gathered, which stand-ins do not know.
     """
 
-    name: str
     modules: tuple[str, ...]
     ties: tuple[tuple[str, ...], ...]
     unit: Unit
@@ -204,7 +199,13 @@ class StoodIn:
             tuple(f"{paths[id(info.module)]}.{info.attribute}".lstrip(".") for info in each.param_module_infos)
             for each in owned
         ]
-        return cls(next((part._path for part in parts if part._path), kinds[0]), kinds, tuple(ties), unit, has_hooks)
+        rename_unit(unit, next((part._path for part in parts if part._path), kinds[0]))
+        return cls(kinds, tuple(ties), unit, has_hooks)
+
+    @property
+    def name(self) -> str:
+        """The unit's."""
+        return self.unit.name
 
     def names(self, group: ParameterGroup) -> tuple[str, ...]:
         """Return what the parameters of a group are called in the model's unit."""
@@ -364,7 +365,7 @@ def live_stand_ins(model: nn.Module, units: Sequence[Unit]) -> Iterator[Model]:
                 if (id(group), index) not in made:
                     # Of a module of the unit that is not below the one that was asked about.
                     stood[0]._add(f"elsewhere.{name}", stand_in(group, index), is_used=False)
-        owned = collect_parameters(stood, lambda module: isinstance(module, FSDPModule), ())
+        owned = collect_parameters(stood, ())
         by_identity = {id(each.parameter): each for each in owned}
         groups = []
         for group in unit.groups:
@@ -403,7 +404,8 @@ def reshard_asked(unit: Unit) -> bool | int | None:
 
 def _registered(group: ParameterGroup) -> list[torch.Tensor | None]:
     """Return what is registered now as the parameters of a group: the sharded or the unsharded ones."""
-    return [registered(group.fsdp_params.module_infos, index) for index in range(len(group.owned))]
+    places = (each.param_module_infos[0] for each in group.owned)
+    return [place.module._parameters.get(place.attribute) for place in places]
 
 
 def _axes(group: ParameterGroup) -> Axes:

@@ -58,7 +58,7 @@ class Forecast:
         kept: the units that wait for their backward with weights gathered, though units like them are released.
         lifetimes: of gathered weights, packed gradients, parts kept after forward and scratch, in the order in which
             they come.
-        counter_bytes, scratch_bytes: what ``reduction="invariant"`` adds up and receives in, in all phases.
+        counter_bytes: what ``reduction="invariant"`` adds up in, in all phases.
         slot_bytes: likewise, of slots.
     """
 
@@ -67,7 +67,6 @@ class Forecast:
     kept: frozenset[int]
     lifetimes: tuple[Lifetime, ...] = field(repr=False)
     counter_bytes: int
-    scratch_bytes: int
     slot_bytes: int
 
 
@@ -80,7 +79,6 @@ class _Owner(NamedTuple):
 
 
 _SLOTS = _Owner(-1, -1, "slots")
-_KINDS = {": sums": "sums", "gradients that others sent": "received"}
 _LIVES = frozenset(("gathered weights", "packed gradients", "post-forward shard", "scratch"))
 
 
@@ -96,7 +94,7 @@ class StepListener:
         pools = {id(each.unit.schedule.pools): each.unit.schedule.pools for each in units if each.unit.slots.sizing}
         self._pools = list(pools.values())
         self._positions = {id(each.unit): position for position, each in enumerate(units)}
-        self._names = {each.unit.name: position for position, each in enumerate(units)}
+        self._names = {each.name: position for position, each in enumerate(units)}
         self._groups: dict[int, tuple[int, int]] = {}
         self._owners: dict[int, _Owner] = {}
         for position, each in enumerate(units):
@@ -135,7 +133,7 @@ class StepListener:
         held = self._kinds
         return Forecast(
             dict(self._peaks), +issues, frozenset(self._kept), self._lifetimes.lifetimes(), held["sums"],
-            held["received"], held["slots"],
+            held["slots"],
         )  # fmt: skip
 
     def enter(self, phase: Phase | None) -> None:
@@ -183,7 +181,7 @@ class StepListener:
         if owner is not None:
             self._add(owner, storage.nbytes)
             return
-        what = next((what for end, what in _KINDS.items() if storage.name.endswith(end)), "scratch")
+        what = "sums" if storage.name.endswith(": sums") else "scratch"
         named = re.match("unit '(.*?)'", storage.name)
         unit = self._names.get(named[1], self._ticket[0]) if named is not None else self._ticket[0]
         # Tensors may have the memory when the one that it was allocated for is gone.

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from dbuffer import DBuffer, Granularity, Plan
+from dbuffer import DBuffer, Flat, Granularity, Plan
 from dbuffer import plan as plan_of
 from dbuffer.storage import FlatStorage
 from dbuffer_kernels import num_blocks
@@ -20,7 +20,6 @@ from megatron_fsdp.runtime.grads.packed_gradients import PackedGradients
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
 from megatron_fsdp.runtime.step.unit import Unit
 from megatron_fsdp.runtime.weights.hooked_weights import HookedWeights
-from megatron_fsdp.runtime.weights.post_forward_shard import PostForwardShard
 
 __all__ = [
     "BufferReport",
@@ -170,7 +169,7 @@ def is_trained(group: ParameterGroup) -> bool:
 
 def is_cut(group: ParameterGroup) -> bool:
     """Whether ranks share what the optimizer steps."""
-    return group.spec.placements.is_sharded(group.spec.placements.optimizer)
+    return Flat() in group.spec.placements.optimizer
 
 
 def _reason(unit: Unit, asked: bool | int | None, *, is_root: bool) -> str:
@@ -194,7 +193,7 @@ def storages_of(group: ParameterGroup) -> Iterator[tuple[str, FlatStorage]]:
     for kind, buffer, _ in _buffers(group):
         yield kind, buffer.storage
     part = group.weights.post_forward
-    if isinstance(part, PostForwardShard):
+    if part is not None:
         yield "post-forward shard", part.storage
 
 
@@ -227,7 +226,7 @@ def _group_report(group: ParameterGroup, names: Sequence[str]) -> GroupReport:
         if rests or group.requires_grad or "grad" not in kind:
             (resting if rests else transient).append(found)
         if part is not None and kind == "gathered weights":
-            transient.append(replace(found, kind="post-forward shard", num_bytes=part.nbytes))
+            transient.append(replace(found, kind="post-forward shard", num_bytes=part.storage.nbytes))
         if rests and not shares:
             layout = group.main_weight.layout if kind == "packed weights" else buffer.layout
             padding += sum(map(len, layout.padding())) * buffer.dtype.itemsize

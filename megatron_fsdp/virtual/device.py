@@ -9,7 +9,7 @@ from typing import Any
 from dbuffer.events import listen
 from dbuffer.memory_meter import memory_meter
 from dbuffer_kernels.launch import launch_with
-from megatron_fsdp.runtime.step.cuda_lane import drive_with
+from megatron_fsdp.runtime.step.lanes import drive_with
 from megatron_fsdp.virtual.address_space import large_storages
 from megatron_fsdp.virtual.operators import Operators, tensors_in
 from megatron_fsdp.virtual.process_group import virtual_world
@@ -22,13 +22,11 @@ class VirtualDevice:
     """Records steps of a model that was built on it.
 
     Attributes:
-        unit_names: what to call units in place of their own names.
         peak_bytes: the most that the engine's buffers took in the recorded step, at rest and in passing.
     """
 
     def __init__(self, collective_calls: int) -> None:
         self.recording = Recording(is_on=False, collective_calls=collective_calls)
-        self.unit_names: dict[str, str] = {}
         self.peak_bytes = 0
         self._units: dict[int, str] = {}
 
@@ -47,7 +45,7 @@ class VirtualDevice:
     def hear(self, action: str, subject: Any) -> None:
         """Note which unit the model is busy with, and what a lane's work is for."""
         if action in ("use", "gather", "reduce", "closed"):
-            self._units[id(subject)] = self.unit_names.get(subject.name, subject.name)
+            self._units[id(subject)] = subject.name
         if action == "use":
             self.recording.unit = self._units[id(subject)]
         elif action == "enter":

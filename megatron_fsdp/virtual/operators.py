@@ -98,6 +98,11 @@ class Operators(TorchDispatchMode):
         self._operators: dict[Any, _Operator] = {}
         self._specs: dict[Any, list[_Spec | None] | None] = {}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Nothing is compiled here, and to say so to Dynamo takes as long as to note an operator.
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run, or pretend to run, one operator."""
         kwargs = kwargs or {}

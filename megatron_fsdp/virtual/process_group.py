@@ -22,7 +22,13 @@ _FIRST_NAMES = itertools.count(10**6, 10**6)
 
 
 class _Group(_ProcessGroup):  # type: ignore[misc]  # of Any
-    """A group without a backend: its collectives are operators to a dispatch mode, and nothing beyond."""
+    """A group without a backend: its collectives are operators to a dispatch mode, and nothing beyond.
+
+    Attributes:
+        prefix: of the names of groups that the engine makes.
+    """
+
+    prefix = "virtual "
 
     def __init__(self, rank: int, size: int) -> None:
         # The one of its constructors that makes an object whose methods C++ looks up in Python.

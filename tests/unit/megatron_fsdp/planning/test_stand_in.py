@@ -16,7 +16,7 @@ from megatron_fsdp.planning.catalog import UnitShapes, architecture
 from megatron_fsdp.planning.model_source import Subject, build_on_meta, repeated_blocks, shaped_module
 from megatron_fsdp.planning.played_step import play_step
 from megatron_fsdp.planning.report import report_of
-from megatron_fsdp.planning.stand_in import Axis, Sharding
+from megatron_fsdp.planning.stand_in import Axis, Sharding, put
 from megatron_fsdp.planning.transformer import UnitWork
 from tests.unit.megatron_fsdp.planning.chains import world
 
@@ -165,17 +165,10 @@ class Live(nn.Module):
 
 def register(model: nn.Module, unit: UnitShapes, prefix: str) -> list[nn.Module]:
     """Register a unit's parameters below ``model``, and return the children that hold them."""
-    children: dict[str, nn.Module] = {}
     for name, shape in unit.parameters:
-        module = model
-        *path, attribute = (prefix + name).split(".")
-        for part in path:
-            if part not in module._modules:
-                module.add_module(part, nn.Module())
-            module = module.get_submodule(part)
-        module.register_parameter(attribute, nn.Parameter(torch.zeros(shape)))
-        children[path[0]] = model.get_submodule(path[0])
-    return list(children.values())
+        put(model, prefix + name, nn.Parameter(torch.zeros(shape)))
+    paths = dict.fromkeys((prefix + name).split(".")[0] for name, _ in unit.parameters)
+    return [model.get_submodule(path) for path in paths]
 
 
 @pytest.mark.parametrize("config", [LLAMA, MIXTRAL, GEMMA], ids=lambda config: str(config["model_type"]))
