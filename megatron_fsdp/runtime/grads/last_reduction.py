@@ -1,10 +1,8 @@
 """What is left to reduce of gradients at the end of a step, on a lane of its own.
 
 Gradients that rest as partial sums over some axis (all of them in ZeRO-0 and 1, the outer one in HSDP and HFSDP) are
-reduced over it once a step. That begins when a unit is closed, behind the backward of those before it, and a slow outer
-link holds up no inner reduction: its communicator and its lane are others. The order is that in which units are closed,
-which is one on every rank (docs/design/order.md). Microbatches are added up in the dtype of ``main_grad``, and travel
-in that of the other reductions.
+reduced over it once a step, in the order in which units are closed (docs/design/order.md, "Streams"). Microbatches are
+added up in the dtype of ``main_grad``, and travel in that of the other reductions.
 """
 
 from __future__ import annotations

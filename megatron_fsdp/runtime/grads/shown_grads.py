@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import operator
-import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
@@ -30,8 +29,6 @@ from megatron_fsdp.runtime.weights.param_layout import own_rows
 
 __all__ = ["ShownGrads"]
 
-# What ``sys.getrefcount`` says of a value that a dictionary alone refers to.
-_IDLE = next(map(sys.getrefcount, {0: object()}.values()))
 _GRAD: Any = torch._C.TensorBase.grad
 _set = _GRAD.__set__
 
@@ -65,15 +62,6 @@ class ShownGrads(GradBinding):
         """Set every ``.grad`` to None."""
         clear_grads(self.parameters)
         self.dropped()
-
-    def slice(self, start: int, stop: int) -> torch.Tensor:
-        """Return elements of ``final``, 1-D; the same tensor each time."""
-        key = (start, stop)
-        if key not in self._slices:
-            self._slices[key] = self.final.local_buffer[start:stop]
-            if self._references:
-                self._references = (self._references[0] + 1, *self._references[1:], _IDLE)
-        return self._slices[key]
 
     def watch(self) -> None:
         """Hear of each ``.grad`` of the parameters that is set to None, in place of whoever did."""

@@ -83,8 +83,10 @@ def is_run(leaf: torch.Tensor) -> bool | None:
         return None
 
 
-def before_recomputation(backward: Backward, schedule: Schedule, unit: Unit, module: nn.Module) -> None:
-    """Gather the unit for a forward inside of backward."""
+def before_recomputation(unit: Unit, module: nn.Module) -> None:
+    """Gather a unit for a forward inside of backward."""
+    backward: Backward = unit.backward
+    schedule: Schedule = unit.schedule
     # Reentrant checkpointing runs the first forward without a graph, so no output is watched, and this is where
     # backward is seen to move on. Units whose outputs are watched are left by the watch.
     backward.begin()

@@ -18,7 +18,7 @@ from tests.certify.__main__ import main
 from tests.certify.cases import CASES, SHORT
 from tests.certify.host_order import order_findings
 from tests.certify.matrix import Run, idle_places, merged, run_matrix, run_on_rank
-from tests.certify.mutants import EQUIVALENT, MODULES, OPEN, Mutant, applied, mutants, survey
+from tests.certify.mutants import EQUIVALENT, MODULES, OPEN, applied, key, mutants, survey
 from tests.harness import on_ranks, run_ranks
 from tests.harness.models import inputs, three_blocks, world_mesh
 from tests.harness.oracle import shard_each
@@ -252,10 +252,6 @@ def test_the_command_says_how_many_it_checked_and_what_it_does_not_know(capsys: 
     assert main(["--case", "no such"]) == 2
 
 
-def a_mutant(module: str, what: str) -> Mutant:
-    return next(mutant for mutant in mutants(module) if mutant.what == what)
-
-
 @pytest.mark.parametrize(
     ("what", "case"),
     [
@@ -267,20 +263,21 @@ def a_mutant(module: str, what: str) -> Mutant:
 )
 @on_ranks(1)
 def test_a_lane_that_waits_less_is_found(what: str, case: str) -> None:
-    with applied(a_mutant("megatron_fsdp.runtime.step.lanes", what)):
+    found = mutants("megatron_fsdp.runtime.step.lanes")
+    with applied(next(mutant for mutant in found if mutant.what == what)):
         (certificate,) = run_on_rank([case])
     assert [*certificate.races, *certificate.early_reuses, *certificate.disorders]
 
 
 def test_there_are_many_mutants_and_the_equivalent_ones_are_among_them() -> None:
-    keys = {mutant.key for module in MODULES for mutant in mutants(module)}
+    keys = {key(mutant) for module in MODULES for mutant in mutants(module)}
     assert len(keys) >= 80
     assert set(EQUIVALENT) | set(OPEN) <= keys
 
 
 @pytest.mark.slow
 def test_every_mutant_is_killed_or_equivalent_or_known_to_be_open() -> None:
-    assert {mutant.key for mutant, found in survey().items() if not found} <= set(OPEN)
+    assert {key(mutant) for mutant, found in survey().items() if not found} <= set(OPEN)
 
 
 @on_ranks(1)
