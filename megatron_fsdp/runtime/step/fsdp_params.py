@@ -30,7 +30,6 @@ __all__ = [
     "gradient_hook",
     "grads_of",
     "handle_of",
-    "outside",
 ]
 
 # Called for all parameters of a group: the attribute of a subclass costs a Python call otherwise, and a switch of the
@@ -291,25 +290,6 @@ def grads_of(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
     """Return ``.grad`` of each parameter."""
     gradients: list[torch.Tensor | None] = _plainly(list, (), (map(_get_grad, parameters),))
     return gradients
-
-
-def outside(
-    gradients: Sequence[torch.Tensor | None], params: Sequence[torch.Tensor], buffer: DBuffer
-) -> list[torch.Tensor]:
-    """Return this rank's parts of those gradients that are tensors of their own, not the buffer's.
-
-    Args:
-        gradients: DTensors, in the order of the buffer's tensors; None for none.
-        params: known to be the buffer's, in the same order; none where they were not made yet.
-    """
-    if params and all(map(operator.is_, gradients, params)):
-        return []
-    found = []
-    for index, gradient in enumerate(gradients):
-        local = gradient._local_tensor if isinstance(gradient, DTensor) else gradient
-        if local is not None and local.numel() and local.data_ptr() != buffer.get_local_tensor(index).data_ptr():
-            found.append(local)
-    return found
 
 
 _NOTHING: weakref.ref[Any] = weakref.ref(set())

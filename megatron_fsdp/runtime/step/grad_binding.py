@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from dbuffer import DBuffer
 from dbuffer.dtensor.parameter import GradDrops
-from megatron_fsdp.runtime.step.fsdp_params import FSDPParams, grads_of, outside
+from megatron_fsdp.runtime.step.fsdp_params import FSDPParams, grads_of
 from megatron_fsdp.runtime.step.lanes import Compute
 
 __all__ = ["GradBinding", "GradState", "clear_grads"]
@@ -250,7 +250,14 @@ class GradBinding:
 
     def scale(self, factor: torch.Tensor | float) -> None:
         """Multiply the gradients that ``settled`` returned, and the user's own tensors where they are not those."""
-        for tensor in (self.final.local_buffer, *outside(grads_of(self.parameters), self._gradients, self.final)):
+        scaled, shown = [self.final.local_buffer], grads_of(self.parameters)
+        if not self._gradients or not all(map(operator.is_, shown, self._gradients)):
+            for index, gradient in enumerate(shown):
+                local = gradient._local_tensor if isinstance(gradient, DTensor) else gradient
+                mine = self.final.get_local_tensor(index)
+                if local is not None and local.numel() and local.data_ptr() != mine.data_ptr():
+                    scaled.append(local)
+        for tensor in scaled:
             tensor.mul_(factor.to(tensor) if isinstance(factor, torch.Tensor) else factor)
 
 

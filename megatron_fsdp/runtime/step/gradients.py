@@ -80,7 +80,7 @@ class Reduction:
             overwrites: ``main_grad`` holds nothing yet.
         """
         self._scale, self._overwrites = scale, overwrites
-        if self._wide:
+        if self._reduced.storage is not self._packed.storage:
             self._reduced.reallocate_storage()
 
     def start(self, works: list[dist.Work] | None) -> list[Part]:

@@ -250,10 +250,6 @@ class Ticket:
         if listeners:
             tell("waited", self)
 
-    def lead(self, stream: Any) -> None:
-        """Order a lane's stream after the work."""
-        stream.wait_event(self._event)
-
     def give_up(self) -> None:
         """Wait until nothing is written any more; whether it failed or not, there will be no result."""
         self._then = self._on_host = None
@@ -328,7 +324,7 @@ class Lane:
         for stream in compute.all():
             mine.wait_stream(stream)
         for other in after:
-            other.lead(mine)
+            mine.wait_event(other._event)
         with streams.use(mine):
             event = streams.event()
             try:
