@@ -15,9 +15,9 @@ from megatron_fsdp.build.builder import GroupSpec
 from megatron_fsdp.runtime.grads.fuse import offer_products
 from megatron_fsdp.runtime.grads.last_reduction import LastReduction, OffloadedReduction, Wire
 from megatron_fsdp.runtime.grads.shown_grads import ShownGrads
-from megatron_fsdp.runtime.step.cuda_lane import turns
 from megatron_fsdp.runtime.step.fsdp_params import FSDPParams
 from megatron_fsdp.runtime.step.gradients import GradientBuffer
+from megatron_fsdp.runtime.step.lanes import turns
 
 __all__ = ["PackedGradients"]
 

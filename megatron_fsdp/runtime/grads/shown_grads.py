@@ -21,10 +21,10 @@ from dbuffer import DBuffer, FlatDTensor
 from megatron_fsdp.errors import StateError
 from megatron_fsdp.policy.precision import grad_dtype_of
 from megatron_fsdp.runtime.grads.unreduced_grads import PendingGradient, refuse_pending
-from megatron_fsdp.runtime.step.cuda_lane import compute_of
 from megatron_fsdp.runtime.step.freshness import CHECKS
 from megatron_fsdp.runtime.step.fsdp_params import FSDPParams, grads_of
 from megatron_fsdp.runtime.step.grad_binding import GradBinding, GradState, clear_grads
+from megatron_fsdp.runtime.step.lanes import compute_of
 from megatron_fsdp.runtime.weights.param_layout import own_rows
 
 __all__ = ["ShownGrads"]

@@ -1,4 +1,4 @@
-"""AttachedGuards: what the steps of one root hand on to other rooms (``Guards``)."""
+"""AttachedGuards: what the steps of one root hand on to other rooms."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from megatron_fsdp.runtime.guards import (
     inner_outputs,
     missing_gradients,
     refusals,
-    replaced_params,
 )
 from megatron_fsdp.runtime.guards.agreement import FirstUse
-from megatron_fsdp.runtime.lifecycle import make_unit, profiler_ranges
+from megatron_fsdp.runtime.lifecycle import make_unit, param_changes, profiler_ranges
 from megatron_fsdp.runtime.step.backward import Backward
-from megatron_fsdp.runtime.step.schedule import Guards, Schedule
+from megatron_fsdp.runtime.step.schedule import Schedule
 from megatron_fsdp.runtime.step.unit import Unit
 from megatron_fsdp.runtime.weights import gathered_weight
 from megatron_fsdp.runtime.weights.memory_slots import BufferPools
@@ -28,10 +27,10 @@ __all__ = ["AttachedGuards", "attach_root"]
 ASKED_CHECKS.append(asked_gradients.refuse_sharded)
 
 
-class AttachedGuards(Guards):
+class AttachedGuards:
     """The guards of one root, asleep until a step calls one."""
 
-    settle = staticmethod(replaced_params.settle)
+    settle = staticmethod(param_changes.settle)
     follow_requires_grad = staticmethod(make_unit.follow_requires_grad)
     walk = staticmethod(added_params.walk)
     keepers = staticmethod(inner_outputs.keepers)

@@ -25,8 +25,8 @@ from torch.distributed.tensor import DTensor
 
 from dbuffer import DBuffer
 from dbuffer.dtensor.parameter import GradDrops
-from megatron_fsdp.runtime.step.cuda_lane import Compute
 from megatron_fsdp.runtime.step.fsdp_params import FSDPParams, grads_of, outside
+from megatron_fsdp.runtime.step.lanes import Compute
 
 __all__ = ["GradBinding", "GradState", "clear_grads"]
 
@@ -275,6 +275,8 @@ def _assign_grads(
     with torch._C.DisableTorchFunctionSubclass():
         collections.deque(map(_set, parameters, gradients), maxlen=0)
         all_hooks = list(map(_get_hooks, parameters))
+    if not any(all_hooks):
+        return []
     return [
         functools.partial(hook, parameter)
         for parameter, hooks in zip(parameters, all_hooks, strict=True)
