@@ -34,6 +34,7 @@ from dbuffer.dtensor.placed_tensor import PlacedTensor, is_laid_out_like, whole_
 from dbuffer.dtensor.reduction_ops import parse_reduction, run_foreach_norm, run_reduction
 from dbuffer.errors import PlacementError
 
+_GRAD: Any = torch._C.TensorBase.grad
 # The tensors whose gradients are converted before users see them.
 _CONVERTED: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
@@ -295,9 +296,9 @@ def _own_kind_of_grad(parameter: torch.Tensor) -> None:
     # The engine stores what it got as a DTensor, or adds it to .grad; both forget the kind, and the latter the rows.
     assert isinstance(parameter, PlacedTensor)
     with torch._C.DisableTorchFunctionSubclass():
-        gradient = parameter.grad
+        gradient = _GRAD.__get__(parameter)
         if isinstance(gradient, DTensor) and not isinstance(gradient, PlacedTensor):
-            parameter.grad = parameter.with_local(gradient._local_tensor)
+            _GRAD.__set__(parameter, parameter.with_local(gradient._local_tensor))
 
 
 # ---------------------------------------------------------------- where backward starts from, and for whom

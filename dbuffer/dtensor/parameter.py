@@ -35,16 +35,20 @@ class ParameterTensor(PlacedTensor):
 
     Attributes:
         on_grad_dropped: what is called when ``.grad`` is set to None by Python code.
+        pending_grad: what ``.grad`` shows instead of what it is, until it is set.
         gradient_of: the parameter whose ``.grad`` this is, where its memory takes that parameter's next gradients: any
             other one is given a copy of it.
     """
 
     on_grad_dropped: GradDrops | None = None
+    pending_grad: torch.Tensor | None = None
     gradient_of: weakref.ref[torch.Tensor] | None = None
 
     @property
     def grad(self) -> torch.Tensor | None:
         """As of any tensor."""
+        if self.pending_grad is not None:
+            return self.pending_grad
         gradient: torch.Tensor | None = _plainly(_get_grad, (), (self,))
         return gradient
 
@@ -53,6 +57,8 @@ class ParameterTensor(PlacedTensor):
         if value is not None and (owner := getattr(value, "gradient_of", None)) and owner() is not self:
             value = value.clone()
         _plainly(_set_grad, (), (self, value))
+        if self.pending_grad is not None:
+            self.pending_grad = None
         drops = self.on_grad_dropped
         if value is None and drops is not None and (drops.last is None or drops.last() is self):
             drops.function()

@@ -149,7 +149,7 @@ USES: dict[str, Use] = {
     "a microbatch is dropped": use("add, zero_grad none, train"),
     "it is dropped between forward and backward": use("add, forward, zero_grad model, backward, step, zero_grad model"),
     "it is dropped after two forwards": use("add, forward, forward, zero_grad none, backward apart"),
-    "a sum is set to zero": use("add, zero_grad zero, add, train", outcome=REFUSED),
+    "a sum is set to zero": here("forward, backward no_sync, zero_grad zero, forward, backward", outcome=REFUSED),
     **{
         f"a sum's gradients of a parameter are set to {how}": here(
             f"forward, backward no_sync, grad {how} 0 kept amid, forward, backward", outcome=REFUSED

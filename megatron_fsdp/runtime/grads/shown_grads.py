@@ -20,7 +20,7 @@ from torch import nn
 from dbuffer import DBuffer, FlatDTensor
 from megatron_fsdp.errors import StateError
 from megatron_fsdp.policy.precision import grad_dtype_of
-from megatron_fsdp.runtime.grads.unreduced_grads import PendingRows, refuse_pending
+from megatron_fsdp.runtime.grads.unreduced_grads import PendingGradient, refuse_pending
 from megatron_fsdp.runtime.step.freshness import CHECKS
 from megatron_fsdp.runtime.step.fsdp_params import FSDPParams, grads_of
 from megatron_fsdp.runtime.step.grad_binding import GradBinding, GradState, clear_grads
@@ -43,8 +43,8 @@ class ShownGrads(GradBinding):
     def __init__(self, main_grad: DBuffer, final: DBuffer, fsdp_params: FSDPParams, dtype: torch.dtype) -> None:
         super().__init__(main_grad, final, fsdp_params, compute_of(main_grad.device))
         self._dtype = dtype
-        # What stands for sums under way in ``.grad``; nothing where nothing has had to be shown yet.
-        self._stand_ins: list[FlatDTensor] = []
+        # What ``.grad`` shows of sums under way; nothing where nothing has had to be shown yet.
+        self._pending: list[PendingGradient] = []
         self._refuses_steps = False
         # What ``match_parameter_dtype`` has replaced: parameter, gradient, and the ``grad_dtype`` that was allowed.
         self._replaced: list[tuple[torch.Tensor, torch.Tensor, torch.dtype | None]] = []
@@ -61,6 +61,8 @@ class ShownGrads(GradBinding):
     def clear(self) -> None:
         """Set every ``.grad`` to None."""
         clear_grads(self.parameters)
+        if self.is_shown:
+            self._hide_pending()
         self.dropped()
 
     def watch(self) -> None:
@@ -129,51 +131,34 @@ class ShownGrads(GradBinding):
 
     def show_pending(self) -> None:
         """Let ``.grad`` of all parameters of a sum under way say so, and keep what lies there beside it."""
-        for index, rows in self._beside(grads_of(self.parameters)):
+        shown = grads_of(self.parameters)
+        if any(map(operator.is_not, shown, repeat(None))):
+            final = self.final
             if self.carry is None:
-                final = self.final
                 self.carry = torch.zeros(final.layout.numel, dtype=final.dtype, device=final.device)
-            self.final.layout.piece(index, self.carry).add_(rows)
+            for index, rows in self._beside(shown):
+                final.layout.piece(index, self.carry).add_(rows)
+            clear_grads(self.parameters)
         self._show_sums()
 
     def _beside(self, shown: Sequence[torch.Tensor | None]) -> Iterator[tuple[int, torch.Tensor]]:
-        """Take what autograd or the user put into ``.grad`` beside a sum: parameters' indices, and rows, 1-D."""
+        """Yield what autograd or the user put into ``.grad`` beside a sum: parameters' indices, and rows, 1-D."""
         for index, gradient in enumerate(shown):
-            if gradient is None:
-                continue
-            if not self._stand_ins or gradient is not self._stand_ins[index]:
-                rows: torch.Tensor | None = own_rows(self.fsdp_params, index, gradient)
-            else:
-                pending = _rows_of(self._stand_ins[index])
-                rows, pending.added = pending.added, None
-            if rows is not None:
+            if gradient is not None:
                 self.wanted[index] = self.had[index] = 1
-                yield index, rows.reshape(-1)
-
-    def _make_stand_ins(self) -> list[FlatDTensor]:
-        """Return what stands for sums under way, made where it is asked for first."""
-        if not self._stand_ins:
-            if not self._gradients:
-                self._make_gradients()
-            stand_ins = []
-            for index, gradient in enumerate(self._gradients):
-                assert isinstance(gradient, FlatDTensor)
-                rows = PendingRows(gradient._local_tensor, partial(_describe, weakref.ref(self), index))
-                stand_ins.append(gradient.with_local(rows))
-            # Last what says that they are there, as an interrupt may come anywhere.
-            self.is_shown = True
-            self._stand_ins = stand_ins
-        return self._stand_ins
+                yield index, own_rows(self.fsdp_params, index, gradient).reshape(-1)
 
     def _show_sums(self) -> None:
-        """Set ``.grad`` of the parameters whose sum is under way, which no optimizer may step."""
-        stand_ins = self._make_stand_ins()
+        """Let ``.grad`` of the parameters whose sum is under way say so, which no optimizer may step."""
+        if not self._pending:
+            me, indices = weakref.ref(self), range(len(self.parameters))
+            self._pending = [PendingGradient.of(partial(_describe, me, index)) for index in indices]
+        self.is_shown = True
         if not self._refuses_steps:
             CHECKS.append(refuse_pending)
             self._refuses_steps = True
-        with torch._C.DisableTorchFunctionSubclass():
-            for parameter, stand_in in itertools.compress(zip(self.parameters, stand_ins, strict=True), self.wanted):
-                _set(parameter, stand_in)
+        for parameter, pending in itertools.compress(zip(self.parameters, self._pending, strict=True), self.wanted):
+            parameter.pending_grad = pending  # type: ignore[attr-defined]  # a ParameterTensor's
 
     # ------------------------------------------------------------------ a sum ends
 
@@ -193,8 +178,11 @@ class ShownGrads(GradBinding):
         if self._refuses_steps:
             CHECKS.remove(refuse_pending)
         self._refuses_steps = False
-        for stand_in in self._stand_ins:
-            _rows_of(stand_in).added = None
+        self._hide_pending()
+
+    def _hide_pending(self) -> None:
+        for parameter in self.parameters:
+            parameter.pending_grad = None  # type: ignore[attr-defined]  # a ParameterTensor's
 
     def _add_direct(self, shown: Sequence[torch.Tensor | None]) -> None:
         """Add what lies in ``.grad`` beside the sum, which is complete."""
@@ -241,7 +229,7 @@ class ShownGrads(GradBinding):
         """
         if not self.is_under_way:
             return False
-        kept = bytearray(map(operator.is_, grads_of(self.parameters), self._make_stand_ins()))
+        kept = self._shows_pending()
         if 1 not in itertools.compress(kept, self.wanted):
             return True
         if self.is_void:
@@ -255,6 +243,10 @@ class ShownGrads(GradBinding):
                 "all of them, or change gradients after the last microbatch."
             )
         return False
+
+    def _shows_pending(self) -> bytearray:
+        """Return, by parameter, whether ``.grad`` says that its sum is under way (nonzero)."""
+        return bytearray(getattr(parameter, "pending_grad", None) is not None for parameter in self.parameters)
 
     def describe(self, index: int) -> str:
         """Return the words of the error for who reads the ``.grad`` of a parameter while it is such a sum."""
@@ -275,9 +267,8 @@ class ShownGrads(GradBinding):
     def _settle_others(self) -> DBuffer | None:
         """Return the final gradients where some of ``.grad`` may be others; see ``settled``."""
         shown = grads_of(self.parameters)
-        for index, stand_in in enumerate(self._stand_ins if self.is_under_way else ()):
-            if shown[index] is stand_in:
-                raise StateError(self.describe(index))
+        if self.is_under_way and 1 in (pending := self._shows_pending()):
+            raise StateError(self.describe(pending.index(1)))
         if self.state is GradState.PARTIAL or all(gradient is None for gradient in shown):
             return None
         if self.hold():
@@ -322,11 +313,6 @@ class ShownGrads(GradBinding):
                 rows = own_rows(self.fsdp_params, index, gradient)
                 if rows.data_ptr() != mine.data_ptr():
                     mine.view(-1).copy_(rows.reshape(-1))
-
-
-def _rows_of(stand_in: FlatDTensor) -> PendingRows:
-    assert isinstance(stand_in._local_tensor, PendingRows)
-    return stand_in._local_tensor
 
 
 def _either(ones: Iterable[int], others: Iterable[int]) -> bytearray:

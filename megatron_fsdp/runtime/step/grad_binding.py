@@ -204,7 +204,7 @@ class GradBinding:
             self.final.local_buffer.add_(self.carry)
             self.carry = None
         shown = grads_of(self.parameters)
-        if self.is_shown or any(map(operator.is_not, shown, repeat(None))):
+        if any(map(operator.is_not, shown, repeat(None))):
             self._add_direct(shown)
         self.state = GradState.FINAL
 
