@@ -85,6 +85,7 @@ MODELS = {
     ),
     "integers": Model((Part("masked", size=2), LINEAR), ("",)),
     "groups 0 and 0 1": Model((LINEAR,), ("parts.0", ""), {"mesh": (1, 3), "groups": ((0,), (0, 1))}),
+    "groups 0 1 and 0 3": Model((LINEAR,), ("parts.0", ""), {"mesh": (2, 2), "groups": ((0, 1), (0, 3))}),
     "groups 0 1 and 1 2": Model((LINEAR,), ("parts.0", ""), {"mesh": (1, 3), "groups": ((0, 1), (1, 2))}),
 }  # fmt: skip
 for _dtype, _frozen in (("float64", ""), ("float64", "first"), ("bfloat16", "all"), ("float16", "all")):
@@ -322,6 +323,24 @@ USES: dict[str, Use] = {
     "two forwards before two backwards": here("forward, forward, backward apart, step, forward", "two", *REGIONS),
     "two backwards through one retained graph": here("forward, backward twice, step, forward", "two", "repeated"),
     "groups were made before": here(AGAIN, "groups 0 and 0 1", "groups 0 1 and 1 2"),
+    "groups of some ranks were made before": use(
+        f"{AGAIN}, {AGAIN}", "groups 0 1 and 0 3", on=(ZERO3, "hfsdp", "hsdp", "optim")
+    ),
+    # Slots of a pool, chosen at any time.
+    **{
+        f"slots {sizing} hold what is gathered": use(
+            f"slots {sizing}, {AGAIN}, evaluate no_grad, {AGAIN}, forward, backward no_sync, {AGAIN}, slots none, "
+            f"{AGAIN}, slots {other}, {AGAIN}, forward bomb 1 error, zero_grad none, {AGAIN}", "two",
+            on=("optim_grads", ZERO3),
+        )
+        for sizing, other in (("static", "by_size"), ("largest", "static"), ("by_size", "largest"))
+    },
+    "slots hold what some ranks use in some steps, after an error in backward": here(
+        f"slots static, {AGAIN}, forward fuse 1 error, backward, zero_grad none, {AGAIN}, {AGAIN}", "two",
+    ),
+    "slots hold parts that ranks use or not": here(
+        f"slots static, {', '.join([STEP] * 4)}", "blocks sometimes", optimizer="adam"
+    ),
     # Wound back.
     **{
         f"{optimizer} is wound back": use(

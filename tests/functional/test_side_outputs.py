@@ -15,7 +15,7 @@ from torch import nn
 from megatron_fsdp import MixedPrecisionPolicy
 from tests.harness import on_ranks, run_ranks
 from tests.harness.grids import nightly_but
-from tests.harness.models import WIDTH, Block, CheckpointedStack, Stack, inputs, squared, three_blocks
+from tests.harness.models import WIDTH, Block, CheckpointedStack, Stack, inputs, squared
 from tests.harness.oracle import Case, compare
 from tests.harness.twins import Twins, sharded
 
@@ -60,11 +60,6 @@ def main_and_aux(model: nn.Module, rank: int, step: int) -> torch.Tensor:
     return model(inputs(rank, step)).square().mean() + aux_of(model)
 
 
-def aux_alone(model: nn.Module, rank: int, step: int) -> torch.Tensor:
-    model(inputs(rank, step))
-    return aux_of(model)
-
-
 def aux_after_main(model: nn.Module, rank: int, step: int) -> tuple[torch.Tensor, ...]:
     return model(inputs(rank, step)).square().mean(), aux_of(model)
 
@@ -72,12 +67,6 @@ def aux_after_main(model: nn.Module, rank: int, step: int) -> tuple[torch.Tensor
 def aux_before_main(model: nn.Module, rank: int, step: int) -> tuple[torch.Tensor, ...]:
     main, aux = aux_after_main(model, rank, step)
     return aux, main
-
-
-def aux_of_two_calls(model: nn.Module, rank: int, step: int) -> torch.Tensor:
-    first = main_and_aux(model, rank, 2 * step)
-    model(inputs(rank, 2 * step + 1))
-    return first * aux_of(model)
 
 
 def aux_kept_from_evaluation(model: nn.Module, rank: int, step: int) -> torch.Tensor:
@@ -90,19 +79,6 @@ def aux_kept_from_evaluation(model: nn.Module, rank: int, step: int) -> torch.Te
 
 def checkpointed() -> nn.Module:
     return CheckpointedStack(*(Routed() for _ in range(3)))
-
-
-def inner_activations(model: nn.Module, rank: int, step: int) -> torch.Tensor:
-    block, taken = model.layers[1], []
-    handles = [
-        module.register_forward_hook(lambda module, args, output: taken.append(output))
-        for module in (block.norm, block.up)
-    ]
-    model(inputs(rank, step))
-    for handle in handles:
-        handle.remove()
-    norm, up = taken
-    return norm.sin().mean() + up.square().mean()
 
 
 class Mixed(nn.Module):
@@ -134,15 +110,11 @@ def kept_one_by_one(model: nn.Module, rank: int, step: int) -> tuple[torch.Tenso
 
 
 CASES: dict[str, Case] = {
-    "an auxiliary loss beside the output": Case(routed, main_and_aux),
-    "an auxiliary loss beside the output, of two calls": Case(routed, aux_of_two_calls),
-    "an auxiliary loss alone": Case(routed, aux_alone),
     "an auxiliary loss backwarded after the main one": Case(routed, aux_after_main),
     "an auxiliary loss backwarded before the main one": Case(routed, aux_before_main),
     "an auxiliary loss of frozen weights": Case(routed_and_frozen, main_and_aux),
     "an auxiliary loss kept from an evaluation": Case(routed, aux_kept_from_evaluation),
     "an auxiliary loss in recomputed layers": Case(checkpointed, main_and_aux, is_guarded=False),
-    "activations that hooks take": Case(three_blocks, inner_activations),
     "what convolutions, LSTMs, attention and norms make": Case(mixed, kept_one_by_one),
 }
 

@@ -278,9 +278,7 @@ def measured(strategy: str, is_per_token: bool) -> GradientScale:
                 model.scale_gradients(1 / 32)
 
         expected = 1 / 32 if is_per_token else 1 / 2
-        return check_gradient_scale(
-            model, loss_fn, 0, expected=expected, duplicate=False, finish=finish, norm=optimizer.get_grad_norm
-        )
+        return check_gradient_scale(model, loss_fn, 0, expected=expected, finish=finish, norm=optimizer.get_grad_norm)
 
 
 @pytest.mark.parametrize("is_per_token", [False, True])

@@ -36,7 +36,6 @@ from megatron_fsdp.runtime.step.backward import Backward
 from megatron_fsdp.runtime.step.fsdp_params import FSDPParams
 from megatron_fsdp.runtime.step.grad_binding import GradBinding, GradState
 from megatron_fsdp.runtime.step.parameter_group import group_of_parameter
-from megatron_fsdp.runtime.step.reduction import Stages
 from megatron_fsdp.runtime.step.unit import Unit
 
 __all__ = ["InvariantGradients"]
@@ -114,7 +113,7 @@ class InvariantGradients(PackedGradients):
         super()._begin_sum()
         self.reduction.look_for_changes(self.binding)
 
-    def _stages(self) -> Stages:
+    def _prepare(self) -> None:
         unit = self._observer()
         assert isinstance(unit, Unit)
         step = _STEPS.setdefault(unit.backward, _Step())
@@ -125,8 +124,8 @@ class InvariantGradients(PackedGradients):
                 step.first = number
             self.reduction.clear()
         step.last[self._fsdp_params] = number
-        self.reduction.prepare(number - step.first)
-        return super()._stages()
+        self.reduction.begin_microbatch(number - step.first)
+        super()._prepare()
 
 
 class _InvariantReduction(LastReduction):
@@ -144,7 +143,6 @@ class _InvariantReduction(LastReduction):
         self.counter = BinaryCounter(torch.promote_types(torch.float32, packed.dtype), packed.name)
         # What a user made of this rank's piece of the sum so far, to which the counter's is added.
         self._changed: torch.Tensor | None = None
-        self._scale = 0.0
         self._version = -1
         axes, sizes = packed.axes, [axis.size for axis in packed.axes]
         order = cut_order(sizes, main_grad.placements)
@@ -162,7 +160,7 @@ class _InvariantReduction(LastReduction):
         self.counter.clear()
         self._changed = None
 
-    def prepare(self, microbatch: int) -> None:
+    def begin_microbatch(self, microbatch: int) -> None:
         """Count zeros for microbatches in which no rank has used the group; receive from now on until ``release``."""
         while self.counter.count < microbatch * self._num_ranks:
             self.counter.push(None)
@@ -177,8 +175,8 @@ class _InvariantReduction(LastReduction):
         """Release what was received, which is folded."""
         self._received.release()
 
-    def stages(self, scale: float, *, overwrite: bool) -> Stages:
-        """Return the exchange of the packed buffer, and the additions."""
+    def prepare(self, scale: float, *, overwrites: bool) -> None:
+        """Get ready for the exchange of the packed buffer."""
         if scale == 0.0:
             raise StateError(
                 f"{self._packed.name}: {_FLAG} divides once, after the last addition, and by what does not depend on "
@@ -187,18 +185,22 @@ class _InvariantReduction(LastReduction):
             )
         self._scale = scale
         self._version = self._main_grad.local_buffer._version
-        # Not self: a ticket that nobody waits for must not keep this object alive.
-        axis, counter = self._axis, self.counter
+
+    def start(self, works: list[dist.Work] | None) -> list[Part]:
+        """Issue the exchange."""
+        exchange(*self._rows(), self._axis, works)
+        return []
+
+    def fold(self) -> None:
+        """Add up what came."""
+        self.counter.push(*self._rows()[0])
+
+    def _rows(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return each rank's part of what this one adds up, and what it sends to each."""
         sent = [self._packed.local_buffer[piece] for piece in self._pieces]
-        mine, others = sent[axis.rank], self._num_ranks - 1
+        mine, others = sent[self._axis.rank], self._num_ranks - 1
         rooms = self._received.tensor[: others * mine.numel()].view(others, mine.numel()).unbind()
-        rows = [*rooms[: axis.rank], mine, *rooms[axis.rank :]]
-
-        def start(works: list[dist.Work] | None) -> list[Part]:
-            exchange(rows, sent, axis, works)
-            return []
-
-        return Stages(start, lambda: counter.push(*rows), None)
+        return [*rooms[: self._axis.rank], mine, *rooms[self._axis.rank :]], sent
 
     def start_last(self, on_all: list[Part], scattered: list[Part], works: list[dist.Work] | None) -> None:
         """Write the sum, and gather what the optimizer holds whole."""

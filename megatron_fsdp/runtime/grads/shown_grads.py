@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import operator
-import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
@@ -22,16 +21,14 @@ from dbuffer import DBuffer, FlatDTensor
 from megatron_fsdp.errors import StateError
 from megatron_fsdp.policy.precision import grad_dtype_of
 from megatron_fsdp.runtime.grads.unreduced_grads import PendingRows, refuse_pending
-from megatron_fsdp.runtime.step.cuda_lane import compute_of
 from megatron_fsdp.runtime.step.freshness import CHECKS
 from megatron_fsdp.runtime.step.fsdp_params import FSDPParams, grads_of
 from megatron_fsdp.runtime.step.grad_binding import GradBinding, GradState, clear_grads
+from megatron_fsdp.runtime.step.lanes import compute_of
 from megatron_fsdp.runtime.weights.param_layout import own_rows
 
 __all__ = ["ShownGrads"]
 
-# What ``sys.getrefcount`` says of a value that a dictionary alone refers to.
-_IDLE = next(map(sys.getrefcount, {0: object()}.values()))
 _GRAD: Any = torch._C.TensorBase.grad
 _set = _GRAD.__set__
 
@@ -65,15 +62,6 @@ class ShownGrads(GradBinding):
         """Set every ``.grad`` to None."""
         clear_grads(self.parameters)
         self.dropped()
-
-    def slice(self, start: int, stop: int) -> torch.Tensor:
-        """Return elements of ``final``, 1-D; the same tensor each time."""
-        key = (start, stop)
-        if key not in self._slices:
-            self._slices[key] = self.final.local_buffer[start:stop]
-            if self._references:
-                self._references = (self._references[0] + 1, *self._references[1:], _IDLE)
-        return self._slices[key]
 
     def watch(self) -> None:
         """Hear of each ``.grad`` of the parameters that is set to None, in place of whoever did."""

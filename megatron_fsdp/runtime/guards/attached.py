@@ -1,11 +1,8 @@
-"""AttachedGuards: what the steps of one root hand on to other rooms (``Guards``)."""
+"""AttachedGuards: what the steps of one root hand on to other rooms."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable
-
-from torch import nn
 
 from dbuffer.dtensor.autograd import ASKED_CHECKS
 from megatron_fsdp.runtime.grads.last_reduction import LastReductions
@@ -20,7 +17,7 @@ from megatron_fsdp.runtime.guards import (
 from megatron_fsdp.runtime.guards.agreement import FirstUse
 from megatron_fsdp.runtime.lifecycle import make_unit, param_changes, profiler_ranges
 from megatron_fsdp.runtime.step.backward import Backward
-from megatron_fsdp.runtime.step.schedule import Guards, Schedule
+from megatron_fsdp.runtime.step.schedule import Schedule
 from megatron_fsdp.runtime.step.unit import Unit
 from megatron_fsdp.runtime.weights import gathered_weight
 from megatron_fsdp.runtime.weights.memory_slots import BufferPools
@@ -30,12 +27,8 @@ __all__ = ["AttachedGuards", "attach_root"]
 ASKED_CHECKS.append(asked_gradients.refuse_sharded)
 
 
-class AttachedGuards(Guards):
-    """The guards of one root, asleep until a step calls one.
-
-    Args:
-        schedule: of the root, referred to weakly.
-    """
+class AttachedGuards:
+    """The guards of one root, asleep until a step calls one."""
 
     settle = staticmethod(param_changes.settle)
     follow_requires_grad = staticmethod(make_unit.follow_requires_grad)
@@ -49,27 +42,17 @@ class AttachedGuards(Guards):
     refuse_gathered = staticmethod(asked_gradients.refuse_gathered)
     is_to_come = staticmethod(calls_to_come.is_to_come)
     brings_gradients = staticmethod(calls_to_come.brings_gradients)
+    before_recomputation = staticmethod(calls_to_come.before_recomputation)
 
-    def __init__(self, schedule: Schedule) -> None:
-        # Weak: a circle would keep slots until the garbage collector comes.
-        self._schedule = weakref.ref(schedule)
-        self.first_use = FirstUse(self._schedule)
+    def __init__(self) -> None:
+        self.first_use = FirstUse()
         self.last = LastReductions()
         self.missing = missing_gradients.MissingGradients(self.first_use.tokens)
-
-    def _served(self) -> Schedule:
-        schedule = self._schedule()
-        assert schedule is not None
-        return schedule
-
-    def before_recomputation(self, unit: Unit, module: nn.Module) -> None:
-        """Gather a unit for a forward inside of backward."""
-        calls_to_come.before_recomputation(unit.backward, self._served(), unit, module)
 
 
 def attach_root(root: Unit, units: Iterable[Unit]) -> None:
     """Put units under a schedule of their own, of which ``root`` is the outermost."""
     schedule = Schedule()
-    schedule.guards, schedule.pools = AttachedGuards(schedule), BufferPools()
+    schedule.guards, schedule.pools = AttachedGuards(), BufferPools()
     schedule.adopt(root, units)
     Backward(schedule)

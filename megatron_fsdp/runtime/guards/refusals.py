@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import NoReturn
 
 from megatron_fsdp.errors import StateError
+from megatron_fsdp.runtime.step.fsdp_params import WeightHandle
 from megatron_fsdp.runtime.step.unit import Call, Unit
-from megatron_fsdp.runtime.step.weight_handle import WeightHandle
 
 __all__ = ["refuse_reads", "refuse_recorded", "refuse_stepped"]
 

@@ -21,13 +21,18 @@ from megatron_fsdp.policy.precision import grad_dtype_of, set_grad_dtype
 from megatron_fsdp.runtime.grads.invariant_reduction import InvariantGradients
 from megatron_fsdp.runtime.grads.late_gradients import LateGradients, packs_late
 from megatron_fsdp.runtime.grads.packed_gradients import PackedGradients
-from megatron_fsdp.runtime.step.cuda_lane import turns
 from megatron_fsdp.runtime.step.freshness import Freshness, hear_of_steps
-from megatron_fsdp.runtime.step.fsdp_params import FSDPParams, ParamModuleInfos, Place, gradient_hook
-from megatron_fsdp.runtime.step.lanes import join_lanes
+from megatron_fsdp.runtime.step.fsdp_params import (
+    FSDPParams,
+    ParamModuleInfos,
+    Place,
+    WeightHandle,
+    gradient_hook,
+    handle_of,
+)
+from megatron_fsdp.runtime.step.gradients import ReduceFunction
+from megatron_fsdp.runtime.step.lanes import join_lanes, turns
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup, note_group
-from megatron_fsdp.runtime.step.reduction import ReduceFunction
-from megatron_fsdp.runtime.step.weight_handle import WeightHandle, handle_of
 from megatron_fsdp.runtime.weights.extension_hooks import ExtensionWeights
 from megatron_fsdp.runtime.weights.gathered_weight import KINDS, refuse_stale
 from megatron_fsdp.runtime.weights.packed_weights import PackedWeights

@@ -24,9 +24,9 @@ from megatron_fsdp.runtime.lifecycle.param_changes import (
     hidden_params,
 )
 from megatron_fsdp.runtime.step.backward import Backward
-from megatron_fsdp.runtime.step.cuda_lane import settle_host
-from megatron_fsdp.runtime.step.hooks import after_forward, before_forward
+from megatron_fsdp.runtime.step.lanes import settle_host
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
+from megatron_fsdp.runtime.step.schedule import after_forward, before_forward
 from megatron_fsdp.runtime.step.unit import Unit, WeightState, alive, is_in_backward, units_below
 from megatron_fsdp.runtime.weights.memory_slots import communicator_has_memory, keep_gathered, reshard_to, use_slots
 
@@ -424,7 +424,7 @@ def _gather_afresh(unit: Unit) -> None:
     ):
         unit.schedule.reshard(unit)
     for group in unit.groups:
-        group.freshness.suspect()
+        group.freshness.is_suspect = True
     unit.schedule.start_gather(unit, check=True)
 
 

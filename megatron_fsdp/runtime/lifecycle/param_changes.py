@@ -27,8 +27,8 @@ from megatron_fsdp.runtime.lifecycle.make_param_group import (
     register,
 )
 from megatron_fsdp.runtime.lifecycle.make_unit import follow_gradients, materialize_unit
-from megatron_fsdp.runtime.step.cuda_lane import settle_host
 from megatron_fsdp.runtime.step.fsdp_params import FSDPParams
+from megatron_fsdp.runtime.step.lanes import settle_host
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup, group_of_parameter
 from megatron_fsdp.runtime.step.unit import Unit, units_below
 from megatron_fsdp.runtime.weights.param_layout import is_laid_out_like, laid_out
@@ -94,7 +94,7 @@ def apply_to_group(
             result = function(current)
             if result is not current:
                 current.copy_(result)
-                group.freshness.change()
+                group.freshness.has_changed = True
 
 
 def _words(group: ParameterGroup) -> str:
@@ -217,7 +217,7 @@ def _adopt(group: ParameterGroup, index: int, value: Any) -> None:
     note_params(group)
     if group.gradients is not None:
         group.gradients.binding.replace(index, owned.parameter)
-    group.freshness.change()
+    group.freshness.has_changed = True
 
 
 def _readopt(group: ParameterGroup) -> bool:
@@ -301,4 +301,4 @@ def after_load_state_dict(unit: Unit, *_: Any) -> None:
     """Copy values back where a parameter was replaced (``assign=True``)."""
     for group in unit.groups:
         if _readopt(group):
-            group.freshness.change()
+            group.freshness.has_changed = True

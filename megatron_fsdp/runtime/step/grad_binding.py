@@ -25,8 +25,8 @@ from torch.distributed.tensor import DTensor
 
 from dbuffer import DBuffer
 from dbuffer.dtensor.parameter import GradDrops
-from megatron_fsdp.runtime.step.cuda_lane import Compute
 from megatron_fsdp.runtime.step.fsdp_params import FSDPParams, grads_of, outside
+from megatron_fsdp.runtime.step.lanes import Compute
 
 __all__ = ["GradBinding", "GradState", "clear_grads"]
 
@@ -75,7 +75,6 @@ class GradBinding:
     # What users do, and sums that go on: ``runtime/grads/shown_grads.py``.
     keep: Callable[[bool], None]
     clear: Callable[[], None]
-    slice: Callable[[int, int], torch.Tensor]
     watch: Callable[[], None]
     replace: Callable[[int, nn.Parameter], None]
     show_pending: Callable[[], None]
@@ -111,7 +110,6 @@ class GradBinding:
         self._last_one: weakref.ref[torch.Tensor] = weakref.ref(self.parameters[-1])
         # What ``_count_references`` returns while nobody has any.
         self._references: tuple[int, ...] = ()
-        self._slices: dict[tuple[int, int], torch.Tensor] = {}
 
     # ------------------------------------------------------------------ memory
 
@@ -171,7 +169,7 @@ class GradBinding:
     def _count_references(self) -> tuple[int, ...]:
         """Return how many tensors lie in the memory, and how often each that was ever shown is referred to."""
         storage = self.main_grad.storage.tensor.untyped_storage()
-        shown = itertools.chain(self._gradients, self._locals, self._slices.values())
+        shown = itertools.chain(self._gradients, self._locals)
         return torch._C._storage_Use_Count(storage._cdata), *map(sys.getrefcount, shown)
 
     # ------------------------------------------------------------------ a sum
@@ -277,6 +275,8 @@ def _assign_grads(
     with torch._C.DisableTorchFunctionSubclass():
         collections.deque(map(_set, parameters, gradients), maxlen=0)
         all_hooks = list(map(_get_hooks, parameters))
+    if not any(all_hooks):
+        return []
     return [
         functools.partial(hook, parameter)
         for parameter, hooks in zip(parameters, all_hooks, strict=True)

@@ -246,9 +246,13 @@ def units_below(module: object) -> Iterator[Unit]:
             yield unit
 
 
+task_id: Callable[[], int] = torch._C._current_graph_task_id
+"""Autograd's number of the graph that it is going through in this thread; -1 for none."""
+
+
 def is_in_backward() -> bool:
     """Whether autograd is running a backward in this thread."""
-    return bool(torch._C._current_graph_task_id() != -1)
+    return task_id() != -1
 
 
 def _begin(reference: weakref.ref[Call]) -> int:

@@ -20,8 +20,8 @@ from dbuffer import FlatDTensor, StorageError
 from dbuffer.dtensor.placed_tensor import NUM_FLAGS_SET
 from megatron_fsdp.build.ownership import owned_name
 from megatron_fsdp.errors import StateError
+from megatron_fsdp.runtime.step.fsdp_params import WeightHandle, handle_of
 from megatron_fsdp.runtime.step.parameter_group import group_of_parameter
-from megatron_fsdp.runtime.step.weight_handle import WeightHandle, handle_of
 from megatron_fsdp.runtime.weights.param_layout import laid_out
 
 __all__ = ["KINDS", "GatheredWeight", "ReleasedWeight", "refuse_stale", "refuse_uncounted"]

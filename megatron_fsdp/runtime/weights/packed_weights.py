@@ -20,8 +20,8 @@ from megatron_fsdp.build.builder import GroupSpec
 from megatron_fsdp.build.packed_layout import amax_numel, cut_blocks
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.runtime.step.freshness import MOMENTS
+from megatron_fsdp.runtime.step.fsdp_params import handle_of
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
-from megatron_fsdp.runtime.step.weight_handle import handle_of
 from megatron_fsdp.runtime.weights.hooked_weights import HookedWeights, Wire
 
 __all__ = ["PackedWeights"]

@@ -286,4 +286,4 @@ def announce_step(groups: Iterable[ParameterGroup]) -> None:
     An optimizer says so before it steps: one that raises has changed some of them.
     """
     for group in groups:
-        group.freshness.change()
+        group.freshness.has_changed = True

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
 
 from megatron_fsdp import ConfigError, MixedPrecisionPolicy
 from megatron_fsdp.policy.precision import GradDtype, GroupDtypes, as_policy
-from megatron_fsdp.runtime.step.hooks import caster
+from megatron_fsdp.runtime.step.schedule import caster
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
