@@ -34,10 +34,9 @@ from megatron_fsdp.runtime.step.gradients import ReduceFunction
 from megatron_fsdp.runtime.step.lanes import join_lanes, turns
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup, note_group
 from megatron_fsdp.runtime.weights.extension_hooks import ExtensionWeights
-from megatron_fsdp.runtime.weights.gathered_weight import KINDS
+from megatron_fsdp.runtime.weights.gathered_weight import KINDS, refuse_stale
 from megatron_fsdp.runtime.weights.packed_weights import PackedWeights
 from megatron_fsdp.runtime.weights.sharded_weights import ShardedWeights
-from megatron_fsdp.runtime.weights.stale_weights import refuse_stale
 
 __all__ = [
     "follow_locals", "forget_originals", "make_gradients", "make_param_group", "materialize_group", "note_params",

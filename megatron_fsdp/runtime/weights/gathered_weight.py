@@ -14,14 +14,17 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import Optimizer
 
-from dbuffer import StorageError
+from dbuffer import FlatDTensor, StorageError
 from dbuffer.dtensor.placed_tensor import NUM_FLAGS_SET
+from megatron_fsdp.build.ownership import owned_name
 from megatron_fsdp.errors import StateError
 from megatron_fsdp.runtime.step.fsdp_params import WeightHandle, handle_of
+from megatron_fsdp.runtime.step.parameter_group import group_of_parameter
 from megatron_fsdp.runtime.weights.param_layout import laid_out
 
-__all__ = ["KINDS", "GatheredWeight", "ReleasedWeight", "refuse_uncounted"]
+__all__ = ["KINDS", "GatheredWeight", "ReleasedWeight", "refuse_stale", "refuse_uncounted"]
 
 
 def _refuse_change(handle: WeightHandle, how: str, others: Sequence[str] = ()) -> NoReturn:
@@ -44,6 +47,33 @@ def refuse_uncounted(weights: Sequence[torch.Tensor]) -> NoReturn:
     how = f"its .data was taken at {taken[0]._fsdp_taken_at}" if taken else "through a view of it, or by out="  # type: ignore[attr-defined]
     first, *others = [handle_of(weight) for weight in taken or weights]
     _refuse_change(first, how, [handle.parameter for handle in others])
+
+
+def refuse_stale(optimizer: Optimizer) -> None:
+    """Refuse an optimizer that holds gathered weights, or parameters that sharded ones have replaced.
+
+    Raises:
+        StateError: it names the first of them.
+    """
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        handle, name = parameter.__dict__.get("_fsdp_handle"), owned_name(parameter)
+        if handle is not None and handle.parameter:
+            raise StateError(
+                f"{type(optimizer).__name__} holds the gathered weights of parameter {handle.parameter!r} instead of "
+                "its shard: model.parameters() was called between a forward and its backward. Build the optimizer "
+                "before the first forward, or call model.reset_iter_state() first where a forward has no backward."
+            )
+        if name is None:
+            continue
+        group = group_of_parameter(parameter)
+        # A sharded one without a group is of a model that is gone.
+        is_current = isinstance(parameter, FlatDTensor) if group is None else parameter is group.parameters.get(name)
+        if not is_current:
+            raise StateError(
+                f"{type(optimizer).__name__} holds parameter {name!r} as it was before fully_shard, to_empty or an "
+                "assignment, which is used no more. Build the optimizer afterwards, or give both to "
+                "fully_shard_model_and_optimizer."
+            )
 
 
 def _refusing(name: str) -> Callable[..., NoReturn]:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from dbuffer import CollectiveCall, memory_meter, observe_collectives
 from megatron_fsdp import (
@@ -167,6 +168,17 @@ def test_offloaded_weights_and_gradients_have_memory_of_their_own() -> None:
     model.reshard()
     squared(model, dist.get_rank(), 0).backward()
     assert (shares, group.spec.is_offloaded, group.main_grad.device.type) == (False, True, "cpu")
+
+
+@on_ranks(2)
+def test_after_a_forward_only_the_root_shows_plain_parameters() -> None:
+    model = scaled()
+    for layer in model.blocks.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    model(inputs(dist.get_rank(), 0))
+    shown = {name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)}
+    assert shown == {"scale", "router.weight"}
 
 
 @on_ranks(2)
