@@ -143,36 +143,6 @@ def test_parameters_that_are_assigned_from_one_vector_are_doubled(layout: str) -
     assert differing(state, wanted) == []
 
 
-def train_scaled(model: Model, ranks: list[int]) -> State:
-    """Take steps with a gradient scaler; the second one meets an infinity and is left out."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
-    for step in range(3):
-        for rank in ranks:
-            tokens = draw_tokens(rank, step)
-            scaler.scale(loss_of(model(tokens), tokens) / len(ranks)).backward()
-        if step == 1:
-            with torch.no_grad():
-                model.head.weight.grad[-1].fill_(float("inf"))
-        scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-    return whole_state(model) | {"scale": torch.tensor(scaler.get_scale())}
-
-
-def train_scaled_sharded() -> State:
-    return train_scaled(sharded_model("three ranks"), [dist.get_rank()])
-
-
-def test_a_gradient_scaler_leaves_out_the_same_step_on_every_rank() -> None:
-    wanted = train_scaled(make_model(), [0, 1, 2])
-    assert wanted["scale"].item() == 32.0
-    for found in run_ranks(3, train_scaled_sharded):
-        assert differing(found, wanted, 1e-5) == []
-
-
 SCALED: dict[str, tuple[type[torch.optim.Optimizer], dict[str, object]]] = {
     "SGD": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
     "SGD, fused": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "fused": True}),
