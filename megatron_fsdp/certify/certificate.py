@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from megatron_fsdp.certify.checker import Checker, Issue
 from megatron_fsdp.certify.clocks import VirtualStreams, Wait
-from megatron_fsdp.runtime.step.cuda_lane import drive_with
+from megatron_fsdp.runtime.step.lanes import drive_with
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
 from megatron_fsdp.runtime.step.unit import units_below
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, repeat
-from typing import Any
+from itertools import accumulate, chain, repeat
+from typing import Any, cast
 
 import torch
 from torch.optim import Optimizer
@@ -18,11 +18,11 @@ from torch.optim import Optimizer
 from dbuffer import FlatDTensor
 from dbuffer.dtensor.attribute_ops import rebind
 from megatron_fsdp.optim.param_memory import local_range
-from megatron_fsdp.runtime.step.cuda_lane import is_capturing
+from megatron_fsdp.runtime.step.lanes import is_capturing
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup, group_of_parameter
 from megatron_fsdp.runtime.weights.param_layout import is_laid_out_like
 
-__all__ = ["FlatPlan", "sizes_of"]
+__all__ = ["FlatPlan", "Numbers", "Run", "local_of", "spec_of"]
 
 # Loops of the CPU take whole vectors and, at the end of a tensor, single elements. In narrow dtypes the two round at
 # different places, so an element's value depends on where it lies. So it does in fused optimizers, of any dtype, which
@@ -30,8 +30,8 @@ __all__ = ["FlatPlan", "sizes_of"]
 _WIDE = (torch.float32, torch.float64)
 _VECTOR_BYTES = 64
 
-_local_of = operator.attrgetter("_local_tensor")
-_spec_of = operator.attrgetter("_spec")
+local_of = operator.attrgetter("_local_tensor")
+spec_of = operator.attrgetter("_spec")
 
 
 class _State(dict[torch.Tensor, Any]):
@@ -50,7 +50,7 @@ class _Member:
     """A sharded parameter that can be stepped as a part of flat memory.
 
     Attributes:
-        position: among the optimizer's parameters. group, place: which one in the order of a parameter group's buffer.
+        position: among the optimizer's parameters. group, index: which one of a parameter group it is.
         start, stop: of its elements in this rank's part of the main weights.
         alignment: how many elements the boundaries between it and others must be multiples of.
         likeness: neighbours are stepped together where it is equal: their param group, and keys and numbers of state.
@@ -59,69 +59,57 @@ class _Member:
     position: int
     parameter: FlatDTensor
     group: ParameterGroup
-    place: int
+    index: int
     start: int
     stop: int
     alignment: int = 1
-    likeness: tuple[Hashable, ...] = ()
+    likeness: Hashable = None
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
 
 
 @dataclass(slots=True, eq=False)
-class _Run:
+class Run:
     """Neighbours that are stepped as one tensor.
 
     Attributes:
-        lead: the place of the first member with elements, else 0. weight: the elements of all, 1-D.
+        weight: their elements, 1-D. leader: the first member with elements, else the first one.
         state: of the step. shown: its values that the members' state shows.
     """
 
     members: list[_Member]
-    lead: int = 0
-    weight: torch.Tensor = field(init=False)
+    leader: _Member
+    weight: torch.Tensor
     state: dict[str, Any] = field(default_factory=dict)
     shown: tuple[Any, ...] = ()
 
-    def __post_init__(self) -> None:
-        self.lead = next((at for at, member in enumerate(self.members) if member.start < member.stop), 0)
-        leader = self.members[self.lead]
-        stop = max(leader.start, *(member.stop for member in self.members))
-        self.weight = leader.group.main_weight.local_buffer[leader.start : stop]
+    def over(self, locals_: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """Return the members' parts as one 1-D tensor on their memory, None where they do not lie as the weights do."""
+        first = locals_[self.members.index(self.leader)]
+        for member, local in zip(self.members, locals_, strict=True):
+            if member.numel and not _is_ahead(first, local, member.start - self.leader.start):
+                return None
+        return first.as_strided((self.weight.numel(),), (1,))
 
-    def distance(self, member: _Member) -> int:
-        """Return how many elements behind the leader a member begins; nothing for one without elements."""
-        return member.start - self.members[self.lead].start if member.start < member.stop else 0
-
-    def part(self, flat: torch.Tensor, member: _Member) -> FlatDTensor:
-        """Return a member's part of a tensor that lies as the weights do."""
-        begin, shape = self.distance(member), member.parameter._local_tensor.shape
-        return member.parameter.with_local(flat[begin : begin + member.stop - member.start].view(shape))
-
-    def joined(self, values: Sequence[FlatDTensor]) -> torch.Tensor:
-        """Return values of all members as one tensor that lies as the weights do; they are brought there if need be."""
-        first = values[self.lead]._local_tensor
-        pairs = list(zip(self.members, values, strict=True))
-        if all(_is_ahead(first, value._local_tensor, self.distance(member)) for member, value in pairs):
-            return first.as_strided(self.weight.shape, (1,))
-        flat = torch.zeros_like(self.weight, dtype=first.dtype)
-        for member, value in pairs:
+    def join(self, values: Sequence[FlatDTensor]) -> torch.Tensor:
+        """Bring values of all members into memory that lies as the weights do, and return that."""
+        flat = torch.zeros_like(self.weight, dtype=values[0].dtype)
+        for member, value in zip(self.members, values, strict=True):
             part = self.part(flat, member)
             part._local_tensor.copy_(value._local_tensor)
             rebind(value, part)
         return flat
 
-    def publish(self, state: Mapping[torch.Tensor, Any]) -> bool:
-        """Show each member's part of the state in its own; return whether anything of it was new."""
-        if len(self.state) == len(self.shown) and _same(self.state.values(), self.shown):
-            return False
-        for member in self.members:
-            for key, value in self.state.items():
-                if isinstance(value, torch.Tensor):
-                    value = self.part(value, member) if value.shape == self.weight.shape else value.clone()
-                state[member.parameter][key] = value
-        return True
+    def part(self, flat: torch.Tensor, member: _Member) -> FlatDTensor:
+        """Return a member's part of a tensor that lies as the weights do."""
+        begin = member.start - self.leader.start if member.numel else 0
+        local = flat[begin : begin + member.numel].view(member.parameter._local_tensor.shape)
+        return member.parameter.with_local(local)
 
 
-class _Numbers:
+class Numbers:
     """State of one number, such as a count of steps: every parameter has its own, and those of a run are equal.
 
     They lie side by side, so that one operator gives all of them what the step made of each leader's.
@@ -136,11 +124,6 @@ class _Numbers:
             values[key] = number
         self.version = self.all._version
 
-    def share(self) -> None:
-        """Give all of a run what its leader has."""
-        self.all.copy_(self.all[self.leaders])
-        self.version = self.all._version
-
 
 class FlatPlan:
     """Flat tensors for an optimizer's parameters, while these, their state and their gradients lie so.
@@ -152,118 +135,69 @@ class FlatPlan:
     def __init__(
         self, owner: Optimizer, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
     ) -> None:
-        self._sizes, self._absent = sizes_of(owner), list(map(operator.is_, gradients, repeat(None)))
-        self._runs, is_whole = _runs(_members(owner, parameters, gradients), gradients)
-        members = [member for run in self._runs for member in run.members]
-        self._members, self._positions = ([m.parameter for m in members], [m.position for m in members])
-        is_whole &= len(members) == sum(
+        self.parameters = parameters
+        self.sizes = [len(group["params"]) for group in owner.param_groups]
+        self.absent = list(map(operator.is_, gradients, repeat(None)))
+        self.gradient_ids = list(map(id, gradients))
+        members = _members(owner, parameters, gradients)
+        self.runs = list(map(_run, _chains(members, gradients)))
+        self.state = _State(owner.state)
+        for run in self.runs:
+            self.state[run.weight] = run.state
+        self.tensors = self._tensors(gradients)
+        self.is_settled = True
+        self.show(owner)
+        # Gradients that break runs may be others the next time.
+        self.is_whole = len(self.runs) == len(list(_chains(members))) and len(members) == sum(
             type(p) is FlatDTensor and g is not None for p, g in zip(parameters, gradients, strict=True)
         )
-        # Gradients that break runs may be others the next time.
-        self._gradient_ids = None if is_whole else list(map(id, gradients))
-        self._specs = list(map(_spec_of, self._members))
-        # Of each member the leader's number, and the bytes between the two; those without elements lie nowhere.
-        firsts = [0]
-        for run in self._runs:
-            firsts.append(firsts[-1] + len(run.members))
-        self._leads = [first + run.lead for first, run in zip(firsts, self._runs, strict=False)]
-        of_run = [(lead, run) for lead, run in zip(self._leads, self._runs, strict=True) for _ in run.members]
-        self._leaders = [
-            lead if m.start < m.stop else at for at, (m, (lead, _)) in enumerate(zip(members, of_run, strict=True))
-        ]
-        self._distances = [
-            run.distance(m) * m.parameter.dtype.itemsize for m, (_, run) in zip(members, of_run, strict=True)
-        ]
-        self.state = _State(owner.state)
-        self.state.update((run.weight, run.state) for run in self._runs)
-        group_of = [number for number, size in enumerate(self._sizes) for _ in range(size)]
-        self.tensors: list[list[torch.Tensor]] = [[] for _ in self._sizes]
-        for run in self._runs:
-            self.tensors[group_of[run.members[0].position]].append(run.weight)
-        flat = {*self._positions}
-        for position, parameter in enumerate(parameters):
+
+    def _tensors(self, gradients: Sequence[torch.Tensor | None]) -> list[list[torch.Tensor]]:
+        """Return the runs of each param group, then its other parameters that have gradients."""
+        group_of = [number for number, size in enumerate(self.sizes) for _ in range(size)]
+        found: list[list[torch.Tensor]] = [[] for _ in self.sizes]
+        for run in self.runs:
+            found[group_of[run.leader.position]].append(run.weight)
+        flat = {member.position for run in self.runs for member in run.members}
+        for position, parameter in enumerate(self.parameters):
             if position not in flat and gradients[position] is not None:
-                self.tensors[group_of[position]].append(parameter)
-        self._show(owner, parameters)
+                found[group_of[position]].append(parameter)
+        return found
 
-    def _show(self, owner: Optimizer, parameters: Sequence[torch.Tensor]) -> None:
+    def show(self, owner: Optimizer) -> None:
         """Let the members' state and that of the runs be one memory, and note what ``fits`` compares."""
-        self._numbers = _lay_out_state(owner, self._runs)
-        for run in self._runs:
+        self.numbers = _lay_out_state(owner, self.runs)
+        for run in self.runs:
             run.shown = tuple(run.state.values())
-        self._seen = self._objects(owner, parameters)
-        self._is_settled = True
+        self._remember(owner)
 
-    def _objects(self, owner: Optimizer, parameters: Sequence[torch.Tensor]) -> list[Any]:
-        records = list(map(owner.state.get, self._members))
-        values = chain.from_iterable(record.values() for record in records if record is not None)
-        return [owner.state, *parameters, *map(_local_of, self._members), *records, *values]
-
-    def fits(
-        self, owner: Optimizer, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
-    ) -> bool:
-        """Whether nothing has changed but values, and no step was broken off, whose state may be shown in part."""
-        if not self._is_settled or sizes_of(owner) != self._sizes:
-            return False
-        if list(map(operator.is_, gradients, repeat(None))) != self._absent:
-            return False
-        if self._gradient_ids is not None and list(map(id, gradients)) != self._gradient_ids:
-            return False
-        objects = self._objects(owner, parameters)
-        is_same = len(objects) == len(self._seen) and _same(objects, self._seen)
-        is_same = is_same and all(numbers.all._version == numbers.version for numbers in self._numbers)
-        return is_same and self._fits_gradients([gradients[position] for position in self._positions])
-
-    def _fits_gradients(self, gradients: Sequence[Any]) -> bool:
-        # What is seen through a window has a layout of its own, so it has not the parameter's.
-        if not _same(map(type, gradients), repeat(FlatDTensor)) or not _same(map(_spec_of, gradients), self._specs):
-            return False
-        rows = list(map(_local_of, gradients))
-        if not _same(map(type, rows), repeat(torch.Tensor)):
-            return False
-        addresses = list(map(torch.Tensor.data_ptr, rows))
-        if list(map(operator.sub, addresses, map(addresses.__getitem__, self._leaders))) != self._distances:
-            return False
-        return all(_has(rows[lead], run.weight.numel()) for lead, run in zip(self._leads, self._runs, strict=True))
-
-    def begin(self, gradients: Sequence[Any]) -> None:
-        """Give the flat tensors their gradients, which fit."""
-        self._is_settled = False
-        for run in self._runs:
-            rows = gradients[run.members[run.lead].position]._local_tensor
-            run.weight.grad = rows.as_strided(run.weight.shape, (1,))
-
-    def settle(self, owner: Optimizer, parameters: Sequence[torch.Tensor]) -> None:
-        """Take the gradients back, and show what the step did to the state."""
-        for numbers in self._numbers:
-            numbers.share()
-        for run in self._runs:
-            run.weight.grad = None
-        if sum(run.publish(owner.state) for run in self._runs):
-            # Nothing is read: what a run got is alike for all of its members.
-            self._show(owner, parameters)
-        self._is_settled = True
-
-
-def sizes_of(optimizer: Optimizer) -> list[int]:
-    """Return how many parameters each param group has."""
-    return [len(group["params"]) for group in optimizer.param_groups]
-
-
-def _same(these: Iterable[Any], those: Iterable[Any]) -> bool:
-    """Whether two lists of one length have the same objects."""
-    return all(map(operator.is_, these, those))
-
-
-def _has(first: torch.Tensor, numel: int) -> bool:
-    """Whether a storage goes on for so many elements from the first one of a tensor."""
-    return first.untyped_storage().nbytes() >= (first.storage_offset() + numel) * first.itemsize
+    def _remember(self, owner: Optimizer) -> None:
+        # As lists: every parameter is looked at in every step.
+        members = [member for run in self.runs for member in run.members]
+        self.positions = [member.position for member in members]
+        self.members = [member.parameter for member in members]
+        self.locals = list(map(local_of, self.members))
+        self.specs = list(map(spec_of, self.members))
+        self.leaders, self.distances = [], []
+        self.numels = [run.weight.numel() for run in self.runs]
+        sizes = [len(run.members) for run in self.runs]
+        beginnings = [end - size for end, size in zip(accumulate(sizes), sizes, strict=True)]
+        self.firsts = [first + run.members.index(run.leader) for first, run in zip(beginnings, self.runs, strict=True)]
+        for first, leader, run in zip(beginnings, self.firsts, self.runs, strict=True):
+            for number, member in enumerate(run.members, first):
+                # Those without elements lie nowhere.
+                self.leaders.append(leader if member.numel else number)
+                distance = (member.start - run.leader.start) if member.numel else 0
+                self.distances.append(distance * member.parameter.dtype.itemsize)
+        self.records = list(map(owner.state.get, self.members))
+        self.values = list(chain.from_iterable(record.values() for record in self.records if record is not None))
 
 
 def _is_ahead(first: torch.Tensor, local: torch.Tensor, distance: int) -> bool:
-    """Whether a tensor, if it has elements, lies in the storage of another, so many behind its beginning."""
+    """Whether a tensor lies in the storage of another, so many elements behind its beginning."""
     is_there = local.data_ptr() - first.data_ptr() == distance * first.itemsize
-    return not local.numel() or (is_there and _has(first, distance + local.numel()))
+    end = (first.storage_offset() + distance + local.numel()) * first.itemsize
+    return is_there and first.untyped_storage().nbytes() >= end
 
 
 # ---------------------------------------------------------------- which parameters can be stepped so
@@ -277,47 +211,53 @@ def _members(
         # The numbers in their state cannot be read now; a plan that was made before goes on.
         return []
     on_cpu = parameters[0].device.type == "cpu"
-    found: list[tuple[_Member, list[torch.Tensor]]] = []
-    places: dict[int, dict[int, tuple[int, int]]] = {}
+    found: list[_Member] = []
+    numbers: list[torch.Tensor] = []
+    indices: dict[int, dict[int, int]] = {}
     group_of = chain.from_iterable(repeat(group, len(group["params"])) for group in owner.param_groups)
     for position, (parameter, gradient, group) in enumerate(zip(parameters, gradients, group_of, strict=True)):
-        member = _member(position, parameter, gradient, places)
+        member = _member(position, parameter, gradient, indices)
         if member is None or (on_cpu and parameter.dtype not in _WIDE):
             continue
         if on_cpu and group.get("fused"):
             member.alignment = _VECTOR_BYTES // parameter.dtype.itemsize
         record = owner.state.get(parameter) or {}
-        numbers = [value for value in record.values() if type(value) is torch.Tensor and not value.ndim]
-        others = [value for value in record.values() if type(value) is not torch.Tensor or value.ndim]
+        mine = [value for value in record.values() if _is_number(value)]
+        others = [value for value in record.values() if not _is_number(value)]
         if all(value is None or _has_rows_of(member.parameter, value) for value in others):
-            member.likeness = (id(group), *((key, value is None) for key, value in record.items()))
-            found.append((member, numbers))
-    values = iter(_read([number for _, numbers in found for number in numbers]))
-    for member, numbers in found:
-        member.likeness += tuple(next(values) for _ in numbers)
-    return [member for member, _ in found]
+            kinds = [(key, value is None) for key, value in record.items()]
+            member.likeness = (id(group), *kinds, len(numbers), len(mine))
+            numbers += mine
+            found.append(member)
+    values = _read(numbers)
+    for member in found:
+        *kinds, first, count = cast(tuple[Any, ...], member.likeness)
+        member.likeness = (*kinds, *values[first : first + count])
+    return found
 
 
-def _member(
-    position: int, parameter: Any, gradient: Any, places: dict[int, dict[int, tuple[int, int]]]
-) -> _Member | None:
+def _member(position: int, parameter: Any, gradient: Any, indices: dict[int, dict[int, int]]) -> _Member | None:
     """Return a parameter as a part of its group's memory, None where it or its gradient is anything else."""
     if type(parameter) is not FlatDTensor or type(gradient) is not FlatDTensor:
         return None
     group, local, rows = group_of_parameter(parameter), parameter._local_tensor, gradient._local_tensor
     if group is None or gradient._spec is not parameter._spec or group.weights.remainder is not None:
         return None
-    if id(group) not in places:
-        order = sorted(enumerate(group.parameters.values()), key=lambda pair: group.plan.offsets[pair[0]])
-        places[id(group)] = {id(param): (place, index) for place, (index, param) in enumerate(order)}
-    place, index = places[id(group)].get(id(parameter), (-1, -1))
-    if index < 0 or any(type(each) is not torch.Tensor or not each.is_contiguous() for each in (local, rows)):
+    if id(group) not in indices:
+        indices[id(group)] = {id(param): index for index, param in enumerate(group.parameters.values())}
+    index = indices[id(group)].get(id(parameter))
+    if index is None or any(type(each) is not torch.Tensor or not each.is_contiguous() for each in (local, rows)):
         return None
-    start, stop = local_range(group.main_weight, index)
-    is_there = stop == start or local.data_ptr() == group.main_weight.local_buffer[start:].data_ptr()
+    main = group.main_weight
+    start, stop = local_range(main, index)
+    is_there = stop == start or local.data_ptr() == main.local_buffer[start:].data_ptr()
     if not is_there or not local.numel() == rows.numel() == stop - start:
         return None
-    return _Member(position, parameter, group, place, start, stop)
+    return _Member(position, parameter, group, index, start, stop)
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is torch.Tensor and not value.ndim
 
 
 def _has_rows_of(parameter: FlatDTensor, value: Any) -> bool:
@@ -343,54 +283,71 @@ def _read(numbers: Sequence[torch.Tensor]) -> list[Hashable]:
 # ---------------------------------------------------------------- how they lie
 
 
-def _runs(members: Sequence[_Member], gradients: Sequence[Any]) -> tuple[list[_Run], bool]:
-    """Return neighbours in the groups' buffers that are alike, and whether no gradient of theirs parts them."""
-    runs: list[list[_Member]] = []
-    # State is made in this order, which has to be the same on all ranks.
-    order = {id(member.group): number for number, member in reversed(list(enumerate(members)))}
-    is_whole = True
-    for member in sorted(members, key=lambda member: (order[id(member.group)], member.place)):
-        goes_on = bool(runs) and _goes_on(runs[-1], member)
-        if goes_on and not _gradient_goes_on(runs[-1], member, gradients):
-            goes_on = is_whole = False
-        if not goes_on:
-            runs.append([])
-        runs[-1].append(member)
-    return list(map(_Run, runs)), is_whole
+def _chains(members: Sequence[_Member], gradients: Sequence[Any] = ()) -> Iterator[list[_Member]]:
+    """Yield neighbours in the groups' plans that are alike; given gradients, those whose gradients lie so, too."""
+    by_group: dict[int, list[_Member]] = defaultdict(list)
+    for member in members:
+        by_group[id(member.group)].append(member)
+    for found in by_group.values():
+        offsets = found[0].group.plan.offsets
+        ranks = {index: rank for rank, index in enumerate(sorted(range(len(offsets)), key=offsets.__getitem__))}
+        found.sort(key=lambda member: ranks[member.index])
+        links = [found[0]]
+        for member in found[1:]:
+            is_next = ranks[member.index] == ranks[links[-1].index] + 1 and _goes_on(links, member)
+            if not is_next or (gradients and not _gradient_goes_on(links, member, gradients)):
+                yield links
+                links = []
+            links.append(member)
+        yield links
 
 
 def _goes_on(links: Sequence[_Member], member: _Member) -> bool:
     """Whether a neighbour can be stepped together with what lies before it."""
-    last, held = links[-1], [link for link in links if link.start < link.stop]
-    if (member.group, member.place, member.likeness) != (last.group, last.place + 1, last.likeness):
+    before = [link for link in links if link.numel]
+    if member.likeness != links[-1].likeness:
         return False
-    boundaries = (held[-1].stop, member.start) if held and member.start < member.stop else ()
-    return all((boundary - held[0].start) % member.alignment == 0 for boundary in boundaries)
+    boundaries = (before[-1].stop, member.start) if before and member.numel else ()
+    return all((boundary - before[0].start) % member.alignment == 0 for boundary in boundaries)
 
 
 def _gradient_goes_on(links: Sequence[_Member], member: _Member, gradients: Sequence[Any]) -> bool:
-    first = next((link for link in links if link.start < link.stop), member)
-    rows = gradients[first.position]._local_tensor, gradients[member.position]._local_tensor
-    return _is_ahead(*rows, member.start - first.start)
+    leader = _leader(links)
+    if not leader.numel or not member.numel:
+        return True
+    first, rows = (gradients[each.position]._local_tensor for each in (leader, member))
+    return _is_ahead(first, rows, member.start - leader.start)
 
 
-def _lay_out_state(owner: Optimizer, runs: Iterable[_Run]) -> list[_Numbers]:
+def _leader(members: Sequence[_Member]) -> _Member:
+    return next((member for member in members if member.numel), members[0])
+
+
+def _run(members: list[_Member]) -> Run:
+    leader = _leader(members)
+    stop = max(member.stop for member in members) if leader.numel else leader.start
+    return Run(members, leader, leader.group.main_weight.local_buffer[leader.start : stop])
+
+
+def _lay_out_state(owner: Optimizer, runs: Iterable[Run]) -> list[Numbers]:
     """Bring the state that members have into flat memory, and give it to the runs."""
     slots: dict[Hashable, list[tuple[dict[str, Any], str]]] = defaultdict(list)
     leaders: dict[Hashable, list[int]] = defaultdict(list)
-    shared: list[tuple[_Run, str]] = []
+    shared: list[tuple[Run, str]] = []
     for run in runs:
         records = [owner.state.get(member.parameter) or {} for member in run.members]
         for key, value in records[0].items():
             run.state[key] = value
             if isinstance(value, FlatDTensor):
-                run.state[key] = run.joined([record[key] for record in records])
+                values = [record[key] for record in records]
+                flat = run.over(list(map(local_of, values)))
+                run.state[key] = run.join(values) if flat is None else flat
             elif value is not None and len(records) > 1:
                 kind = (value.dtype, value.device)
                 leaders[kind] += repeat(len(slots[kind]), len(records))
                 slots[kind] += ((record, key) for record in records)
                 shared.append((run, key))
-    numbers = [_Numbers(slots[kind], leaders[kind]) for kind in slots]
+    numbers = [Numbers(slots[kind], leaders[kind]) for kind in slots]
     for run, key in shared:
         run.state[key] = owner.state[run.members[0].parameter][key]
     return numbers

@@ -8,10 +8,11 @@ buffer that have gradients side by side, too, are one of them (docs/design/facad
 from __future__ import annotations
 
 import functools
+import operator
 import weakref
-from collections.abc import Iterator, Mapping
-from itertools import chain
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain, repeat
+from typing import Any, cast
 
 import torch
 from torch._compile import _disable_dynamo
@@ -19,7 +20,7 @@ from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dbuffer import FlatDTensor
-from megatron_fsdp.optim.flat_plan import FlatPlan, sizes_of
+from megatron_fsdp.optim.flat_plan import FlatPlan, Run, local_of, spec_of
 from megatron_fsdp.optim.loaded_state import SEEN, WHOLE, lay_out_loaded_state, refuse_split_weights
 from megatron_fsdp.runtime.step.fsdp_params import grads_of
 
@@ -42,7 +43,7 @@ def attend_optimizers() -> None:
 
 
 def _look_at(optimizer: Optimizer, *_: Any) -> None:
-    if WHOLE.get(optimizer) != sizes_of(optimizer):
+    if WHOLE.get(optimizer) != _sizes(optimizer):
         refuse_split_weights(optimizer)
     if SEEN.get(optimizer) is not optimizer.state:
         lay_out_loaded_state(optimizer)
@@ -100,15 +101,93 @@ class _StandIn(Optimizer):
         parameters = list(chain.from_iterable(group["params"] for group in owner.param_groups))
         gradients = grads_of(parameters)
         plan = self._plan
-        if plan is None or not plan.fits(owner, parameters, gradients):
+        if plan is None or not _fits(plan, owner, parameters, gradients):
             plan = self._plan = FlatPlan(owner, parameters, gradients)
-        plan.begin(gradients)
+        plan.is_settled = False
+        for run, numel in zip(plan.runs, plan.numels, strict=True):
+            rows = cast(FlatDTensor, gradients[run.leader.position])._local_tensor
+            run.weight.grad = rows.as_strided((numel,), (1,))
         for group, tensors in zip(owner.param_groups, plan.tensors, strict=True):
             yield {**group, "params": tensors}
-        plan.settle(owner, parameters)
+        _settle(plan, owner)
 
     @property
     def state(self) -> Mapping[torch.Tensor, Any]:  # type: ignore[override]
         """The state of the flat tensors; that of others is the optimizer's own."""
         assert self._plan is not None
         return self._plan.state
+
+
+def _fits(
+    plan: FlatPlan, owner: Optimizer, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
+) -> bool:
+    """Whether nothing has changed but values, and no step was broken off, whose state may be shown in part."""
+    return (
+        plan.is_settled
+        and _sizes(owner) == plan.sizes
+        and _same(parameters, plan.parameters)
+        and list(map(operator.is_, gradients, repeat(None))) == plan.absent
+        and (plan.is_whole or list(map(id, gradients)) == plan.gradient_ids)
+        and _same(map(local_of, plan.members), plan.locals)
+        and _fits_state(plan, owner)
+        and _fits_gradients(plan, [gradients[position] for position in plan.positions])
+    )
+
+
+def _fits_state(plan: FlatPlan, owner: Optimizer) -> bool:
+    records = list(map(owner.state.get, plan.members))
+    if owner.state is not plan.state.owner or not _same(records, plan.records):
+        return False
+    values = list(chain.from_iterable(record.values() for record in records if record is not None))
+    is_same = len(values) == len(plan.values) and _same(values, plan.values)
+    return is_same and all(numbers.all._version == numbers.version for numbers in plan.numbers)
+
+
+def _fits_gradients(plan: FlatPlan, gradients: Sequence[Any]) -> bool:
+    # What is seen through a window has a layout of its own, so it has not the parameter's.
+    if not _same(map(type, gradients), repeat(FlatDTensor)) or not _same(map(spec_of, gradients), plan.specs):
+        return False
+    rows = list(map(local_of, gradients))
+    if not _same(map(type, rows), repeat(torch.Tensor)):
+        return False
+    addresses = list(map(torch.Tensor.data_ptr, rows))
+    if list(map(operator.sub, addresses, map(addresses.__getitem__, plan.leaders))) != plan.distances:
+        return False
+    firsts = zip(map(rows.__getitem__, plan.firsts), plan.numels, strict=True)
+    return all(row.untyped_storage().nbytes() >= (row.storage_offset() + numel) * row.itemsize for row, numel in firsts)
+
+
+def _settle(plan: FlatPlan, owner: Optimizer) -> None:
+    """Take the gradients back, and show what the step did to the state."""
+    for numbers in plan.numbers:
+        numbers.all.copy_(numbers.all[numbers.leaders])
+        numbers.version = numbers.all._version
+    is_new = False
+    for run in plan.runs:
+        run.weight.grad = None
+        is_new = _publish(run, owner.state) or is_new
+    if is_new:
+        # Nothing is read: what a run got is alike for all of its members.
+        plan.show(owner)
+    plan.is_settled = True
+
+
+def _publish(run: Run, state: Mapping[torch.Tensor, Any]) -> bool:
+    """Show each member's part of the state in its own; return whether anything of it was new."""
+    if len(run.state) == len(run.shown) and _same(run.state.values(), run.shown):
+        return False
+    for member in run.members:
+        for key, value in run.state.items():
+            if isinstance(value, torch.Tensor):
+                value = run.part(value, member) if value.shape == run.weight.shape else value.clone()
+            state[member.parameter][key] = value
+    return True
+
+
+def _same(these: Iterable[Any], those: Iterable[Any]) -> bool:
+    """Whether two lists of one length have the same objects."""
+    return all(map(operator.is_, these, those))
+
+
+def _sizes(optimizer: Optimizer) -> list[int]:
+    return [len(group["params"]) for group in optimizer.param_groups]

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from dbuffer.collectives_rare import barrier
@@ -339,18 +338,6 @@ def _unshard_by_hand(check: Certification) -> None:
         layer.reshard()
 
 
-def _asked(check: Certification) -> None:
-    """Ask for gradients of sharded parameters without accumulating them."""
-    model = _sharded(check, build())
-    for step in range(2):
-        loss = model(batch(dist.get_rank(), step))
-        for gradient in torch.autograd.grad(loss, list(model.layers[1].parameters())):
-            assert isinstance(gradient, DTensor)
-            gradient.to_local().sum()
-        if step == 0:
-            check.begin()
-
-
 def _closed_twice(check: Certification) -> None:
     """Train models whose backward brings a gradient of a unit that it has closed, and whose sums it has reduced."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("data",))
@@ -409,7 +396,6 @@ _SCRIPTS: dict[str, Callable[[Certification], None]] = {
     "unshard by hand": _unshard_by_hand,
     "closed twice": _closed_twice,
     "missing gradients": _missing_gradients,
-    "gradients asked for": _asked,
     "deleted in flight": _deleted,
 }
 
@@ -591,7 +577,7 @@ def _trouble_cases() -> Iterator[Case]:
         host_may_wait="offloaded weights are the host's: it waits at the end of a pass", host_may=(_EVENT,),
     )  # fmt: skip
     for script in _SCRIPTS:
-        may = {"gradients asked for": ("aten::", "tolist"), "closed twice": (_EVENT,)}.get(script, ())
+        may = {"closed twice": (_EVENT,)}.get(script, ())
         reason = "the host has to know which gradients are None, or missing on all ranks" if may else ""
         yield Case(script, trouble=script, host_may_wait=reason, host_may=may)
 

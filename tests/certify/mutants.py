@@ -12,7 +12,7 @@ import contextlib
 import importlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from functools import partial
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -21,10 +21,10 @@ from megatron_fsdp.certify.certificate import Certificate
 from tests.certify.cases import CASES
 from tests.certify.matrix import TIMEOUT_S, merged, run_on_rank
 from tests.harness import RankError, run_ranks
+from tests.mutation.mutants import Change, Mutant, Scope, called, mutants_of, mutated
 
 MODULES = (
     "megatron_fsdp.runtime.step.lanes",
-    "megatron_fsdp.runtime.step.cuda_lane",
     "megatron_fsdp.runtime.step.schedule",
     "megatron_fsdp.runtime.step.backward",
     "megatron_fsdp.runtime.step.unit",
@@ -34,7 +34,6 @@ MODULES = (
     "megatron_fsdp.runtime.grads.late_gradients",
     "megatron_fsdp.runtime.grads.last_reduction",
     "megatron_fsdp.runtime.grads.packed_gradients",
-    "megatron_fsdp.runtime.step.reduction",
     "megatron_fsdp.runtime.weights.sharded_weights",
     "megatron_fsdp.runtime.weights.post_forward_shard",
     "megatron_fsdp.runtime.weights.memory_slots",
@@ -105,9 +104,7 @@ EQUIVALENT: dict[str, str] = {
         "who closes the unit takes the next turn after this stream, so lanes wait for it by way of that one"
     ),
     "Turns.take: `compute.note()` at the end of its block": ("to count a stream in is no work of a device"),
-    "CudaLane.submit: `event.record(self._stream)` at the end of its block": (
-        "nothing is issued between the two places"
-    ),
+    "Lane._run: `event.record(mine)` at the end of its block": "nothing is issued between the two places",
     "wait_on_host: `if compute is not None` taken as True": ("on a device with streams it is never None"),
     "Backward.begin_gradients: without `self.drain(self.max_packed_buffers - 1)`": (
         "it bounds memory; the end of the backward waits for the same reductions"
@@ -168,10 +165,10 @@ EQUIVALENT: dict[str, str] = {
 
 # Mutants that no configuration tells from the engine so far, with what would be needed.
 OPEN: dict[str, str] = {
-    "_CudaTicket.give_up: `if self._event is not None` taken as True": "an interrupt before a lane waited for compute",
+    "Ticket.give_up: `if self._event is not None` taken as True": "an interrupt before a lane waited for compute",
     "Turns.take: without `leave()`": "a stream that allocates, before it follows any lane, what another one has copied",
     "Backward.begin_gradients: `if packs` taken as True": "a wait for reductions before there is need: lost overlap",
-    "CudaLane.settle: `if self._last is not None and (not self._is_last_captured)` taken as True": (
+    "Lane.settle: `if self._last is not None and (not self._is_last_captured)` taken as True": (
         "a captured evaluation of offloaded weights"
     ),
     "WeightBuffers.gather: `self.model.local_buffer.to(source.device, non_blocking=True)` that blocks": (
@@ -184,152 +181,81 @@ OPEN: dict[str, str] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Mutant:
-    """One change.
-
-    Attributes:
-        module, function: where; the outermost function. line: of the statement. what: was done to it.
-        number: among all mutants of the module.
-    """
-
-    module: str
-    function: str
-    line: int
-    what: str
-    number: int
-
-    @property
-    def key(self) -> str:
-        """Its name without module and line, which change with edits elsewhere."""
-        return f"{self.function}: {self.what}"
-
-    def __str__(self) -> str:
-        return f"{self.module}:{self.line} {self.function}: {self.what}"
-
-
 # ---------------------------------------------------------------- making them
-
-_Change = Callable[[list[ast.stmt], int], None]
 
 
 def mutants(module: str) -> list[Mutant]:
-    """Return all mutants of a module, in the order of its lines."""
-    tree = ast.parse(inspect.getsource(importlib.import_module(module)))
-    return [
-        Mutant(module, function, line, what, number) for number, (function, line, what, _) in enumerate(_changes(tree))
-    ]
+    """Return all mutants of a module; ``path`` is its name."""
+    return list(mutants_of(inspect.getsource(importlib.import_module(module)), module, order_mistakes))
 
 
-def _changes(tree: ast.Module) -> Iterator[tuple[str, int, str, Callable[[], None]]]:
-    """Yield function, line, description and what does it to the tree, for every change that can be made."""
-    for name, function in _functions(tree):
-        for block in _blocks(function):
-            for position, statement in enumerate(block):
-                for what, change in _of_statement(block, position):
-                    yield name, statement.lineno, what, change
-        for node in ast.walk(function):
-            for what, change in _of_expression(node):
-                yield name, getattr(node, "lineno", function.lineno), what, change
+def key(mutant: Mutant) -> str:
+    """Return a mutant's name without module and line, which change with edits elsewhere."""
+    return f"{mutant.outer}: {mutant.what}"
 
 
-def _functions(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef]]:
-    for node in tree.body:
-        if isinstance(node, ast.FunctionDef):
-            yield node.name, node
-        elif isinstance(node, ast.ClassDef) and not any("Protocol" in ast.unparse(base) for base in node.bases):
-            for inner in node.body:
-                if isinstance(inner, ast.FunctionDef):
-                    yield f"{node.name}.{inner.name}", inner
+def order_mistakes(scope: Scope) -> Iterator[Change]:
+    """Yield what may be wrong with the order of device work."""
+    for block in scope.blocks():
+        for position, statement in enumerate(block):
+            for what, make in _of_statement(block, position):
+                yield Change(what, statement.lineno, make)
+    for node in scope.nodes():
+        for what, make in _of_expression(node):
+            yield Change(what, getattr(node, "lineno", scope.node.lineno), make)
 
 
-def _blocks(function: ast.FunctionDef) -> Iterator[list[ast.stmt]]:
-    for node in ast.walk(function):
-        for key in ("body", "orelse", "finalbody"):
-            block = getattr(node, key, None)
-            if isinstance(block, list) and block and isinstance(block[0], ast.stmt):
-                yield block
+_Made = Iterator[tuple[str, Callable[[], object]]]
+
+
+def _of_statement(block: list[ast.stmt], position: int) -> _Made:
+    statement = block[position]
+    name, text = _called(statement), ast.unparse(statement)
+    is_alone = isinstance(statement, ast.Expr)
+    if is_alone and name in _ORDERS | _TAKES:
+        yield f"without `{text}`", partial(block.__setitem__, position, ast.Pass())
+    if isinstance(statement, ast.With) and "use(" in ast.unparse(statement.items[0]):
+        inside = partial(block.__setitem__, slice(position, position + 1), statement.body)
+        yield f"not in `with {ast.unparse(statement.items[0])}`", inside
+    if isinstance(statement, ast.If) and {_called(inner) for inner in statement.body} & _ORDERS:
+        for value in (True, False):
+            taken = partial(setattr, statement, "test", ast.Constant(value))
+            yield f"`if {ast.unparse(statement.test)}` taken as {value}", taken
+    begin = int(isinstance(block[0], ast.Expr) and isinstance(block[0].value, ast.Constant))
+    if is_alone and name in _ORDERS and position + 1 < len(block):
+        yield f"`{text}` at the end of its block", lambda: block.append(block.pop(position))
+    if is_alone and name in _MEMORY and position > begin:
+        yield f"`{text}` at the start of its block", lambda: block.insert(begin, block.pop(position))
 
 
 def _called(statement: ast.stmt) -> str:
     """Return the last part of the name that a statement calls; empty for any other statement."""
     value = statement.value if isinstance(statement, ast.Expr | ast.Assign) else None
-    if not isinstance(value, ast.Call):
-        return ""
-    return value.func.attr if isinstance(value.func, ast.Attribute) else getattr(value.func, "id", "")
+    return called(value) if isinstance(value, ast.Call) else ""
 
 
-def _of_statement(block: list[ast.stmt], position: int) -> Iterator[tuple[str, Callable[[], None]]]:
-    statement = block[position]
-    called = _called(statement)
-    if isinstance(statement, ast.Expr) and called in _ORDERS:
-        yield f"without `{ast.unparse(statement)}`", lambda: _replace(block, position, ast.Pass())
-    if isinstance(statement, ast.With) and "use(" in ast.unparse(statement.items[0]):
-        yield (
-            f"not in `with {ast.unparse(statement.items[0])}`",
-            lambda: _splice(block, position, statement.body),
-        )
-    if isinstance(statement, ast.Expr) and called in _TAKES:
-        yield f"without `{ast.unparse(statement)}`", lambda: _replace(block, position, ast.Pass())
-    if isinstance(statement, ast.If) and {_called(inner) for inner in statement.body} & _ORDERS:
-        for value in (True, False):
-            yield (
-                f"`if {ast.unparse(statement.test)}` taken as {value}",
-                lambda value=value: setattr(statement, "test", ast.Constant(value)),  # type: ignore[misc]
-            )
-    begin = int(isinstance(block[0], ast.Expr) and isinstance(block[0].value, ast.Constant))
-    if called in _ORDERS and isinstance(statement, ast.Expr) and position + 1 < len(block):
-        yield f"`{ast.unparse(statement)}` at the end of its block", lambda: _move(block, position, len(block) - 1)
-    if called in _MEMORY and isinstance(statement, ast.Expr) and position > begin:
-        yield f"`{ast.unparse(statement)}` at the start of its block", lambda: _move(block, position, begin)
-
-
-def _of_expression(node: ast.AST) -> Iterator[tuple[str, Callable[[], None]]]:
+def _of_expression(node: ast.AST) -> _Made:
     if isinstance(node, ast.Call):
         yield from _of_call(node)
-    if isinstance(node, ast.For) and "_compute.all()" in ast.unparse(node.iter):
-        whole = node.iter
-
-        def take_first() -> None:
-            node.iter = ast.parse(f"{ast.unparse(whole)}[:1]", mode="eval").body
-
-        yield f"for the first alone of `{ast.unparse(whole)}`", take_first
+    if isinstance(node, ast.For) and "_compute.all()" in (whole := ast.unparse(node.iter)):
+        first = ast.parse(f"{whole}[:1]", mode="eval").body
+        yield f"for the first alone of `{whole}`", partial(setattr, node, "iter", first)
 
 
-def _of_call(node: ast.Call) -> Iterator[tuple[str, Callable[[], None]]]:
-    called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+def _of_call(node: ast.Call) -> _Made:
     first = node.args[0] if node.args else None
-    if called == "lane" and isinstance(first, ast.Constant) and first.value in ("gather", "reduce"):
+    if called(node) == "lane" and isinstance(first, ast.Constant) and first.value in ("gather", "reduce"):
         other = "reduce" if first.value == "gather" else "gather"
-        yield f"on the lane {other!r} instead of {first.value!r}", lambda: setattr(first, "value", other)
+        yield f"on the lane {other!r} instead of {first.value!r}", partial(setattr, first, "value", other)
     for keyword in node.keywords:
         value = keyword.value
         if keyword.arg == "non_blocking" and isinstance(value, ast.Constant) and value.value is True:
-            yield f"`{ast.unparse(node)}` that blocks", lambda value=value: setattr(value, "value", False)  # type: ignore[misc]
+            yield f"`{ast.unparse(node)}` that blocks", partial(setattr, value, "value", False)
         if keyword.arg in ("on_host", "then"):
-            yield (
-                f"`{ast.unparse(node)}` without {keyword.arg}",
-                lambda keyword=keyword: setattr(keyword, "value", ast.Constant(None)),  # type: ignore[misc]
-            )
+            yield f"`{ast.unparse(node)}` without {keyword.arg}", partial(setattr, keyword, "value", ast.Constant(None))
     if isinstance(node.func, ast.Attribute) and ast.unparse(node.func) == "free.pop":
-        yield "a slot that is not taken out of the free ones", lambda: _keep_last(node)
-
-
-def _keep_last(node: ast.Call) -> None:
-    node.func = ast.Attribute(ast.Name("free", ast.Load()), "__getitem__", ast.Load())
-    node.args = [ast.Constant(-1)]
-
-
-def _replace(block: list[ast.stmt], position: int, by: ast.stmt) -> None:
-    block[position] = by
-
-
-def _splice(block: list[ast.stmt], position: int, by: Sequence[ast.stmt]) -> None:
-    block[position : position + 1] = by
-
-
-def _move(block: list[ast.stmt], position: int, to: int) -> None:
-    block.insert(to, block.pop(position))
+        kept = ast.parse("free.__getitem__(-1)", mode="eval").body
+        yield "a slot that is not taken out of the free ones", lambda: vars(node).update(vars(kept))
 
 
 # ---------------------------------------------------------------- running them
@@ -338,16 +264,12 @@ def _move(block: list[ast.stmt], position: int, to: int) -> None:
 @contextlib.contextmanager
 def applied(mutant: Mutant) -> Iterator[None]:
     """Let the mutant be what runs in this process while the block runs."""
-    module = importlib.import_module(mutant.module)
-    tree = ast.parse(inspect.getsource(module))
-    for number, (_, _, _, change) in enumerate(_changes(tree)):
-        if number == mutant.number:
-            change()
-            break
-    whole = compile(ast.fix_missing_locations(tree), inspect.getsourcefile(module) or "", "exec")
-    function = _function(module, mutant.function)
+    module = importlib.import_module(mutant.path)
+    tree = mutated(inspect.getsource(module), mutant.number, order_mistakes)
+    whole = compile(tree, inspect.getsourcefile(module) or "", "exec")
+    function = _function(module, mutant.outer)
     before = function.__code__
-    function.__code__ = _code(whole, mutant.function.split("."))
+    function.__code__ = _code(whole, mutant.outer.split("."))
     try:
         yield
     finally:
@@ -400,10 +322,10 @@ def survey(modules: Sequence[str] = MODULES) -> dict[Mutant, str]:
     Returns:
         What was found of each of them, beginning with the configuration; empty where nothing was.
     """
-    outcomes = {mutant: "" for module in modules for mutant in mutants(module) if mutant.key not in EQUIVALENT}
+    outcomes = {mutant: "" for module in modules for mutant in mutants(module) if key(mutant) not in EQUIVALENT}
     for num_ranks, names in ((1, _FIRST), (2, _PAIRS), (4, _LAST)):
         for module in modules:
-            left = [mutant for mutant, found in outcomes.items() if mutant.module == module and not found]
+            left = [mutant for mutant, found in outcomes.items() if mutant.path == module and not found]
             if left:
                 outcomes |= _survey(left, num_ranks, names)
     return outcomes

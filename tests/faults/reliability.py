@@ -8,14 +8,16 @@ It needs the repository's root, ``kernels`` and ``examples`` on PYTHONPATH, and 
 import argparse
 import os
 import platform
+import re
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 
@@ -31,7 +33,7 @@ TIMEOUT = ("--distributed-timeout-minutes", "0.2")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One kind of fault and what came of trying it.
+    """One fault and what came of trying it.
 
     Attributes:
         lost: tries after which the job failed or a loss was not that of the undisturbed run.
@@ -46,116 +48,94 @@ class Row:
 
     def line(self) -> str:
         """Return the row in Markdown."""
-        recovery = "-"
-        if self.recovery_s:
-            recovery = f"{statistics.median(self.recovery_s):.1f} s"
+        recovery = f"{statistics.median(self.recovery_s):.1f} s" if self.recovery_s else "-"
         return f"| {self.fault} | {self.tried} | {self.lost} | {self.steps_redone} | {recovery} |"
+
+
+# ---------------------------------------------------------------- what is tried
+
+Try: TypeAlias = Callable[[Path, int], Outcome]
+"""Runs a job in a folder; the number of the try says which rank it concerns, where that is free."""
+
+
+def _faulty(moment: str, iteration: int, *flags: str) -> Try:
+    def run(folder: Path, number: int) -> Outcome:
+        rank = SAVE_MOMENTS[moment][3] if moment in SAVE_MOMENTS else number % 2
+        return Job(folder, max_restarts=1, fault=Fault(moment, iteration, rank), more_flags=flags).run()
+
+    return run
+
+
+def _resumed_on(num_ranks: int) -> Try:
+    def run(folder: Path, number: int) -> Outcome:
+        assert Job(folder, fault=Fault("backward", 5, 0)).run().status != 0
+        return Job(folder, num_ranks, more_flags=("--load", "run")).run()
+
+    return run
+
+
+def _stopped(folder: Path, number: int) -> Outcome:
+    """Stop by SIGTERM, go on for a step on three ranks, and then on one."""
+
+    def send(job: Job, process: "subprocess.Popen[str]") -> None:
+        job.wait_for_iteration(2)
+        os.kill(process.pid, signal.SIGTERM)
+
+    # Validation slows the steps down, so that the signal comes before the last one.
+    stopped = Job(folder, more_flags=("--eval-interval", "1", "--eval-iters", "60")).run(send)
+    last = max(stopped.losses)
+    assert f"stopped by SIGTERM after {last} iterations" in stopped.output
+    assert 2 <= last < NUM_ITERATIONS
+    paused = Job(folder, 3, more_flags=("--load", "run", "--exit-interval", str(last + 1))).run()
+    assert f"resuming from run/iter_{last:07d}" in paused.output
+    return Job(folder, 1, more_flags=("--load", "run")).run()
+
+
+FAULTS: dict[str, Try] = {
+    **{f"a rank killed in {moment}": _faulty(moment, 5) for moment in STEP_MOMENTS},
+    **{f"killed in {moment}": _faulty(moment, 6) for moment in SAVE_MOMENTS},
+    **{f"killed in {moment}, asynchronous": _faulty(moment, 6, "--async-save") for moment in SAVE_MOMENTS},
+    **{f"a rank stalled in {moment.partition(': ')[2]}, found after 10 s": _faulty(moment, 5, *TIMEOUT)
+       for moment in STALLS},
+    **{f"another branch on one rank: {moment.partition(': ')[2]}": _faulty(moment, 5, *TIMEOUT) for moment in BRANCHES},
+    **{f"killed in backward, resumed on {num} rank(s) instead of 2": _resumed_on(num) for num in (1, 3)},
+    "SIGTERM to torchrun, resumed": _stopped,
+}  # fmt: skip
 
 
 def main(words: Sequence[str]) -> int:
     """Try, write the table, and return 0 when nothing was lost."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--times", type=int, default=3, help="tries of each fault")
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="the rows of others stay as they are")
+    parser.add_argument("--faults", default="", help="only those with this in their name; the other rows stay")
     args = parser.parse_args(words)
-    with tempfile.TemporaryDirectory() as folder:
-        wanted = _run(Job(_folder(folder, "undisturbed"))).losses
+    with tempfile.TemporaryDirectory() as root:
+
+        def folder(name: str) -> Path:
+            made = Path(root) / re.sub(r"\W+", "-", name)
+            made.mkdir()
+            return made
+
+        wanted = Job(folder("undisturbed")).run().losses
         rows = []
-        for kind in args.kinds:
-            for row in KINDS[kind](Path(folder), args.times, wanted):
-                print(row.line(), flush=True)
-                rows.append(row)
+        for name, run in FAULTS.items():
+            if args.faults in name:
+                tries = [run(folder(f"{name} {number}"), number) for number in range(args.times)]
+                rows.append(_row(name, tries, wanted))
+                print(rows[-1].line(), flush=True)
     _write(rows)
     return 1 if any(row.lost for row in rows) else 0
 
 
-def _kills(folder: Path, times: int, wanted: Mapping[int, float]) -> Iterator[Row]:
-    faults = [(moment, Fault(moment, 5, 0)) for moment in STEP_MOMENTS]
-    faults += [(moment, Fault(moment, 6, rank)) for moment, (_, _, _, rank) in SAVE_MOMENTS.items()]
-    for mode, flags in (("", ()), (", asynchronous", ("--async-save",))):
-        for moment, fault in faults:
-            is_save = moment in SAVE_MOMENTS
-            if mode and not is_save:
-                continue
-            tries = []
-            for number in range(times):
-                rank = fault.rank if is_save else number % 2
-                job = Job(
-                    _folder(folder, f"{moment}{mode}-{number}".replace(" ", "-").replace(":", "")),
-                    max_restarts=1,
-                    fault=Fault(moment, fault.iteration, rank),
-                    more_flags=flags,
-                )
-                tries.append(_run(job))
-                if not tries[-1].has_died:
-                    raise RuntimeError(f"{moment}{mode}: no rank was killed, so nothing was tried")
-            yield _row(
-                f"a rank killed in {moment}{mode}" if not is_save else f"killed in {moment}{mode}", tries, wanted
-            )
-
-
-def _restarts(folder: Path, times: int, wanted: Mapping[int, float]) -> Iterator[Row]:
-    for num_ranks in (1, 3):
-        yield _row(
-            f"killed in backward, resumed on {num_ranks} rank(s) instead of 2",
-            [_resume_on(_folder(folder, f"ranks-{num_ranks}-{number}"), num_ranks) for number in range(times)],
-            wanted,
-        )
-    yield _row("SIGTERM to torchrun, resumed", [_stop(_folder(folder, f"stop-{n}")) for n in range(times)], wanted)
-
-
-def _stalls(folder: Path, times: int, wanted: Mapping[int, float]) -> Iterator[Row]:
-    for moment in (*STALLS, *BRANCHES):
-        kind, _, place = moment.partition(": ")
-        name = (
-            f"a rank stalled in {place}, found after 10 s"
-            if kind == "stall"
-            else f"another branch on one rank: {place}"
-        )
-        tries = []
-        for number in range(times):
-            fault = Fault(moment, 5, number % 2)
-            root = _folder(folder, f"{moment}-{number}".replace(" ", "-").replace(":", ""))
-            tries.append(_run(Job(root, max_restarts=1, fault=fault, more_flags=TIMEOUT)))
-        yield _row(name, tries, wanted)
-
-
-KINDS = {"kills": _kills, "stalls": _stalls, "restarts": _restarts}
-
-
 def _row(fault: str, tries: Sequence[Outcome], wanted: Mapping[int, float]) -> Row:
-    lost = sum(outcome.status != 0 or not _is_same(outcome.losses, wanted) for outcome in tries)
+    lost = sum(outcome.status != 0 or not is_same(outcome.losses, wanted) for outcome in tries)
     recovery = tuple(outcome.recovery_s for outcome in tries if outcome.recovery_s is not None)
     return Row(fault, len(tries), lost, max(outcome.steps_redone for outcome in tries), recovery)
 
 
-def _is_same(losses: Mapping[int, float], wanted: Mapping[int, float]) -> bool:
+def is_same(losses: Mapping[int, float], wanted: Mapping[int, float]) -> bool:
+    """Whether losses are those of another run, but for fp32 sums in another order."""
     return losses.keys() == wanted.keys() and all(abs(losses[step] - wanted[step]) <= TOLERANCE for step in wanted)
-
-
-def _resume_on(folder: Path, num_ranks: int) -> Outcome:
-    _run(Job(folder, fault=Fault("backward", 5, 0)))
-    return _run(Job(folder, num_ranks, more_flags=("--load", "run")))
-
-
-def _stop(folder: Path) -> Outcome:
-    def send(job: Job, process: "subprocess.Popen[str]") -> None:
-        job.wait_for_iteration(2)
-        os.kill(process.pid, signal.SIGTERM)
-
-    # Validation slows the steps down, so that the signal comes before the last one.
-    Job(folder, more_flags=("--eval-interval", "1", "--eval-iters", "60")).run(send)
-    return _run(Job(folder, more_flags=("--load", "run")))
-
-
-def _run(job: Job) -> Outcome:
-    return job.run()
-
-
-def _folder(root: str | Path, name: str) -> Path:
-    folder = Path(root) / name
-    folder.mkdir()
-    return folder
 
 
 def _write(rows: Sequence[Row]) -> None:

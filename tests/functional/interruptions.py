@@ -2,17 +2,16 @@
 
 A ``Trial`` trains a sharded model beside another one. In each round one step of the first is broken off; gradients are
 dropped then, as after any error, and both models train on and have to stay equal. A ``Sweep`` does so at every n-th
-place. How many there are, and what was wrong after which::
-
-    python -m tests.functional.interruptions [--wider N] [SETUP ...]
+place.
 """
 
-import argparse
 import copy
+import functools
+import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -39,7 +38,6 @@ from megatron_fsdp import (
     fully_shard_optimizer,
     no_sync,
 )
-from tests.harness import RankError, run_ranks
 from tests.harness.models import WIDTH, Block, inputs, make_mesh
 
 __all__ = ["SETUPS", "SWEEPS", "Found", "Sweep", "run"]
@@ -88,11 +86,15 @@ def _words(frame: FrameType) -> str:
 
 
 @contextmanager
-def interrupts_at_calls(fault: Fault) -> Iterator[None]:
-    """Interrupt where a function of the engine is called."""
+def interrupts_at_calls(fault: Fault, of: str = "") -> Iterator[None]:
+    """Interrupt where a function of the engine is called, such as the pattern ``of`` finds in "file.py function"."""
+
+    @functools.cache
+    def is_asked_for(code: CodeType) -> bool:
+        return _of_engine(code) and re.search(of, f"{Path(code.co_filename).name} {code.co_name} ") is not None
 
     def profile(frame: FrameType, event: str, _: Any) -> None:
-        if event == "call" and _of_engine(frame.f_code):
+        if event == "call" and is_asked_for(frame.f_code):
             fault.meet(lambda: _words(frame), KeyboardInterrupt)
 
     sys.setprofile(profile)
@@ -194,7 +196,7 @@ class Setup:
         strategy: a classmethod of ``Placements``. slots: of ``set_slot_pool``. optimizer: "sgd", with momentum;
             "refreshed", the same, which refreshes compute weights itself; or "adamw", ours. policy: of precision; the
             other model is sharded with it too then, as a whole one is rounded elsewhere. others: of ``fully_shard``.
-            num_ranks: at least.
+            num_ranks: at least. is_frozen: norms are; they have buffers of their own, gathered with the others'.
     """
 
     strategy: str
@@ -203,6 +205,7 @@ class Setup:
     policy: MixedPrecisionPolicy | None = None
     others: tuple[tuple[str, Any], ...] = ()
     num_ranks: int = 1
+    is_frozen: bool = False
 
     def shard(self, model: Any) -> None:
         """Shard a model over all ranks."""
@@ -244,6 +247,7 @@ SETUPS = {
     "offload": Setup(_ZERO3, others=(("offload_policy", CPUOffloadPolicy()),)),
     "kept": Setup(_ZERO3, others=(("reshard_after_forward", False),)),
     "at once": Setup(_ZERO3, others=(("reshard_after_forward", True),)),
+    "frozen": Setup(_ZERO3, is_frozen=True),
     "a part kept": Setup(_ZERO3, others=(("reshard_after_forward", 2),), num_ranks=4),
 }
 _TOLERANCE = 2e-6
@@ -261,6 +265,8 @@ class Trial:
         self._setup = setup
         torch.manual_seed(0)
         self._model: Any = Net()
+        for block in self._model.blocks if setup.is_frozen else ():
+            block.norm.requires_grad_(False)
         self._other: Any = copy.deepcopy(self._model)
         setup.shard(self._model)
         if setup.policy is not None:
@@ -277,7 +283,10 @@ class Trial:
         fault, self._kept = Fault(at), None
         self._number += 1
         try:
-            with _KINDS[kind](fault), mock.patch.object(sys, "unraisablehook", _swallow):
+            with (
+                _KINDS.get(kind, functools.partial(interrupts_at_calls, of=kind))(fault),
+                mock.patch.object(sys, "unraisablehook", _swallow),
+            ):
                 self._train(self._model, is_last=False)
                 self._train(self._model)
                 if dist.get_world_size() == 1:
@@ -360,6 +369,8 @@ def _whole(value: torch.Tensor) -> torch.Tensor:
 
 def _differing(model: nn.Module, other: nn.Module, *, of_gradients: bool) -> Iterator[str]:
     for (name, one), two in zip(model.named_parameters(), other.parameters(), strict=True):
+        if of_gradients and not one.requires_grad:
+            continue
         found, wanted = (one.grad, two.grad) if of_gradients else (one, two)
         what = f"the gradient of {name}" if of_gradients else name
         if found is None or wanted is None:
@@ -378,8 +389,9 @@ class Sweep:
     """Steps that are broken off at every ``stride``-th place.
 
     Attributes:
-        setup: a key of ``SETUPS``. kind: "memory", "calls" or "lines". is_fresh: each time in a model's first step;
-            else in one model, which has trained and trains on. num_ranks: all of them break off at the same place.
+        setup: a key of ``SETUPS``. kind: "memory", "calls", "lines", or a pattern of calls. is_fresh: each time in a
+            model's first step; else in one model, which has trained and trains on. num_ranks: all of them break off at
+            the same place.
     """
 
     setup: str
@@ -444,31 +456,3 @@ def _full() -> list[Sweep]:
 
 SWEEPS = _full()
 """All of them, which take minutes."""
-
-
-def main(arguments: Sequence[str]) -> None:
-    """Run sweeps, of some setups or all, and print what they found."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("setups", nargs="*", choices=[*SETUPS, []], metavar="SETUP")
-    parser.add_argument("--wider", type=int, default=1, metavar="N", help="go to every N-th of the places only")
-    options = parser.parse_args(arguments)
-    for full in SWEEPS:
-        if not options.setups or full.setup in options.setups:
-            sweep = replace(full, stride=full.stride * options.wider)
-            try:
-                found = run_ranks(sweep.num_ranks, run, sweep, timeout=3600, fresh=True)[0]
-            except RankError as error:
-                found = Found(0, [str(error)])
-            first = "a model's first" if sweep.is_fresh else "a later"
-            where = f"every {sweep.stride}. of {sweep.kind}" if sweep.stride > 1 else f"all {sweep.kind}"
-            print(
-                f"{sweep.setup}, {sweep.num_ranks} ranks, {first} step, {where}: {found.num_steps} broken off, "
-                f"{len(found.wrong)} wrong",
-                *found.wrong[:5],
-                sep="\n    ",
-                flush=True,
-            )
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -166,14 +166,6 @@ def with_autocast(model: nn.Module, rank: int, step: int) -> torch.Tensor:
     return output.float().square().mean()
 
 
-def dropping_a_layer(model: nn.Module, rank: int, step: int) -> torch.Tensor:
-    x = inputs(rank, step)
-    for index, layer in enumerate(model.layers):
-        if (index + step) % 3 or index == 0:
-            x = layer(x)
-    return x.square().mean()
-
-
 def skipped_at_times(layer: Any, x: torch.Tensor) -> torch.Tensor:
     """Leave the layer out when told."""
     return x if getattr(layer, "is_skipped", False) else x + torch.tanh(layer.linear(x))

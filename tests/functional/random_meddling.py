@@ -157,6 +157,12 @@ class Meddling:
                 choice = {"None": None, "True": True, "False": False}.get(value, 1)
                 module.set_reshard_after_forward(choice, recurse=False)
 
+    def _do_slots(self, sizing: str) -> None:
+        """Give gathered weights and packed gradients slots of a pool, or none."""
+        for module in self.model.modules():
+            if isinstance(module, FsdpModule):
+                module.set_slot_pool(None if sizing == "none" else sizing, recurse=False)
+
     def _do_poke(self, which: str) -> None:
         """Change weights while they are gathered."""
         self._forget_graphs()

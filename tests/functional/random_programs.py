@@ -1,16 +1,14 @@
-"""Draws a program from a seed, and makes a failing one smaller."""
+"""Draws a program from a seed."""
 
-import dataclasses
 import random
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from tests.functional.random_models import COMPOSITES, POLICIES, SHAPES, Part, Wrap, build, parts_with_paths
-from tests.functional.random_side_parts import ENCLOSING, KINDS, SIDE_KINDS
+from tests.functional.random_models import COMPOSITES, POLICIES, SHAPES, Part, Wrap, parts_with_paths
+from tests.functional.random_side_parts import ENCLOSING, SIDE_KINDS
 from tests.functional.random_use import Program, is_below
 
-__all__ = ["draw", "smaller"]
+__all__ = ["draw"]
 
 OPTIMIZERS = ("sgd", "sgd", "adam", "foreach adamw", "fused adamw", "flat adamw", "foreach sgd")
 ONE_AXIS = ("no_shard", "optim", "optim_grads", "optim_grads_params", "optim_grads_params")
@@ -243,76 +241,3 @@ def _modules(part: Part, path: str = "") -> Iterator[tuple[str, Part]]:
     if part.kind == "mlp":
         yield from ((".".join([*filter(None, [path]), name]), part) for name in ("up", "down"))
     yield path, part
-
-
-# ---------------------------------------------------------------------- making it smaller
-
-
-def smaller(program: Program, fails: Callable[[Program], bool], seconds: float) -> Program:
-    """Return a program that still fails, with as little in it as is found in so many seconds."""
-    deadline = time.monotonic() + seconds
-    is_shrinking = True
-    while is_shrinking:
-        is_shrinking = False
-        for candidate in _candidates(program):
-            if time.monotonic() > deadline:
-                return program
-            if _has_owners(candidate) and fails(candidate):
-                program, is_shrinking = candidate, True
-                break
-    return program
-
-
-def _has_owners(program: Program) -> bool:
-    """Whether units own all parameters; those of a plain module in a sharded model are the user's to reduce."""
-    parameters = build(program.part, program.ties, KINDS).named_parameters(remove_duplicate=False)
-    return all(program.owns(name.rpartition(".")[0]) for name, _ in parameters)
-
-
-def _candidates(program: Program) -> Iterator[Program]:
-    """Yield programs with a little less, those with much less first."""
-    actions = program.steps
-    length = len(actions) // 2
-    while length:
-        for start in range(len(actions) - length, -1, -length):
-            yield replace(program, actions=", ".join(actions[:start] + actions[start + length :]))
-        length //= 2
-    for position in range(len(program.wraps)):
-        rest = program.wraps[:position] + program.wraps[position + 1 :]
-        if rest:
-            yield replace(program, wraps=rest)
-    yield from _fewer_parts(program)
-    for one in dataclasses.fields(program):
-        if one.default is not dataclasses.MISSING and getattr(program, one.name) != one.default:
-            yield replace(program, **{one.name: one.default})
-    for position, wrap in enumerate(program.wraps):
-        for one in dataclasses.fields(wrap):
-            if one.default is not dataclasses.MISSING and getattr(wrap, one.name) != one.default:
-                changed = replace(wrap, **{one.name: one.default})
-                yield replace(program, wraps=(*program.wraps[:position], changed, *program.wraps[position + 1 :]))
-
-
-def _fewer_parts(program: Program) -> Iterator[Program]:
-    """Yield programs whose model lacks its last module, or one at the bottom of it."""
-    for part in _smaller_parts(program.part):
-        paths = {path for path, _ in _modules(part)}
-        wraps = [replace(wrap, paths=tuple(path for path in wrap.paths if path in paths)) for wrap in program.wraps]
-        wraps = [wrap for wrap in wraps if wrap.paths]
-        ties = tuple(pair for pair in program.ties if set(pair) <= paths)
-        if wraps:
-            yield replace(program, part=part, wraps=tuple(wraps), ties=ties)
-
-
-def _smaller_parts(part: Part) -> Iterator[Part]:
-    for position in reversed(range(len(part.parts))):
-        if len(part.parts) > 1:
-            yield replace(part, parts=part.parts[:position] + part.parts[position + 1 :])
-        for below in (*_smaller_parts(part.parts[position]), *_simpler(part.parts[position])):
-            yield replace(part, parts=(*part.parts[:position], below, *part.parts[position + 1 :]))
-
-
-def _simpler(part: Part) -> Iterator[Part]:
-    if part != Part("linear"):
-        yield Part("linear")
-    if part.frozen or part.is_replicated:
-        yield replace(part, frozen="", is_replicated=False)

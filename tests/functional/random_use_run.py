@@ -1,4 +1,7 @@
-"""Runs a program on the sharded and on the plain model, action by action, and says how it ended."""
+"""Runs a program on the sharded and on the plain model, action by action, and says how it ended.
+
+``REFUSALS`` is the closed list of errors by which the engine may refuse what a plain model would do.
+"""
 
 import copy
 import datetime
@@ -17,15 +20,17 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from dbuffer import guard_released_storage
+from dbuffer import FlatDTensor, guard_released_storage
 from megatron_fsdp import CPUOffloadPolicy, Placements, fsdp_no_shard, fully_shard
 from megatron_fsdp.runtime.weights.gathered_weight import GatheredWeight
 from tests.functional.random_meddling import whole
 from tests.functional.random_models import GRANULARITIES, POLICIES, build, parts_with_paths
-from tests.functional.random_side_parts import ENCLOSING, KINDS
+from tests.functional.random_side_parts import ENCLOSING, KINDS, SIDE_KINDS
 from tests.functional.random_use import Bomb, Interrupt, Program, Trainee
+from tests.harness import run_ranks
+from tests.harness.failures import FailureKind, RankError
 
-__all__ = ["Refusal", "Verdict", "run"]
+__all__ = ["Verdict", "outcome"]
 
 # fp32 rounding of values near 1, summed over ranks and calls in another order, and what a few steps on badly
 # conditioned models make of it.
@@ -53,6 +58,57 @@ class Refusal:
         return self.kind == kind and bool(re.search(self.pattern, message)) and not found.isdisjoint(self.causes)
 
 
+REFUSALS = (
+    # At fully_shard.
+    Refusal("OwnershipError", r"is the same tensor as '.*' of unit '.*', which owns it already", ("tie",)),
+    # A plain tensor of unknown origin beside a sharded one.
+    Refusal("PlacementError", r"found a plain tensor of shape .* beside a sharded one", ("borrowing",)),
+    # Copies.
+    Refusal("StateError", r"cannot be deep-copied: its parameters are views of buffers", ("copy",)),
+    # The flat optimizer steps a unit's parameters together.
+    Refusal(
+        "StateError",
+        r"has no gradient, but others have that share a flat parameter with it",
+        ("grad none", "freeze", "thaw", "spare", "pick", "sometimes", *SIDE_KINDS),
+    ),
+    # The gradient of what one rank computes with.
+    Refusal("StateError", r"torch.autograd.grad .* was asked for the gradient of", ("autograd",)),
+    # Second thoughts on what was sharded.
+    Refusal("StateError", r"was frozen when it was sharded, so it has no main weight of", ("thaw",)),
+    # Registered in a parameter's place, or beside the parameters, after fully_shard.
+    Refusal("StateError", r"was replaced by .* after fully_shard", ("replace", "tie", "functional")),
+    Refusal("StateError", r"was taken out of its module", ("replace", "tie")),
+    Refusal("StateError", r"was added after fully_shard and requires a gradient", ("add", "tie", "thaw")),
+    # Gathered weights that compute or the user changes, or reads after they were released.
+    Refusal(
+        "StateError",
+        r"was changed in place while it was gathered",
+        ("clamped", "renormed", "weight", "poke", "load", "replace"),
+    ),
+    Refusal("CheckpointError", r"was changed in place while it was gathered", ("weight",)),
+    Refusal("ConfigError", r"max_norm", ("renormed",)),
+    Refusal(
+        "StorageError", r"of its gathered weight, which was released", ("weight", "poke", "stash", "unshard", "load")
+    ),
+    # Hooks that autograd would never call.
+    Refusal("PlacementError", r"register_hook on a sharded parameter would never be called", ("hook",)),
+    # Sums under way, and those that a backward left incomplete.
+    Refusal(
+        "StateError",
+        r"is a sum under way, not reduced over all ranks yet",
+        ("backward flag", "backward no_sync", "backward microbatch"),
+    ),
+    Refusal(
+        "StateError",
+        r"was dropped or replaced while its sum is under way",
+        ("backward flag", "backward no_sync", "backward microbatch"),
+    ),
+    # Weights of a new step are gathered, and nobody has said what becomes of the sums before it.
+    Refusal("StateError", r"clip_grad_norm_ before gradients are final", ("drop",)),
+    Refusal("StateError", r"is incomplete, because the last backward raised", ("forward error", "forward interrupt")),
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """How a program ended.
@@ -61,15 +117,13 @@ class Verdict:
         outcome: "same", "refused" and "plain raises too" are in order; "differs", "wrong error", "no error" and "ranks
             disagree" are not.
         refused: actions that were refused, with the error's class. action: the one it ended with.
-        text: what differs, or the error. num_allowances: gradients that counted as the same although they were not; see
-            ``_Run._gradients``.
+        text: what differs, or the error.
     """
 
     outcome: str
     action: str = ""
     text: str = ""
     refused: tuple[str, ...] = ()
-    num_allowances: int = 0
 
     @property
     def is_in_order(self) -> bool:
@@ -92,16 +146,37 @@ def causes(program: Program, done: Sequence[str]) -> set[str]:
     return found
 
 
-def run(program: Program, refusals: Sequence[Refusal]) -> Verdict:
+TIMEOUT_S = 15.0
+OUTCOMES = {
+    FailureKind.DIED: "died",
+    FailureKind.STUCK: "hang",
+    FailureKind.RAISED: "harness error",
+    FailureKind.UNCLEAN: "left something behind",
+}
+
+
+def outcome(program: Program) -> Verdict:
+    """Run a program on its ranks, and say how it ended; a hang or the death of a rank is an outcome too."""
+    try:
+        verdicts = run_ranks(program.num_ranks, run, program, timeout=TIMEOUT_S)
+    except RankError as error:
+        kinds = {failure.kind for failure in error.failures}
+        if "DistStoreError" in str(error) or "Diverged" in str(error):
+            return Verdict("hang", text=str(error))
+        return Verdict(OUTCOMES[next(kind for kind in FailureKind if kind in kinds)], text=str(error))
+    return next((verdict for verdict in verdicts if not verdict.is_in_order), verdicts[0])
+
+
+def run(program: Program) -> Verdict:
     """Run a program on this rank, and return how it ended; every rank calls it."""
-    return _Run(program, refusals).verdict()
+    return _Run(program).verdict()
 
 
 class _Run:
-    def __init__(self, program: Program, refusals: Sequence[Refusal]) -> None:
-        self.program, self.refusals = program, refusals
+    def __init__(self, program: Program) -> None:
+        self.program = program
         self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
-        self.num_exchanges = self.num_allowances = 0
+        self.num_exchanges = 0
         # One process group may run several programs.
         self.name = f"use-{dist.distributed_c10d._get_default_store().add(f'uses-{self.rank}', 1)}"
         self.refused: list[str] = []
@@ -119,8 +194,8 @@ class _Run:
             found = self._step(action)
             if found is not None:
                 outcome, text = found
-                return Verdict(outcome, f"{position}: {action}", text, tuple(self.refused), self.num_allowances)
-        return Verdict("same", refused=tuple(self.refused), num_allowances=self.num_allowances)
+                return Verdict(outcome, f"{position}: {action}", text, tuple(self.refused))
+        return Verdict("same", refused=tuple(self.refused))
 
     def _step(self, action: str) -> tuple[str, str] | None:
         """Do one action on both; return the outcome and text of a verdict if that is the end."""
@@ -172,7 +247,7 @@ class _Run:
     def _is_listed(self, error: tuple[str, str] | None) -> bool:
         assert error is not None
         found = causes(self.program, self.done)
-        return any(refusal.allows(error[0], error[1], found) for refusal in self.refusals)
+        return any(refusal.allows(error[0], error[1], found) for refusal in REFUSALS)
 
     # ------------------------------------------------------------------ comparison
 
@@ -181,16 +256,16 @@ class _Run:
         if self.sharded.is_tampered:
             return None
         pairs = list(self._pairs())
-        shapes = [(name, type(mine).__name__, theirs is None) for name, mine, theirs in pairs]
-        if any(other != shapes for other in self._exchange(shapes)):
-            return "ranks disagree", f"what there is to compare differs; here {shapes}"
         for name, mine, theirs in pairs:
             differences += _apart(name, mine, theirs)
-        found = self._exchange(differences[:4])
-        if any(found):
-            texts = [f"rank {rank}: {'; '.join(one)}" for rank, one in enumerate(found) if one]
-            return "differs", "\n".join(texts)
-        return None
+        held = [0 if mine is None else _local(mine).numel() for _, mine, _ in pairs]
+        found, parts = zip(*self._exchange((differences[:4], held)), strict=True)
+        if not any(found):
+            numbers = zip(pairs, zip(*parts, strict=True), strict=True)
+            lost = [name for (name, _, theirs), held in numbers if theirs is not None and sum(held) < theirs.numel()]
+            return ("differs", f"ranks hold not all of {lost}") if lost else None
+        texts = [f"rank {rank}: {'; '.join(one)}" for rank, one in enumerate(found) if one]
+        return "differs", "\n".join(texts)
 
     def _seen(self) -> Iterator[str]:
         mine, theirs = dict(self.sharded.seen), dict(self.plain.seen)
@@ -216,20 +291,7 @@ class _Run:
             yield f"weight of {name}", holder, wanted
             if not self.plain.is_synced or self.plain.is_doubtful or holder is None:
                 continue
-            yield f"gradient of {name}", *self._gradients(holder.grad, wanted.grad)
-
-    def _gradients(self, mine: Any, theirs: Any) -> tuple[Any, Any]:
-        """Return two gradients as they are, but for one allowance.
-
-        What zero_grad(set_to_none=False) finds to zero, and what is None still, may differ where a backward raised, as
-        nobody knows how far it came, and until the end of a sum that no rank has asked the others about.
-        """
-        if self.plain.unclear and (mine is None) != (theirs is None):
-            given = theirs if mine is None else whole(mine)
-            if not given.count_nonzero():
-                self.num_allowances += 1
-                return None, None
-        return mine, theirs
+            yield f"gradient of {name}", holder.grad, wanted.grad
 
     def _exchange(self, mine: Any) -> list[Any]:
         """Return what every rank says, by way of the store: collectives of the engine may be under way."""
@@ -256,14 +318,28 @@ def _apart(name: str, mine: Any, theirs: Any) -> Iterator[str]:
         return
     if mine is None:
         return
-    mine, theirs = whole(mine), whole(theirs)
+    theirs = whole(theirs)
     if mine.shape != theirs.shape:
         yield f"{name} is {tuple(mine.shape)}, wanted {tuple(theirs.shape)}"
-    elif mine.numel():
+        return
+    # Each rank looks at its own part: to gather all of them would take most of a program's time.
+    local = _local(mine)
+    theirs = mine.distribution.cut(theirs) if local.shape != theirs.shape else theirs
+    mine = local
+    if mine.numel():
         worst = float((mine.double() - theirs.double()).abs().max())
         most = float(theirs.double().abs().max())
         if not worst <= TOLERANCE * max(1.0, most):
             yield f"{name} is off by {worst:.3g} of {most:.3g}"
+
+
+def _local(value: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a tensor, the whole one where it is not sharded."""
+    if isinstance(value, FlatDTensor):
+        return value.to_local().detach()
+    found = whole(value)
+    assert isinstance(found, torch.Tensor)
+    return found
 
 
 # ---------------------------------------------------------------------- sharding

@@ -176,6 +176,18 @@ def added_and_unfrozen_later() -> None:
     call(call(model).requires_grad_(True))
 
 
+def recorded_backward() -> None:
+    model, x = stack(), inputs(0, 0).requires_grad_()
+    torch.autograd.grad(model(x).square().mean(), x, create_graph=True)
+
+
+def unfrozen_without_main_weights() -> None:
+    model = nn.Linear(3, 5).to(torch.bfloat16).requires_grad_(False)
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(main_params_dtype=torch.float32))
+    model.requires_grad_(True)
+    model(torch.ones(1, 3, dtype=torch.bfloat16))
+
+
 def functional_loss(model: nn.Module, weight: torch.Tensor) -> torch.Tensor:
     return torch.func.functional_call(model, {"weight": weight}, (torch.ones(2, 3),)).sum()
 
@@ -369,13 +381,21 @@ MISTAKES: dict[str, tuple[Any, ...]] = {
     ),
     "an added bias": (added_bias, "StateError", "'0.bias'", "added after fully_shard"),
     "a module added frozen": (added_and_unfrozen_later, "StateError", "'1.0.weight'", "added after fully_shard"),
+    "a recorded backward": (recorded_backward, "StateError", "create_graph=True", "unsharded"),
+    "weights unfrozen that have no main weights": (
+        unfrozen_without_main_weights, "StateError", "'weight'", "freeze it afterwards",
+    ),
     "a functional call with gradients": (
         lambda: functional_loss(linear(), torch.ones(5, 3, requires_grad=True)),
-        "StateError", "'weight'", "requires a gradient", "torch.no_grad()",
+        "StateError", "'weight'", "torch.func.functional_call", "torch.no_grad()",
+    ),
+    "a functional call without gradients": (
+        lambda: functional_loss(linear(), torch.ones(5, 3)),
+        "StateError", "'weight'", "torch.func.functional_call",
     ),
     "a transform of a functional call": (
         lambda: torch.func.grad(functional_loss, 1)(linear(), torch.ones(5, 3)),
-        "StateError", "'weight'", "torch.func transform",
+        "StateError", "'weight'", "torch.func.functional_call",
     ),
 }  # fmt: skip
 
@@ -400,25 +420,6 @@ def test_a_refused_module_is_left_as_it_was() -> None:
     assert all(after[name] is before[name] for name in before)
     assert type(model) is Scaled
     assert torch.isfinite(model(torch.ones(1, 3))).all()
-
-
-@on_ranks(2)
-def test_the_cures_in_the_messages_work() -> None:
-    scaled = Scaled(nn.Parameter(torch.tensor(2.0)))
-    fully_shard(scaled, ignored_params=[scaled.scale])
-    tied = Tied()
-    pair: list[nn.Module] = [tied.first, tied.second]
-    fully_shard(pair)
-    fully_shard(tied)
-    blocks = nn.ModuleList([nn.Linear(3, 3)])
-    for block in blocks:
-        fully_shard(block)
-    assert [type(module).__name__ for module in (scaled, tied, tied.first, blocks[0])] == [
-        "FSDPScaled",
-        "FSDPTied",
-        "FSDPLinear",
-        "FSDPLinear",
-    ]
 
 
 DISAGREEMENTS: dict[str, Callable[[int], nn.Module]] = {
@@ -461,14 +462,10 @@ def test_a_rank_that_dies_ends_the_job_with_an_error_on_the_others_within_the_ti
     assert time.monotonic() - started < 40  # of which starting the processes takes a part
 
 
-def test_calls_written_for_megatron_s_function_of_the_name_point_to_ours() -> None:
+def test_a_call_written_for_megatron_s_function_of_the_name_points_to_ours() -> None:
     model = nn.Linear(3, 5)
-    optimizer = torch.optim.AdamW(model.parameters())
-    for arguments, options in (((optimizer,), {}), ((), {"optimizer": optimizer}), ((), {"zero_dp_strategy": 3})):
-        with pytest.raises(ConfigError, match=r"is fully_shard_model_and_optimizer\(module, optimizer, \.\.\.\) here"):
-            fully_shard(model, *arguments, **options)
-    with pytest.raises(TypeError, match=r"unexpected keyword argument 'placement'; the nearest is 'placements'"):
-        fully_shard(model, placement=None)
+    with pytest.raises(ConfigError, match=r"is fully_shard_model_and_optimizer\(module, optimizer, \.\.\.\) here"):
+        fully_shard(model, torch.optim.AdamW(model.parameters()))
     assert type(model) is nn.Linear
 
 

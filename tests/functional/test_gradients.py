@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dbuffer import guard_released_storage, memory_meter, observe_collectives
-from megatron_fsdp import StateError, clip_grad_norm_, fully_shard
-from tests.harness import on_ranks, run_ranks
+from dbuffer import memory_meter
+from megatron_fsdp import clip_grad_norm_, fully_shard
+from tests.harness import on_ranks
 from tests.harness.models import WIDTH, Block, Made, Stack, inputs, squared, three_blocks
-from tests.harness.oracle import Case, compare, shard_each
+from tests.harness.oracle import Case, compare
 from tests.harness.twins import Twins
 
 
@@ -73,16 +73,9 @@ def called_twice(model: nn.Module, rank: int, step: int) -> torch.Tensor:
     return x.square().mean()
 
 
-def two_losses_of_one_graph(model: nn.Module, rank: int, step: int) -> tuple[torch.Tensor, ...]:
-    output = model(inputs(rank, step))
-    return output.square().mean(), output.sin().mean()
-
-
-def with_input_gradient_first(model: nn.Module, rank: int, step: int) -> torch.Tensor:
-    x = inputs(rank, step).requires_grad_()
-    output = model(x)
-    torch.autograd.grad(output.sum(), x, retain_graph=True)
-    return output.square().mean()
+def take_input_gradient(model: nn.Module, step: int) -> None:
+    x = inputs(dist.get_rank(), 77).requires_grad_()
+    torch.autograd.grad(model(x).sum(), x)
 
 
 def other_order_each_step(model: nn.Module, step: int) -> None:
@@ -142,11 +135,9 @@ def image_loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
 
 
 CASES = {
-    "a plain stack of blocks": Case(three_blocks, squared),
     "a frozen base weight whose backward follows the last trainable gradient": Case(adapted, squared),
     "units called twice by the trainer": Case(three_blocks, called_twice, shard=shard_without_root),
-    "two losses of one retained graph": Case(three_blocks, two_losses_of_one_graph),
-    "an input gradient taken before backward": Case(three_blocks, with_input_gradient_first),
+    "a backward to the inputs alone before": Case(three_blocks, squared, prepare=take_input_gradient),
     "another order of blocks at each step": Case(shuffled, squared, prepare=other_order_each_step, steps=4),
     "residuals that are added in place to what a unit returns": Case(with_residuals_in_place, squared),
     "a recurrent module that assigns its own weights": Case(recursive, sequence_loss),
@@ -159,46 +150,3 @@ CASES = {
 def test_gradients_and_weights_equal_those_of_a_whole_model_with(name: str) -> None:
     result = compare(CASES[name])
     assert result.is_exact, result
-
-
-def take_input_gradients_only() -> list[str]:
-    """Return the collectives and transcript lines of a backward that asks for no parameter's gradient."""
-    model = Stack(Block(), Block())
-    shard_each(model)
-    x = inputs(dist.get_rank(), 0).requires_grad_()
-    loss = model(x).square().mean()
-    calls: list[str] = []
-    with observe_collectives(lambda call: calls.append(call.kind)), guard_released_storage():
-        torch.autograd.grad(loss, x)
-    assert all(parameter.grad is None for parameter in model.parameters())
-    return calls
-
-
-def test_a_backward_to_the_inputs_alone_reduces_nothing() -> None:
-    first, second = run_ranks(2, take_input_gradients_only)
-    # The last unit keeps its weights from forward; the first one is gathered again.
-    assert first == second == ["all_gather"]
-
-
-def _take_input_gradient(model: nn.Module, step: int) -> None:
-    x = inputs(dist.get_rank(), 77).requires_grad_()
-    torch.autograd.grad(model(x).sum(), x)
-
-
-@on_ranks(2)
-def test_training_goes_on_right_after_a_backward_to_the_inputs_alone() -> None:
-    result = compare(Case(three_blocks, squared, prepare=_take_input_gradient))
-    assert result.is_exact, result
-
-
-@on_ranks(2)
-def test_a_recorded_backward_is_refused_by_name() -> None:
-    model = Stack(Block(), Block())
-    shard_each(model)
-    x = inputs(dist.get_rank(), 0).requires_grad_()
-    loss = model(x).square().mean()
-    with pytest.raises(StateError) as refused:
-        torch.autograd.grad(loss, x, create_graph=True)
-    message = str(refused.value)
-    assert "create_graph=True" in message
-    assert "unsharded" in message

@@ -143,7 +143,8 @@ def shard(model: Headed, strategy: str, **options: Any) -> Headed:
 def test_gradients_are_a_plain_models_whichever_modules_of_a_unit_a_forward_runs(strategy: str) -> None:
     worst = {}
     for name, case in CASES.items():
-        for reshards in (None, True, False):
+        # Of weights that rest whole, none is released after forward.
+        for reshards in (None, True, False) if strategy == "optim_grads_params" else (None,):
             twins, off = Twins(Headed, strategy, shard, reshard_after_forward=reshards), 0.0
             optimizers = twins.optimizers(torch.optim.SGD, lr=0.02)
             for step in range(NUM_STEPS):
@@ -158,7 +159,7 @@ def test_gradients_are_a_plain_models_whichever_modules_of_a_unit_a_forward_runs
                     optimizer.step()
                     optimizer.zero_grad()
             worst[name, reshards] = off
-    assert len(worst) == 3 * len(CASES) == 39
+    assert len(worst) >= len(CASES) == 13
     assert {key: off for key, off in worst.items() if off > 1e-5} == {}
 
 

@@ -1,8 +1,7 @@
 """Whatever is done with a sharded model, in whatever order: it does what the plain model does, or refuses by name.
 
-Twenty programs, the same in every run; the closed list of refusals is in ``random_use_refusals``.
+Twenty programs, the same in every run; the closed list of refusals is in ``random_use_run``.
 ``RANDOM_USE="0 2000"`` runs the programs of two thousand seeds from 0 on, ``RANDOM_USE=2000`` those of new ones.
-``python -m tests.functional.random_survey 0 200`` runs all and counts.
 """
 
 import os
@@ -10,13 +9,12 @@ import time
 
 import pytest
 
-from tests.functional.random_programs import draw, smaller
-from tests.functional.random_survey import outcome
+from tests.functional.random_programs import draw
 from tests.functional.random_use import Program
 from tests.functional.random_use_cases import CASES
+from tests.functional.random_use_run import outcome
 
 NUM_USUAL = 20
-SHRINK_S = 30.0
 
 
 def seeds() -> range:
@@ -25,22 +23,16 @@ def seeds() -> range:
     return range(int(first), int(first) + int(count))
 
 
-def check(program: Program, shrinks: bool = False) -> None:
-    """Run a program; fail with how it ended, and with the program in a form to paste, made smaller."""
-    verdict = outcome(program)
-    if verdict.is_in_order:
-        return
-    found = verdict
-    if shrinks:
-        program = smaller(program, lambda one: outcome(one).outcome == verdict.outcome, SHRINK_S)
-        found = outcome(program)
-        found = verdict if found.is_in_order else found
-    pytest.fail(f"{found.outcome} at action {found.action}\n{found.text}\ncheck({program!r})", pytrace=False)
+def check(program: Program) -> None:
+    """Run a program; fail with how it ended, and with the program in a form to paste."""
+    found = outcome(program)
+    if not found.is_in_order:
+        pytest.fail(f"{found.outcome} at action {found.action}\n{found.text}\ncheck({program!r})", pytrace=False)
 
 
 @pytest.mark.parametrize("seed", seeds())
 def test_a_random_use_is_that_of_the_plain_model_or_refused_by_name(seed: int) -> None:
-    check(draw(seed), shrinks=True)
+    check(draw(seed))
 
 
 @pytest.mark.parametrize(
@@ -49,4 +41,4 @@ def test_a_random_use_is_that_of_the_plain_model_or_refused_by_name(seed: int) -
 def test_losses_gradients_and_weights_are_a_plain_models_at_every_moment_or_refused_when(name: str) -> None:
     case = CASES[name]
     verdict = outcome(case.program)
-    assert (verdict.outcome, verdict.num_allowances) == (case.outcome, case.num_allowances), verdict
+    assert verdict.outcome == case.outcome, verdict

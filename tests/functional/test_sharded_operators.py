@@ -201,22 +201,6 @@ def test_an_overflow_on_one_rank_leaves_out_the_step_of_all(name: str, is_clippe
         assert differing(found, wanted, 1e-5) == []
 
 
-def built_between(policy: bool | None) -> list[str]:
-    model = make_model()
-    for block in model.blocks:
-        fully_shard(block, reshard_after_forward=policy)
-    fully_shard(model, reshard_after_forward=policy)
-    model(draw_tokens(0))
-    return [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
-
-
-def test_after_a_forward_only_the_root_shows_plain_parameters() -> None:
-    for found in run_ranks(2, built_between, None):
-        assert found
-        assert not any(name.startswith("blocks") for name in found)
-    assert run_ranks(2, built_between, True) == [[], []]
-
-
 @pytest.mark.parametrize("layout", ["three ranks", "hfsdp"])
 @on_ranks(num_ranks)
 def test_a_rank_goes_on_from_its_own_file(layout: str) -> None:

@@ -127,26 +127,3 @@ def test_no_memory_is_held_twice_and_no_slot_is_made_in_vain_in_any_order(sizing
     num_states = explore(sizing, numels)
     print(f"{sizing}, {numels}: {num_states} states")
     assert num_states > 300
-
-
-MUTANTS = {
-    "a slot stays free while it is held": ("take", lambda take: lambda pool, size, user: (
-        pool._free[pool.slot_bytes(size)][-1] if pool._free.get(pool.slot_bytes(size)) else take(pool, size, user)
-    )),
-    "a slot that became too small is kept": ("give_back", lambda _: lambda pool, slot, size: (
-        pool._free.setdefault(pool.slot_bytes(0), []).append(slot)
-    )),
-    "a slot is made though one is free": ("take", lambda take: lambda pool, size, user: (
-        pool._free.pop(pool.slot_bytes(size), None), take(pool, size, user)
-    )[1]),
-    "a slot that went with its storage counts on": ("lose", lambda _: lambda pool, slot, size: None),
-    "slots that are too small now stay free": ("_drop_free", lambda _: lambda pool: None),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("mutant", MUTANTS)
-def test_a_worse_pool_is_found_where(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    name, change = MUTANTS[mutant]
-    monkeypatch.setattr(SlotPool, name, change(getattr(SlotPool, name)))
-    with pytest.raises((AssertionError, RuntimeError)):
-        explore("largest", (4, 8, 8))

@@ -5,6 +5,7 @@ Each rule takes sources and returns one line per violation: where it is, what wa
 
 import ast
 import functools
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -52,53 +53,56 @@ FOLDERS = ("dbuffer", "kernels", "megatron_fsdp", "examples", "benchmarks", "tes
 PATH_FOLDERS = ("kernels", "examples")
 
 MAX_FUNCTION_LINES = 60
-MAX_ARGUMENTS = 7
-# Signatures that users bring with them; every other function with as much to say takes a frozen dataclass.
-WIDE_SIGNATURES = {
-    "fully_shard": "PyTorch's own, with placements and granularity",
-    "fully_shard_model": "Megatron-FSDP's own",
-    "AdamW.__init__": "PyTorch's own",
-    "Muon.__init__": "PyTorch's own, with the AdamW beside it",
-}
-VAGUE_NAMES = ("utils", "util", "helpers", "misc")
 
-# The last one has the collectives of gloo that are made of others.
-COLLECTIVES_FILES = ("dbuffer.collectives", "dbuffer.collectives_together", "dbuffer.collectives_rare", "dbuffer.gloo")
-COLLECTIVES = frozenset(
-    """all_gather all_gather_coalesced all_gather_into_tensor all_gather_object all_gather_single all_reduce
+COLLECTIVES = """all_gather all_gather_coalesced all_gather_into_tensor all_gather_object all_gather_single all_reduce
     all_reduce_coalesced all_to_all all_to_all_single barrier batch_isend_irecv broadcast broadcast_object_list gather
     gather_object irecv isend monitored_barrier recv reduce reduce_scatter reduce_scatter_single reduce_scatter_tensor
     scatter scatter_object_list send _coalescing_manager""".split()
-)
 # No other function is called so: they count however they are reached, and as strings for getattr.
-TORCH_ONLY_NAMES = frozenset(
-    """all_gather_into_tensor all_gather_single reduce_scatter_single reduce_scatter_tensor all_to_all_single
+TORCH_ONLY = """all_gather_into_tensor all_gather_single reduce_scatter_single reduce_scatter_tensor all_to_all_single
     _coalescing_manager""".split()
-)
+COLLECTIVES_FILES = ("collectives", "collectives_together", "collectives_rare", "gloo")
+LANES_FILE = "megatron_fsdp/runtime/step/lanes.py"
+LIBRARY = ("dbuffer/", "kernels/", "megatron_fsdp/")
 
-LANES_FILE = "megatron_fsdp.runtime.step.cuda_lane"
-STREAM_FILES = (LANES_FILE,)
-STREAM_NAMES = frozenset(
-    """torch.Event torch.Stream torch.cuda.Event torch.cuda.ExternalStream torch.cuda.Stream torch.cuda.StreamContext
-    torch.cuda.current_stream torch.cuda.default_stream torch.cuda.set_stream torch.cuda.stream""".split()
-)
-STREAM_METHODS = frozenset({"record_event", "record_stream", "wait_event", "wait_stream"})
 
-# What starts a process, or hands a function to ranks that are processes.
-PROCESS_NAMES = (
-    "multiprocessing.Process",
-    "multiprocessing.get_context",
-    "os.fork",
-    "os.posix_spawn",
-    "subprocess",
-    "tests.harness.ranks",
-    "tests.harness.run_ranks",
-)
+@dataclass(frozen=True)
+class Reserved:
+    """Words that some files alone may have: a pattern of a line of code, where it counts, and whose it is."""
 
-MEGATRON_FILES = (
-    "megatron_fsdp.integrations.megatron.adapter",
-    "megatron_fsdp.integrations.megatron.torch_dist",
-)
+    pattern: str
+    folders: tuple[str, ...]
+    files: tuple[str, ...]
+    wanted: str
+
+
+RESERVED = (
+    Reserved(
+        rf"\b(dist|distributed)\.({'|'.join(COLLECTIVES)})\b|[.'\"]({'|'.join(TORCH_ONLY)})(?=['\"(])"
+        rf"|from torch\.distributed import .*\b({'|'.join(COLLECTIVES)})\b",
+        LIBRARY, tuple(f"dbuffer/{name}.py" for name in COLLECTIVES_FILES), "a function of dbuffer/collectives.py",
+    ),
+    Reserved(
+        r"\bcuda\.(Event|ExternalStream|Stream|StreamContext|current_stream|default_stream|set_stream|stream)\b"
+        r"|\btorch\.(Event|Stream)\b|from torch\.cuda import|\.(record_event|record_stream|wait_event|wait_stream)\(",
+        LIBRARY, (LANES_FILE,), f"a lane of {LANES_FILE}, where the order of device work is decided",
+    ),
+    # It is optional: two files import it, when one of their functions is called.
+    Reserved(
+        r"^(import|from) megatron\b", LIBRARY, (), "an import inside of a function, without which the package loads",
+    ),
+    Reserved(
+        r"\b(import|from) megatron\b", LIBRARY,
+        tuple(f"megatron_fsdp/integrations/megatron/{name}.py" for name in ("adapter", "torch_dist")),
+        "a function of megatron_fsdp/integrations/megatron/adapter.py",
+    ),
+    # They run in the process that collects them.
+    Reserved(
+        r"\b(import subprocess|from subprocess|subprocess\.|os\.fork|os\.posix_spawn|multiprocessing\.(Process|get_con)"
+        r"|run_ranks|on_ranks)",
+        ("tests/unit/",), ("tests/unit/test_architecture.py",), "a test of tests/functional",
+    ),
+)  # fmt: skip
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -229,82 +233,26 @@ def oversized(sources: Iterable[Source]) -> list[str]:
     return found
 
 
-def wide_signatures(sources: Iterable[Source]) -> list[str]:
-    """A function takes few arguments, ``self`` aside; a kernel may take more, as a launch passes no structures."""
+def stray_words(sources: Iterable[Source]) -> list[str]:
+    """What few files may do, the others do not spell."""
     found = []
-    for source in library(sources):
-        for name, function in functions(source.tree):
-            num_arguments = _num_arguments(function)
-            is_free = name in WIDE_SIGNATURES or _is_kernel(function)
-            if num_arguments > MAX_ARGUMENTS and not is_free:
-                found.append(f"{source.at(function)}: {name} takes {num_arguments}; wanted <= {MAX_ARGUMENTS}")
-    return found
-
-
-def vague_files(sources: Iterable[Source]) -> list[str]:
-    """A file is called after the one noun that it is about."""
-    return [
-        f"{source.path}: the name says nothing; wanted the noun that the file is about"
-        for source in sources
-        if source.module.rpartition(".")[2] in VAGUE_NAMES
-    ]
-
-
-def stray_collectives(sources: Iterable[Source]) -> list[str]:
-    """torch's collective functions are called in one place, which knows their names in every version of torch."""
-    found = []
-    for source in library(sources):
-        if source.module in COLLECTIVES_FILES:
-            continue
-        for name, place in spelled_names(source):
-            prefix, _, last = name.rpartition(".")
-            is_torch = prefix.startswith("torch.distributed") and last in COLLECTIVES
-            if is_torch or last in TORCH_ONLY_NAMES:
-                found.append(f"{place}: spells {name}; wanted a function of {COLLECTIVES_FILES[0]}")
-    return found
-
-
-def stray_streams(sources: Iterable[Source]) -> list[str]:
-    """Streams and events are handled by lanes alone, so that the order of device work is decided in one place."""
-    found = []
-    for source in library(sources):
-        if source.module in STREAM_FILES:
-            continue
-        for name, place in spelled_names(source):
-            if name in STREAM_NAMES or name.rpartition(".")[2] in STREAM_METHODS:
-                found.append(f"{place}: spells {name}; wanted a lane of {LANES_FILE}")
-    return found
-
-
-def stray_megatron_imports(sources: Iterable[Source]) -> list[str]:
-    """Megatron-LM is optional: two files import it, and only when one of their functions is called."""
-    return [
-        f"{entry.place}: imports {entry.target}; wanted inside a function of {' or '.join(MEGATRON_FILES)}"
-        for source in library(sources)
-        for entry in imports(source)
-        if entry.target.partition(".")[0] == "megatron" and not (source.module in MEGATRON_FILES and entry.is_lazy)
-    ]
-
-
-def processes_in_unit_tests(sources: Iterable[Source]) -> list[str]:
-    """Unit tests run in the process that collects them: no ranks, no subprocesses, no forks."""
-    found: dict[str, str] = {}
     for source in sources:
-        if source.path.startswith("tests/unit/"):
-            for name, place in spelled_names(source):
-                if any(f"{name}.".startswith(f"{start}.") for start in PROCESS_NAMES):
-                    found.setdefault(place, f"{place}: spells {name}; wanted under tests/functional")
-    return list(found.values())
+        for rule in RESERVED:
+            if source.path.startswith(rule.folders) and source.path not in rule.files:
+                spelled = [(number, line) for number, line in _code(source) if re.search(rule.pattern, line)]
+                found += [f"{source.path}:{number}: {line.strip()}; wanted {rule.wanted}" for number, line in spelled]
+    return found
 
 
-def missing_docstrings(sources: Iterable[Source]) -> list[str]:
-    """Every module, public class, public function and public method of the library says what it is for."""
-    return [
-        f"{place}: {name} has no docstring"
-        for source in library(sources)
-        for name, place, node in _public_nodes(source)
-        if ast.get_docstring(node) is None
-    ]
+@functools.cache
+def _code(source: Source) -> tuple[tuple[int, str], ...]:
+    """Return the lines of a file with their numbers, without docstrings and comments."""
+    texts = (
+        node for node in ast.walk(source.tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    )
+    said = {line for text in texts for line in range(text.lineno, (text.end_lineno or 0) + 1)}
+    lines = enumerate(source.text.splitlines(), 1)
+    return tuple((number, line.partition("# ")[0]) for number, line in lines if number not in said)
 
 
 @functools.cache
@@ -331,19 +279,6 @@ def imports(source: Source) -> tuple[Import, ...]:
         for target in targets:
             found.append(Import(target, source.at(node), id(node) in lazy, id(node) in typing))
     return tuple(found)
-
-
-def spelled_names(source: Source) -> Iterator[tuple[str, str]]:
-    """Yield every name, dotted name and word-like string of a file with its place; aliases of imports are resolved."""
-    aliases = _aliases(source)
-    for node in ast.walk(source.tree):
-        if isinstance(node, ast.Name | ast.Attribute):
-            yield _dotted(node, aliases), source.at(node)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
-            yield node.value, source.at(node)
-        elif isinstance(node, ast.ImportFrom):
-            for alias in node.names:
-                yield f"{_base_module(source, node)}.{alias.name}", source.at(node)
 
 
 def functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, Function]]:
@@ -405,57 +340,3 @@ def _num_code_lines(function: Function) -> int:
     if ast.get_docstring(function) is not None and first.end_lineno is not None:
         num_lines -= first.end_lineno - first.lineno + 1
     return num_lines
-
-
-def _num_arguments(function: Function) -> int:
-    arguments = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
-    return len(arguments) - (bool(arguments) and arguments[0].arg in ("self", "cls"))
-
-
-def _is_kernel(function: Function) -> bool:
-    arguments = [*function.args.args, *function.args.kwonlyargs]
-    return any(argument.annotation and ast.unparse(argument.annotation) == "tl.constexpr" for argument in arguments)
-
-
-def _aliases(source: Source) -> dict[str, str]:
-    """Map each imported local name to the full name of what it stands for."""
-    aliases = {}
-    for node in ast.walk(source.tree):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                name = alias.asname or alias.name.partition(".")[0]
-                aliases[name] = alias.name if alias.asname else name
-        elif isinstance(node, ast.ImportFrom):
-            for alias in node.names:
-                aliases[alias.asname or alias.name] = f"{_base_module(source, node)}.{alias.name}"
-    return aliases
-
-
-def _dotted(node: ast.expr, aliases: Mapping[str, str]) -> str:
-    """Return the full dotted name of an expression; what is neither a name nor an attribute counts as ``?``."""
-    if isinstance(node, ast.Name):
-        return aliases.get(node.id, node.id)
-    if isinstance(node, ast.Attribute):
-        return f"{_dotted(node.value, aliases)}.{node.attr}"
-    return "?"
-
-
-def _public_nodes(source: Source) -> Iterator[tuple[str, str, ast.Module | ast.ClassDef | Function]]:
-    yield source.module, f"{source.path}:1", source.tree
-    pending: list[tuple[str, ast.AST]] = [("", node) for node in ast.iter_child_nodes(source.tree)]
-    while pending:
-        prefix, node = pending.pop(0)
-        if isinstance(node, Function | ast.ClassDef):
-            if node.name.startswith("_") or _is_variant(node):
-                continue
-            yield prefix + node.name, source.at(node), node
-            prefix = f"{prefix}{node.name}."
-        # Not into functions: what is defined inside one is nobody's interface. Into `if` and `try`: they guard imports.
-        if isinstance(node, ast.ClassDef | ast.If | ast.Try):
-            pending += [(prefix, inner) for inner in ast.iter_child_nodes(node)]
-
-
-def _is_variant(node: Function | ast.ClassDef) -> bool:
-    """Whether it is one more form of something that is documented elsewhere."""
-    decorators = [ast.unparse(decorator).rpartition(".")[2] for decorator in node.decorator_list]
-    return not {"overload", "setter", "deleter", "override"}.isdisjoint(decorators)

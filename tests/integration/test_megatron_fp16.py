@@ -73,32 +73,6 @@ def test_a_run_goes_on_with_the_scale_that_it_had(tmp_path: Path) -> None:
         assert found == wanted
 
 
-def losses(model: dict[str, Any], mesh: Mesh) -> torch.Tensor:
-    task = Task(model, data=2, optimizer={"lr": 1e-2, **({"fp16": True, "loss_scale": 1024.0} if model else {})})
-    figures = train(task, *build(task, replace(mesh, model=model)), range(24))
-    return torch.tensor([loss for *_, loss in figures], dtype=torch.float64)
-
-
-def drift() -> dict[str, float]:
-    """Return how far losses of 24 steps are from those of Megatron's DDP in FP32: root of the mean square."""
-    plain, half = {"ddp": {"grad_reduce_in_fp32": True}}, {"ddp": {"grad_reduce_in_fp32": False}}
-    with megatron_processes():
-        exact = losses({}, Mesh(strategy=None, **plain))
-        found = {
-            "fp32": losses({}, Mesh(**plain)),
-            "fp16 ddp": losses(HALF, Mesh(strategy=None, **half)),
-            "fp16": losses(HALF, Mesh(**half)),
-        }
-    return {name: (each / exact - 1).square().mean().sqrt().item() for name, each in found.items()}
-
-
-def test_what_fp16_drifts_from_ddp_is_rounding_for_both_are_as_far_from_fp32() -> None:
-    (found, _) = run_ranks(2, drift)
-    assert found["fp32"] < 1e-6
-    assert found["fp16 ddp"] > 1e-4
-    assert found["fp16"] < 1.5 * found["fp16 ddp"]
-
-
 def gradients(mesh: Mesh) -> torch.Tensor:
     """Return the gradients of the first step before they are unscaled, one after the other."""
     task = Task(HALF, data=2, optimizer={"fp16": True, "loss_scale": 1024.0})

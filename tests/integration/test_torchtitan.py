@@ -1,8 +1,6 @@
 """A torchtitan decoder trains with this engine's ``parallelize_fn`` as the whole one does."""
 
-import re
 import warnings
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -148,16 +146,3 @@ def refuse() -> None:
 
 def test_what_the_engine_does_not_do_is_refused_by_name() -> None:
     run_ranks(1, refuse)
-
-
-def test_the_documented_spec_hands_models_to_this_engine() -> None:
-    page = Path(__file__).parents[2] / "docs" / "huggingface.md"
-    (code,) = [
-        text
-        for text in re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
-        if "torchtitan" in text
-    ]
-    names: dict[str, Any] = {}
-    exec(compile(code, str(page), "exec"), names)  # what is under test is the text
-    assert names["spec"].parallelize_fn is parallelize_decoder
-    assert names["spec"].flavor == "8B"

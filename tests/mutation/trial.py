@@ -3,6 +3,7 @@
 Each trial is a fork of a process that has imported PyTorch and what else is not ours; its ranks are forks of that fork.
 """
 
+import ast
 import dataclasses
 import importlib
 import json
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from tests.mutation.mutants import Mutant
+from tests.mutation.mutants import Mutant, mutated
 
 ROOT = Path(__file__).resolve().parents[2]
 # A rank that waits for ever is ended by the harness after 60 s.
@@ -155,7 +156,7 @@ def _copy_with(mutant: Mutant) -> Path:
         if (ROOT / name).is_file():
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(ROOT / name, copy / name)
-    (copy / mutant.path).write_bytes(mutant.applied_to((ROOT / mutant.path).read_bytes()))
+    (copy / mutant.path).write_text(ast.unparse(mutated((ROOT / mutant.path).read_text(), mutant.number)))
     return copy
 
 

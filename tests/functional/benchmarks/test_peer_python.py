@@ -1,6 +1,5 @@
 """Peers in interpreters of their own: found, measured, or left out with their own error in one line."""
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -89,12 +88,6 @@ def test_ranks_of_a_peer_and_of_fsdp2_train_in_turn(tmp_path: Path) -> None:
         assert all(wall > 0 for rounds in times.values() for wall, _ in rounds)
 
 
-def test_an_interpreter_without_peers_is_left_out(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    monkeypatch.setattr(peer_python, "_run", lambda python, requests: [{"versions": {}}])
-    assert peers_of([Path(sys.executable)]) == []
-    assert "left out: it has none of megatron-fsdp, deepspeed" in capsys.readouterr().out
-
-
 def test_an_interpreter_that_does_not_start_is_left_out_with_its_last_words(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -103,11 +96,6 @@ def test_an_interpreter_that_does_not_start_is_left_out_with_its_last_words(
     python.chmod(0o755)
     assert peers_of([python]) == []
     assert "left out: rank 0 ended with exit status 3: no module named torch" in capsys.readouterr().out
-
-
-def test_an_interpreter_that_is_not_there_is_an_error() -> None:
-    with pytest.raises(SystemExit, match="--peer-python /nowhere/python: no such file"):
-        peers_of([Path("/nowhere/python")])
 
 
 PEER = Peer("deepspeed", "1.2", Path("python"))
@@ -137,10 +125,3 @@ def test_a_peak_of_ours_is_set_over_the_peers(monkeypatch: pytest.MonkeyPatch) -
         ({"ranks": 8, "engine": "deepspeed 1.2"}, (400.0,)),
         ({"ranks": 8, "peer": "deepspeed 1.2"}, (0.25,)),
     ]
-
-
-def test_both_benches_take_interpreters() -> None:
-    for bench in (bench_step, bench_memory):
-        parser = argparse.ArgumentParser()
-        bench.add_arguments(parser)
-        assert parser.parse_args(["--peer-python", "a", "b"]).peer_python == [Path("a"), Path("b")]

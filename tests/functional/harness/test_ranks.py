@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tests.harness import FailureKind, RankError, on_ranks, ranks, run_ranks
-from tests.harness.messages import Outcome
 
 
 def rank_and_process() -> tuple[int, int]:
@@ -47,10 +46,6 @@ def wait_forever_on_rank_one() -> None:
     if dist.get_rank() == 1:
         threading.Event().wait()
     raise ValueError("gave up on rank 1")
-
-
-def wait_forever() -> None:
-    threading.Event().wait()
 
 
 def exit_politely() -> None:
@@ -124,10 +119,6 @@ def return_a_lock() -> object:
     return threading.Lock()
 
 
-def torchrun_variables() -> tuple[str, ...]:
-    return tuple(os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
-
-
 def failure_of(world_size: int, function: object, **options: object) -> RankError:
     with pytest.raises(RankError) as caught:
         run_ranks(world_size, function, **options)  # type: ignore[arg-type]
@@ -143,30 +134,13 @@ def test_groups_of_every_size_run_on_the_same_processes_and_communicate_among_al
         ] * size
 
 
-def test_ranks_see_the_variables_that_torchrun_sets() -> None:
-    assert run_ranks(2, torchrun_variables) == [("0", "0", "2", "2"), ("1", "1", "2", "2")]
-
-
-def test_an_exception_comes_back_as_a_traceback_of_its_rank_which_is_named_first_and_no_peer_waits() -> None:
+def test_an_exception_comes_back_as_a_traceback_of_its_rank_named_first_no_peer_waits_and_the_pool_survives() -> None:
+    before = run_ranks(2, rank_and_process)
     failures = failure_of(3, raise_on_last_rank, timeout=60.0).failures
     assert failures[0].rank == 2
     assert "ValueError: shards of rank 2 overlap" in failures[0].report
     assert "in raise_on_last_rank" in failures[0].report
     assert {failure.rank: failure.kind for failure in failures} == dict.fromkeys(range(3), FailureKind.RAISED)
-
-
-def test_failures_are_in_the_order_of_time_whatever_the_order_of_arrival() -> None:
-    arrived = {
-        0: Outcome(None, "lost rank 2", finished_at=5.5),
-        1: Outcome(b"", None, finished_at=5.0),
-        2: Outcome(None, "overlap", finished_at=5.25),
-    }
-    assert ranks.earliest_failure_first(arrived) == [2, 0]
-
-
-def test_the_pool_survives_an_exception() -> None:
-    before = run_ranks(2, rank_and_process)
-    failure_of(2, raise_on_last_rank)
     assert run_ranks(2, rank_and_process) == before
 
 
@@ -178,17 +152,6 @@ def test_a_worker_that_dies_between_calls_is_replaced() -> None:
     os.close(end)
     ((_, replacement),) = run_ranks(1, rank_and_process)
     assert replacement != process
-
-
-@pytest.fixture(scope="module")
-def dead() -> RankError:
-    """Two ranks of three have ended, each in its way; the pool starts all of them anew after that."""
-    return failure_of(3, end_process)
-
-
-@pytest.mark.usefixtures("dead")
-def test_survivors_of_a_failed_call_do_not_answer_the_next_one_late() -> None:
-    assert [rank for rank, _ in run_ranks(3, rank_and_process)] == [0, 1, 2]
 
 
 def test_a_call_that_the_caller_interrupts_does_not_answer_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,9 +166,11 @@ def test_a_call_that_the_caller_interrupts_does_not_answer_the_next_one(monkeypa
     assert rank == 0
 
 
-def test_dead_ranks_are_named_before_the_peer_that_lost_them_with_their_exit_codes(dead: RankError) -> None:
+def test_dead_ranks_are_named_before_the_peer_that_lost_them_who_does_not_answer_the_next_call() -> None:
+    dead = failure_of(3, end_process)
     assert {failure.rank: failure.exit_code for failure in dead.failures} == {0: 7, 1: -signal.SIGKILL, 2: None}
     assert [failure.kind for failure in dead.failures] == [FailureKind.DIED, FailureKind.DIED, FailureKind.RAISED]
+    assert [rank for rank, _ in run_ranks(3, rank_and_process)] == [0, 1, 2]
 
 
 def test_a_rank_that_hangs_is_ended_and_its_stack_shown(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,12 +178,6 @@ def test_a_rank_that_hangs_is_ended_and_its_stack_shown(monkeypatch: pytest.Monk
     raised, stuck = failure_of(2, wait_forever_on_rank_one, timeout=60.0).failures
     assert (raised.rank, raised.kind, stuck.rank, stuck.kind) == (0, FailureKind.RAISED, 1, FailureKind.STUCK)
     assert "in wait_forever_on_rank_one" in stuck.output
-
-
-def test_a_call_that_outlasts_its_timeout_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks, "GRACE_S", 0.5)
-    (stuck,) = failure_of(1, wait_forever, timeout=2.0).failures
-    assert stuck.kind is FailureKind.STUCK
 
 
 @pytest.mark.parametrize(
@@ -259,27 +218,9 @@ def test_a_warning_that_the_caller_ignores_is_ignored_on_the_ranks() -> None:
     assert run_ranks(1, warn) == ["only warned"]
 
 
-def test_fresh_ranks_run_in_processes_of_their_own_which_end() -> None:
-    pool = {process for _, process in run_ranks(2, rank_and_process)}
-    ((_, process),) = run_ranks(1, rank_and_process, fresh=True)
-    assert process not in pool
-    with pytest.raises(ProcessLookupError):
-        os.kill(process, 0)
-
-
 def test_what_a_rank_writes_is_passed_on(capsys: pytest.CaptureFixture[str]) -> None:
     run_ranks(2, write_a_line)
     assert capsys.readouterr().out == "[rank 0] padding is 3 rows\n[rank 1] padding is 3 rows\n"
-
-
-def test_a_function_inside_a_function_is_refused() -> None:
-    with pytest.raises(ValueError, match="top level of its module"):
-        run_ranks(1, lambda: None)
-
-
-def test_a_world_without_ranks_is_refused() -> None:
-    with pytest.raises(ValueError, match="world_size is 0"):
-        run_ranks(0, draw)
 
 
 def fail_to_join_on_the_first_rank() -> None:

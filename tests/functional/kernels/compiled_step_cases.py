@@ -163,7 +163,7 @@ def test_adamw_on_pointers_of_unknown_alignment_has_no_16_byte_access(architectu
 
 
 @on_all
-@pytest.mark.parametrize("name", ADAMW)
+@pytest.mark.parametrize("name", ADAMW if IS_WHOLE else [*ADAMW][::3])
 def test_adamw_divides_takes_roots_and_rounds_to_16_bits_correctly(name: str, architecture: int) -> None:
     ptx = ADAMW[name].compiled(architecture).asm["ptx"]
     assert set(re.findall(r"\b(?:div|sqrt|rsqrt|rcp)\.\S+", ptx)) == {"div.rn.f32", "sqrt.rn.f32"}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 
 from dbuffer_kernels import CodedRows, decode_rows
 from dbuffer_kernels.quantize import reference_decode
-from tests.functional.kernels.on_triton import DEVICE, INTERPRETS, only_kernels
+from tests.functional.kernels.on_triton import CHOOSE, DEVICE, INTERPRETS, only_kernels
 
 __all__ = ["only_kernels"]
 
@@ -23,8 +25,7 @@ CASES: dict[str, tuple[int, tuple[int, ...], tuple[tuple[int, ...], ...]]] = {
 RANKS = 3
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "dtype"), CHOOSE(product(CASES, [torch.float32, torch.bfloat16, torch.float16])))
 def test_decoded_rows_are_the_reference_s_to_the_bit(name: str, dtype: torch.dtype) -> None:
     shard_numel, offsets, shapes = CASES[name]
     layout = CodedRows.of(name.partition(",")[0], shard_numel, RANKS, offsets, shapes)

@@ -6,6 +6,7 @@ written down here in numpy, element by element.
 
 from __future__ import annotations
 
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,7 +28,7 @@ from dbuffer_kernels import (
 from dbuffer_kernels.dynamic_map import map_tables, rounding_keys
 from dbuffer_kernels.int8_adamw import code_below
 from dbuffer_kernels.launch import launch
-from tests.functional.kernels.on_triton import DEVICE, only_kernels
+from tests.functional.kernels.on_triton import CHOOSE, DEVICE, only_kernels
 from tests.unit.kernels.int8_oracle import decoded, encoded
 
 if TYPE_CHECKING:
@@ -80,8 +81,7 @@ def weights(kind: str) -> dict[str, Any]:
     return {"weight": weight.bfloat16()}
 
 
-@pytest.mark.parametrize("kind", ["fp32", "split", "bf16"])
-@pytest.mark.parametrize("is_random", [False, True])
+@pytest.mark.parametrize(("kind", "is_random"), CHOOSE(product(["split", "fp32", "bf16"], [True, False])))
 def test_int8_adamw_steps_as_adamw_does_and_stores_the_nearest_codes(kind: str, is_random: bool) -> None:
     moments, exp_avg, exp_avg_sq = make_moments()
     before = [tensor.clone() for tensor in (moments.exp_avg, moments.exp_avg_scale)]

@@ -34,8 +34,9 @@ def close(found: torch.Tensor, wanted: torch.Tensor, term: torch.Tensor | None =
     return bool(((found.double() - wanted.double()).abs() <= unit * size + 2**-20).all())
 
 
-@pytest.mark.parametrize(("gradient", "momentum"), [(FP32, FP32), (BF16, FP32), (BF16, BF16)], ids=str)
-@pytest.mark.parametrize("clip", [None, 0.3])
+@pytest.mark.parametrize(
+    ("gradient", "momentum", "clip"), [(FP32, FP32, None), (BF16, FP32, 0.3), (BF16, BF16, 0.3)], ids=str
+)
 def test_muon_momentum_is_torchs_lerp_in_each_segment_and_nothing_else(
     gradient: torch.dtype, momentum: torch.dtype, clip: float | None
 ) -> None:

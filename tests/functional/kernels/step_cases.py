@@ -5,6 +5,8 @@ On the CPU under TRITON_INTERPRET=1, else on CUDA; never against the reference, 
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 import pytest
 import torch
@@ -19,14 +21,13 @@ from dbuffer_kernels import (
     join_weight,
     split_weight,
 )
-from tests.functional.kernels.on_triton import DEVICE, INTERPRETS, count_launches, guarded, only_kernels, random
+from tests.functional.kernels.on_triton import CHOOSE, DEVICE, INTERPRETS, count_launches, guarded, only_kernels, random
 from tests.unit.kernels.oracle import exact
 from tests.unit.kernels.step_oracle import (
     Hyperparameters,
     awkward_values,
     bits_of,
     checksum_of,
-    from_bits,
     step_of,
 )
 
@@ -122,8 +123,7 @@ def copied(buffers: AdamWBuffers) -> AdamWBuffers:
     return AdamWBuffers(**{name: tensor.clone() for name, tensor in buffers.named().items()})
 
 
-@pytest.mark.parametrize("dtypes", DTYPE_SETS, ids=str)
-@pytest.mark.parametrize("clip", [None, 0.3])
+@pytest.mark.parametrize(("dtypes", "clip"), CHOOSE(product(DTYPE_SETS, [None, 0.3])), ids=str)
 def test_adamw_steps_each_segment_with_its_row_and_nothing_else(
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype, bool], clip: float | None
 ) -> None:
@@ -184,7 +184,3 @@ def test_adamw_with_a_clip_that_is_nan_spoils_the_weights_and_not_their_neighbou
     adamw(buffers, Segments([Segment(10, 20)], 100), rows_of(HOW[0]), clip=torch.tensor(float("nan"), device=DEVICE))
     assert buffers.weight[10:20].isnan().all()
     assert int(buffers.weight.isnan().sum()) == 10
-
-
-def test_the_patterns_of_the_oracle_are_those_of_the_values() -> None:
-    assert np.array_equal(bits_of(from_bits(np.arange(1000))), np.arange(1000))

@@ -4,7 +4,6 @@ import argparse
 from pathlib import Path
 
 import pytest
-import torch
 
 from benchmarks import __main__ as commands
 from benchmarks import bench_gpu
@@ -20,6 +19,7 @@ def options(*words: str) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
+@pytest.mark.slow
 def test_a_rehearsal_goes_through_all_sections_and_measures_what_every_target_is_about(tmp_path: Path) -> None:
     assert commands.main(["gpu", *SMALL, "--results", str(tmp_path)]) == 0
     _, rows = read_rows(tmp_path / "gpu-rehearsal.json")
@@ -30,12 +30,6 @@ def test_a_rehearsal_goes_through_all_sections_and_measures_what_every_target_is
     assert len({row.key for row in rows}) == len(rows)
     may_be_zero = ("time in hook", "values that differ after replays")
     assert all(row.samples.median > 0 for row in rows if row.metric not in may_be_zero and row.bench != "host")
-
-
-def test_without_a_gpu_the_way_to_rehearse_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit, match=r"no CUDA device here.*--device cpu --small"):
-        bench_gpu.run(options())
 
 
 def failing(setup: Setup) -> list[Row]:
@@ -57,13 +51,6 @@ def test_a_section_that_fails_is_told_and_the_next_one_runs(monkeypatch: pytest.
     assert lines[-1] == "1 rehearsal, 1 failed, 1 met"
 
 
-def test_a_section_that_would_begin_when_the_time_is_over_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(SECTIONS, "step", working)
-    rows = bench_gpu.run(options(*SMALL, "--sections", "step", "--limit", "-1"))
-    assert [(row.bench, row.metric) for row in rows] == [("gpu", "rehearsal"), ("gpu", "left out")]
-    assert "--limit" in bench_gpu.rows_text(rows)
-
-
 @pytest.mark.parametrize(
     ("bench", "metric", "value", "verdict"),
     [
@@ -79,15 +66,3 @@ def test_a_verdict_compares_the_median_with_the_target(bench: str, metric: str, 
     line = text.splitlines()[1]
     assert line.split()[-1] == verdict
     assert "ranks 8" in line
-
-
-def test_results_are_named_after_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3 (SXM)")
-    assert bench_gpu.result_name(options()) == "gpu-nvidia-h100-80gb-hbm3-sxm"
-
-
-def test_one_process_beside_several_gpus_names_what_measures_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    monkeypatch.setitem(SECTIONS, "step", working)
-    text = bench_gpu.rows_text(bench_gpu.run(options(*SMALL, "--sections", "step")))
-    assert "torchrun --nproc-per-node 8 -m benchmarks gpu" in text

@@ -1,9 +1,7 @@
 """Rows of benches that run on several ranks."""
 
-import torch
-
 from benchmarks.bench_checkpoint import checkpoint_rows
-from benchmarks.bench_redistribute import KINDS, layer_shapes, move_rows
+from benchmarks.bench_redistribute import KINDS, move_rows
 
 
 def test_a_way_to_gather_stands_beside_the_others_of_its_kind() -> None:
@@ -13,11 +11,6 @@ def test_a_way_to_gather_stands_beside_the_others_of_its_kind() -> None:
     assert rows["redistribute: gather, processor time (way=bare, width=4)"] == (2.0,)
     assert rows["redistribute: reduce-scatter, wall time over peer's (peer=DTensor, width=4)"] == (0.25,)
     assert len(rows) == 2 * 2 * 5
-
-
-def test_a_layer_has_twelve_squares_of_its_width() -> None:
-    matrices = [shape for shape in layer_shapes(8) if len(shape) == 2]
-    assert sum(torch.Size(shape).numel() for shape in matrices) == 12 * 8 * 8
 
 
 def test_speed_is_the_whole_state_over_the_slowest_ranks_time() -> None:

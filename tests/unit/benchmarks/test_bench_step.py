@@ -1,30 +1,9 @@
 """Rows of training steps."""
 
-import argparse
-
 import pytest
 import torch
 
-from benchmarks import bench_step
 from benchmarks.models import Model, Shape
-
-
-def options(**changed: object) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    bench_step.add_arguments(parser)
-    return argparse.Namespace(**{**vars(parser.parse_args([])), **changed})
-
-
-def test_a_model_name_says_batch_and_length() -> None:
-    shape = bench_step.shape_of("4x256", options())
-    assert (shape.batch, shape.length, shape.num_experts, shape.width) == (4, 256, 0, 512)
-    assert bench_step.shape_of("moe", options()).num_experts == 4
-
-
-def test_cuda_is_refused_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit, match="no CUDA device"):
-        bench_step.run(options(device="cuda"))
 
 
 @pytest.mark.parametrize("num_experts", [0, 3])

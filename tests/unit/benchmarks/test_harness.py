@@ -1,13 +1,11 @@
 """What the harness measures, writes and reads back."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import bench_kernels
 from benchmarks.harness import (
     Row,
     Samples,
@@ -17,10 +15,8 @@ from benchmarks.harness import (
     device_seconds,
     environment,
     interleaved,
-    markdown,
     ratio,
     read_rows,
-    table,
     write_rows,
 )
 
@@ -108,31 +104,9 @@ def test_rows_read_back_are_those_written(tmp_path: Path) -> None:
     assert read_environment["versions"] == environment()["versions"]
 
 
-def test_a_written_row_has_its_median_and_spread(tmp_path: Path) -> None:
-    write_rows(tmp_path / "rows.json", [row()], {"rounds": 2})
-    content = json.loads((tmp_path / "rows.json").read_text())
-    assert (content["rows"][0]["median"], content["rows"][0]["spread"]) == (1.5, pytest.approx(2 / 3))
-    assert content["arguments"] == {"rounds": 2}
-    found = content["environment"]
-    assert found["machine"]["num_cores"] >= 1
-    assert found["machine"]["processor"]
-    assert set(found["versions"]) == {"python", "torch", "triton", "numpy"}
-    assert found["commit"]
-
-
 def test_rows_about_the_same_case_have_the_same_key_whatever_the_order_of_its_names() -> None:
     assert row(case={"dtype": "bf16", "size": 3}).key == row().key == "cast: time (dtype=bf16, size=3)"
     assert row(metric="bytes").key != row().key
-
-
-def test_columns_of_tables_line_up() -> None:
-    assert table([["name", "ms"], ["a", "10.5"]]) == "name    ms\na     10.5"
-    assert markdown([["what", "n"], ["a", "1"], ["bc", "10"]]).splitlines() == [
-        "| what |  n |",
-        "|------|---:|",
-        "| a    |  1 |",
-        "| bc   | 10 |",
-    ]
 
 
 def test_a_ratio_is_taken_round_by_round() -> None:
@@ -179,11 +153,3 @@ def test_time_on_the_device_has_nothing_of_the_host_s(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: simulated.work(5.0, cycles / 2000))
     samples = interleaved({"kernel": lambda: simulated.work(host, 120.0)}, rounds=3, stopwatch=device_seconds)
     assert samples["kernel"].median == pytest.approx(120e-6)
-
-
-def test_kernels_on_a_gpu_are_timed_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_kernels, "device_seconds", lambda function: 2.0)
-    monkeypatch.setattr(bench_kernels, "makers", lambda numel, device: {"cast": lambda: bench_kernels.Work(int, 7)})
-    monkeypatch.setattr(bench_kernels, "copy_work", lambda numel, device: bench_kernels.Work(int, 10))
-    rate, over = bench_kernels.kernel_rows(1, torch.device("cuda"), 1)
-    assert (rate.samples.values, over.samples.values) == ((3.5,), (0.7,))

@@ -33,9 +33,3 @@ def test_a_miss_is_marked_and_a_hit_is_not(folder: Path) -> None:
     lines = table_of(claims, folder).splitlines()
     assert lines[2] == "| a | <= 1 | 0.60 | 33% | 3 |"
     assert lines[3] == "| b | <= 1 | 1.50 (missed) | exact |  |"
-
-
-@pytest.mark.parametrize("case", [{"peer": "p"}, {"model": "c"}])
-def test_a_claim_must_be_about_one_row(folder: Path, case: dict[str, str]) -> None:
-    with pytest.raises(LookupError, match="wanted one"):
-        table_of([Claim("x", "step", "wall time over peer's", case)], folder)

@@ -18,7 +18,7 @@ from tests.certify.__main__ import main
 from tests.certify.cases import CASES, SHORT
 from tests.certify.host_order import order_findings
 from tests.certify.matrix import Run, idle_places, merged, run_matrix, run_on_rank
-from tests.certify.mutants import EQUIVALENT, MODULES, OPEN, Mutant, applied, mutants, survey
+from tests.certify.mutants import EQUIVALENT, MODULES, OPEN, applied, key, mutants, survey
 from tests.harness import on_ranks, run_ranks
 from tests.harness.models import inputs, three_blocks, world_mesh
 from tests.harness.oracle import shard_each
@@ -252,14 +252,10 @@ def test_the_command_says_how_many_it_checked_and_what_it_does_not_know(capsys: 
     assert main(["--case", "no such"]) == 2
 
 
-def a_mutant(module: str, what: str) -> Mutant:
-    return next(mutant for mutant in mutants(module) if mutant.what == what)
-
-
 @pytest.mark.parametrize(
     ("what", "case"),
     [
-        ("without `self._stream.wait_stream(stream)`", "slots largest, prefetch lists"),
+        ("without `mine.wait_stream(stream)`", "slots largest, prefetch lists"),
         ("without `stream.wait_event(self._event)`", "unshard by hand"),
         ("without `self._event.synchronize()`", "offload, optim_grads_params, fp32, no_sync"),
         ("without `each.join()`", "deleted in flight"),
@@ -267,22 +263,21 @@ def a_mutant(module: str, what: str) -> Mutant:
 )
 @on_ranks(1)
 def test_a_lane_that_waits_less_is_found(what: str, case: str) -> None:
-    module = "lanes" if "join" in what else "cuda_lane"
-    mutant = a_mutant(f"megatron_fsdp.runtime.step.{module}", what)
-    with applied(mutant):
+    found = mutants("megatron_fsdp.runtime.step.lanes")
+    with applied(next(mutant for mutant in found if mutant.what == what)):
         (certificate,) = run_on_rank([case])
     assert [*certificate.races, *certificate.early_reuses, *certificate.disorders]
 
 
 def test_there_are_many_mutants_and_the_equivalent_ones_are_among_them() -> None:
-    keys = {mutant.key for module in MODULES for mutant in mutants(module)}
+    keys = {key(mutant) for module in MODULES for mutant in mutants(module)}
     assert len(keys) >= 80
     assert set(EQUIVALENT) | set(OPEN) <= keys
 
 
 @pytest.mark.slow
 def test_every_mutant_is_killed_or_equivalent_or_known_to_be_open() -> None:
-    assert {mutant.key for mutant, found in survey().items() if not found} <= set(OPEN)
+    assert {key(mutant) for mutant, found in survey().items() if not found} <= set(OPEN)
 
 
 @on_ranks(1)
