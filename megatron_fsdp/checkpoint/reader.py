@@ -166,12 +166,9 @@ class _TensorsOnlyPlanner(DefaultLoadPlanner):
 
 def _expected_files(folder: Path) -> dict[str, FileEntry]:
     if not (folder / METADATA).exists() and not (folder / MANIFEST).exists():
-        place = place_of(folder)
-        old = place.parent / f"{place.name}.old"
-        hint = f"; there is one at {old}: rename it if it is the one wanted" if (old / MANIFEST).exists() else ""
         # An empty path is the working directory too.
-        where = folder if folder.name else place
-        raise CheckpointError(f"{where} holds no complete checkpoint (looked for {METADATA} and {MANIFEST}){hint}")
+        where = folder if folder.name else place_of(folder)
+        raise CheckpointError(f"{where} holds no complete checkpoint (looked for {METADATA} and {MANIFEST})")
     if (folder / MANIFEST).exists() or (folder / STATE_FILE).exists():
         return read_manifest(folder)
     return {}

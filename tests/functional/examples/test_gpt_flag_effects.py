@@ -141,9 +141,3 @@ def test_init_model_with_meta_device_gives_the_weights_of_a_model_that_was_built
         assert devices == {"meta"}
         assert found.keys() == wanted.keys()
         assert {name for name in found if not torch.equal(found[name], wanted[name])} == set()
-
-
-@pytest.mark.parametrize("more", ["--bf16", "--num-distributed-optimizer-instances 2", "--optimizer sgd"])
-def test_training_from_the_meta_device_goes_the_same_way(more: str, documents: str) -> None:
-    flags = f"{SHARDED} --micro-batch-size 2 --data-path {documents} {more}"
-    assert repr(run_ranks(2, train_steps, f"{flags} {META}", 2)) == repr(run_ranks(2, train_steps, flags, 2))

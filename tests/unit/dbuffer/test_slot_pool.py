@@ -23,21 +23,6 @@ def storage(pool: SlotPool | None, numel: int = 6, dtype: torch.dtype = torch.fl
     return made
 
 
-def test_storages_that_take_turns_share_a_slot_and_those_held_at_once_do_not() -> None:
-    pool = SlotPool(CPU, "largest")
-    pair, addresses = (storage(pool), storage(pool)), set()
-    for _ in range(3):
-        for each in pair:
-            each.reallocate()
-            addresses.add(each.tensor.data_ptr())
-            each.release()
-    assert (pool.num_slots, len(addresses)) == (1, 1)
-    for value, each in enumerate(pair):
-        each.reallocate()
-        each.tensor.fill_(value)
-    assert ([each.tensor.sum().item() for each in pair], pool.num_slots) == ([0.0, 6.0], 2)
-
-
 def test_a_slot_shows_under_views_made_before_and_is_an_error_once_released() -> None:
     made = FlatStorage(6, torch.float32, CPU, name="weights of a unit")
     view = made.tensor[1:5].view(2, 2)
@@ -65,19 +50,6 @@ def test_a_slot_holds_the_largest_storage_served_or_one_of_its_own_size(
         each.reallocate()
         each.release()
     assert (pool.num_slots, pool.nbytes) == wanted
-
-
-def test_slots_too_small_for_a_storage_served_later_are_dropped() -> None:
-    pool = SlotPool(CPU, "largest")
-    early, held = storage(pool, 3), storage(pool, 3)
-    early.reallocate()
-    held.reallocate()
-    early.release()
-    later = storage(pool, 10)
-    held.release()
-    later.reallocate()
-    later.tensor.fill_(1.0)
-    assert (pool.num_slots, pool.nbytes) == (1, 40)
 
 
 def test_the_meter_counts_a_slot_once_from_its_first_use_to_the_end_of_the_pool() -> None:

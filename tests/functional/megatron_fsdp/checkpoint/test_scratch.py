@@ -68,18 +68,6 @@ def test_folders_of_somebody_else_stay_through_saves_and_loads(foreign: Path) ->
     assert names(foreign) == sorted(["step", *FOREIGN])
 
 
-def test_a_checkpoint_that_somebody_put_aside_under_an_old_name_is_neither_deleted_nor_brought_back(
-    tmp_path: Path,
-) -> None:
-    save(tmp_path / "step", 1.0)
-    (tmp_path / "step").rename(tmp_path / "step.old")
-    with pytest.raises(CheckpointError, match=r"holds no complete checkpoint(.|\n)*there is one at .*step\.old"):
-        loaded(tmp_path / "step")
-    save(tmp_path / "step", 2.0)
-    save(tmp_path / "step", 3.0)
-    assert (loaded(tmp_path / "step.old"), loaded(tmp_path / "step")) == (1.0, 3.0)
-
-
 def test_a_series_deletes_no_folder_but_its_own(tmp_path: Path) -> None:
     series = CheckpointSeries(tmp_path)
     mine = ("step_0000001.tmp-mine", "step_0000002.tmp-deleted", "step_notes.tmp-deleted", "latest.tmp")
