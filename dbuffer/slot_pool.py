@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch.utils import dlpack
@@ -191,9 +191,16 @@ class _Arena:
 
 @dataclass(slots=True)
 class _Turn:
-    """A slot in use: by whom, and its bytes of an arena; of none if the slot is one of its own."""
+    """A slot in use.
+
+    Attributes:
+        user: the storage that has it. number: which turn of that in this round; None: it began before.
+        arena, span: the bytes of it; of none if the slot is one of its own.
+    """
 
     user: int
+    num_bytes: int
+    number: int | None
     arena: _Arena | None = None
     span: Span = (0, 0)
 
@@ -216,38 +223,39 @@ class ArenaPool(SlotPool):
         self.plan: ArenaPlan | None = None
         self.num_plans = self.num_misses = 0
         self._arena: _Arena | None = None
-        # By storage: where its turns of a round lie, and how many it has had in this one.
-        self._places: dict[Hashable, list[int]] = {}
-        self._num_turns: Counter[int] = Counter()
+        # By storage: where its turns of a round lie. By both, when they were held in the rounds that were planned for.
+        self._places: defaultdict[int, dict[int | None, int]] = defaultdict(dict)
+        self._lived: defaultdict[tuple[int, int | None], list[Lifetime]] = defaultdict(list)
+        self._planned_until = 0
         # By the identity of the slot.
         self._turns: dict[int, _Turn] = {}
-        self._recorder = Recorder()
-        self._recorded: list[Recorder] = []
-        # Who was there at the start of the round, and after each backward in it.
-        self._settled = {frozenset[int]()}
         # Nothing is gathered ahead in a first round, so it will not come again.
         self._is_first = self._has_missed = True
-        self._has_warned = False
+        # Who was there at the start of the round, and after each backward in it.
+        self._settled = {frozenset[int]()}
+        self._record()
 
     def take(self, num_bytes: int, user: int) -> torch.UntypedStorage:
         """Return the place of a storage, or a slot of its own, with undefined content."""
         for key in [key for key, turn in list(self._turns.items()) if turn.user == user]:
             self._end_turn(key)  # an interrupt kept the storage from having it, or from giving it back
-        slot, turn = None, _Turn(user)
+        slot, turn = None, _Turn(user, num_bytes, self._num_turns[user])
         if self.plan is not None:
             arena = self._arena or self._make_arena(self.plan)
-            offset = self._offset(arena, user, aligned(num_bytes))
+            offset = self._offset(arena, turn, aligned(num_bytes))
             if offset is not None:
                 slot = arena.slot(offset, num_bytes)
-                turn = _Turn(user, arena, (offset, offset + aligned(num_bytes)))
+                turn.arena, turn.span = arena, (offset, offset + aligned(num_bytes))
                 if listeners:
                     tell("placed", (slot, arena.memory))
         if slot is None:
             slot = super().take(num_bytes, user)
         self._turns[id(slot)] = turn
         if self._recorder.now >= _MAX_EVENTS:
-            self._recorder = Recorder(self._recorder.held())
-        self._recorder.begin(user, num_bytes)
+            self._record()
+        else:
+            self._recorder.begin((user, turn.number), num_bytes)
+            self._num_turns[user] += 1
         return slot
 
     def give_back(self, slot: torch.UntypedStorage, size: int) -> None:
@@ -271,39 +279,38 @@ class ArenaPool(SlotPool):
         held = frozenset(turn.user for turn in list(self._turns.values()))
         if held not in self._settled:
             self._settled.add(held)
-        elif self._recorder.now:
+        elif self._recorder.now != self._num_first:
             if self._has_missed and not self._is_first and self.num_plans < MAX_PLANS:
                 self._make_plan()
-            self._is_first, self._has_missed = False, self.plan is None
-            self._recorder, self._settled = Recorder(self._recorder.held()), {held}
-            self._num_turns.clear()
+            self._is_first, self._has_missed, self._settled = False, self.plan is None, {held}
+            self._record()
         if self.plan is not None and self._arena is None:
             self._make_arena(self.plan)
 
+    def _record(self) -> None:
+        """Begin to record a round, with what is there."""
+        self._recorder, self._num_turns = Recorder(), Counter[int]()
+        for turn in list(self._turns.values()):
+            turn.number = None
+            self._recorder.begin((turn.user, None), turn.num_bytes)
+        self._num_first = self._recorder.now
+
     def _end_turn(self, slot: int) -> _Arena | None:
         turn = self._turns.pop(slot)
-        self._recorder.end(turn.user)
+        self._recorder.end((turn.user, turn.number))
         return turn.arena
 
-    def _offset(self, arena: _Arena, user: int, size: int) -> int | None:
+    def _offset(self, arena: _Arena, turn: _Turn, size: int) -> int | None:
         """Return the place of this turn of a storage, of another turn, or the smallest hole; None for no room."""
-        taken = [turn.span for turn in list(self._turns.values()) if turn.arena is arena]
-        places, number = self._places.get(user, []), self._num_turns[user]
-        self._num_turns[user] += 1
-        for place in (*places[number : number + 1], *places, None):
-            offset = hole(sorted(taken), size, fits_tightly=True) if place is None else place
+        taken = sorted(other.span for other in list(self._turns.values()) if other.arena is arena)
+        places = self._places[turn.user]
+        own = [places[turn.number]] if turn.number in places else []
+        for offset in (*own, *places.values(), hole(taken, size, fits_tightly=True)):
             stop = offset + size
             if stop <= len(arena.memory) and all(stop <= start or end <= offset for start, end in taken):
                 return offset
         self.num_misses += 1
         self._has_missed = True
-        if self.num_plans == MAX_PLANS and not self._has_warned:
-            self._has_warned = True
-            _LOG.warning(
-                "static arena: after %d plans units still come in another order; what finds no place has a slot of its "
-                "own. set_slot_pool('largest') suits an order that changes from step to step.",
-                MAX_PLANS,
-            )
         return None
 
     def _make_arena(self, plan: ArenaPlan) -> _Arena:
@@ -319,31 +326,30 @@ class ArenaPool(SlotPool):
 
     def _make_plan(self) -> None:
         """Plan for this round and all that were planned for, with one place for each turn of a storage."""
-        self._recorded.append(self._recorder)
-        # By storage and the number of its turn; what was there at the start of a round had its turn before.
-        turns: dict[tuple[Hashable, int], list[Lifetime]] = {}
-        start = 0
-        for recorder in self._recorded:
-            count: Counter[Hashable] = Counter()
-            for position, lifetime in enumerate(recorder.lifetimes(start)):
-                if position < len(recorder.first):
-                    turns[None, start + position] = [lifetime]
-                else:
-                    turns.setdefault((lifetime.name, count[lifetime.name]), []).append(lifetime)
-                    count[lifetime.name] += 1
-            start += recorder.now + len(recorder.first) + 2
+        # What is there at both ends of a round is at one place then: the end is followed by the start.
+        last = {turn.user: turn.number for turn in list(self._turns.values())}
+        for each in self._recorder.lifetimes(self._planned_until):
+            user, number = cast(tuple[int, "int | None"], each.name)
+            self._lived[user, last.get(user) if number is None else number].append(each)
+        self._planned_until += self._recorder.now + 2
         plan = plan_arena(
             [
                 Lifetime(max(each.num_bytes for each in same), tuple(span for each in same for span in each.spans))
-                for same in turns.values()
+                for same in self._lived.values()
             ]
         )
-        places: defaultdict[Hashable, list[int]] = defaultdict(list)
-        for (user, _), offset in zip(turns, plan.offsets, strict=True):
-            places[user].append(offset)
+        self._places.clear()
+        for (user, number), offset in zip(self._lived, plan.offsets, strict=True):
+            self._places[user][number] = offset
         self._drop_arena()
-        self.plan, self._places, self.num_plans = plan, places, self.num_plans + 1
+        self.plan, self.num_plans = plan, self.num_plans + 1
         _LOG.info("%s", self)
+        if self.num_plans == MAX_PLANS:
+            _LOG.warning(
+                "static arena: units came in %d orders, and no more are planned for; what finds no place has a slot of "
+                "its own. set_slot_pool('largest') suits an order that changes from step to step.",
+                MAX_PLANS,
+            )
 
     def __repr__(self) -> str:
         plan = self.plan

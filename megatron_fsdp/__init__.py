@@ -52,8 +52,12 @@ if TYPE_CHECKING:
     from megatron_fsdp.policy.precision import MixedPrecisionPolicy
     from megatron_fsdp.policy.strategy import Placements
     from megatron_fsdp.runtime.grads.fuse import expert_matmul
-    from megatron_fsdp.runtime.lifecycle.convert import register_fsdp_forward_method
-    from megatron_fsdp.runtime.lifecycle.module import FSDPModule, GradientReductionHandle, UnshardHandle
+    from megatron_fsdp.runtime.lifecycle.module import (
+        FSDPModule,
+        GradientReductionHandle,
+        UnshardHandle,
+        register_fsdp_forward_method,
+    )
     from megatron_fsdp.runtime.lifecycle.module import FsdpModule as FsdpModule
     from megatron_fsdp.runtime.step.parameter_group import ParameterGroup as ParameterGroup
 
@@ -91,9 +95,10 @@ _HOMES = {
     "policy.offload": "CPUOffloadPolicy OffloadPolicy",
     "policy.precision": "MixedPrecisionPolicy",
     "policy.strategy": "Placements",
-    "runtime.lifecycle.convert": "register_fsdp_forward_method",
     "runtime.grads.fuse": "expert_matmul",
-    "runtime.lifecycle.module": "FSDPModule FsdpModule GradientReductionHandle UnshardHandle",
+    "runtime.lifecycle.module": (
+        "FSDPModule FsdpModule GradientReductionHandle UnshardHandle register_fsdp_forward_method"
+    ),
     "runtime.step.parameter_group": "ParameterGroup",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -13,28 +13,24 @@ from torch.distributed.tensor import Shard
 
 from dbuffer import PlacementError
 from dbuffer.mesh import make_reduce_groups, mesh_axes
-from megatron_fsdp.build.builder import Wishes, plan_groups
-from megatron_fsdp.build.grouping import GranularityChoice
+from megatron_fsdp.build.builder import GranularityChoice, Wishes, plan_groups
 from megatron_fsdp.build.no_shard import is_no_shard
 from megatron_fsdp.build.ownership import OwnedParameter, collect_parameters
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.installation import check_torch
 from megatron_fsdp.optim.step_hook import attend_optimizers
-from megatron_fsdp.policy.megatron_call import refuse_megatron_call
 from megatron_fsdp.policy.mesh import buffer_device, sharding_target
 from megatron_fsdp.policy.offload import offload_of
 from megatron_fsdp.policy.precision import as_policy
 from megatron_fsdp.policy.strategy import Placements
 from megatron_fsdp.runtime.guards.added_params import make_tree
 from megatron_fsdp.runtime.guards.agreement import Wrapping
-from megatron_fsdp.runtime.guards.asked_gradients import serve_asked_gradients
 from megatron_fsdp.runtime.guards.attached import attach_root
-from megatron_fsdp.runtime.guards.inner_outputs import InnerOutputs, readers_of
-from megatron_fsdp.runtime.lifecycle.convert import check_conversion, convert
+from megatron_fsdp.runtime.guards.inner_outputs import readers_of
 from megatron_fsdp.runtime.lifecycle.fsdp2_view import show_state, state_to_come
 from megatron_fsdp.runtime.lifecycle.make_param_group import forget_originals, make_param_group
 from megatron_fsdp.runtime.lifecycle.make_unit import make_unit, rename_unit
-from megatron_fsdp.runtime.lifecycle.module import FSDPModule, unit_of
+from megatron_fsdp.runtime.lifecycle.module import FSDPModule, check_conversion, convert, unit_of
 from megatron_fsdp.runtime.step.unit import Unit, units_below
 from megatron_fsdp.runtime.weights.memory_slots import check_reshard, reshard_to
 
@@ -43,7 +39,6 @@ __all__ = ["fully_shard", "microbatch", "no_sync", "replicate", "share_comm_ctx"
 M = TypeVar("M", bound="nn.Module | list[nn.Module]")
 
 check_torch(torch.__version__)
-serve_asked_gradients()
 
 
 def fully_shard(
@@ -59,7 +54,6 @@ def fully_shard(
     grad_divisor: float = 1,
     shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
     dp_mesh_dims: Any = None,
-    **others: NoReturn,
 ) -> M:
     """Shard a module's parameters, gradients and optimizer state over a mesh, in place.
 
@@ -78,14 +72,14 @@ def fully_shard(
             unit that forward uses last. An int: keep a part, such that groups of that many neighbours hold the
             weights together and backward gathers within them.
         mp_policy: ``MixedPrecisionPolicy``, ours or ``torch.distributed.fsdp``'s.
-        offload_policy: ``CPUOffloadPolicy()``, ours or ``torch.distributed.fsdp``'s, keeps what rests in CPU memory.
+        offload_policy: ``CPUOffloadPolicy()``, PyTorch's, keeps what rests in CPU memory; ``pin_memory`` is there for
+            copies that run beside compute, and is not swapped out.
         ignored_params: parameters to leave alone: not sharded, not reduced.
         granularity: where shards may be cut; one for all, or a function of the parameter. None: between slices of
             the first dimension.
         grad_divisor: gradients are divided by it on top of the number of data-parallel ranks.
         shard_placement_fn: for FSDP2 code; may return ``Shard(0)`` or None.
         dp_mesh_dims: ``DataParallelMeshDims``, ours or PyTorch's: the data-parallel axes of a larger ``mesh``.
-        others: refused; those of Megatron-FSDP's function of this name with what to call instead.
     Returns:
         ``module``.
     Raises:
@@ -98,7 +92,11 @@ def fully_shard(
             fully_shard(block)
         fully_shard(model)
     """
-    refuse_megatron_call(mesh, others)
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        raise ConfigError(
+            f"fully_shard got a {type(mesh).__name__} as its mesh, not a DeviceMesh. Megatron-FSDP's "
+            "fully_shard(module, optimizer, ...) is fully_shard_model_and_optimizer(module, optimizer, ...) here"
+        )
     modules: list[nn.Module] = list(module) if isinstance(module, list) else [module]
     with Wrapping(mesh) as wrapping:
         _check_modules(modules)
@@ -110,7 +108,7 @@ def fully_shard(
         axes = mesh_axes(target.mesh)
         policy = as_policy(mp_policy)
         ignored = tuple(ignored_params or ())
-        owned = collect_parameters(modules, _is_unit, ignored, target)
+        owned = collect_parameters(modules, ignored, target)
         _check_shard_placement(owned, shard_placement_fn)
         offload = offload_of(offload_policy, target.placements)
         # Nothing of the module is changed until all ranks are through.
@@ -147,12 +145,8 @@ def put_in_place(
     for group in unit.groups:
         forget_originals(group)
     attend_optimizers()
-    unit.inner_outputs = InnerOutputs(readers_of(owned, unit), unit)
+    unit.readers = readers_of(owned, unit)
     _adopt_units(modules, unit)
-
-
-def _is_unit(module: nn.Module) -> bool:
-    return isinstance(module, FSDPModule)
 
 
 def _check_modules(modules: Sequence[nn.Module]) -> None:
@@ -279,15 +273,8 @@ def microbatch(model: nn.Module, is_last: bool) -> Iterator[None]:
                 model(part).square().mean().backward()
         optimizer.step()
     """
-    backwards = {id(unit.backward): unit.backward for unit in units_below(model)}.values()
-    before = [backward.is_last for backward in backwards]
-    for backward in backwards:
-        backward.is_last = is_last
-    try:
+    with _set_for_now([unit.backward for unit in units_below(model)], "is_last", is_last):
         yield
-    finally:
-        for backward, value in zip(backwards, before, strict=True):
-            backward.is_last = value
 
 
 @contextmanager
@@ -305,11 +292,17 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     units = list(units_below(model))
     if not units:
         raise StateError(f"{type(model).__name__} holds no sharded module; call fully_shard on it first")
-    before = [unit.requires_gradient_sync for unit in units]
-    for unit in units:
-        unit.requires_gradient_sync = False
+    with _set_for_now(units, "requires_gradient_sync", False):
+        yield
+
+
+@contextmanager
+def _set_for_now(objects: Sequence[object], attribute: str, value: bool) -> Iterator[None]:
+    before = [getattr(each, attribute) for each in objects]
+    for each in objects:
+        setattr(each, attribute, value)
     try:
         yield
     finally:
-        for unit, value in zip(units, before, strict=True):
-            unit.requires_gradient_sync = value
+        for each, old in zip(objects, before, strict=True):
+            setattr(each, attribute, old)

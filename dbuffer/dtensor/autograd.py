@@ -4,16 +4,14 @@ A recorded function runs on plain parts (element-wise functions of tensors with 
 Tensors enter through ``_Enter`` and leave through ``_Leave``; what happens between is PyTorch's own on plain tensors.
 Gradients on their way from one to the other are ``RowsGradient``, because the autograd engine adds them up itself.
 
-Backward starts from, and is asked for, sharded tensors too. Forward may not use a sharded parameter itself but a leaf
-in its place, its gathered values. Who asks for the parameter's gradient wants that leaf's too, reduced over the ranks
-(``LeafSource``).
+Backward starts from, and is asked for, sharded tensors too. Who lets forward use something else in the place of a
+sharded parameter sees what is asked for by name (``ASKED_CHECKS``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -304,34 +302,8 @@ def _own_kind_of_grad(parameter: torch.Tensor) -> None:
 
 # ---------------------------------------------------------------- where backward starts from, and for whom
 
-
-class LeafSource(Protocol):
-    """Who knows which leaf forward uses in the place of a sharded parameter."""
-
-    def leaf_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """Return that leaf; None for a tensor that forward uses itself."""
-
-    def serving(self, leaves: Iterable[torch.Tensor]) -> AbstractContextManager[None]:
-        """Let autograd be asked for the gradients of leaves inside, on behalf of whom they stand for."""
-
-    def reduce(
-        self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
-    ) -> list[torch.Tensor | None]:
-        """Return the mean over ranks of the leaves' gradients, in the parameters' rows; None where no rank has one."""
-
-
-_source: list[LeafSource] = []
-
-
-def set_leaf_source(source: LeafSource) -> None:
-    """Ask ``source`` for the leaves of sharded parameters from now on."""
-    _source[:] = [source]
-
-
-def _leaves_of(inputs: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-    """Return the leaf of each input that has one, by the input's position."""
-    found = ((index, _source[0].leaf_of(tensor)) for index, tensor in enumerate(inputs) if _source)
-    return {index: leaf for index, leaf in found if leaf is not None}
+ASKED_CHECKS: list[Callable[[Sequence[Any], Sequence[Any]], None]] = []
+"""Called with what backward starts from, and what it is asked for the gradients of, where that is some tensors only."""
 
 
 def run_backward(operator: Operator, args: Arguments, options: Options) -> None:
@@ -360,31 +332,20 @@ def _backward_from(
     if inputs is None:
         torch.autograd.backward(roots, gradients, retain_graph, create_graph)
         return
-    listed = _listed(inputs)
-    if not _leaves_of(listed):
-        with torch._C.DisableTorchFunctionSubclass():
-            torch.autograd.backward(roots, gradients, retain_graph, create_graph, inputs=listed)
-        return
-    found = _gradients(roots, listed, gradients, retain_graph, create_graph, allow_unused=True)
-    with torch.no_grad():
-        for tensor, gradient in zip(listed, found, strict=True):
-            _accumulate(tensor, gradient)
+    listed = _checked(roots, inputs)
+    with torch._C.DisableTorchFunctionSubclass():
+        torch.autograd.backward(roots, gradients, retain_graph, create_graph, inputs=listed)
 
 
 def _listed(tensors: Any) -> list[Any]:
     return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
 
 
-def _accumulate(tensor: torch.Tensor, gradient: torch.Tensor | None) -> None:
-    """Do what autograd does with the gradient of a leaf, by hand."""
-    if gradient is None:
-        return
-    if tensor.grad is None:
-        tensor.grad = gradient.to(tensor.dtype)
-    else:
-        tensor.grad.add_(gradient)
-    for hook in list((tensor._post_accumulate_grad_hooks or {}).values()):
-        hook(tensor)
+def _checked(roots: Sequence[Any], inputs: Any) -> list[Any]:
+    listed = _listed(inputs)
+    for check in ASKED_CHECKS:
+        check(roots, listed)
+    return listed
 
 
 def _plain_roots(tensors: Any, given: Any) -> tuple[list[Any], list[Any]]:
@@ -400,46 +361,12 @@ def _plain_roots(tensors: Any, given: Any) -> tuple[list[Any], list[Any]]:
 
 
 def run_gradients(operator: Operator, args: Arguments, options: Options) -> tuple[Any, ...]:
-    """Run ``torch.autograd.grad``, where a sharded parameter stands for the leaf that forward uses in its place too."""
+    """Run ``torch.autograd.grad`` from tensors, or for inputs, of which some are sharded."""
     return _gradients(*args, **options)
 
 
-def _gradients(
-    outputs: Any,
-    inputs: Any,
-    grad_outputs: Any = None,
-    retain_graph: bool | None = None,
-    create_graph: bool = False,
-    **options: Any,
-) -> tuple[Any, ...]:
-    listed = _listed(inputs)
-    leaves = _leaves_of(listed)
-    if leaves and (create_graph or options.get("is_grads_batched")):
-        raise PlacementError(
-            "torch.autograd.grad for sharded parameters with create_graph=True or is_grads_batched=True: forward used "
-            "gathered weights that are given back, so nothing can be recorded. Keep the module unsharded whose second "
-            "derivatives are wanted."
-        )
+def _gradients(outputs: Any, inputs: Any, grad_outputs: Any = None, *rest: Any, **options: Any) -> tuple[Any, ...]:
     roots, given = _plain_roots(outputs, grad_outputs)
+    listed = _checked(roots, inputs)
     with torch._C.DisableTorchFunctionSubclass():
-        if not leaves:
-            return torch.autograd.grad(roots, listed, given, retain_graph, create_graph, **options)
-        with _source[0].serving(leaves.values()):
-            asked = [*listed, *leaves.values()]
-            found: list[Any] = list(torch.autograd.grad(roots, asked, given, retain_graph, allow_unused=True))
-    reduced = _source[0].reduce([listed[index] for index in leaves], found[len(listed) :])
-    for index, gradient in zip(leaves, reduced, strict=True):
-        if gradient is not None:
-            found[index] = gradient if found[index] is None else found[index] + gradient
-    return tuple(_present(gradient, tensor, options) for gradient, tensor in zip(found, listed, strict=False))
-
-
-def _present(gradient: torch.Tensor | None, tensor: torch.Tensor, options: Options) -> torch.Tensor | None:
-    if gradient is None and options.get("materialize_grads"):
-        return torch.zeros_like(tensor).detach()
-    if gradient is None and not options.get("allow_unused"):
-        raise RuntimeError(
-            f"a tensor of shape {tuple(tensor.shape)} whose gradient is asked for was not used on any rank; pass "
-            "allow_unused=True to get None for it"
-        )
-    return gradient
+        return torch.autograd.grad(roots, listed, given, *rest, **options)

@@ -1,17 +1,16 @@
 """Arena: offsets in one block of memory for buffers that come and go, known before the first of them comes.
 
 This is dynamic storage allocation: rectangles, as wide as a buffer is held and as high as it is large, may move up and
-down only, and the highest top should be low. It is NP-hard (Garey and Johnson, 1979, problem SR2). Three orders of
-placing are tried, from where most is held outwards, by size and by start, each buffer at the lowest or the tightest
-hole among those it meets; the best is improved by moving what reaches the top to the front. The most bytes held at once
-are a lower bound for any placement, and what is lost against it is part of the plan.
+down only, and the highest top should be low. It is NP-hard (Garey and Johnson, 1979, problem SR2). Two orders of
+placing are tried, by size and by start, each buffer at the lowest or the tightest hole among those it meets; the best
+is improved by moving what reaches the top to the front. The most bytes held at once are a lower bound for any
+placement, and what is lost against it is part of the plan.
 """
 
 from __future__ import annotations
 
 import random
-from bisect import bisect_left
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 ALIGNMENT = 512
@@ -62,9 +61,10 @@ def plan_arena(lifetimes: Sequence[Lifetime], *, alignment: int = ALIGNMENT, max
     """
     sizes = [aligned(lifetime.num_bytes, alignment) for lifetime in lifetimes]
     starts = [min((start for start, _ in lifetime.spans), default=0) for lifetime in lifetimes]
-    neighbours, away, lower_bound = _meetings(lifetimes, sizes)
-    keys = away, [0] * len(sizes), starts
-    orders = [sorted(range(len(sizes)), key=lambda item: (key[item], -sizes[item])) for key in keys]
+    neighbours, lower_bound = _meetings(lifetimes, sizes)
+    orders = [
+        sorted(range(len(sizes)), key=lambda item: (key[item], -sizes[item])) for key in ([0] * len(sizes), starts)
+    ]
     best: tuple[int, list[int], list[int]] | None = None
     generator = random.Random(0)
     for number in range(max_tries):
@@ -115,11 +115,8 @@ def _placed(
     return offsets
 
 
-def _meetings(lifetimes: Sequence[Lifetime], sizes: Sequence[int]) -> tuple[list[set[int]], list[int], int]:
-    """Return for each buffer those held at some time with it, its distance from the fullest time, and the most held.
-
-    Between two times at which nothing is held there is a fullest time of its own.
-    """
+def _meetings(lifetimes: Sequence[Lifetime], sizes: Sequence[int]) -> tuple[list[set[int]], int]:
+    """Return for each buffer those that are held at some time with it, and the most bytes held at once."""
     # What ends at a time makes room for what begins at it.
     changes = sorted(
         (time, is_begin, item)
@@ -129,87 +126,54 @@ def _meetings(lifetimes: Sequence[Lifetime], sizes: Sequence[int]) -> tuple[list
         for time, is_begin in ((span[0], True), (span[1], False))
     )
     neighbours: list[set[int]] = [set() for _ in lifetimes]
-    away = [changes[-1][0] if changes else 0] * len(sizes)
-    held, came = set[int](), set[int]()
-    num_bytes, most, lower_bound, fullest = 0, 0, 0, list[int]()
-    for time, is_begin, item in changes:
+    held, num_bytes, most = set[int](), 0, 0
+    for _, is_begin, item in changes:
         num_bytes += sizes[item] if is_begin else -sizes[item]
+        most = max(most, num_bytes)
         if is_begin:
             neighbours[item] |= held
             for other in held:
                 neighbours[other].add(item)
             held.add(item)
-            came.add(item)
-            if num_bytes >= most:
-                fullest = [*fullest, time] if num_bytes == most else [time]
-                most = num_bytes
-            continue
-        held.discard(item)
-        if not held:
-            for each in came:
-                away[each] = min(away[each], *(_distance(span, fullest) for span in lifetimes[each].spans))
-            lower_bound = max(lower_bound, most)
-            came, most = set(), 0
-    return neighbours, away, lower_bound
-
-
-def _distance(span: Span, times: Sequence[int]) -> int:
-    """Return how far a span is from the nearest of some times, 0 where one lies in it."""
-    after = bisect_left(times, span[0])
-    gaps = [span[0] - times[after - 1]] if after else []
-    gaps += [max(times[after] - span[1] + 1, 0)] if after < len(times) else []
-    return min(gaps)
+        else:
+            held.discard(item)
+    return neighbours, most
 
 
 class Recorder:
     """Notes when buffers come and go, in the order in which it is told.
 
     Attributes:
-        first: the buffers that are there at the start, with their bytes. now: the number of what came and went.
+        now: the number of what came and went.
     """
 
-    def __init__(self, held: Mapping[Hashable, int] | None = None) -> None:
-        self.first = dict(held or {})
+    def __init__(self) -> None:
         self.now = 0
-        self._found: list[tuple[Hashable, int, list[Span]]] = [(name, size, []) for name, size in self.first.items()]
-        # The number of what is there now, and since when it is.
-        self._held = {name: (number, 0) for number, name in enumerate(self.first)}
+        self._found: list[tuple[Hashable, int, int]] = []
+        # When each that came went, by its number; the number of what is there now.
+        self._ends: dict[int, int] = {}
+        self._held: dict[Hashable, int] = {}
 
     def begin(self, buffer: Hashable, num_bytes: int) -> None:
         """Note that a buffer comes; one without bytes never does."""
         if num_bytes:
             self.now += 1
-            self._held[buffer] = len(self._found), self.now
-            self._found.append((buffer, num_bytes, []))
+            self._held[buffer] = len(self._found)
+            self._found.append((buffer, num_bytes, self.now))
 
     def end(self, buffer: Hashable) -> None:
         """Note that it goes; nothing where it was not there."""
         if buffer in self._held:
             self.now += 1
-            number, since = self._held.pop(buffer)
-            self._found[number][2].append((since, self.now))
-
-    def held(self) -> dict[Hashable, int]:
-        """Return the buffers that are there now, with their bytes."""
-        return {name: self._found[number][1] for name, (number, _) in self._held.items()}
+            self._ends[self._held.pop(buffer)] = self.now
 
     def lifetimes(self, start: int = 0) -> tuple[Lifetime, ...]:
-        """Return what was there at the start and what came, in that order, named by the buffer.
-
-        A buffer that is there at the start and at the end is at one place then: the end is followed by the start.
+        """Return what came, in that order, named by the buffer; what is there still is until the end.
 
         Args:
             start: the time at which it begins.
         """
-        spans = [list(each) for _, _, each in self._found]
-        for number, since in self._held.values():
-            spans[number].append((since, self.now + 1))
-        for first, name in enumerate(self.first):
-            last = self._held.get(name, (first, 0))[0]
-            if last != first:
-                spans[last] += spans[first]
-                spans[first] = []
         return tuple(
-            Lifetime(size, tuple((begin + start, end + start) for begin, end in each), name)
-            for (name, size, _), each in zip(self._found, spans, strict=True)
+            Lifetime(num_bytes, ((start + begin, start + self._ends.get(number, self.now + 1)),), name)
+            for number, (name, num_bytes, begin) in enumerate(self._found)
         )

@@ -1,31 +1,47 @@
-"""From a unit's parameters to what its parameter groups are built from."""
+"""From a unit's parameters to its groups: which share flat buffers, how these are laid out, and of what kind."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from dbuffer import Plan, Region
-from dbuffer_kernels.switches import is_off
-from megatron_fsdp.build.grouping import (
-    GranularityChoice,
-    even_region,
-    gathers_main_weights,
-    granularities,
-    group_parameters,
+from dbuffer import (
+    Block,
+    Flat,
+    Granularity,
+    PaddingLimits,
+    Plan,
+    Region,
+    Row,
+    first_dimension_granularity,
+    plan_regions,
 )
+from dbuffer_kernels.quantize import MX_BLOCK
+from dbuffer_kernels.switches import is_off
 from megatron_fsdp.build.ownership import OwnedParameter, settle_grad_dtypes
-from megatron_fsdp.build.packed_layout import is_packed, layout_regions
+from megatron_fsdp.build.packed_layout import is_packed
+from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.policy.mesh import ShardingTarget, buffer_device
 from megatron_fsdp.policy.offload import CPUOffloadPolicy
 from megatron_fsdp.policy.precision import GroupDtypes, MixedPrecisionPolicy
 from megatron_fsdp.policy.strategy import Placements
 
-__all__ = ["GroupPlan", "GroupSpec", "Wishes", "plan_groups"]
+__all__ = ["GranularityChoice", "GroupPlan", "GroupSpec", "Wishes", "plan_groups"]
+
+GranularityChoice = Granularity | Callable[[nn.Parameter], Granularity | None] | None
+"""Where shards may be cut: as one says, or a function of each parameter; None: between slices of dimension 0."""
+
+# Cutting between slices of the first dimension is what PyTorch's tools understand best, and enough but for weights
+# of few, large slices: Mixtral's eight experts over 64 ranks would take five times their size.
+_LIMITS = PaddingLimits(fallback=Row())
+_ALIGNMENT_BYTES = 16
+# MXFP8's blocks of 32 rows are kept whole where that pads the buffers by no more than this share of the data.
+_CHEAP = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +72,12 @@ class GroupSpec:
 
     @property
     def gathers_main_weights(self) -> bool:
-        """Whether no compute weights rest beside main weights."""
-        return gathers_main_weights(self.placements, self.dtypes)
+        """Whether gathers cast main weights on their way: not where compute weights rest whole, or coarser than these.
+
+        Then no compute weights rest beside main weights.
+        """
+        parameter, dtypes = self.placements.parameter, self.dtypes
+        return parameter == self.placements.optimizer and (dtypes.main is dtypes.compute or Flat() in parameter)
 
     @property
     def compute_device(self) -> torch.device:
@@ -107,22 +127,40 @@ def plan_groups(owned: Sequence[OwnedParameter], wishes: Wishes) -> list[GroupPl
     for each in owned:
         each.policy = wishes.policy.for_parameter(each.name, each.parameter)
     settle_grad_dtypes(owned, wishes.policy, [each.parameter for each in owned])
-    return [plan for alike in group_parameters(owned) for plan in _plans(alike, wishes)]
+    alike: dict[tuple[object, ...], list[OwnedParameter]] = {}
+    for each in owned:
+        alike.setdefault(_kind(each, wishes), []).append(each)
+    plans = []
+    for members in alike.values():
+        spec = _spec(members[0], wishes)
+        for region in _regions(members, spec, wishes):
+            plans.append(GroupPlan([members[index] for index in region.indices], region.plan, spec))
+    return plans
 
 
-def _plans(alike: Sequence[OwnedParameter], wishes: Wishes) -> Iterator[GroupPlan]:
-    first = alike[0]
-    may_pack = first.parameter.is_floating_point() and not first.is_replicated and first.extension is None
+def _gather_dtype(owned: OwnedParameter, wishes: Wishes) -> str | None:
+    """Return in what a parameter travels instead of the compute dtype."""
+    may_pack = owned.parameter.is_floating_point() and not owned.is_replicated and owned.extension is None
     asked = wishes.policy.gather_dtype if may_pack else None
-    for gather in dict.fromkeys((asked, None)):
-        members = [one for one in alike if is_packed(one.shape, asked) is (gather is not None)]
-        if members:
-            spec = _spec(first, wishes, gather)
-            for region in _regions(members, spec, wishes):
-                yield GroupPlan([members[index] for index in region.indices], region.plan, spec)
+    return asked if is_packed(owned.shape, asked) else None
 
 
-def _spec(first: OwnedParameter, wishes: Wishes, gather: str | None) -> GroupSpec:
+def _kind(owned: OwnedParameter, wishes: Wishes) -> tuple[object, ...]:
+    """Return what parameters agree in that share buffers.
+
+    A parameter that brings an all-gather of its own is a group by itself; so is one whose attribute ``fsdp_own_group``
+    is set, so that nothing but its own shape decides where it is cut.
+    """
+    parameter = owned.parameter
+    is_alone = owned.extension is not None or getattr(parameter, "fsdp_own_group", False)
+    return (
+        parameter.dtype, parameter.requires_grad, parameter.is_meta, owned.is_replicated,
+        None if owned.split is None else owned.split.key, owned.policy.param_dtype, owned.grad_dtype,
+        id(owned) if is_alone else None, _gather_dtype(owned, wishes),
+    )  # fmt: skip
+
+
+def _spec(first: OwnedParameter, wishes: Wishes) -> GroupSpec:
     own, mesh, placements = first.parameter, wishes.target.mesh, wishes.target.placements
     is_bytes = first.extension is not None and first.extension.is_packed
     dtypes = first.dtypes_for(torch.uint8 if is_bytes else own.dtype, requires_grad=own.requires_grad)
@@ -130,9 +168,9 @@ def _spec(first: OwnedParameter, wishes: Wishes, gather: str | None) -> GroupSpe
     is_fused = first.extension is None and not is_off("fused-gradients")
     return GroupSpec(
         mesh,
-        placements.no_shard_on_all_axes() if first.is_replicated else placements,
+        Placements.no_shard(*placements.dp_axes) if first.is_replicated else placements,
         buffer_device(mesh),
-        replace(dtypes, gather=gather),
+        replace(dtypes, gather=_gather_dtype(first, wishes)),
         # Invariant sums are divided by what does not depend on the mesh, which has to be said first.
         math.inf if wishes.policy.reduction else mesh.size() * wishes.divisor,
         is_offloaded=offload is not None,
@@ -142,10 +180,79 @@ def _spec(first: OwnedParameter, wishes: Wishes, gather: str | None) -> GroupSpe
     )
 
 
+# ---------------------------------------------------------------- layout
+
+
 def _regions(alike: Sequence[OwnedParameter], spec: GroupSpec, wishes: Wishes) -> Sequence[Region]:
+    """Lay out parameters that share buffers."""
     num_shards = spec.placements.num_shards(spec.mesh.shape)
     # What rests whole is refused where its buffers are made.
     if alike[0].extension is not None and num_shards == wishes.target.num_weight_shards:
-        return [even_region(one, num_shards, spec.dtypes) for one in alike]
-    asked = None if wishes.granularity is None else granularities(alike, wishes.granularity)
-    return layout_regions([one.shape for one in alike], num_shards, spec.dtypes, asked)
+        return [_even_region(alike[0], num_shards, spec.dtypes)]
+    shapes = [one.shape for one in alike]
+    if wishes.granularity is not None:
+        asked = [asked_granularity(one, wishes.granularity) for one in alike]
+        return unit_regions(shapes, num_shards, spec.dtypes, asked, PaddingLimits())
+    usual = unit_regions(shapes, num_shards, spec.dtypes)
+    if spec.dtypes.gather != "mxfp8":
+        return usual
+    blocks = [Block(MX_BLOCK) if len(shape) == 2 else first_dimension_granularity(shape) for shape in shapes]
+    whole = unit_regions(shapes, num_shards, spec.dtypes, blocks, PaddingLimits())
+    padding = sum(region.plan.numel for region in whole) - sum(region.plan.numel for region in usual)
+    return whole if padding <= _CHEAP * sum(map(math.prod, shapes)) else usual
+
+
+def unit_regions(
+    shapes: Sequence[Sequence[int]],
+    num_shards: int,
+    dtypes: GroupDtypes,
+    granularity: Sequence[Granularity] | None = None,
+    limits: PaddingLimits = _LIMITS,
+) -> tuple[Region, ...]:
+    """Lay out tensors that share dtypes and strategy.
+
+    Args:
+        granularity: where each may be cut. None: between slices of the first dimension.
+    """
+    itemsize = min(dtype.itemsize for dtype in (dtypes.compute, dtypes.main, dtypes.reduce, dtypes.main_grad))
+    return plan_regions(
+        shapes,
+        num_shards,
+        granularity=granularity or [first_dimension_granularity(shape) for shape in shapes],
+        # Tensors begin and shards are cut at multiples of blocks, so that blocks counted from a tensor's first element
+        # are never cut.
+        alignment_bytes=max(_ALIGNMENT_BYTES, dtypes.block_numel * itemsize),
+        itemsize=itemsize,
+        limits=limits,
+    )
+
+
+def asked_granularity(parameter: OwnedParameter, granularity: GranularityChoice) -> Granularity:
+    """Return where a parameter may be cut: as asked, else between slices of the first dimension.
+
+    Raises:
+        ConfigError: the asked granularity cuts inside rows of the last dimension, which a DTensor cannot describe.
+    """
+    asked, shape = granularity(parameter.parameter) if callable(granularity) else granularity, parameter.shape
+    if asked is None:
+        return first_dimension_granularity(shape)
+    row_numel, unit_numel = shape[-1] if len(shape) > 1 else 1, asked.unit_numel(shape)
+    if row_numel and unit_numel % row_numel and unit_numel < math.prod(shape):
+        raise ConfigError(
+            f"parameter {parameter.name!r} of shape {shape}: granularity {asked} would cut inside a row of "
+            f"{row_numel} elements, which no DTensor can describe; the finest here is Row()"
+        )
+    return asked
+
+
+def _even_region(parameter: OwnedParameter, num_shards: int, dtypes: GroupDtypes) -> Region:
+    """Lay out a parameter with hooks of its own without padding, so that each rank holds as many of its rows."""
+    numel = math.prod(parameter.shape)
+    if numel // num_shards % dtypes.block_numel:
+        raise ConfigError(
+            f"parameter {parameter.name!r} of shape {parameter.shape} has hooks of its own, which need as many rows on "
+            f"each of {num_shards} ranks: {numel // num_shards} elements, no multiple of {dtypes.block_numel}, as "
+            "MixedPrecisionPolicy(moments=) needs. Leave moments= out of the unit's policy, or shard the plain weight."
+        )
+    rows = first_dimension_granularity(parameter.shape)
+    return Region((0,), Plan((parameter.shape,), (rows,), num_shards, (0,), numel // num_shards))

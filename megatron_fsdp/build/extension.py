@@ -8,32 +8,51 @@ the subclass itself into as many parts as there are ranks, and rests as their by
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from megatron_fsdp.errors import ConfigError
 
-__all__ = ["Extension", "extension_of"]
+__all__ = ["ByteLayout", "Extension", "extension_of"]
 
 _ALIGNMENT = 16
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
-    """One inner tensor of a packed part: its name, and where and as what it lies in the part's bytes."""
+class ByteLayout:
+    """Tensors side by side in a run of bytes.
 
-    name: str
-    start: int
-    stop: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+    Attributes:
+        spans: where each lies. num_bytes: of the run.
+    """
 
-    def of(self, part: torch.Tensor) -> torch.Tensor:
-        """Return it, a view of the bytes of a part."""
-        return part[self.start : self.stop].view(self.dtype).view(self.shape)
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[torch.dtype, ...]
+    spans: tuple[slice, ...] = field(compare=False)
+    num_bytes: int = field(compare=False)
+
+    @classmethod
+    def of(cls, tensors: Sequence[torch.Tensor]) -> ByteLayout:
+        """Return that of tensors like these."""
+        sizes = [tensor.numel() * tensor.itemsize for tensor in tensors]
+        starts = list(itertools.accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0))
+        spans = tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=False))
+        shapes = tuple(tuple(tensor.shape) for tensor in tensors)
+        return cls(shapes, tuple(tensor.dtype for tensor in tensors), spans, starts[-1])
+
+    def write(self, tensors: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        """Write the tensors into ``num_bytes`` bytes."""
+        for tensor, span in zip(tensors, self.spans, strict=True):
+            out[span].copy_(tensor.detach().contiguous().reshape(-1).view(torch.uint8))
+
+    def views(self, run: torch.Tensor) -> list[torch.Tensor]:
+        """Return the tensors as views of a run of bytes."""
+        each = zip(self.spans, self.dtypes, self.shapes, strict=True)
+        return [run[span].view(dtype).view(shape) for span, dtype, shape in each]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +62,8 @@ class Extension:
     Attributes:
         kind: the subclass. shape, stride, dtype: of the whole parameter.
         data: what the buffers lay out: the inner tensor, or uint8 (ranks, bytes of a part).
-        context: of ``__tensor_flatten__``, of a part. inner: the name of the one inner tensor; empty if packed.
-        pieces: of a packed part. num_parts: ranks over which it is sharded.
+        names, context: of ``__tensor_flatten__``, of a part. num_parts: ranks over which it is sharded.
+        packed: how the inner tensors of a part lie in its bytes; None for one that is laid out by rows.
     """
 
     kind: Any
@@ -52,10 +71,10 @@ class Extension:
     stride: tuple[int, ...]
     dtype: torch.dtype
     data: torch.Tensor
+    names: tuple[str, ...]
     context: Any
-    inner: str
-    pieces: tuple[_Piece, ...]
     num_parts: int
+    packed: ByteLayout | None = None
 
     def emptied(self) -> Extension:
         """Return the same without the whole parameter's values."""
@@ -64,15 +83,16 @@ class Extension:
     @property
     def is_packed(self) -> bool:
         """Whether it rests as bytes."""
-        return not self.inner
+        return self.packed is not None
 
     def part(self, resting: torch.Tensor) -> torch.Tensor:
         """Return this rank's part, of the subclass, over its memory at rest: rows, or bytes."""
-        inner, size, stride = {self.inner: resting}, resting.shape, resting.stride()
-        if self.is_packed:
+        inner, size, stride = [resting], resting.shape, resting.stride()
+        if self.packed is not None:
             size, stride = torch.Size((self.shape[0] // self.num_parts, *self.shape[1:])), self.stride
-            inner = {piece.name: piece.of(resting.view(-1)) for piece in self.pieces}
-        found: torch.Tensor = self.kind.__tensor_unflatten__(inner, self.context, size, stride)
+            inner = self.packed.views(resting.view(-1))
+        named = dict(zip(self.names, inner, strict=True))
+        found: torch.Tensor = self.kind.__tensor_unflatten__(named, self.context, size, stride)
         return found
 
 
@@ -106,7 +126,7 @@ def extension_of(name: str, parameter: torch.Tensor, num_parts: int) -> Extensio
     if len(names) == 1 and getattr(data, names[0]).shape == data.shape:
         inner = getattr(data, names[0])
         _check_rows(where, data.shape, num_parts)
-        return Extension(kind, data.shape, data.stride(), data.dtype, inner.detach(), context, names[0], (), num_parts)
+        return Extension(kind, data.shape, data.stride(), data.dtype, inner.detach(), (names[0],), context, num_parts)
     return _packed(where, data, num_parts, is_trained=parameter.requires_grad)
 
 
@@ -127,26 +147,18 @@ def _packed(where: str, data: torch.Tensor, num_parts: int, *, is_trained: bool)
     _check_rows(where, data.shape, num_parts)
     try:
         parts = torch.split(data, data.shape[0] // num_parts)
-        described = [_described(part) for part in parts]
+        names, context = parts[0].__tensor_flatten__()  # type: ignore[attr-defined]
+        inner = [[getattr(part, name) for name in part.__tensor_flatten__()[0]] for part in parts]  # type: ignore[attr-defined]
+        layouts = [ByteLayout.of(each) for each in inner]
     except (AssertionError, NotImplementedError, RuntimeError, TypeError) as error:
         raise ConfigError(
             f"{where} of shape {tuple(data.shape)}, which its class does not split into {num_parts} parts: {error}. "
             "Choose sizes that its blocks divide, or list it in ignored_params."
         ) from error
-    (pieces, _), context = described[0], parts[0].__tensor_flatten__()[1]  # type: ignore[attr-defined]
-    if any(found != pieces for found, _ in described):
+    if any(layout != layouts[0] for layout in layouts):
         raise ConfigError(f"{where}: the {num_parts} parts that its class makes have inner tensors of other sizes")
-    data_bytes = torch.stack([packed for _, packed in described])
-    return Extension(type(data), data.shape, data.stride(), data.dtype, data_bytes, context, "", pieces, num_parts)
-
-
-def _described(part: torch.Tensor) -> tuple[tuple[_Piece, ...], torch.Tensor]:
-    """Return where the inner tensors of a part lie in its bytes, and the bytes."""
-    pieces, chunks, cursor = [], [], 0
-    for name in part.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
-        inner = getattr(part, name).detach()
-        flat = inner.contiguous().reshape(-1).view(torch.uint8)
-        pieces.append(_Piece(name, cursor, cursor + flat.numel(), tuple(inner.shape), inner.dtype))
-        cursor += -(-flat.numel() // _ALIGNMENT) * _ALIGNMENT
-        chunks.append(torch.nn.functional.pad(flat, (0, cursor - pieces[-1].stop)))
-    return tuple(pieces), torch.cat(chunks)
+    rests = torch.zeros(num_parts, layouts[0].num_bytes, dtype=torch.uint8, device=inner[0][0].device)
+    for tensors, row in zip(inner, rests, strict=True):
+        layouts[0].write(tensors, row)
+    kind, shape, stride = type(data), data.shape, data.stride()
+    return Extension(kind, shape, stride, data.dtype, rests, tuple(names), context, num_parts, layouts[0])

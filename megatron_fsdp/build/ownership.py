@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -20,7 +20,8 @@ from megatron_fsdp.policy.mesh import ShardingTarget
 from megatron_fsdp.policy.precision import GradDtype, GroupDtypes, MixedPrecisionPolicy, grad_dtype_of
 
 __all__ = [
-    "OwnedParameter", "ParamModuleInfo", "collect_parameters", "mark_owned", "owner_words", "settle_grad_dtypes",
+    "OwnedParameter", "ParamModuleInfo", "collect_parameters", "mark_owned", "owned_name", "owner_words",
+    "settle_grad_dtypes",
 ]  # fmt: skip
 
 # Parameters, sharded ones and the originals, that some unit has taken over, with the name of that unit and of the
@@ -85,7 +86,6 @@ class OwnedParameter:
 
 def collect_parameters(
     modules: Sequence[nn.Module],
-    is_unit: Callable[[nn.Module], bool],
     ignored: Iterable[nn.Parameter],
     target: ShardingTarget | None = None,
 ) -> list[OwnedParameter]:
@@ -93,7 +93,6 @@ def collect_parameters(
 
     Args:
         modules: of one unit. target: over what it is sharded; None where no parameter is a DTensor.
-        is_unit: tells nested units, which are skipped with all that is below them.
         ignored: parameters that nobody shards.
     Raises:
         OwnershipError: a parameter belongs to another unit already.
@@ -103,7 +102,7 @@ def collect_parameters(
     found: dict[int, OwnedParameter] = {}
     for position, root in enumerate(modules):
         prefix = f"{position}." if len(modules) > 1 else ""
-        nested = {below for below in root.modules() if below is not root and is_unit(below)}
+        nested = {below for below in root.modules() if below is not root and "_fsdp_unit" in vars(below)}
         for path, module in root.named_modules(memo=nested):
             for attribute, parameter in module._parameters.items():
                 if parameter is None or id(parameter) in skipped:
@@ -187,6 +186,11 @@ def _check_module(name: str, module: nn.Module, root: nn.Module) -> None:
             "weights. Build it without max_norm, and renormalise after optimizer.step(): under torch.no_grad(), "
             "weight.copy_(torch.renorm(weight, 2, 0, max_norm)); or list it in ignored_params."
         )
+
+
+def owned_name(tensor: torch.Tensor) -> str | None:
+    """Return the name in its unit of a sharded parameter, or of one that it has replaced; None for any other tensor."""
+    return _TAKEN[tensor][1] if tensor in _TAKEN else None
 
 
 def owner_words(tensor: torch.Tensor) -> str | None:

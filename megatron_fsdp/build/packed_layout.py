@@ -5,15 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from dbuffer import Block, Granularity, Plan, Region, first_dimension_granularity
+from dbuffer import Plan
 from dbuffer_kernels.quantize import MX_BLOCK
-from megatron_fsdp.build.grouping import unit_regions
-from megatron_fsdp.policy.precision import GroupDtypes
 
-__all__ = ["amax_numel", "cut_blocks", "is_packed", "layout_regions", "num_grids", "wire_words"]
-
-# Blocks of 32 rows are kept whole where that pads the buffers by no more than this share of the data.
-_CHEAP = 0.01
+__all__ = ["amax_numel", "cut_blocks", "is_packed", "wire_words"]
 
 
 def is_packed(shape: Sequence[int], gather: str | None) -> bool:
@@ -21,11 +16,6 @@ def is_packed(shape: Sequence[int], gather: str | None) -> bool:
     if gather is None or len(shape) < 2 or not math.prod(shape):
         return False
     return gather != "mxfp8" or (shape[-1] % MX_BLOCK == 0 and shape[-2] % MX_BLOCK == 0)
-
-
-def num_grids(gather: str) -> int:
-    """Return how many quantized copies rest: MXFP8 has one for forward and one for backward."""
-    return 2 if gather == "mxfp8" else 1
 
 
 def cut_blocks(plan: Plan, gather: str) -> dict[tuple[int, int], slice]:
@@ -62,19 +52,3 @@ def wire_words(plan: Plan, gather: str) -> str:
         "int8_block": "blocks of 256, cut by no shard",
     }
     return f"gathered as {gather}: {layout[gather]}, {exchange}"
-
-
-def layout_regions(
-    shapes: Sequence[Sequence[int]],
-    num_shards: int,
-    dtypes: GroupDtypes,
-    granularities: Sequence[Granularity] | None = None,
-) -> tuple[Region, ...]:
-    """Lay out the tensors of a group; for MXFP8 without cutting a block of 32 rows, where that is cheap."""
-    usual = unit_regions(shapes, num_shards, dtypes, granularities)
-    if dtypes.gather != "mxfp8" or granularities is not None:
-        return usual
-    blocks = [Block(MX_BLOCK) if len(shape) == 2 else first_dimension_granularity(shape) for shape in shapes]
-    whole = unit_regions(shapes, num_shards, dtypes, blocks)
-    padding = sum(region.plan.numel for region in whole) - sum(region.plan.numel for region in usual)
-    return whole if padding <= _CHEAP * sum(map(math.prod, shapes)) else usual

@@ -18,7 +18,7 @@ from torch.distributed.tensor.placement_types import Placement
 from dbuffer.dtensor.flat_dtensor import FlatDTensor
 from dbuffer.mesh import MeshAxis, mesh_axes
 from megatron_fsdp.errors import ConfigError
-from megatron_fsdp.policy.mesh import ShardingTarget
+from megatron_fsdp.policy.mesh import ShardingTarget, part_of_mesh
 
 __all__ = ["TensorParallel", "tensor_parallel_of"]
 
@@ -110,22 +110,13 @@ def tensor_parallel_of(name: str, parameter: torch.Tensor, target: ShardingTarge
         raise ConfigError(f"{where} has no axis besides the data-parallel ones; give fully_shard the plain parameter")
     mesh = parameter.device_mesh
     if len(kept) < len(names):
-        mesh = _slice_once(mesh, tuple(names[position] for position in kept))
+        mesh = part_of_mesh(mesh, tuple((names[position],) for position in kept))
     placements = tuple(parameter.placements[position] for position in kept)
     return TensorParallel(mesh, placements, parameter.shape, parameter.stride(), target.axis_names)
 
 
-# By the identity of a mesh, an entry goes with it. One object per slice: groups of parameters are told apart by it.
-_SLICES: dict[tuple[int, tuple[str, ...]], DeviceMesh] = {}
+# By the identities of two meshes, an entry goes with either.
 _COMBINED: dict[tuple[int, int], DeviceMesh] = {}
-
-
-def _slice_once(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
-    key = (id(mesh), names)
-    if key not in _SLICES:
-        _SLICES[key] = mesh[names]
-        weakref.finalize(mesh, _SLICES.pop, key, None)
-    return _SLICES[key]
 
 
 def _combined_mesh(own: DeviceMesh, data: DeviceMesh, data_axes: tuple[str, ...]) -> DeviceMesh:

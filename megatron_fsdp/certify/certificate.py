@@ -13,8 +13,7 @@ from torch.optim import Optimizer
 
 from megatron_fsdp.certify.checker import Checker, Issue
 from megatron_fsdp.certify.clocks import VirtualStreams, Wait
-from megatron_fsdp.certify.hiding import Hidden
-from megatron_fsdp.runtime.step.cuda_lane import drive_with
+from megatron_fsdp.runtime.step.lanes import drive_with
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
 from megatron_fsdp.runtime.step.unit import units_below
 
@@ -63,7 +62,6 @@ class Certificate:
         races, early_reuses, disorders: findings, a line each. ``disorders`` are of collectives over ranks.
         waits: by line. host_waits: by line.
         issues: collectives of one rank, in order; empty of several.
-        hidden: what hides the work of each lane's tickets, on one rank, in the order in which compute comes after it.
     """
 
     name: str
@@ -76,7 +74,6 @@ class Certificate:
     waits: tuple[WaitCount, ...] = ()
     host_waits: tuple[HostWait, ...] = ()
     issues: tuple[Issue, ...] = ()
-    hidden: tuple[Hidden, ...] = ()
 
     @property
     def engine_host_waits(self) -> list[HostWait]:
@@ -132,7 +129,6 @@ class Certification:
 
     def know(self, model: nn.Module, *optimizers: Optimizer) -> None:
         """Call a sharded model's memory by its names, and count as the host's what is offloaded or counts steps."""
-        self.checker.hiding.units = {id(unit): unit.name for unit in units_below(model)}
         for group in _groups(model):
             _name_buffers(self.checker, group)
         for optimizer in optimizers:
@@ -142,7 +138,6 @@ class Certification:
         """Count waits, of streams and of the host, from here on: what was before is no step."""
         self._first_wait = len(self.streams.waits)
         self.checker.syncs.clear()
-        self.checker.hiding.forget()
 
     def note(self, finding: str) -> None:
         """Add a finding of the caller's own."""
@@ -165,7 +160,6 @@ class Certification:
             waits=tuple(_counts(one for one in counted if not one.is_host)),
             host_waits=tuple(HostWait(*key, count) for key, count in syncs.items()),
             issues=tuple(checker.issues),
-            hidden=(*checker.hiding.found, *checker.hiding.left()),
         )
 
 

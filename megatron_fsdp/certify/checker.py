@@ -22,7 +22,6 @@ from dbuffer.errors import StorageError
 from dbuffer.events import Transfer, listen
 from dbuffer.storage import FlatStorage
 from megatron_fsdp.certify.clocks import Clock, Queue, VirtualStreams
-from megatron_fsdp.certify.hiding import Hiding
 from megatron_fsdp.certify.memory import Access, Block, Memory, Span
 from megatron_fsdp.certify.origins import Origin, here
 
@@ -86,7 +85,6 @@ class Checker(TorchDispatchMode):
         memory: with its findings. syncs: what makes the host wait for a GPU, and the line, in order.
         issues: collectives of this rank, in order.
         misplaced: collectives on the lane that is meant for others. num_operators: seen.
-        hiding: what hides lanes' work.
     """
 
     def __init__(self, streams: VirtualStreams) -> None:
@@ -97,7 +95,6 @@ class Checker(TorchDispatchMode):
         self.issues: list[Issue] = []
         self.misplaced: list[str] = []
         self.num_operators = 0
-        self.hiding = Hiding(streams)
         self._unit = ""
         self._names: dict[int, str] = {}
         self._storages: dict[int, _Known] = {}
@@ -141,8 +138,6 @@ class Checker(TorchDispatchMode):
             self._unit = subject.name
         elif action in _ACTIONS:
             getattr(self, f"_{action}")(subject)
-        elif action in ("issue", "issued"):
-            getattr(self.hiding, action)(subject)
 
     # ------------------------------------------------------------------ operators
 
@@ -162,9 +157,7 @@ class Checker(TorchDispatchMode):
         result = func(*args, **kwargs)
         if not signature.is_view:
             self.num_operators += 1
-            queue = self._note(signature, touched, inputs, result, _is_non_blocking(signature, args, kwargs))
-            if queue is self.streams.compute:
-                self.hiding.compute(func, args, kwargs, result)
+            self._note(signature, touched, inputs, result, _is_non_blocking(signature, args, kwargs))
         return result
 
     def _note(
@@ -174,7 +167,7 @@ class Checker(TorchDispatchMode):
         inputs: list[Block | None],
         result: Any,
         non_blocking: bool,
-    ) -> Queue:
+    ) -> None:
         places = {block.is_host for block in inputs if block is not None}
         runs_on_host = self.streams.is_on_host or places == {True} or _needs_host(signature, touched, inputs)
         queue = self.streams.host if runs_on_host else self.streams.current()
@@ -196,7 +189,6 @@ class Checker(TorchDispatchMode):
         is_copy_between = len(places) == 2 and not non_blocking and signature.name.startswith("aten::copy_")
         if not runs_on_host and (is_copy_between or _blocks_host(signature, touched)):
             self._block_host("a copy between host and device" if is_copy_between else signature.name, queue)
-        return queue
 
     def sync(self, what: str, tensor: torch.Tensor) -> None:
         """Note a method that makes the host wait for a tensor, unless that is the host's own."""
@@ -318,7 +310,6 @@ class Checker(TorchDispatchMode):
     def _transfer(self, transfer: Transfer) -> None:
         """Let a collective read and write on its communicator's own stream, after what the current one holds."""
         kind, name = transfer.kind, _name_of(transfer.group)
-        self.hiding.transfer(kind, name)
         queue = self._communicators.setdefault(name, Queue(name, self.streams))
         current, origin = self.streams.current(), here()
         # ``dbuffer.mesh`` names communicators so.

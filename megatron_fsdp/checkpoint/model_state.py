@@ -20,7 +20,7 @@ from megatron_fsdp.checkpoint.reader import OpenCheckpoint, listed, read_entries
 from megatron_fsdp.errors import CheckpointError
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup, group_of_parameter
 from megatron_fsdp.runtime.step.unit import units_below
-from megatron_fsdp.runtime.weights.resting_copy import announce_step
+from megatron_fsdp.runtime.weights.sharded_weights import announce_step
 
 __all__ = [
     "ModelMatch", "ModelView", "announce_change", "canonical", "full_state_dict", "local_part",

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import dbuffer_kernels
 from dbuffer.collectives import all_reduce
 from dbuffer.events import listen
 from dbuffer.mesh import MeshAxis
+from dbuffer.storage import FlatStorage
+from dbuffer.storage_guard import guard_released_storage
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.runtime.step.gradients import GradientBuffer
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
@@ -61,7 +61,7 @@ class Audit:
         self._weights = {id(unit): [_WeightAudit(unit, group) for group in unit.groups] for unit in self._units}
         self._gradients = {id(each): _GradientAudit(unit, each) for unit in self._units for each in unit.gradients}
         self._open.enter_context(listen(self._hear))
-        self._open.enter_context(_ReleasedStorage(self._all_weights()))
+        self._open.enter_context(guard_released_storage(self._refuse))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -69,6 +69,16 @@ class Audit:
 
     def _all_weights(self) -> list[_WeightAudit]:
         return [watched for each in self._weights.values() for watched in each]
+
+    def _refuse(self, func: Any, tensor: torch.Tensor, owner: FlatStorage) -> None:
+        for group in (watched.group for watched in self._all_weights() if watched.group.gathered.storage is owner):
+            for name, param in zip(group.parameters, group.fsdp_params.unsharded_params, strict=True):
+                if _overlap(param, tensor):
+                    raise StateError(
+                        f"unit {group.name!r}: {func} reads the gathered weight of parameter {name!r} after it "
+                        "was released. Use weights inside their unit's forward only: put the modules that share one "
+                        "into one fully_shard([...]) call, or set_reshard_after_forward(False) on the unit."
+                    )
 
     def _hear(self, action: str, subject: Any) -> None:
         if action in ("unsharded", "reshard"):
@@ -177,33 +187,6 @@ class _GradientAudit:
             f"unit {self._unit.name!r}: gradients {what} in this backward, so main_grad is wrong. This is an error of "
             "the engine or of code that calls its methods; please report it with the model's forward."
         )
-
-
-class _ReleasedStorage(TorchDispatchMode):
-    """Refuses operators on gathered weights that have been released."""
-
-    def __init__(self, weights: Sequence[_WeightAudit]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
-        self._weights = weights
-
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        for tensor in tree_leaves((args, kwargs or {})):
-            is_strided = isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided and not tensor.is_meta
-            if is_strided and tensor.numel() and not tensor.untyped_storage().nbytes():
-                self._refuse(func, tensor)
-        return func(*args, **(kwargs or {}))
-
-    def _refuse(self, func: Any, tensor: torch.Tensor) -> None:
-        for weights in self._weights:
-            for name, param in zip(weights.group.parameters, weights.group.fsdp_params.unsharded_params, strict=True):
-                if param.untyped_storage()._cdata == tensor.untyped_storage()._cdata and _overlap(param, tensor):
-                    raise StateError(
-                        f"unit {weights.group.name!r}: {func} reads the gathered weight of parameter {name!r} after it "
-                        "was released. Use weights inside their unit's forward only: put the modules that share one "
-                        "into one fully_shard([...]) call, or set_reshard_after_forward(False) on the unit."
-                    )
 
 
 def _compare_over_ranks(weights: Sequence[_WeightAudit]) -> None:

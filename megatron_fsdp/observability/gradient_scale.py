@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.distributed import get_process_group_ranks
-from torch.utils._pytree import tree_map_only
 
 from dbuffer import DBuffer, Partial
 from dbuffer.collectives import all_reduce
@@ -33,11 +32,8 @@ from megatron_fsdp.runtime.step.unit import units_below
 
 __all__ = ["GradientScale", "NormScale", "ParameterScale", "check_gradient_scale"]
 
-_SMALLEST_LIMIT = 1e-6
-# Of a norm that is computed in FP32.
-_NORM_LIMIT = 1e-5
-# Beyond it rounding hides what is looked for: a factor of two.
-_USELESS_LIMIT = 0.25
+# The least, that of a norm in FP32, and that beyond which rounding hides what is looked for: a factor of two.
+_SMALLEST_LIMIT, _NORM_LIMIT, _USELESS_LIMIT = 1e-6, 1e-5, 0.25
 
 Expected = float | Callable[[str], float] | None
 
@@ -139,8 +135,7 @@ class GradientScale:
 
     Attributes:
         parameters: all that are trained, in the order of their units.
-        norm: of the gradients. duplicated: what a batch with each sample twice gives of the gradient of the batch: 1
-            for a loss that is a mean, 2 for a sum. Both None where they were left out.
+        norm: of the gradients; None where it was left out.
 
     Example:
         found = check_gradient_scale(model, lambda model, batch: model(batch).square().mean(), batch)
@@ -149,12 +144,6 @@ class GradientScale:
 
     parameters: tuple[ParameterScale, ...]
     norm: NormScale | None
-    duplicated: float | None
-
-    @property
-    def is_mean(self) -> bool | None:
-        """Whether the loss is a mean over a rank's samples; None where that was not looked at."""
-        return None if self.duplicated is None else abs(self.duplicated - 1) <= 1e-2
 
     def complaints(self) -> list[str]:
         """Return what is wrong: a sentence for each parameter, and one for the norm."""
@@ -184,9 +173,6 @@ class GradientScale:
             lines.append(f"  unit {unit!r}, {count} over {place}: {line}")
         if self.norm is not None:
             lines.append(f"  gradient norm {self.norm.found:.7g}, of all gradients {self.norm.expected:.7g}")
-        if self.duplicated is not None and not math.isnan(self.duplicated):
-            kind = "a mean" if self.is_mean else "a sum" if abs(self.duplicated - 2) <= 1e-2 else "neither mean nor sum"
-            lines.append(f"  each sample twice: {self.duplicated:.7g} x the gradient ({kind} over samples)")
         return "\n".join(lines)
 
 
@@ -196,7 +182,6 @@ def check_gradient_scale(
     batch: Any,
     *,
     expected: Expected = None,
-    duplicate: bool | Callable[[Any], Any] = True,
     finish: Callable[[], object] | None = None,
     norm: bool | Callable[[], torch.Tensor | float] = True,
 ) -> GradientScale:
@@ -204,7 +189,7 @@ def check_gradient_scale(
 
     With S the sum over all ranks that hold the parameter of what autograd hands out, and R what ``.grad`` shows in the
     end, the factor is <R, S> / <S, S> and the residual ||R - factor S|| / ||R||. Every rank of the model's mesh calls
-    it, between steps, with data of its own. It takes four forwards and backwards, and memory for one unit's gradients
+    it, between steps, with data of its own. It takes three forwards and backwards, and memory for one unit's gradients
     in FP32 and for three gradient shards; whole gradients where they rest whole. Weights, ``.grad``, buffers, random
     state and optimizers are left as they were; generators that the model holds itself are not known here. Parameters
     that are not sharded are not looked at.
@@ -214,8 +199,6 @@ def check_gradient_scale(
         loss_fn: ``loss_fn(model, batch)`` returns what training calls ``backward()`` on for one microbatch.
         expected: what every factor has to be, or a function of the parameter's name; 1.0 where losses are divided by
             the tokens of all ranks. None: 1 / (ranks of the mesh of the first unit that has parameters).
-        duplicate: returns a batch with each sample twice. True: every tensor of one dimension or more in ``batch``,
-            concatenated with itself. False: leave this out.
         finish: called after each backward, before gradients are read, for loops in which something happens to them
             there (Megatron's ``finish_grad_sync`` and ``scale_gradients``).
         norm: returns the gradient norm. True: ``clip_grad_norm_(model, inf)``. False: leave this out, as where other
@@ -241,7 +224,7 @@ def check_gradient_scale(
             finish()
         return [probe.reduced() for probe in probes]
 
-    probes, doubled = _probes(model), None
+    probes = _probes(model)
     with ModelSnapshot(model) as snapshot:
         with contextlib.ExitStack() as hooks:
             for probe in probes:
@@ -254,11 +237,6 @@ def check_gradient_scale(
         norms = None if norm is False else _measure_norm(model, norm, probes, measured)
         snapshot.rewind()
         twice = _against(probes, once, gradients_of(batch, batch))
-        if duplicate is not False:
-            snapshot.rewind()
-            found = _against(probes, once, gradients_of(_doubled(batch) if duplicate is True else duplicate(batch)))
-            base = sum(each.base for each in found)
-            doubled = sum(each.factor * each.base for each in found if each.base) / base if base else math.nan
     usual = 1 / math.prod(axis.size for axis in probes[0].axes)
     places = [(probe, probe.names[index]) for probe in probes for index in probe.trained]
     parameters = tuple(
@@ -269,7 +247,7 @@ def check_gradient_scale(
         )
         for (probe, name), one, two in zip(places, measured, twice, strict=True)
     )  # fmt: skip
-    report = GradientScale(parameters, norms, doubled)
+    report = GradientScale(parameters, norms)
     complaints = report.complaints()
     if _highest([float(bool(complaints))], probes)[0]:
         said = "\n".join(complaints) or "gradients are wrong on another rank; its error says which"
@@ -358,10 +336,6 @@ class _Probe:
         if settled is not None:
             copy.local_buffer.copy_(settled.local_buffer)
         return copy
-
-
-def _doubled(batch: Any) -> Any:
-    return tree_map_only(torch.Tensor, lambda each: torch.cat([each, each]) if each.ndim else each, batch)
 
 
 class _Measured(NamedTuple):

@@ -17,7 +17,7 @@ from megatron_fsdp.optim.nonfinite import Reading, check_policy, may_step
 from megatron_fsdp.optim.param_memory import ABSENT, FlatGradient
 from megatron_fsdp.runtime.step.freshness import refreshes_itself
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
-from megatron_fsdp.runtime.weights.resting_copy import announce_step
+from megatron_fsdp.runtime.weights.sharded_weights import announce_step
 
 __all__ = ["Binding", "FlatBase", "Found"]
 

@@ -18,7 +18,7 @@ from megatron_fsdp.optim.flat_state import FlatState, Moments, adopt_together
 from megatron_fsdp.optim.matrix_state import MatrixMember, MatrixState, StepRows
 from megatron_fsdp.optim.matrix_views import MatrixBlock, MatrixView
 from megatron_fsdp.optim.newton_schulz import SIMPLE, Iteration, coefficients, scale_factor
-from megatron_fsdp.optim.ownership import MatrixWork, OwnershipReport, ownership_report, plan_ownership
+from megatron_fsdp.optim.ownership import MatrixWork, OwnershipReport, plan_ownership
 from megatron_fsdp.optim.param_memory import ABSENT, GroupMemory, find_owned
 from megatron_fsdp.runtime.step.freshness import refreshes_itself
 from megatron_fsdp.runtime.step.parameter_group import group_of_parameter
@@ -284,7 +284,7 @@ def explain_ownership(optimizer: Optimizer) -> tuple[OwnershipReport, ...]:
     if not isinstance(optimizer, Muon):
         raise ConfigError(f"explain_ownership: found {type(optimizer).__name__}; wanted a megatron_fsdp.optim.Muon")
     itemsize = optimizer.options.ns_dtype.itemsize
-    return tuple(ownership_report(domain.exchange.ownership, itemsize) for domain in optimizer.domains())
+    return tuple(OwnershipReport(domain.exchange.ownership, itemsize) for domain in optimizer.domains())
 
 
 def _check_group(group: Mapping[str, Any]) -> None:

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from megatron_fsdp.formatting import format_bytes
 from megatron_fsdp.optim.matrix_views import MatrixBlock
 from megatron_fsdp.optim.newton_schulz import newton_schulz_flops
 
-__all__ = ["MatrixWork", "Ownership", "OwnershipReport", "holders_of", "ownership_report", "plan_ownership"]
+__all__ = ["MatrixWork", "Ownership", "OwnershipReport", "holders_of", "plan_ownership"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,6 @@ def _received(works: Sequence[MatrixWork], owners: Sequence[int], num_shards: in
 # ---------------------------------------------------------------- the page of it
 
 
-@dataclass(frozen=True, slots=True)
 class OwnershipReport:
     """What one step of Muon takes from ranks that share matrices. ``str()`` gives a page, ``to_dict`` plain data.
 
@@ -135,25 +134,25 @@ class OwnershipReport:
             print(report)  # who owns which matrix, and the bytes on the wire
     """
 
-    num_ranks: int
-    num_replicas: int
-    num_matrices: int
-    num_elements: int
-    mean_flops: float
-    max_flops: int
-    redundant_flops: int
-    largest_flops: int
-    bound_flops: float
-    mean_received_bytes: float
-    max_received_bytes: int
-    gathered_bytes: int
-    least_owned: int
-    most_owned: int
-    gap: float
+    def __init__(self, ownership: Ownership, itemsize: int = 2) -> None:
+        self.num_ranks, self.num_replicas = len(ownership.load_flops), ownership.num_replicas
+        costs = sorted((work.flops for work in ownership.works), reverse=True)
+        self.num_matrices, self.num_elements = len(costs), sum(work.block.numel for work in ownership.works)
+        self.mean_flops, self.max_flops = sum(costs) / self.num_ranks, max(ownership.load_flops)
+        self.redundant_flops, self.largest_flops = sum(costs), costs[0] if costs else 0
+        piled = ((k + 1) * costs[k * self.num_ranks] for k in range(-(-len(costs) // self.num_ranks)))
+        self.bound_flops = max(self.mean_flops, max(piled, default=0))
+        received = ownership.received_numel
+        self.mean_received_bytes = sum(received) / self.num_ranks * itemsize
+        self.max_received_bytes = max(received) * itemsize
+        self.gathered_bytes = (self.num_elements - self.num_elements // ownership.num_shards) * itemsize
+        owned = [ownership.owners.count(rank) for rank in range(self.num_ranks)]
+        self.least_owned, self.most_owned = min(owned), max(owned)
+        self.gap = self.max_flops / self.bound_flops - 1 if self.bound_flops else 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as numbers, ready for ``json.dumps``."""
-        return asdict(self)
+        return dict(vars(self))
 
     def lines(self) -> list[str]:
         """Return the page."""
@@ -176,33 +175,6 @@ class OwnershipReport:
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
-
-
-def ownership_report(ownership: Ownership, itemsize: int = 2) -> OwnershipReport:
-    """Return the report of an ownership."""
-    num_ranks, numel = len(ownership.load_flops), sum(work.block.numel for work in ownership.works)
-    owned = [ownership.owners.count(rank) for rank in range(num_ranks)]
-    costs = sorted((work.flops for work in ownership.works), reverse=True)
-    mean, most = sum(costs) / num_ranks, max(ownership.load_flops)
-    piled = ((k + 1) * costs[k * num_ranks] for k in range(-(-len(costs) // num_ranks)))
-    bound = max(mean, max(piled, default=0))
-    return OwnershipReport(
-        num_ranks=num_ranks,
-        num_replicas=ownership.num_replicas,
-        num_matrices=len(costs),
-        num_elements=numel,
-        mean_flops=mean,
-        max_flops=most,
-        redundant_flops=sum(costs),
-        largest_flops=costs[0] if costs else 0,
-        bound_flops=bound,
-        mean_received_bytes=sum(ownership.received_numel) / num_ranks * itemsize,
-        max_received_bytes=max(ownership.received_numel) * itemsize,
-        gathered_bytes=(numel - numel // ownership.num_shards) * itemsize,
-        least_owned=min(owned),
-        most_owned=max(owned),
-        gap=most / bound - 1 if bound else 0.0,
-    )
 
 
 def _operations(count: float) -> str:

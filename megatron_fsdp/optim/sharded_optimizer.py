@@ -14,7 +14,7 @@ from megatron_fsdp.optim.fresh_state import show_fresh_state
 from megatron_fsdp.optim.loaded_state import lay_out_loaded_state, parameters_of, refuse_split_weights
 from megatron_fsdp.runtime.step.freshness import refreshes_itself
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup, group_of_parameter
-from megatron_fsdp.runtime.weights.resting_copy import announce_step
+from megatron_fsdp.runtime.weights.sharded_weights import announce_step
 
 __all__ = [
     "fully_shard_optimizer",

@@ -174,10 +174,10 @@ def _memory(subject: Subject, setup: Setup, played: PlayedStep) -> Iterator[Memo
     yield MemoryPart("Muon and AdamW state" if setup.optimizer == "muon" else "AdamW moments", played.optimizer_bytes)
     # The optimizer's step has all gradients, so no peak is smaller.
     transient = sum(unit.transient_bytes("main_grad") for unit in played.units)
-    sums = forecast.counter_bytes + forecast.scratch_bytes
     highest = max(peak.num_bytes for peak in forecast.peaks.values())
-    yield MemoryPart("gathered and packed", highest - transient - sums)
-    yield from (MemoryPart("sums and scratch", sums),) * bool(sums)
+    yield MemoryPart("gathered and packed", highest - transient - forecast.counter_bytes)
+    if forecast.counter_bytes:
+        yield MemoryPart("sums", forecast.counter_bytes)
     if setup.activation_bytes is not None:
         yield MemoryPart("activations", setup.activation_bytes)
     elif subject.activations is None:

@@ -17,7 +17,7 @@ from dbuffer.memory_meter import memory_meter
 from dbuffer.planner.arena import ArenaPlan
 from megatron_fsdp.api import microbatch
 from megatron_fsdp.optim.adamw import AdamW
-from megatron_fsdp.optim.ownership import OwnershipReport, ownership_report
+from megatron_fsdp.optim.ownership import OwnershipReport
 from megatron_fsdp.optim.sharded_optimizer import fully_shard_optimizer
 from megatron_fsdp.planning.planned_ownership import muon_bytes, planned_ownership
 from megatron_fsdp.planning.stand_in import Hear, Model, StandIn
@@ -144,7 +144,7 @@ def _played(
             optimizer_bytes=_state_bytes(model, moments_dtype, is_muon=is_muon),
             moved_bytes=sum(map(_moved_bytes, groups)),
             compute_itemsize=groups[0].spec.dtypes.compute.itemsize if groups else 0,
-            owners=tuple(map(ownership_report, planned_ownership(model.units))) if is_muon else (),
+            owners=tuple(map(OwnershipReport, planned_ownership(model.units))) if is_muon else (),
             arenas=tuple(arenas.values()),
         )
 

@@ -70,8 +70,7 @@ class Report:
         forward_peak, backward_peak, step_peak: the most bytes held beyond ``persistent_bytes``, and at which unit.
         slot_bytes: of these, what is held in all phases once the first step is over: slots (``set_slot_pool``).
         arenas: those among these, of ``set_slot_pool("static")``.
-        counter_bytes, scratch_bytes: of the peaks, what ``reduction="invariant"`` adds microbatches up in, and what it
-            receives in: both stay from the first step on.
+        counter_bytes: of the peaks, what ``reduction="invariant"`` adds microbatches up in, from the first step on.
         num_roots: units with no unit around them; each has a schedule of its own.
         unsharded_bytes: parameters that belong to no unit, named in ``unsharded``.
         assumptions: what the peaks and the collectives rest on.
@@ -101,7 +100,6 @@ class Report:
     gradient_bytes: int = 0
     arenas: tuple[ArenaReport, ...] = ()
     counter_bytes: int = 0
-    scratch_bytes: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as dictionaries, lists, strings and numbers, ready for ``json.dumps``."""
@@ -209,7 +207,6 @@ def report_of(
         unsharded_bytes=sum(parameter.nbytes for parameter in left.values()),
         slot_bytes=forecast.slot_bytes,
         counter_bytes=forecast.counter_bytes,
-        scratch_bytes=forecast.scratch_bytes,
         assumptions=(*_ASSUMPTIONS, *assumptions),
         arenas=tuple(ArenaReport(arena.num_bytes, arena.lower_bound, arena.gap) for arena in played.arenas),
     )
@@ -317,7 +314,6 @@ def _total_table(report: Report) -> Table:
         rows.append(("of it slots that stay", report.slot_bytes, "weights and gradients take turns in them"))
     if report.counter_bytes:
         rows.append(("of it sums that stay", report.counter_bytes, 'microbatches, added as reduction="invariant"'))
-        rows.append(("of it scratch that stays", report.scratch_bytes, "one unit after the other receives in it"))
     for arena in report.arenas:
         held = f"{format_bytes(arena.lower_bound)} of it held at most, gap {arena.gap:.2%}"
         rows.append(("of it an arena", arena.num_bytes, held))

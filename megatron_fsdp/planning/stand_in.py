@@ -30,8 +30,7 @@ from megatron_fsdp.policy.precision import MixedPrecisionPolicy
 from megatron_fsdp.policy.strategy import Placements
 from megatron_fsdp.runtime.lifecycle.make_param_group import make_param_group
 from megatron_fsdp.runtime.lifecycle.make_unit import make_unit
-from megatron_fsdp.runtime.lifecycle.module import FSDPModule
-from megatron_fsdp.runtime.step.cuda_lane import turns
+from megatron_fsdp.runtime.step.lanes import turns
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
 from megatron_fsdp.runtime.step.unit import Unit
 from megatron_fsdp.runtime.weights.memory_slots import keep_gathered, use_slots
@@ -342,7 +341,7 @@ def _put_up(
 
 
 def _owned(modules: Sequence[nn.Module]) -> list[OwnedParameter]:
-    return collect_parameters(modules, lambda module: isinstance(module, FSDPModule), ())
+    return collect_parameters(modules, ())
 
 
 @contextlib.contextmanager

@@ -67,7 +67,7 @@ class Forecast:
         kept: the units that wait for their backward with weights gathered, though units like them are released.
         lifetimes: of gathered weights, packed gradients, parts kept after forward and scratch, in the order in which
             they come.
-        counter_bytes, scratch_bytes: what ``reduction="invariant"`` adds up and receives in, in all phases.
+        counter_bytes: what ``reduction="invariant"`` adds up in, in all phases.
         slot_bytes: likewise, of slots.
     """
 
@@ -76,7 +76,6 @@ class Forecast:
     kept: frozenset[int]
     lifetimes: tuple[Lifetime, ...] = field(repr=False)
     counter_bytes: int
-    scratch_bytes: int
     slot_bytes: int
 
 
@@ -136,7 +135,7 @@ class StepListener:
         held = self._kinds
         return Forecast(
             dict(self._peaks), issues, frozenset(self._kept), self._lifetimes.lifetimes(), held["sums"],
-            held["received"], held["slots"],
+            held["slots"],
         )  # fmt: skip
 
     def follow(self, units: Sequence[StoodIn]) -> None:

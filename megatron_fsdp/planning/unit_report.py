@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dbuffer import DBuffer, Granularity, Plan
+from dbuffer import DBuffer, Flat, Granularity, Plan
 from dbuffer import plan as plan_of
 from dbuffer.storage import FlatStorage
 from dbuffer_kernels import num_blocks
@@ -20,7 +20,6 @@ from megatron_fsdp.runtime.grads.packed_gradients import PackedGradients
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
 from megatron_fsdp.runtime.step.unit import Unit
 from megatron_fsdp.runtime.weights.hooked_weights import HookedWeights
-from megatron_fsdp.runtime.weights.post_forward_shard import PostForwardShard
 
 __all__ = [
     "BufferReport",
@@ -175,7 +174,7 @@ def is_trained(group: ParameterGroup) -> bool:
 
 def is_cut(group: ParameterGroup) -> bool:
     """Whether ranks share what the optimizer steps."""
-    return group.spec.placements.is_sharded(group.spec.placements.optimizer)
+    return Flat() in group.spec.placements.optimizer
 
 
 def _reason(unit: Unit, asked: bool | int | None, *, is_root: bool) -> str:
@@ -199,7 +198,7 @@ def storages_of(group: ParameterGroup) -> Iterator[tuple[str, FlatStorage]]:
     for kind, buffer in _buffers(group):
         yield kind, buffer.storage
     part = group.weights.post_forward
-    if isinstance(part, PostForwardShard):
+    if part is not None:
         yield "post-forward shard", part.storage
 
 
@@ -246,7 +245,7 @@ def _group_report(group: ParameterGroup, names: Sequence[str]) -> GroupReport:
     part = group.weights.post_forward
     if part is not None:
         whole = next(each for each in (*transient, *resting) if each.kind == "gathered weights")
-        transient.insert(1, BufferReport("post-forward shard", whole.dtype, whole.placement, part.nbytes))
+        transient.insert(1, BufferReport("post-forward shard", whole.dtype, whole.placement, part.storage.nbytes))
     return GroupReport(
         num_parameters=len(group.parameters),
         numel=plan.data_numel,

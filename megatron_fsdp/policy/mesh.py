@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.policy.launch import join_job
 from megatron_fsdp.policy.strategy import Placements
 
-__all__ = ["DataParallelMeshDims", "ShardingTarget", "buffer_device", "sharding_target"]
+__all__ = ["DataParallelMeshDims", "ShardingTarget", "buffer_device", "part_of_mesh", "sharding_target"]
 
 
 @dataclass(frozen=True)
@@ -91,23 +92,32 @@ def sharding_target(mesh: DeviceMesh | None, placements: Placements | None, dp_m
     return ShardingTarget(mesh, placements, root, tuple(mesh.mesh_dim_names or ()) if names is None else names)
 
 
-_CHOSEN: dict[tuple[int, tuple[tuple[str, ...], ...]], tuple[DeviceMesh, DeviceMesh]] = {}
-
-
 def _named_axes(mesh: DeviceMesh, dims: Any) -> DeviceMesh:
     known = mesh.mesh_dim_names or ()
     parts = tuple(names for names in (tuple(dims.replicate_names), tuple(dims.shard_names)) if names)
     missing = [name for names in parts for name in names if name not in known]
     if missing:
         raise ConfigError(f"dp_mesh_dims names axes {missing} that the mesh does not have; its axes are {known}")
-    # One object per choice of axes: units of one model share it, and with it their communicators.
+    return part_of_mesh(mesh, parts)
+
+
+# By the identity of a mesh, an entry goes with it.
+_PARTS: dict[tuple[int, tuple[tuple[str, ...], ...]], DeviceMesh] = {}
+
+
+def part_of_mesh(mesh: DeviceMesh, parts: tuple[tuple[str, ...], ...]) -> DeviceMesh:
+    """Return the mesh of some axes of another one, those of each part flattened into one.
+
+    It is the same object each time: units of one model share it, and with it their communicators.
+    """
     key = (id(mesh), parts)
-    if key not in _CHOSEN:
-        _CHOSEN[key] = (mesh, _choose(mesh, parts))
-    return _CHOSEN[key][1]
+    if key not in _PARTS:
+        _PARTS[key] = _make_part(mesh, parts)
+        weakref.finalize(mesh, _PARTS.pop, key, None)
+    return _PARTS[key]
 
 
-def _choose(mesh: DeviceMesh, parts: tuple[tuple[str, ...], ...]) -> DeviceMesh:
+def _make_part(mesh: DeviceMesh, parts: tuple[tuple[str, ...], ...]) -> DeviceMesh:
     if all(len(names) == 1 for names in parts):
         return mesh[tuple(names[0] for names in parts)]
     flat = [mesh[names] if len(names) == 1 else mesh[names]._flatten() for names in parts]

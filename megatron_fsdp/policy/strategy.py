@@ -109,14 +109,6 @@ class Placements:
         """ZeRO-3 on the inner axis, optimizer state and main weights sharded over both."""
         return cls((outer, inner), (Replicate(), Flat()), (Partial(), Flat()), (Flat(), Flat()))
 
-    def no_shard_on_all_axes(self) -> Placements:
-        """Return the placements of a parameter on the same axes that every rank keeps whole."""
-        return Placements.no_shard(*self.dp_axes)
-
     def num_shards(self, sizes: Sequence[int]) -> int:
         """Return into how many shards the most finely cut buffer is cut, for axes of the given sizes."""
         return math.prod(size for size, placement in zip(sizes, self.optimizer, strict=True) if placement == Flat())
-
-    def is_sharded(self, kind: Sequence[BufferPlacement]) -> bool:
-        """Whether any axis of one of the three tuples is ``Flat``."""
-        return Flat() in kind

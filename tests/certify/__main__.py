@@ -22,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     what.add_argument("--matrix", action="store_true", help="all configurations; without it one of each mechanism")
     what.add_argument("--case", action="append", help="the configuration of this name; may be given again")
     what.add_argument("--list", action="store_true", help="print the names of the configurations")
-    parser.add_argument("--verbose", action="store_true", help="print each configuration, and what hides its tickets")
+    parser.add_argument("--verbose", action="store_true", help="print each configuration")
     args = parser.parse_args(arguments)
     if args.list:
         print("\n".join(case.name for case in CASES))
@@ -39,7 +39,6 @@ def _report(args: argparse.Namespace, runs: Sequence[Run]) -> int:
     bad = [one for one in runs if not one.is_clean]
     for one in runs if args.verbose else bad:
         print("\n".join(one.certificate.lines()))
-        print("\n".join(f"  {hidden}" for hidden in one.certificate.hidden if args.verbose))
         if one.case.host_may_wait:
             print(f"  the host may wait: {one.case.host_may_wait}")
     idle = idle_places(runs)

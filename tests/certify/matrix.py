@@ -102,5 +102,4 @@ def merged(name: str, certificates: Sequence[Certificate]) -> Certificate:
         disorders=(*of("disorders"), *order_findings([one.issues for one in certificates])),
         waits=tuple(waits.values()),
         host_waits=tuple(HostWait(*key, count) for key, count in host_waits.items()),
-        hidden=certificates[0].hidden,
     )

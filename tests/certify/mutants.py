@@ -25,7 +25,6 @@ from tests.mutation.mutants import Change, Mutant, Scope, called, mutants_of, mu
 
 MODULES = (
     "megatron_fsdp.runtime.step.lanes",
-    "megatron_fsdp.runtime.step.cuda_lane",
     "megatron_fsdp.runtime.step.schedule",
     "megatron_fsdp.runtime.step.backward",
     "megatron_fsdp.runtime.step.unit",
@@ -35,7 +34,6 @@ MODULES = (
     "megatron_fsdp.runtime.grads.late_gradients",
     "megatron_fsdp.runtime.grads.last_reduction",
     "megatron_fsdp.runtime.grads.packed_gradients",
-    "megatron_fsdp.runtime.step.reduction",
     "megatron_fsdp.runtime.weights.sharded_weights",
     "megatron_fsdp.runtime.weights.post_forward_shard",
     "megatron_fsdp.runtime.weights.memory_slots",
@@ -106,9 +104,7 @@ EQUIVALENT: dict[str, str] = {
         "who closes the unit takes the next turn after this stream, so lanes wait for it by way of that one"
     ),
     "Turns.take: `compute.note()` at the end of its block": ("to count a stream in is no work of a device"),
-    "CudaLane.submit: `event.record(self._stream)` at the end of its block": (
-        "nothing is issued between the two places"
-    ),
+    "Lane._run: `event.record(mine)` at the end of its block": "nothing is issued between the two places",
     "wait_on_host: `if compute is not None` taken as True": ("on a device with streams it is never None"),
     "Backward.begin_gradients: without `self.drain(self.max_packed_buffers - 1)`": (
         "it bounds memory; the end of the backward waits for the same reductions"
@@ -169,10 +165,10 @@ EQUIVALENT: dict[str, str] = {
 
 # Mutants that no configuration tells from the engine so far, with what would be needed.
 OPEN: dict[str, str] = {
-    "_CudaTicket.give_up: `if self._event is not None` taken as True": "an interrupt before a lane waited for compute",
+    "Ticket.give_up: `if self._event is not None` taken as True": "an interrupt before a lane waited for compute",
     "Turns.take: without `leave()`": "a stream that allocates, before it follows any lane, what another one has copied",
     "Backward.begin_gradients: `if packs` taken as True": "a wait for reductions before there is need: lost overlap",
-    "CudaLane.settle: `if self._last is not None and (not self._is_last_captured)` taken as True": (
+    "Lane.settle: `if self._last is not None and (not self._is_last_captured)` taken as True": (
         "a captured evaluation of offloaded weights"
     ),
     "WeightBuffers.gather: `self.model.local_buffer.to(source.device, non_blocking=True)` that blocks": (

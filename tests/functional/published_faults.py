@@ -31,8 +31,8 @@ from megatron_fsdp import (
 )
 from megatron_fsdp.optim import grad_norm
 from megatron_fsdp.optim.newton_schulz import Iteration
-from megatron_fsdp.runtime.step import reduction
-from megatron_fsdp.runtime.step.reduction import Reduction
+from megatron_fsdp.runtime.step import gradients
+from megatron_fsdp.runtime.step.gradients import Reduction
 from tests.functional.expert_parallel import rows, shard_experts
 from tests.harness.models import WIDTH, Block, Stack
 from tests.harness.oracle import whole
@@ -58,27 +58,22 @@ def divide_what_was_accumulated() -> Iterator[None]:
     def accumulate(source: torch.Tensor, target: torch.Tensor, *, scale: float, overwrite: bool) -> None:
         target.copy_(source if overwrite else target + source).mul_(scale)
 
-    with mock.patch.object(reduction, "accumulate", accumulate):
+    with mock.patch.object(gradients, "accumulate", accumulate):
         yield
 
 
 @contextlib.contextmanager
 def double_in_groups_of_one() -> Iterator[None]:
     """Reduce into the input itself and accumulate on top where a group has one rank."""
-    original = Reduction._operation
+    original = Reduction.start
 
-    def operation(self: Reduction) -> Callable[[Any], list[Part]]:
-        run, packed = original(self), self._packed
+    def twice(self: Reduction, works: Any) -> list[Part]:
+        parts = original(self, works)
+        if self._packed.mesh.size() == 1:
+            self._packed.local_buffer.mul_(2)
+        return parts
 
-        def twice(works: Any) -> list[Part]:
-            parts = run(works)
-            if packed.mesh.size() == 1:
-                packed.local_buffer.mul_(2)
-            return parts
-
-        return twice
-
-    with mock.patch.object(Reduction, "_operation", operation):
+    with mock.patch.object(Reduction, "start", twice):
         yield
 
 

@@ -120,7 +120,6 @@ class Trainee(Meddling):
             that somebody registered later.
         counter: of forwards. pending: losses that await a backward, one list per forward with one loss per rank.
         is_synced: whether gradients are complete. is_doubtful: whether a backward broke off that nobody cleared up.
-        unclear: whose leftovers were set to zero: those of a backward that "broke off", or of a sum "under way".
         is_tampered: whether gathered weights were changed in a way that shows at the next forward.
         seen: what the action just done gave, to be compared. saved: what was saved last.
     """
@@ -135,7 +134,6 @@ class Trainee(Meddling):
     fuses: list[type[BaseException]] = field(default_factory=list)
     is_synced: bool = True
     is_doubtful: bool = False
-    unclear: str = ""
     is_tampered: bool = False
     stash: list[torch.Tensor] | None = None
     seen: list[tuple[str, Any]] = field(default_factory=list)
@@ -271,7 +269,6 @@ class Trainee(Meddling):
                 loss.backward()
         self.is_synced = how in (*PLAIN, "last")
         self.is_doubtful = self.is_doubtful and not self.is_synced
-        self.unclear = "" if self.is_synced and self.unclear == "under way" else self.unclear
 
     def _backward_by_rank(self, pending: list[list[torch.Tensor]]) -> None:
         """Let every rank's backward get as far as it gets, and add up what parameters have then."""
@@ -312,12 +309,6 @@ class Trainee(Meddling):
             self.model.zero_grad()
         else:
             self.optimizer.zero_grad(set_to_none=how == "none")
-        if how != "zero":
-            self.unclear = ""
-        elif self.is_doubtful or self.unclear == "broke off":
-            self.unclear = "broke off"
-        elif not self.is_synced:
-            self.unclear = "under way"
         self.is_synced, self.is_doubtful = True, False
 
     def _do_step(self) -> None:

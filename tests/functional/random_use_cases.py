@@ -129,7 +129,6 @@ class Use:
     strategies: tuple[str, ...] = (ZERO3,)
     outcome: str = "same"
     options: Mapping[str, Any] = field(default_factory=dict)
-    num_allowances: int = 0
 
 
 def use(actions: str, *models: str, on: tuple[str, ...] = ALL, outcome: str = "same", **options: Any) -> Use:
@@ -137,9 +136,9 @@ def use(actions: str, *models: str, on: tuple[str, ...] = ALL, outcome: str = "s
     return Use(actions, models or ("three",), on, outcome, options)
 
 
-def here(actions: str, *models: str, outcome: str = "same", num_allowances: int = 0, **options: Any) -> Use:
+def here(actions: str, *models: str, outcome: str = "same", **options: Any) -> Use:
     """Return a use under ZeRO-3 alone."""
-    return Use(actions, models or ("two",), (ZERO3,), outcome, options, num_allowances)
+    return Use(actions, models or ("two",), (ZERO3,), outcome, options)
 
 
 STEP, AGAIN, REFUSED = "forward, backward, step, zero_grad none", "forward, backward, step", "refused"
@@ -150,14 +149,14 @@ USES: dict[str, Use] = {
     "a microbatch is dropped": use("add, zero_grad none, train"),
     "it is dropped between forward and backward": use("add, forward, zero_grad model, backward, step, zero_grad model"),
     "it is dropped after two forwards": use("add, forward, forward, zero_grad none, backward apart"),
-    "a sum is set to zero": use("add, zero_grad zero, add, train"),
-    "a sum is set to zero and no backward follows": use("add, zero_grad zero, grad add all kept"),
-    "a sum is dropped for some parameters": use(
-        "add, grad none 0 kept amid, grad zero 4 kept amid, grad none 10 kept amid, add, train"
-    ),
+    "a sum is set to zero": use("add, zero_grad zero, add, train", outcome=REFUSED),
+    **{
+        f"a sum's gradients of a parameter are set to {how}": here(
+            f"forward, backward no_sync, grad {how} 0 kept amid, forward, backward", outcome=REFUSED
+        )
+        for how in ("none", "ones", "zero")
+    },
     "a microbatch on final gradients is dropped": use("train, add, zero_grad none, train"),
-    "one parameter's is dropped": use("train, add, grad none 8 kept amid, add, train"),
-    "gradients are replaced in a sum": use("add, grad ones 3 kept amid, grad ones 6 kept amid, train"),
     "a microbatch with a penalty is dropped": use(
         "forward penalty kept, backward *, zero_grad none, forward penalty kept, backward *, "
         "forward penalty kept, backward"
@@ -187,7 +186,7 @@ USES: dict[str, Use] = {
     "an error in backward": use("forward fuse 1 error, backward, zero_grad none, train"),
     "an error in backward after a microbatch": use("add, forward fuse 1 error, backward, zero_grad none, add, train"),
     "an error in backward after final ones": use(
-        "train, forward fuse 1 error, backward, forward, zero_grad zero, backward"
+        "train, forward fuse 1 error, backward, forward, zero_grad none, backward"
     ),
     "an interrupt in backward": use("add, forward fuse 1 interrupt, backward *, zero_grad none, step, train"),
     "an error in the backward of the second of two forwards": use(
@@ -299,7 +298,7 @@ USES: dict[str, Use] = {
         "forward, backward no_sync, forward, freeze 5 shown, backward, step", "spare"
     ),
     "a sum is set to zero in which a weight has no gradient": here(
-        "forward, backward no_sync, zero_grad zero, forward, backward, step", "spare", num_allowances=2
+        "forward, backward no_sync, zero_grad zero, forward, backward, step", "spare", outcome=REFUSED
     ),
     "some ranks use a weight in some microbatches": use(SUMS, "sometimes", optimizer="adam"),
     "some ranks use a part in some steps": here(
@@ -370,7 +369,6 @@ class Case:
 
     program: Program
     outcome: str
-    num_allowances: int = 0
     is_slow: bool = False
 
 
@@ -393,7 +391,7 @@ def _cases() -> Iterator[tuple[str, Case]]:
                     options = {"policy": HOWS.get(how, "none"), **one.options}
                     program = MODELS[model].program(actions.replace("*", how), strategy, **options)
                     words = (strategy, *([model] if len(one.models) > 1 else []), *filter(None, [how]))
-                    yield f"{name} ({', '.join(words)})", Case(program, one.outcome, one.num_allowances, is_slow)
+                    yield f"{name} ({', '.join(words)})", Case(program, one.outcome, is_slow)
 
 
 def _side_outputs() -> Iterator[tuple[str, Case]]:

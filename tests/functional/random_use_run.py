@@ -72,7 +72,7 @@ REFUSALS = (
         ("grad none", "freeze", "thaw", "spare", "pick", "sometimes", *SIDE_KINDS),
     ),
     # The gradient of what one rank computes with.
-    Refusal("StateError", r"torch.autograd.grad was asked for the gradient of .* by its gathered", ("autograd shown",)),
+    Refusal("StateError", r"torch.autograd.grad .* was asked for the gradient of", ("autograd",)),
     # Second thoughts on what was sharded.
     Refusal("StateError", r"was frozen when it was sharded, so it has no main weight of", ("thaw",)),
     # Registered in a parameter's place, or beside the parameters, after fully_shard.
@@ -98,6 +98,11 @@ REFUSALS = (
         r"is a sum under way, not reduced over all ranks yet",
         ("backward flag", "backward no_sync", "backward microbatch"),
     ),
+    Refusal(
+        "StateError",
+        r"was dropped or replaced while its sum is under way",
+        ("backward flag", "backward no_sync", "backward microbatch"),
+    ),
     # Weights of a new step are gathered, and nobody has said what becomes of the sums before it.
     Refusal("StateError", r"clip_grad_norm_ before gradients are final", ("drop",)),
     Refusal("StateError", r"is incomplete, because the last backward raised", ("forward error", "forward interrupt")),
@@ -112,15 +117,13 @@ class Verdict:
         outcome: "same", "refused" and "plain raises too" are in order; "differs", "wrong error", "no error" and "ranks
             disagree" are not.
         refused: actions that were refused, with the error's class. action: the one it ended with.
-        text: what differs, or the error. num_allowances: gradients that counted as the same although they were not; see
-            ``_Run._gradients``.
+        text: what differs, or the error.
     """
 
     outcome: str
     action: str = ""
     text: str = ""
     refused: tuple[str, ...] = ()
-    num_allowances: int = 0
 
     @property
     def is_in_order(self) -> bool:
@@ -173,7 +176,7 @@ class _Run:
     def __init__(self, program: Program) -> None:
         self.program = program
         self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
-        self.num_exchanges = self.num_allowances = 0
+        self.num_exchanges = 0
         # One process group may run several programs.
         self.name = f"use-{dist.distributed_c10d._get_default_store().add(f'uses-{self.rank}', 1)}"
         self.refused: list[str] = []
@@ -191,8 +194,8 @@ class _Run:
             found = self._step(action)
             if found is not None:
                 outcome, text = found
-                return Verdict(outcome, f"{position}: {action}", text, tuple(self.refused), self.num_allowances)
-        return Verdict("same", refused=tuple(self.refused), num_allowances=self.num_allowances)
+                return Verdict(outcome, f"{position}: {action}", text, tuple(self.refused))
+        return Verdict("same", refused=tuple(self.refused))
 
     def _step(self, action: str) -> tuple[str, str] | None:
         """Do one action on both; return the outcome and text of a verdict if that is the end."""
@@ -288,20 +291,7 @@ class _Run:
             yield f"weight of {name}", holder, wanted
             if not self.plain.is_synced or self.plain.is_doubtful or holder is None:
                 continue
-            yield f"gradient of {name}", *self._gradients(holder.grad, wanted.grad)
-
-    def _gradients(self, mine: Any, theirs: Any) -> tuple[Any, Any]:
-        """Return two gradients as they are, but for one allowance.
-
-        What zero_grad(set_to_none=False) finds to zero, and what is None still, may differ where a backward raised, as
-        nobody knows how far it came, and until the end of a sum that no rank has asked the others about.
-        """
-        if self.plain.unclear and (mine is None) != (theirs is None):
-            given = theirs if mine is None else whole(mine)
-            if not given.count_nonzero():
-                self.num_allowances += 1
-                return None, None
-        return mine, theirs
+            yield f"gradient of {name}", holder.grad, wanted.grad
 
     def _exchange(self, mine: Any) -> list[Any]:
         """Return what every rank says, by way of the store: collectives of the engine may be under way."""

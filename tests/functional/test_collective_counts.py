@@ -14,7 +14,7 @@ from torch import nn
 
 from dbuffer import CollectiveCall, Region, observe_collectives
 from megatron_fsdp import FsdpModule, fully_shard_optimizer, microbatch, no_sync
-from megatron_fsdp.build.grouping import unit_regions
+from megatron_fsdp.build.builder import unit_regions
 from tests.harness import on_ranks, run_ranks
 from tests.harness.models import Block, Headed, Made, Stack, inputs, make_mesh
 from tests.harness.twins import Twins, sharded
@@ -119,7 +119,7 @@ def region_each(shapes: Sequence[Sequence[int]], *rest: Any) -> tuple[Region, ..
 
 def count_mixed(strategy: str, shape: tuple[int, ...], microbatches: int) -> tuple[list[dict[str, int]], int, float]:
     """Train against a plain model; return collectives of each step, groups per unit, and how far the weights differ."""
-    with mock.patch("megatron_fsdp.build.packed_layout.unit_regions", region_each):
+    with mock.patch("megatron_fsdp.build.builder.unit_regions", region_each):
         twins = Twins(lambda: nn.Sequential(mixed(), mixed()), strategy, mesh=make_mesh(shape))
     model, plain = twins
     optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=1e-2))

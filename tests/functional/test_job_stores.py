@@ -8,11 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import Store  # torch.distributed has it, but untyped
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron_fsdp import ConfigError, Watch, fully_shard
+from megatron_fsdp import Watch, fully_shard
 from megatron_fsdp.runtime.guards import rendezvous
 from tests.harness import on_ranks
 
@@ -58,16 +57,3 @@ def test_a_job_of_fake_ranks_needs_nobody_to_meet(backend: str, num_axes: int) -
     model = nn.Linear(5, 3)
     fully_shard(model, init_device_mesh("cpu", (4,) if num_axes == 1 else (2, 2)))
     train(model)
-
-
-class Bare(Store):
-    """A store in Python that has not all methods."""
-
-
-@on_ranks(2)
-def test_a_store_without_compare_set_is_refused_by_its_class() -> None:
-    with (
-        mock.patch.object(dist.distributed_c10d, "_get_default_store", return_value=Bare()),
-        pytest.raises(ConfigError, match=r"class Bare, which has no compare_set.*Give init_process_group an address"),
-    ):
-        fully_shard(nn.Linear(5, 3))

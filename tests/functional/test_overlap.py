@@ -21,11 +21,12 @@ from dbuffer.events import listen
 from dbuffer.storage import KNOWN
 from dbuffer_kernels import decode_rows
 from megatron_fsdp import AdamW, MixedPrecisionPolicy, Placements, fully_shard
-from megatron_fsdp.certify.certificate import Certificate, watching
+from megatron_fsdp.certify.certificate import watching
 from megatron_fsdp.certify.clocks import VirtualStreams
-from megatron_fsdp.certify.hiding import Hidden
-from megatron_fsdp.runtime.step.cuda_lane import drive_with
+from megatron_fsdp.runtime.step.lanes import drive_with
+from megatron_fsdp.runtime.step.unit import units_below
 from megatron_fsdp.runtime.weights import packed_weights
+from tests.certify.hiding import Hidden, Hiding
 
 WIDTH, TOKENS, NUM_BLOCKS = 128, 64, 5
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -72,28 +73,29 @@ def sharded(policy: MixedPrecisionPolicy, strategy: str) -> nn.Module:
 
 def steps_of(
     policy: MixedPrecisionPolicy, num_buffers: int | None = None, strategy: str = "optim_grads_params"
-) -> Certificate:
-    """Return what is found in a step."""
+) -> list[Hidden]:
+    """Return what hides the collectives of a step."""
     with null_world(8), watching("overlap") as check:
         model = sharded(policy, strategy)
         if num_buffers is not None:
             model.set_reduce_scatter_max_input_buffers(num_buffers)  # type: ignore[operator]
-        for step in range(2):
-            if step == 1:
+        hiding = Hiding(check.streams, {id(unit): unit.name for unit in units_below(model)})
+        for is_known in (False, True):
+            if is_known:
                 check.know(model)
                 check.begin()
-            model(torch.ones(TOKENS, WIDTH, dtype=policy.param_dtype or FP32)).sum().backward()
-            model.zero_grad()
-        # What comes after all of it.
-        torch.zeros(1).add_(1)
-        found = check.certificate()
-    assert found.is_clean()
-    return found
+            with hiding if is_known else contextlib.nullcontext():
+                model(torch.ones(TOKENS, WIDTH, dtype=policy.param_dtype or FP32)).sum().backward()
+                model.zero_grad()
+                # What comes after all of it.
+                torch.zeros(1).add_(1)
+    assert check.certificate().is_clean()
+    return hiding.found
 
 
 def reductions(policy: MixedPrecisionPolicy, num_buffers: int | None = None) -> list[Hidden]:
     """Return what hides the reduction of each block but the first, whose gradients come last."""
-    hidden = [one for one in steps_of(policy, num_buffers).hidden if "reduce_scatter" in one.kinds]
+    hidden = [one for one in steps_of(policy, num_buffers) if "reduce_scatter" in one.kinds]
     assert [one.unit for one in hidden] == [str(number) for number in reversed(range(NUM_BLOCKS))]
     return hidden[:-1]
 
@@ -242,7 +244,7 @@ def test_compute_waits_no_more_for_weights_in_8_bits_which_the_gather_lane_decod
 
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "hsdp", "hfsdp"])
 def test_what_is_reduced_once_a_step_is_hidden_behind_the_backward_of_the_blocks_before(strategy: str) -> None:
-    hidden = steps_of(MixedPrecisionPolicy(), strategy=strategy).hidden
+    hidden = steps_of(MixedPrecisionPolicy(), strategy=strategy)
     last = [one for one in hidden if one.lane == "last"]
     assert sorted(one.unit for one in last) == ["0", "1", "2", "3", "4"]
     assert {one.unit: one.flops / BACKWARD_FLOPS for one in last} == pytest.approx(

@@ -27,8 +27,8 @@ MODULES = ("megatron_fsdp", "megatron_fsdp.huggingface", "megatron_fsdp.megatron
 NEED_MORE = (
     "accelerate_fsdp2 get_megatron_optimizer install load_torch_dist main prepare_model save_torch_dist uninstall"
 ).split()
-# A table, and a class that is made of one of megatron.core's when it is asked for.
-WITHOUT = ("COEFFICIENT_SETS", "ShardedDataParallel")
+# A table, a class that is made of one of megatron.core's when it is asked for, and PyTorch's own.
+WITHOUT = ("COEFFICIENT_SETS", "ShardedDataParallel", "CPUOffloadPolicy", "OffloadPolicy")
 NAMES = [
     (module, name)
     for module in MODULES

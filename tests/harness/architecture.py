@@ -62,7 +62,7 @@ COLLECTIVES = """all_gather all_gather_coalesced all_gather_into_tensor all_gath
 TORCH_ONLY = """all_gather_into_tensor all_gather_single reduce_scatter_single reduce_scatter_tensor all_to_all_single
     _coalescing_manager""".split()
 COLLECTIVES_FILES = ("collectives", "collectives_together", "collectives_rare", "gloo")
-LANES_FILE = "megatron_fsdp/runtime/step/cuda_lane.py"
+LANES_FILE = "megatron_fsdp/runtime/step/lanes.py"
 LIBRARY = ("dbuffer/", "kernels/", "megatron_fsdp/")
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
+from megatron_fsdp import GradientScale, check_gradient_scale
 from megatron_fsdp.errors import FsdpError
 from megatron_fsdp.runtime.step.unit import units_below
 from tests.integration.megatron_meshes import (
@@ -259,3 +260,34 @@ def test_the_methods_that_megatrons_loop_calls_do_what_they_say(strategy: str) -
     assert first["norms"][0] > 0.1
     for name in ("norms", "halves", "zeroed"):
         assert first[name][0] == pytest.approx(first[name][1])
+
+
+def measured(strategy: str, is_per_token: bool) -> GradientScale:
+    task = Task({**MOE, "calculate_per_token_loss": is_per_token})
+    with megatron_processes():
+        (model,), optimizer = build(task, Mesh(strategy=strategy))
+
+        def loss_fn(inner: torch.nn.Module, step: int) -> torch.Tensor:
+            output, loss_function = forward_step(microbatches(task, torch.distributed.get_rank(), step), inner)
+            loss: torch.Tensor = loss_function(output)[0]
+            return loss
+
+        def finish() -> None:
+            model.finish_grad_sync()
+            if is_per_token:
+                model.scale_gradients(1 / 32)
+
+        expected = 1 / 32 if is_per_token else 1 / 2
+        return check_gradient_scale(model, loss_fn, 0, expected=expected, finish=finish, norm=optimizer.get_grad_norm)
+
+
+@pytest.mark.parametrize("is_per_token", [False, True])
+@pytest.mark.parametrize("strategy", ["optim_grads_params", "optim"])
+def test_megatrons_gradients_have_the_factor_of_its_losses(strategy: str, is_per_token: bool) -> None:
+    for report in run_ranks(2, measured, strategy, is_per_token):
+        assert all(
+            each.factor == pytest.approx(1 / 32 if is_per_token else 0.5, rel=1e-6) for each in report.parameters
+        )
+        assert any("experts" in each.name for each in report.parameters)
+        assert report.norm is not None
+        assert report.norm.found == pytest.approx(report.norm.expected, rel=1e-5)

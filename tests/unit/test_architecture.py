@@ -51,7 +51,7 @@ def places(violations: list[str]) -> list[str]:
     return sorted({violation.partition(": ")[0] for violation in violations})
 
 
-LANES, UNIT = "megatron_fsdp__runtime__step__cuda_lane", "megatron_fsdp__runtime__step__unit"
+LANES, UNIT = "megatron_fsdp__runtime__step__lanes", "megatron_fsdp__runtime__step__unit"
 PLAN, API = "dbuffer__plan", "megatron_fsdp__api"
 GUARDED = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from megatron_fsdp.{} import Name"
 ADAPTER = "megatron_fsdp__integrations__megatron__adapter"
@@ -81,7 +81,7 @@ CASES: dict[str, tuple[Rule, dict[str, str], list[str]]] = {
     ),
     "imports from lower floors and other projects": (
         architecture.upward_imports,
-        {UNIT: "import dbuffer_kernels, torch\nfrom dbuffer.plan import Plan\nfrom . import cuda_lane", LANES: ""}, [],
+        {UNIT: "import dbuffer_kernels, torch\nfrom dbuffer.plan import Plan\nfrom . import lanes", LANES: ""}, [],
     ),
     "rooms above and beside": (
         architecture.upward_imports,

@@ -17,8 +17,7 @@ from megatron_fsdp.api import fully_shard
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.integrations.huggingface.prepared import keep_in_step
 from megatron_fsdp.policy.launch import job_place
-from megatron_fsdp.runtime.lifecycle.convert import register_fsdp_forward_method
-from megatron_fsdp.runtime.lifecycle.module import FSDPModule
+from megatron_fsdp.runtime.lifecycle.module import FSDPModule, register_fsdp_forward_method
 
 __all__ = ["accelerate_fsdp2"]
 

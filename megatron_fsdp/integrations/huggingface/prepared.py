@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from dbuffer.collectives_rare import barrier
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.integrations.huggingface.units import inner_model
-from megatron_fsdp.runtime.lifecycle.convert import register_fsdp_forward_method
+from megatron_fsdp.runtime.lifecycle.module import register_fsdp_forward_method
 from megatron_fsdp.runtime.step.unit import units_below
 
 __all__ = ["announce", "keep_in_step"]

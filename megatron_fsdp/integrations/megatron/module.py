@@ -141,7 +141,7 @@ class MegatronFSDP(FSDPModule, nn.Module):
         A ``torch.optim`` step is noticed without it; an optimizer that is none of PyTorch's may not be.
         """
         for group in self._groups():
-            group.freshness.change()
+            group.freshness.has_changed = True
 
     def broadcast_params(self) -> None:
         """Give all replicas the weights of the first one; rows that one rank alone holds stay as they are.
@@ -156,7 +156,7 @@ class MegatronFSDP(FSDPModule, nn.Module):
                 if placement == Replicate():
                     broadcast(staged, axis)
             weights.local_buffer.copy_(staged)
-            group.freshness.change()
+            group.freshness.has_changed = True
 
     # ------------------------------------------------------------------ refused
 

@@ -5,24 +5,21 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.autograd import forward_ad
 
 from megatron_fsdp.build.ownership import OwnedParameter
-from megatron_fsdp.runtime.step.fsdp_params import SMALL_NUMEL
+from megatron_fsdp.runtime.step.fsdp_params import SMALL_NUMEL, WeightHandle, handle_of
 from megatron_fsdp.runtime.step.fused_linear import (
     FusedLinear,
-    applied,
     as_factor,
     has_transforms,
-    task_id,
+    product_into_buffer,
     watched,
-    weight_gradient,
 )
-from megatron_fsdp.runtime.step.weight_handle import WeightHandle, handle_of
 from megatron_fsdp.runtime.weights.gathered_weight import KINDS
 
 if TYPE_CHECKING:
@@ -78,32 +75,6 @@ def offer_products(
             handle.gradients, handle.index = weakref.ref(receiver), index
 
 
-class _ExpertsIntoBuffer(torch.autograd.Function):
-    """``torch.bmm``, with the gradient of the weight added to its unit's buffer."""
-
-    @staticmethod
-    def forward(ctx: Any, input: torch.Tensor, weight: torch.Tensor, handle: WeightHandle, call: Any) -> torch.Tensor:
-        ctx.to_save = (input, weight if ctx.needs_input_grad[0] else None)
-        ctx.handle, ctx.call = handle, call
-        ctx.materialize_grads = False
-        return torch.bmm(input, weight)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        (gradient,) = gradients
-        if gradient is None:
-            return None, None, None, None
-        unit, call = ctx.handle.unit(), ctx.call
-        if unit is not None and (unit.entered is not call or unit.entered_task != task_id()):
-            unit.backward.before_reading(unit, call)
-        input, weight = ctx.saved_tensors
-        of_input = None if weight is None else torch.bmm(gradient, weight.mT)
-        return of_input, weight_gradient(ctx, input.mT, gradient), None, None
-
-
-_experts_into_buffer = applied(_ExpertsIntoBuffer)
-
-
 def expert_matmul(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Return ``torch.bmm(input, weight)``; backward multiplies the gradient of an expert weight into its unit's buffer.
 
@@ -130,5 +101,5 @@ def expert_matmul(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     factor, unit = as_factor(input, weight) if takes else None, handle.unit()
     if factor is None:
         return watched(torch.bmm(input, weight), unit)
-    output: torch.Tensor = _experts_into_buffer(factor, weight, handle, unit and unit.open_call)
+    output: torch.Tensor = product_into_buffer(factor, weight, None, handle, unit and unit.open_call)
     return output

@@ -7,9 +7,10 @@ so that the shape of the sum depends on how many there are alone (docs/design/in
 
 from __future__ import annotations
 
+import itertools
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -23,10 +24,9 @@ from dbuffer.collectives import Part
 from dbuffer.collectives_rare import exchange
 from dbuffer.dtensor.placed_tensor import PlacedTensor
 from dbuffer.events import listeners, tell
-from dbuffer.mesh import MeshAxis
+from dbuffer.mesh import MeshAxis, flattened_mesh, make_reduce_groups
 from dbuffer.placements import BufferPlacement
 from dbuffer.storage import FlatStorage
-from megatron_fsdp.build.invariant_exchange import Cut, ExchangePlan, cut_order, gather_turns, piece_of
 from megatron_fsdp.errors import StateError
 from megatron_fsdp.runtime.grads.binary_counter import BinaryCounter
 from megatron_fsdp.runtime.grads.last_reduction import LastReduction
@@ -36,7 +36,6 @@ from megatron_fsdp.runtime.step.backward import Backward
 from megatron_fsdp.runtime.step.fsdp_params import FSDPParams
 from megatron_fsdp.runtime.step.grad_binding import GradBinding, GradState
 from megatron_fsdp.runtime.step.parameter_group import group_of_parameter
-from megatron_fsdp.runtime.step.reduction import Stages
 from megatron_fsdp.runtime.step.unit import Unit
 
 __all__ = ["InvariantGradients"]
@@ -59,9 +58,7 @@ def _refuse_fused(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 class _Step:
-    """The step that the backwards of one root belong to, and the scratch where its units receive, in turns.
-
-    Of the scratch there is as much as the neediest unit wants, which stays.
+    """The step that the backwards of one root belong to.
 
     Attributes:
         first: the number of its first backward.
@@ -71,40 +68,6 @@ class _Step:
     def __init__(self) -> None:
         self.first = 0
         self.last: weakref.WeakKeyDictionary[FSDPParams, int] = weakref.WeakKeyDictionary()
-        self._storage: FlatStorage | None = None
-        # Whose turn it is, and how much of the scratch its groups have taken, one after the other.
-        self._unit: weakref.ref[Unit] | None = None
-        self._stop = 0
-
-    def take(self, unit: Unit, reduction: _InvariantReduction) -> torch.Tensor:
-        """Return the bytes that a group of a unit receives in; whoever had its turn before is waited for."""
-        if self._unit is None or self._unit() is not unit:
-            self._wait()
-            needs = [each.reduction for each in unit.gradients if isinstance(each, InvariantGradients)]
-            num_bytes = sum(each.scratch_bytes for each in needs)
-            if self._storage is None or self._storage.nbytes < num_bytes:
-                self._storage = None
-                self._storage = FlatStorage(num_bytes, torch.uint8, reduction.device, name="gradients that others sent")
-            self._unit, self._stop = unit.reference, 0
-        start, self._stop = self._stop, self._stop + reduction.scratch_bytes
-        assert self._storage is not None
-        return self._storage.tensor[start : self._stop]
-
-    def lend(self, num_bytes: int) -> torch.Tensor:
-        """Return the first bytes of it, in which a group has received before, until the next turn."""
-        self._wait()
-        self.end_turn()
-        assert self._storage is not None
-        return self._storage.tensor[:num_bytes]
-
-    def _wait(self) -> None:
-        unit = self._unit() if self._unit is not None else None
-        for buffer in unit.gradients if unit is not None else ():
-            buffer.wait()
-
-    def end_turn(self) -> None:
-        """Begin anew with whoever comes next."""
-        self._unit = None
 
 
 _STEPS: weakref.WeakKeyDictionary[Backward, _Step] = weakref.WeakKeyDictionary()
@@ -112,6 +75,9 @@ _STEPS: weakref.WeakKeyDictionary[Backward, _Step] = weakref.WeakKeyDictionary()
 
 class _InvariantBinding(ShownGrads):
     """Shows gradients whose norms are the same however they are sharded, as ``torch.nn.utils.clip_grad_norm_`` asks."""
+
+    # What the optimizer holds whole is gathered in place.
+    is_sent_last = True
 
     def _make_gradients(self) -> None:
         super()._make_gradients()
@@ -144,11 +110,10 @@ class InvariantGradients(PackedGradients):
                 f"before others' are seen, and {_FLAG} adds them up one by one. Leave it out; "
                 "set_is_last_backward(False) says that more microbatches follow."
             )
-        before = self.binding.state
         super()._begin_sum()
-        self.reduction.look_for_changes(before, self.binding)
+        self.reduction.look_for_changes(self.binding)
 
-    def _stages(self) -> Stages:
+    def _prepare(self) -> None:
         unit = self._observer()
         assert isinstance(unit, Unit)
         step = _STEPS.setdefault(unit.backward, _Step())
@@ -159,8 +124,8 @@ class InvariantGradients(PackedGradients):
                 step.first = number
             self.reduction.clear()
         step.last[self._fsdp_params] = number
-        self.reduction.prepare(number - step.first, step, unit)
-        return super()._stages()
+        self.reduction.begin_microbatch(number - step.first)
+        super()._prepare()
 
 
 class _InvariantReduction(LastReduction):
@@ -176,84 +141,80 @@ class _InvariantReduction(LastReduction):
     def __init__(self, packed: DBuffer, main_grad: DBuffer) -> None:
         super().__init__(packed, packed, main_grad, main_grad, wire=None)
         self.counter = BinaryCounter(torch.promote_types(torch.float32, packed.dtype), packed.name)
-        self.device = packed.device
         # What a user made of this rank's piece of the sum so far, to which the counter's is added.
         self._changed: torch.Tensor | None = None
-        self._scale = 0.0
         self._version = -1
-        axes, placements = packed.axes, main_grad.placements
-        self._num_ranks = math.prod(axis.size for axis in axes)
-        order = cut_order([axis.size for axis in axes], placements)
-        self._cut = [axes[index] for index in order]
-        self._whole = [axes[index] for index in order if placements[index] != Flat()]
-        self._plan = ExchangePlan.of(packed.plan.numel, [Cut(axis.size, axis.rank) for axis in self._cut])
-        self.scratch_bytes = self._plan.scratch_bytes(packed.dtype.itemsize)
-        self._scratch: _Step | None = None
-        # What it receives in, from its turn on until that is folded.
-        self._receives: torch.Tensor | None = None
-        grid = torch.arange(self._num_ranks).view([axes[index].size for index in reversed(order)])
-        places = [len(order) - 1 - order.index(index) for index in sorted(order)]
-        # Where what each rank sent is found among what is received.
-        self._rows: list[int] = grid.permute(places).flatten().tolist()
+        axes, sizes = packed.axes, [axis.size for axis in packed.axes]
+        order = cut_order(sizes, main_grad.placements)
+        self._whole = [axes[index] for index in order if main_grad.placements[index] != Flat()]
+        self._axis = axes[order[0] if len(order) == 1 else 0]
+        self._num_ranks = math.prod(sizes)
+        # What each rank adds up, in the order in which ranks are counted.
+        places = itertools.product(*map(range, sizes))
+        self._pieces = [owned_piece(packed.plan.numel, sizes, order, place) for place in places]
+        room = (self._num_ranks - 1) * max(piece.stop - piece.start for piece in self._pieces)
+        self._received = FlatStorage(room, packed.dtype, packed.device, name="gradients that others sent")
 
     def clear(self) -> None:
         """Hold nothing of a sum."""
         self.counter.clear()
         self._changed = None
 
-    def prepare(self, microbatch: int, step: _Step, unit: Unit) -> None:
-        """Count zeros for microbatches in which no rank has used the group; receive in scratch until ``release``."""
+    def begin_microbatch(self, microbatch: int) -> None:
+        """Count zeros for microbatches in which no rank has used the group; receive from now on until ``release``."""
         while self.counter.count < microbatch * self._num_ranks:
             self.counter.push(None)
-        self._receives = step.take(unit, self)
-        self._scratch = step
+        if self._axis.size < self._num_ranks:
+            # Made when all ranks are here.
+            group = flattened_mesh(self._packed.mesh).get_group()
+            self._axis = MeshAxis(self._axis.name, self._num_ranks, dist.get_rank(group), group)
+            make_reduce_groups([self._axis])
+        self._received.reallocate()
 
     def release(self) -> None:
-        """Let others receive where this one has, which is folded; all groups of a unit are, when one is."""
-        if self._scratch is not None and self._receives is not None:
-            self._scratch.end_turn()
-            self._receives = None
+        """Release what was received, which is folded."""
+        self._received.release()
 
-    def stages(self, scale: float, *, overwrite: bool) -> Stages:
-        """Return the exchange of the packed buffer, and the additions."""
+    def prepare(self, scale: float, *, overwrites: bool) -> None:
+        """Get ready for the exchange of the packed buffer."""
         if scale == 0.0:
             raise StateError(
                 f"{self._packed.name}: {_FLAG} divides once, after the last addition, and by what does not depend on "
                 "the number of ranks: call set_gradient_divide_factor(G) of every unit, where G is the number of "
                 "microbatches of a step on all ranks together, and do not divide their losses"
             )
-        assert self._receives is not None
         self._scale = scale
         self._version = self._main_grad.local_buffer._version
-        # Not self: a ticket that nobody waits for must not keep this object alive.
-        rows, counter = self._rows, self.counter
-        exchanges = _Exchanges(self._plan, self._cut, self._packed.local_buffer, self._receives)
 
-        def start(works: list[dist.Work] | None) -> list[Part]:
-            exchanges.over(0, works)
-            return []
+    def start(self, works: list[dist.Work] | None) -> list[Part]:
+        """Issue the exchange."""
+        exchange(*self._rows(), self._axis, works)
+        return []
 
-        def fold() -> None:
-            # What comes over the second axis was received over the first.
-            for position in range(1, len(exchanges.cut)):
-                exchanges.over(position, None)
-            counter.push(*map(exchanges.rows.__getitem__, rows))
-            exchanges.rows.clear()
+    def fold(self) -> None:
+        """Add up what came."""
+        self.counter.push(*self._rows()[0])
 
-        return Stages(start, fold, None)
+    def _rows(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return each rank's part of what this one adds up, and what it sends to each."""
+        sent = [self._packed.local_buffer[piece] for piece in self._pieces]
+        mine, others = sent[self._axis.rank], self._num_ranks - 1
+        rooms = self._received.tensor[: others * mine.numel()].view(others, mine.numel()).unbind()
+        return [*rooms[: self._axis.rank], mine, *rooms[self._axis.rank :]], sent
 
     def start_last(self, on_all: list[Part], scattered: list[Part], works: list[dist.Work] | None) -> None:
         """Write the sum, and gather what the optimizer holds whole."""
         target = self._main_grad.local_buffer
         if listeners:
             tell("summing", self._main_grad)
-        pieces = self._pieces(target)
-        self._write(pieces[-1])
-        for axis, whole in zip(reversed(self._whole), reversed(pieces[:-1]), strict=True):
-            self._gather(whole, axis)
+        held = self._held(target)
+        self._write(held[-1])
+        for axis, whole in zip(reversed(self._whole), reversed(held[:-1]), strict=True):
+            parts = [whole[piece_of(whole.numel(), axis.size, rank)] for rank in range(axis.size)]
+            exchange(parts, [parts[axis.rank]] * axis.size, axis)
         self._version = target._version
 
-    def _pieces(self, target: torch.Tensor) -> list[torch.Tensor]:
+    def _held(self, target: torch.Tensor) -> list[torch.Tensor]:
         """Return what is cut over each axis that the optimizer holds whole, and last what this rank adds up."""
         pieces = [target]
         for axis in self._whole:
@@ -265,47 +226,20 @@ class _InvariantReduction(LastReduction):
         if self._changed is not None:
             piece.add_(self._changed)
 
-    def _gather(self, whole: torch.Tensor, axis: MeshAxis) -> None:
-        """Receive the other ranks' pieces by way of scratch, in as many turns as it takes.
-
-        Not in ``main_grad``: c10d holds what it sends a moment longer, as somebody who has taken gradients does.
-        """
-        assert self._scratch is not None
-        size, lent = axis.size, self._scratch.lend(self.scratch_bytes).view(whole.dtype)
-        pieces = [whole[piece_of(whole.numel(), size, rank)] for rank in range(size)]
-        for turn in gather_turns(whole.numel(), size, self.scratch_bytes, whole.itemsize):
-            parts = [piece[turn] for piece in pieces]
-            rooms = [room[: part.numel()] for room, part in zip(lent.tensor_split(size), parts, strict=True)]
-            rooms[axis.rank].copy_(parts[axis.rank])
-            exchange(rooms, [rooms[axis.rank]] * size, axis)
-            for rank, (part, room) in enumerate(zip(parts, rooms, strict=True)):
-                if rank != axis.rank:
-                    part.copy_(room)
-
-    def look_for_changes(self, before: GradState, binding: GradBinding) -> None:
+    def look_for_changes(self, binding: GradBinding) -> None:
         """Go on with what users made of the sum so far; a change on one rank is that rank's, so no other one is asked.
 
         Values that are as they were go on as they would have, and zeros begin anew; to others what follows is added.
-
-        Args:
-            before: what gradients were when the sum was begun, or gone on with.
-        Raises:
-            StateError: a part was dropped of a sum that is not written yet.
         """
         if binding.state is GradState.EMPTY:
             return
         target = binding.main_grad.local_buffer
         if target._version == self._version:
             return
-        if before is not GradState.FINAL:
-            raise StateError(
-                f"{binding.name}: gradients of some parameters were dropped between two microbatches of a step, which "
-                f"{_FLAG} adds up one by one. Drop them after the last one, or drop all of them."
-            )
         if not target.any():
             binding.state = GradState.EMPTY
             return
-        piece = self._pieces(target)[-1]
+        piece = self._held(target)[-1]
         found = piece.clone()
         self._write(piece)
         if not torch.equal(piece, found):
@@ -314,32 +248,25 @@ class _InvariantReduction(LastReduction):
         self._version = target._version
 
 
-class _Exchanges:
-    """The exchanges of one packed buffer.
+def piece_of(numel: int, size: int, rank: int) -> slice:
+    """Return which elements one rank of an axis adds up, of so many: the last ranks have fewer, or none."""
+    share = -(-numel // size)
+    return slice(min(rank * share, numel), min((rank + 1) * share, numel))
 
-    Attributes:
-        rows: of the packed buffer, what each of the ranks that were exchanged with has of this rank's part.
+
+def cut_order(sizes: Sequence[int], placements: Sequence[BufferPlacement]) -> list[int]:
+    """Return the axes that a buffer is cut over: those of shards first, from major to minor.
+
+    What the optimizer holds whole is cut after them.
     """
+    axes = (index for index in range(len(sizes)) if sizes[index] > 1)
+    return sorted(axes, key=lambda index: (placements[index] != Flat(), -index))
 
-    def __init__(
-        self, plan: ExchangePlan, cut: Sequence[MeshAxis], packed: torch.Tensor, scratch: torch.Tensor
-    ) -> None:
-        self.rows, self.cut = [packed], cut
-        self._plan, self._packed, self._scratch = plan, packed, scratch.view(packed.dtype)
 
-    def over(self, position: int, works: list[dist.Work] | None) -> None:
-        """Exchange over one axis, and append handles to wait for."""
-        if position >= len(self.cut):
-            return
-        axis = self.cut[position]
-        found: list[list[torch.Tensor]] = [[] for _ in range(axis.size)]
-        for hop in (hop for hop in self._plan.hops if hop.axis == position):
-            sent = [self.rows[hop.row][piece] for piece in hop.pieces]
-            mine = sent[axis.rank]
-            memory, start = (self._scratch, hop.start) if hop.start >= 0 else (self._packed, -1 - hop.start)
-            rooms = memory[start : start + (axis.size - 1) * mine.numel()].view(axis.size - 1, -1).unbind()
-            received = [*rooms[: axis.rank], mine, *rooms[axis.rank :]]
-            exchange(received, sent, axis, works)
-            for rank, part in enumerate(received):
-                found[rank].append(part)
-        self.rows = [part for parts in found for part in parts]
+def owned_piece(numel: int, sizes: Sequence[int], order: Iterable[int], place: Sequence[int]) -> slice:
+    """Return which elements of a buffer the rank at a place of a mesh adds up."""
+    start, length = 0, numel
+    for index in order:
+        piece = piece_of(length, sizes[index], place[index])
+        start, length = start + piece.start, piece.stop - piece.start
+    return slice(start, start + length)

@@ -1,10 +1,8 @@
 """What is left to reduce of gradients at the end of a step, on a lane of its own.
 
 Gradients that rest as partial sums over some axis (all of them in ZeRO-0 and 1, the outer one in HSDP and HFSDP) are
-reduced over it once a step. That begins when a unit is closed, behind the backward of those before it, and a slow outer
-link holds up no inner reduction: its communicator and its lane are others. The order is that in which units are closed,
-which is one on every rank (docs/design/order.md). Microbatches are added up in the dtype of ``main_grad``, and travel
-in that of the other reductions.
+reduced over it once a step, in the order in which units are closed (docs/design/order.md, "Streams"). Microbatches are
+added up in the dtype of ``main_grad``, and travel in that of the other reductions.
 """
 
 from __future__ import annotations
@@ -25,13 +23,11 @@ from dbuffer.layout import only_flat_axis
 from dbuffer.route import Route
 from dbuffer_kernels import accumulate
 from megatron_fsdp.errors import ConfigError
-from megatron_fsdp.runtime.step.cuda_lane import lane, turns, wait_on_host
 from megatron_fsdp.runtime.step.grad_binding import GradState
-from megatron_fsdp.runtime.step.lanes import Ticket
-from megatron_fsdp.runtime.step.reduction import Hook, Reduction, Stages
+from megatron_fsdp.runtime.step.gradients import GradientBuffer, Hook, Reduction
+from megatron_fsdp.runtime.step.lanes import Ticket, lane, turns, wait_on_host
 
 if TYPE_CHECKING:
-    from megatron_fsdp.runtime.step.gradients import GradientBuffer
     from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
     from megatron_fsdp.runtime.step.unit import Unit
 
@@ -134,37 +130,26 @@ class OffloadedReduction(LastReduction):
     """
 
     finishes_on_lane = False
+    adds_on_host = True
     _staging: torch.Tensor | None = None
 
-    def stages(self, scale: float, *, overwrite: bool) -> Stages:
-        """Return the reduction of the packed buffer, its copy to CPU memory, and the sum there, if there is one."""
-        reduced, main_grad = self._reduced, self._main_grad
-        reduced.reallocate_storage()
-        # Where axes are left to reduce at the end, the hook's turn comes after them.
-        hook = self.hook if self.is_last else None
-        factor = scale if hook is None else 1.0
-        if self._staging is None and not overwrite:
+    def fold(self) -> None:
+        """Copy what was reduced to CPU memory."""
+        source, sums = self._averaged(), self._main_grad.local_buffer
+        if self._overwrites:
+            averaged = torch.empty_like(source, dtype=sums.dtype)
+            accumulate(source, averaged, scale=self._scale, overwrite=True)
+            sums.copy_(averaged, non_blocking=True)
+            return
+        if self._staging is None:
             # In pages that a GPU writes, as ``main_grad`` is.
-            like, is_pinned = reduced.local_buffer, main_grad.local_buffer.is_pinned()
-            self._staging = torch.empty(like.numel(), dtype=like.dtype, pin_memory=is_pinned)
-        staging = self._staging
+            self._staging = torch.empty(source.numel(), dtype=source.dtype, pin_memory=sums.is_pinned())
+        self._staging.copy_(source, non_blocking=True)
 
-        def copy() -> None:
-            source = reduced.local_buffer
-            if hook is not None:
-                hook(source.mul_(scale))
-            if not overwrite and staging is not None:
-                staging.copy_(source, non_blocking=True)
-                return
-            sums = torch.empty_like(source, dtype=main_grad.dtype)
-            accumulate(source, sums, scale=factor, overwrite=True)
-            main_grad.local_buffer.copy_(sums, non_blocking=True)
-
-        def add() -> None:
-            if not overwrite and staging is not None:
-                accumulate(staging, main_grad.local_buffer, scale=factor)
-
-        return Stages(self._operation(), copy, add)
+    def fold_on_host(self) -> None:
+        """Add it up there."""
+        if not self._overwrites and self._staging is not None:
+            accumulate(self._staging, self._main_grad.local_buffer, scale=self._scale)
 
 
 def _wide_part(packed: DBuffer, reduced: DBuffer) -> list[Part]:

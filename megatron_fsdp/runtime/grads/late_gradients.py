@@ -18,10 +18,8 @@ from dbuffer import DBuffer, SlotPool
 from megatron_fsdp.build.builder import GroupSpec
 from megatron_fsdp.runtime.grads.packed_gradients import PackedGradients
 from megatron_fsdp.runtime.step.backward import Backward
-from megatron_fsdp.runtime.step.cuda_lane import turns
 from megatron_fsdp.runtime.step.fsdp_params import FSDPParams, grads_of
-from megatron_fsdp.runtime.step.lanes import Ticket, lane
-from megatron_fsdp.runtime.step.reduction import Stages
+from megatron_fsdp.runtime.step.lanes import Ticket, lane, turns
 
 __all__ = ["LateGradients", "packs_late"]
 
@@ -70,11 +68,8 @@ class LateGradients(PackedGradients):
         """End this backward's part of the group, as ``GradientBuffer.close`` does; the lane packs."""
         if not reduce or not self.packs_late or self.packed.is_allocated:
             return super().close(reduce=reduce)
-        if not self._begun[0]:
-            self._follow_freezing()
-            if 1 not in self._trained:
-                return False
-            self._begin()
+        if not self._begun[0] and not self._begin():
+            return False
         observer = self._observer()
         # After all that any stream of compute has brought, so nobody takes a turn.
         lane("reduce", self._device).submit(
@@ -96,21 +91,14 @@ class LateGradients(PackedGradients):
         super()._pack_waiting()
         self._fill_up()
 
-    def _stages(self) -> Stages:
-        stages = super()._stages()
-        if not self._packings:
-            return stages
-        packed = self.packed
+    def _prepare(self) -> None:
+        super()._prepare()
+        # Where it was allocated, and is allocated next: on the lane.
+        self.reduction.frees_packed = bool(self._packings)
 
-        def fold() -> None:
-            stages.fold()
-            # Where it was allocated, and is allocated next: on the lane.
-            packed.release_storage()
-
-        return Stages(stages.start, fold, stages.on_host)
-
-    def _begin(self, *, has_come: bool = False) -> None:
-        super()._begin(has_come=has_come)
+    def _begin(self, *, has_come: bool = False) -> bool:
+        if not super()._begin(has_come=has_come):
+            return False
         observer = self._observer()
         # One unit's gradients and one wide buffer take what two narrow ones do.
         lenders = _LENDERS.setdefault(observer.backward, []) if observer is not None else []
@@ -118,6 +106,7 @@ class LateGradients(PackedGradients):
             lender = lenders.pop(0)()
             if lender is not None:
                 lender.take_back()
+        return True
 
     def take_back(self) -> None:
         """Make compute come after the packing, and give back what autograd left for it."""

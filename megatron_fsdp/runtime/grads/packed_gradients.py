@@ -15,9 +15,9 @@ from megatron_fsdp.build.builder import GroupSpec
 from megatron_fsdp.runtime.grads.fuse import offer_products
 from megatron_fsdp.runtime.grads.last_reduction import LastReduction, OffloadedReduction, Wire
 from megatron_fsdp.runtime.grads.shown_grads import ShownGrads
-from megatron_fsdp.runtime.step.cuda_lane import turns
 from megatron_fsdp.runtime.step.fsdp_params import FSDPParams
 from megatron_fsdp.runtime.step.gradients import GradientBuffer
+from megatron_fsdp.runtime.step.lanes import turns
 
 __all__ = ["PackedGradients"]
 
@@ -35,21 +35,16 @@ class PackedGradients(GradientBuffer):
 
     Attributes:
         binding: ``main_grad``, and what the parameters show of it.
-        packed: receives autograd's gradients; ``main_grad`` itself where gradients rest as whole partial sums, which
-            are accumulated in place and reduced once, at the end.
-        rests_partial: whether they do.
-        rests_final: whether each microbatch's reduction gives what the optimizer reads: no axis is left to reduce at
-            the end.
-        reduction: the way from packed gradients to ``main_grad``.
-        divisor: the sum over ranks is divided by it. wire_scale: what of the division is done before the sum.
-        pack_scale: what gradients are multiplied by where they are packed.
-        takes_products: whether that is a power of two, so that a scaled product is rounded as an unscaled one.
+        packed: receives autograd's gradients; ``main_grad`` itself where they rest as whole partial sums
+            (``rests_partial``), which are accumulated in place and reduced once, at the end.
+        rests_final: whether each microbatch's reduction gives what the optimizer reads.
+        reduction: the way from packed gradients to ``main_grad``. packs_late: a lane packs them (``LateGradients``).
+        divisor: the sum over ranks is divided by it. wire_scale: what of that is done before the sum.
+        pack_scale: what gradients are multiplied by where they are packed. takes_products: whether that is a power of
+            two, so that a scaled product is rounded as an unscaled one.
         wide: sums of a wider dtype than is sent; None where they lie in ``packed``.
-        packs_late: a lane packs them when the unit is closed (``LateGradients``).
-        unit: the name of the unit.
         backward: which backward left something here that is void if it raises, by the schedule's count.
-        tickets: of reductions that were issued and that nobody has waited for. last_tickets: of what is left to reduce
-            at the end of a step.
+        tickets: of reductions that nobody has waited for. last_tickets: of what is left to reduce once a step.
     """
 
     reduction: LastReduction
@@ -173,34 +168,18 @@ class PackedGradients(GradientBuffer):
     # ------------------------------------------------------------------ sums that are given up
 
     def settle(self) -> None:
-        """Take notice, before a backward, of what users did to ``.grad`` while a sum was under way: throw it away.
-
-        Raises:
-            StateError: a backward has raised, and ``.grad`` was not dropped since.
-        """
-        dropped = self.binding.settle_sum()
-        if dropped is None:
+        """Throw away, before a backward, a sum under way whose ``.grad`` users have dropped; see ``settle_sum``."""
+        if self.binding.settle_sum():
             self._empty()
             self.binding.end_sum(clears=False)
-            return
-        for index in dropped:
-            self._filled[index] = 0
 
     def void(self, backward: int) -> None:
-        """Let ``.grad`` refuse to be read until it is dropped.
-
-        Args:
-            backward: the number of one that has raised; nothing happens where it brought no gradient, or all of them.
-        """
+        """Let ``.grad`` refuse to be read until it is dropped, if a backward that has raised brought some of it."""
         if self.backward == backward and self.binding.is_under_way:
             self.binding.void()
 
     def abandon(self, backward: int) -> None:
-        """Forget what a backward that raised left here; what earlier ones keep for the next stays.
-
-        Args:
-            backward: its number.
-        """
+        """Forget what a backward that raised left here; what earlier ones keep for the next stays."""
         self.void(backward)
         self._begun[0] = False
         # Autograd may have been about to tell of any of them.

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import itertools
 import operator
-import sys
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import repeat
 from typing import Any
@@ -22,16 +21,14 @@ from dbuffer import DBuffer, FlatDTensor
 from megatron_fsdp.errors import StateError
 from megatron_fsdp.policy.precision import grad_dtype_of
 from megatron_fsdp.runtime.grads.unreduced_grads import PendingRows, refuse_pending
-from megatron_fsdp.runtime.step.cuda_lane import compute_of
 from megatron_fsdp.runtime.step.freshness import CHECKS
 from megatron_fsdp.runtime.step.fsdp_params import FSDPParams, grads_of
 from megatron_fsdp.runtime.step.grad_binding import GradBinding, GradState, clear_grads
+from megatron_fsdp.runtime.step.lanes import compute_of
 from megatron_fsdp.runtime.weights.param_layout import own_rows
 
 __all__ = ["ShownGrads"]
 
-# What ``sys.getrefcount`` says of a value that a dictionary alone refers to.
-_IDLE = next(map(sys.getrefcount, {0: object()}.values()))
 _GRAD: Any = torch._C.TensorBase.grad
 _set = _GRAD.__set__
 
@@ -46,9 +43,8 @@ class ShownGrads(GradBinding):
     def __init__(self, main_grad: DBuffer, final: DBuffer, fsdp_params: FSDPParams, dtype: torch.dtype) -> None:
         super().__init__(main_grad, final, fsdp_params, compute_of(main_grad.device))
         self._dtype = dtype
-        # What stands for sums under way in ``.grad``, and its rows; nothing where nothing has had to be shown yet.
+        # What stands for sums under way in ``.grad``; nothing where nothing has had to be shown yet.
         self._stand_ins: list[FlatDTensor] = []
-        self._rows: list[PendingRows] = []
         self._refuses_steps = False
         # What ``match_parameter_dtype`` has replaced: parameter, gradient, and the ``grad_dtype`` that was allowed.
         self._replaced: list[tuple[torch.Tensor, torch.Tensor, torch.dtype | None]] = []
@@ -66,15 +62,6 @@ class ShownGrads(GradBinding):
         """Set every ``.grad`` to None."""
         clear_grads(self.parameters)
         self.dropped()
-
-    def slice(self, start: int, stop: int) -> torch.Tensor:
-        """Return elements of ``final``, 1-D; the same tensor each time."""
-        key = (start, stop)
-        if key not in self._slices:
-            self._slices[key] = self.final.local_buffer[start:stop]
-            if self._references:
-                self._references = (self._references[0] + 1, *self._references[1:], _IDLE)
-        return self._slices[key]
 
     def watch(self) -> None:
         """Hear of each ``.grad`` of the parameters that is set to None, in place of whoever did."""
@@ -117,24 +104,22 @@ class ShownGrads(GradBinding):
         added = bytearray(map(operator.gt, self.trained, self.wanted))
         self.missing = _either(self.missing, added)
         self.wanted = _either(self.trained, self.wanted)
-        self.show_pending()
 
     def _begin_with(self, shown: Sequence[torch.Tensor | None]) -> None:
         """Begin a sum where ``.grad`` holds something."""
-        self.had = bytearray(map(self._has_had, range(len(shown)), shown))
-        self.wanted = _either(self.trained, map(operator.is_not, shown, repeat(None)))
+        self.had = bytearray(map(operator.is_not, shown, repeat(None)))
+        self.wanted = _either(self.trained, self.had)
         if self.state is GradState.EMPTY:
+            # The user's own, which ``complete`` adds.
             self.is_under_way = True
-            self._adopt_direct(shown)
-            self._show_sums()
-        else:
-            self._adopt_user_gradients(shown)
-            self.is_under_way = True
-            clear_grads(self.parameters)
-            self.state = GradState.PARTIAL
-            if self.final is not self.main_grad:
-                # The memory around the final slice holds what the last reduction left.
-                self.set_aside()
+            return
+        self._adopt_user_gradients(shown)
+        self.is_under_way = True
+        clear_grads(self.parameters)
+        self.state = GradState.PARTIAL
+        if self.final is not self.main_grad:
+            # The memory around the final slice holds what the last reduction left.
+            self.set_aside()
 
     def set_aside(self) -> None:
         """Keep what ``final`` holds for ``complete`` to add, and start over."""
@@ -143,48 +128,52 @@ class ShownGrads(GradBinding):
         self.state = GradState.EMPTY
 
     def show_pending(self) -> None:
-        """Let ``.grad`` of all parameters of a sum under way say so."""
-        shown = grads_of(self.parameters)
-        if not self._is_untouched(shown):
-            self._adopt_direct(shown)
+        """Let ``.grad`` of all parameters of a sum under way say so, and keep what lies there beside it."""
+        for index, rows in self._beside(grads_of(self.parameters)):
+            if self.carry is None:
+                final = self.final
+                self.carry = torch.zeros(final.layout.numel, dtype=final.dtype, device=final.device)
+            self.final.layout.piece(index, self.carry).add_(rows)
         self._show_sums()
 
-    def _pending(self) -> list[PendingRows]:
-        """Return the rows of what stands for sums under way, made where it is asked for first."""
+    def _beside(self, shown: Sequence[torch.Tensor | None]) -> Iterator[tuple[int, torch.Tensor]]:
+        """Take what autograd or the user put into ``.grad`` beside a sum: parameters' indices, and rows, 1-D."""
+        for index, gradient in enumerate(shown):
+            if gradient is None:
+                continue
+            if not self._stand_ins or gradient is not self._stand_ins[index]:
+                rows: torch.Tensor | None = own_rows(self.fsdp_params, index, gradient)
+            else:
+                pending = _rows_of(self._stand_ins[index])
+                rows, pending.added = pending.added, None
+            if rows is not None:
+                self.wanted[index] = self.had[index] = 1
+                yield index, rows.reshape(-1)
+
+    def _make_stand_ins(self) -> list[FlatDTensor]:
+        """Return what stands for sums under way, made where it is asked for first."""
         if not self._stand_ins:
             if not self._gradients:
                 self._make_gradients()
-            rows, stand_ins = [], []
+            stand_ins = []
             for index, gradient in enumerate(self._gradients):
                 assert isinstance(gradient, FlatDTensor)
-                rows.append(PendingRows(gradient._local_tensor, partial(_describe, weakref.ref(self), index)))
-                stand_ins.append(gradient.with_local(rows[-1]))
+                rows = PendingRows(gradient._local_tensor, partial(_describe, weakref.ref(self), index))
+                stand_ins.append(gradient.with_local(rows))
             # Last what says that they are there, as an interrupt may come anywhere.
-            self._rows, self.is_shown = rows, True
+            self.is_shown = True
             self._stand_ins = stand_ins
-        return self._rows
+        return self._stand_ins
 
     def _show_sums(self) -> None:
         """Set ``.grad`` of the parameters whose sum is under way, which no optimizer may step."""
-        self._pending()
+        stand_ins = self._make_stand_ins()
         if not self._refuses_steps:
             CHECKS.append(refuse_pending)
             self._refuses_steps = True
         with torch._C.DisableTorchFunctionSubclass():
-            for parameter, stand_in in itertools.compress(
-                zip(self.parameters, self._stand_ins, strict=True), self.wanted
-            ):
+            for parameter, stand_in in itertools.compress(zip(self.parameters, stand_ins, strict=True), self.wanted):
                 _set(parameter, stand_in)
-
-    def _is_untouched(self, shown: Sequence[torch.Tensor | None]) -> bool:
-        """Whether every ``.grad`` is what was set here, and nothing was done to any."""
-        is_touched = any(rows.is_zeroed or rows.added is not None for rows in self._pending())
-        expected = (one if is_wanted else None for one, is_wanted in zip(self._stand_ins, self.wanted, strict=True))
-        return not is_touched and all(map(operator.is_, shown, expected))
-
-    def _sum_of(self, index: int, shown: torch.Tensor | None) -> PendingRows | None:
-        """Return what happened to the ``.grad`` of a parameter, None where that is no sum under way."""
-        return self._rows[index] if self._stand_ins and shown is self._stand_ins[index] else None
 
     # ------------------------------------------------------------------ a sum ends
 
@@ -204,17 +193,13 @@ class ShownGrads(GradBinding):
         if self._refuses_steps:
             CHECKS.remove(refuse_pending)
         self._refuses_steps = False
-        for rows in self._rows:
-            rows.forget()
+        for stand_in in self._stand_ins:
+            _rows_of(stand_in).added = None
 
     def _add_direct(self, shown: Sequence[torch.Tensor | None]) -> None:
-        """Add what was added to ``.grad`` beside the sum, which is complete."""
-        if self._stand_ins and self._is_untouched(shown):
-            return
-        self._adopt_direct(shown)
-        for index, rows in enumerate(self._rows):
-            if rows.added is not None:
-                self.final.get_local_tensor(index).view(-1).add_(rows.added.reshape(-1))
+        """Add what lies in ``.grad`` beside the sum, which is complete."""
+        for index, rows in self._beside(shown):
+            self.final.get_local_tensor(index).view(-1).add_(rows)
 
     def _show_wanted(self) -> bytearray:
         """Return which parameters' ``.grad`` is to be set; set those of parameters that keep what they had."""
@@ -246,50 +231,30 @@ class ShownGrads(GradBinding):
                     f"{dtype} were laid out for it; set it before the first forward"
                 ) from error
 
-    # ------------------------------------------------------------------ users change a sum
+    # ------------------------------------------------------------------ users drop a sum
 
-    def settle_sum(self) -> list[int] | None:
-        """Take notice, before a backward, of what users did to ``.grad`` while a sum was under way.
+    def settle_sum(self) -> bool:
+        """Return whether users have dropped ``.grad`` of a sum under way, which is looked at before a backward.
 
-        Returns:
-            The parameters whose sum they threw away; None where that of every one.
         Raises:
-            StateError: a backward has raised, and ``.grad`` was not dropped since.
+            StateError: of some parameters alone, or not after a backward that raised.
         """
         if not self.is_under_way:
-            return []
-        pending, dropped = self._pending(), []
-        for index, (gradient, is_wanted) in enumerate(zip(grads_of(self.parameters), self.wanted, strict=True)):
-            rows = self._sum_of(index, gradient)
-            if rows is None:
-                pending[index].forget()
-            if is_wanted and (rows is None or rows.is_zeroed):
-                dropped.append(index)
-        if len(dropped) == sum(self.wanted):
-            return None
+            return False
+        kept = bytearray(map(operator.is_, grads_of(self.parameters), self._make_stand_ins()))
+        if 1 not in itertools.compress(kept, self.wanted):
+            return True
         if self.is_void:
-            raise StateError(self.describe(next(i for i, one in enumerate(self.wanted) if one and i not in dropped)))
-        for index in dropped:
-            self.had[index] = self._has_had(index, grads_of(self.parameters)[index])
-            self.wanted[index] = self.missing[index] = self.trained[index]
-            if self.state is GradState.PARTIAL:
-                self.main_grad.get_local_tensor(index).zero_()
-            if self.carry is not None:
-                self.final.layout.piece(index, self.carry).zero_()
-        return dropped
-
-    def _adopt_direct(self, shown: Sequence[torch.Tensor | None]) -> None:
-        """Take what lies in ``.grad`` beside a sum as something to add to it in the end."""
-        pending = self._pending()
-        for index, gradient in enumerate(shown):
-            rows = self._sum_of(index, gradient)
-            if rows is not None:
-                if rows.is_added:
-                    self.missing[index] = 0
-                rows.is_zeroed = False
-            elif gradient is not None:
-                pending[index].receive(own_rows(self.fsdp_params, index, gradient))
-                self.wanted[index] = self.had[index] = 1
+            raise StateError(self.describe(kept.index(1)))
+        dropped = bytearray(map(operator.gt, self.wanted, kept))
+        if 1 in dropped:
+            first, other = (self.fsdp_params.owned[each.index(1)].name for each in (dropped, kept))
+            raise StateError(
+                f"{self.name}: .grad of parameter {first!r} was dropped or replaced while its sum is under way, and "
+                f"that of {other!r}, which is summed up with it, was not. Call zero_grad() of the model, which drops "
+                "all of them, or change gradients after the last microbatch."
+            )
+        return False
 
     def describe(self, index: int) -> str:
         """Return the words of the error for who reads the ``.grad`` of a parameter while it is such a sum."""
@@ -301,26 +266,18 @@ class ShownGrads(GradBinding):
             )
         return (
             f"{name} is a sum under way, not reduced over all ranks yet. Run the last microbatch outside of no_sync() "
-            "and of microbatch(model, False), and call finalize_backward() if that is manual, before .grad is read or "
-            "an optimizer steps; after a backward that raised call zero_grad() first."
+            "and of microbatch(model, False), and call finalize_backward() if that is manual, before .grad is used or "
+            "an optimizer steps. zero_grad(set_to_none=True) drops it, as is to be done after a backward that raised."
         )
-
-    def _has_had(self, index: int, shown: torch.Tensor | None) -> bool:
-        """Whether a plain model would have a gradient beside the one that is summed up next."""
-        if self._sum_of(index, shown) is None:
-            return shown is not None
-        # Of a sum that was set to zero: a sum of nothing is none still.
-        return bool(self.had[index] or not self.missing[index])
 
     # ------------------------------------------------------------------ the optimizer reads
 
     def _settle_others(self) -> DBuffer | None:
         """Return the final gradients where some of ``.grad`` may be others; see ``settled``."""
         shown = grads_of(self.parameters)
-        for index, gradient in enumerate(shown) if self.is_under_way else ():
-            rows = self._sum_of(index, gradient)
-            if rows is not None:
-                rows.values()
+        for index, stand_in in enumerate(self._stand_ins if self.is_under_way else ()):
+            if shown[index] is stand_in:
+                raise StateError(self.describe(index))
         if self.state is GradState.PARTIAL or all(gradient is None for gradient in shown):
             return None
         if self.hold():
@@ -365,6 +322,11 @@ class ShownGrads(GradBinding):
                 rows = own_rows(self.fsdp_params, index, gradient)
                 if rows.data_ptr() != mine.data_ptr():
                     mine.view(-1).copy_(rows.reshape(-1))
+
+
+def _rows_of(stand_in: FlatDTensor) -> PendingRows:
+    assert isinstance(stand_in._local_tensor, PendingRows)
+    return stand_in._local_tensor
 
 
 def _either(ones: Iterable[int], others: Iterable[int]) -> bytearray:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -26,8 +25,7 @@ class Wrapping:
 
     def __init__(self, mesh: DeviceMesh | None) -> None:
         self._ranks = None if mesh is None else mesh_ranks(mesh)
-        self._action = "calls fully_shard"
-        self._is_agreeing = False
+        self._action, self._is_agreeing = "calls fully_shard", False
 
     def __enter__(self) -> Wrapping:
         return self
@@ -75,8 +73,7 @@ class FirstUse:
             this process is the only one.
     """
 
-    def __init__(self, schedule: weakref.ref[Schedule]) -> None:
-        self._schedule = schedule
+    def __init__(self) -> None:
         self.is_over = False
         self.tokens: dict[tuple[int, ...], str] = {}
 
@@ -84,22 +81,20 @@ class FirstUse:
         """A unit is about to be gathered; raises as ``agree`` does."""
         follow_grad_dtypes(unit)
         if not all(group.rests_whole for group in unit.groups):
-            self.agree()
+            self.agree(unit.schedule)
 
     def before_reduction(self, unit: Unit) -> None:
         """Gradients of a unit are about to be reduced, or kept; raises as ``agree`` does."""
         if unit.requires_gradient_sync:
-            self.agree()
+            self.agree(unit.schedule)
 
-    def agree(self) -> None:
+    def agree(self, schedule: Schedule) -> None:
         """Wait until all ranks are about to use the same units, with the same settings.
 
         Raises:
             MeshError: on every rank, when any two of them differ.
             AgreementError: another rank did not come.
         """
-        schedule = self._schedule()
-        assert schedule is not None
         root, units = schedule.root_ref(), schedule.units()
         for unit in units:
             follow_grad_dtypes(unit)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import nn
 
-from megatron_fsdp.runtime.step.backward import Backward, Pass
+from megatron_fsdp.runtime.step.backward import Backward
 from megatron_fsdp.runtime.step.schedule import Schedule
 from megatron_fsdp.runtime.step.unit import Call, Unit
 
@@ -83,37 +83,39 @@ def is_run(leaf: torch.Tensor) -> bool | None:
         return None
 
 
-def before_recomputation(backward: Backward, schedule: Schedule, unit: Unit, module: nn.Module) -> None:
-    """Gather the unit for a forward inside of backward."""
+def before_recomputation(unit: Unit, module: nn.Module) -> None:
+    """Gather a unit for a forward inside of backward."""
+    backward: Backward = unit.backward
+    schedule: Schedule = unit.schedule
     # Reentrant checkpointing runs the first forward without a graph, so no output is watched, and this is where
     # backward is seen to move on. Units whose outputs are watched are left by the watch.
-    now = backward.begin()
-    for other in now.latest_first():
-        if other is not unit and not _is_watched(backward, now, other) and not _encloses(other, unit):
+    backward.begin()
+    for other in backward.latest_first():
+        if other is not unit and not _is_watched(backward, other) and not _encloses(other, unit):
             backward.leave_unit(other)
-    if unit.open_call is not None or not _is_watched(backward, now, unit):
+    if unit.open_call is not None or not _is_watched(backward, unit):
         schedule.open_call(unit, module)
         if unit.open_call is not None:
-            now.repeated[id(unit)] = unit.open_call
+            backward.repeated[id(unit)] = unit.open_call
             # Not reentrant, the call in the graph is the first one.
             unit.open_call.is_due = not unit.calls_not_entered(backward.number)
-        schedule.admit_replaced_params(unit)
-    now.active[id(unit)] = unit.reference
+        schedule.settle_replaced_params(unit)
+    backward.active[id(unit)] = unit.reference
     schedule.unshard(unit, check=False)
 
 
-def _is_watched(backward: Backward, now: Pass, unit: Unit) -> bool:
+def _is_watched(backward: Backward, unit: Unit) -> bool:
     """Whether a hook on outputs says, or will say, that backward is in a call of the unit."""
-    return _is_inside(now, unit) or backward.awaits_call(now, unit)
+    return _is_inside(backward, unit) or backward.awaits_call(unit)
 
 
-def _is_inside(now: Pass, unit: Unit) -> bool:
+def _is_inside(backward: Backward, unit: Unit) -> bool:
     """Whether backward is in a call that it has come to in the graph under way, or comes to one computed again."""
-    repeated = now.repeated.get(id(unit))
+    repeated = backward.repeated.get(id(unit))
     if repeated is not None and not repeated.entered:
         return True
-    first = now.entered.get(id(unit))
-    return first is not None and id(unit) in now.active and first.task <= torch._C._current_graph_task_id()
+    first = backward.entered.get(id(unit))
+    return first is not None and id(unit) in backward.active and first.task <= torch._C._current_graph_task_id()
 
 
 def _encloses(outer: Unit, inner: Unit) -> bool:

@@ -1,10 +1,8 @@
 """MissingGradients: whether a parameter that got no gradient on this rank got one on any.
 
-If one did, this rank takes part in the mean with zeros; if none did, ``.grad`` is None as in any model, since an
-optimizer with momentum or weight decay would move it. Nothing is asked while no gradient is missing: who misses some
-says so in the job's store before they are reduced. When that is done all have passed that point, and unless all have
-said so one of them has every gradient. Else all know that all miss some, and vote on which by one small collective, now
-and at the end of each accumulation until nobody misses any (docs/design/missing_gradients.md).
+If one did, this rank takes part in the mean with zeros; if none did, ``.grad`` is None as in any model. Who misses some
+says so in the job's store; if all have, they vote on which, now and until nobody misses any
+(docs/design/missing_gradients.md).
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ import torch
 from dbuffer.collectives import all_reduce
 from megatron_fsdp.runtime.guards.agreement import mesh_ranks
 from megatron_fsdp.runtime.guards.rendezvous import job_store
-from megatron_fsdp.runtime.step.cuda_lane import is_capturing, wait_on_host
+from megatron_fsdp.runtime.step.lanes import is_capturing, wait_on_host
 
 if TYPE_CHECKING:
     from megatron_fsdp.runtime.step.gradients import GradientBuffer
@@ -50,7 +48,7 @@ class MissingGradients:
                 circle = self._circle(group)
                 if circle.is_quiet and self.tokens.get(circle.ranks) and not is_capturing(circle.device):
                     circle.has_said = True
-                    _store().add(f"{self._name_for(circle)} missing", 1)
+                    circle.store.add(f"{self._name_for(circle)} missing", 1)
         self._look()
 
     def settle(self, final: Sequence[ParameterGroup], units: Iterable[Unit]) -> None:
@@ -108,6 +106,11 @@ class _Circle:
         self._old_keys: tuple[str, ...] = ()
 
     @property
+    def store(self) -> Any:
+        """The job's, which is there for who has others."""
+        return job_store()
+
+    @property
     def is_quiet(self) -> bool:
         """Whether nothing is to be found out."""
         return not (self.has_said or self.asks)
@@ -116,7 +119,7 @@ class _Circle:
         """Whether every rank has left word in the accumulation of that name."""
         # Reductions that are done have waited for every rank, and every rank has spoken before its own.
         wait_on_host(self.device)
-        store, said, verdict = _store(), f"{name} missing", f"{name} verdict"
+        store, said, verdict = self.store, f"{name} missing", f"{name} verdict"
         have_all = store.add(said, 0) == len(self.ranks)
         # The first look counts for all who look. Who has said nothing does not, but then it is this very answer.
         found = store.compare_set(verdict, "", "all" if have_all else "some").decode()
@@ -147,9 +150,3 @@ class _Circle:
             missing = bytearray(1 - next(left) for _ in buffer.binding.missing)
             if id(buffer) in wanted:
                 buffer.binding.missing = missing
-
-
-def _store() -> Any:
-    store = job_store()
-    assert store is not None
-    return store

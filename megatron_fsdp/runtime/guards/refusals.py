@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, NoReturn
-
-import torch
+from typing import NoReturn
 
 from megatron_fsdp.errors import StateError
-from megatron_fsdp.runtime.step.pytree import iterate_tensors
+from megatron_fsdp.runtime.step.fsdp_params import WeightHandle
 from megatron_fsdp.runtime.step.unit import Call, Unit
 
-__all__ = ["note_reads", "refuse_reads", "refuse_recorded", "refuse_stepped"]
+__all__ = ["refuse_reads", "refuse_recorded", "refuse_stepped"]
 
 
 def refuse_recorded(unit: Unit) -> NoReturn:
@@ -44,57 +41,14 @@ def refuse_stepped(call: Call) -> None:
             )
 
 
-def note_reads(call: Call, output: Any) -> None:
-    """Note which weight the backward of a call would read, as its graph has saved it.
-
-    ``set_unshard_in_backward(False)`` promises that it reads none.
-    """
-    if torch._C._autograd._top_saved_tensors_default_hooks(False) is None:
-        saved = (name for tensor in _saved(call, output) for name in _names_over(call.unit, tensor))
-        call.reads = next(saved, None)
-
-
-def refuse_reads(call: Call) -> NoReturn:
-    """Refuse the backward of a call that reads weights which were given back.
+def refuse_reads(handle: WeightHandle) -> NoReturn:
+    """Refuse a backward that reads a weight which was given back.
 
     Raises:
         StateError: always.
     """
     raise StateError(
-        f"unit {call.unit.name!r}: its backward reads parameter {call.reads!r}, which was not gathered again because "
-        "of set_unshard_in_backward(False). That is for look-ups and for what needs no gradient of its input; or keep "
-        "the weights: set_reshard_after_forward(False) on the unit."
+        f"{handle.words}: backward reads it, and it was not gathered again because of set_unshard_in_backward(False). "
+        "That is for look-ups and for what needs no gradient of its input; or keep the weights: "
+        "set_reshard_after_forward(False) on the unit."
     )
-
-
-def _saved(call: Call, output: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors that operators saved since the call began."""
-    nodes = [tensor.grad_fn for tensor in iterate_tensors(output)]
-    seen = set()
-    while nodes:
-        node: Any = nodes.pop()
-        if node is None or node in seen or node._sequence_nr() < call.first_node:
-            continue
-        seen.add(node)
-        nodes += [following for following, _ in node.next_functions]
-        names = [name for name in dir(node) if name.startswith("_saved_")]
-        for value in (*getattr(node, "saved_tensors", ()), *(_value(node, name) for name in names)):
-            if isinstance(value, torch.Tensor):
-                yield value
-
-
-def _value(node: Any, name: str) -> Any:
-    try:
-        return getattr(node, name)
-    except RuntimeError:
-        # Changed in place since, which is autograd's to say.
-        return None
-
-
-def _names_over(unit: Unit, tensor: torch.Tensor) -> Iterator[str]:
-    """Yield the parameters in whose gathered memory a tensor begins."""
-    for group in unit.groups:
-        for name, weight in zip(group.parameters, group.fsdp_params.unsharded_params, strict=True):
-            begin = tensor.data_ptr() - weight.data_ptr()
-            if not group.rests_whole and 0 <= begin < weight.numel() * weight.itemsize:
-                yield name

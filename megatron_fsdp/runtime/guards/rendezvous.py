@@ -19,12 +19,12 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from dbuffer import MeshError
 from dbuffer.collectives import wait_for
 from dbuffer.mesh import job_timeout
-from megatron_fsdp.errors import AgreementError, ConfigError
+from megatron_fsdp.errors import AgreementError
 from megatron_fsdp.formatting import rank_list
 
 __all__ = ["job_store", "meet", "report_failure"]
@@ -49,25 +49,21 @@ def meet(ranks: Sequence[int], action: str, lines: Sequence[str] = (), complaint
     Raises:
         MeshError: on all of them, when what any two are about to do differs.
         AgreementError: a rank raised or ended instead, or did not come before the job's timeout (or a watch's).
-        ConfigError: the job's store cannot serve for it.
     """
     rendezvous = _Rendezvous.enter(ranks)
     if rendezvous is None:
         return ""
-    mine = f"rank {rendezvous.rank} {action}"
     try:
-        rendezvous.join([action, *lines])
+        rendezvous.join([action, *lines], complaint, advice)
         wait_for(rendezvous)
     except BaseException as error:
         rendezvous.fail(action, error)
         raise
-    verdict, _, rest = rendezvous.store.get("verdict").decode().partition(" ")
+    verdict, _, words = rendezvous.store.get("verdict").decode().partition(" ")
     if verdict == "gone":
-        raise AgreementError(f"{mine}, but {rest}")
-    if verdict == "late":
-        raise AgreementError(f"{mine}, but {_absence(rendezvous, *map(int, rest.split()))}")
+        raise AgreementError(f"rank {rendezvous.rank} {action}, but {words}")
     if verdict == "differ":
-        raise MeshError(_difference(rendezvous.store, complaint, advice, rest.split()))
+        raise MeshError(words)
     return rendezvous.name
 
 
@@ -100,20 +96,18 @@ class _Rendezvous(dist.Work):
         if len(ranks) < 2 or not dist.is_initialized() or dist.get_rank() not in ranks:
             return None
         store = job_store()
-        if store is None:
-            return None
-        _check_store(store)
         # Each rank counts its own in the store, which outlives process groups that are made anew over it.
-        return cls(store, ranks, store.add(f"{_prefix(ranks)} of {dist.get_rank()}", 1))
+        return None if store is None else cls(store, ranks, store.add(f"{_prefix(ranks)} of {dist.get_rank()}", 1))
 
-    def join(self, said: Sequence[str]) -> None:
+    def join(self, said: Sequence[str], complaint: str, advice: str) -> None:
         """Take part: the last to come, or the first who says something else than the first of all, ends it."""
         digest = hashlib.sha256("\n".join(said).encode()).hexdigest()[:32]
         rank, first = self.store.compare_set("first", "", f"{self.rank} {digest}").decode().split()
-        if first != digest or int(rank) == self.rank:
-            self.store.set(f"said {self.rank}", json.dumps(said))
+        if int(rank) == self.rank:
+            self.store.set("said", json.dumps(said))
         if first != digest:
-            self.end(f"differ {rank} {self.rank}")
+            heard = {int(rank): json.loads(self.store.get("said")), self.rank: list(said)}
+            self.end(f"differ {_difference(dict(sorted(heard.items())), complaint, advice)}")
         elif self.store.add("here", 1) == len(self.ranks):
             self.end("agreed")
 
@@ -126,22 +120,6 @@ class _Rendezvous(dist.Work):
     def end(self, verdict: str) -> None:
         """Write how the rendezvous ends, unless another rank has."""
         self.store.compare_set("verdict", "", verdict)
-
-    def comes(self, name: str, timeout_s: float) -> bool:
-        """Wait for something to be written under a name; tell whether it was."""
-        if timeout_s >= _LOOK_S:
-            # A FileStore's wait that ends raises what a broken store's raises, too; to ask once more tells them apart.
-            with contextlib.suppress(RuntimeError):
-                self.store.wait([name], datetime.timedelta(seconds=timeout_s))
-            return bool(self.store.check([name]))
-        # The store's own wait leaves two warnings in the log each time that nothing comes.
-        deadline, pause_s = time.monotonic() + timeout_s, 0.001
-        while not self.store.check([name]):
-            if time.monotonic() >= deadline:
-                return False
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-        return True
 
     def is_completed(self) -> bool:
         """Whether there is a verdict."""
@@ -156,7 +134,7 @@ class _Rendezvous(dist.Work):
         limit = timeout or job_timeout() or _DEFAULT_TIMEOUT
         deadline = time.monotonic() + limit.total_seconds()
         look_s = _LOOK_S
-        while not self.comes("verdict", min(look_s, deadline - time.monotonic())):
+        while not self._comes(min(look_s, deadline - time.monotonic())):
             look_s = min(2 * look_s, _LONGEST_LOOK_S)
             self.look_for_ended()
             self.store.set(f"waits {self.rank}", "")
@@ -164,14 +142,34 @@ class _Rendezvous(dist.Work):
                 continue
             if timeout:
                 raise RuntimeError("some ranks have not come yet")
-            missing = [str(rank) for rank in self.ranks if not self.store.check([f"waits {rank}"])]
-            self.end(f"late {limit.total_seconds():.0f} {' '.join(missing)}")
+            missing = rank_list([rank for rank in self.ranks if not self.store.check([f"waits {rank}"])])
+            self.end(
+                f"gone {missing} did not come within {limit.total_seconds():.0f} s. Every rank of the mesh "
+                f"({rank_list(self.ranks)}) has to; look at {missing} for another number of units, for work that only "
+                "one rank does, or for a process that ended"
+            )
+        return True
+
+    def _comes(self, timeout_s: float) -> bool:
+        """Wait for the verdict; tell whether it came."""
+        if timeout_s >= _LOOK_S:
+            # A FileStore's wait that ends raises what a broken store's raises, too; to ask once more tells them apart.
+            with contextlib.suppress(RuntimeError):
+                self.store.wait(["verdict"], datetime.timedelta(seconds=timeout_s))
+            return self.is_completed()
+        # The store's own wait leaves two warnings in the log each time that nothing comes.
+        deadline, pause_s = time.monotonic() + timeout_s, 0.001
+        while not self.is_completed():
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         return True
 
     def look_for_ended(self) -> None:
         """See whether the process of one of the ranks has ended with an exception."""
-        store = self._job_store
-        for line in store.get(_ended()).decode().splitlines() if store.check([_ended()]) else ():
+        store, ended = self._job_store, f"megatron_fsdp ended{_attempt()}"
+        for line in store.get(ended).decode().splitlines() if store.check([ended]) else ():
             rank, reason = line.split(" ", 1)
             if int(rank) in self.ranks:
                 self.end(f"gone rank {rank} has ended with {reason}")
@@ -180,11 +178,6 @@ class _Rendezvous(dist.Work):
 def _prefix(ranks: Sequence[int]) -> str:
     listed = hashlib.sha1("_".join(map(str, ranks)).encode(), usedforsecurity=False).hexdigest()
     return f"megatron_fsdp rendezvous {listed}{_attempt()}"
-
-
-def _ended() -> str:
-    """Return where processes that end with an exception say so."""
-    return f"megatron_fsdp ended{_attempt()}"
 
 
 def _attempt() -> str:
@@ -201,13 +194,15 @@ def _leave_word() -> None:
     store: Any = job_store()
     reason = f"{type(error).__name__}: {error}".partition("\n")[0]
     with contextlib.suppress(AttributeError, RuntimeError):
-        store.append(_ended(), f"{dist.get_rank()} {reason}\n")
+        store.append(f"megatron_fsdp ended{_attempt()}", f"{dist.get_rank()} {reason}\n")
 
 
 def job_store() -> Store | None:
     """Return the job's store; None where one process stands for all ranks, so that nobody else would come."""
     store: Store = dist.distributed_c10d._get_default_store()
-    inner = _innermost(store)
+    inner: Any = store
+    while isinstance(inner, PrefixStore):
+        inner = inner.underlying_store
     backends = {name.rpartition(":")[2] for name in dist.get_backend().split(",")}
     # A HashStore is memory of this process. Threads as ranks share one.
     is_own = isinstance(inner, HashStore) and backends != {"threaded"}
@@ -216,55 +211,21 @@ def job_store() -> Store | None:
     return None if is_own or is_fake else store
 
 
-def _innermost(store: Store) -> Any:
-    inner: Any = store
-    while isinstance(inner, PrefixStore):
-        inner = inner.underlying_store
-    return inner
-
-
-def _check_store(store: Store) -> None:
-    """Refuse a store written in Python that lacks the one operation by which one of several ranks is the first."""
-    kind = type(_innermost(store))
-    if kind not in (TCPStore, FileStore, HashStore) and kind.compare_set is Store.compare_set:
-        raise ConfigError(
-            f"torch.distributed runs on a store of class {kind.__name__}, which has no compare_set(key, expected, "
-            "desired): the ranks agree in it on what they do. Give init_process_group an address, a TCPStore, a "
-            f"FileStore or a HashStore, or write {kind.__name__}.compare_set"
-        )
-
-
-def _absence(rendezvous: _Rendezvous, limit_s: int, *missing: int) -> str:
-    """Return who did not come in time, in the words of one who did, or of one who comes when it is too late."""
-    ranks = rendezvous.ranks
-    what = f"{rank_list(missing)} did not within {limit_s} s"
-    if rendezvous.rank in missing:
-        others = rank_list([rank for rank in ranks if rank not in missing])
-        what = f"only after {others} had waited for it for {limit_s} s and raised"
-    return (
-        f"{what}. Every rank of the mesh ({rank_list(ranks)}) has to; look at {rank_list(missing)} for another "
-        "number of units, for work that only one rank does, or for a process that ended"
-    )
-
-
-def _difference(store: Store, complaint: str, advice: str, ranks: Sequence[str]) -> str:
-    """Return what is not the same on two ranks, in the words of both of them on every rank."""
-    heard: dict[str, list[str]] = {rank: json.loads(store.get(f"said {rank}")) for rank in sorted(ranks, key=int)}
+def _difference(heard: dict[int, list[str]], complaint: str, advice: str) -> str:
+    """Return what is not the same on two ranks, of what each is about to do and its details."""
     if len({action for action, *_ in heard.values()}) > 1:
         sides = "; ".join(f"rank {rank} {action}" for rank, (action, *_) in heard.items())
         return (
             f"the ranks of a mesh do different things: {sides}. Look for a number or an order of units that depends on "
             "the rank"
         )
+    same = set.intersection(*map(set, heard.values()))
     sides = "; ".join(
-        f"rank {rank} has {_beside(said, [other for one, other in heard.items() if one != rank])}"
-        for rank, said in heard.items()
+        f"rank {rank} has {_listed([line for line in said if line not in same])}" for rank, said in heard.items()
     )
     return f"{complaint}: {sides}. {advice}"
 
 
-def _beside(lines: Sequence[str], others: Sequence[Sequence[str]]) -> str:
-    """Return the first lines that are not the same elsewhere."""
-    own = [line for line in lines if any(line not in other for other in others)]
-    more = f" and {len(own) - _NUM_SHOWN} more" if len(own) > _NUM_SHOWN else ""
-    return (", ".join(own[:_NUM_SHOWN]) or "nothing beside what both have") + more
+def _listed(lines: Sequence[str]) -> str:
+    more = f" and {len(lines) - _NUM_SHOWN} more" if len(lines) > _NUM_SHOWN else ""
+    return (", ".join(lines[:_NUM_SHOWN]) or "nothing beside what both have") + more

@@ -16,34 +16,38 @@ from dbuffer import DBuffer, FlatDTensor, Plan
 from dbuffer.dtensor.attribute_ops import rebind, refuse_uses
 from megatron_fsdp.build.builder import GroupSpec
 from megatron_fsdp.build.ownership import OwnedParameter, mark_owned
-from megatron_fsdp.errors import ConfigError, StateError
+from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.policy.precision import grad_dtype_of, set_grad_dtype
 from megatron_fsdp.runtime.grads.invariant_reduction import InvariantGradients
 from megatron_fsdp.runtime.grads.late_gradients import LateGradients, packs_late
 from megatron_fsdp.runtime.grads.packed_gradients import PackedGradients
-from megatron_fsdp.runtime.lifecycle.param_registry import make_module_infos, register, registered
-from megatron_fsdp.runtime.step.cuda_lane import turns
-from megatron_fsdp.runtime.step.freshness import Freshness
-from megatron_fsdp.runtime.step.fsdp_params import FSDPParams, gradient_hook
-from megatron_fsdp.runtime.step.lanes import join_lanes
+from megatron_fsdp.runtime.step.freshness import Freshness, hear_of_steps
+from megatron_fsdp.runtime.step.fsdp_params import (
+    FSDPParams,
+    ParamModuleInfos,
+    Place,
+    WeightHandle,
+    gradient_hook,
+    handle_of,
+)
+from megatron_fsdp.runtime.step.gradients import ReduceFunction
+from megatron_fsdp.runtime.step.lanes import join_lanes, turns
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup, note_group
-from megatron_fsdp.runtime.step.reduction import ReduceFunction
-from megatron_fsdp.runtime.step.weight_handle import WeightHandle, handle_of
 from megatron_fsdp.runtime.weights.extension_hooks import ExtensionWeights
 from megatron_fsdp.runtime.weights.gathered_weight import KINDS
 from megatron_fsdp.runtime.weights.packed_weights import PackedWeights
-from megatron_fsdp.runtime.weights.param_layout import is_laid_out_like, laid_out
 from megatron_fsdp.runtime.weights.sharded_weights import ShardedWeights
-from megatron_fsdp.runtime.weights.stale_weights import STALE, mark_gathered, mark_replaced
+from megatron_fsdp.runtime.weights.stale_weights import refuse_stale
 
 __all__ = [
-    "adopt_param", "forget_originals", "make_gradients", "make_param_group", "materialize_group", "readopt", "rebuild",
-    "set_divisor", "set_reduction", "set_requires_grad", "shown_over",
+    "follow_locals", "forget_originals", "make_gradients", "make_param_group", "materialize_group", "note_params",
+    "rebuild", "register", "set_divisor", "set_reduction", "set_requires_grad", "shown_over",
 ]  # fmt: skip
 
 
 def make_param_group(owned: Sequence[OwnedParameter], plan: Plan, spec: GroupSpec, name: str) -> ParameterGroup:
     """Return the group of some parameters, filled with their values; ``register`` of its parameters is left to do."""
+    hear_of_steps(refuse_stale)
     group = ParameterGroup(owned, plan, spec, name)
     # Before the buffers: their memory goes back to an allocator that knows nothing of lanes.
     weakref.finalize(group, join_lanes).atexit = False
@@ -69,7 +73,7 @@ def _build(group: ParameterGroup, spec: GroupSpec, known: Sequence[nn.Parameter]
     group.weights, group.rests_whole = weights, weights.rests_whole
     group.main_weight, group.model_weight, group.gathered = weights.main, weights.model, weights.gathered
     params = group.fsdp_params = _make_params(group, weights, known)
-    _note_params(group)
+    note_params(group)
     for index, owned in enumerate(group.owned):
         set_requires_grad(params, index, owned.parameter.requires_grad)
     if weights.remainder is not None:
@@ -97,7 +101,6 @@ def _make_params(group: ParameterGroup, weights: ShardedWeights, known: Sequence
     for index, each in enumerate(group.owned):
         weight = _with_attributes(each, weights.unsharded(index, each))
         weight._fsdp_handle = WeightHandle(reference, each.name)  # type: ignore[attr-defined]  # an attribute of its own
-        mark_gathered(weight, each.name)
         unsharded.append(weight)
     params = FSDPParams(group.owned, weights.main, list(known) or sharded, unsharded, KINDS)
     if isinstance(weights, ExtensionWeights):
@@ -112,8 +115,7 @@ def _standing_for(owned: OwnedParameter, value: torch.Tensor, requires_grad: boo
 def _with_attributes(owned: OwnedParameter, param: nn.Parameter) -> nn.Parameter:
     """Set on a parameter what users set on the one that it stands for; a subclass has its inner tensors there."""
     for name, attribute in vars(owned.parameter).items() if owned.extension is None else ():
-        if name != STALE:
-            setattr(param, name, attribute)
+        setattr(param, name, attribute)
     return param
 
 
@@ -129,11 +131,11 @@ def set_requires_grad(params: FSDPParams, index: int, requires_grad: bool) -> No
         torch.Tensor.register_post_accumulate_grad_hook(used, hook)  # type: ignore[no-untyped-call]  # torch's stub
 
 
-def _note_params(group: ParameterGroup) -> None:
+def note_params(group: ParameterGroup) -> None:
     """Let the sharded parameters be found by name, and the group by them; refuse what would have no effect on them."""
     params = group.fsdp_params
     params.module_infos = make_module_infos(params.owned, params.sharded_params, params.unsharded_params)
-    _follow_locals(params)
+    follow_locals(params)
     group.parameters = dict(zip((each.name for each in group.owned), params.sharded_params, strict=True))
     for owned, param, weight in zip(group.owned, params.sharded_params, params.unsharded_params, strict=True):
         note_group(param, group)
@@ -144,7 +146,7 @@ def _note_params(group: ParameterGroup) -> None:
             set_grad_dtype(param, owned.grad_dtype)
 
 
-def _follow_locals(params: FSDPParams) -> None:
+def follow_locals(params: FSDPParams) -> None:
     """Count changes of the tensors that the sharded parameters lie in now."""
     # Every in-place operator on a sharded parameter changes the version of the rows below it.
     locals_ = [param._local_tensor for param in params.sharded_params if isinstance(param, DTensor)]
@@ -205,7 +207,6 @@ def forget_originals(group: ParameterGroup) -> None:
     """Let go of the parameters that the group was built from: their memory is the whole unit's."""
     for owned, param in zip(group.owned, group.fsdp_params.sharded_params, strict=True):
         mark_owned(owned.parameter, group.name, owned.name)
-        mark_replaced(owned.parameter, owned.name)
         if not group.is_meta:
             owned.parameter = param
             if owned.extension is not None:
@@ -246,71 +247,32 @@ def set_reduction(
         group.gradients.reduction.hook, group.gradients.reduction.function = group.reduce_hook, group.reduce_function
 
 
-# ---------------------------------------------------------------- parameters that users register or load
+# ---------------------------------------------------------------- where parameters are registered
 
 
-def _rows(params: FSDPParams, index: int) -> FlatDTensor:
-    rows = params.wrap(index, params.main_weight.get_dtensor(index))
-    assert isinstance(rows, FlatDTensor)
-    return rows
+def make_module_infos(
+    owned: Sequence[OwnedParameter], sharded: Sequence[nn.Parameter], unsharded: Sequence[nn.Parameter]
+) -> ParamModuleInfos:
+    """Return the places of parameters, and what is to be registered there."""
+    places: list[Place] = []
+    indices: list[int] = []
+    modules: list[weakref.ref[nn.Module] | None] = []
+    for index, (parameter, resting, used) in enumerate(zip(owned, sharded, unsharded, strict=True)):
+        for info in parameter.param_module_infos:
+            places.append((info.module._parameters, info.attribute, resting, used))
+            indices.append(index)
+            is_plain = type(info.module).__setattr__ is nn.Module.__setattr__
+            modules.append(None if is_plain else weakref.ref(info.module))
+    return ParamModuleInfos(places, indices, modules)
 
 
-def adopt_param(group: ParameterGroup, index: int, value: FlatDTensor) -> None:
-    """Make a sharded tensor parameter ``index``: its values, and the object itself, over this group's memory."""
-    params, owned = group.fsdp_params, group.owned[index]
-    old, rows = params.sharded_params[index], _rows(params, index)
-    assert isinstance(old, FlatDTensor)
-    with torch.no_grad():
-        values = value if is_laid_out_like(value, old) else laid_out(params, old, value.detach())
-        # Who kept the old parameter keeps its values.
-        rebind(old, old.with_local(old._local_tensor.clone()))
-        rows._local_tensor.copy_(values._local_tensor)
-        rebind(value, rows)
-    mark_replaced(old, owned.name)
-    owned.parameter = params.sharded_params[index] = value  # type: ignore[call-overload, assignment]  # it says that it is a parameter
-    _note_params(group)
-    if group.gradients is not None:
-        group.gradients.binding.replace(index, owned.parameter)
-    group.freshness.change()
-
-
-def readopt(group: ParameterGroup) -> bool:
-    """Copy values back where a registered parameter or its tensor was replaced; tell whether any was.
-
-    Raises:
-        StateError: the replacement has another shape, dtype or device.
-    """
-    params, is_changed = group.fsdp_params, False
-    for index, param in enumerate(params.sharded_params):
-        current, mine = registered(params.module_infos, index), params.main_weight.get_local_tensor(index)
-        if current is None or (current is param and (params.subclass or _lies_in(param, mine))):
-            continue
-        name = f"unit {group.name!r}: parameter {params.owned[index].name!r}"
-        if params.subclass:
-            raise StateError(
-                f"{name}, a {params.subclass}, was replaced; replace it before fully_shard, or copy values into it"
-            )
-        if (current.shape, current.dtype, current.device) != (param.shape, mine.dtype, mine.device):
-            raise StateError(
-                f"{name} was replaced by {current.dtype} {tuple(current.shape)} on {current.device}; its buffer holds "
-                f"{mine.dtype} {tuple(param.shape)} on {mine.device}. Change dtype or device before fully_shard, or "
-                "use MixedPrecisionPolicy."
-            )
-        with torch.no_grad():
-            rows = current if is_laid_out_like(current, param) else laid_out(params, param, current)
-            assert isinstance(rows, DTensor)
-            mine.view(-1).copy_(rows.to_local().reshape(-1))
-            param.data = _rows(params, index)
-        _follow_locals(params)
-        if current is not param:
-            param.grad = None  # A parameter that is loaded by assign=True brings no gradient.
-        is_changed = True
-    register(params.module_infos)
-    return is_changed
-
-
-def _lies_in(param: torch.Tensor, rows: torch.Tensor) -> bool:
-    return isinstance(param, DTensor) and param.to_local().data_ptr() == rows.data_ptr()
+def register(infos: ParamModuleInfos) -> None:
+    """Register the sharded parameters, whatever was there."""
+    for registry, attribute, resting, _ in infos.plain:
+        registry[attribute] = resting
+    for module, attribute, resting, _ in infos.assigned:
+        setattr(module(), attribute, resting)
+    infos.shows_gathered = False
 
 
 @contextmanager

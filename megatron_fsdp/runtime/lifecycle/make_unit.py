@@ -11,9 +11,9 @@ from megatron_fsdp.build.ownership import settle_grad_dtypes
 from megatron_fsdp.errors import StateError
 from megatron_fsdp.policy.precision import MixedPrecisionPolicy, grad_dtype_of
 from megatron_fsdp.runtime.lifecycle.make_param_group import make_gradients, materialize_group, set_requires_grad
+from megatron_fsdp.runtime.step.fsdp_params import handle_of
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
 from megatron_fsdp.runtime.step.unit import Unit
-from megatron_fsdp.runtime.step.weight_handle import handle_of
 from megatron_fsdp.runtime.weights.memory_slots import place_unit
 
 __all__ = [

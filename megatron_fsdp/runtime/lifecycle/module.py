@@ -1,10 +1,11 @@
-"""FSDPModule: what a module becomes, and the hooks by which the runtime sees it run."""
+"""FSDPModule: what a module becomes, and the hooks by which PyTorch tells that it runs."""
 
 from __future__ import annotations
 
 import functools
+import types
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -12,19 +13,27 @@ from torch import nn
 
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.policy.slots import SlotChoice
-from megatron_fsdp.runtime.lifecycle.conversion import apply_to_group
-from megatron_fsdp.runtime.lifecycle.make_param_group import set_divisor, set_reduction
+from megatron_fsdp.runtime.grads.fuse import fuse_linear_layers
+from megatron_fsdp.runtime.lifecycle.make_param_group import register, set_divisor, set_reduction
 from megatron_fsdp.runtime.lifecycle.make_unit import follow_gradients
-from megatron_fsdp.runtime.lifecycle.param_registry import hide, unhide
+from megatron_fsdp.runtime.lifecycle.param_changes import (
+    after_load_state_dict,
+    apply_to_group,
+    before_load_state_dict,
+    before_state_dict,
+    hidden_params,
+)
 from megatron_fsdp.runtime.step.backward import Backward
-from megatron_fsdp.runtime.step.cuda_lane import settle_host
+from megatron_fsdp.runtime.step.lanes import settle_host
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
+from megatron_fsdp.runtime.step.schedule import after_forward, before_forward
 from megatron_fsdp.runtime.step.unit import Unit, WeightState, alive, is_in_backward, units_below
 from megatron_fsdp.runtime.weights.memory_slots import communicator_has_memory, keep_gathered, reshard_to, use_slots
 
-__all__ = ["FSDPModule", "FsdpModule", "GradientReductionHandle", "UnshardHandle", "sharded_class", "unit_of"]
-
-_innermost_transform = torch._C._functorch.peek_interpreter_stack
+__all__ = [
+    "FSDPModule", "FsdpModule", "GradientReductionHandle", "UnshardHandle", "check_conversion", "convert",
+    "register_fsdp_forward_method", "unit_of",
+]  # fmt: skip
 
 
 class GradientReductionHandle:
@@ -384,14 +393,12 @@ class FSDPModule:
         unit.schedule.settle_replaced_params(unit)
         unit.schedule.reshard(unit)
         settle_host()
-        hidden = [(infos, hide(infos)) for infos in (group.fsdp_params.module_infos for group in unit.groups)]
         try:
-            result = super()._apply(fn, recurse)  # type: ignore[misc]
-            for group in unit.groups:
-                apply_to_group(group, fn, is_awaited=any(call() is not None for call in unit.calls))
+            with hidden_params(unit):
+                result = super()._apply(fn, recurse)  # type: ignore[misc]
+                for group in unit.groups:
+                    apply_to_group(group, fn, is_awaited=any(call() is not None for call in unit.calls))
         finally:
-            for infos, places in hidden:
-                unhide(infos, places)
             # A group that was on the meta device, or of another dtype, has other gradient buffers now.
             follow_gradients(unit)
         return result
@@ -417,7 +424,7 @@ def _gather_afresh(unit: Unit) -> None:
     ):
         unit.schedule.reshard(unit)
     for group in unit.groups:
-        group.freshness.suspect()
+        group.freshness.is_suspect = True
     unit.schedule.start_gather(unit, check=True)
 
 
@@ -438,6 +445,74 @@ def unit_of(module: object) -> Unit:
 
 
 @functools.cache
-def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
+def _sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
     """Return the class ``FSDP<Class>`` of a module class, the same one each time."""
     return type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
+
+
+def check_conversion(modules: Iterable[nn.Module]) -> None:
+    """Raise where a module's class can't be changed, as of a ``ScriptModule``.
+
+    Raises:
+        ConfigError: it names the module.
+    """
+    for module in modules:
+        cls = type(module)
+        try:
+            module.__class__ = _sharded_class(cls)  # type: ignore[arg-type]  # classes are hashable
+            module.__class__ = cls
+        except TypeError as error:
+            raise ConfigError(
+                f"{cls.__name__} cannot become an FSDPModule: {error}. Call fully_shard on the module around it, or on "
+                "the nn.Module that it was made from"
+            ) from error
+
+
+def convert(modules: Iterable[nn.Module], unit: Unit) -> None:
+    """Register the unit's parameters, and make the modules ``FSDPModule``s with hooks; after ``check_conversion``."""
+    for group in unit.groups:
+        if group.spec.fuses_weight_gradients:
+            fuse_linear_layers(group.owned)
+        register(group.fsdp_params.module_infos)
+    for module in modules:
+        module.__class__ = _sharded_class(type(module))  # type: ignore[arg-type]  # classes are hashable
+        module._fsdp_unit = unit  # type: ignore[assignment]  # not a submodule or tensor: lands in the instance dictionary
+        module.register_forward_pre_hook(functools.partial(before_forward, unit), prepend=True, with_kwargs=True)
+        # Also called, with None for the output, when forward raised: parameters must not stay gathered then.
+        module.register_forward_hook(functools.partial(after_forward, unit), always_call=True)
+        module.register_state_dict_pre_hook(functools.partial(before_state_dict, unit))
+        module.register_load_state_dict_pre_hook(functools.partial(before_load_state_dict, unit))
+        module.register_load_state_dict_post_hook(functools.partial(after_load_state_dict, unit))
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Treat a call of another method (``generate``, ``encode``) like one of ``forward``: weights are gathered for it.
+
+    Nothing happens to a module that is not sharded, so model code may call it in either case.
+
+    Raises:
+        ConfigError: the module has no such method.
+
+    Example:
+        fully_shard(model)
+        register_fsdp_forward_method(model, "encode")
+        encoded = model.encode(batch)
+    """
+    if not isinstance(module, FSDPModule):
+        return
+    method = getattr(module, method_name, None)
+    if not callable(method):
+        raise ConfigError(f"{type(module).__name__} has no method {method_name!r} to register as a forward method")
+    unit = unit_of(module)
+
+    @functools.wraps(method)
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = before_forward(unit, self, args, kwargs) or (args, kwargs)
+        output = None
+        try:
+            output = method(*args, **kwargs)
+        finally:
+            output = after_forward(unit, self, args, output)
+        return output
+
+    setattr(module, method_name, types.MethodType(call, module))

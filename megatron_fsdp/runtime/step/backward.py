@@ -8,7 +8,9 @@ they are closed, which is where their gradients are reduced, and released (docs/
 from __future__ import annotations
 
 import functools
+import itertools
 import math
+import operator
 import weakref
 from collections.abc import Callable, Iterable
 from typing import NoReturn
@@ -17,58 +19,17 @@ import torch
 
 from dbuffer.events import listeners, tell
 from megatron_fsdp.errors import AgreementError
-from megatron_fsdp.runtime.step.cuda_lane import turns
 from megatron_fsdp.runtime.step.freshness import MOMENTS
 from megatron_fsdp.runtime.step.grad_binding import GradState
 from megatron_fsdp.runtime.step.gradients import GradientBuffer
-from megatron_fsdp.runtime.step.lanes import join_lanes
+from megatron_fsdp.runtime.step.lanes import join_lanes, turns
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
 from megatron_fsdp.runtime.step.schedule import Schedule
-from megatron_fsdp.runtime.step.unit import Call, Unit, alive, is_in_backward
+from megatron_fsdp.runtime.step.unit import Call, Unit, WeightState, alive, is_in_backward, task_id
 
-__all__ = ["Backward", "Pass"]
+__all__ = ["Backward"]
 
-
-class Pass:
-    """One backward.
-
-    Attributes:
-        ending: what autograd calls at the end; dead when the backward has raised.
-        active: units that it is in, or whose weights it has gathered once more. Weak, so that a model whose backward
-            raised is freed when it is deleted. entered: the oldest call of each unit that it has come to. repeated: the
-            last one of each unit that it has computed again. closed: units whose gradients it has done with. All by
-            identity.
-        deferred: units that were closed when nothing had a gradient yet.
-        has_gradients: whether anything has, or will have. task: autograd's number of the graph that it began in.
-    """
-
-    def __init__(self, ending: weakref.ref[functools.partial[None]]) -> None:
-        self.ending = ending
-        self.active: dict[int, weakref.ref[Unit]] = {}
-        self.entered: dict[int, Call] = {}
-        self.repeated: dict[int, Call] = {}
-        self.closed: set[int] = set()
-        self.deferred: list[weakref.ref[Unit]] = []
-        self.has_gradients = False
-        self.task = torch._C._current_graph_task_id()
-
-    def enter(self, unit: Unit, call: Call | None = None) -> None:
-        """Be in a unit, which may get gradients once more, or come to a call of it."""
-        key = id(unit)
-        if call is not None:
-            first = self.entered.get(key)
-            if first is None or call.begin < first.begin:
-                self.entered[key] = call
-        self.active[key] = unit.reference
-        self.closed.discard(key)
-
-    def latest_first(self) -> list[Unit]:
-        """Return the units that backward is in, inner ones before those around them, in one order on every rank."""
-        return sorted(alive(self.active.values()), key=self._begin, reverse=True)
-
-    def _begin(self, unit: Unit) -> int:
-        first = self.entered.get(id(unit))
-        return 0 if first is None else first.begin
+_RESTS_FINAL = operator.attrgetter("rests_final")
 
 
 class Backward:
@@ -80,6 +41,9 @@ class Backward:
         max_packed_buffers: how many units' packed gradients may live at once.
         is_manual: whether a backward leaves it to a ``finish`` outside of it to complete the gradients.
         is_unfinished: whether that is still to come. awaited: refuses what may not come before; None for nothing.
+        active: units that this backward is in, or whose weights it has gathered once more. Weak, so that a model whose
+            backward raised is freed when it is deleted. entered: the oldest call of each unit that it has come to.
+            repeated: the last one of each unit that it has computed again. All by identity.
     """
 
     def __init__(self, schedule: Schedule) -> None:
@@ -90,8 +54,18 @@ class Backward:
         self.max_packed_buffers = 2 if any(turns(device) is not None for device in devices) else 1
         self.is_manual = self.is_unfinished = False
         self.awaited: Callable[[str], NoReturn] | None = None
+        self.active: dict[int, weakref.ref[Unit]] = {}
+        self.entered: dict[int, Call] = {}
+        self.repeated: dict[int, Call] = {}
+        # Units whose gradients it has done with; those that were closed when nothing had a gradient yet.
+        self._closed: set[int] = set()
+        self._deferred: list[weakref.ref[Unit]] = []
+        # Whether anything has a gradient, or will have; autograd's number of the graph that it began in.
+        self._has_gradients = False
+        self._task = -1
+        # What autograd calls at the end; dead when the backward has raised, None where none is under way.
+        self._ending: weakref.ref[functools.partial[None]] | None = None
         self._schedule = schedule
-        self._pass: Pass | None = None
         self._has_sums = False
         # Units whose gradients are being reduced, in the order of issue.
         self._reducing: list[weakref.ref[Unit]] = []
@@ -109,16 +83,15 @@ class Backward:
 
     # ------------------------------------------------------------------ begin, raise
 
-    def begin(self) -> Pass:
+    def begin(self) -> None:
         """Note that a backward is under way."""
-        now = self._pass
-        if now is None or now.ending() is None:
+        if self._ending is None or self._ending() is None:
             self.recover()
             self.number += 1
             self.is_under_way = True
-            self._pass = now = Pass(self._follow_task())
+            self._task = task_id()
+            self._ending = self._follow_task()
             self._settle()
-        return now
 
     def _follow_task(self) -> weakref.ref[functools.partial[None]]:
         """Have autograd call ``finish`` at the end of its task; what is returned dies with a task that raises.
@@ -142,7 +115,7 @@ class Backward:
         Before whoever called backward hears of it. No more than that, as ranks that wait for this one may hold it up:
         ``recover`` gives memory back.
         """
-        if self._pass is not None and self._pass.ending is ending:
+        if self._ending is ending:
             for buffer in self._buffers():
                 buffer.void(self.number)
             self._has_sums = True
@@ -152,7 +125,7 @@ class Backward:
 
         Outside of any backward it is over, whether or not a device's thread has let go of the task by then.
         """
-        if self._pass is not None and (self._pass.ending() is None or not is_in_backward()):
+        if self._ending is not None and (self._ending() is None or not is_in_backward()):
             self._abandon()
 
     def reset(self) -> None:
@@ -166,7 +139,7 @@ class Backward:
     def _abandon(self) -> None:
         for unit in self._schedule.units():
             unit.open_call = None
-            for buffer in unit.gradients if self._pass is not None else ():
+            for buffer in unit.gradients if self._ending is not None else ():
                 buffer.abandon(self.number)
                 self._has_sums = self._has_sums or buffer.binding.is_under_way
             self._schedule.reshard(unit)
@@ -176,8 +149,10 @@ class Backward:
         for buffer in self._buffers():
             buffer.end_backward()
         self._schedule.end_backward()
-        self._pass = None
-        self.is_under_way = False
+        for each in (self.active, self.entered, self.repeated, self._closed, self._deferred):
+            each.clear()
+        self._has_gradients = self.is_under_way = False
+        self._ending = None
 
     # ------------------------------------------------------------------ enter
 
@@ -194,26 +169,25 @@ class Backward:
             self._guards.refuse_recorded(unit)
         if call.moment != MOMENTS[0]:
             self._guards.refuse_stepped(call)
-        now = self.begin()
-        task = torch._C._current_graph_task_id()
-        if task != now.task:
-            now.has_gradients = True
+        self.begin()
+        task = task_id()
+        if task != self._task:
+            self._has_gradients = True
         if call.entered == self.number:
-            self._unshard_again(now, unit)
+            self._unshard_again(unit)
         else:
             call.entered, call.task = self.number, task
-            unit.expect(call)
-            left = self._release_passed(now, call.end, entering=unit)
-            now.enter(unit, call)
+            if not call.is_expected:
+                unit.expect(call)
+            left = self._release_passed(call.end, entering=unit)
+            self._enter(unit, call)
             self._gather(call, unit)
             # Later than gathers, for which compute waits first, and before the host waits for one.
             for each in left:
-                self._close(now, each)
+                self._close(each)
             if unit.unshards_in_backward:
                 self._schedule.unshard(unit, check=False)
-            elif call.reads is not None and not unit.is_unsharded:
-                self._guards.refuse_reads(call)
-        if unit.is_unsharded:
+        if unit.weight_state is WeightState.UNSHARDED or not unit.groups:
             unit.entered, unit.entered_task = call, task
 
     def before_reading(self, unit: Unit, call: Call | None) -> None:
@@ -223,23 +197,24 @@ class Backward:
             call: in which the operator ran; None where it ran outside of any, between ``unshard`` and ``reshard``.
         """
         if call is None:
-            self._unshard_again(self.begin(), unit)
+            self.begin()
+            self._unshard_again(unit)
         else:
             self.before_backward(call)
 
-    def _unshard_again(self, now: Pass, unit: Unit) -> None:
+    def _unshard_again(self, unit: Unit) -> None:
         if unit.unshards_in_backward and not unit.is_unsharded:
             # Left, or even closed: whoever ends the backward releases it once more.
-            now.active[id(unit)] = unit.reference
+            self.active[id(unit)] = unit.reference
             self._schedule.unshard(unit, check=False)
 
-    def awaits_call(self, now: Pass, unit: Unit, end: float = math.inf) -> bool:
+    def awaits_call(self, unit: Unit, end: float = math.inf) -> bool:
         """Whether the graph that autograd is going through leads to a call of the unit that it has not entered yet."""
-        repeated = now.repeated.get(id(unit)) if now.repeated else None
+        repeated = self.repeated.get(id(unit)) if self.repeated else None
         if repeated is not None and repeated.is_due and not repeated.entered and repeated.begin <= end:
             return True
         calls = unit.calls_not_entered(self.number, end)
-        return bool(calls) and self._guards.is_to_come(calls, unit, end, now.entered, self._schedule.units())
+        return bool(calls) and self._guards.is_to_come(calls, unit, end, self.entered, self._schedule.units())
 
     def _gather(self, call: Call, entered: Unit) -> None:
         """Start the gather of the unit entered, if need be, and of those to gather ahead."""
@@ -261,26 +236,42 @@ class Backward:
 
     def after_call(self, call: Call) -> None:
         """Leave what a call made, as backward has reached what the call was given."""
-        now = self._pass
-        if now is not None:
-            for unit in self._release_passed(now, call.begin - 1):
-                self._close(now, unit)
+        if self._ending is not None:
+            for unit in self._release_passed(call.begin - 1):
+                self._close(unit)
 
-    def _release_passed(self, now: Pass, end: int, *, entering: Unit | None = None) -> list[Unit]:
+    def latest_first(self) -> list[Unit]:
+        """Return the units that backward is in, inner ones before those around them, in one order on every rank."""
+        return sorted(alive(self.active.values()), key=self._begin_of, reverse=True)
+
+    def _begin_of(self, unit: Unit) -> int:
+        first = self.entered.get(id(unit))
+        return 0 if first is None else first.begin
+
+    def _enter(self, unit: Unit, call: Call | None = None) -> None:
+        """Be in a unit, which may get gradients once more, or come to a call of it."""
+        if call is not None:
+            first = self.entered.get(id(unit))
+            if first is None or call.begin < first.begin:
+                self.entered[id(unit)] = call
+        self.active[id(unit)] = unit.reference
+        self._closed.discard(id(unit))
+
+    def _release_passed(self, end: int, *, entering: Unit | None = None) -> list[Unit]:
         """Give back the weights of the units all of whose calls in this backward began after a tick of the clock.
 
         Returns:
             Those that are to be closed.
         """
         left = []
-        for unit in now.latest_first():
+        for unit in self.latest_first():
             if unit is entering:
                 continue
-            first = now.entered.get(id(unit))
+            first = self.entered.get(id(unit))
             if first is not None and first.begin <= end:
                 continue
-            if (first is None or first.first_begin > end) and not self.awaits_call(now, unit, end):
-                self._release(now, unit)
+            if (first is None or first.first_begin > end) and not self.awaits_call(unit, end):
+                self._release(unit)
                 left.append(unit)
             elif first is not None:
                 # An earlier call of the unit has its backward still to come: weights are gathered again then.
@@ -294,39 +285,37 @@ class Backward:
             packs: they are about to be packed; make room for one more buffer, oldest first.
             has_come: the first one is there.
         """
-        now = self.begin()
+        self.begin()
         if packs:
             self.drain(self.max_packed_buffers - 1)
         if has_come:
-            now.has_gradients = True
-            if id(unit) not in now.active or id(unit) in now.closed:
-                now.enter(unit)
+            self._has_gradients = True
+            if id(unit) not in self.active or id(unit) in self._closed:
+                self._enter(unit)
 
     def leave_unit(self, unit: Unit) -> None:
         """Give back a unit's weights and reduce its gradients, once per backward."""
-        now = self._pass
-        assert now is not None
-        self._release(now, unit)
-        self._close(now, unit)
+        self._release(unit)
+        self._close(unit)
 
-    def _release(self, now: Pass, unit: Unit) -> None:
-        now.active.pop(id(unit), None)
+    def _release(self, unit: Unit) -> None:
+        self.active.pop(id(unit), None)
         unit.forget(self.number)
         if unit.reshard_after_backward:
             self._schedule.reshard(unit)
 
-    def _close(self, now: Pass, unit: Unit) -> None:
-        if id(unit) in now.closed or not unit.num_gradients:
+    def _close(self, unit: Unit) -> None:
+        if id(unit) in self._closed or not unit.num_gradients:
             return
-        now.closed.add(id(unit))
+        self._closed.add(id(unit))
         # Without a gradient so far, either this rank used none of these parameters, and others may have; or this is a
         # backward that asks for no parameter's gradient at all. Only the latter waits: the others reduce it now. It has
         # no graph of a checkpoint inside, which PyTorch refuses there.
-        if not now.has_gradients and (now.deferred or not self._guards.brings_gradients(self._schedule.units())):
-            now.deferred.append(unit.reference)
+        if not self._has_gradients and (self._deferred or not self._guards.brings_gradients(self._schedule.units())):
+            self._deferred.append(unit.reference)
             return
-        if now.deferred:
-            deferred, now.deferred = now.deferred, []
+        if self._deferred:
+            deferred, self._deferred = self._deferred, []
             for each in dict.fromkeys(alive(deferred)):
                 if each is not unit:
                     self._reduce(each)
@@ -365,9 +354,9 @@ class Backward:
         if not is_inside:
             self.recover()
             self._settle()
-        now, units = self._pass, self._schedule.units()
-        is_for_others = is_inside and (now is None or not now.has_gradients)
-        for unit in now.latest_first() if now is not None else ():
+        units = self._schedule.units()
+        is_for_others = is_inside and not self._has_gradients
+        for unit in self.latest_first():
             self.leave_unit(unit)
         is_left = is_inside and self.is_manual
         if not is_left:
@@ -418,12 +407,12 @@ class Backward:
 
     def _finalize(self, units: list[Unit]) -> None:
         is_last = self.is_last or self.is_manual
-        finals = [found for unit in units if (found := _final(unit, is_last=is_last))]
-        final = [group for found in finals for group in found]
-        is_missing = any(1 in group.gradients.binding.missing for group in final if group.gradients is not None)
+        finals = [found for unit in units if unit.requires_gradient_sync and (found := _final(unit, is_last))]
+        final = list(itertools.chain.from_iterable(finals))
+        is_missing = 1 in b"".join([group.gradients.binding.missing for group in final if group.gradients is not None])
         if is_missing:
             self._missing.say(final)
-        is_left = not all(unit.rests_final for unit in units)
+        is_left = not all(map(_RESTS_FINAL, units))
         if is_left:
             self._last.finish(finals)
         # Hooks waited on the streams that autograd gave them. The caller's follows all of it from here on, also in a
@@ -445,22 +434,19 @@ class Backward:
         for group in final:
             assert group.gradients is not None
             group.gradients.binding.show()
-            if self.is_last or self.is_manual:
-                group.freshness.suspect()
+            if is_last:
+                group.freshness.is_suspect = True
 
 
-def _final(unit: Unit, *, is_last: bool) -> list[ParameterGroup]:
+def _final(unit: Unit, is_last: bool) -> list[ParameterGroup]:
     """Return the groups whose sums are complete when this backward ends."""
-    if not unit.requires_gradient_sync:
-        return []
-    is_last = is_last and unit.requires_all_reduce
-    return [
-        group
-        for group in unit.groups
-        if (buffer := group.gradients) is not None
-        and buffer.binding.state is GradState.PARTIAL
-        and (buffer.rests_final or is_last)
-    ]
+    found = []
+    for group in unit.groups:
+        buffer = group.gradients
+        is_summed = buffer is not None and buffer.binding.state is GradState.PARTIAL
+        if is_summed and (buffer.rests_final or (is_last and unit.requires_all_reduce)):  # type: ignore[union-attr]
+            found.append(group)
+    return found
 
 
 def _raised(backward: weakref.ref[Backward], ending: weakref.ref[functools.partial[None]]) -> None:

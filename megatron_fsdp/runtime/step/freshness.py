@@ -41,59 +41,39 @@ class Freshness:
     Attributes:
         generation: of the weights at rest. gathered: of those that were gathered last.
         changed_at: what ``MOMENTS`` was when a look found that ``version`` had moved.
+        has_changed: main weights are known to have changed since the last refresh. is_suspect: they may have, in a way
+            that shows nowhere.
     """
 
-    __slots__ = ("_is_changed", "_is_suspect", "_seen", "_steps", "_tensors", "changed_at", "gathered", "generation")
+    __slots__ = ("_seen", "_steps", "_tensors", "changed_at", "gathered", "generation", "has_changed", "is_suspect")
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         self._tensors = tensors
         self._seen = self._steps = -1
         self.changed_at = 0
-        self._is_changed = True
-        self._is_suspect = False
+        self.has_changed, self.is_suspect = True, False
         self.generation = self.gathered = 0
-
-    def change(self) -> None:
-        """Main weights have changed."""
-        self._is_changed = True
-
-    def suspect(self) -> None:
-        """Main weights may have changed in a way that shows nowhere."""
-        self._is_suspect = True
 
     def lose(self) -> None:
         """Gathered weights were changed: nobody may use them, or what was kept of them, again."""
-        self._is_suspect = True
+        self.is_suspect = True
         self.generation += 1
 
     def is_changed(self) -> bool:
-        """Whether main weights are known to have changed since the last refresh."""
+        """Look whether main weights have changed since the last refresh."""
         version = sum(map(_version, self._tensors))
         if version != self._seen:
-            self._is_changed = True
+            self.has_changed = True
             self._seen, self.changed_at = version, MOMENTS[0]
         if self._steps != _num_steps[0]:
-            self._is_changed = True
+            self.has_changed = True
             self._steps = _num_steps[0]
-        return self._is_changed
-
-    def wants_refresh(self) -> bool:
-        """Whether they have, or may have."""
-        return self.is_changed() or self._is_suspect
+        return self.has_changed
 
     def refreshed(self) -> None:
         """Weights at rest are those of main weights: told last, so that a refresh that raised is made again."""
         self.generation += 1
-        self._is_changed = self._is_suspect = False
-
-    def gathered_directly(self) -> None:
-        """A gather takes main weights as they are now, of which no copy rests."""
-        version = sum(map(_version, self._tensors))
-        if version != self._seen:
-            self._seen, self.changed_at = version, MOMENTS[0]
-        self._steps = _num_steps[0]
-        self._is_changed = self._is_suspect = False
-        self.generation += 1
+        self.has_changed = self.is_suspect = False
 
     def look_again(self) -> None:
         """The memory of main weights was written with the values that it had, which is no change of theirs."""

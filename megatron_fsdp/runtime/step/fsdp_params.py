@@ -26,8 +26,10 @@ __all__ = [
     "FSDPParams",
     "ParamModuleInfos",
     "Place",
+    "WeightHandle",
     "gradient_hook",
     "grads_of",
+    "handle_of",
     "outside",
 ]
 
@@ -243,8 +245,7 @@ class ParamModuleInfos:
             further references to their weights; None for the others.
 
     Attributes:
-        shows_gathered: whether compute's are registered. overridden: by position, what is registered for one call in
-            the place of something else, and what that is.
+        shows_gathered: whether compute's are registered.
     """
 
     def __init__(
@@ -259,7 +260,6 @@ class ParamModuleInfos:
         self._attributes = [attribute for _, attribute, *_ in self.plain]
         self._resting = [resting for *_, resting, _ in self.plain]
         self._used = [used for *_, used in self.plain]
-        self.overridden: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.shows_gathered = False
 
     def is_replaced(self) -> bool:
@@ -278,8 +278,6 @@ class ParamModuleInfos:
                     registry[attribute] = new
         if self.assigned:
             self._assign(is_gathered=is_gathered)
-        if self.overridden and not is_gathered:
-            self.restore()
         self.shows_gathered = is_gathered
 
     def _assign(self, *, is_gathered: bool) -> None:
@@ -287,14 +285,6 @@ class ParamModuleInfos:
             module, (found, wanted) = reference(), (resting, used) if is_gathered else (used, resting)
             if module is not None and module._parameters.get(attribute) is found:
                 setattr(module, attribute, wanted)
-
-    def restore(self) -> None:
-        """Register again what was registered before it was overridden for a call."""
-        for position, (value, original) in self.overridden.items():
-            registry, attribute, *_ = self.places[position]
-            if registry.get(attribute) is value:
-                registry[attribute] = original  # type: ignore[assignment]  # what functional_call had put there
-        self.overridden.clear()
 
 
 def grads_of(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
@@ -320,3 +310,38 @@ def outside(
         if local is not None and local.numel() and local.data_ptr() != buffer.get_local_tensor(index).data_ptr():
             found.append(local)
     return found
+
+
+_NOTHING: weakref.ref[Any] = weakref.ref(set())
+
+
+class WeightHandle:
+    """What a gathered weight belongs to; it keeps nothing alive.
+
+    Attributes:
+        group: its ``ParameterGroup``. parameter: its name within the unit.
+        unit: the ``Unit`` that gathers it and releases it again; nothing where it is whole on every rank all the time.
+        gradients: the ``GradientBuffer`` into which backward may multiply its gradient; nothing where it may not.
+        index: of the parameter there.
+    """
+
+    __slots__ = ("gradients", "group", "index", "parameter", "unit")
+
+    def __init__(self, group: weakref.ref[Any] = _NOTHING, parameter: str = "") -> None:
+        self.group, self.parameter = group, parameter
+        self.unit = self.gradients = _NOTHING
+        self.index = 0
+
+    @property
+    def words(self) -> str:
+        """The unit and the parameter."""
+        group = self.group()
+        return f"unit {'(deleted)' if group is None else group.name!r}: parameter {self.parameter!r}"
+
+
+def handle_of(weight: torch.Tensor) -> WeightHandle:
+    """Return the handle of a gathered weight, which gets one if it has none."""
+    handle: WeightHandle | None = getattr(weight, "_fsdp_handle", None)
+    if handle is None:
+        handle = weight._fsdp_handle = WeightHandle()  # type: ignore[attr-defined]  # an attribute of its own
+    return handle

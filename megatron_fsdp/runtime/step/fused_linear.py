@@ -17,9 +17,9 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.nn import functional
 
-from megatron_fsdp.runtime.step.weight_handle import WeightHandle
+from megatron_fsdp.runtime.step.fsdp_params import WeightHandle
 
-__all__ = ["FusedLinear", "applied", "as_factor", "has_transforms", "task_id", "watched", "weight_gradient"]
+__all__ = ["FusedLinear", "as_factor", "has_transforms", "product_into_buffer", "watched"]
 
 
 class FusedLinear(nn.Linear):
@@ -53,7 +53,7 @@ class FusedLinear(nn.Linear):
         is_plain = type(factor) in _PLAIN and factor.layout is torch.strided  # type: ignore[union-attr]  # None is no tensor
         if not is_plain or not weight.requires_grad or (bias is not None and bias.dtype is not weight.dtype):
             return watched(functional.linear(input, weight, bias), unit)
-        output: torch.Tensor = _linear_into_buffer(factor, weight, bias, handle, unit and unit.open_call)
+        output: torch.Tensor = product_into_buffer(factor, weight, bias, handle, unit and unit.open_call)
         return output
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -70,8 +70,6 @@ def watched(output: torch.Tensor, unit: Any) -> torch.Tensor:
 
 _PLAIN = (torch.Tensor, nn.Parameter)
 task_id: Callable[[], int] = torch._C._current_graph_task_id
-
-
 has_transforms: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
@@ -87,10 +85,11 @@ def as_factor(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
     return input if input.dtype is weight.dtype else None
 
 
-class _LinearIntoBuffer(torch.autograd.Function):
-    """``functional.linear``, with the gradient of the weight added to its unit's buffer, where that takes products.
+class _ProductIntoBuffer(torch.autograd.Function):
+    """``functional.linear``, or ``torch.bmm`` for a weight of three axes.
 
-    Its backward has the weights gathered first, whatever leads there.
+    The gradient of the weight is added to its unit's buffer, where that takes products. Backward has the weights
+    gathered first, whatever leads there.
     """
 
     @staticmethod
@@ -99,9 +98,9 @@ class _LinearIntoBuffer(torch.autograd.Function):
     ) -> torch.Tensor:
         # What ``save_for_backward`` does.
         ctx.to_save = (input, weight if ctx.needs_input_grad[0] else None)
-        ctx.handle, ctx.call = handle, call
+        ctx.handle, ctx.call, ctx.is_batched = handle, call, weight.ndim == 3
         ctx.materialize_grads = False
-        return functional.linear(input, weight, bias)
+        return torch.bmm(input, weight) if ctx.is_batched else functional.linear(input, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -111,7 +110,12 @@ class _LinearIntoBuffer(torch.autograd.Function):
         unit, call = ctx.handle.unit(), ctx.call
         if unit is not None and (unit.entered is not call or unit.entered_task != task_id()):
             unit.backward.before_reading(unit, call)
+            if ctx.needs_input_grad[0] and not unit.is_unsharded:
+                unit.schedule.guards.refuse_reads(ctx.handle)
         input, weight = ctx.saved_tensors
+        if ctx.is_batched:
+            of_input = None if weight is None else torch.bmm(gradient, weight.mT)
+            return of_input, _weight_gradient(ctx, input.mT, gradient), None, None, None
         rows, inputs = gradient, input
         if input.ndim > 2:
             rows, inputs = gradient.flatten(0, -2), input.flatten(0, -2)
@@ -121,10 +125,10 @@ class _LinearIntoBuffer(torch.autograd.Function):
         if of_input is not None and inputs is not input:
             of_input = of_input.view(input.shape)
         of_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
-        return of_input, weight_gradient(ctx, rows.T, inputs), of_bias, None, None
+        return of_input, _weight_gradient(ctx, rows.T, inputs), of_bias, None, None
 
 
-def weight_gradient(ctx: Any, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor | None:
+def _weight_gradient(ctx: Any, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor | None:
     """Return the gradient ``left @ right`` of a weight for autograd; None where the buffer took it, or none is wanted.
 
     Args:
@@ -155,14 +159,7 @@ def weight_gradient(ctx: Any, left: torch.Tensor, right: torch.Tensor) -> torch.
     return None
 
 
-def applied(function: type[torch.autograd.Function]) -> Any:
-    """Return a function's ``apply``, without what callers have seen to and what only other functions need.
-
-    PyTorch's own looks for transforms first, as callers here do, and for another way to call
-    its backward.
-    """
-    function._backward_cls.apply = function.backward  # type: ignore[attr-defined]  # made by PyTorch's metaclass
-    return super(torch.autograd.Function, function).apply  # type: ignore[misc]  # of the base, in C
-
-
-_linear_into_buffer = applied(_LinearIntoBuffer)
+# Its ``apply``, without what callers have seen to and what only other functions need: PyTorch's own looks for
+# transforms first, as callers here do, and for another way to call its backward.
+_ProductIntoBuffer._backward_cls.apply = _ProductIntoBuffer.backward  # type: ignore[attr-defined]
+product_into_buffer: Any = super(torch.autograd.Function, _ProductIntoBuffer).apply

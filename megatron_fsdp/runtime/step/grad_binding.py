@@ -25,8 +25,8 @@ from torch.distributed.tensor import DTensor
 
 from dbuffer import DBuffer
 from dbuffer.dtensor.parameter import GradDrops
-from megatron_fsdp.runtime.step.cuda_lane import Compute
 from megatron_fsdp.runtime.step.fsdp_params import FSDPParams, grads_of, outside
+from megatron_fsdp.runtime.step.lanes import Compute
 
 __all__ = ["GradBinding", "GradState", "clear_grads"]
 
@@ -65,23 +65,23 @@ class GradBinding:
         is_void: that sum is none any more, because a backward raised.
         carry: what ``final`` held when this sum began, where its memory takes part in the sum.
         is_shown: whether ``.grad`` shows sums under way, or ever did.
+        is_sent_last: whether the last collective of a step sends ``main_grad`` itself, though it is ``final``.
     """
 
     is_void = False
-    is_shown = False
+    is_shown = is_sent_last = False
     carry: torch.Tensor | None = None
 
     # What users do, and sums that go on: ``runtime/grads/shown_grads.py``.
     keep: Callable[[bool], None]
     clear: Callable[[], None]
-    slice: Callable[[int, int], torch.Tensor]
     watch: Callable[[], None]
     replace: Callable[[int, nn.Parameter], None]
     show_pending: Callable[[], None]
     set_aside: Callable[[], None]
     void: Callable[[], None]
     empty: Callable[[], None]
-    settle_sum: Callable[[], list[int] | None]
+    settle_sum: Callable[[], bool]
     match_parameter_dtype: Callable[[], None]
     restore_dtype: Callable[[], None]
     _make_gradients: Callable[[], None]
@@ -110,7 +110,6 @@ class GradBinding:
         self._last_one: weakref.ref[torch.Tensor] = weakref.ref(self.parameters[-1])
         # What ``_count_references`` returns while nobody has any.
         self._references: tuple[int, ...] = ()
-        self._slices: dict[tuple[int, int], torch.Tensor] = {}
 
     # ------------------------------------------------------------------ memory
 
@@ -156,7 +155,9 @@ class GradBinding:
     def _is_held(self) -> bool:
         """Whether somebody has a tensor that lies in the memory."""
         found = self._count_references()
-        is_reduced_last = self.final is not self.main_grad and self.main_grad.device.type == "cpu"
+        is_reduced_last = (
+            self.is_sent_last or self.final is not self.main_grad
+        ) and self.main_grad.device.type == "cpu"
         for _ in range(_LOOKS if is_reduced_last else 0):
             if found == self._references or found[1:] != self._references[1:]:
                 break
@@ -168,7 +169,7 @@ class GradBinding:
     def _count_references(self) -> tuple[int, ...]:
         """Return how many tensors lie in the memory, and how often each that was ever shown is referred to."""
         storage = self.main_grad.storage.tensor.untyped_storage()
-        shown = itertools.chain(self._gradients, self._locals, self._slices.values())
+        shown = itertools.chain(self._gradients, self._locals)
         return torch._C._storage_Use_Count(storage._cdata), *map(sys.getrefcount, shown)
 
     # ------------------------------------------------------------------ a sum
@@ -274,6 +275,8 @@ def _assign_grads(
     with torch._C.DisableTorchFunctionSubclass():
         collections.deque(map(_set, parameters, gradients), maxlen=0)
         all_hooks = list(map(_get_hooks, parameters))
+    if not any(all_hooks):
+        return []
     return [
         functools.partial(hook, parameter)
         for parameter, hooks in zip(parameters, all_hooks, strict=True)

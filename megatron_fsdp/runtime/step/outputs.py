@@ -21,9 +21,9 @@ from torch.utils._pytree import tree_leaves
 from megatron_fsdp.runtime.step.pytree import PLAIN_VALUES, iterate_tensors, members_of, parts_of_dual
 from megatron_fsdp.runtime.step.unit import Call
 
-__all__ = ["WATCHERS", "Attributes", "watch_given", "watch_inputs", "watch_made", "watch_output"]
+__all__ = ["Attributes", "watch_given", "watch_inputs", "watch_made", "watch_output"]
 
-WATCHERS = "_fsdp_watchers"
+_WATCHERS = "_fsdp_watchers"
 """Under this and its output's number a node's metadata has the calls that a tensor is an output of."""
 
 # Attributes of every module, and ours.
@@ -36,12 +36,9 @@ _MAX_DEPTH = 3
 def watch_output(call: Call, output: Any) -> None:
     """Enter ``call`` when backward reaches any tensor of what its module returned."""
     for tensor in (output,) if isinstance(output, torch.Tensor) else iterate_tensors(output):
-        if tensor.requires_grad:
-            _watch(call, tensor)
-        if forward_ad._current_level >= 0:
-            for part in parts_of_dual(tensor):
-                if part.requires_grad:
-                    _watch(call, part)
+        for part in parts_of_dual(tensor) if forward_ad._current_level >= 0 else (tensor,):
+            if part.requires_grad:
+                _watch(call, part)
 
 
 def watch_made(call: Call, value: Any) -> None:
@@ -64,7 +61,7 @@ def watch_given(call: Call, args: Iterable[Any]) -> None:
 def watch_inputs(call: Call, given: Any) -> None:
     """Tell backward that it has gone through ``call`` when it reaches any tensor that was computed for it."""
     leave: Any = functools.partial(_leave, weakref.ref(call))
-    leave.__torch_unserializable__ = True  # as in ``_watchers``
+    leave.__torch_unserializable__ = True  # as in ``_watch``
     for tensor in tree_leaves(given):
         if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
             tensor.register_hook(leave)
@@ -77,15 +74,7 @@ def _leave(reference: weakref.ref[Call], gradient: torch.Tensor) -> None:
 
 
 def _watch(call: Call, tensor: torch.Tensor) -> None:
-    calls = _watchers(tensor)
-    if call not in calls:
-        calls.append(call)
-    if not call.is_expected:
-        call.unit.expect(call)
-
-
-def _watchers(tensor: torch.Tensor) -> list[Call]:
-    """Return the calls that a tensor is an output of, which a hook on it enters.
+    """Add a call to those that a tensor is an output of, which a hook on it enters.
 
     There are several where a unit returns its very input, or its last child's output: backward has to enter the later
     call first, while hooks of their own would run in the order of registration. A tensor that was changed in place
@@ -93,22 +82,26 @@ def _watchers(tensor: torch.Tensor) -> list[Call]:
     """
     node = tensor.grad_fn
     if node is None:
-        return _watchers_of_leaf(tensor)
-    # With the node, so that the tensor can be pickled as any other: hooks on saved tensors do so.
-    known: Any = node.metadata
-    key = (WATCHERS, tensor.output_nr)
-    calls: list[Call] | None = known.get(key)
-    if calls is None:
-        calls = known[key] = []
-        hook: Any = functools.partial(_enter_backward, calls)
-        hook.__torch_unserializable__ = True
-        if tensor._backward_hooks is not None or type(tensor) is not torch.Tensor:
-            tensor.register_hook(hook)
-        else:
-            # What ``register_hook`` does first, without a handle.
-            tensor._backward_hooks = collections.OrderedDict(fsdp=hook)
-            node._register_hook_dict(tensor)
-    return calls
+        calls = _watchers_of_leaf(tensor)
+    else:
+        # With the node, so that the tensor can be pickled as any other: hooks on saved tensors do so.
+        known: Any = node.metadata
+        key = (_WATCHERS, tensor.output_nr)
+        calls = known.get(key)
+        if calls is None:
+            calls = known[key] = []
+            hook: Any = functools.partial(_enter_backward, calls)
+            hook.__torch_unserializable__ = True
+            if tensor._backward_hooks is not None or type(tensor) is not torch.Tensor:
+                tensor.register_hook(hook)
+            else:
+                # What ``register_hook`` does first, without a handle.
+                tensor._backward_hooks = collections.OrderedDict(fsdp=hook)
+                node._register_hook_dict(tensor)
+    if call not in calls:
+        calls.append(call)
+    if not call.is_expected:
+        call.unit.expect(call)
 
 
 def _watchers_of_leaf(leaf: torch.Tensor) -> list[Call]:
@@ -163,7 +156,7 @@ class Attributes:
 
 
 def _kept(value: Any, depth: int) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
+    if issubclass(type(value), torch.Tensor):
         yield value
         return
     members = list(members_of(value)) if depth < _MAX_DEPTH else []

@@ -26,12 +26,10 @@ from dbuffer.route import Route
 from dbuffer_kernels import cast_copy
 from megatron_fsdp.build.builder import GroupSpec
 from megatron_fsdp.build.ownership import OwnedParameter
-from megatron_fsdp.runtime.step.cuda_lane import HOST_READS, settle_host
 from megatron_fsdp.runtime.step.freshness import CHECKS, Freshness
 from megatron_fsdp.runtime.step.fsdp_params import FSDPParams
-from megatron_fsdp.runtime.step.gradients import GradientBuffer
-from megatron_fsdp.runtime.step.lanes import Ticket, lane
-from megatron_fsdp.runtime.step.reduction import ReduceFunction
+from megatron_fsdp.runtime.step.gradients import GradientBuffer, ReduceFunction
+from megatron_fsdp.runtime.step.lanes import HOST_READS, Ticket, lane, settle_host
 
 __all__ = ["GatherFunction", "ParameterGroup", "WeightBuffers", "group_of_parameter", "note_group", "start_gathers"]
 
@@ -88,13 +86,15 @@ def _find_stale(groups: Sequence[ParameterGroup]) -> list[ParameterGroup]:
     stale = []
     for group in groups:
         if not group.weights.has_copy:
-            group.freshness.gathered_directly()
+            # A gather takes main weights as they are now.
+            group.freshness.is_changed()
+            group.freshness.refreshed()
             continue
         # No counter shows a change through .data or by a foreach operator (clipped or averaged weights), so before a
         # forward a refresh that needs no communication is always done, and in evaluation every one.
         if group.weights.refreshes_locally or not torch.is_grad_enabled():
-            group.freshness.suspect()
-        if group.freshness.wants_refresh():
+            group.freshness.is_suspect = True
+        if group.freshness.is_changed() or group.freshness.is_suspect:
             stale.append(group)
     if stale and stale[0].is_meta:
         stale[0].weights.refresh(stale)
@@ -134,6 +134,7 @@ class WeightBuffers:
     keep_part_for: Callable[[int], None]
     check_part: Callable[[int], MeshAxis | None]
     refresh: Callable[[Sequence[ParameterGroup]], None]
+    before_refresh: Callable[[Sequence[ParameterGroup]], None]
     start_refresh: Callable[[], list[Part]]
     end_refresh: Callable[[], bool]
     # Of those with hooks: what follows the gather, of all of a unit's.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -59,21 +60,25 @@ def _iterate(value: Any, depth: int) -> Iterator[torch.Tensor]:
 
 def members_of(value: Any) -> Iterable[Any]:
     """Return what a container, a dataclass or an object holds; nothing of what no tensor is looked for in."""
-    if isinstance(value, Mapping):
+    # By their types: objects such as the configs of frameworks run Python when they are asked for ``__class__``.
+    kind = type(value)
+    if issubclass(kind, Mapping):
         return list(value.values())
-    if isinstance(value, list | tuple | set | frozenset | deque):
+    if issubclass(kind, list | tuple | set | frozenset | deque):
         return list(value)
-    if _is_dataclass(value):
-        return [getattr(value, field.name, None) for field in dataclasses.fields(value)]
-    if isinstance(value, _OPAQUE):
+    if issubclass(kind, _OPAQUE):
         return ()
-    slots = [name for kind in type(value).__mro__ for name in _slots_of(kind)]
-    return [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in slots)]
+    try:
+        members = list(object.__getattribute__(value, "__dict__").values())
+    except AttributeError:
+        members = []
+    return [*members, *(getattr(value, name, None) for name in _slots_of(kind))]  # type: ignore[arg-type]  # classes are hashable
 
 
+@functools.cache
 def _slots_of(kind: type) -> tuple[str, ...]:
-    slots = kind.__dict__.get("__slots__", ())
-    return (slots,) if isinstance(slots, str) else tuple(slots)
+    all_slots = (each.__dict__.get("__slots__", ()) for each in kind.__mro__)
+    return tuple(name for slots in all_slots for name in ((slots,) if isinstance(slots, str) else slots))
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:

@@ -6,62 +6,33 @@ order of collectives is decided here and in ``backward.py`` (docs/design/order.m
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import profiler
 
 from dbuffer.events import listeners, tell
 from megatron_fsdp.errors import AgreementError
-from megatron_fsdp.runtime.step.cuda_lane import HOST_READS, settle_host, wait_for_event
-from megatron_fsdp.runtime.step.lanes import Ticket, forget_unused_streams
+from megatron_fsdp.runtime.step.lanes import HOST_READS, Ticket, forget_unused_streams, settle_host, wait_for_event
 from megatron_fsdp.runtime.step.outputs import Attributes, watch_given, watch_inputs, watch_made, watch_output
-from megatron_fsdp.runtime.step.parameter_group import ParameterGroup, start_gathers
-from megatron_fsdp.runtime.step.unit import Call, Tree, Unit, WeightState, alive
+from megatron_fsdp.runtime.step.parameter_group import start_gathers
+from megatron_fsdp.runtime.step.pytree import map_tensors
+from megatron_fsdp.runtime.step.unit import Call, Unit, WeightState, alive, is_in_backward, units_below
 
-__all__ = ["Guards", "Schedule"]
+__all__ = ["Schedule", "after_forward", "before_forward", "caster"]
 
 _NONE: weakref.ref[Any] = weakref.ref(set())
 """A reference to no unit."""
 
 _MAX_LENGTH = 65_536
-
-
-class Guards:
-    """What a step hands on to when it meets what it does not do itself; ``guards/attached.py`` says what does it.
-
-    What refuses, or cannot do what it is for, raises a StateError.
-
-    Attributes:
-        first_use, last, missing: when ranks agree on what the units are (``agreement.py``), what is reduced once a step
-            (``last_reduction.py``), and what ranks know of each other's missing gradients (``missing_gradients.py``).
-        armed: units whose inner modules' outputs are watched.
-    """
-
-    first_use: Any
-    last: Any
-    missing: Any
-    armed: list[weakref.ref[Unit]]
-    arm: Callable[[], None]
-    disarm: Callable[[], None]
-    admit: Callable[[Unit, ParameterGroup], None]
-    settle: Callable[[Unit, ParameterGroup], None]
-    follow_requires_grad: Callable[[Unit, ParameterGroup, Sequence[int]], None]
-    walk: Callable[[Tree, nn.Module, Sequence[Unit]], None]
-    refuse_changed: Callable[[Sequence[torch.Tensor]], None]
-    note_reads: Callable[[Call, Any], None]
-    emit_ranges: Callable[[Sequence[Unit]], None]
-    refuse_recorded: Callable[[Unit], None]
-    refuse_stepped: Callable[[Call], None]
-    refuse_reads: Callable[[Call], None]
-    refuse_gathered: Callable[[Iterable[ParameterGroup]], None]
-    before_recomputation: Callable[[Unit, nn.Module], None]
-    brings_gradients: Callable[[Iterable[Unit]], bool]
-    is_to_come: Callable[[Sequence[Call], Unit, float, Mapping[int, Call], Iterable[Unit]], bool]
+_innermost_transform = torch._C._functorch.peek_interpreter_stack
 
 
 class Schedule:
@@ -74,10 +45,11 @@ class Schedule:
         step_event: recorded after an optimizer step, awaited by the next forward; None for none.
         root_ref: the outermost unit, weakly. pools: of memory slots.
         trail: the units of this forward pass that were left, in order, for each call that backward may come to.
-        guards: of this root.
+        guards: what a step hands on to when it meets what it does not do itself (``guards/attached.py``).
     """
 
-    guards: Guards
+    # Of rooms above.
+    guards: Any
     pools: Any
 
     def __init__(self) -> None:
@@ -140,9 +112,11 @@ class Schedule:
             ahead = reference()
             if ahead is not None and ahead.weight_state is WeightState.GATHERING and ahead not in units:
                 return
+        self._ahead = []
         for unit in units:
-            self.start_gather(unit, check=check)
-        self._ahead = [unit.reference for unit in units]
+            if unit.weight_state is WeightState.SHARDED:
+                self.start_gather(unit, check=check)
+            self._ahead.append(unit.reference)
 
     def gathers_ahead(self) -> list[Ticket]:
         """Return the tickets of predicted gathers that are on their way."""
@@ -199,7 +173,8 @@ class Schedule:
             tell("reshard", unit)
         if unit.weight_state is WeightState.GATHERING:
             self.finish_gather(unit)
-        unit.show_sharded()
+        for group in unit.groups:
+            group.fsdp_params.module_infos.show(is_gathered=False)
         unit.weight_state = WeightState.SHARDED
         # An error that is being handled is what should be seen; the next reshard finds the change as well.
         is_raising = sys.exc_info()[0] is not None
@@ -211,7 +186,7 @@ class Schedule:
 
     # ------------------------------------------------------------------ forward
 
-    def before_forward(self, unit: Unit, module: nn.Module, given: Any) -> None:
+    def _before_call(self, unit: Unit, module: nn.Module, given: Any) -> None:
         """Gather the unit for its forward, and start the gathers of the units that followed it last time.
 
         Args:
@@ -221,12 +196,12 @@ class Schedule:
             if unit.backward.awaited is not None:
                 unit.backward.awaited("forward")
             self._start_pass()
-        if not self.open_call(unit, module):
+        call = self.open_call(unit, module)
+        if call is None:
             return
-        # First, since to release weights is to restore what replaced parameters lent to the call.
         if unit.weight_state is not WeightState.SHARDED and unit.is_stale():
             self.reshard(unit)
-        self.admit_replaced_params(unit)
+        self.settle_replaced_params(unit)
         self._release_lingering(unit)
         for group in unit.groups:
             changed, gradients = group.fsdp_params.changed_requires_grad(), group.gradients
@@ -234,33 +209,31 @@ class Schedule:
                 self.guards.follow_requires_grad(unit, group, changed)
         self.unshard(unit, check=True)
         following = self._predict(unit)
-        if not self.trail and unit.open_call is not None and torch.is_grad_enabled():
+        if not self.trail and torch.is_grad_enabled():
             # No other unit's outputs tell when backward is through with this one.
-            watch_inputs(unit.open_call, given)
+            watch_inputs(call, given)
         if unit.forward_prefetch:
             for reference in unit.forward_prefetch:
                 self.start_gather(reference(), check=True)
         else:
             self.gather_ahead(following, check=True)
 
-    def after_forward(self, unit: Unit, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def _after_call(self, unit: Unit, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Watch what forward left behind for backward, and reshard."""
         call = unit.open_call
         if call is None:
             return
         if torch.is_grad_enabled():
             watch_output(call, output)
-            if not unit.unshards_in_backward:
-                self.guards.note_reads(call, output)
             if unit.releases_weights:
                 kept = self._kept.get(id(module))
                 if kept is None:
-                    kept = self._kept[id(module)] = Attributes(unit.inner_outputs.attributed(module))
+                    kept = self._kept[id(module)] = Attributes(self.guards.keepers(unit, module))
                 kept.watch(call)
                 watch_given(call, args)
         if unit.pending_modules:
             return
-        if torch._C._current_graph_task_id() != -1:
+        if is_in_backward():
             # Computed again inside of a backward.
             self._end_call(unit, call)
             return
@@ -269,12 +242,6 @@ class Schedule:
             self.reshard(unit)
         if unit is self.root_ref():
             self._end_pass()
-
-    def admit_replaced_params(self, unit: Unit) -> None:
-        """Decide what becomes, in a call, of what is registered in the places of the unit's parameters beside these."""
-        for group in unit.groups:
-            if group.fsdp_params.module_infos.is_replaced():
-                self.guards.admit(unit, group)
 
     def settle_replaced_params(self, unit: Unit) -> None:
         """Let sharded parameters that were assigned take their places for good, and refuse whatever else is there."""
@@ -288,15 +255,15 @@ class Schedule:
         if call is not None and torch.is_grad_enabled():
             watch_made(call, output)
 
-    def open_call(self, unit: Unit, module: nn.Module) -> bool:
-        """Note that a module of the unit runs; tell whether that begins a call of the unit."""
+    def open_call(self, unit: Unit, module: nn.Module) -> Call | None:
+        """Note that a module of the unit runs; return the call of the unit that begins with it; None for none."""
         if unit.open_call is not None and id(module) in unit.pending_modules:
             unit.pending_modules.discard(id(module))
-            return False
+            return None
         self._clock += 1
-        unit.open_call = Call(unit, self._clock)
+        call = unit.open_call = Call(unit, self._clock)
         unit.pending_modules = {id(other()) for other in unit.modules} - {id(module)}
-        return True
+        return call
 
     def _predict(self, unit: Unit) -> list[Unit]:
         """Record that a unit runs; return the ones with parameters to gather ahead of their use, where they are known.
@@ -329,9 +296,6 @@ class Schedule:
 
     def _close_call(self, unit: Unit, call: Call) -> None:
         self._end_call(unit, call)
-        for group in unit.groups:
-            if group.fsdp_params.module_infos.overridden:
-                group.fsdp_params.module_infos.restore()
         if unit.calls and unit.calls[-1]() is call:
             if unit.trail is not self.trail:
                 unit.trail, unit.first_begin = self.trail, call.begin
@@ -367,8 +331,6 @@ class Schedule:
             unit.open_call = None
         self._expected, self._recorded, self._cursor = self._recorded or self._expected, [], 0
         self.trail = []
-        if self.guards.armed:
-            self.guards.disarm()
         if profiler._is_profiler_enabled:
             self.guards.emit_ranges(self.units())
 
@@ -397,9 +359,81 @@ class Schedule:
             # Where units are called and their root is not, nothing else begins a pass.
             self.trail = []
         for unit in self.units():
-            if unit.reshard_after_backward or unit.weight_state is WeightState.GATHERING:
-                self.reshard(unit)
+            unit.entered = None
+            if unit.reshard_after_backward or unit.weight_state is not WeightState.UNSHARDED:
+                if unit.weight_state is not WeightState.SHARDED:
+                    self.reshard(unit)
             else:
-                unit.entered = None
                 # Kept for the next forward; whoever zeroes or changes parameters meanwhile means the sharded ones.
                 unit.show_sharded()
+
+
+# ---------------------------------------------------------------- what PyTorch calls when a unit's modules run
+
+
+@functools.cache
+def caster(dtype: torch.dtype) -> Callable[[Any], Any]:
+    """Return a function that casts every floating-point tensor in a nested structure to ``dtype``."""
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype is not dtype else tensor
+
+    def cast_all(value: Any) -> Any:
+        if type(value) is tuple or (type(value) is dict and not value):
+            for each in value:
+                if type(each) is not torch.Tensor or each.dtype is not dtype:
+                    break
+            else:
+                return value
+        return map_tensors(cast, value)
+
+    return cast_all
+
+
+def before_forward(
+    unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Gather a unit's weights for the call of one of its modules; return the arguments, cast, where that is asked."""
+    if torch.compiler.is_dynamo_compiling():
+        # The compiler would trace hooks into a unit's graph, and with them the switch to unsharded parameters.
+        return _untraced_before(unit, module, args, kwargs)  # type: ignore[no-any-return]  # as this
+    if _innermost_transform() is not None:
+        # It would wrap buffers and what collectives return.
+        with temporarily_clear_interpreter_stack():
+            _enter(unit, module, ())
+    else:
+        _enter(unit, module, (args, kwargs))
+    policy = unit.policy
+    if policy.cast_forward_inputs and policy.param_dtype is not None:
+        cast = caster(policy.param_dtype)
+        return cast(args), cast(kwargs)
+    return None
+
+
+def _enter(unit: Unit, module: nn.Module, given: Any) -> None:
+    schedule: Schedule = unit.schedule
+    is_again = is_in_backward()
+    if unit is schedule.root_ref():
+        if not is_again:
+            unit.backward.recover()
+        tree = unit.trees[id(module)]
+        if tree.is_changed():
+            schedule.guards.walk(tree, module, list(units_below(module)))
+    if is_again:
+        schedule.guards.before_recomputation(unit, module)
+    else:
+        schedule._before_call(unit, module, given)
+
+
+def after_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    """Watch what the call of a module leaves for backward, and reshard; return its output, cast where that is asked."""
+    if torch.compiler.is_dynamo_compiling():
+        return _untraced_after(unit, module, args, output)
+    if unit.policy.output_dtype is not None:
+        output = caster(unit.policy.output_dtype)(output)
+    unit.schedule._after_call(unit, module, args, output)
+    return output
+
+
+_untraced_before: Any = _disable_dynamo(before_forward)
+_untraced_after: Any = _disable_dynamo(after_forward)

@@ -44,14 +44,13 @@ class Call:
             the graph in which it did; that of one inside of another is higher.
         moment: of optimizers' steps when it began (``freshness.MOMENTS``).
         first_node: autograd's nodes that were made since it began have this number or a higher one.
-        reads: a weight that its backward reads, where it was looked for (``refusals.note_reads``); None for none.
         is_expected: whether the unit has it among the calls whose backward may still come. is_due: whether it was
             computed in a backward for that backward alone, by a reentrant checkpoint.
     """
 
     __slots__ = (
         "__weakref__", "_unit", "begin", "end", "entered", "first_begin", "first_node", "is_due", "is_expected",
-        "moment", "position", "reads", "task", "trail",
+        "moment", "position", "task", "trail",
     )  # fmt: skip
 
     def __init__(self, unit: Unit, begin: int) -> None:
@@ -61,7 +60,6 @@ class Call:
         self.position = 0
         self.trail: list[weakref.ref[Unit]] = []
         self.entered = self.task = 0
-        self.reads: str | None = None
         self.moment = MOMENTS[0]
         self.is_due = self.is_expected = False
         self.first_node: int = torch._C._autograd._get_sequence_nr()
@@ -91,7 +89,7 @@ class Tree:
     Attributes:
         ignored: where the parameters are that the caller asked to leave alone: a dictionary's identity and a name.
         modules, parameters: the dictionaries of all modules below. children, absent: what was in these, and whether.
-        hooks, num_hooks: forward hooks, and their number, so that one which a user registers is seen.
+        hooks, num_hooks: forward hooks of modules that are no unit's own, and their number: a user's is seen.
         frozen: places of parameters that nobody shards and nobody trains.
     """
 
@@ -122,7 +120,7 @@ class Unit:
         reference: weak, for whoever must not keep the unit alive.
         groups: the parameter groups; empty for a module without parameters of its own.
         schedule, backward: the ``Schedule`` and the ``Backward`` that drive it, with the other units of its root.
-        inner_outputs: what watches what modules in it return (``guards/inner_outputs.py``).
+        readers: modules inside of it that have weights of it.
         reshard_after_forward: as asked; None means when the next unit runs, but not for the root. Groups that keep a
             part for backward know it themselves.
         rests_final: whether no axis is left to reduce when the last backward has closed it.
@@ -145,7 +143,6 @@ class Unit:
     # Of files above: nothing here calls them.
     schedule: Any
     backward: Any
-    inner_outputs: Any
     # What some tensor subclasses ask an ``FSDPState`` for (``fsdp2_view.py``).
     _fsdp_param_group: object = None
 
@@ -158,6 +155,7 @@ class Unit:
         self.modules = [weakref.ref(module) for module in modules]
         self.trees: dict[int, Tree] = {}
         self.inner: list[weakref.ref[Unit]] = []
+        self.readers: list[weakref.ref[nn.Module]] = []
         self.slots = SlotChoice()
         self.reshard_after_forward: bool | None = None
         self.reshard_after_backward = self.unshards_in_backward = True
@@ -248,9 +246,13 @@ def units_below(module: object) -> Iterator[Unit]:
             yield unit
 
 
+task_id: Callable[[], int] = torch._C._current_graph_task_id
+"""Autograd's number of the graph that it is going through in this thread; -1 for none."""
+
+
 def is_in_backward() -> bool:
     """Whether autograd is running a backward in this thread."""
-    return bool(torch._C._current_graph_task_id() != -1)
+    return task_id() != -1
 
 
 def _begin(reference: weakref.ref[Call]) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_iter
 from dbuffer import BufferPlacement, DBuffer, Flat, FlatDTensor, Plan
 from dbuffer.storage import FlatStorage
 from megatron_fsdp.build.builder import GroupSpec
-from megatron_fsdp.build.extension import Extension
+from megatron_fsdp.build.extension import ByteLayout, Extension
 from megatron_fsdp.build.ownership import OwnedParameter
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.policy.precision import MixedPrecisionPolicy
@@ -28,13 +28,7 @@ from megatron_fsdp.runtime.weights.hooked_weights import HookedWeights, Wire
 
 __all__ = ["ExtensionWeights"]
 
-_ALIGNMENT = 16
 _DROP_HOOK = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
-_Signature = tuple[tuple[tuple[int, ...], torch.dtype], ...]
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _storages(tree: Any) -> dict[int, torch.UntypedStorage]:
@@ -61,14 +55,14 @@ class ExtensionWeights(HookedWeights):
         self._owned = owned
         self._module = weakref.ref(owned.param_module_infos[0].module)
         self._metadata: Any = None
-        # The gathered tensors, each of all ranks, by what the hook returns.
-        self._outputs: dict[_Signature, tuple[FlatStorage, ...]] = {}
-        self._signature: _Signature = ()
+        # How what the hook returned last lies on the wire; by such layouts, the gathered tensors of all ranks.
+        self._sent_as = ByteLayout.of(())
+        self._outputs: dict[ByteLayout, tuple[FlatStorage, ...]] = {}
         who = f"unit {name!r}, parameter {owned.name!r} ({self._extension.kind.__name__})"
         super().__init__(plan, spec, name, who=who, cure="list it in ignored_params")
         self.remainder = None
-        # Memory that the hook made, and its bytes.
-        self._made: tuple[tuple[torch.UntypedStorage, int], ...] = ()
+        # Memory that the hook named as its own, which goes and comes with the gathered tensors, and its bytes.
+        self._made: list[tuple[torch.UntypedStorage, int]] = []
         # Whether the gathered tensors may go once the hook has made the parameter of them (PyTorch 2.15).
         self._drops_outputs = getattr(self.part, _DROP_HOOK, lambda: False)()
         if not isinstance(self._drops_outputs, bool):
@@ -85,7 +79,7 @@ class ExtensionWeights(HookedWeights):
 
     def agreed(self) -> Iterator[str]:
         """Yield what the hook sends: another size on another rank is refused before the first gather."""
-        yield f"fsdp_pre_all_gather of {self._who} returns {self._signature}"
+        yield f"fsdp_pre_all_gather of {self._who} returns {self._sent_as.shapes} of {self._sent_as.dtypes}"
 
     def pre_all_gather(self) -> Wire:
         """Ask the hook, in the form that its signature has, and return what it returned as bytes.
@@ -101,23 +95,19 @@ class ExtensionWeights(HookedWeights):
             arguments += [own.shape, own.stride, self._module(), policy]
         with torch.no_grad():
             tensors, self._metadata = self._checked(hook(*arguments))
-        sizes = [tensor.numel() * tensor.itemsize for tensor in tensors]
-        starts = [0, *itertools.accumulate(map(_aligned, sizes))]
-        key = self._signature = tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
+        key = self._sent_as = ByteLayout.of(tensors)
         if key not in self._wires:
-            wire = self._wires[key] = Wire(starts[-1], self._spec, self._who)
+            wire = self._wires[key] = Wire(key.num_bytes, spec, self._who)
             self._outputs[key] = tuple(
                 FlatStorage(wire.num_ranks * tensor.numel(), tensor.dtype, tensor.device, name=self._who)
                 for tensor in tensors
             )
         if self.post_forward is not None and self._wires[key].gathered is not self.gathered:
             raise StateError(
-                f"{self._who}: fsdp_pre_all_gather returns other sizes than the first time, {key}, of which "
+                f"{self._who}: fsdp_pre_all_gather returns other sizes than the first time, {key.shapes}, of which "
                 "reshard_after_forward=<number> kept a part; use True or False"
             )
-        for tensor, size, start in zip(tensors, sizes, starts, strict=False):
-            sent = self._wires[key].sent.local_buffer[start : start + size]
-            sent.copy_(tensor.detach().contiguous().reshape(-1).view(torch.uint8))
+        key.write(tensors, self._wires[key].sent.local_buffer)
         return self._wires[key]
 
     def _checked(self, found: Any) -> tuple[tuple[torch.Tensor, ...], Any]:
@@ -137,16 +127,14 @@ class ExtensionWeights(HookedWeights):
             made.resize_(num_bytes)
         self._finish(wire, out=self.used)
         if self._drops_outputs:
-            for storage in self._outputs[self._signature]:
+            for storage in self._outputs[self._sent_as]:
                 storage.release()
 
     def _finish(self, wire: Wire, *, out: torch.Tensor | None) -> Any:
-        outputs, start, rows = [], 0, wire.rows
-        for storage, (shape, _) in zip(self._outputs[self._signature], self._signature, strict=True):
+        outputs, rows, sent = [], wire.rows, self._sent_as
+        for storage, shape, span in zip(self._outputs[sent], sent.shapes, sent.spans, strict=True):
             storage.reallocate()
-            sorted_rows = storage.tensor.view(torch.uint8).view(len(rows), -1)
-            sorted_rows.copy_(rows[:, start : start + sorted_rows.shape[1]])
-            start += _aligned(sorted_rows.shape[1])
+            storage.tensor.view(torch.uint8).view(len(rows), -1).copy_(rows[:, span])
             outputs.append(storage.tensor.view((len(rows) * shape[0], *shape[1:]) if shape else (len(rows),)))
         hook = self.part.fsdp_post_all_gather  # type: ignore[attr-defined]
         dtype = self._extension.dtype if self._extension.is_packed else self._spec.dtypes.compute
@@ -155,29 +143,21 @@ class ExtensionWeights(HookedWeights):
 
     def _first_use(self) -> nn.Parameter:
         self.gathered.local_buffer.zero_()
-        found = self._finish(self._wires[self._signature], out=None)
+        found = self._finish(self._wires[self._sent_as], out=None)
         whole = found[0] if isinstance(found, tuple) and found else None
         if not isinstance(whole, torch.Tensor) or whole.shape != self._extension.shape:
             raise ConfigError(
                 f"{self._who}: fsdp_post_all_gather made {getattr(whole, 'shape', found)!r}; wanted the whole tensor "
                 f"of shape {tuple(self._extension.shape)} and its inner tensors"
             )
-        self._made = tuple(self._made_by_hook(whole, found[1:]))
-        return nn.Parameter(whole, requires_grad=False)
-
-    def _made_by_hook(self, whole: torch.Tensor, others: Sequence[Any]) -> Iterator[tuple[torch.UntypedStorage, int]]:
-        """Yield the memory that the hook named as its own, which goes and comes with the gathered tensors.
-
-        Raises:
-            ConfigError: it lies in the gathered tensors, which the class wants to be rid of.
-        """
-        outputs = _storages([storage.tensor for storage in self._outputs[self._signature]])
-        if self._drops_outputs and not outputs.keys().isdisjoint(_storages([whole, others])):
+        given, others = _storages([storage.tensor for storage in self._outputs[self._sent_as]]), _storages(found[1:])
+        if self._drops_outputs and not given.keys().isdisjoint(_storages(whole) | others):
             raise ConfigError(
                 f"{self._who}: {_DROP_HOOK} is True, but what fsdp_post_all_gather made lies in the tensors that it "
                 "was given; return False, or make it of memory of its own"
             )
-        yield from ((each, each.nbytes()) for key, each in _storages(others).items() if key not in outputs)
+        self._made = [(each, each.nbytes()) for key, each in others.items() if key not in given]
+        return nn.Parameter(whole, requires_grad=False)
 
     def resting(self, index: int, owned: OwnedParameter) -> DTensor:
         """Return a DTensor whose local tensor is the part."""

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from dbuffer import StorageError
 from dbuffer.dtensor.placed_tensor import NUM_FLAGS_SET
 from megatron_fsdp.errors import StateError
-from megatron_fsdp.runtime.step.weight_handle import WeightHandle, handle_of
+from megatron_fsdp.runtime.step.fsdp_params import WeightHandle, handle_of
 from megatron_fsdp.runtime.weights.param_layout import laid_out
 
 __all__ = ["KINDS", "GatheredWeight", "ReleasedWeight", "refuse_uncounted"]

@@ -7,7 +7,7 @@ docs/design/low_precision.md).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -58,6 +58,10 @@ class HookedWeights(ShardedWeights):
         ConfigError: the weights rest whole, finer than main weights or in CPU memory.
     """
 
+    # Of each kind: what is gathered now, filled with this rank's bytes, and what makes weights of what arrived.
+    pre_all_gather: Callable[[], Wire]
+    post_all_gather: Callable[[Wire], None]
+
     def __init__(self, plan: Plan, spec: GroupSpec, name: str, *, who: str, cure: str) -> None:
         resting = spec.placements.parameter
         if spec.is_offloaded or spec.placements.optimizer != resting or resting.count(Flat()) != 1:
@@ -74,14 +78,6 @@ class HookedWeights(ShardedWeights):
     def sent(self) -> tuple[DBuffer, ...]:
         """This rank's parts of what travels, which rest beside main weights."""
         return tuple(wire.sent for wire in self._wires.values())
-
-    def pre_all_gather(self) -> Wire:
-        """Return what is gathered now, filled with this rank's bytes."""
-        raise NotImplementedError
-
-    def post_all_gather(self, wire: Wire) -> None:
-        """Make weights of what arrived."""
-        raise NotImplementedError
 
     def gather(self, works: list[dist.Work] | None) -> list[Part]:
         """Return the gather of the bytes; or of the part kept after forward, of the bytes or of what they became."""

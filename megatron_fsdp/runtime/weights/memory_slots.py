@@ -97,7 +97,7 @@ def place_unit(unit: Unit) -> None:
             group.gathered.storage.use_pool(pool)
             if weights.post_forward is not None:
                 # One for each unit would be held for as long as the allocator's; in an arena it costs nothing.
-                weights.post_forward.use_pool(pool if choice.sizing == "static" else None)
+                weights.post_forward.storage.use_pool(pool if choice.sizing == "static" else None)
         if gradients is not None:
             pool = None
             if pools is not None and not gradients.rests_partial:

@@ -6,18 +6,22 @@ them into the compute dtype (docs/design/low_precision.md).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
 
 from dbuffer import Flat, Plan
 from dbuffer.collectives import Part
+from dbuffer.collectives_together import all_reduce_together
 from dbuffer_kernels import CodedRows, decode_rows
 from dbuffer_kernels.quantize import CHUNK, MX_BLOCK, RUNS, encode, scales_of
 from megatron_fsdp.build.builder import GroupSpec
-from megatron_fsdp.build.packed_layout import amax_numel, cut_blocks, num_grids
+from megatron_fsdp.build.packed_layout import amax_numel, cut_blocks
 from megatron_fsdp.errors import ConfigError
+from megatron_fsdp.runtime.step.freshness import MOMENTS
+from megatron_fsdp.runtime.step.fsdp_params import handle_of
+from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
 from megatron_fsdp.runtime.weights.hooked_weights import HookedWeights, Wire
 
 __all__ = ["PackedWeights"]
@@ -28,10 +32,13 @@ class PackedWeights(HookedWeights):
 
     Attributes:
         refreshes_locally: False: what is quantized is not looked at again in every forward, as a cast is.
-        magnitudes: fp32, the largest ones that ranks exchange before they quantize.
+        magnitudes: fp32, the largest ones that ranks exchange before they quantize. known_at: for what state of the
+            weights those are of all ranks.
     Raises:
         ConfigError: as ``HookedWeights``, or a device without FP8.
     """
+
+    known_at: tuple[int, int, int] | None = None
 
     def __init__(self, plan: Plan, spec: GroupSpec, name: str) -> None:
         gather = spec.dtypes.gather
@@ -49,11 +56,11 @@ class PackedWeights(HookedWeights):
             has_separate_reduce_group=False,
         )
         self.magnitudes = torch.zeros(amax_numel(plan, gather), device=spec.compute_device)
-        self.exchanges = self.magnitudes.numel() > 0
         self._scales = torch.ones(len(plan.shapes), device=spec.compute_device) if gather == "fp8" else None
         self._places = cut_blocks(plan, gather)
         numel, num_ranks = self.main.layout.numel, self._axis.size
-        kinds = (gather, f"{gather} columns")[: num_grids(gather)]
+        # MXFP8 has a grid for forward and one for backward.
+        kinds = (gather, "mxfp8 columns") if gather == "mxfp8" else (gather,)
         self._layouts = [CodedRows.of(kind, numel, num_ranks, plan.offsets, plan.shapes) for kind in kinds]
         for grid, layout in enumerate(self._layouts):
             self._wires[grid] = Wire(layout.row_bytes, spec, who)
@@ -77,7 +84,35 @@ class PackedWeights(HookedWeights):
             if (index, block) in self._places:
                 yield block - rows[0] // MX_BLOCK, self._places[index, block]
 
-    def look(self) -> Part:
+    def before_refresh(self, groups: Sequence[ParameterGroup]) -> None:
+        """Let groups that are about to be quantized have the largest magnitudes of all ranks.
+
+        The first one in a forward of the root asks for all units that will be quantized in it, by one all-reduce; of a
+        group that has changed since they are asked for again.
+        """
+        asking = _exchanging(groups)
+        if not asking:
+            return
+        unit = handle_of(groups[0].fsdp_params.unsharded_params[0]).unit()
+        root = None if unit is None else unit.schedule.root_ref()
+        call = None if root is None or root.open_call is None else root.open_call.begin
+        together = dict(asking)
+        if unit is not None and call is not None:
+            if all(weights.known_at == _state(group, call) for weights, group in asking.items()):
+                together = {}
+            else:
+                served = _exchanging(group for each in unit.schedule.units() for group in each.groups)
+                is_evaluating = not torch.is_grad_enabled()
+                together |= {w: g for w, g in served.items() if is_evaluating or g.freshness.is_changed()}
+        if together:
+            all_reduce_together([weights._look() for weights in together])
+        for weights, group in together.items():
+            weights.known_at = None if call is None else _state(group, call)
+        for weights in asking:
+            # For once: PyTorch does not count every change that may follow.
+            weights.known_at = None
+
+    def _look(self) -> Part:
         """Find this rank's ``magnitudes``, and return the exchange."""
         values, found = self.main.local_buffer.detach(), self.magnitudes.zero_()
         for index, part, rows in self._held():
@@ -133,6 +168,15 @@ class PackedWeights(HookedWeights):
         """Turn the codes into the compute dtype."""
         layout = next(self._layouts[grid] for grid, each in self._wires.items() if each is wire)
         decode_rows(wire.gathered.local_buffer, layout, self._scales, self.gathered.local_buffer)
+
+
+def _exchanging(groups: Iterable[ParameterGroup]) -> dict[PackedWeights, ParameterGroup]:
+    pairs = [(group.weights, group) for group in groups if not group.is_meta]
+    return {each: group for each, group in pairs if isinstance(each, PackedWeights) and each.magnitudes.numel()}
+
+
+def _state(group: ParameterGroup, call: int) -> tuple[int, int, int]:
+    return call, MOMENTS[0], sum(tensor._version for tensor in group.fsdp_params.counted)
 
 
 def _blocks(values: torch.Tensor, rows: range) -> torch.Tensor:

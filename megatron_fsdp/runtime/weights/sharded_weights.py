@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,22 +11,69 @@ from torch.distributed.tensor import DTensor
 
 from dbuffer import BufferPlacement, DBuffer, PlacementError, Plan, Replicate
 from dbuffer.collectives import Part
+from dbuffer.collectives_together import gather_together
+from dbuffer.events import listeners, tell
 from dbuffer.layout import only_flat_axis
-from dbuffer.mesh import MeshAxis
+from dbuffer.mesh import MeshAxis, neighbours
 from dbuffer.route import Route
+from dbuffer.storage import FlatStorage
 from dbuffer_kernels import cast_copy
 from megatron_fsdp.build.builder import GroupSpec
 from megatron_fsdp.build.ownership import OwnedParameter
-from megatron_fsdp.errors import ConfigError
+from megatron_fsdp.errors import ConfigError, StateError
+from megatron_fsdp.runtime.step.parameter_group import ParameterGroup, WeightBuffers
 from megatron_fsdp.runtime.weights.gathered_weight import GatheredWeight
-from megatron_fsdp.runtime.weights.post_forward_shard import PostForwardShard
-from megatron_fsdp.runtime.weights.resting_copy import RestingCopy
 from megatron_fsdp.runtime.weights.split_weights import Remainder
 
-__all__ = ["ShardedWeights"]
+__all__ = ["ShardedWeights", "announce_step"]
 
 
-class ShardedWeights(RestingCopy):
+class PostForwardShard:
+    """This rank's part of a group's gathered weights while forward is over and backward has not begun.
+
+    With ``reshard_after_forward=8`` on 64 ranks, eight neighbours hold the whole weights together, so backward gathers
+    within them (one machine) instead of over all ranks, for eight times the shard's memory in between.
+
+    Args:
+        axis: over which the weights are sharded. size: of the smaller groups.
+    Attributes:
+        axis: the smaller group. storage: what the part lies in.
+    """
+
+    def __init__(self, gathered: DBuffer, axis: MeshAxis, size: int) -> None:
+        self._gathered = gathered
+        self.axis = neighbours(axis, size)
+        numel = gathered.layout.numel // size
+        self.storage = FlatStorage(numel, gathered.dtype, gathered.device, name=f"{gathered.name}: post-forward shard")
+        self.storage.release()
+        self._generation = -1
+
+    def _mine(self) -> torch.Tensor:
+        numel = self.storage.tensor.numel()
+        return self._gathered.local_buffer.narrow(0, self.axis.rank * numel, numel)
+
+    def keep(self, generation: int) -> None:
+        """Copy this rank's part of the gathered weights, which are of a certain generation."""
+        self.storage.reallocate()
+        self.storage.tensor.copy_(self._mine())
+        self._generation = generation
+
+    def holds(self, generation: int) -> bool:
+        """Whether it holds weights of that generation."""
+        return self.storage.is_allocated and self._generation == generation
+
+    def gather(self) -> Part:
+        """Return the gather of the whole weights from the smaller group."""
+        mine = self._mine()
+        mine.copy_(self.storage.tensor)
+        return Part(self.axis, self._gathered.local_buffer, mine)
+
+    def drop(self) -> None:
+        """Release the memory."""
+        self.storage.release()
+
+
+class ShardedWeights(WeightBuffers):
     """Weights that a cast, or nothing, turns into compute weights; the base of the other kinds.
 
     Attributes:
@@ -102,12 +149,13 @@ class ShardedWeights(RestingCopy):
 
     def rename(self, name: str) -> None:
         """Take another unit name, for messages."""
-        self.main.rename(f"unit {name!r}: main_weight")
-        self.model.rename(f"unit {name!r}: model_weight")
+        named = {"main_weight": self.main, "model_weight": self.model}
         if self.remainder is not None:
-            self.remainder.buffer.rename(f"unit {name!r}: remainder")
+            named["remainder"] = self.remainder.buffer
         if not self.rests_whole:
-            self.gathered.rename(f"unit {name!r}: gathered weights")
+            named["gathered weights"] = self.gathered
+        for what, buffer in named.items():
+            buffer.rename(f"unit {name!r}: {what}")
 
     def values(self) -> DBuffer:
         """Return main weights in the dtype in which they are stepped: ``main``, or an FP32 copy where they are split.
@@ -163,6 +211,45 @@ class ShardedWeights(RestingCopy):
             )
         return axis
 
+    # ------------------------------------------------------------------ main weights that have changed
+
+    def refresh(self, groups: Sequence[ParameterGroup]) -> None:
+        """Bring weights at rest of groups of one unit up to date, this one's among them: casts, and one gather.
+
+        On a CPU the host waits for it: who looks for changes of main weights sees nothing of a gather into their
+        memory.
+
+        Raises:
+            StateError: their parameters are on the meta device still.
+        """
+        for group in groups:
+            if group.is_meta:
+                raise StateError(
+                    f"unit {group.name!r}: parameters {', '.join(map(repr, group.parameters))} are on the meta device "
+                    "still. Call materialize(model), or model.to_empty(device=...) and initialise it, or load a "
+                    "checkpoint."
+                )
+        for group in groups if listeners else ():
+            tell("refresh", group)
+        for kind in {type(group.weights): group.weights for group in groups}.values():
+            kind.before_refresh(groups)
+        parts = [part for group in groups for part in group.weights.start_refresh()]
+        try:
+            if parts:
+                gather_together(parts)
+        finally:
+            # Where both share memory the gather writes the main weights' bytes too, with the values that they have.
+            share_memory = [group for group in groups if group.weights.end_refresh()]
+        for group in groups:
+            group.freshness.refreshed()
+        for group in share_memory:
+            group.freshness.look_again()
+        for group in groups if listeners else ():
+            tell("refreshed", group)
+
+    def before_refresh(self, groups: Sequence[ParameterGroup]) -> None:
+        """Do what groups with weights of this kind need first, all of them together."""
+
     def start_refresh(self) -> list[Part]:
         """Begin to bring weights at rest up to date with main weights: cast them.
 
@@ -191,3 +278,12 @@ class ShardedWeights(RestingCopy):
             # The remainder stays theirs.
             self.remainder.accept()
         return not self.refreshes_locally
+
+
+def announce_step(groups: Iterable[ParameterGroup]) -> None:
+    """Take notice that main weights are changed, or about to be: what rests is made again before its next use.
+
+    An optimizer says so before it steps: one that raises has changed some of them.
+    """
+    for group in groups:
+        group.freshness.has_changed = True

@@ -255,7 +255,7 @@ def test_the_command_says_how_many_it_checked_and_what_it_does_not_know(capsys: 
 @pytest.mark.parametrize(
     ("what", "case"),
     [
-        ("without `self._stream.wait_stream(stream)`", "slots largest, prefetch lists"),
+        ("without `mine.wait_stream(stream)`", "slots largest, prefetch lists"),
         ("without `stream.wait_event(self._event)`", "unshard by hand"),
         ("without `self._event.synchronize()`", "offload, optim_grads_params, fp32, no_sync"),
         ("without `each.join()`", "deleted in flight"),
@@ -263,8 +263,7 @@ def test_the_command_says_how_many_it_checked_and_what_it_does_not_know(capsys: 
 )
 @on_ranks(1)
 def test_a_lane_that_waits_less_is_found(what: str, case: str) -> None:
-    module = "lanes" if "join" in what else "cuda_lane"
-    found = mutants(f"megatron_fsdp.runtime.step.{module}")
+    found = mutants("megatron_fsdp.runtime.step.lanes")
     with applied(next(mutant for mutant in found if mutant.what == what)):
         (certificate,) = run_on_rank([case])
     assert [*certificate.races, *certificate.early_reuses, *certificate.disorders]

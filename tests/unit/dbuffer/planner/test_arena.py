@@ -82,11 +82,13 @@ def test_the_same_buffers_are_placed_alike_each_time() -> None:
     assert plan_arena(lifetimes, alignment=1) == plan_arena(lifetimes, alignment=1)
 
 
-def test_a_buffer_that_is_there_at_the_end_and_at_the_start_has_one_place() -> None:
-    recorder = Recorder({"kept": 8})
-    recorder.end("kept")
-    recorder.begin("other", 4)
+def test_what_came_and_went_is_told_in_its_order() -> None:
+    recorder = Recorder()
     recorder.begin("kept", 8)
-    kept, other, again = recorder.lifetimes()
-    assert (kept.spans, other.name, again.name) == ((), "other", "kept")
-    assert len(again.spans) == 2
+    recorder.begin("empty", 0)
+    recorder.begin("other", 4)
+    recorder.end("kept")
+    recorder.end("kept")
+    recorder.begin("kept", 8)
+    found = [(each.name, each.num_bytes, each.spans) for each in recorder.lifetimes(10)]
+    assert found == [("kept", 8, ((11, 13),)), ("other", 4, ((12, 15),)), ("kept", 8, ((14, 15),))]

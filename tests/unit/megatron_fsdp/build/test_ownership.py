@@ -6,7 +6,7 @@ from torch import nn
 
 from dbuffer import Block, Element, Granularity, Row, Whole
 from megatron_fsdp import ConfigError, OwnershipError
-from megatron_fsdp.build.grouping import granularities, group_parameters
+from megatron_fsdp.build.builder import GranularityChoice, asked_granularity
 from megatron_fsdp.build.ownership import OwnedParameter, collect_parameters, mark_owned
 from tests.harness.models import Made
 
@@ -23,15 +23,12 @@ class Outer(nn.Module):
         self.register_parameter("absent", None)
 
 
-def no_units(module: nn.Module) -> bool:
-    return False
-
-
 def names(*modules: nn.Module, nested: str | None = None, ignored: tuple[str, ...] = ()) -> list[str]:
     """Return what a unit of modules owns; ``nested`` is a unit inside of the first one."""
-    unit = None if nested is None else modules[0].get_submodule(nested)
+    if nested is not None:
+        modules[0].get_submodule(nested)._fsdp_unit = "as fully_shard leaves it"
     left_out = tuple(modules[0].get_parameter(name) for name in ignored)
-    return [owned.name for owned in collect_parameters(modules, lambda module: module is unit, left_out)]
+    return [owned.name for owned in collect_parameters(modules, left_out)]
 
 
 INNER, NORM = ["inner.scale", "inner.linear.weight", "inner.linear.bias"], ["norm.weight", "norm.bias"]
@@ -63,7 +60,7 @@ def test_a_unit_owns(what: str) -> None:
 def test_a_tied_weight_is_owned_once_with_every_site() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3, bias=False))
     model[1].weight = model[0].weight
-    weight, _ = collect_parameters([model], no_units, ())
+    weight, _ = collect_parameters([model], ())
     assert weight.name == "0.weight"
     assert [(site.module, site.attribute) for site in weight.param_module_infos] == [
         (model[0], "weight"),
@@ -73,11 +70,11 @@ def test_a_tied_weight_is_owned_once_with_every_site() -> None:
 
 def test_one_module_in_two_places_has_one_site_and_a_weight_tied_between_two_modules_of_a_list_has_two() -> None:
     shared = nn.Linear(3, 3)
-    weight, _ = collect_parameters([nn.ModuleList([shared, shared])], no_units, ())
+    weight, _ = collect_parameters([nn.ModuleList([shared, shared])], ())
     assert len(weight.param_module_infos) == 1
     first, second = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
     second.weight = first.weight
-    (weight,) = collect_parameters([first, second], no_units, ())
+    (weight,) = collect_parameters([first, second], ())
     assert [site.module for site in weight.param_module_infos] == [first, second]
 
 
@@ -87,7 +84,7 @@ def test_a_parameter_that_a_unit_has_taken_names_that_unit() -> None:
     shared = next(first.parameters())
     mark_owned(shared, "encoder", "first.weight")
     with pytest.raises(OwnershipError, match=r"Linear: parameter 'weight' .*'first.weight' of unit 'encoder'"):
-        collect_parameters([second], no_units, ())
+        collect_parameters([second], ())
 
 
 @pytest.mark.parametrize(
@@ -104,49 +101,33 @@ def test_a_parameter_without_rows_of_real_numbers_is_refused_by_name_unless_it_i
     model = Outer()
     setattr(model.get_submodule(place.rpartition(".")[0]), place.rpartition(".")[2], nn.Parameter(value))
     with pytest.raises(ConfigError, match=f"Outer: parameter '{place}' {words}"):
-        collect_parameters([model], no_units, ())
+        collect_parameters([model], ())
     assert place not in names(model, ignored=(place,))
 
 
-def parameter(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, requires_grad: bool = True) -> OwnedParameter:
-    return OwnedParameter("weight", nn.Parameter(torch.ones(shape, dtype=dtype), requires_grad=requires_grad))
-
-
-def test_parameters_are_grouped_by_dtype_and_whether_they_train() -> None:
-    owned = [
-        parameter((1,)), parameter((2,), torch.bfloat16), parameter((3,), requires_grad=False), parameter((4,)),
-        parameter((5,), torch.int64, requires_grad=False),
-    ]  # fmt: skip
-    shapes = [[one.shape for one in group] for group in group_parameters(owned)]
-    assert shapes == [[(1,), (4,)], [(2,)], [(3,)], [(5,)]]
-
-
-@pytest.mark.parametrize(
-    ("shape", "wanted"),
-    [((7,), Row()), ((7, 3), Row()), ((7, 3, 5), Block(3)), ((7, 2, 3, 5), Block(6)), ((7, 0, 5), Row())],
-)
-def test_parameters_are_cut_between_slices_of_the_first_dimension(shape: tuple[int, ...], wanted: Granularity) -> None:
-    assert granularities([parameter(shape)], None) == [wanted]
-
-
-def test_one_granularity_holds_for_all_and_a_function_may_decide_or_leave_it() -> None:
-    assert granularities([parameter((7, 3)), parameter((5,))], Whole()) == [Whole(), Whole()]
-    chosen = granularities([parameter((7, 3)), parameter((5,))], lambda p: Block(2) if p.ndim == 2 else None)
-    assert chosen == [Block(2), Row()]
-
-
-@pytest.mark.parametrize(("shape", "asked"), [((7, 3), Element()), ((7, 3, 5), Element()), ((2, 3, 4, 5), Element())])
-def test_a_cut_inside_a_row_is_refused_with_the_finest_legal_one(shape: tuple[int, ...], asked: Granularity) -> None:
-    with pytest.raises(ConfigError, match=r"Element\(\).*the finest here is Row\(\)"):
-        granularities([parameter(shape)], asked)
+def asked(shape: tuple[int, ...], granularity: GranularityChoice) -> Granularity:
+    return asked_granularity(OwnedParameter("weight", nn.Parameter(torch.ones(shape))), granularity)
 
 
 ROWS = (7, 3, 5)
+CUTS: list[tuple[tuple[int, ...], GranularityChoice, Granularity]] = [
+    # Without a wish between slices of the first dimension.
+    ((7,), None, Row()), ((7, 3), None, Row()), (ROWS, None, Block(3)), ((7, 2, 3, 5), None, Block(6)),
+    ((7, 0, 5), None, Row()),
+    # As asked, also coarser; a function may decide or leave it.
+    ((7,), Element(), Element()), ((7, 1), Element(), Element()), (ROWS, Row(), Row()), (ROWS, Block(2), Block(2)),
+    (ROWS, Block(200), Block(200)), ((5,), Whole(), Whole()),
+    ((7, 3), lambda p: Block(2) if p.ndim == 2 else None, Block(2)),
+    ((5,), lambda p: Block(2) if p.ndim == 2 else None, Row()),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("shape", "asked"),
-    [((7,), Element()), ((7, 1), Element()), (ROWS, Row()), (ROWS, Block(2)), (ROWS, Block(6)), (ROWS, Block(200))],
-)
-def test_a_coarser_cut_is_taken_as_asked(shape: tuple[int, ...], asked: Granularity) -> None:
-    assert granularities([parameter(shape)], asked) == [asked]
+@pytest.mark.parametrize(("shape", "wish", "wanted"), CUTS)
+def test_parameters_are_cut_as_asked(shape: tuple[int, ...], wish: GranularityChoice, wanted: Granularity) -> None:
+    assert asked(shape, wish) == wanted
+
+
+@pytest.mark.parametrize("shape", [(7, 3), (7, 3, 5), (2, 3, 4, 5)])
+def test_a_cut_inside_a_row_is_refused_with_the_finest_legal_one(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ConfigError, match=r"Element\(\).*the finest here is Row\(\)"):
+        asked(shape, Element())

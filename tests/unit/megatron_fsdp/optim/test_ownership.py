@@ -6,7 +6,7 @@ import pytest
 
 from dbuffer.errors import PaddingWarning
 from megatron_fsdp.optim.matrix_views import MatrixBlock
-from megatron_fsdp.optim.ownership import MatrixWork, Ownership, holders_of, ownership_report, plan_ownership
+from megatron_fsdp.optim.ownership import MatrixWork, Ownership, OwnershipReport, holders_of, plan_ownership
 from megatron_fsdp.planning import catalog
 from megatron_fsdp.planning.model_source import named_subject
 from megatron_fsdp.planning.options import mesh_axes_of, placements_of
@@ -29,7 +29,7 @@ def test_the_longest_work_goes_first_to_who_has_least() -> None:
     owners = found.owners
     assert sorted(owners[1:]) == [0, 1, 2]
     assert owners[0] != owners[1]
-    assert max(found.load_flops) == found.works[1].flops == ownership_report(found).bound_flops
+    assert max(found.load_flops) == found.works[1].flops == OwnershipReport(found).bound_flops
 
 
 def test_among_equals_the_rank_that_holds_most_owns() -> None:
@@ -55,7 +55,7 @@ def test_received_elements_are_those_of_a_step_worked_out_by_hand() -> None:
 def test_the_bound_counts_what_must_pile_up() -> None:
     # Three equal matrices on two ranks: one gets two, above the mean of one and a half.
     found = plan_ownership(works([(4, 4)] * 3, 24), 2)
-    report = ownership_report(found)
+    report = OwnershipReport(found)
     assert report.bound_flops == 2 * found.works[0].flops == report.max_flops
     assert report.gap == 0
 
@@ -80,7 +80,7 @@ def catalog_ownership(name: str, num_ranks: int) -> Ownership:
 
 
 def check_balance(found: Ownership) -> None:
-    report = ownership_report(found, itemsize=1)
+    report = OwnershipReport(found, itemsize=1)
     mean_numel = report.num_elements / report.num_ranks
     # Where a matrix is more than a rank's fair share, some rank has to receive all of it.
     largest_numel = max(work.block.numel for work in found.works)

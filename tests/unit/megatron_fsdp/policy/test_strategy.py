@@ -84,9 +84,3 @@ def test_every_axis_needs_all_three_placements(lengths: tuple[int, ...]) -> None
 )
 def test_buffers_are_cut_for_the_optimizers_placement(placements: Placements, sizes: list[int], wanted: int) -> None:
     assert placements.num_shards(sizes) == wanted
-
-
-def test_a_kind_is_sharded_when_any_axis_is_flat() -> None:
-    hsdp = Placements.hsdp()
-    assert hsdp.is_sharded(hsdp.parameter)
-    assert not hsdp.is_sharded(Placements.no_shard().parameter)

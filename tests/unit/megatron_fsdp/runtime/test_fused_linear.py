@@ -33,7 +33,7 @@ class Receiver:
 
 
 def owned_by(*modules: nn.Module) -> list[OwnedParameter]:
-    return collect_parameters(modules, lambda _: False, ())
+    return collect_parameters(modules, ())
 
 
 def fused(layer: nn.Linear) -> nn.Linear:

@@ -5,8 +5,7 @@ import torch
 import torch.distributed as dist
 
 from dbuffer.events import listen
-from megatron_fsdp.runtime.step.cuda_lane import lane
-from megatron_fsdp.runtime.step.lanes import CpuLane, Ticket
+from megatron_fsdp.runtime.step.lanes import Lane, Ticket, lane
 
 CPU = torch.device("cpu")
 
@@ -25,7 +24,7 @@ def submit(log: list[str], *, then: bool = True) -> Ticket:
         log.append("issued")
         works.append(Work(log))
 
-    return CpuLane("gather").submit(operation, (lambda: log.append("followed")) if then else None)
+    return Lane("gather").submit(operation, (lambda: log.append("followed")) if then else None)
 
 
 def test_an_operation_is_issued_when_it_is_submitted() -> None:
@@ -69,7 +68,7 @@ def test_an_operation_that_raises_raises_where_it_is_submitted() -> None:
         raise ValueError("sizes differ")
 
     with pytest.raises(ValueError, match="sizes differ"):
-        CpuLane("gather").submit(fail)
+        Lane("gather").submit(fail)
 
 
 def test_there_is_one_lane_of_a_name_per_device() -> None:
@@ -83,7 +82,7 @@ def test_gathers_and_reductions_have_lanes_of_their_own() -> None:
 def test_listeners_hear_of_a_submission_when_it_is_issued_and_waited_for() -> None:
     log: list[str] = []
     with listen(lambda action, ticket: log.append(f"{action} {ticket.lane} {ticket.owner}")):
-        ticket = CpuLane("reduce").submit(lambda works: log.append("operation"), lambda: log.append("then"), owner=7)
+        ticket = Lane("reduce").submit(lambda works: log.append("operation"), lambda: log.append("then"), owner=7)
         ticket.wait()
         ticket.wait()
     assert log == ["issue reduce 7", "operation", "issued reduce 7", "wait reduce 7", "landed reduce 7", "then",
