@@ -35,7 +35,6 @@ MODULES = (
     "megatron_fsdp.runtime.grads.last_reduction",
     "megatron_fsdp.runtime.grads.packed_gradients",
     "megatron_fsdp.runtime.weights.sharded_weights",
-    "megatron_fsdp.runtime.weights.post_forward_shard",
     "megatron_fsdp.runtime.weights.memory_slots",
     "megatron_fsdp.runtime.guards.missing_gradients",
     "megatron_fsdp.optim.adamw",
@@ -237,7 +236,7 @@ def _called(statement: ast.stmt) -> str:
 def _of_expression(node: ast.AST) -> _Made:
     if isinstance(node, ast.Call):
         yield from _of_call(node)
-    if isinstance(node, ast.For) and "_compute.all()" in (whole := ast.unparse(node.iter)):
+    if isinstance(node, ast.For) and "compute.all()" in (whole := ast.unparse(node.iter)):
         first = ast.parse(f"{whole}[:1]", mode="eval").body
         yield f"for the first alone of `{whole}`", partial(setattr, node, "iter", first)
 
