@@ -236,7 +236,7 @@ def _called(statement: ast.stmt) -> str:
 def _of_expression(node: ast.AST) -> _Made:
     if isinstance(node, ast.Call):
         yield from _of_call(node)
-    if isinstance(node, ast.For) and "_compute.all()" in (whole := ast.unparse(node.iter)):
+    if isinstance(node, ast.For) and "compute.all()" in (whole := ast.unparse(node.iter)):
         first = ast.parse(f"{whole}[:1]", mode="eval").body
         yield f"for the first alone of `{whole}`", partial(setattr, node, "iter", first)
 

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from dbuffer import Element, Flat, MeshError, Partial, Replicate, Whole
-from megatron_fsdp import ConfigError, MixedPrecisionPolicy, Placements, StateError, fully_shard, fully_shard_optimizer
+from megatron_fsdp import ConfigError, MixedPrecisionPolicy, Placements, fully_shard, fully_shard_optimizer
 from tests.harness import FailureKind, RankError, on_ranks, run_ranks
 from tests.harness.models import Block, Stack, inputs, make_mesh
 from tests.harness.oracle import shard_each
@@ -190,6 +190,34 @@ def unfrozen_without_main_weights() -> None:
 
 def functional_loss(model: nn.Module, weight: torch.Tensor) -> torch.Tensor:
     return torch.func.functional_call(model, {"weight": weight}, (torch.ones(2, 3),)).sum()
+
+
+def built_before_sharding() -> None:
+    model = nn.Linear(3, 5)
+    optimizer = torch.optim.SGD(model.parameters())
+    fully_shard(model)
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+
+
+def built_between_forward_and_backward() -> None:
+    model = nn.Linear(3, 5)
+    fully_shard(model)
+    loss = model(torch.ones(2, 3)).sum()
+    optimizer = torch.optim.SGD(model.parameters())
+    loss.backward()
+    optimizer.step()
+
+
+def given_gathered_weights_later() -> None:
+    model = Stack(Block(), Block())
+    fully_shard(model.layers[0])
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.layers[0].parameters())
+    optimizer.step()
+    model(torch.ones(2, 7))
+    optimizer.add_param_group({"params": list(model.layers[1].parameters())})
+    optimizer.step()
 
 
 # Each mistake, the class of the error, and words that its message must hold: what, where, and the way out.
@@ -381,6 +409,15 @@ MISTAKES: dict[str, tuple[Any, ...]] = {
     ),
     "an added bias": (added_bias, "StateError", "'0.bias'", "added after fully_shard"),
     "a module added frozen": (added_and_unfrozen_later, "StateError", "'1.0.weight'", "added after fully_shard"),
+    "an optimizer built before sharding": (
+        built_before_sharding, "StateError", "SGD holds parameter 'weight' as it was before fully_shard", "Build the",
+    ),
+    "an optimizer built between forward and backward": (
+        built_between_forward_and_backward, "StateError", "SGD holds the gathered weights of parameter 'weight'",
+    ),
+    "an optimizer given gathered weights later": (
+        given_gathered_weights_later, "StateError", "gathered weights of parameter 'layers.1.norm", "reset_iter_state",
+    ),
     "a recorded backward": (recorded_backward, "StateError", "create_graph=True", "unsharded"),
     "weights unfrozen that have no main weights": (
         unfrozen_without_main_weights, "StateError", "'weight'", "freeze it afterwards",
@@ -478,45 +515,3 @@ def test_ddp_around_a_sharded_module_is_refused_before_it_broadcasts_shards() ->
     assert torch.equal(model.weight.full_tensor(), before)
     message = str(caught.value)
     assert message.startswith("FSDPLinear is sharded and reduces its gradients itself")
-
-
-def built_before_sharding() -> None:
-    model = nn.Linear(3, 5)
-    optimizer = torch.optim.SGD(model.parameters())
-    fully_shard(model)
-    model(torch.ones(2, 3)).sum().backward()
-    optimizer.step()
-
-
-def built_between_forward_and_backward() -> None:
-    model = nn.Linear(3, 5)
-    fully_shard(model)
-    loss = model(torch.ones(2, 3)).sum()
-    optimizer = torch.optim.SGD(model.parameters())
-    loss.backward()
-    optimizer.step()
-
-
-def given_gathered_weights_later() -> None:
-    model = Stack(Block(), Block())
-    fully_shard(model.layers[0])
-    fully_shard(model)
-    optimizer = torch.optim.SGD(model.layers[0].parameters())
-    optimizer.step()
-    model(torch.ones(2, 7))
-    optimizer.add_param_group({"params": list(model.layers[1].parameters())})
-    optimizer.step()
-
-
-MISTAKES_STEPS: dict[Callable[[], None], str] = {
-    built_before_sharding: r"SGD holds parameter 'weight' as it was before fully_shard.*Build the optimizer after",
-    built_between_forward_and_backward: r"SGD holds the gathered weights of parameter 'weight'.*before the",
-    given_gathered_weights_later: r"SGD holds the gathered weights of parameter 'layers.1.norm.*reset_iter_state",
-}
-
-
-@on_ranks(2)
-def test_the_step_of_an_optimizer_over_tensors_that_nobody_uses_raises() -> None:
-    for mistake, message in MISTAKES_STEPS.items():
-        with pytest.raises(StateError, match=message):
-            mistake()

@@ -85,6 +85,6 @@ QUICK = [
 
 @pytest.mark.parametrize("sweep", nightly_but(QUICK, [*QUICK, *SWEEPS]), ids=str)
 def test_a_step_that_is_broken_off_anywhere_does_not_show_in_those_after_it(sweep: Sweep) -> None:
-    for found in run_ranks(sweep.num_ranks, run, sweep, timeout=1200):
+    for found in run_ranks(sweep.num_ranks, run, sweep, timeout=120 if sweep in QUICK else 1200):
         assert found.num_steps >= 3
         assert found.wrong == []

@@ -5,31 +5,19 @@ as shared-memory handles, which die with the worker. Here a tensor travels by va
 """
 
 import pickle
-import re
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-
-
-@dataclass(frozen=True, slots=True)
-class WarningFilter:
-    """One entry of ``warnings.filters`` in the form that ``warnings.filterwarnings`` takes."""
-
-    action: str
-    message: str
-    category: type[Warning]
-    module: str
-    lineno: int
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """The function to run, pickled by reference, and the caller's warning filters for it to run under."""
+    """The function to run, pickled by reference, and the caller's ``warnings.filters`` for it to run under."""
 
     function: Callable[..., object]
     args: tuple[object, ...]
-    filters: tuple[WarningFilter, ...]
+    filters: list[Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,32 +75,3 @@ def send(connection: Connection, message: object) -> None:
 def receive(connection: Connection) -> object:
     """Wait for one message and return it; raises EOFError or OSError when the other side has gone."""
     return pickle.loads(connection.recv_bytes())
-
-
-def current_filters() -> tuple[WarningFilter, ...]:
-    """Return this process's warning filters, the first match first."""
-    return tuple(
-        WarningFilter(action, _pattern(message), category, _pattern(module), lineno)
-        for action, message, categories, module, lineno in warnings.filters
-        for category in (categories if isinstance(categories, tuple) else (categories,))
-    )
-
-
-def apply_filters(filters: tuple[WarningFilter, ...]) -> None:
-    """Replace this process's warning filters."""
-    warnings.resetwarnings()
-    for entry in reversed(filters):
-        warnings.filterwarnings(
-            entry.action,  # type: ignore[arg-type]  # a str here, a Literal of the same words there
-            entry.message,
-            entry.category,
-            entry.module,
-            entry.lineno,
-        )
-
-
-def _pattern(entry: str | re.Pattern[str] | None) -> str:
-    """Return an entry's regular expression; the interpreter's built-in filters hold exact strings instead."""
-    if entry is None:
-        return ""
-    return re.escape(entry) + r"\Z" if isinstance(entry, str) else entry.pattern

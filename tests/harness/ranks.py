@@ -9,6 +9,7 @@ import contextlib
 import functools
 import pickle
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -17,7 +18,7 @@ from typing import TypeVar
 from torch._C._distributed_c10d import TCPStore  # torch.distributed has it, but untyped
 
 from tests.harness.failures import FailureKind, RankError, RankFailure
-from tests.harness.messages import Call, Clean, Outcome, Release, Task, current_filters, receive, send
+from tests.harness.messages import Call, Clean, Outcome, Release, Task, receive, send
 from tests.harness.process import WorkerProcess
 
 Result = TypeVar("Result")
@@ -56,7 +57,7 @@ def run_ranks(
         raise ValueError(f"run_ranks: world_size is {world_size}; wanted at least 1 rank.")
     name = getattr(function, "__qualname__", repr(function))
     try:
-        call = pickle.dumps(Call(function, args, current_filters()))
+        call = pickle.dumps(Call(function, args, list(warnings.filters)))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise ValueError(
             f"run_ranks: {name} and its arguments must be picklable to reach the ranks, but: {error}. Pass a "

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from types import TracebackType
@@ -24,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore  # torch.distributed has them, but untyped
 
-from tests.harness.messages import Call, Clean, Outcome, Ready, Release, Task, apply_filters, receive, send
+from tests.harness.messages import Call, Clean, Outcome, Ready, Release, Task, receive, send
 
 SEED = 20_260_101
 # How much of a variable is shown beside an assertion that failed.
@@ -95,10 +96,12 @@ def _run(task: Task, rank: int, store: Store) -> Outcome:
     try:
         call = pickle.loads(task.call)
         assert isinstance(call, Call)
-        apply_filters(call.filters)
-        _seed()
-        _join(task, rank, store)
-        value = pickle.dumps(call.function(*call.args))
+        warnings.filters[:] = call.filters  # type: ignore[index]  # a list, which the stubs do not say
+        # Filters count for modules that have warned before when such a block begins.
+        with warnings.catch_warnings():
+            _seed()
+            _join(task, rank, store)
+            value = pickle.dumps(call.function(*call.args))
     # SystemExit and a test library's own BaseExceptions are failures of the call too, never of the worker.
     except BaseException:
         return Outcome(None, _describe_error(), time.monotonic())
