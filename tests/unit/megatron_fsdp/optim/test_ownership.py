@@ -74,7 +74,7 @@ def catalog_ownership(name: str, num_ranks: int) -> Ownership:
     with warnings.catch_warnings():
         # Who owns what does not depend on padding; the plan page lists it.
         warnings.simplefilter("ignore", PaddingWarning)
-        with named_subject(name).stand_ins(sharding, 1)(lambda *_: None) as model:
+        with named_subject(name).stand_ins(sharding, 1)() as model:
             (found,) = planned_ownership(model.units)
     return found
 
