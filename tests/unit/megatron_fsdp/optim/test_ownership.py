@@ -76,7 +76,7 @@ def catalog_ownership(name: str, num_ranks: int) -> Ownership:
         warnings.simplefilter("ignore", PaddingWarning)
         with named_subject(name).stand_ins(sharding, 1)() as model:
             (domain,) = planned_muon(model.units).domains()
-    return domain.exchange.ownership
+            return domain.exchange.ownership
 
 
 def check_balance(found: Ownership) -> None:
