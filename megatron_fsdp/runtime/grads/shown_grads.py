@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import repeat
-from typing import Any
 
 import torch
 from torch import nn
@@ -28,9 +27,6 @@ from megatron_fsdp.runtime.step.lanes import compute_of
 from megatron_fsdp.runtime.weights.param_layout import own_rows
 
 __all__ = ["ShownGrads"]
-
-_GRAD: Any = torch._C.TensorBase.grad
-_set = _GRAD.__set__
 
 
 class ShownGrads(GradBinding):
