@@ -61,7 +61,7 @@ def test_weights_that_an_interrupted_step_has_changed_are_those_of_the_next_forw
 
 # What is reduced while backward runs, and weights that come and go.
 BACKWARD = (
-    r"gradients\.py wait |grad_binding\.py begin_sum |backward\.py (begin|finish|drain) |reduction\.py fold "
+    r"gradients\.py (wait|fold) |grad_binding\.py begin_sum |backward\.py (begin|finish|drain) "
     r"|fsdp_params\.py brought_back "
 )
 GATHERS = r"collectives\.py (all_gather|wait_for) "
