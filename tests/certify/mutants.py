@@ -35,7 +35,6 @@ MODULES = (
     "megatron_fsdp.runtime.grads.last_reduction",
     "megatron_fsdp.runtime.grads.packed_gradients",
     "megatron_fsdp.runtime.weights.sharded_weights",
-    "megatron_fsdp.runtime.weights.post_forward_shard",
     "megatron_fsdp.runtime.weights.memory_slots",
     "megatron_fsdp.runtime.guards.missing_gradients",
     "megatron_fsdp.optim.adamw",
