@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 
 from megatron_fsdp.certify.checker import Checker, Issue
 from megatron_fsdp.certify.clocks import VirtualStreams, Wait
-from megatron_fsdp.runtime.step.lanes import drive_with
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
+from megatron_fsdp.runtime.step.streams import drive_with
 from megatron_fsdp.runtime.step.unit import units_below
 
 __all__ = ["Certificate", "Certification", "HostWait", "WaitCount", "certify", "watching"]

@@ -30,7 +30,7 @@ from megatron_fsdp.errors import AgreementError, ConfigError
 from megatron_fsdp.observability.flight_recorder import Journal, RankState, verdict
 from megatron_fsdp.observability.replicas import Gathered, find_difference, gather_checksums
 from megatron_fsdp.runtime.guards.rendezvous import job_store, meet
-from megatron_fsdp.runtime.step.lanes import latest_submission
+from megatron_fsdp.runtime.step.streams import latest_submission
 from megatron_fsdp.runtime.step.unit import units_below
 
 __all__ = ["Watch"]

@@ -31,8 +31,8 @@ from megatron_fsdp.runtime.lifecycle.make_param_group import make_param_group
 from megatron_fsdp.runtime.lifecycle.make_unit import make_unit, rename_unit
 from megatron_fsdp.runtime.lifecycle.module import FSDPModule, unit_of
 from megatron_fsdp.runtime.step.fsdp_params import handle_of
-from megatron_fsdp.runtime.step.lanes import turns
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
+from megatron_fsdp.runtime.step.streams import turns
 from megatron_fsdp.runtime.step.unit import Unit
 from megatron_fsdp.runtime.weights.memory_slots import keep_gathered, use_slots
 from megatron_fsdp.virtual.device import VirtualDevice, virtual_device

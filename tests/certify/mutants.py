@@ -25,6 +25,7 @@ from tests.mutation.mutants import Change, Mutant, Scope, called, mutants_of, mu
 
 MODULES = (
     "megatron_fsdp.runtime.step.lanes",
+    "megatron_fsdp.runtime.step.streams",
     "megatron_fsdp.runtime.step.schedule",
     "megatron_fsdp.runtime.step.backward",
     "megatron_fsdp.runtime.step.unit",

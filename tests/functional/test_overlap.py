@@ -23,7 +23,7 @@ from dbuffer_kernels import decode_rows
 from megatron_fsdp import AdamW, MixedPrecisionPolicy, Placements, fully_shard
 from megatron_fsdp.certify.certificate import watching
 from megatron_fsdp.certify.clocks import VirtualStreams
-from megatron_fsdp.runtime.step.lanes import drive_with
+from megatron_fsdp.runtime.step.streams import drive_with
 from megatron_fsdp.runtime.step.unit import units_below
 from megatron_fsdp.runtime.weights import packed_weights
 from tests.certify.hiding import Hidden, Hiding

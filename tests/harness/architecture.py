@@ -63,6 +63,7 @@ TORCH_ONLY = """all_gather_into_tensor all_gather_single reduce_scatter_single r
     _coalescing_manager""".split()
 COLLECTIVES_FILES = ("collectives", "collectives_together", "collectives_rare", "gloo")
 LANES_FILE = "megatron_fsdp/runtime/step/lanes.py"
+STREAM_FILES = (LANES_FILE, "megatron_fsdp/runtime/step/streams.py")
 LIBRARY = ("dbuffer/", "kernels/", "megatron_fsdp/")
 
 
@@ -85,7 +86,7 @@ RESERVED = (
     Reserved(
         r"\bcuda\.(Event|ExternalStream|Stream|StreamContext|current_stream|default_stream|set_stream|stream)\b"
         r"|\btorch\.(Event|Stream)\b|from torch\.cuda import|\.(record_event|record_stream|wait_event|wait_stream)\(",
-        LIBRARY, (LANES_FILE,), f"a lane of {LANES_FILE}, where the order of device work is decided",
+        LIBRARY, STREAM_FILES, f"a lane of {LANES_FILE}, where the order of device work is decided",
     ),
     # It is optional: two files import it, when one of their functions is called.
     Reserved(

@@ -25,7 +25,8 @@ from dbuffer_kernels import accumulate
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.runtime.step.grad_binding import GradState
 from megatron_fsdp.runtime.step.gradients import GradientBuffer, Hook, Reduction
-from megatron_fsdp.runtime.step.lanes import Ticket, lane, turns, wait_on_host
+from megatron_fsdp.runtime.step.lanes import Ticket, lane
+from megatron_fsdp.runtime.step.streams import turns, wait_on_host
 
 if TYPE_CHECKING:
     from megatron_fsdp.runtime.step.parameter_group import ParameterGroup

@@ -19,7 +19,8 @@ from megatron_fsdp.build.builder import GroupSpec
 from megatron_fsdp.runtime.grads.packed_gradients import PackedGradients
 from megatron_fsdp.runtime.step.backward import Backward
 from megatron_fsdp.runtime.step.fsdp_params import FSDPParams, grads_of
-from megatron_fsdp.runtime.step.lanes import Ticket, lane, turns
+from megatron_fsdp.runtime.step.lanes import Ticket, lane
+from megatron_fsdp.runtime.step.streams import turns
 
 __all__ = ["LateGradients", "packs_late"]
 

@@ -17,7 +17,7 @@ from megatron_fsdp.runtime.grads.last_reduction import LastReduction, OffloadedR
 from megatron_fsdp.runtime.grads.shown_grads import ShownGrads
 from megatron_fsdp.runtime.step.fsdp_params import FSDPParams
 from megatron_fsdp.runtime.step.gradients import GradientBuffer
-from megatron_fsdp.runtime.step.lanes import turns
+from megatron_fsdp.runtime.step.streams import turns
 
 __all__ = ["PackedGradients"]
 

@@ -23,7 +23,7 @@ from megatron_fsdp.runtime.grads.unreduced_grads import PendingGradient, refuse_
 from megatron_fsdp.runtime.step.freshness import CHECKS
 from megatron_fsdp.runtime.step.fsdp_params import FSDPParams, grads_of
 from megatron_fsdp.runtime.step.grad_binding import GradBinding, GradState, clear_grads
-from megatron_fsdp.runtime.step.lanes import compute_of
+from megatron_fsdp.runtime.step.streams import compute_of
 from megatron_fsdp.runtime.weights.param_layout import own_rows
 
 __all__ = ["ShownGrads"]

@@ -15,7 +15,7 @@ import torch
 from dbuffer.collectives import all_reduce
 from megatron_fsdp.runtime.guards.agreement import mesh_ranks
 from megatron_fsdp.runtime.guards.rendezvous import job_store
-from megatron_fsdp.runtime.step.lanes import is_capturing, wait_on_host
+from megatron_fsdp.runtime.step.streams import is_capturing, wait_on_host
 
 if TYPE_CHECKING:
     from megatron_fsdp.runtime.step.gradients import GradientBuffer

@@ -31,8 +31,9 @@ from megatron_fsdp.runtime.step.fsdp_params import (
     handle_of,
 )
 from megatron_fsdp.runtime.step.gradients import ReduceFunction
-from megatron_fsdp.runtime.step.lanes import join_lanes, turns
+from megatron_fsdp.runtime.step.lanes import join_lanes
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup, note_group
+from megatron_fsdp.runtime.step.streams import turns
 from megatron_fsdp.runtime.weights.extension_hooks import ExtensionWeights
 from megatron_fsdp.runtime.weights.gathered_weight import KINDS, refuse_stale
 from megatron_fsdp.runtime.weights.packed_weights import PackedWeights

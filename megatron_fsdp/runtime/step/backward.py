@@ -22,9 +22,10 @@ from megatron_fsdp.errors import AgreementError
 from megatron_fsdp.runtime.step.freshness import MOMENTS
 from megatron_fsdp.runtime.step.grad_binding import GradState
 from megatron_fsdp.runtime.step.gradients import GradientBuffer
-from megatron_fsdp.runtime.step.lanes import join_lanes, turns
+from megatron_fsdp.runtime.step.lanes import join_lanes
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
 from megatron_fsdp.runtime.step.schedule import Schedule
+from megatron_fsdp.runtime.step.streams import turns
 from megatron_fsdp.runtime.step.unit import Call, Unit, WeightState, alive, is_in_backward, task_id
 
 __all__ = ["Backward"]

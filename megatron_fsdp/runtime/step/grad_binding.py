@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from dbuffer import DBuffer
 from dbuffer.dtensor.parameter import GradDrops
 from megatron_fsdp.runtime.step.fsdp_params import FSDPParams, grads_of
-from megatron_fsdp.runtime.step.lanes import Compute
+from megatron_fsdp.runtime.step.streams import Compute
 
 __all__ = ["GradBinding", "GradState", "clear_grads"]
 

@@ -22,7 +22,8 @@ from dbuffer_kernels import accumulate
 from dbuffer_kernels.products import add_product
 from megatron_fsdp.runtime.step.fsdp_params import FSDPParams
 from megatron_fsdp.runtime.step.grad_binding import GradBinding, GradState
-from megatron_fsdp.runtime.step.lanes import Ticket, Turns, lane
+from megatron_fsdp.runtime.step.lanes import Ticket, lane
+from megatron_fsdp.runtime.step.streams import Turns
 
 __all__ = ["GradientBuffer", "Hook", "ReduceFunction", "Reduction"]
 

@@ -20,10 +20,11 @@ from torch.autograd import profiler
 
 from dbuffer.events import listeners, tell
 from megatron_fsdp.errors import AgreementError
-from megatron_fsdp.runtime.step.lanes import HOST_READS, Ticket, forget_unused_streams, settle_host, wait_for_event
+from megatron_fsdp.runtime.step.lanes import HOST_READS, Ticket, forget_unused_streams, settle_host
 from megatron_fsdp.runtime.step.outputs import Attributes, watch_given, watch_inputs, watch_made, watch_output
 from megatron_fsdp.runtime.step.parameter_group import start_gathers
 from megatron_fsdp.runtime.step.pytree import map_tensors
+from megatron_fsdp.runtime.step.streams import wait_for_event
 from megatron_fsdp.runtime.step.unit import Call, Unit, WeightState, alive, is_in_backward, units_below
 
 __all__ = ["Schedule", "after_forward", "before_forward", "caster"]

@@ -54,9 +54,9 @@ def test_a_plan_counts_bytes_per_parameter(
 def test_a_plan_says_what_split_the_weights(capsys: pytest.CaptureFixture[str]) -> None:
     assert main((*MODEL[:-1], "--split-main-params")) == 0
     page = capsys.readouterr().out
-    assert "the optimizer steps fp32 weights in two halves: --main-dtype fp32 (default), --split-main-params\n" in page
-    assert "gradients rest in bf16: --main-grads-dtype bf16 (default)\n" in page
-    assert "moments are fp32: as main weights\n" in page
+    assert "- --main-dtype fp32 (default): weights that the optimizer steps\n" in page
+    assert "- --main-grads-dtype bf16 (default): gradients at rest\n" in page
+    assert "- --split-main-params: main weights are bf16 and 16-bit remainders\n" in page
 
 
 def test_a_plan_refuses_to_split_what_is_not_bf16(capsys: pytest.CaptureFixture[str]) -> None:
