@@ -21,7 +21,8 @@ def is_to_come(
 
     That a call is alive does not say so: what keeps it (a log, a cycle, a traceback) is a rank's own affair. A
     gradient still to come does, the unit's or, as this rank may have used none of its parameters there, that of
-    a unit which backward has passed already and which ran in the same pass (docs/design/order.md).
+    a unit which backward has passed already, if of all calls of that one the latest still to be entered ran in the same
+    pass (docs/design/order.md).
 
     Args:
         calls: at least one. end: when the latest of them began. entered: by units, the oldest call that backward has
@@ -35,7 +36,7 @@ def is_to_come(
         for other in units
         if id(other) in entered
         and entered[id(other)].first_begin > end
-        and any(id(call.trail) in passes for call in other.calls_not_entered(other.backward.number))
+        and any(id(call.trail) in passes for call in other.calls_not_entered(other.backward.number)[-1:])
     )
 
 

@@ -180,8 +180,11 @@ class Backward:
             call.entered, call.task = self.number, task
             if not call.is_expected:
                 unit.expect(call)
+            # First: whatever this unit awaits, this call may bring.
+            if call.begin < self.entered.setdefault(id(unit), call).begin:
+                self.entered[id(unit)] = call
             left = self._release_passed(call.end, entering=unit)
-            self._enter(unit, call)
+            self._enter(unit)
             self._gather(call, unit)
             # Later than gathers, for which compute waits first, and before the host waits for one.
             for each in left:
@@ -249,12 +252,8 @@ class Backward:
         first = self.entered.get(id(unit))
         return 0 if first is None else first.begin
 
-    def _enter(self, unit: Unit, call: Call | None = None) -> None:
-        """Be in a unit, which may get gradients once more, or come to a call of it."""
-        if call is not None:
-            first = self.entered.get(id(unit))
-            if first is None or call.begin < first.begin:
-                self.entered[id(unit)] = call
+    def _enter(self, unit: Unit) -> None:
+        """Be in a unit, which may get gradients once more."""
         self.active[id(unit)] = unit.reference
         self._closed.discard(id(unit))
 

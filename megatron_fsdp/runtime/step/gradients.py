@@ -81,7 +81,7 @@ class Reduction:
             overwrites: ``main_grad`` holds nothing yet.
         """
         self._scale, self._overwrites = scale, overwrites
-        if self._reduced.storage is not self._packed.storage:
+        if self._wide:
             self._reduced.reallocate_storage()
 
     def start(self, works: list[dist.Work] | None) -> list[Part]:
