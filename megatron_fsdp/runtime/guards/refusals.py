@@ -4,32 +4,29 @@ from __future__ import annotations
 
 from typing import NoReturn
 
+import torch
+
 from megatron_fsdp.errors import StateError
 from megatron_fsdp.runtime.step.fsdp_params import WeightHandle
 from megatron_fsdp.runtime.step.unit import Call, Unit
 
-__all__ = ["refuse_reads", "refuse_recorded", "refuse_stepped"]
+__all__ = ["refuse_backward", "refuse_reads"]
 
 
-def refuse_recorded(unit: Unit) -> NoReturn:
-    """Refuse a backward that is itself recorded.
+def refuse_backward(call: Call) -> None:
+    """Refuse a backward that is itself recorded, and that of a call whose unit's weights changed after it.
 
-    Raises:
-        StateError: always.
-    """
-    raise StateError(
-        f"unit {unit.name!r}: backward with create_graph=True is not supported: the recorded graph would "
-        "use released weights. Keep the module whose second derivatives are wanted unsharded."
-    )
-
-
-def refuse_stepped(call: Call) -> None:
-    """Refuse the backward of a call whose unit's weights changed after it; asked where an optimizer has stepped since.
+    Asked where gradients are on, or an optimizer has stepped since.
 
     Raises:
-        StateError: they did.
+        StateError: it is, or they did.
     """
     unit = call.unit
+    if torch.is_grad_enabled():
+        raise StateError(
+            f"unit {unit.name!r}: backward with create_graph=True is not supported: the recorded graph would "
+            "use released weights. Keep the module whose second derivatives are wanted unsharded."
+        )
     for group in unit.groups:
         group.freshness.is_changed()
         if group.freshness.changed_at > call.moment:

@@ -166,10 +166,8 @@ class Backward:
         if listeners:
             tell("enter", call)
         unit = call.unit
-        if torch.is_grad_enabled():
-            self._guards.refuse_recorded(unit)
-        if call.moment != MOMENTS[0]:
-            self._guards.refuse_stepped(call)
+        if torch.is_grad_enabled() or call.moment != MOMENTS[0]:
+            self._guards.refuse_backward(call)
         self.begin()
         task = task_id()
         if task != self._task:
