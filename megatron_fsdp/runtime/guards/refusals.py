@@ -8,7 +8,7 @@ import torch
 
 from megatron_fsdp.errors import StateError
 from megatron_fsdp.runtime.step.fsdp_params import WeightHandle
-from megatron_fsdp.runtime.step.unit import Call, Unit
+from megatron_fsdp.runtime.step.unit import Call
 
 __all__ = ["refuse_backward", "refuse_reads"]
 
