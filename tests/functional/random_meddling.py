@@ -36,7 +36,8 @@ class Meddling:
     late: dict[str, nn.Parameter]
 
     def _do_hook(self, which: str, face: str) -> None:
-        for parameter in self._named(which, face).values():
+        # Sharded ones first: what is refused is refused before anything is done.
+        for parameter in sorted(self._named(which, face).values(), key=lambda one: not isinstance(one, DTensor)):
             if parameter.requires_grad:
                 parameter.register_hook(_halve)
 
