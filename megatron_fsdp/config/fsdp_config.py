@@ -117,7 +117,7 @@ class FsdpConfig(FlagValues):
             "mp_policy": self.mixed_precision_policy(),
             "reshard_after_forward": None,
             **({"offload_policy": CPUOffloadPolicy()} if self.optimizer_cpu_offload else {}),
-            **(self.hugging_face.fully_shard_kwargs() if self.hugging_face else {}),
+            **(self.hugging_face.fully_shard_kwargs(mesh.ndim) if self.hugging_face else {}),
         }
 
     def apply(self, model: nn.Module, *, num_microbatches: int | None = None) -> None:

@@ -29,6 +29,12 @@ class Key(Setting):
 
 
 _ACTS, _ALWAYS = Effect.ACTS, Effect.ALWAYS
+_CALLED = "units are the modules that fully_shard is called on; inside of accelerate_fsdp2() accelerate follows it"
+_REFUSED = "refused if true"
+_LOADED = (
+    "each rank's shard is its own weights': read a folder by import_safetensors(model, folder), or prepare inside of "
+    "accelerate_fsdp2()"
+)
 _XLA = "it is for PyTorch/XLA, which has a sharding engine of its own; leave it out"
 
 # Rows stay rows: the formatter would give every field a line of its own.
@@ -38,19 +44,18 @@ KEYS: tuple[Key, ...] = (
         "this engine serves both; it decides how reshard_after_forward is read. Not given: 1 if a strategy is named",
         choices=(1, 2), kind=int),
     Key("reshard_after_forward", True, _ACTS, "release weights between forward and backward; version 1: a strategy",
-        "of each unit, except the last norm with the head and the model around the units, which keep theirs",
+        "of each unit but the root",
         choices=STRATEGIES, kind=str),
     Key("sharding_strategy", None, _ACTS, "version 1: what is sharded, by name or number",
         "SHARD_GRAD_OP keeps weights until backward, NO_SHARD shards nothing, HYBRID shards inside each host",
         choices=STRATEGIES, kind=str),
-    Key("auto_wrap_policy", "TRANSFORMER_BASED_WRAP", _ACTS, "which modules become units",
-        "NO_WRAP makes one unit of the model",
+    Key("auto_wrap_policy", "TRANSFORMER_BASED_WRAP", Effect.NOTHING, "which modules become units", _CALLED,
         choices=("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"), kind=str),
-    Key("transformer_layer_cls_to_wrap", None, _ACTS, "classes of layers, by name; a list, or commas between them",
-        "each instance is a unit; not given: the model's _no_split_modules", kind=tuple,
+    Key("transformer_layer_cls_to_wrap", None, Effect.NOTHING,
+        "classes of layers, by name; a list, or commas between them", _CALLED, kind=tuple,
         others=("transformer_cls_names_to_wrap",)),
-    Key("min_num_params", 0, _ACTS, "SIZE_BASED_WRAP: smallest number of parameters of a unit",
-        "counted without those of units inside; needed with SIZE_BASED_WRAP, refused without", kind=int),
+    Key("min_num_params", 0, Effect.NOTHING, "SIZE_BASED_WRAP: smallest number of parameters of a unit", _CALLED,
+        kind=int),
     Key("cpu_offload", False, _ACTS, "weights, gradients and the optimizer step live in CPU memory", "the same",
         others=("offload_params",)),
     Key("state_dict_type", "FULL_STATE_DICT", Effect.NOTHING, "how checkpoints are written",
@@ -58,16 +63,17 @@ KEYS: tuple[Key, ...] = (
         "save_checkpoint shards",
         choices=("FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT"), kind=str,
         refused_choices={"LOCAL_STATE_DICT": "flat buffers are no format; give SHARDED_STATE_DICT"}),
-    Key("cpu_ram_efficient_loading", False, _ACTS, "only the first rank reads the weights",
-        "the other ranks receive their shards, one tensor at a time; they may build the model on the meta device"),
-    Key("sync_module_states", False, _ACTS, "version 1: every rank gets the first rank's weights", "the same"),
-    Key("activation_checkpointing", False, _ACTS, "compute the activations of layers again in backward",
-        "of each unit, random state included; refused together with the model's own gradient checkpointing"),
+    Key("cpu_ram_efficient_loading", False, Effect.LATER, "only the first rank reads the weights", _REFUSED,
+        refusal=_LOADED),
+    Key("sync_module_states", False, Effect.LATER, "version 1: every rank gets the first rank's weights", _REFUSED,
+        refusal=_LOADED),
+    Key("activation_checkpointing", False, Effect.LATER, "compute the activations of layers again in backward",
+        _REFUSED, refusal="call model.activation_checkpointing_enable(), or prepare inside of accelerate_fsdp2()"),
     Key("activation_checkpointing_offload", False, Effect.LATER, "keep the inputs of such layers in CPU memory",
-        "refused if true",
+        _REFUSED,
         refusal="inputs of checkpointed layers stay on the device; leave it out"),
-    Key("ignored_modules", None, _ACTS, "modules that are not sharded: a regular expression of whole names, or a list",
-        "their parameters are left alone: whole, and not reduced", kind=tuple),
+    Key("ignored_modules", None, Effect.LATER, "modules that are not sharded", "refused unless empty", kind=dict,
+        refusal="give their parameters as fully_shard(ignored_params=...), or prepare inside of accelerate_fsdp2()"),
     Key("forward_prefetch", False, _ALWAYS, "start the next unit's gather while one computes",
         "gathers run ahead in the order of the last step"),
     Key("backward_prefetch", "NO_PREFETCH", _ALWAYS, "version 1: when backward gathers the next unit",
@@ -76,11 +82,11 @@ KEYS: tuple[Key, ...] = (
     Key("use_orig_params", True, _ALWAYS, "version 1: the optimizer sees the model's own parameters",
         "parameters keep their names and shapes"),
     Key("limit_all_gathers", True, _ALWAYS, "version 1: bound the gathers in flight", "two units at a time"),
-    Key("xla", False, Effect.HARDWARE, "PyTorch/XLA's engine", "refused if true", refusal=_XLA),
-    Key("xla_fsdp_v2", False, Effect.HARDWARE, "PyTorch/XLA's second engine", "refused if true", refusal=_XLA),
+    Key("xla", False, Effect.HARDWARE, "PyTorch/XLA's engine", _REFUSED, refusal=_XLA),
+    Key("xla_fsdp_v2", False, Effect.HARDWARE, "PyTorch/XLA's second engine", _REFUSED, refusal=_XLA),
     Key("xla_fsdp_settings", None, Effect.HARDWARE, "settings of PyTorch/XLA's engine", "refused unless empty",
         kind=dict, refusal=_XLA),
-    Key("xla_fsdp_grad_ckpt", False, Effect.HARDWARE, "checkpointing of PyTorch/XLA's engine", "refused if true",
+    Key("xla_fsdp_grad_ckpt", False, Effect.HARDWARE, "checkpointing of PyTorch/XLA's engine", _REFUSED,
         refusal=_XLA),
 )
 # fmt: on

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from megatron_fsdp.config.hf_keys import KEYS, STRATEGIES, Key, key_of
 from megatron_fsdp.errors import ConfigError, nearest
 from megatron_fsdp.policy.offload import CPUOffloadPolicy
@@ -36,9 +34,8 @@ class HfSettings:
     Attributes:
         sharding_strategy: one of PyTorch's older names, whichever version the settings were written for.
         reshard_after_forward: whether units are released between forward and backward.
-        auto_wrap_policy, transformer_layer_cls_to_wrap, min_num_params: which modules become units. No classes: the
-            model's ``_no_split_modules``.
-        ignored_modules: a regular expression of whole names, names, or modules, whose parameters are left alone.
+        auto_wrap_policy, transformer_layer_cls_to_wrap, min_num_params: which modules the loop is to call
+            ``fully_shard`` on.
         mixed_precision: "bf16", "fp16" or None; from the top level of accelerate's file.
         given: the keys that were given, by their names here. older: those that were spelled as in earlier releases.
     """
@@ -51,31 +48,22 @@ class HfSettings:
     min_num_params: int = 0
     cpu_offload: bool = False
     state_dict_type: str = "FULL_STATE_DICT"
-    cpu_ram_efficient_loading: bool = False
-    sync_module_states: bool = False
-    activation_checkpointing: bool = False
-    ignored_modules: str | tuple[str | nn.Module, ...] = ()
     mixed_precision: str | None = None
     given: tuple[str, ...] = ()
     older: tuple[str, ...] = ()
-
-    @property
-    def is_hybrid(self) -> bool:
-        """Whether weights are sharded inside of groups of ranks that are replicas of each other."""
-        return self.sharding_strategy.startswith("HYBRID")
-
-    @property
-    def is_from_first_rank(self) -> bool:
-        """Whether the first rank's weights count, and the others receive their shards of them."""
-        return self.cpu_ram_efficient_loading or self.sync_module_states
 
     def flags(self) -> dict[str, Any]:
         """Return the fields of ``FsdpConfig`` that say the same."""
         flags: dict[str, Any] = {"data_parallel_sharding_strategy": _MEANINGS[self.sharding_strategy][0]}
         return flags | ({self.mixed_precision: True} if self.mixed_precision else {})
 
-    def fully_shard_kwargs(self) -> dict[str, Any]:
-        """Return the keyword arguments of ``fully_shard`` that Megatron's flags have no say in."""
+    def fully_shard_kwargs(self, num_axes: int) -> dict[str, Any]:
+        """Return the keyword arguments of ``fully_shard`` on a mesh that Megatron's flags have no say in."""
+        if self.sharding_strategy.startswith("HYBRID") and num_axes != 2:
+            raise ConfigError(
+                f"sharding_strategy {self.sharding_strategy} shards inside of each host: wanted a mesh of two axes "
+                f"(hosts, ranks of one), found {num_axes}"
+            )
         offload = {"offload_policy": CPUOffloadPolicy()} if self.cpu_offload else {}
         return {"reshard_after_forward": self.reshard_after_forward, **offload}
 
@@ -192,11 +180,6 @@ def _find(name: str) -> Key:
 def _checked(key: Key, value: Any) -> Any:
     """Return a value in the form that settings have it, or raise."""
     text = str(value)
-    if key.name == "ignored_modules":
-        entries = (value,) if isinstance(value, str) else tuple(value)
-        if not all(isinstance(entry, (str, nn.Module)) for entry in entries):
-            raise ConfigError(f"ignored_modules: found {value!r}, wanted a regular expression, names or modules")
-        return value if isinstance(value, str) else entries
     if key.name == "reshard_after_forward" and text.lower() in (*_TRUE, *_FALSE):
         return text.lower() in _TRUE
     if key.name == "sharding_strategy" and text.isdigit() and 1 <= int(text) <= len(STRATEGIES):
@@ -270,9 +253,6 @@ def _refuse_contradictions(values: Mapping[str, Any]) -> None:
         ),
         "cpu_offload contradicts NO_SHARD: what rests whole is used where it rests": (
             values.get("cpu_offload") and "NO_SHARD" in (strategy, resharding)
-        ),
-        "cpu_ram_efficient_loading contradicts sync_module_states false: the others have no weights": (
-            values.get("cpu_ram_efficient_loading") and values.get("sync_module_states") is False
         ),
     }
     for message, is_broken in found.items():

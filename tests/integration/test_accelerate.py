@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from dbuffer import observe_collectives
 from megatron_fsdp import FsdpModule
 from megatron_fsdp.errors import ConfigError
-from megatron_fsdp.integrations.huggingface.prepare import accelerate_fsdp2
+from megatron_fsdp.huggingface import accelerate_fsdp2
 from tests.integration.ranks import run_ranks
 from tests.integration.tiny_models import draw_tokens, make_model, reset_accelerate, whole_state, worst
 
@@ -130,7 +130,7 @@ def test_processes_started_together_that_accelerate_sees_alone_are_refused(
         monkeypatch.setenv(name, value)
     with (
         accelerate_fsdp2(),
-        pytest.raises(ConfigError, match=r"2 processes were started together .* call prepare_model"),
+        pytest.raises(ConfigError, match=r"2 processes were started together .* call fully_shard"),
     ):
         accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
     reset_accelerate()

@@ -3,7 +3,6 @@
 accelerate takes its FSDP path on accelerators only, so the tests tell its state that it may take it on the CPU.
 """
 
-import contextlib
 import functools
 import re
 from collections.abc import Iterator
@@ -24,10 +23,18 @@ from transformers import Trainer
 
 from megatron_fsdp import FsdpModule
 from megatron_fsdp.errors import ConfigError
-from megatron_fsdp.integrations.huggingface.prepare import accelerate_fsdp2, prepare_model
+from megatron_fsdp.huggingface import accelerate_fsdp2
 from tests.integration.adapters import QUIET, make_lora
 from tests.integration.ranks import run_ranks
-from tests.integration.tiny_models import generated, make_model, make_trainer, reset_accelerate, whole_state, worst
+from tests.integration.tiny_models import (
+    generated,
+    make_model,
+    make_trainer,
+    reset_accelerate,
+    shard,
+    whole_state,
+    worst,
+)
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
 
@@ -117,22 +124,9 @@ def load_saved(kind: str, folder: Path) -> nn.Module:
     return whole
 
 
-def prepare_twice(folder: Path, *, in_block: bool) -> None:
-    model = prepare_model(make_model("llama"))
-    with fsdp_on_cpu(), accelerate_fsdp2() if in_block else contextlib.nullcontext():
-        make_trainer(model, folder, **FSDP).train()
-
-
-def accelerate_twice(folder: Path) -> None:
-    model = prepare_model(make_model("llama"))
-    with fsdp_on_cpu():
-        accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
-        accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
-
-
 def wrap_again(folder: Path) -> None:
     reset_accelerate()
-    model = prepare_model(make_model("llama"))
+    model = shard(make_model("llama"))
     Accelerator(cpu=True).prepare(model, torch.optim.AdamW(model.parameters()))
 
 
@@ -150,9 +144,6 @@ def off_the_path_by_version(folder: Path) -> None:
 
 
 MISTAKES = {
-    functools.partial(prepare_twice, in_block=False): "accelerate is set up to shard it again",
-    functools.partial(prepare_twice, in_block=True): "accelerate is set up to shard it again",
-    accelerate_twice: "accelerate is set up to shard it again",
     wrap_again: "DistributedDataParallel cannot be around it",
     train_off_the_path: "not on its FSDP2 path .found distributed_type MULTI_CPU",
     off_the_path_by_version: "not on its FSDP2 path .found distributed_type FSDP, fsdp_version 1",

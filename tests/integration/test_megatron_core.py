@@ -265,7 +265,7 @@ def test_the_methods_that_megatrons_loop_calls_do_what_they_say(strategy: str) -
 def measured(strategy: str, is_per_token: bool) -> GradientScale:
     task = Task({**MOE, "calculate_per_token_loss": is_per_token})
     with megatron_processes():
-        (model,), optimizer = build(task, Mesh(strategy=strategy))
+        (model,), _ = build(task, Mesh(strategy=strategy))
 
         def loss_fn(inner: torch.nn.Module, step: int) -> torch.Tensor:
             output, loss_function = forward_step(microbatches(task, torch.distributed.get_rank(), step), inner)
@@ -278,7 +278,7 @@ def measured(strategy: str, is_per_token: bool) -> GradientScale:
                 model.scale_gradients(1 / 32)
 
         expected = 1 / 32 if is_per_token else 1 / 2
-        return check_gradient_scale(model, loss_fn, 0, expected=expected, finish=finish, norm=optimizer.get_grad_norm)
+        return check_gradient_scale(model, loss_fn, 0, expected=expected, finish=finish)
 
 
 @pytest.mark.parametrize("is_per_token", [False, True])
@@ -289,5 +289,3 @@ def test_megatrons_gradients_have_the_factor_of_its_losses(strategy: str, is_per
             each.factor == pytest.approx(1 / 32 if is_per_token else 0.5, rel=1e-6) for each in report.parameters
         )
         assert any("experts" in each.name for each in report.parameters)
-        assert report.norm is not None
-        assert report.norm.found == pytest.approx(report.norm.expected, rel=1e-5)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import runpy
 import sys
 from collections.abc import Sequence
@@ -27,7 +26,7 @@ from megatron_fsdp.integrations.megatron.settings import (
 )
 from megatron_fsdp.optim.megatron_muon import MUON_NAMES
 
-__all__ = ["Launch", "check_flags", "main", "notices_under_megatron", "plan_launch", "run", "without_version"]
+__all__ = ["Launch", "check_flags", "main", "notices_under_megatron", "plan_launch", "run"]
 
 _VARIABLE = "MEGATRON_LM_PATH"
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
@@ -95,13 +94,10 @@ def plan_launch(script: str, flags: Sequence[str], megatron_path: str | None = N
                 f"would wait in one queue with compute. unset {_CONNECTIONS}, or export {_CONNECTIONS}=8"
             )
         notices = notices_under_megatron(check_flags(flags))
-    texts = (
-        path.read_text(encoding="utf-8", errors="replace") for path in (checkout / "megatron/training").rglob("*.py")
-    )
-    # This engine serves both versions; a Megatron before version 2 does not know the flag.
-    knows_version = any(re.search("megatron[-_]fsdp[-_]version", text) for text in texts)
-    kept = list(flags) if knows_version else without_version(flags)
-    return Launch(checkout, file.resolve(), tuple(kept), tuple(notices))
+    # One engine serves both versions, and a Megatron before version 2 does not know the flag.
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--megatron-fsdp-version")
+    return Launch(checkout, file.resolve(), tuple(parser.parse_known_args(list(flags))[1]), tuple(notices))
 
 
 def run(launch: Launch) -> None:
@@ -223,10 +219,3 @@ def notices_under_megatron(config: FsdpConfig) -> list[str]:
     """Return one line, with the reason, for every flag that was given and whose effect a job does not get."""
     missing = [flag for flag in FLAGS if flag.effect in _MISSING and getattr(config, flag.dest) != flag.default]
     return [flag.notice(flag.spell(getattr(config, flag.dest))) for flag in missing]
-
-
-def without_version(flags: Sequence[str]) -> list[str]:
-    """Return the flags without ``--megatron-fsdp-version``, for a Megatron that does not know it."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--megatron-fsdp-version")
-    return parser.parse_known_args(list(flags))[1]

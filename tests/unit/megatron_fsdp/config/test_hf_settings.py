@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from dbuffer import Flat
 from megatron_fsdp.config.fsdp_config import FsdpConfig
@@ -56,7 +55,7 @@ def test_each_project_s_own_names_mean_the_same() -> None:
     ("given", "meant"), [(True, True), ("false", False), ("TRUE", True), (0, False), ("no", False)]
 )
 def test_truth_values_may_be_words(given: Any, meant: bool) -> None:
-    assert settings({"cpu_ram_efficient_loading": given}).cpu_ram_efficient_loading is meant
+    assert settings({"cpu_offload": given}).cpu_offload is meant
 
 
 def test_a_null_counts_as_not_given() -> None:
@@ -67,28 +66,24 @@ def test_choices_may_be_in_any_case() -> None:
     assert settings({"auto_wrap_policy": "no_wrap"}).auto_wrap_policy == "NO_WRAP"
 
 
-def test_ignored_modules_may_be_an_expression_names_or_modules() -> None:
-    module = nn.Linear(1, 1)
-    assert settings({"ignored_modules": r".*\.gate"}).ignored_modules == r".*\.gate"
-    assert settings({"ignored_modules": ["head", module]}).ignored_modules == ("head", module)
-
-
 @pytest.mark.parametrize(
-    ("strategy", "flag", "reshards", "is_hybrid"),
+    ("strategy", "flag", "reshards"),
     [
-        ("FULL_SHARD", "optim_grads_params", True, False),
-        ("SHARD_GRAD_OP", "optim_grads_params", False, False),
-        ("NO_SHARD", "no_shard", False, False),
-        ("HYBRID_SHARD", "optim_grads_params", True, True),
-        ("HYBRID_SHARD_ZERO2", "optim_grads_params", False, True),
+        ("FULL_SHARD", "optim_grads_params", True),
+        ("SHARD_GRAD_OP", "optim_grads_params", False),
+        ("NO_SHARD", "no_shard", False),
+        ("HYBRID_SHARD", "optim_grads_params", True),
+        ("HYBRID_SHARD_ZERO2", "optim_grads_params", False),
     ],
 )
-def test_a_strategy_of_version_1_has_its_meaning(strategy: str, flag: str, reshards: bool, is_hybrid: bool) -> None:
+def test_a_strategy_of_version_1_has_its_meaning(strategy: str, flag: str, reshards: bool) -> None:
     for key in ("reshard_after_forward", "sharding_strategy"):
         config = FsdpConfig.from_hf({"version": 1, key: strategy.lower()})
         assert config.data_parallel_sharding_strategy == flag
         assert config.hugging_face.reshard_after_forward is reshards
-        assert config.hugging_face.is_hybrid is is_hybrid
+        if strategy.startswith("HYBRID"):
+            with pytest.raises(ConfigError, match=r"wanted a mesh of two axes .* found 1"):
+                config.fully_shard_kwargs(MESH)
 
 
 def test_a_strategy_may_be_given_by_its_number() -> None:
@@ -140,7 +135,10 @@ def test_an_unknown_key_is_refused_with_the_nearest_valid_one(unknown: str, near
         ({"auto_wrap_policy": "SIZE_WRAP"}, "found 'SIZE_WRAP', wanted one of .*; the nearest is SIZE_BASED_WRAP"),
         ({"reshard_after_forward": "HYBRID"}, "found 'HYBRID', wanted one of .*; the nearest is HYBRID_SHARD"),
         ({"sharding_strategy": 6}, "sharding_strategy: found 6, wanted one of FULL_SHARD"),
-        ({"ignored_modules": [3]}, "wanted a regular expression, names or modules"),
+        ({"ignored_modules": "head"}, r"ignored_modules='head': .*fully_shard\(ignored_params"),
+        ({"cpu_ram_efficient_loading": True}, r"=True: .* import_safetensors\(model, folder\)"),
+        ({"version": 1, "sync_module_states": True}, r"=True: .* accelerate_fsdp2\(\)"),
+        ({"activation_checkpointing": True}, r"=True: call model.gradient_checkpointing_enable\(\)"),
         (
             {"version": 2, "reshard_after_forward": "FULL_SHARD"},
             "version 2 contradicts reshard_after_forward FULL_SHARD",
@@ -157,10 +155,6 @@ def test_an_unknown_key_is_refused_with_the_nearest_valid_one(unknown: str, near
         (
             {"auto_wrap_policy": "NO_WRAP", "transformer_layer_cls_to_wrap": ["Block"]},
             "transformer_layer_cls_to_wrap contradicts auto_wrap_policy NO_WRAP",
-        ),
-        (
-            {"version": 1, "cpu_ram_efficient_loading": True, "sync_module_states": False},
-            "cpu_ram_efficient_loading contradicts sync_module_states false",
         ),
         (
             {"cpu_offload": True, "fsdp_offload_params": True},
@@ -258,6 +252,8 @@ def test_a_silent_key_is_noticed(name: str) -> None:
     value = "BACKWARD_POST" if name == "backward_prefetch" else False
     (notice,) = FsdpConfig.from_hf({name: value}).notices()
     assert notice.startswith(f"{name} does nothing here; always so: ")
+    (notice,) = FsdpConfig.from_hf({"transformer_layer_cls_to_wrap": "Block"}).notices()
+    assert "units are the modules that fully_shard is called on" in notice
     assert FsdpConfig.from_hf({}).notices() == ()
 
 

@@ -64,13 +64,10 @@ def test_a_script_that_is_nowhere_is_refused(checkout: Path) -> None:
         plan_launch("train.py", GOOD, str(checkout))
 
 
-def test_a_checkout_that_knows_the_version_gets_it_and_an_older_one_does_not(checkout: Path) -> None:
-    flags = [*GOOD, "--megatron-fsdp-version", "2", "--num-layers", "3"]
+@pytest.mark.parametrize("version", [["--megatron-fsdp-version", "2"], ["--megatron-fsdp-version=1"], []])
+def test_the_version_of_megatrons_engine_is_left_out(version: list[str], checkout: Path) -> None:
+    flags = [*GOOD, *version, "--num-layers", "3"]
     assert plan_launch("pretrain_gpt.py", flags, str(checkout)).flags == (*GOOD, "--num-layers", "3")
-    arguments = checkout / "megatron" / "training" / "config" / "common.py"
-    arguments.parent.mkdir()
-    arguments.write_text("megatron_fsdp_version: int = 1\n", encoding="utf-8")
-    assert plan_launch("pretrain_gpt.py", flags, str(checkout)).flags == tuple(flags)
 
 
 def test_the_scripts_own_help_is_passed_on(checkout: Path) -> None:

@@ -15,7 +15,6 @@ from torch import nn
 
 from megatron_fsdp.api import fully_shard
 from megatron_fsdp.errors import ConfigError
-from megatron_fsdp.integrations.huggingface.prepared import keep_in_step
 from megatron_fsdp.policy.launch import job_place
 from megatron_fsdp.runtime.lifecycle.module import FSDPModule, register_fsdp_forward_method
 
@@ -57,7 +56,9 @@ def accelerate_fsdp2() -> Iterator[None]:
         prepared = prepare(self, *args, **options)
         for each in prepared if isinstance(prepared, (list, tuple)) else (prepared,):
             if isinstance(each, nn.Module) and isinstance(each, FSDPModule) and hasattr(each, "generate"):
-                keep_in_step(each)
+                # Ranks run as many forwards as each other where transformers asks: generating, and dropping layers.
+                for module in each.modules():
+                    module._is_fsdp_managed_module = True  # type: ignore[assignment]
                 # It gathers what belongs to the model around its units.
                 register_fsdp_forward_method(each, "generate")
         return prepared
@@ -84,7 +85,7 @@ def _check_path(accelerator: Any) -> None:
     cure = (
         "Give TrainingArguments(fsdp=True), Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2)) or "
         "a file of `accelerate launch` with distributed_type FSDP and fsdp_version 2. accelerate has that path on GPUs "
-        "only; on CPUs, and without accelerate's settings, call prepare_model"
+        "only; on CPUs, and without accelerate's settings, call fully_shard on the model's layers and on the model"
     )
     if accelerator.num_processes > 1:
         raise ConfigError(
