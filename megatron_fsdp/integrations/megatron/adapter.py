@@ -265,12 +265,8 @@ def _replacements() -> Iterator[tuple[Any, Any]]:
     with contextlib.suppress(ImportError):
         scripts = importlib.import_module("megatron.training.checkpointing")
         measure = importlib.import_module("megatron.training.utils").calc_params_l2_norm
-        places = {
-            scripts.preprocess_fsdp_dtensor_state_dict: _prepare,
-            scripts.load_checkpoint: _load,
-            measure: _measure,
-        }
-        for theirs, ours in places.items():
+        prepare, load = scripts.preprocess_fsdp_dtensor_state_dict, scripts.load_checkpoint
+        for theirs, ours in ((prepare, _prepare), (load, _load), (measure, _measure)):
             yield theirs, _in_place_of(theirs, ours)
 
 
