@@ -21,8 +21,8 @@ from torch._C._distributed_c10d import HashStore  # torch.distributed has it, bu
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.engines import Precision, fsdp2, world_mesh
 from benchmarks.harness import Row, Samples, in_turn, ratio
-from benchmarks.torch_engines import Precision, fsdp2, world_mesh
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard
 from megatron_fsdp.optim.adamw import AdamW
 

@@ -13,11 +13,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import megatron_fsdp
-from benchmarks.engines import Precision, ours
+from benchmarks.engines import LEARNING_RATE, Precision, make_model, ours, world_mesh
 from benchmarks.harness import Row, Samples, interleaved, ratio
 from benchmarks.models import Shape
 from benchmarks.null_group import null_world
-from benchmarks.torch_engines import LEARNING_RATE, make_model, world_mesh
 from dbuffer.slot_pool import can_exchange_memory
 
 __all__ = ["captured_rows"]

@@ -12,7 +12,7 @@ machine, the versions and the commit.
 
 One way to measure: several functions run in turn (``interleaved``; ``ranks_in_turn`` on ranks), so that a machine that
 warms up or gets busy slows all of them, and their ratio still means something. A claim about speed is a ratio of such
-samples. Interpreters with other engines in them use this file too: it imports torch alone.
+samples.
 """
 
 from __future__ import annotations

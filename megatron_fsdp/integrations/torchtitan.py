@@ -43,10 +43,12 @@ def parallelize_decoder(
         compiler = importlib.import_module("torchtitan.distributed.compile")
         compiler.apply_compile(model, compile_config=compile_config, parallel_dims=parallel_dims)
     axes = ["dp_replicate", "fsdp"] if parallel_dims.dp_replicate_enabled else ["fsdp"]
-    dtypes = [getattr(torch, each) for each in (training.mixed_precision_param, training.mixed_precision_reduce)]
+    compute, reduce = (
+        getattr(torch, each) for each in (training.mixed_precision_param, training.mixed_precision_reduce)
+    )
     options: dict[str, Any] = {
         "mesh": parallel_dims.get_mesh(axes),
-        "mp_policy": MixedPrecisionPolicy(*dtypes, cast_forward_inputs=False),
+        "mp_policy": MixedPrecisionPolicy(compute, reduce, cast_forward_inputs=False),
         "offload_policy": CPUOffloadPolicy() if training.enable_cpu_offload else None,
     }
     tail = [module for module in (model.norm, model.lm_head) if module is not None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -17,9 +18,7 @@ __all__ = ["guard_released_storage"]
 _HARMLESS = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 
-class guard_released_storage(TorchDispatchMode):
-    """Raise ``StorageError`` with the owner's name in the block where an operator touches its released storage."""
-
+class _Guard(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func not in _HARMLESS:
             for leaf in tree_leaves((args, kwargs or {})):
@@ -28,6 +27,11 @@ class guard_released_storage(TorchDispatchMode):
                     if owner is not None and not owner.is_allocated:
                         raise StorageError(f"{owner.name}: {func} was called on a view of it after its release")
         return func(*args, **(kwargs or {}))
+
+
+def guard_released_storage() -> AbstractContextManager[Any]:
+    """Raise ``StorageError`` with the owner's name in the block where an operator touches its released storage."""
+    return _Guard()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
 
 
 def _has_plain_storage(tensor: torch.Tensor) -> bool:
