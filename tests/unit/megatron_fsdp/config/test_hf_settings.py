@@ -138,7 +138,7 @@ def test_an_unknown_key_is_refused_with_the_nearest_valid_one(unknown: str, near
         ({"ignored_modules": "head"}, r"ignored_modules='head': .*fully_shard\(ignored_params"),
         ({"cpu_ram_efficient_loading": True}, r"=True: .* import_safetensors\(model, folder\)"),
         ({"version": 1, "sync_module_states": True}, r"=True: .* accelerate_fsdp2\(\)"),
-        ({"activation_checkpointing": True}, r"=True: call model.gradient_checkpointing_enable\(\)"),
+        ({"activation_checkpointing": True}, r"=True: call model.activation_checkpointing_enable\(\)"),
         (
             {"version": 2, "reshard_after_forward": "FULL_SHARD"},
             "version 2 contradicts reshard_after_forward FULL_SHARD",
