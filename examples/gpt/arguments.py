@@ -245,7 +245,7 @@ _FLAGS: dict[str, tuple[_Row, ...]] = {
         ("--log-interval", _count, 100, "steps between log lines"),
         ("--log-checksum", _count, None, "log 64 bits of weights and moments every so many steps"),
         ("--log-checksum-per-unit", bool, False, "and those of each unit"),
-        ("--profile", bool, False, "write a Chrome trace and a picture of some steps into --save"),
+        ("--profile", bool, False, "write a Chrome trace of some steps into --save"),
         ("--profile-step-start", _count, 10, "first step of the trace"),
         ("--profile-step-end", _count, 12, "first step after the trace"),
         *SAMPLING,
