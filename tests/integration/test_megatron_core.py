@@ -1,6 +1,8 @@
 """megatron.core's GPTModel trains over this engine as under Megatron's own DistributedDataParallel."""
 
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -10,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_fsdp import GradientScale, check_gradient_scale
 from megatron_fsdp.errors import FsdpError
+from megatron_fsdp.runtime.lifecycle.module import FsdpModule
 from megatron_fsdp.runtime.step.unit import units_below
 from tests.integration.megatron_meshes import (
     MOE,
@@ -260,6 +263,25 @@ def test_the_methods_that_megatrons_loop_calls_do_what_they_say(strategy: str) -
     assert first["norms"][0] > 0.1
     for name in ("norms", "halves", "zeroed"):
         assert first[name][0] == pytest.approx(first[name][1])
+
+
+def follow_the_page() -> tuple[bool, list[float]]:
+    """Run the code of docs/megatron.md as it stands there."""
+    page = Path(__file__).parents[2] / "docs" / "megatron.md"
+    names: dict[str, Any] = {}
+    with megatron_processes():
+        for code in re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
+            exec(compile(code, str(page), "exec"), names)  # what is under test is the text
+        config = config_of(Task(), Mesh())
+        model, optimizer = names["wrap"](config, make_chunk(Task(), config, None))
+        norms = [norm for _, norm in run_steps(Task(), [model], optimizer, range(2))[0]]
+        return isinstance(model.module, FsdpModule), norms
+
+
+def test_the_documented_function_wraps_a_model_for_megatrons_schedule() -> None:
+    for is_sharded, norms in run_ranks(2, follow_the_page):
+        assert is_sharded
+        assert all(norm > 0.1 for norm in norms)
 
 
 def measured(strategy: str, is_per_token: bool) -> GradientScale:
