@@ -220,9 +220,9 @@ def forget_originals(group: ParameterGroup) -> None:
 def _refuse_original(words: str, original: torch.Tensor) -> None:
     original.grad = None
     raise StateError(
-        f"{words}: a backward came to the tensor that the parameter was before fully_shard, which a list, a closure or a "
-        "module that is not sharded has kept. Nobody trains it: its gradient would be this rank's alone. Read the parameter "
-        "from its module in each forward; or call fully_shard on a module that has all who use it."
+        f"{words}: a backward came to the tensor that the parameter was before fully_shard, which a list, a closure or "
+        "a module that is not sharded has kept. Nobody trains it: its gradient would be this rank's alone. Read the "
+        "parameter from its module in each forward; or call fully_shard on a module that has all who use it."
     )
 
 

@@ -160,5 +160,5 @@ def test_a_tensor_that_was_a_parameter_before_fully_shard_is_refused_in_backward
     model.kept = [model.first]
     fully_shard(model)
     x = inputs(dist.get_rank(), 0, 2, WIDTH)
-    with pytest.raises(StateError, match="parameter 'first'.*before fully_shard"):
+    with pytest.raises(StateError, match=r"parameter 'first'.*before fully_shard"):
         model(x).sum().backward()
