@@ -103,7 +103,7 @@ def moved_rows(case: Case, shape: Shape, precision: Precision) -> list[Row]:
 
 
 def _row(case: Case, metric: str, unit: str, value: float) -> Row:
-    return Row("memory", case, metric, unit, Samples((float(value),)), is_exact=True)
+    return Row("memory", case, metric, unit, Samples((float(value),)))
 
 
 def _above_rest(phases: Mapping[str, PhaseMemory], phase: str) -> int:
