@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from peft import PeftModel
+from torch.distributed.tensor.experimental import implicit_replication
 
 from megatron_fsdp import fsdp_no_shard, full_state_dict
 from tests.integration.adapters import QUIET, make_lora, make_prompt
@@ -27,7 +28,8 @@ def train_and_save(name: str, folder: Path) -> tuple[float, float, list[int]]:
     train(oracle, 4, range(dist.get_world_size()))
     state = full_state_dict(model)
     if dist.get_rank() == 0:
-        model.save_pretrained(folder, state_dict=state)
+        with implicit_replication():
+            model.save_pretrained(folder, state_dict=state)
     return worst(whole_state(model), whole_state(oracle)), worst(whole_state(oracle), start), generated(oracle)
 
 
