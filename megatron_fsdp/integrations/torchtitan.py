@@ -6,7 +6,6 @@ import importlib
 from typing import Any
 
 import torch
-from torch import nn
 
 from megatron_fsdp.api import fully_shard
 from megatron_fsdp.errors import ConfigError
@@ -19,16 +18,13 @@ __all__ = ["parallelize_decoder"]
 
 def parallelize_decoder(
     model: Any, *, parallel_dims: Any, training: Any, parallelism: Any, compile_config: Any, ac_config: Any, **rest: Any
-) -> nn.Module:
+) -> Any:
     """Shard one of torchtitan's decoders in place; give it as ``ModelSpec(parallelize_fn=parallelize_decoder)``.
 
-    The units are torchtitan's own: the token embedding, each layer, the norm with the output; a tied embedding joins
-    the latter. Gradients are summed over ranks, since the training loop divides by its count of tokens. Arguments are
-    what torchtitan hands over.
+    The units are torchtitan's own. Gradients are summed over ranks, since the loop divides by its count of tokens.
 
     Raises:
-        ConfigError: tensor, context, pipeline or expert parallelism, symmetric memory, or a backend other than
-            "partial_dtensor".
+        ConfigError: other parallelism than data parallelism, symmetric memory, or another ``spmd_backend``.
     """
     degrees = {name: getattr(parallel_dims, name) for name in ("tp", "cp", "pp", "ep")}
     backend, is_symmetric = parallelism.spmd_backend, parallelism.enable_fsdp_symm_mem
@@ -42,27 +38,22 @@ def parallelize_decoder(
     if compile_config.enable and "model" in compile_config.components:
         compiler = importlib.import_module("torchtitan.distributed.compile")
         compiler.apply_compile(model, compile_config=compile_config, parallel_dims=parallel_dims)
-    axes = ["dp_replicate", "fsdp"] if parallel_dims.dp_replicate_enabled else ["fsdp"]
-    compute, reduce = (
-        getattr(torch, each) for each in (training.mixed_precision_param, training.mixed_precision_reduce)
-    )
+    dtypes = [getattr(torch, name) for name in (training.mixed_precision_param, training.mixed_precision_reduce)]
     options: dict[str, Any] = {
-        "mesh": parallel_dims.get_mesh(axes),
-        "mp_policy": MixedPrecisionPolicy(compute, reduce, cast_forward_inputs=False),
+        "mesh": parallel_dims.get_mesh(["dp_replicate", "fsdp"] if parallel_dims.dp_replicate_enabled else ["fsdp"]),
+        "mp_policy": MixedPrecisionPolicy(dtypes[0], dtypes[1], cast_forward_inputs=False),
         "offload_policy": CPUOffloadPolicy() if training.enable_cpu_offload else None,
     }
-    tail = [module for module in (model.norm, model.lm_head) if module is not None]
-    first = [model.tok_embeddings] if model.tok_embeddings is not None else []
+    first, tail = ([part for part in parts if part] for parts in ([model.tok_embeddings], [model.norm, model.lm_head]))
     if model.enable_weight_tying:
         first, tail = [], [*first, *tail]
     # The layers are needed again last, the tail first; "always" and "never" are the user's word on all of them.
     resharding = parallelism.fsdp_reshard_after_forward
     for module in (*first, *model.layers.values()):
         fully_shard(module, **options, reshard_after_forward=resharding != "never")
-    if tail:
-        fully_shard(tail, **options, reshard_after_forward=resharding == "always")
-    fully_shard(model, **options)
-    for module in model.modules():
+    for modules in [tail] if tail else []:
+        fully_shard(modules, **options, reshard_after_forward=resharding == "always")
+    for module in fully_shard(model, **options).modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-    return model  # type: ignore[no-any-return]
+    return model
