@@ -44,7 +44,8 @@ def parallelize_decoder(
         "mp_policy": MixedPrecisionPolicy(dtypes[0], dtypes[1], cast_forward_inputs=False),
         "offload_policy": CPUOffloadPolicy() if training.enable_cpu_offload else None,
     }
-    first, tail = ([part for part in parts if part] for parts in ([model.tok_embeddings], [model.norm, model.lm_head]))
+    parts = [model.tok_embeddings], [model.norm, model.lm_head]
+    first, tail = ([each for each in some if each is not None] for some in parts)
     if model.enable_weight_tying:
         first, tail = [], [*first, *tail]
     # The layers are needed again last, the tail first; "always" and "never" are the user's word on all of them.

@@ -110,7 +110,7 @@ def test_another_adapter_class_beside_megatrons_is_replaced_as_well(tmp_path: Pa
 
 
 def train_both() -> tuple[Figures, Figures, list[bool]]:
-    """Train experts through Megatron's names, under its DDP and sharded; return figures, and whose optimizers it took."""
+    """Train experts through Megatron's names, under its DDP and sharded; return figures, and what optimizers."""
     task = Task(MOE | {"calculate_per_token_loss": True}, is_tied=True, is_masked=True)
     with megatron_processes():
         plain = optimizers.get_megatron_optimizer
