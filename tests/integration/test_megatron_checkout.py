@@ -34,7 +34,7 @@ def run(folder: Path, steps: int, flags: list[str], *, is_ours: bool, ranks: int
     result = folder / "result.json"
     checkout = os.environ["MEGATRON_LM_PATH"]
     program = ["-m", "megatron_fsdp.megatron", str(SCRIPT), *OURS] if is_ours else [str(SCRIPT), "--ckpt-format=torch"]
-    paths = [str(ROOT), str(ROOT / "kernels"), *([] if is_ours else [checkout]), os.environ.get("PYTHONPATH", "")]
+    paths = [str(ROOT), str(ROOT / "kernels"), checkout, os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *program,
          "--result", str(result), "--steps", str(steps), *SHAPE, *flags],
