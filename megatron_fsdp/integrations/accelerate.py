@@ -85,9 +85,9 @@ def _check_path(accelerator: Any) -> None:
         f"accelerate_fsdp2(): this Accelerator is not on its FSDP2 path (found distributed_type {kind}"
         + (f", fsdp_version {version}" if version is not None else "")
         + f"; it sees {seen} of {started} processes), so nothing is sharded by this engine. Give "
-        "TrainingArguments(fsdp=True), Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2)) or a file "
-        "of `accelerate launch` with distributed_type FSDP and fsdp_version 2. accelerate has that path on GPUs only; on "
-        "CPUs, and without accelerate's settings, call fully_shard on the model's layers and on the model"
+        "TrainingArguments(fsdp=True), Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2)) or a "
+        "file of `accelerate launch` with distributed_type FSDP and fsdp_version 2. accelerate has that path on GPUs "
+        "only; on CPUs, and without accelerate's settings, call fully_shard on the model's layers and on the model"
     )
     if started > 1:
         raise ConfigError(text)
