@@ -18,7 +18,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     path = tmp_path / "pretrain_gpt.py"
     path.write_text("import sys, pathlib\nprint('the script runs', *sys.argv[1:], sys.path[0], __name__)\n")
     monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(sys, "argv", ["main"])
     return str(path)
 
 
