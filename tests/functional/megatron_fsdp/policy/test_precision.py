@@ -1,7 +1,6 @@
 """Which dtype each copy of weights and gradients has while a model trains, and what that does to its numbers."""
 
 import copy
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -293,33 +292,6 @@ def test_gradients_that_a_function_gives_in_fp32_are_not_rounded_to_the_compute_
     fully_shard(model, mp_policy=MixedPrecisionPolicy(BF16, reduce, cast_forward_inputs=False))
     model(torch.full((4,), 1 + 2.0**-12)).backward()
     assert whole(model.weight.grad, model.weight).tolist() == [wanted] * 4
-
-
-def trained(prepare: Callable[[Weights], object]) -> tuple[list[float], set[torch.dtype]]:
-    """Return weights after three steps of a stock optimizer over microbatches, and the dtypes of gradients."""
-    model = Weights()
-    prepare(model)
-    optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.1))
-    dtypes = set()
-    for step in range(3):
-        for number in range(2):
-            model(torch.full((5,), (step + 1.0) * (number + 1) * (dist.get_rank() + 1))).backward()
-        optimizer.step()
-        dtypes |= {parameter.grad.dtype for parameter in model.parameters() if parameter.grad is not None}
-        optimizer.zero_grad()
-    return [float(whole(parameter.detach(), parameter).flatten()[0]) for parameter in model.parameters()], dtypes
-
-
-@on_ranks(2)
-def test_a_stock_optimizer_steps_with_gradients_of_another_dtype() -> None:
-    def narrow(model: Weights) -> None:
-        ask(model, {"one": BF16, "two": BF16})
-        fully_shard(model)
-
-    (narrow, dtypes), (usual, usual_dtypes) = trained(narrow), trained(fully_shard)
-    assert (dtypes, usual_dtypes) == ({BF16}, {FP32})
-    assert narrow == pytest.approx(usual, rel=1e-2)
-    assert narrow != [1.0, 1.0]
 
 
 @on_ranks(2)
