@@ -51,9 +51,10 @@ def test_muon_momentum_is_torchs_lerp_in_each_segment_and_nothing_else(
         mu = (0.95, 0.4)[segment.row]
         scaled = g[part].float() * (1.0 if clip is None else clip)
         wanted = before[part].float().lerp(scaled, 1 - mu)
-        # Where the momentum has 16 bits torch rounds the difference to them, too.
-        assert close(kept[part], wanted, before[part].float().abs() + scaled.abs() if momentum is BF16 else None)
-        assert close(out[part], scaled.lerp(kept[part].float(), mu) if segment.row == 0 else kept[part])
+        # Where the momentum has 16 bits torch rounds differences to them, too.
+        terms = before[part].float().abs() + scaled.abs() if momentum is BF16 else None
+        assert close(kept[part], wanted, terms)
+        assert close(out[part], scaled.lerp(kept[part].float(), mu) if segment.row == 0 else kept[part], terms)
     assert torch.equal(kept[~touched], before[~touched])
     assert (out[~touched] == 5).all()
 
