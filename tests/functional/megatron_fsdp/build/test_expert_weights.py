@@ -11,7 +11,6 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
-    get_optimizer_state_dict,
     set_model_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
@@ -19,8 +18,6 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from dbuffer import Row
 from megatron_fsdp import (
-    AdamW,
-    clip_grad_norm_,
     fully_shard,
     fully_shard_optimizer,
     load_checkpoint,
@@ -99,44 +96,18 @@ def test_parameters_show_their_natural_shape_over_rows_of_any_expert() -> None:
     assert any(of_up % 7 for of_up, *_ in rows), "some cut must lie inside an expert"
 
 
-def train(kind: str, model: nn.Module, ranks: list[int], steps: int = 3) -> torch.optim.Optimizer:
-    parameters = list(model.parameters())
-    if kind == "ours":
-        optimizer: torch.optim.Optimizer = AdamW(parameters, lr=0.05)
-    else:
-        optimizer = torch.optim.AdamW(parameters, lr=0.05, foreach=kind == "foreach")
-        if len(ranks) == 1:
-            fully_shard_optimizer(optimizer)
+def train(model: nn.Module, steps: int = 3) -> torch.optim.Optimizer:
+    optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.05, foreach=True))
     for step in range(steps):
-        for rank in ranks:
-            (squared(model, rank, step) / len(ranks)).backward()
-        if len(ranks) == 1:
-            clip_grad_norm_(model, 0.5)
-        else:
-            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        squared(model, dist.get_rank(), step).backward()
         optimizer.step()
         optimizer.zero_grad()
     return optimizer
 
 
-@pytest.mark.parametrize("kind", nightly_but(["foreach", "ours"], ["foreach", "single tensors", "ours"]))
-@on_ranks(3)
-def test_adamw_on_sharded_experts_equals_adamw_on_whole_ones(kind: str) -> None:
-    torch.manual_seed(0)
-    oracle = build()
-    train("single tensors", oracle, [0, 1, 2])
-    model = made()
-    optimizer = train(kind, model, [dist.get_rank()])
-    assert differing(values_of(model), oracle.state_dict(), 2e-6) == []
-    options = StateDictOptions(full_state_dict=True)
-    state: Any = get_optimizer_state_dict(model, optimizer, options=options)["state"]
-    for name, value in oracle.state_dict().items():
-        assert state[name]["exp_avg"].shape == value.shape
-
-
 def saved(path: str, way: str) -> dict[str, torch.Tensor]:
     model = made(3)
-    optimizer = train("foreach", model, [dist.get_rank()])
+    optimizer = train(model)
     if way == "save_checkpoint":
         save_checkpoint(model, optimizer, path)
     else:
@@ -148,7 +119,7 @@ def loaded(path: str, way: str, is_sharded: bool) -> dict[str, torch.Tensor]:
     model = made(9) if is_sharded else build()
     if not is_sharded:
         fully_shard(model)
-    optimizer = train("foreach", model, [dist.get_rank()], steps=1)
+    optimizer = train(model, steps=1)
     if way == "save_checkpoint":
         load_checkpoint(model, optimizer, path)
     else:

@@ -35,7 +35,7 @@ from tests.harness.models import Headed, make_mesh, squared, three_blocks
 from tests.harness.oracle import units_of, whole
 from tests.harness.twins import Twins
 
-NUM_MICROBATCHES, NUM_STEPS = 12, 3
+NUM_MICROBATCHES, NUM_STEPS = 12, 2
 WIDTH = 5
 WIRES = {"fp32": None, "bf16": torch.bfloat16}
 
