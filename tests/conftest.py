@@ -107,6 +107,14 @@ def process_state() -> Iterator[None]:
 
 
 @pytest.fixture
+def process_group() -> Iterator[None]:
+    """Be the only rank of a job."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
 def plain_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run as one process without torchrun, in a folder of its own that holds a text."""
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_RESTART_COUNT"):
