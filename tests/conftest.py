@@ -116,7 +116,9 @@ def process_group() -> Iterator[None]:
 
 @pytest.fixture
 def plain_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run as one process without torchrun, in a folder of its own that holds a text."""
+    """Run the training script as one process without torchrun, in a folder of its own that holds a text."""
+    # To draw a loss curve takes longer than such a run; test_gpt_train_log.py looks at curves.
+    monkeypatch.setattr("gpt.train_log.draw_losses", lambda runs, path, **_: path.touch())
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_RESTART_COUNT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
