@@ -1,4 +1,4 @@
-"""What an AdamW step, the halves of weights and checksums must be, by whatever runs them (``on_backend``)."""
+"""What an AdamW step, the halves of weights and checksums must be, by whatever runs them (``on_triton``)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dbuffer_kernels import (
     join_weight,
     split_weight,
 )
-from tests.unit.kernels.on_backend import (
+from tests.functional.kernels.on_triton import (
     CHOOSE,
     DEVICE,
     INTERPRETS,
