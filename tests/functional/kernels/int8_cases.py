@@ -28,8 +28,8 @@ from dbuffer_kernels import (
 from dbuffer_kernels.dynamic_map import map_tables, rounding_keys
 from dbuffer_kernels.int8_adamw import code_below
 from dbuffer_kernels.launch import launch
-from tests.functional.kernels.on_triton import CHOOSE, DEVICE, only_kernels
 from tests.unit.kernels.int8_oracle import decoded, encoded
+from tests.unit.kernels.on_backend import CHOOSE, DEVICE, only_kernels
 
 if TYPE_CHECKING:
     import triton.language as tl

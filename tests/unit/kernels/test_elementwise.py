@@ -1,4 +1,4 @@
-"""What casts and sums must do, by whatever runs them (``on_triton``); the oracle is float64, never the reference."""
+"""What casts and sums must do, by whatever runs them (``on_backend``); the oracle is float64, never the reference."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from dbuffer_kernels import accumulate, cast_copy
-from tests.functional.kernels.on_triton import DEVICE, INTERPRETS, SIZES, guarded, only_kernels, random
 from tests.harness.grids import covering
+from tests.unit.kernels.on_backend import DEVICE, INTERPRETS, SIZES, guarded, only_kernels, random
 from tests.unit.kernels.oracle import DTYPES, allowed_cast, allowed_sum, exact
 
 __all__ = ["only_kernels"]

@@ -1,4 +1,4 @@
-"""What the ops of a Muon step must do, by whatever runs them (``on_triton``)."""
+"""What the ops of a Muon step must do, by whatever runs them (``on_backend``)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 
 from dbuffer_kernels import MuonWeights, Segment, Segments, join_weight, muon_apply, muon_momentum
 from dbuffer_kernels import split_weight as split
-from tests.functional.kernels.on_triton import DEVICE, only_kernels
+from tests.unit.kernels.on_backend import DEVICE, only_kernels
 
 __all__ = ["only_kernels"]
 

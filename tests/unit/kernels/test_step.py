@@ -1,4 +1,4 @@
-"""What an AdamW step, the halves of weights and checksums must be, by whatever runs them (``on_triton``)."""
+"""What an AdamW step, the halves of weights and checksums must be, by whatever runs them (``on_backend``)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dbuffer_kernels import (
     join_weight,
     split_weight,
 )
-from tests.functional.kernels.on_triton import (
+from tests.unit.kernels.on_backend import (
     CHOOSE,
     DEVICE,
     INTERPRETS,
