@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import importlib
-import itertools
 import json
 import re
 import sys
@@ -83,17 +82,6 @@ def _memory(
         for precision in precisions
         for ranks in (8, 64)
     ]
-
-
-def _redistribute(peer: str) -> list[Claim]:
-    claims = []
-    for kind, width, what in itertools.product(
-        ("gather", "reduce-scatter"), (64, 512), ("wall time", "processor time")
-    ):
-        case: dict[str, str | int | float] = {"peer": peer, "width": width}
-        words = f"{kind}, width {width}, over {peer}, {what}"
-        claims.append(Claim(words, "redistribute", f"{kind}, {what} over peer's", case))
-    return claims
 
 
 def _bytes(metric: str, words: str, precision: str, most: float | None = None) -> list[Claim]:
@@ -190,7 +178,6 @@ TABLES: Mapping[str, Sequence[Claim]] = {
     ]
     + [Claim("resident memory over FSDP2's", "resident", "resident memory over peer's", {"peer": "FSDP2"}, 1.05)],
     "link": [*_link("ours", 1.2), *_link("FSDP2")],
-    "redistribute": [*_redistribute("DTensor"), *_redistribute("bare")],
     "checkpoint": [
         Claim(f"{kind} speed over {peer} (more is better)", "checkpoint", f"{kind} speed over peer's", {"peer": peer})
         for kind in ("save", "load")

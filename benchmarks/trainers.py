@@ -13,9 +13,8 @@ from torch.distributed import fsdp
 from torch.nn.parallel import DistributedDataParallel
 
 import megatron_fsdp
-from benchmarks.engines import Precision, ours, world_mesh
+from benchmarks.engines import LEARNING_RATE, Precision, Step, make_model, ours, step_of, train_fsdp2, world_mesh
 from benchmarks.models import Shape
-from benchmarks.torch_engines import LEARNING_RATE, Step, make_model, step_of, train_fsdp2
 
 __all__ = ["TRAINERS", "bare"]
 

@@ -36,7 +36,7 @@ from megatron_fsdp.runtime.step.parameter_group import ParameterGroup, note_grou
 from megatron_fsdp.runtime.step.streams import turns
 from megatron_fsdp.runtime.weights.extension_hooks import ExtensionWeights
 from megatron_fsdp.runtime.weights.gathered_weight import KINDS, refuse_stale
-from megatron_fsdp.runtime.weights.packed_weights import PackedWeights
+from megatron_fsdp.runtime.weights.hooked_weights import PackedWeights
 from megatron_fsdp.runtime.weights.sharded_weights import ShardedWeights
 
 __all__ = [

@@ -11,7 +11,6 @@ from megatron_fsdp.build.ownership import settle_grad_dtypes
 from megatron_fsdp.errors import StateError
 from megatron_fsdp.policy.precision import MixedPrecisionPolicy, grad_dtype_of
 from megatron_fsdp.runtime.lifecycle.make_param_group import make_gradients, materialize_group, set_requires_grad
-from megatron_fsdp.runtime.step.fsdp_params import handle_of
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
 from megatron_fsdp.runtime.step.unit import Unit
 from megatron_fsdp.runtime.weights.memory_slots import place_unit
@@ -39,11 +38,6 @@ def follow_gradients(unit: Unit) -> None:
     unit.count_gradients()
     for buffer in unit.gradients:
         buffer.observe(unit)
-    for group in unit.groups:
-        if not group.rests_whole:
-            for weight in group.fsdp_params.unsharded_params:
-                handle_of(weight).unit = unit.reference
-            unit.releases_weights = True
 
 
 def follow_requires_grad(unit: Unit, group: ParameterGroup, changed: Sequence[int]) -> None:

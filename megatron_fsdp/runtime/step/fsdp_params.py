@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor
 
 from dbuffer import DBuffer
 from dbuffer.dtensor.placed_tensor import NUM_FLAGS_SET
-from dbuffer.events import listeners, tell
 from megatron_fsdp.build.ownership import OwnedParameter
 
 __all__ = [
@@ -217,13 +216,11 @@ def gradient_hook(
 
     def receive(parameter: torch.Tensor) -> None:
         came[index] = 1
-        if begun[0] and not listeners:
+        if begun[0]:
             return
         owner = receiver()
         gradients = None if owner is None else owner.gradients
         if gradients is not None:
-            if listeners:
-                tell("gradient", gradients)
             gradients.receive(index, parameter)
 
     return receive
@@ -300,16 +297,15 @@ class WeightHandle:
 
     Attributes:
         group: its ``ParameterGroup``. parameter: its name within the unit.
-        unit: the ``Unit`` that gathers it and releases it again; nothing where it is whole on every rank all the time.
         gradients: the ``GradientBuffer`` into which backward may multiply its gradient; nothing where it may not.
         index: of the parameter there.
     """
 
-    __slots__ = ("gradients", "group", "index", "parameter", "unit")
+    __slots__ = ("gradients", "group", "index", "parameter")
 
     def __init__(self, group: weakref.ref[Any] = _NOTHING, parameter: str = "") -> None:
         self.group, self.parameter = group, parameter
-        self.unit = self.gradients = _NOTHING
+        self.gradients = _NOTHING
         self.index = 0
 
     @property

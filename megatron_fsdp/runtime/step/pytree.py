@@ -14,25 +14,10 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-__all__ = [
-    "PLAIN_VALUES",
-    "iterate_tensors",
-    "map_tensors",
-    "members_of",
-    "parts_of_dual",
-    "treat_as_plain",
-]
+__all__ = ["iterate_tensors", "map_tensors", "parts_of_dual"]
 
-
-PLAIN_VALUES = {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size}
-
-"""Types whose values hold no tensors."""
-
-
-def treat_as_plain(*kinds: type) -> None:
-    """Look for no tensors in values of these very types, such as configs that every layer of a framework keeps."""
-    PLAIN_VALUES.update(kinds)
-
+# Types whose values hold no tensors.
+_PLAIN_VALUES = {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size}
 
 # Classes and code, and modules, whose tensors are somebody else's.
 _OPAQUE = (type, FunctionType, MethodType, BuiltinFunctionType, ModuleType, nn.Module)
@@ -53,12 +38,12 @@ def _iterate(value: Any, depth: int) -> Iterator[torch.Tensor]:
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
             yield leaf
-        elif type(leaf) not in PLAIN_VALUES and depth < _MAX_DEPTH:
-            for member in members_of(leaf):
+        elif type(leaf) not in _PLAIN_VALUES and depth < _MAX_DEPTH:
+            for member in _members_of(leaf):
                 yield from _iterate(member, depth + 1)
 
 
-def members_of(value: Any) -> Iterable[Any]:
+def _members_of(value: Any) -> Iterable[Any]:
     """Return what a container, a dataclass or an object holds; nothing of what no tensor is looked for in."""
     # By their types: objects such as the configs of frameworks run Python when they are asked for ``__class__``.
     kind = type(value)

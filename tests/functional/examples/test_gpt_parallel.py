@@ -118,8 +118,6 @@ def test_check_gradient_scale_finds_every_division_right_and_changes_no_step(nam
     for report, after, without in run_ranks(num_ranks, scale_and_step, flags):
         assert after == without
         assert all(each.factor == pytest.approx(wanted, rel=2e-6) for each in report.parameters)
-        assert report.norm is not None
-        assert report.norm.found == pytest.approx(report.norm.expected, rel=1e-5)
 
 
 @pytest.mark.usefixtures("plain_start")

@@ -13,9 +13,10 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from dbuffer import StorageError, guard_released_storage, memory_meter
+from dbuffer import StorageError, memory_meter
 from dbuffer.slot_pool import Holding, SlotPool, can_exchange_memory
 from dbuffer.storage import FlatStorage
+from tests.harness.storage_guard import guard_released_storage
 
 CPU = torch.device("cpu")
 
