@@ -1,14 +1,16 @@
 """The bench of virtual devices: both engines' real code, which sends the same gradients, and a bound below both."""
 
+import argparse
+
 import pytest
 import torch
 
 from benchmarks.bench_error_bar import calibrate, settings
-from benchmarks.bench_virtual import predict
+from benchmarks.bench_virtual import predict, rows_text, run
 from megatron_fsdp.virtual.recording import Item, Work
 
 
-@pytest.mark.parametrize("model", ["mixtral-8x7b"])
+@pytest.mark.parametrize("model", ["llama3-8b", "mixtral-8x7b"])
 def test_both_engines_reduce_the_same_gradients(model: str) -> None:
     handles = vars(torch.cpu).copy()
     found = {engine: predict(model, "8", 1024, "bf16", engine, 2) for engine in ("ours", "FSDP2")}
@@ -29,6 +31,22 @@ def test_both_engines_reduce_the_same_gradients(model: str) -> None:
 def test_sums_over_nodes_have_a_lane_of_their_own_in_fsdp2() -> None:
     found = predict("llama3-8b", "hsdp 2x8", 1024, "bf16", "FSDP2", 2)
     assert {run.stream for run in found.runs if run.work.kind == "all_reduce"} == {"all-reduce lane"}
+
+
+def test_the_table_has_both_engines_in_one_line() -> None:
+    args = argparse.Namespace(
+        models=["llama3-8b"],
+        meshes=["8"],
+        tokens=[1024],
+        reduce=["bf16"],
+        engines=["ours", "FSDP2"],
+        layers=1,
+        causes=0,
+    )
+    args.trace = None
+    rows = run(args)
+    assert {row.metric for row in rows} >= {"predicted step", "bound", "predicted step over FSDP2's"}
+    assert rows_text(rows).splitlines()[-1].startswith("| llama3-8b | 8 | 1024 | bf16 | ")
 
 
 def test_a_third_of_the_settings_calibrates_and_exact_quantities_are_found_again() -> None:

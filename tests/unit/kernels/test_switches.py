@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 
 import pytest
-import torch.distributed as dist
 from torch import nn
 
 from dbuffer_kernels import launch, switches
@@ -12,30 +11,28 @@ from megatron_fsdp import fully_shard
 
 @pytest.fixture(autouse=True)
 def read_anew() -> Iterator[None]:
-    for cached in (switches._named, launch._triton_is_installed):
-        cached.cache_clear()
+    cached = (switches._named, launch._triton_is_installed)
+    for each in cached:
+        each.cache_clear()
     yield
-    for cached in (switches._named, launch._triton_is_installed):
-        cached.cache_clear()
+    for each in cached:
+        each.cache_clear()
 
 
+@pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize(("without", "is_off"), [("", False), ("triton, separate-reduce,fused-gradients,slots", True)])
 def test_what_is_named_is_left_out_and_nothing_else(
     without: str, is_off: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DBUFFER_WITHOUT", without)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        model = fully_shard(nn.Linear(7, 7))
-        model.set_slot_pool("largest")
-        (group,) = model.parameter_groups
-        axis = group.main_weight.axes[0]
-        assert is_off is (axis.reduce_group is axis.gather_group)
-        assert is_off is (group.spec.fuses_weight_gradients is False)
-        assert is_off is (group.gathered.storage.slot is None)
-        assert not (is_off and launch._triton_is_installed())
-    finally:
-        dist.destroy_process_group()
+    model = fully_shard(nn.Linear(7, 7))
+    model.set_slot_pool("largest")
+    (group,) = model.parameter_groups
+    axis = group.main_weight.axes[0]
+    assert is_off is (axis.reduce_group is axis.gather_group)
+    assert is_off is (group.spec.fuses_weight_gradients is False)
+    assert is_off is (group.gathered.storage.slot is None)
+    assert not (is_off and launch._triton_is_installed())
 
 
 def test_a_word_that_names_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

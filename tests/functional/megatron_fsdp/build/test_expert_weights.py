@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from dbuffer import Row
 from megatron_fsdp import (
     fully_shard,
-    fully_shard_optimizer,
     load_checkpoint,
     materialize,
     save_checkpoint,
@@ -27,7 +26,7 @@ from megatron_fsdp import (
 from tests.harness import on_ranks, run_ranks
 from tests.harness.grids import nightly_but
 from tests.harness.models import WIDTH, Block, Stack, squared
-from tests.harness.oracle import Case, compare, differing, whole
+from tests.harness.oracle import Case, compare, differing, train, whole
 from tests.harness.twins import sharded
 
 NUM_EXPERTS = 2
@@ -96,18 +95,10 @@ def test_parameters_show_their_natural_shape_over_rows_of_any_expert() -> None:
     assert any(of_up % 7 for of_up, *_ in rows), "some cut must lie inside an expert"
 
 
-def train(model: nn.Module, steps: int = 3) -> torch.optim.Optimizer:
-    optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.05, foreach=True))
-    for step in range(steps):
-        squared(model, dist.get_rank(), step).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return optimizer
-
-
 def saved(path: str, way: str) -> dict[str, torch.Tensor]:
     model = made(3)
-    optimizer = train(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, foreach=True)
+    train(model, optimizer, loss=squared)
     if way == "save_checkpoint":
         save_checkpoint(model, optimizer, path)
     else:
@@ -119,7 +110,8 @@ def loaded(path: str, way: str, is_sharded: bool) -> dict[str, torch.Tensor]:
     model = made(9) if is_sharded else build()
     if not is_sharded:
         fully_shard(model)
-    optimizer = train(model, steps=1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, foreach=True)
+    train(model, optimizer, range(1), loss=squared)
     if way == "save_checkpoint":
         load_checkpoint(model, optimizer, path)
     else:

@@ -1,9 +1,8 @@
 """Gathers that run ahead by a number of elements: which units, in which order."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -14,13 +13,6 @@ from tests.unit.megatron_fsdp.config.lines import config
 
 # Each of five layers has 7 * 7 + 7 elements.
 LAYER = 56
-
-
-@pytest.fixture
-def process_group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("process_group")

@@ -4,12 +4,10 @@ import argparse
 import copy
 import dataclasses
 import pickle
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -31,13 +29,6 @@ F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 @pytest.fixture(autouse=True)
 def no_gpu_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
-
-
-@pytest.fixture
-def process_group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(
