@@ -12,13 +12,6 @@ from tests.functional.random_models import COMPOSITES, WIDTH, Composite, Leaf, M
 __all__ = ["ENCLOSING", "KINDS", "SIDE_KINDS", "Side", "side_loss"]
 
 
-class Box:
-    """An object that no library knows."""
-
-    def __init__(self, first: torch.Tensor, second: torch.Tensor) -> None:
-        self.first, self.second = first, second
-
-
 @dataclass
 class Pair:
     """Two results."""
@@ -53,8 +46,8 @@ class Side(nn.Module):
             bag += [first, second]
             return None
         results = {
-            "list": [first, second], "dictionary": {"first": first, "second": second}, "object": Box(first, second),
-            "dataclass": Pair(first, second), "nested object": [Box(first, second)],
+            "list": [first, second], "dictionary": {"first": first, "second": second}, "dataclass": Pair(first, second),
+            "nested": [Pair(first, second)],
         }  # fmt: skip
         return results[kind]
 
@@ -72,8 +65,8 @@ class SideUser(Composite):
         return (first + torch.tanh(second) / 2, x + torch.tanh(second), first)[self.part.size % 3]
 
     def _results(self, found: object, bag: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        found = found[0] if self.part.kind == "nested object" else found
-        if isinstance(found, (Box, Pair)):
+        found = found[0] if self.part.kind == "nested" else found
+        if isinstance(found, Pair):
             return found.first, found.second
         if isinstance(found, dict):
             return found["first"], found["second"]
@@ -160,7 +153,7 @@ class Borrowing(Composite):
 
 
 SIDE_KINDS = (
-    "attribute", "attribute alone", "nothing", "bag", "list", "dictionary", "object", "dataclass", "nested object",
+    "attribute", "attribute alone", "nothing", "bag", "list", "dictionary", "dataclass", "nested",
 )  # fmt: skip
 ENCLOSING = ("pick", *SIDE_KINDS)
 KINDS: Mapping[str, Maker] = {

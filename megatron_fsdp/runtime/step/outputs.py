@@ -18,7 +18,7 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves
 
-from megatron_fsdp.runtime.step.pytree import PLAIN_VALUES, iterate_tensors, members_of, parts_of_dual
+from megatron_fsdp.runtime.step.pytree import iterate_tensors, members_of, parts_of_dual
 from megatron_fsdp.runtime.step.unit import Call
 
 __all__ = ["Attributes", "watch_given", "watch_inputs", "watch_made", "watch_output"]
@@ -26,6 +26,8 @@ __all__ = ["Attributes", "watch_given", "watch_inputs", "watch_made", "watch_out
 _WATCHERS = "_fsdp_watchers"
 """Under this and its output's number a node's metadata has the calls that a tensor is an output of."""
 
+# Types whose values hold no tensors.
+_PLAIN_VALUES = {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size}
 # Attributes of every module, and ours.
 _INERT = frozenset((*vars(nn.Module()), "_fsdp_unit"))
 # A log of a million entries, or a large configuration, is not read through at every call.
@@ -53,7 +55,7 @@ def watch_made(call: Call, value: Any) -> None:
 def watch_given(call: Call, args: Iterable[Any]) -> None:
     """Enter ``call`` when backward reaches any tensor made since it began that its module wrote into an argument."""
     for value in args:
-        if not isinstance(value, torch.Tensor) and type(value) not in PLAIN_VALUES:
+        if not isinstance(value, torch.Tensor) and type(value) not in _PLAIN_VALUES:
             for tensor in _kept(value, 0):
                 watch_made(call, tensor)
 
@@ -150,7 +152,7 @@ class Attributes:
         for attributes, names in zip(modules, self._names, strict=True):
             for name in names:
                 value = attributes.get(name)
-                if type(value) not in PLAIN_VALUES:
+                if type(value) not in _PLAIN_VALUES:
                     for tensor in _kept(value, 0):
                         watch_made(call, tensor)
 
@@ -159,7 +161,6 @@ def _kept(value: Any, depth: int) -> Iterator[torch.Tensor]:
     if issubclass(type(value), torch.Tensor):
         yield value
         return
-    members = list(members_of(value)) if depth < _MAX_DEPTH else []
-    for member in members[-_MAX_MEMBERS:]:
-        if type(member) not in PLAIN_VALUES:
+    for member in members_of(value)[-_MAX_MEMBERS:] if depth < _MAX_DEPTH else ():
+        if type(member) not in _PLAIN_VALUES:
             yield from _kept(member, depth + 1)

@@ -93,8 +93,14 @@ class ExtensionWeights(HookedWeights):
         if len(inspect.signature(hook).parameters) > 1:
             policy = MixedPrecisionPolicy(spec.dtypes.compute, spec.dtypes.reduce)
             arguments += [own.shape, own.stride, self._module(), policy]
-        with torch.no_grad():
-            tensors, self._metadata = self._checked(hook(*arguments))
+        try:
+            with torch.no_grad():
+                tensors, self._metadata = self._checked(hook(*arguments))
+        except AttributeError as error:
+            raise ConfigError(
+                f"{self._who}: fsdp_pre_all_gather raised {error!r}. If it reads FSDP2's private state, as "
+                "TransformerEngine's MXFP8 weights do, shard the plain weight (with gather_dtype= of the policy)"
+            ) from error
         key = self._sent_as = ByteLayout.of(tensors)
         if key not in self._wires:
             wire = self._wires[key] = Wire(key.num_bytes, spec, self._who)
