@@ -33,7 +33,7 @@ from megatron_fsdp.runtime.lifecycle.make_param_group import (
     make_unit,
     rename_unit,
 )
-from megatron_fsdp.runtime.lifecycle.module import FSDPModule, check_conversion, convert, unit_of
+from megatron_fsdp.runtime.lifecycle.module import FSDPModule, convert, unit_of
 from megatron_fsdp.runtime.step.unit import Unit, units_below
 from megatron_fsdp.runtime.weights.memory_slots import check_reshard, reshard_to
 
@@ -120,7 +120,6 @@ def fully_shard(
         groups = [make_param_group(each.owned, each.plan, each.spec, name) for each in plans]
         unit = make_unit(name, modules, groups, policy)
         check_reshard(unit, reshard_after_forward)
-        check_conversion(modules)
         wrapping.agree(name, groups, reshard_after_forward)
         if groups:
             make_reduce_groups(axes)
@@ -155,6 +154,8 @@ def _check_modules(modules: Sequence[nn.Module]) -> None:
         name = type(module).__name__
         if not isinstance(module, nn.Module):
             raise ConfigError(f"fully_shard takes a module or a list of modules, found {name}")
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ConfigError(f"{name} is compiled; call fully_shard on the nn.Module that it was made from")
         if isinstance(module, FSDPModule):
             raise ConfigError(f"{name} is sharded already; call fully_shard once on each module, children first")
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:

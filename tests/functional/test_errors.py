@@ -385,7 +385,7 @@ MISTAKES: dict[str, tuple[Any, ...]] = {
     ),
     "a weight taken away": (
         lambda: call(setting(trained(nn.Linear(3, 5)), "bias", None)),
-        "StateError", "'bias'", "taken out", "freeze them",
+        "StateError", "'bias'", "replaced by None", "freeze them",
     ),
     "a parametrization": (
         parametrized,

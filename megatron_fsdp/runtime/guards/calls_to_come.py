@@ -121,9 +121,8 @@ def _is_inside(backward: Backward, unit: Unit) -> bool:
 
 def _encloses(outer: Unit, inner: Unit) -> bool:
     """Whether a module of ``inner`` lies below one of ``outer``."""
-    wanted = {id(module()) for module in inner.modules}
     return any(
-        id(child) in wanted
+        id(child) in inner.module_ids
         for reference in outer.modules
         if (module := reference()) is not None
         for child in module.modules()

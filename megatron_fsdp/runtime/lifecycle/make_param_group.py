@@ -42,7 +42,7 @@ from megatron_fsdp.runtime.weights.packed_weights import PackedWeights
 from megatron_fsdp.runtime.weights.sharded_weights import ShardedWeights
 
 __all__ = [
-    "follow_grad_dtypes", "follow_gradients", "follow_locals", "follow_requires_grad", "forget_originals",
+    "follow_grad_dtypes", "follow_gradients", "follow_requires_grad", "forget_originals",
     "make_param_group", "make_unit", "materialize_group", "materialize_unit", "rebuild", "rename_unit", "set_divisor",
     "set_reduction", "shown_over",
 ]  # fmt: skip
@@ -138,7 +138,9 @@ def note_params(group: ParameterGroup) -> None:
     """Let the sharded parameters be found by name, and the group by them; refuse what would have no effect on them."""
     params = group.fsdp_params
     params.module_infos = make_module_infos(params.owned, params.sharded_params, params.unsharded_params)
-    follow_locals(params)
+    # Every in-place operator on a sharded parameter changes the version of the rows below it.
+    locals_ = [param._local_tensor for param in params.sharded_params if isinstance(param, DTensor)]
+    params.counted[:] = [params.main_weight.local_buffer, *locals_]
     group.parameters = dict(zip((each.name for each in group.owned), params.sharded_params, strict=True))
     for owned, param, weight in zip(group.owned, params.sharded_params, params.unsharded_params, strict=True):
         note_group(param, group)
@@ -147,13 +149,6 @@ def note_params(group: ParameterGroup) -> None:
         refuse_uses(param, hook=partial(_no_hooks, handle), convert=partial(_no_conversion, handle))
         if grad_dtype_of(param) == "own":
             set_grad_dtype(param, owned.grad_dtype)
-
-
-def follow_locals(params: FSDPParams) -> None:
-    """Count changes of the tensors that the sharded parameters lie in now."""
-    # Every in-place operator on a sharded parameter changes the version of the rows below it.
-    locals_ = [param._local_tensor for param in params.sharded_params if isinstance(param, DTensor)]
-    params.counted[:] = [params.main_weight.local_buffer, *locals_]
 
 
 def _no_hooks(handle: WeightHandle) -> str:

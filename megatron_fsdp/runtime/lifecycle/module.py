@@ -15,11 +15,9 @@ from megatron_fsdp.policy.slots import SlotChoice
 from megatron_fsdp.runtime.grads.fuse import fuse_linear_layers
 from megatron_fsdp.runtime.lifecycle.make_param_group import follow_gradients, set_divisor, set_reduction
 from megatron_fsdp.runtime.lifecycle.param_changes import (
-    after_load_state_dict,
     apply_to_group,
     before_load_state_dict,
     before_state_dict,
-    hidden_params,
 )
 from megatron_fsdp.runtime.step.backward import Backward
 from megatron_fsdp.runtime.step.lanes import settle_host
@@ -29,22 +27,13 @@ from megatron_fsdp.runtime.step.unit import Unit, WeightState, alive, is_in_back
 from megatron_fsdp.runtime.weights.memory_slots import communicator_has_memory, keep_gathered, reshard_to, use_slots
 
 __all__ = [
-    "FSDPModule", "FsdpModule", "GradientReductionHandle", "UnshardHandle", "check_conversion", "convert",
+    "FSDPModule", "FsdpModule", "GradientReductionHandle", "UnshardHandle", "convert",
     "register_fsdp_forward_method", "unit_of",
 ]  # fmt: skip
 
 
 class GradientReductionHandle:
-    """Returned by ``FSDPModule.finalize_backward(async_op=True)``.
-
-    Example:
-        model.set_manual_backward_finalization(True)
-        model(batch).sum().backward()
-        handle = model.finalize_backward(async_op=True)
-        metrics = batch.mean()  # while gradients are reduced
-        handle.wait()
-        optimizer.step()
-    """
+    """Returned by ``FSDPModule.finalize_backward(async_op=True)``."""
 
     def __init__(self, backward: Backward | None) -> None:
         self._backward = backward
@@ -67,13 +56,7 @@ class GradientReductionHandle:
 
 
 class UnshardHandle:
-    """Returned by ``FSDPModule.unshard(async_op=True)``.
-
-    Example:
-        handle = model.unshard(async_op=True)
-        inputs = batch * 2  # while the weights are gathered
-        handle.wait()
-    """
+    """Returned by ``FSDPModule.unshard(async_op=True)``."""
 
     def __init__(self, unit: Unit) -> None:
         self._unit: Unit | None = unit
@@ -166,8 +149,6 @@ class FSDPModule:
     def set_manual_backward_finalization(self, enabled: bool) -> None:
         """True: reductions start in backward, and gradients become final in ``finalize_backward``, on the root alone.
 
-        For schedules in which the reduction of gradients is an action of its own, as in a pipeline.
-
         Raises:
             StateError: this is no root; or a backward is under way, or not finalized.
         """
@@ -183,12 +164,10 @@ class FSDPModule:
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
         """Make the gradients of all backwards so far final, after ``set_manual_backward_finalization(True)``.
 
-        No-op before the first backward. Of several backwards that come before, all but the last may run with
-        ``set_requires_gradient_sync(False)``, which saves their reductions.
+        No-op before the first backward. All but the last may run with ``set_requires_gradient_sync(False)``.
 
         Args:
-            async_op: issue the reductions and return a handle; ``.grad`` may be read, and another forward run, after
-                its ``wait()``.
+            async_op: issue the reductions and return a handle; ``.grad`` may be read after its ``wait()``.
         Raises:
             StateError: called in a backward, on another module than the root, without manual finalization, or before
                 ``wait()`` of the last handle.
@@ -352,7 +331,7 @@ class FSDPModule:
         use_slots(unit, SlotChoice(unit.slots.sizing or "by_size", backend))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset the gradients of all parameters; also of those that are gathered now, which show no gradient."""
+        """Reset the gradients of all parameters, also of those that are gathered now."""
         unit = unit_of(self)
         for each in (unit, *alive(unit.inner)):
             for group in each.groups:
@@ -383,11 +362,15 @@ class FSDPModule:
         unit.schedule.reshard(unit)
         settle_host()
         try:
-            with hidden_params(unit):
-                result = super()._apply(fn, recurse)  # type: ignore[misc]
-                for group in unit.groups:
-                    apply_to_group(group, fn, is_awaited=any(call() is not None for call in unit.calls))
+            for group in unit.groups:
+                for registry, attribute, *_ in group.fsdp_params.module_infos.places:
+                    registry[attribute] = None
+            result = super()._apply(fn, recurse)  # type: ignore[misc]
+            for group in unit.groups:
+                apply_to_group(group, fn, is_awaited=any(call() is not None for call in unit.calls))
         finally:
+            for group in unit.groups:
+                group.fsdp_params.module_infos.register()
             # A group that was on the meta device, or of another dtype, has other gradient buffers now.
             follow_gradients(unit)
         return result
@@ -439,26 +422,8 @@ def _sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
     return type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
 
 
-def check_conversion(modules: Iterable[nn.Module]) -> None:
-    """Raise where a module's class can't be changed, as of a ``ScriptModule``.
-
-    Raises:
-        ConfigError: it names the module.
-    """
-    for module in modules:
-        cls = type(module)
-        try:
-            module.__class__ = _sharded_class(cls)  # type: ignore[arg-type]  # classes are hashable
-            module.__class__ = cls
-        except TypeError as error:
-            raise ConfigError(
-                f"{cls.__name__} cannot become an FSDPModule: {error}. Call fully_shard on the module around it, or on "
-                "the nn.Module that it was made from"
-            ) from error
-
-
 def convert(modules: Iterable[nn.Module], unit: Unit) -> None:
-    """Register the unit's parameters, and make the modules ``FSDPModule``s with hooks; after ``check_conversion``."""
+    """Register the unit's parameters, and make the modules ``FSDPModule``s with hooks."""
     for group in unit.groups:
         if group.spec.fuses_weight_gradients:
             fuse_linear_layers(group.owned)
@@ -471,7 +436,6 @@ def convert(modules: Iterable[nn.Module], unit: Unit) -> None:
         module.register_forward_hook(functools.partial(after_forward, unit), always_call=True)
         module.register_state_dict_pre_hook(functools.partial(before_state_dict, unit))
         module.register_load_state_dict_pre_hook(functools.partial(before_load_state_dict, unit))
-        module.register_load_state_dict_post_hook(functools.partial(after_load_state_dict, unit))
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

@@ -6,8 +6,7 @@ stay so; anything else in the place of one is refused (docs/design/facade.md).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -18,41 +17,15 @@ from torch.distributed.tensor import DTensor
 from dbuffer import FlatDTensor
 from megatron_fsdp.build.ownership import owner_words
 from megatron_fsdp.errors import StateError
-from megatron_fsdp.runtime.lifecycle.make_param_group import (
-    follow_locals,
-    materialize_group,
-    materialize_unit,
-    rebuild,
-)
+from megatron_fsdp.runtime.lifecycle.make_param_group import materialize_group, materialize_unit, rebuild
 from megatron_fsdp.runtime.step.lanes import settle_host
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup, group_of_parameter
 from megatron_fsdp.runtime.step.unit import Unit, units_below
 from megatron_fsdp.runtime.weights.param_layout import is_laid_out_like, laid_out
 
-__all__ = [
-    "after_load_state_dict", "apply_to_group", "before_load_state_dict", "before_state_dict", "hidden_params",
-    "refuse_replaced",
-]  # fmt: skip
+__all__ = ["apply_to_group", "before_load_state_dict", "before_state_dict", "refuse_replaced"]
 
 # ---------------------------------------------------------------- conversion
-
-
-@contextmanager
-def hidden_params(unit: Unit) -> Iterator[None]:
-    """Register nothing in the places of a unit's sharded parameters inside the block; afterwards what came meanwhile,
-    or these again."""
-    infos = [group.fsdp_params.module_infos for group in unit.groups]
-    hidden = [place for each in infos for place in each.places if place[0].get(place[1]) is place[2]]
-    for registry, attribute, *_ in hidden:
-        registry[attribute] = None
-    try:
-        yield
-    finally:
-        for registry, attribute, resting, _ in hidden:
-            if registry.get(attribute) is None:
-                registry[attribute] = resting
-        for each in infos:
-            each.tell_modules()
 
 
 def apply_to_group(
@@ -131,70 +104,17 @@ def refuse_replaced(group: ParameterGroup) -> None:
     infos = group.fsdp_params.module_infos
     for index, (registry, attribute, resting, used) in zip(infos.indices, infos.places, strict=True):
         value = registry.get(attribute)
-        if value is not resting and value is not used:
-            raise StateError(f"unit {group.name!r}: parameter {list(group.parameters)[index]!r} was {_why_not(value)}")
-
-
-def _why_not(value: torch.Tensor | None) -> str:
-    if value is None:
-        return (
-            "taken out of its module after fully_shard. Remove parameters before fully_shard, or set the values to "
-            "zero in place and freeze them."
-        )
-    other = owner_words(value)
-    if other is not None:
-        return (
-            f"replaced by {other} after fully_shard: the unit would go on with its own weights, which are trained "
-            "apart. Tie parameters before fully_shard, and give both modules to one unit: fully_shard([first, "
-            "second]), or leave both to the unit around them."
-        )
-    what = "another Parameter" if isinstance(value, nn.Parameter) else "a tensor"
-    return (
-        f"replaced by {what} of shape {tuple(value.shape)} after fully_shard, by an assignment or "
-        "torch.func.functional_call; its gradients would not be averaged over ranks. Copy the values instead "
-        "(load_state_dict, or parameter.copy_(...) under torch.no_grad(), with a DTensor), or replace it before "
-        "fully_shard."
-    )
-
-
-def _readopt(group: ParameterGroup) -> bool:
-    """Copy values back where a registered parameter or its tensor was replaced; tell whether any was.
-
-    Raises:
-        StateError: the replacement has another shape, dtype or device.
-    """
-    params, infos, is_changed = group.fsdp_params, group.fsdp_params.module_infos, False
-    for index, param in enumerate(params.sharded_params):
-        registry, attribute, *_ = infos.places[infos.indices.index(index)]
-        current, mine = registry.get(attribute), params.main_weight.get_local_tensor(index)
-        if current is None or (current is param and (params.subclass or _lies_in(param, mine))):
+        if value is resting or value is used:
             continue
-        name = f"unit {group.name!r}: parameter {params.owned[index].name!r}"
-        if params.subclass:
-            raise StateError(
-                f"{name}, a {params.subclass}, was replaced; replace it before fully_shard, or copy values into it"
-            )
-        if (current.shape, current.dtype, current.device) != (param.shape, mine.dtype, mine.device):
-            raise StateError(
-                f"{name} was replaced by {current.dtype} {tuple(current.shape)} on {current.device}; its buffer holds "
-                f"{mine.dtype} {tuple(param.shape)} on {mine.device}. Change dtype or device before fully_shard, or "
-                "use MixedPrecisionPolicy."
-            )
-        with torch.no_grad():
-            rows = current if is_laid_out_like(current, param) else laid_out(params, param, current)
-            assert isinstance(rows, DTensor)
-            mine.view(-1).copy_(rows.to_local().reshape(-1))
-            param.data = params.wrap(index, params.main_weight.get_dtensor(index))
-        follow_locals(params)
-        if current is not param:
-            param.grad = None  # A parameter that is loaded by assign=True brings no gradient.
-        is_changed = True
-    infos.register()
-    return is_changed
-
-
-def _lies_in(param: torch.Tensor, rows: torch.Tensor) -> bool:
-    return isinstance(param, DTensor) and param.to_local().data_ptr() == rows.data_ptr()
+        kind = "another Parameter" if isinstance(value, nn.Parameter) else "a tensor"
+        what = "None" if value is None else owner_words(value) or f"{kind} of shape {tuple(value.shape)}"
+        raise StateError(
+            f"unit {group.name!r}: parameter {list(group.parameters)[index]!r} was replaced by {what} after "
+            "fully_shard, by an assignment or torch.func.functional_call; its gradients would not be averaged over "
+            "ranks. Copy the values instead (load_state_dict, or parameter.copy_(...) under torch.no_grad(), with a "
+            "DTensor). Tie parameters before fully_shard, and give both modules to one unit: fully_shard([first, "
+            "second]); replace or remove parameters before fully_shard, or freeze them at zero."
+        )
 
 
 # ---------------------------------------------------------------- state dictionaries
@@ -205,8 +125,14 @@ def before_state_dict(unit: Unit, module: nn.Module, prefix: str, keep_vars: boo
     unit.schedule.reshard(unit)
 
 
-def before_load_state_dict(unit: Unit, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Bring what is loaded into the rows of each rank: whole tensors, and what torch.distributed.tensor cut."""
+def before_load_state_dict(
+    unit: Unit, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any
+) -> None:
+    """Bring what is loaded into the rows of each rank: whole tensors, and what torch.distributed.tensor cut.
+
+    By ``assign=True`` parameters take the values, without their gradients, and stay.
+    """
+    is_assigned = metadata.get("assign_to_params_buffers", False)
     for below in units_below(module):
         below.schedule.refuse_replaced_params(below)
         below.schedule.reshard(below)
@@ -214,14 +140,26 @@ def before_load_state_dict(unit: Unit, module: nn.Module, state_dict: dict[str, 
     _materialize_for(module, prefix, state_dict)
     for name, parameter in module.named_parameters(remove_duplicate=False):
         value, owner = state_dict.get(prefix + name), group_of_parameter(parameter)
-        if owner is None or not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
+        if owner is None or not isinstance(value, torch.Tensor) or value.shape != parameter.shape or value is parameter:
             continue
+        if is_assigned and (owner.fsdp_params.subclass or value.dtype is not parameter.dtype):
+            raise StateError(
+                f"unit {owner.name!r}: parameter {prefix + name!r} of {parameter.dtype} cannot be assigned a tensor of "
+                f"{value.dtype} ({type(value).__name__}) after fully_shard, of whose buffer it is a part. Load without "
+                "assign=True, which copies values; or choose dtypes before fully_shard, or by MixedPrecisionPolicy"
+            )
         if not is_laid_out_like(value, parameter):
             state_dict[prefix + name] = laid_out(owner.fsdp_params, parameter, value)
         elif isinstance(parameter, FlatDTensor) and isinstance(value, DTensor) and not isinstance(value, FlatDTensor):
             # PyTorch made a DTensor of the parameter's placements. Its own operators, a detach of torch 2.14 even, take
             # the rows of such a one for those of a plain Shard(0).
             state_dict[prefix + name] = parameter.with_local(value.to_local())
+        if is_assigned:
+            assert isinstance(parameter, DTensor)
+            # Row by row: what PyTorch cut may have another local shape.
+            rows = state_dict[prefix + name].to_local().detach()
+            parameter.to_local().detach().view(-1).copy_(rows.reshape(-1))
+            state_dict[prefix + name], parameter.grad = parameter, None
 
 
 def _materialize_for(module: nn.Module, prefix: str, state_dict: dict[str, Any]) -> None:
@@ -231,10 +169,3 @@ def _materialize_for(module: nn.Module, prefix: str, state_dict: dict[str, Any])
         params = [param for group in unit.groups for param in group.parameters.values()]
         if any(group.is_meta for group in unit.groups) and all(names.get(id(param)) in state_dict for param in params):
             materialize_unit(unit)
-
-
-def after_load_state_dict(unit: Unit, *_: Any) -> None:
-    """Copy values back where a parameter was replaced (``assign=True``)."""
-    for group in unit.groups:
-        if _readopt(group):
-            group.freshness.has_changed = True

@@ -146,7 +146,11 @@ class FSDPParams:
         """Return which parameters were frozen or unfrozen since compute last used them, on either object."""
         if NUM_FLAGS_SET[0] == self._num_flags_set and self._says_flags:
             return []
-        (used, resting), required = self._flags(), self.required
+        required = self.required
+        used, resting = (
+            _plainly(list, (), (map(_requires_grad, params),))
+            for params in (self.unsharded_params, self.sharded_params)
+        )
         self._num_flags_set = NUM_FLAGS_SET[0]
         if resting == required == used:
             return []
@@ -165,23 +169,15 @@ class FSDPParams:
         Returns:
             Which these are.
         """
-        if NUM_FLAGS_SET[0] == self._num_flags_set and self._says_flags:
-            return []
-        flags = zip(*self._flags(), self.required, strict=True)
-        frozen = [index for index, (one, other, required) in enumerate(flags) if required and not (one and other)]
+        changed = self.changed_requires_grad()
+        if changed:
+            # What was unfrozen counts from the next forward on.
+            self._num_flags_set = -1
+        frozen = [index for index in changed if self.required[index]]
         for index in frozen:
-            self.sharded_params[index].requires_grad_(False)
             self.unsharded_params[index].requires_grad_(False)
             self.required[index] = False
         return frozen
-
-    def _flags(self) -> tuple[list[bool], list[bool]]:
-        """Return ``requires_grad`` of the unsharded and of the sharded parameters."""
-        unsharded, sharded = (
-            _plainly(list, (), (map(_requires_grad, params),))
-            for params in (self.unsharded_params, self.sharded_params)
-        )
-        return unsharded, sharded
 
     def wrap(self, index: int, rows: DTensor) -> DTensor:
         """Return another buffer's DTensor of parameter ``index``, placed like the sharded parameter."""

@@ -261,7 +261,8 @@ class Schedule:
             return None
         self._clock += 1
         call = unit.open_call = Call(unit, self._clock)
-        unit.pending_modules = {id(other()) for other in unit.modules} - {id(module)}
+        unit.pending_modules = set(unit.module_ids)
+        unit.pending_modules.discard(id(module))
         return call
 
     def _predict(self, unit: Unit) -> list[Unit]:

@@ -153,6 +153,7 @@ class Unit:
         for group in groups:
             group.unit = id(self)
         self.modules = [weakref.ref(module) for module in modules]
+        self.module_ids = frozenset(map(id, modules))
         self.trees: dict[int, Tree] = {}
         self.inner: list[weakref.ref[Unit]] = []
         self.readers: list[weakref.ref[nn.Module]] = []
