@@ -374,7 +374,7 @@ MISTAKES: dict[str, tuple[Any, ...]] = {
         "StateError", "'weight'", "another Parameter", "before fully_shard",
     ),
     "a weight replaced by a sharded one": (
-        lambda: call(setting(model := trained(nn.Linear(3, 5)), "weight", nn.Parameter(model.weight.detach() * 2))),
+        lambda: call(setting(model := linear(), "weight", nn.Parameter(model.weight.detach() * 2))),
         "StateError", "'weight'", "another Parameter", "copy_",
     ),
     "a weight replaced before backward": (

@@ -16,7 +16,7 @@ from megatron_fsdp.checkpoint.model_state import announce_change
 from megatron_fsdp.checkpoint.parts import pieces_of
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.meta_init import in_full_precision, materialize
-from megatron_fsdp.runtime.lifecycle.make_unit import materialize_unit
+from megatron_fsdp.runtime.lifecycle.make_param_group import materialize_unit
 from megatron_fsdp.runtime.step.unit import units_below
 
 __all__ = ["FirstRankWeights", "allocate_for_import", "load_pretrained", "take_weights"]

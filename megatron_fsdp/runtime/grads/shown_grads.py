@@ -14,7 +14,6 @@ from functools import partial
 from itertools import repeat
 
 import torch
-from torch import nn
 
 from dbuffer import DBuffer, FlatDTensor
 from megatron_fsdp.errors import StateError
@@ -68,14 +67,6 @@ class ShownGrads(GradBinding):
             if isinstance(parameter, FlatDTensor):
                 parameter.on_grad_dropped = self._drops
 
-    def replace(self, index: int, parameter: nn.Parameter) -> None:
-        """Show gradients of parameter ``index`` on another object."""
-        self.parameters = (*self.parameters[:index], parameter, *self.parameters[index + 1 :])
-        self._last_one = weakref.ref(self.parameters[-1])
-        self.watch()
-        if self._gradients:
-            self._tell_owners()
-
     def _make_gradients(self) -> None:
         self.hold()
         if self.final.dtype is not self._dtype:
@@ -92,6 +83,7 @@ class ShownGrads(GradBinding):
         self._references = self._count_references()
 
     def _tell_owners(self) -> None:
+        # Apart, as a name for a gradient would count as a reference to it.
         for gradient, parameter in zip(self._gradients, self.parameters, strict=True):
             if isinstance(gradient, FlatDTensor):
                 gradient.gradient_of = weakref.ref(parameter)

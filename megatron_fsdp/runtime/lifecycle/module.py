@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import types
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -14,8 +13,7 @@ from torch import nn
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.policy.slots import SlotChoice
 from megatron_fsdp.runtime.grads.fuse import fuse_linear_layers
-from megatron_fsdp.runtime.lifecycle.make_param_group import register, set_divisor, set_reduction
-from megatron_fsdp.runtime.lifecycle.make_unit import follow_gradients
+from megatron_fsdp.runtime.lifecycle.make_param_group import follow_gradients, set_divisor, set_reduction
 from megatron_fsdp.runtime.lifecycle.param_changes import (
     after_load_state_dict,
     apply_to_group,
@@ -49,10 +47,10 @@ class GradientReductionHandle:
     """
 
     def __init__(self, backward: Backward | None) -> None:
-        self._backward = None if backward is None else weakref.ref(backward)
+        self._backward = backward
         if backward is not None:
             backward.start_reductions()
-            backward.awaited = self._refuse
+            backward.awaited = id(self)
 
     def wait(self) -> None:
         """Make compute wait for the reductions; ``.grad`` of the parameters is final afterwards.
@@ -60,20 +58,12 @@ class GradientReductionHandle:
         Raises:
             StateError: ``reset_iter_state`` dropped the gradients.
         """
-        backward = None if self._backward is None else self._backward()
-        if backward is not None and backward.awaited != self._refuse:
-            raise StateError(
-                "the handle of finalize_backward(async_op=True) is void: reset_iter_state() dropped the gradients that "
-                "it stood for. Run the iteration again."
-            )
+        backward, self._backward = self._backward, None
         if backward is not None:
+            if backward.awaited != id(self):
+                raise StateError("wait() after reset_iter_state(), which dropped the gradients; run it again")
+            backward.awaited = 0
             backward.finish()
-            backward.awaited = self._backward = None
-
-    def _refuse(self, what: str) -> NoReturn:
-        raise StateError(
-            f"{what} before wait() of the handle that finalize_backward(async_op=True) returned last; wait for it first"
-        )
 
 
 class UnshardHandle:
@@ -134,7 +124,7 @@ class FSDPModule:
             StateError: something else is registered in the place of a parameter.
         """
         unit = unit_of(self)
-        unit.schedule.settle_replaced_params(unit)
+        unit.schedule.refuse_replaced_params(unit)
         _gather_afresh(unit)
         handle = UnshardHandle(unit)
         if async_op:
@@ -207,15 +197,14 @@ class FSDPModule:
         if not backward.number:
             return GradientReductionHandle(None) if async_op else None
         self._check_root("finalize_backward")
-        if backward.awaited is not None:
-            backward.awaited("finalize_backward()")
-        where = f"unit {unit_of(self).name!r}: finalize_backward()"
-        if not backward.is_manual:
-            raise StateError(
-                f"{where} without set_manual_backward_finalization(True): gradients were final when backward returned"
-            )
-        if is_in_backward():
-            raise StateError(f"{where} in a backward; call it when that has returned")
+        obstacles = {
+            "before wait() of the handle that the last call returned": bool(backward.awaited),
+            "without set_manual_backward_finalization(True): gradients are final already": not backward.is_manual,
+            "in a backward; call it when that has returned": is_in_backward(),
+        }
+        for obstacle, is_there in obstacles.items():
+            if is_there:
+                raise StateError(f"unit {unit_of(self).name!r}: finalize_backward() {obstacle}")
         if async_op:
             return GradientReductionHandle(backward)
         backward.finish()
@@ -390,7 +379,7 @@ class FSDPModule:
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         # The module's own parameters stay in their buffers; everything else is handled as in any module.
         unit = unit_of(self)
-        unit.schedule.settle_replaced_params(unit)
+        unit.schedule.refuse_replaced_params(unit)
         unit.schedule.reshard(unit)
         settle_host()
         try:
@@ -473,7 +462,7 @@ def convert(modules: Iterable[nn.Module], unit: Unit) -> None:
     for group in unit.groups:
         if group.spec.fuses_weight_gradients:
             fuse_linear_layers(group.owned)
-        register(group.fsdp_params.module_infos)
+        group.fsdp_params.module_infos.register()
     for module in modules:
         module.__class__ = _sharded_class(type(module))  # type: ignore[arg-type]  # classes are hashable
         module._fsdp_unit = unit  # type: ignore[assignment]  # not a submodule or tensor: lands in the instance dictionary

@@ -1,7 +1,7 @@
-"""What users do to sharded parameters between steps: convert them, put others in their places, save and load them.
+"""What users do to sharded parameters between steps: convert, save and load them.
 
-``nn.Module.to`` and its like, assignments and ``load_state_dict(assign=True)`` all mean parameters that are views of a
-flat buffer, and stay so (docs/design/facade.md).
+``nn.Module.to`` and its like and ``load_state_dict(assign=True)`` mean parameters that are views of a flat buffer, and
+stay so; anything else in the place of one is refused (docs/design/facade.md).
 """
 
 from __future__ import annotations
@@ -16,25 +16,22 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from dbuffer import FlatDTensor
-from dbuffer.dtensor.attribute_ops import rebind
 from megatron_fsdp.build.ownership import owner_words
 from megatron_fsdp.errors import StateError
 from megatron_fsdp.runtime.lifecycle.make_param_group import (
     follow_locals,
     materialize_group,
-    note_params,
+    materialize_unit,
     rebuild,
-    register,
 )
-from megatron_fsdp.runtime.lifecycle.make_unit import follow_gradients, materialize_unit
-from megatron_fsdp.runtime.step.fsdp_params import FSDPParams
 from megatron_fsdp.runtime.step.lanes import settle_host
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup, group_of_parameter
 from megatron_fsdp.runtime.step.unit import Unit, units_below
 from megatron_fsdp.runtime.weights.param_layout import is_laid_out_like, laid_out
 
 __all__ = [
-    "after_load_state_dict", "apply_to_group", "before_load_state_dict", "before_state_dict", "hidden_params", "settle",
+    "after_load_state_dict", "apply_to_group", "before_load_state_dict", "before_state_dict", "hidden_params",
+    "refuse_replaced",
 ]  # fmt: skip
 
 # ---------------------------------------------------------------- conversion
@@ -54,10 +51,8 @@ def hidden_params(unit: Unit) -> Iterator[None]:
         for registry, attribute, resting, _ in hidden:
             if registry.get(attribute) is None:
                 registry[attribute] = resting
-        for reference, attribute, resting, _ in (place for each in infos for place in each.assigned):
-            module = reference()
-            if module is not None and module._parameters.get(attribute) is resting:
-                setattr(module, attribute, resting)
+        for each in infos:
+            each.tell_modules()
 
 
 def apply_to_group(
@@ -124,54 +119,20 @@ def _convert(group: ParameterGroup, dtype: torch.dtype, *, is_awaited: bool) -> 
         group.weights.keep_part_for(weights.post_forward.axis.size)
 
 
-# ---------------------------------------------------------------- assignment
+# ---------------------------------------------------------------- replacement
 
 
-def settle(unit: Unit, group: ParameterGroup) -> None:
-    """Let sharded parameters that were assigned before a group's weights were used take their places for good.
+def refuse_replaced(group: ParameterGroup) -> None:
+    """Refuse what is registered in the place of a sharded parameter and is not that, nor the gathered weight.
 
     Raises:
-        StateError: something else is registered there, or nothing is.
+        StateError: there is such a thing, or nothing.
     """
     infos = group.fsdp_params.module_infos
-    found = {
-        index: value
-        for index, (registry, attribute, resting, used) in zip(infos.indices, infos.places, strict=True)
-        if (value := registry.get(attribute)) is not resting and value is not used
-    }
-    adopted = {index: value for index, value in found.items() if _fits(group, index, value)}
-    if group.is_meta and len(adopted) < len(group.parameters):
-        adopted = {}
-    was_meta = group.is_meta and bool(adopted)
-    if was_meta:
-        materialize_group(group)
-    for index, value in adopted.items():
-        _adopt(group, index, value)
-    if was_meta:
-        # Materialized parameters were registered over the adopted ones, which are all of them.
-        register(group.fsdp_params.module_infos)
-        follow_gradients(unit)
-    for index, value in found.items():
-        if index not in adopted:
+    for index, (registry, attribute, resting, used) in zip(infos.indices, infos.places, strict=True):
+        value = registry.get(attribute)
+        if value is not resting and value is not used:
             raise StateError(f"unit {group.name!r}: parameter {list(group.parameters)[index]!r} was {_why_not(value)}")
-
-
-def _fits(group: ParameterGroup, index: int, value: torch.Tensor | None) -> bool:
-    params = group.fsdp_params
-    old = params.sharded_params[index]
-    return (
-        not group.freshness.generation
-        and not params.has_splits
-        and group.weights.remainder is None
-        and isinstance(value, FlatDTensor)
-        and isinstance(value, nn.Parameter)
-        and isinstance(old, FlatDTensor)
-        and owner_words(value) is None
-        and params.module_infos.indices.count(index) == 1
-        and (value.shape, value.dtype, value.device_mesh) == (old.shape, old.dtype, old.device_mesh)
-        and not value.is_meta
-        and not value._backward_hooks
-    )
 
 
 def _why_not(value: torch.Tensor | None) -> str:
@@ -194,30 +155,6 @@ def _why_not(value: torch.Tensor | None) -> str:
         "(load_state_dict, or parameter.copy_(...) under torch.no_grad(), with a DTensor), or replace it before "
         "fully_shard."
     )
-
-
-def _rows(params: FSDPParams, index: int) -> FlatDTensor:
-    rows = params.wrap(index, params.main_weight.get_dtensor(index))
-    assert isinstance(rows, FlatDTensor)
-    return rows
-
-
-def _adopt(group: ParameterGroup, index: int, value: Any) -> None:
-    """Make a sharded tensor parameter ``index``: its values, and the object itself, over this group's memory."""
-    params, owned = group.fsdp_params, group.owned[index]
-    old, rows = params.sharded_params[index], _rows(params, index)
-    assert isinstance(old, FlatDTensor)
-    with torch.no_grad():
-        values = value if is_laid_out_like(value, old) else laid_out(params, old, value.detach())
-        # Who kept the old parameter keeps its values.
-        rebind(old, old.with_local(old._local_tensor.clone()))
-        rows._local_tensor.copy_(values._local_tensor)
-        rebind(value, rows)
-    owned.parameter = params.sharded_params[index] = value
-    note_params(group)
-    if group.gradients is not None:
-        group.gradients.binding.replace(index, owned.parameter)
-    group.freshness.has_changed = True
 
 
 def _readopt(group: ParameterGroup) -> bool:
@@ -247,12 +184,12 @@ def _readopt(group: ParameterGroup) -> bool:
             rows = current if is_laid_out_like(current, param) else laid_out(params, param, current)
             assert isinstance(rows, DTensor)
             mine.view(-1).copy_(rows.to_local().reshape(-1))
-            param.data = _rows(params, index)
+            param.data = params.wrap(index, params.main_weight.get_dtensor(index))
         follow_locals(params)
         if current is not param:
             param.grad = None  # A parameter that is loaded by assign=True brings no gradient.
         is_changed = True
-    register(infos)
+    infos.register()
     return is_changed
 
 
@@ -271,8 +208,7 @@ def before_state_dict(unit: Unit, module: nn.Module, prefix: str, keep_vars: boo
 def before_load_state_dict(unit: Unit, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """Bring what is loaded into the rows of each rank: whole tensors, and what torch.distributed.tensor cut."""
     for below in units_below(module):
-        # What was assigned in the place of a parameter is what the values are for.
-        below.schedule.settle_replaced_params(below)
+        below.schedule.refuse_replaced_params(below)
         below.schedule.reshard(below)
     settle_host()
     _materialize_for(module, prefix, state_dict)

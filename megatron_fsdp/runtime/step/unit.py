@@ -136,8 +136,6 @@ class Unit:
     # Of files above: nothing here calls them.
     schedule: Any
     backward: Any
-    # What some tensor subclasses ask an ``FSDPState`` for (``fsdp2_view.py``).
-    _fsdp_param_group: object = None
 
     def __init__(
         self, name: str, modules: Sequence[nn.Module], groups: Sequence[ParameterGroup], policy: MixedPrecisionPolicy
@@ -145,6 +143,8 @@ class Unit:
         self.name = name
         self.reference: weakref.ref[Unit] = weakref.ref(self)
         self.groups, self.policy = tuple(groups), policy
+        for group in groups:
+            group.unit = id(self)
         self.modules = [weakref.ref(module) for module in modules]
         self.trees: dict[int, Tree] = {}
         self.inner: list[weakref.ref[Unit]] = []
