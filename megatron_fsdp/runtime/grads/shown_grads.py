@@ -57,7 +57,7 @@ class ShownGrads(GradBinding):
         """Set every ``.grad`` to None."""
         clear_grads(self.parameters)
         if self.is_shown:
-            self._hide_pending()
+            self._end_pending()
         self.dropped()
 
     def watch(self) -> None:
@@ -150,9 +150,6 @@ class ShownGrads(GradBinding):
         if self._refuses_steps:
             CHECKS.remove(refuse_pending)
         self._refuses_steps = False
-        self._hide_pending()
-
-    def _hide_pending(self) -> None:
         for parameter in self.parameters:
             parameter.pending_grad = None  # type: ignore[attr-defined]  # a ParameterTensor's
 

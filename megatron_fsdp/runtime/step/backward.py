@@ -192,7 +192,7 @@ class Backward:
             unit.entered, unit.entered_task = call, task
 
     def _unshard_again(self, unit: Unit) -> None:
-        if unit.unshards_in_backward and not unit.is_unsharded:
+        if unit.unshards_in_backward and unit.groups and unit.weight_state is not WeightState.UNSHARDED:
             # Left, or even closed: whoever ends the backward releases it once more.
             self.active[id(unit)] = unit.reference
             self._schedule.unshard(unit, check=False)

@@ -186,11 +186,6 @@ class Unit:
                 return True
         return False
 
-    @property
-    def is_unsharded(self) -> bool:
-        """Whether compute may use all of its weights."""
-        return self.weight_state is WeightState.UNSHARDED or not self.groups
-
     # ------------------------------------------------------------------ calls
 
     def calls_not_entered(self, backward: int, end: float = math.inf) -> list[Call]:
