@@ -26,7 +26,6 @@ from megatron_fsdp.policy.strategy import Placements
 from megatron_fsdp.runtime.guards.added_params import make_tree
 from megatron_fsdp.runtime.guards.agreement import Wrapping
 from megatron_fsdp.runtime.guards.attached import attach_root
-from megatron_fsdp.runtime.guards.inner_outputs import readers_of
 from megatron_fsdp.runtime.lifecycle.make_param_group import (
     forget_originals,
     make_param_group,
@@ -143,7 +142,6 @@ def put_in_place(
     for group in unit.groups:
         forget_originals(group)
     attend_optimizers()
-    unit.readers = readers_of(owned, unit)
     _adopt_units(modules, unit)
 
 

@@ -13,7 +13,6 @@ from dbuffer import DBuffer, Flat, Granularity, Plan
 from dbuffer import plan as plan_of
 from dbuffer.storage import FlatStorage
 from dbuffer_kernels import num_blocks
-from megatron_fsdp.build.packed_layout import wire_words
 from megatron_fsdp.optim.int8_moments import is_coded
 from megatron_fsdp.planning.stand_in import StoodIn, reshard_asked
 from megatron_fsdp.runtime.grads.packed_gradients import PackedGradients
@@ -205,8 +204,8 @@ def _buffers(group: ParameterGroup) -> Iterator[tuple[str, DBuffer, bool]]:
         yield "remainder", weights.remainder.buffer, True
     if weights.model is not weights.main:
         yield "model_weight", weights.model, True
-    for sent in weights.sent if isinstance(weights, HookedWeights) else ():
-        yield "packed weights", sent, True
+    if isinstance(weights, HookedWeights):
+        yield "packed weights", weights.sent, True
     if not weights.rests_whole:
         yield "gathered weights", weights.gathered, weights.keeps_gathered
     if isinstance(gradients, PackedGradients):
@@ -253,7 +252,7 @@ def _group_report(group: ParameterGroup, names: Sequence[str]) -> GroupReport:
 def _layout_words(group: ParameterGroup) -> str:
     """Return how weights travel in 8 bits, and what blocks that no shard may cut cost in padding; empty for neither."""
     dtypes, plan = group.spec.dtypes, group.plan
-    words = [] if dtypes.gather is None else [wire_words(plan, dtypes.gather)]
+    words = [] if dtypes.gather is None else [f"gathered as {dtypes.gather}: a byte an element, and a scale for 256"]
     if dtypes.block_numel > 1:
         more = plan.numel - _freely_cut(plan.shapes, plan.granularities, plan.num_shards)
         padding = f"{more:,} elements ({more / max(plan.data_numel, 1):.2%}) more padding"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import operator
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import repeat
 
@@ -57,7 +57,7 @@ class ShownGrads(GradBinding):
         """Set every ``.grad`` to None."""
         clear_grads(self.parameters)
         if self.is_shown:
-            self._hide_pending()
+            self._end_pending()
         self.dropped()
 
     def watch(self) -> None:
@@ -118,26 +118,10 @@ class ShownGrads(GradBinding):
         self.state = GradState.EMPTY
 
     def show_pending(self) -> None:
-        """Let ``.grad`` of all parameters of a sum under way say so, and keep what lies there beside it."""
-        shown = grads_of(self.parameters)
-        if any(map(operator.is_not, shown, repeat(None))):
-            final = self.final
-            if self.carry is None:
-                self.carry = torch.zeros(final.layout.numel, dtype=final.dtype, device=final.device)
-            for index, rows in self._beside(shown):
-                final.layout.piece(index, self.carry).add_(rows)
-            clear_grads(self.parameters)
-        self._show_sums()
+        """Let ``.grad`` of the parameters whose sum is under way say so, which no optimizer may step.
 
-    def _beside(self, shown: Sequence[torch.Tensor | None]) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield what autograd or the user put into ``.grad`` beside a sum: parameters' indices, and rows, 1-D."""
-        for index, gradient in enumerate(shown):
-            if gradient is not None:
-                self.wanted[index] = self.had[index] = 1
-                yield index, own_rows(self.fsdp_params, index, gradient).reshape(-1)
-
-    def _show_sums(self) -> None:
-        """Let ``.grad`` of the parameters whose sum is under way say so, which no optimizer may step."""
+        What lies there beside the sum stays beneath, until ``complete`` adds it.
+        """
         if not self._pending:
             me, indices = weakref.ref(self), range(len(self.parameters))
             self._pending = [PendingGradient.of(partial(_describe, me, index)) for index in indices]
@@ -153,7 +137,7 @@ class ShownGrads(GradBinding):
     def void(self) -> None:
         """Let ``.grad`` of a sum that a backward left incomplete refuse to be read until it is dropped."""
         if not self.is_void:
-            self._show_sums()
+            self.show_pending()
             self.is_void = True
 
     def empty(self) -> None:
@@ -166,16 +150,16 @@ class ShownGrads(GradBinding):
         if self._refuses_steps:
             CHECKS.remove(refuse_pending)
         self._refuses_steps = False
-        self._hide_pending()
-
-    def _hide_pending(self) -> None:
         for parameter in self.parameters:
             parameter.pending_grad = None  # type: ignore[attr-defined]  # a ParameterTensor's
 
     def _add_direct(self, shown: Sequence[torch.Tensor | None]) -> None:
-        """Add what lies in ``.grad`` beside the sum, which is complete."""
-        for index, rows in self._beside(shown):
-            self.final.get_local_tensor(index).view(-1).add_(rows)
+        """Add what autograd or the user put into ``.grad`` beside the sum, which is complete."""
+        for index, gradient in enumerate(shown):
+            if gradient is not None:
+                self.wanted[index] = self.had[index] = 1
+                rows = own_rows(self.fsdp_params, index, gradient)
+                self.final.get_local_tensor(index).view(-1).add_(rows.reshape(-1))
 
     def _show_wanted(self) -> bytearray:
         """Return which parameters' ``.grad`` is to be set; set those of parameters that keep what they had."""

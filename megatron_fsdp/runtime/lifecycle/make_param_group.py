@@ -37,8 +37,8 @@ from megatron_fsdp.runtime.step.streams import turns
 from megatron_fsdp.runtime.step.unit import Unit
 from megatron_fsdp.runtime.weights.extension_hooks import ExtensionWeights
 from megatron_fsdp.runtime.weights.gathered_weight import KINDS, refuse_stale
+from megatron_fsdp.runtime.weights.hooked_weights import PackedWeights
 from megatron_fsdp.runtime.weights.memory_slots import place_unit
-from megatron_fsdp.runtime.weights.packed_weights import PackedWeights
 from megatron_fsdp.runtime.weights.sharded_weights import ShardedWeights
 
 __all__ = [
@@ -205,10 +205,23 @@ def forget_originals(group: ParameterGroup) -> None:
     """Let go of the parameters that the group was built from: their memory is the whole unit's."""
     for owned, param in zip(group.owned, group.fsdp_params.sharded_params, strict=True):
         mark_owned(owned.parameter, group.name, owned.name)
+        if owned.parameter.requires_grad:
+            # It is freed here, unless somebody keeps it and computes with it.
+            words = f"unit {group.name!r}, parameter {owned.name!r}"
+            owned.parameter.register_post_accumulate_grad_hook(partial(_refuse_original, words))
         if not group.is_meta:
             owned.parameter = param
             if owned.extension is not None:
                 owned.extension = owned.extension.emptied()
+
+
+def _refuse_original(words: str, original: torch.Tensor) -> None:
+    original.grad = None
+    raise StateError(
+        f"{words}: a backward came to the tensor that the parameter was before fully_shard, which a list, a closure or "
+        "a module that is not sharded has kept. Nobody trains it: its gradient would be this rank's alone. Read the "
+        "parameter from its module in each forward; or call fully_shard on a module that has all who use it."
+    )
 
 
 # ---------------------------------------------------------------- how gradients are reduced
@@ -297,11 +310,6 @@ def follow_gradients(unit: Unit) -> None:
     unit.count_gradients()
     for buffer in unit.gradients:
         buffer.observe(unit)
-    for group in unit.groups:
-        if not group.rests_whole:
-            for weight in group.fsdp_params.unsharded_params:
-                handle_of(weight).unit = unit.reference
-            unit.releases_weights = True
 
 
 def follow_requires_grad(unit: Unit, group: ParameterGroup, changed: Sequence[int]) -> None:

@@ -1,8 +1,8 @@
 """Backward: how a backward passes through the units of one root, from the first hook that it calls to final gradients.
 
-Autograd says when it reaches an output of a unit's call (``before_backward``), when it is about to read weights
-(``before_reading``) and when gradients begin to come (``begin_gradients``). From that follows which units it has left:
-they are closed, which is where their gradients are reduced, and released (docs/design/order.md, "Backward").
+Autograd says when it reaches an output of a unit's call (``before_backward``) and when gradients begin to come
+(``begin_gradients``). From that follows which units it has left: they are closed, which is where their gradients are
+reduced, and released (docs/design/order.md).
 """
 
 from __future__ import annotations
@@ -191,20 +191,8 @@ class Backward:
         if unit.weight_state is WeightState.UNSHARDED or not unit.groups:
             unit.entered, unit.entered_task = call, task
 
-    def before_reading(self, unit: Unit, call: Call | None) -> None:
-        """Gather the unit again, if need be, for the backward of an operator that reads its weights.
-
-        Args:
-            call: in which the operator ran; None where it ran outside of any, between ``unshard`` and ``reshard``.
-        """
-        if call is None:
-            self.begin()
-            self._unshard_again(unit)
-        else:
-            self.before_backward(call)
-
     def _unshard_again(self, unit: Unit) -> None:
-        if unit.unshards_in_backward and not unit.is_unsharded:
+        if unit.unshards_in_backward and unit.groups and unit.weight_state is not WeightState.UNSHARDED:
             # Left, or even closed: whoever ends the backward releases it once more.
             self.active[id(unit)] = unit.reference
             self._schedule.unshard(unit, check=False)

@@ -301,16 +301,15 @@ class WeightHandle:
 
     Attributes:
         group: its ``ParameterGroup``. parameter: its name within the unit.
-        unit: the ``Unit`` that gathers it and releases it again; nothing where it is whole on every rank all the time.
         gradients: the ``GradientBuffer`` into which backward may multiply its gradient; nothing where it may not.
         index: of the parameter there.
     """
 
-    __slots__ = ("gradients", "group", "index", "parameter", "unit")
+    __slots__ = ("gradients", "group", "index", "parameter")
 
     def __init__(self, group: weakref.ref[Any] = _NOTHING, parameter: str = "") -> None:
         self.group, self.parameter = group, parameter
-        self.unit = self.gradients = _NOTHING
+        self.gradients = _NOTHING
         self.index = 0
 
     @property

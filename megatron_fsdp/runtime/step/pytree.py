@@ -11,7 +11,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-__all__ = ["iterate_tensors", "map_tensors", "members_of", "parts_of_dual"]
+__all__ = ["iterate_tensors", "map_tensors", "parts_of_dual"]
 
 _MAX_DEPTH = 8
 
@@ -23,11 +23,11 @@ def iterate_tensors(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
             yield leaf
         elif depth < _MAX_DEPTH:
             names = getattr(type(leaf), "__dataclass_fields__", ())
-            for member in (*members_of(leaf), *(getattr(leaf, name, None) for name in names)):
+            for member in (*_members_of(leaf), *(getattr(leaf, name, None) for name in names)):
                 yield from iterate_tensors(member, depth + 1)
 
 
-def members_of(value: Any) -> list[Any]:
+def _members_of(value: Any) -> list[Any]:
     """Return what a container holds; nothing of any other object."""
     # By their types: objects such as the configs of frameworks run Python when they are asked for ``__class__``.
     kind = type(value)

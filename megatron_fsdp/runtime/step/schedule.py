@@ -21,7 +21,7 @@ from torch.autograd import profiler
 from dbuffer.events import listeners, tell
 from megatron_fsdp.errors import AgreementError
 from megatron_fsdp.runtime.step.lanes import HOST_READS, Ticket, forget_unused_streams, settle_host
-from megatron_fsdp.runtime.step.outputs import Attributes, watch_given, watch_inputs, watch_made, watch_output
+from megatron_fsdp.runtime.step.outputs import watch_inputs, watch_output
 from megatron_fsdp.runtime.step.parameter_group import start_gathers
 from megatron_fsdp.runtime.step.pytree import map_tensors
 from megatron_fsdp.runtime.step.streams import wait_for_event
@@ -63,8 +63,6 @@ class Schedule:
         self._recorded: list[weakref.ref[Unit]] = []
         self._expected: list[weakref.ref[Unit]] = []
         self._cursor = 0
-        # By the identity of units' modules, which are never replaced.
-        self._kept: dict[int, Attributes] = {}
         # The unit that forward left last, whose weights stay until the next one is needed: backward may be next.
         self._lingering: weakref.ref[Unit] = _NONE
         self._ahead: list[weakref.ref[Unit]] = []
@@ -217,19 +215,13 @@ class Schedule:
         else:
             self.gather_ahead(following, check=True)
 
-    def _after_call(self, unit: Unit, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def _after_call(self, unit: Unit, output: Any) -> None:
         """Watch what forward left behind for backward, and reshard."""
         call = unit.open_call
         if call is None:
             return
         if torch.is_grad_enabled():
             watch_output(call, output)
-            if unit.releases_weights:
-                kept = self._kept.get(id(module))
-                if kept is None:
-                    kept = self._kept[id(module)] = Attributes(self.guards.keepers(unit, module))
-                kept.watch(call)
-                watch_given(call, args)
         if unit.pending_modules:
             return
         if is_in_backward():
@@ -247,12 +239,6 @@ class Schedule:
         for group in unit.groups:
             if group.fsdp_params.module_infos.is_replaced():
                 self.guards.refuse_replaced(group)
-
-    def watch(self, unit: Unit, output: Any) -> None:
-        """Gather the unit before backward goes through ``output``, which a module inside of it has just made."""
-        call = unit.open_call
-        if call is not None and torch.is_grad_enabled():
-            watch_made(call, output)
 
     def open_call(self, unit: Unit, module: nn.Module) -> Call | None:
         """Note that a module of the unit runs; return the call of the unit that begins with it; None for none."""
@@ -431,7 +417,7 @@ def after_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output: 
         return _untraced_after(unit, module, args, output)
     if unit.policy.output_dtype is not None:
         output = caster(unit.policy.output_dtype)(output)
-    unit.schedule._after_call(unit, module, args, output)
+    unit.schedule._after_call(unit, output)
     return output
 
 

@@ -9,11 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from megatron_fsdp import CheckpointError, fully_shard, save_checkpoint
+from megatron_fsdp import (
+    CheckpointError,
+    StateError,
+    fully_shard,
+    save_checkpoint,
+)
 from tests.harness import on_ranks
-from tests.harness.models import WIDTH, Block, Made, Stack
+from tests.harness.models import WIDTH, Block, Made, Stack, inputs
 from tests.harness.twins import Twins
 
 
@@ -78,3 +84,14 @@ def test_a_save_refuses_a_weight_that_is_not_the_unit_s(tmp_path: Path) -> None:
     message = str(refused.value)
     assert "parameter 'first.weight' was replaced" in message
     assert not list(tmp_path.iterdir())
+
+
+@on_ranks(2)
+def test_a_tensor_that_was_a_parameter_before_fully_shard_is_refused_in_backward() -> None:
+    model: Any = Made(lambda m, x: x @ m.kept[0] + m.second(x), second=nn.Linear(WIDTH, WIDTH))
+    model.first = nn.Parameter(torch.ones(WIDTH, WIDTH))
+    model.kept = [model.first]
+    fully_shard(model)
+    x = inputs(dist.get_rank(), 0, 2, WIDTH)
+    with pytest.raises(StateError, match=r"parameter 'first'.*before fully_shard"):
+        model(x).sum().backward()
