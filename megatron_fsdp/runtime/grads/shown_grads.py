@@ -154,7 +154,7 @@ class ShownGrads(GradBinding):
             CHECKS.append(refuse_pending)
             self._refuses_steps = True
         for parameter, pending in itertools.compress(zip(self.parameters, self._pending, strict=True), self.wanted):
-            parameter.pending_grad = pending  # type: ignore[attr-defined]  # a ParameterTensor's
+            parameter.pending_grad = pending  # type: ignore[attr-defined]  # a PlacedTensor's
 
     # ------------------------------------------------------------------ a sum ends
 
@@ -178,7 +178,7 @@ class ShownGrads(GradBinding):
 
     def _hide_pending(self) -> None:
         for parameter in self.parameters:
-            parameter.pending_grad = None  # type: ignore[attr-defined]  # a ParameterTensor's
+            parameter.pending_grad = None  # type: ignore[attr-defined]  # a PlacedTensor's
 
     def _add_direct(self, shown: Sequence[torch.Tensor | None]) -> None:
         """Add what lies in ``.grad`` beside the sum, which is complete."""
