@@ -73,7 +73,7 @@ REFUSALS = (
         ("grad none", "freeze", "thaw", "spare", "pick", "sometimes", *SIDE_KINDS),
     ),
     # The gradient of what one rank computes with.
-    Refusal("StateError", r"torch.autograd.grad .* was asked for the gradient of", ("autograd",)),
+    Refusal("StateError", r"torch.autograd.grad .* was asked for its gradient", ("autograd",)),
     # Second thoughts on what was sharded.
     Refusal("StateError", r"was frozen when it was sharded, so it has no main weight of", ("thaw",)),
     # Registered in a parameter's place, or beside the parameters, after fully_shard.
@@ -91,6 +91,8 @@ REFUSALS = (
     Refusal(
         "StorageError", r"of its gathered weight, which was released", ("weight", "poke", "stash", "unshard", "load")
     ),
+    # What is taken out of the middle of a unit, and made after its output.
+    Refusal("RuntimeError", r"is at version 1000000000", ("stash",)),
     # Hooks that autograd would never call.
     Refusal("PlacementError", r"register_hook on a sharded parameter would never be called", ("hook",)),
     # Sums under way, and those that a backward left incomplete.

@@ -117,17 +117,6 @@ def test_nan_in_gradients_ends_the_run_and_names_the_first_parameter_and_the_fla
     assert kept() == ["iter_0000001", "iter_0000002"]
 
 
-def test_a_norm_far_above_those_before_is_said(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    clip, factors = pretrain_gpt.clip_gradients, iter([1, 1, 1, 50, 1, 1])
-    monkeypatch.setattr(pretrain_gpt, "clip_gradients", lambda *args: clip(*args) * next(factors))
-    train("--check-for-large-grads")
-    printed = capsys.readouterr().out
-    assert "warning: iteration 4: gradient norm" in printed
-    assert printed.count("warning: iteration") == 1
-
-
 def test_dump_param_to_param_group_map_names_the_group_of_every_parameter(capsys: pytest.CaptureFixture[str]) -> None:
     train(f"{ENGINE} --dump-param-to-param-group-map maps/groups.json")
     groups = json.loads(Path("maps/groups.json").read_text())
