@@ -33,7 +33,16 @@ __all__ = [
 
 
 class GradientReductionHandle:
-    """Returned by ``FSDPModule.finalize_backward(async_op=True)``."""
+    """Returned by ``FSDPModule.finalize_backward(async_op=True)``.
+
+    Example:
+        model.set_manual_backward_finalization(True)
+        model(batch).sum().backward()
+        handle = model.finalize_backward(async_op=True)
+        metrics = batch.mean()  # while gradients are reduced
+        handle.wait()
+        optimizer.step()
+    """
 
     def __init__(self, backward: Backward | None) -> None:
         self._backward = backward
@@ -56,7 +65,13 @@ class GradientReductionHandle:
 
 
 class UnshardHandle:
-    """Returned by ``FSDPModule.unshard(async_op=True)``."""
+    """Returned by ``FSDPModule.unshard(async_op=True)``.
+
+    Example:
+        handle = model.unshard(async_op=True)
+        inputs = batch * 2  # while the weights are gathered
+        handle.wait()
+    """
 
     def __init__(self, unit: Unit) -> None:
         self._unit: Unit | None = unit
