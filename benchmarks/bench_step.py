@@ -1,4 +1,4 @@
-"""Step: wall and processor time of training steps on gloo ranks, beside FSDP2, FSDP1, DDP and ZeroRedundancyOptimizer.
+"""Step: wall and processor time of training steps on gloo ranks, beside FSDP2 and DDP.
 
 A GPT and a mixture of experts are trained by all engines in turn, in one run of the same processes, so that what else
 the machine does slows all of them; rows are seconds and ratios, round by round. All have torch's fused AdamW; "ours,
@@ -30,8 +30,8 @@ PRECISIONS = {
     "bf16": Precision(torch.bfloat16, torch.float32),
     "bf16, reduced in bf16": Precision(torch.bfloat16, torch.bfloat16),
 }
-# They have no FP32 main weights beside bf16 ones.
-FP32_ONLY = ("DDP", "DDP, ZeroRedundancyOptimizer")
+# It has no FP32 main weights beside bf16 ones.
+FP32_ONLY = ("DDP",)
 MODELS = ("2x64", "4x256", "moe")
 LLAMA_LIKE = Shape(24, 2048, 32000, batch=4, length=2048, head_width=128, compute=None)
 _NUM_STEPS = 3

@@ -106,7 +106,8 @@ def read_hf_settings(source: Mapping[str, Any] | str | Path) -> HfSettings:
             raise ConfigError(f"fsdp_config: found {content!r}, wanted a mapping of keys")
     values = _named(content)
     resharding = _strategy("reshard_after_forward", values, can_be_true=True)
-    named = _strategy("sharding_strategy", values) or (resharding if isinstance(resharding, str) else None)
+    found = _strategy("sharding_strategy", values), resharding
+    named = next((each for each in found if isinstance(each, str)), None)
     version = values.get("version")
     if str(version) not in ("None", "1", "2"):
         raise ConfigError(f"version: found {version!r}, wanted 1 or 2")
@@ -115,7 +116,10 @@ def read_hf_settings(source: Mapping[str, Any] | str | Path) -> HfSettings:
         raise ConfigError(f"version {version} contradicts {what}: version 1 names a strategy, 2 says true or false")
     if named and resharding is not None and resharding != named:
         raise ConfigError(f"sharding_strategy {named} contradicts reshard_after_forward {resharding}: give one")
-    strategy, offload = named or "FULL_SHARD", _boolean("cpu_offload", values.get("cpu_offload"))
+    strategy, offload = (
+        named if isinstance(named, str) else "FULL_SHARD",
+        _boolean("cpu_offload", values.get("cpu_offload")),
+    )
     if offload and strategy == "NO_SHARD":
         raise ConfigError("cpu_offload contradicts NO_SHARD: what rests whole is used where it rests")
     return HfSettings(

@@ -79,8 +79,11 @@ def _check_path(accelerator: Any) -> None:
         return
     version = getattr(getattr(accelerator.state, "fsdp_plugin", None), "fsdp_version", None)
     kind = getattr(accelerator.distributed_type, "value", accelerator.distributed_type)
-    seen, place = accelerator.num_processes, job_place(os.environ)
-    started = max(seen, dist.get_world_size() if dist.is_initialized() else 1 if place is None else place.size)
+    seen = started = accelerator.num_processes
+    if dist.is_initialized():
+        started = dist.get_world_size()
+    elif seen == 1 and (place := job_place(os.environ)) is not None:
+        started = place.size
     text = (
         f"accelerate_fsdp2(): this Accelerator is not on its FSDP2 path (found distributed_type {kind}"
         + (f", fsdp_version {version}" if version is not None else "")

@@ -12,13 +12,6 @@ from tests.functional.random_models import COMPOSITES, WIDTH, Composite, Leaf, M
 __all__ = ["ENCLOSING", "KINDS", "SIDE_KINDS", "Side"]
 
 
-class Box:
-    """An object that no library knows."""
-
-    def __init__(self, first: torch.Tensor, second: torch.Tensor) -> None:
-        self.first, self.second = first, second
-
-
 @dataclass
 class Pair:
     """Two results."""
@@ -42,8 +35,8 @@ class Side(nn.Module):
             outputs.append(part(outputs[-1], tokens, turn))
         first, second = outputs[-1], outputs[min(1, len(self.parts))] * self.scale.to(x.dtype)
         results = {
-            "list": [first, second], "dictionary": {"first": first, "second": second}, "object": Box(first, second),
-            "dataclass": Pair(first, second), "nested object": [Box(first, second)],
+            "list": [first, second], "dictionary": {"first": first, "second": second}, "dataclass": Pair(first, second),
+            "nested": [Pair(first, second)],
         }  # fmt: skip
         return results[self.part.kind]
 
@@ -57,8 +50,8 @@ class SideUser(Composite):
 
     def forward(self, x: torch.Tensor, tokens: torch.Tensor, turn: int) -> torch.Tensor:
         found = self.both(x, tokens, turn)
-        found = found[0] if self.part.kind == "nested object" else found
-        if isinstance(found, (Box, Pair)):
+        found = found[0] if self.part.kind == "nested" else found
+        if isinstance(found, Pair):
             first, second = found.first, found.second
         else:
             first, second = found.values() if isinstance(found, dict) else found
@@ -128,7 +121,7 @@ class Borrowing(Composite):
         return x
 
 
-SIDE_KINDS = ("list", "dictionary", "object", "dataclass", "nested object")
+SIDE_KINDS = ("list", "dictionary", "dataclass", "nested")
 ENCLOSING = ("pick", *SIDE_KINDS)
 KINDS: Mapping[str, Maker] = {
     **COMPOSITES,

@@ -17,7 +17,7 @@ FOLDER_ORDER = (
     ("dbuffer_kernels",),
     ("dbuffer.errors",),
     ("dbuffer.placements", "dbuffer.planner", "dbuffer.memory_meter", "dbuffer.events", "dbuffer.slot_memory"),
-    ("dbuffer.mesh", "dbuffer.slot_pool", "dbuffer.comm_thread"),
+    ("dbuffer.mesh", "dbuffer.slot_pool"),
     ("dbuffer.layout", "dbuffer.gloo", "dbuffer.storage"),
     ("dbuffer.collectives",),
     ("dbuffer.collectives_rare", "dbuffer.collectives_together"),

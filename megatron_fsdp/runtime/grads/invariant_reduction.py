@@ -37,7 +37,7 @@ from megatron_fsdp.runtime.step.grad_binding import GradBinding, GradState
 from megatron_fsdp.runtime.step.parameter_group import group_of_parameter
 from megatron_fsdp.runtime.step.unit import Unit
 
-__all__ = ["BinaryCounter", "InvariantGradients"]
+__all__ = ["InvariantGradients"]
 
 # The kernel of ``fused=True`` on CPU treats the last elements of a tensor, which are others in each sharding, by other
 # instructions than those before.

@@ -14,7 +14,6 @@ from functools import partial
 from itertools import repeat
 
 import torch
-from torch import nn
 
 from dbuffer import DBuffer, FlatDTensor
 from megatron_fsdp.errors import StateError
@@ -58,7 +57,7 @@ class ShownGrads(GradBinding):
         """Set every ``.grad`` to None."""
         clear_grads(self.parameters)
         if self.is_shown:
-            self._hide_pending()
+            self._end_pending()
         self.dropped()
 
     def watch(self) -> None:
@@ -67,14 +66,6 @@ class ShownGrads(GradBinding):
         for parameter in self.parameters:
             if isinstance(parameter, FlatDTensor):
                 parameter.on_grad_dropped = self._drops
-
-    def replace(self, index: int, parameter: nn.Parameter) -> None:
-        """Show gradients of parameter ``index`` on another object."""
-        self.parameters = (*self.parameters[:index], parameter, *self.parameters[index + 1 :])
-        self._last_one = weakref.ref(self.parameters[-1])
-        self.watch()
-        if self._gradients:
-            self._tell_owners()
 
     def _make_gradients(self) -> None:
         self.hold()
@@ -92,6 +83,7 @@ class ShownGrads(GradBinding):
         self._references = self._count_references()
 
     def _tell_owners(self) -> None:
+        # Apart, as a name for a gradient would count as a reference to it.
         for gradient, parameter in zip(self._gradients, self.parameters, strict=True):
             if isinstance(gradient, FlatDTensor):
                 gradient.gradient_of = weakref.ref(parameter)
@@ -138,7 +130,7 @@ class ShownGrads(GradBinding):
             CHECKS.append(refuse_pending)
             self._refuses_steps = True
         for parameter, pending in itertools.compress(zip(self.parameters, self._pending, strict=True), self.wanted):
-            parameter.pending_grad = pending  # type: ignore[attr-defined]  # a ParameterTensor's
+            parameter.pending_grad = pending  # type: ignore[attr-defined]  # a PlacedTensor's
 
     # ------------------------------------------------------------------ a sum ends
 
@@ -158,11 +150,8 @@ class ShownGrads(GradBinding):
         if self._refuses_steps:
             CHECKS.remove(refuse_pending)
         self._refuses_steps = False
-        self._hide_pending()
-
-    def _hide_pending(self) -> None:
         for parameter in self.parameters:
-            parameter.pending_grad = None  # type: ignore[attr-defined]  # a ParameterTensor's
+            parameter.pending_grad = None  # type: ignore[attr-defined]  # a PlacedTensor's
 
     def _add_direct(self, shown: Sequence[torch.Tensor | None]) -> None:
         """Add what autograd or the user put into ``.grad`` beside the sum, which is complete."""

@@ -13,7 +13,7 @@ from megatron_fsdp.runtime.guards import (
     refusals,
 )
 from megatron_fsdp.runtime.guards.agreement import FirstUse
-from megatron_fsdp.runtime.lifecycle import make_unit, param_changes, profiler_ranges
+from megatron_fsdp.runtime.lifecycle import make_param_group, param_changes, profiler_ranges
 from megatron_fsdp.runtime.step.backward import Backward
 from megatron_fsdp.runtime.step.schedule import Schedule
 from megatron_fsdp.runtime.step.unit import Unit
@@ -28,8 +28,8 @@ ASKED_CHECKS.append(refusals.refuse_sharded)
 class AttachedGuards:
     """The guards of one root, asleep until a step calls one."""
 
-    settle = staticmethod(param_changes.settle)
-    follow_requires_grad = staticmethod(make_unit.follow_requires_grad)
+    refuse_replaced = staticmethod(param_changes.refuse_replaced)
+    follow_requires_grad = staticmethod(make_param_group.follow_requires_grad)
     walk = staticmethod(added_params.walk)
     refuse_changed = staticmethod(gathered_weight.refuse_change)
     emit_ranges = staticmethod(profiler_ranges.emit_ranges)

@@ -100,7 +100,7 @@ def before_recomputation(unit: Unit, module: nn.Module) -> None:
             backward.repeated[id(unit)] = unit.open_call
             # Not reentrant, the call in the graph is the first one.
             unit.open_call.is_due = not unit.calls_not_entered(backward.number)
-        schedule.settle_replaced_params(unit)
+        schedule.refuse_replaced_params(unit)
     backward.active[id(unit)] = unit.reference
     schedule.unshard(unit, check=False)
 

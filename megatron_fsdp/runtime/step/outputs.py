@@ -55,40 +55,26 @@ def _watch(call: Call, tensor: torch.Tensor) -> None:
     """
     node = tensor.grad_fn
     if node is None:
-        calls = _watchers_of_leaf(tensor)
-    else:
-        # With the node, so that the tensor can be pickled as any other: hooks on saved tensors do so.
-        known: Any = node.metadata
-        key = (_WATCHERS, tensor.output_nr)
-        calls = known.get(key)
-        if calls is None:
-            calls = known[key] = []
-            hook: Any = functools.partial(_enter_backward, calls)
-            hook.__torch_unserializable__ = True
-            if tensor._backward_hooks is not None or type(tensor) is not torch.Tensor:
-                tensor.register_hook(hook)
-            else:
-                # What ``register_hook`` does first, without a handle.
-                tensor._backward_hooks = collections.OrderedDict(fsdp=hook)
-                node._register_hook_dict(tensor)
+        # Of a leaf no operator of the call's is on the way.
+        return
+    # With the node, so that the tensor can be pickled as any other: hooks on saved tensors do so.
+    known: Any = node.metadata
+    key = (_WATCHERS, tensor.output_nr)
+    calls = known.get(key)
+    if calls is None:
+        calls = known[key] = []
+        hook: Any = functools.partial(_enter_backward, calls)
+        hook.__torch_unserializable__ = True
+        if tensor._backward_hooks is not None or type(tensor) is not torch.Tensor:
+            tensor.register_hook(hook)
+        else:
+            # What ``register_hook`` does first, without a handle.
+            tensor._backward_hooks = collections.OrderedDict(fsdp=hook)
+            node._register_hook_dict(tensor)
     if call not in calls:
         calls.append(call)
     if not call.is_expected:
         call.unit.expect(call)
-
-
-def _watchers_of_leaf(leaf: torch.Tensor) -> list[Call]:
-    for hook in (leaf._backward_hooks or {}).values():
-        if isinstance(hook, functools.partial) and hook.func is _enter_backward:
-            calls: list[Call] = hook.args[0]
-            # A leaf outlives its graphs, and so would the calls of earlier steps.
-            calls[:] = [call for call in calls if not call.entered]
-            return calls
-    entering: Any = functools.partial(_enter_backward, [])
-    entering.__torch_unserializable__ = True
-    leaf.register_hook(entering)
-    calls = entering.args[0]
-    return calls
 
 
 def _enter_backward(calls: list[Call], gradient: torch.Tensor) -> None:

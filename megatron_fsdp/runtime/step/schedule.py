@@ -192,15 +192,13 @@ class Schedule:
             given: to the module, tensors in any structure.
         """
         if unit is self.root_ref() and (unit.open_call is None or id(module) not in unit.pending_modules):
-            if unit.backward.awaited is not None:
-                unit.backward.awaited("forward")
             self._start_pass()
         call = self.open_call(unit, module)
         if call is None:
             return
         if unit.weight_state is not WeightState.SHARDED and unit.is_stale():
             self.reshard(unit)
-        self.settle_replaced_params(unit)
+        self.refuse_replaced_params(unit)
         self._release_lingering(unit)
         for group in unit.groups:
             changed, gradients = group.fsdp_params.changed_requires_grad(), group.gradients
@@ -236,11 +234,11 @@ class Schedule:
         if unit is self.root_ref():
             self._end_pass()
 
-    def settle_replaced_params(self, unit: Unit) -> None:
-        """Let sharded parameters that were assigned take their places for good, and refuse whatever else is there."""
+    def refuse_replaced_params(self, unit: Unit) -> None:
+        """Refuse whatever is registered in the place of a parameter."""
         for group in unit.groups:
             if group.fsdp_params.module_infos.is_replaced():
-                self.guards.settle(unit, group)
+                self.guards.refuse_replaced(group)
 
     def open_call(self, unit: Unit, module: nn.Module) -> Call | None:
         """Note that a module of the unit runs; return the call of the unit that begins with it; None for none."""
@@ -249,7 +247,8 @@ class Schedule:
             return None
         self._clock += 1
         call = unit.open_call = Call(unit, self._clock)
-        unit.pending_modules = {id(other()) for other in unit.modules} - {id(module)}
+        unit.pending_modules = set(unit.module_ids)
+        unit.pending_modules.discard(id(module))
         return call
 
     def _predict(self, unit: Unit) -> list[Unit]:

@@ -136,8 +136,6 @@ class Unit:
     # Of files above: nothing here calls them.
     schedule: Any
     backward: Any
-    # What some tensor subclasses ask an ``FSDPState`` for (``fsdp2_view.py``).
-    _fsdp_param_group: object = None
 
     def __init__(
         self, name: str, modules: Sequence[nn.Module], groups: Sequence[ParameterGroup], policy: MixedPrecisionPolicy
@@ -145,7 +143,10 @@ class Unit:
         self.name = name
         self.reference: weakref.ref[Unit] = weakref.ref(self)
         self.groups, self.policy = tuple(groups), policy
+        for group in groups:
+            group.unit = id(self)
         self.modules = [weakref.ref(module) for module in modules]
+        self.module_ids = frozenset(map(id, modules))
         self.trees: dict[int, Tree] = {}
         self.inner: list[weakref.ref[Unit]] = []
         self.slots = SlotChoice()
@@ -185,11 +186,6 @@ class Unit:
             if is_changed or group.freshness.is_stale():
                 return True
         return False
-
-    @property
-    def is_unsharded(self) -> bool:
-        """Whether compute may use all of its weights."""
-        return self.weight_state is WeightState.UNSHARDED or not self.groups
 
     # ------------------------------------------------------------------ calls
 

@@ -91,8 +91,14 @@ class ExtensionWeights(HookedWeights):
         if len(inspect.signature(hook).parameters) > 1:
             policy = MixedPrecisionPolicy(spec.dtypes.compute, spec.dtypes.reduce)
             arguments += [own.shape, own.stride, self._module(), policy]
-        with torch.no_grad():
-            tensors, self._metadata = self._checked(hook(*arguments))
+        try:
+            with torch.no_grad():
+                tensors, self._metadata = self._checked(hook(*arguments))
+        except AttributeError as error:
+            raise ConfigError(
+                f"{self._who}: fsdp_pre_all_gather raised {error!r}. If it reads FSDP2's private state, as "
+                "TransformerEngine's MXFP8 weights do, shard the plain weight (with gather_dtype= of the policy)"
+            ) from error
         layout, known = ByteLayout.of(tensors), self._sent_as
         if known is None:
             self._make_wire(layout.num_bytes)

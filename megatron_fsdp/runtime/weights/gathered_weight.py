@@ -171,26 +171,11 @@ class ReleasedWeight(GatheredWeight):
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
-    @property
-    def data(self) -> torch.Tensor:
-        """Refused: there are no values."""
-        raise _released((self,), {}, "data")
-
-    @data.setter
-    def data(self, value: torch.Tensor) -> None:
-        raise _released((self,), {}, "data")
-
     def __format__(self, spec: str) -> str:
         return format(repr(self), spec)
 
     def __repr__(self, **options: Any) -> str:  # type: ignore[override]  # of torch
         return f"GatheredWeight({self._fsdp_handle.words}, released, size={tuple(self.shape)}, dtype={self.dtype})"
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise _released((self,), {}, "deepcopy")
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise _released((self,), {}, "pickle")
 
 
 for _name in ("requires_grad_", "detach_"):

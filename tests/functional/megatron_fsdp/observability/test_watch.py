@@ -148,20 +148,15 @@ def test_swapped_units_of_one_size_are_found_by_a_check_at_the_end_and_at_an_int
     assert errors == [f"check after 1: {text}", f"end after 1: {text}", f"interval 2 after 3: {text}"]
 
 
-def threads_of_ours() -> list[threading.Thread]:
-    # The first collective on CPU tensors starts a thread that stays.
-    return [thread for thread in threading.enumerate() if thread.name != "dbuffer comm"]
-
-
 def train_watched(strategy: str, shape: tuple[int, ...], is_watched: bool) -> dict[str, torch.Tensor]:
     model = shard_model(make_model(), make_mesh(shape), strategy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    threads = threads_of_ours()
+    threads = threading.enumerate()
     with Watch(model, TIMEOUT * 30) if is_watched else contextlib.nullcontext() as watch:
         train(model, optimizer, range(3), [dist.get_rank()])
         if watch is not None:
             watch.check()
-    assert threads_of_ours() == threads
+    assert threading.enumerate() == threads
     return whole_state(model)
 
 
