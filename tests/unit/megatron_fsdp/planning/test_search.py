@@ -113,7 +113,7 @@ def test_where_nothing_fits_the_table_says_what_the_smallest_takes(capsys: pytes
 
 
 def test_what_has_no_layout_is_told_apart_from_what_is_too_large() -> None:
-    found = plan("--factory tests.unit.megatron_fsdp.cli.test_plan:few_long_rows --fit 10TiB --gpus 64 --micro-batch 1 --recompute none")
+    found = plan("--factory tests.unit.megatron_fsdp.cli.test_plan:few_long_rows --fit 10TiB --gpus 64 --micro-batch 1")
     reasons = {(each["strategy"], tuple(each["mesh"])): each["reason"] for each in found["fit"]["rejected"]}
     assert reasons["optim", (64,)].startswith("no layout: unit 'blocks.1': padding makes")
     assert {each["strategy"] for each in found["fit"]["fitting"]} >= {"no_shard", "hsdp"}
