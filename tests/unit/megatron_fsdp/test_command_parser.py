@@ -25,22 +25,6 @@ def test_help_says_the_default_of_an_option_that_has_one(options: dict[str, obje
     assert " ".join(line.split()).removeprefix("--size ").removeprefix("N ") == said
 
 
-def test_a_default_that_the_help_speaks_of_is_not_said_again() -> None:
-    parser = CommandParser("tool")
-    parser.add_argument("--size", default=3, help="size, default that of the model")
-    assert parser.format_help().count("default") == 1
-
-
-def test_help_ends_with_the_examples() -> None:
-    assert CommandParser("tool", "Do it.", "  tool --size 3").format_help().endswith("examples:\n  tool --size 3\n")
-
-
-def test_a_switch_has_no_default_to_speak_of() -> None:
-    parser = CommandParser("tool")
-    parser.add_argument("--force", action="store_true", help="replace files")
-    assert "default" not in parser.format_help()
-
-
 def test_under_torchrun_the_first_rank_speaks_and_each_leaves_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
