@@ -27,7 +27,7 @@ __all__ = ["KINDS", "GatheredWeight", "ReleasedWeight", "refuse_change", "refuse
 
 
 def refuse_change(weights: Sequence[torch.Tensor]) -> NoReturn:
-    """Refuse a change of one of some weights, which the unit finds when it reshards.
+    """Refuse a change of one of some weights; what PyTorch does to them behind Python the unit finds when it reshards.
 
     Raises:
         StateError: always.
@@ -178,6 +178,14 @@ class ReleasedWeight(GatheredWeight):
         return f"GatheredWeight({self._fsdp_handle.words}, released, size={tuple(self.shape)}, dtype={self.dtype})"
 
 
+def _refuse_in_place(self: GatheredWeight, *_: Any, **__: Any) -> NoReturn:
+    refuse_change((self,))
+
+
+_OPERATORS = "iadd isub imul itruediv ifloordiv imod idiv ipow iand ior ixor ilshift irshift setitem"
+_IN_PLACE = {name for name in dir(torch.Tensor) if name.endswith("_") and name[0] != "_"} - {"rename_"}
+for _name in (*_IN_PLACE, *(f"__{name}__" for name in _OPERATORS.split())):
+    setattr(GatheredWeight, _name, _refuse_in_place)
 for _name in ("requires_grad_", "detach_"):
     setattr(GatheredWeight, _name, _counting(_name))
 
