@@ -117,7 +117,7 @@ class FsdpConfig(FlagValues):
             "mp_policy": self.mixed_precision_policy(),
             "reshard_after_forward": None,
             **({"offload_policy": CPUOffloadPolicy()} if self.optimizer_cpu_offload else {}),
-            **(self.hugging_face.fully_shard_kwargs() if self.hugging_face else {}),
+            **(self.hugging_face.fully_shard_kwargs(mesh.ndim) if self.hugging_face else {}),
         }
 
     def apply(self, model: nn.Module, *, num_microbatches: int | None = None) -> None:
@@ -191,7 +191,7 @@ class FsdpConfig(FlagValues):
             accumulate_dtype=torch.float32 if self.ddp_reduce_scatter_with_fp32_accumulation else None,
             # As Megatron's kernel does: FP32 gradients of 16-bit weights are sums of products that were never rounded.
             fuse_weight_gradients="wide" if self.gradient_accumulation_fusion else False,
-            reduction="invariant" if self.fsdp_invariant_reduction else None,
+            reduction="invariant" if self.fsdp_invariant_reduction else "default",
         )
 
     @property
@@ -270,7 +270,7 @@ class FsdpConfig(FlagValues):
                 lines.append(flag.notice(given))
             elif reason := self._why_without_effect(flag):
                 lines.append(f"{given} does nothing here; {reason}")
-        return (*lines, *(self.hugging_face.notices() if self.hugging_face else ()))
+        return (*lines, *(self.hugging_face.notices if self.hugging_face else ()))
 
     def _why_without_effect(self, flag: Flag) -> str:
         """Return why a flag that is acted on does nothing beside the others, or nothing where it does something."""

@@ -19,7 +19,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from dbuffer.collectives_rare import barrier
 from megatron_fsdp.api import fully_shard, microbatch, no_sync
 from megatron_fsdp.certify.certificate import Certificate, Certification, watching
 from megatron_fsdp.certify.clocks import Queue
@@ -124,7 +123,7 @@ def _check_steps(case: Case, check: Certification) -> None:
         _train(case, model, optimizer, step)
     if case.trouble == "saving":
         finish_pending_save()
-        barrier()
+        dist.barrier()
         shutil.rmtree(_folder(), ignore_errors=True)
 
 

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from dbuffer import FlatDTensor, guard_released_storage
+from dbuffer import FlatDTensor
 from megatron_fsdp import CPUOffloadPolicy, Placements, fsdp_no_shard, fully_shard
 from megatron_fsdp.runtime.weights.gathered_weight import GatheredWeight
 from tests.functional.random_meddling import whole
@@ -29,6 +29,7 @@ from tests.functional.random_side_parts import ENCLOSING, KINDS, SIDE_KINDS
 from tests.functional.random_use import Bomb, Interrupt, Program, Trainee
 from tests.harness import run_ranks
 from tests.harness.failures import FailureKind, RankError
+from tests.harness.storage_guard import guard_released_storage
 
 __all__ = ["Verdict", "outcome"]
 

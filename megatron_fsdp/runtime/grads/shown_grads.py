@@ -130,7 +130,7 @@ class ShownGrads(GradBinding):
             CHECKS.append(refuse_pending)
             self._refuses_steps = True
         for parameter, pending in itertools.compress(zip(self.parameters, self._pending, strict=True), self.wanted):
-            parameter.pending_grad = pending  # type: ignore[attr-defined]  # a ParameterTensor's
+            parameter.pending_grad = pending  # type: ignore[attr-defined]  # a PlacedTensor's
 
     # ------------------------------------------------------------------ a sum ends
 
@@ -151,7 +151,7 @@ class ShownGrads(GradBinding):
             CHECKS.remove(refuse_pending)
         self._refuses_steps = False
         for parameter in self.parameters:
-            parameter.pending_grad = None  # type: ignore[attr-defined]  # a ParameterTensor's
+            parameter.pending_grad = None  # type: ignore[attr-defined]  # a PlacedTensor's
 
     def _add_direct(self, shown: Sequence[torch.Tensor | None]) -> None:
         """Add what autograd or the user put into ``.grad`` beside the sum, which is complete."""

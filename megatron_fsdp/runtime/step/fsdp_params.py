@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor
 
 from dbuffer import DBuffer
 from dbuffer.dtensor.placed_tensor import NUM_FLAGS_SET
-from dbuffer.events import listeners, tell
 from megatron_fsdp.build.ownership import OwnedParameter
 
 __all__ = [
@@ -213,13 +212,11 @@ def gradient_hook(
 
     def receive(parameter: torch.Tensor) -> None:
         came[index] = 1
-        if begun[0] and not listeners:
+        if begun[0]:
             return
         owner = receiver()
         gradients = None if owner is None else owner.gradients
         if gradients is not None:
-            if listeners:
-                tell("gradient", gradients)
             gradients.receive(index, parameter)
 
     return receive

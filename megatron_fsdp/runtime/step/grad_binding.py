@@ -23,7 +23,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from dbuffer import DBuffer
-from dbuffer.dtensor.parameter import GradDrops
+from dbuffer.dtensor.placed_tensor import GradDrops
 from megatron_fsdp.runtime.step.fsdp_params import FSDPParams, grads_of
 from megatron_fsdp.runtime.step.streams import Compute
 

@@ -32,7 +32,9 @@ def refuse_change(weights: Sequence[torch.Tensor]) -> NoReturn:
     Raises:
         StateError: always.
     """
-    first, *others = [handle_of(weight) for weight in weights]
+    # Weights share a counter; changed by way of .data was one of those of which that was taken.
+    taken = [weight for weight in weights if getattr(weight, "_fsdp_data_taken", False)]
+    first, *others = [handle_of(weight) for weight in taken or weights]
     names = "".join(f" or {handle.parameter!r}" for handle in others)
     raise StateError(
         f"{first.words}{names} was changed in place while it was gathered. Each rank would change a copy of its own, "
@@ -81,6 +83,7 @@ class GatheredWeight(nn.Parameter):
     """A plain parameter over gathered weights."""
 
     _fsdp_handle: WeightHandle
+    _fsdp_data_taken = False
 
     def __repr__(self, **options: Any) -> str:  # type: ignore[override]  # of torch
         return f"Parameter containing:\n{self.detach()!r}"
@@ -93,6 +96,7 @@ class GatheredWeight(nn.Parameter):
     @property
     def data(self) -> torch.Tensor:
         """The values without history."""
+        self._fsdp_data_taken = True
         # Unlike PyTorch's own .data this shares the version counter, so that changes are seen.
         return self.detach()
 

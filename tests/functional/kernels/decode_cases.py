@@ -9,7 +9,7 @@ import torch
 
 from dbuffer_kernels import decode_rows
 from dbuffer_kernels.quantize import reference_decode, row_bytes
-from tests.functional.kernels.on_triton import CHOOSE, DEVICE, INTERPRETS, only_kernels
+from tests.unit.kernels.on_backend import CHOOSE, DEVICE, INTERPRETS, only_kernels
 
 __all__ = ["only_kernels"]
 

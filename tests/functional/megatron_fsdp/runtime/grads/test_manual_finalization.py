@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from megatron_fsdp import GradientReductionHandle, StateError
 from tests.harness import on_ranks
+from tests.harness.grids import nightly_but
 from tests.harness.models import inputs, squared
 from tests.harness.transcript import record_transcript
 from tests.harness.twins import Twins
@@ -71,7 +72,7 @@ def later(model: Any) -> None:
     handle.wait()
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", nightly_but(["optim", "optim_grads_params"], STRATEGIES))
 @on_ranks(lambda strategy: 4 if strategy == "hsdp" else 2)
 def test_gradients_are_a_plain_models_once_they_are_finalized(strategy: str) -> None:
     found = []

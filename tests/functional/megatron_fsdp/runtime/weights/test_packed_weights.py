@@ -118,13 +118,7 @@ def traffic(job: Job) -> tuple[list[str], list[str], int, int]:
         backward(model, 1)
         optimizer.step()
     report: Any = explain(model)
-    said = [
-        f"{each.kind} {each.bytes_each}"
-        for unit in report.units
-        for group in unit.groups
-        for each in group.collectives
-        for _ in range(each.count)
-    ]
+    said = [f"{each.kind} {each.num_bytes // each.count}" for each in report.collectives for _ in range(each.count)]
     return sorted(calls), sorted(said), rest, report.persistent_bytes
 
 
