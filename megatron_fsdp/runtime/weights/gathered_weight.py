@@ -27,12 +27,14 @@ __all__ = ["KINDS", "GatheredWeight", "ReleasedWeight", "refuse_change", "refuse
 
 
 def refuse_change(weights: Sequence[torch.Tensor]) -> NoReturn:
-    """Refuse a change of one of some weights, which the unit finds when it reshards.
+    """Refuse a change of one of some weights; what PyTorch does to them behind Python the unit finds when it reshards.
 
     Raises:
         StateError: always.
     """
-    first, *others = [handle_of(weight) for weight in weights]
+    # Weights share a counter; changed by way of .data was one of those of which that was taken.
+    taken = [weight for weight in weights if getattr(weight, "_fsdp_data_taken", False)]
+    first, *others = [handle_of(weight) for weight in taken or weights]
     names = "".join(f" or {handle.parameter!r}" for handle in others)
     raise StateError(
         f"{first.words}{names} was changed in place while it was gathered. Each rank would change a copy of its own, "
@@ -81,6 +83,7 @@ class GatheredWeight(nn.Parameter):
     """A plain parameter over gathered weights."""
 
     _fsdp_handle: WeightHandle
+    _fsdp_data_taken = False
 
     def __repr__(self, **options: Any) -> str:  # type: ignore[override]  # of torch
         return f"Parameter containing:\n{self.detach()!r}"
@@ -93,6 +96,7 @@ class GatheredWeight(nn.Parameter):
     @property
     def data(self) -> torch.Tensor:
         """The values without history."""
+        self._fsdp_data_taken = True
         # Unlike PyTorch's own .data this shares the version counter, so that changes are seen.
         return self.detach()
 
@@ -178,6 +182,14 @@ class ReleasedWeight(GatheredWeight):
         return f"GatheredWeight({self._fsdp_handle.words}, released, size={tuple(self.shape)}, dtype={self.dtype})"
 
 
+def _refuse_in_place(self: GatheredWeight, *_: Any, **__: Any) -> NoReturn:
+    refuse_change((self,))
+
+
+_OPERATORS = "iadd isub imul itruediv ifloordiv imod idiv ipow iand ior ixor ilshift irshift setitem"
+_IN_PLACE = {name for name in dir(torch.Tensor) if name.endswith("_") and name[0] != "_"} - {"rename_"}
+for _name in (*_IN_PLACE, *(f"__{name}__" for name in _OPERATORS.split())):
+    setattr(GatheredWeight, _name, _refuse_in_place)
 for _name in ("requires_grad_", "detach_"):
     setattr(GatheredWeight, _name, _counting(_name))
 
