@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor, Replicate
 from benchmarks.engines import world_mesh
 from benchmarks.harness import Row, Times, beside_peers, both, ranks_in_turn
 from megatron_fsdp import Muon, fully_shard
-from megatron_fsdp.muon import MuonOptions
 from tests.harness import run_ranks
 
 
@@ -59,7 +58,7 @@ def step_both_ways(layers: int, width: int, rounds: int) -> Times:
 
 
 def _owners(layers: int, width: int) -> Callable[[], Any]:
-    return Muon(_parameters(layers, width), options=MuonOptions(ns_dtype=torch.float32)).step
+    return Muon(_parameters(layers, width), ns_dtype=torch.float32).step
 
 
 def _gathered(layers: int, width: int) -> Callable[[], Any]:

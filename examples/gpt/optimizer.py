@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from megatron_fsdp import AdamW, ConfigError, Muon
-from megatron_fsdp.muon import MatrixView, MuonOptions, muon_param_groups
+from megatron_fsdp.muon import MatrixView, muon_param_groups
 
 
 def build_optimizer(model: nn.Module, args: argparse.Namespace) -> torch.optim.Optimizer:
@@ -27,8 +27,7 @@ def build_optimizer(model: nn.Module, args: argparse.Namespace) -> torch.optim.O
         return torch.optim.SGD(groups, lr=args.lr, momentum=args.sgd_momentum)
     betas = (args.adam_beta1, args.adam_beta2)
     if args.adam_moments == "int8":
-        seed = args.adam_moments_seed
-        return AdamW(groups, lr=args.lr, betas=betas, eps=args.adam_eps, moments="int8", rounding_seed=seed)
+        return AdamW(groups, lr=args.lr, betas=betas, eps=args.adam_eps, moments="int8")
     return torch.optim.AdamW(groups, lr=args.lr, betas=betas, eps=args.adam_eps)
 
 
@@ -62,7 +61,7 @@ def build_muon(model: nn.Module, args: argparse.Namespace) -> Muon:
         adjust_lr_fn=args.muon_scale_mode,
         extra_scale_factor=args.muon_extra_scale_factor,
         adamw=adamw,
-        options=MuonOptions(ns_dtype=torch.bfloat16 if is_bf16 else torch.float32),
+        ns_dtype=torch.bfloat16 if is_bf16 else torch.float32,
     )
 
 

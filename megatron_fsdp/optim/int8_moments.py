@@ -30,8 +30,8 @@ from dbuffer_kernels import (
     quantize_blocks,
 )
 from megatron_fsdp.errors import ConfigError, StateError
-from megatron_fsdp.optim.flat_state import KEYS, Moments, State, local_of, state_values
-from megatron_fsdp.optim.param_memory import ABSENT, GroupMemory, ParamMemory
+from megatron_fsdp.optim.flat_state import KEYS, Moments, State, state_values
+from megatron_fsdp.optim.param_memory import ABSENT, GroupMemory, ParamMemory, local_of
 from megatron_fsdp.runtime.step.parameter_group import group_of_parameter
 
 __all__ = ["CODED_KEYS", "Int8State", "decoded_state", "is_coded"]
@@ -92,17 +92,13 @@ class Int8State(Moments):
 
     Args:
         memory, members, is_capturable: as in ``FlatState``.
-        positions: for each parameter its position in the optimizer, for stochastic rounding.
     Raises:
         ConfigError: the group's plan may cut a block of 256, or a parameter is cut by tensor parallelism.
     """
 
-    def __init__(
-        self, memory: ParamMemory, members: Sequence[int], positions: Sequence[int], *, is_capturable: bool
-    ) -> None:
+    def __init__(self, memory: ParamMemory, members: Sequence[int], *, is_capturable: bool) -> None:
         _check(memory)
         super().__init__(memory, members, torch.uint8, is_capturable=is_capturable)
-        self._positions = tuple(positions)
         self._is_coded = tuple(is_coded(param.shape) for param in memory.params)
         # Where each small parameter's FP32 moments begin on this rank; None for one that has codes.
         self._offsets: list[int | None] = []
@@ -178,13 +174,11 @@ class Int8State(Moments):
     # ------------------------------------------------------------------ step
 
     def _segments(self, rows: Sequence[int]) -> CodedSegments:
-        memory, segments = self.memory, []
-        for index, ((start, stop), row, number) in enumerate(zip(memory.pieces, rows, self._positions, strict=True)):
-            if start != stop and row != ABSENT:
-                # What stochastic rounding counts from: an element of the optimizer's parameter of that number.
-                position = (number << 40) + memory.held[index].start
-                segments.append(CodedSegment(start, stop, row, position, self._offsets[index]))
-        return CodedSegments(segments, memory.numel)
+        pieces = zip(self.memory.pieces, rows, self._offsets, strict=True)
+        segments = [
+            CodedSegment(*piece, row, plain) for piece, row, plain in pieces if len(range(*piece)) and row != ABSENT
+        ]
+        return CodedSegments(segments, self.memory.numel)
 
     def _with_moments(self, gradient: torch.Tensor, weights: MuonWeights) -> Int8AdamWBuffers:
         return Int8AdamWBuffers(gradient, weights.weight, self._moments, weights.model_weight, weights.remainder)

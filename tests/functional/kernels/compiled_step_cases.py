@@ -69,11 +69,11 @@ def adamw_of(gradient: torch.dtype, weight: torch.dtype, moments: torch.dtype, l
     return Kernel(ADAMW_FILE.adamw_kernel, pointers, read, written, constants)
 
 
-def int8_adamw_of(gradient: torch.dtype, weight: torch.dtype, last: torch.dtype, *, is_random: bool) -> Kernel:
+def int8_adamw_of(gradient: torch.dtype, weight: torch.dtype, last: torch.dtype) -> Kernel:
     scales = dict.fromkeys(("exp_avg_scale", "exp_avg_sq_scale", "plain_exp_avg", "plain_exp_avg_sq", "maps"), "*fp32")
     pointers = {"gradient": POINTERS[gradient], "weight": POINTERS[weight], "exp_avg": "*u8", "exp_avg_sq": "*u8",
-                **scales, "model": "*bf16", "remainder": "*i16", "keys": "*i64", **OF_STEPS}  # fmt: skip
-    constants = {"HAS_CLIP": True, "FORM": FORMS[last], "IS_RANDOM": is_random}
+                **scales, "model": "*bf16", "remainder": "*i16", **OF_STEPS}  # fmt: skip
+    constants = {"HAS_CLIP": True, "FORM": FORMS[last]}
     read = (gradient, weight, *([last] if last is INT16 else []))
     return Kernel(INT8_FILE.int8_adamw_kernel, pointers, read, (weight, last), constants)
 
@@ -122,9 +122,8 @@ KERNELS = {
 }
 # On sm_90 alone, and each once: these take seconds to compile.
 INT8 = {
-    "int8_adamw, random": int8_adamw_of(FP32, FP32, BF16, is_random=True),
-    "int8_adamw, halves": int8_adamw_of(BF16, BF16, INT16, is_random=False),
-    "int8_adamw": int8_adamw_of(FP32, FP32, BF16, is_random=False),
+    "int8_adamw, halves": int8_adamw_of(BF16, BF16, INT16),
+    "int8_adamw": int8_adamw_of(FP32, FP32, BF16),
 }
 
 
@@ -152,7 +151,7 @@ def test_int8_adamw_moves_codes_in_8_byte_accesses_and_all_else_in_16(name: str,
     assert len(re.findall(r"\bld\.global\.v2\.b32", ptx)) == len(re.findall(r"\bst\.global\.v2\.b32", ptx)) == 2
     # In two branches, for the 8 elements of a thread: the values of both old codes, and what tells the new ones from
     # the next; the rest are moments that are not coded, weights of the masked branch, and scales.
-    gathers, others = 2 * 8 * (6 if "random" in name else 4), 21 if "halves" in name else 53
+    gathers, others = 2 * 8 * 4, 21 if "halves" in name else 53
     assert len(re.findall(r"\bld\.global\.b32", ptx)) <= gathers + others
 
 

@@ -19,14 +19,12 @@ from dbuffer_kernels import (
     join_weight,
     split_weight,
 )
-from dbuffer_kernels.dynamic_map import rounding_bits, rounding_keys
 from dbuffer_kernels.elementwise import CHUNK_NUMEL as CHUNK
 from tests.unit.kernels.oracle import exact
 from tests.unit.kernels.step_oracle import (
     Hyperparameters,
     awkward_values,
     bits_of,
-    random_bits,
     step_of,
 )
 from tests.unit.kernels.test_reference import largest_temporary
@@ -34,38 +32,6 @@ from tests.unit.kernels.test_reference import largest_temporary
 
 def random(numel: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
-
-
-# ---------------------------------------------------------------------- bits of stochastic rounding
-
-
-@pytest.mark.parametrize(("seed", "first"), [(0, 0), (-1, 2**32 - 5), (2**80 + 3, 2**33)])
-def test_random_bits_are_those_of_seed_and_index(seed: int, first: int) -> None:
-    assert np.array_equal(drawn(9000, seed, first).numpy(), random_bits(9000, seed, first))
-
-
-def drawn(numel: int, seed: int, first: int = 0) -> torch.Tensor:
-    return rounding_bits(torch.arange(first, first + numel), *rounding_keys(seed))
-
-
-@pytest.mark.parametrize("fraction", [1, 256, 0x4000, 0x8000, 0xFFFF])
-def test_random_bits_are_below_a_part_of_their_range_as_often_as_that_is_large(fraction: int) -> None:
-    num_draws = 200_000
-    share = float((drawn(num_draws, seed=11) < fraction).double().mean())
-    wanted = fraction / 0x10000
-    # Five standard deviations of the mean of independent draws.
-    assert abs(share - wanted) <= 5 * (wanted * (1 - wanted) / num_draws) ** 0.5
-
-
-def test_other_seeds_and_neighbouring_indices_draw_independently() -> None:
-    draws = [
-        drawn(100_000, seed, first) < 0x8000
-        for seed, first in ((0, 0), (1, 0), (2**32, 0), (0, 1), (0, 2**32), (0, 4096))
-    ]
-    for k, one in enumerate(draws):
-        for other in draws[k + 1 :]:
-            # Agreement by chance is one half, with a standard deviation of 0.0016.
-            assert abs(float((one == other).double().mean()) - 0.5) < 0.008
 
 
 # ---------------------------------------------------------------------- split and join
