@@ -8,7 +8,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, repeat
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -114,7 +114,7 @@ class FlatPlan:
     """Flat tensors for an optimizer's parameters, while these, their state and their gradients lie so.
 
     Attributes:
-        tensors: for each param group, those to step. state: theirs.
+        tensors: for each param group, those to step. state: theirs. seen: what weights and state were made of.
         is_settled: False while a step is under way, or where one was broken off, whose state may be shown in part.
     """
 
@@ -125,6 +125,7 @@ class FlatPlan:
         self.absent = list(map(operator.is_, gradients, repeat(None)))
         # Gradients that break runs may be others the next time.
         self.is_whole, self.is_settled = True, True
+        self.seen: list[Any] = []
         self.sizes = [len(group["params"]) for group in owner.param_groups]
         self.state = _State(owner.state)
         # Numbers in state cannot be read in a capture; a plan that was made before goes on.
@@ -156,7 +157,7 @@ class FlatPlan:
         self.distances = [0 if leader is member else run.distance(member) for run, leader, member in held]
 
     def note(self, owner: Optimizer) -> None:
-        """Bring the counts of steps side by side, and note what steps compare of weights and state."""
+        """Bring the counts of steps side by side, and note what the members' state shows."""
         counted = [(run, member) for run, member in self.members if "step" in run.state]
         self.steps = torch.empty(0)
         if counted:
@@ -172,13 +173,6 @@ class FlatPlan:
         self.version = self.steps._version
         for run in self.runs:
             run.shown = list(run.state.values())
-        self.seen = self.look(owner)
-
-    def look(self, owner: Optimizer) -> list[Any]:
-        """Return the objects that weights and state are made of."""
-        records = list(map(owner.state.get, self.flat_parameters))
-        values = chain.from_iterable(record.values() for record in records if record is not None)
-        return [owner.state, *map(local_of, self.flat_parameters), *records, *values]
 
     # ------------------------------------------------------------------ which parameters can be stepped so
 

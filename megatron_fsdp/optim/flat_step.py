@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dbuffer import FlatDTensor
 from megatron_fsdp.optim.flat_plan import FlatPlan, local_of, spec_of
-from megatron_fsdp.optim.loaded_state import before_step
+from megatron_fsdp.optim.loaded_state import SEEN, WHOLE, lay_out_loaded_state, refuse_split_weights
 from megatron_fsdp.runtime.step.fsdp_params import grads_of
 
 __all__ = ["attend_optimizers"]
@@ -36,8 +36,15 @@ _STAND_INS: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionar
 def attend_optimizers() -> None:
     """From now on look at sharded parameters before any optimizer steps them, and step them on flat memory."""
     # A compiled step calls the first one as it is; the second one is traced, and finds that it is.
-    register_optimizer_step_pre_hook(_disable_dynamo(before_step))
+    register_optimizer_step_pre_hook(_disable_dynamo(_look_at))
     register_optimizer_step_pre_hook(step_flat)
+
+
+def _look_at(optimizer: Optimizer, *_: Any) -> None:
+    if WHOLE.get(optimizer) != _sizes(optimizer):
+        refuse_split_weights(optimizer)
+    if SEEN.get(optimizer) is not optimizer.state:
+        lay_out_loaded_state(optimizer)
 
 
 def step_flat(
@@ -59,7 +66,7 @@ def step_flat(
         return None
     groups = optimizer.param_groups
     first = next((p for group in groups for p in group["params"] if type(p) is FlatDTensor), None)
-    unlike = ("differentiable", "fused") if first is not None and first.device.type == "cpu" else ("differentiable",)
+    unlike = ("differentiable", "fused") if first is not None and first._local_tensor.is_cpu else ("differentiable",)
     if first is None or any(group.get(option) for group in groups for option in unlike):
         return None
     if optimizer not in _STAND_INS:
@@ -95,6 +102,7 @@ class _StandIn(Optimizer):
         plan = self._plan
         if plan is None or not _fits(plan, owner, parameters, gradients):
             plan = self._plan = FlatPlan(owner, parameters, gradients)
+            plan.seen = _seen(plan, owner)
         plan.is_settled = False
         for run in plan.runs:
             run.weight.grad = local_of(gradients[run.leader.position]).as_strided((run.weight.numel(),), (1,))
@@ -115,9 +123,9 @@ def _fits(
     """Whether nothing has changed but values, and no step was broken off."""
     if not plan.is_settled or len(parameters) != len(plan.parameters) or not _same(parameters, plan.parameters):
         return False
-    seen = plan.look(owner)
+    seen = _seen(plan, owner)
     return (
-        [len(group["params"]) for group in owner.param_groups] == plan.sizes
+        _sizes(owner) == plan.sizes
         and list(map(operator.is_, gradients, repeat(None))) == plan.absent
         and (plan.is_whole or list(map(id, gradients)) == plan.gradient_ids)
         and len(seen) == len(plan.seen)
@@ -125,6 +133,13 @@ def _fits(
         and plan.steps._version == plan.version
         and _fits_gradients(plan, [gradients[position] for position in plan.positions])
     )
+
+
+def _seen(plan: FlatPlan, owner: Optimizer) -> list[Any]:
+    """Return the objects that weights and state are made of."""
+    records = list(map(owner.state.get, plan.flat_parameters))
+    values = chain.from_iterable(record.values() for record in records if record is not None)
+    return [owner.state, *map(local_of, plan.flat_parameters), *records, *values]
 
 
 def _fits_gradients(plan: FlatPlan, gradients: Sequence[Any]) -> bool:
@@ -154,9 +169,14 @@ def _settle(plan: FlatPlan, owner: Optimizer) -> None:
         run.show(owner.state)
     if new:
         plan.note(owner)
+        plan.seen = _seen(plan, owner)
     plan.is_settled = True
 
 
 def _same(these: Iterable[Any], those: Iterable[Any]) -> bool:
     """Whether two lists of one length have the same objects."""
     return all(map(operator.is_, these, those))
+
+
+def _sizes(optimizer: Optimizer) -> list[int]:
+    return [len(group["params"]) for group in optimizer.param_groups]

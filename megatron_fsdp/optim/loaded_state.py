@@ -25,7 +25,8 @@ from megatron_fsdp.runtime.step.parameter_group import group_of_parameter
 from megatron_fsdp.runtime.weights.param_layout import is_laid_out_like, laid_out
 
 __all__ = [
-    "before_step",
+    "SEEN",
+    "WHOLE",
     "lay_out_loaded_state",
     "parameters_by_index",
     "parameters_of",
@@ -37,11 +38,11 @@ __all__ = [
 
 _log = logging.getLogger(__name__)
 # The state dictionary that each optimizer had when it was last looked through; loading makes another one.
-_SEEN: weakref.WeakKeyDictionary[Optimizer, dict[Any, Any]] = weakref.WeakKeyDictionary()
+SEEN: weakref.WeakKeyDictionary[Optimizer, dict[Any, Any]] = weakref.WeakKeyDictionary()
 # The empty state that the last state dict of an optimizer had.
 _EMPTY: weakref.WeakKeyDictionary[Optimizer, dict[Any, Any]] = weakref.WeakKeyDictionary()
 # How many parameters the groups of each optimizer had when all of them were found to be whole weights.
-_WHOLE: weakref.WeakKeyDictionary[Optimizer, list[int]] = weakref.WeakKeyDictionary()
+WHOLE: weakref.WeakKeyDictionary[Optimizer, list[int]] = weakref.WeakKeyDictionary()
 
 
 def parameters_of(optimizer: Optimizer) -> Iterable[torch.Tensor]:
@@ -63,15 +64,9 @@ def state_dtype(optimizer: Optimizer, parameter: torch.Tensor) -> torch.dtype:
     return chosen or (parameter.dtype if group is None else group.spec.dtypes.stepped)
 
 
-def before_step(optimizer: Optimizer, *_: Any) -> None:
-    """Look at an optimizer that is about to step: its state's rows, and whether its parameters are whole weights."""
-    refuse_split_weights(optimizer)
-    lay_out_loaded_state(optimizer)
-
-
 def lay_out_loaded_state(optimizer: Optimizer, *_: Any) -> None:
     """Bring state that was loaded since the last step into the parameters' rows; all ranks call it together."""
-    if _SEEN.get(optimizer) is optimizer.state:
+    if SEEN.get(optimizer) is optimizer.state:
         return
     for parameter in parameters_of(optimizer):
         group, values = group_of_parameter(parameter), optimizer.state.get(parameter)
@@ -90,13 +85,13 @@ def lay_out_loaded_state(optimizer: Optimizer, *_: Any) -> None:
             ):
                 # An equal mesh has process groups of its own: ranks must not differ in whose they gather over.
                 values[key] = parameter.with_local(value._local_tensor)
-    _SEEN[optimizer] = optimizer.state
+    SEEN[optimizer] = optimizer.state
 
 
 def refuse_split_weights(optimizer: Optimizer, *_: Any) -> None:
     """Refuse an optimizer that would step the upper halves of split weights as if they were all."""
     sizes = [len(group["params"]) for group in optimizer.param_groups]
-    if getattr(optimizer, "steps_split_weights", False) or _WHOLE.get(optimizer) == sizes:
+    if getattr(optimizer, "steps_split_weights", False) or WHOLE.get(optimizer) == sizes:
         return
     for parameter in parameters_of(optimizer):
         group = group_of_parameter(parameter)
@@ -107,7 +102,7 @@ def refuse_split_weights(optimizer: Optimizer, *_: Any) -> None:
                 "weight (split_main_params=True), which an optimizer of torch.optim would round in every step. Use "
                 "megatron_fsdp.AdamW, or shard that unit with split_main_params=False."
             )
-    _WHOLE[optimizer] = sizes
+    WHOLE[optimizer] = sizes
 
 
 # ---------------------------------------------------------------- before the first step
