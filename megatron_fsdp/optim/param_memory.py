@@ -178,7 +178,7 @@ class PlainMemory:
     """
 
     def __init__(self, parameter: torch.Tensor, name: str) -> None:
-        local = local_of(parameter)
+        local: torch.Tensor = local_of(parameter)
         self.params, self.names = (parameter,), (name,)
         self.numel, self.dtype, self.device = local.numel(), parameter.dtype, parameter.device
         self.axes, self.compute_device, self.is_invariant = (), parameter.device, False
