@@ -13,7 +13,6 @@ from torch import Tensor
 
 QUANT_BLOCK = 256
 """Elements that share one scale."""
-NUM_CODES = 256
 LARGEST_SCALES = (2.0**64, torch.finfo(torch.float32).max)
 """Of signed and of unsigned values: the largest square, and its root."""
 _EXPONENTS = 7
@@ -81,9 +80,9 @@ def quantize_blocks(values: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
     ratios = (padded / scales.masked_fill(scales == 0, 1.0)[:, None]).view(-1)[:numel]
     # Infinity over infinity, in a block that is spoiled either way.
     ratios = torch.where(ratios.isnan(), 0.0, ratios)
-    tables = map_tables(values.device)
     least = 0 if signed else (values > 0).to(torch.uint8)
-    return torch.bucketize(ratios, tables[2 if signed else 3][:-1]).to(torch.uint8).clamp_(min=least), scales
+    middles = map_tables(values.device)[2 if signed else 3][:-1]
+    return torch.bucketize(ratios, middles).to(torch.uint8).clamp_(min=least), scales
 
 
 def dequantize_blocks(codes: Tensor, scales: Tensor, *, signed: bool, first_element: int = 0) -> Tensor:

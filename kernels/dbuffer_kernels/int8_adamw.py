@@ -88,17 +88,16 @@ class Int8AdamWBuffers:
 class CodedSegments(SegmentTable[CodedSegment]):
     """Ranges that ``int8_adamw`` updates, each from a multiple of 256 on.
 
-    The table has four more columns: plain offset counted from the buffer's first element, whether the moments are
-    plain, and zeros.
+    The table has two more columns: plain offset counted from the buffer's first element, and whether moments are plain.
     """
 
     grain = QUANT_BLOCK
-    columns = 8
+    columns = 6
 
     def rest(self, segment: CodedSegment) -> tuple[int, ...]:
         """See ``SegmentTable``."""
         plain = 0 if segment.plain is None else segment.plain - segment.start
-        return plain, segment.plain is not None, 0, 0
+        return plain, segment.plain is not None
 
 
 @without_grad
@@ -231,7 +230,7 @@ def int8_adamw_kernel(
     BLOCK: tl.constexpr,
 ) -> None:
     """Update the part of one segment that lies in one block; ``table`` is that of ``CodedSegments``."""
-    entry, start, first, stop = find_segment(table, 8, BLOCK)
+    entry, start, first, stop = find_segment(table, 6, BLOCK)
     row = rows + tl.load(entry + 3) * 8
     factor = tl.load(row).to(tl.float32)
     if HAS_CLIP:
@@ -321,10 +320,10 @@ def store_coded(
 
 @device_function
 def code_below(ratio: tl.tensor, MAP: tl.constexpr) -> tl.tensor:
-    """Return a code that is the one wanted or the one before it, at most 254, from the map's formula.
+    """Return a code that is the nearest one or the one before it, at most 254, from the map's formula.
 
     Decade k of ``dynamic_map`` has 2 ** k parts (unsigned: twice as many), whose codes follow each other. Half a part
-    down rounding here cannot lead beyond the code wanted (docs/design/low_precision.md, "Codes").
+    further down rounding here cannot lead beyond the code wanted (docs/design/low_precision.md, "Codes").
     """
     magnitude = tl.abs(ratio)
     # The bits of a float are its logarithm to base 2, 2 ** -23 each, less at most 0.086. So a decade begins at 0.998 to

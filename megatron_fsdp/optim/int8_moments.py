@@ -30,8 +30,8 @@ from dbuffer_kernels import (
     quantize_blocks,
 )
 from megatron_fsdp.errors import ConfigError, StateError
-from megatron_fsdp.optim.flat_state import KEYS, Moments, State, state_values
-from megatron_fsdp.optim.param_memory import ABSENT, GroupMemory, ParamMemory, local_of
+from megatron_fsdp.optim.flat_state import KEYS, Moments, State, local_of, state_values
+from megatron_fsdp.optim.param_memory import ABSENT, GroupMemory, ParamMemory
 from megatron_fsdp.runtime.step.parameter_group import group_of_parameter
 
 __all__ = ["CODED_KEYS", "Int8State", "decoded_state", "is_coded"]
@@ -174,11 +174,11 @@ class Int8State(Moments):
     # ------------------------------------------------------------------ step
 
     def _segments(self, rows: Sequence[int]) -> CodedSegments:
-        pieces = zip(self.memory.pieces, rows, self._offsets, strict=True)
-        segments = [
-            CodedSegment(*piece, row, plain) for piece, row, plain in pieces if len(range(*piece)) and row != ABSENT
-        ]
-        return CodedSegments(segments, self.memory.numel)
+        memory, segments = self.memory, []
+        for (start, stop), row, plain in zip(memory.pieces, rows, self._offsets, strict=True):
+            if start != stop and row != ABSENT:
+                segments.append(CodedSegment(start, stop, row, plain))
+        return CodedSegments(segments, memory.numel)
 
     def _with_moments(self, gradient: torch.Tensor, weights: MuonWeights) -> Int8AdamWBuffers:
         return Int8AdamWBuffers(gradient, weights.weight, self._moments, weights.model_weight, weights.remainder)

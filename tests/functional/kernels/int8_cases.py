@@ -1,6 +1,6 @@
 """What the Triton kernel of ``int8_adamw`` must do, run by test_triton.py in a process of its own.
 
-On the CPU under TRITON_INTERPRET=1, else on CUDA. The step is compared with ``adamw`` on FP32 moments and a quantizer
+The step is compared with ``adamw`` on FP32 moments and a quantizer
 written down here in numpy, element by element.
 """
 
@@ -27,8 +27,8 @@ from dbuffer_kernels import (
 from dbuffer_kernels.dynamic_map import map_tables
 from dbuffer_kernels.int8_adamw import code_below
 from dbuffer_kernels.launch import launch
-from tests.functional.kernels.on_triton import DEVICE, only_kernels
 from tests.unit.kernels.int8_oracle import decoded, encoded
+from tests.unit.kernels.on_backend import CHOOSE, DEVICE, only_kernels
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -80,7 +80,7 @@ def weights(kind: str) -> dict[str, Any]:
     return {"weight": weight.bfloat16()}
 
 
-@pytest.mark.parametrize("kind", ["split", "fp32", "bf16"])
+@pytest.mark.parametrize("kind", CHOOSE(["split", "fp32", "bf16"]))
 def test_int8_adamw_steps_as_adamw_does_and_stores_the_nearest_codes(kind: str) -> None:
     moments, exp_avg, exp_avg_sq = make_moments()
     before = [tensor.clone() for tensor in (moments.exp_avg, moments.exp_avg_scale)]
@@ -158,10 +158,9 @@ def test_int8_adamw_keeps_squares_above_zero_and_numbers_beside_overflows() -> N
 
 
 def below_kernel(ratios: tl.tensor, codes: tl.tensor, MAP: tl.constexpr, BLOCK: tl.constexpr) -> None:
-    """Write what ``code_below`` finds for each ratio, called as ``store_coded`` calls it."""
+    """Write what ``code_below`` finds for each ratio."""
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    ratio = tl.load(ratios + index)
-    tl.store(codes + index, code_below(ratio, MAP))
+    tl.store(codes + index, code_below(tl.load(ratios + index), MAP))
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
