@@ -16,7 +16,7 @@ from dbuffer import DBuffer, FlatDTensor, Plan
 from dbuffer.dtensor.attribute_ops import rebind, refuse_uses
 from megatron_fsdp.build.builder import GroupSpec
 from megatron_fsdp.build.ownership import OwnedParameter, mark_owned
-from megatron_fsdp.errors import ConfigError
+from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.policy.precision import grad_dtype_of, set_grad_dtype
 from megatron_fsdp.runtime.grads.invariant_reduction import InvariantGradients
 from megatron_fsdp.runtime.grads.late_gradients import LateGradients, packs_late
@@ -207,10 +207,23 @@ def forget_originals(group: ParameterGroup) -> None:
     """Let go of the parameters that the group was built from: their memory is the whole unit's."""
     for owned, param in zip(group.owned, group.fsdp_params.sharded_params, strict=True):
         mark_owned(owned.parameter, group.name, owned.name)
+        if owned.parameter.requires_grad:
+            # It is freed here, unless somebody keeps it and computes with it.
+            words = f"unit {group.name!r}, parameter {owned.name!r}"
+            owned.parameter.register_post_accumulate_grad_hook(partial(_refuse_original, words))
         if not group.is_meta:
             owned.parameter = param
             if owned.extension is not None:
                 owned.extension = owned.extension.emptied()
+
+
+def _refuse_original(words: str, original: torch.Tensor) -> None:
+    original.grad = None
+    raise StateError(
+        f"{words}: a backward came to the tensor that the parameter was before fully_shard, which a list, a closure or "
+        "a module that is not sharded has kept. Nobody trains it: its gradient would be this rank's alone. Read the "
+        "parameter from its module in each forward; or call fully_shard on a module that has all who use it."
+    )
 
 
 # ---------------------------------------------------------------- how gradients are reduced

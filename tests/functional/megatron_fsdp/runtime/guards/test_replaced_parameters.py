@@ -15,6 +15,7 @@ from torch import nn
 
 from megatron_fsdp import (
     CheckpointError,
+    StateError,
     fully_shard,
     fully_shard_optimizer,
     save_checkpoint,
@@ -150,3 +151,14 @@ def test_a_save_refuses_a_weight_that_is_not_the_unit_s(tmp_path: Path) -> None:
     message = str(refused.value)
     assert "parameter 'first.weight' was replaced" in message
     assert not list(tmp_path.iterdir())
+
+
+@on_ranks(2)
+def test_a_tensor_that_was_a_parameter_before_fully_shard_is_refused_in_backward() -> None:
+    model: Any = Made(lambda m, x: x @ m.kept[0] + m.second(x), second=nn.Linear(WIDTH, WIDTH))
+    model.first = nn.Parameter(torch.ones(WIDTH, WIDTH))
+    model.kept = [model.first]
+    fully_shard(model)
+    x = inputs(dist.get_rank(), 0, 2, WIDTH)
+    with pytest.raises(StateError, match=r"parameter 'first'.*before fully_shard"):
+        model(x).sum().backward()
