@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dbuffer_kernels.adamw import divide
-from dbuffer_kernels.elementwise_kernels import store_rounded
+from dbuffer_kernels.elementwise import store_rounded
 from dbuffer_kernels.launch import (
     BLOCK,
     FLOAT_DTYPES,

@@ -106,5 +106,5 @@ class HookedWeights(ShardedWeights):
         self.post_all_gather(wire)
         self._arriving = None
         # Of bytes a part may be kept after forward; and slots are given back where compute does so.
-        if wire.gathered is not self.gathered or (self.post_forward is None and wire.gathered.storage.slot is None):
+        if wire.gathered is not self.gathered or (self.post_forward is None and not wire.gathered.storage.takes_slots):
             wire.gathered.release_storage()

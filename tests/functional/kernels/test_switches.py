@@ -21,7 +21,7 @@ model.set_slot_pool("largest")
 (group,) = model.parameter_groups
 axis = group.main_weight.axes[0]
 print(_triton_is_installed(), axis.reduce_group is axis.gather_group, group.spec.fuses_weight_gradients is False,
-      group.gathered.storage.slot is None)
+      not group.gathered.storage.takes_slots)
 """
 
 
