@@ -20,7 +20,6 @@ from itertools import repeat
 from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 from dbuffer import DBuffer
@@ -76,7 +75,6 @@ class GradBinding:
     keep: Callable[[bool], None]
     clear: Callable[[], None]
     watch: Callable[[], None]
-    replace: Callable[[int, nn.Parameter], None]
     show_pending: Callable[[], None]
     set_aside: Callable[[], None]
     void: Callable[[], None]

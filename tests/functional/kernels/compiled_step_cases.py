@@ -13,8 +13,8 @@ import torch
 
 from dbuffer_kernels import launch
 from dbuffer_kernels.bit_sums import checksum_kernel
-from dbuffer_kernels.decode import decode_kernel
 from dbuffer_kernels.muon import muon_apply_kernel, muon_momentum_kernel
+from dbuffer_kernels.quantize import decode_kernel
 from dbuffer_kernels.segments import STEP_BLOCK
 from dbuffer_kernels.split import join_kernel, split_kernel
 from tests.functional.kernels.compiled_cases import (
@@ -91,12 +91,6 @@ def muon_apply_of(weight: torch.dtype, last: torch.dtype) -> Kernel:
     return Kernel(muon_apply_kernel, pointers, read, (weight, last), constants)
 
 
-def decode_of(kind: int, columns: int) -> Kernel:
-    pointers = {"rows": "*u8", "scales": "*u8" if kind > 1 else "*fp32", "out": "*bf16", "tensors": "*i64"}
-    constants = {"KIND": kind, "COLUMNS": columns, "TENSORS": 8, "IS_WIDE": True}
-    return Kernel(decode_kernel, pointers, (UINT8,), (BF16,), constants, launch.BLOCK)
-
-
 HALVES = {"main": "*fp32", "model": "*bf16", "remainder": "*i16"}
 ADAMW = {
     "adamw": adamw_of(FP32, FP32, FP32, BF16),
@@ -115,10 +109,14 @@ KERNELS = {
     "muon_momentum, bf16": muon_momentum_of(BF16),
     "muon_apply, halves": muon_apply_of(BF16, INT16),
     "muon_apply, copy": muon_apply_of(FP32, BF16),
-    "decode_rows, fp8": decode_of(0, 128),
-    "decode_rows, int8": decode_of(1, 256),
-    "decode_rows, mxfp8": decode_of(2, 32),
-    "decode_rows, mxfp8 columns": decode_of(3, 128),
+    "decode_rows": Kernel(
+        decode_kernel,
+        {"rows": "*u8", "scales": "*fp32", "out": "*bf16"},
+        (UINT8,),
+        (BF16,),
+        {"IS_WIDE": True},
+        launch.BLOCK,
+    ),
 }
 # On sm_90 alone, and each once: these take seconds to compile.
 INT8 = {

@@ -1,6 +1,6 @@
 """What the Triton kernel of ``int8_adamw`` must do, run by test_triton.py in a process of its own.
 
-On the CPU under TRITON_INTERPRET=1, else on CUDA. The step is compared with ``adamw`` on FP32 moments and a quantizer
+The step is compared with ``adamw`` on FP32 moments and a quantizer
 written down here in numpy, element by element.
 """
 
@@ -27,8 +27,8 @@ from dbuffer_kernels import (
 from dbuffer_kernels.dynamic_map import map_tables
 from dbuffer_kernels.int8_adamw import code_below
 from dbuffer_kernels.launch import launch
-from tests.functional.kernels.on_triton import CHOOSE, DEVICE, only_kernels
 from tests.unit.kernels.int8_oracle import decoded, encoded
+from tests.unit.kernels.on_backend import CHOOSE, DEVICE, only_kernels
 
 if TYPE_CHECKING:
     import triton.language as tl

@@ -13,7 +13,7 @@ from tests.harness import run_ranks
 from tests.harness.grids import covering, nightly_but
 from tests.harness.oracle import differing, whole
 
-NUM_STEPS, SKIPPED = 8, 5
+NUM_STEPS, SKIPPED = 4, 2
 Trained = tuple[torch.Tensor, dict[str, torch.Tensor]]
 
 
