@@ -18,7 +18,7 @@ from megatron_fsdp.build.no_shard import is_no_shard
 from megatron_fsdp.build.ownership import OwnedParameter, collect_parameters
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.installation import check_torch
-from megatron_fsdp.optim.step_hook import attend_optimizers
+from megatron_fsdp.optim.flat_step import attend_optimizers
 from megatron_fsdp.policy.mesh import buffer_device, sharding_target
 from megatron_fsdp.policy.offload import offload_of
 from megatron_fsdp.policy.precision import as_policy

@@ -1,7 +1,7 @@
-"""What belongs to ``megatron_fsdp.Muon``: its options, parameter groups, views of parameters as matrices, and plan."""
+"""What belongs to ``megatron_fsdp.Muon``: its parameter groups, views of parameters as matrices, and plan."""
 
 from megatron_fsdp.optim.matrix_views import MatrixView
-from megatron_fsdp.optim.muon import MuonOptions, explain_ownership
+from megatron_fsdp.optim.muon import explain_ownership
 from megatron_fsdp.optim.newton_schulz import COEFFICIENT_SETS
 from megatron_fsdp.optim.ownership import OwnershipReport
 from megatron_fsdp.optim.param_groups import muon_param_groups
@@ -9,7 +9,6 @@ from megatron_fsdp.optim.param_groups import muon_param_groups
 __all__ = [
     "COEFFICIENT_SETS",
     "MatrixView",
-    "MuonOptions",
     "OwnershipReport",
     "explain_ownership",
     "muon_param_groups",

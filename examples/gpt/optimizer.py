@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from megatron_fsdp import AdamW, ConfigError, Muon
-from megatron_fsdp.muon import MatrixView, MuonOptions, muon_param_groups
+from megatron_fsdp.muon import MatrixView, muon_param_groups
 
 
 def build_optimizer(model: nn.Module, args: argparse.Namespace) -> torch.optim.Optimizer:
@@ -61,7 +61,7 @@ def build_muon(model: nn.Module, args: argparse.Namespace) -> Muon:
         adjust_lr_fn=args.muon_scale_mode,
         extra_scale_factor=args.muon_extra_scale_factor,
         adamw=adamw,
-        options=MuonOptions(ns_dtype=torch.bfloat16 if is_bf16 else torch.float32),
+        ns_dtype=torch.bfloat16 if is_bf16 else torch.float32,
     )
 
 

@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import pickle
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from megatron_fsdp.errors import CheckpointError
 
 __all__ = [
     "MANIFEST", "METADATA", "RANK_VALUES", "DamagedCheckpointError", "EntryPath", "FileEntry", "damage_of",
-    "find_damage", "hash_file", "is_whole", "paths_of", "read_manifest", "read_metadata", "sync_folder",
+    "find_damage", "hash_file", "is_whole", "paths_of", "read_manifest", "read_metadata", "sync",
     "tensors_by_file", "tensors_of", "write_manifest", "write_synced",
 ]  # fmt: skip
 
@@ -86,7 +86,7 @@ def write_manifest(folder: Path, files: Mapping[str, FileEntry]) -> None:
             raise OSError(f"{folder / name} has {found} bytes, {entry.num_bytes} were written")
     content = {name: {"bytes": entry.num_bytes, "sha256": entry.sha256} for name, entry in sorted(files.items())}
     document = {"format": _FORMAT, "files": content, "sha256": _digest_of(content)}
-    write_synced(folder / MANIFEST, [json.dumps(document, indent=1).encode()])
+    write_synced(folder / MANIFEST, json.dumps(document, indent=1).encode())
 
 
 def read_manifest(folder: Path) -> dict[str, FileEntry]:
@@ -107,19 +107,10 @@ def read_manifest(folder: Path) -> dict[str, FileEntry]:
     return files
 
 
-def damage_of(path: Path, error: Exception, offset: int | None = None) -> str:
-    """Return a line that names a file that cannot be decoded, the byte at which that failed, and the reason.
-
-    Args:
-        offset: of that byte, where the error does not tell it by itself.
-    """
-    if isinstance(error, json.JSONDecodeError):
-        offset = len(error.doc[: error.pos].encode())
-    elif isinstance(error, UnicodeDecodeError):
-        offset = error.start
-    place = "" if offset is None else f" at byte {offset:,}"
+def damage_of(path: Path, error: Exception) -> str:
+    """Return a line that names a file that cannot be decoded, and the reason."""
     reason = next(iter(str(error).splitlines()), "")
-    return f"{path} is damaged{place} ({type(error).__name__}{': ' if reason else ''}{reason})"
+    return f"{path} is damaged ({type(error).__name__}{': ' if reason else ''}{reason})"
 
 
 def find_damage(folder: Path, name: str, entry: FileEntry, *, is_thorough: bool = True) -> str | None:
@@ -147,18 +138,15 @@ def is_whole(folder: Path) -> bool:
     return not any(find_damage(folder, name, entry, is_thorough=False) for name, entry in files.items())
 
 
-def write_synced(path: Path, parts: Iterable[Any]) -> None:
-    """Write bytes, or what has a buffer of them, into a file and bring it to the disk."""
-    with path.open("wb") as file:
-        for part in parts:
-            file.write(part)
-        file.flush()
-        os.fsync(file.fileno())
+def write_synced(path: Path, content: bytes) -> None:
+    """Write a file and bring it to the disk."""
+    path.write_bytes(content)
+    sync(path)
 
 
-def sync_folder(folder: Path) -> None:
-    """Bring the names in a folder to the disk: a file's content alone does not survive a power failure without."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Bring a file, or the names in a folder, to the disk: content alone does not survive a power failure."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -187,19 +175,16 @@ def read_metadata(folder: Path) -> Metadata:
         CheckpointError: the folder has no metadata, or metadata that names foreign code or files outside of the folder.
         DamagedCheckpointError: the file cannot be decoded.
     """
-    path, offset = folder / METADATA, 0
+    path = folder / METADATA
     try:
         with path.open("rb") as file:
-            try:
-                metadata = _Unpickler(file).load()
-            finally:
-                offset = file.tell()
+            metadata = _Unpickler(file).load()
     except FileNotFoundError:
         raise CheckpointError(f"{folder} holds no complete checkpoint: {METADATA} is missing") from None
     except CheckpointError as error:
         raise CheckpointError(f"{folder}: {error}") from None
     except Exception as error:
-        raise DamagedCheckpointError(damage_of(path, error, offset)) from None
+        raise DamagedCheckpointError(damage_of(path, error)) from None
     if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
         raise DamagedCheckpointError(f"{path} is damaged: it is no metadata of a checkpoint")
     for stored in metadata.storage_data.values():

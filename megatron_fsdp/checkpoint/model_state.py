@@ -18,12 +18,13 @@ from megatron_fsdp.checkpoint.foreign import Saved, read_model, read_values
 from megatron_fsdp.checkpoint.ranks import checkpoint_ranks
 from megatron_fsdp.checkpoint.reader import OpenCheckpoint, listed, read_entries
 from megatron_fsdp.errors import CheckpointError
+from megatron_fsdp.optim.param_memory import local_of
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup, group_of_parameter
 from megatron_fsdp.runtime.step.unit import units_below
 from megatron_fsdp.runtime.weights.sharded_weights import announce_step
 
 __all__ = [
-    "ModelMatch", "ModelView", "announce_change", "canonical", "full_state_dict", "local_part",
+    "ModelMatch", "ModelView", "announce_change", "canonical", "full_state_dict",
     "match_model", "match_partly", "refuse_differences", "restore_extra_state", "siblings", "unwrapped", "view_model",
     "whole",
 ]  # fmt: skip
@@ -172,7 +173,7 @@ def _check_ties(opened: OpenCheckpoint, view: ModelView, saved: Mapping[str, Sav
             one, two = (torch.empty_like(view.tensors[name]) for name in (first, other))
             read_entries(opened, saved[first].targets(one))
             read_entries(opened, saved[other].targets(two))
-            if not torch.equal(local_part(one), local_part(two)):
+            if not torch.equal(local_of(one), local_of(two)):
                 raise CheckpointError(
                     f"{opened.folder} has different values for {first!r} and {other!r}, which are one parameter in "
                     "this model; nothing was loaded. Untie them in the model, or make them equal before saving"
@@ -201,11 +202,6 @@ def announce_change(model: nn.Module, view: ModelView | None = None) -> None:
     for group, values in () if view is None else view.copies:
         group.weights.store(values)
     announce_step(group for unit in units_below(model) for group in unit.groups)
-
-
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what this rank holds of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

@@ -128,7 +128,7 @@ def read_entries(opened: OpenCheckpoint, targets: MutableMapping[str, Any]) -> N
     Args:
         targets: by entry name; any placeholder stands for what is no tensor.
     Raises:
-        DamagedCheckpointError: a value cannot be decoded; the message names it, its file and its first byte there.
+        DamagedCheckpointError: a value cannot be decoded; the message names it and its file.
     """
     reader = opened.storage(str(opened.folder))
     reader.set_up_storage_reader(opened.metadata, is_coordinator=True)
@@ -153,8 +153,7 @@ def _damage_at(opened: OpenCheckpoint, item: ReadItem, error: Exception) -> str:
     stored = opened.metadata.storage_data.get(item.storage_index)
     if stored is None:
         return f"{opened.folder / METADATA} is damaged: it does not say where {item.storage_index.fqn} lies"
-    line = damage_of(opened.folder / stored.relative_path, error, stored.offset)
-    return f"{line}, where {item.storage_index.fqn} lies"
+    return f"{damage_of(opened.folder / stored.relative_path, error)}, where {item.storage_index.fqn} lies"
 
 
 class _TensorsOnlyPlanner(DefaultLoadPlanner):

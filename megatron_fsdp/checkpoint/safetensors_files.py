@@ -1,16 +1,11 @@
-"""Hugging Face's folder of weights: safetensors files up to a size, and an index that says which tensor is where.
-
-The format (https://github.com/huggingface/safetensors): eight bytes with the length of the header, little endian; the
-header, a JSON object of dtype, shape and byte range by name; the tensors' bytes, row-major, without gaps. PyTorch's
-reader for it reads them here; its writer, and the package's, want all tensors of a file in memory.
-"""
+"""Hugging Face's folder of weights: safetensors files up to a size, and an index that says which tensor is where."""
 
 from __future__ import annotations
 
+import functools
 import importlib
-import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +20,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megatron_fsdp.checkpoint.manifest import write_synced
+from megatron_fsdp.checkpoint.manifest import sync
 from megatron_fsdp.checkpoint.reader import OpenCheckpoint
 from megatron_fsdp.errors import CheckpointError, ConfigError
 
@@ -34,22 +29,6 @@ __all__ = ["DEFAULT_FILE_BYTES", "INDEX", "SINGLE", "open_folder", "write_folder
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 DEFAULT_FILE_BYTES = 5 * 10**9
-_ALIGNMENT = 8
-_DTYPES: Mapping[str, torch.dtype] = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 def write_folder(
@@ -61,12 +40,12 @@ def write_folder(
     """Write tensors into one file, or into several with an index; other files in the folder stay.
 
     Args:
-        likes: shapes and dtypes in the files, in the order in which ``source`` is asked for the values; one tensor at a
-            time is in memory.
+        likes: shapes and dtypes in the files, in the order in which ``source`` is asked for the values; those of one
+            file at a time are in memory.
         max_file_bytes: a file ends before it would exceed this, unless one tensor alone does.
     Raises:
-        CheckpointError: a dtype that the format has not.
-        OSError: the folder cannot be written.
+        CheckpointError: a file cannot be written.
+        ConfigError: the package ``safetensors`` is not installed.
     """
     folder.mkdir(parents=True, exist_ok=True)
     parts = _parts(likes, max_file_bytes)
@@ -77,13 +56,12 @@ def write_folder(
     for entry_point in (INDEX, SINGLE):
         (folder / entry_point).unlink(missing_ok=True)
     for name, part in zip(names, parts, strict=True):
-        header = _header({key: likes[key] for key in part})
-        values = (source(key).detach().to("cpu", likes[key].dtype).contiguous().reshape(-1) for key in part)
-        _write(folder / name, header, (tensor.view(torch.uint8).numpy().data for tensor in values))
+        values = {key: source(key).detach().to("cpu", likes[key].dtype, copy=True).contiguous() for key in part}
+        _write(folder / name, functools.partial(_save, values))
     if len(parts) > 1:
         files = {key: name for name, part in zip(names, parts, strict=True) for key in part}
         index = {"metadata": {"total_size": sum(like.nbytes for like in likes.values())}, "weight_map": files}
-        _write(folder / INDEX, json.dumps(index, indent=2).encode(), ())
+        _write(folder / INDEX, lambda file: file.write_text(json.dumps(index, indent=2)))
 
 
 def _parts(likes: Mapping[str, torch.Tensor], max_file_bytes: int) -> list[list[str]]:
@@ -98,28 +76,32 @@ def _parts(likes: Mapping[str, torch.Tensor], max_file_bytes: int) -> list[list[
     return parts
 
 
-def _header(likes: Mapping[str, torch.Tensor]) -> bytes:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, like in likes.items():
-        if like.dtype not in _NAMES:
-            raise CheckpointError(f"{name!r} is {like.dtype}, which safetensors files cannot hold; export as another")
-        start, end = end, end + like.nbytes
-        header[name] = {"dtype": _NAMES[like.dtype], "shape": list(like.shape), "data_offsets": [start, end]}
-    encoded = json.dumps(header, separators=(",", ":")).encode()
-    encoded += b" " * (-len(encoded) % _ALIGNMENT)
-    return len(encoded).to_bytes(8, "little") + encoded
+def _save(values: dict[str, torch.Tensor], file: Path) -> None:
+    try:
+        _package("safetensors.torch").save_file(values, file, {"format": "pt"})
+    except (ValueError, KeyError, _package("safetensors").SafetensorError) as error:
+        raise CheckpointError(f"{file} cannot be written as safetensors: {error}") from None
 
 
-def _write(path: Path, start: bytes, rest: Iterable[Any]) -> None:
-    """Write a file beside its place, and give it its name when it is complete."""
+def _write(path: Path, write: Callable[[Path], object]) -> None:
+    """Write a file beside its place, and give it its name when it is complete and on the disk."""
     unfinished = path.with_name(path.name + ".tmp")
     try:
-        write_synced(unfinished, itertools.chain([start], rest))
+        write(unfinished)
+        sync(unfinished)
         unfinished.replace(path)
     except BaseException:
         unfinished.unlink(missing_ok=True)
         raise
+
+
+def _package(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise ConfigError(
+            "safetensors files need the package safetensors: pip install 'megatron-fsdp-dbuffer[hf]'"
+        ) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +109,6 @@ class _Stored:
     """The file that a tensor lies in, as PyTorch's reader asks for it."""
 
     relative_path: str
-    offset: None = None
 
 
 def open_folder(path: Path, names: Mapping[str, str], *, strict: bool = True) -> OpenCheckpoint:
@@ -158,12 +139,8 @@ def open_folder(path: Path, names: Mapping[str, str], *, strict: bool = True) ->
 
 def _entries(file: Path) -> Iterator[tuple[str, TensorStorageMetadata]]:
     """Yield name, shape and dtype of a file's tensors."""
-    try:
-        package = importlib.import_module("safetensors")
-    except ImportError:
-        raise ConfigError(
-            "reading safetensors files needs the package safetensors: pip install 'megatron-fsdp-dbuffer[hf]'"
-        ) from None
+    package = _package("safetensors")
+    dtypes = _package("safetensors.torch")._TYPES
     try:
         opened = package.safe_open(str(file), framework="pt")
     except (OSError, package.SafetensorError) as error:
@@ -172,10 +149,10 @@ def _entries(file: Path) -> Iterator[tuple[str, TensorStorageMetadata]]:
         for name in opened.keys():  # noqa: SIM118  (no mapping: it has keys() and cannot be iterated over)
             part = opened.get_slice(name)
             shape, dtype = torch.Size(part.get_shape()), part.get_dtype()
-            if dtype not in _DTYPES:
+            if dtype not in dtypes:
                 raise CheckpointError(f"tensor {name!r} is of dtype {dtype}, which is not supported")
             chunk = ChunkStorageMetadata(torch.Size([0] * len(shape)), shape)
-            yield name, TensorStorageMetadata(TensorProperties(_DTYPES[dtype]), shape, [chunk])
+            yield name, TensorStorageMetadata(TensorProperties(dtypes[dtype]), shape, [chunk])
 
 
 def _listed_files(path: Path) -> dict[Path, list[str]]:

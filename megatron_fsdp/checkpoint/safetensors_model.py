@@ -10,9 +10,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from megatron_fsdp.checkpoint.api import state_bytes
 from megatron_fsdp.checkpoint.async_save import finish_pending_save
 from megatron_fsdp.checkpoint.foreign import read_model, read_values
 from megatron_fsdp.checkpoint.manifest import tensors_of
@@ -20,10 +18,9 @@ from megatron_fsdp.checkpoint.model_state import announce_change, match_model, v
 from megatron_fsdp.checkpoint.ranks import CheckpointRanks, checkpoint_ranks
 from megatron_fsdp.checkpoint.reader import open_checkpoint, read_entries
 from megatron_fsdp.checkpoint.safetensors_files import DEFAULT_FILE_BYTES, open_folder, write_folder
-from megatron_fsdp.checkpoint.writer import place_of, plan_save, write_draft
 from megatron_fsdp.errors import ConfigError
 
-__all__ = ["NameMap", "export_checkpoint", "export_safetensors", "import_checkpoint", "import_safetensors"]
+__all__ = ["NameMap", "export_checkpoint", "export_safetensors", "import_safetensors"]
 
 
 def export_safetensors(
@@ -36,7 +33,8 @@ def export_safetensors(
 ) -> None:
     """Write a (sharded) model's weights as Hugging Face lays them out; every rank calls it, rank 0 writes.
 
-    One whole tensor at a time is in memory. A tied parameter is written once, under its first name.
+    What goes into one file is in rank 0's memory at a time, and one whole tensor in that of the others. A tied
+    parameter is written once, under its first name.
 
     Args:
         folder: may hold other files; weights of the same file names are replaced.
@@ -44,8 +42,8 @@ def export_safetensors(
         dtype: of floating-point tensors in the files; None leaves them as they are.
         max_file_bytes: a file ends before it would exceed this, unless one tensor alone does.
     Raises:
-        CheckpointError: writing failed, on all ranks; or a dtype that the format has not.
-        ConfigError: ``name_map`` gives two parameters one name.
+        CheckpointError: writing failed, on all ranks.
+        ConfigError: ``name_map`` gives two parameters one name, or the package ``safetensors`` is not installed.
 
     Example:
         export_safetensors(model, "out", dtype=torch.bfloat16)
@@ -113,7 +111,8 @@ def export_checkpoint(
 ) -> int:
     """Write the weights of a checkpoint into a folder of safetensors files, in one process and without the model.
 
-    One tensor at a time is in memory. Names are those of the model, without the ``module.`` of wrappers around it.
+    What goes into one file is in memory at a time. Names are those of the model, without the ``module.`` of
+    wrappers around it.
     """
     opened = open_checkpoint(path, CheckpointRanks(None), verify=True)
     saved = tensors_of(opened.metadata)
@@ -126,26 +125,6 @@ def export_checkpoint(
     likes = {name: _like(saved[entry].size, saved[entry].properties.dtype, dtype) for name, entry in by_name.items()}
     write_folder(folder, likes, lambda name: read_values(opened, [by_name[name]])[0], max_file_bytes)
     return len(likes)
-
-
-def import_checkpoint(folder: Path, path: Path, *, name_map: NameMap | None = None) -> int:
-    """Write a checkpoint of a model alone from safetensors files, in one process; one tensor at a time is in memory.
-
-    Args:
-        name_map: names here to names there, as for ``import_safetensors``: it is applied backwards.
-    """
-    ranks = CheckpointRanks(None)
-    opened = open_folder(folder, {})
-    saved = tensors_of(opened.metadata)
-    there = {here: name for name, here in (name_map or NameMap({})).inverse().translate(saved).items()}
-    model = {here: _like(saved[name].size, saved[name].properties.dtype) for here, name in there.items()}
-    entries = {"model": model}, state_bytes({"extra": {}})
-
-    def read(index: MetadataIndex) -> torch.Tensor:
-        return torch.as_tensor(read_values(opened, [there[index.fqn.removeprefix("model.")]])[0])
-
-    write_draft(plan_save(place_of(path), lambda: entries, ranks, read), ranks)
-    return len(model)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,10 +156,6 @@ class NameMap:
         if not isinstance(content, dict) or not all(isinstance(there, str) for there in content.values()):
             raise ConfigError(f'name map {path} holds no object of strings; wanted {{"name here": "name there"}}')
         return cls(content)
-
-    def inverse(self) -> NameMap:
-        """Return the map in the other direction."""
-        return NameMap({there: here for here, there in self.patterns.items()})
 
     def translate(self, names: Iterable[str]) -> dict[str, str]:
         """Return the name there of each name here."""

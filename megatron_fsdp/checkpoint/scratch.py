@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from megatron_fsdp.checkpoint.manifest import sync_folder
+from megatron_fsdp.checkpoint.manifest import sync
 
 __all__ = ["Scratch", "delete_folder", "make_scratch", "marked_names", "names_at_rest", "resting_place", "sweep"]
 
@@ -72,7 +72,7 @@ class Scratch:
             try:
                 with contextlib.suppress(FileNotFoundError):
                     self.path.rename(replaced)
-                    sync_folder(self.folder)
+                    sync(self.folder)
                 self.new.rename(self.path)
                 break
             except BaseException as error:
@@ -82,7 +82,7 @@ class Scratch:
                     raise
                 if replaced.exists():
                     shutil.rmtree(replaced)
-        sync_folder(self.path.parent)
+        sync(self.path.parent)
 
     def discard(self) -> None:
         """Delete the folder after a failure; what was moved away into it gets its name back first, or it stays."""
@@ -203,7 +203,7 @@ def _is_abandoned(folder: Path, host: str) -> bool:
 def _bring_back(replaced: Path, path: Path) -> None:
     if replaced.exists() and not path.exists():
         replaced.rename(path)
-        sync_folder(path.parent)
+        sync(path.parent)
 
 
 def _remove(folder: Path) -> None:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from megatron_fsdp.checkpoint.api import load_checkpoint, start_save
 from megatron_fsdp.checkpoint.async_save import SaveHandle, finish_pending_save
-from megatron_fsdp.checkpoint.manifest import DamagedCheckpointError, is_whole, sync_folder, write_synced
+from megatron_fsdp.checkpoint.manifest import DamagedCheckpointError, is_whole, sync, write_synced
 from megatron_fsdp.checkpoint.ranks import checkpoint_ranks
 from megatron_fsdp.checkpoint.scratch import (
     delete_folder,
@@ -168,11 +168,11 @@ class CheckpointSeries:
         scratch = make_scratch(target)
         try:
             content = f"{step}\n" if self.is_pointer_bare else f"{self.path(step).name}\n"
-            write_synced(scratch.new, [content.encode()])
+            write_synced(scratch.new, content.encode())
             scratch.new.replace(target)
         finally:
             scratch.remove()
-        sync_folder(self.folder)
+        sync(self.folder)
 
     def prune(self, keep_last: int, newest: int | None = None) -> None:
         """Delete all but the newest whole checkpoints, and what deletions before left; on one rank.

@@ -27,7 +27,7 @@ from megatron_fsdp.checkpoint.manifest import (
     FileEntry,
     hash_file,
     read_manifest,
-    sync_folder,
+    sync,
     write_manifest,
     write_synced,
 )
@@ -67,19 +67,10 @@ class Draft:
                 self.scratch.discard()
 
 
-Source = Callable[[MetadataIndex], "torch.Tensor | io.BytesIO"]
-
-
 class HoldingPlanner(DefaultSavePlanner):
-    """PyTorch's planner, which can also take copies of what this rank is to write.
+    """PyTorch's planner, which can also take copies of what this rank is to write."""
 
-    Args:
-        read: gives the values of an entry when it is written; None takes them from the entries.
-    """
-
-    def __init__(self, read: Source | None = None) -> None:
-        super().__init__()
-        self._read = read
+    _read: Callable[[MetadataIndex], torch.Tensor | io.BytesIO] | None = None
 
     def hold(self) -> None:
         """Copy this rank's part of the plan to host memory and let go of everything else."""
@@ -102,16 +93,14 @@ def plan_save(
     path: Path,
     collect: Callable[[], tuple[Mapping[str, Any], bytes]],
     ranks: CheckpointRanks,
-    read: Source | None = None,
 ) -> Draft:
     """Agree with all ranks on who writes what, and make the folder to write into.
 
     Args:
         path: the name that the folder will have, the same on all ranks; see ``place_of``.
         collect: returns the nested entries to save and the bytes of the state file.
-        read: see ``HoldingPlanner``.
     """
-    source = HoldingPlanner(read)
+    source = HoldingPlanner()
     state, metadata, scratch = b"", None, None
 
     def mine() -> tuple[str, SavePlan]:
@@ -180,10 +169,10 @@ def _finish(draft: Draft, parts: Sequence[_Written]) -> None:
     assert draft.metadata is not None
     folder = draft.folder
     FileSystemWriter(folder, sync_files=True).finish(draft.metadata, [list(results) for results, _ in parts])
-    write_synced(folder / STATE_FILE, [draft.state])
+    write_synced(folder / STATE_FILE, draft.state)
     files = {name: entry for _, entries in parts for name, entry in entries.items()}
     write_manifest(folder, files | {name: hash_file(folder / name) for name in (METADATA, STATE_FILE)})
-    sync_folder(folder)
+    sync(folder)
 
 
 def _publish(scratch: Scratch) -> None:

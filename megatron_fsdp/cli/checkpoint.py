@@ -1,4 +1,4 @@
-"""The command ``megatron-fsdp checkpoint``: look into checkpoints, verify them, and convert them."""
+"""The command ``megatron-fsdp checkpoint``: look into checkpoints, verify them, and export their weights."""
 
 from __future__ import annotations
 
@@ -23,13 +23,12 @@ __all__ = ["EXAMPLES", "add_arguments", "run"]
 EXAMPLES = """\
   megatron-fsdp checkpoint inspect runs/gpt                   what each checkpoint of a run holds
   megatron-fsdp checkpoint verify runs/gpt/step_0000600       every byte of one
-  megatron-fsdp checkpoint export runs/gpt/step_0000600 out --dtype bfloat16
-  megatron-fsdp checkpoint import out runs/imported --name-map names.json"""
+  megatron-fsdp checkpoint export runs/gpt/step_0000600 out --dtype bfloat16"""
 
 
 def add_arguments(parser: CommandParser) -> None:
     """Add the actions and their options to the parser of the command."""
-    actions = parser.add_subparsers(dest="action", required=True, metavar="inspect|verify|export|import")
+    actions = parser.add_subparsers(dest="action", required=True, metavar="inspect|verify|export")
 
     def add(name: str, purpose: str) -> CommandParser:
         lines = [line for line in EXAMPLES.splitlines() if f"checkpoint {name} " in line]
@@ -44,20 +43,16 @@ def add_arguments(parser: CommandParser) -> None:
     inspect = add("inspect", "print what a checkpoint holds: names, shapes, dtypes, hyperparameters")
     verify = add("verify", "check every byte of a checkpoint")
     export = add("export", "write a checkpoint's weights as safetensors files")
-    load = add("import", "make a checkpoint of the weights in safetensors files")
     for action in (inspect, verify):
         action.add_argument("path", type=Path, help="the checkpoint, or a folder of several")
     export.add_argument("path", type=Path, help="the checkpoint")
-    load.add_argument("path", type=Path, help="folder of safetensors files, or one file")
     export.add_argument("output", type=Path, help="folder for the files")
-    load.add_argument("output", type=Path, help="the checkpoint to make")
-    for action in (export, load):
-        action.add_argument(
-            "--name-map",
-            type=Path,
-            metavar="FILE",
-            help='JSON file {"name here": "name there"}, * stands for a number (default: names stay)',
-        )
+    export.add_argument(
+        "--name-map",
+        type=Path,
+        metavar="FILE",
+        help='JSON file {"name here": "name there"}, * stands for a number (default: names stay)',
+    )
     export.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of the files (default: as saved)")
     export.add_argument(
         "--max-file-size", type=byte_count, default="5GB", metavar="SIZE", help="such as 500MB or 2GiB (default 5GB)"
@@ -71,7 +66,6 @@ def run(args: argparse.Namespace) -> int:
         "inspect": _inspect,
         "verify": _verify,
         "export": _export,
-        "import": _import,
     }
     try:
         return actions[args.action](args)
@@ -173,14 +167,6 @@ def _export(args: argparse.Namespace) -> int:
         args.path, args.output, name_map=_name_map(args), dtype=dtype, max_file_bytes=args.max_file_size
     )
     print(f"{args.output}: {num_tensors} tensors")
-    return 0
-
-
-def _import(args: argparse.Namespace) -> int:
-    from megatron_fsdp.checkpoint.safetensors_model import import_checkpoint
-
-    num_tensors = import_checkpoint(args.path, args.output, name_map=_name_map(args))
-    print(f"{args.output}: {num_tensors} tensors; load it with load_checkpoint(model, None, path)")
     return 0
 
 

@@ -16,8 +16,9 @@ from dbuffer import DBuffer
 from dbuffer.collectives_rare import reduce_numbers
 from dbuffer.mesh import MeshAxis
 from dbuffer_kernels import QUANT_BLOCK
-from megatron_fsdp.checkpoint.model_state import canonical, local_part, unwrapped
+from megatron_fsdp.checkpoint.model_state import canonical, unwrapped
 from megatron_fsdp.errors import ConfigError
+from megatron_fsdp.optim.param_memory import local_of
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup, group_of_parameter
 from megatron_fsdp.runtime.step.unit import units_below
 
@@ -139,7 +140,7 @@ def _pieces(
 
 
 def _state_piece(name: str, key: str, value: torch.Tensor, parameter: torch.Tensor, first: int) -> _Piece:
-    local, own = local_part(value.detach()), local_part(parameter.detach())
+    local, own = local_of(value.detach()), local_of(parameter.detach())
     if key.endswith(_SCALES):
         # A block is never cut: the shard's first one is its first element's.
         return _Piece(key, local.contiguous(), first // QUANT_BLOCK)

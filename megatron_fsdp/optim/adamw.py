@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ import torch
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.optim.adamw_update import Rows
 from megatron_fsdp.optim.flat_base import Binding, FlatBase, Found
-from megatron_fsdp.optim.flat_state import Moments, adopt_together, state_values
+from megatron_fsdp.optim.flat_state import KEYS, Moments, adopt_together, state_values
 from megatron_fsdp.optim.int8_moments import CODED_KEYS, Int8State, decoded_state
 from megatron_fsdp.optim.loaded_state import parameters_by_index, parameters_of, state_dtype
 from megatron_fsdp.optim.param_memory import ABSENT, find_owned
@@ -59,8 +59,6 @@ class AdamW(FlatBase, torch.optim.AdamW):
         optimizer.step()
     """
 
-    # What steps one small parameter as this class does.
-    plain_kind = torch.optim.AdamW
     _kept = (*FlatBase._kept, "moments")
     _entries: tuple[dict[str, Any], ...] = ()
 
@@ -155,6 +153,13 @@ class AdamW(FlatBase, torch.optim.AdamW):
         named, state = parameters_by_index(self, document), document["state"]
         decoded = {index: decoded_state(named[index], state[index], torch.float32) for index in state}
         return {**document, "state": decoded}
+
+    def fresh_keys(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return the keys of the zeros that a new optimizer's ``state_dict()`` shows (``show_fresh_state``).
+
+        None for codes: zeros of whole moments would take more memory than the codes that training keeps.
+        """
+        return KEYS if self.moments is None else ()
 
     def _flags_of(self, group: dict[str, Any]) -> tuple[Any, ...]:
         return (bool(group["capturable"]),)

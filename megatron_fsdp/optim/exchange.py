@@ -21,7 +21,7 @@ from dbuffer.collectives import all_gather, wait_for
 from dbuffer.collectives_rare import all_to_all
 from dbuffer.mesh import MeshAxis, is_alive, new_group
 from dbuffer.placements import flat_axes, shard_index
-from megatron_fsdp.optim.matrix_views import Rectangle
+from megatron_fsdp.optim.matrix_views import MatrixPiece
 from megatron_fsdp.optim.newton_schulz import Iteration
 from megatron_fsdp.optim.ownership import MatrixWork, Ownership
 
@@ -104,19 +104,14 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Rows of one length that lie regularly in one of several flat memories."""
+    """Elements that lie in a row in one of several flat memories."""
 
     memory: int
     start: int
-    stride: int
-    rows: int
-    columns: int
+    numel: int
 
     def of(self, memories: Sequence[torch.Tensor]) -> torch.Tensor:
-        memory = memories[self.memory]
-        # One row has the strides of a contiguous tensor, so that copies of many are launched together.
-        strides = (self.columns if self.rows == 1 else self.stride, 1)
-        return memory.as_strided((self.rows, self.columns), strides, memory.storage_offset() + self.start)
+        return memories[self.memory][self.start : self.start + self.numel]
 
 
 Parts = list[list[_Place]]
@@ -173,8 +168,6 @@ class Exchange:
         ownership: of all matrices. sources: of each of them, in the same order; what this rank does not hold is empty.
         ranks: who shares them.
         bucket_numel: elements that an owner takes in one bucket, at least one matrix.
-    Attributes:
-        num_owned: matrices that this rank works on in each step.
     """
 
     def __init__(self, ownership: Ownership, sources: Sequence[Source], ranks: OwnerRanks, bucket_numel: int) -> None:
@@ -197,7 +190,6 @@ class Exchange:
                     self._buckets.append(_Bucket.of(ranks.num_shards))
                 bucket = self._buckets[number]
             self._lay_out(bucket, work, owner, source)
-        self.num_owned = sum(batch.size for each in (self._local, *self._buckets) for batch in each.batches)
 
     def run(self, flats: Sequence[torch.Tensor], meanwhile: Callable[[], None]) -> None:
         """Make every matrix in the flat buffers semi-orthogonal; all ranks call it.
@@ -228,10 +220,8 @@ class Exchange:
         """Put one matrix into its bucket, which is the same on all ranks."""
         ranks, block = self.ranks, work.block
         replica, shard = divmod(owner, ranks.num_shards)
-        pieces = list(block.rectangles(source.held))
-        mine = [
-            _Place(source.flat, source.base + piece.start, piece.stride, piece.rows, piece.columns) for piece in pieces
-        ]
+        pieces = list(block.pieces(source.held))
+        mine = [_Place(source.flat, source.base + piece.start, piece.numel) for piece in pieces]
         self._of_replicas[replica] += mine
         if replica != ranks.replica:
             return
@@ -246,13 +236,13 @@ class Exchange:
         first = bucket.batches[number].size * block.numel
         bucket.batches[number].size += 1
 
-        def places(rectangles: Iterable[Rectangle]) -> list[_Place]:
-            return [_Place(number, first + r.place, block.columns, r.rows, r.columns) for r in rectangles]
+        def places(found: Iterable[MatrixPiece]) -> list[_Place]:
+            return [_Place(number, first + piece.place, piece.numel) for piece in found]
 
         bucket.kept += zip(mine, places(pieces), strict=True)
         for holder, held in work.holders:
             if holder != shard:
-                bucket.received[holder] += places(block.rectangles(held))
+                bucket.received[holder] += places(block.pieces(held))
 
     # ------------------------------------------------------------------ messages
 
@@ -295,7 +285,7 @@ class Exchange:
 
 
 def _numel(places: Iterable[_Place]) -> int:
-    return sum(place.rows * place.columns for place in places)
+    return sum(place.numel for place in places)
 
 
 def _copy(
@@ -304,7 +294,7 @@ def _copy(
     """Copy what lies at the places into a message, one after the other, or back."""
     found = [place.of(memories) for place in places]
     sizes = [each.numel() for each in found]
-    parts = [part.view_as(each) for part, each in zip(message[: sum(sizes)].split(sizes), found, strict=True)]
+    parts = message[: sum(sizes)].split(sizes)
     _copy_all(*((parts, found) if is_packing else (found, parts)))
 
 

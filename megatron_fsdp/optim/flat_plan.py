@@ -1,16 +1,15 @@
 """Which flat tensors stand for an optimizer's parameters while it steps, and how their state comes to lie so.
 
-Made when a step finds other parameters, gradients or state than the last one (``step_hook``).
+Made when a step finds other parameters, gradients or state than the last one (``flat_step``).
 """
 
 from __future__ import annotations
 
 import operator
-from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate, chain, repeat
-from typing import Any, cast
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import repeat
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -22,13 +21,11 @@ from megatron_fsdp.runtime.step.parameter_group import ParameterGroup, group_of_
 from megatron_fsdp.runtime.step.streams import is_capturing
 from megatron_fsdp.runtime.weights.param_layout import is_laid_out_like
 
-__all__ = ["FlatPlan", "Numbers", "Run", "local_of", "spec_of"]
+__all__ = ["FlatPlan", "Run", "local_of", "spec_of"]
 
 # Loops of the CPU take whole vectors and, at the end of a tensor, single elements. In narrow dtypes the two round at
-# different places, so an element's value depends on where it lies. So it does in fused optimizers, of any dtype, which
-# are stepped together where vectors end at the end of each parameter.
+# different places, so an element's value depends on where it lies. So it does in its fused steps, of any dtype.
 _WIDE = (torch.float32, torch.float64)
-_VECTOR_BYTES = 64
 
 local_of = operator.attrgetter("_local_tensor")
 spec_of = operator.attrgetter("_spec")
@@ -47,213 +44,207 @@ class _State(dict[torch.Tensor, Any]):
 
 @dataclass(slots=True, eq=False)
 class _Member:
-    """A sharded parameter that can be stepped as a part of flat memory.
+    """A sharded parameter that is stepped as a part of flat memory.
 
     Attributes:
-        position: among the optimizer's parameters. group, index: which one of a parameter group it is.
+        position: among the optimizer's parameters.
         start, stop: of its elements in this rank's part of the main weights.
-        alignment: how many elements the boundaries between it and others must be multiples of.
-        likeness: neighbours are stepped together where it is equal: their param group, and keys and numbers of state.
+        likeness: neighbours are stepped together where it is equal: their param group, keys of state, steps.
     """
 
     position: int
     parameter: FlatDTensor
-    group: ParameterGroup
-    index: int
     start: int
     stop: int
-    alignment: int = 1
-    likeness: Hashable = None
-
-    @property
-    def numel(self) -> int:
-        return self.stop - self.start
+    likeness: Hashable
 
 
-@dataclass(slots=True, eq=False)
 class Run:
     """Neighbours that are stepped as one tensor.
 
     Attributes:
-        weight: their elements, 1-D. leader: the first member with elements, else the first one.
-        state: of the step. shown: its values that the members' state shows.
+        leader: the first one with elements, else the first. weight: their elements, 1-D. state: of the step.
+        shown: its values that the members' state shows.
     """
 
-    members: list[_Member]
-    leader: _Member
-    weight: torch.Tensor
-    state: dict[str, Any] = field(default_factory=dict)
-    shown: tuple[Any, ...] = ()
+    def __init__(self, members: list[_Member], main: torch.Tensor, owner: Mapping[Any, Any]) -> None:
+        self.members, self.leader = members, _leader(members)
+        self.weight = main[self.leader.start : max(self.leader.start, *(member.stop for member in members))]
+        records = [owner.get(member.parameter) or {} for member in members]
+        # The leader's own, of what lies nowhere in flat memory: the count of steps.
+        self.state: dict[str, Any] = dict(records[members.index(self.leader)])
+        for key, value in self.state.items():
+            if isinstance(value, FlatDTensor):
+                self.state[key] = self._join([record[key] for record in records])
+        self.shown: list[Any] = []
 
-    def over(self, locals_: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        """Return the members' parts as one 1-D tensor on their memory, None where they do not lie as the weights do."""
-        first = locals_[self.members.index(self.leader)]
-        for member, local in zip(self.members, locals_, strict=True):
-            if member.numel and not _is_ahead(first, local, member.start - self.leader.start):
-                return None
-        return first.as_strided((self.weight.numel(),), (1,))
-
-    def join(self, values: Sequence[FlatDTensor]) -> torch.Tensor:
-        """Bring values of all members into memory that lies as the weights do, and return that."""
-        flat = torch.zeros_like(self.weight, dtype=values[0].dtype)
-        for member, value in zip(self.members, values, strict=True):
-            part = self.part(flat, member)
+    def _join(self, values: Sequence[FlatDTensor]) -> torch.Tensor:
+        """Return the members' parts as one 1-D tensor; those that do not lie as the weights do are brought there."""
+        first: torch.Tensor = local_of(values[self.members.index(self.leader)])
+        pairs = list(zip(self.members, values, strict=True))
+        if all(not m.parameter._local_tensor.numel() or _is_ahead(first, local_of(v), self._at(m)) for m, v in pairs):
+            return first.as_strided((self.weight.numel(),), (1,))
+        flat = torch.zeros_like(self.weight, dtype=first.dtype)
+        for member, value in pairs:
+            part = self._part(flat, member)
             part._local_tensor.copy_(value._local_tensor)
             rebind(value, part)
         return flat
 
-    def part(self, flat: torch.Tensor, member: _Member) -> FlatDTensor:
-        """Return a member's part of a tensor that lies as the weights do."""
-        begin = member.start - self.leader.start if member.numel else 0
-        local = flat[begin : begin + member.numel].view(member.parameter._local_tensor.shape)
-        return member.parameter.with_local(local)
+    def _at(self, member: _Member) -> int:
+        return member.start - self.leader.start
 
+    def _part(self, flat: torch.Tensor, member: _Member) -> FlatDTensor:
+        local = member.parameter._local_tensor
+        begin = self._at(member) if local.numel() else 0
+        return member.parameter.with_local(flat[begin : begin + local.numel()].view(local.shape))
 
-class Numbers:
-    """State of one number, such as a count of steps: every parameter has its own, and those of a run are equal.
+    def distance(self, member: _Member) -> int:
+        """Return how many bytes a member lies behind the leader."""
+        return self._at(member) * member.parameter.dtype.itemsize
 
-    They lie side by side, so that one operator gives all of them what the step made of each leader's.
-    """
-
-    def __init__(self, slots: Sequence[tuple[dict[str, Any], str]], leaders: Sequence[int]) -> None:
-        self.all = torch.stack([values[key] for values, key in slots])
-        # Pinned, because a copy from pageable memory would make the host wait for the stream.
-        numbers = torch.tensor(leaders, pin_memory=self.all.device.type == "cuda")
-        self.leaders = numbers.to(self.all.device, non_blocking=True)
-        for (values, key), number in zip(slots, self.all.unbind(), strict=True):
-            values[key] = number
-        self.version = self.all._version
+    def show(self, owner: Mapping[Any, Any]) -> None:
+        """Show each member's part of the state in its own."""
+        for member, (key, value) in ((m, item) for m in self.members for item in self.state.items()):
+            is_flat = isinstance(value, torch.Tensor) and value.shape == self.weight.shape
+            owner[member.parameter][key] = self._part(value, member) if is_flat else value
 
 
 class FlatPlan:
     """Flat tensors for an optimizer's parameters, while these, their state and their gradients lie so.
 
     Attributes:
-        tensors: for each param group, those to step. state: theirs.
+        tensors: for each param group, those to step. state: theirs. seen: what weights and state were made of.
+        is_settled: False while a step is under way, or where one was broken off, whose state may be shown in part.
     """
 
     def __init__(
         self, owner: Optimizer, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
     ) -> None:
-        self.parameters = parameters
-        self.sizes = [len(group["params"]) for group in owner.param_groups]
+        self.parameters, self.gradient_ids = parameters, list(map(id, gradients))
         self.absent = list(map(operator.is_, gradients, repeat(None)))
-        self.gradient_ids = list(map(id, gradients))
-        members = _members(owner, parameters, gradients)
-        self.runs = list(map(_run, _chains(members, gradients)))
-        self.state = _State(owner.state)
-        for run in self.runs:
-            self.state[run.weight] = run.state
-        self.tensors = self._tensors(gradients)
-        self.is_settled = True
-        self.show(owner)
         # Gradients that break runs may be others the next time.
-        self.is_whole = len(self.runs) == len(list(_chains(members))) and len(members) == sum(
-            type(p) is FlatDTensor and g is not None for p, g in zip(parameters, gradients, strict=True)
-        )
-
-    def _tensors(self, gradients: Sequence[torch.Tensor | None]) -> list[list[torch.Tensor]]:
-        """Return the runs of each param group, then its other parameters that have gradients."""
+        self.is_whole, self.is_settled = True, True
+        self.seen: list[Any] = []
+        self.sizes = [len(group["params"]) for group in owner.param_groups]
+        self.state = _State(owner.state)
+        # Numbers in state cannot be read in a capture; a plan that was made before goes on.
+        self.runs = [] if is_capturing(parameters[0].device) else list(self._find_runs(owner, gradients))
+        self.state.update((run.weight, run.state) for run in self.runs)
+        self.members = [(run, member) for run in self.runs for member in run.members]
+        flat = {member.position for _, member in self.members}
         group_of = [number for number, size in enumerate(self.sizes) for _ in range(size)]
-        found: list[list[torch.Tensor]] = [[] for _ in self.sizes]
+        self.tensors: list[list[torch.Tensor]] = [[] for _ in self.sizes]
         for run in self.runs:
-            found[group_of[run.leader.position]].append(run.weight)
-        flat = {member.position for run in self.runs for member in run.members}
-        for position, parameter in enumerate(self.parameters):
+            self.tensors[group_of[run.leader.position]].append(run.weight)
+        for position, parameter in enumerate(parameters):
             if position not in flat and gradients[position] is not None:
-                found[group_of[position]].append(parameter)
-        return found
+                self.tensors[group_of[position]].append(parameter)
+        self._note_members()
+        self.note(owner)
 
-    def show(self, owner: Optimizer) -> None:
-        """Let the members' state and that of the runs be one memory, and note what ``fits`` compares."""
-        self.numbers = _lay_out_state(owner, self.runs)
-        for run in self.runs:
-            run.shown = tuple(run.state.values())
-        self._remember(owner)
-
-    def _remember(self, owner: Optimizer) -> None:
+    def _note_members(self) -> None:
         # As lists: every parameter is looked at in every step.
-        members = [member for run in self.runs for member in run.members]
-        self.positions = [member.position for member in members]
-        self.members = [member.parameter for member in members]
-        self.locals = list(map(local_of, self.members))
-        self.specs = list(map(spec_of, self.members))
-        self.leaders, self.distances = [], []
+        self.positions = [member.position for _, member in self.members]
+        self.flat_parameters = [member.parameter for _, member in self.members]
+        self.specs = list(map(spec_of, self.flat_parameters))
         self.numels = [run.weight.numel() for run in self.runs]
-        sizes = [len(run.members) for run in self.runs]
-        beginnings = [end - size for end, size in zip(accumulate(sizes), sizes, strict=True)]
-        self.firsts = [first + run.members.index(run.leader) for first, run in zip(beginnings, self.runs, strict=True)]
-        for first, leader, run in zip(beginnings, self.firsts, self.runs, strict=True):
-            for number, member in enumerate(run.members, first):
-                # Those without elements lie nowhere.
-                self.leaders.append(leader if member.numel else number)
-                distance = (member.start - run.leader.start) if member.numel else 0
-                self.distances.append(distance * member.parameter.dtype.itemsize)
-        self.records = list(map(owner.state.get, self.members))
-        self.values = list(chain.from_iterable(record.values() for record in self.records if record is not None))
+        number = {id(member): number for number, (_, member) in enumerate(self.members)}
+        self.firsts = [number[id(run.leader)] for run in self.runs]
+        # Those without elements lie nowhere.
+        held = [(run, run.leader if member.stop > member.start else member, member) for run, member in self.members]
+        self.leaders = [number[id(leader)] for _, leader, _ in held]
+        self.distances = [0 if leader is member else run.distance(member) for run, leader, member in held]
+
+    def note(self, owner: Optimizer) -> None:
+        """Bring the counts of steps side by side, and note what the members' state shows."""
+        counted = [(run, member) for run, member in self.members if "step" in run.state]
+        self.steps = torch.empty(0)
+        if counted:
+            # One operator then gives all members what the step made of each leader's.
+            self.steps = torch.stack([owner.state[member.parameter]["step"] for _, member in counted])
+            number = {id(member): number for number, (_, member) in enumerate(counted)}
+            # Pinned, because a copy from pageable memory would make the host wait for the stream.
+            leads = torch.tensor([number[id(run.leader)] for run, _ in counted], pin_memory=self.steps.is_cuda)
+            self.leads = leads.to(self.steps.device, non_blocking=True)
+            for (run, member), step in zip(counted, self.steps.unbind(), strict=True):
+                owner.state[member.parameter]["step"] = step
+                run.state["step"] = step if member is run.leader else run.state["step"]
+        self.version = self.steps._version
+        for run in self.runs:
+            run.shown = list(run.state.values())
+
+    # ------------------------------------------------------------------ which parameters can be stepped so
+
+    def _find_runs(self, owner: Optimizer, gradients: Sequence[Any]) -> Iterator[Run]:
+        """Yield neighbours in the groups' plans that are alike and whose gradients lie so, too."""
+        groups = {id(group): group for p in self.parameters if (group := group_of_parameter(p)) is not None}
+        likenesses = _likenesses(owner)
+        position_of = {id(parameter): position for position, parameter in enumerate(self.parameters)}
+        for group in groups.values():
+            params, main = list(group.parameters.values()), group.main_weight.local_buffer
+            links: list[_Member] = []
+            for index in sorted(range(len(params)), key=group.plan.offsets.__getitem__):
+                member, position = None, position_of.get(id(params[index]))
+                if position is not None and likenesses[position] is not None and gradients[position] is not None:
+                    member = _member(group, index, position, likenesses[position], gradients[position])
+                    self.is_whole = self.is_whole and member is not None
+                if links and (member is None or not self._goes_on(links, member, gradients)):
+                    yield Run(links, main, owner.state)
+                    links = []
+                links += [] if member is None else [member]
+            if links:
+                yield Run(links, main, owner.state)
+
+    def _goes_on(self, links: Sequence[_Member], member: _Member, gradients: Sequence[Any]) -> bool:
+        leader = _leader(links)
+        if member.likeness != leader.likeness:
+            return False
+        if leader.start == leader.stop or member.start == member.stop:
+            return True
+        first, rows = (local_of(gradients[each.position]) for each in (leader, member))
+        is_next = _is_ahead(first, rows, member.start - leader.start)
+        self.is_whole = self.is_whole and is_next
+        return is_next
 
 
-def _is_ahead(first: torch.Tensor, local: torch.Tensor, distance: int) -> bool:
-    """Whether a tensor lies in the storage of another, so many elements behind its beginning."""
-    is_there = local.data_ptr() - first.data_ptr() == distance * first.itemsize
-    end = (first.storage_offset() + distance + local.numel()) * first.itemsize
-    return is_there and first.untyped_storage().nbytes() >= end
-
-
-# ---------------------------------------------------------------- which parameters can be stepped so
-
-
-def _members(
-    owner: Optimizer, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
-) -> list[_Member]:
-    """Return the parameters that can be stepped on flat memory, with what they must share to be stepped together."""
-    if is_capturing(parameters[0].device):
-        # The numbers in their state cannot be read now; a plan that was made before goes on.
-        return []
-    on_cpu = parameters[0].device.type == "cpu"
-    found: list[_Member] = []
-    numbers: list[torch.Tensor] = []
-    indices: dict[int, dict[int, int]] = {}
-    group_of = chain.from_iterable(repeat(group, len(group["params"])) for group in owner.param_groups)
-    for position, (parameter, gradient, group) in enumerate(zip(parameters, gradients, group_of, strict=True)):
-        member = _member(position, parameter, gradient, indices)
-        if member is None or (on_cpu and parameter.dtype not in _WIDE):
-            continue
-        if on_cpu and group.get("fused"):
-            member.alignment = _VECTOR_BYTES // parameter.dtype.itemsize
-        record = owner.state.get(parameter) or {}
-        mine = [value for value in record.values() if _is_number(value)]
-        others = [value for value in record.values() if not _is_number(value)]
-        if all(value is None or _has_rows_of(member.parameter, value) for value in others):
-            kinds = [(key, value is None) for key, value in record.items()]
-            member.likeness = (id(group), *kinds, len(numbers), len(mine))
-            numbers += mine
-            found.append(member)
-    values = _read(numbers)
-    for member in found:
-        *kinds, first, count = cast(tuple[Any, ...], member.likeness)
-        member.likeness = (*kinds, *values[first : first + count])
+def _likenesses(owner: Optimizer) -> list[Hashable]:
+    """Return for each parameter what it must share to be stepped with others, None where its state is the user's."""
+    pairs = [(number, param) for number, group in enumerate(owner.param_groups) for param in group["params"]]
+    records = [owner.state.get(parameter) or {} for _, parameter in pairs]
+    steps = {id(record): record["step"] for record in records if _is_number(record.get("step"))}
+    kind = next(((step.dtype, step.device) for step in steps.values()), None)
+    alike = {key: step for key, step in steps.items() if (step.dtype, step.device) == kind}
+    # One transfer for all.
+    counts = dict(zip(alike, torch.stack(list(alike.values())).tolist(), strict=True)) if alike else {}
+    found: list[Hashable] = []
+    for (number, parameter), record in zip(pairs, records, strict=True):
+        count = counts.get(id(record))
+        values = [value for key, value in record.items() if key != "step" or count is None]
+        is_ours = type(parameter) is FlatDTensor and all(v is None or _has_rows_of(parameter, v) for v in values)
+        is_wide = parameter.device.type != "cpu" or parameter.dtype in _WIDE
+        keys = [(key, value is None) for key, value in record.items()]
+        found.append((number, count, *keys) if is_ours and is_wide else None)
     return found
 
 
-def _member(position: int, parameter: Any, gradient: Any, indices: dict[int, dict[int, int]]) -> _Member | None:
+def _member(group: ParameterGroup, index: int, position: int, likeness: Hashable, gradient: Any) -> _Member | None:
     """Return a parameter as a part of its group's memory, None where it or its gradient is anything else."""
-    if type(parameter) is not FlatDTensor or type(gradient) is not FlatDTensor:
+    parameter: Any = list(group.parameters.values())[index]
+    if type(gradient) is not FlatDTensor or gradient._spec is not parameter._spec:
         return None
-    group, local, rows = group_of_parameter(parameter), parameter._local_tensor, gradient._local_tensor
-    if group is None or gradient._spec is not parameter._spec or group.weights.remainder is not None:
-        return None
-    if id(group) not in indices:
-        indices[id(group)] = {id(param): index for index, param in enumerate(group.parameters.values())}
-    index = indices[id(group)].get(id(parameter))
-    if index is None or any(type(each) is not torch.Tensor or not each.is_contiguous() for each in (local, rows)):
-        return None
-    main = group.main_weight
+    local, rows, main = parameter._local_tensor, gradient._local_tensor, group.main_weight
     start, stop = local_range(main, index)
     is_there = stop == start or local.data_ptr() == main.local_buffer[start:].data_ptr()
-    if not is_there or not local.numel() == rows.numel() == stop - start:
+    is_plain = all(type(each) is torch.Tensor and each.is_contiguous() for each in (local, rows))
+    if group.weights.remainder is not None or not is_plain or not is_there:
         return None
-    return _Member(position, parameter, group, index, start, stop)
+    is_all = local.numel() == rows.numel() == stop - start
+    return _Member(position, parameter, start, stop, likeness) if is_all else None
+
+
+def _leader(members: Sequence[_Member]) -> _Member:
+    return next((member for member in members if member.stop > member.start), members[0])
 
 
 def _is_number(value: Any) -> bool:
@@ -268,86 +259,8 @@ def _has_rows_of(parameter: FlatDTensor, value: Any) -> bool:
     return is_alike and type(local) is torch.Tensor and local.is_contiguous() and local.device == parameter.device
 
 
-def _read(numbers: Sequence[torch.Tensor]) -> list[Hashable]:
-    """Return the values of tensors of one number, each with its dtype and device; one transfer for all of a kind."""
-    kinds: dict[tuple[torch.dtype, torch.device], list[int]] = defaultdict(list)
-    for position, number in enumerate(numbers):
-        kinds[number.dtype, number.device].append(position)
-    values: list[Hashable] = [None] * len(numbers)
-    for kind, positions in kinds.items():
-        for position, value in zip(positions, torch.stack([numbers[p] for p in positions]).tolist(), strict=True):
-            values[position] = (value, *kind)
-    return values
-
-
-# ---------------------------------------------------------------- how they lie
-
-
-def _chains(members: Sequence[_Member], gradients: Sequence[Any] = ()) -> Iterator[list[_Member]]:
-    """Yield neighbours in the groups' plans that are alike; given gradients, those whose gradients lie so, too."""
-    by_group: dict[int, list[_Member]] = defaultdict(list)
-    for member in members:
-        by_group[id(member.group)].append(member)
-    for found in by_group.values():
-        offsets = found[0].group.plan.offsets
-        ranks = {index: rank for rank, index in enumerate(sorted(range(len(offsets)), key=offsets.__getitem__))}
-        found.sort(key=lambda member: ranks[member.index])
-        links = [found[0]]
-        for member in found[1:]:
-            is_next = ranks[member.index] == ranks[links[-1].index] + 1 and _goes_on(links, member)
-            if not is_next or (gradients and not _gradient_goes_on(links, member, gradients)):
-                yield links
-                links = []
-            links.append(member)
-        yield links
-
-
-def _goes_on(links: Sequence[_Member], member: _Member) -> bool:
-    """Whether a neighbour can be stepped together with what lies before it."""
-    before = [link for link in links if link.numel]
-    if member.likeness != links[-1].likeness:
-        return False
-    boundaries = (before[-1].stop, member.start) if before and member.numel else ()
-    return all((boundary - before[0].start) % member.alignment == 0 for boundary in boundaries)
-
-
-def _gradient_goes_on(links: Sequence[_Member], member: _Member, gradients: Sequence[Any]) -> bool:
-    leader = _leader(links)
-    if not leader.numel or not member.numel:
-        return True
-    first, rows = (gradients[each.position]._local_tensor for each in (leader, member))
-    return _is_ahead(first, rows, member.start - leader.start)
-
-
-def _leader(members: Sequence[_Member]) -> _Member:
-    return next((member for member in members if member.numel), members[0])
-
-
-def _run(members: list[_Member]) -> Run:
-    leader = _leader(members)
-    stop = max(member.stop for member in members) if leader.numel else leader.start
-    return Run(members, leader, leader.group.main_weight.local_buffer[leader.start : stop])
-
-
-def _lay_out_state(owner: Optimizer, runs: Iterable[Run]) -> list[Numbers]:
-    """Bring the state that members have into flat memory, and give it to the runs."""
-    slots: dict[Hashable, list[tuple[dict[str, Any], str]]] = defaultdict(list)
-    leaders: dict[Hashable, list[int]] = defaultdict(list)
-    shared: list[tuple[Run, str]] = []
-    for run in runs:
-        records = [owner.state.get(member.parameter) or {} for member in run.members]
-        for key, value in records[0].items():
-            run.state[key] = value
-            if isinstance(value, FlatDTensor):
-                values = [record[key] for record in records]
-                flat = run.over(list(map(local_of, values)))
-                run.state[key] = run.join(values) if flat is None else flat
-            elif value is not None and len(records) > 1:
-                kind = (value.dtype, value.device)
-                leaders[kind] += repeat(len(slots[kind]), len(records))
-                slots[kind] += ((record, key) for record in records)
-                shared.append((run, key))
-    numbers = [Numbers(slots[kind], leaders[kind]) for kind in slots]
-    for run, key in shared:
-        run.state[key] = owner.state[run.members[0].parameter][key]
-    return numbers
+def _is_ahead(first: torch.Tensor, local: torch.Tensor, distance: int) -> bool:
+    """Whether a tensor lies in the storage of another, so many elements behind its beginning."""
+    is_there = local.data_ptr() - first.data_ptr() == distance * first.itemsize
+    end = (first.storage_offset() + distance + local.numel()) * first.itemsize
+    return is_there and first.untyped_storage().nbytes() >= end

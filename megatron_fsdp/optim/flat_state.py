@@ -13,14 +13,13 @@ from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapp
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from dbuffer_kernels import AdamWBuffers, CodedSegments, Int8AdamWBuffers, MuonWeights, Segment, Segments
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.optim.adamw_update import Rows, Update
-from megatron_fsdp.optim.param_memory import ABSENT, FlatGradient, ParamMemory
+from megatron_fsdp.optim.param_memory import ABSENT, FlatGradient, ParamMemory, local_of
 
-__all__ = ["KEYS", "FlatState", "Moments", "State", "adopt_together", "local_of", "state_values"]
+__all__ = ["KEYS", "FlatState", "Moments", "State", "adopt_together", "state_values"]
 
 State = MutableMapping[Any, Any]
 KEYS = ("step", "exp_avg", "exp_avg_sq")
@@ -256,11 +255,6 @@ class Moments(FlatState):
             # Padding at both ends too: whole buffers need no slices.
             joined = [Segment(0, numel, joined[0].row)]
         return Segments(joined, numel)
-
-
-def local_of(tensor: Any) -> Any:
-    """Return this rank's part of a DTensor, and anything else as it is."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _address(tensor: torch.Tensor) -> int:

@@ -11,8 +11,7 @@ from torch import nn
 
 from dbuffer.collectives import all_reduce
 from dbuffer.mesh import MeshAxis
-from megatron_fsdp.optim.exact_norm import exact_norm
-from megatron_fsdp.optim.grad_norm_rare import HeldGradients, of_frozen, refuse_norm, refuse_pending
+from megatron_fsdp.optim.grad_norm_rare import HeldGradients, exact_norm, of_frozen, refuse_norm, refuse_pending
 from megatron_fsdp.optim.nonfinite import may_step, readings_of
 from megatron_fsdp.runtime.step.grad_binding import GradState
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup, group_of_parameter

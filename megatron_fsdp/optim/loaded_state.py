@@ -1,18 +1,23 @@
-"""What any optimizer over sharded parameters is looked at for before it steps: its state's rows, its parameters' kind.
+"""State of any optimizer over sharded parameters: as it is loaded, and as it is shown before the first step.
 
 State that an optimizer makes has the rows of its parameters, whichever operator makes it (docs/design/facade.md). State
 that ``load_state_dict`` brings may be whole, or a DTensor that PyTorch cut by its own rule.
+
+``torch.optim`` makes state in the first step: the ``state_dict()`` of a new optimizer is empty, and
+``torch.distributed.checkpoint.load`` fills what is there and nothing else. So it is shown as zeros, from which a step
+is as from none; they live in the returned dictionary alone (docs/design/checkpoint.md).
 """
 
 from __future__ import annotations
 
 import itertools
+import logging
 import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from dbuffer import FlatDTensor
 from megatron_fsdp.errors import ConfigError
@@ -26,11 +31,16 @@ __all__ = [
     "parameters_by_index",
     "parameters_of",
     "refuse_split_weights",
+    "show_fresh_state",
     "state_dtype",
+    "without_fresh_state",
 ]
 
+_log = logging.getLogger(__name__)
 # The state dictionary that each optimizer had when it was last looked through; loading makes another one.
 SEEN: weakref.WeakKeyDictionary[Optimizer, dict[Any, Any]] = weakref.WeakKeyDictionary()
+# The empty state that the last state dict of an optimizer had.
+_EMPTY: weakref.WeakKeyDictionary[Optimizer, dict[Any, Any]] = weakref.WeakKeyDictionary()
 # How many parameters the groups of each optimizer had when all of them were found to be whole weights.
 WHOLE: weakref.WeakKeyDictionary[Optimizer, list[int]] = weakref.WeakKeyDictionary()
 
@@ -93,3 +103,61 @@ def refuse_split_weights(optimizer: Optimizer, *_: Any) -> None:
                 "megatron_fsdp.AdamW, or shard that unit with split_main_params=False."
             )
     WHOLE[optimizer] = sizes
+
+
+# ---------------------------------------------------------------- before the first step
+
+
+def show_fresh_state(optimizer: Optimizer) -> None:
+    """Let ``state_dict()`` show zeros for parameters without state, for optimizers that are known to begin with them.
+
+    Those are ``torch.optim.Adam``, ``AdamW`` and ``SGD``, and this project's with moments of floating-point numbers.
+    """
+    optimizer.register_state_dict_post_hook(_add_fresh_state)
+    optimizer.register_load_state_dict_pre_hook(_warn_of_nothing, prepend=True)
+
+
+def without_fresh_state(optimizer: Optimizer, document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state dict of the optimizer with the state that it has, and nothing that is only shown."""
+    named = parameters_by_index(optimizer, document)
+    shown = {index for index, parameter in named.items() if not optimizer.state.get(parameter)}
+    return {**document, "state": {key: values for key, values in document["state"].items() if key not in shown}}
+
+
+def _add_fresh_state(optimizer: Optimizer, document: dict[str, Any]) -> dict[str, Any]:
+    state, named = dict(document["state"]), parameters_by_index(optimizer, document)
+    for group in document["param_groups"]:
+        keys = _fresh_keys(optimizer, group)
+        for index in group["params"]:
+            parameter = named[index]
+            if keys and parameter.requires_grad and not optimizer.state.get(parameter):
+                state[index] = {key: _zeros(optimizer, group, parameter, key) for key in keys}
+    _EMPTY[optimizer] = state
+    return {**document, "state": state}
+
+
+def _fresh_keys(optimizer: Optimizer, group: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the keys of the zeros from which a step of a param group is as from no state; none where it is not so."""
+    kind = type(optimizer)
+    if kind in (Adam, AdamW):
+        return ("step", "exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()))
+    if kind is SGD:
+        return ("momentum_buffer",) if group["momentum"] and not group["dampening"] else ()
+    own: tuple[str, ...] = optimizer.fresh_keys(group) if hasattr(optimizer, "fresh_keys") else ()
+    return own
+
+
+def _zeros(optimizer: Optimizer, group: Mapping[str, Any], parameter: torch.Tensor, key: str) -> torch.Tensor:
+    if key != "step":
+        return torch.zeros_like(parameter.detach(), dtype=state_dtype(optimizer, parameter))
+    is_beside = group.get("capturable") or (group.get("fused") and type(optimizer) in (Adam, AdamW))
+    return torch.zeros((), device=parameter.device if is_beside else "cpu")
+
+
+def _warn_of_nothing(optimizer: Optimizer, document: dict[str, Any]) -> None:
+    if not document["state"] and document["state"] is _EMPTY.get(optimizer):
+        _log.warning(
+            "%s: the state dict of an optimizer that has not stepped came back, with no state in it. If a checkpoint "
+            "was to be read into it, none was: use megatron_fsdp.load_checkpoint, or step once before",
+            type(optimizer).__name__,
+        )

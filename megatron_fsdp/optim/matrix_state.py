@@ -118,9 +118,8 @@ class MatrixState(FlatState):
             return
         for block, factor in member.blocks:
             row = row_of(member.group, factor)
-            for piece in block.rectangles(held):
-                starts = (base + piece.start + line * piece.stride for line in range(piece.rows))
-                yield from (Segment(start, start + piece.columns, row) for start in starts)
+            for piece in block.pieces(held):
+                yield Segment(base + piece.start, base + piece.start + piece.numel, row)
 
     # ------------------------------------------------------------------ state
 

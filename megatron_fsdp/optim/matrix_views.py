@@ -10,22 +10,19 @@ from typing import Any
 
 from megatron_fsdp.errors import ConfigError
 
-__all__ = ["MatrixBlock", "MatrixView", "Rectangle"]
+__all__ = ["MatrixBlock", "MatrixPiece", "MatrixView"]
 
 
 @dataclass(frozen=True, slots=True)
-class Rectangle:
-    """Elements of one matrix that lie regularly in a flat piece of its parameter.
+class MatrixPiece:
+    """Elements of one matrix that lie in a row in a flat piece of its parameter.
 
     Attributes:
-        start, stride: of the first element in the piece, and from one row to the next.
-        rows, columns: of the rectangle. place: of its first element in the flattened matrix.
+        start, numel: of them in the piece. place: of the first one in the flattened matrix.
     """
 
     start: int
-    stride: int
-    rows: int
-    columns: int
+    numel: int
     place: int
 
 
@@ -34,24 +31,16 @@ class MatrixBlock:
     """One matrix inside a parameter that is seen as (all leading dims, last dim).
 
     Attributes:
-        width: columns of the parameter. row_ranges: the matrix's rows, (start, stop) in the parameter, in order.
-        first_column, last_column: the columns from the first to before the last.
+        columns: of both. row_ranges: the matrix's rows, (start, stop) in the parameter, in order.
     """
 
-    width: int
+    columns: int
     row_ranges: tuple[tuple[int, int], ...]
-    first_column: int
-    last_column: int
 
     @property
     def rows(self) -> int:
         """Rows of the matrix."""
         return sum(stop - start for start, stop in self.row_ranges)
-
-    @property
-    def columns(self) -> int:
-        """Columns of the matrix."""
-        return self.last_column - self.first_column
 
     @property
     def numel(self) -> int:
@@ -60,40 +49,20 @@ class MatrixBlock:
 
     def overlap(self, held: range) -> int:
         """Return how many of the matrix's elements are among ``held``, a range of the flattened parameter."""
-        return sum(rectangle.rows * rectangle.columns for rectangle in self.rectangles(held))
+        return sum(piece.numel for piece in self.pieces(held))
 
-    def rectangles(self, held: range) -> Iterator[Rectangle]:
+    def pieces(self, held: range) -> Iterator[MatrixPiece]:
         """Yield the matrix's elements among ``held``, a range of the flattened parameter.
 
         They come in the order of the matrix's rows; positions count from the first element of ``held``.
         """
         place = 0
         for start, stop in self.row_ranges:
-            if self.columns == self.width:
-                # One run: all of these rows' elements are the matrix's.
-                first, last = max(start * self.width, held.start), min(stop * self.width, held.stop)
-                if first < last:
-                    yield Rectangle(
-                        first - held.start, last - first, 1, last - first, place + first - start * self.width
-                    )
-            else:
-                yield from self._of_cut_rows(start, stop, place, held)
+            begin = start * self.columns
+            first, last = max(begin, held.start), min(stop * self.columns, held.stop)
+            if first < last:
+                yield MatrixPiece(first - held.start, last - first, place + first - begin)
             place += (stop - start) * self.columns
-
-    def _of_cut_rows(self, start: int, stop: int, place: int, held: range) -> Iterator[Rectangle]:
-        """Yield the matrix's columns of rows of which at most the first and the last are held in part."""
-        width, row, last_row = self.width, max(start, held.start // self.width), min(stop, -(-held.stop // self.width))
-        while row < last_row:
-            low = max(self.first_column, held.start - row * width)
-            high = min(self.last_column, held.stop - row * width)
-            count = 1
-            if (low, high) == (self.first_column, self.last_column):
-                # The last row is full too if what is held reaches the matrix's last column in it.
-                count = max(min(last_row, (held.stop - self.last_column) // width + 1) - row, 1)
-            if low < high:
-                where = place + (row - start) * self.columns + low - self.first_column
-                yield Rectangle(row * width + low - held.start, width, count, high - low, where)
-            row += count
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,14 +70,13 @@ class MatrixView:
     """How a parameter is seen as matrices; the default sees a 2-D parameter as one.
 
     A parameter of shape (d1, ..., dk, rows, columns) with ``batch_dims=k`` is d1 x ... x dk matrices: the experts of a
-    layer, each of its own. Each of these may be cut further into rows, columns or both.
+    layer, each of its own. Each of these may be cut further into blocks of rows.
 
     Attributes:
         batch_dims: leading dims that count matrices.
         row_splits: sizes of blocks of rows that are matrices by themselves, repeated as often as the rows allow:
             ``(head_dim,)`` makes a matrix of every head of a query projection, ``(inner, inner)`` two of a fused gate
             and up projection.
-        column_splits: the same for columns: ``(head_dim,)`` for an output projection.
         is_joined: the blocks of one position of all repetitions are one matrix: with Megatron's interleaved
             ``row_splits=(q, k, v)`` all query rows together, all keys, all values.
 
@@ -120,7 +88,6 @@ class MatrixView:
 
     batch_dims: int = 0
     row_splits: tuple[int, ...] = ()
-    column_splits: tuple[int, ...] = ()
     is_joined: bool = False
 
     @classmethod
@@ -136,10 +103,9 @@ class MatrixView:
         known = {field.name for field in fields(cls)}
         if plain.keys() - known:
             raise ConfigError(f"matrix view: unknown {sorted(plain.keys() - known)}; wanted some of {sorted(known)}")
-        for name in ("row_splits", "column_splits"):
-            plain[name] = tuple(plain.get(name) or ())
-            if any(size < 1 for size in plain[name]):
-                raise ConfigError(f"matrix view: {name}={plain[name]}; wanted sizes of at least 1")
+        plain["row_splits"] = tuple(plain.get("row_splits") or ())
+        if any(size < 1 for size in plain["row_splits"]):
+            raise ConfigError(f"matrix view: row_splits={plain['row_splits']}; wanted sizes of at least 1")
         return cls(**plain)
 
     def to_plain(self) -> dict[str, Any]:
@@ -163,15 +129,13 @@ class MatrixView:
         rows, columns = shape[-2:]
         count = math.prod(shape[:-2])
         row_pieces = _pieces(rows, self.row_splits, f"Muon: {name} of shape {shape}: row_splits")
-        column_pieces = _pieces(columns, self.column_splits, f"Muon: {name} of shape {shape}: column_splits")
         period = max(len(self.row_splits), 1)
         joined = [tuple(row_pieces[position::period]) for position in range(period)]
         merged = joined if self.is_joined else [(piece,) for piece in row_pieces]
         return tuple(
-            MatrixBlock(columns, tuple((start + offset, stop + offset) for start, stop in ranges), *limits)
+            MatrixBlock(columns, tuple((start + offset, stop + offset) for start, stop in ranges))
             for offset in range(0, count * rows, max(rows, 1))
             for ranges in merged
-            for limits in column_pieces
             if rows and columns
         )
 

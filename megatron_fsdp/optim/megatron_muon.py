@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from megatron_fsdp.optim.matrix_views import MatrixView
-from megatron_fsdp.optim.muon import Muon, MuonOptions
+from megatron_fsdp.optim.muon import Muon
 from megatron_fsdp.optim.param_groups import muon_param_groups
 
 __all__ = ["MUON_NAMES", "megatron_muon"]
@@ -52,7 +52,7 @@ def megatron_muon(groups: Sequence[Mapping[str, Any]], config: Any, model: nn.Mo
             "eps": config.adam_eps,
             "weight_decay": config.weight_decay,
         },
-        options=MuonOptions(ns_dtype=torch.bfloat16 if is_bf16 else torch.float32),
+        ns_dtype=torch.bfloat16 if is_bf16 else torch.float32,
     )
 
 

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.optim.exchange import Exchange, OwnerRanks, Source, owner_ranks
 from megatron_fsdp.optim.flat_base import Binding, FlatBase, Found
-from megatron_fsdp.optim.flat_state import FlatState, Moments, adopt_together
-from megatron_fsdp.optim.matrix_state import MatrixMember, MatrixState, StepRows
+from megatron_fsdp.optim.flat_state import KEYS, FlatState, Moments, adopt_together
+from megatron_fsdp.optim.matrix_state import MOMENTUM, MatrixMember, MatrixState, StepRows
 from megatron_fsdp.optim.matrix_views import MatrixBlock, MatrixView
 from megatron_fsdp.optim.newton_schulz import SIMPLE, Iteration, coefficients, scale_factor
 from megatron_fsdp.optim.ownership import MatrixWork, OwnershipReport, plan_ownership
@@ -23,8 +23,10 @@ from megatron_fsdp.optim.param_memory import ABSENT, GroupMemory, find_owned
 from megatron_fsdp.runtime.step.freshness import refreshes_itself
 from megatron_fsdp.runtime.step.parameter_group import group_of_parameter
 
-__all__ = ["Domain", "Muon", "MuonOptions", "explain_ownership"]
+__all__ = ["Domain", "Muon", "explain_ownership"]
 
+# Of the matrices that an owner takes at once; two such buckets are in flight.
+BUCKET_BYTES = 64 * 2**20
 _ADAMW = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2, "maximize": False, "capturable": False}
 # Keys of a param group that say what its parameters are; a state dict does not change them.
 _STRUCTURE = ("use_muon", "view")
@@ -51,7 +53,9 @@ class Muon(FlatBase):
         ns_coefficients: three numbers, or a name of ``COEFFICIENT_SETS``.
         adjust_lr_fn: see ``scale_factor``. extra_scale_factor: multiplies that factor.
         adamw: defaults of groups with ``use_muon=False``: lr (otherwise this one's), betas, eps, weight_decay.
-        options: how the step is carried out.
+        ns_dtype: in which matrices travel and Newton-Schulz is computed: bf16 as ``torch.optim.Muon``; FP32 is slower
+            and closer. moments_dtype: of momentum and moments; None: that of each main weight, FP32 where those are
+            split.
         max_norm, nonfinite: as in ``AdamW``; both look at all gradients, and decide before any matrix is touched.
     Raises:
         ConfigError: a parameter that is no matrix in a group for matrices, by name; options that do not go together.
@@ -62,7 +66,7 @@ class Muon(FlatBase):
         optimizer.step()
     """
 
-    _kept = (*FlatBase._kept, "options", "num_orthogonalized", "_defaults")
+    _kept = (*FlatBase._kept, "ns_dtype", "_defaults")
 
     def __init__(
         self,
@@ -78,13 +82,16 @@ class Muon(FlatBase):
         *,
         extra_scale_factor: float = 1.0,
         adamw: Mapping[str, Any] | None = None,
-        options: MuonOptions | None = None,
+        ns_dtype: torch.dtype = torch.bfloat16,
+        moments_dtype: torch.dtype | None = None,
         max_norm: float | None = None,
         nonfinite: str = "ignore",
     ) -> None:
-        self.options = options or MuonOptions()
-        self._set_up(max_norm, nonfinite, self.options.moments_dtype)
-        self.num_orthogonalized = 0
+        for name, dtype in (("ns_dtype", ns_dtype), ("moments_dtype", moments_dtype)):
+            if dtype is not None and not dtype.is_floating_point:
+                raise ConfigError(f"Muon({name}={dtype}): give a floating-point dtype")
+        self.ns_dtype = ns_dtype
+        self._set_up(max_norm, nonfinite, moments_dtype)
         muon = {
             "lr": lr,
             "weight_decay": weight_decay,
@@ -121,9 +128,8 @@ class Muon(FlatBase):
         adopt_together([(state, gradient.present) for state, gradient in found], self.state)
         rows = StepRows(self.param_groups, binding.factors)
         gradients = {id(state): gradient for state, gradient in found}
-        dtype = self.options.ns_dtype
         flats = {
-            id(state): torch.zeros(state.memory.numel, dtype=dtype, device=state.memory.device)
+            id(state): torch.zeros(state.memory.numel, dtype=self.ns_dtype, device=state.memory.device)
             for domain in binding.domains
             for state in domain.states
             if any(id(each) in gradients for each in domain.states)
@@ -139,7 +145,6 @@ class Muon(FlatBase):
             # Collectives and products run where compute does, which is elsewhere for offloaded weights.
             there = [flats[id(state)].to(state.memory.compute_device) for state in domain.states]
             domain.exchange.run(there, lambda: others.pop()() if others else None)
-            self.num_orthogonalized += domain.exchange.num_owned
             for state, whole in zip(domain.states, there, strict=True):
                 if id(state) in gradients:
                     state.apply(whole.to(state.memory.device), gradients[id(state)].present, rows)
@@ -161,11 +166,15 @@ class Muon(FlatBase):
         found: tuple[Domain, ...] = self._bound().domains
         return found
 
+    def fresh_keys(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        """See ``AdamW``."""
+        return (MOMENTUM,) if group["use_muon"] else KEYS
+
     def _flags_of(self, group: dict[str, Any]) -> tuple[Any, ...]:
         return tuple(repr(group[name]) for name in _BINDING) if group["use_muon"] else ()
 
     def _bind(self, parameters: tuple[torch.Tensor, ...], flags: tuple[Any, ...]) -> _Binding:
-        groups, dtype = self.param_groups, self.options.moments_dtype
+        groups = self.param_groups
         factors: dict[tuple[int, float], int] = {}
 
         def row_of(group: int, factor: float) -> int:
@@ -181,9 +190,9 @@ class Muon(FlatBase):
                 if member != ABSENT and groups[member]["use_muon"]
             }
             if matrices:
-                states.append(MatrixState(memory, members, matrices, row_of, dtype))
+                states.append(MatrixState(memory, members, matrices, row_of, self.moments_dtype))
             else:
-                states.append(Moments(memory, members, dtype))
+                states.append(Moments(memory, members, self.moments_dtype))
         domains = tuple(self._domains([state for state in states if isinstance(state, MatrixState)]))
         return _Binding(parameters, flags, tuple(states), domains, tuple(factors))
 
@@ -193,7 +202,7 @@ class Muon(FlatBase):
             memory = state.memory
             ranks = owner_ranks(memory.group.main_weight) if isinstance(memory, GroupMemory) else OwnerRanks(None, None)
             by_ranks.setdefault((id(ranks.shards), id(ranks.replicas)), (ranks, []))[1].append(state)
-        bucket_numel = max(self.options.bucket_bytes // self.options.ns_dtype.itemsize, 1)
+        bucket_numel = max(BUCKET_BYTES // self.ns_dtype.itemsize, 1)
         for ranks, members in by_ranks.values():
             pairs = [pair for flat, state in enumerate(members) for pair in self._works(state, flat, ranks.num_shards)]
             ownership = plan_ownership([work for work, _ in pairs], ranks.num_shards, ranks.num_replicas)
@@ -216,34 +225,6 @@ def _step_others(found: Found, rows: StepRows, factor: torch.Tensor | None) -> N
     """Step all that AdamW steps."""
     for update in [update for state, gradient in found for update in state.updates(gradient, rows)]:
         update.run(rows, factor)
-
-
-@dataclass(frozen=True, slots=True)
-class MuonOptions:
-    """How ``Muon`` carries a step out; none changes the result but where it says so.
-
-    Attributes:
-        ns_dtype: in which matrices travel and Newton-Schulz is computed. bf16 as ``torch.optim.Muon``; FP32 is slower
-            and closer.
-        bucket_bytes: of the matrices that an owner takes at once; two such buckets are in flight.
-        moments_dtype: of momentum and moments; None: that of each main weight, FP32 where those are split.
-
-    Example:
-        options = MuonOptions(ns_dtype=torch.float32)
-        optimizer = Muon(muon_param_groups(model), lr=0.02, options=options)
-    """
-
-    ns_dtype: torch.dtype = torch.bfloat16
-    bucket_bytes: int = 64 * 2**20
-    moments_dtype: torch.dtype | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("ns_dtype", "moments_dtype"):
-            dtype = getattr(self, name)
-            if dtype is not None and not dtype.is_floating_point:
-                raise ConfigError(f"MuonOptions({name}={dtype}): give a floating-point dtype")
-        if self.bucket_bytes < 1:
-            raise ConfigError(f"MuonOptions(bucket_bytes={self.bucket_bytes}): wanted at least 1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,7 +264,7 @@ def explain_ownership(optimizer: Optimizer) -> tuple[OwnershipReport, ...]:
     """
     if not isinstance(optimizer, Muon):
         raise ConfigError(f"explain_ownership: found {type(optimizer).__name__}; wanted a megatron_fsdp.optim.Muon")
-    itemsize = optimizer.options.ns_dtype.itemsize
+    itemsize = optimizer.ns_dtype.itemsize
     return tuple(OwnershipReport(domain.exchange.ownership, itemsize) for domain in optimizer.domains())
 
 

@@ -123,8 +123,7 @@ def scale_factor(rows: int, columns: int, mode: str | None) -> float:
 
     ``original`` (the default) and ``shape_scaling``: sqrt(max(1, rows / columns)), Jordan et al. 2024;
     ``match_rms_adamw``: 0.2 sqrt(max(rows, columns)), Moonshot, "Muon is scalable for LLM training" (2025);
-    ``spectral``: sqrt(max(rows, columns)); ``unit_rms_norm`` and ``spectral_unclamped``: sqrt(rows / columns);
-    ``none``: 1.
+    ``spectral``: sqrt(max(rows, columns)); ``unit_rms_norm``: sqrt(rows / columns).
     Names are those of ``torch.optim.Muon`` and Emerging-Optimizers.
 
     Args:
@@ -136,8 +135,6 @@ def scale_factor(rows: int, columns: int, mode: str | None) -> float:
         "shape_scaling": math.sqrt(max(1, rows / columns)),
         "spectral": math.sqrt(max(rows, columns)),
         "unit_rms_norm": math.sqrt(rows / columns),
-        "spectral_unclamped": math.sqrt(rows / columns),
-        "none": 1.0,
     }
     mode = "original" if mode is None else mode
     if mode not in factors:

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from dbuffer.collectives_rare import reduce_numbers
 from dbuffer.mesh import MeshAxis
 from megatron_fsdp.errors import ConfigError, NonfiniteGradientError
+from megatron_fsdp.optim.param_memory import local_of
 from megatron_fsdp.runtime.step.parameter_group import group_of_parameter
 
 __all__ = ["POLICIES", "Reading", "check_gradients", "check_policy", "may_step", "readings_of"]
@@ -92,7 +92,7 @@ def readings_of(model: nn.Module) -> list[Reading]:
     found = []
     for name, parameter in model.named_parameters():
         group, gradient = group_of_parameter(parameter), parameter.grad
-        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        local = local_of(gradient)
         if group is None or group.gradients is None:
             found.append(Reading(f"parameter {name!r}", local, (), parameter.device))
         else:

@@ -30,8 +30,6 @@ def muon_param_groups(
     views: Mapping[str, MatrixView] | None = None,
     adamw: Sequence[str] = (),
     rule: Rule | None = None,
-    muon_options: Mapping[str, Any] | None = None,
-    adamw_options: Mapping[str, Any] | None = None,
 ) -> list[dict[str, Any]]:
     """Return the param groups of a model for ``Muon``: one for each kind of view, and those of AdamW.
 
@@ -45,9 +43,8 @@ def muon_param_groups(
         views: how parameters with matching names are seen, such as ``{"*.qkv.weight": MatrixView(...)}``.
         adamw: names, as ``fnmatch`` patterns, that AdamW steps.
         rule: takes name and parameter; True for Muon, False for AdamW, None for the next.
-        muon_options, adamw_options: put into the groups. Vectors are not decayed unless ``adamw_options`` says so.
     Returns:
-        Dicts with ``params``, ``use_muon`` and, for matrices, ``view``.
+        Dicts with ``params``, ``use_muon`` and, for matrices, ``view``; vectors are not decayed.
     Raises:
         ConfigError: a parameter of which nothing is known, a pattern that matches nothing, or no matrix at all.
 
@@ -75,11 +72,8 @@ def muon_param_groups(
             f"muon_param_groups: no parameter of {type(model).__name__} is a matrix for Muon; name some with "
             "views={...}"
         )
-    groups = [
-        {"params": found, "use_muon": True, "view": view.to_plain(), **(muon_options or {})}
-        for view, found in muon.items()
-    ]
-    others = [(matrices, dict(adamw_options or {})), (vectors, {"weight_decay": 0.0, **(adamw_options or {})})]
+    groups = [{"params": found, "use_muon": True, "view": view.to_plain()} for view, found in muon.items()]
+    others = [(matrices, {}), (vectors, {"weight_decay": 0.0})]
     return [*groups, *({"params": found, "use_muon": False, **options} for found, options in others if found)]
 
 

@@ -19,7 +19,17 @@ from megatron_fsdp.optim.ownership import holders_of
 from megatron_fsdp.runtime.step.grad_binding import GradState
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup, group_of_parameter
 
-__all__ = ["ABSENT", "FlatGradient", "GroupMemory", "Owned", "ParamMemory", "PlainMemory", "find_owned", "local_range"]
+__all__ = [
+    "ABSENT",
+    "FlatGradient",
+    "GroupMemory",
+    "Owned",
+    "ParamMemory",
+    "PlainMemory",
+    "find_owned",
+    "local_of",
+    "local_range",
+]
 
 ABSENT = -1
 # Past the property of sharded parameters, which is a call of Python for each of them.
@@ -117,7 +127,7 @@ class GroupMemory:
         for grad, name, (start, stop) in zip(grads, self.names, self.pieces, strict=True):
             if grad is None:
                 continue
-            local = grad.to_local() if isinstance(grad, DTensor) else grad
+            local = local_of(grad)
             if local.numel() != stop - start:
                 raise StateError(
                     f"{name}: .grad has {local.numel()} elements on this rank, the parameter {stop - start}; assign a "
@@ -168,7 +178,7 @@ class PlainMemory:
     """
 
     def __init__(self, parameter: torch.Tensor, name: str) -> None:
-        local = _local_of(parameter)
+        local: torch.Tensor = local_of(parameter)
         self.params, self.names = (parameter,), (name,)
         self.numel, self.dtype, self.device = local.numel(), parameter.dtype, parameter.device
         self.axes, self.compute_device, self.is_invariant = (), parameter.device, False
@@ -192,7 +202,7 @@ class PlainMemory:
                 f"{gradient.layout}; wanted real numbers and dense gradients. Use torch.optim.SparseAdam for sparse "
                 "gradients, and torch.view_as_real for complex parameters."
             )
-        return FlatGradient(_local_of(gradient).reshape(-1), (True,))
+        return FlatGradient(local_of(gradient).detach().reshape(-1), (True,))
 
     def zeros(self, dtype: torch.dtype | None, what: str, numel: int | None = None) -> torch.Tensor:
         """See ``GroupMemory``."""
@@ -201,7 +211,7 @@ class PlainMemory:
     def view(self, index: int, piece: torch.Tensor) -> Any:
         """See ``GroupMemory``."""
         (parameter,) = self.params
-        rows = piece.view(_local_of(parameter).shape)
+        rows = piece.view(local_of(parameter).shape)
         if not isinstance(parameter, DTensor):
             return rows
         mesh, shape, stride = parameter.device_mesh, parameter.shape, parameter.stride()
@@ -214,12 +224,12 @@ class PlainMemory:
     def weights(self) -> MuonWeights:
         """See ``GroupMemory``."""
         if self._flat is None:
-            self._flat = _local_of(self.params[0]).reshape(-1)
+            self._flat = local_of(self.params[0]).detach().reshape(-1)
         return MuonWeights(self._flat)
 
     def settle(self) -> None:
         """See ``GroupMemory``."""
-        flat, self._flat, local = self._flat, None, _local_of(self.params[0])
+        flat, self._flat, local = self._flat, None, local_of(self.params[0]).detach()
         if flat is not None and flat.data_ptr() != local.data_ptr():
             local.copy_(flat.view(local.shape))
 
@@ -257,8 +267,9 @@ def find_owned(param_groups: Sequence[dict[str, Any]]) -> list[Owned]:
     return [Owned(memory, tuple(places.get(id(param), ABSENT) for param in memory.params)) for memory in memories]
 
 
-def _local_of(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+def local_of(tensor: Any) -> Any:
+    """Return this rank's part of a DTensor, and anything else as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def local_range(buffer: DBuffer, index: int) -> tuple[int, int]:

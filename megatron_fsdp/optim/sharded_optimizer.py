@@ -10,8 +10,12 @@ from typing import Any, TypeVar
 from torch.optim import Optimizer
 
 from megatron_fsdp.errors import ConfigError
-from megatron_fsdp.optim.fresh_state import show_fresh_state
-from megatron_fsdp.optim.loaded_state import lay_out_loaded_state, parameters_of, refuse_split_weights
+from megatron_fsdp.optim.loaded_state import (
+    lay_out_loaded_state,
+    parameters_of,
+    refuse_split_weights,
+    show_fresh_state,
+)
 from megatron_fsdp.runtime.step.freshness import refreshes_itself
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup, group_of_parameter
 from megatron_fsdp.runtime.weights.sharded_weights import announce_step

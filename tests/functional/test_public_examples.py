@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import megatron_fsdp
 from megatron_fsdp.megatron import fully_shard_model, fully_shard_model_and_optimizer
-from megatron_fsdp.muon import MatrixView, MuonOptions, explain_ownership, muon_param_groups
+from megatron_fsdp.muon import MatrixView, explain_ownership, muon_param_groups
 from tests.harness import run_ranks
 
 MODULES = ("megatron_fsdp", "megatron_fsdp.huggingface", "megatron_fsdp.megatron", "megatron_fsdp.muon")
@@ -79,7 +79,7 @@ def scene(code: str) -> dict[str, Any]:
     batches = [torch.randn(3, 16) for _ in range(2)]
     ours = {name: getattr(megatron_fsdp, name) for name in megatron_fsdp.__all__}
     theirs = (argparse, torch, dist, nn, init_device_mesh, timedelta, Model, Block)
-    muons = (MatrixView, MuonOptions, explain_ownership, muon_param_groups)
+    muons = (MatrixView, explain_ownership, muon_param_groups)
     megatrons = (fully_shard_model, fully_shard_model_and_optimizer)
     return {
         **ours,

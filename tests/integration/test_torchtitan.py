@@ -14,7 +14,7 @@ from torch.nn import functional
 from megatron_fsdp import Muon
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.integrations.torchtitan import parallelize_decoder
-from megatron_fsdp.muon import MuonOptions, muon_param_groups
+from megatron_fsdp.muon import muon_param_groups
 from megatron_fsdp.runtime.step.unit import units_below
 from tests.integration.ranks import run_ranks
 
@@ -116,7 +116,7 @@ def with_muon(num_shards: int) -> dict[str, torch.Tensor]:
     """Train with Muon for the matrices, on the same data whatever the ranks; in FP32, as bf16 is slow on CPUs."""
     model = initialise(parallelize_decoder(build_model(), **configure(dist.get_world_size() // num_shards)))
     groups = muon_param_groups(model)
-    optimizer = Muon(groups, lr=0.02, options=MuonOptions(ns_dtype=torch.float32))
+    optimizer = Muon(groups, lr=0.02, ns_dtype=torch.float32)
     num_matrices = sum(len(group["params"]) for group in groups if group.get("use_muon", True))
     # Queries, keys and values in one, the output, and three of the feed-forward network, in two layers.
     assert num_matrices == 10

@@ -16,7 +16,7 @@ from dbuffer.collectives import all_reduce
 from dbuffer.collectives_rare import broadcast
 from dbuffer.dtensor.flat_dtensor import FlatDTensor
 from dbuffer.mesh import mesh_axes
-from megatron_fsdp.config.apply import prefetch_elements
+from megatron_fsdp.config.fsdp_config import prefetch_elements
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.integrations.megatron.checkpoint import (
     check_was_read,

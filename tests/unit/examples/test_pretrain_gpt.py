@@ -206,7 +206,7 @@ def test_a_signal_ends_the_run_after_the_step_with_a_checkpoint(
 
 def test_a_save_in_the_background_that_fails_ends_the_run_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
     full = OSError(28, "No space left on device")
-    with mock.patch("megatron_fsdp.checkpoint.writer.sync_folder", side_effect=full):
+    with mock.patch("megatron_fsdp.checkpoint.writer.sync", side_effect=full):
         assert "No space left on device" in refusal(f"{ENGINE} --save run --async-save --save-interval 2", capsys)
 
 

@@ -92,7 +92,7 @@ def state_file_that_names_code(path: Path) -> None:
     checkpoint_manifest.write_manifest(path, files)
 
 
-UNSAFE = r"is damaged{} \(UnpicklingError: Weights only load failed"
+UNSAFE = r"is damaged \(UnpicklingError: Weights only load failed"
 # What is done to a folder, whether checksums are compared, and what is said.
 DAMAGES: dict[str, tuple[Callable[[Path], object], bool, str]] = {
     f"{name} {how}": (lambda path, do=do, name=name: do(path / name), True, said if name != MANIFEST else MANIFEST)
@@ -106,26 +106,26 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], bool, str]] = {
 DAMAGES |= {
     "unverified, cut short": (lambda path: truncate(path / "__0_0.distcp"), False, "cut short"),
     "unverified, state": (lambda path: overwrite(path / "state.pt"), False, r"state\.pt is damaged"),
-    "unverified, index": (lambda path: overwrite(path / METADATA), False, r"\.metadata is damaged at byte \d"),
+    "unverified, index": (lambda path: overwrite(path / METADATA), False, r"\.metadata is damaged \("),
     "code, index": (index_that_names_code, True, r"names posix\.mkdir, which no checkpoint is made of"),
     "code, number": (
         lambda path: index_that_names_code(path, "optimizer.param_groups.0.lr"),
         True,
-        r"exploit\.pt " + UNSAFE.format(" at byte 0") + r".*where optimizer\.param_groups\.0\.lr lies",
+        r"exploit\.pt " + UNSAFE + r".*where optimizer\.param_groups\.0\.lr lies",
     ),
-    "code, state": (state_file_that_names_code, True, r"state\.pt " + UNSAFE.format("")),
+    "code, state": (state_file_that_names_code, True, r"state\.pt " + UNSAFE),
 }
 # Found while tensors are read, some of which are by then.
 LATE: dict[str, tuple[Callable[[Path], object], bool, str]] = {
     "unverified, values": (
         lambda path: overwrite(path / "__0_0.distcp"),
         False,
-        r"__0_0\.distcp is damaged at byte [\d,]+ \(.*\), where .* lies",
+        r"__0_0\.distcp is damaged \(.*\), where .* lies",
     ),
     "code, tensor": (
         lambda path: index_that_names_code(path, "model.norm.weight"),
         True,
-        r"exploit\.pt " + UNSAFE.format(" at byte 0") + r".*where model\.norm\.weight lies",
+        r"exploit\.pt " + UNSAFE + r".*where model\.norm\.weight lies",
     ),
 }
 

@@ -1,4 +1,4 @@
-"""Sharded models to and from safetensors files: whole tensors one at a time out, own ranges in."""
+"""Sharded models to and from safetensors files: whole tensors out, own ranges in."""
 
 from pathlib import Path
 from typing import Any
@@ -11,9 +11,9 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from megatron_fsdp import CheckpointError
-from megatron_fsdp.checkpoint import model_state as checkpoint_full
-from megatron_fsdp.checkpoint.model_state import full_state_dict, local_part
+from megatron_fsdp.checkpoint.model_state import full_state_dict
 from megatron_fsdp.checkpoint.safetensors_model import export_safetensors, import_safetensors
+from megatron_fsdp.optim.param_memory import local_of
 from tests.functional.checkpoint_cases import LAYOUTS, Layout, State, message_of
 from tests.harness import run_ranks
 from tests.harness.grids import nightly_but
@@ -24,24 +24,9 @@ NAME_MAP = {"blocks.*.norm.weight": "model.layers.*.input_layernorm.weight", "he
 SHARDED = [name for name in LAYOUTS if name != "one process"]
 
 
-def export(layout: Layout, folder: str) -> int:
-    """Export, and return how many whole tensors existed at a time at most."""
+def export(layout: Layout, folder: str) -> None:
     model, _ = layout.build(seed=0)
-    alive, most = [0], [0]
-
-    class Counted(torch.Tensor):
-        def __del__(self) -> None:
-            alive[0] -= 1
-
-    def count(tensor: torch.Tensor) -> torch.Tensor:
-        alive[0] += 1
-        most[0] = max(most[0], alive[0])
-        return gather(tensor).as_subclass(Counted)
-
-    gather = checkpoint_full.whole
-    with mock.patch("megatron_fsdp.checkpoint.safetensors_model.whole", count):
-        export_safetensors(model, folder, name_map=NAME_MAP, max_file_bytes=500)
-    return most[0]
+    export_safetensors(model, folder, name_map=NAME_MAP, max_file_bytes=500)
 
 
 @pytest.mark.parametrize("name", ["3 ranks", "HSDP", "ZeRO-1", "FSDP2"])
@@ -54,10 +39,6 @@ def test_an_export_has_the_whole_models_values_under_the_mapped_names_of(name: s
         wanted[f"model.layers.{block}.input_layernorm.weight"] = wanted.pop(f"blocks.{block}.norm.weight")
     assert differing(found, wanted) == []
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
-
-
-def test_one_whole_tensor_exists_at_a_time_during_an_export(tmp_path: Path) -> None:
-    assert max(run_ranks(3, export, LAYOUTS["3 ranks"], str(tmp_path))) <= 2  # the next is made while one is let go
 
 
 def import_and_compare(layout: Layout, folder: str) -> tuple[State, float, int, int]:
@@ -92,7 +73,7 @@ def import_and_compare(layout: Layout, folder: str) -> tuple[State, float, int, 
     open_file = safetensors.safe_open
     with mock.patch.object(safetensors, "safe_open", Counted):
         import_safetensors(model, folder, name_map=NAME_MAP)
-    num_held = sum(local_part(tensor).numel() for tensor in model.state_dict().values())
+    num_held = sum(local_of(tensor).numel() for tensor in model.state_dict().values())
     tokens = draw_tokens(0)
     return whole_state(model), loss_of(model(tokens), tokens).item(), num_read[0], num_held
 

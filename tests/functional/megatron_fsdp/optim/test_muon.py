@@ -27,7 +27,8 @@ from megatron_fsdp import (
     load_checkpoint,
     save_checkpoint,
 )
-from megatron_fsdp.muon import MatrixView, MuonOptions, muon_param_groups
+from megatron_fsdp.muon import MatrixView, muon_param_groups
+from megatron_fsdp.optim import muon
 from megatron_fsdp.optim.newton_schulz import Iteration
 from tests.functional.adamw_comparison import groups_of
 from tests.functional.megatron_fsdp.optim.muon_model import (
@@ -53,8 +54,6 @@ TWO_AXES = {
     "no_shard on two axes": Placements((0, 1), _REPLICATED, _SUMS, _REPLICATED),
     "optim_grads_params on two axes": Placements((0, 1), _CUT, _CUT, _CUT),
 }
-# Small buckets, so that several are in flight.
-SMALL_BUCKETS = MuonOptions(bucket_bytes=300)
 Weights = dict[str, torch.Tensor]
 
 
@@ -63,8 +62,9 @@ def train_with_each(mesh_shape: tuple[int, ...], num_steps: int) -> dict[str, We
     found = {}
     for name, placements in (ZERO if len(mesh_shape) == 1 else TWO_AXES).items():
         model = shard_matrices(make_matrices(), mesh, placements)
-        optimizer = Muon(param_groups(model), options=SMALL_BUCKETS, **OPTIONS)
-        train_sharded(model, optimizer, range(num_steps), dist.get_rank())
+        # Small buckets, so that several are in flight.
+        with mock.patch.object(muon, "BUCKET_BYTES", 300):
+            train_sharded(model, Muon(param_groups(model), **OPTIONS), range(num_steps), dist.get_rank())
         found[name] = whole_state(model)
     return found
 
@@ -89,23 +89,23 @@ def test_twenty_steps_equal_those_of_whole_matrices_on_every_strategy(mesh_shape
     compare_with_whole(mesh_shape, 20)
 
 
-OTHERS: dict[str, tuple[dict[str, Any], MuonOptions]] = {
-    "momentum alone": ({"nesterov": False, "momentum": 0.9}, MuonOptions()),
-    "like AdamW": ({"adjust_lr_fn": "match_rms_adamw", "ns_steps": 3}, MuonOptions()),
-    "offloaded": ({}, MuonOptions()),
-    "Newton-Schulz in fp32": ({}, MuonOptions(ns_dtype=torch.float32)),
+OTHERS: dict[str, dict[str, Any]] = {
+    "momentum alone": {"nesterov": False, "momentum": 0.9},
+    "like AdamW": {"adjust_lr_fn": "match_rms_adamw", "ns_steps": 3},
+    "offloaded": {},
+    "Newton-Schulz in fp32": {"ns_dtype": torch.float32},
 }
 
 
 @pytest.mark.parametrize("way", OTHERS)
 @on_ranks(4)
 def test_options_of_torchs_muon_mean_the_same_to_the_bit(way: str) -> None:
-    own, options = OTHERS[way]
+    own = OTHERS[way]
     offload = CPUOffloadPolicy(pin_memory=False) if way == "offloaded" else None
     model = shard_matrices(make_matrices(), make_mesh((4,)), ZERO["optim_grads_params"], offload=offload)
     assert all(group.spec.is_offloaded is (offload is not None) for group in groups_of(model))
-    train_sharded(model, Muon(param_groups(model), options=options, **OPTIONS, **own), range(3), dist.get_rank())
-    whole = Whole({**OPTIONS, **own})
+    train_sharded(model, Muon(param_groups(model), **OPTIONS, **own), range(3), dist.get_rank())
+    whole = Whole({**OPTIONS, **{key: value for key, value in own.items() if key != "ns_dtype"}})
     iterate = in_fp32 if "Newton" in way else torch.optim._muon._zeropower_via_newtonschulz
     with mock.patch("torch.optim._muon._zeropower_via_newtonschulz", iterate):
         whole.train(range(3), range(4))
@@ -149,27 +149,27 @@ def counting() -> Iterator[list[int]]:
         yield calls
 
 
-def count(num_steps: int, options: MuonOptions) -> tuple[int, int, int]:
-    """Return how many matrices this rank made orthogonal, what the optimizer counted, and the messages."""
+def count(num_steps: int, bucket_bytes: int) -> tuple[int, int]:
+    """Return how many matrices this rank made orthogonal, and the messages."""
     model = shard_matrices(make_matrices(), make_mesh((4,)), ZERO["optim_grads_params"])
-    optimizer = Muon(param_groups(model), options=options, **OPTIONS)
+    optimizer = Muon(param_groups(model), **OPTIONS)
     messages: list[CollectiveCall] = []
-    with counting() as calls, observe_collectives(messages.append):
+    small = mock.patch.object(muon, "BUCKET_BYTES", bucket_bytes)
+    with small, counting() as calls, observe_collectives(messages.append):
         train_sharded(model, optimizer, range(num_steps), dist.get_rank())
-    return sum(calls), optimizer.num_orthogonalized, sum(call.kind == "all_to_all" for call in messages)
+    return sum(calls), sum(call.kind == "all_to_all" for call in messages)
 
 
 def test_each_matrix_is_one_ranks_work_once_a_step() -> None:
     num_steps = 2
     num_matrices = sum(1 for name, _ in make_matrices().named_parameters() for _ in cuts_of(name.rpartition(".")[2]))
-    ranks = run_ranks(4, count, num_steps, MuonOptions())
-    assert all(owned == counted for owned, counted, _ in ranks)
-    assert sum(owned for owned, *_ in ranks) == num_steps * num_matrices
-    assert max(owned for owned, *_ in ranks) <= num_steps * (num_matrices / 4 + 2)
+    ranks = run_ranks(4, count, num_steps, muon.BUCKET_BYTES)
+    assert sum(owned for owned, _ in ranks) == num_steps * num_matrices
+    assert max(owned for owned, _ in ranks) <= num_steps * (num_matrices / 4 + 2)
     # There and back once a step: none while gradients accumulate.
-    assert {messages for *_, messages in ranks} == {2 * num_steps}
+    assert {messages for _, messages in ranks} == {2 * num_steps}
     # Every matrix is larger than such a bucket: at most as many as the busiest rank has matrices that travel.
-    for *_, messages in run_ranks(4, count, 1, MuonOptions(bucket_bytes=1)):
+    for _, messages in run_ranks(4, count, 1, 1):
         assert 2 < messages <= 2 * (num_matrices / 4 + 2)
 
 
@@ -326,10 +326,10 @@ def test_the_report_counts_what_ranks_share_and_what_is_no_matrix_is_refused() -
     model, optimizer = trained()
     (report,) = explain(optimizer)
     plain = report.to_dict()
-    assert (plain["num_ranks"], plain["num_matrices"]) == (2, 2 * 16)
+    assert (plain["num_ranks"], plain["num_matrices"]) == (2, 2 * 14)
     assert plain["redundant_flops"] == pytest.approx(2 * plain["mean_flops"])
     assert plain["max_flops"] <= 1.05 * plain["bound_flops"]
-    assert "32 matrices" in str(report)
+    assert "28 matrices" in str(report)
     with pytest.raises(ConfigError, match=r"bias.*use_muon=False"):
         Muon([{"params": [model.layers[0].bias]}])
     with pytest.raises(ConfigError, match=r"experts.*batch_dims"):

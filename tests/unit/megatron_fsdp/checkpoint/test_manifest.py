@@ -55,13 +55,13 @@ def test_a_manifest_of_another_content_is_damaged(folder: Path, content: str) ->
 
 
 @pytest.mark.parametrize(
-    ("content", "offset"),
-    [(b'{"format": \xff}', 11), ('{"über": 1, "files" 2}'.encode(), 21), (b'{"format": 1', 12)],
+    "content",
+    [b'{"format": \xff}', '{"über": 1, "files" 2}'.encode(), b'{"format": 1'],
     ids=["no text", "no object", "cut short"],
 )
-def test_the_byte_at_which_a_manifest_breaks_off_is_named(folder: Path, content: bytes, offset: int) -> None:
+def test_a_manifest_that_breaks_off_is_damaged(folder: Path, content: bytes) -> None:
     (folder / MANIFEST).write_bytes(content)
-    with pytest.raises(DamagedCheckpointError, match=rf"manifest\.json is damaged at byte {offset} "):
+    with pytest.raises(DamagedCheckpointError, match=r"manifest\.json is damaged \("):
         read_manifest(folder)
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 
 from megatron_fsdp import load_checkpoint, save_checkpoint
@@ -124,21 +124,3 @@ def test_export_splits_and_converts_as_asked(checkpoint: Path) -> None:
     files = sorted(output.glob("model-*-of-00003.safetensors"))
     assert len(files) == 3
     assert {tensor.dtype for file in files for tensor in load_file(file).values()} == {torch.bfloat16}
-
-
-def test_import_makes_a_checkpoint_that_loads_into_the_tied_model(checkpoint: Path) -> None:
-    folder, name_map = checkpoint.parent / "hf", checkpoint.parent / "map.json"
-    assert command("export", checkpoint, folder, "--name-map", name_map) == 0
-    assert command("import", folder, checkpoint.parent / "back", "--name-map", name_map) == 0
-    model, wanted = Tiny(), Tiny()
-    load_checkpoint(wanted, None, checkpoint)
-    assert load_checkpoint(model, None, checkpoint.parent / "back") == {}
-    assert all(torch.equal(value, wanted.state_dict()[name]) for name, value in model.state_dict().items())
-
-
-def test_import_does_not_replace_other_things(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = checkpoint.parent / "hf"
-    folder.mkdir()
-    save_file({"a": torch.zeros(2)}, folder / "model.safetensors")
-    assert command("import", folder, checkpoint.parent) == 1
-    assert "exists and is no checkpoint" in capsys.readouterr().err

@@ -233,15 +233,6 @@ def test_a_gradient_scaler_unscales_before_the_step_even_with_fused() -> None:
         assert not getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
-def test_step_counters_beside_the_weights_give_the_same_steps() -> None:
-    mine, theirs = AdamW(parameters(), capturable=True), AdamW(parameters())
-    run(mine, range(3))
-    run(theirs, range(3))
-    for p, q in zip(mine.param_groups[0]["params"], theirs.param_groups[0]["params"], strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
-        assert torch.equal(mine.state[p]["step"], theirs.state[q]["step"])
-
-
 @pytest.mark.parametrize("has_groups", [False, True])
 def test_a_step_of_sharded_layers_calls_fewer_operators_than_torchs_and_leaves_few_beside_its_launches(
     has_groups: bool,

@@ -14,18 +14,15 @@ VIEWS = {
     "experts": MatrixView(batch_dims=1),
     "heads": MatrixView(batch_dims=1, row_splits=(4,)),
     "joined": MatrixView(batch_dims=1, row_splits=(3, 1, 2), is_joined=True),
-    "columns": MatrixView(batch_dims=1, column_splits=(3, 4)),
-    "both": MatrixView(batch_dims=1, row_splits=(5, 7), column_splits=(2, 5)),
 }
 
 
 def taken(block: MatrixBlock, held: range) -> torch.Tensor:
-    """Read a matrix from a flat range by its rectangles; what is outside of the range is -1."""
+    """Read a matrix from a flat range by its pieces; what is outside of the range is -1."""
     flat = torch.arange(held.start, held.stop)
     found = torch.full((block.rows * block.columns,), -1)
-    for piece in block.rectangles(held):
-        source = flat.as_strided((piece.rows, piece.columns), (piece.stride, 1), piece.start)
-        found.as_strided((piece.rows, piece.columns), (block.columns, 1), piece.place).copy_(source)
+    for piece in block.pieces(held):
+        found[piece.place : piece.place + piece.numel] = flat[piece.start : piece.start + piece.numel]
     return found.view(block.rows, block.columns)
 
 
@@ -43,13 +40,6 @@ def test_joined_blocks_are_those_of_one_position() -> None:
     assert [taken(block, range(24)).tolist() for block in blocks] == [parameter[picked].tolist() for picked in rows]
 
 
-def test_column_blocks_are_cut_between_columns() -> None:
-    parameter = torch.arange(3 * 6).view(3, 6)
-    first, second = MatrixView(column_splits=(2, 4)).blocks((3, 6), "output")
-    assert taken(first, range(18)).tolist() == parameter[:, :2].tolist()
-    assert taken(second, range(18)).tolist() == parameter[:, 2:].tolist()
-
-
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
 @pytest.mark.parametrize("step", [1, 5, 7, 50, 84])
 def test_shards_of_any_length_hold_a_matrix_together(view: MatrixView, step: int) -> None:
@@ -64,7 +54,7 @@ def test_shards_of_any_length_hold_a_matrix_together(view: MatrixView, step: int
 
 
 def test_a_view_survives_a_param_group() -> None:
-    view = VIEWS["both"]
+    view = VIEWS["joined"]
     assert MatrixView.of(view.to_plain()) == view
     assert MatrixView.of(None) == MatrixView()
 
@@ -75,7 +65,6 @@ def test_a_view_survives_a_param_group() -> None:
         (MatrixView(), (5,), ["'bias'", "(5,)", "use_muon=False"]),
         (MatrixView(), (3, 5, 7), ["'bias'", "batch_dims=1"]),
         (MatrixView(row_splits=(4,)), (6, 2), ["'bias'", "row_splits=(4,)", "6"]),
-        (MatrixView(column_splits=(2, 3)), (6, 4), ["'bias'", "column_splits=(2, 3)", "4"]),
     ],
 )
 def test_a_parameter_that_does_not_fit_is_refused_with_its_name(

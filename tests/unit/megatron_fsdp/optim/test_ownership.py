@@ -21,7 +21,7 @@ from megatron_fsdp.policy.precision import MixedPrecisionPolicy
 def works(shapes: list[tuple[int, int]], shard_numel: int) -> list[MatrixWork]:
     found, offset = [], 0
     for rows, columns in shapes:
-        block = MatrixBlock(columns, ((0, rows),), 0, columns)
+        block = MatrixBlock(columns, ((0, rows),))
         found.append(MatrixWork(f"{rows}x{columns}", block, holders_of(offset, rows * columns, shard_numel)))
         offset += rows * columns
     return found

@@ -55,10 +55,9 @@ def test_linear_layers_are_matrices_and_embeddings_outputs_and_vectors_are_not(t
 def test_views_make_groups_of_their_own() -> None:
     model = LanguageModel()
     view = MatrixView(row_splits=(8, 8, 8))
-    groups = muon_param_groups(model, views={"*.qkv.weight": view}, muon_options={"lr": 0.3})
+    groups = muon_param_groups(model, views={"*.qkv.weight": view})
     assert names_of(model, groups)[:2] == [[LINEAR[0], LINEAR[2]], [LINEAR[1], LINEAR[3]]]
     assert [MatrixView.of(group["view"]) for group in groups[:2]] == [view, MatrixView()]
-    assert [group["lr"] for group in groups[:2]] == [0.3, 0.3]
 
 
 def test_names_go_before_attributes_and_these_before_modules() -> None:

@@ -20,9 +20,9 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from megatron_fsdp import AdamW, CheckpointError, fully_shard, fully_shard_optimizer, load_checkpoint, save_checkpoint
+from megatron_fsdp import AdamW, fully_shard, fully_shard_optimizer, load_checkpoint, save_checkpoint
 from megatron_fsdp.runtime.lifecycle.module import unit_of
-from tests.functional.checkpoint_cases import full_optimizer_state, message_of
+from tests.functional.checkpoint_cases import full_optimizer_state
 from tests.harness import on_ranks
 from tests.harness.grids import nightly_but
 from tests.harness.models import Model, make_mesh, make_model, world_mesh
@@ -226,33 +226,21 @@ def test_moments_and_steps_come_back_into_a_new_optimizer_bit_for_bit(kind: str,
     assert len(other_optimizer.state) == len(list(make_model().parameters())) - 1
 
 
-@pytest.mark.parametrize("kind", nightly_but(["Adam", "NAdam"], ["Adam", "SGD", "NAdam"]))
+@pytest.mark.parametrize("kind", nightly_but(["Adam"], ["Adam", "SGD", "NAdam"]))
 @on_ranks(2)
-def test_what_was_not_read_into_is_no_state_and_a_part_of_it_is_an_error(kind: str, tmp_path: Path) -> None:
+def test_what_is_only_shown_changes_no_step_and_is_in_no_checkpoint(kind: str, tmp_path: Path) -> None:
     path = str(tmp_path / "step")
     model, optimizer = build(kind)
     other, other_optimizer = build(kind)
     other_optimizer.load_state_dict(other_optimizer.state_dict())
-    assert len(other_optimizer.state) == 0
     step(model, optimizer, range(2))
     step(other, other_optimizer, range(2))
-    # What a new optimizer that loads its own state does is what it does without.
     assert differing(whole_state(other), whole_state(model)) == []
-    # What is only shown is in none of this project's checkpoints, and a load into it comes without.
     fresh, fresh_optimizer = build(kind)
     save_checkpoint(fresh, fresh_optimizer, path)
     load_checkpoint(other, other_optimizer, path)
-    state = fresh_optimizer.state_dict()
-    if kind != "NAdam":
-        # As if a checkpoint had another kind's state: moments, and no steps.
-        for values in state["state"].values():
-            key = next(key for key, value in values.items() if value.ndim)
-            values[key].add_(1.0)
-    message = message_of(CheckpointError, lambda: fresh_optimizer.load_state_dict(state))
     assert differing(whole_state(other), whole_state(fresh)) == []
     assert len(other_optimizer.state) == 0
-    if kind == "Adam":
-        assert "only a part was read from the checkpoint, not step, exp_avg_sq, max_exp_avg_sq" in message
 
 
 @on_ranks(1)

@@ -1,4 +1,4 @@
-"""Steps of ``torch.optim``'s own element-wise optimizers over sharded parameters, taken on flat memory.
+"""Steps of ``torch.optim``'s Adam, AdamW and SGD over sharded parameters, taken on flat memory.
 
 The optimizer stays the user's: its param groups, state, hooks and state dicts are over the sharded parameters. Only for
 the length of a step a stand-in of the same class runs in its place, over 1-D plain tensors: neighbours in a unit's
@@ -12,23 +12,21 @@ import operator
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, repeat
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch._compile import _disable_dynamo
-from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
+from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dbuffer import FlatDTensor
-from megatron_fsdp.optim.flat_plan import FlatPlan, Run, local_of, spec_of
+from megatron_fsdp.optim.flat_plan import FlatPlan, local_of, spec_of
 from megatron_fsdp.optim.loaded_state import SEEN, WHOLE, lay_out_loaded_state, refuse_split_weights
 from megatron_fsdp.runtime.step.fsdp_params import grads_of
 
 __all__ = ["attend_optimizers"]
 
-ELEMENT_WISE: frozenset[type[Optimizer]] = frozenset(
-    {Adadelta, Adagrad, Adam, Adamax, AdamW, ASGD, NAdam, RAdam, RMSprop, Rprop, SGD}
-)
+KINDS: frozenset[type[Optimizer]] = frozenset({Adam, AdamW, SGD})
 """Classes that treat every element alike; a subclass of one may not."""
 
 _STAND_INS: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
@@ -54,21 +52,22 @@ def step_flat(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Have a step run on flat memory, where its values are those of the step over the parameters, to the bit.
 
-    Steps of other classes, of closures, with ``differentiable=True`` and those that are being compiled run as they are.
+    Other classes' steps, those with closures, ``differentiable=True`` or fused on the CPU, and compiled ones run as
+    they are.
 
     Args:
         optimizer: any. args, kwargs: of its ``step``, the optimizer itself first.
     Returns:
         The arguments with a stand-in for the optimizer; None for those that there are.
     """
-    if torch.compiler.is_compiling() or type(optimizer) not in ELEMENT_WISE or args[0] is not optimizer:
+    if torch.compiler.is_compiling() or type(optimizer) not in KINDS or args[0] is not optimizer:
+        return None
+    if any(argument is not None for argument in (*args[1:], *kwargs.values())):
         return None
     groups = optimizer.param_groups
-    if any(argument is not None for argument in (*args[1:], *kwargs.values())) or any(
-        group.get("differentiable") for group in groups
-    ):
-        return None
-    if not any(type(parameter) is FlatDTensor for group in groups for parameter in group["params"]):
+    first = next((p for group in groups for p in group["params"] if type(p) is FlatDTensor), None)
+    unlike = ("differentiable", "fused") if first is not None and first._local_tensor.is_cpu else ("differentiable",)
+    if first is None or any(group.get(option) for group in groups for option in unlike):
         return None
     if optimizer not in _STAND_INS:
         kind: Any = type(optimizer)
@@ -103,10 +102,10 @@ class _StandIn(Optimizer):
         plan = self._plan
         if plan is None or not _fits(plan, owner, parameters, gradients):
             plan = self._plan = FlatPlan(owner, parameters, gradients)
+            plan.seen = _seen(plan, owner)
         plan.is_settled = False
-        for run, numel in zip(plan.runs, plan.numels, strict=True):
-            rows = cast(FlatDTensor, gradients[run.leader.position])._local_tensor
-            run.weight.grad = rows.as_strided((numel,), (1,))
+        for run in plan.runs:
+            run.weight.grad = local_of(gradients[run.leader.position]).as_strided((run.weight.numel(),), (1,))
         for group, tensors in zip(owner.param_groups, plan.tensors, strict=True):
             yield {**group, "params": tensors}
         _settle(plan, owner)
@@ -121,26 +120,26 @@ class _StandIn(Optimizer):
 def _fits(
     plan: FlatPlan, owner: Optimizer, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
 ) -> bool:
-    """Whether nothing has changed but values, and no step was broken off, whose state may be shown in part."""
+    """Whether nothing has changed but values, and no step was broken off."""
+    if not plan.is_settled or len(parameters) != len(plan.parameters) or not _same(parameters, plan.parameters):
+        return False
+    seen = _seen(plan, owner)
     return (
-        plan.is_settled
-        and _sizes(owner) == plan.sizes
-        and _same(parameters, plan.parameters)
+        _sizes(owner) == plan.sizes
         and list(map(operator.is_, gradients, repeat(None))) == plan.absent
         and (plan.is_whole or list(map(id, gradients)) == plan.gradient_ids)
-        and _same(map(local_of, plan.members), plan.locals)
-        and _fits_state(plan, owner)
+        and len(seen) == len(plan.seen)
+        and _same(seen, plan.seen)
+        and plan.steps._version == plan.version
         and _fits_gradients(plan, [gradients[position] for position in plan.positions])
     )
 
 
-def _fits_state(plan: FlatPlan, owner: Optimizer) -> bool:
-    records = list(map(owner.state.get, plan.members))
-    if owner.state is not plan.state.owner or not _same(records, plan.records):
-        return False
-    values = list(chain.from_iterable(record.values() for record in records if record is not None))
-    is_same = len(values) == len(plan.values) and _same(values, plan.values)
-    return is_same and all(numbers.all._version == numbers.version for numbers in plan.numbers)
+def _seen(plan: FlatPlan, owner: Optimizer) -> list[Any]:
+    """Return the objects that weights and state are made of."""
+    records = list(map(owner.state.get, plan.flat_parameters))
+    values = chain.from_iterable(record.values() for record in records if record is not None)
+    return [owner.state, *map(local_of, plan.flat_parameters), *records, *values]
 
 
 def _fits_gradients(plan: FlatPlan, gradients: Sequence[Any]) -> bool:
@@ -159,29 +158,19 @@ def _fits_gradients(plan: FlatPlan, gradients: Sequence[Any]) -> bool:
 
 def _settle(plan: FlatPlan, owner: Optimizer) -> None:
     """Take the gradients back, and show what the step did to the state."""
-    for numbers in plan.numbers:
-        numbers.all.copy_(numbers.all[numbers.leaders])
-        numbers.version = numbers.all._version
-    is_new = False
     for run in plan.runs:
         run.weight.grad = None
-        is_new = _publish(run, owner.state) or is_new
-    if is_new:
+    if plan.steps.numel():
+        plan.steps.copy_(plan.steps[plan.leads])
+    plan.version = plan.steps._version
+    new = [run for run in plan.runs if len(run.state) != len(run.shown) or not _same(run.state.values(), run.shown)]
+    for run in new:
         # Nothing is read: what a run got is alike for all of its members.
-        plan.show(owner)
+        run.show(owner.state)
+    if new:
+        plan.note(owner)
+        plan.seen = _seen(plan, owner)
     plan.is_settled = True
-
-
-def _publish(run: Run, state: Mapping[torch.Tensor, Any]) -> bool:
-    """Show each member's part of the state in its own; return whether anything of it was new."""
-    if len(run.state) == len(run.shown) and _same(run.state.values(), run.shown):
-        return False
-    for member in run.members:
-        for key, value in run.state.items():
-            if isinstance(value, torch.Tensor):
-                value = run.part(value, member) if value.shape == run.weight.shape else value.clone()
-            state[member.parameter][key] = value
-    return True
 
 
 def _same(these: Iterable[Any], those: Iterable[Any]) -> bool:
