@@ -52,8 +52,8 @@ def step_flat(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Have a step run on flat memory, where its values are those of the step over the parameters, to the bit.
 
-    Other classes' steps, those with closures, ``differentiable=True`` or fused on the CPU, and compiled ones run as
-    they are.
+    Other classes' steps, those with closures, ``differentiable=True``, fused on the CPU or in some groups alone, and
+    compiled ones run as they are.
 
     Args:
         optimizer: any. args, kwargs: of its ``step``, the optimizer itself first.
@@ -68,6 +68,9 @@ def step_flat(
     first = next((p for group in groups for p in group["params"] if type(p) is FlatDTensor), None)
     unlike = ("differentiable", "fused") if first is not None and first._local_tensor.is_cpu else ("differentiable",)
     if first is None or any(group.get(option) for group in groups for option in unlike):
+        return None
+    if len(groups) > 1 and len({(group.get("capturable"), group.get("fused")) for group in groups}) > 1:
+        # Their counts of steps may lie on two devices.
         return None
     if optimizer not in _STAND_INS:
         kind: Any = type(optimizer)

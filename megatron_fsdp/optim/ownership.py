@@ -10,7 +10,6 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from megatron_fsdp.formatting import format_bytes
 from megatron_fsdp.optim.matrix_views import MatrixBlock
@@ -116,18 +115,16 @@ def _received(works: Sequence[MatrixWork], owners: Sequence[int], num_shards: in
 
 
 class OwnershipReport:
-    """What one step of Muon takes from ranks that share matrices. ``str()`` gives a page, ``to_dict`` plain data.
+    """What one step of Muon takes from ranks that share matrices; ``str()`` gives a page.
 
     Attributes:
         num_ranks, num_replicas: who shares, and in how many replicas they hold the shards.
-        num_matrices, num_elements: all of them.
-        mean_flops, max_flops: Newton-Schulz operations of a rank. redundant_flops: if every rank did all of them.
-        largest_flops: of the largest matrix.
+        num_matrices, num_elements: all of them. least_owned, most_owned: matrices of a rank.
+        mean_flops, max_flops: Newton-Schulz operations of a rank.
         bound_flops: no ownership of these matrices has a smaller maximum: the largest of the mean, the largest matrix,
             and ``k + 1`` times the ``k N + 1``-th largest, as of so many matrices some rank gets ``k + 1``.
+        gap: how far the maximum is above the bound, relative to it.
         mean_received_bytes, max_received_bytes: of matrices and updates, of a rank in a step.
-        gathered_bytes: what a rank would receive if every rank gathered every matrix.
-        least_owned, most_owned: matrices of a rank. gap: how far the maximum is above the bound, relative to it.
 
     Example:
         for report in explain_ownership(Muon(muon_param_groups(model), lr=0.02)):
@@ -138,47 +135,22 @@ class OwnershipReport:
         self.num_ranks, self.num_replicas = len(ownership.load_flops), ownership.num_replicas
         costs = sorted((work.flops for work in ownership.works), reverse=True)
         self.num_matrices, self.num_elements = len(costs), sum(work.block.numel for work in ownership.works)
-        self.mean_flops, self.max_flops = sum(costs) / self.num_ranks, max(ownership.load_flops)
-        self.redundant_flops, self.largest_flops = sum(costs), costs[0] if costs else 0
-        piled = ((k + 1) * costs[k * self.num_ranks] for k in range(-(-len(costs) // self.num_ranks)))
-        self.bound_flops = max(self.mean_flops, max(piled, default=0))
-        received = ownership.received_numel
-        self.mean_received_bytes = sum(received) / self.num_ranks * itemsize
-        self.max_received_bytes = max(received) * itemsize
-        self.gathered_bytes = (self.num_elements - self.num_elements // ownership.num_shards) * itemsize
         owned = [ownership.owners.count(rank) for rank in range(self.num_ranks)]
         self.least_owned, self.most_owned = min(owned), max(owned)
+        self.mean_flops, self.max_flops = sum(costs) / self.num_ranks, max(ownership.load_flops)
+        piled = ((k + 1) * costs[k * self.num_ranks] for k in range(-(-len(costs) // self.num_ranks)))
+        self.bound_flops = max(self.mean_flops, max(piled, default=0))
         self.gap = self.max_flops / self.bound_flops - 1 if self.bound_flops else 0.0
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the report as numbers, ready for ``json.dumps``."""
-        return dict(vars(self))
-
-    def lines(self) -> list[str]:
-        """Return the page."""
-        mean, received, owned = self.mean_flops or 1.0, self.mean_received_bytes, f"{self.least_owned:,}"
-        most_received = f"{self.max_received_bytes / received:.3f} of the mean" if received else ""
-        owned += f" to {self.most_owned:,}" if self.most_owned > self.least_owned else ""
-        ranks = f"{self.num_ranks:,} ranks" + (f" ({self.num_replicas:,} replicas)" if self.num_replicas > 1 else "")
-        rows = [
-            ("muon", f"{self.num_matrices:,} matrices", f"{owned} on each of {ranks}"),
-            ("owner load, mean", _operations(self.mean_flops), "Newton-Schulz operations of a rank in a step"),
-            ("owner load, most", _operations(self.max_flops), f"{self.max_flops / mean:.3f} of the mean"),
-            ("bound", _operations(self.bound_flops), f"no ownership does better; {self.gap:.1%} above it"),
-            ("largest matrix", _operations(self.largest_flops), "one rank has it whole"),
-            ("every rank all", _operations(self.redundant_flops), "what gathering everywhere would compute"),
-            ("received, mean", format_bytes(round(self.mean_received_bytes)), "of matrices and updates by a rank"),
-            ("received, most", format_bytes(self.max_received_bytes), most_received),
-            ("every rank all", format_bytes(self.gathered_bytes), "what gathering everywhere would receive"),
-        ]
-        return [f"{label:<18}{amount:>14}  {note}".rstrip() for label, amount, note in rows]
+        self.mean_received_bytes = sum(ownership.received_numel) / self.num_ranks * itemsize
+        self.max_received_bytes = max(ownership.received_numel) * itemsize
 
     def __str__(self) -> str:
-        return "\n".join(self.lines())
-
-
-def _operations(count: float) -> str:
-    for size, unit in ((1e15, "P"), (1e12, "T"), (1e9, "G")):
-        if count >= size:
-            return f"{count / size:,.4g} {unit}flop"
-    return f"{count / 1e6:,.4g} Mflop"
+        ranks = f"{self.num_ranks:,} ranks" + (f" ({self.num_replicas:,} replicas)" if self.num_replicas > 1 else "")
+        mean, most, bound = (f"{each / 1e9:,.4g} G" for each in (self.mean_flops, self.max_flops, self.bound_flops))
+        received = format_bytes(round(self.mean_received_bytes)), format_bytes(self.max_received_bytes)
+        return (
+            f"muon: {self.num_matrices:,} matrices, {self.least_owned:,} to {self.most_owned:,} on each of {ranks}\n"
+            f"Newton-Schulz operations of a rank in a step: {mean} on average, {most} at most; no ownership has less "
+            f"than {bound}, {self.gap:.1%} below\n"
+            f"matrices and updates that a rank receives in a step: {received[0]} on average, {received[1]} at most"
+        )
