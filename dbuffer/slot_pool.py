@@ -26,7 +26,7 @@ from dbuffer.slot_memory import Allocate
 _CAN_EXCHANGE = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 _LOG = logging.getLogger(__name__)
 MAX_PLANS = 6
-"""Orders that a pool plans for; what is still without a place then has a slot of its own."""
+"""Orders that a pool plans for; what is still without a place then is allocated."""
 # Of one round. A longer one, such as a long evaluation between two steps, is planned for from there on.
 _MAX_EVENTS = 20_000
 SIZINGS = ("by_size", "largest", "static")
@@ -83,10 +83,6 @@ class SlotPool:
     def slot_bytes(self, num_bytes: int) -> int:
         """Return how many bytes the slot of a storage of ``num_bytes`` has."""
         return max(self._largest, num_bytes) if self.sizing == "largest" else num_bytes
-
-    def forecast_bytes(self, num_bytes: int) -> int:
-        """Return the bytes of the slot that a storage will have alone; 0: a place in an arena, which has a plan."""
-        return 0 if self.sizing == "static" else self.slot_bytes(num_bytes)
 
     def take(self, num_bytes: int, user: int) -> torch.UntypedStorage:
         """Return a free slot for a storage of ``num_bytes``, with undefined content; ``user``: its identity."""
@@ -245,12 +241,9 @@ class ArenaPool(SlotPool):
         return slot
 
     def give_back(self, slot: torch.UntypedStorage, size: int) -> None:
-        """Take a slot back. One of its own is kept only where no other plan will be made."""
+        """Take a slot back, which stays if it is one of the arena."""
         if self._end_turn(id(slot)) is None:
-            if self.num_plans < MAX_PLANS:
-                super().lose(slot, size)
-            else:
-                super().give_back(slot, size)
+            super().lose(slot, size)
 
     def lose(self, slot: torch.UntypedStorage, size: int) -> None:
         """Forget a slot that went with the storage that had it: views of it may live on, so its arena goes with it."""
@@ -337,8 +330,8 @@ class ArenaPool(SlotPool):
         _LOG.info("%s", self)
         if self.num_plans == MAX_PLANS:
             _LOG.warning(
-                "static arena: units came in %d orders, and no more are planned for; what finds no place has a slot of "
-                "its own. set_slot_pool('largest') suits an order that changes from step to step.",
+                "static arena: units came in %d orders, and no more are planned for; what finds no place is allocated. "
+                "set_slot_pool('largest') suits an order that changes from step to step.",
                 MAX_PLANS,
             )
 

@@ -68,9 +68,9 @@ class FlatStorage:
         return self._tensor
 
     @property
-    def slot(self) -> tuple[int, int] | None:
-        """The identity of the pool that it takes slots from, and the bytes of its slot (0: a place in an arena)."""
-        return None if self._pool is None else (id(self._pool), self._pool.forecast_bytes(self.nbytes))
+    def takes_slots(self) -> bool:
+        """Whether its memory comes from a pool, from the next ``reallocate`` on."""
+        return self._pool is not None
 
     def use_pool(self, pool: SlotPool | None) -> None:
         """Take memory from the slots of ``pool``, or from the allocator again, at the next ``reallocate``."""

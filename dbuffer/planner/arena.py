@@ -10,6 +10,7 @@ of buffers near one that lies above the bound; what is placed after them moves o
 from __future__ import annotations
 
 import heapq
+import operator
 import random
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -98,7 +99,7 @@ class _Placing:
     """Buffers that are placed in an order; all lists go by their place in it.
 
     Attributes:
-        sizes, offsets, is_high: of each. excess: how many bytes all of them together lie above the bound.
+        sizes, offsets, is_high: of each. above: those that reach above the bound. excess: by how much, all together.
     """
 
     def __init__(
@@ -115,7 +116,13 @@ class _Placing:
         self.offsets: list[int] = []
         for at in range(len(order)):
             self.offsets.append(self._place(at, self.offsets, self.is_high[at]))
-        self.excess = sum(map(self._above, range(len(order)), self.offsets))
+        self.above = {at for at, offset in enumerate(self.offsets) if self._above(at, offset)}
+        self.excess = sum(self._above(at, self.offsets[at]) for at in self.above)
+
+    @property
+    def top(self) -> int:
+        """Where the highest of them ends."""
+        return max(map(operator.add, self.offsets, self.sizes), default=0)
 
     def _above(self, at: int, offset: int) -> int:
         return max(offset + self.sizes[at] - self._bound, 0)
@@ -133,26 +140,26 @@ class _Placing:
 
     def improved(self, max_tries: int) -> list[int]:
         """Return better offsets, if some of the tries find any."""
-        generator, least, best = random.Random(5), self.excess, self.offsets
+        generator, least, best = random.Random(5), self.top, self.offsets
         for _ in range(max_tries if self.excess else 0):
-            at = generator.choice([at for at, offset in enumerate(self.offsets) if self._above(at, offset)])
+            at = generator.choice(sorted(self.above))
             length = int(2 ** (1 + 4 * generator.random()))
             first = max(at - generator.randrange(length + 1), 0)
             end = generator.choice((True, False, None))
-            is_high = self.is_high.copy()
-            for near in range(first, min(first + length, len(is_high))):
-                is_high[near] = generator.random() < 0.5 if end is None else end
-            self._try(is_high, generator.random())
-            if self.excess < least:
-                least, best = self.excess, self.offsets
-            if not least:
+            run = range(first, min(first + length, len(self.order)))
+            self._try({near: generator.random() < 0.5 if end is None else end for near in run}, generator.random())
+            if (top := self.top) < least:
+                least, best = top, self.offsets
+            if not self.excess:
                 break
         return best
 
-    def _try(self, is_high: list[bool], chance: float) -> None:
+    def _try(self, ends: dict[int, bool], chance: float) -> None:
         """Place what is turned, and what meets that, again; keep it where it is better, or worse by a small chance."""
-        offsets, excess = self.offsets.copy(), self.excess
-        waiting = [at for at, (one, other) in enumerate(zip(is_high, self.is_high, strict=True)) if one is not other]
+        offsets, is_high, above, excess = self.offsets.copy(), self.is_high.copy(), self.above.copy(), self.excess
+        waiting = [at for at, end in ends.items() if is_high[at] is not end]
+        for at in waiting:
+            is_high[at] = ends[at]
         seen = set(waiting)
         while waiting:
             at = heapq.heappop(waiting)
@@ -160,13 +167,14 @@ class _Placing:
             if offset != offsets[at]:
                 excess += self._above(at, offset) - self._above(at, offsets[at])
                 offsets[at] = offset
+                (above.add if self._above(at, offset) else above.discard)(at)
                 for other in self._later[at]:
                     if other not in seen:
                         seen.add(other)
                         heapq.heappush(waiting, other)
         # A tenth for what is worse by the largest buffer.
         if excess <= self.excess or chance < 0.1 ** ((excess - self.excess) / max(self.sizes)):
-            self.offsets, self.is_high, self.excess = offsets, is_high, excess
+            self.offsets, self.is_high, self.above, self.excess = offsets, is_high, above, excess
 
 
 def _meetings(lifetimes: Sequence[Lifetime], sizes: Sequence[int]) -> tuple[list[set[int]], int]:

@@ -13,8 +13,8 @@ from dbuffer.planner.granularity import ShardBound, next_offset
 _WINDOW, _STOPS = 8, 4
 # Lengths tried between one that works and one that does not: as many for all tensors together.
 _BISECTIONS = 2_000
-# Tensors whose starts are moved one by one where not all can be, and legal starts looked at for each.
-_MAX_MOVED, _TRIES = 512, 8
+# Legal starts looked at for a multiple among them.
+_TRIES = 8
 
 Sizes = list[tuple[int, int]]
 
@@ -97,44 +97,18 @@ def _look_ahead(sizes: Sizes, shard: int) -> Iterator[int]:
 
 
 def aligned_starts(layout: Layout, sizes: Sizes, num_shards: int, pieces: int) -> tuple[int, ...]:
-    """Return offsets for the same shard length of which as many as fit, from the front on, are multiples of ``pieces``.
+    """Return offsets for the same shard length and order that are multiples of ``pieces``; as they were if none fit.
 
-    The order of the tensors is kept, and every offset stays legal.
+    A tensor that has no legal multiple near keeps a start that is none.
     """
-    order = sorted(range(len(sizes)), key=layout.offsets.__getitem__)
-    end = layout.shard * num_shards
-
-    def moved(num_moved: int) -> list[int]:
-        offsets, cursor = [0] * len(sizes), 0
-        for position, index in enumerate(order):
-            slots, unit = sizes[index]
-            start = next_offset(cursor, slots, unit, layout.shard)
-            if position < num_moved and start % pieces:
-                start = _aligned_offset(start, sizes[index], layout.shard, pieces)
-            offsets[index], cursor = start, start + slots
-        return offsets if cursor <= end else []
-
-    if not any(offset % pieces for offset in layout.offsets):
-        return layout.offsets
-    if found := moved(len(sizes)):
-        return tuple(found)
-    if len(sizes) > _MAX_MOVED:
-        return layout.offsets
-    fitting, tight = 0, len(sizes)
-    while fitting + 1 < tight:
-        middle = (fitting + tight) // 2
-        if moved(middle):
-            fitting = middle
-        else:
-            tight = middle
-    return tuple(moved(fitting)) if fitting else layout.offsets
-
-
-def _aligned_offset(first: int, size: tuple[int, int], shard: int, pieces: int) -> int:
-    """Return the first legal multiple of ``pieces`` from a legal offset on, or that offset if none is near."""
-    start = first
-    for _ in range(_TRIES):
-        start = next_offset(-(-start // pieces) * pieces, *size, shard)
-        if start % pieces == 0:
-            return start
-    return first
+    shard, offsets, cursor = layout.shard, list(layout.offsets), 0
+    for index in sorted(range(len(sizes)), key=layout.offsets.__getitem__):
+        size = sizes[index]
+        start = first = next_offset(cursor, *size, shard)
+        for _ in range(_TRIES):
+            if start % pieces == 0:
+                break
+            start = next_offset(-(-start // pieces) * pieces, *size, shard)
+        offsets[index] = start if start % pieces == 0 else first
+        cursor = offsets[index] + size[0]
+    return tuple(offsets) if cursor <= shard * num_shards else layout.offsets

@@ -3,13 +3,13 @@
 An item is a tensor, or many that are dealt together. docs/design/planner.md, "Regions".
 """
 
+import functools
 import heapq
-import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from dbuffer.planner.granularity import two_piece_shard
+from dbuffer.planner.granularity import shard_bound
 
 # Items dealt at most, fewer where the lengths to compare are many; and splits worth solving.
 _MAX_ITEMS, _MAX_CLASSES, _MAX_CLASSES_OF_MANY, _MANY_SIZES, _MAX_SPLITS = 8, 6, 3, 256, 2
@@ -42,75 +42,38 @@ def cheapest_splits(sizes: Sizes, num_shards: int, max_regions: int, price: int)
         price: slots that each region beyond the first has to save.
     """
     items = _items(sizes, num_shards)
-    dealer = _Dealer(sizes, items, num_shards, price)
-    dealer.deal((1 << len(items)) - 1, max_regions, 0, ())
-    splits = []
-    for spent, _, masks in sorted(dealer.kept, reverse=True):
-        members = [sorted(tensor for item in _bits(mask) for tensor in items[item]) for mask in masks]
-        splits.append(Split(tuple(sorted(map(tuple, members))), -spent - price))
-    return splits
+    kinds = [Counter(size for tensor in item if (size := sizes[tensor])[0]) for item in items]
+
+    @functools.cache
+    def together(group: tuple[int, ...]) -> Counter[tuple[int, int]]:
+        return together(group[:-1]) + kinds[group[-1]] if group else Counter()
+
+    @functools.cache
+    def cost(group: tuple[int, ...]) -> int:
+        bound = shard_bound(together(group), num_shards)
+        return bound.least(bound.floor) * num_shards + price
+
+    ways = heapq.nsmallest(_MAX_SPLITS, _ways(len(items), max_regions), key=lambda groups: sum(map(cost, groups)))
+    return [
+        Split(
+            tuple(sorted(tuple(sorted(tensor for item in group for tensor in items[item])) for group in groups)),
+            sum(map(cost, groups)) - price,
+        )
+        for groups in ways
+    ]
 
 
-class _Dealer:
-    """Deals items, bits of a mask, into regions; keeps the cheapest few ways, as a heap with the dearest first."""
-
-    def __init__(self, sizes: Sizes, items: list[list[int]], num_shards: int, price: int) -> None:
-        self.kept: list[tuple[int, int, tuple[int, ...]]] = []
-        self._num_shards = num_shards
-        self._price = price
-        self._num_seen = 0
-        self._data = [0]
-        self._costs: dict[int, int] = {}
-        demands: dict[tuple[int, int], int] = {}
-        for number, item in enumerate(items):
-            slots = sum(sizes[tensor][0] for tensor in item)
-            self._data += [before + slots for before in self._data]
-            for size in {sizes[tensor] for tensor in item}:
-                if size[1] > 1:
-                    key = two_piece_shard(*size), size[1]
-                    demands[key] = demands.get(key, 0) | 1 << number
-        self._demands = [(half, unit, mask) for (half, unit), mask in sorted(demands.items(), reverse=True)]
-
-    def deal(self, rest: int, regions_left: int, spent: int, groups: tuple[int, ...]) -> None:
-        """Deal the items of ``rest``; a region takes the lowest one left, so that no way is met twice."""
-        if not rest:
-            self._num_seen += 1
-            heapq.heappush(self.kept, (-spent, -self._num_seen, groups))
-            if len(self.kept) > _MAX_SPLITS:
-                heapq.heappop(self.kept)
-            return
-        lowest = rest & -rest
-        others = rest ^ lowest
-        companions = others
-        while True:
-            group = companions | lowest
-            cost = spent + self._cost(group) + self._price
-            remaining = rest ^ group
-            at_least = cost + self._data[remaining] + (self._price if remaining else 0)
-            is_promising = len(self.kept) < _MAX_SPLITS or at_least < -self.kept[0][0]
-            if is_promising and (regions_left > 1 or not remaining):
-                self.deal(remaining, regions_left - 1, cost, (*groups, group))
-            if not companions or regions_left == 1:
-                return
-            companions = (companions - 1) & others
-
-    def _cost(self, group: int) -> int:
-        """Return the slots that a region of these items takes at least: what ``ShardBound.least`` says of the data."""
-        if group not in self._costs:
-            shard = -(-self._data[group] // self._num_shards)
-            demands = [demand for demand in self._demands if demand[2] & group]
-            while True:
-                multiple, smallest = 1, 0
-                for half, unit, _ in demands:
-                    if half <= shard:
-                        break
-                    multiple, smallest = math.lcm(multiple, unit), half
-                found = -(-shard // multiple) * multiple
-                if found < smallest or multiple == 1:
-                    break
-                shard = smallest
-            self._costs[group] = found * self._num_shards
-        return self._costs[group]
+def _ways(num_items: int, max_groups: int) -> Iterator[tuple[tuple[int, ...], ...]]:
+    """Yield all ways to deal items into groups, all in one first."""
+    if not num_items:
+        yield ()
+        return
+    last = num_items - 1
+    for groups in _ways(last, max_groups):
+        for place, group in enumerate(groups):
+            yield (*groups[:place], (*group, last), *groups[place + 1 :])
+        if len(groups) < max_groups:
+            yield (*groups, (last,))
 
 
 def _items(sizes: Sizes, num_shards: int) -> list[list[int]]:
@@ -149,9 +112,3 @@ def _largest_kind(item: list[int], sizes: Sizes) -> tuple[int, tuple[int, int]]:
     for tensor in item:
         slots_of[sizes[tensor]] += sizes[tensor][0]
     return max((slots, size) for size, slots in slots_of.items())
-
-
-def _bits(mask: int) -> Iterator[int]:
-    while mask:
-        yield (mask & -mask).bit_length() - 1
-        mask &= mask - 1

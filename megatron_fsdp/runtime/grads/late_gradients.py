@@ -50,7 +50,7 @@ class LateGradients(PackedGradients):
     def _let_wait(self) -> None:
         super()._let_wait()
         # Slots are few, or NCCL's own: whoever asks for them has their number in mind.
-        self.packs_late = not self.rests_partial and self.packed.storage.slot is None
+        self.packs_late = not self.rests_partial and not self.packed.storage.takes_slots
         if self.packs_late:
             self._wait_for(bytes([1]) * len(self._waits))
 

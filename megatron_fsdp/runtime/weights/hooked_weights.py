@@ -85,7 +85,7 @@ class HookedWeights(ShardedWeights):
                 each.post_all_gather()
                 each._has_arrived = False
                 # Of bytes a part may be kept after forward; and slots are given back where compute does so.
-                is_kept = each.post_forward is not None or each.arrived.storage.slot is not None
+                is_kept = each.post_forward is not None or each.arrived.storage.takes_slots
                 if each.arrived is not each.gathered or not is_kept:
                     each.arrived.release_storage()
 

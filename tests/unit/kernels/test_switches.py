@@ -31,7 +31,7 @@ def test_what_is_named_is_left_out_and_nothing_else(
     axis = group.main_weight.axes[0]
     assert is_off is (axis.reduce_group is axis.gather_group)
     assert is_off is (group.spec.fuses_weight_gradients is False)
-    assert is_off is (group.gathered.storage.slot is None)
+    assert is_off is not group.gathered.storage.takes_slots
     assert not (is_off and launch._triton_is_installed())
 
 

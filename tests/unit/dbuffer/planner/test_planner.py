@@ -186,13 +186,6 @@ def test_tensors_start_at_multiples_of_128_bytes_where_there_is_room() -> None:
     assert shard_and_misaligned(shapes, 2, 128)[1] == 0
 
 
-def test_as_many_tensors_as_fit_from_the_front_start_at_multiples_of_128_bytes() -> None:
-    shapes = [(120,), (128,), (136,), (64,), (64,)]
-    layout = plan(shapes, 1)
-    assert layout.padding_ratio == 0
-    assert [offset % 64 for offset in layout.offsets][:2] == [0, 56]
-
-
 def test_equal_tensors_keep_their_order_when_others_move() -> None:
     layout = plan([(3,), (4,), (4,), (1,), (1,)], 3, granularity=Whole(), alignment_bytes=0)
     assert layout.offsets == (0, 5, 10, 3, 4)
