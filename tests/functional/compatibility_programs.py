@@ -112,7 +112,7 @@ def _(f: Run) -> None:
 
 class Applied(nn.ModuleList):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.Sequential.forward(self, x)  # type: ignore[arg-type]
+        return nn.Sequential.forward(self, x)
 
 
 # PyTorch takes such lists in the versions that have DataParallelMeshDims.
@@ -632,7 +632,7 @@ class Allocating:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
-class Gather(Allocating, comm_base("AllGather")):  # type: ignore[misc]
+class Gather(Allocating, comm_base("AllGather")):
     """Gathers with a list of tensors."""
 
     def __call__(
@@ -644,7 +644,7 @@ class Gather(Allocating, comm_base("AllGather")):  # type: ignore[misc]
         )
 
 
-class Reduce(Allocating, comm_base("ReduceScatter")):  # type: ignore[misc]
+class Reduce(Allocating, comm_base("ReduceScatter")):
     """Reduces everything everywhere."""
 
     def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Steps that are broken off: by an interrupt at some call or line of the engine's, or where memory is asked for.
+"""Steps that are broken off: by an interrupt at some call of the engine's, or where memory is asked for.
 
 A ``Trial`` trains a sharded model beside another one. In each round one step of the first is broken off; gradients are
 dropped then, as after any error, and both models train on and have to stay equal. A ``Sweep`` does so at every n-th
@@ -68,17 +68,10 @@ class Fault:
             raise error("simulated")
 
 
-_is_engine: dict[CodeType, bool] = {}
-
-
+@functools.cache
 def _of_engine(code: CodeType) -> bool:
-    known = _is_engine.get(code)
-    if known is None:
-        # How often a rank looks whether the others have come depends on the moment.
-        known = _is_engine[code] = code.co_filename.startswith(_ROOTS) and not code.co_filename.endswith(
-            "rendezvous.py"
-        )
-    return known
+    # How often a rank looks whether the others have come depends on the moment.
+    return code.co_filename.startswith(_ROOTS) and not code.co_filename.endswith("rendezvous.py")
 
 
 def _words(frame: FrameType) -> str:
@@ -102,26 +95,6 @@ def interrupts_at_calls(fault: Fault, of: str = "") -> Iterator[None]:
         yield
     finally:
         sys.setprofile(None)
-
-
-@contextmanager
-def interrupts_at_lines(fault: Fault) -> Iterator[None]:
-    """Interrupt before a line of the engine."""
-
-    def line(frame: FrameType, event: str, _: Any) -> Any:
-        if event == "line":
-            fault.meet(lambda: _words(frame), KeyboardInterrupt)
-        return line
-
-    def call(frame: FrameType, event: str, _: Any) -> Any:
-        return line if _of_engine(frame.f_code) else None
-
-    before = sys.gettrace()
-    sys.settrace(call)
-    try:
-        yield
-    finally:
-        sys.settrace(before)
 
 
 class _Operators(TorchDispatchMode):
@@ -165,7 +138,6 @@ def no_memory(fault: Fault) -> Iterator[None]:
 _KINDS: dict[str, Callable[[Fault], AbstractContextManager[None]]] = {
     "memory": no_memory,
     "calls": interrupts_at_calls,
-    "lines": interrupts_at_lines,
 }
 
 
@@ -389,7 +361,7 @@ class Sweep:
     """Steps that are broken off at every ``stride``-th place.
 
     Attributes:
-        setup: a key of ``SETUPS``. kind: "memory", "calls", "lines", or a pattern of calls. is_fresh: each time in a
+        setup: a key of ``SETUPS``. kind: "memory", "calls", or a pattern of calls. is_fresh: each time in a
             model's first step; else in one model, which has trained and trains on. num_ranks: all of them break off at
             the same place.
     """
@@ -449,8 +421,6 @@ def _full() -> list[Sweep]:
     for name in ("optim", "optim_grads", _ZERO3, "slots largest", "mixed", "wide sums", "optim_grads, adamw"):
         sweeps += [Sweep(name, "memory", 5, is_fresh, 2) for is_fresh in (False, True)]
         sweeps += [Sweep(name, "calls", 35, is_fresh, 2) for is_fresh in (False, True)]
-    for name in ("no_shard", "optim, refreshed", _ZERO3, "slots static"):
-        sweeps += [Sweep(name, "lines", 61, is_fresh) for is_fresh in (False, True)]
     return sweeps
 
 
