@@ -57,9 +57,12 @@ def four_blocks(span: int = 0, use_reentrant: bool = False, frozen: tuple[int, .
     return fully_shard(model)
 
 
+class WithHead(Made):
+    """Two blocks, then a norm and a head that form one unit; the root owns a projection."""
+
+
 def with_head() -> Any:
-    """Return two blocks, then a norm and a head that form one unit; the root owns a projection."""
-    model: Any = Made(
+    model: Any = WithHead(
         lambda m, x: m.head(m.norm(m.blocks[1](m.blocks[0](m.stem(x))))),
         stem=nn.Linear(WIDTH, WIDTH), blocks=nn.ModuleList([Block(), Block()]), norm=nn.LayerNorm(WIDTH),
         head=nn.Linear(WIDTH, 3),
