@@ -221,10 +221,12 @@ MISTAKES: dict[str, tuple[str, ...]] = {
         "StateError", "'weight'", "float64", "delete its outputs",
     ),
     "another dtype inside of a unit": (
-        "(model := stack()).layers[0].norm.half()", "PlacementError", "unit 'layers.0'", "'norm.weight'", "before fully_shard",
+        "(model := stack()).layers[0].norm.half()",
+        "PlacementError", "unit 'layers.0'", "'norm.weight'", "before fully_shard",
     ),
     "the same dtype inside of a unit": (
-        "(model := stack()).layers[0].norm.float()", "PlacementError", "unit 'layers.0'", "'norm.weight'", "MixedPrecisionPolicy",
+        "(model := stack()).layers[0].norm.float()",
+        "PlacementError", "unit 'layers.0'", "'norm.weight'", "MixedPrecisionPolicy",
     ),
     "another device": (
         "nn.Sequential(linear()).to('meta')", "StateError", "'weight'", "cpu", "move to meta", "before fully_shard",
