@@ -1,25 +1,28 @@
 """Programs written for ``torch.distributed.fsdp``, run with PyTorch's engine and with this one.
 
-A program gets a ``Run``, which has the names of one engine and is told what the program sees. Only whole tensors are
-compared, because PyTorch cuts the rows of a parameter evenly and this engine does not.
+A program is text with the names of one engine and the methods of a ``Run``, which is told what the program sees. Only
+whole tensors are compared, because PyTorch cuts the rows of a parameter evenly and this engine does not.
 """
 
+import ast
 import importlib
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import _fully_shard
 from torch.distributed.tensor import DTensor
 
 from tests.harness.models import inputs, three_blocks
 from tests.harness.oracle import whole
 
 __all__ = [
-    "PROGRAMS", "SINCE_2_15", "Run", "blocks", "complaints", "has_name", "loss_of", "mesh", "program", "shows",
+    "PROGRAMS", "SINCE_2_15", "Program", "Run", "blocks", "complaints", "enter", "has_name", "loss_of", "mesh", "shows",
 ]  # fmt: skip
 
 # Where the names come from: the one line that differs.
@@ -75,8 +78,9 @@ class Run:
         after: Callable[[], object] | None = None,
         optimizer: torch.optim.Optimizer | None = None,
         loss: Callable[[Any, int], torch.Tensor] | None = None,
+        keeps: bool = True,
     ) -> Any:
-        """Train on this rank's data, and return the model.
+        """Train on this rank's data, note the whole weights with ``keeps``, and return the model.
 
         Args:
             before: called with the model, and whether it is the last, before each microbatch. after: before each step.
@@ -95,6 +99,8 @@ class Run:
                     after()
                 optimizer.step()
                 optimizer.zero_grad()
+        if keeps:
+            self.keep(model)
         return model
 
     def keep_gradients(self, model: nn.Module) -> None:
@@ -116,13 +122,13 @@ class Program:
     """Code for both engines.
 
     Attributes:
-        body: the code; it may return a model to be compared, or, where the engines differ, what they differ in.
+        body: the code, as text or a function of a ``Run``; its last value is what the engines differ in.
         num_ranks: it runs on. needs: dotted name in ``torch.distributed.fsdp`` that it uses and older versions lack.
         tolerance: largest difference of a loss or a tensor: fp32 rounding, or that of the dtype it computes in.
         differs: what PyTorch's engine and this one return; of an exception, the class and the start of its message.
     """
 
-    body: Callable[[Run], object]
+    body: str | Callable[[Run], object]
     num_ranks: int = 2
     needs: str = "fully_shard"
     tolerance: float = 2e-6
@@ -145,18 +151,14 @@ class Program:
 
 
 PROGRAMS: dict[str, Program] = {}
-Body: TypeAlias = Callable[[Run], object]
+_names: dict[str, Any] = {}
 
 
-def program(name: str, **options: Any) -> Callable[[Body], Body]:
-    """Enter a function under a name; ``options`` are fields of ``Program``."""
-
-    def enter(body: Body) -> Body:
-        assert name not in PROGRAMS
-        PROGRAMS[name] = Program(body, **options)
-        return body
-
-    return enter
+def enter(programs: dict[str, Program], names: dict[str, Any]) -> None:
+    """Add programs to the table, and the names that their texts use."""
+    assert not PROGRAMS.keys() & programs.keys()
+    PROGRAMS.update(programs)
+    _names.update(names)
 
 
 def has_name(path: str) -> bool:
@@ -174,23 +176,32 @@ def complaints(name: str) -> list[str]:
     if differs is not None:
         ends = zip(differs, (their_end, our_end), strict=True)
         return [f"wanted {wanted}, found {found}" for wanted, found in ends if not _is_as_written(found, wanted)]
-    found = [str(end) for end in (their_end, our_end) if end is not None]
+    found = [end for end in (their_end, our_end) if isinstance(end, str)]
     if not (theirs.facts or theirs.tensors):
         found.append("nothing was seen that could differ")
     return found or PROGRAMS[name].disagreements(theirs, ours)
 
 
 def _run(program: Program, engine: str) -> tuple[Run, object]:
-    """Return what a program saw with one engine, and what it returned or raised."""
+    """Return what a program saw with one engine, and what it ends with: its last value, or an error."""
     torch.manual_seed(0)
     seen = Run(engine)
     try:
-        found = program.body(seen)
-        if isinstance(found, nn.Module):
-            found = seen.keep(found)
+        return seen, _value_of(program.body, seen) if isinstance(program.body, str) else program.body(seen)
     except Exception as error:
-        found = f"{type(error).__name__}: {error}"
-    return seen, found
+        return seen, f"{type(error).__name__}: {error}"
+
+
+def _value_of(text: str, run: Run) -> object:
+    methods = ("keep_gradients", "refuses", "see", "shard", "train")
+    names = {name: getattr(run, name) for name in (*_fully_shard.__all__, *methods) if hasattr(run, name)}
+    names = {**_names, **names, "run": run}
+    *most, last = ast.parse(textwrap.dedent(text)).body
+    exec(compile(ast.Module(most, []), "<program>", "exec"), names)
+    if isinstance(last, ast.Expr):
+        return eval(compile(ast.Expression(last.value), "<program>", "eval"), names)
+    exec(compile(ast.Module([last], []), "<program>", "exec"), names)
+    return None
 
 
 def _is_as_written(found: object, wanted: object) -> bool:

@@ -45,6 +45,8 @@ REFUSALS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("OwnershipError", r"is the same tensor as '.*' of unit '.*', which owns it already", ("tie",)),
     # A plain tensor of unknown origin beside a sharded one.
     ("PlacementError", r"found a plain tensor of shape .* beside a sharded one", ("borrowing",)),
+    # The one that names no parameter: a weight used in another unit, outside of its module.
+    ("RuntimeError", r"is at version 1000000000; expected version 0", ("borrowing",)),
     ("StateError", r"cannot be deep-copied: its parameters are views of buffers", ("copy",)),
     # The flat optimizer steps a unit's parameters together.
     ("StateError", r"has no gradient, but others have that share a flat parameter with it",

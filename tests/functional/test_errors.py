@@ -360,8 +360,8 @@ MISTAKES: dict[str, tuple[str, ...]] = {
     ),
     "a recorded backward": (
         """
-        x = inputs(0, 0).requires_grad_()
-        torch.autograd.grad(stack()(x).square().mean(), x, create_graph=True)
+        model, x = stack(), inputs(0, 0).requires_grad_()
+        torch.autograd.grad(model(x).square().mean(), x, create_graph=True)
         """,
         "StateError", "create_graph=True", "unsharded",
     ),

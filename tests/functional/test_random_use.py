@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from tests.functional.random_programs import draw
-from tests.functional.random_use import Program
 from tests.functional.random_use_cases import CASES
 from tests.functional.random_use_run import Verdict, outcome, outcomes
 from tests.harness.failures import RankError
@@ -25,16 +24,12 @@ def seeds() -> range:
     return range(int(first), int(first) + int(count))
 
 
-def check(program: Program) -> None:
-    """Run a program; fail with how it ended, and with the program in a form to paste."""
-    found = outcome(program)
-    if not found.is_in_order:
-        pytest.fail(f"{found.outcome} at action {found.action}\n{found.text}\ncheck({program!r})", pytrace=False)
-
-
 @pytest.mark.parametrize("seed", seeds())
 def test_a_random_use_is_that_of_the_plain_model_or_refused_by_name(seed: int) -> None:
-    check(draw(seed))
+    program = draw(seed)
+    found = outcome(program)
+    # With the program in a form to paste.
+    assert found.is_in_order, f"{found.outcome} at action {found.action}\n{found.text}\noutcome({program!r})"
 
 
 @pytest.fixture(scope="module")

@@ -170,7 +170,8 @@ def train_step(model: Any, number: int) -> float:
     loss.backward()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter -= 0.1 * parameter.grad
+            if parameter.grad is not None:
+                parameter -= 0.1 * parameter.grad
     model.zero_grad()
     return loss.item()
 
