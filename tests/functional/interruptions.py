@@ -167,7 +167,7 @@ class Setup:
     Attributes:
         strategy: a classmethod of ``Placements``. slots: of ``set_slot_pool``. optimizer: "sgd", with momentum;
             "refreshed", the same, which refreshes compute weights itself; or "adamw", ours. policy: of precision; the
-            other model is sharded with it too then, as a whole one is rounded elsewhere. others: of ``fully_shard``.
+            other model is sharded with it too then, as a whole one is rounded elsewhere. options: of ``fully_shard``.
             num_ranks: at least. is_frozen: norms are; they have buffers of their own, gathered with the others'.
     """
 
@@ -175,7 +175,7 @@ class Setup:
     slots: str | None = None
     optimizer: str = "sgd"
     policy: MixedPrecisionPolicy | None = None
-    others: tuple[tuple[str, Any], ...] = ()
+    options: dict[str, Any] = field(default_factory=dict)
     num_ranks: int = 1
     is_frozen: bool = False
 
@@ -185,7 +185,7 @@ class Setup:
         mesh = make_mesh((min(size, 2), max(size // 2, 1)) if is_nested else (size,))
         placements = getattr(Placements, self.strategy)(*((0, 1) if is_nested else (0,)))
         for part in (*model.blocks, model):
-            fully_shard(part, mesh, placements, mp_policy=self.policy, **dict(self.others))
+            fully_shard(part, mesh, placements, mp_policy=self.policy, **self.options)
         if self.slots is not None:
             model.set_slot_pool(self.slots)
 
@@ -216,11 +216,11 @@ SETUPS = {
     "wide sums": Setup(
         _ZERO3, policy=MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16, accumulate_dtype=torch.float32)
     ),
-    "offload": Setup(_ZERO3, others=(("offload_policy", CPUOffloadPolicy()),)),
-    "kept": Setup(_ZERO3, others=(("reshard_after_forward", False),)),
-    "at once": Setup(_ZERO3, others=(("reshard_after_forward", True),)),
+    "offload": Setup(_ZERO3, options={"offload_policy": CPUOffloadPolicy()}),
+    "kept": Setup(_ZERO3, options={"reshard_after_forward": False}),
+    "at once": Setup(_ZERO3, options={"reshard_after_forward": True}),
     "frozen": Setup(_ZERO3, is_frozen=True),
-    "a part kept": Setup(_ZERO3, others=(("reshard_after_forward", 2),), num_ranks=4),
+    "a part kept": Setup(_ZERO3, options={"reshard_after_forward": 2}, num_ranks=4),
 }
 _TOLERANCE = 2e-6
 

@@ -44,7 +44,7 @@ def found(request: pytest.FixtureRequest) -> dict[str, list[list[str]]]:
     result: dict[str, list[list[str]]] = {name: [] for name in names}
     for num_ranks in (1, 2, 4):
         chosen = [name for name in names if PROGRAMS[name].num_ranks == num_ranks]
-        for rank in run_ranks(num_ranks, all_complaints, chosen, timeout=300):
+        for rank in run_ranks(num_ranks, all_complaints, chosen, timeout=600):
             for name, lines in rank.items():
                 result[name].append(lines)
     return result

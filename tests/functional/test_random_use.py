@@ -43,7 +43,7 @@ def together(request: pytest.FixtureRequest) -> dict[str, Verdict]:
         while left:
             chosen, left = left[:AT_ONCE], left[AT_ONCE:]
             try:
-                verdicts = outcomes([CASES[name].program for name in chosen], timeout=120)
+                verdicts = outcomes([CASES[name].program for name in chosen], timeout=300)
             except RankError:
                 continue
             found |= zip(chosen, verdicts, strict=True)
