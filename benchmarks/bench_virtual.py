@@ -2,9 +2,9 @@
 
 The real code of both runs in this process, as rank 0 of the mesh, on virtual devices (``megatron_fsdp.virtual``): no
 operator is computed, and no time here is measured. A row is a prediction for H200s by the numbers in
-``megatron_fsdp/virtual/machine.py``; the bound beside it is what no engine can beat: the longer of compute and
+``benchmarks/h200.py``; the bound beside it is what no engine can beat: the longer of compute and
 communication, with the first gather and the last reduction. ``python -m benchmarks virtual --models llama3-8b --tokens
-2048 --causes 8`` also names who waits for what; ``--trace FOLDER`` writes timelines for https://ui.perfetto.dev.
+2048 --causes 8`` also names who waits for what.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,13 +21,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 
 import megatron_fsdp
+from benchmarks.h200 import H200
 from benchmarks.harness import Row, Samples
 from benchmarks.virtual_models import MODELS, VirtualModel, make_model
 from megatron_fsdp.virtual.device import virtual_device
-from megatron_fsdp.virtual.machine import H200
 from megatron_fsdp.virtual.playback import Playback, play
 from megatron_fsdp.virtual.recording import Event, Recording
-from megatron_fsdp.virtual.trace import write_trace
 
 MESHES = {"8": (8,), "8x8": (64,), "hsdp 2x8": (2, 8)}
 REDUCE = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -46,7 +44,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--engines", nargs="+", default=["ours", "FSDP2"], choices=list(CALLS), help="whose code")
     parser.add_argument("--layers", type=int, help="of the model, in place of its own number")
     parser.add_argument("--causes", type=int, default=0, metavar="N", help="print the N longest waits of each row")
-    parser.add_argument("--trace", type=Path, metavar="FOLDER", help="write a timeline of each row")
 
 
 def run(args: argparse.Namespace) -> list[Row]:
@@ -76,7 +73,6 @@ def _ratios(setting: dict[str, str | int], played: dict[str, Playback]) -> list[
             metric,
             "",
             Samples((found.seconds / peer.seconds,)),
-            is_exact=True,
         )
         for engine, found in played.items()
         if peer is not None
@@ -156,16 +152,26 @@ def _fsdp2_parts() -> dict[Any, Callable[..., Any]]:
     return {torch.ops.fsdp.all_gather_copy_in.default: _fsdp_collectives.all_gather_copy_in_cuda}
 
 
+def bound(found: Playback) -> float:
+    """Return what the step takes at least: the longer of compute and communication, and the two ends of the latter.
+
+    Compute cannot begin before the first gather, and the last reduction cannot begin before compute has ended.
+    """
+    sent = [run.work for run in found.runs if run.work.ranks]
+    links: dict[str, float] = {}
+    for work in sent:
+        links[found.machine.link(work)] = links.get(found.machine.link(work), 0.0) + found.machine.seconds(work)
+    ends = found.machine.seconds(sent[0]) + found.machine.seconds(sent[-1]) if sent else 0.0
+    return max(found.busy() + ends, *links.values())
+
+
 def _rows(case: dict[str, str | int], found: Playback) -> list[Row]:
     quantities = {
         "predicted step": (found.seconds * 1e3, "ms"),
-        "bound": (found.bound() * 1e3, "ms"),
+        "bound": (bound(found) * 1e3, "ms"),
         "compute waits": (found.waiting() / found.seconds * 100, "%"),
     }
-    return [
-        Row("virtual", case, metric, unit, Samples((value,)), is_exact=True)
-        for metric, (value, unit) in quantities.items()
-    ]
+    return [Row("virtual", case, metric, unit, Samples((value,))) for metric, (value, unit) in quantities.items()]
 
 
 def _show(case: dict[str, str | int], found: Playback, args: argparse.Namespace) -> None:
@@ -173,9 +179,6 @@ def _show(case: dict[str, str | int], found: Playback, args: argparse.Namespace)
     print(f"{name}: {found.seconds * 1e3:.0f} ms, compute waits {found.waiting() / found.seconds:.0%}", flush=True)
     for (unit, cause), seconds in list(found.exposed().items())[: args.causes]:
         print(f"    {unit} waits {seconds * 1e3:.2f} ms for {cause}")
-    if args.trace:
-        args.trace.mkdir(parents=True, exist_ok=True)
-        write_trace(found, args.trace / f"{name.replace(', ', '-').replace(' ', '-')}.json")
 
 
 def rows_text(rows: Sequence[Row]) -> str:

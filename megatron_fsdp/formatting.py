@@ -5,44 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-__all__ = ["Bar", "Span", "Table", "format_bytes", "format_count", "format_seconds", "listing", "rank_list"]
-
-_MARKS = 40
-
-
-class Span(NamedTuple):
-    """A piece of a bar: from where to where, what it is, and the number of its colour."""
-
-    start: float
-    stop: float
-    title: str
-    colour: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Bar:
-    """A cell of spans, on a scale from 0 to ``end``; ``str()`` has 40 marks for it."""
-
-    spans: Sequence[Span]
-    end: float
-
-    def __str__(self) -> str:
-        marks = [" "] * _MARKS
-        for span in self.spans:
-            # What is there at all takes at least one mark.
-            first = min(round(_MARKS * span.start / self.end), _MARKS - 1)
-            stop = max(round(_MARKS * span.stop / self.end), first + 1) if span.stop > span.start else first
-            marks[first:stop] = "#+=*.:%"[span.colour % 7] * (stop - first)
-        return "".join(marks)
+__all__ = ["Table", "format_bytes", "format_count", "format_seconds", "listing", "rank_list"]
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table for a terminal (``lines``) or a page: rows of cells, of which the first has the headings, and a title."""
+    """A table for a terminal: rows of cells, of which the first has the headings, and a title."""
 
-    rows: Sequence[Sequence[str | Bar]]
+    rows: Sequence[Sequence[str]]
     title: str = ""
 
     @classmethod
@@ -62,20 +34,16 @@ class Table:
             return [f"{self.title or self.rows[0][0]}: none"]
         columns = []
         for column, cells in enumerate(zip(*self.rows, strict=True)):
-            texts = list(map(str, cells))
-            width = max(map(len, texts))
-            columns.append([text.ljust(width) if self.is_left(column) else text.rjust(width) for text in texts])
+            width = max(map(len, cells))
+            # Flush left are the first one, and those that are not all numbers.
+            is_left = column == 0 or not all(cell in ("", "-") or cell[0].isdigit() for cell in cells[1:])
+            columns.append([text.ljust(width) if is_left else text.rjust(width) for text in cells])
         lines = ["  ".join(cells).rstrip() for cells in zip(*columns, strict=True)]
         return [self.title, *lines] if self.title else lines
 
-    def is_left(self, column: int) -> bool:
-        """Whether a column is flush left: the first one, and those that are not all numbers."""
-        cells = [str(row[column]) for row in self.rows[1:]]
-        return column == 0 or not all(cell in ("", "-") or cell[0].isdigit() for cell in cells)
 
-
-def _written(key: str, value: Any) -> str | Bar:
-    if isinstance(value, str | Bar):
+def _written(key: str, value: Any) -> str:
+    if isinstance(value, str):
         return value
     if isinstance(value, Sequence):
         return "x".join(map(str, value))

@@ -6,7 +6,6 @@ import argparse
 import json
 import sys
 import warnings
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_fsdp.errors import ConfigError, FsdpError
@@ -23,14 +22,14 @@ __all__ = ["EXAMPLES", "add_arguments", "run"]
 
 EXAMPLES = """\
   megatron-fsdp plan --model llama3-8b --mesh 8                    one node, FP32 main weights, bf16 compute
-  megatron-fsdp plan --model llama3-70b --mesh 8x16 --html plan.html
+  megatron-fsdp plan --model llama3-70b --mesh 8x16                two axes: replicas of sharded nodes
   megatron-fsdp plan --model llama3-70b --fit 80GiB --gpus 64      search what fits
   megatron-fsdp plan --model llama3-70b --world 64 --tp 8 --pp 2   with tensor and pipeline parallelism
   megatron-fsdp plan --hf-config config.json --mesh 8 --json"""
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the plan or the search that the options ask for, and write its files.
+    """Print the plan or the search that the options ask for.
 
     Returns:
         0; 1 when ``--fit`` finds nothing that fits; 2 when the request makes no sense, with the reason on stderr.
@@ -52,8 +51,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(options: Options) -> int:
-    from megatron_fsdp.planning.drawing import draw_png, html_page
-    from megatron_fsdp.planning.plan_page import headline, memory_table, plan_tables, to_dict
+    from megatron_fsdp.planning.plan_page import headline, plan_tables, to_dict
     from megatron_fsdp.planning.search import search
 
     subject, limit_bytes = options.subject(), options["fit"]
@@ -62,18 +60,8 @@ def _run(options: Options) -> int:
     best, stages = (found.best, ()) if found is not None else _planned(subject, options)
     tables, plain, title = list(found.tables()) if found is not None else [], {}, ""
     if best is not None:
-        title, decisions = headline(best), tuple(options.decisions(best.setup))
-        tables += plan_tables(best, decisions, limit_bytes, stages)
-        plain = to_dict(best, decisions, stages)
-    elif options["html"] or options["png"]:
-        raise ConfigError(f"nothing fits {limit_bytes:,} bytes, so there is no chart to draw; the table says why")
-    try:
-        if options["png"] and best is not None:
-            draw_png(options["png"], memory_table(best, limit_bytes), title)
-        if options["html"]:
-            Path(options["html"]).write_text(html_page(title, tables), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{error}; give a file that can be written") from error
+        title, plain = headline(best), to_dict(best, stages)
+        tables += plan_tables(best, limit_bytes, stages)
     if options["json"]:
         print(json.dumps({**plain, "fit": found.plain} if found is not None else plain, indent=2))
     else:

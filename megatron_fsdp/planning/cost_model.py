@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 
 from dbuffer import CollectiveCall
 from megatron_fsdp.planning.played_step import PlayedStep
-from megatron_fsdp.planning.stand_in import Axis
-from megatron_fsdp.planning.transformer import Recompute, Workload
+from megatron_fsdp.planning.transformer import Workload
 from megatron_fsdp.virtual.playback import Playback, play
 from megatron_fsdp.virtual.recording import Work
 
@@ -18,8 +16,6 @@ __all__ = [
     "Link",
     "Machine",
     "StepTime",
-    "UnitTime",
-    "played_microbatches",
     "predict_step",
     "transfer_seconds",
 ]
@@ -27,10 +23,10 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What one rank sends and receives along a mesh axis: bytes per second, and seconds per hop between neighbours."""
+    """What one rank sends and receives along a mesh axis: its rate, and seconds per hop between neighbours."""
 
     bytes_per_second: float
-    latency: float = 0.0
+    latency_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,26 +52,10 @@ def transfer_seconds(transfer: CollectiveCall, link: Link) -> float:
     each rank leaves 1 / n of them where they are; a send is one hop of S bytes.
     """
     if transfer.kind == "send":
-        return link.latency + transfer.num_bytes / link.bytes_per_second
+        return link.latency_seconds + transfer.num_bytes / link.bytes_per_second
     hops = transfer.num_ranks - 1
-    once = hops * link.latency + hops / transfer.num_ranks * transfer.num_bytes / link.bytes_per_second
+    once = hops * link.latency_seconds + hops / transfer.num_ranks * transfer.num_bytes / link.bytes_per_second
     return 2 * once if transfer.kind == "all_reduce" else once
-
-
-@dataclass(frozen=True, slots=True)
-class UnitTime:
-    """Seconds of one unit and microbatch: what it computes, and the collectives that can overlap with its neighbours.
-
-    Attributes:
-        tail: of the collectives after the last backward, per step: reductions over outer axes, the refresh of weights.
-    """
-
-    forward_gather: float = 0.0
-    forward: float = 0.0
-    backward_gather: float = 0.0
-    reduce: float = 0.0
-    backward: float = 0.0
-    tail: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +67,7 @@ class StepTime:
         exposed: in which compute waits, most of it for communication, in the engine's own step on this hardware.
         copying: of the engine's passes over memory on the compute stream.
         optimizer: the step over this rank's part.
-        tokens_to_hide: tokens per rank and microbatch from which on the largest unit's collectives hide behind its
-            own compute; 0 where there are none, None where compute is not known.
-        units: in their order. causes: what compute waits for in at most three microbatches, the longest first.
+        causes: what compute waits for in at most three microbatches, the longest first.
         model_parallel: of collectives inside the model, none of which is taken to be hidden.
         bubble: waiting for other stages of a pipeline.
     """
@@ -99,11 +77,14 @@ class StepTime:
     exposed: float
     copying: float
     optimizer: float
-    tokens_to_hide: int | None
-    units: tuple[UnitTime, ...] = field(repr=False, default=())
-    causes: tuple[tuple[str, float], ...] = field(repr=False, default=())
     model_parallel: float = 0.0
     bubble: float = 0.0
+    causes: tuple[tuple[str, float], ...] = field(repr=False, default=())
+
+    def extended(self, more: StepTime, times: int) -> StepTime:
+        """Return the time with ``times`` more layers, where ``more`` is that with one more."""
+        pairs = ((getattr(self, each.name), getattr(more, each.name)) for each in fields(self) if each.name != "causes")
+        return StepTime(*(max(few + times * (many - few), 0.0) for few, many in pairs))
 
     @property
     def busy(self) -> float:
@@ -117,11 +98,7 @@ class StepTime:
 
 
 # What is computed again first, as a share of what backward computes of a kind beside the weight's gradient.
-_AGAIN = {
-    Recompute.NONE: {},
-    Recompute.SELECTIVE: {"attention in a layer": 0.5},
-    Recompute.FULL: {"attention in a layer": 0.5, "matrix in a layer": 1.0},
-}
+_AGAIN = {"attention in a layer": 0.5, "matrix in a layer": 1.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +118,7 @@ class _Speeds:
             return transfer_seconds(transfer, self.hardware.links[work.axis])
         if work.kind == "memory":
             return work.num_bytes / self.hardware.memory_bandwidth
-        again = _AGAIN[self.workload.recompute].get(work.kind, 0.0) if work.name == "backward" else 0.0
+        again = _AGAIN.get(work.kind, 0.0) if self.workload.recomputes and work.name == "backward" else 0.0
         return (1 + again) * work.flops * self.workload.tokens / self.hardware.flops
 
     def link(self, work: Work) -> str:
@@ -152,30 +129,21 @@ class _Speeds:
 def predict_step(played: PlayedStep, workload: Workload, hardware: Hardware) -> StepTime:
     """Predict an optimizer step; ``played`` knows steps of as many microbatches."""
     count = workload.num_microbatches
-    times = _unit_times(played, workload, hardware)
-    found = played_microbatches(played, workload, hardware)
+    found = play(played.items.get(count) or played.items[3], _Speeds(hardware, workload))
     quantities = _quantities(found)
     if count not in played.items:
         before = _quantities(play(played.items[2], _Speeds(hardware, workload)))
         quantities = [now + (count - 3) * (now - then) for now, then in zip(quantities, before, strict=True)]
     total, communication, copying = quantities
-    compute = count * sum(time.forward + time.backward for time in times)
+    compute = count * sum(each.microbatch(workload) for each in played.works) / hardware.flops
     return StepTime(
         compute=compute,
         communication=communication,
         exposed=max(total - compute - copying, 0.0),
         copying=copying,
         optimizer=played.moved_bytes / hardware.memory_bandwidth,
-        tokens_to_hide=_tokens_to_hide(times, workload),
-        units=tuple(times),
         causes=tuple((f"{unit} waits for {cause}", seconds) for (unit, cause), seconds in found.exposed().items()),
     )
-
-
-def played_microbatches(played: PlayedStep, workload: Workload, hardware: Hardware) -> Playback:
-    """Return the step, of at most three microbatches, in time."""
-    items = played.items.get(workload.num_microbatches) or played.items[3]
-    return play(items, _Speeds(hardware, workload))
 
 
 def _quantities(found: Playback) -> list[float]:
@@ -183,37 +151,6 @@ def _quantities(found: Playback) -> list[float]:
     sent = sum(found.machine.seconds(each.work) for each in found.runs if each.work.ranks)
     copied = (each for each in found.runs if each.work.kind == "memory" and each.stream == "compute")
     return [found.seconds, sent, sum(each.end - each.start for each in copied)]
-
-
-def _unit_times(played: PlayedStep, workload: Workload, hardware: Hardware) -> list[UnitTime]:
-    """Return the times of each unit: what it computes, and what it sends."""
-    sent: defaultdict[tuple[int, str], float] = defaultdict(float)
-    for issue, count in played.forecasts[workload.num_microbatches].issues.items():
-        what = {"gather": f"{issue.phase.value}_gather", "reduce": "reduce"}.get(issue.lane, "tail")
-        if issue.lane == "gather" and not played.units[issue.unit].transient_bytes("gathered weights"):
-            what = "tail"
-        times = count / (1 if what == "tail" else workload.num_microbatches)
-        sent[issue.unit, what] += times * transfer_seconds(issue.transfer, hardware.links[issue.transfer.axis])
-    found = []
-    for position, work in enumerate(played.works):
-        forward, backward = (each(workload) / hardware.flops for each in (work.forward, work.backward))
-        kinds = ("forward_gather", "backward_gather", "reduce", "tail")
-        found.append(UnitTime(forward=forward, backward=backward, **{kind: sent[position, kind] for kind in kinds}))
-    return found
-
-
-def _tokens_to_hide(times: Sequence[UnitTime], workload: Workload) -> int | None:
-    """Return the tokens at which compute takes as long as the collectives beside it, for the neediest unit.
-
-    Compute grows with the tokens at a given sequence length, collectives do not. Units that compute nothing, such as
-    an embedding that is looked up, hide behind their neighbours or not at all, and are left out.
-    """
-    ratios = [
-        max(time.forward_gather / time.forward, (time.backward_gather + time.reduce) / time.backward)
-        for time in times
-        if time.forward
-    ]
-    return -int(-max(ratios) * workload.tokens // 1) if ratios else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,30 +173,15 @@ class Machine:
     node_latency: float = 1e-6
     network_latency: float = 5e-6
 
-    def links(self, axes: Sequence[Axis], bandwidths: Sequence[float] = (), *, stride: int = 1) -> dict[str, Link]:
-        """Return what a rank has on each axis of a mesh.
-
-        Args:
-            bandwidths: measured ones, one per axis; empty: derived from the nodes.
-            stride: how far apart neighbours on the innermost axis are.
-        """
-        links = {}
-        for position in reversed(range(len(axes))):
-            axis = axes[position]
-            link = self._link(axis.size, stride)
-            links[axis.name] = Link(bandwidths[position], link.latency) if bandwidths else link
-            stride *= axis.size
-        return links
-
-    def _link(self, size: int, stride: int) -> Link:
-        """Return the link of a ring of ``size`` ranks that lie ``stride`` apart.
+    def link(self, size: int, stride: int, rate: float | None = None) -> Link:
+        """Return the link of a ring of ``size`` ranks that lie ``stride`` apart; ``rate``: bytes per second, measured.
 
         Of k members in each node one hop in k leaves the node, and the ring is spread over the ports of all k, so it
         runs at k times a port's rate, or at the node's own if that is less. Rings of other ranks use other ports.
         """
         members = max(1, min(size, self.gpus_per_node // stride))
         if members == size:
-            return Link(self.node_bandwidth, self.node_latency)
+            return Link(rate or self.node_bandwidth, self.node_latency)
         bandwidth = min(self.node_bandwidth if members > 1 else float("inf"), members * self.network_bandwidth)
         latency = (self.network_latency + (members - 1) * self.node_latency) / members
-        return Link(bandwidth, latency)
+        return Link(rate or bandwidth, latency)

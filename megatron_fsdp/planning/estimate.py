@@ -22,13 +22,7 @@ from megatron_fsdp.planning.played_step import PlayedStep, play_step
 from megatron_fsdp.planning.report import Report, report_of
 from megatron_fsdp.planning.stand_in import Sharding
 from megatron_fsdp.planning.step_listener import Forecast
-from megatron_fsdp.planning.transformer import Transformer, Workload
-
-_ASSUMED = (
-    "the highest transient memory and all activations are taken to coincide",
-    "collectives run on rings; what compute waits for is what the engine's own step waits for on such hardware",
-    "every rank has the same work and the links that were given; stragglers are not counted",
-)
+from megatron_fsdp.planning.transformer import Workload
 
 __all__ = ["MemoryPart", "Projection", "Setup", "memory_of", "play_setup", "project", "project_stages"]
 
@@ -47,8 +41,7 @@ class Setup:
     """How a model is trained.
 
     Attributes:
-        strategy: name of it, for tables. moments_dtype: of AdamW's two, or Muon's momentum; None: the main weights'.
-        optimizer: "adamw", or "muon" for matrices and AdamW for the rest.
+        strategy: name of it, for tables. moments_dtype: of AdamW's two; None: the main weights'.
         activation_bytes: of one microbatch, where the caller knows them; else they are derived or left out.
         reserve_bytes: for what no plan sees: the CUDA context, communication buffers, the allocator's rounding.
         parallelism: how the model is divided besides.
@@ -61,7 +54,6 @@ class Setup:
     moments_dtype: torch.dtype | None = None
     activation_bytes: int | None = None
     reserve_bytes: int = 0
-    optimizer: str = "adamw"
     parallelism: Parallelism = field(default_factory=Parallelism)
 
 
@@ -100,17 +92,16 @@ class Projection:
 
     def report(self) -> Report:
         """Return the report of units, buffers, padding and collectives."""
-        return report_of(self.played, self.setup.workload.num_microbatches, (*_ASSUMED, *self.subject.notes))
+        return report_of(self.played, self.setup.workload.num_microbatches)
 
 
 def play_setup(subject: Subject, setup: Setup, counts: Sequence[int]) -> PlayedStep:
     """Return steps of a sharding, of so many microbatches; neither their size nor recomputation changes them.
 
-    Raises:
-        LayoutError: the planner refuses the padding.
+    LayoutError: the planner refuses the padding.
     """
     stand_ins = subject.stand_ins(setup.sharding, setup.workload.sequence_length)
-    return play_step(stand_ins, counts, moments_dtype=setup.moments_dtype, is_muon=setup.optimizer == "muon")
+    return play_step(stand_ins, counts, moments_dtype=setup.moments_dtype)
 
 
 def project(subject: Subject, setup: Setup, played: PlayedStep | None = None) -> Projection:
@@ -124,8 +115,6 @@ def project(subject: Subject, setup: Setup, played: PlayedStep | None = None) ->
     workload = setup.workload
     played = played or play_setup(subject, setup, [workload.num_microbatches])
     time = predict_step(played, workload, setup.hardware)
-    iterations = sum(each.max_flops for each in played.owners) / setup.hardware.flops
-    time = replace(time, optimizer=time.optimizer + iterations)
     return Projection(subject, setup, played, memory_of(subject, setup, played), time)
 
 
@@ -137,12 +126,14 @@ def project_stages(subject: Subject, setup: Setup) -> tuple[Projection, ...]:
         LayoutError: the planner refuses the padding.
     """
     parallelism, workload = setup.parallelism, setup.workload
-    if subject.architecture is None:
+    if subject.transformer is None:
         raise ConfigError(
             "--tp, --ep, --pp and --cp divide models of the catalog and of --hf-config, whose layers are known; with "
             "--factory build what one rank of a stage has"
         )
-    stages = [_project_stage(subject, setup, stage) for stage in stages_of(subject.architecture, parallelism)]
+    stages = [
+        _project_stage(subject, setup, stage) for stage in stages_of(subject.transformer.architecture, parallelism)
+    ]
     # All stages wait for the slowest.
     slowest = max(each.time.busy for each in stages)
     bubble = (1 + bubble_share(parallelism, workload.num_microbatches)) * slowest
@@ -152,17 +143,27 @@ def project_stages(subject: Subject, setup: Setup) -> tuple[Projection, ...]:
 def _project_stage(subject: Subject, setup: Setup, stage: Stage) -> Projection:
     parallelism, workload = setup.parallelism, setup.workload
     projection = project(stage_subject(subject, stage, parallelism, workload.num_microbatches), setup)
-    layers = Transformer(stage.architecture, stream_ranks=parallelism.stream_ranks).layers
-    itemsize = projection.played.compute_itemsize
-    transfers = model_transfers(stage, parallelism, workload, layers, itemsize)
+    transfers = model_transfers(stage, parallelism, workload, projection.played.compute_itemsize)
     links = setup.hardware.links
     seconds = sum(each.count * transfer_seconds(each.transfer, links[each.transfer.axis]) for each in transfers)
     return replace(projection, transfers=transfers, time=replace(projection.time, model_parallel=seconds), stage=stage)
 
 
-def memory_of(subject: Subject, setup: Setup, played: PlayedStep) -> tuple[MemoryPart, ...]:
-    """Return what a rank holds at the highest, part by part, where ``play_setup`` returned ``played``."""
-    return tuple(_memory(subject, setup, played))
+def memory_of(
+    subject: Subject, setup: Setup, played: PlayedStep, more: PlayedStep | None = None, times: int = 0
+) -> tuple[MemoryPart, ...]:
+    """Return what a rank holds at the highest, part by part, where ``play_setup`` returned ``played``.
+
+    Args:
+        more: what it returned of a model with one layer more. times: of how many more layers to tell.
+    """
+    more, count = more or played, setup.workload.num_microbatches
+    highest = played.forecasts[count].highest(more.forecasts[count], times)
+    found = []
+    for few, many in zip(_memory(subject, setup, played), _memory(subject, setup, more), strict=True):
+        size = few.num_bytes + times * (many.num_bytes - few.num_bytes)
+        found.append(replace(few, num_bytes=size + highest * (few.name == "gathered and packed")))
+    return tuple(found)
 
 
 def _memory(subject: Subject, setup: Setup, played: PlayedStep) -> Iterator[MemoryPart]:
@@ -176,18 +177,18 @@ def _memory(subject: Subject, setup: Setup, played: PlayedStep) -> Iterator[Memo
     yield from (compute_weights,) * bool(compute_weights.num_bytes)
     yield MemoryPart("main weights", at_rest("main_weight", "remainder"))
     yield MemoryPart("gradients", at_rest("main_grad"))
-    yield MemoryPart("Muon and AdamW state" if setup.optimizer == "muon" else "AdamW moments", played.optimizer_bytes)
+    yield MemoryPart("AdamW moments", played.optimizer_bytes)
     # The optimizer's step has all gradients, so no peak is smaller.
     transient = sum(unit.transient_bytes("main_grad") for unit in played.units)
-    highest = max(peak.num_bytes for peak in forecast.peaks.values())
-    yield MemoryPart("gathered and packed", highest - transient - forecast.counter_bytes)
+    # Above these comes the highest point of the step.
+    yield MemoryPart("gathered and packed", -transient - forecast.counter_bytes)
     if forecast.counter_bytes:
         yield MemoryPart("sums", forecast.counter_bytes)
     if setup.activation_bytes is not None:
         yield MemoryPart("activations", setup.activation_bytes)
-    elif subject.activations is None:
+    elif subject.transformer is None:
         yield MemoryPart("activations", 0, is_known=False)
     else:
-        yield MemoryPart("activations", subject.activations(setup.workload, played.compute_itemsize))
+        yield MemoryPart("activations", subject.transformer.activation_bytes(setup.workload, played.compute_itemsize))
     if setup.reserve_bytes:
         yield MemoryPart("reserve", setup.reserve_bytes)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from megatron_fsdp.planning.catalog import Architecture
 from megatron_fsdp.planning.parallelism import Parallelism, Stage, in_flight
 from megatron_fsdp.planning.played_step import StandIns
 from megatron_fsdp.planning.stand_in import Sharding, put, shaped_stand_ins
-from megatron_fsdp.planning.transformer import Transformer, UnitWork, Workload
+from megatron_fsdp.planning.transformer import Transformer
 
 __all__ = [
     "Subject",
@@ -40,11 +40,9 @@ class Subject:
     Attributes:
         num_parameters, num_active_parameters: all, and those that one token uses.
         module: on the meta device. blocks: its units below the root.
-        work: operations per token of a unit's module at a sequence length; None: two for each of its parameters.
-        activations: bytes kept for backward, from the workload and the compute dtype's size; None where only running
-            the model would tell.
+        transformer: what it computes and keeps, where it is one of the catalog or of a stage; of others each parameter
+            is taken to be used twice for a token, and only running them would tell what they keep.
         notes: what is not known of it.
-        architecture: its shapes, where it is one of the catalog.
     """
 
     name: str
@@ -52,36 +50,36 @@ class Subject:
     num_active_parameters: int
     module: nn.Module
     blocks: Sequence[nn.Module]
-    work: Callable[[nn.Module, int], UnitWork | None]
-    activations: Callable[[Workload, int], int] | None = None
+    transformer: Transformer | None = None
     notes: tuple[str, ...] = ()
-    architecture: Architecture | None = None
 
     def stand_ins(self, sharding: Sharding, sequence_length: int, *, has_streams: bool = True) -> StandIns:
         """Return what makes stand-ins for it under a way of sharding it."""
-        return lambda: shaped_stand_ins(
-            self.module, self.blocks, sharding, lambda module: self.work(module, sequence_length),
-            has_streams=has_streams,
-        )  # fmt: skip
+        works = self.transformer.work(sequence_length) if self.transformer is not None else {}
+        return partial(shaped_stand_ins, self.module, self.blocks, sharding, works, has_streams=has_streams)
+
+    def shortened(self, num_layers: int) -> Subject | None:
+        """Return it with so many layers; None where these are not alike, but for few of another kind, or not known."""
+        units = self.transformer.architecture.units if self.transformer is not None else ()
+        if self.transformer is None or sum(each.count > num_layers for each in units if each.is_layer) != 1:
+            return None
+        few = tuple(replace(each, count=min(each.count, num_layers)) for each in units)
+        module, blocks = shaped_module(replace(self.transformer.architecture, units=few))
+        return replace(self, module=module, blocks=blocks)
 
 
 # ---------------------------------------------------------------------- the catalog
 
 
 def named_subject(name: str) -> Subject:
-    """Return a model of the catalog.
-
-    Raises:
-        ConfigError: there is none of that name.
-    """
+    """Return a model of the catalog. ConfigError: there is none of that name."""
     return _catalog_subject(name, catalog.load(name))
 
 
 def file_subject(path: str) -> Subject:
     """Return the model of a Hugging Face config.json.
 
-    Raises:
-        ConfigError: no such file, no JSON object, or a family that the catalog does not know.
+    ConfigError: no such file, no JSON object, or a family that the catalog does not know.
     """
     try:
         config = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -94,32 +92,16 @@ def file_subject(path: str) -> Subject:
 
 def _catalog_subject(name: str, config: Mapping[str, Any]) -> Subject:
     architecture = catalog.architecture(config)
-    module, blocks = shaped_module(architecture)
-    transformer = Transformer(architecture)
-    return Subject(
-        name, architecture.num_parameters, architecture.num_active_parameters, module, blocks, _work_of(transformer),
-        transformer.activation_bytes, architecture=architecture,
-    )  # fmt: skip
+    counts = architecture.num_parameters, architecture.num_active_parameters
+    return Subject(name, *counts, *shaped_module(architecture), Transformer(architecture))
 
 
 def stage_subject(subject: Subject, stage: Stage, parallelism: Parallelism, num_microbatches: int) -> Subject:
     """Return what one rank of a stage has, as a model of its own; the name and the counts are the whole model's."""
-    transformer = Transformer(stage.architecture, has_head=stage.has_head, stream_ranks=parallelism.stream_ranks)
     num_held = in_flight(stage, parallelism, num_microbatches)
+    transformer = Transformer(stage.architecture, stage.has_head, parallelism.stream_ranks, num_held)
     module, blocks = shaped_module(stage.architecture, stage.layers[0])
-    return replace(
-        subject,
-        module=module,
-        blocks=blocks,
-        work=_work_of(transformer),
-        activations=lambda workload, itemsize: transformer.activation_bytes(workload, itemsize, num_held),
-        architecture=stage.architecture,
-    )
-
-
-def _work_of(transformer: Transformer) -> Callable[[nn.Module, int], UnitWork]:
-    kinds = functools.cache(transformer.work)
-    return lambda module, sequence_length: kinds(sequence_length).get(type(module).__name__, UnitWork(0))
+    return replace(subject, module=module, blocks=blocks, transformer=transformer)
 
 
 def shaped_module(architecture: Architecture, first_layer: int = 0) -> tuple[nn.Module, list[nn.Module]]:
@@ -136,7 +118,7 @@ def shaped_module(architecture: Architecture, first_layer: int = 0) -> tuple[nn.
     layer = first_layer
     for shapes, nested in architecture.kinds():
         # Registration order: norms come after the modules that hold nested units, in layers and in whole models.
-        inner = max((at for at, (each, _) in enumerate(shapes.parameters) if not _is_norm(each)), default=-1) + 1
+        inner = max((at for at, (each, _) in enumerate(shapes.parameters) if not catalog.is_norm(each)), default=-1) + 1
         is_layer = shapes.name not in ("embedding", "head")
         is_around = architecture.tied and shapes is architecture.units[0]
         for _ in range(shapes.count):
@@ -168,10 +150,6 @@ def _register(module: nn.Module, parameters: Sequence[tuple[str, tuple[int, ...]
         put(module, name, nn.Parameter(torch.empty(shape, device="meta")))
 
 
-def _is_norm(name: str) -> bool:
-    return "norm" in name or name.startswith("ln_")
-
-
 # ---------------------------------------------------------------------- a function that builds it
 
 
@@ -198,7 +176,7 @@ def factory_subject(target: str, unit_classes: tuple[str, ...] = ()) -> Subject:
     if not blocks:
         notes.append("no repeated blocks were found, so the whole model is one unit; --unit-class names units")
     count = sum(parameter.numel() for parameter in model.parameters())
-    return Subject(target, count, count, model, blocks, lambda *_: None, notes=tuple(notes))
+    return Subject(target, count, count, model, blocks, notes=tuple(notes))
 
 
 def repeated_blocks(model: nn.Module) -> tuple[nn.Module, ...]:
@@ -214,8 +192,7 @@ def repeated_blocks(model: nn.Module) -> tuple[nn.Module, ...]:
 def build_on_meta(factory: Callable[[], object]) -> nn.Module:
     """Return the module that ``factory`` makes, with all parameters on the meta device: no memory is taken.
 
-    Raises:
-        ConfigError: it returns something else than a module, or fails on the meta device.
+    ConfigError: it returns something else than a module, or fails on the meta device.
     """
     try:
         with torch.device("meta"):

@@ -1,10 +1,9 @@
-"""What the options of ``megatron-fsdp plan`` mean: the setup to plan for, and who chose it."""
+"""What the options of ``megatron-fsdp plan`` mean: the setup to plan for."""
 
 from __future__ import annotations
 
 import argparse
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -16,9 +15,9 @@ from megatron_fsdp.planning.cost_model import Hardware, Machine
 from megatron_fsdp.planning.estimate import Setup
 from megatron_fsdp.planning.model_source import Subject, factory_subject, file_subject, named_subject
 from megatron_fsdp.planning.parallelism import Parallelism
-from megatron_fsdp.planning.plan_arguments import DEFAULTS, HYBRID, OPTIONS, STRATEGIES
+from megatron_fsdp.planning.plan_arguments import DEFAULTS, HYBRID, STRATEGIES
 from megatron_fsdp.planning.stand_in import Axes, Axis, Sharding
-from megatron_fsdp.planning.transformer import Recompute, Workload
+from megatron_fsdp.planning.transformer import Workload
 from megatron_fsdp.policy.precision import MixedPrecisionPolicy
 from megatron_fsdp.policy.strategy import Placements
 
@@ -46,23 +45,8 @@ class Options:
             return getattr(self.values, name)
         return "bf16" if name == "main_grads_dtype" and self.values.split_main_params else DEFAULTS.get(name)
 
-    def cause(self, name: str, value: object = None) -> str:
-        """Return an option as it would be written, and whether it is a default.
-
-        Args:
-            value: what a search or the mesh chose for it.
-        """
-        found = self[name] if value is None else value
-        written = "x".join(map(str, found)) if isinstance(found, tuple) else "" if found is True else str(found)
-        by = "" if self.given(name) else "(default)" if value is None or not self.given("fit") else "(found by --fit)"
-        return " ".join(filter(None, (_flag(name), written, by)))
-
     def check(self) -> None:
-        """Refuse options that belong to a search, or to a plan alone.
-
-        Raises:
-            ConfigError: the others were asked for.
-        """
+        """Refuse options that belong to a search, or to a plan alone. ConfigError: the others were asked for."""
         if self.given("fit"):
             for name in filter(self.given, _OF_PARALLELISM):
                 raise ConfigError(
@@ -73,11 +57,7 @@ class Options:
             raise ConfigError(f"{_flag(name)} {self[name]} belongs to --fit SIZE")
 
     def subject(self) -> Subject:
-        """Return the model that the options name.
-
-        Raises:
-            ConfigError: none or several are named, or it cannot be found.
-        """
+        """Return the model that the options name. ConfigError: none or several are named, or it cannot be found."""
         named = [name for name in ("model", "hf_config", "factory") if self.given(name)]
         if len(named) != 1:
             found = " and ".join(map(_flag, named)) or "none"
@@ -91,16 +71,13 @@ class Options:
 
     def policy(self) -> MixedPrecisionPolicy:
         """Return the dtypes."""
-        is_coded = self["moments_dtype"] == "int8"
-        if is_coded and self["optimizer"] != "adamw":
-            raise ConfigError(f"--moments-dtype int8 needs --optimizer adamw (found {self['optimizer']})")
         return MixedPrecisionPolicy(
             _DTYPES[self["dtype"]],
             _DTYPES[self["reduce_dtype"]],
             main_params_dtype=_DTYPES[self["main_dtype"]],
             main_grads_dtype=_DTYPES[self["main_grads_dtype"]],
             split_main_params=bool(self["split_main_params"]),
-            moments="int8" if is_coded else None,
+            moments="int8" if self["moments_dtype"] == "int8" else None,
             gather_dtype=self["gather_dtype"],
             reduction=self["reduction"],
         )
@@ -111,9 +88,7 @@ class Options:
             micro_batch=self["micro_batch"],
             sequence_length=self["seq_length"],
             num_microbatches=self["num_microbatches"],
-            recompute=Recompute(self["recompute"]),
-            fused_attention=self["attention"] == "fused",
-            dropout=bool(self["dropout"]),
+            recompute=self["recompute"],
             context_ranks=self.parallelism().context,
         )
 
@@ -125,8 +100,7 @@ class Options:
     def data_parallel_sizes(self) -> tuple[int, ...]:
         """Return the mesh of dense weights: ``--mesh``, or what ``--world`` leaves of the ranks.
 
-        Raises:
-            ConfigError: none or both are given, or sizes that do not divide the ranks.
+        ConfigError: none or both are given, or sizes that do not divide the ranks.
         """
         mesh: tuple[int, ...] | None = self["mesh"]
         if mesh is None and not self.given("world"):
@@ -137,14 +111,15 @@ class Options:
         if mesh is None:
             return (self.parallelism().data_ranks(self["world"]),)
         if self.given("world"):
-            raise ConfigError(f"{self.cause('world')} contradicts {self.cause('mesh')}; give one of them")
+            raise ConfigError(
+                f"--world {self['world']} contradicts --mesh {'x'.join(map(str, mesh))}; give one of them"
+            )
         return mesh
 
     def setup(self, sizes: tuple[int, ...], strategy: str, workload: Workload) -> Setup:
         """Return the setup of a mesh and a strategy.
 
-        Raises:
-            ConfigError: they do not go together, or the options contradict the mesh.
+        ConfigError: they do not go together, or the options contradict the mesh.
         """
         axes, parallelism = mesh_axes_of(sizes), self.parallelism()
         expert_axes = _expert_axes(axes, parallelism) if parallelism.is_any else None
@@ -157,7 +132,6 @@ class Options:
             _DTYPES.get(self["moments_dtype"]),
             measured and measured * workload.micro_batch,
             self["reserve"],
-            self["optimizer"],
             parallelism,
         )
 
@@ -172,18 +146,21 @@ class Options:
         # Fields of the machine are called as the options that give them.
         names = (each.name for each in fields(Machine) if hasattr(self.values, each.name))
         machine = Machine(**{name: self[name] for name in names if self.given(name)})
-        tensor, within = parallelism.tensor, parallelism.ranks_of_expert * parallelism.expert
-        links = machine.links(axes, rates, stride=tensor)
+        stride, within = parallelism.tensor, parallelism.ranks_of_expert * parallelism.expert
+        links = {}
+        for axis, rate in zip(reversed(axes), reversed(rates or [None] * len(axes)), strict=True):
+            links[axis.name] = machine.link(axis.size, stride, rate)
+            stride *= axis.size
         if expert_axes is not None:
-            links[expert_axes[-1].name] = machine.links(expert_axes, rates, stride=within)[expert_axes[-1].name]
-        for name, size, stride in (
-            ("tp", tensor, 1),
-            ("cp", parallelism.context, tensor),
+            links[expert_axes[-1].name] = machine.link(expert_axes[-1].size, within, rates[-1] if rates else None)
+        for name, size, between in (
+            ("tp", parallelism.tensor, 1),
+            ("cp", parallelism.context, parallelism.tensor),
             ("ep", parallelism.expert, parallelism.ranks_of_expert),
-            ("pp", parallelism.pipeline, tensor * math.prod(axis.size for axis in axes)),
+            ("pp", parallelism.pipeline, stride),
         ):
             if size > 1:
-                links |= machine.links((Axis(name, size, 0),), stride=stride)
+                links[name] = machine.link(size, between)
         return Hardware(machine.flops, machine.memory_bandwidth, links)
 
     def strategies(self) -> tuple[str, ...]:
@@ -193,26 +170,6 @@ class Options:
     def strategy_for(self, sizes: Sequence[int]) -> str:
         """Return the strategy given, or the default of a mesh."""
         return self["strategy"] or ("hsdp" if len(sizes) == 2 else "optim_grads_params")
-
-    def decisions(self, setup: Setup) -> Iterator[str]:
-        """Yield one line per choice: the option, who chose it, and what it decides."""
-        work = setup.workload
-        chosen = {
-            "strategy": setup.strategy,
-            "mesh": tuple(axis.size for axis in setup.sharding.axes),
-            "micro_batch": work.micro_batch,
-            "num_microbatches": work.num_microbatches,
-            "recompute": work.recompute.value,
-        }
-        if self.given("world"):
-            del chosen["mesh"]
-        for option in (each for title, group in OPTIONS.items() if not title.startswith("output") for each in group):
-            value = chosen.get(option.name)
-            if self[option.name] or value:
-                yield f"{self.cause(option.name, value)}: {option.help.partition(';')[0]}"
-        yield f"{setup.hardware.flops / 1e12:,.4g} Tflop/s of an accelerator"
-        for axis, link in setup.hardware.links.items():
-            yield f"axis {axis}: {link.bytes_per_second / 1e9:,.4g} GB/s, {link.latency * 1e6:,.3g} us per hop"
 
 
 def _flag(name: str) -> str:
@@ -234,8 +191,7 @@ def _expert_axes(axes: Axes, parallelism: Parallelism) -> Axes | None:
 def placements_of(strategy: str, sizes: Sequence[int]) -> Placements:
     """Return the placements of a strategy; one for a single axis keeps replicas on the outer of two.
 
-    Raises:
-        ConfigError: hybrid sharding on one axis.
+    ConfigError: hybrid sharding on one axis.
     """
     if strategy in HYBRID:
         if len(sizes) != 2:

@@ -13,12 +13,10 @@ from dataclasses import dataclass, replace
 
 from dbuffer import CollectiveCall
 from megatron_fsdp.errors import ConfigError
-from megatron_fsdp.planning.catalog import Architecture, UnitShapes
-from megatron_fsdp.planning.transformer import LayerShape, Recompute, Workload
+from megatron_fsdp.planning.catalog import Architecture, Parameters, UnitShapes, is_norm
+from megatron_fsdp.planning.transformer import Transformer, Workload
 
 __all__ = ["ModelTransfer", "Parallelism", "Stage", "bubble_share", "in_flight", "model_transfers", "stages_of"]
-
-_TABLES = ("embed_tokens", "wte", "lm_head")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,26 +53,20 @@ class Parallelism:
         return self.tensor if self.is_sequence_parallel else 1
 
     def data_ranks(self, world: int) -> int:
-        """Return over how many ranks dense weights are sharded: data times context parallel.
-
-        Raises:
-            ConfigError: the sizes do not divide the ranks.
-        """
+        """Return over how many of all ranks dense weights are sharded, data times context parallel, or ConfigError."""
         _share(world, self.tensor * self.pipeline * self.context, "--tp x --pp x --cp", f"--world {world}")
         _share(world, self.ranks_of_expert * self.expert * self.pipeline, "--etp x --ep x --pp", f"--world {world}")
         return world // (self.tensor * self.pipeline)
 
     def expert_data_ranks(self, data_ranks: int) -> int:
-        """Return over how many of as many dense ranks the weights of one expert are sharded.
+        """Return over how many of the dense ranks the weights of one expert are sharded, or ConfigError.
 
         That is world / (etp x ep x pp), as Megatron-LM's ``parallel_state`` has it.
-
-        Raises:
-            ConfigError: it is no whole number.
         """
         ranks = data_ranks * self.tensor
-        of_axis = f"the {ranks} ranks of one stage's axis"
-        return _share(ranks, self.ranks_of_expert * self.expert, "--etp x --ep", of_axis)
+        return _share(
+            ranks, self.ranks_of_expert * self.expert, "--etp x --ep", f"the {ranks} ranks of one stage's axis"
+        )
 
 
 def _share(number: int, size: int, flags: str, of_what: str) -> int:
@@ -100,21 +92,17 @@ class Stage:
 
 
 def stages_of(architecture: Architecture, parallelism: Parallelism) -> tuple[Stage, ...]:
-    """Return what a rank of each stage has.
+    """Return what a rank of each stage has; ConfigError: fewer layers than stages, or shapes that sizes do not divide.
 
     Layers are shared out in runs of equal length; where stages do not divide them, the stages after the first have one
     more each, as far as they go: the first has the embedding. A tied output matrix is there twice, on the first and the
     last stage.
-
-    Raises:
-        ConfigError: fewer layers than stages, or shapes that the sizes do not divide.
     """
     _check(architecture, parallelism)
-    units = [_sliced(unit, architecture, parallelism) for unit in architecture.units]
-    divided = replace(architecture, units=tuple(units))
-    kinds = [kind for kind in divided.kinds() if kind[0].name not in ("embedding", "head")]
-    layers = [(unit, inner) for unit, inner in kinds for _ in range(unit.count)]
-    first, last = _ends(units, architecture, parallelism)
+    units = tuple(_sliced(unit, architecture, parallelism) for unit in architecture.units)
+    kinds = [kind for kind in replace(architecture, units=units).kinds() if kind[0].name not in ("embedding", "head")]
+    layers = [unit for unit, _ in kinds for _ in range(unit.count)]
+    first, last = _ends(units, is_split=architecture.tied and parallelism.pipeline > 1)
     number, extra = divmod(len(layers), parallelism.pipeline)
     if not number:
         raise ConfigError(f"--pp {parallelism.pipeline} is more than the model's {len(layers)} layers")
@@ -124,9 +112,9 @@ def stages_of(architecture: Architecture, parallelism: Parallelism) -> tuple[Sta
         count = number + (1 <= position <= extra)
         has_head = position == parallelism.pipeline - 1
         own = list(first) if position == 0 else []
-        for unit, inner in kinds:
-            alike = sum(each is unit for each, _ in layers[start : start + count])
-            own += [replace(each, count=alike) for each in (unit, inner) if each is not None and alike]
+        for kind in kinds:
+            alike = sum(each is kind[0] for each in layers[start : start + count])
+            own += [replace(each, count=alike) for each in kind if each is not None and alike]
         own += list(last) if has_head else []
         stages.append(Stage(position, (start, count), _architecture(architecture, own, count, parallelism), has_head))
         start += count
@@ -134,8 +122,7 @@ def stages_of(architecture: Architecture, parallelism: Parallelism) -> tuple[Sta
 
 
 def _check(architecture: Architecture, parallelism: Parallelism) -> None:
-    has_experts = any(unit.name == "experts" for unit in architecture.units)
-    if parallelism.expert > 1 and not has_experts:
+    if parallelism.expert > 1 and not architecture.num_routed_parameters:
         raise ConfigError(f"--ep {parallelism.expert}: {architecture.model_type} has no routed experts")
     if parallelism.tensor * parallelism.pipeline * parallelism.context > 1 and not architecture.vocab_size:
         raise ConfigError(f"--tp, --pp and --cp divide language models; {architecture.model_type} is none")
@@ -146,15 +133,13 @@ def _check(architecture: Architecture, parallelism: Parallelism) -> None:
         )
 
 
-def _ends(
-    units: list[UnitShapes], architecture: Architecture, parallelism: Parallelism
-) -> tuple[Sequence[UnitShapes], Sequence[UnitShapes]]:
+def _ends(units: Sequence[UnitShapes], *, is_split: bool) -> tuple[Sequence[UnitShapes], Sequence[UnitShapes]]:
     """Return what the first stage has before its layers and the last one behind them."""
     first, last = ([unit for unit in units if unit.name == name] for name in ("embedding", "head"))
-    if not architecture.tied or parallelism.pipeline == 1:
+    if not is_split:
         return first, last
     parameters = first[0].parameters
-    norms = tuple(each for each in parameters if "norm" in each[0] or each[0].startswith("ln_"))
+    norms = tuple(each for each in parameters if is_norm(each[0]))
     tables = tuple(each for each in parameters if each[0].split(".")[0] in _TABLES)
     before = tuple(each for each in parameters if each not in norms)
     return [replace(first[0], parameters=before)], [UnitShapes("head", 1, (*norms, *tables))]
@@ -178,24 +163,6 @@ def _architecture(
     return replace(divided, num_active_parameters=divided.num_parameters - routed + used)
 
 
-def _sliced(unit: UnitShapes, architecture: Architecture, parallelism: Parallelism) -> UnitShapes:
-    """Return the shapes that one rank has of a unit."""
-    # (experts, outputs, inputs), but for gpt_oss, which multiplies from the other side.
-    outputs, inputs = (2, 1) if architecture.model_type == "gpt_oss" else (1, 2)
-    dims = {"gate_up_proj": outputs, "down_proj": inputs, "gate_up_proj_bias": 1}
-    sliced = []
-    for name, shape in unit.parameters:
-        if unit.name == "experts":
-            where = f"{unit.name}: {name}"
-            shape = _divided(where, shape, 0, parallelism.expert, "--ep")
-            if name in dims:
-                shape = _divided(where, shape, dims[name], parallelism.ranks_of_expert, "--etp")
-        else:
-            shape = _sliced_shape(unit, name, shape, architecture, parallelism.tensor)
-        sliced.append((name, shape))
-    return replace(unit, parameters=tuple(sliced))
-
-
 # Along which dim a matrix of a module is divided; None: whole. GPT-2 stores (inputs, outputs).
 _DIMS: dict[str, int | None] = {
     **dict.fromkeys("q_proj k_proj v_proj q_b_proj kv_b_proj gate_proj up_proj sinks".split(), 0),
@@ -206,14 +173,33 @@ _DIMS: dict[str, int | None] = {
 }
 # Their biases are added to what is summed over the ranks.
 _SUMMED = ("o_proj", "down_proj", "c_proj")
+_TABLES = ("embed_tokens", "wte", "lm_head")
+
+
+def _sliced(unit: UnitShapes, architecture: Architecture, parallelism: Parallelism) -> UnitShapes:
+    """Return the shapes that one rank has of a unit."""
+    found: Parameters = ()
+    # (experts, outputs, inputs), but for gpt_oss, which multiplies from the other side.
+    outputs, inputs = (2, 1) if architecture.model_type == "gpt_oss" else (1, 2)
+    dims = {"gate_up_proj": outputs, "down_proj": inputs, "gate_up_proj_bias": 1}
+    for name, shape in unit.parameters:
+        if unit.name == "experts":
+            where = f"{unit.name}: {name}"
+            shape = _divided(where, shape, 0, parallelism.expert, "--ep")
+            if name in dims:
+                shape = _divided(where, shape, dims[name], parallelism.ranks_of_expert, "--etp")
+        elif parallelism.tensor > 1:
+            shape = _sliced_shape(unit, name, shape, architecture.num_key_value_heads, parallelism.tensor)
+        found += ((name, shape),)
+    return replace(unit, parameters=found)
 
 
 def _sliced_shape(
-    unit: UnitShapes, name: str, shape: tuple[int, ...], architecture: Architecture, tensor: int
+    unit: UnitShapes, name: str, shape: tuple[int, ...], num_key_value_heads: int, tensor: int
 ) -> tuple[int, ...]:
     words = name.split(".")
     module, is_bias = (words[-2] if len(words) > 1 else words[-1]), words[-1] == "bias"
-    if tensor == 1 or (is_bias and module in _SUMMED):
+    if is_bias and module in _SUMMED:
         return shape
     if module in _TABLES or (unit.name == "embedding" and len(words) == 1):
         # Megatron pads the vocabulary so that it divides.
@@ -225,7 +211,7 @@ def _sliced_shape(
             return shape
         raise ConfigError(f"--tp {tensor}: nothing is known of how {where} of shape {shape} is divided")
     # Fewer heads of keys and values than ranks: several ranks have the same.
-    size = min(tensor, architecture.num_key_value_heads) if module in ("k_proj", "v_proj") else tensor
+    size = min(tensor, num_key_value_heads) if module in ("k_proj", "v_proj") else tensor
     return _divided(where, shape, dim % len(shape), size, "--tp")
 
 
@@ -233,9 +219,6 @@ def _divided(where: str, shape: tuple[int, ...], dim: int, size: int, flag: str)
     if shape[dim] % size:
         raise ConfigError(f"{flag} {size} does not divide dimension {dim} of {where}, {shape}")
     return (*shape[:dim], shape[dim] // size, *shape[dim + 1 :])
-
-
-# ---------------------------------------------------------------------- what is sent
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +231,7 @@ class ModelTransfer:
 
 
 def model_transfers(
-    stage: Stage, parallelism: Parallelism, workload: Workload, layers: tuple[LayerShape, ...], itemsize: int
+    stage: Stage, parallelism: Parallelism, workload: Workload, itemsize: int
 ) -> tuple[ModelTransfer, ...]:
     """Return what a rank of a stage sends in a step besides weights and gradients of the sharding engine.
 
@@ -258,8 +241,9 @@ def model_transfers(
     gathered in forward and in backward, where their gradients are scattered. Pipeline: the stream to the next stage,
     its gradient back. With full recomputation the layers' share of forward is sent twice.
     """
-    passes = 2 + (workload.recompute is Recompute.FULL)
+    passes, layers = 2 + workload.recomputes, Transformer(stage.architecture).layers
     stream = workload.tokens * stage.architecture.hidden_size * itemsize
+    width = stage.architecture.num_key_value_heads * stage.architecture.head_dim
     found = list[tuple[str, CollectiveCall, int]]()
     if (ranks := parallelism.tensor) > 1:
         # The look-up of a divided table is summed in forward, the gradient of the output matrix's input in backward.
@@ -272,7 +256,7 @@ def model_transfers(
             found.append(("tokens to experts and back", sent, 2 * passes * layer.count))
     for layer in layers:
         if (ranks := parallelism.context) > 1:
-            pairs = workload.tokens * 2 * layer.key_value_width * itemsize * ranks
+            pairs = workload.tokens * 2 * width * itemsize * ranks
             for kind, count in (("all_gather", passes), ("reduce_scatter", 1)):
                 found.append(("keys and values", CollectiveCall(kind, "cp", ranks, pairs), count * layer.count))
     if (ranks := parallelism.pipeline) > 1:

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 __all__ = [
     "DEFAULTS",
-    "GATHER_DTYPES",
     "HYBRID",
     "OPTIONS",
     "STRATEGIES",
@@ -81,15 +80,10 @@ def _amount(text: str, units: Mapping[str, float], example: str) -> float:
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params", "hsdp", "hfsdp")
 HYBRID = ("hsdp", "hfsdp")
 _DTYPES = ("fp32", "bf16", "fp16")
-# Those of policy/precision.py, which imports torch.
-GATHER_DTYPES = ("fp8", "mxfp8", "int8_block")
 
 
 class _Option(NamedTuple):
-    """An option: what it takes (a function that reads it, its choices, or None for a switch), and its default.
-
-    What has no default is None where it was not given. ``help`` says what it decides, then, after a semicolon, more.
-    """
+    """An option: what it takes (a function that reads it, its choices, or None for a switch), and its default."""
 
     flag: str
     takes: Callable[[str], Any] | Sequence[str] | None
@@ -119,9 +113,8 @@ OPTIONS = {
         _Option("--main-grads-dtype", _DTYPES, "gradients at rest", "fp32"),
         _Option("--moments-dtype", (*_DTYPES, "int8"), "AdamW's moments; default: as main weights"),
         _Option("--split-main-params", None, "main weights are bf16 and 16-bit remainders; gradients bf16"),
-        _Option("--gather-dtype", GATHER_DTYPES, "how matrices travel, in 8 bits; with optim_grads_params or hsdp"),
+        _Option("--gather-dtype", ("int8_block",), "how matrices travel, in 8 bits; with optim_grads_params or hsdp"),
         _Option("--reduction", ("invariant",), "the same bits on any number of ranks"),
-        _Option("--optimizer", ("adamw", "muon"), "the optimizer; muon: AdamW for what is no matrix", "adamw"),
     ),
     "parallelism inside the model (catalog models and --hf-config)": (
         _Option("--world", positive_integer, "all ranks; in place of --mesh: dp x cp = N / (tp x pp)"),
@@ -137,9 +130,7 @@ OPTIONS = {
         _Option("--micro-batch", positive_integer, "sequences in a forward pass", 1),
         _Option("--seq-length", positive_integer, "tokens in a sequence", 4096, "S"),
         _Option("--num-microbatches", positive_integer, "per optimizer step", 1),
-        _Option("--recompute", ("none", "full", "selective"), "activation recomputation", "none"),
-        _Option("--attention", ("fused", "unfused"), "whether scores are stored", "fused"),
-        _Option("--dropout", None, "store dropout masks"),
+        _Option("--recompute", ("none", "full"), "of layers in backward", "none"),
     ),
     "machine (defaults: line rates of 8 x H100 with 400 Gb/s each; measure yours)": (
         _Option("--flops", operations_per_second, "operations per second as achieved (default 400T)", None, "RATE"),
@@ -158,8 +149,6 @@ OPTIONS = {
     ),
     "output (default: a page of text)": (
         _Option("--json", None, "print the plan as JSON (keys: docs/planning.md)"),
-        _Option("--html", str, "write a page for a browser, without links to anywhere", metavar="FILE"),
-        _Option("--png", str, "draw the memory chart (needs matplotlib)", metavar="FILE"),
         _Option("--list-models", None, "list the models of the catalog"),
     ),
 }  # fmt: skip

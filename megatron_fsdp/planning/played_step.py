@@ -17,16 +17,12 @@ from dbuffer.memory_meter import memory_meter
 from dbuffer.planner.arena import ArenaPlan
 from megatron_fsdp.api import microbatch
 from megatron_fsdp.optim.adamw import AdamW
-from megatron_fsdp.optim.muon import explain_ownership
-from megatron_fsdp.optim.ownership import OwnershipReport
 from megatron_fsdp.optim.sharded_optimizer import fully_shard_optimizer
-from megatron_fsdp.planning.planned_ownership import muon_bytes, planned_muon
-from megatron_fsdp.planning.stand_in import Model, StandIn
+from megatron_fsdp.planning.stand_in import Model
 from megatron_fsdp.planning.step_listener import Forecast, Phase, StepListener
 from megatron_fsdp.planning.transformer import UnitWork
-from megatron_fsdp.planning.unit_report import UnitReport, adamw_bytes, is_cut, is_trained, unit_report
+from megatron_fsdp.planning.unit_report import UnitReport, adamw_bytes, is_cut, unit_report
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
-from megatron_fsdp.runtime.step.unit import Unit
 from megatron_fsdp.virtual.recording import Item
 
 __all__ = ["PlayedStep", "StandIns", "play_step"]
@@ -43,9 +39,8 @@ class PlayedStep:
         units: in order; nothing is said of their collectives. works: operations of a token in each.
         items: what a step of as many microbatches asked of the device, two and three of them where there are more,
             which do what the one before the last does. forecasts: what a step holds and sends.
-        optimizer_bytes: of its state. moved_bytes: what AdamW's step reads and writes.
-        compute_itemsize: of the first weights. owners: with Muon, the work of each set of ranks that shares matrices.
-        arenas: of slots that have a plan.
+        optimizer_bytes: of its state. moved_bytes: what its step reads and writes.
+        compute_itemsize: of the first weights. arenas: of slots that have a plan.
     """
 
     units: tuple[UnitReport, ...]
@@ -55,27 +50,7 @@ class PlayedStep:
     optimizer_bytes: int
     moved_bytes: int
     compute_itemsize: int
-    owners: tuple[OwnershipReport, ...]
     arenas: tuple[ArenaPlan, ...]
-
-
-def play_step(
-    stand_ins: StandIns,
-    counts: Sequence[int] = (1,),
-    *,
-    moments_dtype: torch.dtype | None = None,
-    is_muon: bool = False,
-) -> PlayedStep:
-    """Run the engine on stand-ins, and return what it did in optimizer steps.
-
-    Args:
-        counts: of microbatches.
-        moments_dtype: of the optimizer's two moments. None: the main weights', as ``torch.optim.AdamW`` has them; FP32
-            where these are split.
-        is_muon: Muon steps matrices, AdamW the rest.
-    """
-    with _aside():
-        return _played(stand_ins, counts, moments_dtype, is_muon=is_muon)
 
 
 @contextlib.contextmanager
@@ -102,9 +77,17 @@ def _aside() -> Iterator[None]:
             meter.peak_bytes, meter.num_allocations = peak_bytes, num_allocations
 
 
-def _played(
-    stand_ins: StandIns, counts: Sequence[int], moments_dtype: torch.dtype | None, *, is_muon: bool
+@_aside()
+def play_step(
+    stand_ins: StandIns, counts: Sequence[int] = (1,), moments_dtype: torch.dtype | None = None
 ) -> PlayedStep:
+    """Run the engine on stand-ins, and return what it did in optimizer steps.
+
+    Args:
+        counts: of microbatches.
+        moments_dtype: of the optimizer's two moments. None: the main weights', as ``torch.optim.AdamW`` has them; FP32
+            where these are split.
+    """
     items: dict[int, tuple[Item, ...]] = {}
     forecasts: dict[int, Forecast] = {}
     with stand_ins() as model, listen(listener := StepListener(model.units)):
@@ -135,23 +118,17 @@ def _played(
         pools = [unit.schedule.pools for unit in units]
         arenas = {id(pool): pool.plan for each in pools for pool in each.planned if pool.plan is not None}
         is_sharded = any(map(is_cut, groups))
+        optimizer_bytes = sum(adamw_bytes(group, moments_dtype) for group in groups)
         return PlayedStep(
             units=tuple(unit_report(each, is_sharded=is_sharded) for each in model.units),
-            works=tuple(_work_of(unit) for unit in units),
+            works=tuple(each.work for each in model.units),
             items=items,
             forecasts=forecasts,
-            optimizer_bytes=_state_bytes(model, moments_dtype, is_muon=is_muon),
-            moved_bytes=sum(map(_moved_bytes, groups)),
+            optimizer_bytes=optimizer_bytes,
+            moved_bytes=_moved_bytes(groups, optimizer_bytes),
             compute_itemsize=groups[0].spec.dtypes.compute.itemsize if groups else 0,
-            owners=explain_ownership(planned_muon(model.units)) if is_muon else (),
             arenas=tuple(arenas.values()),
         )
-
-
-def _work_of(unit: Unit) -> UnitWork:
-    stand_in = unit.modules[0]()
-    assert isinstance(stand_in, StandIn)
-    return stand_in._work
 
 
 def _optimizer(model: Model, groups: Sequence[ParameterGroup]) -> torch.optim.Optimizer | None:
@@ -192,22 +169,9 @@ def _step(
     return starts
 
 
-def _state_bytes(model: Model, moments_dtype: torch.dtype | None, *, is_muon: bool) -> int:
-    pairs = [(each, group) for each in model.units for group in each.unit.groups]
-    if not is_muon:
-        return sum(adamw_bytes(group, moments_dtype) for _, group in pairs)
-    return sum(muon_bytes(each, group, (moments_dtype or group.spec.dtypes.stepped).itemsize) for each, group in pairs)
-
-
-def _moved_bytes(group: ParameterGroup) -> int:
-    """Return what AdamW's step reads and writes: gradient, weights and both moments, and the compute weights."""
-    if not is_trained(group):
-        return 0
-    dtypes = group.spec.dtypes
-    stepped = dtypes.stepped.itemsize
-    # Split weights are read and written in two halves, one of which is the compute weight.
-    has_copy = dtypes.gather is None and dtypes.main is not dtypes.compute and not group.spec.gathers_main_weights
-    weights = 2 * stepped + (dtypes.compute.itemsize if has_copy else 0)
-    # Both moments are read and written; codes are bytes, with a scale for each 256.
-    moments = 4 if dtypes.moments == "int8" else 4 * stepped
-    return group.main_weight.local_buffer.numel() * (dtypes.main_grad.itemsize + weights + moments)
+def _moved_bytes(groups: Sequence[ParameterGroup], optimizer_bytes: int) -> int:
+    """Return what the optimizer's step reads and writes: gradients once, weights and its state twice."""
+    trained = [group for group in groups if group.requires_grad]
+    dtypes = ((group.main_weight.local_buffer.numel(), group.spec.dtypes) for group in trained)
+    moved = sum(numel * (each.main_grad.itemsize + 2 * each.stepped.itemsize) for numel, each in dtypes)
+    return 2 * optimizer_bytes + moved

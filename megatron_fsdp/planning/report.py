@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from functools import partial
 from typing import Any, overload
 
@@ -13,7 +12,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from dbuffer import CollectiveCall
 from dbuffer.planner.arena import ArenaPlan
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.formatting import Table, format_bytes, listing
@@ -25,17 +23,8 @@ from megatron_fsdp.planning.step_listener import Forecast, Peak, Phase
 from megatron_fsdp.planning.unit_report import CollectiveReport, GroupReport, UnitReport
 from megatron_fsdp.runtime.step.unit import units_below
 
-__all__ = ["Report", "arena_words", "explain", "folded", "report_of", "shortened"]
+__all__ = ["Report", "explain", "folded", "report_of", "shortened"]
 
-_ASSUMPTIONS = (
-    "each unit is called once per forward, in the order in which modules are registered, as in the step before",
-    "inputs need no gradient, every trainable parameter gets one; no recomputation in backward, no no_sync",
-    "the optimizer holds the trainable parameters and went through fully_shard_optimizer",
-    "gradients are set to None (zero_grad's default) before the next step's forward",
-    "clipping, checkpoints and evaluation are not counted",
-    "the workspace of collectives and the allocator's rounding are not counted",
-)
-_KEPT = "kept after forward: the last that forward uses, its backward is next"
 _OWNING_ROOT = (
     "the root owns parameters itself: where forward uses some of them first and some last, as an embedding and a head, "
     "{} of packed gradients stay from the head's to the end of backward, and nothing hides their reduction; give such "
@@ -59,7 +48,6 @@ class Report:
         counter_bytes: of the peaks, what ``reduction="invariant"`` adds microbatches up in, from the first step on.
         num_roots: units with no unit around them; each has a schedule of its own.
         unsharded_bytes: parameters that belong to no unit, named in ``unsharded``.
-        assumptions: what the peaks and the collectives rest on.
 
     Example:
         report = explain(model)
@@ -81,7 +69,6 @@ class Report:
     collectives: tuple[CollectiveReport, ...]
     unsharded: tuple[str, ...]
     unsharded_bytes: int
-    assumptions: tuple[str, ...]
     slot_bytes: int = 0
     gradient_bytes: int = 0
     arenas: tuple[ArenaPlan, ...] = ()
@@ -100,7 +87,6 @@ class Report:
             _padding_table(self),
             _traffic_table(self),
             listing("notes", _notes(self)),
-            listing("assumed", self.assumptions),
         )
 
     def __str__(self) -> str:
@@ -143,34 +129,14 @@ def explain(model: nn.Module | Optimizer, num_microbatches: int = 1) -> Report |
             f"{type(model).__name__} holds no sharded module; call fully_shard on its blocks and on it first"
         )
     played = play_step(partial(live_stand_ins, model, units), [num_microbatches])
-    return report_of(played, num_microbatches, left=unsharded(model, units))
+    return report_of(played, num_microbatches, unsharded(model, units))
 
 
-def report_of(
-    played: PlayedStep,
-    num_microbatches: int,
-    assumptions: Sequence[str] = ("nor are activations",),
-    left: Mapping[str, nn.Parameter] | None = None,
-) -> Report:
-    """Return the report on a step that was played.
-
-    Args:
-        assumptions: more of them. left: parameters that belong to no unit.
-    """
+def report_of(played: PlayedStep, num_microbatches: int, left: Mapping[str, nn.Parameter] | None = None) -> Report:
+    """Return the report on a step that was played; ``left``: parameters that belong to no unit."""
     left = left or {}
     forecast = played.forecasts[num_microbatches]
-    collectives = _collectives(forecast)
-    units = tuple(
-        replace(
-            unit,
-            reason=_KEPT if position in forecast.kept else unit.reason,
-            groups=tuple(
-                replace(group, collectives=tuple(collectives[position, number]))
-                for number, group in enumerate(unit.groups)
-            ),
-        )
-        for position, unit in enumerate(played.units)
-    )
+    units = played.units
     groups = [group for unit in units for group in unit.groups]
     largest = max(units, key=lambda unit: unit.whole_bytes)
     return Report(
@@ -186,37 +152,21 @@ def report_of(
         forward_peak=forecast.peaks[Phase.FORWARD],
         backward_peak=forecast.peaks[Phase.BACKWARD],
         step_peak=forecast.peaks[Phase.STEP],
-        collectives=_totals(each for group in groups for each in group.collectives),
+        collectives=tuple(_collectives(forecast)),
         unsharded=tuple(left),
         unsharded_bytes=sum(parameter.nbytes for parameter in left.values()),
         slot_bytes=forecast.slot_bytes,
         counter_bytes=forecast.counter_bytes,
-        assumptions=(*_ASSUMPTIONS, *assumptions),
         arenas=tuple(replace(arena, offsets=()) for arena in played.arenas),
     )
 
 
-def _collectives(forecast: Forecast) -> defaultdict[tuple[int, int], list[CollectiveReport]]:
-    """Return what each group issues, by the positions of unit and group."""
-    counts: Counter[tuple[int, int, Phase, CollectiveCall]] = Counter()
-    for issue, count in forecast.issues.items():
-        counts[issue.unit, issue.group, issue.phase, issue.transfer] += count
-    found: defaultdict[tuple[int, int], list[CollectiveReport]] = defaultdict(list)
-    for (unit, group, phase, call), count in counts.items():
-        of_all = CollectiveReport(phase.value, call.kind, call.axis, call.num_ranks, count, count * call.num_bytes)
-        found[unit, group].append(of_all)
-    return found
-
-
-def _totals(collectives: Iterable[CollectiveReport]) -> tuple[CollectiveReport, ...]:
-    """Return the collectives of one phase, kind and axis as one."""
-    totals: dict[tuple[int, str, str, int], CollectiveReport] = {}
-    phases = [phase.value for phase in Phase]
-    for each in collectives:
-        key = phases.index(each.phase), each.kind, each.axis, each.num_ranks
-        last = totals.get(key, replace(each, count=0, num_bytes=0))
-        totals[key] = replace(each, count=last.count + each.count, num_bytes=last.num_bytes + each.num_bytes)
-    return tuple(totals[key] for key in sorted(totals))
+def _collectives(forecast: Forecast) -> Iterator[CollectiveReport]:
+    """Yield what is sent, alike collectives of a phase as one."""
+    phases = list(Phase)
+    order = sorted(forecast.issues.items(), key=lambda each: (phases.index(each[0][0]), *astuple(each[0][1])))
+    for (phase, call), count in order:
+        yield CollectiveReport(phase.value, call.kind, call.axis, call.num_ranks, count, count * call.num_bytes)
 
 
 def folded(report: Report) -> list[tuple[str, list[int], UnitReport]]:
@@ -292,16 +242,13 @@ def _total_table(report: Report) -> Table:
         ("of it slots that stay", report.slot_bytes, "weights and gradients take turns in them"),
         ("of it sums that stay", report.counter_bytes, 'microbatches, added as reduction="invariant"'),
     ]
-    stays += [("of it an arena", arena.num_bytes, arena_words(arena)) for arena in report.arenas]
+    for arena in report.arenas:
+        held = f"{format_bytes(arena.lower_bound)} of it held at most, gap {arena.gap:.2%}"
+        stays.append(("of it an arena", arena.num_bytes, held))
     rows += [row for row in stays if row[1]]
     highest = report.persistent_bytes + report.optimizer_bytes + max(peak.num_bytes for peak in peaks)
     rows.append(("total at the highest", highest, "all of these, without activations"))
     return Table.of({"per rank": name, "bytes": size, "": note} for name, size, note in rows)
-
-
-def arena_words(arena: ArenaPlan) -> str:
-    """Return how well an arena does."""
-    return f"{format_bytes(arena.lower_bound)} of it held at most, gap {arena.gap:.2%}"
 
 
 def _padding_table(report: Report) -> Table:
@@ -341,12 +288,10 @@ def _notes(report: Report) -> Iterator[str]:
 def _remarks(report: Report) -> Iterator[tuple[str, str]]:
     hooks = "counted as plain weights in their compute dtype, though all-gather hooks of their own say what travels"
     for unit in report.units:
-        yield unit.reason, unit.name
         for group in unit.groups:
             words = ("" if group.requires_grad else "frozen groups, without gradients", _wide(group), group.wire)
             yield from ((each, unit.name) for each in words if each)
         yield from (("whole on every rank, not sharded", f"{unit.name}: {name}") for name in unit.replicated)
-        yield from (("tied parameters", " = ".join(names)) for names in unit.ties)
         yield from ((hooks, f"{unit.name}: {name}") for name in unit.has_hooks)
         packed = unit.transient_bytes("packed gradients")
         is_several = sum(group.num_parameters for group in unit.groups if group.requires_grad) > 1

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from dbuffer.errors import LayoutError
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.formatting import Table, format_bytes
-from megatron_fsdp.planning.estimate import MemoryPart, Projection, memory_of, play_setup, project
+from megatron_fsdp.planning.cost_model import StepTime
+from megatron_fsdp.planning.estimate import MemoryPart, Projection, Setup, memory_of, play_setup, project
 from megatron_fsdp.planning.model_source import Subject
 from megatron_fsdp.planning.options import Options
 from megatron_fsdp.planning.plan_arguments import HYBRID
-from megatron_fsdp.planning.transformer import Recompute, Workload
+from megatron_fsdp.planning.played_step import PlayedStep
+from megatron_fsdp.planning.transformer import Workload
 
 __all__ = ["Search", "search"]
 
 # Sequences of a rank and step when no batch is given; rows of the table.
 _PER_RANK, _ROWS = 8, 12
+# Layers of which each half comes to do what all between the ends do: gathers run two ahead, reductions two behind.
+_FEW = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,55 +62,81 @@ def search(subject: Subject, options: Options) -> Search:
     per_rank = _sequences_per_rank(options, num_ranks)
     workloads = list(_workloads(subject, options, per_rank))
     shardings = list(_shardings(options, num_ranks))
-    fitting: list[dict[str, Any]] = []
+    models = _Models.of(subject, options)
+    found: list[tuple[Setup, dict[str, Any]]] = []
     rejected: list[dict[str, Any]] = []
-    best: Projection | None = None
     for strategy, mesh in shardings:
         place = {"strategy": strategy, "mesh": list(mesh)}
         setups = [options.setup(mesh, strategy, workload) for workload in workloads]
         try:
-            played = play_setup(subject, setups[0], sorted({each.num_microbatches for each in workloads}))
+            steps = models.play(setups[0], sorted({each.num_microbatches for each in workloads}))
         except LayoutError as error:
             rejected.append({**place, "memory_bytes": 0, "reason": f"no layout: {str(error).partition('. ')[0]}"})
             continue
-        tried = [(setup, memory_of(subject, setup, played)) for setup in setups]
+        tried = [(setup, memory_of(subject, setup, *steps, models.times)) for setup in setups]
         # Time is told of what fits alone: it takes longer than memory.
-        fits = [setup for setup, memory in tried if _total(memory) <= limit_bytes]
-        for projection in (project(subject, setup, played) for setup in fits):
-            fitting.append({**place, **_plain(projection)})
-            if best is None or _rank(fitting[-1]) < _rank(_plain(best)):
-                best = projection
+        fits = [(setup, memory) for setup, memory in tried if _total(memory) <= limit_bytes]
+        found += [(setup, {**place, **_plain(setup, memory, models.time(setup, steps))}) for setup, memory in fits]
         if not fits:
             setup, memory = min(tried, key=lambda each: _total(each[1]))
             reason = _reason(setup.workload, memory, limit_bytes)
             rejected.append({**place, "memory_bytes": _total(memory), "reason": reason})
+    found.sort(key=lambda each: (each[1]["step_seconds"], each[1]["memory_bytes"]))
     plain = {
         "limit_bytes": limit_bytes,
         "num_ranks": num_ranks,
         "sequences_per_step": per_rank * num_ranks,
         "num_tried": len(shardings) * len(workloads),
-        "counts_activations": subject.activations is not None or options.given("activation_bytes"),
-        "fitting": sorted(fitting, key=_rank),
+        "counts_activations": subject.transformer is not None or options.given("activation_bytes"),
+        "fitting": [each for _, each in found],
         "rejected": rejected,
     }
+    best = project(subject, found[0][0]) if found else None
+    assert best is None or best.memory_bytes == found[0][1]["memory_bytes"], "all layers take other memory than told"
     return Search(best, plain)
 
 
-def _plain(each: Projection) -> dict[str, Any]:
-    workload = each.setup.workload
+@dataclass(frozen=True, slots=True)
+class _Models:
+    """What is played for a model: a few of its layers, and one more, of which the rest follows; or all of it.
+
+    Attributes:
+        times: how many layers the model has beyond those of the first.
+    """
+
+    subjects: tuple[Subject, ...]
+    times: int
+
+    @classmethod
+    def of(cls, subject: Subject, options: Options) -> _Models:
+        """Choose them: in which turns the sums of ``--reduction`` are held is another matter with each layer."""
+        few, more = (subject.shortened(number) for number in (_FEW, _FEW + 1))
+        if few is None or more is None or options.given("reduction"):
+            return cls((subject, subject), 0)
+        return cls((few, more), (len(subject.blocks) - len(few.blocks)) // (len(more.blocks) - len(few.blocks)))
+
+    def play(self, setup: Setup, counts: Sequence[int]) -> tuple[PlayedStep, PlayedStep]:
+        """Return steps of both."""
+        few = play_setup(self.subjects[0], setup, counts)
+        return few, play_setup(self.subjects[1], setup, counts) if self.times else few
+
+    def time(self, setup: Setup, steps: tuple[PlayedStep, PlayedStep]) -> StepTime:
+        """Return how long a step of the whole model takes."""
+        few, *more = (project(self.subjects[0], setup, each).time for each in steps[: 1 + (self.times > 0)])
+        return few.extended(more[0], self.times) if more else few
+
+
+def _plain(setup: Setup, memory: tuple[MemoryPart, ...], time: StepTime) -> dict[str, Any]:
+    workload = setup.workload
     return {
         "micro_batch": workload.micro_batch,
         "num_microbatches": workload.num_microbatches,
-        "recompute": workload.recompute.value,
-        "memory_bytes": each.memory_bytes,
-        "step_seconds": each.time.total,
-        "exposed_seconds": each.time.exposed,
-        "tokens_per_second": each.tokens_per_second,
+        "recompute": workload.recompute,
+        "memory_bytes": _total(memory),
+        "step_seconds": time.total,
+        "exposed_seconds": time.exposed,
+        "tokens_per_second": workload.num_microbatches * workload.tokens / time.total,
     }
-
-
-def _rank(plain: dict[str, Any]) -> tuple[float, int]:
-    return plain["step_seconds"], plain["memory_bytes"]
 
 
 def _total(memory: tuple[MemoryPart, ...]) -> int:
@@ -147,12 +177,12 @@ def _workloads(subject: Subject, options: Options, per_rank: int) -> Iterator[Wo
     ]
     if not sizes:
         raise ConfigError(
-            f"{per_rank} sequences per rank and step cannot be split with {options.cause('micro_batch')} and "
-            f"{options.cause('num_microbatches')}; change --global-batch or leave one of them out"
+            f"{per_rank} sequences per rank and step cannot be split with --micro-batch {base.micro_batch} and "
+            f"--num-microbatches {base.num_microbatches}; change --global-batch or leave one of them out"
         )
     kinds = [base.recompute]
-    if not options.given("recompute") and subject.activations is not None and not options.given("activation_bytes"):
-        kinds = [Recompute.NONE, *([] if base.fused_attention else [Recompute.SELECTIVE]), Recompute.FULL]
+    if not options.given("recompute") and subject.transformer is not None and not options.given("activation_bytes"):
+        kinds = ["none", "full"]
     for size, recompute in itertools.product(sizes, kinds):
         yield replace(base, micro_batch=size, num_microbatches=per_rank // size, recompute=recompute)
 
@@ -175,5 +205,5 @@ def _reason(work: Workload, memory: tuple[MemoryPart, ...], limit_bytes: int) ->
     largest = " and ".join(f"{part.name} {format_bytes(part.num_bytes)}" for part in parts)
     return (
         f"at least {format_bytes(_total(memory))}, {format_bytes(_total(memory) - limit_bytes)} too much, with "
-        f"micro-batch {work.micro_batch} and recompute {work.recompute.value}: {largest}"
+        f"micro-batch {work.micro_batch} and recompute {work.recompute}: {largest}"
     )

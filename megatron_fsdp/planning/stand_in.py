@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -27,8 +27,7 @@ from megatron_fsdp.build.ownership import collect_parameters
 from megatron_fsdp.planning.transformer import UnitWork
 from megatron_fsdp.policy.precision import MixedPrecisionPolicy
 from megatron_fsdp.policy.strategy import Placements
-from megatron_fsdp.runtime.lifecycle.make_param_group import make_param_group
-from megatron_fsdp.runtime.lifecycle.make_unit import make_unit, rename_unit
+from megatron_fsdp.runtime.lifecycle.make_param_group import make_param_group, make_unit, rename_unit
 from megatron_fsdp.runtime.lifecycle.module import FSDPModule, unit_of
 from megatron_fsdp.runtime.step.fsdp_params import handle_of
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
@@ -177,14 +176,14 @@ class StoodIn:
     """A unit of the model.
 
     Attributes:
-        modules: class names. ties: for every parameter that is registered in several places, their full names.
+        modules: class names. work: of a token.
         unit: of stand-ins, as the engine builds the model's; its name is the path of its (first) module below the
             model, the class name where that is the model itself. has_hooks: parameters whose class says what is
             gathered, which stand-ins do not know.
     """
 
     modules: tuple[str, ...]
-    ties: tuple[tuple[str, ...], ...]
+    work: UnitWork
     unit: Unit
     has_hooks: tuple[str, ...] = ()
 
@@ -193,14 +192,8 @@ class StoodIn:
         """Describe a unit of stand-ins for modules."""
         parts = [part for module in unit.modules if isinstance(part := module(), StandIn)]
         kinds = tuple(type(module).__name__.removeprefix("FSDP") for module in modules)
-        owned = [each for group in unit.groups for each in group.owned if len(each.param_module_infos) > 1]
-        paths = {id(module): path for part in parts if owned for path, module in part.named_modules(prefix=part._path)}
-        ties = [
-            tuple(f"{paths[id(info.module)]}.{info.attribute}".lstrip(".") for info in each.param_module_infos)
-            for each in owned
-        ]
         rename_unit(unit, next((part._path for part in parts if part._path), kinds[0]))
-        return cls(kinds, tuple(ties), unit, has_hooks)
+        return cls(kinds, parts[0]._work, unit, has_hooks)
 
     @property
     def name(self) -> str:
@@ -226,14 +219,14 @@ def _copied(
     model: nn.Module,
     units: Sequence[nn.Module],
     copy: Callable[[nn.Module, nn.Parameter], nn.Parameter | None],
-    work: Callable[[nn.Module], UnitWork | None],
+    works: Mapping[str, UnitWork],
     recording: Recording,
 ) -> dict[int, StandIn]:
     """Return stand-ins for a model and for the modules of units below it, by the identity of the module.
 
     Args:
         copy: returns what stands for a parameter of a module, always the same; None where nobody shards it.
-        work: as in ``shaped_stand_ins``.
+        works: as in ``shaped_stand_ins``.
     """
     chosen = {id(module) for module in (*units, model)}
     paths = {id(module): vars(module).get("path", path) for path, module in model.named_modules()}
@@ -241,10 +234,10 @@ def _copied(
     seen: set[int] = set()
 
     def stand_in(module: nn.Module) -> StandIn:
-        kind = _class(type(module).__name__.removeprefix("FSDP"))
-        found = made[id(module)] = kind(paths[id(module)], recording)
+        kind = type(module).__name__.removeprefix("FSDP")
+        found = made[id(module)] = _class(kind)(paths[id(module)], recording)
         fill(found, module, "")
-        found._work = work(module) or UnitWork(2 * found._numel, is_layer=module is not model)
+        found._work = works.get(kind) or UnitWork(2 * found._numel, is_layer=module is not model)
         return found
 
     def fill(around: StandIn, module: nn.Module, prefix: str) -> None:
@@ -294,7 +287,7 @@ def shaped_stand_ins(
     model: nn.Module,
     blocks: Sequence[nn.Module],
     sharding: Sharding,
-    work: Callable[[nn.Module], UnitWork | None],
+    works: Mapping[str, UnitWork],
     *,
     has_streams: bool = True,
 ) -> Iterator[Model]:
@@ -303,7 +296,7 @@ def shaped_stand_ins(
     Args:
         model: its parameters may be on any device, meta included; nothing is done to it.
         blocks: modules below ``model``; the root owns what no block does.
-        work: operations of a token in a unit's module; None: two for each of its parameters.
+        works: operations of a token in a unit, by the class of its module; else two for each of its parameters.
         has_streams: lanes are streams, as on a GPU.
     Raises:
         ConfigError, OwnershipError: parameters that cannot be sharded so.
@@ -321,7 +314,7 @@ def shaped_stand_ins(
         return made[id(parameter)]
 
     with _virtual_meshes(list(map(sharding.axes_of, units)), has_streams=has_streams) as (device, meshes):
-        copies = _copied(model, units, copy, work, device.recording)
+        copies = _copied(model, units, copy, works, device.recording)
         made.clear()
         # Inner units come after those around them.
         for module in reversed(units):
@@ -384,7 +377,7 @@ def live_stand_ins(model: nn.Module, units: Sequence[Unit]) -> Iterator[Model]:
     has_streams = any(turns(group.spec.device) is not None for group in every)
     with _virtual_meshes(list(map(_axes, every)), has_streams=has_streams) as (device, meshes):
         inside = [module for each in modules.values() for module in each]
-        copies = _copied(model, inside, copy, lambda _: UnitWork(0), device.recording)
+        copies = _copied(model, inside, copy, {}, device.recording)
         built = [build(unit) for unit in reversed(units)][::-1]
         _settle(units, built)
         yield Model(device, copies[id(model)], tuple(map(StoodIn.of, built, modules.values(), map(_hooks, units))))

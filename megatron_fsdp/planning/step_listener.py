@@ -30,14 +30,8 @@ class Phase(str, enum.Enum):
     STEP = "step"
 
 
-class Issue(NamedTuple):
-    """A collective: for which unit and group (the first that shares it), by position, when, and on which lane."""
-
-    unit: int
-    group: int
-    phase: Phase
-    lane: str
-    transfer: CollectiveCall
+Issue = tuple[Phase, CollectiveCall]
+"""A collective, and when it is sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,19 +49,34 @@ class Forecast:
 
     Attributes:
         issues: how often each collective is sent.
-        kept: the units that wait for their backward with weights gathered, though units like them are released.
         lifetimes: of gathered weights, packed gradients, parts kept after forward and scratch, in the order in which
             they come.
         counter_bytes: what ``reduction="invariant"`` adds up in, in all phases.
         slot_bytes: likewise, of slots.
+        heights: the bytes held when some were added, in each phase of each microbatch.
     """
 
     peaks: dict[Phase, Peak]
     issues: Counter[Issue]
-    kept: frozenset[int]
     lifetimes: tuple[Lifetime, ...] = field(repr=False)
     counter_bytes: int
     slot_bytes: int
+    heights: tuple[tuple[int, ...], ...] = field(repr=False)
+
+    def highest(self, more: Forecast, times: int) -> int:
+        """Return the most bytes held beyond what rests, of a model with ``times`` more layers.
+
+        Layers between the first and the last ones do all the same, so each height grows by as much with each of them
+        more as it does from here to ``more``: those of the first half counted from the begin of their phase, those of
+        the second half from its end.
+
+        Args:
+            more: the step of a model with one layer more.
+        """
+        pairs = list(zip(self.heights, more.heights, strict=True))
+        pairs += [(few[::-1], many[::-1]) for few, many in pairs]
+        halves = ((few[: (len(few) + 1) // 2], many) for few, many in pairs)
+        return max(at + times * (then - at) for few, many in halves for at, then in zip(few, many, strict=False))
 
 
 class _Owner(NamedTuple):
@@ -95,20 +104,17 @@ class StepListener:
         self._pools = list(pools.values())
         self._positions = {id(each.unit): position for position, each in enumerate(units)}
         self._names = {each.name: position for position, each in enumerate(units)}
-        self._groups: dict[int, tuple[int, int]] = {}
         self._owners: dict[int, _Owner] = {}
         for position, each in enumerate(units):
             for number, group in enumerate(each.unit.groups):
-                self._groups[id(group)] = position, number
                 for kind, storage in storages_of(group):
                     self._owners[id(storage)] = _Owner(position, number, kind)
-        # For which unit and on which lane, for which group, and what is sent.
-        self._ticket, self._group, self._call = (-1, ""), 0, CollectiveCall("", "", 0, 0)
+        # Of whom the host does the work.
+        self._unit = -1
         # What nobody need tell the end of.
         self._passing: dict[StorageWeakRef, tuple[_Owner, int]] = {}
         self._held: Counter[_Owner] = Counter()
         self._kinds: Counter[str] = Counter()
-        self._phase: Phase | None = None
         self.begin()
 
     def begin(self) -> None:
@@ -118,7 +124,8 @@ class StepListener:
                 self._end(memory)
         self._peaks = {phase: Peak() for phase in Phase}
         self._sent: list[Counter[Issue]] = []
-        self._kept: set[int] = set()
+        self._phase: Phase | None = None
+        self._heights: list[list[int]] = []
         held = {owner: size for owner, size in sorted(self._held.items()) if size and owner.what in _LIVES}
         self._lifetimes = Recorder()
         for owner, num_bytes in held.items():
@@ -132,49 +139,30 @@ class StepListener:
             issues[issue] += (num_microbatches - len(self._sent)) * count
         held = self._kinds
         return Forecast(
-            dict(self._peaks), +issues, frozenset(self._kept), self._lifetimes.lifetimes(), held["sums"],
-            held["slots"],
+            dict(self._peaks), +issues, self._lifetimes.lifetimes(), held["sums"],
+            held["slots"], tuple(map(tuple, self._heights)),
         )  # fmt: skip
 
     def enter(self, phase: Phase | None) -> None:
         """Go on with another phase of the step; a forward begins a microbatch."""
         self._settle()
-        if (self._phase, phase) == (Phase.FORWARD, Phase.BACKWARD):
-            # Units that hold their weights though they were not told to.
-            for owner, num_bytes in self._held.items():
-                if owner.what == "gathered weights" and num_bytes:
-                    unit = self._units[owner.unit].unit
-                    if unit.reshard_after_forward is None and unit is not unit.schedule.root_ref():
-                        self._kept.add(owner.unit)
         if phase is Phase.FORWARD:
             self._sent.append(Counter())
         self._phase = phase
+        self._heights += [[]] * (phase is not None)
         self._note("")
 
     def __call__(self, action: str, subject: Any) -> None:
         """Hear of an event; what takes or gives memory has a method of its name."""
         if action == "issue":
-            self._ticket, self._group = (self._positions.get(subject.owner, -1), subject.lane), 0
-        elif action == "collective":
-            self._call = subject
-        elif action == "refresh":
-            self._group = self._groups.get(id(subject), (-1, 0))[1]
-        elif action == "summing":
-            unit, self._group, _ = self._owners[id(subject.storage)]
-            self._ticket = unit, "last"
-        elif action in ("transfer", "allocated", "released", "computed"):
+            self._unit = self._positions.get(subject.owner, -1)
+        elif action == "collective" and self._phase is not None and self._sent:
+            # What the optimizer's step sends is no microbatch's.
+            self._sent[0 if self._phase is Phase.STEP else -1][self._phase, subject] += 1
+        elif action in ("allocated", "released", "computed"):
             getattr(self, f"_{action}")(subject)
         if self._pools:
             self._settle()
-
-    def _transfer(self, subject: Any) -> None:
-        storages = (KNOWN.get(each.untyped_storage()._cdata) for each in (*subject.reads, *subject.writes))
-        known = (self._owners[id(each)] for each in storages if id(each) in self._owners)
-        owner = next(known, _Owner(self._ticket[0], self._group, ""))
-        if self._phase is not None and self._sent:
-            # What the optimizer's step sends is no microbatch's.
-            number = 0 if self._phase is Phase.STEP else -1
-            self._sent[number][Issue(owner.unit, owner.group, self._phase, self._ticket[1], self._call)] += 1
 
     def _allocated(self, storage: FlatStorage) -> None:
         owner = self._owners.get(id(storage))
@@ -183,7 +171,7 @@ class StepListener:
             return
         what = "sums" if storage.name.endswith(": sums") else "scratch"
         named = re.match("unit '(.*?)'", storage.name)
-        unit = self._names.get(named[1], self._ticket[0]) if named is not None else self._ticket[0]
+        unit = self._names.get(named[1], self._unit) if named is not None else self._unit
         # Tensors may have the memory when the one that it was allocated for is gone.
         self._pass(storage.tensor, _Owner(unit, -1, what))
 
@@ -198,7 +186,7 @@ class StepListener:
         group, gradient = found
         if group.gradients is not None and group.gradients.packs_late:
             # Autograd has it until a lane packs it.
-            self._pass(gradient, _Owner(*self._groups[id(group)], "waiting gradients"))
+            self._pass(gradient, self._owners[id(group.main_weight.storage)]._replace(what="waiting gradients"))
 
     def _pass(self, tensor: torch.Tensor, owner: _Owner) -> None:
         self._passing[StorageWeakRef(tensor.untyped_storage())] = owner, tensor.nbytes
@@ -230,5 +218,8 @@ class StepListener:
     def _note(self, unit: str) -> None:
         """Note the highest point of a phase."""
         total = self._kinds.total()
-        if self._phase is not None and total > self._peaks[self._phase].num_bytes:
+        if self._phase is None:
+            return
+        self._heights[-1].append(total)
+        if total > self._peaks[self._phase].num_bytes:
             self._peaks[self._phase] = Peak(total, unit, self._kinds["main_grad"])

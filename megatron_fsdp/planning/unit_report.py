@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from dbuffer import DBuffer, Flat, Granularity, Plan
-from dbuffer import plan as plan_of
+from dbuffer import DBuffer, Flat, Plan
 from dbuffer.storage import FlatStorage
 from dbuffer_kernels import num_blocks
-from megatron_fsdp.build.packed_layout import wire_words
 from megatron_fsdp.optim.int8_moments import is_coded
 from megatron_fsdp.planning.stand_in import StoodIn, reshard_asked
 from megatron_fsdp.runtime.grads.packed_gradients import PackedGradients
@@ -27,7 +24,6 @@ __all__ = [
     "GroupReport",
     "UnitReport",
     "adamw_bytes",
-    "is_trained",
     "storages_of",
     "unit_report",
 ]
@@ -53,7 +49,7 @@ class BufferReport:
 
 @dataclass(frozen=True, slots=True)
 class CollectiveReport:
-    """Collectives of one kind, axis and phase in an optimizer step.
+    """Alike collectives of a phase in an optimizer step; there are none on axes of one rank.
 
     ``num_bytes`` sums their full (unsharded) sides: what an all-gather fills, what a reduction reads.
     """
@@ -67,7 +63,7 @@ class CollectiveReport:
 
     @property
     def bytes_each(self) -> int:
-        """Bytes of one of a group's, which are alike."""
+        """Bytes of one of them."""
         return self.num_bytes // self.count
 
 
@@ -82,8 +78,7 @@ class GroupReport:
         padding_ratio, lower_bound_numel, gap, binding: the plan's certificate, see ``dbuffer.Plan``.
         resting: buffers that are always there. transient: those that come and go.
         padding_bytes: of those that rest, on this rank.
-        collectives: what it issues per optimizer step; nothing on axes of one rank.
-        wire: how its weights travel where that is in 8 bits, and what the layout costs; else empty.
+        wire: how its weights travel where that is in 8 bits; else empty.
     """
 
     num_parameters: int
@@ -101,7 +96,6 @@ class GroupReport:
     resting: tuple[BufferReport, ...]
     transient: tuple[BufferReport, ...]
     padding_bytes: int
-    collectives: tuple[CollectiveReport, ...] = ()
     wire: str = ""
 
     def num_bytes(self, *kinds: str) -> int:
@@ -117,7 +111,6 @@ class UnitReport:
     Attributes:
         modules: class names of its modules. is_root: no unit is around it.
         reason: what becomes of gathered weights after forward ("released", "kept"), and why.
-        ties: for every parameter that is registered in several places, all of its names.
         replicated: parameters that stay whole on every rank in a model that is sharded (``fsdp_no_shard``).
         whole_bytes: of all of its weights in compute dtype.
         has_hooks: parameters whose class says what is gathered, which are counted as plain ones.
@@ -126,7 +119,6 @@ class UnitReport:
     name: str
     modules: tuple[str, ...]
     reason: str
-    ties: tuple[tuple[str, ...], ...]
     groups: tuple[GroupReport, ...]
     replicated: tuple[str, ...] = ()
     is_root: bool = False
@@ -153,18 +145,12 @@ def unit_report(stood: StoodIn, *, is_sharded: bool) -> UnitReport:
         name=stood.name,
         modules=stood.modules,
         reason=_reason(unit, asked, is_root=is_root),
-        ties=stood.ties,
         groups=tuple(_group_report(group, stood.names(group)) for group in unit.groups),
         replicated=tuple(name for group in whole for name in stood.names(group)),
         is_root=is_root,
         whole_bytes=sum(group.plan.numel * group.spec.dtypes.compute.itemsize for group in unit.groups),
         has_hooks=stood.has_hooks,
     )
-
-
-def is_trained(group: ParameterGroup) -> bool:
-    """Whether any parameter of a group is."""
-    return any(parameter.requires_grad for parameter in group.parameters.values())
 
 
 def is_cut(group: ParameterGroup) -> bool:
@@ -182,7 +168,11 @@ def _reason(unit: Unit, asked: bool | int | None, *, is_root: bool) -> str:
         return f"released after forward but for one part in {asked}: reshard_after_forward={asked}"
     if asked is not None:
         return f"{'released' if asked else 'kept'} after forward: reshard_after_forward={asked}"
-    return "kept after forward: it is the root" if is_root else "released after forward: the default below the root"
+    return (
+        "kept after forward: it is the root"
+        if is_root
+        else "released after forward unless its backward is next: the default below the root"
+    )
 
 
 # ---------------------------------------------------------------------- groups
@@ -205,8 +195,8 @@ def _buffers(group: ParameterGroup) -> Iterator[tuple[str, DBuffer, bool]]:
         yield "remainder", weights.remainder.buffer, True
     if weights.model is not weights.main:
         yield "model_weight", weights.model, True
-    for sent in weights.sent if isinstance(weights, HookedWeights) else ():
-        yield "packed weights", sent, True
+    if isinstance(weights, HookedWeights):
+        yield "packed weights", weights.sent, True
     if not weights.rests_whole:
         yield "gathered weights", weights.gathered, weights.keeps_gathered
     if isinstance(gradients, PackedGradients):
@@ -246,35 +236,14 @@ def _group_report(group: ParameterGroup, names: Sequence[str]) -> GroupReport:
         resting=tuple(resting),
         transient=tuple(transient),
         padding_bytes=padding,
-        wire=_layout_words(group),
+        wire="" if dtypes.gather is None else f"gathered as {dtypes.gather}: a byte an element, and a scale for 256",
     )
 
 
-def _layout_words(group: ParameterGroup) -> str:
-    """Return how weights travel in 8 bits, and what blocks that no shard may cut cost in padding; empty for neither."""
-    dtypes, plan = group.spec.dtypes, group.plan
-    words = [] if dtypes.gather is None else [wire_words(plan, dtypes.gather)]
-    if dtypes.block_numel > 1:
-        more = plan.numel - _freely_cut(plan.shapes, plan.granularities, plan.num_shards)
-        padding = f"{more:,} elements ({more / max(plan.data_numel, 1):.2%}) more padding"
-        words.append(f"cut at multiples of {dtypes.block_numel} elements: {padding} than without")
-    return "; ".join(words)
-
-
-@functools.lru_cache(maxsize=256)
-def _freely_cut(shapes: tuple[tuple[int, ...], ...], granularities: tuple[Granularity, ...], num_shards: int) -> int:
-    return plan_of(shapes, num_shards, granularity=granularities).numel
-
-
 def _named_binding(plan: Plan, names: Sequence[str]) -> str:
-    """Put a parameter's name to the tensor that the plan's certificate gives by number and shape."""
-
-    def named(found: re.Match[str]) -> str:
-        # A unit of several regions numbers its tensors across all of them; the shape is right in any case.
-        alike = [name for name, shape in zip(names, plan.shapes, strict=True) if str(shape) == found[1]]
-        return f"{alike[0]} {found[1]}" if alike else found[0]
-
-    return re.sub(r"tensor \d+ of shape (\([^)]*\))", named, plan.binding)
+    """Put parameters' names to the tensors that the plan's certificate gives by number and shape."""
+    named = (names[tensor] for tensor in plan.binding_tensors)
+    return re.sub(r"tensor \d+ of shape", lambda _: next(named), plan.binding)
 
 
 def _placement_text(buffer: DBuffer) -> str:
@@ -297,14 +266,11 @@ def adamw_bytes(group: ParameterGroup, moments_dtype: torch.dtype | None = None)
     """
     main, dtypes = group.main_weight, group.spec.dtypes
     owned = [main.get_local_tensor(index).numel() for index in range(len(group.parameters))]
-    if not is_trained(group):
-        return 0
-    if dtypes.moments == "int8":
+    parameters = group.parameters.values()
+    trained = [numel for numel, parameter in zip(owned, parameters, strict=True) if parameter.requires_grad]
+    if dtypes.moments == "int8" and trained:
         # Codes and scales of the whole buffer, FP32 moments of small parameters.
         local = main.local_buffer.numel()
         small = sum(numel for numel, shape in zip(owned, group.plan.shapes, strict=True) if not is_coded(shape))
         return 2 * (local + 4 * num_blocks(local) + 4 * small) + 4 * len(owned)
-    trained = [
-        numel for numel, parameter in zip(owned, group.parameters.values(), strict=True) if parameter.requires_grad
-    ]
     return 2 * sum(trained) * (moments_dtype or dtypes.stepped).itemsize + 4 * len(trained)

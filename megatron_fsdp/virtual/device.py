@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from dbuffer.events import listen
-from dbuffer.memory_meter import memory_meter
 from dbuffer_kernels.launch import launch_with
 from megatron_fsdp.runtime.step.streams import drive_with
 from megatron_fsdp.virtual.address_space import large_storages
@@ -19,15 +18,10 @@ __all__ = ["VirtualDevice", "virtual_device"]
 
 
 class VirtualDevice:
-    """Records steps of a model that was built on it.
-
-    Attributes:
-        peak_bytes: the most that the engine's buffers took in the recorded step, at rest and in passing.
-    """
+    """Records steps of a model that was built on it."""
 
     def __init__(self, collective_calls: int) -> None:
         self.recording = Recording(is_on=False, collective_calls=collective_calls)
-        self.peak_bytes = 0
         self._units: dict[int, str] = {}
 
     def record(self, step: Callable[[], object], warmup: int = 2) -> Recording:
@@ -36,9 +30,7 @@ class VirtualDevice:
             step()
         self.recording.items.clear()
         self.recording.is_on = True
-        memory_meter().reset_peak()
         step()
-        self.peak_bytes = memory_meter().peak_bytes
         self.recording.is_on = False
         return self.recording
 

@@ -10,11 +10,33 @@ import heapq
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from megatron_fsdp.virtual.machine import Speeds
 from megatron_fsdp.virtual.recording import Item, Stream, Work
 
-__all__ = ["Playback", "Run", "Stall", "play"]
+__all__ = ["Playback", "Run", "Speeds", "Stall", "play"]
+
+
+class Speeds(Protocol):
+    """What ``play`` asks of a machine."""
+
+    @property
+    def call(self) -> float:
+        """Seconds of the host for an operator."""
+
+    @property
+    def stream_call(self) -> float:
+        """Seconds of the host for a call of streams and events."""
+
+    @property
+    def launch(self) -> float:
+        """Seconds from the host's call to the kernel's start."""
+
+    def seconds(self, work: Work) -> float:
+        """Return how long work takes that has the device, or its link, to itself."""
+
+    def link(self, work: Work) -> str:
+        """Return the name of what a collective goes through; those on one link share it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +67,11 @@ class Playback:
 
     Attributes:
         seconds: from the first call of the host until all streams are through.
-        runs, stalls: in the order of their end. host_seconds: of the host's calls, its waits left out.
+        runs, stalls: in the order of their end.
     """
 
     machine: Speeds
     seconds: float
-    host_seconds: float
     runs: tuple[Run, ...] = field(repr=False)
     stalls: tuple[Stall, ...] = field(repr=False)
 
@@ -58,26 +79,9 @@ class Playback:
         """Return the seconds in which a stream works; collectives on it are no work."""
         return sum(run.end - run.start for run in self.runs if run.stream == stream and not run.work.ranks)
 
-    def communication(self) -> float:
-        """Return the seconds that collectives take on the link that is longest at it, each with the link to itself."""
-        seconds = {"": 0.0}
-        for run in self.runs:
-            if run.work.ranks:
-                link = self.machine.link(run.work)
-                seconds[link] = seconds.get(link, 0.0) + self.machine.seconds(run.work)
-        return max(seconds.values())
-
     def waiting(self) -> float:
         """Return the seconds in which compute does nothing but communicate, at the ends too."""
         return self.seconds - self.busy()
-
-    def bound(self) -> float:
-        """Return what the step takes at least: the longer of compute and communication, and the two ends of the latter.
-
-        Compute cannot begin before the first gather, and the last reduction cannot begin before compute has ended.
-        """
-        seconds = [self.machine.seconds(run.work) for run in self.runs if run.work.ranks]
-        return max(self.busy() + (seconds[0] + seconds[-1] if seconds else 0.0), self.communication())
 
     def exposed(self) -> dict[tuple[str, str], float]:
         """Return how long compute waits, by the unit that it waits in and by what for, the longest first."""
@@ -122,7 +126,7 @@ class _Link:
 class _Player:
     def __init__(self, items: Sequence[Item], machine: Speeds) -> None:
         self._items, self._machine = items, machine
-        self._host, self._position, self._host_seconds = 0.0, 0, 0.0
+        self._host, self._position = 0.0, 0
         self._queues: dict[Stream, _Queue] = {}
         # When each point is passed, and what ended there; one from before the recording is over.
         self._to_come = {item.point for item in items if item.is_record}
@@ -145,7 +149,7 @@ class _Player:
                 self._next_moment()
                 is_moving = True
         seconds = max([self._host, *(queue.time for queue in self._queues.values())])
-        return Playback(self._machine, seconds, self._host_seconds, tuple(self.runs), tuple(self.stalls))
+        return Playback(self._machine, seconds, tuple(self.runs), tuple(self.stalls))
 
     def _issue(self) -> bool:
         """Let the host go on as far as it can."""
@@ -157,9 +161,7 @@ class _Player:
                 if passed is None:
                     break
                 self._host = passed
-            spent = self._host_cost(item)
-            self._host += spent
-            self._host_seconds += spent
+            self._host += self._host_cost(item)
             if item.stream is not None:
                 queue = self._queues.setdefault(item.stream, _Queue(item.stream.name))
                 queue.items.append((item, self._host))

@@ -85,10 +85,8 @@ class Wrap(Description):
 
 # Modules without modules below them.
 LEAVES = ("linear", "gain", "experts", "lookup", "norm", "masked", "spare", "empty", "scalar")
-# Modules with two results, which leave them in different ways; a module above uses one or both.
-SIDE_KINDS = (
-    "attribute", "attribute alone", "nothing", "bag", "list", "dictionary", "object", "dataclass", "nested object",
-)  # fmt: skip
+# Modules with two results; a module above uses one or both.
+SIDE_KINDS = ("list", "dictionary", "dataclass", "nested")
 # The modules below these are in a module of their own, called ``both``.
 ENCLOSING = ("pick", *SIDE_KINDS)
 # Shapes of parameters, with -1 for ``size``; "spare" ones are never used, and "factor" has no rows to shard.
@@ -154,13 +152,6 @@ class Linear(nn.Linear):
         return super().forward(x.to(self.weight.dtype)).to(x.dtype)
 
 
-class Box:
-    """An object that no library knows."""
-
-    def __init__(self, first: torch.Tensor, second: torch.Tensor) -> None:
-        self.first, self.second = first, second
-
-
 @dataclass
 class Pair:
     """Two results."""
@@ -176,27 +167,19 @@ class Both(nn.Module):
         super().__init__()
         self.part = part
         self.parts = nn.ModuleList(parts)
-        self.aux: Any = None
         if part.kind != "pick":
             self.scale = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
 
-    def forward(self, x: torch.Tensor, tokens: torch.Tensor, turn: int, bag: list[torch.Tensor]) -> object:
+    def forward(self, x: torch.Tensor, tokens: torch.Tensor, turn: int) -> object:
         kind, outputs = self.part.kind, [x]
         for part in self.parts:
             outputs.append(part(x if kind == "pick" else outputs[-1], tokens, turn))
         if kind == "pick":
             return {"first": outputs[1], "others": outputs[2:], "turn": turn}
         first, second = outputs[-1], outputs[min(1, len(self.parts))] * self.scale.to(x.dtype)
-        if kind in ("attribute", "attribute alone"):
-            self.aux = second
-            return first
-        if kind in ("nothing", "bag"):
-            self.aux = (first, second) if kind == "nothing" else None
-            bag += [first, second] if kind == "bag" else []
-            return None
         results = {
-            "list": [first, second], "dictionary": {"first": first, "second": second}, "object": Box(first, second),
-            "dataclass": Pair(first, second), "nested object": [Box(first, second)],
+            "list": [first, second], "dictionary": {"first": first, "second": second}, "dataclass": Pair(first, second),
+            "nested": [Pair(first, second)],
         }  # fmt: skip
         return results[kind]
 
@@ -246,25 +229,19 @@ def _detached(m: Any, x: torch.Tensor, tokens: torch.Tensor, turn: int) -> torch
 
 def _pick(m: Any, x: torch.Tensor, tokens: torch.Tensor, turn: int) -> torch.Tensor:
     """Use one of several outputs: the first, the last, or one that the data choose."""
-    found = m.both(x, tokens, turn, [])
+    found = m.both(x, tokens, turn)
     outputs: list[torch.Tensor] = [found["first"], *found["others"]]
     return outputs[(0, -1, int(tokens.sum()) % len(outputs))[m.part.size % 3]]
 
 
 def _side(m: Any, x: torch.Tensor, tokens: torch.Tensor, turn: int) -> torch.Tensor:
     """Use one or both of two results; ``size`` says which."""
-    bag: list[torch.Tensor] = []
-    found: Any = m.both(x, tokens, turn, bag)
-    found = found[0] if m.part.kind == "nested object" else found
-    if isinstance(found, (Box, Pair)):
+    found: Any = m.both(x, tokens, turn)
+    found = found[0] if m.part.kind == "nested" else found
+    if isinstance(found, Pair):
         first, second = found.first, found.second
-    elif isinstance(found, dict):
-        first, second = found["first"], found["second"]
-    elif m.part.kind in ("attribute", "attribute alone"):
-        # Of "attribute" the loss reads the other one.
-        first, second = found, torch.zeros_like(found) if m.part.kind == "attribute" else m.both.aux
     else:
-        first, second = found or m.both.aux or bag
+        first, second = found.values() if isinstance(found, dict) else found
     return (first + torch.tanh(second) / 2, x + torch.tanh(second), first)[m.part.size % 3]
 
 
@@ -311,17 +288,6 @@ FORWARDS: Mapping[str, Callable[[Any, torch.Tensor, torch.Tensor, int], torch.Te
     "borrowing": _borrowing,
     **dict.fromkeys(SIDE_KINDS, _side),
 }
-
-
-def side_loss(model: nn.Module) -> torch.Tensor:
-    """Return what the attributes that modules keep add to the loss."""
-    loss = torch.zeros(())
-    for module in model.modules():
-        if isinstance(module, Both) and module.part.kind == "attribute" and module.aux is not None:
-            loss = loss + module.aux.sin().mean() / 3
-            # Some models clear it, others leave the graph of the last step to the next one.
-            module.aux = None if module.part.size % 2 else module.aux
-    return loss
 
 
 def build(part: Part, ties: tuple[tuple[str, str], ...] = ()) -> nn.Module:

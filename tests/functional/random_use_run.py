@@ -20,13 +20,14 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from dbuffer import FlatDTensor, guard_released_storage
+from dbuffer import FlatDTensor
 from megatron_fsdp import CPUOffloadPolicy, Placements, fsdp_no_shard, fully_shard
 from megatron_fsdp.runtime.weights.gathered_weight import GatheredWeight
 from tests.functional.random_models import GRANULARITIES, POLICIES, SIDE_KINDS, build, parts_with_paths
 from tests.functional.random_use import RAISED, Program, Trainee, whole
 from tests.harness import run_ranks
 from tests.harness.failures import FailureKind, RankError
+from tests.harness.storage_guard import guard_released_storage
 
 __all__ = ["Verdict", "outcome", "outcomes"]
 
@@ -45,14 +46,15 @@ REFUSALS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("OwnershipError", r"is the same tensor as '.*' of unit '.*', which owns it already", ("tie",)),
     # A plain tensor of unknown origin beside a sharded one.
     ("PlacementError", r"found a plain tensor of shape .* beside a sharded one", ("borrowing",)),
-    # The one that names no parameter: a weight used in another unit, outside of its module.
-    ("RuntimeError", r"is at version 1000000000; expected version 0", ("borrowing",)),
+    # The one that names no parameter: a weight used in another unit, outside of its module, and what is taken out of
+    # the middle of a unit, and made after its output.
+    ("RuntimeError", r"is at version 1000000000; expected version 0", ("borrowing", "stash")),
     ("StateError", r"cannot be deep-copied: its parameters are views of buffers", ("copy",)),
     # The flat optimizer steps a unit's parameters together.
     ("StateError", r"has no gradient, but others have that share a flat parameter with it",
      ("grad none", "freeze", "thaw", "spare", "pick", "sometimes", *SIDE_KINDS)),
     # The gradient of what one rank computes with.
-    ("StateError", r"torch.autograd.grad .* was asked for the gradient of", ("autograd",)),
+    ("StateError", r"torch.autograd.grad .* was asked for its gradient", ("autograd",)),
     # Second thoughts on what was sharded.
     ("StateError", r"was frozen when it was sharded, so it has no main weight of", ("thaw",)),
     # Registered in a parameter's place, or beside the parameters, after fully_shard.

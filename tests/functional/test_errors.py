@@ -253,10 +253,18 @@ MISTAKES: dict[str, tuple[str, ...]] = {
     "a weight replaced after a forward": (
         """
         model = trained()
+        model.weight = ones()
+        call(model)
+        """,
+        "StateError", "unit 'Linear'", "'weight'", "another Parameter", "load_state_dict",
+    ),
+    "a weight replaced by a sharded one": (
+        """
+        model = linear()
         model.weight = nn.Parameter(model.weight.detach() * 2)
         call(model)
         """,
-        "StateError", "unit 'Linear'", "'weight'", "another Parameter", "copy_", "load_state_dict",
+        "StateError", "'weight'", "another Parameter", "copy_",
     ),
     "a weight replaced before backward": (
         """
@@ -282,7 +290,7 @@ MISTAKES: dict[str, tuple[str, ...]] = {
         model.bias = None
         call(model)
         """,
-        "StateError", "'bias'", "taken out", "freeze them",
+        "StateError", "'bias'", "replaced by None", "freeze them",
     ),
     "a parametrization": (
         """

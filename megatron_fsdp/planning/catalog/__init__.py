@@ -11,9 +11,16 @@ from importlib.resources import files
 from typing import Any
 
 from megatron_fsdp.errors import ConfigError, nearest
-from megatron_fsdp.planning.catalog.architecture import SUPPORTED, Architecture, UnitShapes, architecture
+from megatron_fsdp.planning.catalog.architecture import (
+    SUPPORTED,
+    Architecture,
+    Parameters,
+    UnitShapes,
+    architecture,
+    is_norm,
+)
 
-__all__ = ["SUPPORTED", "Architecture", "UnitShapes", "architecture", "load", "names"]
+__all__ = ["SUPPORTED", "Architecture", "Parameters", "UnitShapes", "architecture", "is_norm", "load", "names"]
 
 
 def names() -> tuple[str, ...]:
@@ -25,8 +32,7 @@ def names() -> tuple[str, ...]:
 def load(name: str) -> dict[str, Any]:
     """Return the config of a model in the catalog, in Hugging Face's words.
 
-    Raises:
-        ConfigError: the catalog has no such model; the message names the nearest.
+    ConfigError: the catalog has no such model; the message names the nearest.
     """
     if name not in names():
         raise ConfigError(

@@ -20,7 +20,7 @@ from typing import Any
 
 from megatron_fsdp.errors import ConfigError
 
-__all__ = ["SUPPORTED", "Architecture", "Parameters", "UnitShapes", "architecture"]
+__all__ = ["SUPPORTED", "Architecture", "Parameters", "UnitShapes", "architecture", "is_norm"]
 
 Parameters = tuple[tuple[str, tuple[int, ...]], ...]
 
@@ -43,6 +43,11 @@ class UnitShapes:
     name: str
     count: int
     parameters: Parameters
+
+    @property
+    def is_layer(self) -> bool:
+        """Whether it is one of the layers, without routed experts."""
+        return self.name.endswith("layer")
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -100,6 +105,11 @@ class Architecture:
         for unit, following in zip(self.units, (*self.units[1:], None), strict=True):
             if unit.name != "experts":
                 yield unit, following if following is not None and following.name == "experts" else None
+
+
+def is_norm(name: str) -> bool:
+    """Whether a parameter belongs to a normalisation, by its name."""
+    return "norm" in name or name.startswith("ln_")
 
 
 def architecture(config: Mapping[str, Any]) -> Architecture:

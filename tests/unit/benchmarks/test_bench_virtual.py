@@ -6,8 +6,11 @@ import pytest
 import torch
 
 from benchmarks.bench_error_bar import calibrate, settings
-from benchmarks.bench_virtual import predict, rows_text, run
-from megatron_fsdp.virtual.recording import Item, Work
+from benchmarks.bench_virtual import bound, predict, rows_text, run
+from benchmarks.h200 import H200
+from megatron_fsdp.virtual.playback import play
+from megatron_fsdp.virtual.recording import Item, Recording, Work
+from tests.unit.megatron_fsdp.virtual.test_playback import Plain, collective, compute
 
 
 @pytest.mark.parametrize("model", ["llama3-8b", "mixtral-8x7b"])
@@ -25,7 +28,7 @@ def test_both_engines_reduce_the_same_gradients(model: str) -> None:
     # Both compute the same products; FSDP2 copies more beside them.
     flops = {engine: sum(run.work.flops for run in each.runs) for engine, each in found.items()}
     assert flops["ours"] == flops["FSDP2"]
-    assert found["ours"].bound() <= found["ours"].seconds
+    assert bound(found["ours"]) <= found["ours"].seconds
 
 
 def test_sums_over_nodes_have_a_lane_of_their_own_in_fsdp2() -> None:
@@ -43,7 +46,6 @@ def test_the_table_has_both_engines_in_one_line() -> None:
         layers=1,
         causes=0,
     )
-    args.trace = None
     rows = run(args)
     assert {row.metric for row in rows} >= {"predicted step", "bound", "predicted step over FSDP2's"}
     assert rows_text(rows).splitlines()[-1].startswith("| llama3-8b | 8 | 1024 | bf16 | ")
@@ -72,3 +74,24 @@ def test_a_third_of_the_settings_calibrates_and_exact_quantities_are_found_again
         assert found[name] == pytest.approx(wanted[name], rel=1e-6)
     # One of each in every setting, so only their sum is known.
     assert found["call"] + found["collective"] == pytest.approx(1.1e-3, rel=1e-6)
+
+
+def test_the_bound_is_the_longer_of_compute_with_the_ends_and_communication() -> None:
+    recording = Recording()
+    for seconds in (1, 7, 2):
+        with recording.use(recording.new()):
+            recording.work(collective(seconds))
+    # They share a link and end as the shorter ones do first: 1, 2, 7.
+    recording.work(compute(1))
+    assert bound(play(recording.items, Plain())) == 10
+    recording.work(compute(9))
+    assert bound(play(recording.items, Plain())) == 10 + 1 + 7
+
+
+def test_rings_inside_a_node_and_trees_between_nodes() -> None:
+    inside = Work("all_gather", "all_gather", 0, 8 * 370 * 10**6, ranks=tuple(range(8)))
+    assert H200.seconds(inside) == pytest.approx(7e-3 + 17e-6)
+    across = tuple(range(0, 128, 8))
+    small = H200.seconds(Work("all_reduce", "all_reduce", 0, 1024, ranks=across))
+    # 16 nodes: 4 steps up and 4 down of a tree, against 30 of a ring.
+    assert small == pytest.approx(10e-6 + 8 * 5e-6 + 2 * 1024 / 48e9)

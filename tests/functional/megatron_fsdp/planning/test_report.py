@@ -290,10 +290,8 @@ def steps_on(mesh: tuple[int, ...], is_quick: bool) -> dict[Setting, list[Step]]
 
 
 def predicted_calls(report: Report) -> Counter[Call]:
-    calls: Counter[Call] = Counter()
-    for each in (each for unit in report.units for group in unit.groups for each in group.collectives):
-        calls[each.phase, each.kind, each.axis, each.num_ranks, each.bytes_each] += each.count
-    return calls
+    each = ((one.phase, one.kind, one.axis, one.num_ranks, one.bytes_each) for one in report.collectives)
+    return Counter(dict(zip(each, (one.count for one in report.collectives), strict=True)))
 
 
 @pytest.mark.parametrize("setting", nightly_but(QUICK, settings(list)), ids=str)

@@ -1,17 +1,20 @@
 """Ownership is balanced within what can be proved, covers every matrix once, and keeps to the bytes it promises."""
 
 import warnings
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
 from dbuffer.errors import PaddingWarning
-from megatron_fsdp.optim.matrix_views import MatrixBlock
+from megatron_fsdp.optim.matrix_views import MatrixBlock, MatrixView
+from megatron_fsdp.optim.muon import Muon
 from megatron_fsdp.optim.ownership import MatrixWork, Ownership, OwnershipReport, holders_of, plan_ownership
 from megatron_fsdp.planning import catalog
 from megatron_fsdp.planning.model_source import named_subject
 from megatron_fsdp.planning.options import mesh_axes_of, placements_of
-from megatron_fsdp.planning.planned_ownership import planned_muon
-from megatron_fsdp.planning.stand_in import Sharding
+from megatron_fsdp.planning.stand_in import Sharding, StoodIn
 from megatron_fsdp.policy.precision import MixedPrecisionPolicy
 
 
@@ -75,8 +78,20 @@ def catalog_ownership(name: str, num_ranks: int) -> Ownership:
         # Who owns what does not depend on padding; the plan page lists it.
         warnings.simplefilter("ignore", PaddingWarning)
         with named_subject(name).stand_ins(sharding, 1)() as model:
-            (domain,) = planned_muon(model.units).domains()
+            (domain,) = muon_of(model.units).domains()
             return domain.exchange.ownership
+
+
+def muon_of(units: Sequence[StoodIn]) -> Muon:
+    """Return Muon for a catalog model: it steps what has two dims or more, but for embeddings and heads."""
+    by_dims: defaultdict[int, list[Any]] = defaultdict(list)
+    for unit in units:
+        is_inside = unit.modules[0] not in ("embedding", "head")
+        for group in unit.unit.groups:
+            for shape, parameter in zip(group.plan.shapes, group.parameters.values(), strict=True):
+                by_dims[len(shape) if len(shape) > 1 and is_inside else 0].append(parameter)
+    views = {dims: {"view": MatrixView(batch_dims=dims - 2)} if dims else {"use_muon": False} for dims in by_dims}
+    return Muon([{"params": found, **views[dims]} for dims, found in by_dims.items()])
 
 
 def check_balance(found: Ownership) -> None:

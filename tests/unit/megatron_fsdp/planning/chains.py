@@ -1,7 +1,9 @@
 """Small models whose bytes can be worked out by hand, sharded in a world of which this process is one rank."""
 
+import argparse
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -12,8 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_fsdp import MixedPrecisionPolicy, Placements, fully_shard
-from megatron_fsdp.planning.model_source import Subject
-from megatron_fsdp.planning.stand_in import Axis, Sharding
+from megatron_fsdp.planning.estimate import Setup
+from megatron_fsdp.planning.options import Options
+from megatron_fsdp.planning.plan_arguments import add_plan_arguments
+from megatron_fsdp.planning.played_step import StandIns
+from megatron_fsdp.planning.stand_in import Axis, Sharding, shaped_stand_ins
 from megatron_fsdp.planning.transformer import UnitWork
 
 BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
@@ -61,10 +66,9 @@ def sharded(model: Chain, mesh: DeviceMesh, placements: Placements | None = None
     return fully_shard(model, mesh, placements, **options)
 
 
-def subject_of(model: Chain, work: UnitWork) -> Subject:
-    """Return a chain as something to plan for, whose units compute so much for each token."""
-    nothing = UnitWork(0)
-    return Subject("chain", 0, 0, model, model.units(), lambda module, _: nothing if module is model else work)
+def stand_ins_of(model: Chain, work: UnitWork, sharding: Sharding) -> StandIns:
+    """Return stand-ins for a chain whose units compute so much for each token."""
+    return partial(shaped_stand_ins, model, model.units(), sharding, {"Chain": UnitWork(0), "Module": work})
 
 
 def sharding_of(
@@ -73,3 +77,17 @@ def sharding_of(
     """Return how the last rank of a mesh shards it."""
     axes = tuple(Axis(f"axis{number}", size, size - 1) for number, size in enumerate(sizes))
     return Sharding(axes, placements or Placements.optim_grads_params(0), policy or MixedPrecisionPolicy())
+
+
+def options_of(words: str) -> Options:
+    """Return the options of a command line of ``plan``."""
+    parser = argparse.ArgumentParser()
+    add_plan_arguments(parser)
+    return Options(parser.parse_args(words.split()))
+
+
+def setup_of(words: str) -> Setup:
+    """Return the setup that a command line asks for."""
+    options = options_of(words)
+    sizes = options.data_parallel_sizes()
+    return options.setup(sizes, options.strategy_for(sizes), options.workload())

@@ -1,6 +1,7 @@
 """The step that plans run: the engine on a model of a few modules gives the events that a plan tells."""
 
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -11,14 +12,16 @@ import megatron_fsdp
 from dbuffer import memory_meter, observe_collectives
 from dbuffer.events import CollectiveCall
 from megatron_fsdp import MixedPrecisionPolicy, Placements, fully_shard, microbatch
-from megatron_fsdp.planning.cost_model import Hardware, Machine, predict_step
-from megatron_fsdp.planning.model_source import Subject, named_subject
+from megatron_fsdp.planning.cost_model import predict_step
+from megatron_fsdp.planning.estimate import play_setup, project
+from megatron_fsdp.planning.model_source import named_subject
 from megatron_fsdp.planning.options import mesh_axes_of
 from megatron_fsdp.planning.played_step import play_step
 from megatron_fsdp.planning.report import report_of
-from megatron_fsdp.planning.stand_in import Sharding
-from megatron_fsdp.planning.transformer import UnitWork, Workload
+from megatron_fsdp.planning.stand_in import Sharding, shaped_stand_ins
+from megatron_fsdp.planning.transformer import Workload
 from megatron_fsdp.virtual.device import virtual_device
+from tests.unit.megatron_fsdp.planning.chains import setup_of
 
 POLICY = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 STRATEGIES = [
@@ -64,8 +67,8 @@ def test_the_engines_own_run_of_a_model_gives_the_events_that_plan_tells(
 ) -> None:
     axes = mesh_axes_of(sizes)
     planned = Model()
-    subject = Subject("", 0, 0, planned, planned.parts(), lambda module, _: UnitWork(0))
-    played = play_step(subject.stand_ins(Sharding(axes, placements, POLICY), 1), [num_microbatches])
+    stand_ins = partial(shaped_stand_ins, planned, planned.parts(), Sharding(axes, placements, POLICY), {})
+    played = play_step(stand_ins, [num_microbatches])
     told = report_of(played, num_microbatches)
     calls: Counter[CollectiveCall] = Counter()
     meter = memory_meter()
@@ -98,28 +101,24 @@ def test_the_engines_own_run_of_a_model_gives_the_events_that_plan_tells(
         with observe_collectives(hear):
             forward_peak = step()
     issues = played.forecasts[num_microbatches].issues
-    assert calls == sum((Counter({issue.transfer: count}) for issue, count in issues.items()), Counter())
+    assert calls == sum((Counter({call: count}) for (_, call), count in issues.items()), Counter())
     assert told.forward_peak.num_bytes == forward_peak
     assert told.persistent_bytes == rest - before
 
 
-@pytest.mark.parametrize("num_microbatches", [1, 5])
-def test_what_compute_waits_for_is_named_and_no_more_than_all_of_its_waits(num_microbatches: int) -> None:
-    subject, axes = named_subject("gpt2"), mesh_axes_of((64,))
-    stand_ins = subject.stand_ins(Sharding(axes, Placements.optim_grads_params(0), POLICY), 2048)
-    machine = Machine()
-    hardware = Hardware(machine.flops, machine.memory_bandwidth, machine.links(axes))
-    found = predict_step(play_step(stand_ins, [num_microbatches]), Workload(1, 2048, num_microbatches), hardware)
+@pytest.mark.parametrize("count", [1, 5])
+def test_what_compute_waits_for_is_named_and_no_more_than_all_of_its_waits(count: int) -> None:
+    setup = setup_of(f"--model gpt2 --mesh 64 --seq-length 2048 --num-microbatches {count}")
+    found = project(named_subject("gpt2"), setup).time
     assert sum(seconds for _, seconds in found.causes) <= found.exposed * 1.001
     assert "embedding waits for gather of embedding" in [words for words, _ in found.causes]
 
 
 def test_steps_of_more_microbatches_take_as_much_longer_as_each_of_them() -> None:
-    subject, axes = named_subject("gpt2"), mesh_axes_of((8,))
-    played = play_step(subject.stand_ins(Sharding(axes, Placements.optim_grads(0), POLICY), 2048), [1, 2, 3, 4, 100])
-    machine = Machine()
-    hardware = Hardware(machine.flops, machine.memory_bandwidth, machine.links(axes))
-    times = {count: predict_step(played, Workload(1, 2048, count), hardware) for count in (2, 3, 4, 100)}
+    setup = setup_of("--model gpt2 --mesh 8 --seq-length 2048 --strategy optim_grads")
+    subject = named_subject("gpt2")
+    played = play_setup(subject, setup, [1, 2, 3, 4, 100])
+    times = {count: predict_step(played, Workload(1, 2048, count), setup.hardware) for count in (2, 3, 4, 100)}
     one = times[3].total - times[2].total
     assert times[4].total == pytest.approx(times[3].total + one)
     assert times[100].total == pytest.approx(times[3].total + 97 * one)

@@ -6,6 +6,7 @@ import itertools
 import math
 import warnings
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -22,7 +23,6 @@ from tests.harness.plans import fault_of
 Shape = tuple[int, ...]
 
 ANYTHING = PaddingLimits(warn_ratio=math.inf, refuse_ratio=math.inf)
-LANGUAGE_MODELS = [name for name in catalog.names() if name != "siglip-so400m"]
 
 ATTENTION = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096)]
 LLAMA = [(4096,), *ATTENTION, (4096,), (14336, 4096), (14336, 4096), (4096, 14336)]
@@ -57,48 +57,30 @@ def total_numel(regions: Sequence[Region]) -> int:
     return sum(region.plan.numel for region in regions)
 
 
-@pytest.mark.parametrize("num_shards", [2, 8, 64, 128])
-@pytest.mark.parametrize("name", LANGUAGE_MODELS)
-def test_language_models_with_whole_rows_pad_at_most_a_thousandth_up_to_128_shards(name: str, num_shards: int) -> None:
-    assert model_padding(name, num_shards, Row()) <= 0.001
-
-
-@pytest.mark.parametrize("num_shards", [512, 1024])
-@pytest.mark.parametrize("name", sorted({*LANGUAGE_MODELS} - {"gpt2"}))
-def test_language_models_with_whole_rows_pad_at_most_a_hundredth_up_to_1024_shards(name: str, num_shards: int) -> None:
-    assert model_padding(name, num_shards, Row()) <= 0.01
-
-
-@pytest.mark.parametrize("num_shards", [2, 8, 64, 128])
-@pytest.mark.parametrize("name", sorted({*LANGUAGE_MODELS} - {"gpt2"}))
-def test_language_models_in_blocks_of_32_rows_pad_at_most_a_twentieth_up_to_128_shards(
-    name: str, num_shards: int
-) -> None:
-    assert model_padding(name, num_shards, Block(32)) <= 0.05
-
-
-@pytest.mark.parametrize("num_shards", [2, 8, 64, 128])
 @pytest.mark.parametrize("name", catalog.names())
-def test_models_cut_between_elements_pad_at_most_a_ten_thousandth_up_to_128_shards(name: str, num_shards: int) -> None:
-    assert model_padding(name, num_shards, Element()) <= 0.0001
+def test_models_pad_little_in_legal_regions_however_they_are_cut(name: str) -> None:
+    is_large = name not in ("gpt2", "siglip-so400m")
+    for granularity, shards, most, holds in (
+        (Row(), (2, 8, 64, 128), 0.001, name != "siglip-so400m"),
+        (Row(), (512, 1024), 0.01, is_large),
+        (Block(32), (2, 8, 64, 128), 0.05, is_large),
+        (Element(), (2, 8, 64, 128), 0.0001, True),
+    ):
+        for num_shards in shards if holds else ():
+            assert model_padding(name, num_shards, granularity) <= most, (granularity, num_shards)
+    for num_shards in (2, 8, 64, 128, 512, 1024, 4096):
+        plans = [region.plan for _, regions in unit_regions(name, num_shards, Row()) for region in regions]
+        assert [fault_of(one) for one in plans] == [""] * len(plans)
 
 
-@pytest.mark.parametrize("num_shards", [512, 1024, 4096])
 @pytest.mark.parametrize("name", catalog.names())
-def test_by_default_models_pad_at_most_a_hundredth_beyond_128_shards(name: str, num_shards: int) -> None:
-    padding = data = 0
-    for unit in catalog.architecture(catalog.load(name)).units:
-        regions = plan_regions(unit.shapes, num_shards)
-        data += unit.count * unit.num_parameters
-        padding += unit.count * (total_numel(regions) - unit.num_parameters)
-    assert padding <= 0.01 * data
-
-
-@pytest.mark.parametrize("num_shards", [2, 8, 64, 128, 512, 1024, 4096])
-@pytest.mark.parametrize("name", catalog.names())
-def test_every_region_of_every_model_is_legal(name: str, num_shards: int) -> None:
-    plans = [region.plan for _, regions in unit_regions(name, num_shards, Row()) for region in regions]
-    assert [fault_of(one) for one in plans] == [""] * len(plans)
+def test_by_default_models_pad_at_most_a_hundredth_beyond_128_shards(name: str) -> None:
+    for num_shards in (512, 1024, 4096):
+        padding = data = 0
+        for unit in catalog.architecture(catalog.load(name)).units:
+            data += unit.count * unit.num_parameters
+            padding += unit.count * (total_numel(plan_regions(unit.shapes, num_shards)) - unit.num_parameters)
+        assert padding <= 0.01 * data, num_shards
 
 
 @pytest.mark.parametrize("num_shards", [2, 3, 8, 64, 128])
@@ -189,13 +171,6 @@ def test_tensors_whose_rows_pad_too_much_are_cut_between_elements_by_default_and
     assert total_padding(regions) < 0.01 < 0.27 < total_padding(strict)
 
 
-def test_an_asked_granularity_is_kept_to_whatever_it_pads() -> None:
-    for granularity in (Row(), [Row()] * len(SIGLIP)):
-        regions = plan_regions(SIGLIP, 1024, granularity=granularity, limits=ANYTHING)
-        assert {cut for region in regions for cut in region.plan.granularities} == {Row()}
-        assert not any(region.relaxed for region in regions)
-
-
 def test_no_tensor_is_relaxed_in_vain() -> None:
     (relaxed,) = [tensor for region in plan_regions(GPT2_LAYER, 1024) for tensor in region.relaxed]
     assert GPT2_LAYER[relaxed] == (768, 3072)
@@ -211,17 +186,20 @@ def test_whole_experts_fall_back_on_rows_where_the_caller_permits_it() -> None:
     assert total_padding(regions) < 0.001
 
 
-def test_a_fallback_that_is_no_finer_changes_nothing() -> None:
-    limits = dataclasses.replace(ANYTHING, fallback=Block(2))
-    regions = plan_regions(SIGLIP, 1024, granularity=Row(), limits=limits)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"granularity": Row(), "limits": ANYTHING},
+        {"granularity": [Row()] * len(SIGLIP), "limits": ANYTHING},
+        {"granularity": Row(), "limits": dataclasses.replace(ANYTHING, fallback=Block(2))},
+        {"limits": dataclasses.replace(ANYTHING, relax_ratio=0.5)},
+        {"limits": dataclasses.replace(ANYTHING, relax_bytes=1 << 30)},
+    ],
+)
+def test_what_is_asked_for_or_within_the_limits_is_not_relaxed_nor_is_it_in_vain(options: dict[str, Any]) -> None:
+    regions = plan_regions(SIGLIP, 1024, **options)
+    assert {cut for region in regions for cut in region.plan.granularities} == {Row()}
     assert not any(region.relaxed for region in regions)
-
-
-def test_padding_within_the_limits_relaxes_nothing() -> None:
-    loose = dataclasses.replace(ANYTHING, relax_ratio=0.5)
-    assert not any(region.relaxed for region in plan_regions(SIGLIP, 1024, limits=loose))
-    small = dataclasses.replace(ANYTHING, relax_bytes=1 << 30)
-    assert not any(region.relaxed for region in plan_regions(SIGLIP, 1024, limits=small))
 
 
 def test_padding_that_nothing_cures_warns_once_and_names_the_tensor_as_the_caller_numbers_it() -> None:
@@ -236,9 +214,7 @@ def test_the_binding_tensor_of_a_region_is_a_position_in_it() -> None:
     (wide,) = [region for region in regions if 14 in region.indices]
     assert wide.plan.binding.startswith("rows of 4304 in tensor 14 of shape (1152, 4304)")
     assert wide.indices[wide.plan.binding_tensors[0]] == 14
-
-
-def test_a_plan_that_the_data_binds_names_no_tensor() -> None:
+    # Where the data itself binds no tensor is named.
     even = plan([(64, 64)], 8)
     assert (even.binding, even.binding_tensors) == ("the data itself", ())
 
@@ -260,21 +236,17 @@ def test_small_models_are_not_split_for_a_few_kibibytes() -> None:
     assert len(plan_regions(shapes, 24, limits=eager)) > 1
 
 
-@pytest.mark.parametrize("max_regions", [1, 2, 3])
-def test_max_regions_caps_the_regions(max_regions: int) -> None:
-    assert len(plan_regions(LLAMA, 1024, granularity=Row(), max_regions=max_regions)) == max_regions
-
-
-def test_no_split_costs_more_than_the_limits_price_it() -> None:
-    dear = PaddingLimits(split_bytes=1 << 40)
-    assert len(plan_regions(LLAMA, 1024, granularity=Row(), limits=dear)) == 1
-
-
-@pytest.mark.parametrize(("split_ratio", "count"), [(0.0005, 3), (0.05, 2), (0.06, 1)])
-def test_each_further_region_has_to_save_its_price(split_ratio: float, count: int) -> None:
-    # One region pads by 7.7 % of the data, two by 1.9 %, three by nothing.
-    limits = PaddingLimits(split_ratio=split_ratio)
-    assert len(plan_regions(LLAMA, 1024, granularity=Row(), limits=limits)) == count
+@pytest.mark.parametrize(
+    ("options", "count"),
+    [
+        *(({"max_regions": number}, number) for number in (1, 2, 3)),
+        ({"limits": PaddingLimits(split_bytes=1 << 40)}, 1),
+        # One region pads by 7.7 % of the data, two by 1.9 %, three by nothing.
+        *(({"limits": PaddingLimits(split_ratio=each)}, count) for each, count in ((0.0005, 3), (0.05, 2), (0.06, 1))),
+    ],
+)
+def test_each_further_region_is_allowed_and_has_to_save_its_price(options: dict[str, Any], count: int) -> None:
+    assert len(plan_regions(LLAMA, 1024, granularity=Row(), **options)) == count
 
 
 def test_regions_come_in_order_of_their_first_tensor() -> None:

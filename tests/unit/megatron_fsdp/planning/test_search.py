@@ -27,7 +27,7 @@ def config() -> str:
 
 @functools.cache
 def plan(options: str) -> dict[str, Any]:
-    model = "" if "--factory" in options else f"--hf-config {config()} "
+    model = "" if "--factory" in options or "--model" in options else f"--hf-config {config()} "
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         assert main(["plan", *f"{model}{options} --json".split()]) == 0
     plain = json.loads(printed.getvalue())
@@ -48,17 +48,21 @@ def test_everything_that_fits_is_below_the_limit_and_the_plan_of_the_fastest_com
     assert plain["strategy"] == fitting[0]["strategy"]
     assert plain["memory"]["total_bytes"] == fitting[0]["memory_bytes"]
     assert plain["time"]["total_seconds"] == fitting[0]["step_seconds"]
-    assert f"--strategy {plain['strategy']} (found by --fit): what is sharded" in plain["decisions"]
 
 
-def test_what_is_found_is_what_a_plan_of_it_says() -> None:
-    last = plan(EIGHT)["fit"]["fitting"][-1]
-    plain = plan(
-        f"--mesh {'x'.join(map(str, last['mesh']))} --strategy {last['strategy']} --micro-batch "
-        f"{last['micro_batch']} --num-microbatches {last['num_microbatches']} --recompute {last['recompute']}",
-    )
-    assert plain["memory"]["total_bytes"] == last["memory_bytes"]
-    assert plain["time"]["total_seconds"] == last["step_seconds"]
+@pytest.mark.parametrize("policy", ["", " --dtype fp32 --num-microbatches 2", " --gather-dtype int8_block --micro-batch 2"])
+def test_what_follows_from_a_few_layers_is_what_a_plan_of_all_says(policy: str) -> None:
+    whole = f"--model gpt2 --seq-length 128{policy}"
+    rows = plan(f"{whole} --fit 80GiB --gpus 4 --recompute none")["fit"]["fitting"]
+    assert len({each["strategy"] for each in rows}) == (2 if "gather" in policy else 6)
+    for row in rows:
+        mesh, again = "x".join(map(str, row["mesh"])), ("micro_batch", "num_microbatches")
+        given = " ".join(
+            f"--{name.replace('_', '-')} {row[name]}" for name in again if name.replace("_", "-") not in policy
+        )
+        one = plan(f"{whole} --mesh {mesh} --strategy {row['strategy']} {given}")
+        assert one["memory"]["total_bytes"] == row["memory_bytes"]
+        assert one["time"]["total_seconds"] == pytest.approx(row["step_seconds"], rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -89,12 +93,6 @@ def test_what_is_found_is_what_a_plan_of_it_says() -> None:
             "--gpus 4 --num-microbatches 3 --global-batch 24 --recompute none --strategy optim",
             ("num_microbatches", "micro_batch"),
             {(3, 2)},
-        ),
-        # Where scores are stored, they may be computed again alone.
-        (
-            "--gpus 4 --strategy optim --attention unfused --micro-batch 1",
-            ("recompute",),
-            {("none",), ("selective",), ("full",)},
         ),
     ],
 )

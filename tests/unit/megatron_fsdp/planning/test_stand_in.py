@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,11 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from dbuffer.errors import LayoutError
 from megatron_fsdp import ConfigError, MixedPrecisionPolicy, Placements, Report, explain, fsdp_no_shard, fully_shard
 from megatron_fsdp.planning.catalog import UnitShapes, architecture
-from megatron_fsdp.planning.model_source import Subject, build_on_meta, repeated_blocks, shaped_module
+from megatron_fsdp.planning.model_source import build_on_meta, repeated_blocks, shaped_module
 from megatron_fsdp.planning.played_step import play_step
 from megatron_fsdp.planning.report import report_of
-from megatron_fsdp.planning.stand_in import Axis, Sharding, put
-from megatron_fsdp.planning.transformer import UnitWork
+from megatron_fsdp.planning.stand_in import Axis, Sharding, put, shaped_stand_ins
 from tests.unit.megatron_fsdp.planning.chains import world
 
 POLICY = MixedPrecisionPolicy(torch.bfloat16, torch.float32, main_grads_dtype=torch.bfloat16)
@@ -74,8 +74,7 @@ def mesh() -> Iterator[DeviceMesh]:
 def planned(model: nn.Module, blocks: Any, placements: Placements | None = None, axes: Any = None) -> Report:
     """Report on what sharding a model's blocks would give on a CPU, in steps of three microbatches."""
     sharding = Sharding(axes or (Axis("outer", 2, 1), Axis("inner", 3, 1)), placements or Placements.hsdp(0, 1), POLICY)
-    subject = Subject("", 0, 0, model, blocks, lambda module, _: UnitWork(0))
-    return report_of(play_step(subject.stand_ins(sharding, 1, has_streams=False), [3]), 3)
+    return report_of(play_step(partial(shaped_stand_ins, model, blocks, sharding, {}, has_streams=False), [3]), 3)
 
 
 @pytest.mark.parametrize("placements", [Placements.hsdp(0, 1), Placements.hfsdp(0, 1)], ids=["hsdp", "hfsdp"])

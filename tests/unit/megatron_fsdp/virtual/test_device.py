@@ -11,9 +11,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import megatron_fsdp
+from benchmarks.h200 import H200
 from megatron_fsdp import MixedPrecisionPolicy, Placements
 from megatron_fsdp.virtual.device import VirtualDevice, virtual_device
-from megatron_fsdp.virtual.machine import H200
 from megatron_fsdp.virtual.playback import Playback, play
 from megatron_fsdp.virtual.recording import Work
 

@@ -1,15 +1,9 @@
 """Playback: streams, waits, links and the host in time, against numbers worked out by hand."""
 
-import json
 from dataclasses import dataclass
-from pathlib import Path
 
-import pytest
-
-from megatron_fsdp.virtual.machine import H200
 from megatron_fsdp.virtual.playback import play
 from megatron_fsdp.virtual.recording import Recording, Work
-from megatron_fsdp.virtual.trace import write_trace
 
 
 @dataclass(frozen=True)
@@ -125,40 +119,3 @@ def test_the_host_waits_for_an_event_and_issues_nothing_meanwhile() -> None:
     with recording.use(other):
         recording.work(compute(1))
     assert play(recording.items, Plain()).seconds == 6
-
-
-def test_the_bound_is_the_longer_of_compute_with_the_ends_and_communication() -> None:
-    recording = Recording()
-    for seconds in (1, 7, 2):
-        with recording.use(recording.new()):
-            recording.work(collective(seconds))
-    # They share a link and end as the shorter ones do first: 1, 2, 7.
-    recording.work(compute(1))
-    assert play(recording.items, Plain()).bound() == 10
-    recording.work(compute(9))
-    assert play(recording.items, Plain()).bound() == 10 + 1 + 7
-
-
-def test_rings_inside_a_node_and_trees_between_nodes() -> None:
-    inside = Work("all_gather", "all_gather", 0, 8 * 370 * 10**6, ranks=tuple(range(8)))
-    assert H200.seconds(inside) == pytest.approx(7e-3 + 17e-6)
-    across = tuple(range(0, 128, 8))
-    small = H200.seconds(Work("all_reduce", "all_reduce", 0, 1024, ranks=across))
-    # 16 nodes: 4 steps up and 4 down of a tree, against 30 of a ring.
-    assert small == pytest.approx(10e-6 + 8 * 5e-6 + 2 * 1024 / 48e9)
-
-
-def test_a_trace_has_a_row_for_each_stream_and_says_what_is_waited_for(tmp_path: Path) -> None:
-    recording = Recording()
-    lane = recording.new(None, "gather")
-    with recording.use(lane):
-        recording.work(collective(5, label="gather of layer 8"))
-    recording.compute.wait_stream(lane)
-    recording.work(compute(2))
-    write_trace(play(recording.items, Plain()), tmp_path / "trace.json")
-    events = json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))["traceEvents"]
-    rows = {event["args"]["name"]: event["tid"] for event in events if event["ph"] == "M"}
-    found = {(event["name"], event["tid"], event["ts"], event["dur"]) for event in events if event["ph"] == "X"}
-    assert ("gather of layer 8", rows["gather lane"], 0, 5e6) in found
-    assert ("wait for gather of layer 8", rows["compute"], 0, 5e6) in found
-    assert ("product", rows["compute"], 5e6, 2e6) in found

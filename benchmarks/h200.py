@@ -5,37 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 
 from megatron_fsdp.virtual.recording import Work
 
-__all__ = ["H200", "Machine", "Speeds"]
+__all__ = ["H200", "Machine"]
 
 _MICRO = 1e-6
-
-
-class Speeds(Protocol):
-    """What ``play`` asks of a machine."""
-
-    @property
-    def call(self) -> float:
-        """Seconds of the host for an operator."""
-
-    @property
-    def stream_call(self) -> float:
-        """Seconds of the host for a call of streams and events."""
-
-    @property
-    def launch(self) -> float:
-        """Seconds from the host's call to the kernel's start."""
-
-    def seconds(self, work: Work) -> float:
-        """Return how long work takes that has the device, or its link, to itself."""
-
-    def link(self, work: Work) -> str:
-        """Return the name of what a collective goes through; those on one link share it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +26,7 @@ class Machine:
         ranks_per_node: consecutive ranks. node, network: bytes per second that one rank sends in a collective, inside
             a node and to another. node_hop, network_hop: seconds per step of a collective.
         collective: seconds that one takes beside its steps.
-        call, stream_call, launch: as in ``Speeds``.
+        call, stream_call, launch: as in ``megatron_fsdp.virtual.playback.Speeds``.
     """
 
     name: str
