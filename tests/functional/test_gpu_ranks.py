@@ -107,7 +107,6 @@ SETTINGS = {
     **{f"two dtypes, {strategy}": Setting(strategy, block=Gained) for strategy in ("optim", "hfsdp")},
     "sums in FP32 of bf16": Setting(policy=WIDE, tolerance=0.01),
     "sums in FP32 of bf16, watched": Setting(policy=WIDE, watches=True, tolerance=0.01),
-    "8-bit gathers": _packed("int8_block"),
     "int8 gathers": _packed("int8_block"),
     "two packed buffers": Setting(
         policy=BF16, prepare=lambda model, _: model.set_reduce_scatter_max_input_buffers(2), tolerance=0.01
