@@ -326,7 +326,7 @@ PROGRAMS = {
         model = blocks()
         see([fully_shard(part) is part for part in (*model.layers, model)], shows(model))
         see([(type(part).__name__, isinstance(part, FSDPModule), isinstance(part, nn.Module)) for part in model.layers])
-        train(model)
+        between(run, train(model))
     """),
     "fully_shard of a list": Program("""
         model = blocks()

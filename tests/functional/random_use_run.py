@@ -155,7 +155,10 @@ class _Run:
 
     def _step(self, action: str) -> tuple[str, str] | None:
         """Do one action on both; return the outcome and text of a verdict if that is the end."""
-        self.sharded.is_tampered = self.sharded.is_tampered and not action.startswith(("forward", "evaluate"))
+        # What a forward changes shows when the weights are released: with its backward at the latest.
+        clamps = any(part.kind == "clamped" for _, part in parts_with_paths(self.program.part))
+        is_pass = action.startswith(("forward", "evaluate", "backward"))
+        self.sharded.is_tampered = self.sharded.is_tampered and not is_pass
         mine = self._try(self.sharded, action)
         errors = self._exchange(mine)
         if len({one and one[0] for one in errors}) > 1:
@@ -176,6 +179,7 @@ class _Run:
             return "no error", f"the sharded model raised {mine}, the plain one {theirs}"
         if theirs is not None and action.startswith("backward"):
             self.plain.is_doubtful = True
+        self.sharded.is_tampered |= clamps and is_pass and not action.startswith("backward")
         return self._compared(list(self._seen()))
 
     def _try(self, trainee: Trainee, action: str) -> tuple[str, str] | None:
