@@ -1,128 +1,214 @@
-"""Code written for ``torch.distributed.fsdp``, run with PyTorch's engine and with this one: what has to agree.
+"""Programs written for ``torch.distributed.fsdp``, run with PyTorch's engine and with this one.
 
-A scenario is such code. It gets the module it would have imported its names from, and says what it saw: losses, whole
-weights at the end, and facts about the model on the way. Only whole tensors are compared, because PyTorch cuts the rows
-of a parameter evenly and this engine does not.
+A program is text with the names of one engine and the methods of a ``Run``, which is told what the program sees. Only
+whole tensors are compared, because PyTorch cuts the rows of a parameter evenly and this engine does not.
 """
 
+import ast
 import importlib
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import _fully_shard
 from torch.distributed.tensor import DTensor
 
 from tests.harness.models import inputs, three_blocks
 from tests.harness.oracle import whole
 
 __all__ = [
-    "SCENARIOS", "SINCE_2_15", "Outcome", "Scenario", "available", "blocks", "disagreements", "engine", "has_name",
-    "layers", "outcome", "raises", "run_both", "scenario", "shard", "shows_dtensors", "train",
+    "PROGRAMS", "SINCE_2_15", "Program", "Run", "blocks", "complaints", "enter", "has_name", "loss_of", "mesh", "shows",
 ]  # fmt: skip
 
 # Where the names come from: the one line that differs.
 ENGINES = {"torch": "torch.distributed.fsdp", "ours": "megatron_fsdp"}
+SINCE_2_15 = "GradientReductionHandle"
+"""A name that PyTorch has from 2.15 on, for programs of what it does since."""
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What a scenario saw on one rank.
+class Run:
+    """The names of one engine, and what a program sees with them.
 
     Attributes:
-        losses: of this rank's data. weights: whole, by name. facts: anything else that has to be equal.
+        losses: of this rank's data. tensors: whole ones, by name. facts: anything else that has to be equal.
     """
 
-    losses: tuple[float, ...]
-    weights: dict[str, torch.Tensor]
-    facts: tuple[object, ...] = ()
+    def __init__(self, engine: str) -> None:
+        self.engine = engine
+        self.losses: list[float] = []
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.facts: list[object] = []
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module(ENGINES[self.engine]), name)
 
-SINCE_2_15 = "GradientReductionHandle"
-"""A name that PyTorch has from 2.15 on, for scenarios of what it does since."""
+    def see(self, *facts: object) -> None:
+        """Note what has to be equal."""
+        self.facts += facts
 
-Body: TypeAlias = Callable[[Any], Outcome]
+    def refuses(self, action: Callable[[], object], *errors: type[Exception]) -> None:
+        """Note whether ``action`` raises one of ``errors``, by default those that FSDP2's users may catch."""
+        errors = errors or (ValueError, RuntimeError, AssertionError)
+        try:
+            action()
+        except errors:
+            self.see("refused")
+        else:
+            self.see("accepted")
+
+    def shard(self, model: Any = None, **options: Any) -> Any:
+        """Shard each layer of ``blocks()`` and the model, as FSDP2's tutorial does."""
+        model = model or blocks()
+        for part in (*model.layers, model):
+            self.fully_shard(part, **options)
+        return model
+
+    def train(
+        self,
+        model: Any,
+        steps: int = 3,
+        microbatches: int = 1,
+        *,
+        before: Callable[[Any, bool], object] | None = None,
+        after: Callable[[], object] | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        loss: Callable[[Any, int], torch.Tensor] | None = None,
+        keeps: bool = True,
+    ) -> Any:
+        """Train on this rank's data, note the whole weights with ``keeps``, and return the model.
+
+        Args:
+            before: called with the model, and whether it is the last, before each microbatch. after: before each step.
+            loss: of the model at a step; its mean square by default.
+        """
+        optimizer = optimizer or torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        for index in range(steps * microbatches):
+            is_last = index % microbatches == microbatches - 1
+            if before is not None:
+                before(model, is_last)
+            found = (loss or loss_of)(model, index)
+            found.backward()
+            self.losses.append(found.item())
+            if is_last:
+                if after is not None:
+                    after()
+                optimizer.step()
+                optimizer.zero_grad()
+        if keeps:
+            self.keep(model)
+        return model
+
+    def keep_gradients(self, model: nn.Module) -> None:
+        """Note the whole gradients of a model, and their dtypes."""
+        for name, parameter in model.named_parameters():
+            self.tensors[f"{len(self.tensors)}, gradient of {name}"] = whole(parameter.grad, parameter)
+            self.see(parameter.grad is None or parameter.grad.dtype)
+
+    def keep(self, model: nn.Module) -> None:
+        """Note the whole weights of a model, and what its parameters are."""
+        self.tensors |= {name: whole(value, value) for name, value in model.state_dict().items()}
+        parameters = dict(model.named_parameters())
+        self.see({name: (p.shape, p.dtype, p.device.type, p.requires_grad) for name, p in parameters.items()})
+        self.see(shows(model))
 
 
 @dataclass(frozen=True, slots=True)
-class Scenario:
+class Program:
     """Code for both engines.
 
     Attributes:
-        body: the code; its argument has the names of ``torch.distributed.fsdp``.
-        num_ranks: it runs on. needs: attributes of that module, dotted, that it uses and older versions lack.
-        tolerance: largest difference of a loss or a weight: fp32 rounding, or that of the dtype it computes in.
+        body: the code, as text or a function of a ``Run``; its last value is what the engines differ in.
+        num_ranks: it runs on. needs: dotted name in ``torch.distributed.fsdp`` that it uses and older versions lack.
+        tolerance: largest difference of a loss or a tensor: fp32 rounding, or that of the dtype it computes in.
+        differs: what PyTorch's engine and this one return; of an exception, the class and the start of its message.
     """
 
-    body: Body
+    body: str | Callable[[Run], object]
     num_ranks: int = 2
     needs: str = "fully_shard"
     tolerance: float = 2e-6
+    differs: tuple[object, object] | None = None
+
+    def disagreements(self, theirs: Run, ours: Run) -> list[str]:
+        """Return one line for everything that differs."""
+        keys = theirs.tensors.keys() & ours.tensors.keys()
+        pairs = [(name, theirs.tensors[name], ours.tensors[name]) for name in sorted(keys)]
+        pairs.append(("losses", torch.tensor(theirs.losses), torch.tensor(ours.losses)))
+        found = [f"only one has {name}" for name in theirs.tensors.keys() ^ ours.tensors.keys()]
+        for name, wanted, mine in pairs:
+            if wanted.shape != mine.shape or wanted.dtype != mine.dtype:
+                found.append(f"{name}: {wanted.shape}, {wanted.dtype} and {mine.shape}, {mine.dtype}")
+            elif (
+                wanted.numel() and not (worst := float((wanted.double() - mine.double()).abs().max())) <= self.tolerance
+            ):
+                found.append(f"{name} is off by {worst:.3g}")
+        return found + ([] if theirs.facts == ours.facts else [f"facts: {theirs.facts} and {ours.facts}"])
 
 
-SCENARIOS: dict[str, Scenario] = {}
+PROGRAMS: dict[str, Program] = {}
+_names: dict[str, Any] = {}
 
 
-def scenario(name: str, **options: Any) -> Callable[[Body], Body]:
-    """Enter a function under a name; ``options`` are fields of ``Scenario``."""
-
-    def enter(body: Body) -> Body:
-        assert name not in SCENARIOS
-        SCENARIOS[name] = Scenario(body, **options)
-        return body
-
-    return enter
-
-
-def engine(name: str) -> Any:
-    """Return the module that one engine's names are imported from."""
-    return importlib.import_module(ENGINES[name])
+def enter(programs: dict[str, Program], names: dict[str, Any]) -> None:
+    """Add programs to the table, and the names that their texts use."""
+    assert not PROGRAMS.keys() & programs.keys()
+    PROGRAMS.update(programs)
+    _names.update(names)
 
 
 def has_name(path: str) -> bool:
     """Whether the installed ``torch.distributed.fsdp`` has a name, dotted for an attribute of a class."""
-    found: Any = engine("torch")
+    found: Any = importlib.import_module(ENGINES["torch"])
     for name in path.split("."):
         found = getattr(found, name, None)
     return found is not None
 
 
-def available() -> list[str]:
-    """Return the scenarios that the installed PyTorch has the names for."""
-    return [name for name, each in SCENARIOS.items() if has_name(each.needs)]
+def complaints(name: str) -> list[str]:
+    """Run a program with both engines, on every rank; say what is not as it should be."""
+    (theirs, their_end), (ours, our_end) = (_run(PROGRAMS[name], engine) for engine in ENGINES)
+    differs = PROGRAMS[name].differs
+    if differs is not None:
+        ends = zip(differs, (their_end, our_end), strict=True)
+        return [f"wanted {wanted}, found {found}" for wanted, found in ends if not _is_as_written(found, wanted)]
+    found = [end for end in (their_end, our_end) if isinstance(end, str)]
+    if not (theirs.facts or theirs.tensors):
+        found.append("nothing was seen that could differ")
+    return found or PROGRAMS[name].disagreements(theirs, ours)
 
 
-def run_both(name: str) -> tuple[Outcome, Outcome]:
-    """Run a scenario with PyTorch's engine, then with this one; call it on every rank."""
-    results = []
-    for each in ENGINES:
-        torch.manual_seed(0)
-        results.append(SCENARIOS[name].body(engine(each)))
-    return results[0], results[1]
+def _run(program: Program, engine: str) -> tuple[Run, object]:
+    """Return what a program saw with one engine, and what it ends with: its last value, or an error."""
+    torch.manual_seed(0)
+    seen = Run(engine)
+    try:
+        return seen, _value_of(program.body, seen) if isinstance(program.body, str) else program.body(seen)
+    except Exception as error:
+        return seen, f"{type(error).__name__}: {error}"
 
 
-def disagreements(name: str, theirs: Outcome, ours: Outcome) -> list[str]:
-    """Return one line for everything that differs, or that says nothing because it cannot differ."""
-    tolerance = SCENARIOS[name].tolerance
-    found = [
-        f"loss {index}: {a} and {b}"
-        for index, (a, b) in enumerate(zip(theirs.losses, ours.losses, strict=True))
-        if not abs(a - b) <= tolerance
-    ]
-    if theirs.weights.keys() != ours.weights.keys():
-        return [*found, f"weights: {sorted(theirs.weights)} and {sorted(ours.weights)}"]
-    for key, weight in theirs.weights.items():
-        worst = float((weight.float() - ours.weights[key].float()).abs().max())
-        if weight.dtype != ours.weights[key].dtype or not worst <= tolerance:
-            found.append(f"{key} is off by {worst:.3g}; {weight.dtype} and {ours.weights[key].dtype}")
-    if theirs.facts != ours.facts:
-        found.append(f"facts: {theirs.facts} and {ours.facts}")
-    return found
+def _value_of(text: str, run: Run) -> object:
+    methods = ("keep_gradients", "refuses", "see", "shard", "train")
+    names = {name: getattr(run, name) for name in (*_fully_shard.__all__, *methods) if hasattr(run, name)}
+    names = {**_names, **names, "run": run}
+    *most, last = ast.parse(textwrap.dedent(text)).body
+    exec(compile(ast.Module(most, []), "<program>", "exec"), names)
+    if isinstance(last, ast.Expr):
+        return eval(compile(ast.Expression(last.value), "<program>", "eval"), names)
+    exec(compile(ast.Module([last], []), "<program>", "exec"), names)
+    return None
 
 
-# ---------------------------------------------------------------- what scenarios are made of
+def _is_as_written(found: object, wanted: object) -> bool:
+    return found == wanted or (isinstance(found, str) and isinstance(wanted, str) and found.startswith(wanted))
+
+
+# ---------------------------------------------------------------- what programs are made of
 
 
 def blocks() -> Any:
@@ -131,69 +217,17 @@ def blocks() -> Any:
     return three_blocks()
 
 
-def layers(model: Any) -> list[Any]:
-    """Return the layers of ``blocks()``."""
-    return list(model.layers)
+def mesh(*sizes: int) -> DeviceMesh:
+    """Make a mesh of one axis, or of replicas and shards."""
+    return init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :])
 
 
-def shard(fsdp: Any, **options: Any) -> Any:
-    """Build ``blocks()`` and shard each layer and the model, as FSDP2's tutorial does."""
-    model = blocks()
-    for layer in layers(model):
-        fsdp.fully_shard(layer, **options)
-    fsdp.fully_shard(model, **options)
-    return model
+def loss_of(model: Any, step: int) -> torch.Tensor:
+    """Return the mean square of what a model makes of this rank's data."""
+    output: torch.Tensor = model(inputs(dist.get_rank(), step))
+    return output.float().square().mean()
 
 
-def train(
-    model: nn.Module,
-    *,
-    steps: int = 3,
-    microbatches: int = 1,
-    before: Callable[[nn.Module, bool], None] | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
-    dtype: torch.dtype = torch.float32,
-    loss_of: Callable[[Any, int], torch.Tensor] | None = None,
-) -> list[float]:
-    """Train on this rank's data and return its losses.
-
-    Args:
-        before: called with the model, and whether it is the last, before each microbatch.
-        loss_of: the model at a step; its mean square by default.
-    """
-    optimizer = optimizer or torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    losses = []
-    for index in range(steps * microbatches):
-        is_last = index % microbatches == microbatches - 1
-        if before is not None:
-            before(model, is_last)
-        loss = (
-            model(inputs(dist.get_rank(), index).to(dtype)).float().square().mean()
-            if loss_of is None
-            else loss_of(model, index)
-        )
-        loss.backward()
-        losses.append(loss.item())
-        if is_last:
-            optimizer.step()
-            optimizer.zero_grad()
-    return losses
-
-
-def outcome(model: nn.Module, losses: list[float], *facts: object) -> Outcome:
-    """Return losses and facts together with the whole weights; every rank calls it."""
-    return Outcome(tuple(losses), {name: whole(value, value) for name, value in model.state_dict().items()}, facts)
-
-
-def shows_dtensors(model: nn.Module) -> tuple[bool, ...]:
+def shows(model: nn.Module) -> list[bool]:
     """Whether each parameter is a (sharded) DTensor now, or a plain, whole tensor."""
-    return tuple(isinstance(parameter, DTensor) for parameter in model.parameters())
-
-
-def raises(action: Callable[[], object], *errors: type[Exception]) -> bool:
-    """Whether ``action`` raises one of ``errors``."""
-    try:
-        action()
-    except errors:
-        return True
-    return False
+    return [isinstance(parameter, DTensor) for parameter in model.parameters()]

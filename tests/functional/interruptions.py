@@ -1,4 +1,4 @@
-"""Steps that are broken off: by an interrupt at some call or line of the engine's, or where memory is asked for.
+"""Steps that are broken off: by an interrupt at some call of the engine's, or where memory is asked for.
 
 A ``Trial`` trains a sharded model beside another one. In each round one step of the first is broken off; gradients are
 dropped then, as after any error, and both models train on and have to stay equal. A ``Sweep`` does so at every n-th
@@ -68,17 +68,10 @@ class Fault:
             raise error("simulated")
 
 
-_is_engine: dict[CodeType, bool] = {}
-
-
+@functools.cache
 def _of_engine(code: CodeType) -> bool:
-    known = _is_engine.get(code)
-    if known is None:
-        # How often a rank looks whether the others have come depends on the moment.
-        known = _is_engine[code] = code.co_filename.startswith(_ROOTS) and not code.co_filename.endswith(
-            "rendezvous.py"
-        )
-    return known
+    # How often a rank looks whether the others have come depends on the moment.
+    return code.co_filename.startswith(_ROOTS) and not code.co_filename.endswith("rendezvous.py")
 
 
 def _words(frame: FrameType) -> str:
@@ -102,26 +95,6 @@ def interrupts_at_calls(fault: Fault, of: str = "") -> Iterator[None]:
         yield
     finally:
         sys.setprofile(None)
-
-
-@contextmanager
-def interrupts_at_lines(fault: Fault) -> Iterator[None]:
-    """Interrupt before a line of the engine."""
-
-    def line(frame: FrameType, event: str, _: Any) -> Any:
-        if event == "line":
-            fault.meet(lambda: _words(frame), KeyboardInterrupt)
-        return line
-
-    def call(frame: FrameType, event: str, _: Any) -> Any:
-        return line if _of_engine(frame.f_code) else None
-
-    before = sys.gettrace()
-    sys.settrace(call)
-    try:
-        yield
-    finally:
-        sys.settrace(before)
 
 
 class _Operators(TorchDispatchMode):
@@ -165,7 +138,6 @@ def no_memory(fault: Fault) -> Iterator[None]:
 _KINDS: dict[str, Callable[[Fault], AbstractContextManager[None]]] = {
     "memory": no_memory,
     "calls": interrupts_at_calls,
-    "lines": interrupts_at_lines,
 }
 
 
@@ -195,7 +167,7 @@ class Setup:
     Attributes:
         strategy: a classmethod of ``Placements``. slots: of ``set_slot_pool``. optimizer: "sgd", with momentum;
             "refreshed", the same, which refreshes compute weights itself; or "adamw", ours. policy: of precision; the
-            other model is sharded with it too then, as a whole one is rounded elsewhere. others: of ``fully_shard``.
+            other model is sharded with it too then, as a whole one is rounded elsewhere. options: of ``fully_shard``.
             num_ranks: at least. is_frozen: norms are; they have buffers of their own, gathered with the others'.
     """
 
@@ -203,7 +175,7 @@ class Setup:
     slots: str | None = None
     optimizer: str = "sgd"
     policy: MixedPrecisionPolicy | None = None
-    others: tuple[tuple[str, Any], ...] = ()
+    options: dict[str, Any] = field(default_factory=dict)
     num_ranks: int = 1
     is_frozen: bool = False
 
@@ -213,7 +185,7 @@ class Setup:
         mesh = make_mesh((min(size, 2), max(size // 2, 1)) if is_nested else (size,))
         placements = getattr(Placements, self.strategy)(*((0, 1) if is_nested else (0,)))
         for part in (*model.blocks, model):
-            fully_shard(part, mesh, placements, mp_policy=self.policy, **dict(self.others))
+            fully_shard(part, mesh, placements, mp_policy=self.policy, **self.options)
         if self.slots is not None:
             model.set_slot_pool(self.slots)
 
@@ -244,11 +216,11 @@ SETUPS = {
     "wide sums": Setup(
         _ZERO3, policy=MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16, accumulate_dtype=torch.float32)
     ),
-    "offload": Setup(_ZERO3, others=(("offload_policy", CPUOffloadPolicy()),)),
-    "kept": Setup(_ZERO3, others=(("reshard_after_forward", False),)),
-    "at once": Setup(_ZERO3, others=(("reshard_after_forward", True),)),
+    "offload": Setup(_ZERO3, options={"offload_policy": CPUOffloadPolicy()}),
+    "kept": Setup(_ZERO3, options={"reshard_after_forward": False}),
+    "at once": Setup(_ZERO3, options={"reshard_after_forward": True}),
     "frozen": Setup(_ZERO3, is_frozen=True),
-    "a part kept": Setup(_ZERO3, others=(("reshard_after_forward", 2),), num_ranks=4),
+    "a part kept": Setup(_ZERO3, options={"reshard_after_forward": 2}, num_ranks=4),
 }
 _TOLERANCE = 2e-6
 
@@ -389,7 +361,7 @@ class Sweep:
     """Steps that are broken off at every ``stride``-th place.
 
     Attributes:
-        setup: a key of ``SETUPS``. kind: "memory", "calls", "lines", or a pattern of calls. is_fresh: each time in a
+        setup: a key of ``SETUPS``. kind: "memory", "calls", or a pattern of calls. is_fresh: each time in a
             model's first step; else in one model, which has trained and trains on. num_ranks: all of them break off at
             the same place.
     """
@@ -449,8 +421,6 @@ def _full() -> list[Sweep]:
     for name in ("optim", "optim_grads", _ZERO3, "slots largest", "mixed", "wide sums", "optim_grads, adamw"):
         sweeps += [Sweep(name, "memory", 5, is_fresh, 2) for is_fresh in (False, True)]
         sweeps += [Sweep(name, "calls", 35, is_fresh, 2) for is_fresh in (False, True)]
-    for name in ("no_shard", "optim, refreshed", _ZERO3, "slots static"):
-        sweeps += [Sweep(name, "lines", 61, is_fresh) for is_fresh in (False, True)]
     return sweeps
 
 

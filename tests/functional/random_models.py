@@ -5,7 +5,7 @@ A description is plain data: it travels to the ranks, is built there, and its ``
 
 import dataclasses
 import math
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,16 +32,10 @@ POLICIES: Mapping[str, MixedPrecisionPolicy | None] = {
     "fp64 main weights": MixedPrecisionPolicy(main_params_dtype=torch.float64),
     "unfused": MixedPrecisionPolicy(fuse_weight_gradients=False),
 }
-
-
-def _whole_matrices(parameter: nn.Parameter) -> Granularity | None:
-    return Whole() if parameter.ndim > 1 else None
-
-
 GRANULARITIES: Mapping[str, Granularity | Callable[[nn.Parameter], Granularity | None] | None] = {
     "slices": None,
     "whole": Whole(),
-    "whole matrices": _whole_matrices,
+    "whole matrices": lambda parameter: Whole() if parameter.ndim > 1 else None,
 }
 
 
@@ -62,9 +56,9 @@ class Part(Description):
     """One module.
 
     Attributes:
-        kind: a key of ``SHAPES`` (modules with parameters of their own) or of ``COMPOSITES``.
-        parts: the modules below a composite.
-        size: rows of a leaf's weights; calls of "repeat"; of "again", which earlier module; else a choice.
+        kind: a key of ``FORWARDS``, or "again": an earlier module once more.
+        parts: the modules below it.
+        size: rows of its own weights; calls of "repeat"; of "again", which earlier module; else a choice.
         dtype: of floating-point parameters. frozen: "", "first" parameter or "all".
         is_replicated: ``fsdp_no_shard`` is called on it.
     """
@@ -89,51 +83,13 @@ class Wrap(Description):
     is_offloaded: bool = False
 
 
-# ---------------------------------------------------------------- leaves
-
-
-def _linear(part: "Leaf", x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    inner = torch.tanh(functional.linear(x, part.get("up", x), part.get("bias", x)))
-    return functional.linear(inner, part.get("down", x))
-
-
-def _gain(part: "Leaf", x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    return x * part.get("gain", x) + part.get("shift", x)
-
-
-def _experts(part: "Leaf", x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    return torch.tanh(x @ part.get("experts", x)).mean(0)
-
-
-def _lookup(part: "Leaf", x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    table = part.get("table", x)
-    return functional.embedding(tokens % len(table), table)
-
-
-def _norm(part: "Leaf", x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    return functional.layer_norm(x, (WIDTH,), part.get("weight", x), part.get("bias", x))
-
-
-def _masked(part: "Leaf", x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    assert isinstance(part.mask, torch.Tensor)
-    assert isinstance(part.shift, torch.Tensor)
-    scale = part.get("codes", x).sum(0) + part.shift
-    return torch.where(part.mask, x * scale / 8, part.get("offset", x))
-
-
-def _spare(part: "Leaf", x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    return x
-
-
-def _scalar(part: "Leaf", x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    return x * part.get("factor", x)
-
-
-def _empty(part: "Leaf", x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    return x + part.get("rows", x).sum(0)
-
-
-# Shapes of the parameters, with -1 for ``size``; "spare" ones are never used, and "factor" has no rows to shard.
+# Modules without modules below them.
+LEAVES = ("linear", "gain", "experts", "lookup", "norm", "masked", "spare", "empty", "scalar")
+# Modules with two results; a module above uses one or both.
+SIDE_KINDS = ("list", "dictionary", "dataclass", "nested")
+# The modules below these are in a module of their own, called ``both``.
+ENCLOSING = ("pick", *SIDE_KINDS)
+# Shapes of parameters, with -1 for ``size``; "spare" ones are never used, and "factor" has no rows to shard.
 SHAPES: Mapping[str, Mapping[str, tuple[int, ...]]] = {
     "linear": {"up": (-1, WIDTH), "bias": (-1,), "down": (WIDTH, -1)},
     "gain": {"gain": (1,), "shift": (WIDTH,)},
@@ -144,180 +100,215 @@ SHAPES: Mapping[str, Mapping[str, tuple[int, ...]]] = {
     "spare": {"spare": (WIDTH, -1)},
     "empty": {"rows": (0, WIDTH)},
     "scalar": {"factor": ()},
+    "gated": {"before": (-1, WIDTH), "after": (1,)},
+    "clamped": {"clamped": (-1, WIDTH)},
 }
-_COMPUTE = {
-    "linear": _linear, "gain": _gain, "experts": _experts, "lookup": _lookup, "norm": _norm, "masked": _masked,
-    "spare": _spare, "empty": _empty, "scalar": _scalar,
-}  # fmt: skip
 
 
-class Leaf(nn.Module):
-    """A module with parameters and without modules below it; (BATCH, WIDTH) -> (BATCH, WIDTH), in its input's dtype."""
+class Node(nn.Module):
+    """A part of a model: (BATCH, WIDTH) -> (BATCH, WIDTH), in its input's dtype."""
 
-    def __init__(self, part: Part) -> None:
+    codes: torch.Tensor
+    mask: torch.Tensor
+    shift: torch.Tensor
+
+    def __init__(self, part: Part, parts: list[nn.Module]) -> None:
         super().__init__()
         self.part = part
-        dtype = getattr(torch, part.dtype)
-        for number, (name, shape) in enumerate(SHAPES[part.kind].items()):
-            sizes = tuple(part.size if size < 0 else size for size in shape)
-            values = torch.randn(sizes) / math.sqrt(WIDTH) + (1.0 if name in ("gain", "factor") else 0.0)
+        if part.kind in ENCLOSING:
+            self.both = Both(part, parts)
+        elif part.kind not in LEAVES:
+            self.parts = nn.ModuleList(parts)
+        for number, (name, shape) in enumerate(SHAPES.get(part.kind, {}).items()):
+            values = torch.randn([part.size if size < 0 else size for size in shape]) / math.sqrt(WIDTH)
+            values += 1.0 if name in ("gain", "factor", "after") else 0.0
             is_frozen = part.frozen == "all" or (part.frozen == "first" and number == 0)
-            setattr(self, name, nn.Parameter(values.to(dtype), requires_grad=not is_frozen))
+            own = values.to(getattr(torch, part.dtype))
+            setattr(self, name, nn.Parameter(own, requires_grad=not is_frozen))
         if part.kind == "masked":
             codes = torch.randint(0, 5, (part.size, WIDTH), dtype=torch.int64 if part.size % 2 else torch.uint8)
             self.codes = nn.Parameter(codes, requires_grad=False)
             self.register_buffer("mask", torch.arange(WIDTH) % 2 == 0)
             self.register_buffer("shift", torch.arange(WIDTH))
+        elif part.kind == "mlp":
+            self.up, self.down = Linear(WIDTH, part.size), Linear(part.size, WIDTH, bias=part.size % 2 == 0)
+        elif part.kind == "renormed":
+            self.table = nn.Embedding(part.size, WIDTH, max_norm=0.8)
 
-    def get(self, name: str, like: torch.Tensor) -> torch.Tensor:
+    def own(self, name: str, like: torch.Tensor) -> torch.Tensor:
         """Return a parameter in the dtype of the input."""
-        parameter = getattr(self, name)
-        assert isinstance(parameter, torch.Tensor)
+        parameter: torch.Tensor = getattr(self, name)
         return parameter.to(like.dtype)
 
     def forward(self, x: torch.Tensor, tokens: torch.Tensor, turn: int) -> torch.Tensor:
-        if self.part.kind == "spare":
-            return x
-        return x + torch.tanh(_COMPUTE[self.part.kind](self, x, tokens)) / 2
+        found = FORWARDS[self.part.kind](self, x, tokens, turn)
+        return x + torch.tanh(found) / 2 if self.part.kind in LEAVES and self.part.kind != "spare" else found
 
 
-# ---------------------------------------------------------------- composites
+class Linear(nn.Linear):
+    """Computes in its weight's dtype, which a policy may have chosen, and returns its input's."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.to(self.weight.dtype)).to(x.dtype)
 
 
-class Composite(nn.Module):
-    """Calls the modules below it, one after the other unless a subclass knows better."""
+@dataclass
+class Pair:
+    """Two results."""
+
+    first: torch.Tensor
+    second: torch.Tensor
+
+
+class Both(nn.Module):
+    """Gives several results: of "pick" those of all modules below; else the last one's, and the first one's, scaled."""
 
     def __init__(self, part: Part, parts: list[nn.Module]) -> None:
         super().__init__()
         self.part = part
         self.parts = nn.ModuleList(parts)
+        if part.kind != "pick":
+            self.scale = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
 
-    def forward(self, x: torch.Tensor, tokens: torch.Tensor, turn: int) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, tokens: torch.Tensor, turn: int) -> object:
+        kind, outputs = self.part.kind, [x]
         for part in self.parts:
-            x = part(x, tokens, turn)
-        return x
+            outputs.append(part(x if kind == "pick" else outputs[-1], tokens, turn))
+        if kind == "pick":
+            return {"first": outputs[1], "others": outputs[2:], "turn": turn}
+        first, second = outputs[-1], outputs[min(1, len(self.parts))] * self.scale.to(x.dtype)
+        results = {
+            "list": [first, second], "dictionary": {"first": first, "second": second}, "dataclass": Pair(first, second),
+            "nested": [Pair(first, second)],
+        }  # fmt: skip
+        return results[kind]
 
 
-class Gated(Composite):
-    """Has parameters of its own, used before and after the modules below it."""
-
-    def __init__(self, part: Part, parts: list[nn.Module]) -> None:
-        super().__init__(part, parts)
-        self.before = nn.Parameter(torch.randn(part.size, WIDTH) / 3)
-        self.after = nn.Parameter(torch.ones(1))
-
-    def forward(self, x: torch.Tensor, tokens: torch.Tensor, turn: int) -> torch.Tensor:
-        x = super().forward(x + self.before.to(x.dtype).sum(0), tokens, turn)
-        return x * self.after.to(x.dtype)
+# ---------------------------------------------------------------- what each kind computes
 
 
-class Sum(Composite):
-    """Adds up what the modules below it make of one input."""
-
-    def forward(self, x: torch.Tensor, tokens: torch.Tensor, turn: int) -> torch.Tensor:
-        outputs = [part(x, tokens, turn) for part in self.parts]
-        return torch.stack([output.to(x.dtype) for output in outputs]).mean(0)
+def _chain(m: Any, x: torch.Tensor, tokens: torch.Tensor, turn: int) -> torch.Tensor:
+    for part in m.parts:
+        x = part(x, tokens, turn)
+    return x
 
 
-class Repeat(Composite):
-    """Calls what is below it several times."""
-
-    def forward(self, x: torch.Tensor, tokens: torch.Tensor, turn: int) -> torch.Tensor:
-        for call in range(self.part.size):
-            x = super().forward(x, tokens, turn + call)
-        return x
+def _linear(m: Any, x: torch.Tensor, tokens: torch.Tensor, turn: int) -> torch.Tensor:
+    inner = torch.tanh(functional.linear(x, m.own("up", x), m.own("bias", x)))
+    return functional.linear(inner, m.own("down", x))
 
 
-class ByTurn(Composite):
-    """Uses what is below it on every other rank only, and on the others in the next microbatch."""
-
-    def forward(self, x: torch.Tensor, tokens: torch.Tensor, turn: int) -> torch.Tensor:
-        # A view: a unit whose output is its very input on some ranks has no place of its own in their backward.
-        return super().forward(x, tokens, turn) if turn % 2 == self.part.size % 2 else x.view_as(x)
+def _lookup(m: Any, x: torch.Tensor, tokens: torch.Tensor, turn: int) -> torch.Tensor:
+    table = m.own("table", x)
+    return functional.embedding(tokens % len(table), table)
 
 
-class Checkpointed(Composite):
-    """Runs what is below it again in backward."""
-
-    def forward(self, x: torch.Tensor, tokens: torch.Tensor, turn: int) -> torch.Tensor:
-        if self.part.size % 2 and not x.requires_grad:
-            return super().forward(x, tokens, turn)  # there would be no gradients from reentrant checkpointing
-        result = checkpoint(super().forward, x, tokens, turn, use_reentrant=bool(self.part.size % 2))
-        assert isinstance(result, torch.Tensor)
-        return result
+def _masked(m: Any, x: torch.Tensor, tokens: torch.Tensor, turn: int) -> torch.Tensor:
+    scale = m.own("codes", x).sum(0) + m.shift
+    return torch.where(m.mask, x * scale / 8, m.own("offset", x))
 
 
-class Detached(Composite):
-    """Adds what is below it without gradients."""
-
-    def forward(self, x: torch.Tensor, tokens: torch.Tensor, turn: int) -> torch.Tensor:
-        with torch.no_grad():
-            addend = super().forward(x, tokens, turn)
-        return x + addend / 2
+def _repeat(m: Any, x: torch.Tensor, tokens: torch.Tensor, turn: int) -> torch.Tensor:
+    for call in range(m.part.size):
+        x = _chain(m, x, tokens, turn + call)
+    return x
 
 
-class Both(nn.Module):
-    """Returns the outputs of the modules below it in a structure."""
-
-    def __init__(self, parts: list[nn.Module]) -> None:
-        super().__init__()
-        self.parts = nn.ModuleList(parts)
-
-    def forward(self, x: torch.Tensor, tokens: torch.Tensor, turn: int) -> dict[str, Any]:
-        outputs = [part(x, tokens, turn) for part in self.parts]
-        return {"first": outputs[0], "others": outputs[1:], "turn": turn}
+def _checkpoint(m: Any, x: torch.Tensor, tokens: torch.Tensor, turn: int) -> torch.Tensor:
+    if m.part.size % 2 and not x.requires_grad:
+        return _chain(m, x, tokens, turn)  # there would be no gradients from reentrant checkpointing
+    result: torch.Tensor = checkpoint(_chain, m, x, tokens, turn, use_reentrant=bool(m.part.size % 2))
+    return result
 
 
-class Pick(Composite):
-    """Uses one of several outputs: the first, the last, or one that the data choose."""
-
-    def __init__(self, part: Part, parts: list[nn.Module]) -> None:
-        super().__init__(part, [])
-        self.both = Both(parts)
-
-    def forward(self, x: torch.Tensor, tokens: torch.Tensor, turn: int) -> torch.Tensor:
-        found = self.both(x, tokens, turn)
-        outputs = [found["first"], *found["others"]]
-        result = outputs[(0, -1, int(tokens.sum()) % len(outputs))[self.part.size % 3]]
-        assert isinstance(result, torch.Tensor)
-        return result
+def _detached(m: Any, x: torch.Tensor, tokens: torch.Tensor, turn: int) -> torch.Tensor:
+    with torch.no_grad():
+        addend = _chain(m, x, tokens, turn)
+    return x + addend / 2
 
 
-COMPOSITES: Mapping[str, type[Composite]] = {
-    "chain": Composite, "gated": Gated, "sum": Sum, "repeat": Repeat, "by turn": ByTurn, "checkpoint": Checkpointed,
-    "detached": Detached, "pick": Pick,
-}  # fmt: skip
+def _pick(m: Any, x: torch.Tensor, tokens: torch.Tensor, turn: int) -> torch.Tensor:
+    """Use one of several outputs: the first, the last, or one that the data choose."""
+    found = m.both(x, tokens, turn)
+    outputs: list[torch.Tensor] = [found["first"], *found["others"]]
+    return outputs[(0, -1, int(tokens.sum()) % len(outputs))[m.part.size % 3]]
 
 
-Maker = Callable[[Part, list[nn.Module]], nn.Module]
+def _side(m: Any, x: torch.Tensor, tokens: torch.Tensor, turn: int) -> torch.Tensor:
+    """Use one or both of two results; ``size`` says which."""
+    found: Any = m.both(x, tokens, turn)
+    found = found[0] if m.part.kind == "nested" else found
+    if isinstance(found, Pair):
+        first, second = found.first, found.second
+    else:
+        first, second = found.values() if isinstance(found, dict) else found
+    return (first + torch.tanh(second) / 2, x + torch.tanh(second), first)[m.part.size % 3]
 
 
-def build(
-    part: Part, ties: tuple[tuple[str, str], ...] = (), composites: Mapping[str, Maker] = COMPOSITES
-) -> nn.Module:
+def _clamped(m: Any, x: torch.Tensor, tokens: torch.Tensor, turn: int) -> torch.Tensor:
+    with torch.no_grad():
+        m.clamped.clamp_(-0.2, 0.2)
+    return _chain(m, x * (1 + m.own("clamped", x).sum(0) / 4), tokens, turn)
+
+
+def _borrowing(m: Any, x: torch.Tensor, tokens: torch.Tensor, turn: int) -> torch.Tensor:
+    """Use a weight of a module below, after that module has run."""
+    x = _chain(m, x, tokens, turn)
+    for part in m.parts:
+        if part.part.kind == "linear":
+            x = x + torch.tanh(functional.linear(x, part.own("up", x))) @ part.own("up", x) / 4
+    return x
+
+
+# Some use what is below them on some ranks, in some microbatches. They return a view otherwise: a unit whose output is
+# its very input on some ranks has no place of its own in their backward.
+FORWARDS: Mapping[str, Callable[[Any, torch.Tensor, torch.Tensor, int], torch.Tensor]] = {
+    "linear": _linear,
+    "gain": lambda m, x, tokens, turn: x * m.own("gain", x) + m.own("shift", x),
+    "experts": lambda m, x, tokens, turn: torch.tanh(x @ m.own("experts", x)).mean(0),
+    "lookup": _lookup,
+    "norm": lambda m, x, tokens, turn: functional.layer_norm(x, (WIDTH,), m.own("weight", x), m.own("bias", x)),
+    "masked": _masked,
+    "spare": lambda m, x, tokens, turn: x,
+    "empty": lambda m, x, tokens, turn: x + m.own("rows", x).sum(0),
+    "scalar": lambda m, x, tokens, turn: x * m.own("factor", x),
+    "chain": _chain,
+    "again": _chain,
+    "gated": lambda m, x, *rest: _chain(m, x + m.own("before", x).sum(0), *rest) * m.own("after", x),
+    "sum": lambda m, x, *rest: torch.stack([part(x, *rest).to(x.dtype) for part in m.parts]).mean(0),
+    "repeat": _repeat,
+    "by turn": lambda m, x, *rest: _chain(m, x, *rest) if rest[1] % 2 == m.part.size % 2 else x.view_as(x),
+    "sometimes": lambda m, x, *rest: _chain(m, x, *rest) if int(rest[0].sum() + m.part.size) % 2 else x.view_as(x),
+    "checkpoint": _checkpoint,
+    "detached": _detached,
+    "pick": _pick,
+    "mlp": lambda m, x, *rest: _chain(m, x + torch.tanh(m.down(torch.tanh(m.up(x)))) / 2, *rest),
+    "clamped": _clamped,
+    "renormed": lambda m, x, *rest: _chain(m, x + m.table(rest[0] % m.part.size).to(x.dtype), *rest),
+    "borrowing": _borrowing,
+    **dict.fromkeys(SIDE_KINDS, _side),
+}
+
+
+def build(part: Part, ties: tuple[tuple[str, str], ...] = ()) -> nn.Module:
     """Build the module with everything below it; of two paths in ``ties`` the second takes the first's "up"."""
     made: list[nn.Module] = []
-    model = _build(part, made, composites)
+    model = _build(part, made)
     for first, second in ties:
         model.get_submodule(second).up = model.get_submodule(first).up
     return model
 
 
-def _build(part: Part, made: list[nn.Module], composites: Mapping[str, Maker]) -> nn.Module:
-    if part.kind == "again":
-        return made[part.size % len(made)] if made else Composite(part, [])
-    if part.kind in SHAPES:
-        module: nn.Module = Leaf(part)
-    else:
-        module = composites[part.kind](part, [_build(below, made, composites) for below in part.parts])
-    made.append(module)
-    return module
+def _build(part: Part, made: list[nn.Module]) -> nn.Module:
+    if part.kind == "again" and made:
+        return made[part.size % len(made)]
+    made.append(Node(part, [_build(below, made) for below in part.parts]))
+    return made[-1]
 
 
-def parts_with_paths(part: Part, path: str = "", enclosing: Container[str] = ("pick",)) -> Iterator[tuple[str, Part]]:
-    """Yield a part and all below it with their modules' paths, parents first; ``enclosing`` kinds have a ``both``."""
+def parts_with_paths(part: Part, path: str = "") -> Iterator[tuple[str, Part]]:
+    """Yield a part and all below it with their modules' paths, parents first."""
     yield path, part
-    inner = ["both"] if part.kind in enclosing else []
     for number, below in enumerate(part.parts):
-        below_path = ".".join([*filter(None, [path]), *inner, "parts", str(number)])
-        yield from parts_with_paths(below, below_path, enclosing)
+        inner = ["both"] if part.kind in ENCLOSING else []
+        yield from parts_with_paths(below, ".".join([*filter(None, [path]), *inner, "parts", str(number)]))

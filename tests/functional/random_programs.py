@@ -1,27 +1,54 @@
 """Draws a program from a seed."""
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
-from tests.functional.random_models import COMPOSITES, POLICIES, SHAPES, Part, Wrap, parts_with_paths
-from tests.functional.random_side_parts import ENCLOSING, SIDE_KINDS
+from tests.functional.random_models import ENCLOSING, LEAVES, POLICIES, SIDE_KINDS, Part, Wrap, parts_with_paths
 from tests.functional.random_use import Program, is_below
 
 __all__ = ["draw"]
 
 OPTIMIZERS = ("sgd", "sgd", "adam", "foreach adamw", "fused adamw", "flat adamw", "foreach sgd")
-ONE_AXIS = ("no_shard", "optim", "optim_grads", "optim_grads_params", "optim_grads_params")
-STRATEGIES = (*ONE_AXIS, "hsdp", "hfsdp")
-PLAIN_COMPOSITES = tuple(kind for kind in COMPOSITES if kind not in ("by turn", "detached", "repeat"))
-
-# Each is something unusual to do; a program does none, one or several of them.
-ODDITIES: tuple[str, ...] = (
-    "side", "side", "side", "bomb", "fuse", "drop", "two forwards", "zero_grad", "accumulate", "freeze", "live freeze",
-    "replace", "late tie", "add", "clamped", "renormed", "borrowing", "weight", "load", "unshard", "poke", "grad",
-    "functional", "hook", "posthook", "stash", "penalty", "autograd", "copy", "groups", "evaluate", "state", "look",
-    "choose", "backward twice", "sometimes", "sometimes", "checkpoint",
-)  # fmt: skip
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params", "optim_grads_params", "hsdp", "hfsdp")
+COMPOSITES = ("chain", "gated", "sum", "checkpoint", "pick", "mlp", "mlp")
+# Unfrozen weights need main weights of the policy's dtype, and stock optimizers gradients of the weights'.
+USUAL_POLICIES = [name for name in POLICIES if name not in ("fp64 main weights", "fp64 gradients", "unfused")]
+# Each is something unusual to do; a program does none, one or several of them. "@" says right after which action.
+ACTIONS = {
+    "bomb": "forward bomb|early NUMBER error|interrupt",
+    "fuse": "zero_grad none @zero_grad, backward @zero_grad, forward fuse NUMBER error|interrupt @zero_grad",
+    "drop": "drop @forward",
+    "zero_grad": "zero_grad none|zero|model",
+    "freeze": "freeze|thaw WHICH FACE @zero_grad",
+    "live freeze": "freeze|thaw WHICH FACE @forward",
+    "replace": "replace NUMBER like|whole remake|remake|remake|keep",
+    "late tie": "tie NUMBER remake|remake|remake|keep",
+    "add": "add NUMBER remake|remake|remake|keep",
+    "weight": "weight mul|copy|assign|inplace|foreach WHICH FACE",
+    "load": "load sharded|whole|assign",
+    "unshard": "unshard|unshard|reshard NUMBER",
+    "poke": "poke NUMBER",
+    "grad": "grad set|ones|scale|add|none|zero WHICH FACE",
+    "functional": "functional sharded|whole",
+    "hook": "hook WHICH FACE",
+    "posthook": "posthook WHICH FACE",
+    "autograd": "autograd FACE",
+    "copy": "copy",
+    "evaluate": "evaluate no_grad|inference|eval|train",
+    "state": "state",
+    "look": "look",
+    "choose": "choose NUMBER None|True|False|1",
+    "checkpoint": "save, restore, restore @step",
+}
+WORDS = {
+    "NUMBER": "0|1|2|3|4|5|6|7|8|9", "WHICH": "all|0|1|2|3|4|5|6|7|8", "FACE": "kept|shown",
+}  # fmt: skip
+# Others are about the model, or about which actions make a step.
+OWN_PARTS = ("clamped", "renormed", "borrowing", "sometimes")
+ODDITIES = sorted(
+    {*ACTIONS, *OWN_PARTS, "side", "two forwards", "accumulate", "stash", "penalty", "groups", "backward twice"}
+)
 
 
 def draw(seed: int) -> Program:
@@ -31,10 +58,10 @@ def draw(seed: int) -> Program:
 
 class _Draw:
     def __init__(self, source: random.Random) -> None:
-        self.source = source
-        count = source.choice((0, 1, 1, 1, 1, 2, 2, 3))
-        self.odd = set(source.sample(sorted(set(ODDITIES)), count)) if count else set()
-        if count and source.random() < 0.15:
+        self.choice, self.source = source.choice, source
+        count = self.choice((0, 1, 1, 1, 1, 2, 2, 3))
+        self.odd = set(source.sample(ODDITIES, count))
+        if count and self.chance(0.15):
             self.odd.add("side")
         if "sometimes" in self.odd:
             # What is not there on all ranks cannot raise on all of them, or be taken from all.
@@ -44,90 +71,76 @@ class _Draw:
         return self.source.random() < probability
 
     def program(self) -> Program:
-        part = Part("gated", tuple(self.part(2) for _ in range(self.source.randint(1, 3))), self.source.randint(1, 3))
+        count = self.source.randint
+        part = Part("gated", tuple(self.part(2) for _ in range(count(1, 3))), count(1, 3))
         if self.chance(0.1) and "sometimes" not in self.odd:
             # Each part of it is a model of its own, which other ranks must not do without.
             part = replace(part, kind="chain", parts=tuple(replace(one, is_replicated=False) for one in part.parts))
-        num_ranks = self.source.choice((1, 2, 2, 2, 2, 2, 2, 3, 3, 4))
-        num_outer = self.source.choice([size for size in range(1, num_ranks + 1) if num_ranks % size == 0])
-        wraps = tuple(self.wraps(part, num_ranks, num_ranks // num_outer))
-        actions = self.actions()
-        optimizer = self.source.choice(OPTIMIZERS)
+        num_ranks = self.choice((1, 2, 2, 2, 2, 2, 2, 3, 3, 4))
+        num_outer = self.choice([size for size in range(1, num_ranks + 1) if num_ranks % size == 0])
         return Program(
             part,
-            actions,
-            wraps,
-            self.ties(part, wraps),
+            ", ".join(self.actions()),
+            tuple(self.wraps(part, num_ranks, num_ranks // num_outer)),
+            self.ties(part),
             (num_outer, num_ranks // num_outer),
             self.groups(num_ranks),
-            optimizer,
-            self.chance(0.3),
-            self.chance(0.75),
-            self.chance(0.1),
+            self.choice(OPTIMIZERS),
+            is_adapted=self.chance(0.3),
+            is_guarded=self.chance(0.75),
+            keeps_weights=self.chance(0.1),
         )
 
     # ------------------------------------------------------------------ the model
 
     def part(self, depth: int) -> Part:
         if not depth or self.chance(0.35):
-            return self.leaf()
-        kinds = [*PLAIN_COMPOSITES, "mlp", "mlp"]
+            kind = self.choice(["linear"] * 4 + [kind for kind in LEAVES if kind != "scalar"])
+            frozen = "" if self.chance(0.85) else self.choice(("first", "all"))
+            return Part(kind, (), self.source.randint(1, 7), frozen=frozen)
+        kinds: tuple[str, ...] = COMPOSITES
         if "side" in self.odd and self.chance(0.6):
-            kinds = list(SIDE_KINDS)
-        own = [kind for kind in ("clamped", "renormed", "borrowing", "sometimes") if kind in self.odd]
+            kinds = SIDE_KINDS
+        own = tuple(kind for kind in OWN_PARTS if kind in self.odd)
         if own and self.chance(0.5):
             kinds = own
-        kind, size = self.source.choice(kinds), self.source.randint(1, 4)
+        kind, size = self.choice(kinds), self.source.randint(1, 4)
         below = tuple(self.part(depth - 1) for _ in range(self.source.randint(1, 2)))
         if kind == "borrowing":
             below = (Part("linear", size=size), *below)
-        if kind == "pick":
-            size = self.source.choice((0, 1))
-        return Part(kind, below, size, is_replicated=self.chance(0.03))
-
-    def leaf(self) -> Part:
-        kind = self.source.choice(["linear"] * 5 + [kind for kind in SHAPES if kind not in ("linear", "scalar")])
-        frozen = "" if self.chance(0.85) else self.source.choice(("first", "all"))
-        return Part(kind, (), self.source.randint(1, 7), frozen=frozen)
+        return Part(kind, below, size % 2 if kind == "pick" else size, is_replicated=self.chance(0.03))
 
     def wraps(self, part: Part, num_ranks: int, num_inner: int) -> Iterator[Wrap]:
-        paths = [path for path, _ in _modules(part)]
-        usual = self.source.choice(STRATEGIES)
-        is_mixed, reshard = self.chance(0.3), self.source.choice((None, None, None, True, False, 1))
-        policy = self.source.choice(["none"] * 8 + [name for name in POLICIES if name not in UNLIKE_ADAM])
-        rare = [path for path, one in parts_with_paths(part, enclosing=ENCLOSING) if one.kind == "sometimes"]
+        paths = list(_modules(part))
+        usual, is_mixed = self.choice(STRATEGIES), self.chance(0.3)
+        reshard = self.choice((None, None, None, True, False, 1))
+        policy = self.choice(["none"] * 8 + USUAL_POLICIES)
+        rare = [path for path, one in parts_with_paths(part) if one.kind == "sometimes"]
         paths = [path for path in paths if not any(is_below(path, one) and path != one for one in rare)]
         chosen = [path for path in paths if path and self.chance(0.55)]
         if part.kind == "chain":
-            chosen = [path for path in paths if path.count(".") == 1 or (path and path in chosen)]
-        groups = list(self.together(chosen))
-        if part.kind != "chain":
-            groups.append(("",))
+            chosen = [path for path in paths if path.count(".") == 1 or path in chosen]
+        groups = [*self.together(chosen), *([("",)] if part.kind != "chain" else [])]
         for group in groups:
-            strategy = self.source.choice(STRATEGIES) if is_mixed else usual
+            strategy = self.choice(STRATEGIES) if is_mixed else usual
             axis = num_inner if strategy in ("hsdp", "hfsdp") else num_ranks
-            own = self.source.choice((None, True, False, 1, axis)) if self.chance(0.25) else reshard
-            granularity = self.source.choice(("slices", "slices", "slices", "whole", "whole matrices"))
+            own = self.choice((None, True, False, 1, axis)) if self.chance(0.25) else reshard
+            granularity = self.choice(("slices", "slices", "slices", "whole", "whole matrices"))
             is_offloaded = strategy in ("optim_grads_params", "hsdp", "hfsdp") and self.chance(0.05)
             yield Wrap(group, strategy, own, policy, granularity, is_offloaded)
 
     def together(self, chosen: list[str]) -> Iterator[tuple[str, ...]]:
         """Yield the modules of each unit; now and then two neighbours make one."""
-        position = 0
-        while position < len(chosen):
-            one, other = (*chosen[position:], "", "")[:2]
-            are_siblings = other and one.rpartition(".")[0] == other.rpartition(".")[0] and one != other
-            if are_siblings and self.chance(0.15):
-                yield one, other
-                position += 1
-            else:
-                yield (one,)
-            position += 1
+        rest = list(chosen)
+        while rest:
+            one = rest.pop(0)
+            are_siblings = rest and one.rpartition(".")[0] == rest[0].rpartition(".")[0]
+            yield (one, rest.pop(0)) if are_siblings and self.chance(0.15) else (one,)
 
-    def ties(self, part: Part, wraps: tuple[Wrap, ...]) -> tuple[tuple[str, str], ...]:
-        linear = [(path, one) for path, one in parts_with_paths(part, enclosing=ENCLOSING) if one.kind == "linear"]
+    def ties(self, part: Part) -> tuple[tuple[str, str], ...]:
+        linear = [(path, one) for path, one in parts_with_paths(part) if one.kind == "linear"]
         alike = [(a, b) for a, one in linear for b, other in linear if a < b and one.size == other.size]
-        return (self.source.choice(alike),) if alike and self.chance(0.15) else ()
+        return (self.choice(alike),) if alike and self.chance(0.15) else ()
 
     def groups(self, num_ranks: int) -> tuple[tuple[int, ...], ...]:
         if "groups" not in self.odd:
@@ -137,107 +150,51 @@ class _Draw:
 
     # ------------------------------------------------------------------ what is done with it
 
-    def face(self) -> str:
-        return self.source.choice(("kept", "shown"))
+    def spoken(self, text: str) -> str:
+        """Choose among the alternatives of each word."""
+        return " ".join(self.choice(WORDS.get(word, word).split("|")) for word in text.split())
 
-    def which(self) -> str:
-        return self.source.choice(["all", *map(str, range(9))])
-
-    def number(self) -> str:
-        return str(self.source.randint(0, 9))
-
-    def actions(self) -> str:
-        actions: list[str] = [f"stash {self.number()}"] if "stash" in self.odd else []
-        zero = self.source.choice(("none", "none", "zero", "model"))
-        clip = self.source.choice(("", "", "", "ours", "torch"))
+    def actions(self) -> list[str]:
+        actions = [self.spoken("stash NUMBER")] if "stash" in self.odd else []
+        zero, clip = self.choice(("none", "none", "zero", "model")), self.choice(("", "", "", "ours", "torch"))
         for _ in range(self.source.randint(2, 3)):
             actions += self.microbatches()
             actions += [f"clip {clip}"] if clip else []
             actions += ["step", *([f"zero_grad {zero}"] if self.chance(0.9) else [])]
-        for oddity in sorted(self.odd):
+        for oddity in sorted(self.odd & ACTIONS.keys()):
             for _ in range(self.source.randint(1, 2)):
-                for action, place in self.oddity(oddity):
-                    self.insert(actions, action, place)
-        return ", ".join(actions)
+                for action in ACTIONS[oddity].split(", "):
+                    text, _, place = action.partition(" @")
+                    self.insert(actions, self.spoken(text), place)
+        return actions
 
     def microbatches(self) -> Iterator[str]:
-        count = self.source.choice((1, 1, 2, 3)) if "accumulate" in self.odd else self.source.choice((1, 1, 1, 2))
-        how = self.source.choice(("", "no_sync", "microbatch", "flag")) if "posthook" not in self.odd else ""
+        count = self.choice((1, 1, 2, 3)) if "accumulate" in self.odd else self.choice((1, 1, 1, 2))
+        how = self.choice(("", "no_sync", "microbatch", "flag")) if "posthook" not in self.odd else ""
         for index in range(count):
-            is_last = index == count - 1
-            yield f"forward penalty {self.face()}" if "penalty" in self.odd and self.chance(0.5) else "forward"
+            yield self.spoken("forward penalty FACE") if "penalty" in self.odd and self.chance(0.5) else "forward"
             if "two forwards" in self.odd and self.chance(0.5):
                 yield "forward"
             last = "backward twice" if "backward twice" in self.odd and self.chance(0.5) else "backward"
-            yield last if is_last else f"backward {how}".strip()
+            yield last if index == count - 1 else f"backward {how}".strip()
 
     def insert(self, actions: list[str], action: str, place: str) -> None:
         """Put an action anywhere, or right behind one that begins with ``place``."""
-        spots = (
-            [spot for spot, one in enumerate(actions) if one.startswith(place)] if place else list(range(len(actions)))
-        )
-        spot = self.source.choice(spots) + 1 if spots else len(actions)
-        actions.insert(0 if not place and self.chance(0.1) else spot, action)
-
-    def oddity(self, oddity: str) -> Iterator[tuple[str, str]]:
-        """Yield actions and after which action each belongs ("" for anywhere)."""
-        then = self.source.choice(("remake", "remake", "remake", "keep"))
-        error = self.source.choice(("error", "interrupt"))
-        weight = self.source.choice(("mul", "copy", "assign", "inplace", "foreach"))
-        gradient = self.source.choice(("set", "ones", "scale", "add", "none", "zero"))
-        simple: dict[str, Callable[[], tuple[str, str]]] = {
-            "bomb": lambda: (f"forward {self.source.choice(('bomb', 'early'))} {self.number()} {error}", ""),
-            "drop": lambda: ("drop", "forward"),
-            "zero_grad": lambda: (f"zero_grad {self.source.choice(('none', 'zero', 'model'))}", ""),
-            "freeze": lambda: (f"{self.source.choice(('freeze', 'thaw'))} {self.which()} {self.face()}", "zero_grad"),
-            "live freeze": lambda: (
-                f"{self.source.choice(('freeze', 'thaw'))} {self.which()} {self.face()}",
-                "forward",
-            ),
-            "replace": lambda: (f"replace {self.number()} {self.source.choice(('like', 'whole'))} {then}", ""),
-            "late tie": lambda: (f"tie {self.number()} {then}", ""),
-            "add": lambda: (f"add {self.number()} {then}", ""),
-            "weight": lambda: (f"weight {weight} {self.which()} {self.face()}", ""),
-            "load": lambda: (f"load {self.source.choice(('sharded', 'whole', 'assign'))}", ""),
-            "unshard": lambda: (f"{self.source.choice(('unshard', 'unshard', 'reshard'))} {self.number()}", ""),
-            "poke": lambda: (f"poke {self.number()}", ""),
-            "grad": lambda: (f"grad {gradient} {self.which()} {self.face()}", ""),
-            "functional": lambda: (f"functional {self.source.choice(('sharded', 'whole'))}", ""),
-            "hook": lambda: (f"hook {self.which()} {self.face()}", ""),
-            "posthook": lambda: (f"posthook {self.which()} {self.face()}", ""),
-            "autograd": lambda: (f"autograd {self.face()}", ""),
-            "copy": lambda: ("copy", ""),
-            "evaluate": lambda: (f"evaluate {self.source.choice(('no_grad', 'inference', 'eval', 'train'))}", ""),
-            "state": lambda: ("state", ""),
-            "look": lambda: ("look", ""),
-            "choose": lambda: (f"choose {self.number()} {self.source.choice(('None', 'True', 'False', '1'))}", ""),
-        }
-        if oddity in simple:
-            yield simple[oddity]()
-        elif oddity == "checkpoint":
-            yield "save", ""
-            yield "restore", ""
-            yield "restore", "step"
-        elif oddity == "fuse":
-            clear = self.source.choice(("zero_grad none", "zero_grad none", "zero_grad none", ""))
-            for action in (clear, "backward", f"forward fuse {self.number()} {error}"):
-                if action:
-                    yield action, "zero_grad"
+        spots = [spot + 1 for spot, one in enumerate(actions) if one.startswith(place)]
+        spots = [*spots, 0] if not place else spots
+        actions.insert(self.choice(spots) if spots else len(actions), action)
 
 
-# Unfrozen weights need main weights of the policy's dtype, and stock optimizers gradients of the weights'.
-UNLIKE_ADAM = ("fp64 main weights", "fp64 gradients", "unfused")
-
-
-def _modules(part: Part, path: str = "") -> Iterator[tuple[str, Part]]:
+def _modules(part: Part, path: str = "") -> Iterator[str]:
     """Yield the paths of everything that can be a unit, children first."""
     if part.kind == "again":
         return
-    inner = ".".join([*filter(None, [path]), *(["both"] if part.kind in ENCLOSING else [])])
+    prefix = f"{path}." if path else ""
+    inner = f"{prefix}both" if part.kind in ENCLOSING else path
     for number, below in enumerate(part.parts):
-        yield from _modules(below, ".".join([*filter(None, [inner]), "parts", str(number)]))
+        yield from _modules(below, f"{inner}.parts.{number}" if inner else f"parts.{number}")
     if inner != path:
-        yield inner, part
+        yield inner
     if part.kind == "mlp":
-        yield from ((".".join([*filter(None, [path]), name]), part) for name in ("up", "down"))
-    yield path, part
+        yield from (f"{prefix}up", f"{prefix}down")
+    yield path

@@ -7,10 +7,11 @@ part of a list is a list.
 """
 
 import copy
+import functools
 import shutil
 import weakref
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from tempfile import mkdtemp
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from megatron_fsdp import (
@@ -30,11 +32,17 @@ from megatron_fsdp import (
     no_sync,
     save_checkpoint,
 )
-from tests.functional.random_meddling import Meddling
-from tests.functional.random_models import BATCH, WIDTH, Description, Part, Wrap, parts_with_paths
-from tests.functional.random_side_parts import ENCLOSING
+from tests.functional.random_models import (
+    BATCH,
+    WIDTH,
+    Description,
+    Node,
+    Part,
+    Wrap,
+    parts_with_paths,
+)
 
-__all__ = ["Bomb", "Interrupt", "Program", "Trainee", "is_below"]
+__all__ = ["RAISED", "Program", "Trainee", "is_below", "whole"]
 
 MAX_NORM = 0.3
 
@@ -68,16 +76,20 @@ class Program(Description):
         """The actions one by one."""
         return tuple(filter(None, self.actions.split(", ")))
 
-    def owns(self, path: str) -> bool:
-        """Whether a unit owns what is registered in a module, or added to it."""
-        whole = [path for path, part in parts_with_paths(self.part, enclosing=ENCLOSING) if part.is_replicated]
-        units = [unit for wrap in self.wraps for unit in wrap.paths if not any(is_below(unit, one) for one in whole)]
-        return any(is_below(path, unit) for unit in units)
-
     @property
     def num_ranks(self) -> int:
         """How many ranks it needs."""
         return self.mesh[0] * self.mesh[1]
+
+    def owns(self, path: str) -> bool:
+        """Whether a unit owns what is registered in a module, or added to it."""
+        left_whole = [path for path, part in parts_with_paths(self.part) if part.is_replicated]
+        units = [unit for wrap in self.wraps for unit in wrap.paths]
+        return any(is_below(path, unit) and not any(is_below(unit, one) for one in left_whole) for unit in units)
+
+    def changes_parameters(self) -> bool:
+        """Whether parameters are put in or taken out, so that a checkpoint may be of another model."""
+        return any(action.startswith(("replace", "tie", "add", "load assign")) for action in self.steps)
 
 
 def is_below(path: str, above: str) -> bool:
@@ -93,7 +105,7 @@ class Interrupt(KeyboardInterrupt):
     """Ctrl-C."""
 
 
-RAISED = {"error": Bomb, "interrupt": Interrupt}
+RAISED: dict[str, type[BaseException]] = {"error": Bomb, "interrupt": Interrupt}
 # Ways of ``backward`` that are announced by nothing.
 PLAIN = ("", "twice", "first", "latest")
 
@@ -107,12 +119,19 @@ def _optimizer(kind: str, parameters: list[nn.Parameter], is_sharded: bool) -> t
         return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, foreach="foreach" in kind)
     if kind == "adam":
         return torch.optim.Adam(parameters, **adam)
-    options = {"foreach": True} if kind == "foreach adamw" else {"fused": True} if kind == "fused adamw" else {}
+    options = {kind.partition(" ")[0]: True} if kind in ("foreach adamw", "fused adamw") else {}
     return torch.optim.AdamW(parameters, weight_decay=0.0, **adam, **options)
 
 
+def whole(value: Any) -> Any:
+    """Return a whole copy of a tensor that may be sharded."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
+
+
 @dataclass
-class Trainee(Meddling):
+class Trainee:
     """One of the two models, and what happened to it.
 
     Attributes:
@@ -144,13 +163,12 @@ class Trainee(Meddling):
     def begin(self) -> None:
         """Take the parameters and make an optimizer of them."""
         self.kept = dict(self.model.named_parameters())
-        for module in self.model.modules():
-            if isinstance(module, FsdpModule):
-                module.set_reshard_after_backward(not self.program.keeps_weights)
+        for module in self._sharded_modules():
+            module.set_reshard_after_backward(not self.program.keeps_weights)
         self._remake()
 
     def do(self, action: str) -> None:
-        """Do one action; ``seen`` is what came of it."""
+        """Do one action."""
         name, *words = action.split()
         self.seen = []
         getattr(self, f"_do_{name}")(*words)
@@ -158,8 +176,7 @@ class Trainee(Meddling):
     # ------------------------------------------------------------------ what is meant
 
     def _remake(self) -> None:
-        parameters = list(self.kept.values())
-        self.optimizer = _optimizer(self.program.optimizer, parameters, self.is_sharded)
+        self.optimizer = _optimizer(self.program.optimizer, list(self.kept.values()), self.is_sharded)
         if self.is_sharded and self.program.is_adapted and "flat" not in self.program.optimizer:
             fully_shard_optimizer(self.optimizer)
 
@@ -174,16 +191,23 @@ class Trainee(Meddling):
         modules = [module for module in self.model.modules() if hasattr(module, "part")]
         return modules[int(which) % len(modules)]
 
-    def _units(self, which: str) -> list[nn.Module]:
+    def _units(self, which: str) -> list[FsdpModule]:
+        """Return the sharded modules of a unit; of the plain model none."""
         paths = self.program.wraps[int(which) % len(self.program.wraps)].paths
-        return [self.model.get_submodule(path) for path in paths]
+        modules = (self.model.get_submodule(path) for path in paths)
+        return [module for module in modules if isinstance(module, FsdpModule)]
 
-    def _holder(self, name: str) -> tuple[nn.Module, str]:
+    def _sharded_modules(self) -> list[FsdpModule]:
+        return [module for module in self.model.modules() if isinstance(module, FsdpModule)]
+
+    def _put(self, name: str, parameter: nn.Parameter) -> None:
+        """Register a parameter in the place of another one."""
         path, _, attribute = name.rpartition(".")
-        return self.model.get_submodule(path), attribute
+        setattr(self.model.get_submodule(path), attribute, parameter)
+        self.late[name] = getattr(self.model.get_submodule(path), attribute)
 
-    def _forget_graphs(self) -> None:
-        # Weights change now, so a backward of earlier forwards would be an error or nonsense for a plain model too.
+    def _do_drop(self) -> None:
+        # Also where weights change: a backward of earlier forwards would be an error or nonsense for a plain model too.
         self.pending, self.fuses = [], []
 
     # ------------------------------------------------------------------ forward and backward
@@ -198,32 +222,27 @@ class Trainee(Meddling):
         if self.stash is not None:
             self.stash.clear()
         output = self.model(*self.data(rank, self.counter))
-        loss = (output * output.sin()).mean() + output.mean()
+        loss: torch.Tensor = (output * output.sin()).mean() + output.mean()
         for tensor in self.stash or ():
             loss = loss + tensor.sin().mean() / 5
         return loss
 
-    def _do_forward(self, *words: str) -> None:
+    def _do_forward(self, how: str = "", *words: str) -> None:
         self.counter += 1
-        hooks = []
-        if words[:1] in (("bomb",), ("early",), ("fuse",)):
-            hooks.append(self._arm(words[0], self._module(words[1]), RAISED[words[2]]))
+        hook = self._arm(how, self._module(words[0]), RAISED[words[1]]) if how in ("bomb", "early", "fuse") else None
         losses = []
         try:
             for rank in self.ranks:
                 loss = self._loss(rank)
-                if words[:1] == ("penalty",):
-                    loss = loss + self._penalty(words[1])
+                if how == "penalty":
+                    parameters = [p for p in self._named("all", words[0]).values() if p.requires_grad]
+                    loss = loss + sum((p.float().square().sum() for p in parameters), torch.zeros(())) / 50
                 losses.append(loss)
         finally:
-            for hook in hooks:
+            if hook is not None:
                 hook.remove()
         self.pending.append(losses)
         self.seen.append(("loss", losses[self.ranks.index(self.own_rank)].detach()))
-
-    def _penalty(self, face: str) -> torch.Tensor:
-        parameters = [p for p in self._named("all", face).values() if p.requires_grad and p.is_floating_point()]
-        return sum((parameter.float().square().sum() for parameter in parameters), torch.zeros(())) / 50
 
     def _arm(self, how: str, module: nn.Module, error: type[BaseException]) -> Any:
         # A new one each time: autograd's graph keeps the hook, and an error the frames that it went through.
@@ -240,9 +259,6 @@ class Trainee(Meddling):
         if how == "fuse":
             self.fuses.append(error)
         return module.register_forward_hook(plant if how == "fuse" else explode)
-
-    def _do_drop(self) -> None:
-        self.pending, self.fuses = [], []
 
     def _do_backward(self, how: str = "") -> None:
         """Run backward of all forwards together, of the "first" or "latest" one, or of one after the other, "apart"."""
@@ -273,8 +289,8 @@ class Trainee(Meddling):
     def _backward_by_rank(self, pending: list[list[torch.Tensor]]) -> None:
         """Let every rank's backward get as far as it gets, and add up what parameters have then."""
         raised = None
-        for position in range(len(self.ranks)):
-            losses = [losses[position] for losses in pending if losses[position].requires_grad]
+        for of_rank in zip(*pending, strict=True):
+            losses = [loss for loss in of_rank if loss.requires_grad]
             try:
                 if losses:
                     (sum(losses, torch.zeros(())) / len(self.ranks)).backward()
@@ -288,9 +304,17 @@ class Trainee(Meddling):
             return nullcontext()
         if how == "no_sync":
             return no_sync(self.model)
-        if how in ("microbatch", "last"):
-            return microbatch(self.model, how == "last")
-        return _Flag([module for module in self.model.modules() if isinstance(module, FsdpModule)])
+        return microbatch(self.model, how == "last") if how in ("microbatch", "last") else self._flagged()
+
+    @contextmanager
+    def _flagged(self) -> Iterator[None]:
+        for module in self._sharded_modules():
+            module.set_requires_gradient_sync(False, recurse=False)
+        try:
+            yield
+        finally:
+            for module in self._sharded_modules():
+                module.set_requires_gradient_sync(True, recurse=False)
 
     def _do_autograd(self, face: str) -> None:
         self._do_forward()
@@ -313,7 +337,7 @@ class Trainee(Meddling):
 
     def _do_step(self) -> None:
         if self.is_synced:
-            self._forget_graphs()
+            self._do_drop()
             self.optimizer.step()
 
     def _do_clip(self, whose: str) -> None:
@@ -327,8 +351,7 @@ class Trainee(Meddling):
 
     def _do_swap(self, which: str, other: str) -> None:
         """Exchange the gradients of two parameters, which have to be of one shape."""
-        ((_, one),) = self._named(which, "kept").items()
-        ((_, two),) = self._named(other, "kept").items()
+        (one,), (two,) = (self._named(number, "kept").values() for number in (which, other))
         one.grad, two.grad = two.grad, one.grad
 
     def _do_grad(self, how: str, which: str, face: str, when: str = "") -> None:
@@ -339,64 +362,227 @@ class Trainee(Meddling):
                 continue
             if how == "none":
                 parameter.grad = None
-            elif how == "set":
-                parameter.grad = parameter.detach() * 0.1
-            elif how == "ones":
-                parameter.grad = torch.ones_like(parameter)
-            elif parameter.grad is not None and how == "scale":
-                parameter.grad.mul_(0.5)
+            elif how in ("set", "ones"):
+                parameter.grad = parameter.detach() * 0.1 if how == "set" else torch.ones_like(parameter)
             elif parameter.grad is not None and how == "add":
                 parameter.grad = parameter.grad + parameter.detach() * 0.1
-            elif parameter.grad is not None and how == "zero":
-                parameter.grad.zero_()
+            elif parameter.grad is not None:
+                parameter.grad.mul_(0.5) if how == "scale" else parameter.grad.zero_()
 
-    # ------------------------------------------------------------------ checkpoints
+    def _do_hook(self, which: str, face: str) -> None:
+        # Sharded ones first: what is refused is refused before anything is done.
+        for parameter in sorted(self._named(which, face).values(), key=lambda one: not isinstance(one, DTensor)):
+            if parameter.requires_grad:
+                parameter.register_hook(_halve)
+
+    def _do_posthook(self, which: str, face: str) -> None:
+        # Each of them runs a backward of its own in that of the plain model, which sees all ranks: its hooks are called
+        # more often than those of one rank.
+        parts = parts_with_paths(self.program.part)
+        again = [f"{path}." for path, part in parts if part.kind == "checkpoint" and part.size % 2]
+        for name, parameter in self._named(which, face).items():
+            if parameter.requires_grad and not name.startswith(tuple(again)):
+                parameter.register_post_accumulate_grad_hook(_halve_grad)
+
+    # ------------------------------------------------------------------ weights
+
+    def _do_weight(self, how: str, which: str, face: str) -> None:
+        self._do_drop()
+        parameters = [one for one in self._named(which, face).values() if one.is_floating_point()]
+        # Of weights that are gathered, such as a root's, the next forward has to refuse what no operator of them shows.
+        self.is_tampered |= self.is_sharded and not all(isinstance(one, DTensor) for one in parameters)
+        if how == "foreach":
+            with torch.no_grad():
+                torch._foreach_mul_(parameters, 0.8)
+        for parameter in parameters:
+            if how == "mul":
+                parameter.data.mul_(0.8)
+            elif how == "copy":
+                parameter.data.copy_(parameter.data * 0.8)
+            elif how == "assign":
+                parameter.data = parameter.data * 0.8
+            elif how == "inplace":
+                with torch.no_grad():
+                    parameter.mul_(0.8)
+
+    def _do_freeze(self, which: str, face: str) -> None:
+        for parameter in self._named(which, face).values():
+            parameter.requires_grad_(False)
+
+    def _do_thaw(self, which: str, face: str) -> None:
+        for parameter in self._named(which, face).values():
+            if parameter.is_floating_point():
+                parameter.requires_grad_(True)
+
+    def _do_replace(self, which: str, how: str, then: str) -> None:
+        self._do_drop()
+        for name, parameter in self._named(which, "kept").items():
+            if not parameter.is_floating_point():
+                continue
+            value = parameter.detach() * 0.8
+            if how == "whole":
+                generator = torch.Generator().manual_seed(7)
+                value = torch.randn(parameter.shape, generator=generator).to(parameter.dtype) / 3
+            self._put(name, nn.Parameter(value, requires_grad=parameter.requires_grad))
+            if then == "remake":
+                self.kept[name] = self.late[name]
+                self._remake()
+
+    def _do_tie(self, which: str, then: str) -> None:
+        """Register one parameter in the place of another one of its shape."""
+        self._do_drop()
+        by_kind: dict[Any, list[str]] = {}
+        for name, parameter in sorted(self.kept.items()):
+            if parameter.is_floating_point() and parameter.ndim == 2:
+                by_kind.setdefault((parameter.shape, parameter.dtype), []).append(name)
+        alike = [names for names in by_kind.values() if len(names) > 1]
+        if not alike:
+            return
+        first, *others = alike[int(which) % len(alike)]
+        other = others[int(which) % len(others)]
+        path, _, attribute = first.rpartition(".")
+        self._put(other, getattr(self.model.get_submodule(path), attribute))
+        if then == "remake":
+            self.kept.pop(other)
+            self._remake()
+
+    def _do_add(self, which: str, then: str) -> None:
+        """Add a module that the model calls."""
+        self._do_drop()
+        lists = [path for path, module in self.model.named_modules() if isinstance(module, nn.ModuleList)]
+        # Who puts it where no unit is has to reduce its gradients too.
+        places = [path for path in lists if self.program.owns(path)]
+        if not places:
+            return
+        path = places[int(which) % len(places)]
+        modules: Any = self.model.get_submodule(path)
+        with torch.random.fork_rng():
+            torch.manual_seed(3)
+            modules.append(Node(Part("linear", size=3), []))
+        for attribute in ("up", "bias", "down"):
+            self.kept[f"{path}.{len(modules) - 1}.{attribute}"] = getattr(modules[-1], attribute)
+        if then == "remake":
+            self._remake()
+
+    def _do_poke(self, which: str) -> None:
+        """Change weights while they are gathered."""
+        self._do_drop()
+        self._do_unshard(which)
+        inner = {path for wrap in self.program.wraps for path in wrap.paths}
+        with torch.no_grad():
+            for path in self.program.wraps[int(which) % len(self.program.wraps)].paths:
+                for name, parameter in self.model.get_submodule(path).named_parameters(prefix=path):
+                    owners = [one for one in inner if not one or name.startswith(f"{one}.")]
+                    if parameter.is_floating_point() and max(owners, key=len) == path:
+                        parameter.mul_(0.8)
+        self._do_reshard(which)
+
+    # ------------------------------------------------------------------ units
+
+    def _do_unshard(self, which: str) -> None:
+        for module in self._units(which):
+            module.unshard()
+
+    def _do_reshard(self, which: str) -> None:
+        for module in self._units(which):
+            module.reshard()
+
+    def _do_choose(self, which: str, value: str) -> None:
+        """Choose anew whether weights are released after forward."""
+        for module in self._units(which):
+            choice = {"None": None, "True": True, "False": False}.get(value, 1)
+            module.set_reshard_after_forward(choice, recurse=False)
+
+    def _do_slots(self, sizing: str) -> None:
+        """Give gathered weights and packed gradients slots of a pool, or none."""
+        for module in self._sharded_modules():
+            module.set_slot_pool(None if sizing == "none" else sizing, recurse=False)
+
+    # ------------------------------------------------------------------ what is looked at
+
+    def _do_look(self) -> None:
+        """Read the weights that the model shows, gathered or not."""
+        self.seen += [(f"shown {name}", value) for name, value in self.model.named_parameters(remove_duplicate=False)]
+
+    def _do_state(self) -> None:
+        self.seen += [(f"state {name}", value) for name, value in self.model.state_dict().items()]
+
+    def _do_copy(self) -> None:
+        copied = copy.deepcopy(self.model)
+        self.seen += [(f"copied {name}", value) for name, value in copied.state_dict().items()]
+
+    def _do_stash(self, which: str) -> None:
+        """Keep what a module gives, for the loss."""
+        kept = self.stash = [] if self.stash is None else self.stash
+        self._module(which).register_forward_hook(functools.partial(_keep, kept))
+
+    def _do_evaluate(self, how: str) -> None:
+        self.counter += 1
+        guards: dict[str, Callable[[], Any]] = {"no_grad": torch.no_grad, "inference": torch.inference_mode}
+        self.model.train(how != "eval")
+        with guards.get(how, nullcontext)():
+            output = self.model(*self.data(self.own_rank, self.counter))
+        self.model.train()
+        self.seen.append(("output", output.detach().clone()))
+
+    def _do_functional(self, how: str) -> None:
+        self.counter += 1
+        values: dict[str, torch.Tensor] = {}
+        for name, parameter in self._named("all", "kept").items():
+            value = parameter.detach() if how == "sharded" else whole(parameter)
+            values[name] = value * 0.8 if value.is_floating_point() else value
+        with torch.no_grad():
+            output = torch.func.functional_call(self.model, values, self.data(self.own_rank, self.counter))
+        self.seen.append(("output", output.detach().clone()))
+
+    # ------------------------------------------------------------------ state dicts and checkpoints
+
+    def _do_load(self, how: str) -> None:
+        self._do_drop()
+        state = self.model.state_dict()
+        values = {name: whole(value) if how == "whole" else value.detach() for name, value in state.items()}
+        values = {name: value * 0.8 if value.is_floating_point() else value for name, value in values.items()}
+        self.model.load_state_dict(values, assign=how == "assign")
+        if how == "assign":
+            shown = dict(self.model.named_parameters())
+            self.kept = {name: shown[name] for name in self.kept if name in shown}
+            self._remake()
 
     def _do_save(self) -> None:
         """Save model and optimizer; the plain ones are copied."""
-        if _gets_other_parameters(self.program):
+        if self.program.changes_parameters():
             return
-        if self.is_sharded:
-            names = [mkdtemp() if self.own_rank == 0 else ""]
-            weakref.finalize(self, shutil.rmtree, names[0], ignore_errors=True)
-            dist.broadcast_object_list(names, src=0)
-            self.saved = f"{names[0]}/step"
-            save_checkpoint(self.model, self.optimizer, self.saved, extra={"counter": self.counter})
-        else:
+        if not self.is_sharded:
             self.saved = copy.deepcopy((self.model.state_dict(), self.optimizer.state_dict(), self.counter))
+            return
+        names = [mkdtemp() if self.own_rank == 0 else ""]
+        weakref.finalize(self, shutil.rmtree, names[0], ignore_errors=True)
+        dist.broadcast_object_list(names, src=0)
+        self.saved = f"{names[0]}/step"
+        save_checkpoint(self.model, self.optimizer, self.saved, extra={"counter": self.counter})
 
     def _do_restore(self) -> None:
         """Load what was saved last into the same model and optimizer."""
         if self.saved is None:
             return
-        self._forget_graphs()
+        self._do_drop()
         if self.is_sharded:
-            extra = load_checkpoint(self.model, self.optimizer, self.saved)
-            self.seen.append(("counter", torch.tensor(extra["counter"])))
+            counter = load_checkpoint(self.model, self.optimizer, self.saved)["counter"]
         else:
             model, optimizer, counter = copy.deepcopy(self.saved)
             self.model.load_state_dict(model)
             self.optimizer.load_state_dict(optimizer)
-            self.seen.append(("counter", torch.tensor(counter)))
+        self.seen.append(("counter", torch.tensor(counter)))
 
 
-def _gets_other_parameters(program: Program) -> bool:
-    """Whether parameters are put in or taken out, so that a checkpoint may be of another model."""
-    return any(action.startswith(("replace", "tie", "add", "load assign")) for action in program.steps)
+def _halve(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient * 0.5
 
 
-class _Flag(AbstractContextManager[None]):
-    """``set_requires_gradient_sync(False)`` and, afterwards, True again."""
+def _halve_grad(parameter: torch.Tensor) -> None:
+    if parameter.grad is not None:
+        parameter.grad.mul_(0.5)
 
-    def __init__(self, modules: Iterable[FsdpModule]) -> None:
-        self._modules = list(modules)
 
-    def __enter__(self) -> None:
-        self._set(False)
-
-    def __exit__(self, *_: object) -> None:
-        self._set(True)
-
-    def _set(self, value: bool) -> None:
-        for module in self._modules:
-            module.set_requires_gradient_sync(value, recurse=False)
+def _keep(kept: list[torch.Tensor], module: nn.Module, arguments: Any, output: Any) -> None:
+    kept += [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]

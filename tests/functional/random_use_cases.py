@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.functional.random_models import Part, Wrap
-from tests.functional.random_side_parts import SIDE_KINDS
+from tests.functional.random_models import SIDE_KINDS, Part, Wrap
 from tests.functional.random_use import Program
 
 __all__ = ["CASES", "Case"]

@@ -13,7 +13,8 @@ import itertools
 import logging
 import time
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
@@ -25,6 +26,7 @@ import torch.distributed as dist
 from megatron_fsdp.errors import AgreementError
 from megatron_fsdp.observability import watch as watch_module
 from megatron_fsdp.observability.watch import Watch
+from tests.harness.grids import nightly_but
 
 RANKS = (0, 1, 2)
 TIMEOUT = datetime.timedelta(seconds=10)
@@ -81,16 +83,23 @@ def made(rank: int, mode: str, store: Any) -> Watch:
     return watch
 
 
+@contextmanager
+def alone(rank: int, clock: Callable[[], float]) -> Iterator[None]:
+    """Be one rank, by a clock of one's own."""
+    with (
+        mock.patch.object(dist, "get_rank", return_value=rank),
+        mock.patch.object(time, "monotonic", side_effect=clock),
+        mock.patch.object(watch_module, "_keep_groups"),
+        mock.patch.object(watch_module, "_raise_in"),
+    ):
+        yield
+
+
 @functools.cache
 def advance(rank: int, mode: str, answers: tuple[Answer, ...]) -> tuple[Call | None, str | None]:
     """Run a rank's thread with the answers it had; return its next call, or None and what it ended with."""
     store = Scripted(answers)
-    with (
-        mock.patch.object(dist, "get_rank", return_value=rank),
-        mock.patch.object(time, "monotonic", side_effect=lambda: store.now),
-        mock.patch.object(watch_module, "_keep_groups"),
-        mock.patch.object(watch_module, "_raise_in"),
-    ):
+    with alone(rank, lambda: store.now):
         watch = made(rank, mode, store)
         with mock.patch.object(watch._wake, "wait"):
             try:
@@ -191,13 +200,11 @@ class Search:
 
     def _later(self, state: State) -> Iterator[State]:
         """Let time go on: to the next deadline, and for who was silent to the end of that."""
-        living = [rank for rank in RANKS if state.fates[rank] == ""]
-        calls = {rank: self.call(state, rank) for rank in living}
+        calls = {rank: self.call(state, rank) for rank in RANKS if state.fates[rank] == ""}
         times = [self._deadline(state, rank, call) for rank, call in calls.items() if call and call[0] == "wait"]
         if times:
             yield replace(state, now=min(times))
-        for rank in RANKS:
-            since = state.fates[rank]
+        for rank, since in enumerate(state.fates):
             if isinstance(since, float) and (since < state.now or not times):
                 yield replace(state, fates=put(state.fates, rank, ""))
 
@@ -250,27 +257,8 @@ def bound() -> float:
 
 
 USUAL = ((("waits", "runs", "runs"), 0), (("waits", "waits", "raised"), None), (("runs", "waits", "raised"), 0))
-
-
-def searches() -> list[Any]:
-    """Return all modes of the ranks with at least one that waits, and who keeps the store."""
-    return [
-        pytest.param(modes, host, marks=[] if (modes, host) in USUAL else [pytest.mark.slow])
-        for modes in itertools.product(MODES, repeat=len(RANKS))
-        for host in (None, 0)
-        if "waits" in modes
-    ]
-
-
-def explore(modes: tuple[str, ...], host: int | None) -> tuple[int, int]:
-    search = Search(modes, host)
-    num_states = num_ends = 0
-    for state, is_over in search.states():
-        num_states += 1
-        if is_over:
-            num_ends += 1
-            check_end(search, state)
-    return num_states, num_ends
+# All modes of the ranks with at least one that waits, and who keeps the store.
+SEARCHES = [pair for pair in itertools.product(itertools.product(MODES, repeat=3), (None, 0)) if "waits" in pair[0]]
 
 
 @pytest.fixture(autouse=True)
@@ -281,9 +269,14 @@ def quiet(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     advance.cache_clear()
 
 
-@pytest.mark.parametrize(("modes", "host"), searches())
+@pytest.mark.parametrize(("modes", "host"), nightly_but(USUAL, SEARCHES))
 def test_every_rank_that_lives_ends_with_one_verdict_or_says_why_not(modes: tuple[str, ...], host: int | None) -> None:
-    num_states, num_ends = explore(modes, host)
+    search, num_states, num_ends = Search(modes, host), 0, 0
+    for state, is_over in search.states():
+        num_states += 1
+        if is_over:
+            num_ends += 1
+            check_end(search, state)
     print(f"{', '.join(modes)}, store on {host}: {num_states} states, {num_ends} ends")
     assert num_ends > 50
 
@@ -300,12 +293,7 @@ def test_a_rank_whose_store_never_answers_says_so_in_time() -> None:
         pass_by(poll)
         raise RuntimeError("it takes longer")
 
-    with (
-        mock.patch.object(dist, "get_rank", return_value=1),
-        mock.patch.object(time, "monotonic", side_effect=lambda: now),
-        mock.patch.object(watch_module, "_keep_groups"),
-        mock.patch.object(watch_module, "_raise_in"),
-    ):
+    with alone(1, lambda: now):
         watch = made(1, "runs", None)
         with (
             mock.patch.object(watch._has_verdict, "wait", side_effect=pass_by),

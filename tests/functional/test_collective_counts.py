@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -13,89 +13,78 @@ import torch.distributed as dist
 from torch import nn
 
 from dbuffer import CollectiveCall, Region, observe_collectives
-from megatron_fsdp import FsdpModule, fully_shard_optimizer, microbatch, no_sync
+from megatron_fsdp import fully_shard_optimizer, microbatch, no_sync
 from megatron_fsdp.build.builder import unit_regions
-from tests.harness import on_ranks, run_ranks
-from tests.harness.models import Block, Headed, Made, Stack, inputs, make_mesh
+from tests.harness import on_ranks
+from tests.harness.models import Block, Headed, Made, Stack, make_mesh, squared
+from tests.harness.oracle import units_of
 from tests.harness.twins import Twins, sharded
 
 NUM_UNITS = 4
 
 
-def four_units(freeze: Callable[[list[Any]], Iterable[nn.Module]] = lambda layers: ()) -> Any:
-    """Return a stack of units, of which some parts are frozen."""
-    model = Stack(*(Block(hidden=5 + 4 * index) for index in range(NUM_UNITS)))
+def four_units(freeze: Callable[[list[Any]], Iterable[nn.Module]] = lambda layers: (), kept: str = "") -> Any:
+    """Return a stack of units, of which some parts are frozen, that keep weights after forward or backward."""
+    model: Any = Stack(*(Block(hidden=5 + 4 * index) for index in range(NUM_UNITS)))
     for module in freeze(list(model.layers)):
         module.requires_grad_(False)
-    return sharded(model)
-
-
-def with_choice(name: str) -> Any:
-    model = four_units()
-    getattr(model, name)(False)
+    sharded(model)
+    if kept:
+        getattr(model, f"set_reshard_after_{kept}")(False)
     return model
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {
+MODELS: dict[str, Callable[[], Any]] = {
     "four units": four_units,
     "root parameters": lambda: sharded(Headed(Block(hidden=5), Block(hidden=9))),
     "a frozen unit at the start": lambda: four_units(lambda layers: [layers[0]]),
     "frozen and trainable parameters in each unit": lambda: four_units(lambda layers: [one.up for one in layers]),
-    "weights kept after forward": lambda: with_choice("set_reshard_after_forward"),
-    "weights kept after backward": lambda: with_choice("set_reshard_after_backward"),
+    "weights kept after forward": lambda: four_units(kept="forward"),
+    "weights kept after backward": lambda: four_units(kept="backward"),
 }
+Counts = tuple[int, int, int, int]
+"""Gathers in forward, and in backward, reductions in backward, and all else."""
 
 
-@dataclass(frozen=True)
-class Counts:
-    forward_gathers: int
-    backward_gathers: int
-    reductions: int
-    others: int = 0
-
-
-def count(name: str, microbatches: int = 1, synced: bool = True) -> list[Counts]:
+def count(name: str, microbatches: int = 1, *, is_synced: bool = True) -> list[Counts]:
     model = MODELS[name]()
     optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    counts = []
+    counts: list[Counts] = []
     for step in range(3):
         for index in range(microbatches):
             is_last = index == microbatches - 1
-            context = microbatch(model, is_last) if synced or is_last else no_sync(model)
-            forward: list[CollectiveCall] = []
-            backward: list[CollectiveCall] = []
-            with context:
-                with observe_collectives(forward.append):
-                    loss = model(inputs(dist.get_rank(), step)).square().mean()
-                with observe_collectives(backward.append):
+            calls: tuple[list[str], ...] = ([], [])
+            with microbatch(model, is_last) if is_synced or is_last else no_sync(model):
+                with observe_collectives(lambda call: calls[0].append(call.kind)):  # noqa: B023
+                    loss = squared(model, dist.get_rank(), step)
+                with observe_collectives(lambda call: calls[1].append(call.kind)):  # noqa: B023
                     loss.backward()
-            counts.append(_counts(forward, backward))
-        after: list[CollectiveCall] = []
-        with observe_collectives(after.append):
+            before, after = map(Counter, calls)
+            known = before["all_gather"], after["all_gather"], after["reduce_scatter"]
+            counts.append((*known, before.total() + after.total() - sum(known)))
+        with observe_collectives(lambda call: pytest.fail(f"{call.kind} in a step")):
             optimizer.step()
             optimizer.zero_grad()
-        assert not after
     return counts
 
 
-def _counts(forward: list[CollectiveCall], backward: list[CollectiveCall]) -> Counts:
-    before, after = Counter(call.kind for call in forward), Counter(call.kind for call in backward)
-    others = set(before) - {"all_gather"} | set(after) - {"all_gather", "reduce_scatter"}
-    return Counts(before["all_gather"], after["all_gather"], after["reduce_scatter"], len(others))
+@on_ranks(2)
+def test_every_microbatch_issues_exactly_the_collectives_that_it_needs() -> None:
+    wanted = {
+        "root parameters": (3, 1, 3, 0),
+        "a frozen unit at the start": (4, 2, 3, 0),
+        "frozen and trainable parameters in each unit": (4, 3, 4, 0),
+        "weights kept after forward": (4, 0, 4, 0),
+    }
+    assert {name: set(count(name, 2)) for name in wanted} == {name: {one} for name, one in wanted.items()}
+    # They serve the next microbatch until the optimizer steps.
+    assert count("weights kept after backward", 2) == [(4, 3, 4, 0), (0, 3, 4, 0)] * 3
+    assert count("four units", 3, is_synced=False) == [(4, 3, 0, 0), (4, 3, 0, 0), (4, 3, 4, 0)] * 3
 
 
-@pytest.mark.parametrize(
-    ("name", "wanted"),
-    [
-        ("root parameters", Counts(3, 1, 3)),
-        ("a frozen unit at the start", Counts(4, 2, 3)),
-        ("frozen and trainable parameters in each unit", Counts(4, 3, 4)),
-        ("weights kept after forward", Counts(4, 0, 4)),
-    ],
-)
-def test_every_microbatch_issues_exactly_the_collectives_of(name: str, wanted: Counts) -> None:
-    for counts in run_ranks(2, count, name, 2):
-        assert counts == [wanted] * 3 * 2
+@on_ranks(1)
+def test_one_rank_alone_issues_no_collective() -> None:
+    assert {name: set(count(name, 2)) for name in MODELS} == {name: {(0, 0, 0, 0)} for name in MODELS}
 
 
 def mixed() -> nn.Module:
@@ -117,93 +106,71 @@ def region_each(shapes: Sequence[Sequence[int]], *rest: Any) -> tuple[Region, ..
     return tuple(replace(region, indices=(index,)) for index, region in enumerate(regions))
 
 
-def count_mixed(strategy: str, shape: tuple[int, ...], microbatches: int) -> tuple[list[dict[str, int]], int, float]:
-    """Train against a plain model; return collectives of each step, groups per unit, and how far the weights differ."""
+def check_mixed(strategy: str, shape: tuple[int, ...], wanted: dict[str, int]) -> None:
+    """Train two units of two microbatches against a plain model; the first step makes more collectives."""
     with mock.patch("megatron_fsdp.build.builder.unit_regions", region_each):
         twins = Twins(lambda: nn.Sequential(mixed(), mixed()), strategy, mesh=make_mesh(shape))
-    model, plain = twins
-    optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=1e-2))
-    counts = []
+    assert len(twins.model[0].parameter_groups) == 5
+    # By hand for the plain one: the step of any optimizer may have changed any weights, which are gathered again then.
+    optimizer = fully_shard_optimizer(torch.optim.SGD(twins.model.parameters(), lr=1e-2))
     for step in range(3):
-        calls: list[CollectiveCall] = []
-        with observe_collectives(calls.append):
-            for index in range(microbatches):
-                with microbatch(model, index == microbatches - 1):
-                    model(inputs(dist.get_rank(), 10 * step + index)).square().mean().backward()
-        for index in range(microbatches):
-            twins.plain_backward(10 * step + index)
-        with observe_collectives(calls.append):
+        calls: list[str] = []
+        with observe_collectives(lambda call: calls.append(call.kind)):  # noqa: B023
+            for index in range(2):
+                with microbatch(twins.model, index == 1):
+                    squared(twins.model, dist.get_rank(), 10 * step + index).backward()
             optimizer.step()
         optimizer.zero_grad()
-        # By hand: the step of any optimizer may have changed any weights, which are gathered again then.
+        for index in range(2):
+            twins.plain_backward(10 * step + index)
         with torch.no_grad():
-            for parameter in plain.parameters():
+            for parameter in twins.plain.parameters():
                 if parameter.grad is not None:
                     parameter -= 1e-2 * parameter.grad
-        plain.zero_grad()
-        counts.append(dict(Counter(call.kind for call in calls)))
-    return counts, len(model[0].parameter_groups), twins.weights_apart()
+        twins.plain.zero_grad()
+        assert step == 0 or Counter(calls) == wanted
+    apart = twins.weights_apart()
+    assert apart < 1e-5
 
 
-# Of two units and two microbatches. The last unit of a forward waits for its backward with its weights.
+# The last unit of a forward waits for its backward with its weights.
+ZERO3 = {"all_gather": 6, "reduce_scatter": 4}
 MIXED = [
-    ("optim_grads_params", (2,), {"all_gather": 6, "reduce_scatter": 4}),
-    ("optim_grads_params", (3,), {"all_gather": 6, "reduce_scatter": 4}),
-    ("optim_grads_params", (4,), {"all_gather": 6, "reduce_scatter": 4}),
+    ("optim_grads_params", (2,), ZERO3),
+    ("optim_grads_params", (3,), ZERO3),
+    ("optim_grads_params", (4,), ZERO3),
     ("optim_grads", (3,), {"all_gather": 2, "reduce_scatter": 4}),
     ("optim", (3,), {"all_gather": 2, "reduce_scatter": 2}),
     # One all-reduce for each dtype.
     ("no_shard", (3,), {"all_reduce": 4}),
-    ("hsdp", (2, 2), {"all_gather": 6, "reduce_scatter": 4, "all_reduce": 4}),
+    ("hsdp", (2, 2), ZERO3 | {"all_reduce": 4}),
     ("hfsdp", (2, 2), {"all_gather": 6 + 2, "reduce_scatter": 4 + 2}),
 ]
 
 
 @pytest.mark.parametrize(("strategy", "shape", "wanted"), MIXED, ids=str)
+@on_ranks(lambda shape: math.prod(shape))
 def test_a_unit_of_many_groups_is_gathered_and_reduced_by_one_collective_each(
     strategy: str, shape: tuple[int, ...], wanted: dict[str, int]
 ) -> None:
-    for counts, num_groups, worst in run_ranks(math.prod(shape), count_mixed, strategy, shape, 2):
-        assert num_groups == 5
-        assert counts[1:] == [wanted] * 2
-        assert worst < 1e-5
+    check_mixed(strategy, shape, wanted)
 
 
 @on_ranks(2)
 def test_groups_travel_apart_where_that_is_switched_off() -> None:
-    # One of the five groups is frozen.
     with mock.patch("dbuffer.collectives_together.is_off", "together".__eq__):
-        counts, _, worst = count_mixed("optim_grads_params", (2,), 2)
-    assert worst < 1e-5
-    counts = counts[1:]
-    assert counts == [{"all_gather": 6 * 5, "reduce_scatter": 4 * 4}] * 2
-
-
-def test_without_sync_only_the_last_microbatch_reduces() -> None:
-    for counts in run_ranks(2, count, "four units", 3, False):
-        assert counts == [Counts(4, 3, 0), Counts(4, 3, 0), Counts(4, 3, 4)] * 3
-
-
-def test_weights_kept_after_backward_serve_the_next_microbatch_until_the_optimizer_steps() -> None:
-    for counts in run_ranks(2, count, "weights kept after backward", 2):
-        assert counts == [Counts(4, 3, 4), Counts(0, 3, 4)] * 3
-
-
-@on_ranks(1)
-def test_one_rank_alone_issues_no_collective() -> None:
-    assert {name: set(count(name, 2)) for name in MODELS} == {name: {Counts(0, 0, 0)} for name in MODELS}
+        # One of the five groups is frozen.
+        check_mixed("optim_grads_params", (2,), {"all_gather": 6 * 5, "reduce_scatter": 4 * 4})
 
 
 @on_ranks(2)
 def test_a_step_moves_the_weights_twice_but_the_last_units_once_and_the_gradients_once() -> None:
-    model = four_units()
-    totals: dict[str, int] = {}
+    model, totals = four_units(), Counter[str]()
 
     def add(call: CollectiveCall) -> None:
-        totals[call.kind] = totals.get(call.kind, 0) + call.num_bytes
+        totals[call.kind] += call.num_bytes
 
     with observe_collectives(add):
-        model(inputs(dist.get_rank(), 0)).square().mean().backward()
-    groups = [group for layer in model.modules() if isinstance(layer, FsdpModule) for group in layer.parameter_groups]
-    sizes = [group.plan.numel * 4 for group in groups]
+        squared(model, dist.get_rank(), 0).backward()
+    sizes = [group.plan.numel * 4 for unit in units_of(model) for group in unit.parameter_groups]
     assert totals == {"all_gather": 2 * sum(sizes) - sizes[-1], "reduce_scatter": sum(sizes)}

@@ -1,10 +1,9 @@
 """docs/compatibility.md has a row for everything that PyTorch and Megatron-FSDP offer, and names tests that exist."""
 
-import ast
 import functools
 import inspect
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 
@@ -14,18 +13,12 @@ from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import _fully_shard
 
 import megatron_fsdp
-from megatron_fsdp.integrations.megatron.fully_shard_model import ACCEPTED, Accepted, fully_shard_model
+from megatron_fsdp.integrations.megatron.fully_shard_model import ACCEPTED, fully_shard_model
 from megatron_fsdp.integrations.megatron.module import MegatronFSDP
-from tests.functional import (
-    compatibility_arguments,
-    compatibility_communication,
-    compatibility_methods,
-    compatibility_tools,
-)
-from tests.functional.compatibility import SCENARIOS, SINCE_2_15, has_name
-from tests.functional.compatibility_differences import DIFFERENCES
+from tests.functional import compatibility_differences, compatibility_programs
+from tests.functional.compatibility import PROGRAMS, SINCE_2_15, has_name
 
-__all__ = ["compatibility_arguments", "compatibility_communication", "compatibility_methods", "compatibility_tools"]
+__all__ = ["compatibility_differences", "compatibility_programs"]
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "compatibility.md"
@@ -69,10 +62,6 @@ def tables() -> dict[str, list[Row]]:
         else:
             rows.append(Row(cells[0], cells[1], tuple(re.findall(r"`([^`]+)`", cells[2]))))
     return found
-
-
-def all_rows() -> list[Row]:
-    return [row for rows in tables().values() for row in rows]
 
 
 def names(table: str) -> set[str]:
@@ -119,37 +108,27 @@ def test_every_name_on_the_page_is_one_of_fsdp2() -> None:
     assert names("torch.distributed.fsdp") - set(installed()) == UNLISTED
 
 
-def calls() -> Iterator[tuple[str, Callable[..., object], Callable[..., object]]]:
-    for name in _fully_shard.__all__:
-        theirs, ours = getattr(fsdp, name), getattr(megatron_fsdp, name)
-        if not isinstance(theirs, type) or is_dataclass(theirs):
-            yield name, theirs, ours
-        for method in vars(theirs) if isinstance(theirs, type) else ():
-            if inspect.isfunction(getattr(theirs, method)) and not method.startswith("_"):
-                yield f"{name}.{method}", getattr(theirs, method), getattr(ours, method)
-
-
 # Written as None here, and made the same by it.
 DEFAULT_POLICIES = ("mp_policy", "offload_policy")
 
 
-@pytest.mark.parametrize(("theirs", "ours"), [pytest.param(*both, id=name) for name, *both in calls()])
-def test_every_call_that_fsdp2_takes_means_the_same_here(
-    theirs: Callable[..., object], ours: Callable[..., object]
-) -> None:
-    wanted, found = (list(inspect.signature(each).parameters.values()) for each in (theirs, ours))
-    by_name = {parameter.name: parameter for parameter in found}
-    for position, parameter in enumerate(wanted):
-        mine = by_name[parameter.name]
-        assert mine.kind in (parameter.kind, inspect.Parameter.POSITIONAL_OR_KEYWORD), parameter
-        assert parameter.name in DEFAULT_POLICIES or mine.default == parameter.default, parameter
-        if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD:
-            assert found[position].name == parameter.name
-
-
-@pytest.mark.parametrize("name", sorted(name for name in _fully_shard.__all__))
-def test_every_name_of_fsdp2_is_exported_here(name: str) -> None:
-    assert name in megatron_fsdp.__all__
+def test_every_call_that_fsdp2_takes_means_the_same_here() -> None:
+    assert set(_fully_shard.__all__) <= set(megatron_fsdp.__all__)
+    for name in _fully_shard.__all__:
+        theirs, ours = getattr(fsdp, name), getattr(megatron_fsdp, name)
+        pairs = [] if isinstance(theirs, type) and not is_dataclass(theirs) else [(theirs, ours)]
+        if isinstance(theirs, type):
+            methods = [key for key, value in vars(theirs).items() if inspect.isfunction(value) and key[0] != "_"]
+            pairs += [(getattr(theirs, method), getattr(ours, method)) for method in methods]
+        for pair in pairs:
+            wanted, found = (list(inspect.signature(each).parameters.values()) for each in pair)
+            by_name = {parameter.name: parameter for parameter in found}
+            for position, parameter in enumerate(wanted):
+                mine = by_name[parameter.name]
+                assert mine.kind in (parameter.kind, inspect.Parameter.POSITIONAL_OR_KEYWORD), (pair, parameter)
+                assert parameter.name in DEFAULT_POLICIES or mine.default == parameter.default, (pair, parameter)
+                if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD:
+                    assert found[position].name == parameter.name, pair
 
 
 def test_every_setting_of_fsdp1_has_a_row() -> None:
@@ -168,47 +147,21 @@ def test_every_argument_and_method_of_megatron_fsdp_has_a_row() -> None:
     assert set(MEGATRON_METHODS) == own == names("MegatronFSDP")
 
 
-@pytest.mark.parametrize("each", ACCEPTED, ids=lambda each: each.name)
-def test_the_page_gives_the_reason_that_the_log_gives(each: Accepted) -> None:
-    (row,) = [row for row in tables()["fully_shard_model"] if row.name == f"`{each.name}`"]
-    assert row.here == f"no effect: {each.reason}"
-
-
-def test_every_row_has_a_verdict() -> None:
-    assert [row for row in all_rows() if not row.here.startswith(VERDICTS)] == []
-
-
-@functools.cache
-def existing_tests() -> frozenset[str]:
-    trees = (ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "tests").rglob("test_*.py"))
-    functions = (node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
-    return frozenset(name for name in functions if name.startswith("test_"))
-
-
-def exists(test: str) -> bool:
-    function, _, case = test.partition("[")
-    cases: dict[str, Collection[str]] = {
-        "test_both_engines_agree": SCENARIOS,
-        "test_engines_do_as_documented": DIFFERENCES,
+def test_the_page_gives_the_reason_that_the_log_gives() -> None:
+    found = {row.name: row.here for row in tables()["fully_shard_model"]}
+    assert {each.name: found[f"`{each.name}`"] for each in ACCEPTED} == {
+        each.name: f"no effect: {each.reason}" for each in ACCEPTED
     }
-    return function in existing_tests() and (not case or case.removesuffix("]") in cases.get(function, ()))
 
 
-@pytest.mark.parametrize("table", tables())
-def test_every_row_names_a_test_that_exists(table: str) -> None:
-    assert [row for row in tables()[table] if not row.tests or not all(map(exists, row.tests))] == []
-
-
-def test_every_scenario_and_every_difference_is_on_the_page() -> None:
-    shown = {test for row in all_rows() for test in row.tests}
-    cases = {f"test_both_engines_agree[{name}]" for name in SCENARIOS}
-    cases |= {f"test_engines_do_as_documented[{name}]" for name in DIFFERENCES}
-    assert cases - shown == set()
-
-
-def test_what_differs_from_fsdp2_or_is_refused_names_a_test_that_shows_it() -> None:
-    rows = [*tables()["torch.distributed.fsdp"], *tables()["Behaviour of FSDP2"]]
-    bad = [row for row in rows if row.here.startswith(("differs", "refused"))]
-    assert len(bad) > 10
-    assert [row for row in bad if not row.tests] == []
-    assert sum(any("engines_do_as_documented" in test for test in row.tests) for row in bad) > 10
+def test_every_row_has_a_verdict_and_tests_that_exist_and_every_program_a_row() -> None:
+    texts = [path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py")]
+    existing = {name for text in texts for name in re.findall(r"^ *def (test_\w+)\(", text, re.MULTILINE)}
+    programs = {
+        f"test_{'both_engines_agree' if one.differs is None else 'engines_do_as_documented'}[{name}]"
+        for name, one in PROGRAMS.items()
+    }
+    rows = [row for rows in tables().values() for row in rows]
+    assert [row for row in rows if not row.here.startswith(VERDICTS)] == []
+    assert [row for row in rows if not row.tests or not all(test in existing | programs for test in row.tests)] == []
+    assert programs - {test for row in rows for test in row.tests} == set()

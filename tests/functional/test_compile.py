@@ -9,30 +9,17 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo.utils
-import torch.distributed as dist
 from torch import nn
 from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache
 from torch.distributed.tensor import DTensor
 
 from dbuffer import observe_collectives
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard
-from tests.functional.linear_uses import counted_products, shard_as
+from tests.functional.linear_uses import counted_products
 from tests.harness import on_ranks, run_ranks
 from tests.harness.grids import nightly_but
-from tests.harness.models import (
-    Block,
-    CheckpointedStack,
-    Stack,
-    draw_tokens,
-    inputs,
-    loss_of,
-    make_mesh,
-    make_model,
-    squared,
-    three_blocks,
-    world_mesh,
-)
-from tests.harness.oracle import Case, Comparison, compare, differing, shard_model, whole_state
+from tests.harness.models import Block, CheckpointedStack, Stack, inputs, make_model, squared, three_blocks
+from tests.harness.oracle import Case, compare, differing, sharded_model, token_loss, train, whole_state
 from tests.harness.twins import sharded
 
 BACKEND = "aot_eager"
@@ -41,169 +28,134 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
     pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning"),
 ]
-State = dict[str, torch.Tensor]
 
 
-def three_equal_blocks() -> nn.Module:
-    return Stack(Block(), Block(), Block())
+def equal_blocks(kind: type[Stack] = Stack) -> Any:
+    return kind(Block(), Block(), Block())
 
 
-def sharded_in_order(model: nn.Module, *, then: bool, policy: MixedPrecisionPolicy | None = None) -> None:
+def compiled_layers(model: Any, *, then: bool, **options: Any) -> None:
     """Compile every layer before it is sharded, or then."""
     for layer in model.layers:
-        for step in (lambda one: fully_shard(one, mp_policy=policy), lambda one: one.compile(backend=BACKEND))[
-            :: 1 if then else -1
-        ]:
-            step(layer)
+        if not then:
+            layer.compile(backend=BACKEND)
+        fully_shard(layer, **options)
+        if then:
+            layer.compile(backend=BACKEND)
     fully_shard(model)
 
 
-def compiled_then_sharded(model: nn.Module) -> None:
-    sharded_in_order(model, then=False)
-
-
-def wrapped(model: nn.Module, *wraps: Callable[[nn.Module], nn.Module]) -> None:
-    """Replace every layer by what functions make of it, one after the other."""
+def wrapped(model: Any, *, then: bool) -> None:
+    """Replace every layer by what torch.compile makes of it, before it is sharded, or then."""
     for index, layer in enumerate(model.layers):
-        for wrap in wraps:
-            layer = wrap(layer)
-        model.layers[index] = layer
+        if then:
+            model.layers[index] = torch.compile(fully_shard(layer), backend=BACKEND)
+        else:
+            model.layers[index] = fully_shard(torch.compile(layer, backend=BACKEND))
     fully_shard(model)
 
 
-def torch_compiled(layer: nn.Module) -> nn.Module:
-    return torch.compile(layer, backend=BACKEND)
-
-
-def parts_compiled(model: nn.Module) -> None:
+def parts_compiled(model: Any) -> None:
     """Compile the blocks within a unit of all of them, as models do with their feed-forward."""
     for layer in model.layers:
         layer.compile(backend=BACKEND)
     fully_shard(model)
 
 
-def whole_model_compiled(model: nn.Module) -> None:
-    sharded(model).compile(backend=BACKEND)
-
-
-ORDERS: dict[str, Callable[[nn.Module], None]] = {
-    "compiled then sharded": compiled_then_sharded,
-    "sharded then compiled": lambda model: sharded_in_order(model, then=True),
-    "torch.compile(module), sharded": lambda model: wrapped(model, torch_compiled, fully_shard),
-    "torch.compile(sharded module)": lambda model: wrapped(model, fully_shard, torch_compiled),
+ORDERS: dict[str, Callable[[Any], object]] = {
+    "compiled then sharded": lambda model: compiled_layers(model, then=False),
+    "sharded then compiled": lambda model: compiled_layers(model, then=True),
+    "torch.compile(module), sharded": lambda model: wrapped(model, then=False),
+    "torch.compile(sharded module)": lambda model: wrapped(model, then=True),
     "parts of a unit compiled": parts_compiled,
-    "the whole sharded model compiled": whole_model_compiled,
+    "the whole sharded model compiled": lambda model: sharded(model).compile(backend=BACKEND),
     # Wider, so that results stay comparable with the whole model's.
-    "another compute dtype": lambda model: sharded_in_order(
-        model, then=False, policy=MixedPrecisionPolicy(torch.float64)
+    "another compute dtype": lambda model: compiled_layers(
+        model, then=False, mp_policy=MixedPrecisionPolicy(torch.float64)
     ),
+    "compiled then sharded, recomputed": lambda model: compiled_layers(model, then=False),
 }
 
 
 # Units that are compiled before or after they are sharded take part in other tests.
-QUICK = ("the whole sharded model compiled",)
-
-
-@pytest.mark.parametrize("name", nightly_but(QUICK, ORDERS))
+@pytest.mark.parametrize(
+    "name", nightly_but(("the whole sharded model compiled", "compiled then sharded, recomputed"), ORDERS)
+)
 @on_ranks(2, timeout=200)
 def test_gradients_equal_those_of_a_whole_model(name: str) -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    result = compare(Case(three_equal_blocks, squared, shard=ORDERS[name], is_guarded=False))
+    kind = CheckpointedStack if name.endswith("recomputed") else Stack
+    result = compare(Case(lambda: equal_blocks(kind), squared, shard=ORDERS[name], is_guarded=False))
     assert result.is_exact, result
     assert sum(torch._dynamo.utils.counters["stats"].values()) > 0
 
 
 @on_ranks(2, timeout=200)
-def test_compiled_units_may_be_recomputed() -> None:
-    torch._dynamo.reset()
-    result = compare(
-        Case(lambda: CheckpointedStack(Block(), Block()), squared, shard=compiled_then_sharded, is_guarded=False)
-    )
-    assert result.is_exact
-
-
-@on_ranks(2, timeout=200)
 def test_steps_after_the_first_compile_nothing_anew() -> None:
     torch._dynamo.reset()
-    counts = []
-    compiled = 0
+    compiled, counts = [], []
 
     def backend(graph: torch.fx.GraphModule, example: list[torch.Tensor]) -> Callable[..., object]:
-        nonlocal compiled
-        compiled += 1
+        compiled.append(graph)
         return graph.forward
 
-    model = three_equal_blocks()
+    model = equal_blocks()
     for layer in model.layers:
         layer.compile(backend=backend)
-        fully_shard(layer)
-    fully_shard(model)
+    sharded(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(4):
-        squared(model, dist.get_rank(), step).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        counts.append(compiled)
-    assert counts[0] > 0
-    assert counts == [counts[0]] * 4
+        train(model, optimizer, [step], loss=squared)
+        counts.append(len(compiled))
+    assert counts == [max(counts[0], 1)] * 4
 
 
 @on_ranks(2, timeout=200)
 def test_compiled_units_serve_evaluation_and_inference() -> None:
     torch._dynamo.reset()
-    model = three_equal_blocks()
-    compiled_then_sharded(model)
+    model = equal_blocks()
+    compiled_layers(model, then=False)
     trained = squared(model, 0, 0).item()
     model.eval()
     calls: list[str] = []
     with torch.no_grad(), observe_collectives(lambda call: calls.append(call.kind)):
-        without_grad: torch.Tensor = model(inputs(0, 0))
+        without_grad = squared(model, 0, 0)
     with torch.inference_mode():
         inference: torch.Tensor = model(inputs(0, 0))
-    worst = max(abs(float(out.square().mean()) - trained) for out in (without_grad, inference))
     assert calls == ["all_gather"] * 3
-    assert worst < 1e-6
-
-
-def counting_products(policy: MixedPrecisionPolicy) -> tuple[Comparison, int, int]:
-    """Train compiled units; return the comparison, and the numbers of products and of graph breaks."""
-
-    def shard(model: nn.Module) -> None:
-        for layer in model.layers:
-            fully_shard(layer, mp_policy=policy)
-            layer.compile(backend=BACKEND)
-        fully_shard(model)
-
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    with counted_products() as products:
-        result = compare(Case(three_blocks, squared, shard=shard, is_guarded=False))
-    return result, len(products), sum(torch._dynamo.utils.counters["graph_break"].values())
-
-
-def test_compiled_units_use_no_products_and_their_graphs_break_no_more_often() -> None:
-    fused = run_ranks(2, counting_products, MixedPrecisionPolicy(), timeout=200)
-    unfused = run_ranks(2, counting_products, MixedPrecisionPolicy(fuse_weight_gradients=False), timeout=200)
-    assert all(result.is_exact for result, _, _ in fused), fused
-    assert [products for _, products, _ in fused] == [0, 0]
-    assert [breaks for _, _, breaks in fused] == [breaks for _, _, breaks in unfused]
+    assert max(abs(float(one) - trained) for one in (without_grad, inference.square().mean())) < 1e-6
 
 
 @on_ranks(2, timeout=200)
-def test_layers_beside_compiled_ones_use_products() -> None:
+def test_compiled_units_use_no_products_and_their_graphs_break_no_more_often_but_layers_beside_them_do() -> None:
+    breaks = []
+    for fuses in (True, False):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        policy = MixedPrecisionPolicy(fuse_weight_gradients=fuses)
+        with counted_products() as products:
+            result = compare(
+                Case(
+                    three_blocks, squared, is_guarded=False,
+                    shard=lambda model: compiled_layers(model, then=True, mp_policy=policy),  # noqa: B023
+                )
+            )  # fmt: skip
+        breaks.append(sum(torch._dynamo.utils.counters["graph_break"].values()))
+        assert result.is_exact, result
+        assert products == []
+    assert breaks[0] == breaks[1]
 
-    def shard(model: nn.Module) -> None:
+    def shard(model: Any) -> None:
         for layer in model.layers:
             layer.up.compile(backend=BACKEND)
-        shard_as("optim_grads_params", MixedPrecisionPolicy())(model)
+        sharded(model)
 
     torch._dynamo.reset()
     with counted_products() as products:
         result = compare(Case(three_blocks, squared, shard=shard, is_guarded=False))
-    products = len(products)
     assert result.is_exact, result
-    assert products == 3 * 3
+    assert len(products) == 3 * 3
 
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
@@ -212,80 +164,61 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 }
 
 
-def compiled_step(optimizer: torch.optim.Optimizer) -> Callable[[], object]:
-    return torch.compile(optimizer.step, backend=BACKEND)
+class ByHand(torch.optim.SGD):
+    """Steps decayed gradients, each in one graph, as low-bit optimizers make theirs."""
 
-
-def by_hand(optimizer: torch.optim.Optimizer, *, is_compiled: bool) -> Callable[[], object]:
-    """Return a step of decayed gradients, each in one graph, as low-bit optimizers make theirs."""
-
+    @staticmethod
     def update(parameter: torch.Tensor, gradient: torch.Tensor, mean: torch.Tensor) -> None:
         mean.lerp_(gradient, 0.5)
         parameter.add_(mean / (mean.square().sqrt() + 0.1) + 0.01 * parameter, alpha=-0.1)
 
-    compiled = torch.compile(update, backend=BACKEND, fullgraph=True, dynamic=False) if is_compiled else update
-
     @torch.no_grad()
-    def step() -> None:
-        for parameter in optimizer.param_groups[0]["params"]:
-            state = optimizer.state[parameter]
+    def step(self) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
             if not state:
                 state["mean"] = torch.zeros_like(parameter)
             with torch._dynamo.utils.disable_cache_limit():
-                compiled(parameter.detach(), parameter.grad, state["mean"])
-
-    return step
+                self.update(parameter.detach(), parameter.grad, state["mean"])
 
 
-def train_with_compiled_steps(model: nn.Module, name: str, ranks: list[int], *, is_compiled: bool) -> State:
+def compiled_steps(model: nn.Module, name: str, *, is_compiled: bool) -> dict[str, torch.Tensor]:
+    """Train, and return the whole weights."""
     torch._dynamo.reset()
-    kind, options = OPTIMIZERS.get(name, OPTIMIZERS["SGD"])
+    kind, options = OPTIMIZERS.get(name, (ByHand, {}))
     optimizer = kind([p for p in model.parameters() if p.requires_grad], **options)
-    step: Callable[[], object] = optimizer.step
-    if name == "a function in one graph":
-        step = by_hand(optimizer, is_compiled=is_compiled)
+    if isinstance(optimizer, ByHand) and is_compiled:
+        optimizer.update = torch.compile(ByHand.update, backend=BACKEND, fullgraph=True, dynamic=False)
     elif is_compiled:
-        step = compiled_step(optimizer)
-    for index in range(3):
-        for rank in ranks:
-            tokens = draw_tokens(rank, index)
-            (loss_of(model(tokens), tokens) / len(ranks)).backward()
-        step()
-        optimizer.zero_grad()
+        optimizer.step = torch.compile(optimizer.step, backend=BACKEND)
+    train(model, optimizer, loss=token_loss)
     return whole_state(model)
 
 
-@pytest.mark.parametrize(
-    "name", nightly_but(["SGD", "a function in one graph"], ["AdamW", "SGD", "a function in one graph"])
-)
+NAMES = ("AdamW", "SGD", "a function in one graph")
+
+
+@pytest.mark.parametrize("name", nightly_but(NAMES[1:], NAMES))
 @on_ranks(2, timeout=240)
 def test_weights_equal_the_whole_models_after_compiled_steps_of(name: str) -> None:
-    wanted = train_with_compiled_steps(make_model(), name, [0, 1], is_compiled=False)
-    strategy = "optim_grads_params"
-    mesh = make_mesh((2,))
-    found = train_with_compiled_steps(
-        shard_model(make_model(), mesh, strategy), name, [dist.get_rank()], is_compiled=True
-    )
+    wanted = compiled_steps(make_model(), name, is_compiled=False)
+    found = compiled_steps(sharded_model(), name, is_compiled=True)
     assert differing(found, wanted, 1e-5) == []
 
 
 @on_ranks(2, timeout=240)
 def test_results_of_a_compiled_function_keep_their_kind() -> None:
-    model = shard_model(make_model(), world_mesh())
     function = torch.compile(lambda p: (p * 2, p.sum()), backend=BACKEND, fullgraph=True)
-    weight = model.head.weight.detach()
+    weight = sharded_model().head.weight.detach()
     twice, total = function(weight)
-    assert isinstance(twice, DTensor)
-    assert isinstance(weight, DTensor)
+    assert type(twice).__name__ == "FlatDTensor"
     assert torch.equal(twice.full_tensor(), weight.full_tensor() * 2)
     torch.testing.assert_close(total.full_tensor() if isinstance(total, DTensor) else total, weight.full_tensor().sum())
-    assert [type(twice).__name__] == ["FlatDTensor"]
 
 
 def is_cached_on_disk() -> bool:
-    weight = shard_model(make_model(), world_mesh()).head.weight
     try:
-        weight._stable_hash_for_caching()
+        sharded_model().head.weight._stable_hash_for_caching()
     except BypassAOTAutogradCache:
         return False
     return True

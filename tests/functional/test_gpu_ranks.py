@@ -25,7 +25,6 @@ from tests.harness.models import Block, Made, Stack
 from tests.harness.twins import sharded
 
 WIDTH, ROWS, STEPS, MICROBATCHES = 32, 6, 4, 2
-BOTH = [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)]
 BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32, main_params_dtype=torch.float32)
 Losses: TypeAlias = list[list[float]]
 
@@ -108,7 +107,6 @@ SETTINGS = {
     **{f"two dtypes, {strategy}": Setting(strategy, block=Gained) for strategy in ("optim", "hfsdp")},
     "sums in FP32 of bf16": Setting(policy=WIDE, tolerance=0.01),
     "sums in FP32 of bf16, watched": Setting(policy=WIDE, watches=True, tolerance=0.01),
-    "8-bit gathers": _packed("int8_block"),
     "int8 gathers": _packed("int8_block"),
     "two packed buffers": Setting(
         policy=BF16, prepare=lambda model, _: model.set_reduce_scatter_max_input_buffers(2), tolerance=0.01
@@ -197,8 +195,19 @@ def ranks_on(device: str, strategy: str) -> int:
     return 4 if strategy in ("hsdp", "hfsdp") else 2
 
 
-@pytest.mark.parametrize("device", BOTH)
-@pytest.mark.parametrize("name", SETTINGS)
+# On CPUs other tests have all of it: by day some, so that each line here runs.
+BY_DAY = (
+    "bf16, hsdp", "without together,in-place,separate-reduce,priority,slots", "two dtypes, hfsdp", "int8 gathers",
+    "sums in FP32 of bf16, watched", "two packed buffers", "one communicator", "nccl_ub", "symmetric memory",
+    "Muon, hsdp, watched",
+)  # fmt: skip
+RUNS = [
+    *(pytest.param(name, "cpu", marks=() if name in BY_DAY else pytest.mark.slow) for name in SETTINGS),
+    *(pytest.param(name, "cuda", marks=pytest.mark.gpu) for name in SETTINGS),
+]
+
+
+@pytest.mark.parametrize(("name", "device"), RUNS)
 def test_losses_on_all_ranks_are_those_of_a_plain_model_on_all_data(name: str, device: str) -> None:
     setting = SETTINGS[name]
     size = ranks_on(device, setting.strategy)

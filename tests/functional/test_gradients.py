@@ -17,24 +17,18 @@ from tests.harness.oracle import Case, compare
 from tests.harness.twins import Twins
 
 
-def adapted_layer() -> nn.Module:
-    """A frozen base weight beside trainable low-rank ones; the base comes first in forward, so its backward is last."""
-    base, first, second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3, bias=False), nn.Linear(3, WIDTH, bias=False)
+def adapted() -> nn.Module:
+    """Frozen base weights beside trainable low-rank ones; the base comes first in forward, so its backward is last."""
 
     def forward(module: Any, x: torch.Tensor) -> torch.Tensor:
         hidden = torch.tanh(module.base(x))
         return x + hidden + module.second(module.first(hidden))
 
-    return Made(forward, base=base.requires_grad_(False), first=first, second=second)
+    def layer() -> nn.Module:
+        base, first, second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3, bias=False), nn.Linear(3, WIDTH, bias=False)
+        return Made(forward, base=base.requires_grad_(False), first=first, second=second)
 
-
-def adapted() -> nn.Module:
-    return Stack(Block(), adapted_layer(), adapted_layer())
-
-
-def shard_without_root(model: nn.Module) -> None:
-    for layer in model.layers:
-        fully_shard(layer)
+    return Stack(Block(), layer(), layer())
 
 
 @on_ranks(2)
@@ -66,7 +60,12 @@ def test_the_norm_of_fp64_gradients_has_fp64_precision() -> None:
     assert clip_grad_norm_(twins.model, float("inf")).item() == pytest.approx(wanted, rel=1e-12)
 
 
-def called_twice(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+def shard_without_root(model: Any) -> None:
+    for layer in model.layers:
+        fully_shard(layer)
+
+
+def called_twice(model: Any, rank: int, step: int) -> torch.Tensor:
     x = inputs(rank, step)
     for index in (0, 1, 1, 0, 2):
         x = model.layers[index](x)
@@ -78,40 +77,29 @@ def take_input_gradient(model: nn.Module, step: int) -> None:
     torch.autograd.grad(model(x).sum(), x)
 
 
-def other_order_each_step(model: nn.Module, step: int) -> None:
-    model.order = [(3 * step + index) % len(model.layers) if step % 2 else index for index in range(len(model.layers))]
-
-
-class Shuffled(Stack):
-    def __init__(self, *layers: nn.Module) -> None:
-        super().__init__(*layers)
-        self.order = list(range(len(layers)))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for index in self.order:
-            x = self.layers[index](x)
-        return x
+def other_order_each_step(model: Any, step: int) -> None:
+    model.order = [(3 * step + index) % 5 if step % 2 else index for index in range(5)]
 
 
 def shuffled() -> nn.Module:
-    return Shuffled(*(Block(hidden=5 + index) for index in range(5)))
-
-
-class AddedInPlace(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x += torch.tanh(x.clone() * self.scale)
+    def forward(model: Any, x: torch.Tensor) -> torch.Tensor:
+        for index in model.order:
+            x = model.layers[index](x)
         return x
+
+    return Made(forward, layers=nn.ModuleList(Block(hidden=5 + index) for index in range(5)))
 
 
 def with_residuals_in_place() -> nn.Module:
-    return Stack(Block(), AddedInPlace(), AddedInPlace(), Block())
+    def added(module: Any, x: torch.Tensor) -> torch.Tensor:
+        x += torch.tanh(x.clone() * module.scale)
+        return x
+
+    scales = [nn.Parameter(torch.linspace(0.5, 1.5, WIDTH)) for _ in range(2)]
+    return Stack(Block(), *(Made(added, scale=scale) for scale in scales), Block())
 
 
-def recursive() -> nn.Module:
+def recurrent() -> nn.Module:
     return Made(
         lambda m, x: m.head(m.lstm(m.stem(x))[0]),
         stem=Block(), lstm=nn.LSTM(WIDTH, 5, num_layers=2, batch_first=True), head=nn.Linear(5, 3),
@@ -140,7 +128,7 @@ CASES = {
     "a backward to the inputs alone before": Case(three_blocks, squared, prepare=take_input_gradient),
     "another order of blocks at each step": Case(shuffled, squared, prepare=other_order_each_step, steps=4),
     "residuals that are added in place to what a unit returns": Case(with_residuals_in_place, squared),
-    "a recurrent module that assigns its own weights": Case(recursive, sequence_loss),
+    "a recurrent module that assigns its own weights": Case(recurrent, sequence_loss),
     "convolutions with four-dimensional weights": Case(convolutions, image_loss),
 }
 

@@ -57,3 +57,4 @@ def test_a_job_of_fake_ranks_needs_nobody_to_meet(backend: str, num_axes: int) -
     model = nn.Linear(5, 3)
     fully_shard(model, init_device_mesh("cpu", (4,) if num_axes == 1 else (2, 2)))
     train(model)
+    assert model.weight.grad.shape == (3, 5)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from dbuffer.events import listen
-from tests.harness import on_ranks, run_ranks
+from tests.harness import on_ranks
 from tests.harness.grids import nightly_but
 from tests.harness.models import Block, Headed, inputs, squared
 from tests.harness.twins import Twins
@@ -97,10 +97,9 @@ THEN: dict[str, Callable[[Any, int], object]] = {
 HOWS = ("plain", "layers twice", "reentrant", "not reentrant")
 
 
-def order_and_error(
-    strategy: str, how: str, leave: Callable[[Any, Kept], object], then: Callable[[Any, int], object]
-) -> tuple[list[str], float]:
+def order_and_error(strategy: str, how: str, case: tuple[str, str]) -> tuple[list[str], float]:
     """Return what was gathered, reduced and released in which order, and how far gradients are from the plain ones."""
+    leave, then = LEFT[case[0]], THEN[case[1]]
     twins, kept = Twins(lambda: Uses(Block(), Block(), Block(), Block()), strategy), Kept()
     model, plain = twins
     model.how = plain.how = how
@@ -131,32 +130,27 @@ def cases_of(how: str, is_quick: bool) -> list[tuple[str, str]]:
     return sorted({*cases[HOWS.index(how) % 3 :: 3], ("of a forward", "both at once")}) if is_quick else cases
 
 
-def orders_and_errors(strategy: str, how: str, is_quick: bool) -> dict[tuple[str, str], tuple[list[str], float]]:
-    """Go through the cases."""
-    # What this rank keeps is kept until the end, and garbage until somebody asks for it.
-    gc.disable()
-    try:
-        return {case: order_and_error(strategy, how, LEFT[case[0]], THEN[case[1]]) for case in cases_of(how, is_quick)}
-    finally:
-        gc.enable()
-
-
 GRID = [(strategy, ranks, how, False) for strategy, ranks in (("optim_grads_params", 3), ("hsdp", 4)) for how in HOWS]
 QUICK = [("optim_grads_params", 2, how, True) for how in HOWS]
 
 
 @pytest.mark.parametrize(("strategy", "num_ranks", "how", "is_quick"), nightly_but(QUICK, [*QUICK, *GRID]))
+@on_ranks(lambda num_ranks: num_ranks)
 def test_gradients_and_orders_are_those_of_ranks_that_keep_nothing(
     strategy: str, num_ranks: int, how: str, is_quick: bool
 ) -> None:
-    first, *others = run_ranks(num_ranks, orders_and_errors, strategy, how, is_quick)
-    assert list(first) == cases_of(how, is_quick)
-    for case, (actions, worst) in first.items():
+    # What this rank keeps is kept until the end, and garbage until somebody asks for it.
+    gc.disable()
+    try:
+        found = {case: order_and_error(strategy, how, case) for case in cases_of(how, is_quick)}
+    finally:
+        gc.enable()
+    orders: list[Any] = [None] * num_ranks
+    dist.all_gather_object(orders, {case: actions for case, (actions, _) in found.items()})
+    for case, (actions, worst) in found.items():
         assert worst < 2e-6, case
         assert sum(action.startswith("reduce") for action in actions) >= 10, case
-        for other in others:
-            assert other[case][0] == actions, case
-            assert other[case][1] < 2e-6, case
+        assert all(each[case] == actions for each in orders), case
 
 
 class Skipping(Block):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +24,7 @@ from megatron_fsdp.checkpoint import scratch as checkpoint_scratch
 from megatron_fsdp.checkpoint.scratch import resting_place
 from megatron_fsdp.checkpoint.series import CheckpointSeries
 from tests.harness.effects import Recording, Tree, key_of, record, restore
+from tests.harness.grids import nightly_but
 
 
 @contextmanager
@@ -120,10 +121,8 @@ class Use:
 USES = {
     "over a checkpoint": Use((1,)),
     "into a new path": Use(()),
-    "over a checkpoint, asynchronously": Use((1,), is_asynchronous=True),
     "a series that keeps one": Use((1,), keep_last=1),
     "a series that saves a step again": Use((1,), keep_last=1, step=7),
-    "a series, asynchronously": Use((1,), keep_last=1, is_asynchronous=True),
 }
 
 
@@ -190,11 +189,11 @@ class Explorer:
                         following[key_of(left)] = left
             trees = list(following.values())
 
-    def fail(self, error: type[BaseException]) -> None:
+    def fail(self, error: type[BaseException]) -> int:
         """Let each effect of a save fail in turn: one checkpoint is whole, and the save after it clears up."""
         start = self.begin()
-        old = self.loaded(start)
-        for number in range(len(self.saved(start, 2).effects)):
+        old, num_effects = self.loaded(start), len(self.saved(start, 2).effects)
+        for number in range(num_effects):
             restore(self.root, start)
             raised = None
             with one_life(2), record(self.root, (number, error("injected"))) as recording:
@@ -207,6 +206,7 @@ class Explorer:
             found = self.loaded(recording.killed[-1])
             assert found == 2 if raised is None else found in (old, 2), f"{moment}: {found} after {raised}"
             self.check_end(self.saved(recording.killed[-1], 3).killed[-1], 3)
+        return num_effects
 
 
 def _is_bare(tree: Tree, name: str) -> bool:
@@ -221,15 +221,7 @@ def _is_bare(tree: Tree, name: str) -> bool:
     return False
 
 
-USUAL = ("over a checkpoint", "into a new path", "a series that keeps one")
-
-
-def grid(usual: Iterable[str]) -> list[object]:
-    """Return the names of all uses; those that are not usual run nightly."""
-    return [pytest.param(name, marks=[] if name in usual else [pytest.mark.slow]) for name in USES]
-
-
-@pytest.mark.parametrize("name", grid(USUAL))
+@pytest.mark.parametrize("name", nightly_but(list(USES)[:3], USES))
 def test_wherever_a_save_crashes_one_checkpoint_is_whole_and_the_next_save_clears_up(name: str, tmp_path: Path) -> None:
     explorer = Explorer(USES[name], tmp_path / "root")
     explorer.explore(depth=1)
@@ -238,24 +230,26 @@ def test_wherever_a_save_crashes_one_checkpoint_is_whole_and_the_next_save_clear
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name, use in USES.items() if not use.is_asynchronous])
+@pytest.mark.parametrize("name", USES)
 def test_any_two_crashes_in_a_row_leave_one_checkpoint_whole(name: str, tmp_path: Path) -> None:
     explorer = Explorer(USES[name], tmp_path / "root")
     explorer.explore(depth=2)
     print(f"{name}, two crashes: {explorer.num_states} states")
+    assert explorer.num_states > explorer.num_effects
 
 
-@pytest.mark.parametrize("name", grid(["over a checkpoint"]))
+@pytest.mark.parametrize("name", nightly_but(["over a checkpoint"], USES))
 @pytest.mark.parametrize("error", [OSError, pytest.param(KeyboardInterrupt, marks=pytest.mark.slow)])
 def test_wherever_a_save_fails_one_checkpoint_is_whole_and_the_next_save_clears_up(
     name: str, error: type[BaseException], tmp_path: Path
 ) -> None:
-    Explorer(USES[name], tmp_path / "root").fail(error)
+    assert Explorer(USES[name], tmp_path / "root").fail(error) >= 20
 
 
 def test_a_save_in_the_background_does_the_same_on_the_disk(tmp_path: Path) -> None:
     effects = []
-    for name in ("over a checkpoint", "over a checkpoint, asynchronously"):
-        explorer = Explorer(USES[name], tmp_path / "root")
+    for use in (Use((1,)), Use((1,), is_asynchronous=True), Use((1,), 1), Use((1,), 1, is_asynchronous=True)):
+        explorer = Explorer(use, tmp_path / "root")
         effects.append(explorer.saved(explorer.begin(), 2).effects)
     assert effects[0] == effects[1]
+    assert effects[2] == effects[3]

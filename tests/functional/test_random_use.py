@@ -6,15 +6,16 @@ Twenty programs, the same in every run; the closed list of refusals is in ``rand
 
 import os
 import time
+from typing import Any
 
 import pytest
 
 from tests.functional.random_programs import draw
-from tests.functional.random_use import Program
 from tests.functional.random_use_cases import CASES
-from tests.functional.random_use_run import outcome
+from tests.functional.random_use_run import Verdict, outcome, outcomes
+from tests.harness.failures import RankError
 
-NUM_USUAL = 20
+NUM_USUAL, AT_ONCE = 20, 40
 
 
 def seeds() -> range:
@@ -23,22 +24,38 @@ def seeds() -> range:
     return range(int(first), int(first) + int(count))
 
 
-def check(program: Program) -> None:
-    """Run a program; fail with how it ended, and with the program in a form to paste."""
-    found = outcome(program)
-    if not found.is_in_order:
-        pytest.fail(f"{found.outcome} at action {found.action}\n{found.text}\ncheck({program!r})", pytrace=False)
-
-
 @pytest.mark.parametrize("seed", seeds())
 def test_a_random_use_is_that_of_the_plain_model_or_refused_by_name(seed: int) -> None:
-    check(draw(seed))
+    program = draw(seed)
+    found = outcome(program)
+    # With the program in a form to paste.
+    assert found.is_in_order, f"{found.outcome} at action {found.action}\n{found.text}\noutcome({program!r})"
+
+
+@pytest.fixture(scope="module")
+def together(request: pytest.FixtureRequest) -> dict[str, Verdict]:
+    """Run the cases that were asked for on the same ranks, as many at a time; of those that break a rank off, none."""
+    items: list[Any] = [item for item in request.session.items if item.path == request.path]
+    names = [item.callspec.params["name"] for item in items if "name" in item.callspec.params]
+    found: dict[str, Verdict] = {}
+    for num_ranks in (2, 3, 4):
+        left = [name for name in names if CASES[name].program.num_ranks == num_ranks]
+        while left:
+            chosen, left = left[:AT_ONCE], left[AT_ONCE:]
+            try:
+                verdicts = outcomes([CASES[name].program for name in chosen], timeout=300)
+            except RankError:
+                continue
+            found |= zip(chosen, verdicts, strict=True)
+    return found
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] if case.is_slow else []) for name, case in CASES.items()]
 )
-def test_losses_gradients_and_weights_are_a_plain_models_at_every_moment_or_refused_when(name: str) -> None:
+def test_losses_gradients_and_weights_are_a_plain_models_at_every_moment_or_refused_when(
+    name: str, together: dict[str, Verdict]
+) -> None:
     case = CASES[name]
-    verdict = outcome(case.program)
+    verdict = together.get(name) or outcome(case.program)
     assert verdict.outcome == case.outcome, verdict

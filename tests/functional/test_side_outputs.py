@@ -6,6 +6,7 @@ What a module returns in other ways than as a tensor is among the uses of ``rand
 import warnings
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -14,21 +15,13 @@ from torch import nn
 
 from megatron_fsdp import MixedPrecisionPolicy
 from tests.harness import on_ranks
-from tests.harness.grids import nightly_but
-from tests.harness.models import WIDTH, Block, CheckpointedStack, Stack, inputs
+from tests.harness.models import WIDTH, Block, CheckpointedStack, Stack, inputs, squared
 from tests.harness.oracle import Case, compare
 from tests.harness.twins import sharded
 
-Reshard = bool | int | None
-
-
-def shard_all(model: nn.Module, reshard: Reshard = None, *, is_fused: bool = True) -> None:
-    policy = MixedPrecisionPolicy(fuse_weight_gradients=is_fused)
-    sharded(model, reshard_after_forward=reshard, mp_policy=policy)
-
 
 class Routed(Block):
-    aux: torch.Tensor | None = None
+    aux: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,77 +32,63 @@ class Routed(Block):
         return super().forward(x)
 
 
-def routed() -> nn.Module:
-    return Stack(*(Routed() for _ in range(3)), nn.Linear(WIDTH, 5))
-
-
-def routed_and_frozen() -> nn.Module:
-    model = routed()
-    for layer in model.layers:
-        for name, parameter in layer.named_parameters():
-            parameter.requires_grad_("router" not in name and "up" not in name)
+def routed(*, is_frozen: bool = False) -> nn.Module:
+    model = Stack(*(Routed() for _ in range(3)), nn.Linear(WIDTH, 5))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not is_frozen or "router" in name or "up" in name)
     return model
 
 
-def aux_of(model: nn.Module) -> torch.Tensor:
-    found = [0.1 * index * module.aux for index, module in enumerate(model.modules()) if isinstance(module, Routed)]
-    return torch.stack(found).sum()
-
-
-def main_and_aux(model: nn.Module, rank: int, step: int) -> torch.Tensor:
-    return model(inputs(rank, step)).square().mean() + aux_of(model)
+def main_and_aux(model: nn.Module, rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the loss of the output, and that of what the layers have kept."""
+    main = squared(model, rank, step)
+    return main, sum(0.1 * index * each.aux for index, each in enumerate(model.modules()) if isinstance(each, Routed))
 
 
 def aux_kept_from_evaluation(model: nn.Module, rank: int, step: int) -> torch.Tensor:
     """The attributes of the first microbatch are detached ones when the second runs."""
     with torch.no_grad():
-        model(inputs(rank, 100 + step))
-    kept = aux_of(model)
-    return main_and_aux(model, rank, step) * (1 + kept.detach())
-
-
-def checkpointed() -> nn.Module:
-    return CheckpointedStack(*(Routed() for _ in range(3)))
+        _, kept = main_and_aux(model, rank, 100 + step)
+    return sum(main_and_aux(model, rank, step)) * (1 + kept)
 
 
 CASES: dict[str, Case] = {
-    "an auxiliary loss of frozen weights": Case(routed_and_frozen, main_and_aux),
+    "an auxiliary loss of frozen weights": Case(
+        partial(routed, is_frozen=True), lambda *args: sum(main_and_aux(*args))
+    ),
     "an auxiliary loss kept from an evaluation": Case(routed, aux_kept_from_evaluation),
-    "an auxiliary loss in recomputed layers": Case(checkpointed, main_and_aux, is_guarded=False),
+    "an auxiliary loss in recomputed layers": Case(
+        lambda: CheckpointedStack(*(Routed() for _ in range(3))),
+        lambda *args: sum(main_and_aux(*args)),
+        is_guarded=False,
+    ),
 }
-
-WAYS: dict[str, Callable[[nn.Module], None]] = {
-    "by default": shard_all,
-    "resharded after forward, without fused gradients": partial(shard_all, reshard=True, is_fused=False),
-    "kept after forward": partial(shard_all, reshard=False),
-}
-
-
-# By default, which releases weights after forward, each case; the other two ways by turns.
-QUICK = {name: ("by default", list(WAYS)[1 + place % 2]) for place, name in enumerate(CASES)}
-
-
-@pytest.mark.parametrize(
-    ("name", "ways"), nightly_but(QUICK.items(), [*QUICK.items(), *((name, tuple(WAYS)) for name in CASES)])
+WAYS: tuple[dict[str, Any], ...] = (
+    {},
+    {"reshard_after_forward": True, "mp_policy": MixedPrecisionPolicy(fuse_weight_gradients=False)},
+    {"reshard_after_forward": False},
 )
+
+
+@pytest.mark.parametrize("name", CASES)
 @on_ranks(2, timeout=60)
-def test_a_loss_reaches_weights_by(name: str, ways: tuple[str, ...]) -> None:
-    results = {}
-    for way in ways:
+def test_a_loss_reaches_weights_by(name: str) -> None:
+    # By default, which releases weights after forward, each case; the other two ways by turns.
+    for way in (WAYS[0], WAYS[1 + list(CASES).index(name) % 2]):
         case = CASES[name]
         torch.manual_seed(7)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
-            results[way] = compare(Case(case.build, case.loss, shard=WAYS[way], steps=2, is_guarded=case.is_guarded))
-    assert all(result.is_exact for result in results.values()), results
+            shard = partial(sharded, **way)
+            found = compare(Case(case.build, case.loss, shard=shard, steps=2, is_guarded=case.is_guarded))
+        assert found.is_exact, (way, found)
 
 
 def aux_alone(model: nn.Module) -> torch.Tensor:
-    model(inputs(dist.get_rank(), 0))
-    return aux_of(model)
+    return main_and_aux(model, dist.get_rank(), 0)[1]
 
 
-def hooked_alone(model: nn.Module) -> torch.Tensor:
+def hooked_alone(model: Any) -> torch.Tensor:
     taken: list[torch.Tensor] = []
     handle = model.layers[1].norm.register_forward_hook(lambda module, args, output: taken.append(output))
     model(inputs(dist.get_rank(), 0))
@@ -122,11 +101,11 @@ def hooked_alone(model: nn.Module) -> torch.Tensor:
 def test_released_weights_that_backward_reaches_by_another_way_are_not_read(
     lose: Callable[[nn.Module], torch.Tensor],
 ) -> None:
-    for reshard in (True, False):
-        model = routed()
-        shard_all(model, reshard, is_fused=False)
+    for way in WAYS[1:]:
+        policy = MixedPrecisionPolicy(fuse_weight_gradients=False)
+        model = sharded(routed(), **{**way, "mp_policy": policy})
         loss = lose(model)
-        if reshard:
+        if way["reshard_after_forward"]:
             with pytest.raises(RuntimeError, match="is at version 1000000000; expected version 0"):
                 loss.backward()
         else:

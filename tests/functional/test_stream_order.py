@@ -105,6 +105,8 @@ def test_a_second_graph_waits_for_nothing_of_the_first(second: str) -> None:
             else:
                 fully_shard(nn.Linear(3, 3))
                 gc.collect()
+        # What waits for something outside of its capture raises.
+        assert double.waits
 
 
 @on_ranks(1)

@@ -6,10 +6,10 @@ After a change of the schedule that is meant, write the files anew and read the 
     git diff tests/functional/golden
 """
 
-import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,123 +18,87 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_fsdp import fully_shard, microbatch, no_sync
 from tests.harness import run_ranks
-from tests.harness.models import WIDTH, Block, inputs
+from tests.harness.models import WIDTH, Block, Made, inputs
 from tests.harness.transcript import record_transcript
 
-__all__ = ["SCENARIOS", "golden_path", "record", "write_all"]
+__all__ = ["NUM_RANKS", "SCENARIOS", "golden_path", "record", "write_all"]
 
 NUM_RANKS = 2
+Lines = list[str]
 
 
 class Model(nn.Module):
     """Four blocks, each a unit; the root owns nothing.
 
     Attributes:
-        span: blocks per checkpointed region, 0 for none.
-        use_reentrant: of ``torch.utils.checkpoint``.
+        span: blocks per checkpointed region, 0 for none. use_reentrant: of ``torch.utils.checkpoint``.
         order: of the blocks in forward.
     """
 
-    span = 0
-    use_reentrant = False
-
-    def __init__(self) -> None:
+    def __init__(self, span: int, use_reentrant: bool) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block() for _ in range(4))
-        self.order = [0, 1, 2, 3]
+        self.order, self.span, self.use_reentrant = [0, 1, 2, 3], span, use_reentrant
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         span = self.span or 1
         for start in range(0, 4, span):
-            region = functools.partial(self._run, self.order[start : start + span])
+            region = nn.Sequential(*(self.blocks[index] for index in self.order[start : start + span])).forward
             x = checkpoint(region, x, use_reentrant=self.use_reentrant) if self.span else region(x)
         return x
 
-    def _run(self, indices: list[int], x: torch.Tensor) -> torch.Tensor:
-        for index in indices:
-            x = self.blocks[index](x)
-        return x
+
+def four_blocks(span: int = 0, use_reentrant: bool = False, frozen: tuple[int, ...] = ()) -> Any:
+    model = Model(span, use_reentrant)
+    for index in frozen:
+        model.blocks[index].requires_grad_(False)
+    for block in model.blocks:
+        fully_shard(block)
+    return fully_shard(model)
 
 
-class WithHead(nn.Module):
+class WithHead(Made):
     """Two blocks, then a norm and a head that form one unit; the root owns a projection."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList([Block(), Block()])
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, 3)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
+def with_head() -> Any:
+    model: Any = WithHead(
+        lambda m, x: m.head(m.norm(m.blocks[1](m.blocks[0](m.stem(x))))),
+        stem=nn.Linear(WIDTH, WIDTH), blocks=nn.ModuleList([Block(), Block()]), norm=nn.LayerNorm(WIDTH),
+        head=nn.Linear(WIDTH, 3),
+    )  # fmt: skip
+    for part in (*model.blocks, [model.norm, model.head], model):
+        fully_shard(part)
+    return model
 
 
-@dataclass(frozen=True)
-class Scenario:
-    """A model and what is done with it, in lines of the transcript."""
-
-    build: Callable[[], nn.Module]
-    run: Callable[[nn.Module, list[str]], None]
-
-
-def four_blocks(span: int = 0, use_reentrant: bool = False) -> Model:
-    """Return the sharded model."""
-    model = Model()
-    model.span, model.use_reentrant = span, use_reentrant
-    for block in model.blocks:
-        fully_shard(block)
-    return fully_shard(model)
-
-
-def half_frozen() -> Model:
-    """Return the sharded model with block 0 and block 2 frozen."""
-    model = Model()
-    model.blocks[0].requires_grad_(False)
-    model.blocks[2].requires_grad_(False)
-    for block in model.blocks:
-        fully_shard(block)
-    return fully_shard(model)
-
-
-def with_head() -> WithHead:
-    """Return the sharded model with a list unit and a root that owns something."""
-    model = WithHead()
-    for block in model.blocks:
-        fully_shard(block)
-    fully_shard([model.norm, model.head])
-    return fully_shard(model)
-
-
-def train(model: nn.Module, lines: list[str], microbatches: int = 1, steps: tuple[int, ...] = (0, 1)) -> None:
+def train(model: nn.Module, lines: Lines, microbatches: int = 1, steps: tuple[int, ...] = (0, 1)) -> None:
     """Train, with a heading before each phase."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in steps:
         for index in range(microbatches):
             where = f"step {step + 1}" + (f", microbatch {index + 1}" if microbatches > 1 else "")
             with microbatch(model, index == microbatches - 1):
-                lines.append(f"# {where}, forward")
-                loss = model(inputs(dist.get_rank(), step).requires_grad_()).square().mean()
-                lines.append(f"# {where}, backward")
-                loss.backward()
+                pass_through(model, lines, where, inputs(dist.get_rank(), step).requires_grad_())
         optimizer.step()
         optimizer.zero_grad()
 
 
-def train_without_sync(model: nn.Module, lines: list[str]) -> None:
+def pass_through(model: nn.Module, lines: Lines, title: str, x: torch.Tensor) -> None:
+    lines.append(f"# {title}, forward")
+    loss = model(x).square().mean()
+    lines.append(f"# {title}, backward")
+    loss.backward()
+
+
+def train_without_sync(model: nn.Module, lines: Lines) -> None:
     """Accumulate one microbatch without communication, then one with."""
     for title, context in (("without sync", no_sync(model)), ("with sync", microbatch(model, True))):
         with context:
-            lines.append(f"# {title}, forward")
-            loss = model(inputs(dist.get_rank(), 0)).square().mean()
-            lines.append(f"# {title}, backward")
-            loss.backward()
+            pass_through(model, lines, title, inputs(dist.get_rank(), 0))
 
 
-def evaluate(model: nn.Module, lines: list[str]) -> None:
+def evaluate(model: nn.Module, lines: Lines) -> None:
     """Train one step, evaluate twice, train another."""
     train(model, lines, steps=(0,))
     model.eval()
@@ -142,11 +106,10 @@ def evaluate(model: nn.Module, lines: list[str]) -> None:
         lines.append(f"# evaluation {index + 1}")
         with torch.no_grad():
             model(inputs(dist.get_rank(), 9))
-    model.train()
-    train(model, lines, steps=(1,))
+    train(model.train(), lines, steps=(1,))
 
 
-def change_order(model: nn.Module, lines: list[str]) -> None:
+def change_order(model: Any, lines: Lines) -> None:
     """Train two steps, then two with the middle blocks exchanged."""
     train(model, lines)
     lines.append("# blocks 1 and 2 change places")
@@ -154,26 +117,28 @@ def change_order(model: nn.Module, lines: list[str]) -> None:
     train(model, lines, steps=(2, 3))
 
 
-SCENARIOS: dict[str, Scenario] = {
-    "two_steps": Scenario(four_blocks, train),
-    "two_microbatches": Scenario(four_blocks, functools.partial(train, microbatches=2, steps=(0,))),
-    "no_sync": Scenario(four_blocks, train_without_sync),
-    "evaluation": Scenario(four_blocks, evaluate),
-    "changed_order": Scenario(four_blocks, change_order),
-    "half_frozen": Scenario(half_frozen, train),
-    "list_unit": Scenario(with_head, train),
-    "checkpointed_blocks": Scenario(functools.partial(four_blocks, 1), train),
-    "checkpointed_pairs": Scenario(functools.partial(four_blocks, 2), train),
-    "checkpointed_blocks_reentrant": Scenario(functools.partial(four_blocks, 1, True), train),
-    "checkpointed_pairs_reentrant": Scenario(functools.partial(four_blocks, 2, True), train),
+# A model, and what is done with it, in lines of the transcript.
+SCENARIOS: dict[str, tuple[Callable[[], Any], Callable[[Any, Lines], None]]] = {
+    "two_steps": (four_blocks, train),
+    "two_microbatches": (four_blocks, partial(train, microbatches=2, steps=(0,))),
+    "no_sync": (four_blocks, train_without_sync),
+    "evaluation": (four_blocks, evaluate),
+    "changed_order": (four_blocks, change_order),
+    "half_frozen": (partial(four_blocks, frozen=(0, 2)), train),
+    "list_unit": (with_head, train),
+    "checkpointed_blocks": (partial(four_blocks, 1), train),
+    "checkpointed_pairs": (partial(four_blocks, 2), train),
+    "checkpointed_blocks_reentrant": (partial(four_blocks, 1, True), train),
+    "checkpointed_pairs_reentrant": (partial(four_blocks, 2, True), train),
 }
 
 
 def record(name: str) -> str:
-    scenario = SCENARIOS[name]
-    model = scenario.build()
+    """Return the transcript of a scenario."""
+    build, run = SCENARIOS[name]
+    model = build()
     with record_transcript() as lines:
-        scenario.run(model, lines)
+        run(model, lines)
     return "\n".join(lines) + "\n"
 
 

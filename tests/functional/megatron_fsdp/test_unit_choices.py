@@ -1,6 +1,6 @@
 """What a user may choose for one unit, meshes and switches: gradients and weights equal a whole model's all the same.
 
-Hooks, collectives and ways in are FSDP2's scenarios (``compatibility_communication``, ``compatibility_methods``).
+Hooks, collectives and ways in are FSDP2's programs (``compatibility_programs``).
 """
 
 import copy
