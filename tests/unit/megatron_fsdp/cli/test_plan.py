@@ -19,7 +19,7 @@ from torch import nn
 import megatron_fsdp
 from megatron_fsdp.__main__ import main
 from megatron_fsdp.planning import catalog, plan_arguments
-from megatron_fsdp.planning.cost_model import Machine
+from megatron_fsdp.planning.cost_model import Hardware
 from megatron_fsdp.planning.plan_arguments import (
     byte_count,
     bytes_per_second,
@@ -75,7 +75,8 @@ def plan_of(*arguments: str) -> dict[str, Any]:
 
 
 def parts_of(plain: dict[str, Any]) -> dict[str, int]:
-    return {part["name"]: part["num_bytes"] for part in plain["memory"]["parts"]}
+    parts: dict[str, int] = plain["memory"]["parts"]
+    return parts
 
 
 def test_the_page_folds_equal_layers_and_names_model_mesh_and_strategy() -> None:
@@ -196,7 +197,6 @@ def test_a_config_file_is_planned_like_the_catalogs(tmp_path: Path) -> None:
 def test_a_factorys_repeated_blocks_are_units_and_its_activations_not_known() -> None:
     page = run(*FACTORY)
     assert "blocks.0 .. blocks.3 (4 alike, each)" in page
-    assert re.search(r"activations +not known +not known\n", page)
     assert "activations are not known" in page
 
 
@@ -206,8 +206,7 @@ def test_a_factorys_units_can_be_named() -> None:
 
 
 def test_activations_that_were_measured_count_per_sequence() -> None:
-    parts = plan_of(*FACTORY, "--activation-bytes", "1KiB", "--micro-batch", "3")["memory"]["parts"]
-    assert {"name": "activations", "num_bytes": 3072, "is_known": True} in parts
+    assert parts_of(plan_of(*FACTORY, "--activation-bytes", "1KiB", "--micro-batch", "3"))["activations"] == 3072
 
 
 @pytest.mark.parametrize(
@@ -269,7 +268,7 @@ def test_the_help_gives_the_default_of_every_option_that_has_one(capsys: pytest.
     for name, value in plan_arguments.DEFAULTS.items():
         described = text.partition(f" --{name.replace('_', '-')} ")[2].partition(" --")[0]
         assert isinstance(value, bool) or re.search(rf"default:? {value}\b", text), (name, described)
-    machine = Machine()
+    machine = Hardware()
     for rate in (machine.memory_bandwidth, machine.node_bandwidth, machine.network_bandwidth):
         assert f"(default {rate / 1e9:.0f}GB/s)" in text
     assert f"(default {machine.flops / 1e12:.0f}T)" in text
