@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from megatron_fsdp.errors import ConfigError
+from megatron_fsdp.planning.catalog import Architecture
 from megatron_fsdp.planning.cost_model import Hardware, StepTime, predict_step, transfer_seconds
 from megatron_fsdp.planning.model_source import Subject, stage_subject
 from megatron_fsdp.planning.parallelism import (
@@ -89,15 +90,20 @@ def play_setup(subject: Subject, setup: Setup, counts: Sequence[int]) -> PlayedS
     return play_step(stand_ins, counts, moments_dtype=setup.moments_dtype)
 
 
-def project(subject: Subject, setup: Setup) -> Projection:
-    """Return what training a model in one way takes. LayoutError: the planner refuses the padding."""
-    played = play_setup(subject, setup, [setup.workload.num_microbatches])
+def project(subject: Subject, setup: Setup, played: PlayedStep | None = None) -> Projection:
+    """Return what training a model in one way takes; ``played``: its step, where that is known.
+
+    LayoutError: the planner refuses the padding.
+    """
+    played = played or play_setup(subject, setup, [setup.workload.num_microbatches])
     time = predict_step(played, setup.workload, setup.hardware)
     return Projection(subject, setup, played, memory_of(subject, setup, [played]), time)
 
 
-def project_stages(subject: Subject, setup: Setup) -> tuple[Projection, ...]:
+def project_stages(subject: Subject, setup: Setup, number: int | None = None) -> tuple[Projection, ...]:
     """Return what training takes on a rank of each pipeline stage, with the time that stages wait for each other.
+
+    Stages that are alike are played once, and told with the names of the first of them, but for stage ``number``.
 
     Raises:
         ConfigError: a model that is not of the catalog, or sizes that do not divide it.
@@ -109,18 +115,21 @@ def project_stages(subject: Subject, setup: Setup) -> tuple[Projection, ...]:
             "--tp, --ep, --pp and --cp divide models of the catalog and of --hf-config, whose layers are known; with "
             "--factory build what one rank of a stage has"
         )
-    stages = [
-        _project_stage(subject, setup, stage) for stage in stages_of(subject.transformer.architecture, parallelism)
-    ]
+    played: dict[Architecture | int, PlayedStep] = {}
+    stages = []
+    for stage in stages_of(subject.transformer.architecture, parallelism):
+        key = stage.number if stage.number == number else stage.architecture
+        stages.append(_project_stage(subject, setup, stage, played.get(key)))
+        played[key] = stages[-1].played
     # All stages wait for the slowest.
     slowest = max(each.time.busy for each in stages)
     bubble = (1 + bubble_share(parallelism, workload.num_microbatches)) * slowest
     return tuple(replace(each, time=replace(each.time, bubble=bubble - each.time.busy)) for each in stages)
 
 
-def _project_stage(subject: Subject, setup: Setup, stage: Stage) -> Projection:
+def _project_stage(subject: Subject, setup: Setup, stage: Stage, played: PlayedStep | None) -> Projection:
     parallelism, workload = setup.parallelism, setup.workload
-    projection = project(stage_subject(subject, stage, parallelism, workload.num_microbatches), setup)
+    projection = project(stage_subject(subject, stage, parallelism, workload.num_microbatches), setup, played)
     transfers = model_transfers(stage, parallelism, workload, projection.played.compute_itemsize)
     links = setup.hardware.links
     seconds = sum(each.count * transfer_seconds(each.transfer, links[each.transfer.axis]) for each in transfers)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from dbuffer.errors import LayoutError
@@ -19,7 +19,7 @@ from megatron_fsdp.planning.plan_arguments import HYBRID, STRATEGIES
 from megatron_fsdp.planning.played_step import PlayedStep
 from megatron_fsdp.planning.transformer import Workload
 
-__all__ = ["Search", "search"]
+__all__ = ["fit_tables", "search"]
 
 # Sequences of a rank and step when no batch is given; rows of the table.
 _PER_RANK, _ROWS = 8, 12
@@ -29,31 +29,11 @@ _PACKED = ("optim_grads_params", "hsdp")
 _FEW = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Search:
-    """What was found: the plan of the fastest that fits, None when nothing does, and the search as plain data.
-
-    docs/planning.md describes the keys.
-    """
-
-    best: Projection | None
-    plain: dict[str, Any]
-
-    def tables(self) -> Iterator[Table]:
-        """Yield how many setups fit, the table of the fastest, and why the rest does not."""
-        found = self.plain
-        fitting, limit = found["fitting"], format_bytes(found["limit_bytes"])
-        unknown = "" if found["counts_activations"] else "; activations are not known and not counted"
-        title = (
-            f"{len(fitting):,} of {found['num_tried']:,} setups fit {limit} on {found['num_ranks']:,} ranks, "
-            f"{found['sequences_per_step']:,} sequences per step{unknown}"
-        )
-        yield Table.of(fitting[:_ROWS], title)
-        yield Table.of(found["rejected"], "what does not fit")
-
-
-def search(subject: Subject, options: Options) -> Search:
+def search(subject: Subject, options: Options) -> tuple[Projection | None, dict[str, Any]]:
     """Try strategies, splits of the ranks into a mesh, micro-batches and recomputation; options that are given stay.
+
+    Returns:
+        The plan of the fastest that fits, and what was found as plain data, which docs/planning.md describes.
 
     All setups train on the same number of sequences per step, so their step times compare.
 
@@ -96,7 +76,19 @@ def search(subject: Subject, options: Options) -> Search:
     }
     best = project(subject, found[0][0]) if found else None
     assert best is None or best.memory_bytes == found[0][1]["memory_bytes"], "all layers take other memory than told"
-    return Search(best, plain)
+    return best, plain
+
+
+def fit_tables(found: dict[str, Any]) -> Iterator[Table]:
+    """Yield how many setups fit with the fastest of them, and why the rest does not."""
+    fitting, limit = found["fitting"], format_bytes(found["limit_bytes"])
+    unknown = "" if found["counts_activations"] else "; activations are not known and not counted"
+    title = (
+        f"{len(fitting):,} of {found['num_tried']:,} setups fit {limit} on {found['num_ranks']:,} ranks, "
+        f"{found['sequences_per_step']:,} sequences per step{unknown}"
+    )
+    yield Table.of(fitting[:_ROWS], title)
+    yield Table.of(found["rejected"], "what does not fit")
 
 
 def _models(subject: Subject, options: Options) -> tuple[tuple[Subject, ...], int]:
