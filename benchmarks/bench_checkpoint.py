@@ -131,5 +131,5 @@ def checkpoint_rows(case: Mapping[str, str | int | float], num_bytes: int, ranks
         for way in ranks[0]:
             rounds = zip(*(one[way] for one in ranks), strict=True)
             speeds[way] = Samples(tuple(num_bytes / max(spent[position] for spent in one) for one in rounds))
-        rows += beside_peers(Row("checkpoint", case, f"{kind} speed", "B/s", higher_is_better=True), speeds, key="way")
+        rows += beside_peers(Row("checkpoint", case, f"{kind} speed", "B/s"), speeds, key="way")
     return rows

@@ -22,9 +22,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import megatron_fsdp
+from benchmarks.engines import LEARNING_RATE, Step, make_model
 from benchmarks.harness import Row, Samples
 from benchmarks.models import Shape
-from benchmarks.torch_engines import LEARNING_RATE, Step, make_model
 from megatron_fsdp.virtual.device import virtual_device
 from megatron_fsdp.virtual.playback import play
 from megatron_fsdp.virtual.recording import Item, Work

@@ -28,13 +28,11 @@ import megatron_fsdp
 from benchmarks import bench_host, bench_kernels, bench_memory, bench_step
 from benchmarks.allocations import cuda_phases_of, phases_of
 from benchmarks.captured_step import captured_rows
-from benchmarks.engines import Precision, fsdp2, ours, world_mesh
+from benchmarks.engines import LEARNING_RATE, Precision, fsdp2, make_model, ours, world_mesh
 from benchmarks.harness import Row, Samples, interleaved, ratio, table
 from benchmarks.models import Shape
 from benchmarks.null_group import null_world
-from benchmarks.peer_python import Peer, Task, add_peer_argument, peers_of
 from benchmarks.ranked_step import is_ranked, joined, ranked_rows
-from benchmarks.torch_engines import LEARNING_RATE, make_model
 
 BF16 = Precision(torch.bfloat16, torch.float32)
 LIMIT_S = 450.0
@@ -54,7 +52,6 @@ class Setup:
     rounds: int
     worlds: tuple[int, ...]
     batches: tuple[int, ...]
-    peers: tuple[Peer, ...] = ()
 
     @property
     def synchronize(self) -> Callable[[], None] | None:
@@ -117,7 +114,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--worlds", type=int, nargs="+", default=[8, 64], help="for whole steps")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4], help="for whole steps")
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds after which no section is begun")
-    add_peer_argument(parser)
 
 
 def run(args: argparse.Namespace) -> list[Row]:
@@ -131,8 +127,7 @@ def run(args: argparse.Namespace) -> list[Row]:
             f"benchmarks gpu: there is no CUDA device here (torch {torch.__version__}); run it on a machine with one, "
             f"or rehearse with --device cpu --small"
         )
-    peers = tuple(peers_of(args.peer_python))
-    setup = Setup(args.device, args.small, args.rounds, tuple(args.worlds), tuple(args.batches), peers)
+    setup = Setup(args.device, args.small, args.rounds, tuple(args.worlds), tuple(args.batches))
     started, rows = time.monotonic(), []
     if args.device == "cpu":
         rows.append(_note("all", "rehearsal", "what the CPU's numbers miss or meet says nothing about a GPU"))
@@ -214,9 +209,7 @@ def steps(setup: Setup) -> list[Row]:
     for batch in setup.batches:
         shape = replace(setup.llama_like, batch=batch)
         for num_ranks in setup.worlds:
-            found = bench_step.null_rows(shape, num_ranks, setup.device, setup.rounds)
-            task = Task("step", shape, BF16, num_ranks, "null", setup.device, setup.rounds)
-            rows += found + bench_step.peer_rows(bench_step.null_case(shape, num_ranks), setup.peers, task, found)
+            rows += bench_step.null_rows(shape, num_ranks, setup.device, setup.rounds)
             _forget(setup.device)
     return rows
 

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import megatron_fsdp
+from benchmarks.engines import LEARNING_RATE, Step, make_model, train_in_turn
 from benchmarks.harness import Row, Times, both, ratio
 from benchmarks.models import Shape
-from benchmarks.torch_engines import LEARNING_RATE, Step, make_model, train_in_turn
 from tests.harness import run_ranks
 
 __all__ = ["add_arguments", "run"]

@@ -73,8 +73,8 @@ def kernel_rows(numel: int, device: torch.device, rounds: int) -> list[Row]:
         copy_rates = [copy.num_bytes / value for value in seconds["copy"].values]
         ratio = Samples(tuple(rate / other for rate, other in zip(rates, copy_rates, strict=True)))
         case: dict[str, str | int | float] = {"kernel": name, "numel": numel, "backend": backend(device)}
-        rows.append(Row("kernels", case, "rate", "B/s", Samples(tuple(rates)), higher_is_better=True))
-        rows.append(Row("kernels", case, "rate over that of a copy", "", ratio, higher_is_better=True))
+        rows.append(Row("kernels", case, "rate", "B/s", Samples(tuple(rates))))
+        rows.append(Row("kernels", case, "rate over that of a copy", "", ratio))
     return rows
 
 

@@ -4,27 +4,22 @@ One process is rank 0 of a world whose collectives do nothing. Peaks are those o
 a GPT on very few tokens, so that next to nothing but weights, gradients and optimizer state is held. Bytes moved are
 those that operators other than matrix products read and write in forward and backward, less what a plain model's do,
 per parameter; collectives are left out.
-
-``--peer-python PATH`` adds the whole step's peak of engines that live in an interpreter of their own.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
 
 import megatron_fsdp
 from benchmarks.allocations import MovedBytes, PhaseMemory, cuda_phases_of, phases_of
-from benchmarks.engines import ENGINES, Precision, world_mesh
+from benchmarks.engines import ENGINES, Precision, make_model, world_mesh
 from benchmarks.harness import Row, Samples
 from benchmarks.models import Model, Shape
 from benchmarks.null_group import null_world
-from benchmarks.peer_python import Peer, Task, add_peer_argument, ask, peers_of
-from benchmarks.torch_engines import make_model
 
 PRECISIONS = {
     "fp32": Precision(),
@@ -47,7 +42,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--vocabulary", type=int, default=1024, help="of the model")
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64], help="of the worlds")
     parser.add_argument("--precisions", nargs="+", default=list(PRECISIONS), choices=list(PRECISIONS))
-    add_peer_argument(parser)
 
 
 def run(args: argparse.Namespace) -> list[Row]:
@@ -56,16 +50,13 @@ def run(args: argparse.Namespace) -> list[Row]:
     sizes = (args.layers, args.width, args.vocabulary)
     shape = Shape(*sizes, batch=1, length=2, head_width=min(args.width, 64), compute=None)
     rows: list[Row] = []
-    peers = peers_of(args.peer_python)
     torch.set_flush_denormal(True)
     try:
         for num_ranks in args.ranks:
             with null_world(num_ranks):
                 for name in args.precisions:
                     case = {"precision": name, "ranks": num_ranks}
-                    found = peak_rows(case, shape, PRECISIONS[name])
-                    found += peer_rows(case, peers, Task("memory", shape, PRECISIONS[name], num_ranks, "null"), found)
-                    rows += found + moved_rows(case, shape, PRECISIONS[name])
+                    rows += peak_rows(case, shape, PRECISIONS[name]) + moved_rows(case, shape, PRECISIONS[name])
     finally:
         torch.set_flush_denormal(False)
     return rows
@@ -100,20 +91,6 @@ def peak_rows(case: Case, shape: Shape, precision: Precision, device: str = "cpu
     return rows
 
 
-def peer_rows(case: Case, peers: Sequence[Peer], task: Task, ours: Sequence[Row]) -> list[Row]:
-    """Return the peak of each peer's third step in its interpreter, and ours over it."""
-    rows = []
-    mine = next(row for row in ours if row.metric == WHOLE_STEP and row.case["engine"] == "ours").samples.median
-    for peer, answers in ask(peers, task):
-        _, peak, _ = answers[0]["phases"]["whole step"]
-        for about, metric, unit, value in (
-            ({"engine": peer.label}, WHOLE_STEP, "B", peak),
-            ({"peer": peer.label}, f"{WHOLE_STEP} over peer's", "", mine / peak),
-        ):
-            rows.append(replace(_row({**case, **about}, metric, unit, value), notes=peer.notes))
-    return rows
-
-
 def moved_rows(case: Case, shape: Shape, precision: Precision) -> list[Row]:
     """Return the bytes that each engine's operators move per parameter and microbatch beyond the plain model's."""
     moved = {engine: _moved(engine, shape, precision) / _num_parameters(shape) for engine in ENGINES}
@@ -126,7 +103,7 @@ def moved_rows(case: Case, shape: Shape, precision: Precision) -> list[Row]:
 
 
 def _row(case: Case, metric: str, unit: str, value: float) -> Row:
-    return Row("memory", case, metric, unit, Samples((float(value),)), is_exact=True)
+    return Row("memory", case, metric, unit, Samples((float(value),)))
 
 
 def _above_rest(phases: Mapping[str, PhaseMemory], phase: str) -> int:

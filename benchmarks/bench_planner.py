@@ -141,7 +141,6 @@ def padding_rows() -> list[Row]:
             f"padding, {layout}",
             "%",
             Samples((100 * getattr(padding_of(name, shards), layout),)),
-            is_exact=True,
         )
         for name in catalog.names()
         for shards in SHARDS

@@ -1,14 +1,11 @@
-"""Step: wall and processor time of training steps on gloo ranks, beside FSDP2, FSDP1, DDP and ZeroRedundancyOptimizer.
+"""Step: wall and processor time of training steps on gloo ranks, beside FSDP2 and DDP.
 
 A GPT and a mixture of experts are trained by all engines in turn, in one run of the same processes, so that what else
 the machine does slows all of them; rows are seconds and ratios, round by round. All have torch's fused AdamW; "ours,
 flat AdamW" has this project's. "bare" is the least that a sharded step can cost: local compute, collectives of the
 same bytes, and AdamW on this rank's shard.
 
-With ``--device cuda`` a Llama-like model is trained beside FSDP2 on one GPU, as rank 0 of worlds whose collectives
-do nothing.
-
-``--peer-python PATH`` adds engines that live in an interpreter of their own, with FSDP2 beside them there.
+``python -m benchmarks gpu`` trains a Llama-like model beside FSDP2 on one GPU.
 """
 
 from __future__ import annotations
@@ -21,12 +18,10 @@ from dataclasses import replace
 import torch
 
 from benchmarks.allocations import cuda_phases_of, phases_of
-from benchmarks.engines import Precision
+from benchmarks.engines import Precision, Step, train_in_turn
 from benchmarks.harness import Row, Samples, Times, beside_peers, both, interleaved, ratio
 from benchmarks.models import Shape
 from benchmarks.null_group import null_world
-from benchmarks.peer_python import Peer, Task, add_peer_argument, ask, peers_of, times_of
-from benchmarks.torch_engines import Step, train_in_turn
 from benchmarks.trainers import TRAINERS
 from tests.harness import run_ranks
 
@@ -35,8 +30,8 @@ PRECISIONS = {
     "bf16": Precision(torch.bfloat16, torch.float32),
     "bf16, reduced in bf16": Precision(torch.bfloat16, torch.bfloat16),
 }
-# They have no FP32 main weights beside bf16 ones.
-FP32_ONLY = ("DDP", "DDP, ZeroRedundancyOptimizer")
+# It has no FP32 main weights beside bf16 ones.
+FP32_ONLY = ("DDP",)
 MODELS = ("2x64", "4x256", "moe")
 LLAMA_LIKE = Shape(24, 2048, 32000, batch=4, length=2048, head_width=128, compute=None)
 _NUM_STEPS = 3
@@ -54,16 +49,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=int, default=8, help="of the model")
     parser.add_argument("--width", type=int, default=512, help="of the model")
     parser.add_argument("--vocabulary", type=int, default=8192, help="of the model")
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="where")
-    parser.add_argument("--worlds", type=int, nargs="+", default=[8, 64], help="with cuda")
-    add_peer_argument(parser)
 
 
 def run(args: argparse.Namespace) -> list[Row]:
     """Measure every model in every precision."""
-    if args.device == "cuda":
-        return gpu_rows(args)
-    rows, peers = [], peers_of(args.peer_python)
+    rows = []
     for name in args.models:
         for precision in args.precisions:
             shape = shape_of(name, args)
@@ -71,9 +61,7 @@ def run(args: argparse.Namespace) -> list[Row]:
             call = (engines, shape, PRECISIONS[precision], args.rounds)
             ranks = run_ranks(args.ranks, train_interleaved, *call, timeout=3000.0)
             case = {"model": name, "precision": precision, "ranks": args.ranks}
-            found = step_rows(case, ranks)
-            task = Task("step", shape, PRECISIONS[precision], args.ranks, rounds=args.rounds)
-            rows += found + peer_rows(case, peers, task, found)
+            rows += step_rows(case, ranks)
     return rows
 
 
@@ -95,48 +83,6 @@ def train_interleaved(engines: Sequence[str], shape: Shape, precision: Precision
 def step_rows(case: Mapping[str, str | int | float], ranks: Sequence[Times]) -> list[Row]:
     """Return seconds of each engine, and ours over each other's."""
     return [row for what, samples in both(ranks).items() for row in beside_peers(Row("step", case, what, "s"), samples)]
-
-
-def peer_rows(
-    case: Mapping[str, str | int | float], peers: Sequence[Peer], task: Task, ours: Sequence[Row]
-) -> list[Row]:
-    """Return what each peer takes in its interpreter, over FSDP2 beside it there, and ours over the peer by FSDP2.
-
-    Args:
-        ours: the rows of this interpreter, where they have FSDP2's.
-    """
-    rows = []
-    for peer, answers in ask(peers, task):
-        times = [{peer.label: spent[peer.name], "FSDP2": spent["FSDP2"]} for spent in times_of(answers)]
-        for what, seconds in both(times).items():
-            for name, values in seconds.items():
-                engine = name if name == peer.label else f"FSDP2 beside {peer.label}"
-                rows.append(Row("step", {**case, "engine": engine}, what, "s", values, notes=peer.notes))
-            theirs = ratio(seconds[peer.label], seconds["FSDP2"])
-            beside = {**case, "engine": peer.label, "peer": "FSDP2"}
-            rows.append(Row("step", beside, f"{what} over peer's", "", theirs, notes=peer.notes))
-            mine = [row for row in ours if row.metric == f"{what} over peer's" and row.case.get("peer") == "FSDP2"]
-            if mine:
-                value = Samples((mine[0].samples.median / theirs.median,))
-                metric = f"{what} over peer's, by FSDP2 beside each"
-                rows.append(Row("step", {**case, "peer": peer.label}, metric, "", value, notes=peer.notes))
-    return rows
-
-
-def gpu_rows(args: argparse.Namespace) -> list[Row]:
-    """Train a model of 1.3e9 parameters on one GPU, in worlds whose collectives do nothing.
-
-    Raises:
-        SystemExit: there is no GPU.
-    """
-    if not torch.cuda.is_available():
-        raise SystemExit("--device cuda: there is no CUDA device here; leave the option out to measure on the CPU")
-    rows, peers = [], peers_of(args.peer_python)
-    for num_ranks in args.worlds:
-        found = null_rows(LLAMA_LIKE, num_ranks, "cuda", args.rounds)
-        task = Task("step", LLAMA_LIKE, PRECISIONS["bf16"], num_ranks, "null", "cuda", args.rounds)
-        rows += found + peer_rows(null_case(LLAMA_LIKE, num_ranks), peers, task, found)
-    return rows
 
 
 def null_rows(shape: Shape, num_ranks: int, device: str, rounds: int) -> list[Row]:

@@ -73,7 +73,6 @@ def _ratios(setting: dict[str, str | int], played: dict[str, Playback]) -> list[
             metric,
             "",
             Samples((found.seconds / peer.seconds,)),
-            is_exact=True,
         )
         for engine, found in played.items()
         if peer is not None
@@ -172,10 +171,7 @@ def _rows(case: dict[str, str | int], found: Playback) -> list[Row]:
         "bound": (bound(found) * 1e3, "ms"),
         "compute waits": (found.waiting() / found.seconds * 100, "%"),
     }
-    return [
-        Row("virtual", case, metric, unit, Samples((value,)), is_exact=True)
-        for metric, (value, unit) in quantities.items()
-    ]
+    return [Row("virtual", case, metric, unit, Samples((value,))) for metric, (value, unit) in quantities.items()]
 
 
 def _show(case: dict[str, str | int], found: Playback, args: argparse.Namespace) -> None:

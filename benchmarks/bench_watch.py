@@ -12,10 +12,9 @@ import time
 import torch
 import torch.distributed as dist
 
-from benchmarks.engines import Precision, ours, world_mesh
+from benchmarks.engines import Precision, make_model, ours, world_mesh
 from benchmarks.harness import Row, Samples, Times, both, ranks_in_turn, ratio
 from benchmarks.models import Shape
-from benchmarks.torch_engines import make_model
 from megatron_fsdp import Placements, Watch, fully_shard
 from tests.harness import run_ranks
 

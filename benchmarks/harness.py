@@ -12,7 +12,7 @@ machine, the versions and the commit.
 
 One way to measure: several functions run in turn (``interleaved``; ``ranks_in_turn`` on ranks), so that a machine that
 warms up or gets busy slows all of them, and their ratio still means something. A claim about speed is a ratio of such
-samples. Interpreters with other engines in them use this file too: it imports torch alone.
+samples.
 """
 
 from __future__ import annotations
@@ -92,8 +92,6 @@ class Row:
         metric: the quantity, as in ``"time"`` or ``"padding"``.
         unit: of the values: ``"s"``, ``"B"``, ``"%"``, ``"B/s"``.
         samples: the values; a single one where the quantity is exact.
-        is_exact: the value does not depend on the machine or its mood, so that any change is a change.
-        higher_is_better: True for throughputs.
     """
 
     bench: str
@@ -101,8 +99,6 @@ class Row:
     metric: str
     unit: str
     samples: Samples = Samples(())
-    is_exact: bool = False
-    higher_is_better: bool = False
     notes: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -261,9 +257,7 @@ def read_rows(path: Path) -> tuple[dict[str, Any], list[Row]]:
     content = json.loads(path.read_text(encoding="utf-8"))
     rows = [
         Row(
-            **{
-                name: row[name] for name in ("bench", "case", "metric", "unit", "is_exact", "higher_is_better", "notes")
-            },
+            **{name: row[name] for name in ("bench", "case", "metric", "unit", "notes")},
             samples=Samples(tuple(row["samples"]["values"])),
         )
         for row in content["rows"]

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import importlib
-import itertools
 import json
 import re
 import sys
@@ -85,17 +84,6 @@ def _memory(
     ]
 
 
-def _redistribute(peer: str) -> list[Claim]:
-    claims = []
-    for kind, width, what in itertools.product(
-        ("gather", "reduce-scatter"), (64, 512), ("wall time", "processor time")
-    ):
-        case: dict[str, str | int | float] = {"peer": peer, "width": width}
-        words = f"{kind}, width {width}, over {peer}, {what}"
-        claims.append(Claim(words, "redistribute", f"{kind}, {what} over peer's", case))
-    return claims
-
-
 def _bytes(metric: str, words: str, precision: str, most: float | None = None) -> list[Claim]:
     case: dict[str, str | int | float] = {"precision": precision, "ranks": 64, "engine": "ours"}
     return [Claim(f"{words}, {precision.removesuffix(', not fused')}, 64 ranks", "memory", metric, case, most)]
@@ -120,10 +108,7 @@ TABLES: Mapping[str, Sequence[Claim]] = {
         *_step("4 x 256 tokens, fp32, over bare", "4x256", "fp32", "bare", None, 1.05),
         *_step("mixture of experts, fp32, over FSDP2", "moe", "fp32", "FSDP2"),
         *_step("mixture of experts, bf16, over FSDP2", "moe", "bf16", "FSDP2"),
-        *_step("2 x 64 tokens, fp32, over FSDP1", "2x64", "fp32", "FSDP1"),
-        *_step("2 x 64 tokens, bf16, over FSDP1", "2x64", "bf16", "FSDP1"),
         *_step("2 x 64 tokens, fp32, over DDP", "2x64", "fp32", "DDP"),
-        *_step("2 x 64 tokens, fp32, over ZeRO-1", "2x64", "fp32", "DDP, ZeroRedundancyOptimizer"),
         *_step("2 x 64 tokens, fp32, over bare", "2x64-long", "fp32", "bare"),
         *_step("2 x 64 tokens, bf16, over bare", "2x64-long", "bf16", "bare"),
         *_step("2 x 64 tokens, fp32, over the flat AdamW", "2x64", "fp32", "ours, flat AdamW"),
@@ -190,7 +175,6 @@ TABLES: Mapping[str, Sequence[Claim]] = {
     ]
     + [Claim("resident memory over FSDP2's", "resident", "resident memory over peer's", {"peer": "FSDP2"}, 1.05)],
     "link": [*_link("ours", 1.2), *_link("FSDP2")],
-    "redistribute": [*_redistribute("DTensor"), *_redistribute("bare")],
     "checkpoint": [
         Claim(f"{kind} speed over {peer} (more is better)", "checkpoint", f"{kind} speed over peer's", {"peer": peer})
         for kind in ("save", "load")

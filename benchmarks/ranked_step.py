@@ -16,10 +16,9 @@ import torch.distributed as dist
 from torch import nn
 
 import megatron_fsdp
-from benchmarks.engines import Precision, fsdp2, ours, world_mesh
+from benchmarks.engines import LEARNING_RATE, Precision, fsdp2, make_model, ours, step_of, train_in_turn, world_mesh
 from benchmarks.harness import Row, Samples, Times, both, ratio
 from benchmarks.models import Shape
-from benchmarks.torch_engines import LEARNING_RATE, make_model, step_of, train_in_turn
 
 __all__ = ["ENGINES", "is_ranked", "joined", "ranked_rows"]
 

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import fsdp
 from torch.nn.parallel import DistributedDataParallel
 
 import megatron_fsdp
-from benchmarks.engines import Precision, ours, world_mesh
+from benchmarks.engines import LEARNING_RATE, Precision, Step, make_model, ours, step_of, train_fsdp2, world_mesh
 from benchmarks.models import Shape
-from benchmarks.torch_engines import LEARNING_RATE, Step, make_model, step_of, train_fsdp2
 
 __all__ = ["TRAINERS", "bare"]
 
@@ -35,43 +31,10 @@ def train_ours_flat(shape: Shape, precision: Precision, device: str) -> Step:
     return step_of(model, megatron_fsdp.AdamW(model.parameters(), lr=LEARNING_RATE))
 
 
-def train_fsdp1(shape: Shape, precision: Precision, device: str) -> Step:
-    """Train by FullyShardedDataParallel and torch's fused AdamW on its flat parameters."""
-    model = make_model(shape, device)
-    policy = fsdp.MixedPrecision(
-        param_dtype=precision.compute,
-        reduce_dtype=precision.reduce,
-        cast_forward_inputs=False,
-        cast_root_forward_inputs=False,
-    )
-    options: Any = {"device_id": torch.device(device)}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        kinds = {type(layer) for layer in model.layers}
-        wrap = fsdp.wrap.ModuleWrapPolicy(kinds)
-        wrapped = fsdp.FullyShardedDataParallel(
-            model, auto_wrap_policy=wrap, mixed_precision=policy, use_orig_params=False, **options
-        )
-    return step_of(wrapped, torch.optim.AdamW(wrapped.parameters(), lr=LEARNING_RATE, fused=True))
-
-
 def train_ddp(shape: Shape, precision: Precision, device: str) -> Step:
     """Train by DistributedDataParallel and torch's fused AdamW: everything is whole on every rank."""
     model = DistributedDataParallel(make_model(shape, device), gradient_as_bucket_view=True)
     return step_of(model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True))
-
-
-def train_zero(shape: Shape, precision: Precision, device: str) -> Step:
-    """Train by DistributedDataParallel and ZeroRedundancyOptimizer: optimizer state is sharded."""
-    with warnings.catch_warnings():
-        # Its package compiles by torch.jit.script, which is deprecated, when it is imported.
-        warnings.simplefilter("ignore")
-        from torch.distributed.optim import ZeroRedundancyOptimizer
-    model = DistributedDataParallel(make_model(shape, device), gradient_as_bucket_view=True)
-    optimizer = ZeroRedundancyOptimizer(
-        model.parameters(), torch.optim.AdamW, lr=LEARNING_RATE, fused=True, parameters_as_bucket_view=True
-    )
-    return step_of(model, optimizer)
 
 
 def bare(shape: Shape, precision: Precision, device: str) -> Step:
@@ -116,8 +79,6 @@ TRAINERS: Mapping[str, Callable[[Shape, Precision, str], Step]] = {
     "ours": train_ours,
     "ours, flat AdamW": train_ours_flat,
     "FSDP2": train_fsdp2,
-    "FSDP1": train_fsdp1,
     "DDP": train_ddp,
-    "DDP, ZeroRedundancyOptimizer": train_zero,
     "bare": bare,
 }

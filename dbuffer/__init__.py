@@ -11,7 +11,6 @@ from dbuffer.planner.granularity import Block, Element, Granularity, Row, Whole
 from dbuffer.planner.plan import PaddingLimits, Plan, Region
 from dbuffer.planner.regions import plan, plan_regions
 from dbuffer.slot_pool import SlotPool
-from dbuffer.storage_guard import guard_released_storage
 
 __all__ = [
     "Block",
@@ -40,7 +39,6 @@ __all__ = [
     "StorageError",
     "Whole",
     "first_dimension_granularity",
-    "guard_released_storage",
     "memory_meter",
     "observe_collectives",
     "plan",

@@ -1,4 +1,4 @@
-"""Collectives that a step of ZeRO-3 does not issue: messages of any sizes between ranks, a broadcast, a barrier."""
+"""Collectives that a step of ZeRO-3 does not issue: messages of any sizes between ranks, a broadcast."""
 
 from __future__ import annotations
 
@@ -96,14 +96,6 @@ def start_maximum(tensor: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
     """Start the element-wise maximum over the ranks of a group, in place, and return its handle."""
     work: dist.Work = gloo.start(dist.all_reduce, tensor, op=dist.ReduceOp.MAX, group=group)
     return work
-
-
-def barrier() -> None:
-    """Wait until every rank of the world is here; no-op without a process group."""
-    if dist.is_initialized():
-        # Of NCCL a barrier is an all-reduce on some device, and it warns where it has to guess which.
-        ids = [torch.cuda.current_device()] if "nccl" in dist.get_backend_config() else None
-        dist.barrier(device_ids=ids)
 
 
 def _start(

@@ -15,7 +15,6 @@
 | reshard | a unit's gathered weights are about to be released | ``Unit`` |
 | refresh, refreshed | weights at rest are brought up to date with main weights | ``ParameterGroup`` |
 | enter | backward has reached an output of a call | ``Call`` |
-| gradient | a gradient of a parameter arrives | ``GradientBuffer`` |
 | reducing | the reduction of packed gradients was issued | ``GradientBuffer`` |
 | closed | backward has what it wants of a unit in this pass | ``Unit`` |
 | reduce, fold | reductions of a unit were issued; one is about to be waited for | ``Unit`` |

@@ -1,4 +1,4 @@
-"""Collectives on CPU tensors that gloo serves, with fewer copies and bytes than its own, issued by the comm thread.
+"""Collectives on CPU tensors that gloo serves, with fewer copies and bytes than its own.
 
 Sums in a wider dtype than travels, which a rank makes for itself of what it received, are the same on any backend."""
 
@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import datetime
 import functools
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from dbuffer.comm_thread import issue
 from dbuffer.mesh import MeshAxis
 
 REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX}
@@ -28,11 +28,15 @@ Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 _NO_TIMEOUT = datetime.timedelta(0)
 
+if not torch.backends.cuda.is_built():
+    # What the flight recorder keeps of 2,000 collectives lies between activations, and the heap grows in each step
+    # (docs/design/storage.md, "Memory on CPU"). Read when the first process group is made.
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
+
 
 def start(collective: Callable[..., Any], *tensors: torch.Tensor, group: dist.ProcessGroup, **options: Any) -> Any:
-    """Issue a collective asynchronously and return its handle; on CPU tensors by the comm thread."""
-    call = functools.partial(collective, *tensors, group=group, async_op=True, **options)
-    return issue(call) if tensors[0].is_cpu else call()
+    """Issue a collective asynchronously and return its handle."""
+    return collective(*tensors, group=group, async_op=True, **options)
 
 
 def all_gather(output: torch.Tensor, shard: torch.Tensor, axis: MeshAxis) -> dist.Work:

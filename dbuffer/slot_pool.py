@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import Counter, defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import cast
 
 import torch
@@ -76,8 +76,9 @@ class SlotPool:
         """Be ready for storages of this size."""
         if num_bytes > self._largest:
             self._largest = num_bytes
-            if self.sizing == "largest":
-                self._drop_free()
+            for size in [size for size in self._free if size < self.slot_bytes(size)]:
+                for slot in self._free.pop(size):
+                    self.lose(slot, size)
 
     def slot_bytes(self, num_bytes: int) -> int:
         """Return how many bytes the slot of a storage of ``num_bytes`` has."""
@@ -106,7 +107,7 @@ class SlotPool:
 
     def give_back(self, slot: torch.UntypedStorage, size: int) -> None:
         """Take a slot of ``size`` bytes back; one that has become too small is dropped."""
-        if self.sizing == "largest" and size < self._largest:
+        if size < self.slot_bytes(size):
             self.lose(slot, size)
         else:
             self._free[size].append(slot)
@@ -114,11 +115,6 @@ class SlotPool:
     def lose(self, slot: torch.UntypedStorage, size: int) -> None:
         """Forget a slot that went with the storage that had it."""
         self._count(-1, -size)
-
-    def _drop_free(self) -> None:
-        for size, slots in self._free.items():
-            self._count(-len(slots), -size * len(slots))
-        self._free.clear()
 
     def _count(self, num_slots: int, num_bytes: int) -> None:
         self.num_slots += num_slots
@@ -169,24 +165,21 @@ class Holding:
             self.pool.lose(self.slot, self.slot_bytes)
 
 
+@dataclass(eq=False, slots=True)
 class _Arena:
-    """Memory that slots are cut from. A slot keeps the memory alive."""
+    """Memory that slots are cut from, and kept alive by: the part of a block that begins at an aligned address."""
 
-    def __init__(self, block: torch.Tensor, num_bytes: int) -> None:
-        # The address of a block need not be a multiple of what offsets are.
-        start = -block.data_ptr() % ALIGNMENT
-        self.block_bytes = block.numel()
-        with torch.inference_mode(False):
-            self.memory = block[start : start + num_bytes]
-        self._slots: dict[Span, torch.UntypedStorage] = {}
+    block: torch.Tensor
+    memory: torch.Tensor
+    slots: dict[Span, torch.UntypedStorage] = field(default_factory=dict)
 
     def slot(self, offset: int, num_bytes: int) -> torch.UntypedStorage:
         """Return the slot at an offset: a storage of its own, which can exchange its memory, unlike a view's."""
         key = offset, num_bytes
-        if key not in self._slots:
+        if key not in self.slots:
             part = self.memory[offset : offset + num_bytes]
-            self._slots[key] = dlpack.from_dlpack(dlpack.to_dlpack(part)).untyped_storage()  # type: ignore[attr-defined]
-        return self._slots[key]
+            self.slots[key] = dlpack.from_dlpack(dlpack.to_dlpack(part)).untyped_storage()  # type: ignore[attr-defined]
+        return self.slots[key]
 
 
 @dataclass(slots=True)
@@ -211,7 +204,7 @@ class ArenaPool(SlotPool):
     A round is over at the end of a backward at which the same storages are held as at its start, or at an earlier
     backward of it: gradients that are summed up here, say, are held until a later one. In all rounds a storage has the
     same place at its first turn, the same at its second and so on, so no two orders that were planned for get in each
-    other's way.
+    other's way. Nothing is gathered ahead in a first round, so it will not come again, and is not planned for.
 
     Attributes:
         plan: of the arena; None until the second round is over. num_plans: how often it was made.
@@ -223,14 +216,13 @@ class ArenaPool(SlotPool):
         self.plan: ArenaPlan | None = None
         self.num_plans = self.num_misses = 0
         self._arena: _Arena | None = None
-        # By storage: where its turns of a round lie. By both, when they were held in the rounds that were planned for.
-        self._places: defaultdict[int, dict[int | None, int]] = defaultdict(dict)
+        # By a storage and which turn of it in a round: where that lies, and when it was held in rounds planned for.
+        self._places: dict[tuple[int, int | None], int] = {}
         self._lived: defaultdict[tuple[int, int | None], list[Lifetime]] = defaultdict(list)
         self._planned_until = 0
         # By the identity of the slot.
         self._turns: dict[int, _Turn] = {}
-        # Nothing is gathered ahead in a first round, so it will not come again.
-        self._is_first = self._has_missed = True
+        self._is_first, self._misses_before = True, -1
         # Who was there at the start of the round, and after each backward in it.
         self._settled = {frozenset[int]()}
         self._record()
@@ -241,13 +233,7 @@ class ArenaPool(SlotPool):
             self._end_turn(key)  # an interrupt kept the storage from having it, or from giving it back
         slot, turn = None, _Turn(user, num_bytes, self._num_turns[user])
         if self.plan is not None:
-            arena = self._arena or self._make_arena(self.plan)
-            offset = self._offset(arena, turn, aligned(num_bytes))
-            if offset is not None:
-                slot = arena.slot(offset, num_bytes)
-                turn.arena, turn.span = arena, (offset, offset + aligned(num_bytes))
-                if listeners:
-                    tell("placed", (slot, arena.memory))
+            slot = self._placed(turn, self._arena or self._make_arena(self.plan))
         if slot is None:
             slot = super().take(num_bytes, user)
         self._turns[id(slot)] = turn
@@ -280,9 +266,10 @@ class ArenaPool(SlotPool):
         if held not in self._settled:
             self._settled.add(held)
         elif self._recorder.now != self._num_first:
-            if self._has_missed and not self._is_first and self.num_plans < MAX_PLANS:
+            if self.num_misses != self._misses_before and not self._is_first and self.num_plans < MAX_PLANS:
                 self._make_plan()
-            self._is_first, self._has_missed, self._settled = False, self.plan is None, {held}
+            self._is_first, self._settled = False, {held}
+            self._misses_before = -1 if self.plan is None else self.num_misses
             self._record()
         if self.plan is not None and self._arena is None:
             self._make_arena(self.plan)
@@ -300,28 +287,34 @@ class ArenaPool(SlotPool):
         self._recorder.end((turn.user, turn.number))
         return turn.arena
 
-    def _offset(self, arena: _Arena, turn: _Turn, size: int) -> int | None:
-        """Return the place of this turn of a storage, of another turn, or the smallest hole; None for no room."""
+    def _placed(self, turn: _Turn, arena: _Arena) -> torch.UntypedStorage | None:
+        """Return the slot at the place of this turn of a storage, of its first turn, or in the lowest hole, or None."""
         taken = sorted(other.span for other in list(self._turns.values()) if other.arena is arena)
-        places = self._places[turn.user]
-        own = [places[turn.number]] if turn.number in places else []
-        for offset in (*own, *places.values(), hole(taken, size, fits_tightly=True)):
+        size = aligned(turn.num_bytes)
+        places = self._places.get((turn.user, turn.number)), self._places.get((turn.user, 0)), hole(taken, size)
+        for offset in (place for place in places if place is not None):
             stop = offset + size
             if stop <= len(arena.memory) and all(stop <= start or end <= offset for start, end in taken):
-                return offset
+                turn.arena, turn.span, slot = arena, (offset, stop), arena.slot(offset, turn.num_bytes)
+                if listeners:
+                    tell("placed", (slot, arena.memory))
+                return slot
         self.num_misses += 1
-        self._has_missed = True
         return None
 
     def _make_arena(self, plan: ArenaPlan) -> _Arena:
-        self._arena = _Arena(self._new(plan.num_bytes + ALIGNMENT), plan.num_bytes)
-        self._count(1, self._arena.block_bytes)
+        block = self._new(plan.num_bytes + ALIGNMENT)
+        # The address of a block need not be a multiple of what offsets are.
+        start = -block.data_ptr() % ALIGNMENT
+        with torch.inference_mode(False):
+            self._arena = _Arena(block, block[start : start + plan.num_bytes])
+        self._count(1, block.numel())
         return self._arena
 
     def _drop_arena(self) -> None:
         """Let the next turn begin a new arena; this one is there until the last slot of it is given back."""
         if self._arena is not None:
-            self._count(-1, -self._arena.block_bytes)
+            self._count(-1, -self._arena.block.numel())
             self._arena = None
 
     def _make_plan(self) -> None:
@@ -338,9 +331,7 @@ class ArenaPool(SlotPool):
                 for same in self._lived.values()
             ]
         )
-        self._places.clear()
-        for (user, number), offset in zip(self._lived, plan.offsets, strict=True):
-            self._places[user][number] = offset
+        self._places = dict(zip(self._lived, plan.offsets, strict=True))
         self._drop_arena()
         self.plan, self.num_plans = plan, self.num_plans + 1
         _LOG.info("%s", self)

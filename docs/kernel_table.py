@@ -33,8 +33,7 @@ KERNELS: dict[str, Callable[[int], Any]] = {
         for name in (
             "split_weight",
             "join_weight",
-            "decode_rows, int8",
-            "decode_rows, mxfp8 columns",
+            "decode_rows",
             "adamw",
         )
     },

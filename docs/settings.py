@@ -1,4 +1,4 @@
-"""Write docs/flags.md and the table of docs/huggingface.md from the flags and keys of ``megatron_fsdp/config``.
+"""Write docs/flags.md from the flags of ``megatron_fsdp/config``.
 
 ``python docs/settings.py``
 """
@@ -10,11 +10,9 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 
 from megatron_fsdp.config.flag_rules import RULES  # noqa: E402
-from megatron_fsdp.config.flags import SECTIONS, Flag, Setting  # noqa: E402
-from megatron_fsdp.config.hf_keys import KEYS, Key  # noqa: E402
+from megatron_fsdp.config.flags import SECTIONS, Flag  # noqa: E402
 
-FLAGS_PAGE, KEYS_PAGE = ROOT / "docs" / "flags.md", ROOT / "docs" / "huggingface.md"
-BEGIN, END = "<!-- keys: begin -->\n", "<!-- keys: end -->"
+FLAGS_PAGE = ROOT / "docs" / "flags.md"
 
 
 def flags_markdown() -> str:
@@ -62,35 +60,12 @@ def heading(title: str, columns: str) -> list[str]:
     return ["", f"## {title}", "", f"| {columns} |", "|---" * (columns.count("|") + 1) + "|"]
 
 
-def row(setting: Setting, names: str, default: str) -> str:
-    values = [default, *(f"`{choice}`" for choice in setting.choices if choice != setting.default)]
-    return f"| {names} | {', '.join(values)} | {setting.meaning} | {setting.effect.value}: {setting.here} |"
-
-
 def flag_row(flag: Flag) -> str:
     default = "none" if flag.default in (None, ()) else f"`{flag.default}`"
     dest = "" if flag.name == f"--{flag.dest.replace('_', '-')}" else f"`{flag.dest}`: "
-    return row(flag, f"`{flag.name}`", dest + default)
-
-
-def keys_markdown() -> str:
-    lines = ["| Key | Default, and other values | Meaning | Effect here |", "|---|---|---|---|"]
-    return "\n".join(lines + [key_row(key) for key in KEYS]) + "\n"
-
-
-def key_row(key: Key) -> str:
-    default = str(key.default).lower() if isinstance(key.default, bool) else key.default
-    names = ", ".join(f"`{spelling}`" for spelling in (key.name, *key.others))
-    names += "".join(f", once `{spelling}`" for spelling in key.older)
-    return row(key, names, "none" if default is None else f"`{default}`")
-
-
-def keys_page() -> str:
-    """Return docs/huggingface.md with the table between its marks."""
-    before, _, rest = KEYS_PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    return f"{before}{BEGIN}{keys_markdown()}{END}{rest.partition(END)[2]}"
+    values = [dest + default, *(f"`{choice}`" for choice in flag.choices if choice != flag.default)]
+    return f"| `{flag.name}` | {', '.join(values)} | {flag.meaning} | {flag.effect.value}: {flag.here} |"
 
 
 if __name__ == "__main__":
     FLAGS_PAGE.write_text(flags_markdown(), encoding="utf-8")
-    KEYS_PAGE.write_text(keys_page(), encoding="utf-8")

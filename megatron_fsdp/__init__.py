@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     )
     from megatron_fsdp.integrations.megatron.fully_shard_model import fully_shard_model as fully_shard_model
     from megatron_fsdp.meta_init import materialize
-    from megatron_fsdp.observability.audit import Audit
     from megatron_fsdp.observability.checksum import checksum, unit_checksums
     from megatron_fsdp.observability.gradient_scale import GradientScale, check_gradient_scale
     from megatron_fsdp.observability.timeline import Timeline
@@ -80,7 +79,6 @@ _HOMES = {
     ),
     "integrations.megatron.fully_shard_model": "fully_shard_model",
     "meta_init": "materialize",
-    "observability.audit": "Audit",
     "observability.checksum": "checksum unit_checksums",
     "observability.gradient_scale": "GradientScale check_gradient_scale",
     "observability.timeline": "Timeline",
@@ -124,7 +122,7 @@ def __dir__() -> list[str]:
 
 
 __all__ = [
-    "AdamW", "AgreementError", "Audit", "CPUOffloadPolicy", "CheckpointError", "CheckpointSeries", "ConfigError",
+    "AdamW", "AgreementError", "CPUOffloadPolicy", "CheckpointError", "CheckpointSeries", "ConfigError",
     "DamagedCheckpointError", "DataParallelMeshDims", "FSDPModule", "FsdpConfig", "FsdpError",
     "GradientReductionHandle", "GradientScale", "GradientScaleError", "MixedPrecisionPolicy", "Muon",
     "NonfiniteGradientError", "OffloadPolicy", "OwnershipError", "Placements", "Report", "SaveHandle", "StateError",

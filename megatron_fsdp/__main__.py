@@ -18,8 +18,6 @@ __all__ = ["COMMANDS", "main"]
 COMMANDS = (
     ("plan", "megatron_fsdp.cli.plan", "plan memory, traffic and time of a training step from shapes alone"),
     ("checkpoint", "megatron_fsdp.cli.checkpoint", "inspect, verify, export or import a checkpoint"),
-    ("timeline", "megatron_fsdp.cli.timeline", "draw the lanes of a step, and what it waited for, from a trace"),
-    ("bisect", "megatron_fsdp.cli.bisect", "name the first step, and the units, in which two runs' checksums differ"),
 )
 
 

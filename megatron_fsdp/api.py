@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -26,11 +26,13 @@ from megatron_fsdp.policy.strategy import Placements
 from megatron_fsdp.runtime.guards.added_params import make_tree
 from megatron_fsdp.runtime.guards.agreement import Wrapping
 from megatron_fsdp.runtime.guards.attached import attach_root
-from megatron_fsdp.runtime.guards.inner_outputs import readers_of
-from megatron_fsdp.runtime.lifecycle.fsdp2_view import show_state, state_to_come
-from megatron_fsdp.runtime.lifecycle.make_param_group import forget_originals, make_param_group
-from megatron_fsdp.runtime.lifecycle.make_unit import make_unit, rename_unit
-from megatron_fsdp.runtime.lifecycle.module import FSDPModule, check_conversion, convert, unit_of
+from megatron_fsdp.runtime.lifecycle.make_param_group import (
+    forget_originals,
+    make_param_group,
+    make_unit,
+    rename_unit,
+)
+from megatron_fsdp.runtime.lifecycle.module import FSDPModule, convert, unit_of
 from megatron_fsdp.runtime.step.unit import Unit, units_below
 from megatron_fsdp.runtime.weights.memory_slots import check_reshard, reshard_to
 
@@ -114,13 +116,9 @@ def fully_shard(
         # Nothing of the module is changed until all ranks are through.
         buffers = _moved_buffers(modules, buffer_device(target.mesh), owned)
         plans = plan_groups(owned, Wishes(target, policy, offload, grad_divisor, granularity))
-        has_hooks = any(each.extension is not None for each in owned)
-        is_released = reshard_after_forward is not False
-        with state_to_come(modules, is_released=is_released) if has_hooks else nullcontext():
-            groups = [make_param_group(each.owned, each.plan, each.spec, name) for each in plans]
+        groups = [make_param_group(each.owned, each.plan, each.spec, name) for each in plans]
         unit = make_unit(name, modules, groups, policy)
         check_reshard(unit, reshard_after_forward)
-        check_conversion(modules)
         wrapping.agree(name, groups, reshard_after_forward)
         if groups:
             make_reduce_groups(axes)
@@ -141,11 +139,9 @@ def put_in_place(
     reshard_to(unit, reshard_after_forward)
     unit.trees = {id(each): make_tree(each, {id(parameter) for parameter in ignored}) for each in modules}
     convert(modules, unit)
-    show_state(unit, modules, in_table=any(each.extension is not None for each in owned))
     for group in unit.groups:
         forget_originals(group)
     attend_optimizers()
-    unit.readers = readers_of(owned, unit)
     _adopt_units(modules, unit)
 
 
@@ -156,13 +152,10 @@ def _check_modules(modules: Sequence[nn.Module]) -> None:
         name = type(module).__name__
         if not isinstance(module, nn.Module):
             raise ConfigError(f"fully_shard takes a module or a list of modules, found {name}")
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ConfigError(f"{name} is compiled; call fully_shard on the nn.Module that it was made from")
         if isinstance(module, FSDPModule):
             raise ConfigError(f"{name} is sharded already; call fully_shard once on each module, children first")
-        if any(unit.backward.is_manual for unit in units_below(module)):
-            raise ConfigError(
-                f"a module below {name} has set_manual_backward_finalization(True), which is the root's to call: call "
-                "it on the outermost module, after the last fully_shard"
-            )
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
             raise ConfigError(
                 f"{name} has no forward, so there is no moment to gather its weights; call fully_shard on each of its "

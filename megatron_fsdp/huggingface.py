@@ -1,5 +1,5 @@
-"""What Hugging Face's users call: models for a loop of one's own, and accelerate or Trainer over this engine."""
+"""What Hugging Face's users call: accelerate and Trainer over this engine."""
 
-from megatron_fsdp.integrations.huggingface.prepare import accelerate_fsdp2, prepare_model
+from megatron_fsdp.integrations.accelerate import accelerate_fsdp2
 
-__all__ = ["accelerate_fsdp2", "prepare_model"]
+__all__ = ["accelerate_fsdp2"]

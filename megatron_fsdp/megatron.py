@@ -10,7 +10,7 @@ from megatron_fsdp.integrations.megatron.adapter import get_megatron_optimizer, 
 from megatron_fsdp.integrations.megatron.fully_shard_model import fully_shard_model, fully_shard_model_and_optimizer
 from megatron_fsdp.integrations.megatron.launcher import main
 from megatron_fsdp.integrations.megatron.module import MegatronFSDP
-from megatron_fsdp.integrations.megatron.torch_dist import load_torch_dist, save_torch_dist
+from megatron_fsdp.integrations.megatron.torch_dist import load_torch_dist
 
 __all__ = [  # noqa: F822  (ShardedDataParallel is made when asked for)
     "MegatronFSDP",
@@ -21,7 +21,6 @@ __all__ = [  # noqa: F822  (ShardedDataParallel is made when asked for)
     "install",
     "load_torch_dist",
     "main",
-    "save_torch_dist",
     "uninstall",
 ]
 

@@ -11,8 +11,7 @@ from torch import nn
 
 from dbuffer.collectives_rare import broadcast
 from megatron_fsdp.errors import ConfigError, StateError
-from megatron_fsdp.runtime.lifecycle.make_param_group import shown_over
-from megatron_fsdp.runtime.lifecycle.make_unit import materialize_unit
+from megatron_fsdp.runtime.lifecycle.make_param_group import materialize_unit, shown_over
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup, group_of_parameter
 from megatron_fsdp.runtime.step.unit import Unit, units_below
 

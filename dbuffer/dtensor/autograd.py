@@ -10,6 +10,8 @@ sharded parameter sees what is asked for by name (``ASKED_CHECKS``).
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -307,46 +309,30 @@ ASKED_CHECKS: list[Callable[[Sequence[Any], Sequence[Any]], None]] = []
 """Called with what backward starts from, and what it is asked for the gradients of, where that is some tensors only."""
 
 
-def run_backward(operator: Operator, args: Arguments, options: Options) -> None:
-    """Run ``backward`` from tensors of which some are sharded, or for inputs of which some are."""
-    if operator.function is torch.Tensor.backward:
-        root, *rest = args
-        options = {"grad_tensors" if name == "gradient" else name: value for name, value in options.items()}
-        if len(rest) > 3:
-            rest, options = rest[:3], {**options, "inputs": rest[3]}
-        _backward_from([root], *rest, **options)
-    else:
-        _backward_from(*args, **options)
+def run_backward(operator: Operator, args: Arguments, options: Options) -> Any:
+    """Run ``backward`` or ``torch.autograd.grad`` from tensors, or for inputs, of which some are sharded.
 
-
-def _backward_from(
-    tensors: Any,
-    grad_tensors: Any = None,
-    retain_graph: Any = None,
-    create_graph: bool = False,
-    grad_variables: Any = None,
-    inputs: Any = None,
-) -> None:
-    """Start from plain tensors, so that hooks run as they would without sharded ones."""
-    given = grad_tensors if grad_tensors is not None else grad_variables
-    roots, gradients = _plain_roots(tensors, given)
-    if inputs is None:
-        torch.autograd.backward(roots, gradients, retain_graph, create_graph)
-        return
-    listed = _checked(roots, inputs)
+    It starts from plain tensors, so that hooks run as they would without sharded ones.
+    """
+    bound = _signature(operator.function).bind(*args, **options)
+    given, (first, *_) = bound.arguments, bound.signature.parameters
+    second = {"self": "gradient", "tensors": "grad_tensors"}.get(first, "grad_outputs")
+    roots, gradients = _plain_roots(given[first], given.get(second))
+    given[first], given[second] = (roots[0], gradients[0]) if first == "self" else (roots, gradients)
+    if given.get("inputs") is None:
+        return operator.function(*bound.args, **bound.kwargs)
+    given["inputs"] = _listed(given["inputs"])
+    for check in ASKED_CHECKS:
+        check(roots, given["inputs"])
     with torch._C.DisableTorchFunctionSubclass():
-        torch.autograd.backward(roots, gradients, retain_graph, create_graph, inputs=listed)
+        return operator.function(*bound.args, **bound.kwargs)
+
+
+_signature = functools.cache(inspect.signature)
 
 
 def _listed(tensors: Any) -> list[Any]:
     return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-
-
-def _checked(roots: Sequence[Any], inputs: Any) -> list[Any]:
-    listed = _listed(inputs)
-    for check in ASKED_CHECKS:
-        check(roots, listed)
-    return listed
 
 
 def _plain_roots(tensors: Any, given: Any) -> tuple[list[Any], list[Any]]:
@@ -359,15 +345,3 @@ def _plain_roots(tensors: Any, given: Any) -> tuple[list[Any], list[Any]]:
         elif isinstance(root, PlacedTensor):
             roots[index], gradients[index] = enter_local(root), part_of(gradient, root)
     return roots, gradients
-
-
-def run_gradients(operator: Operator, args: Arguments, options: Options) -> tuple[Any, ...]:
-    """Run ``torch.autograd.grad`` from tensors, or for inputs, of which some are sharded."""
-    return _gradients(*args, **options)
-
-
-def _gradients(outputs: Any, inputs: Any, grad_outputs: Any = None, *rest: Any, **options: Any) -> tuple[Any, ...]:
-    roots, given = _plain_roots(outputs, grad_outputs)
-    listed = _checked(roots, inputs)
-    with torch._C.DisableTorchFunctionSubclass():
-        return torch.autograd.grad(roots, listed, given, *rest, **options)

@@ -23,7 +23,7 @@ from dbuffer.dtensor.checkpoint_chunks import chunks_of, shard_at, write_items_o
 from dbuffer.dtensor.distribution import Distribution, FlatRows, RaggedShard, contiguous_stride
 from dbuffer.dtensor.gathered_ops import Arguments
 from dbuffer.dtensor.op_table import OPERATORS, operator_of
-from dbuffer.dtensor.parameter import ParameterTensor
+from dbuffer.dtensor.placed_tensor import PlacedTensor
 from dbuffer.errors import PlacementError
 
 __all__ = ["FlatDTensor", "FlatRows", "RaggedShard"]
@@ -32,7 +32,7 @@ __all__ = ["FlatDTensor", "FlatRows", "RaggedShard"]
 _OF_THIS_OBJECT = ("on_grad_dropped", "gradient_of")
 
 
-class FlatDTensor(ParameterTensor):
+class FlatDTensor(PlacedTensor):
     """A DTensor whose rows lie where a flat buffer has them, through every operator.
 
     Element-wise functions, casts and new tensors of the same shape work on each rank's rows, and sums, means and norms

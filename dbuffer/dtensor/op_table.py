@@ -17,7 +17,7 @@ from dbuffer.dtensor.attribute_ops import (
     run_reshape,
     run_set_data,
 )
-from dbuffer.dtensor.autograd import run_backward, run_gradients
+from dbuffer.dtensor.autograd import run_backward
 from dbuffer.dtensor.elementwise_ops import (
     run_by_rows,
     run_cast,
@@ -122,7 +122,7 @@ def _operator_of(function: Callable[..., Any]) -> Operator:
         # torch.ops.aten.add_.Tensor and its like.
         name = schema.name.rpartition("::")[2]
     base, is_in_place = _stem(name)
-    run = run_gradients if function is torch.autograd.grad else _handler(name, base)
+    run = run_backward if function is torch.autograd.grad else _handler(name, base)
     # The functions of torch.nn.init see to it themselves that autograd does not record.
     is_recorded = (
         run in _DIFFERENTIABLE and name not in _LIKE and getattr(function, "__module__", "") != "torch.nn.init"

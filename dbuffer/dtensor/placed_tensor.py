@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -16,6 +18,10 @@ from dbuffer.errors import PlacementError
 AnyPlaced = TypeVar("AnyPlaced", bound="PlacedTensor")
 
 _REQUIRES_GRAD: Any = torch._C.TensorBase.requires_grad
+_GRAD: Any = torch.Tensor.grad
+_get_grad, _set_grad = _GRAD.__get__, _GRAD.__set__
+# Calls a function without the overrides of subclasses, in less time than it takes to switch them off and on.
+_plainly: Any = torch._C._disabled_torch_function_impl
 NUM_FLAGS_SET = [0]
 """How often any sharded tensor was frozen or unfrozen so far: one number to look at instead of each."""
 
@@ -38,20 +44,42 @@ class Window:
         return whole.as_strided(self.size, self.stride, self.offset)
 
 
+class GradDrops:
+    """Calls a function when ``.grad`` of tensors that share it is set to None by Python code.
+
+    Attributes:
+        last: the only tensor of which it is called; None for any.
+    """
+
+    __slots__ = ("function", "last")
+
+    def __init__(self, function: Callable[[], None]) -> None:
+        self.function = function
+        self.last: weakref.ref[torch.Tensor] | None = None
+
+
 class PlacedTensor(DTensor):
     """A DTensor with a local part, as operators see it.
 
-    Shape, dtype and dimensions are answered in Python: asking PyTorch would take the way of an operator.
+    Shape, dtype, dimensions and ``.grad``, which optimizers read of all parameters in every step, are answered in
+    Python: asking PyTorch would take the way of an operator.
 
     Attributes:
         window: for a view of other elements than this rank's rows, where they are; the local part is a copy then.
         is_unshared: whether the memory is new and nothing else looks at it, so that it may be replaced.
         has_exact_norms: whether norms are taken of the gathered whole, so that no sharding changes their bits.
+        on_grad_dropped: what is called when ``.grad`` is set to None by Python code.
+        pending_grad: what ``.grad`` shows instead of what it is, until it is set.
+        gradient_of: the parameter whose ``.grad`` this is, where its memory takes that parameter's next gradients: any
+            other one is given a copy of it.
     """
 
     window: Window | None = None
     is_unshared: bool = False
     has_exact_norms: bool = False
+    on_grad_dropped: GradDrops | None = None
+    pending_grad: torch.Tensor | None = None
+    gradient_of: weakref.ref[torch.Tensor] | None = None
 
     def __init__(self, *args: Any, **options: Any) -> None:
         """Do nothing: DTensor's own costs as much as an operator."""
@@ -83,6 +111,29 @@ class PlacedTensor(DTensor):
         NUM_FLAGS_SET[0] += 1
         with torch._C.DisableTorchFunctionSubclass():
             _REQUIRES_GRAD.__set__(self, value)
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """As of any tensor."""
+        if self.pending_grad is not None:
+            return self.pending_grad
+        gradient: torch.Tensor | None = _plainly(_get_grad, (), (self,))
+        return gradient
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        if value is not None and (owner := getattr(value, "gradient_of", None)) and owner() is not self:
+            value = value.clone()
+        _plainly(_set_grad, (), (self, value))
+        if self.pending_grad is not None:
+            self.pending_grad = None
+        drops = self.on_grad_dropped
+        if value is None and drops is not None and (drops.last is None or drops.last() is self):
+            drops.function()
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
 
     def requires_grad_(self: AnyPlaced, requires_grad: bool = True) -> AnyPlaced:
         """As of any tensor."""
@@ -142,7 +193,8 @@ def keep_from_dynamo(accessor: property) -> None:
         frames.set_code_exec_strategy(any_function.__code__, strategy)
 
 
-keep_from_dynamo(PlacedTensor.__dict__["requires_grad"])
+for _accessor in ("requires_grad", "grad"):
+    keep_from_dynamo(PlacedTensor.__dict__[_accessor])
 
 
 def _meta(tensor: DTensor) -> TensorMeta:

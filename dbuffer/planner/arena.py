@@ -1,14 +1,15 @@
 """Arena: offsets in one block of memory for buffers that come and go, known before the first of them comes.
 
 This is dynamic storage allocation: rectangles, as wide as a buffer is held and as high as it is large, may move up and
-down only, and the highest top should be low. It is NP-hard (Garey and Johnson, 1979, problem SR2). Two orders of
-placing are tried, by size and by start, each buffer at the lowest or the tightest hole among those it meets; the best
-is improved by moving what reaches the top to the front. The most bytes held at once are a lower bound for any
-placement, and what is lost against it is part of the plan.
+down only, and the highest top should be low. It is NP-hard (Garey and Johnson, 1979, problem SR2). The most bytes held
+at once are a lower bound. Buffers are placed one by one, by start or by size, each as low, or as high below the bound,
+as those before leave room that it meets. From the best of these, with all of them low or all high, annealing turns runs
+of buffers near one that lies above the bound; what is placed after them moves only where it meets what has moved.
 """
 
 from __future__ import annotations
 
+import heapq
 import random
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -52,36 +53,26 @@ class ArenaPlan:
         return self.num_bytes / self.lower_bound - 1 if self.lower_bound else 0.0
 
 
-def plan_arena(lifetimes: Sequence[Lifetime], *, alignment: int = ALIGNMENT, max_tries: int = 100) -> ArenaPlan:
+def plan_arena(lifetimes: Sequence[Lifetime], *, alignment: int = ALIGNMENT, max_tries: int = 2000) -> ArenaPlan:
     """Choose an offset for every buffer such that no two that are held at one time overlap.
 
     Args:
         lifetimes: of the buffers; times are any integers. Offsets come back in their order.
-        max_tries: orders to try at most. Fewer are where one reaches the lower bound.
+        max_tries: changes to try at most. None are where one order reaches the lower bound.
     """
     sizes = [aligned(lifetime.num_bytes, alignment) for lifetime in lifetimes]
     starts = [min((start for start, _ in lifetime.spans), default=0) for lifetime in lifetimes]
-    neighbours, lower_bound = _meetings(lifetimes, sizes)
-    orders = [
-        sorted(range(len(sizes)), key=lambda item: (key[item], -sizes[item])) for key in ([0] * len(sizes), starts)
+    neighbours, bound = _meetings(lifetimes, sizes)
+    items = range(len(sizes))
+    by_start = sorted(items, key=lambda item: (starts[item], -sizes[item]))
+    by_size = sorted(items, key=lambda item: (-sizes[item], starts[item]))
+    placings = [
+        _Placing(order, sizes, neighbours, bound, is_high) for order in (by_start, by_size) for is_high in (False, True)
     ]
-    best: tuple[int, list[int], list[int]] | None = None
-    generator = random.Random(0)
-    for number in range(max_tries):
-        if best is not None and number >= len(orders):
-            # What is at the top, something that it meets and anything else come first.
-            top = [item for item, size in enumerate(sizes) if best[1][item] + size == best[0]]
-            near = [other for item in top for other in sorted(neighbours[item])]
-            moved = {generator.choice(top), generator.choice(near or top), generator.choice(best[2])}
-            orders.append(sorted(best[2], key=lambda item: item not in moved))
-        offsets = _placed(orders[number], sizes, neighbours, fits_tightly=number % 5 == 4)
-        peak = max((offset + size for offset, size in zip(offsets, sizes, strict=True)), default=0)
-        if best is None or peak <= best[0]:
-            best = peak, offsets, orders[number]
-        if best[0] == lower_bound:
-            break
-    assert best is not None
-    return ArenaPlan(tuple(best[1]), best[0], lower_bound)
+    best = min(placings, key=lambda placing: placing.excess)
+    offsets = best.improved(max_tries)
+    top = max((offset + size for offset, size in zip(offsets, best.sizes, strict=True)), default=0)
+    return ArenaPlan(tuple(offset for _, offset in sorted(zip(best.order, offsets, strict=True))), top, bound)
 
 
 def aligned(num_bytes: int, alignment: int = ALIGNMENT) -> int:
@@ -89,30 +80,93 @@ def aligned(num_bytes: int, alignment: int = ALIGNMENT) -> int:
     return -(-num_bytes // alignment) * alignment
 
 
-def hole(taken: Sequence[Span], size: int, *, fits_tightly: bool) -> int:
-    """Return where the lowest hole of at least ``size`` begins, or the smallest such hole, or the end of all.
+def hole(taken: Sequence[Span], size: int) -> int:
+    """Return where the lowest hole of at least ``size`` bytes begins, between what is taken or after it.
 
     Args:
         taken: bytes in use, in order.
     """
-    best, best_size, end = -1, 0, 0
+    end = 0
     for start, stop in taken:
-        if start - end >= size and (best < 0 or start - end < best_size):
-            best, best_size = end, start - end
-            if not fits_tightly:
-                return best
+        if start - end >= size:
+            break
         end = max(end, stop)
-    return end if best < 0 else best
+    return end
 
 
-def _placed(
-    order: Sequence[int], sizes: Sequence[int], neighbours: Sequence[set[int]], *, fits_tightly: bool
-) -> list[int]:
-    offsets = [-1] * len(sizes)
-    for item in order:
-        near = [(offsets[other], offsets[other] + sizes[other]) for other in neighbours[item] if offsets[other] >= 0]
-        offsets[item] = hole(sorted(near), sizes[item], fits_tightly=fits_tightly)
-    return offsets
+class _Placing:
+    """Buffers that are placed in an order; all lists go by their place in it.
+
+    Attributes:
+        sizes, offsets, is_high: of each. excess: how many bytes all of them together lie above the bound.
+    """
+
+    def __init__(
+        self, order: list[int], sizes: Sequence[int], neighbours: Sequence[set[int]], bound: int, is_high: bool
+    ) -> None:
+        self.order = order
+        self.sizes = [sizes[item] for item in order]
+        self.is_high = [is_high] * len(order)
+        self._bound = bound
+        at_of = {item: at for at, item in enumerate(order)}
+        near = [sorted(at_of[other] for other in neighbours[item]) for item in order]
+        self._earlier = [[other for other in others if other < at] for at, others in enumerate(near)]
+        self._later = [[other for other in others if other > at] for at, others in enumerate(near)]
+        self.offsets: list[int] = []
+        for at in range(len(order)):
+            self.offsets.append(self._place(at, self.offsets, self.is_high[at]))
+        self.excess = sum(map(self._above, range(len(order)), self.offsets))
+
+    def _above(self, at: int, offset: int) -> int:
+        return max(offset + self.sizes[at] - self._bound, 0)
+
+    def _place(self, at: int, offsets: Sequence[int], is_high: bool) -> int:
+        size = self.sizes[at]
+        taken = [(offsets[other], offsets[other] + self.sizes[other]) for other in self._earlier[at]]
+        if is_high:
+            # The lowest hole upside down; there is none where it reaches below 0.
+            upside_down = sorted((self._bound - stop, self._bound - start) for start, stop in taken)
+            offset = self._bound - size - hole(upside_down, size)
+            if offset >= 0:
+                return offset
+        return hole(sorted(taken), size)
+
+    def improved(self, max_tries: int) -> list[int]:
+        """Return better offsets, if some of the tries find any."""
+        generator, least, best = random.Random(5), self.excess, self.offsets
+        for _ in range(max_tries if self.excess else 0):
+            at = generator.choice([at for at, offset in enumerate(self.offsets) if self._above(at, offset)])
+            length = int(2 ** (1 + 4 * generator.random()))
+            first = max(at - generator.randrange(length + 1), 0)
+            end = generator.choice((True, False, None))
+            is_high = self.is_high.copy()
+            for near in range(first, min(first + length, len(is_high))):
+                is_high[near] = generator.random() < 0.5 if end is None else end
+            self._try(is_high, generator.random())
+            if self.excess < least:
+                least, best = self.excess, self.offsets
+            if not least:
+                break
+        return best
+
+    def _try(self, is_high: list[bool], chance: float) -> None:
+        """Place what is turned, and what meets that, again; keep it where it is better, or worse by a small chance."""
+        offsets, excess = self.offsets.copy(), self.excess
+        waiting = [at for at, (one, other) in enumerate(zip(is_high, self.is_high, strict=True)) if one is not other]
+        seen = set(waiting)
+        while waiting:
+            at = heapq.heappop(waiting)
+            offset = self._place(at, offsets, is_high[at])
+            if offset != offsets[at]:
+                excess += self._above(at, offset) - self._above(at, offsets[at])
+                offsets[at] = offset
+                for other in self._later[at]:
+                    if other not in seen:
+                        seen.add(other)
+                        heapq.heappush(waiting, other)
+        # A tenth for what is worse by the largest buffer.
+        if excess <= self.excess or chance < 0.1 ** ((excess - self.excess) / max(self.sizes)):
+            self.offsets, self.is_high, self.excess = offsets, is_high, excess
 
 
 def _meetings(lifetimes: Sequence[Lifetime], sizes: Sequence[int]) -> tuple[list[set[int]], int]:

@@ -99,7 +99,7 @@ def profiled(job: Job, iteration: int) -> Iterator[Callable[[], None]]:
     """Profile a run that goes on after ``iteration``; yields what is to be called after each step.
 
     It records the steps from ``--profile-step-start`` to before ``--profile-step-end`` on the main rank, into
-    ``trace_rank0_steps10-11.json`` and for a sharded model ``timeline_rank0_steps10-11.png``.
+    ``trace_rank0_steps10-11.json``; of a sharded model it logs the share of exposed communication.
     """
     args, wait = job.args, job.args.profile_step_start - 1 - iteration
     if not (args.profile and job.ranks.is_main and wait >= 0):
@@ -115,11 +115,7 @@ def profiled(job: Job, iteration: int) -> Iterator[Callable[[], None]]:
 def _write(job: Job, recorded: profile) -> None:
     folder = job.args.save or DEFAULT_FOLDER
     name = f"rank0_steps{job.args.profile_step_start}-{job.args.profile_step_end - 1}"
-    trace, picture = folder / f"trace_{name}.json", folder / f"timeline_{name}.png"
+    trace = folder / f"trace_{name}.json"
     recorded.export_chrome_trace(str(trace))
-    job.log.message(f" wrote the trace {trace}")
-    if isinstance(job.model, FSDPModule):
-        timeline = Timeline.read(trace)
-        timeline.draw(picture)
-        headline = str(timeline).partition("\n")[0]
-        job.log.message(f" drew {picture}: {headline}")
+    headline = str(Timeline.read(trace)).partition("\n")[0] if isinstance(job.model, FSDPModule) else ""
+    job.log.message(f" wrote the trace {trace}" + (f": {headline}" if headline else ""))

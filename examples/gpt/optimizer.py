@@ -27,8 +27,7 @@ def build_optimizer(model: nn.Module, args: argparse.Namespace) -> torch.optim.O
         return torch.optim.SGD(groups, lr=args.lr, momentum=args.sgd_momentum)
     betas = (args.adam_beta1, args.adam_beta2)
     if args.adam_moments == "int8":
-        seed = args.adam_moments_seed
-        return AdamW(groups, lr=args.lr, betas=betas, eps=args.adam_eps, moments="int8", rounding_seed=seed)
+        return AdamW(groups, lr=args.lr, betas=betas, eps=args.adam_eps, moments="int8")
     return torch.optim.AdamW(groups, lr=args.lr, betas=betas, eps=args.adam_eps)
 
 

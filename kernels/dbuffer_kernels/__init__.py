@@ -4,20 +4,18 @@
 # rebind that name in this package from the function to the module.
 from dbuffer_kernels.adamw import AdamWBuffers, adamw, adamw_row, adamw_rows
 from dbuffer_kernels.bit_sums import checksum
-from dbuffer_kernels.decode import decode_rows
 from dbuffer_kernels.dynamic_map import QUANT_BLOCK, dequantize_blocks, dynamic_map, num_blocks, quantize_blocks
 from dbuffer_kernels.elementwise import accumulate, cast_copy
 from dbuffer_kernels.int8_adamw import CodedSegment, CodedSegments, Int8AdamWBuffers, Int8Moments, int8_adamw
 from dbuffer_kernels.launch import backend, use_backend
 from dbuffer_kernels.muon import MuonWeights, muon_apply, muon_momentum
-from dbuffer_kernels.quantize import CodedRows
+from dbuffer_kernels.quantize import decode_rows, encode_row
 from dbuffer_kernels.segments import Segment, Segments
 from dbuffer_kernels.split import join_weight, split_weight
 
 __all__ = [
     "QUANT_BLOCK",
     "AdamWBuffers",
-    "CodedRows",
     "CodedSegment",
     "CodedSegments",
     "Int8AdamWBuffers",
@@ -35,6 +33,7 @@ __all__ = [
     "decode_rows",
     "dequantize_blocks",
     "dynamic_map",
+    "encode_row",
     "int8_adamw",
     "join_weight",
     "muon_apply",

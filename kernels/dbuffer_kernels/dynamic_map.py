@@ -13,11 +13,9 @@ from torch import Tensor
 
 QUANT_BLOCK = 256
 """Elements that share one scale."""
-NUM_CODES = 256
 LARGEST_SCALES = (2.0**64, torch.finfo(torch.float32).max)
 """Of signed and of unsigned values: the largest square, and its root."""
 _EXPONENTS = 7
-_LOW_32 = 0xFFFFFFFF
 
 
 @functools.cache
@@ -60,24 +58,18 @@ def num_blocks(numel: int) -> int:
     return -(-numel // QUANT_BLOCK)
 
 
-def quantize_blocks(
-    values: Tensor, *, signed: bool, first_position: int | None = None, keys: tuple[int, int] = (0, 0)
-) -> tuple[Tensor, Tensor]:
+def quantize_blocks(values: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
     """Return codes and scales of values whose blocks of 256 begin at their first element.
 
     A scale is the largest magnitude of its block; a code stands for the value nearest to value / scale, the lower one
-    of two. A block of zeros has scale 0. With ``first_position`` a value between two of the map takes the upper one
-    with probability (distance to the lower) / (distance of the two), in steps of 2 ** -16, by bits that its position
-    and the keys alone decide.
+    of two. A block of zeros has scale 0.
 
     Unsigned values are what a step divides by the root of: where one rounded to zero, a moment beside it that did not
     would make a step of any size. So one above zero never has the code of zero. And larger scales than
     ``LARGEST_SCALES`` are these: where a square is above what FP32 holds, others of its block stay numbers.
 
     Args:
-        values: fp32, 1-D, none below zero unless ``signed``. first_position: of the first value, for stochastic
-            rounding; None rounds to nearest.
-        keys: as ``rounding_keys`` returns them.
+        values: fp32, 1-D, none below zero unless ``signed``.
     Returns:
         uint8 of the same length; fp32, one for each block.
     """
@@ -88,16 +80,9 @@ def quantize_blocks(
     ratios = (padded / scales.masked_fill(scales == 0, 1.0)[:, None]).view(-1)[:numel]
     # Infinity over infinity, in a block that is spoiled either way.
     ratios = torch.where(ratios.isnan(), 0.0, ratios)
-    tables = map_tables(values.device)
     least = 0 if signed else (values > 0).to(torch.uint8)
-    if first_position is None:
-        return torch.bucketize(ratios, tables[2 if signed else 3][:-1]).to(torch.uint8).clamp_(min=least), scales
-    table = tables[0 if signed else 1]
-    lower = torch.bucketize(ratios, table[1:], right=True)
-    below, above = table[lower], table[(lower + 1).clamp_(max=NUM_CODES - 1)]
-    index = torch.arange(first_position, first_position + numel, device=values.device)
-    is_up = rounding_bits(index, *keys).float() * (above - below) < (ratios - below) * 65536.0
-    return (lower + is_up).clamp_(max=NUM_CODES - 1).to(torch.uint8).clamp_(min=least), scales
+    middles = map_tables(values.device)[2 if signed else 3][:-1]
+    return torch.bucketize(ratios, middles).to(torch.uint8).clamp_(min=least), scales
 
 
 def dequantize_blocks(codes: Tensor, scales: Tensor, *, signed: bool, first_element: int = 0) -> Tensor:
@@ -110,30 +95,3 @@ def dequantize_blocks(codes: Tensor, scales: Tensor, *, signed: bool, first_elem
     table = map_tables(codes.device)[0 if signed else 1]
     block = torch.arange(first_element, first_element + codes.numel(), device=codes.device) // QUANT_BLOCK
     return table[codes.long()] * scales[block]
-
-
-def rounding_keys(seed: int) -> tuple[int, int]:
-    """Return the two 32-bit keys of a seed: the halves of its splitmix64 value, so that near seeds share nothing.
-
-    Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators" (OOPSLA 2014), with the finalizer of
-    Vigna's splitmix64.
-    """
-    mixed = (seed + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
-    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
-    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
-    mixed ^= mixed >> 31
-    return mixed & _LOW_32, mixed >> 32
-
-
-def rounding_bits(index: Tensor, low_key: int, high_key: int) -> Tensor:
-    """Return 16 random bits for each index (int64), which both keys and all 64 bits of the index decide.
-
-    A multiply-xorshift hash of 32 bits with the constants of Wellons' "hash prospector"; the second key goes in
-    between the multiplications, so that two seeds do not give the same bits at swapped indices.
-    """
-    mixed = (index & _LOW_32) ^ low_key ^ ((((index >> 32) & _LOW_32) * 0x9E3779B9) & _LOW_32)
-    mixed = ((mixed ^ (mixed >> 16)) * 0x21F0AAAD) & _LOW_32
-    mixed = (mixed + high_key) & _LOW_32
-    # The product may pass 2**63 and turn negative, but its lower half is right.
-    mixed = ((mixed ^ (mixed >> 15)) * 0xD35A2D97) & _LOW_32
-    return mixed >> 16

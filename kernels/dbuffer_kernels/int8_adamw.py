@@ -28,12 +28,10 @@ class CodedSegment(Segment):
     """Elements ``start`` to ``stop`` of a flat buffer, updated with one row of hyperparameters.
 
     Attributes:
-        start: a multiple of 256 elements, where a block begins. position: of its first element, which decides the
-            random bits of stochastic rounding.
+        start: a multiple of 256 elements, where a block begins.
         plain: where its fp32 moments begin in the plain ones; None: it has codes.
     """
 
-    position: int = 0
     plain: int | None = None
 
 
@@ -88,19 +86,18 @@ class Int8AdamWBuffers:
 
 
 class CodedSegments(SegmentTable[CodedSegment]):
-    """Ranges that ``int8_adamw`` updates, each from a multiple of 256 on, with random positions.
+    """Ranges that ``int8_adamw`` updates, each from a multiple of 256 on.
 
-    The table has four more columns: position and plain offset counted from the buffer's first element, whether the
-    moments are plain, and 0.
+    The table has two more columns: plain offset counted from the buffer's first element, and whether moments are plain.
     """
 
     grain = QUANT_BLOCK
-    columns = 8
+    columns = 6
 
     def rest(self, segment: CodedSegment) -> tuple[int, ...]:
         """See ``SegmentTable``."""
         plain = 0 if segment.plain is None else segment.plain - segment.start
-        return segment.position - segment.start, plain, segment.plain is not None, 0
+        return plain, segment.plain is not None
 
 
 @without_grad
@@ -109,7 +106,6 @@ def int8_adamw(
     segments: CodedSegments,
     rows: Tensor,
     *,
-    keys: Tensor | None = None,
     clip: Tensor | None = None,
 ) -> None:
     """Take one step of ``adamw`` with moments that are stored in 8 bits; its formula and ``rows`` are those.
@@ -119,22 +115,18 @@ def int8_adamw(
 
     Moves per element the gradient once, the weight and two codes twice: 14.06 bytes with bf16 gradients and weights in
     two halves. Codes are computed up to the last comparison, so the two code books, 4 KiB, are read from the cache four
-    times per element, six times to round stochastically.
+    times per element.
 
     Args:
         buffers: what is read and written. segments: which elements. rows: as in ``adamw``.
-        keys: int64 (rows, 4), two for each moment, as ``rounding_keys`` returns them: round stochastically.
         clip: a 0-d fp32 tensor, multiplied into every gradient.
     Raises:
-        ValueError: segments of buffers of another length, or too few rows or keys.
+        ValueError: segments of buffers of another length, or too few rows.
     """
     weight = buffers.weight
     segments.check("int8_adamw", [weight], rows, NUM_COLUMNS, clip)
-    if keys is not None:
-        wanted = max(len(keys), segments.num_rows), 4
-        check_tensor("int8_adamw: keys", keys, wanted, (torch.int64,), weight.device)
     if not runs_on_triton(weight):
-        reference_int8_adamw(buffers, segments.ranges, rows, keys=keys, clip=clip)
+        reference_int8_adamw(buffers, segments.ranges, rows, clip=clip)
         return
     moments = buffers.moments
     segments.launch(
@@ -153,11 +145,9 @@ def int8_adamw(
         weight if buffers.remainder is None else buffers.remainder,
         rows if clip is None else clip,
         rows,
-        rows if keys is None else keys,
         map_tables(weight.device),
         HAS_CLIP=clip is not None,
         FORM=weight_form(buffers.model_weight, buffers.remainder),
-        IS_RANDOM=keys is not None,
     )
 
 
@@ -166,7 +156,6 @@ def reference_int8_adamw(
     segments: Sequence[CodedSegment],
     rows: Tensor,
     *,
-    keys: Tensor | None = None,
     clip: Tensor | None = None,
 ) -> None:
     """Take the step that the op of this name states: decode, ``reference_adamw``, encode, in chunks of whole blocks.
@@ -177,10 +166,9 @@ def reference_int8_adamw(
         if segment.plain is not None:
             _step_plain(buffers, segment, segment.plain, rows, clip)
             continue
-        own = None if keys is None else keys[segment.row].tolist()
         for start in range(segment.start, segment.stop, _CHUNK):
             part = slice(start, min(start + _CHUNK, segment.stop))
-            _step_coded(buffers, part, segment, rows, own, clip)
+            _step_coded(buffers, part, rows[segment.row], clip)
 
 
 def _step_plain(
@@ -192,14 +180,7 @@ def _step_plain(
     _step(buffers, part, moments.plain_exp_avg[own], moments.plain_exp_avg_sq[own], rows[segment.row], clip)
 
 
-def _step_coded(
-    buffers: Int8AdamWBuffers,
-    part: slice,
-    segment: CodedSegment,
-    rows: Tensor,
-    keys: Sequence[int] | None,
-    clip: Tensor | None,
-) -> None:
+def _step_coded(buffers: Int8AdamWBuffers, part: slice, row: Tensor, clip: Tensor | None) -> None:
     moments = buffers.moments
     blocks = slice(part.start // QUANT_BLOCK, num_blocks(part.stop))
     stored = (
@@ -207,11 +188,9 @@ def _step_coded(
         (moments.exp_avg_sq[part], moments.exp_avg_sq_scale[blocks], False),
     )
     values = [dequantize_blocks(codes, scales, signed=signed) for codes, scales, signed in stored]
-    _step(buffers, part, values[0], values[1], rows[segment.row], clip)
-    position = None if keys is None else segment.position + part.start - segment.start
-    for number, (value, (codes, scales, signed)) in enumerate(zip(values, stored, strict=True)):
-        own = (0, 0) if keys is None else (keys[2 * number], keys[2 * number + 1])
-        new_codes, new_scales = quantize_blocks(value, signed=signed, first_position=position, keys=own)
+    _step(buffers, part, values[0], values[1], row, clip)
+    for value, (codes, scales, signed) in zip(values, stored, strict=True):
+        new_codes, new_scales = quantize_blocks(value, signed=signed)
         codes.copy_(new_codes)
         scales.copy_(new_scales)
 
@@ -244,16 +223,14 @@ def int8_adamw_kernel(
     remainder: tl.tensor,
     clip: tl.tensor,
     rows: tl.tensor,
-    keys: tl.tensor,
     maps: tl.tensor,
     table: tl.tensor,
     HAS_CLIP: tl.constexpr,
     FORM: tl.constexpr,
-    IS_RANDOM: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     """Update the part of one segment that lies in one block; ``table`` is that of ``CodedSegments``."""
-    entry, start, first, stop = find_segment(table, 8, BLOCK)
+    entry, start, first, stop = find_segment(table, 6, BLOCK)
     row = rows + tl.load(entry + 3) * 8
     factor = tl.load(row).to(tl.float32)
     if HAS_CLIP:
@@ -267,19 +244,18 @@ def int8_adamw_kernel(
     index = (block * 256)[:, None] + tl.arange(0, 256)[None, :]
     mask = (index >= first) & (index < stop)
     how = (row, factor)
-    if tl.load(entry + 6) != 0:
-        plain = tl.load(entry + 5) + start
+    if tl.load(entry + 5) != 0:
+        plain = tl.load(entry + 4) + start
         update(index, mask, pointers, (plain_exp_avg + plain, plain_exp_avg_sq + plain), how, FORM)
     else:
         scales = start // 256 + block
         m = (exp_avg + start, exp_avg_scale + scales)
         v = (exp_avg_sq + start, exp_avg_sq_scale + scales)
-        chance = (start + tl.load(entry + 4), keys + tl.load(entry + 3) * 4, maps)
         if (first == 0) & (stop == BLOCK):
-            coded_update(index, None, None, pointers, m, v, how, chance, FORM, IS_RANDOM)
+            coded_update(index, None, None, pointers, m, v, how, maps, FORM)
         else:
             is_part = (block * 256 >= first) & (block * 256 < stop)
-            coded_update(index, mask, is_part, pointers, m, v, how, chance, FORM, IS_RANDOM)
+            coded_update(index, mask, is_part, pointers, m, v, how, maps, FORM)
 
 
 @device_function
@@ -291,23 +267,21 @@ def coded_update(
     exp_avg: tl.tuple,
     exp_avg_sq: tl.tuple,
     how: tl.tuple,
-    chance: tl.tuple,
+    maps: tl.tensor,
     FORM: tl.constexpr,
-    IS_RANDOM: tl.constexpr,
 ) -> None:
     """Decode, step as ``adamw`` does, and encode the elements ``index``, (blocks, 256).
 
-    Moments are pointers of codes and scales; ``chance`` is the block's position, the keys of its row, and the maps.
+    Moments are pointers of codes and scales.
     """
-    position, keys, maps = chance
     m_codes, m_scale = exp_avg
     v_codes, v_scale = exp_avg_sq
     m = tl.load(maps + tl.load(m_codes + index, mask=mask).to(tl.int32)) * tl.load(m_scale, mask=is_part)[:, None]
     v = tl.load(maps + 256 + tl.load(v_codes + index, mask=mask).to(tl.int32))
     v *= tl.load(v_scale, mask=is_part)[:, None]
     m, v = step(index, mask, pointers, (m, v), how, FORM)
-    store_coded(index, mask, is_part, m, exp_avg, (position, keys, maps), 0, IS_RANDOM)
-    store_coded(index, mask, is_part, v, exp_avg_sq, (position, keys + 2, maps), 256, IS_RANDOM)
+    store_coded(index, mask, is_part, m, exp_avg, maps, 0)
+    store_coded(index, mask, is_part, v, exp_avg_sq, maps, 256)
 
 
 @device_function
@@ -317,13 +291,11 @@ def store_coded(
     is_part: tl.tensor,
     value: tl.tensor,
     moment: tl.tuple,
-    chance: tl.tuple,
+    maps: tl.tensor,
     MAP: tl.constexpr,
-    IS_RANDOM: tl.constexpr,
 ) -> None:
     """Write ``value``, (blocks, 256), as codes and scales; ``MAP`` is where its map begins in the maps."""
     codes, scales = moment
-    position, key, maps = chance
     bits = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     if mask is not None:
         bits = tl.where(mask, bits, 0)
@@ -337,20 +309,8 @@ def store_coded(
     ratio = divide(value, tl.broadcast_to(divisor[:, None], value.shape))
     # Infinity over infinity, in a block that is spoiled either way.
     ratio = tl.where(ratio == ratio, ratio, 0.0)
-    if IS_RANDOM:
-        # The lower of two neighbours is this one or the next.
-        lower = code_below(ratio, tl.where(ratio < 0.0, 0.0, -0.75), MAP)
-        next_value = tl.load(maps + MAP + lower + 1)
-        is_next = next_value <= ratio
-        other = tl.load(maps + MAP + tl.where(is_next, tl.minimum(lower + 2, 255), lower))
-        below = tl.where(is_next, next_value, other)
-        above = tl.where(is_next, other, next_value)
-        drawn = random_bits(position, index, tl.load(key), tl.load(key + 1)).to(tl.float32)
-        is_up = drawn * (above - below) < (ratio - below) * 65536.0
-        code = tl.minimum(lower + is_next.to(tl.int32) + is_up.to(tl.int32), 255)
-    else:
-        code = code_below(ratio, -0.5, MAP)
-        code += (tl.load(maps + 512 + MAP + code) < ratio).to(tl.int32)
+    code = code_below(ratio, MAP)
+    code += (tl.load(maps + 512 + MAP + code) < ratio).to(tl.int32)
     if MAP != 0:
         # Of squares none above zero becomes zero: see quantize_blocks.
         code = tl.maximum(code, (value > 0.0).to(tl.int32))
@@ -359,12 +319,11 @@ def store_coded(
 
 
 @device_function
-def code_below(ratio: tl.tensor, shift: tl.tensor, MAP: tl.constexpr) -> tl.tensor:
-    """Return a code that is the one wanted or the one before it, at most 254, from the map's formula.
+def code_below(ratio: tl.tensor, MAP: tl.constexpr) -> tl.tensor:
+    """Return a code that is the nearest one or the one before it, at most 254, from the map's formula.
 
-    Decade k of ``dynamic_map`` has 2 ** k parts (unsigned: twice as many), whose codes follow each other. ``shift`` is
-    how far down, in parts, so that rounding here cannot lead beyond the code wanted (docs/design/low_precision.md,
-    "Codes").
+    Decade k of ``dynamic_map`` has 2 ** k parts (unsigned: twice as many), whose codes follow each other. Half a part
+    further down rounding here cannot lead beyond the code wanted (docs/design/low_precision.md, "Codes").
     """
     magnitude = tl.abs(ratio)
     # The bits of a float are its logarithm to base 2, 2 ** -23 each, less at most 0.086. So a decade begins at 0.998 to
@@ -376,27 +335,10 @@ def code_below(ratio: tl.tensor, shift: tl.tensor, MAP: tl.constexpr) -> tl.tens
     power = (0x4B400006 - decade).to(tl.float32, bitcast=True) - 12582912.0
     in_decade = tl.minimum(magnitude * tl.exp2(power * 3.32192809489), 1.25)
     width = ((decade + (127 + unsigned)) << 23).to(tl.float32, bitcast=True)
-    part = (in_decade - 0.1) * (width * 1.11111111111) + (shift - 0.5)
+    part = (in_decade - 0.1) * (width * 1.11111111111) - 1.0
     part = (part + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
     parts = tl.full((), 1 + unsigned, tl.int32) << decade
     place = parts + tl.minimum(tl.maximum(part, -1), parts - 1)
     if MAP != 0:
         return place - 1
     return tl.where(ratio < 0.0, tl.maximum(126 - place, 0), 127 + place)
-
-
-@device_function
-def random_bits(begin: tl.tensor, index: tl.tensor, low_key: tl.tensor, high_key: tl.tensor) -> tl.tensor:
-    """Return the 16 bits that ``rounding_bits`` defines for ``begin + index``, as uint32.
-
-    ``begin`` is one of 64 bits, ``index`` many of 32, none below zero. Of a key the low 32 bits count.
-    """
-    first = begin.to(tl.uint32)
-    low = first + index.to(tl.uint32)
-    high = (begin >> 32).to(tl.uint32)
-    golden = tl.full((), 0x9E3779B9, tl.uint32)
-    mixed = low ^ low_key.to(tl.uint32) ^ tl.where(low < first, (high + 1).to(tl.uint32) * golden, high * golden)
-    mixed = (mixed ^ (mixed >> 16)) * tl.full((), 0x21F0AAAD, tl.uint32)
-    mixed += high_key.to(tl.uint32)
-    mixed = (mixed ^ (mixed >> 15)) * tl.full((), 0xD35A2D97, tl.uint32)
-    return mixed >> 16

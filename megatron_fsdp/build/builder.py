@@ -11,7 +11,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dbuffer import (
-    Block,
     Flat,
     Granularity,
     PaddingLimits,
@@ -21,10 +20,8 @@ from dbuffer import (
     first_dimension_granularity,
     plan_regions,
 )
-from dbuffer_kernels.quantize import MX_BLOCK
 from dbuffer_kernels.switches import is_off
 from megatron_fsdp.build.ownership import OwnedParameter, settle_grad_dtypes
-from megatron_fsdp.build.packed_layout import is_packed
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.policy.mesh import ShardingTarget, buffer_device
 from megatron_fsdp.policy.offload import CPUOffloadPolicy
@@ -40,8 +37,6 @@ GranularityChoice = Granularity | Callable[[nn.Parameter], Granularity | None] |
 # of few, large slices: Mixtral's eight experts over 64 ranks would take five times their size.
 _LIMITS = PaddingLimits(fallback=Row())
 _ALIGNMENT_BYTES = 16
-# MXFP8's blocks of 32 rows are kept whole where that pads the buffers by no more than this share of the data.
-_CHEAP = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +136,8 @@ def plan_groups(owned: Sequence[OwnedParameter], wishes: Wishes) -> list[GroupPl
 def _gather_dtype(owned: OwnedParameter, wishes: Wishes) -> str | None:
     """Return in what a parameter travels instead of the compute dtype."""
     may_pack = owned.parameter.is_floating_point() and not owned.is_replicated and owned.extension is None
-    asked = wishes.policy.gather_dtype if may_pack else None
-    return asked if is_packed(owned.shape, asked) else None
+    is_matrix = len(owned.shape) > 1 and owned.parameter.numel() > 0
+    return wishes.policy.gather_dtype if may_pack and is_matrix else None
 
 
 def _kind(owned: OwnedParameter, wishes: Wishes) -> tuple[object, ...]:
@@ -193,13 +188,7 @@ def _regions(alike: Sequence[OwnedParameter], spec: GroupSpec, wishes: Wishes) -
     if wishes.granularity is not None:
         asked = [asked_granularity(one, wishes.granularity) for one in alike]
         return unit_regions(shapes, num_shards, spec.dtypes, asked, PaddingLimits())
-    usual = unit_regions(shapes, num_shards, spec.dtypes)
-    if spec.dtypes.gather != "mxfp8":
-        return usual
-    blocks = [Block(MX_BLOCK) if len(shape) == 2 else first_dimension_granularity(shape) for shape in shapes]
-    whole = unit_regions(shapes, num_shards, spec.dtypes, blocks, PaddingLimits())
-    padding = sum(region.plan.numel for region in whole) - sum(region.plan.numel for region in usual)
-    return whole if padding <= _CHEAP * sum(map(math.prod, shapes)) else usual
+    return unit_regions(shapes, num_shards, spec.dtypes)
 
 
 def unit_regions(

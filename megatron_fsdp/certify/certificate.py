@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,34 +12,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from megatron_fsdp.certify.checker import Checker, Issue
-from megatron_fsdp.certify.clocks import VirtualStreams, Wait
+from megatron_fsdp.certify.clocks import VirtualStreams
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
 from megatron_fsdp.runtime.step.streams import drive_with
 from megatron_fsdp.runtime.step.unit import units_below
 
-__all__ = ["Certificate", "Certification", "HostWait", "WaitCount", "certify", "watching"]
-
-
-@dataclass(frozen=True, slots=True)
-class WaitCount:
-    """All waits of one line in one configuration.
-
-    Attributes:
-        is_engine: the line is the engine's own.
-        total: executed. redundant: what they ordered was ordered before. unneeded: they ordered something, and no two
-            accesses of the same bytes and no memory handed on came in order by that.
-    """
-
-    place: str
-    is_engine: bool
-    total: int
-    redundant: int
-    unneeded: int
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether none of them was good for anything."""
-        return self.redundant + self.unneeded == self.total
+__all__ = ["Certificate", "Certification", "HostWait", "certify", "watching"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +38,7 @@ class Certificate:
         num_operators, num_conflicts, num_reuses: operators seen, pairs of accesses checked that share bytes on
             different queues, and last uses of released memory checked.
         races, early_reuses, disorders: findings, a line each. ``disorders`` are of collectives over ranks.
-        waits: by line. host_waits: by line.
+        host_waits: by line.
         issues: collectives of one rank, in order; empty of several.
     """
 
@@ -71,7 +49,6 @@ class Certificate:
     races: tuple[str, ...] = ()
     early_reuses: tuple[str, ...] = ()
     disorders: tuple[str, ...] = ()
-    waits: tuple[WaitCount, ...] = ()
     host_waits: tuple[HostWait, ...] = ()
     issues: tuple[Issue, ...] = ()
 
@@ -79,16 +56,6 @@ class Certificate:
     def engine_host_waits(self) -> list[HostWait]:
         """Those in the engine's own lines."""
         return [one for one in self.host_waits if one.is_engine]
-
-    @property
-    def num_waits(self) -> int:
-        """Of streams, that were executed."""
-        return sum(one.total for one in self.waits)
-
-    @property
-    def num_idle_waits(self) -> int:
-        """Of these, how many ordered nothing that anybody needed."""
-        return sum(one.redundant + one.unneeded for one in self.waits)
 
     def is_clean(self, host_may: Sequence[str] = ()) -> bool:
         """Whether nothing was found but how the host is meant to wait: the beginnings of ``HostWait.what``."""
@@ -100,7 +67,7 @@ class Certificate:
         yield (
             f"{self.name}: {self.num_operators:,} operators, {self.num_conflicts:,} conflicts and {self.num_reuses:,} "
             f"reuses checked; {len(self.races)} races, {len(self.early_reuses)} early reuses, {len(self.disorders)} "
-            f"disorders, {self.num_waits} waits of which {self.num_idle_waits} idle, "
+            f"disorders, "
             f"{sum(one.count for one in self.engine_host_waits)} host waits in the engine and "
             f"{sum(one.count for one in self.host_waits if not one.is_engine)} in the job"
         )
@@ -108,9 +75,6 @@ class Certificate:
         for what, found in kinds:
             yield from (f"  {what}: {line}" for line in found)
         yield from (f"  host waits {one.count} times: {one.what} at {one.place}" for one in self.host_waits)
-        for one in self.waits:
-            if one.is_idle:
-                yield f"  idle in all {one.total} executions: the wait at {one.place}"
 
 
 class Certification:
@@ -135,7 +99,7 @@ class Certification:
             self.checker.lies_on_host(*_step_counters(optimizer))
 
     def begin(self) -> None:
-        """Count waits, of streams and of the host, from here on: what was before is no step."""
+        """Count what the host waits for from here on: what was before is no step."""
         self._first_wait = len(self.streams.waits)
         self.checker.syncs.clear()
 
@@ -157,7 +121,6 @@ class Certification:
             races=tuple(one.place for one in memory.conflicts),
             early_reuses=tuple(one.place for one in memory.reuses),
             disorders=(*self._notes, *dict.fromkeys(checker.misplaced)),
-            waits=tuple(_counts(one for one in counted if not one.is_host)),
             host_waits=tuple(HostWait(*key, count) for key, count in syncs.items()),
             issues=tuple(checker.issues),
         )
@@ -220,15 +183,3 @@ def _step_counters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
             for parameter in group["params"]:
                 values = optimizer.state.get(parameter, {}).values()
                 yield from (value for value in values if isinstance(value, torch.Tensor) and value.dim() == 0)
-
-
-def _counts(waits: Iterable[Wait]) -> Iterator[WaitCount]:
-    found: dict[tuple[str, bool], list[int]] = {}
-    for wait in waits:
-        is_engine = wait.origin.is_engine and wait.via.is_engine
-        counts = found.setdefault((f"{wait.origin.place}, from {wait.via.place}", is_engine), [0, 0, 0])
-        counts[0] += 1
-        counts[1] += wait.is_redundant
-        counts[2] += not wait.is_redundant and not wait.is_used
-    for key, numbers in found.items():
-        yield WaitCount(*key, *numbers)

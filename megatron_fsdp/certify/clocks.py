@@ -1,14 +1,12 @@
 """Streams with CUDA's meaning on the CPU: work stays in host order, and vector clocks say what a GPU would promise.
 
 A ``VirtualStreams`` goes to ``drive_with`` of ``runtime/step/streams.py``. A queue's clock says, for every queue, up
-to which of its accesses everything is over when the next access here begins (Fidge 1988, Mattern 1989). Each wait
-remembers what it brought, so that one whose order nobody needed can be named.
+to which of its accesses everything is over when the next access here begins (Fidge 1988, Mattern 1989).
 """
 
 from __future__ import annotations
 
 import contextlib
-from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -31,9 +29,7 @@ class Wait:
 
     Attributes:
         origin: the line that waits. via: the line that called that one's file. target, source: names of the queues.
-        is_redundant: all that it ordered was ordered before.
-        is_used: two accesses of the same bytes, or of memory that was handed on, are in order because of it.
-        is_host: the host blocks in it.
+        is_redundant: all that it ordered was ordered before. is_host: the host blocks in it.
     """
 
     origin: Origin
@@ -41,16 +37,7 @@ class Wait:
     target: str
     source: Queue
     is_redundant: bool = False
-    is_used: bool = False
     is_host: bool = False
-
-
-@dataclass(slots=True)
-class _Brought:
-    """Up to where each wait made a queue follow one other queue, in rising order."""
-
-    numbers: list[int] = field(default_factory=list)
-    waits: list[Wait | None] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -68,7 +55,6 @@ class Queue:
     is_captured: bool = False
 
     def __post_init__(self) -> None:
-        self._brought: dict[str, _Brought] = {}
         # The host's clock as far as this queue has taken it over, by how often it changed.
         self._launched = -1
 
@@ -104,12 +90,12 @@ class Queue:
         self.come_after(stream)
 
     def follow(self, source: Queue | None, clock: Clock, *, is_host: bool = False) -> None:
-        """Come after a point of ``source``, and note what that wait was good for; a wait for nothing is none."""
+        """Come after a point of ``source``, and note the wait; one for nothing is none."""
         if source is None or source is self:
             return
         origin = here()
         wait = Wait(origin, here(outside=origin.path), self.name, source, is_host=is_host)
-        wait.is_redundant = not self._join(clock, wait)
+        wait.is_redundant = not self._join(clock)
         self.streams.waits.append(wait)
 
     def launch(self) -> None:
@@ -117,7 +103,7 @@ class Queue:
         host = self.streams.host
         if self._launched != host.streams.host_changes:
             self._launched = host.streams.host_changes
-            self._join(host.clock, None)
+            self._join(host.clock)
 
     def tick(self) -> int:
         """Count one access, and return its number."""
@@ -131,31 +117,12 @@ class Queue:
         """Whether all that happened in another queue is over before what comes next here."""
         return self.clock.get(other.name, 0) >= other.clock.get(other.name, 0)
 
-    def credit(self, source: str, number: int) -> None:
-        """Note that somebody needs this queue to come after access ``number`` of ``source``, and who saw to that."""
-        queue = self
-        # A wait for a queue that had waited itself: all of that chain is needed.
-        while queue.name != source:
-            brought = queue._brought.get(source)
-            if brought is None or brought.numbers[-1] < number:
-                return
-            position = bisect_left(brought.numbers, number)
-            wait = brought.waits[position]
-            if wait is None:
-                queue = self.streams.host
-                continue
-            wait.is_used = True
-            queue = wait.source
-
-    def _join(self, clock: Clock, wait: Wait | None) -> bool:
+    def _join(self, clock: Clock) -> bool:
         mine, is_new = self.clock, False
         for name, number in clock.items():
             if number > mine.get(name, 0):
                 mine[name] = number
                 is_new = True
-                brought = self._brought.setdefault(name, _Brought())
-                brought.numbers.append(number)
-                brought.waits.append(wait)
         if is_new and self is self.streams.host:
             self.streams.host_changes += 1
         return is_new
@@ -289,8 +256,6 @@ class VirtualStreams:
         for lane in self.lanes:
             if lane.is_captured and not stream.follows(lane):
                 raise CaptureError(f"{lane.name} was forked into the capture and never joined")
-            if lane.is_captured:
-                stream.credit(lane.name, lane.clock.get(lane.name, 0))
             lane.is_captured = False
         for other in (*self._streams, stream):
             other.is_captured = False

@@ -179,9 +179,7 @@ class Memory:
             if other.queue == mine:
                 return
             self.num_conflicts += 1
-            if clock.get(other.queue, 0) >= other.number:
-                queue.credit(other.queue, other.number)
-            else:
+            if clock.get(other.queue, 0) < other.number:
                 self._tell(self.conflicts, Conflict("race", block.name or "a tensor", other, access))
 
         for span in spans:
@@ -201,9 +199,7 @@ class Memory:
         for block in self._released.pop(queue.name, ()):
             for name, last in block.last.items():
                 self.num_reuses += 1
-                if queue.clock.get(name, 0) >= last.number:
-                    queue.credit(name, last.number)
-                else:
+                if queue.clock.get(name, 0) < last.number:
                     self._tell(self.reuses, Conflict("reuse", block.name or "a tensor", last, access))
         return Block(queue)
 

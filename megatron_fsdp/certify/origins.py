@@ -31,7 +31,6 @@ class Origin:
 
     path: str
     line: int
-    function: str = ""
     node: str = ""
 
     @property
@@ -64,10 +63,7 @@ def here(outside: str = "") -> Origin:
     if frame is None:
         return Origin("", 0)
     node = _node()
-    return Origin(
-        frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_qualname if sys.version_info >= (3, 11) else "",
-        "" if node is None else node.name(),
-    )  # fmt: skip
+    return Origin(frame.f_code.co_filename, frame.f_lineno, "" if node is None else node.name())
 
 
 def _is_hidden(path: str) -> bool:

@@ -10,7 +10,7 @@ import enum
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, TypeVar
 
-__all__ = ["FLAGS", "SECTIONS", "Effect", "Flag", "FlagValues", "Setting", "add_megatron_fsdp_args", "flag_of"]
+__all__ = ["FLAGS", "SECTIONS", "Effect", "Flag", "FlagValues", "add_megatron_fsdp_args", "flag_of"]
 
 P = TypeVar("P", bound=argparse.ArgumentParser)
 Value = bool | int | float | str | tuple[str, ...] | None
@@ -28,13 +28,14 @@ class Effect(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
-    """One flag of Megatron-LM's, or one key of Hugging Face's.
+class Flag:
+    """One flag of Megatron-LM's.
 
     Attributes:
-        name, default: its own software's.
-        effect: whether it does anything here, and if not, why. meaning: in that software. here: what happens here.
+        name, default: Megatron's.
+        effect: whether it does anything here, and if not, why. meaning: in Megatron. here: what happens here.
         choices: legal values; empty for any. kind: type of the value; a tuple takes several.
+        dest: its attribute of the namespace, and field of ``FsdpConfig``.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Setting:
     here: str
     choices: tuple[str | int, ...] = ()
     kind: type = bool
+    dest: str = ""
 
     @property
     def is_silent(self) -> bool:
@@ -53,13 +55,6 @@ class Setting:
     def notice(self, given: str) -> str:
         """Return what to say of it where it is given, spelled like this, and does nothing."""
         return f"{given} does nothing here; {self.effect.value}: {self.here}"
-
-
-@dataclass(frozen=True, slots=True)
-class Flag(Setting):
-    """One flag; ``dest`` is its attribute of the namespace, and field of ``FsdpConfig``."""
-
-    dest: str = ""
 
     @property
     def is_off_switch(self) -> bool:

@@ -117,7 +117,7 @@ class FsdpConfig(FlagValues):
             "mp_policy": self.mixed_precision_policy(),
             "reshard_after_forward": None,
             **({"offload_policy": CPUOffloadPolicy()} if self.optimizer_cpu_offload else {}),
-            **(self.hugging_face.fully_shard_kwargs() if self.hugging_face else {}),
+            **(self.hugging_face.fully_shard_kwargs(mesh.ndim) if self.hugging_face else {}),
         }
 
     def apply(self, model: nn.Module, *, num_microbatches: int | None = None) -> None:
@@ -270,7 +270,7 @@ class FsdpConfig(FlagValues):
                 lines.append(flag.notice(given))
             elif reason := self._why_without_effect(flag):
                 lines.append(f"{given} does nothing here; {reason}")
-        return (*lines, *(self.hugging_face.notices() if self.hugging_face else ()))
+        return (*lines, *(self.hugging_face.notices if self.hugging_face else ()))
 
     def _why_without_effect(self, flag: Flag) -> str:
         """Return why a flag that is acted on does nothing beside the others, or nothing where it does something."""

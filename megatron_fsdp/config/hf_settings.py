@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
-from megatron_fsdp.config.hf_keys import KEYS, STRATEGIES, Key, key_of
 from megatron_fsdp.errors import ConfigError, nearest
 from megatron_fsdp.policy.offload import CPUOffloadPolicy
 
@@ -25,8 +22,32 @@ _MEANINGS: Mapping[str, tuple[str, bool]] = {
     "HYBRID_SHARD": ("optim_grads_params", True),
     "HYBRID_SHARD_ZERO2": ("optim_grads_params", False),
 }
-_TRUE, _FALSE = ("true", "yes", "on", "1", "y", "t"), ("false", "no", "off", "0", "n", "f")
 _MIXED_PRECISION = {"no": None, "fp32": None, "bf16": "bf16", "fp16": "fp16"}
+_TRUE, _FALSE = ("true", "yes", "on", "1", "y", "t"), ("false", "no", "off", "0", "n", "f", "none")
+# What acts; a spelling of accelerate's.
+_ACTING = ("version", "reshard_after_forward", "sharding_strategy", "cpu_offload")
+_OTHERS = {"offload_params": "cpu_offload"}
+# Why a key does nothing here.
+_CALLED = "units are the modules that fully_shard is called on; inside of accelerate_fsdp2() accelerate follows it"
+_WITHOUT_EFFECT = {
+    **dict.fromkeys(("auto_wrap_policy", "min_num_params"), _CALLED),
+    **dict.fromkeys(("transformer_layer_cls_to_wrap", "transformer_cls_names_to_wrap"), _CALLED),
+    "state_dict_type": "the function that is called decides: export_safetensors writes whole weights, save_checkpoint "
+    "shards",
+    **dict.fromkeys(("backward_prefetch", "backward_prefetch_policy", "forward_prefetch"), "gathers always run ahead"),
+    "use_orig_params": "parameters always keep their names and shapes",
+    "limit_all_gathers": "gathers of two units at a time are always the limit",
+}
+# What to do instead of a key that is set, to anything that is not false or empty.
+_LOADING = "read a folder by import_safetensors(model, folder), or prepare inside of accelerate_fsdp2()"
+_XLA = "it is for PyTorch/XLA, which has a sharding engine of its own; leave it out"
+_REFUSED = {
+    **dict.fromkeys(("cpu_ram_efficient_loading", "sync_module_states"), _LOADING),
+    "activation_checkpointing": "call model.activation_checkpointing_enable(), or prepare inside of accelerate_fsdp2()",
+    "activation_checkpointing_offload": "inputs of checkpointed layers stay on the device; leave it out",
+    "ignored_modules": "give fully_shard(ignored_params=...), or prepare inside of accelerate_fsdp2()",
+    **dict.fromkeys(("xla", "xla_fsdp_v2", "xla_fsdp_settings", "xla_fsdp_grad_ckpt"), _XLA),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,64 +57,34 @@ class HfSettings:
     Attributes:
         sharding_strategy: one of PyTorch's older names, whichever version the settings were written for.
         reshard_after_forward: whether units are released between forward and backward.
-        auto_wrap_policy, transformer_layer_cls_to_wrap, min_num_params: which modules become units. No classes: the
-            model's ``_no_split_modules``.
-        ignored_modules: a regular expression of whole names, names, or modules, whose parameters are left alone.
         mixed_precision: "bf16", "fp16" or None; from the top level of accelerate's file.
-        given: the keys that were given, by their names here. older: those that were spelled as in earlier releases.
+        notices: a line, with the reason, for each key that was given and does nothing here.
     """
 
-    version: int = 2
     sharding_strategy: str = "FULL_SHARD"
     reshard_after_forward: bool = True
-    auto_wrap_policy: str = "TRANSFORMER_BASED_WRAP"
-    transformer_layer_cls_to_wrap: tuple[str, ...] = ()
-    min_num_params: int = 0
     cpu_offload: bool = False
-    state_dict_type: str = "FULL_STATE_DICT"
-    cpu_ram_efficient_loading: bool = False
-    sync_module_states: bool = False
-    activation_checkpointing: bool = False
-    ignored_modules: str | tuple[str | nn.Module, ...] = ()
     mixed_precision: str | None = None
-    given: tuple[str, ...] = ()
-    older: tuple[str, ...] = ()
-
-    @property
-    def is_hybrid(self) -> bool:
-        """Whether weights are sharded inside of groups of ranks that are replicas of each other."""
-        return self.sharding_strategy.startswith("HYBRID")
-
-    @property
-    def is_from_first_rank(self) -> bool:
-        """Whether the first rank's weights count, and the others receive their shards of them."""
-        return self.cpu_ram_efficient_loading or self.sync_module_states
+    notices: tuple[str, ...] = ()
 
     def flags(self) -> dict[str, Any]:
         """Return the fields of ``FsdpConfig`` that say the same."""
         flags: dict[str, Any] = {"data_parallel_sharding_strategy": _MEANINGS[self.sharding_strategy][0]}
         return flags | ({self.mixed_precision: True} if self.mixed_precision else {})
 
-    def fully_shard_kwargs(self) -> dict[str, Any]:
-        """Return the keyword arguments of ``fully_shard`` that Megatron's flags have no say in."""
+    def fully_shard_kwargs(self, num_axes: int) -> dict[str, Any]:
+        """Return the keyword arguments of ``fully_shard`` on a mesh that Megatron's flags have no say in."""
+        if self.sharding_strategy.startswith("HYBRID") and num_axes != 2:
+            raise ConfigError(
+                f"sharding_strategy {self.sharding_strategy} shards inside of each host: wanted a mesh of two axes "
+                f"(hosts, ranks of one), found {num_axes}"
+            )
         offload = {"offload_policy": CPUOffloadPolicy()} if self.cpu_offload else {}
         return {"reshard_after_forward": self.reshard_after_forward, **offload}
 
-    def decisions(self) -> Iterator[str]:
-        """Yield one line per key that is acted on, with what it does."""
-        for key in KEYS:
-            if not key.is_silent and hasattr(self, key.name):
-                default = "" if key.name in self.given else " (default)"
-                yield f"{key.name} {getattr(self, key.name)}{default}: {key.here}"
-
-    def notices(self) -> Iterator[str]:
-        """Yield one line, with the reason, for every key that does nothing here or is spelled in an older way."""
-        for name in self.older:
-            key = _find(name)
-            yield f"{name} is an older name, which is deprecated; write {key.name}"
-        for key in KEYS:
-            if key.is_silent and key.name in self.given:
-                yield key.notice(key.name)
+    def decisions(self) -> list[str]:
+        """Return a line for each key that is acted on."""
+        return [f"{name} {getattr(self, name)}" for name in _ACTING[1:]]
 
 
 def read_hf_settings(source: Mapping[str, Any] | str | Path) -> HfSettings:
@@ -113,20 +104,31 @@ def read_hf_settings(source: Mapping[str, Any] | str | Path) -> HfSettings:
         content = content["fsdp_config"] or {}
         if not isinstance(content, Mapping):
             raise ConfigError(f"fsdp_config: found {content!r}, wanted a mapping of keys")
-    values = {key.name: _checked(key, value) for key, value in _named(content)}
-    older = tuple(str(name) for name in content if str(name).removeprefix("fsdp_") in _find(str(name)).older)
-    _refuse_contradictions(values)
-    resharding = values.get("reshard_after_forward")
-    named = values.get("sharding_strategy", resharding if isinstance(resharding, str) else None)
-    strategy = named or "FULL_SHARD"
-    derived = {
-        "version": values.get("version", 2 if named is None else 1),
-        "sharding_strategy": strategy,
-        "reshard_after_forward": resharding if isinstance(resharding, bool) else _MEANINGS[strategy][1],
-    }
-    fields = HfSettings.__dataclass_fields__
-    kept = {name: value for name, value in values.items() if name in fields}
-    return HfSettings(**{**kept, **derived, "mixed_precision": precision, "given": tuple(values), "older": older})
+    values = _named(content)
+    resharding = _strategy("reshard_after_forward", values, can_be_true=True)
+    found = _strategy("sharding_strategy", values), resharding
+    named = next((each for each in found if isinstance(each, str)), None)
+    version = values.get("version")
+    if str(version) not in ("None", "1", "2"):
+        raise ConfigError(f"version: found {version!r}, wanted 1 or 2")
+    if (str(version) == "2" and named) or (str(version) == "1" and isinstance(resharding, bool)):
+        what = f"sharding strategy {named}" if named else f"reshard_after_forward {resharding}"
+        raise ConfigError(f"version {version} contradicts {what}: version 1 names a strategy, 2 says true or false")
+    if named and resharding is not None and resharding != named:
+        raise ConfigError(f"sharding_strategy {named} contradicts reshard_after_forward {resharding}: give one")
+    strategy, offload = (
+        named if isinstance(named, str) else "FULL_SHARD",
+        _boolean("cpu_offload", values.get("cpu_offload")),
+    )
+    if offload and strategy == "NO_SHARD":
+        raise ConfigError("cpu_offload contradicts NO_SHARD: what rests whole is used where it rests")
+    return HfSettings(
+        sharding_strategy=strategy,
+        reshard_after_forward=resharding if isinstance(resharding, bool) else _MEANINGS[strategy][1],
+        cpu_offload=offload,
+        mixed_precision=precision,
+        notices=tuple(f"{key} does nothing here: {why}" for key, why in _WITHOUT_EFFECT.items() if key in values),
+    )
 
 
 # ---------------------------------------------------------------- files
@@ -167,114 +169,41 @@ def _accelerate_precision(content: Mapping[str, Any]) -> str | None:
 # ---------------------------------------------------------------- keys and values
 
 
-def _named(content: Mapping[str, Any]) -> Iterator[tuple[Key, Any]]:
-    """Yield the keys that were given with their values; null counts as not given."""
-    spelled: dict[str, str] = {}
-    for name, value in content.items():
-        key = _find(str(name))
-        if key.name in spelled:
-            raise ConfigError(f"{spelled[key.name]!r} and {name!r} are the same key; give one of them")
-        spelled[key.name] = str(name)
+def _named(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys that were given, without their prefix, and their values; null counts as not given."""
+    known, values = (*_ACTING, *_OTHERS, *_WITHOUT_EFFECT, *_REFUSED), dict[str, Any]()
+    for given, value in content.items():
+        prefix = "fsdp_" if str(given).startswith("fsdp_") else ""
+        name = str(given).removeprefix(prefix)
+        if name not in known:
+            meant = prefix + nearest(name, known)
+            raise ConfigError(f"unknown key {given!r} in fsdp_config, the nearest valid one is {meant!r}")
+        name = _OTHERS.get(name, name)
+        if name in values:
+            raise ConfigError(f"{given!r} is given twice, as {name!r} under another spelling; give one of them")
+        if name in _REFUSED and value and str(value).lower() not in _FALSE:
+            raise ConfigError(f"{given}={value!r}: {_REFUSED[name]}")
         if value is not None:
-            yield key, value
+            values[name] = value
+    return values
 
 
-def _find(name: str) -> Key:
-    found = key_of(name)
-    if found is None:
-        names = [spelling for key in KEYS for spelling in (key.name, *key.others)]
-        prefix = "fsdp_" if name.startswith("fsdp_") else ""
-        meant = prefix + nearest(name.removeprefix("fsdp_"), names)
-        raise ConfigError(f"unknown key {name!r} in fsdp_config, the nearest valid one is {meant!r}")
-    return found
-
-
-def _checked(key: Key, value: Any) -> Any:
-    """Return a value in the form that settings have it, or raise."""
-    text = str(value)
-    if key.name == "ignored_modules":
-        entries = (value,) if isinstance(value, str) else tuple(value)
-        if not all(isinstance(entry, (str, nn.Module)) for entry in entries):
-            raise ConfigError(f"ignored_modules: found {value!r}, wanted a regular expression, names or modules")
-        return value if isinstance(value, str) else entries
-    if key.name == "reshard_after_forward" and text.lower() in (*_TRUE, *_FALSE):
-        return text.lower() in _TRUE
-    if key.name == "sharding_strategy" and text.isdigit() and 1 <= int(text) <= len(STRATEGIES):
-        return STRATEGIES[int(text) - 1]
-    if key.kind is bool:
-        value = _boolean(key, value)
-    elif key.kind is int:
-        value = _integer(key, value)
-    elif key.kind is tuple:
-        value = tuple(str(name).strip() for name in (value.split(",") if isinstance(value, str) else value))
-    elif key.kind is str:
-        value = _choice(key, value)
-    if key.refusal and value:
-        raise ConfigError(f"{key.name}={value!r}: {key.refusal}")
-    return value
-
-
-def _boolean(key: Key, value: Any) -> bool:
+def _boolean(name: str, value: Any) -> bool:
     text = str(value).lower()
     if text not in (*_TRUE, *_FALSE):
-        raise ConfigError(f"{key.name}: found {value!r}, wanted true or false")
+        raise ConfigError(f"{name}: found {value!r}, wanted true or false")
     return text in _TRUE
 
 
-def _integer(key: Key, value: Any) -> int:
-    if isinstance(value, bool) or not str(value).isdigit():
-        raise ConfigError(f"{key.name}: found {value!r}, wanted a whole number >= 0")
-    if key.choices and int(value) not in key.choices:
-        raise ConfigError(f"{key.name}: found {value}, wanted one of {', '.join(map(str, key.choices))}")
-    return int(value)
-
-
-def _choice(key: Key, value: Any) -> str:
-    text, choices = str(value).upper(), [str(choice) for choice in key.choices]
-    if text not in choices:
-        meant = nearest(text, choices)
-        raise ConfigError(f"{key.name}: found {value!r}, wanted one of {', '.join(choices)}; the nearest is {meant}")
-    if text in key.refused_choices:
-        raise ConfigError(f"{key.name}={text}: {key.refused_choices[text]}")
-    return text
-
-
-# ---------------------------------------------------------------- what keys mean together
-
-
-def _refuse_contradictions(values: Mapping[str, Any]) -> None:
-    names = ("version", "reshard_after_forward", "sharding_strategy", "transformer_layer_cls_to_wrap", "min_num_params")
-    version, resharding, strategy, classes, minimum = map(values.get, names)
-    policy = values.get("auto_wrap_policy", "TRANSFORMER_BASED_WRAP")
-    is_named, is_said = isinstance(resharding, str), isinstance(resharding, bool)
-    found = {
-        f"version 2 contradicts reshard_after_forward {resharding}: give true or false, or version 1": (
-            version == 2 and is_named
-        ),
-        f"version 1 contradicts reshard_after_forward {resharding}: name a strategy ({', '.join(STRATEGIES)}), or give "
-        "version 2": version == 1 and is_said,
-        f"version 2 contradicts sharding_strategy {strategy}: give reshard_after_forward instead": (
-            version == 2 and strategy is not None
-        ),
-        f"sharding_strategy {strategy} contradicts reshard_after_forward {resharding}: give one": (
-            None not in (strategy, resharding) and resharding != strategy
-        ),
-        f"transformer_layer_cls_to_wrap contradicts auto_wrap_policy {policy}": (
-            classes and policy != "TRANSFORMER_BASED_WRAP"
-        ),
-        f"min_num_params {minimum} contradicts auto_wrap_policy {policy}: it is for SIZE_BASED_WRAP": (
-            minimum and policy != "SIZE_BASED_WRAP"
-        ),
-        "auto_wrap_policy SIZE_BASED_WRAP needs min_num_params > 0 (found 0): every module would be a unit": (
-            policy == "SIZE_BASED_WRAP" and not minimum
-        ),
-        "cpu_offload contradicts NO_SHARD: what rests whole is used where it rests": (
-            values.get("cpu_offload") and "NO_SHARD" in (strategy, resharding)
-        ),
-        "cpu_ram_efficient_loading contradicts sync_module_states false: the others have no weights": (
-            values.get("cpu_ram_efficient_loading") and values.get("sync_module_states") is False
-        ),
-    }
-    for message, is_broken in found.items():
-        if is_broken:
-            raise ConfigError(message)
+def _strategy(name: str, values: Mapping[str, Any], *, can_be_true: bool = False) -> str | bool | None:
+    """Return one of PyTorch's older strategies by its name or number, or a truth value; None for nothing given."""
+    value, names = values.get(name), list(_MEANINGS)
+    text = str(value).upper()
+    if value is None or text in names:
+        return None if value is None else text
+    if can_be_true and text.lower() in (*_TRUE, *_FALSE):
+        return text.lower() in _TRUE
+    if text.isdigit() and 1 <= int(text) <= len(names):
+        return names[int(text) - 1]
+    meant = nearest(text, names)
+    raise ConfigError(f"{name}: found {value!r}, wanted one of {', '.join(names)}; the nearest is {meant}")

@@ -1,1 +1,1 @@
-"""What a step did: timelines, the watch over ranks, the audit of the engine's promises."""
+"""What a step did: timelines, the watch over ranks, checksums, the scale of gradients."""

@@ -20,7 +20,6 @@ _RANGE = re.compile(r"FSDP::(all_gather|post_backward_reduce|all_gather_wait|pos
 _LANES = {"all_gather": "gather", "post_backward_reduce": "reduce"}
 _WAITS = {"all_gather_wait": "gather", "post_backward_rs_wait": "reduce"}
 _DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
-_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442")  # Okabe and Ito
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,37 +119,6 @@ class Timeline:
             counts = f"{len(one.gathers):9}", f"{len(one.reductions):12}"
             lines.append(f"{one.unit[-24:]:24}{counts[0]}{gather}{gather_waited}{counts[1]}{reduce}{reduce_waited}")
         return "\n".join(lines)
-
-    def draw(self, path: str | PathLike[str]) -> None:
-        """Draw gathers, waits and reductions over time, a colour for each unit.
-
-        Args:
-            path: of a picture whose suffix matplotlib knows, such as .png or .svg.
-        Raises:
-            ConfigError: matplotlib is not installed, or cannot write there.
-        """
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise ConfigError("timeline: a picture needs matplotlib: pip install matplotlib") from error
-        figure = Figure(figsize=(12, 2.6), layout="constrained")
-        axes = figure.add_subplot()
-        for number, unit in enumerate(self.units):
-            colour = _COLOURS[number % len(_COLOURS)]
-            rows = (unit.gathers, (*unit.gather_waited, *unit.reduce_waited), unit.reductions)
-            for row, intervals in enumerate(rows):
-                bars = [(1e3 * one.start, 1e3 * (one.stop - one.start)) for one in intervals]
-                axes.broken_barh(bars, (row, 0.8), facecolor=colour, label=unit.unit if row == 0 else None)
-        title = f"exposed communication {self.exposed_share:.1%}"
-        axes.set(title=title, xlabel="ms", xlim=(0, 1e3 * self.seconds))
-        axes.set_yticks((0.4, 1.4, 2.4), ("gathers", "compute waits", "reductions"))
-        axes.invert_yaxis()
-        if len(self.units) <= 12:
-            figure.legend(loc="outside lower center", ncols=6, fontsize=8)
-        try:
-            figure.savefig(path, dpi=120)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"timeline: {error}; give a file that can be written, such as timeline.png") from error
 
 
 _Found = tuple[str, str, bool, Interval]

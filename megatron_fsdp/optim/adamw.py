@@ -44,8 +44,6 @@ class AdamW(FlatBase, torch.optim.AdamW):
             parameter: 2.03 bytes per parameter for both. Parameters of less than 4096 elements keep FP32 ones. State,
             weights and losses are the same for any sharding (docs/low_precision.md); ``fully_shard`` is to be given
             ``MixedPrecisionPolicy(moments="int8")``.
-        rounding_seed: of stochastic rounding of these codes, 0 to 2**30 - 1, which depends on the step and on an
-            element's place in its parameter alone; None rounds to nearest.
         max_norm: what ``step`` clips to when it is not told otherwise; None does not clip.
         nonfinite: "skip": a step whose gradient norm is NaN or infinite changes nothing on any rank, logs a warning
             that names the first parameter concerned and adds to ``num_skipped``; "raise": it raises
@@ -53,7 +51,7 @@ class AdamW(FlatBase, torch.optim.AdamW):
             and gradients of such a norm are stepped as they are, not clipped.
     Raises:
         ConfigError: another ``nonfinite``, ``amsgrad`` or ``differentiable``, or a dtype that is no floating-point one;
-            ``moments`` beside ``moments_dtype``, or a ``rounding_seed`` that has nothing to round or is captured.
+            ``moments`` beside ``moments_dtype``.
 
     Example:
         optimizer = AdamW(model.parameters(), lr=3e-4, max_norm=1.0, nonfinite="skip")
@@ -63,7 +61,7 @@ class AdamW(FlatBase, torch.optim.AdamW):
 
     # What steps one small parameter as this class does.
     plain_kind = torch.optim.AdamW
-    _kept = (*FlatBase._kept, "moments", "rounding_seed")
+    _kept = (*FlatBase._kept, "moments")
     _entries: tuple[dict[str, Any], ...] = ()
 
     def __init__(
@@ -84,14 +82,12 @@ class AdamW(FlatBase, torch.optim.AdamW):
         max_norm: float | None = None,
         nonfinite: str = "ignore",
         moments: str | None = None,
-        rounding_seed: int | None = None,
     ) -> None:
         self._set_up(max_norm, nonfinite, moments_dtype)
-        _check_moments(moments, moments_dtype, rounding_seed, is_captured=capturable)
+        _check_moments(moments, moments_dtype)
         if moments_dtype is not None and not moments_dtype.is_floating_point:
             raise ConfigError(f"AdamW(moments_dtype={moments_dtype}): give a floating-point dtype or None")
         self.moments = moments
-        self.rounding_seed = rounding_seed
         super().__init__(
             params,
             lr,
@@ -119,7 +115,7 @@ class AdamW(FlatBase, torch.optim.AdamW):
         super().add_param_group(param_group)
 
     def _update(self, binding: Binding, found: Found, factor: torch.Tensor | None) -> None:
-        rows, known = Rows(self.param_groups, self.rounding_seed), self._entries
+        rows, known = Rows(self.param_groups), self._entries
         is_known = len(known) == len(self.state) and all(map(operator.is_, known, self.state.values()))
         changed = [(state, gradient.present) for state, gradient in found if not (is_known and state.is_shown())]
         if changed:
@@ -173,28 +169,18 @@ class AdamW(FlatBase, torch.optim.AdamW):
             state = known.get(id(memory.owner))
             if state is None or (state.members, state.is_capturable) != (members, is_capturable):
                 if self.moments == "int8":
-                    state = Int8State(memory, members, owned.positions, is_capturable=is_capturable)
+                    state = Int8State(memory, members, is_capturable=is_capturable)
                 else:
                     state = Moments(memory, members, self.moments_dtype, is_capturable=is_capturable)
             states.append(state)
         return Binding(parameters, flags, tuple(states))
 
 
-def _check_moments(
-    moments: str | None, dtype: torch.dtype | None, rounding_seed: int | None, *, is_captured: bool
-) -> None:
+def _check_moments(moments: str | None, dtype: torch.dtype | None) -> None:
     if moments not in (None, "int8"):
         raise ConfigError(f"AdamW(moments={moments!r}): give 'int8', or None for floating-point ones")
     if moments is not None and dtype is not None:
         raise ConfigError(f"AdamW(moments={moments!r}, moments_dtype={dtype}): give one of them")
-    if rounding_seed is None:
-        return
-    if moments is None or is_captured or not 0 <= rounding_seed < 2**30:
-        raise ConfigError(
-            f"AdamW(rounding_seed={rounding_seed}, moments={moments!r}, capturable={is_captured}): a seed of 0 to "
-            "2**30 - 1 rounds 8-bit moments stochastically, by step counters that the host knows. Give moments='int8' "
-            "and capturable=False, or rounding_seed=None"
-        )
 
 
 def _refuse_options(param_groups: Iterable[dict[str, Any]]) -> None:

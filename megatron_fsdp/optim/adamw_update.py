@@ -19,7 +19,6 @@ from dbuffer_kernels import (
     adamw_rows,
     int8_adamw,
 )
-from dbuffer_kernels.dynamic_map import rounding_keys
 from megatron_fsdp.optim.param_memory import ABSENT
 
 __all__ = ["Rows", "Update"]
@@ -29,12 +28,11 @@ class Rows:
     """The hyperparameters of one step, a row for each combination in use, numbered as they are asked for.
 
     Args:
-        param_groups: of the optimizer. rounding_seed: of stochastic rounding of moments; None rounds to nearest.
+        param_groups: of the optimizer.
     """
 
-    def __init__(self, param_groups: Sequence[dict[str, Any]], rounding_seed: int | None = None) -> None:
+    def __init__(self, param_groups: Sequence[dict[str, Any]]) -> None:
         self._param_groups = param_groups
-        self._rounding_seed = rounding_seed
         self._numbers: dict[tuple[int, int], int] = {}
         self._tables: dict[tuple[str, torch.device], torch.Tensor] = {}
 
@@ -48,28 +46,17 @@ class Rows:
             "adamw", device, lambda: [adamw_row(step, **self._options(group)) for group, step in self._numbers]
         )
 
-    def keys_on(self, device: torch.device) -> torch.Tensor | None:
-        """Return the keys of stochastic rounding, int64 (rows, 4), of the seed and each row's step; None for none."""
-        if self._rounding_seed is None:
-            return None
-        seeds = [(self._rounding_seed << 34) + 2 * step for _, step in self._numbers]
-        return self._table(
-            "rounding", device, lambda: [[*rounding_keys(s), *rounding_keys(s + 1)] for s in seeds], torch.int64
-        )
-
     def clip_on(self, factor: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
         """Return the step's one factor of all gradients on a device; it is copied there once."""
         if factor is not None and ("clip", device) not in self._tables:
             self._tables["clip", device] = factor.to(device)
         return self._tables.get(("clip", device))
 
-    def _table(
-        self, what: str, device: torch.device, rows: Callable[[], Any], dtype: torch.dtype = torch.float64
-    ) -> torch.Tensor:
+    def _table(self, what: str, device: torch.device, rows: Callable[[], Any]) -> torch.Tensor:
         """Return the step's one table of a kind on a device."""
         if (what, device) not in self._tables:
             # Pinned, because a copy from pageable memory would make the host wait for the stream.
-            table = torch.tensor(rows(), dtype=dtype, pin_memory=device.type == "cuda")
+            table = torch.tensor(rows(), dtype=torch.float64, pin_memory=device.type == "cuda")
             self._tables[what, device] = table.to(device, non_blocking=True)
         return self._tables[what, device]
 
@@ -116,7 +103,7 @@ class Update:
         clip = rows.clip_on(factor, device)
         if isinstance(self.buffers, Int8AdamWBuffers):
             assert isinstance(self.segments, CodedSegments)
-            int8_adamw(self.buffers, self.segments, table, keys=rows.keys_on(device), clip=clip)
+            int8_adamw(self.buffers, self.segments, table, clip=clip)
         else:
             assert isinstance(self.segments, Segments)
             adamw(self.buffers, self.segments, table, clip=clip)

@@ -92,17 +92,13 @@ class Int8State(Moments):
 
     Args:
         memory, members, is_capturable: as in ``FlatState``.
-        positions: for each parameter its position in the optimizer, for stochastic rounding.
     Raises:
         ConfigError: the group's plan may cut a block of 256, or a parameter is cut by tensor parallelism.
     """
 
-    def __init__(
-        self, memory: ParamMemory, members: Sequence[int], positions: Sequence[int], *, is_capturable: bool
-    ) -> None:
+    def __init__(self, memory: ParamMemory, members: Sequence[int], *, is_capturable: bool) -> None:
         _check(memory)
         super().__init__(memory, members, torch.uint8, is_capturable=is_capturable)
-        self._positions = tuple(positions)
         self._is_coded = tuple(is_coded(param.shape) for param in memory.params)
         # Where each small parameter's FP32 moments begin on this rank; None for one that has codes.
         self._offsets: list[int | None] = []
@@ -179,11 +175,9 @@ class Int8State(Moments):
 
     def _segments(self, rows: Sequence[int]) -> CodedSegments:
         memory, segments = self.memory, []
-        for index, ((start, stop), row, number) in enumerate(zip(memory.pieces, rows, self._positions, strict=True)):
+        for (start, stop), row, plain in zip(memory.pieces, rows, self._offsets, strict=True):
             if start != stop and row != ABSENT:
-                # What stochastic rounding counts from: an element of the optimizer's parameter of that number.
-                position = (number << 40) + memory.held[index].start
-                segments.append(CodedSegment(start, stop, row, position, self._offsets[index]))
+                segments.append(CodedSegment(start, stop, row, plain))
         return CodedSegments(segments, memory.numel)
 
     def _with_moments(self, gradient: torch.Tensor, weights: MuonWeights) -> Int8AdamWBuffers:

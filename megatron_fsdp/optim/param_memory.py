@@ -232,23 +232,21 @@ class Owned:
     """Memory in which an optimizer has parameters.
 
     Attributes:
-        members, positions: for each parameter the number of its param group, and its own in the optimizer; ``ABSENT``
-            for one that the optimizer has not.
+        members: for each parameter the number of its param group; ``ABSENT`` for one that the optimizer has not.
     """
 
     memory: ParamMemory
     members: tuple[int, ...]
-    positions: tuple[int, ...]
 
 
 def find_owned(param_groups: Sequence[dict[str, Any]]) -> list[Owned]:
     """Return where the parameters of an optimizer lie, sharded groups first."""
-    places: dict[int, tuple[int, int]] = {}
+    places: dict[int, int] = {}
     owners: dict[int, ParameterGroup] = {}
     plain: list[torch.Tensor] = []
     for number, group in enumerate(param_groups):
         for parameter in group["params"]:
-            places[id(parameter)] = number, len(places)
+            places[id(parameter)] = number
             owner = group_of_parameter(parameter)
             if owner is None:
                 plain.append(parameter)
@@ -256,11 +254,7 @@ def find_owned(param_groups: Sequence[dict[str, Any]]) -> list[Owned]:
                 owners[id(owner)] = owner
     memories: list[ParamMemory] = [GroupMemory(owner) for owner in owners.values()]
     memories += [PlainMemory(parameter, f"plain parameter {number}") for number, parameter in enumerate(plain)]
-    found = []
-    for memory in memories:
-        pairs = [places.get(id(param), (ABSENT, ABSENT)) for param in memory.params]
-        found.append(Owned(memory, tuple(member for member, _ in pairs), tuple(position for _, position in pairs)))
-    return found
+    return [Owned(memory, tuple(places.get(id(param), ABSENT) for param in memory.params)) for memory in memories]
 
 
 def _local_of(tensor: torch.Tensor) -> torch.Tensor:

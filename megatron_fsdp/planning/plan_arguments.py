@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 __all__ = [
     "DEFAULTS",
-    "GATHER_DTYPES",
     "HYBRID",
     "OPTIONS",
     "STRATEGIES",
@@ -81,8 +80,6 @@ def _amount(text: str, units: Mapping[str, float], example: str) -> float:
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params", "hsdp", "hfsdp")
 HYBRID = ("hsdp", "hfsdp")
 _DTYPES = ("fp32", "bf16", "fp16")
-# Those of policy/precision.py, which imports torch.
-GATHER_DTYPES = ("fp8", "mxfp8", "int8_block")
 
 
 class _Option(NamedTuple):
@@ -116,7 +113,7 @@ OPTIONS = {
         _Option("--main-grads-dtype", _DTYPES, "gradients at rest", "fp32"),
         _Option("--moments-dtype", (*_DTYPES, "int8"), "AdamW's moments; default: as main weights"),
         _Option("--split-main-params", None, "main weights are bf16 and 16-bit remainders; gradients bf16"),
-        _Option("--gather-dtype", GATHER_DTYPES, "how matrices travel, in 8 bits; with optim_grads_params or hsdp"),
+        _Option("--gather-dtype", ("int8_block",), "how matrices travel, in 8 bits; with optim_grads_params or hsdp"),
         _Option("--reduction", ("invariant",), "the same bits on any number of ranks"),
     ),
     "parallelism inside the model (catalog models and --hf-config)": (

@@ -27,8 +27,7 @@ from megatron_fsdp.build.ownership import collect_parameters
 from megatron_fsdp.planning.transformer import UnitWork
 from megatron_fsdp.policy.precision import MixedPrecisionPolicy
 from megatron_fsdp.policy.strategy import Placements
-from megatron_fsdp.runtime.lifecycle.make_param_group import make_param_group
-from megatron_fsdp.runtime.lifecycle.make_unit import make_unit, rename_unit
+from megatron_fsdp.runtime.lifecycle.make_param_group import make_param_group, make_unit, rename_unit
 from megatron_fsdp.runtime.lifecycle.module import FSDPModule, unit_of
 from megatron_fsdp.runtime.step.fsdp_params import handle_of
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup

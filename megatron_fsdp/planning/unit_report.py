@@ -11,7 +11,6 @@ import torch
 from dbuffer import DBuffer, Plan
 from dbuffer.storage import FlatStorage
 from dbuffer_kernels import num_blocks
-from megatron_fsdp.build.packed_layout import wire_words
 from megatron_fsdp.optim.int8_moments import is_coded
 from megatron_fsdp.planning.stand_in import StoodIn, reshard_asked
 from megatron_fsdp.runtime.grads.packed_gradients import PackedGradients
@@ -187,8 +186,8 @@ def _buffers(group: ParameterGroup) -> Iterator[tuple[str, DBuffer, bool]]:
         yield "remainder", weights.remainder.buffer, True
     if weights.model is not weights.main:
         yield "model_weight", weights.model, True
-    for sent in weights.sent if isinstance(weights, HookedWeights) else ():
-        yield "packed weights", sent, True
+    if isinstance(weights, HookedWeights):
+        yield "packed weights", weights.sent, True
     if not weights.rests_whole:
         yield "gathered weights", weights.gathered, weights.keeps_gathered
     if isinstance(gradients, PackedGradients):
@@ -228,7 +227,7 @@ def _group_report(group: ParameterGroup, names: Sequence[str]) -> GroupReport:
         resting=tuple(resting),
         transient=tuple(transient),
         padding_bytes=padding,
-        wire="" if dtypes.gather is None else wire_words(plan, dtypes.gather),
+        wire="" if dtypes.gather is None else f"gathered as {dtypes.gather}: a byte an element, and a scale for 256",
     )
 
 

@@ -63,14 +63,12 @@ def job_place(environment: Mapping[str, str]) -> JobPlace | None:
     if missing and size == "1" and rank in (None, "", "0"):
         return None
     launcher, place = _launched_by(environment)
-    if size and (rank or place is None):
-        if not rank:
-            raise ConfigError(f"WORLD_SIZE={size} is set, but not RANK; set both, or start with torchrun. {_ALONE}")
+    if rank or (size and place is None):
+        if not (rank and size):
+            raise ConfigError(f"RANK is {rank} and WORLD_SIZE is {size}: set both, or start with torchrun. {_ALONE}")
         local_rank = environment.get("LOCAL_RANK")
         launcher = "RANK and WORLD_SIZE"
         place = JobPlace(int(rank), int(size), None if local_rank is None else int(local_rank))
-    elif rank:
-        raise ConfigError(f"RANK={rank} is set, but not WORLD_SIZE; set both, or start with torchrun. {_ALONE}")
     if place is None and multiprocessing.parent_process() is not None and size != "1":
         raise ConfigError(
             "fully_shard without a mesh in a process that multiprocessing started, and nothing says whether it is one "

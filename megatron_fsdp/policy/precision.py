@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from dbuffer_kernels import QUANT_BLOCK
-from dbuffer_kernels.quantize import MX_BLOCK
 from megatron_fsdp.errors import ConfigError
 
 __all__ = [
@@ -26,12 +25,11 @@ __all__ = [
 GradDtype = torch.dtype | Literal["own", "any"]
 """What a parameter's attribute ``grad_dtype`` says: the parameter's own dtype (nothing was set), any (None), or one."""
 
-GATHER_DTYPES = ("fp8", "mxfp8", "int8_block")
 _CHOICES: dict[str, tuple[object, ...]] = {
     "fuse_weight_gradients": (True, False, "wide"),
     "split_main_params": (True, False),
     "moments": (None, "int8"),
-    "gather_dtype": (None, *GATHER_DTYPES),
+    "gather_dtype": (None, "int8_block"),
     "reduction": (None, "invariant"),
 }
 
@@ -46,7 +44,7 @@ class GroupDtypes:
         reduce: of the reduce-scatter.
         main_grad: of the gradient that the optimizer reads, and of its accumulation over microbatches.
         is_split: ``main_weight`` is the upper half of FP32 weights, and a buffer of remainders holds the lower.
-        gather: "fp8", "mxfp8" or "int8_block" where weights travel in 8 bits and rest in ``main`` alone otherwise.
+        gather: "int8_block" where weights travel in 8 bits and rest in ``main`` alone otherwise.
         moments: "int8" where the optimizer's moments will be 8-bit codes, so that no shard may cut a block of them.
         accumulate: of the sum over ranks, where that is wider than ``reduce``; None: ``reduce``.
         reduction: as the policy's.
@@ -65,9 +63,7 @@ class GroupDtypes:
     @property
     def block_numel(self) -> int:
         """Elements at whose multiples tensors begin and shards are cut; 1 where nothing asks for it."""
-        if self.moments == "int8" or self.gather == "int8_block":
-            return QUANT_BLOCK
-        return MX_BLOCK if self.gather == "mxfp8" else 1
+        return QUANT_BLOCK if self.moments == "int8" or self.gather else 1
 
     @property
     def stepped(self) -> torch.dtype:
@@ -100,10 +96,9 @@ class MixedPrecisionPolicy:
             ``param_dtype=torch.bfloat16``, FP32 main weights and ``megatron_fsdp.AdamW`` (docs/design/adamw.md).
         moments: "int8" says that ``megatron_fsdp.AdamW(moments="int8")`` will step the unit: no shard cuts a block of
             256 elements. None: any layout.
-        gather_dtype: matrices travel in the all-gather as bytes quantized from the main weights of each shard: "fp8"
-            (E4M3, a scale per tensor), "mxfp8" (E4M3, a power of two for 32 elements of a row in forward, of a column
-            in backward), "int8_block" (256 elements share a scale), and compute in ``param_dtype`` again. Values are
-            the same for any sharding. None: they travel in ``param_dtype``.
+        gather_dtype: "int8_block": matrices travel in the all-gather as bytes quantized from the main weights of each
+            shard, 256 elements with a scale, and compute in ``param_dtype`` again. Values are the same for any
+            sharding. None: they travel in ``param_dtype``.
         accumulate_dtype: dtype in which a reduce-scatter adds up what the ranks send, where that is wider than
             ``reduce_dtype``: ranks exchange their parts, and each adds up its own in a fixed order. The bytes of 16
             bits, and sums rounded like those of 32; it takes a second buffer of the unit's packed gradients while they

@@ -1,6 +1,6 @@
 """Hiding: how much of compute lies between the issue of a lane's work and the moment from which compute comes after it.
 
-A wait that comes too early is no idle one: somebody needs it, later. What it costs shows here.
+What a wait that comes too early costs shows here.
 """
 
 from __future__ import annotations

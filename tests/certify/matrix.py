@@ -1,4 +1,4 @@
-"""The matrix: all cases on ranks of this machine, and what they say about each wait of the engine together."""
+"""The matrix: all cases on ranks of this machine, and what those of one run say together."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_fsdp.certify.certificate import Certificate, HostWait, WaitCount
+from megatron_fsdp.certify.certificate import Certificate, HostWait
 from tests.certify.cases import CASES, Case, run_case
 from tests.certify.host_order import order_findings
 from tests.harness import run_ranks
@@ -63,28 +63,10 @@ def run_matrix(cases: Sequence[Case]) -> list[Run]:
     return runs
 
 
-def idle_places(runs: Sequence[Run]) -> list[str]:
-    """Return the engine's waits that were good for nothing in every run in which they were executed.
-
-    A line of the lanes waits on behalf of whoever called it, so a place is both lines.
-    """
-    idle: dict[str, bool] = {}
-    for run in runs:
-        for wait in run.certificate.waits:
-            if wait.is_engine:
-                idle[wait.place] = idle.get(wait.place, True) and wait.is_idle
-    return [place for place, is_idle in idle.items() if is_idle]
-
-
 def merged(name: str, certificates: Sequence[Certificate]) -> Certificate:
     """Return one certificate of those that the ranks of one run made, with the order of their collectives checked."""
-    waits: dict[str, WaitCount] = {}
     host_waits: Counter[tuple[str, str, bool]] = Counter()
     for certificate in certificates:
-        for one in certificate.waits:
-            other = waits.get(one.place, WaitCount(one.place, one.is_engine, 0, 0, 0))
-            pairs = ((getattr(one, key), getattr(other, key)) for key in ("total", "redundant", "unneeded"))
-            waits[one.place] = WaitCount(one.place, one.is_engine, *map(sum, pairs))
         for host_wait in certificate.host_waits:
             host_waits[host_wait.what, host_wait.place, host_wait.is_engine] += host_wait.count
 
@@ -100,6 +82,5 @@ def merged(name: str, certificates: Sequence[Certificate]) -> Certificate:
         races=of("races"),
         early_reuses=of("early_reuses"),
         disorders=(*of("disorders"), *order_findings([one.issues for one in certificates])),
-        waits=tuple(waits.values()),
         host_waits=tuple(HostWait(*key, count) for key, count in host_waits.items()),
     )

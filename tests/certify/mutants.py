@@ -16,11 +16,11 @@ from functools import partial
 from types import CodeType, FunctionType
 from typing import Any
 
-from dbuffer.storage_guard import guard_released_storage
 from megatron_fsdp.certify.certificate import Certificate
 from tests.certify.cases import CASES
 from tests.certify.matrix import TIMEOUT_S, merged, run_on_rank
 from tests.harness import RankError, run_ranks
+from tests.harness.storage_guard import guard_released_storage
 from tests.mutation.mutants import Change, Mutant, Scope, called, mutants_of, mutated
 
 MODULES = (

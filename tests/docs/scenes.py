@@ -86,7 +86,7 @@ SCENES = {
             ("mpirun -np 16", "it needs mpirun and two machines"),
         ),
     ),
-    "docs/megatron.md": Scene(elsewhere=(("export MEGATRON_LM_PATH", "it needs a checkout of Megatron-LM"),)),
+    "docs/megatron.md": Scene(elsewhere=(("cd ~/Megatron-LM", "it needs a checkout of Megatron-LM"),)),
     "docs/muon.md": Scene(shorter=(("--train-iters 600", "--train-iters 60"),)),
     "docs/planning.md": Scene(files={"config.json": _CONFIG, "mymodel.py": _FACTORY}),
     "docs/reliability.md": Scene(given=_SHARDED),

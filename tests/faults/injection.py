@@ -31,8 +31,6 @@ STEP_MOMENTS = ("forward", "backward", "optimizer step")
 # The rank lives on, but stands still or does not do what the others do.
 STALLS = ("stall: forward", "stall: backward", "stall: optimizer step", "stall: data")
 BRANCHES = ("branch: a block left out", "branch: blocks swapped")
-# Not a fault of the rank: it waits until something has been done to its surroundings.
-PAUSE = "pause: before a step"
 _FOREVER_S = 3600.0
 
 
@@ -41,7 +39,7 @@ class Fault:
     """One fault.
 
     Attributes:
-        moment: of ``STEP_MOMENTS`` or ``SAVE_MOMENTS`` for a kill, or of ``STALLS`` or ``BRANCHES``, or ``PAUSE``.
+        moment: of ``STEP_MOMENTS`` or ``SAVE_MOMENTS`` for a kill, or of ``STALLS`` or ``BRANCHES``.
         iteration: in which it happens; for a save, that iteration's.
         rank: which rank it concerns.
     """
@@ -70,8 +68,6 @@ class Injector:
 
         def train_step(job: Any, state: Any) -> Any:
             self._iteration = state.iteration + 1
-            if self._fault is not None and self._fault.moment == PAUSE and self._iteration == self._fault.iteration:
-                self._pause()
             self._arm(job)
             result = step(job, state)
             if self._rank == 0:
@@ -109,11 +105,6 @@ class Injector:
         others = blocks[1:] if which == "a block left out" else blocks[::-1]
         mock.patch.dict(model.blocks._modules, {}, clear=True).start()
         model.blocks._modules.update({str(index): block for index, block in enumerate(others)})
-
-    def _pause(self) -> None:
-        note(self._notes, "paused", self._iteration)
-        while not any(event["event"] == "go on" for event in read_notes(self._notes)):
-            time.sleep(0.05)
 
     def _stall(self) -> None:
         note(self._notes, "died", self._iteration)

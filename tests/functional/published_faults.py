@@ -130,8 +130,8 @@ nothing = contextlib.nullcontext
 # name: how the model is built, what is patched, options of the check, and what it has to say.
 GRADIENT_FAULTS: dict[str, Fault] = {
     "none": (data_parallel, nothing, {}, ""),
-    "none, experts": (lambda: experts(2, 2), nothing, {"norm": False}, ""),
-    "none, experts on one rank each": (lambda: experts(4, 4), nothing, {"norm": False}, ""),
+    "none, experts": (lambda: experts(2, 2), nothing, {}, ""),
+    "none, experts on one rank each": (lambda: experts(4, 4), nothing, {}, ""),
     # NVIDIA/Megatron-LM 3023
     "divided when accumulated": (
         data_parallel,
@@ -143,29 +143,22 @@ GRADIENT_FAULTS: dict[str, Fault] = {
     "doubled in groups of one": (
         lambda: experts(4, 4),
         double_in_groups_of_one,
-        {"norm": False},
+        {},
         "parameter 'layers.1.expert.norm.weight' .* over edp of 1.* is 0.5 x .* expected 0.25: 2 x as large",
     ),
     # Megatron-LM 5956
     "experts times ep": (
         lambda: experts(2, 1),
         nothing,
-        {"norm": False},
+        {},
         "parameter 'layers.1.expert.norm.weight' .* over edp of 2.* is 0.5 x .* expected 0.25: 2 x as large",
     ),
     # Megatron-LM 7165: dense weights are gathered over gtp = 2 ranks more, experts over egtp = 1
     "experts times egtp / gtp": (
         lambda: experts(2, 4),
         nothing,
-        {"norm": False},
-        "parameter 'layers.1.expert.norm.weight' .* is 0.125 x .* expected 0.25: 0.5 x as large",
-    ),
-    # Megatron-FSDP v2
-    "norm times sqrt(dp)": (
-        data_parallel,
-        norm_over_the_ranks_twice,
         {},
-        "the gradient norm is .* that of all ranks' gradients .*: 2 x as large",
+        "parameter 'layers.1.expert.norm.weight' .* is 0.125 x .* expected 0.25: 0.5 x as large",
     ),
     # miles 3231: nine times as large on four ranks of nine tokens
     "times tokens / dp": (
@@ -246,10 +239,11 @@ def counted_by_a_step_without_gradients(optimizer: torch.optim.Optimizer, model:
 
 StepFault = dict[str, Any]
 
-# The two optimizers without a fault come first: what is compared is right.
+# Those without a fault come first: what is compared is right.
 STEP_FAULTS: dict[str, StepFault] = {
     "none": {},
     "none, muon": {"optimizer": muon},
+    "none, clipped": {"optimizer": torch.optim.SGD, "clip": 0.01},
     # Megatron-LM 5047, on two context-parallel ranks
     "balance times tp x cp": {"loss": {"of_balance": 2.0}},
     # verl 6609
@@ -258,6 +252,8 @@ STEP_FAULTS: dict[str, StepFault] = {
     "lr / world size": {"lr": LR / 2},
     # DeepSpeed 5974, 5976
     "step counter advanced": {"prepare": counted_by_a_step_without_gradients},
+    # Megatron-FSDP v2
+    "norm times sqrt(dp)": {"optimizer": torch.optim.SGD, "clip": 0.01, "patch": norm_over_the_ranks_twice},
     # DeepSpeed 8441
     "SGD for Muon": {"optimizer": muon, "patch": sgd_instead_of_muon},
     # DeepSpeed 8443
@@ -289,8 +285,8 @@ def train(model: nn.Module, fault: StepFault, ranks: list[int]) -> tuple[dict[st
         if step == 0:
             found |= {f"gradient {name}": whole(value.grad, value) for name, value in model.named_parameters()}
         if not fault.get("is_stepped_each", False):
-            plain = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
-            norms.append(float(clip_grad_norm_(model, math.inf) if is_sharded else plain))
+            clip = clip_grad_norm_ if is_sharded else torch.nn.utils.clip_grad_norm_
+            norms.append(float(clip(model if is_sharded else model.parameters(), fault.get("clip", math.inf))))
         optimizer.step()
         optimizer.zero_grad()
     found |= {f"change {name}": whole(value, value) - start[name] for name, value in model.named_parameters()}
@@ -302,7 +298,7 @@ def step_differences(name: str) -> tuple[float, float]:
     fault = STEP_FAULTS[name]
     torch.manual_seed(0)
     alone = Stack(Block(), nn.Linear(WIDTH, 4))
-    right = {key: value for key, value in fault.items() if key == "optimizer"}
+    right = {key: value for key, value in fault.items() if key in ("optimizer", "clip")}
     wanted, wanted_norms = train(alone, right, list(range(dist.get_world_size())))
     torch.manual_seed(0)
     model = Stack(Block(), nn.Linear(WIDTH, 4))

@@ -1,4 +1,4 @@
-"""Modules whose results leave them by other ways than a returned tensor, and modules that change their own weights."""
+"""Modules that return more than a tensor, and modules that change their own weights."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,14 +9,7 @@ from torch.nn import functional
 
 from tests.functional.random_models import COMPOSITES, WIDTH, Composite, Leaf, Maker, Part
 
-__all__ = ["ENCLOSING", "KINDS", "SIDE_KINDS", "Side", "side_loss"]
-
-
-class Box:
-    """An object that no library knows."""
-
-    def __init__(self, first: torch.Tensor, second: torch.Tensor) -> None:
-        self.first, self.second = first, second
+__all__ = ["ENCLOSING", "KINDS", "SIDE_KINDS", "Side"]
 
 
 @dataclass
@@ -35,28 +28,17 @@ class Side(nn.Module):
         self.part = part
         self.parts = nn.ModuleList(parts)
         self.scale = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
-        self.aux: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def forward(self, x: torch.Tensor, tokens: torch.Tensor, turn: int, bag: list[torch.Tensor]) -> object:
+    def forward(self, x: torch.Tensor, tokens: torch.Tensor, turn: int) -> object:
         outputs = [x]
         for part in self.parts:
             outputs.append(part(outputs[-1], tokens, turn))
         first, second = outputs[-1], outputs[min(1, len(self.parts))] * self.scale.to(x.dtype)
-        kind = self.part.kind
-        if kind in ("attribute", "attribute alone"):
-            self.aux = second
-            return first
-        if kind == "nothing":
-            self.aux = (first, second)
-            return None
-        if kind == "bag":
-            bag += [first, second]
-            return None
         results = {
-            "list": [first, second], "dictionary": {"first": first, "second": second}, "object": Box(first, second),
-            "dataclass": Pair(first, second), "nested object": [Box(first, second)],
+            "list": [first, second], "dictionary": {"first": first, "second": second}, "dataclass": Pair(first, second),
+            "nested": [Pair(first, second)],
         }  # fmt: skip
-        return results[kind]
+        return results[self.part.kind]
 
 
 class SideUser(Composite):
@@ -67,33 +49,13 @@ class SideUser(Composite):
         self.both = Side(part, parts)
 
     def forward(self, x: torch.Tensor, tokens: torch.Tensor, turn: int) -> torch.Tensor:
-        bag: list[torch.Tensor] = []
-        first, second = self._results(self.both(x, tokens, turn, bag), bag)
+        found = self.both(x, tokens, turn)
+        found = found[0] if self.part.kind == "nested" else found
+        if isinstance(found, Pair):
+            first, second = found.first, found.second
+        else:
+            first, second = found.values() if isinstance(found, dict) else found
         return (first + torch.tanh(second) / 2, x + torch.tanh(second), first)[self.part.size % 3]
-
-    def _results(self, found: object, bag: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        found = found[0] if self.part.kind == "nested object" else found
-        if isinstance(found, (Box, Pair)):
-            return found.first, found.second
-        if isinstance(found, dict):
-            return found["first"], found["second"]
-        if self.part.kind == "attribute":
-            return found, torch.zeros_like(found)  # the loss reads the other one
-        if self.part.kind == "attribute alone":
-            return found, self.both.aux
-        first, second = found or self.both.aux or bag
-        return first, second
-
-
-def side_loss(model: nn.Module) -> torch.Tensor:
-    """Return what the attributes that modules keep add to the loss."""
-    loss = torch.zeros(())
-    for module in model.modules():
-        if isinstance(module, Side) and module.part.kind == "attribute" and isinstance(module.aux, torch.Tensor):
-            loss = loss + module.aux.sin().mean() / 3
-            # Some models clear it, others leave the graph of the last step to the next one.
-            module.aux = None if module.part.size % 2 else module.aux
-    return loss
 
 
 class Linear(nn.Linear):
@@ -159,9 +121,7 @@ class Borrowing(Composite):
         return x
 
 
-SIDE_KINDS = (
-    "attribute", "attribute alone", "nothing", "bag", "list", "dictionary", "object", "dataclass", "nested object",
-)  # fmt: skip
+SIDE_KINDS = ("list", "dictionary", "dataclass", "nested")
 ENCLOSING = ("pick", *SIDE_KINDS)
 KINDS: Mapping[str, Maker] = {
     **COMPOSITES,

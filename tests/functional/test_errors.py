@@ -374,7 +374,7 @@ MISTAKES: dict[str, tuple[Any, ...]] = {
         "StateError", "'weight'", "another Parameter", "before fully_shard",
     ),
     "a weight replaced by a sharded one": (
-        lambda: call(setting(model := trained(nn.Linear(3, 5)), "weight", nn.Parameter(model.weight.detach() * 2))),
+        lambda: call(setting(model := linear(), "weight", nn.Parameter(model.weight.detach() * 2))),
         "StateError", "'weight'", "another Parameter", "copy_",
     ),
     "a weight replaced before backward": (
@@ -385,7 +385,7 @@ MISTAKES: dict[str, tuple[Any, ...]] = {
     ),
     "a weight taken away": (
         lambda: call(setting(trained(nn.Linear(3, 5)), "bias", None)),
-        "StateError", "'bias'", "taken out", "freeze them",
+        "StateError", "'bias'", "replaced by None", "freeze them",
     ),
     "a parametrization": (
         parametrized,

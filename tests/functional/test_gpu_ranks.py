@@ -108,8 +108,7 @@ SETTINGS = {
     **{f"two dtypes, {strategy}": Setting(strategy, block=Gained) for strategy in ("optim", "hfsdp")},
     "sums in FP32 of bf16": Setting(policy=WIDE, tolerance=0.01),
     "sums in FP32 of bf16, watched": Setting(policy=WIDE, watches=True, tolerance=0.01),
-    "FP8 gathers": _packed("fp8"),
-    "MXFP8 gathers": _packed("mxfp8"),
+    "8-bit gathers": _packed("int8_block"),
     "int8 gathers": _packed("int8_block"),
     "two packed buffers": Setting(
         policy=BF16, prepare=lambda model, _: model.set_reduce_scatter_max_input_buffers(2), tolerance=0.01

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from dbuffer import StorageError, guard_released_storage, memory_meter
+from dbuffer import StorageError, memory_meter
 from megatron_fsdp import (
     FsdpModule,
     MixedPrecisionPolicy,
@@ -21,6 +21,7 @@ from megatron_fsdp import (
 from tests.harness import on_ranks, run_ranks
 from tests.harness.models import WIDTH, Block, CheckpointedStack, ShuffledStack, Stack, inputs
 from tests.harness.oracle import shard_each
+from tests.harness.storage_guard import guard_released_storage
 from tests.harness.twins import sharded
 
 HIDDEN_SIZES = (97, 13, 131, 101, 127, 111)

@@ -24,9 +24,7 @@ from tests.harness import run_ranks
 
 MODULES = ("megatron_fsdp", "megatron_fsdp.huggingface", "megatron_fsdp.megatron", "megatron_fsdp.muon")
 # Of a package that is not installed here, or a job of Megatron's: these are compiled alone. The others run.
-NEED_MORE = (
-    "accelerate_fsdp2 get_megatron_optimizer install load_torch_dist main prepare_model save_torch_dist uninstall"
-).split()
+NEED_MORE = ("accelerate_fsdp2 get_megatron_optimizer install load_torch_dist main uninstall").split()
 # A table, a class that is made of one of megatron.core's when it is asked for, and PyTorch's own.
 WITHOUT = ("COEFFICIENT_SETS", "ShardedDataParallel", "CPUOffloadPolicy", "OffloadPolicy")
 NAMES = [

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from dbuffer import Flat, Partial, Replicate, guard_released_storage
+from dbuffer import Flat, Partial, Replicate
 from megatron_fsdp import (
     FsdpModule,
     MixedPrecisionPolicy,
@@ -24,6 +24,7 @@ from megatron_fsdp import (
     load_checkpoint,
 )
 from tests.harness.models import Model, Stack, draw_tokens, loss_of, make_mesh, make_model
+from tests.harness.storage_guard import guard_released_storage
 
 _REPLICATED, _SUMS, _CUT = (Replicate(), Replicate()), (Partial(), Partial()), (Flat(), Flat())
 # By what tests call them; the names are classmethods of ``Placements`` but for the last two.

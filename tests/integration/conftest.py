@@ -4,8 +4,7 @@ import importlib.util
 
 _NEEDS = {
     "test_transformers*": "transformers",
-    "test_accelerate*": "accelerate",
-    "test_accelerate_trainer*": "peft",
+    "test_accelerate*": "peft",
     "test_peft*": "peft",
     "test_torchtitan*": "torchtitan",
     "test_megatron*": "megatron",

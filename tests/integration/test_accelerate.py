@@ -1,81 +1,116 @@
-"""``Accelerator.prepare`` shards with this engine inside of ``accelerate_fsdp2``.
+"""``accelerate_fsdp2``: ``Accelerator.prepare`` and ``Trainer.train`` shard with this engine inside of it.
 
 accelerate takes its FSDP path on accelerators only, so the tests tell its state that it may take it on the CPU.
 """
 
+import functools
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
-from accelerate.state import PartialState
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType
+from peft import PeftModel
+from torch import nn
 from torch.distributed.tensor import DTensor
+from transformers import Trainer
 
 from dbuffer import observe_collectives
 from megatron_fsdp import FsdpModule
 from megatron_fsdp.errors import ConfigError
-from megatron_fsdp.integrations.huggingface.prepare import accelerate_fsdp2
+from megatron_fsdp.huggingface import accelerate_fsdp2
+from tests.integration.adapters import QUIET, make_lora
 from tests.integration.ranks import run_ranks
-from tests.integration.tiny_models import draw_tokens, make_model, reset_accelerate, whole_state, worst
+from tests.integration.tiny_models import (
+    draw_tokens,
+    generated,
+    make_model,
+    make_trainer,
+    reset_accelerate,
+    shard,
+    whole_state,
+    worst,
+)
+
+pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
+
+
+@contextmanager
+def fsdp_on_cpu() -> Iterator[None]:
+    """Let accelerate take the path on the CPU that it takes on GPUs where it got a plugin."""
+    start = AcceleratorState.__init__
+
+    def begin(self: Any, *args: Any, **options: Any) -> None:
+        start(self, *args, **options)
+        plugin = options.get("fsdp_plugin")
+        if plugin is not None:
+            self.fsdp_plugin = plugin
+            self.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+
+    reset_accelerate()
+    with mock.patch.object(AcceleratorState, "__init__", begin):
+        yield
+    reset_accelerate()
+
+
+def plugin_of(version: int = 2, **settings: Any) -> FullyShardedDataParallelPlugin:
+    return FullyShardedDataParallelPlugin(fsdp_version=version, auto_wrap_policy="transformer_based_wrap", **settings)
+
+
+# ---------------------------------------------------------------- Accelerator.prepare
 
 NUM_STEPS = 3
 
 
-def make_accelerator(**settings: Any) -> Accelerator:
-    reset_accelerate()
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap", **settings)
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    accelerator.state.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
-    accelerator.state.fsdp_plugin = plugin
-    return accelerator
-
-
-def train_prepared(accelerator: Accelerator, model: Any, optimizer: Any, rank: int) -> None:
+def train(model: Any, optimizer: Any, ranks: range, accelerator: Accelerator | None = None) -> None:
+    """Take steps of two microbatches, through accelerate where a sharded model is this rank's."""
     model.train()
     for step in range(NUM_STEPS):
-        for microbatch in range(2):
-            with accelerator.accumulate(model):
-                tokens = draw_tokens(rank, 10 * step + microbatch)
-                accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
-                if accelerator.sync_gradients:
-                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.step()
-                optimizer.zero_grad()
-
-
-def train_whole(kind: str, num_ranks: int) -> dict[str, torch.Tensor]:
-    model = make_model(kind)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    for step in range(NUM_STEPS):
-        for rank in range(num_ranks):
+        for rank in ranks:
             for microbatch in range(2):
                 tokens = draw_tokens(rank, 10 * step + microbatch)
-                (model(input_ids=tokens, labels=tokens).loss / num_ranks / 2).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-    return whole_state(model)
+                if accelerator is None:
+                    (model(input_ids=tokens, labels=tokens).loss / len(ranks) / 2).backward()
+                    continue
+                with accelerator.accumulate(model):
+                    accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
+                    if accelerator.sync_gradients:
+                        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                    optimizer.step()
+                    optimizer.zero_grad()
+        if accelerator is None:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 def prepare_and_train(kind: str, settings: dict[str, Any]) -> tuple[float, float, int]:
-    accelerator = make_accelerator(**settings)
-    model = make_model(kind)
+    oracle, model = make_model(kind), make_model(kind)
     start = whole_state(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    own = torch.distributed.fsdp.fully_shard
-    with accelerate_fsdp2():
-        model, optimizer = accelerator.prepare(model, optimizer)
-    assert torch.distributed.fsdp.fully_shard is own
-    assert isinstance(model, FsdpModule)
-    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
-    kinds: set[str] = set()
-    with observe_collectives(lambda call: kinds.add(call.kind)):
-        train_prepared(accelerator, model, optimizer, dist.get_rank())
-    assert {"all_gather", "reduce_scatter"} <= kinds
-    wanted = train_whole(kind, dist.get_world_size())
+    own = torch.distributed.fsdp.fully_shard, torch.distributed.fsdp.FSDPModule
+    with fsdp_on_cpu():
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, fsdp_plugin=plugin_of(**settings))
+        with accelerate_fsdp2():
+            model, optimizer = accelerator.prepare(model, optimizer)
+        assert (torch.distributed.fsdp.fully_shard, torch.distributed.fsdp.FSDPModule) == own
+        assert isinstance(model, FsdpModule)
+        assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+        kinds: set[str] = set()
+        with observe_collectives(lambda call: kinds.add(call.kind)):
+            train(model, optimizer, range(dist.get_rank(), dist.get_rank() + 1), accelerator)
+        assert {"all_gather", "reduce_scatter"} <= kinds
+        num_entries = len(accelerator.get_state_dict(model))
+    train(oracle, torch.optim.AdamW(oracle.parameters(), lr=0.01), range(dist.get_world_size()))
     found = {name.replace("_checkpoint_wrapped_module.", ""): value for name, value in whole_state(model).items()}
-    return worst(found, wanted), worst(wanted, start), len(accelerator.get_state_dict(model))
+    return worst(found, whole_state(oracle)), worst(whole_state(oracle), start), num_entries
 
 
 @pytest.mark.parametrize(
@@ -86,51 +121,137 @@ def prepare_and_train(kind: str, settings: dict[str, Any]) -> tuple[float, float
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_a_prepared_model_trains_as_the_whole_one(kind: str, settings: dict[str, Any]) -> None:
     # accelerate gathers whole state on the first rank alone.
-    num_entries = [len(make_model(kind).state_dict()), 0]
     results = run_ranks(2, prepare_and_train, kind, settings)
-    assert [entries for _, _, entries in results] == num_entries
+    assert [entries for *_, entries in results] == [len(make_model(kind).state_dict()), 0]
     for apart, movement, _ in results:
         assert apart < 2e-5
         assert movement > 1e-2
 
 
-def raise_inside() -> None:
+# ---------------------------------------------------------------- Trainer.train
+
+FSDP = {"fsdp": True, "fsdp_config": {"version": 2}}
+MAKERS = {
+    "llama": functools.partial(make_model, "llama"),
+    "gpt2": functools.partial(make_model, "gpt2"),
+    "lora": make_lora,
+}
+
+
+def losses_of(trainer: Trainer) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def train_and_resume(kind: str, folder: Path) -> dict[str, Any]:
+    # The evaluation falls, so under this setting the best step is the first that is evaluated.
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
+    steps = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
+    with fsdp_on_cpu():
+        trainer = make_trainer(MAKERS[kind](), folder, **FSDP, **steps, **best)
+        with accelerate_fsdp2():
+            trainer.train()
+        assert isinstance(trainer.model, FsdpModule)
+        first, tokens = whole_state(trainer.model), generated(trainer.model)
+        trainer.save_model(str(folder / "saved"))
+    with fsdp_on_cpu():
+        again = make_trainer(MAKERS[kind](), folder / "again", **FSDP)
+        with accelerate_fsdp2():
+            again.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+    losses = losses_of(again)
+    return {"losses": (losses_of(trainer), losses), "best": first, "last": whole_state(again.model), "tokens": tokens}
+
+
+def train_whole(kind: str, folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, options in (("best", {"max_steps": 2}), ("last", {})):
+        reset_accelerate()
+        trainer = make_trainer(MAKERS[kind](), folder / "whole", per_device_train_batch_size=6, **options)
+        trainer.train()
+        found |= {name: whole_state(trainer.model), "losses": losses_of(trainer)}
+        found.setdefault("tokens", generated(trainer.model))
+    return found
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_the_trainer_s_own_fsdp_saves_resumes_and_loads_the_best_model(kind: str, tmp_path: Path) -> None:
+    oracle = run_ranks(1, train_whole, kind, tmp_path)[0]
+    for found in run_ranks(2, train_and_resume, kind, tmp_path):
+        first, resumed = found["losses"]
+        assert first == resumed
+        assert first == pytest.approx(oracle["losses"], abs=2e-4)
+        assert worst(found["best"], oracle["best"]) < 2e-5
+        assert worst(found["last"], oracle["last"]) < 2e-5
+        assert found["tokens"] == oracle["tokens"]
+    assert worst(oracle["best"], oracle["last"]) > 1e-3
+    saved = tmp_path / "saved"
+    is_adapter = kind == "lora"
+    plain = make_model("llama" if is_adapter else kind)
+    loaded = PeftModel.from_pretrained(plain, saved) if is_adapter else type(plain).from_pretrained(saved)
+    assert worst(whole_state(loaded), found["best"]) == 0
+
+
+# ---------------------------------------------------------------- refused
+
+
+def wrap_again(folder: Path) -> None:
+    model = shard(make_model("llama"))
+    Accelerator(cpu=True).prepare(model, torch.optim.AdamW(model.parameters()))
+
+
+def train_off_the_path(folder: Path) -> None:
     with accelerate_fsdp2():
-        assert torch.distributed.fsdp.FSDPModule is FsdpModule
+        make_trainer(make_model("llama"), folder).train()
+
+
+def off_the_path_by_version(folder: Path) -> None:
+    with fsdp_on_cpu(), accelerate_fsdp2():
+        Accelerator(cpu=True, fsdp_plugin=plugin_of(version=1)).prepare(make_model("llama"))
+
+
+MISTAKES = {
+    wrap_again: "DistributedDataParallel cannot be around it",
+    train_off_the_path: "not on its FSDP2 path .found distributed_type MULTI_CPU",
+    off_the_path_by_version: "not on its FSDP2 path .found distributed_type FSDP, fsdp_version 1",
+}
+
+
+def messages_of_mistakes(folder: Path) -> list[str]:
+    found = []
+    for mistake in MISTAKES:
+        reset_accelerate()
+        with pytest.raises(ConfigError) as caught:
+            mistake(folder)
+        found.append(str(caught.value))
+    reset_accelerate()
+    own = torch.distributed.fsdp.fully_shard
+    with pytest.raises(KeyError), accelerate_fsdp2():
         raise KeyError
+    assert torch.distributed.fsdp.fully_shard is own
+    return found
 
 
-def test_pytorch_s_functions_are_put_back_when_the_block_raises() -> None:
-    own = torch.distributed.fsdp.fully_shard, torch.distributed.fsdp.FSDPModule
-    with pytest.raises(KeyError):
-        raise_inside()
-    assert (torch.distributed.fsdp.fully_shard, torch.distributed.fsdp.FSDPModule) == own
-
-
-def test_a_process_alone_that_is_not_on_the_path_is_warned_that_nothing_is_sharded() -> None:
-    reset_accelerate()
-    model = torch.nn.Linear(3, 5)
-    with accelerate_fsdp2(), pytest.warns(UserWarning, match="one process, .* nothing is sharded"):
-        Accelerator(cpu=True).prepare(model, torch.optim.AdamW(model.parameters()))
-    reset_accelerate()
+@pytest.mark.filterwarnings("ignore:.*FSDP.*is deprecated:FutureWarning")
+def test_what_would_shard_twice_or_not_at_all_is_refused_with_the_cure(tmp_path: Path) -> None:
+    for messages in run_ranks(2, messages_of_mistakes, tmp_path):
+        for message, wanted in zip(messages, MISTAKES.values(), strict=True):
+            assert re.search(wanted, message), message
+            assert "accelerate_fsdp2()" in message
 
 
 @pytest.mark.parametrize(
-    "variables", [{"RANK": "0", "WORLD_SIZE": "2"}, {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"}]
+    "variables", [{}, {"RANK": "0", "WORLD_SIZE": "2"}, {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"}]
 )
-def test_processes_started_together_that_accelerate_sees_alone_are_refused(
+def test_of_processes_that_accelerate_sees_alone_those_started_together_are_refused_and_others_warned(
     variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reset_accelerate()
-    model = torch.nn.Linear(3, 5)
+    model = nn.Linear(3, 5)
     # accelerate looks at LOCAL_RANK, and asks for neither on a machine without an accelerator.
-    accelerator = Accelerator()
-    assert accelerator.num_processes == 1
-    for name, value in {**variables, "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}.items():
+    accelerator = Accelerator(cpu=True) if not variables else Accelerator()
+    for name, value in {**variables, "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}.items() if variables else ():
         monkeypatch.setenv(name, value)
-    with (
-        accelerate_fsdp2(),
-        pytest.raises(ConfigError, match=r"2 processes were started together .* call prepare_model"),
-    ):
+    raised: Any = pytest.raises(ConfigError, match=r"it sees 1 of 2 processes.* call fully_shard")
+    warned = pytest.warns(UserWarning, match="it sees 1 of 1 processes.*nothing is sharded")
+    with accelerate_fsdp2(), raised if variables else warned:
         accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
     reset_accelerate()

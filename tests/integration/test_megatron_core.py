@@ -1,6 +1,8 @@
 """megatron.core's GPTModel trains over this engine as under Megatron's own DistributedDataParallel."""
 
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -10,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_fsdp import GradientScale, check_gradient_scale
 from megatron_fsdp.errors import FsdpError
+from megatron_fsdp.runtime.lifecycle.module import FsdpModule
 from megatron_fsdp.runtime.step.unit import units_below
 from tests.integration.megatron_meshes import (
     MOE,
@@ -262,10 +265,29 @@ def test_the_methods_that_megatrons_loop_calls_do_what_they_say(strategy: str) -
         assert first[name][0] == pytest.approx(first[name][1])
 
 
+def follow_the_page() -> tuple[bool, list[float]]:
+    """Run the code of docs/megatron.md as it stands there."""
+    page = Path(__file__).parents[2] / "docs" / "megatron.md"
+    names: dict[str, Any] = {}
+    with megatron_processes():
+        for code in re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
+            exec(compile(code, str(page), "exec"), names)  # what is under test is the text
+        config = config_of(Task(), Mesh())
+        model, optimizer = names["wrap"](config, make_chunk(Task(), config, None))
+        norms = [norm for _, norm in run_steps(Task(), [model], optimizer, range(2))[0]]
+        return isinstance(model.module, FsdpModule), norms
+
+
+def test_the_documented_function_wraps_a_model_for_megatrons_schedule() -> None:
+    for is_sharded, norms in run_ranks(2, follow_the_page):
+        assert is_sharded
+        assert all(norm > 0.1 for norm in norms)
+
+
 def measured(strategy: str, is_per_token: bool) -> GradientScale:
     task = Task({**MOE, "calculate_per_token_loss": is_per_token})
     with megatron_processes():
-        (model,), optimizer = build(task, Mesh(strategy=strategy))
+        (model,), _ = build(task, Mesh(strategy=strategy))
 
         def loss_fn(inner: torch.nn.Module, step: int) -> torch.Tensor:
             output, loss_function = forward_step(microbatches(task, torch.distributed.get_rank(), step), inner)
@@ -278,7 +300,7 @@ def measured(strategy: str, is_per_token: bool) -> GradientScale:
                 model.scale_gradients(1 / 32)
 
         expected = 1 / 32 if is_per_token else 1 / 2
-        return check_gradient_scale(model, loss_fn, 0, expected=expected, finish=finish, norm=optimizer.get_grad_norm)
+        return check_gradient_scale(model, loss_fn, 0, expected=expected, finish=finish)
 
 
 @pytest.mark.parametrize("is_per_token", [False, True])
@@ -289,5 +311,3 @@ def test_megatrons_gradients_have_the_factor_of_its_losses(strategy: str, is_per
             each.factor == pytest.approx(1 / 32 if is_per_token else 0.5, rel=1e-6) for each in report.parameters
         )
         assert any("experts" in each.name for each in report.parameters)
-        assert report.norm is not None
-        assert report.norm.found == pytest.approx(report.norm.expected, rel=1e-5)

@@ -67,23 +67,6 @@ def arguments(data_path: object, **changes: object) -> argparse.Namespace:
     return argparse.Namespace(data_path=data_path, tokenizer_model=None, **(given | sizes | changes))
 
 
-def test_training_and_validation_share_no_document() -> None:
-    data = load_data(arguments([write("a", 40)], split="3,1,0", eval_iters=40))
-    train, valid = (set(part(range(200), CPU).flatten().tolist()) for part in (data.train, data.valid))
-    assert train <= set(range(30))
-    assert valid <= set(range(30, 40))
-    assert data.num_tokens == 90
-
-
-def test_an_epoch_takes_every_piece_once_and_the_next_in_another_order() -> None:
-    # 90 tokens, of which 22 pieces of 4 have a target each: two epochs are 44 samples and a piece across them.
-    samples = load_data(arguments([write("a", 30)], split="1,0,0", eval_iters=0, train_iters=44)).train
-    rows = samples(range(44), CPU)
-    assert set(rows.flatten().tolist()) == set(range(30))
-    assert rows[:22].tolist() != rows[22:].tolist()
-    assert torch.equal(samples(range(20, 24), CPU), rows[20:24])
-
-
 @pytest.mark.parametrize(("weights", "share"), [(("0.25", "0.75"), 0.25), ((), 1 / 3)])
 def test_a_blend_follows_its_weights_or_else_the_sizes(weights: tuple[str, ...], share: float) -> None:
     prefixes = [write("a", 30), write("b", 60, first=100)]

@@ -4,7 +4,6 @@ import importlib
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -30,7 +29,6 @@ from tests.integration.megatron_training import ProcessGroupCollection
 from tests.integration.ranks import run_ranks
 
 ADAPTER = "megatron.core.distributed.fsdp.mcore_fsdp_adapter"
-STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 INSTALLED = Mesh(is_installed=True)
 Figures = list[tuple[float, float]]
 
@@ -53,35 +51,6 @@ def adapter_names() -> dict[str, Any]:
     """Return the class that each name of Megatron's adapter stands for now."""
     places = (ADAPTER, "megatron.core.distributed.fsdp", "megatron.core.distributed")
     return {place: sys.modules[place].FullyShardedDataParallel for place in places}
-
-
-def compare(task: Task, strategies: tuple[str, ...]) -> tuple[Figures, list[Figures]]:
-    """Train a job under DistributedDataParallel, then with each strategy through Megatron's names."""
-    with megatron_processes():
-        wanted, _ = run_steps(task, *build(task, Mesh(strategy=None)), range(4))
-        with installed():
-            meshes = [replace(INSTALLED, strategy=strategy) for strategy in strategies]
-            return wanted, [run_steps(task, *build(task, mesh), range(4))[0] for mesh in meshes]
-
-
-@pytest.mark.parametrize(
-    ("num_ranks", "task", "strategies"),
-    [
-        (2, Task(), STRATEGIES),
-        (2, Task(MOE, is_tied=True), STRATEGIES[-1:]),
-        (2, Task({"calculate_per_token_loss": True}, is_masked=True), STRATEGIES[-1:]),
-    ],
-    ids=["strategies", "experts", "per-token"],
-)
-def test_losses_and_logged_norms_through_megatrons_names_are_those_of_its_ddp(
-    num_ranks: int, task: Task, strategies: tuple[str, ...]
-) -> None:
-    results = run_ranks(num_ranks, compare, task, strategies)
-    assert all(result == results[0] for result in results)
-    wanted, found = results[0]
-    for figures in found:
-        for pair, wanted_pair in zip(figures, wanted, strict=True):
-            assert pair == pytest.approx(wanted_pair, rel=1e-5)
 
 
 def build_and_look() -> dict[str, bool]:
@@ -140,19 +109,27 @@ def test_another_adapter_class_beside_megatrons_is_replaced_as_well(tmp_path: Pa
     assert run_ranks(1, replace_another, tmp_path) == [[True, True, True]]
 
 
-def train_both() -> list[bool]:
+def train_both() -> tuple[Figures, Figures, list[bool]]:
+    """Train experts through Megatron's names, under its DDP and sharded; return figures, and what optimizers."""
+    task = Task(MOE | {"calculate_per_token_loss": True}, is_tied=True, is_masked=True)
     with megatron_processes():
         plain = optimizers.get_megatron_optimizer
         with installed():
-            _, optimizer = build(Task(), Mesh(strategy=None, is_installed=True))
-            _, sharded = build(Task(), replace(INSTALLED, strategy="optim"))
+            chunks, optimizer = build(task, Mesh(strategy=None, is_installed=True))
+            wanted, _ = run_steps(task, chunks, optimizer, range(4))
+            chunks, sharded = build(task, INSTALLED)
+            found, _ = run_steps(task, chunks, sharded, range(4))
             is_other = optimizers.get_megatron_optimizer is not plain
         is_back = optimizers.get_megatron_optimizer is plain
-        return [is_other, is_back, *("Sharded" in type(each).__name__ for each in (optimizer, sharded))]
+        kinds = ["Sharded" in type(each).__name__ for each in (optimizer, sharded)]
+        return wanted, found, [is_other, is_back, *kinds]
 
 
-def test_models_of_megatrons_ddp_get_megatrons_optimizer_after_install() -> None:
-    assert run_ranks(1, train_both) == [[True, True, False, True]]
+def test_models_of_megatrons_ddp_keep_its_optimizer_and_ours_has_their_losses_and_norms() -> None:
+    for wanted, found, what in run_ranks(2, train_both):
+        assert what == [True, True, False, True]
+        for pair, wanted_pair in zip(found, wanted, strict=True):
+            assert pair == pytest.approx(wanted_pair, rel=1e-5)
 
 
 def pass_constructor_arguments() -> str:

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import (
     GPT2Config,
@@ -20,6 +21,8 @@ from transformers import (
     Trainer,
     TrainingArguments,
 )
+
+from megatron_fsdp import fully_shard, register_fsdp_forward_method
 
 VOCABULARY = 61
 BATCH, LENGTH = 3, 7
@@ -65,6 +68,16 @@ def train(model: nn.Module, num_steps: int, ranks: Sequence[int], learning_rate:
         optimizer.zero_grad()
         losses.append(total)
     return losses
+
+
+def shard(model: PreTrainedModel, mesh: DeviceMesh | None = None, **options: Any) -> PreTrainedModel:
+    """Shard a model in place as docs/huggingface.md does: each layer is a unit, and the rest another."""
+    layers = [module for module in model.modules() if type(module).__name__ in model._no_split_modules]
+    for layer in layers:
+        fully_shard(layer, mesh, **options)
+    sharded: PreTrainedModel = fully_shard(model, mesh, **{**options, "reshard_after_forward": None})
+    register_fsdp_forward_method(sharded, "generate")
+    return sharded
 
 
 def whole_state(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -8,8 +8,6 @@ import contextlib
 import dataclasses
 import functools
 import importlib
-import inspect
-import pkgutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
@@ -17,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 
 from dbuffer.dtensor.flat_dtensor import FlatDTensor
-from megatron_fsdp.errors import ConfigError
+from megatron_fsdp.errors import CheckpointError, ConfigError
 from megatron_fsdp.integrations.megatron.checkpoint import lay_out_for_megatron
 from megatron_fsdp.integrations.megatron.data_parallel import DataParallelMethods, shard_for_megatron
 from megatron_fsdp.integrations.megatron.groups import ModelGroups, size_of
 from megatron_fsdp.integrations.megatron.optimizer import OptimizerMethods, adopt_optimizer, weight_norm
-from megatron_fsdp.integrations.megatron.random_state import without_states_of_other_ranks
 from megatron_fsdp.integrations.megatron.settings import refuse_arguments, refuse_configs, refuse_optimizer
 from megatron_fsdp.optim.megatron_muon import MUON_NAMES
 
@@ -266,40 +264,19 @@ def _replacements() -> Iterator[tuple[Any, Any]]:
     # A wheel of megatron.core may lack the training scripts' package, or what that imports.
     with contextlib.suppress(ImportError):
         scripts = importlib.import_module("megatron.training.checkpointing")
-        prepare = getattr(scripts, "preprocess_fsdp_dtensor_state_dict", None)
-        if prepare is not None:
-            yield prepare, _in_place_of(prepare, _prepare)
-            yield scripts.load_checkpoint, _in_place_of(scripts.load_checkpoint, _load)
-    with contextlib.suppress(ImportError):
-        measure = getattr(importlib.import_module("megatron.training.utils"), "calc_params_l2_norm", None)
-        if measure is not None:
-            yield measure, _in_place_of(measure, _measure)
+        measure = importlib.import_module("megatron.training.utils").calc_params_l2_norm
+        prepare, load = scripts.preprocess_fsdp_dtensor_state_dict, scripts.load_checkpoint
+        for theirs, ours in ((prepare, _prepare), (load, _load), (measure, _measure)):
+            yield theirs, _in_place_of(theirs, ours)
 
 
 def _adapter_classes() -> list[type[Any]]:
-    """Return Megatron's wrappers for Megatron-FSDP: what files beside its engine make of the wrappers' base class."""
-    from megatron.core.distributed import fsdp
+    """Return Megatron's wrappers for Megatron-FSDP: what is made there of the wrappers' base class."""
     from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 
-    return [
-        value
-        for module in _modules_below(fsdp)
-        for value in vars(module).values()
-        if inspect.isclass(value) and issubclass(value, _BaseDataParallel) and value.__module__ == module.__name__
-    ]
-
-
-def _modules_below(package: ModuleType) -> Iterator[ModuleType]:
-    """Yield the modules of a package, without those of Megatron's engine, ``src``, which is not started here."""
-    for info in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
-        if info.name.endswith(".src"):
-            continue
-        # What cannot be imported here is nothing that Megatron trains with either.
-        with contextlib.suppress(ImportError):
-            module = importlib.import_module(info.name)
-            yield module
-            if info.ispkg:
-                yield from _modules_below(module)
+    place = "megatron.core.distributed.fsdp"
+    importlib.import_module(f"{place}.mcore_fsdp_adapter")
+    return [cls for cls in _BaseDataParallel.__subclasses__() if cls.__module__.startswith(f"{place}.")]
 
 
 def _in_place_of(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
@@ -336,9 +313,16 @@ def _prepare(_: Any, args: Any, raw_state_dict: dict[str, Any], model: Any) -> A
 def _load(original: Any, ddp_model: Any, *positional: Any, **options: Any) -> Any:
     if not _ours_among(ddp_model):
         return NotImplemented
-    scripts: Any = sys.modules[original.__module__]
-    with without_states_of_other_ranks(scripts.get_args(), scripts.get_load_checkpoint_path_by_args):
+    try:
         return original(ddp_model, *positional, **options)
+    except CheckpointException as error:
+        # One for each pipeline stage and tensor-parallel rank, whose strict load asks for this job's.
+        if "rng_state.(" not in str(error):
+            raise
+        raise CheckpointError(
+            "the checkpoint has no random states of some ranks of this job: it was saved by other numbers of pipeline "
+            "stages or tensor-parallel ranks. Give --no-load-rng: generators start from --seed"
+        ) from error
 
 
 def _measure(_: Any, model: Any, *positional: Any, **options: Any) -> Any:

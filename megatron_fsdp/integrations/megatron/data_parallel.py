@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from dbuffer.collectives import all_reduce
@@ -31,7 +30,6 @@ from megatron_fsdp.integrations.megatron.module import MegatronFSDP
 from megatron_fsdp.integrations.megatron.names import WholeNames
 from megatron_fsdp.integrations.megatron.settings import policy_of
 from megatron_fsdp.policy.mesh import buffer_device
-from megatron_fsdp.runtime.step.pytree import treat_as_plain
 
 __all__ = ["DataParallelMethods", "shard_for_megatron"]
 
@@ -136,10 +134,6 @@ def shard_for_megatron(
     """
     _check_initialisers(module, config)
     _unfuse(module)
-    # Every layer keeps them; they are looked through for tensors otherwise, some hundred fields each time.
-    fields = [pair for part in module.modules() for pair in vars(part).items()]
-    kept = [type(value) for key, value in fields if key == "pg_collection" or isinstance(value, ProcessGroup)]
-    treat_as_plain(type(config), type(ddp_config), *kept)
     for parameter in groups.tied(module):
         # A group of its own: then nothing but its own shape decides where it is cut, on both stages, and Megatron sums
         # their gradients shard by shard.

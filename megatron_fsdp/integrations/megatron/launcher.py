@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import runpy
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,118 +25,58 @@ from megatron_fsdp.integrations.megatron.settings import (
 )
 from megatron_fsdp.optim.megatron_muon import MUON_NAMES
 
-__all__ = ["Launch", "check_flags", "main", "notices_under_megatron", "plan_launch", "run", "without_version"]
+__all__ = ["check_flags", "main", "notices_under_megatron"]
 
-_VARIABLE = "MEGATRON_LM_PATH"
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 _DESCRIPTION = """\
 Run a training script of a Megatron-LM checkout, with --use-megatron-fsdp on this engine instead of Megatron's own:
 
-  torchrun --nproc-per-node 8 -m megatron_fsdp.megatron --megatron-path ~/Megatron-LM pretrain_gpt.py \\
+  torchrun --nproc-per-node 8 -m megatron_fsdp.megatron ~/Megatron-LM/pretrain_gpt.py \\
       --use-megatron-fsdp --ckpt-format fsdp_dtensor --data-parallel-sharding-strategy optim_grads_params ...
 
-No file of the checkout is changed. What follows SCRIPT is the script's own; flags that this engine cannot follow are
-refused before anything starts. docs/megatron.md says more."""
-
-
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """A script's file and flags, the folder with ``megatron/core`` in it, and a line for each flag without effect."""
-
-    checkout: Path
-    script: Path
-    flags: tuple[str, ...]
-    notices: tuple[str, ...] = ()
+A script that lies elsewhere wants the checkout on PYTHONPATH. No file of the checkout is changed. What follows SCRIPT
+is the script's own; flags that this engine cannot follow are refused before anything starts: docs/megatron.md."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the script that the arguments (default: those of the process) name, and return 0.
+    """Run the script that the arguments (default: those of the process) name in this process, and return 0.
 
     What is wrong with the arguments ends the process with status 2 before anything starts.
 
     Example:
-        main(["--megatron-path", "Megatron-LM", "pretrain_gpt.py", "--use-megatron-fsdp"])
+        main(["Megatron-LM/pretrain_gpt.py", "--use-megatron-fsdp", "--ckpt-format", "fsdp_dtensor"])
     """
-    usage = "%(prog)s [--megatron-path PATH] SCRIPT [flags of the script ...]"
+    usage = "%(prog)s SCRIPT [flags of the script ...]"
     parser = CommandParser("python -m megatron_fsdp.megatron", _DESCRIPTION, usage=usage)
-    help_text = f"the Megatron-LM checkout; without it, ${_VARIABLE}, or else the folder of SCRIPT"
-    parser.add_argument("--megatron-path", metavar="PATH", help=help_text)
-    parser.add_argument("script", metavar="SCRIPT", help="a file here, or else in the checkout: pretrain_gpt.py")
+    parser.add_argument("script", metavar="SCRIPT", type=Path, help="pretrain_gpt.py of a checkout, or one like it")
     parser.add_argument("flags", nargs=argparse.REMAINDER, help="flags of the script, --use-megatron-fsdp among them")
     given = parser.parse_args(arguments)
+    script, notices = given.script.resolve(), list[str]()
     try:
-        launch = plan_launch(given.script, given.flags, given.megatron_path)
+        if not script.is_file():
+            raise ConfigError(f"found no script {script}; give the path of one, such as ~/Megatron-LM/pretrain_gpt.py")
+        if not {"-h", "--help"} & set(given.flags):
+            if os.environ.get(_CONNECTIONS) == "1":
+                raise ConfigError(
+                    f"found {_CONNECTIONS}=1, which Megatron refuses with --use-megatron-fsdp: gathers and reductions "
+                    f"would wait in one queue with compute. unset {_CONNECTIONS}, or export {_CONNECTIONS}=8"
+                )
+            notices = notices_under_megatron(check_flags(given.flags))
     except ConfigError as error:
         parser.error(str(error))
-    run(launch)
-    return 0
-
-
-def plan_launch(script: str, flags: Sequence[str], megatron_path: str | None = None) -> Launch:
-    """Find the checkout and the script, and check flags and environment; nothing of Megatron is imported.
-
-    Args:
-        script: a file here, or else in the checkout.
-        megatron_path: the checkout. None: the environment's MEGATRON_LM_PATH, or else the folder of ``script``.
-    """
-    checkout = _checkout(script, megatron_path)
-    candidates = [Path(script), checkout / script]
-    file = next((candidate for candidate in candidates if candidate.is_file()), None)
-    if file is None:
-        raise ConfigError(f"found no script {script!r} here ({Path.cwd()}) or in the checkout ({checkout})")
-    notices: list[str] = []
-    if not {"-h", "--help"} & set(flags):
-        if os.environ.get(_CONNECTIONS) == "1":
-            raise ConfigError(
-                f"found {_CONNECTIONS}=1, which Megatron refuses with --use-megatron-fsdp: gathers and reductions "
-                f"would wait in one queue with compute. unset {_CONNECTIONS}, or export {_CONNECTIONS}=8"
-            )
-        notices = notices_under_megatron(check_flags(flags))
-    texts = (
-        path.read_text(encoding="utf-8", errors="replace") for path in (checkout / "megatron/training").rglob("*.py")
-    )
-    # This engine serves both versions; a Megatron before version 2 does not know the flag.
-    knows_version = any(re.search("megatron[-_]fsdp[-_]version", text) for text in texts)
-    kept = list(flags) if knows_version else without_version(flags)
-    return Launch(checkout, file.resolve(), tuple(kept), tuple(notices))
-
-
-def run(launch: Launch) -> None:
-    """Put this engine in place of Megatron's, and run the script in this process as its main program."""
-    # As Python does for a script, its folder comes first; the checkout's packages come before installed ones.
-    sys.path[:0] = [str(launch.script.parent), str(launch.checkout)]
+    # As Python does for a script.
+    sys.path.insert(0, str(script.parent))
     changed = install()
-    _check_origin(launch.checkout)
     if os.environ.get("RANK", "0") == "0":
-        print(f"megatron_fsdp: {launch.script.name} runs on this engine; changed: {', '.join(changed)}", flush=True)
-        for line in launch.notices:
-            print(f"megatron_fsdp: {line}", flush=True)
-    sys.argv = [str(launch.script), *launch.flags]
-    runpy.run_path(str(launch.script), run_name="__main__")
-
-
-def _checkout(script: str, megatron_path: str | None) -> Path:
-    named = megatron_path or os.environ.get(_VARIABLE)
-    found = Path(named).expanduser() if named else Path(script).resolve().parent
-    if (found / "megatron" / "core").is_dir():
-        return found.resolve()
-    source = "--megatron-path" if megatron_path else f"${_VARIABLE}" if named else "the folder of the script"
-    raise ConfigError(
-        f"found no Megatron-LM checkout in {source} ({found}): wanted a folder with megatron/core in it; give "
-        f"--megatron-path PATH or set {_VARIABLE}"
-    )
-
-
-def _check_origin(checkout: Path) -> None:
-    core = sys.modules["megatron.core"]
-    origin = Path(str(core.__file__)).resolve()
-    wanted = (checkout / "megatron" / "core").resolve()
-    if wanted not in origin.parents:
-        raise ConfigError(
-            f"megatron.core was imported from {origin.parent}, wanted {wanted}; start this launcher before anything "
-            "that imports megatron"
-        )
+        lines = [f"{script.name} runs on this engine; changed: {', '.join(changed)}", *notices]
+        print("\n".join(f"megatron_fsdp: {line}" for line in lines), flush=True)
+    # One engine serves both versions, and a Megatron before version 2 does not know the flag.
+    versions = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    versions.add_argument("--megatron-fsdp-version")
+    sys.argv = [str(script), *versions.parse_known_args(given.flags)[1]]
+    runpy.run_path(str(script), run_name="__main__")
+    return 0
 
 
 # Flags of Megatron-LM, besides those around FSDP, whose settings this engine may have to refuse; and their types.
@@ -223,10 +161,3 @@ def notices_under_megatron(config: FsdpConfig) -> list[str]:
     """Return one line, with the reason, for every flag that was given and whose effect a job does not get."""
     missing = [flag for flag in FLAGS if flag.effect in _MISSING and getattr(config, flag.dest) != flag.default]
     return [flag.notice(flag.spell(getattr(config, flag.dest))) for flag in missing]
-
-
-def without_version(flags: Sequence[str]) -> list[str]:
-    """Return the flags without ``--megatron-fsdp-version``, for a Megatron that does not know it."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--megatron-fsdp-version")
-    return parser.parse_known_args(list(flags))[1]

@@ -1,4 +1,4 @@
-"""Checkpoints in Megatron's ``torch_dist`` format, for exchange with its DDP and its distributed optimizer.
+"""Checkpoints in Megatron's ``torch_dist`` format, which its DDP and its distributed optimizer save.
 
 Megatron's modules say themselves where their weights lie in the whole model: ``sharded_state_dict`` of the model is
 asked with weights of its own shapes in place of the sharded ones, and what a rank holds of each is cut out of the
@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
@@ -25,7 +24,7 @@ from megatron_fsdp.errors import CheckpointError, ConfigError
 from megatron_fsdp.integrations.megatron.checkpoint import innermost, owners_of
 from megatron_fsdp.optim.loaded_state import parameters_of
 
-__all__ = ["load_torch_dist", "save_torch_dist"]
+__all__ = ["load_torch_dist"]
 
 # Main weights, as the distributed optimizer and the one of whole tensors call them.
 _MAIN_NAMES = ("param", "fp32_param")
@@ -54,59 +53,8 @@ class _Layout(NamedTuple):
     others: dict[str, Any]
 
 
-def save_torch_dist(
-    chunks: Sequence[Any],
-    optimizer: Any,
-    folder: str | Path,
-    common: Mapping[str, Any] | None = None,
-    *,
-    is_distributed: bool = True,
-) -> None:
-    """Save weights and optimizer state as Megatron's DDP loads them. Every rank calls it.
-
-    Args:
-        chunks: this rank's ``ShardedDataParallel``, in a list. optimizer: from ``get_megatron_optimizer``; Adam or SGD.
-        folder: an empty one on a file system that all ranks share; it is made if it is not there.
-        common: what stands in the checkpoint beside them, such as ``{"iteration": 100}``.
-        is_distributed: for ``use_distributed_optimizer`` (its fully reshardable format); False: for Megatron's
-            optimizers of whole tensors, whose files differ.
-
-    Example:
-        save_torch_dist([model], optimizer, "checkpoints/iter_0000100")
-    """
-    from megatron.core import dist_checkpointing
-
-    layout = _layout(chunks, _metadata(chunks))
-    described = optimizer.sharded_state_dict()
-    low: torch.dtype = chunks[0].config.params_dtype
-    tensors: list[Any] = []
-    main = _MAIN_NAMES[0 if is_distributed else 1]
-    for parameter, state in _states(optimizer, described):
-        tensors += _entries(layout, parameter, parameter, "", dtype=low)
-        if is_distributed or low != parameter.dtype:
-            tensors += _entries(layout, parameter, parameter, f"optimizer.state.{main}.")
-        for name, value in state.items():
-            if isinstance(value, torch.Tensor) and value.ndim:
-                tensors += _entries(layout, parameter, value, f"optimizer.state.{name}.")
-    # The first of the ranks that hold a box writes it.
-    held = [(entry.key, entry.global_offset, entry.local_shape) for entry in tensors]
-    by_rank = checkpoint_ranks().agree("saving", lambda: held, lambda found: found)
-    earlier = set(itertools.chain.from_iterable(by_rank[: dist.get_rank()]))
-    for entry, box in zip(tensors, held, strict=True):
-        entry.replica_id = int(box in earlier)
-        earlier.add(box)
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    document = {
-        **(common or {}),
-        "optimizer": _common_of(optimizer, described, is_distributed=is_distributed),
-        "weights": {str(number): entry for number, entry in enumerate(tensors)},
-        "others": layout.others,
-    }
-    dist_checkpointing.save(document, str(folder), content_metadata=_FORMAT)
-
-
 def load_torch_dist(chunks: Sequence[Any], optimizer: Any, folder: str | Path) -> dict[str, Any]:
-    """Load what Megatron's DDP or ``save_torch_dist`` saved, on any number of ranks. Every rank calls it.
+    """Load what Megatron's DDP saved, on any number of ranks. Every rank calls it.
 
     FP32 main weights are read where the checkpoint has them, and else the model's weights.
 
@@ -162,28 +110,16 @@ def load_torch_dist(chunks: Sequence[Any], optimizer: Any, folder: str | Path) -
 
 # ---------------------------------------------------------------------- what Megatron's modules say
 
-_FORMAT: dict[str, Any] = {
-    "distrib_optim_sharding_type": "fully_reshardable",
-    "chained_optim_avoid_prefix": True,
-    "singleton_local_shards": False,
-}
-
-
-def _metadata(chunks: Sequence[Any], saved: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return what ``sharded_state_dict`` of Megatron's modules is asked with."""
-    return {**_FORMAT, **(saved or {}), "dp_cp_group": chunks[0].module.model_groups.data}
-
 
 def _layout_as_saved(chunks: Sequence[Any], found: _Found, folder: str) -> _Layout:
     """Return the layout whose names the checkpoint has: layers stacked or each by its number, gates in one or two."""
     from megatron.core import dist_checkpointing
 
-    # Versions before 0.15 keep none.
-    read_metadata = getattr(dist_checkpointing, "load_content_metadata", lambda folder: None)
-    saved = read_metadata(folder)
+    saved = dist_checkpointing.load_content_metadata(folder)
     kinds = [{name: value for name, value in saved.items() if name in _LAYOUT_KEYS}] if saved else []
     kinds += [dict(zip(_LAYOUT_KEYS, kind, strict=True)) for kind in ((False, False), (True, False), (True, True))]
-    layouts = [_layout(chunks, _metadata(chunks, kind)) for kind in kinds]
+    group = chunks[0].module.model_groups.data
+    layouts = [_layout(chunks, {"singleton_local_shards": False, **kind, "dp_cp_group": group}) for kind in kinds]
     regions = [itertools.chain(*layout.regions.values()) for layout in layouts]
     missing = [sorted({each.entry.key for each in own if ("", each.entry.key) not in found}) for own in regions]
     for layout, names in zip(layouts, missing, strict=True):
@@ -288,15 +224,6 @@ def _entry(key: str, entry: Any, place: tuple[int, ...], data: torch.Tensor) -> 
     return ShardedTensor(key, data, data.dtype, *shapes, allow_shape_mismatch=entry.allow_shape_mismatch)
 
 
-def _entries(
-    layout: _Layout, parameter: nn.Parameter, value: torch.Tensor, prefix: str, dtype: torch.dtype | None = None
-) -> list[Any]:
-    return [
-        _entry(f"{prefix}{entry.key}", entry, place, view.detach().to(dtype or view.dtype))
-        for entry, place, view in _boxes(layout, parameter, value)
-    ]
-
-
 def _wanted(
     layout: _Layout, parameter: nn.Parameter, state: Mapping[str, Any], found: _Found
 ) -> Iterator[tuple[Any, torch.Tensor]]:
@@ -351,25 +278,6 @@ def _states(optimizer: Any, described: Mapping[str, Any]) -> Iterator[tuple[Any,
     parameters = list(parameters_of(inner))
     for index, owner in owners_of(optimizer._chunks, inner).items():
         yield parameters[index], described["state"].get(owner.name, {})
-
-
-def _common_of(optimizer: Any, described: Mapping[str, Any], *, is_distributed: bool) -> dict[Any, Any]:
-    """Return hyperparameters as Megatron's optimizers look for them: one of dense weights, maybe one of experts."""
-    kinds: dict[bool, dict[Any, dict[str, Any]]] = {}
-    for meta in described["param_to_group_meta"].values():
-        group = {"step": 0, **meta}
-        kinds.setdefault(bool(meta.get("is_expert_parallel")), {}).setdefault(_key_of(meta), group)
-    made: list[dict[Any, Any]] = []
-    for _, groups in sorted(kinds.items()):
-        found = list(groups.values())
-        if is_distributed:
-            made.append({"optimizer": {"param_groups": found}, "param_state_sharding_type": "fully_reshardable"})
-        else:
-            whole = [{key: value for key, value in group.items() if key != "step"} for group in found]
-            made.append({"param_groups": whole, "state": {"common_step": torch.tensor(float(found[0]["step"]))}})
-        if "grad_scaler" in described:
-            made[-1]["grad_scaler"] = described["grad_scaler"]
-    return made[0] if len(made) == 1 else dict(enumerate(made))
 
 
 def _groups_in(document: Any, step: Any = None) -> Iterator[tuple[Mapping[str, Any], Any]]:

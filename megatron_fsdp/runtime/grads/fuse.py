@@ -18,7 +18,6 @@ from megatron_fsdp.runtime.step.fused_linear import (
     as_factor,
     has_transforms,
     product_into_buffer,
-    watched,
 )
 from megatron_fsdp.runtime.weights.gathered_weight import KINDS
 
@@ -98,8 +97,8 @@ def expert_matmul(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     if torch.compiler.is_compiling() or handle is None or not is_plain:
         return torch.bmm(input, weight)
     takes = weight.requires_grad and handle.gradients() is not None
-    factor, unit = as_factor(input, weight) if takes else None, handle.unit()
+    factor = as_factor(input, weight) if takes else None
     if factor is None:
-        return watched(torch.bmm(input, weight), unit)
-    output: torch.Tensor = product_into_buffer(factor, weight, None, handle, unit and unit.open_call)
+        return torch.bmm(input, weight)
+    output: torch.Tensor = product_into_buffer(factor, weight, None, handle)
     return output

@@ -28,7 +28,6 @@ from dbuffer.mesh import MeshAxis, flattened_mesh, make_reduce_groups
 from dbuffer.placements import BufferPlacement
 from dbuffer.storage import FlatStorage
 from megatron_fsdp.errors import StateError
-from megatron_fsdp.runtime.grads.binary_counter import BinaryCounter
 from megatron_fsdp.runtime.grads.last_reduction import LastReduction
 from megatron_fsdp.runtime.grads.packed_gradients import PackedGradients
 from megatron_fsdp.runtime.grads.shown_grads import ShownGrads
@@ -55,6 +54,75 @@ def _refuse_fused(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
                     f"unit {group.name!r}: {type(optimizer).__name__}(fused=True) on CPU rounds the last elements of "
                     f"each shard in another way than the others, and {_FLAG} promises the same bits; give foreach=True"
                 )
+
+
+class BinaryCounter:
+    """A sum of tensors, added in the order in which a binary counter carries.
+
+    Its memory, as many tensors as ``count`` has bits, stays for the next sum.
+
+    Attributes:
+        count: of the tensors that are in it.
+    """
+
+    def __init__(self, dtype: torch.dtype, name: str = "") -> None:
+        self.count = 0
+        self._dtype, self._name = dtype, name
+        # By the power of two of the tensors that each adds up.
+        self._levels: dict[int, torch.Tensor] = {}
+        self._memory: dict[int, FlatStorage] = {}
+        self._free: list[torch.Tensor] = []
+
+    def clear(self) -> None:
+        """Hold nothing; memory stays for the next sum."""
+        self._free += self._levels.values()
+        self._levels, self.count = {}, 0
+
+    def push(self, *leaves: torch.Tensor) -> None:
+        """Add the next tensors, 1-D, which are copied at the end if they are left."""
+        for leaf in leaves:
+            carried, level = leaf, 0
+            while self.count >> level & 1:
+                carried = self._merged(self._levels.pop(level), carried)
+                level += 1
+            self._levels[level] = carried
+            self.count += 1
+        for level, held in self._levels.items():
+            if id(held) not in self._memory:
+                self._levels[level] = self._take(held).copy_(held)
+
+    def _merged(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        """Return the sum of two, in the memory of one that has some; leaves stay as they are."""
+        if id(first) not in self._memory:
+            first, second = second, first
+        if id(first) in self._memory:
+            if id(second) in self._memory:
+                self._free.append(second)
+            return first.add_(second)
+        memory = self._take(first)
+        if first.dtype is self._dtype:
+            return torch.add(first, second, out=memory)
+        return memory.copy_(first).add_(second)
+
+    def _take(self, like: torch.Tensor) -> torch.Tensor:
+        if not self._free:
+            storage = FlatStorage(like.numel(), self._dtype, like.device, name=f"{self._name}: sums")
+            self._memory[id(storage.tensor)] = storage
+            return storage.tensor
+        return self._free.pop()
+
+    def write(self, out: torch.Tensor, scale: float) -> None:
+        """Write what is left, added from the smallest up, times ``scale``."""
+        held = [level for _, level in sorted(self._levels.items())]
+        is_direct = out.dtype is self._dtype and out.device == held[0].device
+        total = out if is_direct else self._take(held[0])
+        total.copy_(held[0])
+        for level in held[1:]:
+            total.add_(level)
+        total.mul_(scale)
+        if not is_direct:
+            self._free.append(total)
+            out.copy_(total)
 
 
 class _Step:
@@ -122,7 +190,7 @@ class InvariantGradients(PackedGradients):
             if step.last.get(self._fsdp_params, 0) >= step.first:
                 # What it had of this step is dropped, or the step is over: a new one begins.
                 step.first = number
-            self.reduction.clear()
+            self.reduction.counter.clear()
         step.last[self._fsdp_params] = number
         self.reduction.begin_microbatch(number - step.first)
         super()._prepare()
@@ -141,8 +209,6 @@ class _InvariantReduction(LastReduction):
     def __init__(self, packed: DBuffer, main_grad: DBuffer) -> None:
         super().__init__(packed, packed, main_grad, main_grad, wire=None)
         self.counter = BinaryCounter(torch.promote_types(torch.float32, packed.dtype), packed.name)
-        # What a user made of this rank's piece of the sum so far, to which the counter's is added.
-        self._changed: torch.Tensor | None = None
         self._version = -1
         axes, sizes = packed.axes, [axis.size for axis in packed.axes]
         order = cut_order(sizes, main_grad.placements)
@@ -155,20 +221,17 @@ class _InvariantReduction(LastReduction):
         room = (self._num_ranks - 1) * max(piece.stop - piece.start for piece in self._pieces)
         self._received = FlatStorage(room, packed.dtype, packed.device, name="gradients that others sent")
 
-    def clear(self) -> None:
-        """Hold nothing of a sum."""
-        self.counter.clear()
-        self._changed = None
-
     def begin_microbatch(self, microbatch: int) -> None:
         """Count zeros for microbatches in which no rank has used the group; receive from now on until ``release``."""
-        while self.counter.count < microbatch * self._num_ranks:
-            self.counter.push(None)
         if self._axis.size < self._num_ranks:
             # Made when all ranks are here.
             group = flattened_mesh(self._packed.mesh).get_group()
             self._axis = MeshAxis(self._axis.name, self._num_ranks, dist.get_rank(group), group)
             make_reduce_groups([self._axis])
+        piece, packed = self._pieces[self._axis.rank], self._packed
+        zeros = torch.zeros((), dtype=packed.dtype, device=packed.device).expand(piece.stop - piece.start)
+        while self.counter.count < microbatch * self._num_ranks:
+            self.counter.push(zeros)
         self._received.reallocate()
 
     def release(self) -> None:
@@ -208,7 +271,7 @@ class _InvariantReduction(LastReduction):
         if listeners:
             tell("summing", self._main_grad)
         held = self._held(target)
-        self._write(held[-1])
+        self.counter.write(held[-1], self._scale)
         for axis, whole in zip(reversed(self._whole), reversed(held[:-1]), strict=True):
             parts = [whole[piece_of(whole.numel(), axis.size, rank)] for rank in range(axis.size)]
             exchange(parts, [parts[axis.rank]] * axis.size, axis)
@@ -221,31 +284,20 @@ class _InvariantReduction(LastReduction):
             pieces.append(pieces[-1][piece_of(pieces[-1].numel(), axis.size, axis.rank)])
         return pieces
 
-    def _write(self, piece: torch.Tensor) -> None:
-        self.counter.write(piece, self._scale)
-        if self._changed is not None:
-            piece.add_(self._changed)
-
     def look_for_changes(self, binding: GradBinding) -> None:
-        """Go on with what users made of the sum so far; a change on one rank is that rank's, so no other one is asked.
+        """Begin anew where the sum so far, which users are shown, was set to zero.
 
-        Values that are as they were go on as they would have, and zeros begin anew; to others what follows is added.
+        Raises:
+            StateError: it was changed into anything else.
         """
-        if binding.state is GradState.EMPTY:
+        if binding.state is GradState.EMPTY or binding.main_grad.local_buffer._version == self._version:
             return
-        target = binding.main_grad.local_buffer
-        if target._version == self._version:
-            return
-        if not target.any():
-            binding.state = GradState.EMPTY
-            return
-        piece = self._held(target)[-1]
-        found = piece.clone()
-        self._write(piece)
-        if not torch.equal(piece, found):
-            self.counter.clear()
-            self._changed = found
-        self._version = target._version
+        if binding.main_grad.local_buffer.any():
+            raise StateError(
+                f"{binding.name}: a gradient was changed between two microbatches, and {_FLAG} goes on with the sum as "
+                "it was. Change gradients after the last microbatch, or set them to zero"
+            )
+        binding.state = GradState.EMPTY
 
 
 def piece_of(numel: int, size: int, rank: int) -> slice:

@@ -9,12 +9,11 @@ from __future__ import annotations
 import itertools
 import operator
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import repeat
 
 import torch
-from torch import nn
 
 from dbuffer import DBuffer, FlatDTensor
 from megatron_fsdp.errors import StateError
@@ -58,7 +57,7 @@ class ShownGrads(GradBinding):
         """Set every ``.grad`` to None."""
         clear_grads(self.parameters)
         if self.is_shown:
-            self._hide_pending()
+            self._end_pending()
         self.dropped()
 
     def watch(self) -> None:
@@ -67,14 +66,6 @@ class ShownGrads(GradBinding):
         for parameter in self.parameters:
             if isinstance(parameter, FlatDTensor):
                 parameter.on_grad_dropped = self._drops
-
-    def replace(self, index: int, parameter: nn.Parameter) -> None:
-        """Show gradients of parameter ``index`` on another object."""
-        self.parameters = (*self.parameters[:index], parameter, *self.parameters[index + 1 :])
-        self._last_one = weakref.ref(self.parameters[-1])
-        self.watch()
-        if self._gradients:
-            self._tell_owners()
 
     def _make_gradients(self) -> None:
         self.hold()
@@ -92,6 +83,7 @@ class ShownGrads(GradBinding):
         self._references = self._count_references()
 
     def _tell_owners(self) -> None:
+        # Apart, as a name for a gradient would count as a reference to it.
         for gradient, parameter in zip(self._gradients, self.parameters, strict=True):
             if isinstance(gradient, FlatDTensor):
                 gradient.gradient_of = weakref.ref(parameter)
@@ -126,26 +118,10 @@ class ShownGrads(GradBinding):
         self.state = GradState.EMPTY
 
     def show_pending(self) -> None:
-        """Let ``.grad`` of all parameters of a sum under way say so, and keep what lies there beside it."""
-        shown = grads_of(self.parameters)
-        if any(map(operator.is_not, shown, repeat(None))):
-            final = self.final
-            if self.carry is None:
-                self.carry = torch.zeros(final.layout.numel, dtype=final.dtype, device=final.device)
-            for index, rows in self._beside(shown):
-                final.layout.piece(index, self.carry).add_(rows)
-            clear_grads(self.parameters)
-        self._show_sums()
+        """Let ``.grad`` of the parameters whose sum is under way say so, which no optimizer may step.
 
-    def _beside(self, shown: Sequence[torch.Tensor | None]) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield what autograd or the user put into ``.grad`` beside a sum: parameters' indices, and rows, 1-D."""
-        for index, gradient in enumerate(shown):
-            if gradient is not None:
-                self.wanted[index] = self.had[index] = 1
-                yield index, own_rows(self.fsdp_params, index, gradient).reshape(-1)
-
-    def _show_sums(self) -> None:
-        """Let ``.grad`` of the parameters whose sum is under way say so, which no optimizer may step."""
+        What lies there beside the sum stays beneath, until ``complete`` adds it.
+        """
         if not self._pending:
             me, indices = weakref.ref(self), range(len(self.parameters))
             self._pending = [PendingGradient.of(partial(_describe, me, index)) for index in indices]
@@ -154,14 +130,14 @@ class ShownGrads(GradBinding):
             CHECKS.append(refuse_pending)
             self._refuses_steps = True
         for parameter, pending in itertools.compress(zip(self.parameters, self._pending, strict=True), self.wanted):
-            parameter.pending_grad = pending  # type: ignore[attr-defined]  # a ParameterTensor's
+            parameter.pending_grad = pending  # type: ignore[attr-defined]  # a PlacedTensor's
 
     # ------------------------------------------------------------------ a sum ends
 
     def void(self) -> None:
         """Let ``.grad`` of a sum that a backward left incomplete refuse to be read until it is dropped."""
         if not self.is_void:
-            self._show_sums()
+            self.show_pending()
             self.is_void = True
 
     def empty(self) -> None:
@@ -174,16 +150,16 @@ class ShownGrads(GradBinding):
         if self._refuses_steps:
             CHECKS.remove(refuse_pending)
         self._refuses_steps = False
-        self._hide_pending()
-
-    def _hide_pending(self) -> None:
         for parameter in self.parameters:
-            parameter.pending_grad = None  # type: ignore[attr-defined]  # a ParameterTensor's
+            parameter.pending_grad = None  # type: ignore[attr-defined]  # a PlacedTensor's
 
     def _add_direct(self, shown: Sequence[torch.Tensor | None]) -> None:
-        """Add what lies in ``.grad`` beside the sum, which is complete."""
-        for index, rows in self._beside(shown):
-            self.final.get_local_tensor(index).view(-1).add_(rows)
+        """Add what autograd or the user put into ``.grad`` beside the sum, which is complete."""
+        for index, gradient in enumerate(shown):
+            if gradient is not None:
+                self.wanted[index] = self.had[index] = 1
+                rows = own_rows(self.fsdp_params, index, gradient)
+                self.final.get_local_tensor(index).view(-1).add_(rows.reshape(-1))
 
     def _show_wanted(self) -> bytearray:
         """Return which parameters' ``.grad`` is to be set; set those of parameters that keep what they had."""

@@ -9,7 +9,6 @@ from typing import Any
 from torch import nn
 
 from megatron_fsdp.errors import StateError
-from megatron_fsdp.runtime.guards.inner_outputs import watch_hooked
 from megatron_fsdp.runtime.step.unit import Tree, Unit
 
 __all__ = ["make_tree", "walk"]
@@ -59,11 +58,8 @@ def walk(tree: Tree, module: nn.Module, units: Sequence[Unit]) -> None:
                     "reduce its gradients yourself."
                 )
             frozen.append((child._parameters, name))
-    watch_hooked(units)
     tree.frozen = frozen
     tree.modules = [child._modules for child in below.values()]
     tree.parameters = [child._parameters for child in below.values()]
     tree.children = list(chain.from_iterable(map(_values, tree.modules)))
-    tree.hooks = [child._forward_hooks for child in below.values() if "_fsdp_unit" not in vars(child)]
-    tree.num_hooks = sum(map(len, tree.hooks))
     tree.absent = [parameter is None for parameter in chain.from_iterable(map(_values, tree.parameters))]

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_fsdp.runtime.guards.rendezvous import meet, report_failure
-from megatron_fsdp.runtime.lifecycle.make_unit import follow_grad_dtypes
+from megatron_fsdp.runtime.lifecycle.make_param_group import follow_grad_dtypes
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
 from megatron_fsdp.runtime.step.schedule import Schedule
 from megatron_fsdp.runtime.step.unit import Unit, alive

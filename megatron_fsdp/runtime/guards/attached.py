@@ -8,14 +8,12 @@ from dbuffer.dtensor.autograd import ASKED_CHECKS
 from megatron_fsdp.runtime.grads.last_reduction import LastReductions
 from megatron_fsdp.runtime.guards import (
     added_params,
-    asked_gradients,
     calls_to_come,
-    inner_outputs,
     missing_gradients,
     refusals,
 )
 from megatron_fsdp.runtime.guards.agreement import FirstUse
-from megatron_fsdp.runtime.lifecycle import make_unit, param_changes, profiler_ranges
+from megatron_fsdp.runtime.lifecycle import make_param_group, param_changes, profiler_ranges
 from megatron_fsdp.runtime.step.backward import Backward
 from megatron_fsdp.runtime.step.schedule import Schedule
 from megatron_fsdp.runtime.step.unit import Unit
@@ -24,21 +22,19 @@ from megatron_fsdp.runtime.weights.memory_slots import BufferPools
 
 __all__ = ["AttachedGuards", "attach_root"]
 
-ASKED_CHECKS.append(asked_gradients.refuse_sharded)
+ASKED_CHECKS.append(refusals.refuse_sharded)
 
 
 class AttachedGuards:
     """The guards of one root, asleep until a step calls one."""
 
-    settle = staticmethod(param_changes.settle)
-    follow_requires_grad = staticmethod(make_unit.follow_requires_grad)
+    refuse_replaced = staticmethod(param_changes.refuse_replaced)
+    follow_requires_grad = staticmethod(make_param_group.follow_requires_grad)
     walk = staticmethod(added_params.walk)
-    keepers = staticmethod(inner_outputs.keepers)
-    refuse_changed = staticmethod(gathered_weight.refuse_uncounted)
+    refuse_changed = staticmethod(gathered_weight.refuse_change)
     emit_ranges = staticmethod(profiler_ranges.emit_ranges)
     refuse_backward = staticmethod(refusals.refuse_backward)
-    refuse_reads = staticmethod(refusals.refuse_reads)
-    refuse_gathered = staticmethod(asked_gradients.refuse_gathered)
+    refuse_gathered = staticmethod(refusals.refuse_gathered)
     is_to_come = staticmethod(calls_to_come.is_to_come)
     brings_gradients = staticmethod(calls_to_come.brings_gradients)
     before_recomputation = staticmethod(calls_to_come.before_recomputation)

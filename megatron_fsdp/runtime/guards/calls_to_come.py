@@ -92,7 +92,7 @@ def before_recomputation(unit: Unit, module: nn.Module) -> None:
     # backward is seen to move on. Units whose outputs are watched are left by the watch.
     backward.begin()
     for other in backward.latest_first():
-        if other is not unit and not _is_watched(backward, other) and not _encloses(other, unit):
+        if other is not unit and not _is_watched(backward, other) and unit.reference not in other.inner:
             backward.leave_unit(other)
     if unit.open_call is not None or not _is_watched(backward, unit):
         schedule.open_call(unit, module)
@@ -100,7 +100,7 @@ def before_recomputation(unit: Unit, module: nn.Module) -> None:
             backward.repeated[id(unit)] = unit.open_call
             # Not reentrant, the call in the graph is the first one.
             unit.open_call.is_due = not unit.calls_not_entered(backward.number)
-        schedule.settle_replaced_params(unit)
+        schedule.refuse_replaced_params(unit)
     backward.active[id(unit)] = unit.reference
     schedule.unshard(unit, check=False)
 
@@ -117,14 +117,3 @@ def _is_inside(backward: Backward, unit: Unit) -> bool:
         return True
     first = backward.entered.get(id(unit))
     return first is not None and id(unit) in backward.active and first.task <= torch._C._current_graph_task_id()
-
-
-def _encloses(outer: Unit, inner: Unit) -> bool:
-    """Whether a module of ``inner`` lies below one of ``outer``."""
-    wanted = {id(module()) for module in inner.modules}
-    return any(
-        id(child) in wanted
-        for reference in outer.modules
-        if (module := reference()) is not None
-        for child in module.modules()
-    )

@@ -8,6 +8,7 @@ says so in the job's store; if all have, they vote on which, now and until nobod
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,7 +30,7 @@ class MissingGradients:
     """What the ranks of one model know of each other's missing gradients.
 
     Args:
-        tokens: by ranks, the names of their agreements on this model; see ``FirstUse``.
+        tokens: by ranks, the names of their agreements on this model, empty for a rank alone; see ``FirstUse``.
 
     Attributes:
         number: how many accumulations were reduced. has_question: something is to be found out at its end.
@@ -46,10 +47,11 @@ class MissingGradients:
         for group in groups:
             if group.gradients is not None and 1 in group.gradients.binding.missing:
                 circle = self._circle(group)
-                if circle.is_quiet and self.tokens.get(circle.ranks) and not is_capturing(circle.device):
-                    circle.has_said = True
-                    circle.store.add(f"{self._name_for(circle)} missing", 1)
-        self._look()
+                token, is_heard = self.tokens.get(circle.ranks), circle.has_said or circle.asks
+                if token and not is_heard and not is_capturing(circle.device):
+                    self.has_question = circle.has_said = True
+                    store: Any = job_store()
+                    store.add(f"{token} {self.number} missing", 1)
 
     def settle(self, final: Sequence[ParameterGroup], units: Iterable[Unit]) -> None:
         """Leave in ``missing`` of reduced buffers what no rank has.
@@ -64,26 +66,18 @@ class MissingGradients:
             if group.gradients is not None:
                 circles.setdefault(self._circle(group), []).append(group.gradients)
         for circle, reduced in circles.items():
-            if self.tokens.get(circle.ranks) == "":
+            token = self.tokens.get(circle.ranks)
+            if token == "":
                 continue
-            circle.asks = circle.asks or (circle.has_said and circle.all_have_said(self._name_for(circle)))
+            circle.asks = circle.asks or (circle.has_said and circle.all_have_said(f"{token} {self.number}"))
             circle.has_said = False
             if circle.asks:
-                circle.vote(
-                    reduced, [group for unit in units for group in unit.groups if self._circle(group) is circle]
-                )
-                continue
-            # What is missing here was zeros for the others.
-            for buffer in reduced:
-                if 1 in buffer.binding.missing:
+                circle.vote(reduced, [one for unit in units for one in unit.groups if self._circle(one) is circle])
+            else:
+                # What is missing here was zeros for the others.
+                for buffer in reduced:
                     buffer.binding.missing = bytearray(len(buffer.binding.missing))
-        self._look()
-
-    def _look(self) -> None:
-        self.has_question = not all(circle.is_quiet for circle in self._circles.values())
-
-    def _name_for(self, circle: _Circle) -> str:
-        return f"{self.tokens.get(circle.ranks)} {self.number}"
+        self.has_question = any(circle.has_said or circle.asks for circle in self._circles.values())
 
     def _circle(self, group: ParameterGroup) -> _Circle:
         ranks = mesh_ranks(group.spec.mesh)
@@ -92,41 +86,33 @@ class MissingGradients:
         return self._circles[ranks]
 
 
+@dataclass(eq=False)
 class _Circle:
     """The ranks that reduce some groups together, and how far they are.
 
     Attributes:
         has_said: this rank has said of the accumulation under way that it misses gradients. asks: all of them vote at
-            its end in any case.
+            its end in any case. old_keys: in the store, of the last look.
     """
 
-    def __init__(self, ranks: tuple[int, ...], device: torch.device) -> None:
-        self.ranks, self.device = ranks, device
-        self.has_said = self.asks = False
-        self._old_keys: tuple[str, ...] = ()
-
-    @property
-    def store(self) -> Any:
-        """The job's, which is there for who has others."""
-        return job_store()
-
-    @property
-    def is_quiet(self) -> bool:
-        """Whether nothing is to be found out."""
-        return not (self.has_said or self.asks)
+    ranks: tuple[int, ...]
+    device: torch.device
+    has_said: bool = False
+    asks: bool = False
+    old_keys: tuple[str, ...] = ()
 
     def all_have_said(self, name: str) -> bool:
         """Whether every rank has left word in the accumulation of that name."""
         # Reductions that are done have waited for every rank, and every rank has spoken before its own.
         wait_on_host(self.device)
-        store, said, verdict = self.store, f"{name} missing", f"{name} verdict"
-        have_all = store.add(said, 0) == len(self.ranks)
+        store: Any = job_store()
+        said, verdict = f"{name} missing", f"{name} verdict"
         # The first look counts for all who look. Who has said nothing does not, but then it is this very answer.
-        found = store.compare_set(verdict, "", "all" if have_all else "some").decode()
+        found = store.compare_set(verdict, "", "all" if store.add(said, 0) == len(self.ranks) else "some").decode()
         # Nobody reads the last ones any more: this reduction has waited for all to have begun with it.
-        for key in self._old_keys:
+        for key in self.old_keys:
             store.delete_key(key)
-        self._old_keys = (said, verdict)
+        self.old_keys = (said, verdict)
         return bool(found == "all")
 
     def vote(self, reduced: Sequence[GradientBuffer], groups: Sequence[ParameterGroup]) -> None:
@@ -137,16 +123,15 @@ class _Circle:
                 which one a rank met first is its own affair: the vote runs over those of the first group.
         """
         wanted = {id(buffer) for buffer in reduced}
-        known = [group.gradients for group in groups if group.gradients is not None]
-        mine = [one if id(buffer) in wanted else 0 for buffer in known for one in buffer.binding.missing]
+        known = [group.gradients.binding for group in groups if group.gradients is not None]
+        is_wanted = [id(group.gradients) in wanted for group in groups if group.gradients is not None]
+        mine = [one * asked for binding, asked in zip(known, is_wanted, strict=True) for one in binding.missing]
         # The maximum of "is there" is whether any rank has it. The last one: whether any misses something.
         votes = torch.tensor([*(1 - one for one in mine), max(mine, default=0)], dtype=torch.int32, device=self.device)
         for axis in groups[0].main_weight.axes:
             all_reduce(votes, axis, "max")
-        *is_there, is_missed = votes.tolist()
-        self.asks = bool(is_missed)
+        *is_there, self.asks = map(bool, votes.tolist())
         left = iter(is_there)
-        for buffer in known:
-            missing = bytearray(1 - next(left) for _ in buffer.binding.missing)
-            if id(buffer) in wanted:
-                buffer.binding.missing = missing
+        for binding, asked in zip(known, is_wanted, strict=True):
+            missing = bytearray(not next(left) for _ in binding.missing)
+            binding.missing = missing if asked else binding.missing

@@ -1,16 +1,24 @@
-"""Backwards that are refused by name: recorded ones, and those through weights that are not those of forward."""
+"""Backwards that are refused by name: recorded ones, those through other weights than forward's, and by parameters.
+
+Of the sharded parameters that somebody asks ``torch.autograd.grad`` or ``backward(inputs=...)`` for autograd knows
+nothing where forward used gathered weights, and of those it has this rank's gradients.
+"""
 
 from __future__ import annotations
 
-from typing import NoReturn
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
 
 import torch
 
 from megatron_fsdp.errors import StateError
-from megatron_fsdp.runtime.step.fsdp_params import WeightHandle
+from megatron_fsdp.runtime.guards.calls_to_come import is_run
+from megatron_fsdp.runtime.step.fsdp_params import handle_of
+from megatron_fsdp.runtime.step.parameter_group import ParameterGroup, group_of_parameter
 from megatron_fsdp.runtime.step.unit import Call
 
-__all__ = ["refuse_backward", "refuse_reads"]
+__all__ = ["refuse_backward", "refuse_gathered", "refuse_sharded"]
 
 
 def refuse_backward(call: Call) -> None:
@@ -38,14 +46,46 @@ def refuse_backward(call: Call) -> None:
             )
 
 
-def refuse_reads(handle: WeightHandle) -> NoReturn:
-    """Refuse a backward that reads a weight which was given back.
+def refuse_sharded(roots: Sequence[torch.Tensor], asked: Iterable[torch.Tensor]) -> None:
+    """Refuse to be asked for gradients of sharded parameters whose gathered weights the graph leads to.
 
     Raises:
-        StateError: always.
+        StateError: they are.
     """
+    found: dict[int, torch.Tensor] = {}
+    for tensor in asked:
+        group = group_of_parameter(tensor)
+        params = None if group is None else group.fsdp_params
+        pairs = zip(params.sharded_params, params.unsharded_params, strict=True) if params is not None else ()
+        found |= {id(leaf): leaf for param, leaf in pairs if param is tensor}
+    nodes: list[Any] = [root.grad_fn for root in roots] if found else []
+    seen = set()
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            nodes += [following for following, _ in node.next_functions]
+            leaf = found.get(id(getattr(node, "variable", None)))
+            if leaf is not None:
+                _refuse(leaf)
+
+
+def refuse_gathered(groups: Iterable[ParameterGroup]) -> None:
+    """Refuse, at the end of a backward, that it was asked for gradients of gathered weights by name.
+
+    Raises:
+        StateError: it was: these are this rank's alone.
+    """
+    for group in groups:
+        if math.prod(axis.size for axis in group.main_weight.axes) > 1:
+            for leaf in group.fsdp_params.unsharded_params:
+                if leaf.requires_grad and is_run(leaf) is None:
+                    _refuse(leaf)
+
+
+def _refuse(leaf: torch.Tensor) -> NoReturn:
     raise StateError(
-        f"{handle.words}: backward reads it, and it was not gathered again because of set_unshard_in_backward(False). "
-        "That is for look-ups and for what needs no gradient of its input; or keep the weights: "
-        "set_reshard_after_forward(False) on the unit."
+        f"{handle_of(leaf).words}: torch.autograd.grad or backward(inputs=...) was asked for its gradient, of which "
+        "forward used gathered values: autograd has this rank's alone. Call backward() and read .grad, or keep the "
+        "module unsharded."
     )

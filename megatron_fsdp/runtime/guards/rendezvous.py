@@ -29,9 +29,8 @@ from megatron_fsdp.formatting import rank_list
 
 __all__ = ["job_store", "meet", "report_failure"]
 
-# The verdict wakes whoever waits for it; between looks nothing else is seen.
 _LOOK_S, _LONGEST_LOOK_S = 2.0, 10.0
-_LONGEST_PAUSE_S = 0.1
+_LONGEST_PAUSE_S = 0.5
 _NO_TIMEOUT = datetime.timedelta(0)
 _DEFAULT_TIMEOUT = datetime.timedelta(minutes=30)
 _NUM_SHOWN = 3
@@ -131,39 +130,28 @@ class _Rendezvous(dist.Work):
         Raises:
             RuntimeError: there is none within ``timeout``.
         """
-        limit = timeout or job_timeout() or _DEFAULT_TIMEOUT
-        deadline = time.monotonic() + limit.total_seconds()
-        look_s = _LOOK_S
-        while not self._comes(min(look_s, deadline - time.monotonic())):
-            look_s = min(2 * look_s, _LONGEST_LOOK_S)
-            self.look_for_ended()
-            self.store.set(f"waits {self.rank}", "")
-            if time.monotonic() < deadline:
-                continue
-            if timeout:
-                raise RuntimeError("some ranks have not come yet")
-            missing = rank_list([rank for rank in self.ranks if not self.store.check([f"waits {rank}"])])
-            self.end(
-                f"gone {missing} did not come within {limit.total_seconds():.0f} s. Every rank of the mesh "
-                f"({rank_list(self.ranks)}) has to; look at {missing} for another number of units, for work that only "
-                "one rank does, or for a process that ended"
-            )
-        return True
-
-    def _comes(self, timeout_s: float) -> bool:
-        """Wait for the verdict; tell whether it came."""
-        if timeout_s >= _LOOK_S:
-            # A FileStore's wait that ends raises what a broken store's raises, too; to ask once more tells them apart.
-            with contextlib.suppress(RuntimeError):
-                self.store.wait(["verdict"], datetime.timedelta(seconds=timeout_s))
-            return self.is_completed()
-        # The store's own wait leaves two warnings in the log each time that nothing comes.
-        deadline, pause_s = time.monotonic() + timeout_s, 0.001
+        limit_s = (timeout or job_timeout() or _DEFAULT_TIMEOUT).total_seconds()
+        begin = time.monotonic()
+        look_s, pause_s = _LOOK_S, 0.001
+        # The store's own wait leaves warnings in the log each time that nothing comes.
         while not self.is_completed():
-            if time.monotonic() >= deadline:
-                return False
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            waited_s = time.monotonic() - begin
+            if waited_s >= min(look_s, limit_s):
+                look_s = waited_s + min(waited_s, _LONGEST_LOOK_S)
+                self.look_for_ended()
+                self.store.set(f"waits {self.rank}", "")
+            if waited_s < limit_s:
+                time.sleep(min(pause_s, limit_s - waited_s))
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            elif timeout:
+                raise RuntimeError("some ranks have not come yet")
+            else:
+                missing = rank_list([rank for rank in self.ranks if not self.store.check([f"waits {rank}"])])
+                self.end(
+                    f"gone {missing} did not come within {limit_s:.0f} s. Every rank of the mesh "
+                    f"({rank_list(self.ranks)}) has to; look at {missing} for another number of units, for work that "
+                    "only one rank does, or for a process that ended"
+                )
         return True
 
     def look_for_ended(self) -> None:

@@ -1,4 +1,4 @@
-"""How parameter groups and their parameters are made, and what becomes of them between steps."""
+"""How parameter groups and their parameters are made, and what becomes of them and of units between steps."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 from dbuffer import DBuffer, FlatDTensor, Plan
 from dbuffer.dtensor.attribute_ops import rebind, refuse_uses
 from megatron_fsdp.build.builder import GroupSpec
-from megatron_fsdp.build.ownership import OwnedParameter, mark_owned
+from megatron_fsdp.build.ownership import OwnedParameter, mark_owned, settle_grad_dtypes
 from megatron_fsdp.errors import ConfigError, StateError
-from megatron_fsdp.policy.precision import grad_dtype_of, set_grad_dtype
+from megatron_fsdp.policy.precision import MixedPrecisionPolicy, grad_dtype_of, set_grad_dtype
 from megatron_fsdp.runtime.grads.invariant_reduction import InvariantGradients
 from megatron_fsdp.runtime.grads.late_gradients import LateGradients, packs_late
 from megatron_fsdp.runtime.grads.packed_gradients import PackedGradients
@@ -34,14 +34,17 @@ from megatron_fsdp.runtime.step.gradients import ReduceFunction
 from megatron_fsdp.runtime.step.lanes import join_lanes
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup, note_group
 from megatron_fsdp.runtime.step.streams import turns
+from megatron_fsdp.runtime.step.unit import Unit
 from megatron_fsdp.runtime.weights.extension_hooks import ExtensionWeights
 from megatron_fsdp.runtime.weights.gathered_weight import KINDS, refuse_stale
-from megatron_fsdp.runtime.weights.packed_weights import PackedWeights
+from megatron_fsdp.runtime.weights.hooked_weights import PackedWeights
+from megatron_fsdp.runtime.weights.memory_slots import place_unit
 from megatron_fsdp.runtime.weights.sharded_weights import ShardedWeights
 
 __all__ = [
-    "follow_locals", "forget_originals", "make_gradients", "make_param_group", "materialize_group", "note_params",
-    "rebuild", "register", "set_divisor", "set_reduction", "set_requires_grad", "shown_over",
+    "follow_grad_dtypes", "follow_gradients", "follow_requires_grad", "forget_originals",
+    "make_param_group", "make_unit", "materialize_group", "materialize_unit", "rebuild", "rename_unit", "set_divisor",
+    "set_reduction", "shown_over",
 ]  # fmt: skip
 
 
@@ -135,7 +138,9 @@ def note_params(group: ParameterGroup) -> None:
     """Let the sharded parameters be found by name, and the group by them; refuse what would have no effect on them."""
     params = group.fsdp_params
     params.module_infos = make_module_infos(params.owned, params.sharded_params, params.unsharded_params)
-    follow_locals(params)
+    # Every in-place operator on a sharded parameter changes the version of the rows below it.
+    locals_ = [param._local_tensor for param in params.sharded_params if isinstance(param, DTensor)]
+    params.counted[:] = [params.main_weight.local_buffer, *locals_]
     group.parameters = dict(zip((each.name for each in group.owned), params.sharded_params, strict=True))
     for owned, param, weight in zip(group.owned, params.sharded_params, params.unsharded_params, strict=True):
         note_group(param, group)
@@ -144,13 +149,6 @@ def note_params(group: ParameterGroup) -> None:
         refuse_uses(param, hook=partial(_no_hooks, handle), convert=partial(_no_conversion, handle))
         if grad_dtype_of(param) == "own":
             set_grad_dtype(param, owned.grad_dtype)
-
-
-def follow_locals(params: FSDPParams) -> None:
-    """Count changes of the tensors that the sharded parameters lie in now."""
-    # Every in-place operator on a sharded parameter changes the version of the rows below it.
-    locals_ = [param._local_tensor for param in params.sharded_params if isinstance(param, DTensor)]
-    params.counted[:] = [params.main_weight.local_buffer, *locals_]
 
 
 def _no_hooks(handle: WeightHandle) -> str:
@@ -194,13 +192,13 @@ def materialize_group(group: ParameterGroup) -> None:
         for owned, param in zip(group.owned, group.fsdp_params.sharded_params, strict=True):
             owned.parameter.requires_grad_(param.requires_grad)
         _build(group, replace(group.spec, is_meta=False))
-        register(group.fsdp_params.module_infos)
+        group.fsdp_params.module_infos.register()
 
 
 def rebuild(group: ParameterGroup, spec: GroupSpec) -> None:
     """Make other buffers, with undefined content, under the parameters, which stay the same objects."""
     _build(group, spec, group.fsdp_params.sharded_params)
-    register(group.fsdp_params.module_infos)
+    group.fsdp_params.module_infos.register()
 
 
 def forget_originals(group: ParameterGroup) -> None:
@@ -269,23 +267,14 @@ def make_module_infos(
     """Return the places of parameters, and what is to be registered there."""
     places: list[Place] = []
     indices: list[int] = []
-    modules: list[weakref.ref[nn.Module] | None] = []
+    modules: list[tuple[weakref.ref[nn.Module], str]] = []
     for index, (parameter, resting, used) in enumerate(zip(owned, sharded, unsharded, strict=True)):
         for info in parameter.param_module_infos:
             places.append((info.module._parameters, info.attribute, resting, used))
             indices.append(index)
-            is_plain = type(info.module).__setattr__ is nn.Module.__setattr__
-            modules.append(None if is_plain else weakref.ref(info.module))
+            if type(info.module).__setattr__ is not nn.Module.__setattr__:
+                modules.append((weakref.ref(info.module), info.attribute))
     return ParamModuleInfos(places, indices, modules)
-
-
-def register(infos: ParamModuleInfos) -> None:
-    """Register the sharded parameters, whatever was there."""
-    for registry, attribute, resting, _ in infos.plain:
-        registry[attribute] = resting
-    for module, attribute, resting, _ in infos.assigned:
-        setattr(module(), attribute, resting)
-    infos.shows_gathered = False
 
 
 @contextmanager
@@ -295,8 +284,110 @@ def shown_over(params: FSDPParams, values: DBuffer) -> Iterator[None]:
         _standing_for(owned, params.wrap(index, values.get_dtensor(index)), param.requires_grad)
         for index, (owned, param) in enumerate(zip(params.owned, params.sharded_params, strict=True))
     ]
-    register(make_module_infos(params.owned, shown, params.unsharded_params))
+    make_module_infos(params.owned, shown, params.unsharded_params).register()
     try:
         yield
     finally:
-        register(params.module_infos)
+        params.module_infos.register()
+
+
+# ---------------------------------------------------------------- what becomes of a unit between steps
+
+
+def make_unit(
+    name: str, modules: Sequence[nn.Module], groups: Sequence[ParameterGroup], policy: MixedPrecisionPolicy
+) -> Unit:
+    """Return the unit of some modules."""
+    unit = Unit(name, modules, groups, policy)
+    follow_gradients(unit)
+    return unit
+
+
+def follow_gradients(unit: Unit) -> None:
+    """Take notice of gradient buffers that were made or changed: after materialization, freezing, unfreezing."""
+    if unit.slots.sizing is not None:
+        place_unit(unit)
+    unit.count_gradients()
+    for buffer in unit.gradients:
+        buffer.observe(unit)
+
+
+def follow_requires_grad(unit: Unit, group: ParameterGroup, changed: Sequence[int]) -> None:
+    """Take notice of parameters that were frozen or unfrozen, or of gradients that users have kept.
+
+    Raises:
+        StateError: an unfrozen parameter has no main weight of the dtype that the policy wants.
+    """
+    is_changed, params, main = bool(changed), group.fsdp_params, group.spec.dtypes.main
+    if group.gradients is not None and group.gradients.binding.is_taken:
+        group.gradients.binding.dropped()
+        if group.gradients.binding.is_taken:
+            # Who took gradients before ``zero_grad`` keeps their memory.
+            make_gradients(group)
+            is_changed = True
+    for index in changed:
+        owned, trained = group.owned[index], params.sharded_params[index].requires_grad
+        if trained and group.gradients is None:
+            wanted = owned.dtypes_for(main, requires_grad=True).stepped
+            if wanted is not main:
+                raise StateError(
+                    f"unit {group.name!r}: parameter {owned.name!r} was frozen when it was sharded, so it has no main "
+                    f"weight of {wanted}. Call fully_shard while it is trainable, and freeze it afterwards; or leave "
+                    "main_params_dtype None."
+                )
+            make_gradients(group)
+        assert group.gradients is not None
+        set_requires_grad(params, index, trained)
+        group.gradients.binding.trained[index] = trained
+    if is_changed:
+        follow_gradients(unit)
+
+
+def materialize_unit(unit: Unit) -> None:
+    """Allocate the buffers of parameters that were on the meta device."""
+    for group in unit.groups:
+        materialize_group(group)
+    follow_gradients(unit)
+
+
+def rename_unit(unit: Unit, name: str) -> None:
+    """Take the name that the unit has below a (new) root."""
+    unit.name = name
+    for group in unit.groups:
+        group.name = name
+        group.weights.rename(name)
+        if group.gradients is not None:
+            group.gradients.rename(name)
+
+
+def follow_grad_dtypes(unit: Unit) -> None:
+    """Lay out a unit's gradients as the ``grad_dtype`` of its sharded parameters says, before the first backward.
+
+    Raises:
+        StateError: parameters that share a buffer want different dtypes, or have a gradient.
+    """
+    if unit.backward.number:
+        return
+    owned = [each for group in unit.groups for each in group.owned]
+    params = [param for group in unit.groups for param in group.fsdp_params.sharded_params]
+    if all(each.grad_dtype == grad_dtype_of(param) for each, param in zip(owned, params, strict=True)):
+        return
+    settle_grad_dtypes(owned, unit.policy, params)
+    for group in unit.groups:
+        first = group.owned[0]
+        for other in group.owned:
+            if other.grad_dtype != first.grad_dtype:
+                raise StateError(
+                    f"unit {group.name!r}: parameter {first.name!r} has grad_dtype={first.grad_dtype} and "
+                    f"{other.name!r} has {other.grad_dtype}, and their gradients share a buffer. Set grad_dtype before "
+                    "fully_shard, which makes two buffers then, or set it on both."
+                )
+        if any(param.grad is not None for param in group.fsdp_params.sharded_params):
+            raise StateError(
+                f"unit {group.name!r}: grad_dtype of parameter {first.name!r} was changed while it has a gradient. Set "
+                "it before the first forward, or call zero_grad() first."
+            )
+        if group.gradients is not None:
+            group.spec = replace(group.spec, dtypes=first.policy.with_gradients(group.spec.dtypes, first.grad_dtype))
+            make_gradients(group)
+    follow_gradients(unit)

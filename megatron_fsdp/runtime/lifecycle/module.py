@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import types
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -14,14 +13,11 @@ from torch import nn
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.policy.slots import SlotChoice
 from megatron_fsdp.runtime.grads.fuse import fuse_linear_layers
-from megatron_fsdp.runtime.lifecycle.make_param_group import register, set_divisor, set_reduction
-from megatron_fsdp.runtime.lifecycle.make_unit import follow_gradients
+from megatron_fsdp.runtime.lifecycle.make_param_group import follow_gradients, set_divisor, set_reduction
 from megatron_fsdp.runtime.lifecycle.param_changes import (
-    after_load_state_dict,
     apply_to_group,
     before_load_state_dict,
     before_state_dict,
-    hidden_params,
 )
 from megatron_fsdp.runtime.step.backward import Backward
 from megatron_fsdp.runtime.step.lanes import settle_host
@@ -31,28 +27,19 @@ from megatron_fsdp.runtime.step.unit import Unit, WeightState, alive, is_in_back
 from megatron_fsdp.runtime.weights.memory_slots import communicator_has_memory, keep_gathered, reshard_to, use_slots
 
 __all__ = [
-    "FSDPModule", "FsdpModule", "GradientReductionHandle", "UnshardHandle", "check_conversion", "convert",
+    "FSDPModule", "FsdpModule", "GradientReductionHandle", "UnshardHandle", "convert",
     "register_fsdp_forward_method", "unit_of",
 ]  # fmt: skip
 
 
 class GradientReductionHandle:
-    """Returned by ``FSDPModule.finalize_backward(async_op=True)``.
-
-    Example:
-        model.set_manual_backward_finalization(True)
-        model(batch).sum().backward()
-        handle = model.finalize_backward(async_op=True)
-        metrics = batch.mean()  # while gradients are reduced
-        handle.wait()
-        optimizer.step()
-    """
+    """Returned by ``FSDPModule.finalize_backward(async_op=True)``."""
 
     def __init__(self, backward: Backward | None) -> None:
-        self._backward = None if backward is None else weakref.ref(backward)
+        self._backward = backward
         if backward is not None:
             backward.start_reductions()
-            backward.awaited = self._refuse
+            backward.awaited = id(self)
 
     def wait(self) -> None:
         """Make compute wait for the reductions; ``.grad`` of the parameters is final afterwards.
@@ -60,30 +47,16 @@ class GradientReductionHandle:
         Raises:
             StateError: ``reset_iter_state`` dropped the gradients.
         """
-        backward = None if self._backward is None else self._backward()
-        if backward is not None and backward.awaited != self._refuse:
-            raise StateError(
-                "the handle of finalize_backward(async_op=True) is void: reset_iter_state() dropped the gradients that "
-                "it stood for. Run the iteration again."
-            )
+        backward, self._backward = self._backward, None
         if backward is not None:
+            if backward.awaited != id(self):
+                raise StateError("wait() after reset_iter_state(), which dropped the gradients; run it again")
+            backward.awaited = 0
             backward.finish()
-            backward.awaited = self._backward = None
-
-    def _refuse(self, what: str) -> NoReturn:
-        raise StateError(
-            f"{what} before wait() of the handle that finalize_backward(async_op=True) returned last; wait for it first"
-        )
 
 
 class UnshardHandle:
-    """Returned by ``FSDPModule.unshard(async_op=True)``.
-
-    Example:
-        handle = model.unshard(async_op=True)
-        inputs = batch * 2  # while the weights are gathered
-        handle.wait()
-    """
+    """Returned by ``FSDPModule.unshard(async_op=True)``."""
 
     def __init__(self, unit: Unit) -> None:
         self._unit: Unit | None = unit
@@ -134,7 +107,7 @@ class FSDPModule:
             StateError: something else is registered in the place of a parameter.
         """
         unit = unit_of(self)
-        unit.schedule.settle_replaced_params(unit)
+        unit.schedule.refuse_replaced_params(unit)
         _gather_afresh(unit)
         handle = UnshardHandle(unit)
         if async_op:
@@ -176,8 +149,6 @@ class FSDPModule:
     def set_manual_backward_finalization(self, enabled: bool) -> None:
         """True: reductions start in backward, and gradients become final in ``finalize_backward``, on the root alone.
 
-        For schedules in which the reduction of gradients is an action of its own, as in a pipeline.
-
         Raises:
             StateError: this is no root; or a backward is under way, or not finalized.
         """
@@ -193,12 +164,10 @@ class FSDPModule:
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
         """Make the gradients of all backwards so far final, after ``set_manual_backward_finalization(True)``.
 
-        No-op before the first backward. Of several backwards that come before, all but the last may run with
-        ``set_requires_gradient_sync(False)``, which saves their reductions.
+        No-op before the first backward. All but the last may run with ``set_requires_gradient_sync(False)``.
 
         Args:
-            async_op: issue the reductions and return a handle; ``.grad`` may be read, and another forward run, after
-                its ``wait()``.
+            async_op: issue the reductions and return a handle; ``.grad`` may be read after its ``wait()``.
         Raises:
             StateError: called in a backward, on another module than the root, without manual finalization, or before
                 ``wait()`` of the last handle.
@@ -207,15 +176,14 @@ class FSDPModule:
         if not backward.number:
             return GradientReductionHandle(None) if async_op else None
         self._check_root("finalize_backward")
-        if backward.awaited is not None:
-            backward.awaited("finalize_backward()")
-        where = f"unit {unit_of(self).name!r}: finalize_backward()"
-        if not backward.is_manual:
-            raise StateError(
-                f"{where} without set_manual_backward_finalization(True): gradients were final when backward returned"
-            )
-        if is_in_backward():
-            raise StateError(f"{where} in a backward; call it when that has returned")
+        obstacles = {
+            "before wait() of the handle that the last call returned": bool(backward.awaited),
+            "without set_manual_backward_finalization(True): gradients are final already": not backward.is_manual,
+            "in a backward; call it when that has returned": is_in_backward(),
+        }
+        for obstacle, is_there in obstacles.items():
+            if is_there:
+                raise StateError(f"unit {unit_of(self).name!r}: finalize_backward() {obstacle}")
         if async_op:
             return GradientReductionHandle(backward)
         backward.finish()
@@ -363,7 +331,7 @@ class FSDPModule:
         use_slots(unit, SlotChoice(unit.slots.sizing or "by_size", backend))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset the gradients of all parameters; also of those that are gathered now, which show no gradient."""
+        """Reset the gradients of all parameters, also of those that are gathered now."""
         unit = unit_of(self)
         for each in (unit, *alive(unit.inner)):
             for group in each.groups:
@@ -390,15 +358,19 @@ class FSDPModule:
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         # The module's own parameters stay in their buffers; everything else is handled as in any module.
         unit = unit_of(self)
-        unit.schedule.settle_replaced_params(unit)
+        unit.schedule.refuse_replaced_params(unit)
         unit.schedule.reshard(unit)
         settle_host()
         try:
-            with hidden_params(unit):
-                result = super()._apply(fn, recurse)  # type: ignore[misc]
-                for group in unit.groups:
-                    apply_to_group(group, fn, is_awaited=any(call() is not None for call in unit.calls))
+            for group in unit.groups:
+                for registry, attribute, *_ in group.fsdp_params.module_infos.places:
+                    registry[attribute] = None
+            result = super()._apply(fn, recurse)  # type: ignore[misc]
+            for group in unit.groups:
+                apply_to_group(group, fn, is_awaited=any(call() is not None for call in unit.calls))
         finally:
+            for group in unit.groups:
+                group.fsdp_params.module_infos.register()
             # A group that was on the meta device, or of another dtype, has other gradient buffers now.
             follow_gradients(unit)
         return result
@@ -450,30 +422,12 @@ def _sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
     return type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
 
 
-def check_conversion(modules: Iterable[nn.Module]) -> None:
-    """Raise where a module's class can't be changed, as of a ``ScriptModule``.
-
-    Raises:
-        ConfigError: it names the module.
-    """
-    for module in modules:
-        cls = type(module)
-        try:
-            module.__class__ = _sharded_class(cls)  # type: ignore[arg-type]  # classes are hashable
-            module.__class__ = cls
-        except TypeError as error:
-            raise ConfigError(
-                f"{cls.__name__} cannot become an FSDPModule: {error}. Call fully_shard on the module around it, or on "
-                "the nn.Module that it was made from"
-            ) from error
-
-
 def convert(modules: Iterable[nn.Module], unit: Unit) -> None:
-    """Register the unit's parameters, and make the modules ``FSDPModule``s with hooks; after ``check_conversion``."""
+    """Register the unit's parameters, and make the modules ``FSDPModule``s with hooks."""
     for group in unit.groups:
         if group.spec.fuses_weight_gradients:
             fuse_linear_layers(group.owned)
-        register(group.fsdp_params.module_infos)
+        group.fsdp_params.module_infos.register()
     for module in modules:
         module.__class__ = _sharded_class(type(module))  # type: ignore[arg-type]  # classes are hashable
         module._fsdp_unit = unit  # type: ignore[assignment]  # not a submodule or tensor: lands in the instance dictionary
@@ -482,7 +436,6 @@ def convert(modules: Iterable[nn.Module], unit: Unit) -> None:
         module.register_forward_hook(functools.partial(after_forward, unit), always_call=True)
         module.register_state_dict_pre_hook(functools.partial(before_state_dict, unit))
         module.register_load_state_dict_pre_hook(functools.partial(before_load_state_dict, unit))
-        module.register_load_state_dict_post_hook(functools.partial(after_load_state_dict, unit))
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

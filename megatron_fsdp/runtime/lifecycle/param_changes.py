@@ -1,13 +1,12 @@
-"""What users do to sharded parameters between steps: convert them, put others in their places, save and load them.
+"""What users do to sharded parameters between steps: convert, save and load them.
 
-``nn.Module.to`` and its like, assignments and ``load_state_dict(assign=True)`` all mean parameters that are views of a
-flat buffer, and stay so (docs/design/facade.md).
+``nn.Module.to`` and its like and ``load_state_dict(assign=True)`` mean parameters that are views of a flat buffer, and
+stay so; anything else in the place of one is refused (docs/design/facade.md).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -16,48 +15,17 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from dbuffer import FlatDTensor
-from dbuffer.dtensor.attribute_ops import rebind
 from megatron_fsdp.build.ownership import owner_words
 from megatron_fsdp.errors import StateError
-from megatron_fsdp.runtime.lifecycle.make_param_group import (
-    follow_locals,
-    materialize_group,
-    note_params,
-    rebuild,
-    register,
-)
-from megatron_fsdp.runtime.lifecycle.make_unit import follow_gradients, materialize_unit
-from megatron_fsdp.runtime.step.fsdp_params import FSDPParams
+from megatron_fsdp.runtime.lifecycle.make_param_group import materialize_group, materialize_unit, rebuild
 from megatron_fsdp.runtime.step.lanes import settle_host
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup, group_of_parameter
 from megatron_fsdp.runtime.step.unit import Unit, units_below
 from megatron_fsdp.runtime.weights.param_layout import is_laid_out_like, laid_out
 
-__all__ = [
-    "after_load_state_dict", "apply_to_group", "before_load_state_dict", "before_state_dict", "hidden_params", "settle",
-]  # fmt: skip
+__all__ = ["apply_to_group", "before_load_state_dict", "before_state_dict", "refuse_replaced"]
 
 # ---------------------------------------------------------------- conversion
-
-
-@contextmanager
-def hidden_params(unit: Unit) -> Iterator[None]:
-    """Register nothing in the places of a unit's sharded parameters inside the block; afterwards what came meanwhile,
-    or these again."""
-    infos = [group.fsdp_params.module_infos for group in unit.groups]
-    hidden = [place for each in infos for place in each.places if place[0].get(place[1]) is place[2]]
-    for registry, attribute, *_ in hidden:
-        registry[attribute] = None
-    try:
-        yield
-    finally:
-        for registry, attribute, resting, _ in hidden:
-            if registry.get(attribute) is None:
-                registry[attribute] = resting
-        for reference, attribute, resting, _ in (place for each in infos for place in each.assigned):
-            module = reference()
-            if module is not None and module._parameters.get(attribute) is resting:
-                setattr(module, attribute, resting)
 
 
 def apply_to_group(
@@ -124,140 +92,29 @@ def _convert(group: ParameterGroup, dtype: torch.dtype, *, is_awaited: bool) -> 
         group.weights.keep_part_for(weights.post_forward.axis.size)
 
 
-# ---------------------------------------------------------------- assignment
+# ---------------------------------------------------------------- replacement
 
 
-def settle(unit: Unit, group: ParameterGroup) -> None:
-    """Let sharded parameters that were assigned before a group's weights were used take their places for good.
+def refuse_replaced(group: ParameterGroup) -> None:
+    """Refuse what is registered in the place of a sharded parameter and is not that, nor the gathered weight.
 
     Raises:
-        StateError: something else is registered there, or nothing is.
+        StateError: there is such a thing, or nothing.
     """
     infos = group.fsdp_params.module_infos
-    found = {
-        index: value
-        for index, (registry, attribute, resting, used) in zip(infos.indices, infos.places, strict=True)
-        if (value := registry.get(attribute)) is not resting and value is not used
-    }
-    adopted = {index: value for index, value in found.items() if _fits(group, index, value)}
-    if group.is_meta and len(adopted) < len(group.parameters):
-        adopted = {}
-    was_meta = group.is_meta and bool(adopted)
-    if was_meta:
-        materialize_group(group)
-    for index, value in adopted.items():
-        _adopt(group, index, value)
-    if was_meta:
-        # Materialized parameters were registered over the adopted ones, which are all of them.
-        register(group.fsdp_params.module_infos)
-        follow_gradients(unit)
-    for index, value in found.items():
-        if index not in adopted:
-            raise StateError(f"unit {group.name!r}: parameter {list(group.parameters)[index]!r} was {_why_not(value)}")
-
-
-def _fits(group: ParameterGroup, index: int, value: torch.Tensor | None) -> bool:
-    params = group.fsdp_params
-    old = params.sharded_params[index]
-    return (
-        not group.freshness.generation
-        and not params.has_splits
-        and group.weights.remainder is None
-        and isinstance(value, FlatDTensor)
-        and isinstance(value, nn.Parameter)
-        and isinstance(old, FlatDTensor)
-        and owner_words(value) is None
-        and params.module_infos.indices.count(index) == 1
-        and (value.shape, value.dtype, value.device_mesh) == (old.shape, old.dtype, old.device_mesh)
-        and not value.is_meta
-        and not value._backward_hooks
-    )
-
-
-def _why_not(value: torch.Tensor | None) -> str:
-    if value is None:
-        return (
-            "taken out of its module after fully_shard. Remove parameters before fully_shard, or set the values to "
-            "zero in place and freeze them."
-        )
-    other = owner_words(value)
-    if other is not None:
-        return (
-            f"replaced by {other} after fully_shard: the unit would go on with its own weights, which are trained "
-            "apart. Tie parameters before fully_shard, and give both modules to one unit: fully_shard([first, "
-            "second]), or leave both to the unit around them."
-        )
-    what = "another Parameter" if isinstance(value, nn.Parameter) else "a tensor"
-    return (
-        f"replaced by {what} of shape {tuple(value.shape)} after fully_shard, by an assignment or "
-        "torch.func.functional_call; its gradients would not be averaged over ranks. Copy the values instead "
-        "(load_state_dict, or parameter.copy_(...) under torch.no_grad(), with a DTensor), or replace it before "
-        "fully_shard."
-    )
-
-
-def _rows(params: FSDPParams, index: int) -> FlatDTensor:
-    rows = params.wrap(index, params.main_weight.get_dtensor(index))
-    assert isinstance(rows, FlatDTensor)
-    return rows
-
-
-def _adopt(group: ParameterGroup, index: int, value: Any) -> None:
-    """Make a sharded tensor parameter ``index``: its values, and the object itself, over this group's memory."""
-    params, owned = group.fsdp_params, group.owned[index]
-    old, rows = params.sharded_params[index], _rows(params, index)
-    assert isinstance(old, FlatDTensor)
-    with torch.no_grad():
-        values = value if is_laid_out_like(value, old) else laid_out(params, old, value.detach())
-        # Who kept the old parameter keeps its values.
-        rebind(old, old.with_local(old._local_tensor.clone()))
-        rows._local_tensor.copy_(values._local_tensor)
-        rebind(value, rows)
-    owned.parameter = params.sharded_params[index] = value
-    note_params(group)
-    if group.gradients is not None:
-        group.gradients.binding.replace(index, owned.parameter)
-    group.freshness.has_changed = True
-
-
-def _readopt(group: ParameterGroup) -> bool:
-    """Copy values back where a registered parameter or its tensor was replaced; tell whether any was.
-
-    Raises:
-        StateError: the replacement has another shape, dtype or device.
-    """
-    params, infos, is_changed = group.fsdp_params, group.fsdp_params.module_infos, False
-    for index, param in enumerate(params.sharded_params):
-        registry, attribute, *_ = infos.places[infos.indices.index(index)]
-        current, mine = registry.get(attribute), params.main_weight.get_local_tensor(index)
-        if current is None or (current is param and (params.subclass or _lies_in(param, mine))):
+    for index, (registry, attribute, resting, used) in zip(infos.indices, infos.places, strict=True):
+        value = registry.get(attribute)
+        if value is resting or value is used:
             continue
-        name = f"unit {group.name!r}: parameter {params.owned[index].name!r}"
-        if params.subclass:
-            raise StateError(
-                f"{name}, a {params.subclass}, was replaced; replace it before fully_shard, or copy values into it"
-            )
-        if (current.shape, current.dtype, current.device) != (param.shape, mine.dtype, mine.device):
-            raise StateError(
-                f"{name} was replaced by {current.dtype} {tuple(current.shape)} on {current.device}; its buffer holds "
-                f"{mine.dtype} {tuple(param.shape)} on {mine.device}. Change dtype or device before fully_shard, or "
-                "use MixedPrecisionPolicy."
-            )
-        with torch.no_grad():
-            rows = current if is_laid_out_like(current, param) else laid_out(params, param, current)
-            assert isinstance(rows, DTensor)
-            mine.view(-1).copy_(rows.to_local().reshape(-1))
-            param.data = _rows(params, index)
-        follow_locals(params)
-        if current is not param:
-            param.grad = None  # A parameter that is loaded by assign=True brings no gradient.
-        is_changed = True
-    register(infos)
-    return is_changed
-
-
-def _lies_in(param: torch.Tensor, rows: torch.Tensor) -> bool:
-    return isinstance(param, DTensor) and param.to_local().data_ptr() == rows.data_ptr()
+        kind = "another Parameter" if isinstance(value, nn.Parameter) else "a tensor"
+        what = "None" if value is None else owner_words(value) or f"{kind} of shape {tuple(value.shape)}"
+        raise StateError(
+            f"unit {group.name!r}: parameter {list(group.parameters)[index]!r} was replaced by {what} after "
+            "fully_shard, by an assignment or torch.func.functional_call; its gradients would not be averaged over "
+            "ranks. Copy the values instead (load_state_dict, or parameter.copy_(...) under torch.no_grad(), with a "
+            "DTensor). Tie parameters before fully_shard, and give both modules to one unit: fully_shard([first, "
+            "second]); replace or remove parameters before fully_shard, or freeze them at zero."
+        )
 
 
 # ---------------------------------------------------------------- state dictionaries
@@ -268,24 +125,41 @@ def before_state_dict(unit: Unit, module: nn.Module, prefix: str, keep_vars: boo
     unit.schedule.reshard(unit)
 
 
-def before_load_state_dict(unit: Unit, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Bring what is loaded into the rows of each rank: whole tensors, and what torch.distributed.tensor cut."""
+def before_load_state_dict(
+    unit: Unit, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any
+) -> None:
+    """Bring what is loaded into the rows of each rank: whole tensors, and what torch.distributed.tensor cut.
+
+    By ``assign=True`` parameters take the values, without their gradients, and stay.
+    """
+    is_assigned = metadata.get("assign_to_params_buffers", False)
     for below in units_below(module):
-        # What was assigned in the place of a parameter is what the values are for.
-        below.schedule.settle_replaced_params(below)
+        below.schedule.refuse_replaced_params(below)
         below.schedule.reshard(below)
     settle_host()
     _materialize_for(module, prefix, state_dict)
     for name, parameter in module.named_parameters(remove_duplicate=False):
         value, owner = state_dict.get(prefix + name), group_of_parameter(parameter)
-        if owner is None or not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
+        if owner is None or not isinstance(value, torch.Tensor) or value.shape != parameter.shape or value is parameter:
             continue
+        if is_assigned and (owner.fsdp_params.subclass or value.dtype is not parameter.dtype):
+            raise StateError(
+                f"unit {owner.name!r}: parameter {prefix + name!r} of {parameter.dtype} cannot be assigned a tensor of "
+                f"{value.dtype} ({type(value).__name__}) after fully_shard, of whose buffer it is a part. Load without "
+                "assign=True, which copies values; or choose dtypes before fully_shard, or by MixedPrecisionPolicy"
+            )
         if not is_laid_out_like(value, parameter):
             state_dict[prefix + name] = laid_out(owner.fsdp_params, parameter, value)
         elif isinstance(parameter, FlatDTensor) and isinstance(value, DTensor) and not isinstance(value, FlatDTensor):
             # PyTorch made a DTensor of the parameter's placements. Its own operators, a detach of torch 2.14 even, take
             # the rows of such a one for those of a plain Shard(0).
             state_dict[prefix + name] = parameter.with_local(value.to_local())
+        if is_assigned:
+            assert isinstance(parameter, DTensor)
+            # Row by row: what PyTorch cut may have another local shape.
+            rows = state_dict[prefix + name].to_local().detach()
+            parameter.to_local().detach().view(-1).copy_(rows.reshape(-1))
+            state_dict[prefix + name], parameter.grad = parameter, None
 
 
 def _materialize_for(module: nn.Module, prefix: str, state_dict: dict[str, Any]) -> None:
@@ -295,10 +169,3 @@ def _materialize_for(module: nn.Module, prefix: str, state_dict: dict[str, Any])
         params = [param for group in unit.groups for param in group.parameters.values()]
         if any(group.is_meta for group in unit.groups) and all(names.get(id(param)) in state_dict for param in params):
             materialize_unit(unit)
-
-
-def after_load_state_dict(unit: Unit, *_: Any) -> None:
-    """Copy values back where a parameter was replaced (``assign=True``)."""
-    for group in unit.groups:
-        if _readopt(group):
-            group.freshness.has_changed = True

@@ -1,8 +1,8 @@
 """Backward: how a backward passes through the units of one root, from the first hook that it calls to final gradients.
 
-Autograd says when it reaches an output of a unit's call (``before_backward``), when it is about to read weights
-(``before_reading``) and when gradients begin to come (``begin_gradients``). From that follows which units it has left:
-they are closed, which is where their gradients are reduced, and released (docs/design/order.md, "Backward").
+Autograd says when it reaches an output of a unit's call (``before_backward``) and when gradients begin to come
+(``begin_gradients``). From that follows which units it has left: they are closed, which is where their gradients are
+reduced, and released (docs/design/order.md).
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ import itertools
 import math
 import operator
 import weakref
-from collections.abc import Callable, Iterable
-from typing import NoReturn
+from collections.abc import Iterable
 
 import torch
 
@@ -41,7 +40,7 @@ class Backward:
         number: how many backwards there were so far. is_under_way: whether the last one of them has not ended.
         max_packed_buffers: how many units' packed gradients may live at once.
         is_manual: whether a backward leaves it to a ``finish`` outside of it to complete the gradients.
-        is_unfinished: whether that is still to come. awaited: refuses what may not come before; None for nothing.
+        is_unfinished: whether that is still to come. awaited: identity of the handle to be waited for.
         active: units that this backward is in, or whose weights it has gathered once more. Weak, so that a model whose
             backward raised is freed when it is deleted. entered: the oldest call of each unit that it has come to.
             repeated: the last one of each unit that it has computed again. All by identity.
@@ -54,7 +53,7 @@ class Backward:
         devices = {group.spec.compute_device for unit in schedule.units() for group in unit.groups}
         self.max_packed_buffers = 2 if any(turns(device) is not None for device in devices) else 1
         self.is_manual = self.is_unfinished = False
-        self.awaited: Callable[[str], NoReturn] | None = None
+        self.awaited = 0
         self.active: dict[int, weakref.ref[Unit]] = {}
         self.entered: dict[int, Call] = {}
         self.repeated: dict[int, Call] = {}
@@ -135,7 +134,7 @@ class Backward:
         for buffer in self._buffers():
             if buffer.binding.is_void or self.is_unfinished:
                 buffer.discard()
-        self.is_unfinished, self.awaited = False, None
+        self.is_unfinished, self.awaited = False, 0
 
     def _abandon(self) -> None:
         for unit in self._schedule.units():
@@ -192,20 +191,8 @@ class Backward:
         if unit.weight_state is WeightState.UNSHARDED or not unit.groups:
             unit.entered, unit.entered_task = call, task
 
-    def before_reading(self, unit: Unit, call: Call | None) -> None:
-        """Gather the unit again, if need be, for the backward of an operator that reads its weights.
-
-        Args:
-            call: in which the operator ran; None where it ran outside of any, between ``unshard`` and ``reshard``.
-        """
-        if call is None:
-            self.begin()
-            self._unshard_again(unit)
-        else:
-            self.before_backward(call)
-
     def _unshard_again(self, unit: Unit) -> None:
-        if unit.unshards_in_backward and not unit.is_unsharded:
+        if unit.unshards_in_backward and unit.groups and unit.weight_state is not WeightState.UNSHARDED:
             # Left, or even closed: whoever ends the backward releases it once more.
             self.active[id(unit)] = unit.reference
             self._schedule.unshard(unit, check=False)

@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor
 
 from dbuffer import DBuffer
 from dbuffer.dtensor.placed_tensor import NUM_FLAGS_SET
-from dbuffer.events import listeners, tell
 from megatron_fsdp.build.ownership import OwnedParameter
 
 __all__ = [
@@ -146,7 +145,11 @@ class FSDPParams:
         """Return which parameters were frozen or unfrozen since compute last used them, on either object."""
         if NUM_FLAGS_SET[0] == self._num_flags_set and self._says_flags:
             return []
-        (used, resting), required = self._flags(), self.required
+        required = self.required
+        used, resting = (
+            _plainly(list, (), (map(_requires_grad, params),))
+            for params in (self.unsharded_params, self.sharded_params)
+        )
         self._num_flags_set = NUM_FLAGS_SET[0]
         if resting == required == used:
             return []
@@ -165,23 +168,15 @@ class FSDPParams:
         Returns:
             Which these are.
         """
-        if NUM_FLAGS_SET[0] == self._num_flags_set and self._says_flags:
-            return []
-        flags = zip(*self._flags(), self.required, strict=True)
-        frozen = [index for index, (one, other, required) in enumerate(flags) if required and not (one and other)]
+        changed = self.changed_requires_grad()
+        if changed:
+            # What was unfrozen counts from the next forward on.
+            self._num_flags_set = -1
+        frozen = [index for index in changed if self.required[index]]
         for index in frozen:
-            self.sharded_params[index].requires_grad_(False)
             self.unsharded_params[index].requires_grad_(False)
             self.required[index] = False
         return frozen
-
-    def _flags(self) -> tuple[list[bool], list[bool]]:
-        """Return ``requires_grad`` of the unsharded and of the sharded parameters."""
-        unsharded, sharded = (
-            _plainly(list, (), (map(_requires_grad, params),))
-            for params in (self.unsharded_params, self.sharded_params)
-        )
-        return unsharded, sharded
 
     def wrap(self, index: int, rows: DTensor) -> DTensor:
         """Return another buffer's DTensor of parameter ``index``, placed like the sharded parameter."""
@@ -217,13 +212,11 @@ def gradient_hook(
 
     def receive(parameter: torch.Tensor) -> None:
         came[index] = 1
-        if begun[0] and not listeners:
+        if begun[0]:
             return
         owner = receiver()
         gradients = None if owner is None else owner.gradients
         if gradients is not None:
-            if listeners:
-                tell("gradient", gradients)
             gradients.receive(index, parameter)
 
     return receive
@@ -240,31 +233,27 @@ class ParamModuleInfos:
     Args:
         places: all of them. Dictionaries, not modules: they do not refer back to anything that owns this group.
         indices: the parameter of each.
-        modules: that of each place in a module with a ``__setattr__`` of its own, as recurrent ones have, which keep
-            further references to their weights; None for the others.
+        modules: of places in modules with a ``__setattr__`` of their own, as recurrent ones have, which keep further
+            references to their weights: module and name.
 
     Attributes:
         shows_gathered: whether compute's are registered.
     """
 
     def __init__(
-        self, places: Sequence[Place], indices: Sequence[int], modules: Sequence[weakref.ref[nn.Module] | None]
+        self, places: Sequence[Place], indices: Sequence[int], modules: Sequence[tuple[weakref.ref[nn.Module], str]]
     ) -> None:
-        self.places, self.indices = tuple(places), tuple(indices)
-        pairs = list(zip(places, modules, strict=True))
-        self.assigned = [(module, *place[1:]) for place, module in pairs if module is not None]
-        self.plain = [place for place, module in pairs if module is None]
-        # The columns of the plain places, for passes over all of them that leave Python once.
-        self._registries = [registry for registry, *_ in self.plain]
-        self._attributes = [attribute for _, attribute, *_ in self.plain]
-        self._resting = [resting for *_, resting, _ in self.plain]
-        self._used = [used for *_, used in self.plain]
+        self.places, self.indices, self._modules = tuple(places), tuple(indices), tuple(modules)
+        # The columns of places, for passes over all of them that leave Python once.
+        self._registries = [registry for registry, *_ in places]
+        self._attributes = [attribute for _, attribute, *_ in places]
+        self._resting = [resting for *_, resting, _ in places]
+        self._used = [used for *_, used in places]
         self.shows_gathered = False
 
     def is_replaced(self) -> bool:
         """Whether another tensor may be registered somewhere than those that rest."""
-        shown = map(operator.is_, map(_registered, self._registries, self._attributes), self._resting)
-        return bool(self.assigned) or not all(shown)
+        return not all(map(operator.is_, map(_registered, self._registries, self._attributes), self._resting))
 
     def show(self, *, is_gathered: bool) -> None:
         """Register one set of parameters in the places of the other; replaced ones stay."""
@@ -275,15 +264,24 @@ class ParamModuleInfos:
             for registry, attribute, old, new in zip(self._registries, self._attributes, found, wanted, strict=True):
                 if registry.get(attribute) is old:
                     registry[attribute] = new
-        if self.assigned:
-            self._assign(is_gathered=is_gathered)
+        if self._modules:
+            self.tell_modules()
         self.shows_gathered = is_gathered
 
-    def _assign(self, *, is_gathered: bool) -> None:
-        for reference, attribute, resting, used in self.assigned:
-            module, (found, wanted) = reference(), (resting, used) if is_gathered else (used, resting)
-            if module is not None and module._parameters.get(attribute) is found:
-                setattr(module, attribute, wanted)
+    def register(self) -> None:
+        """Register the sharded parameters, whatever was there."""
+        for registry, attribute, resting, _ in self.places:
+            registry[attribute] = resting
+        self.tell_modules()
+        self.shows_gathered = False
+
+    def tell_modules(self) -> None:
+        """Let modules that keep further references to their weights have those that are registered."""
+        for reference, attribute in self._modules:
+            module = reference()
+            shown = None if module is None else module._parameters.get(attribute)
+            if shown is not None:
+                setattr(module, attribute, shown)
 
 
 def grads_of(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
@@ -300,16 +298,15 @@ class WeightHandle:
 
     Attributes:
         group: its ``ParameterGroup``. parameter: its name within the unit.
-        unit: the ``Unit`` that gathers it and releases it again; nothing where it is whole on every rank all the time.
         gradients: the ``GradientBuffer`` into which backward may multiply its gradient; nothing where it may not.
         index: of the parameter there.
     """
 
-    __slots__ = ("gradients", "group", "index", "parameter", "unit")
+    __slots__ = ("gradients", "group", "index", "parameter")
 
     def __init__(self, group: weakref.ref[Any] = _NOTHING, parameter: str = "") -> None:
         self.group, self.parameter = group, parameter
-        self.unit = self.gradients = _NOTHING
+        self.gradients = _NOTHING
         self.index = 0
 
     @property

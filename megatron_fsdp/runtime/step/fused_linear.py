@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from megatron_fsdp.runtime.step.fsdp_params import WeightHandle
 
-__all__ = ["FusedLinear", "as_factor", "has_transforms", "product_into_buffer", "watched"]
+__all__ = ["FusedLinear", "as_factor", "has_transforms", "product_into_buffer"]
 
 
 class FusedLinear(nn.Linear):
@@ -45,15 +45,15 @@ class FusedLinear(nn.Linear):
             handle: WeightHandle = weight._fsdp_handle
         except AttributeError:
             return functional.linear(input, weight, bias)
-        if not torch.is_grad_enabled() or has_transforms() or forward_ad._current_level >= 0:
+        takes = handle.gradients() is not None and torch.is_grad_enabled()
+        if not takes or has_transforms() or forward_ad._current_level >= 0:
             return functional.linear(input, weight, bias)
-        unit = handle.unit()
         is_cast = input.dtype is not weight.dtype or torch.is_autocast_enabled(input.device.type)
         factor = as_factor(input, weight) if is_cast else input
         is_plain = type(factor) in _PLAIN and factor.layout is torch.strided  # type: ignore[union-attr]  # None is no tensor
         if not is_plain or not weight.requires_grad or (bias is not None and bias.dtype is not weight.dtype):
-            return watched(functional.linear(input, weight, bias), unit)
-        output: torch.Tensor = product_into_buffer(factor, weight, bias, handle, unit and unit.open_call)
+            return functional.linear(input, weight, bias)
+        output: torch.Tensor = product_into_buffer(factor, weight, bias, handle)
         return output
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -61,15 +61,7 @@ class FusedLinear(nn.Linear):
         return copyreg._reconstructor, (self._plain_class, object, None), *state  # type: ignore[attr-defined]
 
 
-def watched(output: torch.Tensor, unit: Any) -> torch.Tensor:
-    """Have weights gathered before backward goes through the output of PyTorch's own operator, and return that."""
-    if unit is not None:
-        unit.schedule.watch(unit, output)
-    return output
-
-
 _PLAIN = (torch.Tensor, nn.Parameter)
-task_id: Callable[[], int] = torch._C._current_graph_task_id
 has_transforms: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
@@ -88,17 +80,16 @@ def as_factor(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
 class _ProductIntoBuffer(torch.autograd.Function):
     """``functional.linear``, or ``torch.bmm`` for a weight of three axes.
 
-    The gradient of the weight is added to its unit's buffer, where that takes products. Backward has the weights
-    gathered first, whatever leads there.
+    The gradient of the weight is added to its unit's buffer, where that takes products.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, handle: WeightHandle, call: Any
+        ctx: Any, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, handle: WeightHandle
     ) -> torch.Tensor:
         # What ``save_for_backward`` does.
         ctx.to_save = (input, weight if ctx.needs_input_grad[0] else None)
-        ctx.handle, ctx.call, ctx.is_batched = handle, call, weight.ndim == 3
+        ctx.handle, ctx.is_batched = handle, weight.ndim == 3
         ctx.materialize_grads = False
         return torch.bmm(input, weight) if ctx.is_batched else functional.linear(input, weight, bias)
 
@@ -106,16 +97,11 @@ class _ProductIntoBuffer(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         (gradient,) = gradients
         if gradient is None:
-            return None, None, None, None, None
-        unit, call = ctx.handle.unit(), ctx.call
-        if unit is not None and (unit.entered is not call or unit.entered_task != task_id()):
-            unit.backward.before_reading(unit, call)
-            if ctx.needs_input_grad[0] and not unit.is_unsharded:
-                unit.schedule.guards.refuse_reads(ctx.handle)
+            return None, None, None, None
         input, weight = ctx.saved_tensors
         if ctx.is_batched:
             of_input = None if weight is None else torch.bmm(gradient, weight.mT)
-            return of_input, _weight_gradient(ctx, input.mT, gradient), None, None, None
+            return of_input, _weight_gradient(ctx, input.mT, gradient), None, None
         rows, inputs = gradient, input
         if input.ndim > 2:
             rows, inputs = gradient.flatten(0, -2), input.flatten(0, -2)
@@ -125,7 +111,7 @@ class _ProductIntoBuffer(torch.autograd.Function):
         if of_input is not None and inputs is not input:
             of_input = of_input.view(input.shape)
         of_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
-        return of_input, _weight_gradient(ctx, rows.T, inputs), of_bias, None, None
+        return of_input, _weight_gradient(ctx, rows.T, inputs), of_bias, None
 
 
 def _weight_gradient(ctx: Any, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor | None:
@@ -137,8 +123,7 @@ def _weight_gradient(ctx: Any, left: torch.Tensor, right: torch.Tensor) -> torch
     """
     handle: WeightHandle = ctx.handle
     buffer = handle.gradients()
-    # A recorded backward of a call was refused when it came to that.
-    if buffer is None or not buffer.takes_products or (ctx.call is None and torch.is_grad_enabled()):
+    if buffer is None or not buffer.takes_products or torch.is_grad_enabled():
         return left @ right
     node = ctx.next_functions[1][0]
     weight = node.variable

@@ -20,11 +20,10 @@ from itertools import repeat
 from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 from dbuffer import DBuffer
-from dbuffer.dtensor.parameter import GradDrops
+from dbuffer.dtensor.placed_tensor import GradDrops
 from megatron_fsdp.runtime.step.fsdp_params import FSDPParams, grads_of
 from megatron_fsdp.runtime.step.streams import Compute
 
@@ -76,7 +75,6 @@ class GradBinding:
     keep: Callable[[bool], None]
     clear: Callable[[], None]
     watch: Callable[[], None]
-    replace: Callable[[int, nn.Parameter], None]
     show_pending: Callable[[], None]
     set_aside: Callable[[], None]
     void: Callable[[], None]

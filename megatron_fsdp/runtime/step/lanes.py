@@ -216,14 +216,6 @@ def forget_unused_streams() -> None:
         compute.forget_unused()
 
 
-def latest_submission() -> Any:
-    """Return the event at the end of what was submitted last to any lane of a device, which any thread may query.
-
-    None where there is none, and where that was captured into a graph: such an event tells nothing of the replays.
-    """
-    return LATEST[0] if LATEST else None
-
-
 HOST_READS: set[torch.device] = set()
 """Devices to which gathers may still copy main weights: the host must not write these before ``settle_host``."""
 

@@ -134,7 +134,6 @@ class WeightBuffers:
     keep_part_for: Callable[[int], None]
     check_part: Callable[[int], MeshAxis | None]
     refresh: Callable[[Sequence[ParameterGroup]], None]
-    before_refresh: Callable[[Sequence[ParameterGroup]], None]
     start_refresh: Callable[[], list[Part]]
     end_refresh: Callable[[], bool]
     # Of those with hooks: what follows the gather, of all of a unit's.

@@ -1,90 +1,43 @@
-"""Tensors in nested arguments and outputs: containers, dataclasses, what PyTorch's pytree knows, plain objects."""
+"""Tensors in nested arguments and outputs: what PyTorch's pytree knows, dataclasses, and further containers."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import nn
 from torch.autograd import forward_ad
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-__all__ = [
-    "PLAIN_VALUES",
-    "iterate_tensors",
-    "map_tensors",
-    "members_of",
-    "parts_of_dual",
-    "treat_as_plain",
-]
-
-
-PLAIN_VALUES = {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size}
-
-"""Types whose values hold no tensors."""
-
-
-def treat_as_plain(*kinds: type) -> None:
-    """Look for no tensors in values of these very types, such as configs that every layer of a framework keeps."""
-    PLAIN_VALUES.update(kinds)
-
-
-# Classes and code, and modules, whose tensors are somebody else's.
-_OPAQUE = (type, FunctionType, MethodType, BuiltinFunctionType, ModuleType, nn.Module)
+__all__ = ["iterate_tensors", "map_tensors", "parts_of_dual"]
 
 _MAX_DEPTH = 8
 
 
-def iterate_tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yield every tensor in a nested structure, in a fixed order; of objects of unknown classes, the attributes."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    else:
-        yield from _iterate(value, 0)
-
-
-def _iterate(value: Any, depth: int) -> Iterator[torch.Tensor]:
-    leaves, _ = tree_flatten(value)
-    for leaf in leaves:
+def iterate_tensors(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
+    """Yield every tensor in a nested structure, in a fixed order."""
+    for leaf in tree_leaves(value):
         if isinstance(leaf, torch.Tensor):
             yield leaf
-        elif type(leaf) not in PLAIN_VALUES and depth < _MAX_DEPTH:
-            for member in members_of(leaf):
-                yield from _iterate(member, depth + 1)
+        elif depth < _MAX_DEPTH:
+            names = getattr(type(leaf), "__dataclass_fields__", ())
+            for member in (*_members_of(leaf), *(getattr(leaf, name, None) for name in names)):
+                yield from iterate_tensors(member, depth + 1)
 
 
-def members_of(value: Any) -> Iterable[Any]:
-    """Return what a container, a dataclass or an object holds; nothing of what no tensor is looked for in."""
+def _members_of(value: Any) -> list[Any]:
+    """Return what a container holds; nothing of any other object."""
     # By their types: objects such as the configs of frameworks run Python when they are asked for ``__class__``.
     kind = type(value)
     if issubclass(kind, Mapping):
         return list(value.values())
-    if issubclass(kind, list | tuple | set | frozenset | deque):
-        return list(value)
-    if issubclass(kind, _OPAQUE):
-        return ()
-    try:
-        members = list(object.__getattribute__(value, "__dict__").values())
-    except AttributeError:
-        members = []
-    return [*members, *(getattr(value, name, None) for name in _slots_of(kind))]  # type: ignore[arg-type]  # classes are hashable
-
-
-@functools.cache
-def _slots_of(kind: type) -> tuple[str, ...]:
-    all_slots = (each.__dict__.get("__slots__", ()) for each in kind.__mro__)
-    return tuple(name for slots in all_slots for name in ((slots,) if isinstance(slots, str) else slots))
+    return list(value) if issubclass(kind, list | tuple | set | frozenset | deque) else []
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     """Return the structure with ``function`` applied to every tensor; the same object where nothing changed."""
-    if isinstance(value, torch.Tensor):
-        return function(value)
     leaves, structure = tree_flatten(value)
     mapped = [_map_leaf(function, leaf) for leaf in leaves]
     if all(new is old for new, old in zip(mapped, leaves, strict=True)):
@@ -95,19 +48,12 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
 def _map_leaf(function: Callable[[torch.Tensor], torch.Tensor], leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         return function(leaf)
-    if not _is_dataclass(leaf):
+    if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
         return leaf
-    changes = {}
-    for field in dataclasses.fields(leaf):
-        old = getattr(leaf, field.name)
-        new = map_tensors(function, old)
-        if new is not old and field.init:
-            changes[field.name] = new
+    fields = {field.name: getattr(leaf, field.name) for field in dataclasses.fields(leaf) if field.init}
+    mapped = {name: map_tensors(function, old) for name, old in fields.items()}
+    changes = {name: new for name, new in mapped.items() if new is not fields[name]}
     return dataclasses.replace(leaf, **changes) if changes else leaf
-
-
-def _is_dataclass(value: Any) -> bool:
-    return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
 def parts_of_dual(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

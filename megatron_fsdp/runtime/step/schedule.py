@@ -21,7 +21,7 @@ from torch.autograd import profiler
 from dbuffer.events import listeners, tell
 from megatron_fsdp.errors import AgreementError
 from megatron_fsdp.runtime.step.lanes import HOST_READS, Ticket, forget_unused_streams, settle_host
-from megatron_fsdp.runtime.step.outputs import Attributes, watch_given, watch_inputs, watch_made, watch_output
+from megatron_fsdp.runtime.step.outputs import watch_inputs, watch_output
 from megatron_fsdp.runtime.step.parameter_group import start_gathers
 from megatron_fsdp.runtime.step.pytree import map_tensors
 from megatron_fsdp.runtime.step.streams import wait_for_event
@@ -63,8 +63,6 @@ class Schedule:
         self._recorded: list[weakref.ref[Unit]] = []
         self._expected: list[weakref.ref[Unit]] = []
         self._cursor = 0
-        # By the identity of units' modules, which are never replaced.
-        self._kept: dict[int, Attributes] = {}
         # The unit that forward left last, whose weights stay until the next one is needed: backward may be next.
         self._lingering: weakref.ref[Unit] = _NONE
         self._ahead: list[weakref.ref[Unit]] = []
@@ -194,15 +192,13 @@ class Schedule:
             given: to the module, tensors in any structure.
         """
         if unit is self.root_ref() and (unit.open_call is None or id(module) not in unit.pending_modules):
-            if unit.backward.awaited is not None:
-                unit.backward.awaited("forward")
             self._start_pass()
         call = self.open_call(unit, module)
         if call is None:
             return
         if unit.weight_state is not WeightState.SHARDED and unit.is_stale():
             self.reshard(unit)
-        self.settle_replaced_params(unit)
+        self.refuse_replaced_params(unit)
         self._release_lingering(unit)
         for group in unit.groups:
             changed, gradients = group.fsdp_params.changed_requires_grad(), group.gradients
@@ -219,19 +215,13 @@ class Schedule:
         else:
             self.gather_ahead(following, check=True)
 
-    def _after_call(self, unit: Unit, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def _after_call(self, unit: Unit, output: Any) -> None:
         """Watch what forward left behind for backward, and reshard."""
         call = unit.open_call
         if call is None:
             return
         if torch.is_grad_enabled():
             watch_output(call, output)
-            if unit.releases_weights:
-                kept = self._kept.get(id(module))
-                if kept is None:
-                    kept = self._kept[id(module)] = Attributes(self.guards.keepers(unit, module))
-                kept.watch(call)
-                watch_given(call, args)
         if unit.pending_modules:
             return
         if is_in_backward():
@@ -244,17 +234,11 @@ class Schedule:
         if unit is self.root_ref():
             self._end_pass()
 
-    def settle_replaced_params(self, unit: Unit) -> None:
-        """Let sharded parameters that were assigned take their places for good, and refuse whatever else is there."""
+    def refuse_replaced_params(self, unit: Unit) -> None:
+        """Refuse whatever is registered in the place of a parameter."""
         for group in unit.groups:
             if group.fsdp_params.module_infos.is_replaced():
-                self.guards.settle(unit, group)
-
-    def watch(self, unit: Unit, output: Any) -> None:
-        """Gather the unit before backward goes through ``output``, which a module inside of it has just made."""
-        call = unit.open_call
-        if call is not None and torch.is_grad_enabled():
-            watch_made(call, output)
+                self.guards.refuse_replaced(group)
 
     def open_call(self, unit: Unit, module: nn.Module) -> Call | None:
         """Note that a module of the unit runs; return the call of the unit that begins with it; None for none."""
@@ -263,7 +247,8 @@ class Schedule:
             return None
         self._clock += 1
         call = unit.open_call = Call(unit, self._clock)
-        unit.pending_modules = {id(other()) for other in unit.modules} - {id(module)}
+        unit.pending_modules = set(unit.module_ids)
+        unit.pending_modules.discard(id(module))
         return call
 
     def _predict(self, unit: Unit) -> list[Unit]:
@@ -432,7 +417,7 @@ def after_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output: 
         return _untraced_after(unit, module, args, output)
     if unit.policy.output_dtype is not None:
         output = caster(unit.policy.output_dtype)(output)
-    unit.schedule._after_call(unit, module, args, output)
+    unit.schedule._after_call(unit, output)
     return output
 
 

@@ -43,13 +43,12 @@ class Call:
         entered: the number of the last backward that reached its outputs; 0 for none so far. task: autograd's number of
             the graph in which it did; that of one inside of another is higher.
         moment: of optimizers' steps when it began (``freshness.MOMENTS``).
-        first_node: autograd's nodes that were made since it began have this number or a higher one.
         is_expected: whether the unit has it among the calls whose backward may still come. is_due: whether it was
             computed in a backward for that backward alone, by a reentrant checkpoint.
     """
 
     __slots__ = (
-        "__weakref__", "_unit", "begin", "end", "entered", "first_begin", "first_node", "is_due", "is_expected",
+        "__weakref__", "_unit", "begin", "end", "entered", "first_begin", "is_due", "is_expected",
         "moment", "position", "task", "trail",
     )  # fmt: skip
 
@@ -62,7 +61,6 @@ class Call:
         self.entered = self.task = 0
         self.moment = MOMENTS[0]
         self.is_due = self.is_expected = False
-        self.first_node: int = torch._C._autograd._get_sequence_nr()
 
     @property
     def unit(self) -> Unit:
@@ -88,25 +86,23 @@ class Tree:
 
     Attributes:
         ignored: where the parameters are that the caller asked to leave alone: a dictionary's identity and a name.
-        modules, parameters: the dictionaries of all modules below. children, absent: what was in these, and whether.
-        hooks, num_hooks: forward hooks of modules that are no unit's own, and their number: a user's is seen.
+        modules, parameters: the dictionaries of all modules below. children, absent: what was in these, None
+            before the first look, and whether.
         frozen: places of parameters that nobody shards and nobody trains.
     """
 
     ignored: dict[tuple[int, str], Any]
     modules: list[dict[str, nn.Module | None]] = field(default_factory=list)
-    children: list[nn.Module | None] = field(default_factory=list)
+    children: list[nn.Module | None] | None = None
     parameters: list[dict[str, nn.Parameter | None]] = field(default_factory=list)
     absent: list[bool] = field(default_factory=list)
-    hooks: list[dict[int, Any]] = field(default_factory=list)
-    num_hooks: int = -1
     frozen: list[tuple[dict[str, nn.Parameter | None], str]] = field(default_factory=list)
 
     def is_changed(self) -> bool:
-        """Whether modules, parameters or hooks were added since the last look, or what was frozen is trained."""
+        """Whether modules or parameters were added since the last look, or what was frozen is trained."""
         modules = list(chain.from_iterable(map(_values, self.modules)))
         absent = list(map(operator.is_, chain.from_iterable(map(_values, self.parameters)), repeat(None)))
-        if modules != self.children or absent != self.absent or sum(map(len, self.hooks)) != self.num_hooks:
+        if modules != self.children or absent != self.absent:
             return True
         found = (registry.get(name) for registry, name in self.frozen)
         return any(parameter is not None and parameter.requires_grad for parameter in found)
@@ -120,7 +116,6 @@ class Unit:
         reference: weak, for whoever must not keep the unit alive.
         groups: the parameter groups; empty for a module without parameters of its own.
         schedule, backward: the ``Schedule`` and the ``Backward`` that drive it, with the other units of its root.
-        readers: modules inside of it that have weights of it.
         reshard_after_forward: as asked; None means when the next unit runs, but not for the root. Groups that keep a
             part for backward know it themselves.
         rests_final: whether no axis is left to reduce when the last backward has closed it.
@@ -129,8 +124,6 @@ class Unit:
         weight_state: where its weights are; changed by its ``Schedule`` alone.
         gather_ticket: of the gather under way, None where all weights rest whole.
         slots: where the memory of gathered weights and packed gradients comes from.
-        releases_weights: whether any of its weights are gathered and released; others are whole on every rank all the
-            time.
         inner: units inside of this one, all of which were made before it.
         calls: whose backward may still come. trail, first_begin: the pass of its last watched call, and when its first
             one in that pass began.
@@ -143,8 +136,6 @@ class Unit:
     # Of files above: nothing here calls them.
     schedule: Any
     backward: Any
-    # What some tensor subclasses ask an ``FSDPState`` for (``fsdp2_view.py``).
-    _fsdp_param_group: object = None
 
     def __init__(
         self, name: str, modules: Sequence[nn.Module], groups: Sequence[ParameterGroup], policy: MixedPrecisionPolicy
@@ -152,10 +143,12 @@ class Unit:
         self.name = name
         self.reference: weakref.ref[Unit] = weakref.ref(self)
         self.groups, self.policy = tuple(groups), policy
+        for group in groups:
+            group.unit = id(self)
         self.modules = [weakref.ref(module) for module in modules]
+        self.module_ids = frozenset(map(id, modules))
         self.trees: dict[int, Tree] = {}
         self.inner: list[weakref.ref[Unit]] = []
-        self.readers: list[weakref.ref[nn.Module]] = []
         self.slots = SlotChoice()
         self.reshard_after_forward: bool | None = None
         self.reshard_after_backward = self.unshards_in_backward = True
@@ -164,7 +157,6 @@ class Unit:
         self.backward_prefetch: list[weakref.ref[Unit]] = []
         self.weight_state = WeightState.SHARDED
         self.gather_ticket: Ticket | None = None
-        self.releases_weights = False
         self.gradients: tuple[GradientBuffer, ...] = ()
         self.num_gradients, self.rests_final, self.is_trained = 0, True, False
         self.calls: list[weakref.ref[Call]] = []
@@ -194,11 +186,6 @@ class Unit:
             if is_changed or group.freshness.is_stale():
                 return True
         return False
-
-    @property
-    def is_unsharded(self) -> bool:
-        """Whether compute may use all of its weights."""
-        return self.weight_state is WeightState.UNSHARDED or not self.groups
 
     # ------------------------------------------------------------------ calls
 

@@ -7,7 +7,6 @@ sizes and dtypes (docs/design/low_precision.md).
 from __future__ import annotations
 
 import inspect
-import itertools
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -24,7 +23,7 @@ from megatron_fsdp.build.extension import ByteLayout, Extension
 from megatron_fsdp.build.ownership import OwnedParameter
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.policy.precision import MixedPrecisionPolicy
-from megatron_fsdp.runtime.weights.hooked_weights import HookedWeights, Wire
+from megatron_fsdp.runtime.weights.hooked_weights import HookedWeights
 
 __all__ = ["ExtensionWeights"]
 
@@ -55,9 +54,9 @@ class ExtensionWeights(HookedWeights):
         self._owned = owned
         self._module = weakref.ref(owned.param_module_infos[0].module)
         self._metadata: Any = None
-        # How what the hook returned last lies on the wire; by such layouts, the gathered tensors of all ranks.
-        self._sent_as = ByteLayout.of(())
-        self._outputs: dict[ByteLayout, tuple[FlatStorage, ...]] = {}
+        # How what the hook returned last lies on the wire; the gathered tensors of all ranks.
+        self._sent_as: ByteLayout | None = None
+        self._outputs: tuple[FlatStorage, ...] = ()
         who = f"unit {name!r}, parameter {owned.name!r} ({self._extension.kind.__name__})"
         super().__init__(plan, spec, name, who=who, cure="list it in ignored_params")
         self.remainder = None
@@ -75,17 +74,16 @@ class ExtensionWeights(HookedWeights):
         # Gathered are the bytes of the hook, which is asked for their sizes with the parameter's values already.
         self.main.write_tensor(0, self._owned.local_tensor)
         self.part = self._extension.part(self.main.get_local_tensor(0))
-        return self.pre_all_gather().gathered
+        self.pre_all_gather()
+        return self.arrived
 
     def agreed(self) -> Iterator[str]:
         """Yield what the hook sends: another size on another rank is refused before the first gather."""
+        assert self._sent_as is not None
         yield f"fsdp_pre_all_gather of {self._who} returns {self._sent_as.shapes} of {self._sent_as.dtypes}"
 
-    def pre_all_gather(self) -> Wire:
-        """Ask the hook, in the form that its signature has, and return what it returned as bytes.
-
-        A class may send something else in backward.
-        """
+    def pre_all_gather(self) -> None:
+        """Ask the hook, in the form that its signature has, and send what it returned as bytes."""
         hook, spec, own = self.part.fsdp_pre_all_gather, self._spec, self._extension  # type: ignore[attr-defined]
         # Of the axis alone over which it is sharded.
         names, axis = spec.mesh.mesh_dim_names, spec.placements.parameter.index(Flat())
@@ -93,22 +91,28 @@ class ExtensionWeights(HookedWeights):
         if len(inspect.signature(hook).parameters) > 1:
             policy = MixedPrecisionPolicy(spec.dtypes.compute, spec.dtypes.reduce)
             arguments += [own.shape, own.stride, self._module(), policy]
-        with torch.no_grad():
-            tensors, self._metadata = self._checked(hook(*arguments))
-        key = self._sent_as = ByteLayout.of(tensors)
-        if key not in self._wires:
-            wire = self._wires[key] = Wire(key.num_bytes, spec, self._who)
-            self._outputs[key] = tuple(
-                FlatStorage(wire.num_ranks * tensor.numel(), tensor.dtype, tensor.device, name=self._who)
+        try:
+            with torch.no_grad():
+                tensors, self._metadata = self._checked(hook(*arguments))
+        except AttributeError as error:
+            raise ConfigError(
+                f"{self._who}: fsdp_pre_all_gather raised {error!r}. If it reads FSDP2's private state, as "
+                "TransformerEngine's MXFP8 weights do, shard the plain weight (with gather_dtype= of the policy)"
+            ) from error
+        layout, known = ByteLayout.of(tensors), self._sent_as
+        if known is None:
+            self._make_wire(layout.num_bytes)
+            self._outputs = tuple(
+                FlatStorage(self.num_ranks * tensor.numel(), tensor.dtype, tensor.device, name=self._who)
                 for tensor in tensors
             )
-        if self.post_forward is not None and self._wires[key].gathered is not self.gathered:
+        elif (layout.spans, layout.dtypes) != (known.spans, known.dtypes):
             raise StateError(
-                f"{self._who}: fsdp_pre_all_gather returns other sizes than the first time, {key.shapes}, of which "
-                "reshard_after_forward=<number> kept a part; use True or False"
+                f"{self._who}: fsdp_pre_all_gather returned {layout.shapes} of {layout.dtypes}, and {known.shapes} of "
+                f"{known.dtypes} before; its sizes and dtypes have to stay"
             )
-        key.write(tensors, self._wires[key].sent.local_buffer)
-        return self._wires[key]
+        self._sent_as = layout
+        layout.write(tensors, self.sent.local_buffer)
 
     def _checked(self, found: Any) -> tuple[tuple[torch.Tensor, ...], Any]:
         if not isinstance(found, tuple) or len(found) != 2 or not all(isinstance(t, torch.Tensor) for t in found[0]):
@@ -121,18 +125,19 @@ class ExtensionWeights(HookedWeights):
             raise ConfigError(f"{self._who}: fsdp_pre_all_gather returned a tensor on {elsewhere[0]}")
         return tuple(found[0]), found[1]
 
-    def post_all_gather(self, wire: Wire) -> None:
+    def post_all_gather(self) -> None:
         """Sort what was gathered by tensors, and let ``fsdp_post_all_gather`` put the parameter together."""
         for made, num_bytes in self._made:
             made.resize_(num_bytes)
-        self._finish(wire, out=self.used)
+        self._finish(out=self.used)
         if self._drops_outputs:
-            for storage in self._outputs[self._sent_as]:
+            for storage in self._outputs:
                 storage.release()
 
-    def _finish(self, wire: Wire, *, out: torch.Tensor | None) -> Any:
-        outputs, rows, sent = [], wire.rows, self._sent_as
-        for storage, shape, span in zip(self._outputs[sent], sent.shapes, sent.spans, strict=True):
+    def _finish(self, *, out: torch.Tensor | None) -> Any:
+        assert self._sent_as is not None
+        outputs, rows = [], self.arrived.local_buffer.view(self.num_ranks, -1)
+        for storage, shape, span in zip(self._outputs, self._sent_as.shapes, self._sent_as.spans, strict=True):
             storage.reallocate()
             storage.tensor.view(torch.uint8).view(len(rows), -1).copy_(rows[:, span])
             outputs.append(storage.tensor.view((len(rows) * shape[0], *shape[1:]) if shape else (len(rows),)))
@@ -143,14 +148,14 @@ class ExtensionWeights(HookedWeights):
 
     def _first_use(self) -> nn.Parameter:
         self.gathered.local_buffer.zero_()
-        found = self._finish(self._wires[self._sent_as], out=None)
+        found = self._finish(out=None)
         whole = found[0] if isinstance(found, tuple) and found else None
         if not isinstance(whole, torch.Tensor) or whole.shape != self._extension.shape:
             raise ConfigError(
                 f"{self._who}: fsdp_post_all_gather made {getattr(whole, 'shape', found)!r}; wanted the whole tensor "
                 f"of shape {tuple(self._extension.shape)} and its inner tensors"
             )
-        given, others = _storages([storage.tensor for storage in self._outputs[self._sent_as]]), _storages(found[1:])
+        given, others = _storages([storage.tensor for storage in self._outputs]), _storages(found[1:])
         if self._drops_outputs and not given.keys().isdisjoint(_storages(whole) | others):
             raise ConfigError(
                 f"{self._who}: {_DROP_HOOK} is True, but what fsdp_post_all_gather made lies in the tensors that it "
@@ -184,10 +189,9 @@ class ExtensionWeights(HookedWeights):
     def release(self, *, keep_generation: int | None = None) -> None:
         """Release the gathered tensors; see ``WeightBuffers``."""
         super().release(keep_generation=keep_generation)
-        for wire in self._wires.values():
-            wire.gathered.release_storage()
+        self.arrived.release_storage()
         if not self.keeps_gathered:
-            for storage in itertools.chain.from_iterable(self._outputs.values()):
+            for storage in self._outputs:
                 storage.release()
             for made, _ in self._made:
                 made.resize_(0)

@@ -7,7 +7,6 @@ released it refuses to be read at all: PyTorch would end the process (docs/desig
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
@@ -24,29 +23,22 @@ from megatron_fsdp.runtime.step.fsdp_params import WeightHandle, handle_of
 from megatron_fsdp.runtime.step.parameter_group import group_of_parameter
 from megatron_fsdp.runtime.weights.param_layout import laid_out
 
-__all__ = ["KINDS", "GatheredWeight", "ReleasedWeight", "refuse_stale", "refuse_uncounted"]
+__all__ = ["KINDS", "GatheredWeight", "ReleasedWeight", "refuse_change", "refuse_stale"]
 
 
-def _refuse_change(handle: WeightHandle, how: str, others: Sequence[str] = ()) -> NoReturn:
-    names = "".join(f" or {name!r}" for name in others)
-    raise StateError(
-        f"{handle.words}{names} was changed in place while it was gathered ({how}). Each rank would change a copy of "
-        "its own, which the unit drops when it reshards. Change the sharded parameter instead, outside of forward and "
-        "backward: after optimizer.step(), under torch.no_grad(); weights that a forward has to change belong into a "
-        "buffer."
-    )
-
-
-def refuse_uncounted(weights: Sequence[torch.Tensor]) -> NoReturn:
-    """Refuse a change that was found afterwards, of one of some weights.
+def refuse_change(weights: Sequence[torch.Tensor]) -> NoReturn:
+    """Refuse a change of one of some weights, which the unit finds when it reshards.
 
     Raises:
         StateError: always.
     """
-    taken = [weight for weight in weights if getattr(weight, "_fsdp_taken_at", "")]
-    how = f"its .data was taken at {taken[0]._fsdp_taken_at}" if taken else "through a view of it, or by out="  # type: ignore[attr-defined]
-    first, *others = [handle_of(weight) for weight in taken or weights]
-    _refuse_change(first, how, [handle.parameter for handle in others])
+    first, *others = [handle_of(weight) for weight in weights]
+    names = "".join(f" or {handle.parameter!r}" for handle in others)
+    raise StateError(
+        f"{first.words}{names} was changed in place while it was gathered. Each rank would change a copy of its own, "
+        "which the unit drops when it reshards. Change the sharded parameter instead, outside of forward and backward: "
+        "after optimizer.step(), under torch.no_grad(); weights that a forward has to change belong into a buffer."
+    )
 
 
 def refuse_stale(optimizer: Optimizer) -> None:
@@ -76,14 +68,6 @@ def refuse_stale(optimizer: Optimizer) -> None:
             )
 
 
-def _refusing(name: str) -> Callable[..., NoReturn]:
-    def refuse(self: Any, *_: Any, **__: Any) -> NoReturn:
-        _refuse_change(self._fsdp_handle, name)
-
-    refuse.__name__ = name
-    return refuse
-
-
 def _counting(name: str) -> Callable[..., Any]:
     def count(self: Any, *args: Any, **options: Any) -> Any:
         NUM_FLAGS_SET[0] += 1
@@ -93,20 +77,10 @@ def _counting(name: str) -> Callable[..., Any]:
     return count
 
 
-# In place, and yet no change of the values.
-_HARMLESS = frozenset({"requires_grad_", "detach_", "rename_"})
-_OPERATORS = "iadd isub imul itruediv ifloordiv imod idiv ipow iand ior ixor ilshift irshift setitem"
-_IN_PLACE = (
-    *(name for name in dir(torch.Tensor) if name.endswith("_") and name[0] != "_" and name not in _HARMLESS),
-    *(f"__{name}__" for name in _OPERATORS.split()),
-)
-
-
 class GatheredWeight(nn.Parameter):
     """A plain parameter over gathered weights."""
 
     _fsdp_handle: WeightHandle
-    _fsdp_taken_at: str = ""
 
     def __repr__(self, **options: Any) -> str:  # type: ignore[override]  # of torch
         return f"Parameter containing:\n{self.detach()!r}"
@@ -119,8 +93,6 @@ class GatheredWeight(nn.Parameter):
     @property
     def data(self) -> torch.Tensor:
         """The values without history."""
-        caller = sys._getframe(1)
-        self._fsdp_taken_at = f"{caller.f_code.co_filename}:{caller.f_lineno}"
         # Unlike PyTorch's own .data this shares the version counter, so that changes are seen.
         return self.detach()
 
@@ -128,7 +100,7 @@ class GatheredWeight(nn.Parameter):
     def data(self, value: torch.Tensor) -> None:
         # Routers of Megatron assign their own values, moved to the device where they are.
         if value.dtype is not self.dtype or not value.is_set_to(self):
-            _refuse_change(self._fsdp_handle, ".data = ...")
+            refuse_change((self,))
 
     def _sharded(self) -> nn.Parameter | None:
         group = self._fsdp_handle.group()
@@ -199,32 +171,15 @@ class ReleasedWeight(GatheredWeight):
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
-    @property
-    def data(self) -> torch.Tensor:
-        """Refused: there are no values."""
-        raise _released((self,), {}, "data")
-
-    @data.setter
-    def data(self, value: torch.Tensor) -> None:
-        raise _released((self,), {}, "data")
-
     def __format__(self, spec: str) -> str:
         return format(repr(self), spec)
 
     def __repr__(self, **options: Any) -> str:  # type: ignore[override]  # of torch
         return f"GatheredWeight({self._fsdp_handle.words}, released, size={tuple(self.shape)}, dtype={self.dtype})"
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise _released((self,), {}, "deepcopy")
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise _released((self,), {}, "pickle")
-
 
 for _name in ("requires_grad_", "detach_"):
     setattr(GatheredWeight, _name, _counting(_name))
-for _name in _IN_PLACE:
-    setattr(GatheredWeight, _name, _refusing(_name))
 
 KINDS: tuple[type[GatheredWeight], ...] = (GatheredWeight, ReleasedWeight)
 """The exact types of gathered weights, while their memory is there and while it is not."""

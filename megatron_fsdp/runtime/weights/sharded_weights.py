@@ -231,8 +231,6 @@ class ShardedWeights(WeightBuffers):
                 )
         for group in groups if listeners else ():
             tell("refresh", group)
-        for kind in {type(group.weights): group.weights for group in groups}.values():
-            kind.before_refresh(groups)
         parts = [part for group in groups for part in group.weights.start_refresh()]
         try:
             if parts:
@@ -246,9 +244,6 @@ class ShardedWeights(WeightBuffers):
             group.freshness.look_again()
         for group in groups if listeners else ():
             tell("refreshed", group)
-
-    def before_refresh(self, groups: Sequence[ParameterGroup]) -> None:
-        """Do what groups with weights of this kind need first, all of them together."""
 
     def start_refresh(self) -> list[Part]:
         """Begin to bring weights at rest up to date with main weights: cast them.

@@ -27,9 +27,9 @@ def differing(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -
 )
 def test_losses_norms_and_weights_have_the_same_bits_on_any_number_of_ranks(more: str, documents: str) -> None:
     flags = f"{FLAGS} {more} --data-path {documents}"
-    ((numbers, wanted),) = run_ranks(1, train_steps, flags, 3)
-    for size in (4,) if more else (2, 3, 4):
-        for found, weights in run_ranks(size, train_steps, flags, 3):
+    ((numbers, wanted),) = run_ranks(1, train_steps, flags, 2)
+    for size in (4,) if more else (2, 3):
+        for found, weights in run_ranks(size, train_steps, flags, 2):
             assert (found, differing(weights, wanted)) == (numbers, []), size
 
 
@@ -43,25 +43,25 @@ def test_losses_norms_and_weights_have_the_same_bits_on_any_number_of_ranks(more
 )
 def test_tensor_and_expert_parallel_ranks_keep_the_bits_while_their_number_stays(more: str, documents: str) -> None:
     flags = f"{FLAGS} {more} --data-path {documents}"
-    found = {size: run_ranks(size, train_steps, flags, 3) for size in (2, 4)}
+    found = {size: run_ranks(size, train_steps, flags, 2) for size in (2, 4)}
     for rank, (numbers, weights) in enumerate(found[4]):
         wanted_numbers, wanted = found[2][rank % 2]
         assert (numbers, differing(weights, wanted)) == (wanted_numbers, []), rank
 
 
 def saved(flags: str, path: str) -> Trained:
-    """Train 2 steps, save, and go on for 2 more."""
+    """Train a step, save, and go on for one more."""
     job = make_job(flags)
-    _, state = steps(job, TrainingState(), 2)
+    _, state = steps(job, TrainingState(), 1)
     save_checkpoint(job.model, job.optimizer, path)
-    return steps(job, state, 2)[0], whole_weights(job)
+    return steps(job, state, 1)[0], whole_weights(job)
 
 
 def resumed(flags: str, path: str) -> Trained:
     job = make_job(flags)
     load_checkpoint(job.model, job.optimizer, path)
-    state = TrainingState().after_step(job.args.global_batch_size).after_step(job.args.global_batch_size)
-    return steps(job, state, 2)[0], whole_weights(job)
+    state = TrainingState().after_step(job.args.global_batch_size)
+    return steps(job, state, 1)[0], whole_weights(job)
 
 
 HSDP = "--num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy no_shard"
@@ -86,9 +86,8 @@ def test_a_run_that_stopped_on_4_ranks_goes_on_with_the_same_bits_on_fewer(
 ) -> None:
     flags, path = f"{FLAGS} {more} --data-path {documents}", str(tmp_path / "checkpoint")
     numbers, wanted = run_ranks(4, saved, f"{flags} {on_4}", path)[0]
-    for size in (1, 2) if on_4 else (3,):
-        for found, weights in run_ranks(size, resumed, flags, path):
-            assert (found, differing(weights, wanted)) == (numbers, []), size
+    for found, weights in run_ranks(2 if on_4 else 3, resumed, flags, path):
+        assert (found, differing(weights, wanted)) == (numbers, [])
 
 
 def mean_of_large_and_small() -> float:

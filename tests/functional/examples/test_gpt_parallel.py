@@ -42,7 +42,7 @@ CASES = {
     ),
     "ep 2, swiglu": (2, f"{EXPERTS} --swiglu --disable-bias-linear", EXPERT),
 }
-QUICK = ["tp 2, ep 2", "tp 2, hsdp", "tp 2, per token"]
+QUICK = ["tp 2, ep 2", "tp 2, hsdp"]
 
 
 @pytest.mark.parametrize("name", nightly_but(QUICK, list(CASES)))
@@ -102,15 +102,6 @@ def test_a_model_on_the_meta_device_is_divided_alike(divided: str, documents: st
         assert all(torch.equal(weights[key], other[key]) for key in weights)
 
 
-@pytest.mark.slow
-def test_muon_makes_a_step_of_every_expert(documents: str) -> None:
-    flags = f"{EXPERTS} --optimizer muon --lr 0.02 --data-path {documents} --micro-batch-size 2"
-    ((wanted, weights),) = run_ranks(1, train_steps, flags, STEPS)
-    for found, own_weights in run_ranks(2, train_steps, flags, STEPS):
-        assert found == pytest.approx(wanted, rel=1e-4)
-        assert {key for key in weights if not torch.allclose(weights[key], own_weights[key], atol=1e-4)} == set()
-
-
 def scale_and_step(flags: str) -> tuple[GradientScale, list[float], list[float]]:
     """Return what is measured before the first step, and that step's loss and norm after it and without it."""
     job, other = make_job(flags), make_job(flags)
@@ -127,8 +118,6 @@ def test_check_gradient_scale_finds_every_division_right_and_changes_no_step(nam
     for report, after, without in run_ranks(num_ranks, scale_and_step, flags):
         assert after == without
         assert all(each.factor == pytest.approx(wanted, rel=2e-6) for each in report.parameters)
-        assert report.norm is not None
-        assert report.norm.found == pytest.approx(report.norm.expected, rel=1e-5)
 
 
 @pytest.mark.usefixtures("plain_start")

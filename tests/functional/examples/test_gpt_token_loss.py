@@ -2,7 +2,6 @@
 
 import argparse
 
-import pytest
 import torch
 
 from gpt.loss import MeanLoss, TokenLoss, counting_tokens, step_weight, token_loss
@@ -11,7 +10,6 @@ from tests.harness import run_ranks
 from tests.unit.examples.jobs import train_steps
 
 CONFIG = GptConfig(num_layers=1, hidden_size=12, num_attention_heads=2, ffn_hidden_size=20, max_position_embeddings=9)
-SHARDED = "--use-megatron-fsdp"
 
 
 def model() -> GptModel:
@@ -56,20 +54,6 @@ def mean_of_unequal(is_per_token: bool) -> tuple[float, float]:
 def test_the_mean_is_over_tokens_or_over_microbatches() -> None:
     assert run_ranks(2, mean_of_unequal, True) == [(3.5, 0.25)] * 2
     assert run_ranks(2, mean_of_unequal, False) == [(5.0, 1.0)] * 2
-
-
-@pytest.mark.parametrize("strategy", ["optim_grads_params", "no_shard"])
-def test_calculate_per_token_loss_weighs_tokens_alike_where_ranks_have_unequal_counts(
-    strategy: str, documents: str
-) -> None:
-    flags = f"--calculate-per-token-loss --eod-mask-loss --global-batch-size 8 --clip-grad 0 --data-path {documents}"
-    # Not Adam: it makes a step of any gradient, even of one that is rounding alone.
-    flags += " --optimizer sgd --lr 0.5"
-    ((wanted, weights),) = run_ranks(1, train_steps, f"{flags} --micro-batch-size 8", 2)
-    sharded = f"{SHARDED} --data-parallel-sharding-strategy {strategy}"
-    for found, own_weights in run_ranks(2, train_steps, f"{flags} --micro-batch-size 2 {sharded}", 2):
-        assert found == pytest.approx(wanted, rel=1e-5)
-        assert {name for name in weights if not torch.allclose(weights[name], own_weights[name], atol=1e-6)} == set()
 
 
 def test_without_it_microbatches_weigh_alike_whatever_their_counts(documents: str) -> None:

@@ -13,8 +13,8 @@ import torch
 
 from dbuffer_kernels import launch
 from dbuffer_kernels.bit_sums import checksum_kernel
-from dbuffer_kernels.decode import decode_kernel
 from dbuffer_kernels.muon import muon_apply_kernel, muon_momentum_kernel
+from dbuffer_kernels.quantize import decode_kernel
 from dbuffer_kernels.segments import STEP_BLOCK
 from dbuffer_kernels.split import join_kernel, split_kernel
 from tests.functional.kernels.compiled_cases import (
@@ -69,11 +69,11 @@ def adamw_of(gradient: torch.dtype, weight: torch.dtype, moments: torch.dtype, l
     return Kernel(ADAMW_FILE.adamw_kernel, pointers, read, written, constants)
 
 
-def int8_adamw_of(gradient: torch.dtype, weight: torch.dtype, last: torch.dtype, *, is_random: bool) -> Kernel:
+def int8_adamw_of(gradient: torch.dtype, weight: torch.dtype, last: torch.dtype) -> Kernel:
     scales = dict.fromkeys(("exp_avg_scale", "exp_avg_sq_scale", "plain_exp_avg", "plain_exp_avg_sq", "maps"), "*fp32")
     pointers = {"gradient": POINTERS[gradient], "weight": POINTERS[weight], "exp_avg": "*u8", "exp_avg_sq": "*u8",
-                **scales, "model": "*bf16", "remainder": "*i16", "keys": "*i64", **OF_STEPS}  # fmt: skip
-    constants = {"HAS_CLIP": True, "FORM": FORMS[last], "IS_RANDOM": is_random}
+                **scales, "model": "*bf16", "remainder": "*i16", **OF_STEPS}  # fmt: skip
+    constants = {"HAS_CLIP": True, "FORM": FORMS[last]}
     read = (gradient, weight, *([last] if last is INT16 else []))
     return Kernel(INT8_FILE.int8_adamw_kernel, pointers, read, (weight, last), constants)
 
@@ -89,12 +89,6 @@ def muon_apply_of(weight: torch.dtype, last: torch.dtype) -> Kernel:
     constants = {**COMPUTE, "FORM": FORMS[last]}
     read = (BF16, weight, *([last] if last is INT16 else []))
     return Kernel(muon_apply_kernel, pointers, read, (weight, last), constants)
-
-
-def decode_of(kind: int, columns: int) -> Kernel:
-    pointers = {"rows": "*u8", "scales": "*u8" if kind > 1 else "*fp32", "out": "*bf16", "tensors": "*i64"}
-    constants = {"KIND": kind, "COLUMNS": columns, "TENSORS": 8, "IS_WIDE": True}
-    return Kernel(decode_kernel, pointers, (UINT8,), (BF16,), constants, launch.BLOCK)
 
 
 HALVES = {"main": "*fp32", "model": "*bf16", "remainder": "*i16"}
@@ -115,16 +109,19 @@ KERNELS = {
     "muon_momentum, bf16": muon_momentum_of(BF16),
     "muon_apply, halves": muon_apply_of(BF16, INT16),
     "muon_apply, copy": muon_apply_of(FP32, BF16),
-    "decode_rows, fp8": decode_of(0, 128),
-    "decode_rows, int8": decode_of(1, 256),
-    "decode_rows, mxfp8": decode_of(2, 32),
-    "decode_rows, mxfp8 columns": decode_of(3, 128),
+    "decode_rows": Kernel(
+        decode_kernel,
+        {"rows": "*u8", "scales": "*fp32", "out": "*bf16"},
+        (UINT8,),
+        (BF16,),
+        {"IS_WIDE": True},
+        launch.BLOCK,
+    ),
 }
 # On sm_90 alone, and each once: these take seconds to compile.
 INT8 = {
-    "int8_adamw, random": int8_adamw_of(FP32, FP32, BF16, is_random=True),
-    "int8_adamw, halves": int8_adamw_of(BF16, BF16, INT16, is_random=False),
-    "int8_adamw": int8_adamw_of(FP32, FP32, BF16, is_random=False),
+    "int8_adamw": int8_adamw_of(FP32, FP32, BF16),
+    "int8_adamw, halves": int8_adamw_of(BF16, BF16, INT16),
 }
 
 
@@ -152,7 +149,7 @@ def test_int8_adamw_moves_codes_in_8_byte_accesses_and_all_else_in_16(name: str,
     assert len(re.findall(r"\bld\.global\.v2\.b32", ptx)) == len(re.findall(r"\bst\.global\.v2\.b32", ptx)) == 2
     # In two branches, for the 8 elements of a thread: the values of both old codes, and what tells the new ones from
     # the next; the rest are moments that are not coded, weights of the masked branch, and scales.
-    gathers, others = 2 * 8 * (6 if "random" in name else 4), 21 if "halves" in name else 53
+    gathers, others = 2 * 8 * 4, 21 if "halves" in name else 53
     assert len(re.findall(r"\bld\.global\.b32", ptx)) <= gathers + others
 
 

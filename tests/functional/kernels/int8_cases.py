@@ -1,12 +1,11 @@
 """What the Triton kernel of ``int8_adamw`` must do, run by test_triton.py in a process of its own.
 
-On the CPU under TRITON_INTERPRET=1, else on CUDA. The step is compared with ``adamw`` on FP32 moments and a quantizer
+The step is compared with ``adamw`` on FP32 moments and a quantizer
 written down here in numpy, element by element.
 """
 
 from __future__ import annotations
 
-from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,11 +24,11 @@ from dbuffer_kernels import (
     adamw_row,
     int8_adamw,
 )
-from dbuffer_kernels.dynamic_map import map_tables, rounding_keys
+from dbuffer_kernels.dynamic_map import map_tables
 from dbuffer_kernels.int8_adamw import code_below
 from dbuffer_kernels.launch import launch
-from tests.functional.kernels.on_triton import CHOOSE, DEVICE, only_kernels
 from tests.unit.kernels.int8_oracle import decoded, encoded
+from tests.unit.kernels.on_backend import CHOOSE, DEVICE, only_kernels
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -39,9 +38,9 @@ __all__ = ["only_kernels"]
 NUMEL = 9001
 # Whole programs of 4096, parts of them, a last partial block, plain moments in between, a gap.
 SEGMENTS = (
-    CodedSegment(0, 4096, 0, (1 << 32) - 2000),
-    CodedSegment(4096, 4196, 1, 0, plain=0),
-    CodedSegment(4352, 8999, 1, 1 << 40),
+    CodedSegment(0, 4096, 0),
+    CodedSegment(4096, 4196, 1, plain=0),
+    CodedSegment(4352, 8999, 1),
 )
 
 
@@ -81,18 +80,16 @@ def weights(kind: str) -> dict[str, Any]:
     return {"weight": weight.bfloat16()}
 
 
-@pytest.mark.parametrize(("kind", "is_random"), CHOOSE(product(["split", "fp32", "bf16"], [True, False])))
-def test_int8_adamw_steps_as_adamw_does_and_stores_the_nearest_codes(kind: str, is_random: bool) -> None:
+@pytest.mark.parametrize("kind", CHOOSE(["split", "fp32", "bf16"]))
+def test_int8_adamw_steps_as_adamw_does_and_stores_the_nearest_codes(kind: str) -> None:
     moments, exp_avg, exp_avg_sq = make_moments()
     before = [tensor.clone() for tensor in (moments.exp_avg, moments.exp_avg_scale)]
     gradient = random(NUMEL, 1).to(DEVICE)
     own, wanted = weights(kind), weights(kind)
     clip = torch.tensor(0.3, device=DEVICE)
-    table = [[*rounding_keys(4), *rounding_keys(5)], [*rounding_keys(6), *rounding_keys(7)]]
-    keys = torch.tensor(table, device=DEVICE) if is_random else None
     buffers = Int8AdamWBuffers(gradient, moments=moments, **own)
     version = buffers.weight._version
-    int8_adamw(buffers, CodedSegments(SEGMENTS, NUMEL), rows(), keys=keys, clip=clip)
+    int8_adamw(buffers, CodedSegments(SEGMENTS, NUMEL), rows(), clip=clip)
     assert buffers.weight._version > version
     plain = AdamWBuffers(gradient, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, **wanted)
     adamw(plain, Segments([Segment(s.start, s.stop, s.row) for s in SEGMENTS], NUMEL), rows(), clip=clip)
@@ -108,8 +105,7 @@ def test_int8_adamw_steps_as_adamw_does_and_stores_the_nearest_codes(kind: str, 
                 (exp_avg_sq, moments.exp_avg_sq, moments.exp_avg_sq_scale),
             )
         ):
-            pair = tuple(table[segment.row][2 * number : 2 * number + 2]) if is_random else None
-            found = encoded(values[part], signed=number == 0, position=segment.position, keys=pair)
+            found = encoded(values[part], signed=number == 0)
             assert np.array_equal(codes[part].cpu().numpy(), found.codes)
             assert np.array_equal(scales[blocks].cpu().numpy(), found.scales)
     # Neither the gap nor what lies behind the last segment is written.
@@ -137,8 +133,7 @@ def test_int8_adamw_keeps_zero_blocks_zero_and_a_nan_in_its_block() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("is_random", [False, True])
-def test_int8_adamw_keeps_squares_above_zero_and_numbers_beside_overflows(is_random: bool) -> None:
+def test_int8_adamw_keeps_squares_above_zero_and_numbers_beside_overflows() -> None:
     numel = 4096 + 700
     codes = [torch.full((numel,), zero, dtype=torch.uint8, device=DEVICE) for zero in (127, 0)]
     scales = [torch.zeros(19, device=DEVICE) for _ in range(2)]
@@ -150,36 +145,27 @@ def test_int8_adamw_keeps_squares_above_zero_and_numbers_beside_overflows(is_ran
     exp_avg, exp_avg_sq = torch.zeros_like(gradient), torch.zeros_like(gradient)
     weight = torch.ones(numel, device=DEVICE)
     plain = AdamWBuffers(gradient, weight.clone(), exp_avg, exp_avg_sq)
-    table = [[*rounding_keys(4), *rounding_keys(5)]]
-    keys = torch.tensor(table, device=DEVICE) if is_random else None
     segments = CodedSegments([CodedSegment(0, numel)], numel)
-    int8_adamw(Int8AdamWBuffers(gradient, weight, moments), segments, rows()[:1], keys=keys)
+    int8_adamw(Int8AdamWBuffers(gradient, weight, moments), segments, rows()[:1])
     adamw(plain, Segments([Segment(0, numel, 0)], numel), rows()[:1])
     assert torch.equal(weight, plain.weight)
     for number, values in enumerate((exp_avg, exp_avg_sq)):
-        found = encoded(values, signed=number == 0, keys=tuple(table[0][2 * number :][:2]) if is_random else None)
+        found = encoded(values, signed=number == 0)
         assert np.array_equal(codes[number].cpu().numpy(), found.codes)
         assert np.array_equal(scales[number].cpu().numpy(), found.scales)
     assert torch.equal(codes[1] > 0, exp_avg_sq > 0)
     assert torch.stack(scales).isfinite().all()
 
 
-def below_kernel(
-    ratios: tl.tensor, codes: tl.tensor, MAP: tl.constexpr, IS_LOWER: tl.constexpr, BLOCK: tl.constexpr
-) -> None:
-    """Write what ``code_below`` finds for each ratio, called as ``store_coded`` calls it."""
+def below_kernel(ratios: tl.tensor, codes: tl.tensor, MAP: tl.constexpr, BLOCK: tl.constexpr) -> None:
+    """Write what ``code_below`` finds for each ratio."""
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    ratio = tl.load(ratios + index)
-    if IS_LOWER:
-        tl.store(codes + index, code_below(ratio, tl.where(ratio < 0.0, 0.0, -0.75), MAP))
-    else:
-        tl.store(codes + index, code_below(ratio, -0.5, MAP))
+    tl.store(codes + index, code_below(tl.load(ratios + index), MAP))
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("is_lower", [False, True])
 @pytest.mark.parametrize("signed", [True, False])
-def test_a_computed_code_is_the_one_that_a_search_finds_or_the_one_before(signed: bool, is_lower: bool) -> None:
+def test_a_computed_code_is_the_one_that_a_search_finds_or_the_one_before(signed: bool) -> None:
     tables = map_tables(torch.device("cpu"))
     values, middles = tables[0 if signed else 1], tables[2 if signed else 3][:-1]
     # It never falls where ratios grow, so it is right between two ends where it is right at both: these are all ends.
@@ -191,9 +177,9 @@ def test_a_computed_code_is_the_one_that_a_search_finds_or_the_one_before(signed
     ratios = (ratios if signed else ratios[ratios >= 0]).sort().values
     padded = torch.nn.functional.pad(ratios, (0, -len(ratios) % 4096)).to(DEVICE)
     codes = torch.zeros(len(padded), dtype=torch.int32, device=DEVICE)
-    launch(below_kernel, len(padded) // 4096, codes.device, padded, codes, MAP=0 if signed else 256, IS_LOWER=is_lower)
+    launch(below_kernel, len(padded) // 4096, codes.device, padded, codes, MAP=0 if signed else 256)
     found = codes[: len(ratios)].cpu()
-    wanted = torch.bucketize(ratios, values[1:], right=True) if is_lower else torch.bucketize(ratios, middles)
+    wanted = torch.bucketize(ratios, middles)
     assert set((wanted - found).tolist()) == {0, 1}
     assert found.min() >= 0
     assert found.max() <= 254

@@ -18,7 +18,11 @@ from tests.harness.grids import nightly_but
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[2]
-CASES = tuple(FOLDER / f"{kind}_cases.py" for kind in ("triton", "step", "muon", "int8", "decode"))
+# The first three run as references, too, where they lie.
+CASES = (
+    *(ROOT / "tests" / "unit" / "kernels" / f"test_{kind}.py" for kind in ("elementwise", "step", "muon")),
+    *(FOLDER / f"{kind}_cases.py" for kind in ("int8", "decode")),
+)
 COMPILED = tuple(FOLDER / f"compiled{kind}_cases.py" for kind in ("", "_step"))
 
 Failures = dict[str, list[str]]
@@ -47,6 +51,7 @@ def run_cases(files: tuple[Path, ...], folder: Path, *, interprets: bool, grid: 
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")]),
         "TRITON_CACHE_DIR": str(folder / "cache"),
         "TRITON_INTERPRET": "1" if interprets else "0",
+        "KERNELS": "interpreted" if interprets else "compiled",
         "GRID": grid,
     }
     options = ["--import-mode=importlib", "-q", "-p", "no:cacheprovider", "-c", str(configuration)]

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 
 from dbuffer import CollectiveCall, memory_meter, observe_collectives
 from megatron_fsdp import (
@@ -26,14 +25,12 @@ from megatron_fsdp import (
     clip_grad_norm_,
     fsdp_no_shard,
     fully_shard,
-    fully_shard_optimizer,
-    no_sync,
     share_comm_ctx,
 )
 from tests.harness import on_ranks, run_ranks
 from tests.harness.grids import nightly_but
 from tests.harness.models import Block, Made, Stack, inputs, squared, three_blocks
-from tests.harness.oracle import Case, compare, shard_each, shard_layers, units_of, whole
+from tests.harness.oracle import Case, compare, shard_layers, units_of, whole
 from tests.harness.twins import Twins
 
 BASE = Case(three_blocks, squared)
@@ -170,46 +167,6 @@ def test_offloaded_weights_and_gradients_have_memory_of_their_own() -> None:
     assert (shares, group.spec.is_offloaded, group.main_grad.device.type) == (False, True, "cpu")
 
 
-@on_ranks(2)
-def test_after_a_forward_only_the_root_shows_plain_parameters() -> None:
-    model = scaled()
-    for layer in model.blocks.layers:
-        fully_shard(layer)
-    fully_shard(model)
-    model(inputs(dist.get_rank(), 0))
-    shown = {name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)}
-    assert shown == {"scale", "router.weight"}
-
-
-@on_ranks(2)
-def test_one_communicator_for_both_directions_gives_the_same_gradients() -> None:
-    def shard(model: nn.Module) -> None:
-        shard_each(model)
-        root = units_of(model)[0]
-        root.set_separate_reduce_scatter_group(False)
-        for unit in units_of(model):
-            for group in unit.parameter_groups:
-                assert all(axis.reduce_group is axis.gather_group for axis in group.main_weight.axes)
-
-    result = compare(replace(BASE, shard=shard))
-    assert result.is_exact
-
-
-@on_ranks(2)
-def test_more_packed_buffers_are_held_only_when_allowed() -> None:
-    peaks = []
-    for num_buffers in (1, 2):
-        model = Stack(Block(), Block(), Block())
-        shard_each(model)
-        units_of(model)[0].set_reduce_scatter_max_input_buffers(num_buffers)
-        loss = squared(model, dist.get_rank(), 0)
-        memory_meter().reset_peak()
-        rest = memory_meter().current_bytes
-        loss.backward()
-        peaks.append(memory_meter().peak_bytes - rest)
-    assert peaks[1] > peaks[0]
-
-
 class Experts(nn.Module):
     """Half of the ranks' experts each: this rank's own, applied to what it gets."""
 
@@ -306,24 +263,3 @@ def test_two_roots_that_share_a_context_hold_one_packed_buffer_at_a_time() -> No
     (group,) = units_of(first)[0].parameter_groups
     assert twins.gradients_apart() < 2e-6
     assert peak // group.gathered.nbytes == 1
-
-
-@on_ranks(4)
-def test_the_switches_for_accumulation_may_be_mixed() -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
-    twins = Twins(shard=shard_layers, mesh=mesh)
-    model = twins.model
-    root = units_of(model)[0]
-    fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    for index in range(5):
-        root.set_is_last_backward(index == 4)
-        root.set_requires_all_reduce(index >= 3)
-        if index == 1:
-            with no_sync(model):
-                squared(model, dist.get_rank(), index).backward()
-        else:
-            root.set_requires_gradient_sync(index != 2)
-            squared(model, dist.get_rank(), index).backward()
-        root.set_requires_gradient_sync(True)
-        twins.plain_backward(index)
-    assert twins.gradients_apart() < 5e-6

@@ -3,11 +3,8 @@
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed import fsdp
 from torch.distributed.tensor import DTensor, Shard
 
-import megatron_fsdp
 from benchmarks.engines import world_mesh
 from benchmarks.null_group import NullGroup, null_world
 
@@ -40,21 +37,3 @@ def test_functional_collectives_find_the_group() -> None:
     with null_world(4):
         whole = DTensor.from_local(torch.ones(2, 3), world_mesh(), (Shard(0),), run_check=False).full_tensor()
     assert whole.shape == (8, 3)
-
-
-@pytest.mark.parametrize("shard", [megatron_fsdp.fully_shard, fsdp.fully_shard], ids=["ours", "FSDP2"])
-@pytest.mark.parametrize("num_ranks", [8, 1024])
-def test_an_engine_trains_in_a_world_of(num_ranks: int, shard: object) -> None:
-    assert callable(shard)
-    with null_world(num_ranks):
-        mesh = world_mesh()
-        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
-        for layer in model:
-            shard(layer, mesh=mesh)
-        shard(model, mesh=mesh)
-        for _ in range(2):
-            model(torch.ones(2, 64)).sum().backward()
-        weight = next(model.parameters())
-        assert isinstance(weight, DTensor)
-        assert isinstance(weight.grad, DTensor)
-        assert weight.grad.to_local().numel() < 64 * 64 // 4

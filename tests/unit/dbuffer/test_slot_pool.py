@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch.distributed import _symmetric_memory as symmetric_memory
 
-from dbuffer import SlotPool, StorageError, guard_released_storage, memory_meter
+from dbuffer import SlotPool, StorageError, memory_meter
 from dbuffer.slot_memory import from_communicator, from_symmetric_memory
 from dbuffer.slot_pool import can_exchange_memory
 from dbuffer.storage import FlatStorage
+from tests.harness.storage_guard import guard_released_storage
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.skipif(not can_exchange_memory(), reason="storages of this PyTorch cannot exchange memory")

@@ -93,7 +93,6 @@ def test_an_unknown_flag_is_refused_with_the_nearest_valid_one(given: str, neare
         ("--profile --profile-step-start 4 --profile-step-end 4", "--profile-step-start 4 is not before --profile-st"),
         ("--optimizer lion", "--optimizer"),
         ("--adam-moments int8 --optimizer sgd", "--adam-moments int8 contradicts --optimizer sgd"),
-        ("--adam-moments-seed 3", "--adam-moments-seed 3 needs --adam-moments int8"),
         ("--slot-pool static", "--weight-gather None and --slot-pool static need --use-megatron-fsdp"),
         ("--use-torch-fsdp2 --save run", "--use-torch-fsdp2 contradicts --save run and --load None"),
         (

@@ -33,8 +33,8 @@ def decoded(codes: torch.Tensor, scales: torch.Tensor, *, signed: bool) -> torch
     return torch.from_numpy(table[codes.cpu().numpy()] * scales.cpu().numpy()[blocks]).to(codes.device)
 
 
-def encoded(values: torch.Tensor, *, signed: bool, position: int = 0, keys: tuple[int, int] | None = None) -> Encoded:
-    """Find codes by looking at all 256 values, and for random rounding draw with Python's integers.
+def encoded(values: torch.Tensor, *, signed: bool) -> Encoded:
+    """Find codes by looking at all 256 values.
 
     Unsigned, nothing above zero is zero. Scales end at the largest number, and at its root.
     """
@@ -47,26 +47,8 @@ def encoded(values: torch.Tensor, *, signed: bool, position: int = 0, keys: tupl
         scale = np.minimum(scale, np.float32(2.0**64) if signed else np.finfo(np.float32).max)
         scales.append(scale)
         ratios = np.zeros_like(block) if scale == 0 else np.clip((block / scale).astype(np.float32), -1, 1)
-        if keys is None:
-            # argmin takes the first of two that are as near: the lower one.
-            codes += [int(np.argmin(np.abs(table.astype(np.float64) - float(ratio)))) for ratio in ratios]
-            continue
-        for number, ratio in enumerate(ratios):
-            lower = max(int((table <= ratio).sum()) - 1, 0)
-            upper = min(lower + 1, 255)
-            draw = np.float32(hashed(position + start + number, *keys))
-            is_up = draw * (table[upper] - table[lower]) < (ratio - table[lower]) * np.float32(65536)
-            codes.append(upper if is_up else lower)
+        # argmin takes the first of two that are as near: the lower one.
+        codes += [int(np.argmin(np.abs(table.astype(np.float64) - float(ratio)))) for ratio in ratios]
     if not signed:
         codes = [max(code, 1) if value > 0 else code for code, value in zip(codes, flat, strict=True)]
     return Encoded(np.array(codes, dtype=np.uint8), np.array(scales, dtype=np.float32))
-
-
-def hashed(index: int, low: int, high: int) -> int:
-    """16 bits of the multiply-xorshift hash of docs/design/kernels.md, on Python's integers."""
-    mask = 0xFFFFFFFF
-    mixed = (index & mask) ^ low ^ (((index >> 32) & mask) * 0x9E3779B9 & mask)
-    mixed = (mixed ^ (mixed >> 16)) * 0x21F0AAAD & mask
-    mixed = (mixed + high) & mask
-    mixed = (mixed ^ (mixed >> 15)) * 0xD35A2D97 & mask
-    return mixed >> 16

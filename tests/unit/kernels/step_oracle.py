@@ -38,20 +38,6 @@ def awkward_values() -> torch.Tensor:
     return from_bits(patterns)
 
 
-def random_bits(numel: int, seed: int, first: int) -> Bits:
-    """Return the random bits of consecutive indices, one at a time."""
-    mixed = (seed + 0x9E3779B97F4A7C15) % 2**64
-    mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
-    mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB % 2**64
-    key = mixed ^ (mixed >> 31)
-    found = []
-    for index in range(first, first + numel):
-        word = (index % 2**32) ^ (key % 2**32) ^ ((index >> 32) * 0x9E3779B9 % 2**32)
-        word = ((word ^ (word >> 16)) * 0x21F0AAAD + (key >> 32)) % 2**32
-        found.append((word ^ (word >> 15)) * 0xD35A2D97 % 2**32 >> 16)
-    return np.array(found, dtype=np.int64)
-
-
 @dataclass(frozen=True)
 class Hyperparameters:
     """Of one AdamW step, as its first definition has them."""

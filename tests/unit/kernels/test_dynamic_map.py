@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from dbuffer_kernels import CodedSegment, CodedSegments, dequantize_blocks, dynamic_map, quantize_blocks
-from dbuffer_kernels.dynamic_map import rounding_keys
 from tests.unit.kernels.int8_oracle import decoded, encoded, published_map
 
 
@@ -31,44 +30,19 @@ def test_codes_and_scales_are_the_nearest_ones(signed: bool, numel: int) -> None
     assert torch.equal(dequantize_blocks(codes, scales, signed=signed), decoded(codes, scales, signed=signed))
 
 
-def test_stochastic_codes_depend_on_position_and_keys_alone_and_are_right_on_average() -> None:
-    values = torch.rand(1024)
-    keys = rounding_keys(3)
-    codes, _ = quantize_blocks(values, signed=True, first_position=5, keys=keys)
-    assert np.array_equal(codes.numpy(), encoded(values, signed=True, position=5, keys=keys).codes)
-    later, _ = quantize_blocks(values[256:], signed=True, first_position=5 + 256, keys=keys)
-    assert torch.equal(later, codes[256:])
-    draws = torch.stack(
-        [
-            dequantize_blocks(
-                *quantize_blocks(values, signed=True, first_position=0, keys=rounding_keys(seed)), signed=True
-            )
-            for seed in range(400)
-        ]
-    )
-    # Steps of the map are at most 0.015 wide: the mean of 400 draws is off by 0.0004 on average.
-    assert (draws.mean(0) - values).abs().mean() < 0.0005
-
-
-@pytest.mark.parametrize("keys", [None, rounding_keys(3)])
-def test_a_square_above_zero_is_never_stored_as_zero(keys: tuple[int, int] | None) -> None:
+def test_a_square_above_zero_is_never_stored_as_zero() -> None:
     values = torch.tensor([1e20, 1e-20, 0.0, 1e-38]).repeat(100)
-    position = None if keys is None else 0
-    codes, scales = quantize_blocks(values, signed=False, first_position=position, keys=keys or (0, 0))
+    codes, scales = quantize_blocks(values, signed=False)
     assert torch.equal(dequantize_blocks(codes, scales, signed=False) > 0, values > 0)
-    assert np.array_equal(codes.numpy(), encoded(values, signed=False, keys=keys).codes)
+    assert np.array_equal(codes.numpy(), encoded(values, signed=False).codes)
 
 
 @pytest.mark.parametrize("signed", [True, False])
-@pytest.mark.parametrize("keys", [None, rounding_keys(3)])
-def test_a_value_beyond_the_largest_scale_leaves_others_of_its_block_numbers(
-    signed: bool, keys: tuple[int, int] | None
-) -> None:
+def test_a_value_beyond_the_largest_scale_leaves_others_of_its_block_numbers(signed: bool) -> None:
     values = torch.tensor([3e38, 0.0, 1e10, float("inf")])
     values = torch.cat([values, -values]) if signed else values
-    position = None if keys is None else 0
-    codes, scales = quantize_blocks(values, signed=signed, first_position=position, keys=keys or (0, 0))
-    wanted = encoded(values, signed=signed, keys=keys)
+    codes, scales = quantize_blocks(values, signed=signed)
+    wanted = encoded(values, signed=signed)
     assert np.array_equal(codes.numpy(), wanted.codes)
     assert np.array_equal(scales.numpy(), wanted.scales)
     found = dequantize_blocks(codes, scales, signed=signed)

@@ -10,13 +10,12 @@ import dbuffer_kernels
 
 def test_the_package_exports_exactly_its_documented_names() -> None:
     ops = (
-        "accumulate adamw cast_copy checksum decode_rows dequantize_blocks dynamic_map int8_adamw join_weight "
-        "muon_apply muon_momentum num_blocks quantize_blocks split_weight"
+        "accumulate adamw cast_copy checksum decode_rows dequantize_blocks dynamic_map encode_row int8_adamw "
+        "join_weight muon_apply muon_momentum num_blocks quantize_blocks split_weight"
     )
     functions = [*ops.split(), "adamw_row", "adamw_rows", "backend", "use_backend"]
     classes = [
         "AdamWBuffers",
-        "CodedRows",
         "CodedSegment",
         "CodedSegments",
         "Int8AdamWBuffers",

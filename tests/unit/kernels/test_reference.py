@@ -1,4 +1,4 @@
-"""Property tests of the plain-torch ops, through the public functions, against the float64 oracle."""
+"""What the references alone must do: go through memory in chunks, give torch's bits, and allocate little."""
 
 from __future__ import annotations
 
@@ -7,67 +7,24 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from dbuffer_kernels import accumulate, cast_copy
+from dbuffer_kernels import (
+    AdamWBuffers,
+    Segment,
+    Segments,
+    accumulate,
+    adamw,
+    adamw_row,
+    adamw_rows,
+    cast_copy,
+    join_weight,
+    split_weight,
+)
 from dbuffer_kernels.elementwise import CHUNK_NUMEL
 from tests.unit.kernels.oracle import DTYPES, allowed_cast, allowed_sum, exact, round_to
+from tests.unit.kernels.step_oracle import Hyperparameters
 
 NAN = float("nan")
-examples = settings(max_examples=150, deadline=None, database=None)
-
-# Sums of two such values times a scale stay below 65504, so fp16 does not overflow; tiny ones reach its subnormals.
-values = st.one_of(st.floats(-1e4, 1e4), st.floats(-1e-4, 1e-4), st.sampled_from([0.0, -0.0, 1.0]))
-scales = st.one_of(st.sampled_from([1.0, -1.0, 0.5, 1 / 3, 0.1, 2.0]), st.floats(-4, 4))
-dtypes = st.sampled_from(DTYPES)
-
-
-@st.composite
-def tensors(draw: st.DrawFn, max_numel: int = 40) -> torch.Tensor:
-    """Draw a tensor of any of the dtypes with 0 to 2 dimensions, strided or not."""
-    data = draw(st.lists(values, max_size=max_numel))
-    flat = torch.tensor(data, dtype=torch.float64).to(draw(dtypes))
-    layout = draw(st.sampled_from(["flat", "scalar", "rows", "transposed", "stepped"]))
-    if layout == "scalar" and len(data) > 0:
-        return flat[0]
-    if layout == "stepped":
-        return flat[::2]
-    even = flat[: len(data) // 2 * 2].view(-1, 2)
-    return {"rows": even, "transposed": even.t()}.get(layout, flat)
-
-
-def empty_like_flat(source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return torch.full((source.numel(),), NAN, dtype=dtype)
-
-
-@examples
-@given(source=tensors(), out_dtype=dtypes, scale=scales)
-def test_cast_copy_is_the_product_rounded_once(source: torch.Tensor, out_dtype: torch.dtype, scale: float) -> None:
-    out = empty_like_flat(source, out_dtype)
-    assert cast_copy(source, out, scale=scale) is out
-    allowed_cast(source, out_dtype, scale).assert_contains(out)
-
-
-@examples
-@given(source=tensors(), out_dtype=dtypes, scale=scales, seed=st.integers(0, 2**32 - 1))
-def test_accumulate_is_the_sum_rounded_once(
-    source: torch.Tensor, out_dtype: torch.dtype, scale: float, seed: int
-) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    before = torch.randn(source.numel(), generator=generator, dtype=torch.float64).to(out_dtype)
-    out = before.clone()
-    assert accumulate(source, out, scale=scale) is out
-    allowed_sum(source, before, scale).assert_contains(out)
-
-
-@examples
-@given(source=tensors(), out_dtype=dtypes, scale=scales)
-def test_overwriting_equals_cast_copy_whatever_out_held(
-    source: torch.Tensor, out_dtype: torch.dtype, scale: float
-) -> None:
-    out = accumulate(source, empty_like_flat(source, out_dtype), scale=scale, overwrite=True)
-    assert torch.equal(out, cast_copy(source, torch.zeros_like(out), scale=scale))
 
 
 @pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
@@ -90,24 +47,6 @@ def test_a_plain_copy_moves_bits_even_those_of_nans_and_integers(dtype: torch.dt
     out = torch.zeros(64, dtype=dtype)
     cast_copy(source, out)
     assert torch.equal(out.view(torch.uint8), source.view(torch.uint8))
-
-
-def test_overflow_becomes_infinity_and_nan_stays_nan() -> None:
-    source = torch.tensor([1e30, -1e30, NAN])
-    out = cast_copy(source, torch.zeros(3, dtype=torch.float16))
-    assert out.tolist()[:2] == [float("inf"), -float("inf")]
-    assert out[2].isnan()
-    accumulate(torch.full_like(source, -float("inf")), out)
-    assert out.isnan().tolist() == [True, False, True]
-
-
-def test_a_bf16_sum_uses_the_scale_in_full_and_not_its_bf16_neighbour() -> None:
-    # The bf16 value nearest to 1/3 is 0.333984375, 0.2% off: enough to move many of these sums to a neighbour.
-    source, before = torch.arange(256.0).bfloat16(), torch.full((256,), 0.25).bfloat16()
-    wrong = (before.float() + source.float() * 0.333984375).bfloat16()
-    out = accumulate(source, before.clone(), scale=1 / 3)
-    assert not torch.equal(out, wrong)
-    assert torch.equal(out, (before.double() + source.double() / 3).float().bfloat16())
 
 
 def largest_temporary(op: Callable[[], torch.Tensor]) -> int:
@@ -147,3 +86,86 @@ def test_the_oracle_refuses_a_neighbouring_value() -> None:
     allowed.assert_contains(result)
     with pytest.raises(AssertionError, match="the first is 1"):
         allowed.assert_contains(torch.stack([result[0], torch.nextafter(result[1], torch.tensor(9.0))]))
+
+
+# ---------------------------------------------------------------------- AdamW
+
+
+def random(numel: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+HOW = {
+    "no decay": Hyperparameters(weight_decay=0.0),
+    "maximize": Hyperparameters(maximize=True),
+    "short memory": Hyperparameters(betas=(0.3, 0.6), eps=1e-3),
+    "no memory": Hyperparameters(betas=(0.0, 0.0)),
+}
+
+
+@pytest.mark.parametrize("name", HOW)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_steps_equal_those_of_torch_to_the_bit(name: str, dtype: torch.dtype) -> None:
+    how, numel = HOW[name], CHUNK_NUMEL + 3
+    options = {"lr": how.lr, "betas": how.betas, "eps": how.eps, "weight_decay": how.weight_decay}
+    theirs = torch.nn.Parameter(random(numel, 1, dtype))
+    optimizer = torch.optim.AdamW([theirs], maximize=how.maximize, foreach=False, **options)
+    mine = AdamWBuffers(torch.empty(numel, dtype=dtype), theirs.detach().clone(), *(torch.zeros(2, numel, dtype=dtype)))
+    for step in range(1, 6):
+        mine.gradient.copy_(random(numel, 10 + step, dtype))
+        theirs.grad = mine.gradient.clone()
+        optimizer.step()
+        row = adamw_row(step, maximize=how.maximize, **options)
+        adamw(mine, Segments([Segment(0, numel)], numel), torch.tensor([row], dtype=torch.float64))
+    state = optimizer.state[theirs]
+    assert torch.equal(mine.weight, theirs)
+    assert torch.equal(mine.exp_avg, state["exp_avg"])
+    assert torch.equal(mine.exp_avg_sq, state["exp_avg_sq"])
+
+
+@pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)], ids=["number", "tensor"])
+def test_rows_from_a_tensor_of_steps_equal_those_of_numbers(lr: float | torch.Tensor) -> None:
+    steps = torch.tensor([1.0, 7.0, 1000.0])
+    options = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1, "maximize": True}
+    rows = adamw_rows(steps, lr=lr, **options)
+    wanted = [adamw_row(step, lr=float(lr), **options) for step in (1, 7, 1000)]
+    torch.testing.assert_close(rows, torch.tensor(wanted, dtype=torch.float64), rtol=1e-7, atol=0)
+    assert adamw_rows(torch.tensor(7), lr=lr, **options).shape == (1, 8)
+
+
+# ---------------------------------------------------------------------- memory
+
+BIG = 8 * CHUNK_NUMEL
+
+
+def step_of_dtypes(weight: torch.dtype, moments: torch.dtype) -> Callable[[], torch.Tensor]:
+    buffers = AdamWBuffers(
+        torch.ones(BIG, dtype=torch.bfloat16),
+        torch.ones(BIG, dtype=weight),
+        torch.ones(BIG, dtype=moments),
+        torch.ones(BIG, dtype=moments),
+        torch.ones(BIG, dtype=torch.bfloat16),
+    )
+    row = adamw_row(1, lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    segments, rows = Segments([Segment(0, BIG)], BIG), torch.tensor([row], dtype=torch.float64)
+
+    def run() -> torch.Tensor:
+        adamw(buffers, segments, rows)
+        return buffers.weight
+
+    return run
+
+
+def test_no_op_of_a_step_allocates_more_than_one_chunk_at_a_time() -> None:
+    main = torch.ones(BIG)
+    model, rest = torch.ones(BIG, dtype=torch.bfloat16), torch.ones(BIG, dtype=torch.int16)
+
+    def split() -> torch.Tensor:
+        split_weight(main, model, rest)
+        return model
+
+    limit = 8 * CHUNK_NUMEL
+    assert 0 < largest_temporary(split) <= limit
+    assert largest_temporary(lambda: join_weight(model, rest, main)) <= limit
+    for weight, moments in ((torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16)):
+        assert largest_temporary(step_of_dtypes(weight, moments)) <= limit

@@ -11,7 +11,6 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
-    get_optimizer_state_dict,
     set_model_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
@@ -19,10 +18,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from dbuffer import Row
 from megatron_fsdp import (
-    AdamW,
-    clip_grad_norm_,
     fully_shard,
-    fully_shard_optimizer,
     load_checkpoint,
     materialize,
     save_checkpoint,
@@ -30,7 +26,7 @@ from megatron_fsdp import (
 from tests.harness import on_ranks, run_ranks
 from tests.harness.grids import nightly_but
 from tests.harness.models import WIDTH, Block, Stack, squared
-from tests.harness.oracle import Case, compare, differing, whole
+from tests.harness.oracle import Case, compare, differing, train, whole
 from tests.harness.twins import sharded
 
 NUM_EXPERTS = 2
@@ -99,44 +95,10 @@ def test_parameters_show_their_natural_shape_over_rows_of_any_expert() -> None:
     assert any(of_up % 7 for of_up, *_ in rows), "some cut must lie inside an expert"
 
 
-def train(kind: str, model: nn.Module, ranks: list[int], steps: int = 3) -> torch.optim.Optimizer:
-    parameters = list(model.parameters())
-    if kind == "ours":
-        optimizer: torch.optim.Optimizer = AdamW(parameters, lr=0.05)
-    else:
-        optimizer = torch.optim.AdamW(parameters, lr=0.05, foreach=kind == "foreach")
-        if len(ranks) == 1:
-            fully_shard_optimizer(optimizer)
-    for step in range(steps):
-        for rank in ranks:
-            (squared(model, rank, step) / len(ranks)).backward()
-        if len(ranks) == 1:
-            clip_grad_norm_(model, 0.5)
-        else:
-            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-    return optimizer
-
-
-@pytest.mark.parametrize("kind", nightly_but(["foreach", "ours"], ["foreach", "single tensors", "ours"]))
-@on_ranks(3)
-def test_adamw_on_sharded_experts_equals_adamw_on_whole_ones(kind: str) -> None:
-    torch.manual_seed(0)
-    oracle = build()
-    train("single tensors", oracle, [0, 1, 2])
-    model = made()
-    optimizer = train(kind, model, [dist.get_rank()])
-    assert differing(values_of(model), oracle.state_dict(), 2e-6) == []
-    options = StateDictOptions(full_state_dict=True)
-    state: Any = get_optimizer_state_dict(model, optimizer, options=options)["state"]
-    for name, value in oracle.state_dict().items():
-        assert state[name]["exp_avg"].shape == value.shape
-
-
 def saved(path: str, way: str) -> dict[str, torch.Tensor]:
     model = made(3)
-    optimizer = train("foreach", model, [dist.get_rank()])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, foreach=True)
+    train(model, optimizer, loss=squared)
     if way == "save_checkpoint":
         save_checkpoint(model, optimizer, path)
     else:
@@ -148,7 +110,8 @@ def loaded(path: str, way: str, is_sharded: bool) -> dict[str, torch.Tensor]:
     model = made(9) if is_sharded else build()
     if not is_sharded:
         fully_shard(model)
-    optimizer = train("foreach", model, [dist.get_rank()], steps=1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, foreach=True)
+    train(model, optimizer, range(1), loss=squared)
     if way == "save_checkpoint":
         load_checkpoint(model, optimizer, path)
     else:

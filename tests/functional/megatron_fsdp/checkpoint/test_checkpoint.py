@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_fsdp import CheckpointError, MixedPrecisionPolicy, load_checkpoint, save_checkpoint
+from megatron_fsdp import CheckpointError, load_checkpoint, save_checkpoint
 from tests.functional.checkpoint_cases import (
     Layout,
     State,
@@ -20,7 +20,6 @@ from tests.functional.checkpoint_cases import (
     train_alone,
 )
 from tests.harness import run_ranks
-from tests.harness.grids import nightly_but
 from tests.harness.models import VOCABULARY, WIDTH, Model, make_model, world_mesh
 from tests.harness.oracle import differing, shard_model, whole_state
 
@@ -32,44 +31,6 @@ class Momentum(torch.optim.SGD):
 
     def __init__(self, groups: Any, lr: float) -> None:
         super().__init__(groups, lr, momentum=0.9)
-
-
-def resume_beside(layout: Layout, kind: type[torch.optim.Optimizer], path: str) -> list[str]:
-    """Save after two steps, load into a new model, train both on, and list what is not bit for bit the same."""
-    model, other = (layout.place(make_model(seed)) for seed in range(2))
-    optimizer, other_optimizer = make_two_groups(model, 0.01, kind), make_two_groups(other, 0.005, kind)
-    train_alone(model, optimizer, range(2))
-    save_checkpoint(model, optimizer, path, extra=EXTRA)
-    drawn = torch.rand(3)
-    extra = load_checkpoint(other, other_optimizer, path)
-    redrawn = torch.rand(3)
-    train_alone(model, optimizer, range(2, 5))
-    train_alone(other, other_optimizer, range(2, 5))
-    found = differing(whole_state(other), whole_state(model))
-    found += differing(full_optimizer_state(other, other_optimizer), full_optimizer_state(model, optimizer))
-    alike = {
-        "random numbers": torch.equal(drawn, redrawn),
-        "learning rate": other_optimizer.param_groups[0]["lr"] == 0.01,
-        "extra": str(extra) == str(EXTRA),
-    }
-    return [*found, *(name for name, is_alike in alike.items() if not is_alike)]
-
-
-RESUMED: dict[str, tuple[Layout, type[torch.optim.Optimizer]]] = {
-    "parameters sharded": (Layout(), torch.optim.AdamW),
-    "optimizer state sharded": (Layout((2,), "optim"), torch.optim.AdamW),
-    "nothing sharded": (Layout((2,), "no_shard"), torch.optim.AdamW),
-    "two axes": (Layout((2, 2), "hsdp"), torch.optim.AdamW),
-    "two sharded axes": (Layout((2, 2), "hfsdp"), torch.optim.AdamW),
-    "SGD with momentum": (Layout((2,)), Momentum),
-    "bf16 compute": (Layout((2,), policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)), torch.optim.AdamW),
-}
-
-
-@pytest.mark.parametrize("name", nightly_but(["nothing sharded", "two sharded axes", "bf16 compute"], RESUMED))
-def test_training_resumes_bit_for_bit_with(name: str, tmp_path: Path) -> None:
-    layout, kind = RESUMED[name]
-    assert run_ranks(layout.num_ranks, resume_beside, layout, kind, str(tmp_path / "s")) == [[]] * layout.num_ranks
 
 
 # ---------------------------------------------------------------------- refusals

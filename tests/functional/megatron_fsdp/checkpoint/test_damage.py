@@ -270,11 +270,3 @@ def test_the_checkpoint_before_is_there_after_a_rank_was_killed(
         assert differing(loaded, wanted) == []
     run_ranks(2, save_one, str(path))
     assert [entry.name for entry in path.parent.iterdir()] == ["step"]
-
-
-def test_the_manifest_is_the_last_file_to_be_written(saved: tuple[Path, State]) -> None:
-    path, _ = saved
-    manifest = (path / MANIFEST).stat().st_mtime_ns
-    assert max(file.stat().st_mtime_ns for file in path.iterdir()) == manifest
-    listed = checkpoint_manifest.read_manifest(path).keys()
-    assert sorted(file.name for file in path.iterdir()) == sorted([*listed, MANIFEST])

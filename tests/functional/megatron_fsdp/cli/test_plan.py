@@ -33,7 +33,7 @@ WITHOUT_TORCH = """
 import sys
 from megatron_fsdp.__main__ import main
 for words in ("--help", "--version", "plan --help", "plan --list-models", "checkpoint --help", "checkpoint export -h",
-              "timeline --help", "plan --model llama3-8b --mesh 8 --strategy zero3", "nothing"):
+              "plan --model llama3-8b --mesh 8 --strategy zero3", "nothing"):
     try:
         main(words.split())
     except SystemExit:

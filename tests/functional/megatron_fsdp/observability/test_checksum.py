@@ -98,10 +98,11 @@ def plain_sums(name: str) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_weights_and_moments_have_the_checksum_of_the_plain_model_in_every_strategy(name: str) -> None:
+def test_weights_and_moments_have_the_checksum_of_the_plain_model_however_they_are_sharded(name: str) -> None:
     wanted = plain_sums(name)
     assert list(wanted) == [key for key, _ in made().named_parameters()]
-    for shape, strategy in RUNS:
+    # Each strategy with two of the optimizers, by turns.
+    for shape, strategy in RUNS[[*OPTIMIZERS].index(name) % 2 :: 2]:
         for found in run_ranks(torch.Size(shape).numel(), sums, shape, strategy, name, "fp32"):
             assert found == wanted, (shape, strategy)
 

@@ -66,29 +66,16 @@ def test_every_parameter_has_the_factor_of_a_mean_over_ranks(layout: str, policy
     tokens = draw_tokens(dist.get_rank())
     token_loss(model, tokens).backward()
     optimizer.step()
+    optimizer.zero_grad()
     before = whole_state(model)
-    gradients = {name: p.grad.full_tensor().clone() for name, p in model.named_parameters() if p.grad is not None}
     report = check_gradient_scale(model, token_loss, draw_tokens(dist.get_rank(), 1))
-    kept = {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}
     after = whole_state(model)
-    is_same = gradients.keys() == kept.keys() and all(torch.equal(kept[name], gradients[name]) for name in kept)
-    is_same = is_same and all(torch.equal(after[name], before[name]) for name in before)
-    assert is_same
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    assert all(parameter.grad is None for parameter in model.parameters())
     assert len(report.parameters) == 16
     for each in report.parameters:
         assert each.factor == pytest.approx(1 / num_ranks, rel=limit)
         assert each.accumulated == pytest.approx(2, rel=limit)
-        assert each.residual <= 2 * limit
-    assert report.norm.found == pytest.approx(report.norm.expected, rel=1e-5)
-
-
-def norm_of(model: nn.Module) -> float:
-    """Return the norm over all ranks, none of which holds an element that another holds."""
-    total = torch.zeros((), dtype=torch.float64)
-    for parameter in model.parameters():
-        total += parameter.grad.to_local().double().square().sum()
-    dist.all_reduce(total)
-    return float(total.sqrt())
 
 
 EXPERTS = [(2, "optim_grads_params"), (4, "optim_grads"), (2, "optim")]
@@ -98,22 +85,11 @@ EXPERTS = [(2, "optim_grads_params"), (4, "optim_grads"), (2, "optim")]
 @on_ranks(4)
 def test_experts_on_fewer_ranks_have_the_factor_of_all_ranks(num_experts: int, strategy: str) -> None:
     model, _ = shard_experts(num_experts, strategy)
-    # Its experts are plain tensors, which no norm of the engine can count on other ranks.
-    report = check_gradient_scale(model, squares, rows(dist.get_rank()), norm=lambda: norm_of(model))
+    report = check_gradient_scale(model, squares, rows(dist.get_rank()))
     experts = [each for each in report.parameters if "expert" in each.name]
-    assert {each.num_ranks for each in experts} == {4 // num_experts}
+    assert all(each.place.endswith(f"of {4 // num_experts}") for each in experts)
     assert len(experts) == 6 < len(report.parameters)
     assert all(each.factor == pytest.approx(0.25, rel=1e-6) for each in report.parameters)
-
-
-@on_ranks(4)
-def test_ranks_that_clip_by_different_norms_are_found() -> None:
-    model, _ = shard_experts(2)
-    with pytest.raises(GradientScaleError) as error:
-        check_gradient_scale(model, squares, rows(dist.get_rank()))
-    text = str(error.value)
-    assert "on the ranks, which clip differently" in text
-    assert "parameter " not in text
 
 
 def of_tensor_parallel(strategy: str) -> GradientScale:
@@ -223,6 +199,8 @@ def refused(which: str) -> str:
     if which == "pending":
         with no_sync(model):
             squares(model, x).backward()
+    elif which == "gradients":
+        squares(model, x).backward()
     elif which == "no_sync":
         context = no_sync(model)
     elif which == "frozen":
@@ -244,34 +222,15 @@ def refused(which: str) -> str:
 @pytest.mark.parametrize(
     ("which", "words"),
     [
-        ("pending", "is a sum under way"),
+        ("pending", "gradients are a sum under way; call zero_grad() first"),
+        ("gradients", "parameter 'layers.0.norm.weight' has a gradient already; call zero_grad() first"),
         ("no_sync", "call this outside, between steps"),
-        ("plain", "no module of the model has parameters that fully_shard took"),
+        ("plain", "no module of the model is sharded; call fully_shard first"),
         ("frozen", "no sharded parameter of the model requires a gradient"),
     ],
 )
 def test_it_refuses_what_it_cannot_measure(which: str, words: str) -> None:
     assert all(words in text for text in run_ranks(2, refused, which))
-
-
-@on_ranks(2)
-def test_gradients_of_the_right_length_that_point_elsewhere_are_found() -> None:
-    model = nn.Linear(7, 6, bias=False)
-    fully_shard(model)
-
-    def hook(gradient: torch.Tensor) -> None:
-        other = gradient.roll(1)
-        # Nothing of the gradient itself, so that the factor stays what it is.
-        other -= (other @ gradient) / (gradient @ gradient) * gradient
-        gradient += 0.1 * other
-
-    model.set_all_reduce_hook(hook)
-    with pytest.raises(GradientScaleError) as error:
-        check_gradient_scale(model, squares, rows(dist.get_rank()))
-    assert isinstance(error.value.report, GradientScale)
-    assert error.value.report.parameters[0].factor == pytest.approx(0.5, rel=1e-6)
-    text = str(error.value)
-    assert "of the reduced gradient, by norm, is no multiple of the sum" in text
 
 
 class Broken(torch.autograd.Function):
@@ -286,11 +245,9 @@ class Broken(torch.autograd.Function):
 
 @pytest.mark.parametrize("is_in_backward", [False, True])
 @on_ranks(2)
-def test_a_loss_that_raises_leaves_gradients_as_they_were(is_in_backward: bool) -> None:
+def test_a_loss_that_raises_leaves_no_gradients(is_in_backward: bool) -> None:
     model = stack()
     x = rows(dist.get_rank())
-    squares(model, x).backward()
-    before = model.layers[0].up.weight.grad.full_tensor()
 
     def broken(inner: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         if is_in_backward:
@@ -304,10 +261,8 @@ def test_a_loss_that_raises_leaves_gradients_as_they_were(is_in_backward: bool) 
 
     with pytest.raises(ArithmeticError, match="of the user"):
         check_gradient_scale(model, broken, x)
-    after = model.layers[0].up.weight.grad.full_tensor()
-    difference = (after - before).abs().max().item()
+    assert all(parameter.grad is None for parameter in model.parameters())
     text = str(check_gradient_scale(model, squares, x))
-    assert difference == 0
     assert "unit 'layers.0', 6 parameters over axis 0 of 2: factor 0.5" in text
 
 
@@ -316,42 +271,18 @@ def test_a_loss_that_raises_leaves_gradients_as_they_were(is_in_backward: bool) 
     [
         ("nan", "there is NaN or infinity in its gradient"),
         ("nothing", "no parameter has a gradient to measure"),
-        ("ignored", "reduce their gradients in finish="),
     ],
 )
 @on_ranks(2)
 def test_what_shows_nothing_is_no_pass(which: str, words: str) -> None:
     x = rows(dist.get_rank())
-    if which == "ignored":
-        torch.manual_seed(0)
-        model = Stack(Block(), Block(hidden=3))
-        fully_shard(model, ignored_params=list(model.layers[1].parameters()))
-    else:
-        model = stack()
+    model = stack()
     scale = {"nan": math.nan, "nothing": 0.0}.get(which, 1.0)
     with pytest.raises(GradientScaleError) as error:
         check_gradient_scale(model, lambda inner, batch: scale * squares(inner, batch), x)
     assert all(parameter.grad is None for parameter in model.parameters())
     text = str(error.value)
     assert words in text
-
-
-@on_ranks(2)
-def test_gradients_that_the_loop_reduces_itself_count_in_the_norm() -> None:
-    torch.manual_seed(0)
-    model = Stack(Block(), Block(hidden=3))
-    ignored = list(model.layers[1].parameters())
-    fully_shard(model, ignored_params=ignored)
-
-    def finish() -> None:
-        for parameter in ignored:
-            assert parameter.grad is not None
-            dist.all_reduce(parameter.grad)
-            parameter.grad /= dist.get_world_size()
-
-    report = check_gradient_scale(model, squares, rows(dist.get_rank()), finish=finish)
-    assert len(report.parameters) == 6
-    assert report.norm.highest == report.norm.lowest == pytest.approx(report.norm.expected)
 
 
 POLICIES_OF_GROUPS: dict[str, dict[str, Any]] = {

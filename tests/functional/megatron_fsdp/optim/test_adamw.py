@@ -22,20 +22,17 @@ from torch.distributed.tensor import distribute_tensor
 from megatron_fsdp import (
     ConfigError,
     MixedPrecisionPolicy,
-    clip_grad_norm_,
     fully_shard,
     fully_shard_optimizer,
 )
 from megatron_fsdp.optim.adamw import AdamW
 from tests.functional.adamw_comparison import differing_state, groups_of, torch_adamw, two_groups
-from tests.harness import on_ranks, run_ranks
+from tests.harness import on_ranks
 from tests.harness.grids import nightly_but
 from tests.harness.models import (
     WIDTH,
-    Block,
     Made,
     Model,
-    Stack,
     draw_tokens,
     inputs,
     loss_of,
@@ -82,29 +79,6 @@ def test_weights_state_and_state_dict_equal_those_of_torch_to_the_bit_in_every_p
         other, oracle = run_with(torch_adamw, strategy, mesh, policy)
         wrong[policy] = differing(whole_state(model), whole_state(other)) + differing_state(optimizer, oracle)
     assert wrong == {name: [] for name in POLICIES}
-
-
-@on_ranks(2)
-def test_fully_shard_optimizer_on_top_of_it_changes_nothing() -> None:
-    found = []
-    for wrap in (lambda optimizer: optimizer, fully_shard_optimizer):
-        model = shard_model(make_model(), world_mesh(), policy=POLICIES["bf16 gradients"])
-        train(model, wrap(AdamW(two_groups(model), lr=0.01)), range(3), [dist.get_rank()])
-        found.append(whole_state(model))
-    assert differing(*found) == []
-
-
-def train_sharded() -> State:
-    model = shard_model(make_model(), world_mesh())
-    train(model, AdamW(two_groups(model), lr=0.01), range(5), [dist.get_rank()])
-    return whole_state(model)
-
-
-def test_a_sharded_run_equals_the_whole_model_with_torchs_adamw() -> None:
-    model = make_model()
-    train(model, torch.optim.AdamW(two_groups(model), lr=0.01), range(5), range(3))
-    for found in run_ranks(3, train_sharded):
-        assert differing(found, model.state_dict(), 1e-5) == []
 
 
 @pytest.mark.parametrize("weights", [FP32, BF16], ids=str)
@@ -159,52 +133,6 @@ def test_compute_weights_at_rest_are_those_just_stepped_before_any_forward(strat
     assert len(is_stale) == 3
 
 
-def clip_and_step(strategy: str, mesh: tuple[int, ...], fused: bool) -> tuple[list[float], float, State]:
-    """Return the norms of four steps, how much gradients moved while they were applied, and the weights."""
-    torch.manual_seed(0)
-    model = nn.ModuleList([shard_model(make_model(), make_mesh(mesh), strategy), nn.Linear(WIDTH, WIDTH)])
-    optimizer = AdamW([*two_groups(model[0]), {"params": model[1].parameters()}], lr=0.05)
-    norms, moved = [], 0.0
-    for step in range(4):
-        tokens = draw_tokens(dist.get_rank(), step)
-        loss_of(model[0](tokens), tokens).backward()
-        model[1](inputs(0, step)).square().mean().backward()
-        before = [whole(p.grad, p) for p in model.parameters()]
-        # Between the smallest and the largest norm, so that some steps are clipped and others are not.
-        if fused:
-            optimizer.step(max_norm=0.5)
-            assert optimizer.grad_norm is not None
-            norms.append(optimizer.grad_norm.item())
-            pairs = zip(model.parameters(), before, strict=True)
-            moved = max(moved, *(float((whole(p.grad, p) - g).abs().max()) for p, g in pairs))
-        else:
-            norms.append(clip_grad_norm_(model, 0.5).item())
-            optimizer.step()
-        optimizer.zero_grad()
-    return norms, moved, whole_state(model)
-
-
-CLIPPED = [("optim_grads_params", (3,)), ("optim", (2,)), ("hsdp", (2, 2))]
-
-
-@pytest.mark.parametrize(("strategy", "mesh"), nightly_but(CLIPPED[1:], CLIPPED), ids=str)
-@on_ranks(lambda mesh: torch.Size(mesh).numel())
-def test_clipping_inside_the_step_equals_clip_grad_norm_before_it(strategy: str, mesh: tuple[int, ...]) -> None:
-    (norms, moved, weights), (wanted_norms, _, wanted) = (clip_and_step(strategy, mesh, way) for way in (True, False))
-    assert any(norm > 0.55 for norm in wanted_norms)
-    assert norms == pytest.approx(wanted_norms, rel=1e-6)
-    # The norm is the same on all ranks.
-    assert len(set(map(tuple, gathered(norms)))) == 1
-    assert moved == 0.0
-    assert differing(weights, wanted, 2e-6) == []
-
-
-def gathered(values: list[float]) -> list[list[float]]:
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, values)
-    return found
-
-
 @on_ranks(2)
 def test_the_norm_is_that_of_the_optimizers_own_parameters() -> None:
     model = shard_model(make_model(), world_mesh())
@@ -216,34 +144,6 @@ def test_the_norm_is_that_of_the_optimizers_own_parameters() -> None:
     wanted = sum(float(whole(p.grad, p).square().sum()) for p in model.parameters() if p.ndim > 1) ** 0.5
     found = optimizer.grad_norm.item()
     assert found == pytest.approx(wanted, rel=1e-6)
-
-
-def where_state_lies() -> tuple[bool, bool, int]:
-    """Tell whether moments follow each other in one buffer, whether a change of them counts, and their bytes a rank."""
-    torch.manual_seed(0)
-    model = Stack(Block(), Block(hidden=5))
-    fully_shard(model)
-    optimizer = AdamW(model.parameters(), lr=0.1)
-    model(inputs(dist.get_rank(), 0)).square().mean().backward()
-    optimizer.step()
-    locals_ = [optimizer.state[p]["exp_avg"].to_local() for p in model.parameters()]
-    held = [local for local in locals_ if local.numel()]
-    span = max(t.data_ptr() + t.nbytes for t in held) - min(t.data_ptr() for t in held)
-    before = whole_state(model)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            optimizer.state[parameter]["exp_avg"].fill_(1e6)
-    optimizer.step()
-    moved = min(float((whole_state(model)[name] - value).abs().min()) for name, value in before.items())
-    (group,) = groups_of(model)
-    return span <= group.main_weight.nbytes, moved > 1.0, sum(local.nbytes for local in held)
-
-
-def test_moments_are_parts_of_one_buffer_and_what_is_written_into_them_counts() -> None:
-    num_elements = sum(p.numel() for p in Stack(Block(), Block(hidden=5)).parameters())
-    results = run_ranks(3, where_state_lies)
-    assert [(is_one, counts) for is_one, counts, _ in results] == [(True, True)] * 3
-    assert sum(num_bytes for _, _, num_bytes in results) == 4 * num_elements
 
 
 def drop_some_gradients(model: nn.Module, step: int) -> None:
@@ -348,25 +248,6 @@ def step_through(name: str, make: Make) -> tuple[State, torch.optim.Optimizer]:
 def test_steps_equal_those_of_torch_to_the_bit_when_parameters(name: str) -> None:
     (weights, optimizer), (wanted, oracle) = step_through(name, AdamW), step_through(name, torch_adamw)
     assert differing(weights, wanted) + differing_state(optimizer, oracle) == []
-
-
-@on_ranks(2)
-def test_step_counters_beside_the_weights_give_the_same_steps() -> None:
-    results = []
-    for is_capturable in (True, False):
-        model = shard_model(make_model(), world_mesh())
-        optimizer = AdamW(two_groups(model), lr=0.01, capturable=is_capturable)
-        for step in range(4):
-            tokens = draw_tokens(dist.get_rank(), step)
-            loss_of(model(tokens), tokens).backward()
-            drop_some_gradients(model, step)
-            optimizer.step()
-            optimizer.zero_grad()
-        results.append(whole_state(model) | {
-            f"{key} {name}": whole(value, value)
-            for key, values in optimizer.state_dict()["state"].items() for name, value in values.items()
-        })  # fmt: skip
-    assert differing(results[0], results[1], 1e-6) == []
 
 
 FULL_ON_RANK_0 = StateDictOptions(full_state_dict=True, cpu_offload=True)

@@ -11,8 +11,6 @@ from torch.distributed.tensor import Replicate, Shard
 from dbuffer import RaggedShard
 from dbuffer.dtensor.flat_dtensor import FlatRows
 
-SHAPES = [(13, 3), (1,), (1, 7), (3, 2, 5), (11,), (0, 4)]
-
 
 def rows_of_all(offset: int, shard: int, row: int, num_rows: int, num_ranks: int) -> list[range]:
     placement = RaggedShard(FlatRows(offset, shard, row, num_rows))
@@ -47,13 +45,6 @@ def test_a_flattened_mesh_counts_shards_with_its_last_axis_as_the_major_one() ->
     assert [placement.rows_of(rank).start // 2 for rank in range(6)] == [0, 2, 4, 1, 3, 5]
 
 
-def test_it_is_a_shard_of_dimension_zero() -> None:
-    placement = RaggedShard(FlatRows(0, 6, 3, 4))
-    assert isinstance(placement, Shard)
-    assert placement.dim == 0
-    assert placement.is_shard(0)
-
-
 def test_it_equals_a_plain_shard_of_the_first_dimension_only() -> None:
     placement = RaggedShard(FlatRows(0, 6, 3, 4))
     assert placement == Shard(0)
@@ -79,7 +70,3 @@ def test_copies_and_pickles_keep_the_rows(duplicate: Callable[[RaggedShard], Rag
     placement = RaggedShard(FlatRows(6, 12, 3, 5), (2, 3))
     assert duplicate(placement) == placement
     assert duplicate(placement).rows_of(1) == placement.rows_of(1)
-
-
-def test_its_repr_names_the_rows() -> None:
-    assert "num_rows=5" in repr(RaggedShard(FlatRows(6, 12, 3, 5)))

@@ -13,6 +13,7 @@ from tests.unit.megatron_fsdp.config.lines import config, mesh
 STRATEGY = "--data-parallel-sharding-strategy"
 MAIN_GRADS = "--megatron-fsdp-main-grads-dtype"
 WIRE = "--megatron-fsdp-grad-comm-dtype"
+FUSION = "--no-gradient-accumulation-fusion"
 
 
 def test_the_explanation_has_the_dtypes_and_each_flag_that_acts() -> None:
@@ -93,6 +94,9 @@ def test_a_flag_that_does_nothing_here_says_so_once_with_the_reason(flag: Flag) 
         "--data-parallel-sharding-strategy optim --bf16 --grad-reduce-in-bf16",
         "--data-parallel-sharding-strategy optim_grads --megatron-fsdp-grad-comm-dtype bf16",
         "--num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy optim",
+        FUSION,
+        f"--bf16 --grad-reduce-in-bf16 {FUSION}",
+        f"--fp16 {FUSION}",
     ],
 )
 def test_flags_that_are_acted_on_give_no_notice(line: str) -> None:
@@ -111,6 +115,7 @@ def test_flags_that_are_acted_on_give_no_notice(line: str) -> None:
             f"{STRATEGY} no_shard --bf16 --grad-reduce-in-bf16 {MAIN_GRADS} fp32",
             "--grad-reduce-in-bf16 does nothing here; with --data-parallel-sharding-strategy no_shard",
         ),
+        (f"--fp16 {WIRE} bf16 {FUSION}", f"{FUSION} does nothing here; gradients of fp16 weights are packed as"),
     ],
 )
 def test_a_flag_that_the_other_flags_leave_without_effect_says_so(line: str, notice: str) -> None:

@@ -4,12 +4,10 @@ import argparse
 import copy
 import dataclasses
 import pickle
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -31,13 +29,6 @@ F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 @pytest.fixture(autouse=True)
 def no_gpu_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
-
-
-@pytest.fixture
-def process_group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(
@@ -208,6 +199,11 @@ def test_the_dtypes_follow_megatron_s_rules(line: str, dtypes: tuple[torch.dtype
     assert (policy.param_dtype, policy.main_params_dtype, policy.main_grads_dtype, policy.reduce_dtype) == dtypes
 
 
+@pytest.mark.parametrize(("line", "fuses"), [("", "wide"), ("--bf16 --no-gradient-accumulation-fusion", False)])
+def test_the_policy_fuses_unless_told_otherwise(line: str, fuses: str | bool) -> None:
+    assert config(line).mixed_precision_policy().fuse_weight_gradients == fuses
+
+
 # Of bf16 weights: the dtypes of main weights and of main gradients, and of what travels.
 @pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize(
@@ -226,20 +222,6 @@ def test_the_dtype_flags_reach_the_buffers(line: str, dtypes: tuple[torch.dtype,
     model(torch.ones(2, 5)).sum().backward()
     (group,) = model.parameter_groups
     assert (group.main_weight.dtype, group.main_grad.dtype, group.spec.dtypes.reduce) == dtypes
-
-
-@pytest.mark.usefixtures("process_group")
-@pytest.mark.parametrize("shape", [(1,), (1, 1)], ids=["one axis", "two axes"])
-@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
-def test_fully_shard_takes_the_arguments_and_computes_in_their_dtypes(strategy: str, shape: tuple[int, ...]) -> None:
-    device_mesh = init_device_mesh("cpu", shape)
-    given = config(f"--bf16 --data-parallel-sharding-strategy {strategy}")
-    model = fully_shard(nn.Linear(5, 3), device_mesh, **given.fully_shard_kwargs(device_mesh))
-    output = model(torch.ones(2, 5))
-    output.sum().backward()
-    (parameter, _) = model.parameters()
-    assert (output.dtype, parameter.dtype) == (BF16, F32)
-    assert parameter.grad.full_tensor().equal(torch.full((3, 5), 2.0))
 
 
 @pytest.mark.usefixtures("process_group")

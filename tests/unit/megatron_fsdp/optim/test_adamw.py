@@ -81,32 +81,6 @@ def test_rates_and_betas_may_be_tensors_and_change_in_place() -> None:
         torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-6)
 
 
-def test_schedules_of_rates_and_betas_reach_every_step() -> None:
-    mine, theirs = AdamW(parameters()), torch.optim.AdamW(parameters(), foreach=False)
-    schedules = [torch.optim.lr_scheduler.OneCycleLR(each, 0.1, total_steps=9) for each in (mine, theirs)]
-    for number in range(5):
-        step(mine, number)
-        step(theirs, number)
-        for each in schedules:
-            each.step()
-    assert differing(mine, theirs) == []
-
-
-def test_parameters_without_gradient_stay_and_get_no_state() -> None:
-    first, second = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
-    optimizer = AdamW([first, second], lr=0.1)
-    first.grad = torch.ones(3)
-    optimizer.step()
-    assert not torch.equal(first, torch.ones(3))
-    assert torch.equal(second, torch.ones(3))
-    assert list(optimizer.state) == [first]
-    optimizer.zero_grad()
-    before = first.detach().clone()
-    optimizer.step()
-    assert torch.equal(first, before)
-    assert optimizer.state[first]["step"].item() == 1
-
-
 def test_a_closure_runs_with_gradients_and_its_loss_is_returned() -> None:
     weight = nn.Parameter(torch.tensor([2.0]))
     optimizer = AdamW([weight], lr=0.1)

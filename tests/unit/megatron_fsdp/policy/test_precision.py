@@ -8,8 +8,7 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
 
 from megatron_fsdp import ConfigError, MixedPrecisionPolicy
-from megatron_fsdp.policy.precision import GradDtype, GroupDtypes, as_policy
-from megatron_fsdp.runtime.step.schedule import caster
+from megatron_fsdp.policy.precision import GroupDtypes, as_policy
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -48,42 +47,6 @@ def test_parameters_get_the_dtypes_of(
     assert policy.dtypes_for(own, requires_grad=True) == trained
     if frozen is not None:
         assert policy.dtypes_for(own, requires_grad=False) == frozen
-
-
-@pytest.mark.parametrize(
-    ("policy", "own", "asked", "reduce", "main_grad"),
-    [
-        (MixedPrecisionPolicy(), FP32, BF16, BF16, BF16),
-        (MixedPrecisionPolicy(), BF16, FP32, FP32, FP32),
-        (MixedPrecisionPolicy(BF16, FP32), FP32, BF16, FP32, BF16),
-        (MixedPrecisionPolicy(BF16, main_grads_dtype=FP32), FP32, BF16, BF16, BF16),
-        (MixedPrecisionPolicy(BF16), FP32, "any", BF16, BF16),
-        (MixedPrecisionPolicy(BF16, FP16), FP32, "any", FP16, FP16),
-        (MixedPrecisionPolicy(main_params_dtype=FP32), BF16, "any", BF16, BF16),
-    ],
-)
-def test_gradients_travel_and_rest_as_grad_dtype_says_but_for_reduce_dtype(
-    policy: MixedPrecisionPolicy, own: torch.dtype, asked: GradDtype, reduce: torch.dtype, main_grad: torch.dtype
-) -> None:
-    dtypes = policy.dtypes_for(own, requires_grad=True, grad_dtype=asked)
-    assert (dtypes.reduce, dtypes.main_grad) == (reduce, main_grad)
-
-
-@pytest.mark.parametrize(
-    ("policy", "asked", "wanted"),
-    [
-        (MixedPrecisionPolicy(BF16), [(FP32, "own"), (BF16, "own")], None),
-        (MixedPrecisionPolicy(BF16), [(FP32, BF16), (FP32, "own")], FP32),
-        (MixedPrecisionPolicy(BF16), [(FP32, BF16), (FP32, FP16)], FP32),
-        (MixedPrecisionPolicy(BF16), [(FP32, BF16), (FP32, "any")], BF16),
-        (MixedPrecisionPolicy(BF16, FP16), [(FP32, BF16), (FP32, FP32)], FP16),
-        (MixedPrecisionPolicy(BF16), [], None),
-    ],
-)
-def test_gradients_of_a_unit_are_reduced_in_the_widest_that_its_parameters_ask_for(
-    policy: MixedPrecisionPolicy, asked: list[tuple[torch.dtype, GradDtype]], wanted: torch.dtype | None
-) -> None:
-    assert policy.common_reduce_dtype(asked) is wanted
 
 
 @pytest.mark.parametrize(
@@ -126,15 +89,3 @@ def test_any_kind_of_policy_keeps_all_of_its_fields() -> None:
 def test_anything_else_is_refused_by_its_class(policy: object) -> None:
     with pytest.raises(ConfigError, match=f"{type(policy).__name__}; give a MixedPrecisionPolicy"):
         as_policy(policy)
-
-
-@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64, BF16])
-def test_other_tensors_and_those_of_the_wanted_dtype_are_not_cast(dtype: torch.dtype) -> None:
-    tensor = torch.ones(2).to(dtype)
-    assert caster(BF16)(tensor) is tensor
-
-
-def test_gradients_flow_back_through_a_cast() -> None:
-    x = torch.ones(3, requires_grad=True)
-    caster(BF16)({"x": x})["x"].sum().backward()
-    assert x.grad.dtype is FP32

@@ -27,32 +27,6 @@ def submit(log: list[str], *, then: bool = True) -> Ticket:
     return Lane("gather").submit(operation, (lambda: log.append("followed")) if then else None)
 
 
-def test_an_operation_is_issued_when_it_is_submitted() -> None:
-    log: list[str] = []
-    submit(log)
-    assert log == ["issued"]
-
-
-def test_waiting_waits_for_the_collective_and_then_runs_what_follows() -> None:
-    log: list[str] = []
-    submit(log).wait()
-    assert log == ["issued", "waited", "followed"]
-
-
-def test_waiting_again_does_nothing() -> None:
-    log: list[str] = []
-    ticket = submit(log)
-    ticket.wait()
-    ticket.wait()
-    assert log == ["issued", "waited", "followed"]
-
-
-def test_an_operation_may_have_nothing_that_follows() -> None:
-    log: list[str] = []
-    submit(log, then=False).wait()
-    assert log == ["issued", "waited"]
-
-
 def test_what_follows_is_run_by_the_wait_of_its_own_operation() -> None:
     first_log: list[str] = []
     second_log: list[str] = []

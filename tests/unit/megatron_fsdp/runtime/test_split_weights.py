@@ -15,7 +15,7 @@ from tests.unit.megatron_fsdp.planning.chains import Chain, sharding_of, stand_i
 
 BF16, FP32 = torch.bfloat16, torch.float32
 SPLIT = MixedPrecisionPolicy(BF16, split_main_params=True)
-MODEL = ("plan", "--model", "llama3-8b", "--mesh", "8", "--json")
+MODEL = ("plan", "--model", "gpt2", "--mesh", "8", "--json")
 
 
 def plan_of(capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, Any]:

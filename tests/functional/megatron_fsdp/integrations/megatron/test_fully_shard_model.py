@@ -196,13 +196,6 @@ def test_what_has_no_meaning_is_refused_with_the_cure(name: str) -> None:
         fully_shard_model(three_blocks(), **{"fsdp_unit_modules": [Block], **options})
 
 
-@pytest.mark.parametrize("device", ["cpu", torch.device("cpu"), None])
-@on_ranks(2)
-def test_device_says_where_the_model_goes(device: Any) -> None:
-    model = fully_shard_model(three_blocks(), [Block], device=device)
-    assert str(next(model.parameters()).device) == "cpu"
-
-
 @pytest.mark.parametrize("wanted", [True, False])
 @on_ranks(2)
 def test_meta_parameters_are_initialised_on_request(wanted: bool) -> None:

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
-from megatron_fsdp import ConfigError, GradientReductionHandle, StateError, fully_shard
+from megatron_fsdp import GradientReductionHandle, StateError
 from tests.harness import on_ranks
+from tests.harness.grids import nightly_but
 from tests.harness.models import inputs, squared
 from tests.harness.transcript import record_transcript
 from tests.harness.twins import Twins
@@ -72,7 +72,7 @@ def later(model: Any) -> None:
     handle.wait()
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", nightly_but(["optim", "optim_grads_params"], STRATEGIES))
 @on_ranks(lambda strategy: 4 if strategy == "hsdp" else 2)
 def test_gradients_are_a_plain_models_once_they_are_finalized(strategy: str) -> None:
     found = []
@@ -106,13 +106,11 @@ def test_nothing_reads_or_steps_with_gradients_that_are_not_finalized(strategy: 
     collect(optimizer.step)
     handle = model.finalize_backward(async_op=True)
     collect(lambda: weight.grad + 1)
-    collect(lambda: model(inputs(0, 0)))
     collect(model.finalize_backward)
     handle.wait()
     optimizer.step()
-    assert ["call finalize_backward() if that is manual" in one for one in said] == [True] * 3 + [False] * 2
-    assert said[3].startswith("forward before wait() of the handle")
-    assert said[4].startswith("finalize_backward() before wait() of the handle")
+    assert ["call finalize_backward() if that is manual" in one for one in said] == [True] * 3 + [False]
+    assert "finalize_backward() before wait() of the handle" in said[3]
 
 
 @on_ranks(2)
@@ -129,7 +127,7 @@ def test_an_iteration_can_be_dropped_before_it_is_finalized() -> None:
     run(model, 0)
     handle = model.finalize_backward(async_op=True)
     model.reset_iter_state()
-    with pytest.raises(StateError, match=r"is void: reset_iter_state\(\) dropped"):
+    with pytest.raises(StateError, match=r"after reset_iter_state\(\), which dropped the gradients"):
         handle.wait()
     assert all(parameter.grad is None for parameter in model.parameters())
     run(model, 1)
@@ -170,7 +168,7 @@ def test_what_cannot_be_asked_for_is_refused_by_name() -> None:
     said = []
 
     def collect(action: Callable[[], object]) -> None:
-        with pytest.raises((StateError, ConfigError)) as error:
+        with pytest.raises(StateError) as error:
             action()
         said.append(str(error.value))
 
@@ -186,13 +184,11 @@ def test_what_cannot_be_asked_for_is_refused_by_name() -> None:
     run(model, 0)
     hook.remove()
     collect(lambda: model.set_manual_backward_finalization(False))
-    collect(lambda: fully_shard(nn.Sequential(model)))
     assert "set_manual_backward_finalization() is the root's to call, which is 'Stack'" in said[0]
     assert "finalize_backward() without set_manual_backward_finalization(True)" in said[1]
     assert "finalize_backward() is the root's to call" in said[2]
     assert "finalize_backward() in a backward" in said[3]
     assert "set_manual_backward_finalization(False) in or after a backward that is not finalized" in said[4]
-    assert "call it on the outermost module, after the last fully_shard" in said[5]
 
 
 @on_ranks(2)

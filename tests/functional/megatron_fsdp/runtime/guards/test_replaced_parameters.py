@@ -4,7 +4,6 @@ The refusals are in test_errors.py; here is what works.
 """
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,10 @@ from megatron_fsdp import (
     CheckpointError,
     StateError,
     fully_shard,
-    fully_shard_optimizer,
     save_checkpoint,
 )
 from tests.harness import on_ranks
 from tests.harness.models import WIDTH, Block, Made, Stack, inputs
-from tests.harness.oracle import whole
 from tests.harness.twins import Twins
 
 
@@ -34,10 +31,6 @@ def two_layers() -> nn.Module:
 
 def pair(*layers: nn.Module, strategy: str | None = None, **options: Any) -> Twins:
     return Twins(lambda: Stack(*(layers or (Block(), Block(hidden=5)))), strategy, **options)
-
-
-def gap(one: torch.Tensor, other: torch.Tensor) -> float:
-    return float((one.detach() - other.detach()).abs().max())
 
 
 @on_ranks(2)
@@ -55,66 +48,6 @@ def test_tied_parameters_may_be_tied_again() -> None:
         model.load_state_dict(model.state_dict())
     assert model.second.weight is model.first.weight
     assert twins.gradients_apart() < 2e-6
-
-
-ADOPTERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
-    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
-    "adapted AdamW": lambda parameters: fully_shard_optimizer(torch.optim.AdamW(parameters, lr=0.1)),
-}
-
-
-@pytest.mark.parametrize(("strategy", "make"), [("optim", "SGD"), ("optim_grads_params", "adapted AdamW")])
-@on_ranks(2)
-def test_a_sharded_parameter_assigned_before_the_first_forward_is_trained(strategy: str, make: str) -> None:
-    twins = pair(strategy=strategy)
-    model, oracle = twins
-    old, value = model.layers[0].up.weight, model.layers[0].up.weight.full_tensor()
-    for each in (model, oracle):
-        layer = each.layers[0]
-        layer.up.weight = nn.Parameter(layer.up.weight.detach() * 2)
-        layer.norm.bias = nn.Parameter(layer.norm.bias.detach() + 1, requires_grad=False)
-    assigned = model.layers[0].up.weight
-    assert assigned is not old
-    optimizers = [
-        ADOPTERS[make]([p for p in model.parameters() if p.requires_grad]),
-        torch.optim.SGD(oracle.parameters(), lr=0.1, momentum=0.9)
-        if make == "SGD"
-        else torch.optim.AdamW(oracle.parameters(), lr=0.1),
-    ]
-    for step in range(3):
-        twins.backward(step)
-        assert model.layers[0].norm.bias.grad is None
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    assert model.layers[0].up.weight is assigned
-    assert twins.weights_apart() < 2e-6
-    assert gap(whole(old, old), value) == 0.0
-
-
-@on_ranks(2)
-def test_a_parameter_on_the_meta_device_may_be_assigned_before_the_first_forward() -> None:
-    with torch.device("meta"):
-        model: Any = Made(
-            lambda m, x: m.second(m.first(x)) * m.norm,
-            first=nn.Linear(3, 3, bias=False), second=nn.Linear(3, 3, bias=False), norm=nn.Parameter(torch.empty(3)),
-        )  # fmt: skip
-    for layer in (model.first, model.second):
-        fully_shard(layer)
-    fully_shard(model)
-    for layer in (model.first, model.second):
-        layer.to_empty(device="cpu")
-        with torch.no_grad():
-            layer.weight.copy_(layer.weight.new_ones(()) * 0.5)
-    with torch.no_grad():
-        model.norm = nn.Parameter(torch.linalg.norm(model.first.weight + model.second.weight, dim=1))
-    x = inputs(dist.get_rank(), 0, 2, 3)
-    model(x).sum().backward()
-    gradient = sum((inputs(rank, 0, 2, 3) @ torch.full((3, 3), 0.75)).sum(0) for rank in range(2)) / 2
-    error = gap(whole(model.norm, model.norm), torch.full((3,), 3.0).sqrt())
-    of_gradient = gap(whole(model.norm.grad, model.norm), gradient)
-    assert error < 2e-6
-    assert of_gradient < 2e-6
 
 
 @on_ranks(2)

@@ -8,9 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from dbuffer import CollectiveCall, observe_collectives
 from megatron_fsdp import AdamW, MixedPrecisionPolicy, fully_shard
@@ -123,6 +121,11 @@ class Aliasing(ReleasingTensor):
 INT8_MOMENTS = MixedPrecisionPolicy(main_params_dtype=torch.float32, moments="int8")
 
 
+class Reading(WireTensor):
+    def fsdp_pre_all_gather(self, mesh: Any, *args: Any) -> Any:
+        return args[-2]._get_fsdp_state()
+
+
 @pytest.mark.parametrize(
     ("kind", "shape", "policy", "words"),
     [
@@ -130,6 +133,7 @@ INT8_MOMENTS = MixedPrecisionPolicy(main_params_dtype=torch.float32, moments="in
         (RankSizedTensor, (12, 4), None, r"0.weight.*RankSizedTensor.* returns"),
         (Undecided, (12, 4), None, r"0.weight.*Undecided.*fsdp_should_release.*'yes'.*True or False"),
         (Aliasing, (12, 4), None, r"0.weight.*Aliasing.*fsdp_should_release.*lies in the tensors.*return False"),
+        (Reading, (12, 4), None, r"0.weight.*Reading.*_get_fsdp_state.*FSDP2's private state.*shard the plain weight"),
         (WireTensor, (7, 4), None, r"'0.weight'.*\(7, 4\).*2 ranks cannot share evenly.*ignored_params"),
         (WireTensor, (12, 64), INT8_MOMENTS, r"'0.weight' of shape .*: 384 elements, no multiple of 256, as Mixed"),
     ],
@@ -142,28 +146,3 @@ def test_what_cannot_be_gathered_is_refused_by_name_on_every_rank(
     model[0].weight = nn.Parameter(kind(model[0].weight.detach()))
     with pytest.raises(ValueError, match=f"(?s){words}"):
         fully_shard(model, mp_policy=policy)
-
-
-def _closest(module: nn.Module) -> Any:
-    holder = next(other for other in _module_state_mapping if module in list(other.modules()))
-    return holder._get_fsdp_state()
-
-
-@on_ranks(2)
-def test_fsdp2s_private_names_answer_what_transformer_engine_reads() -> None:
-    seen: list[Any] = []
-
-    class Reading(WireTensor):
-        def fsdp_pre_all_gather(self, mesh: Any) -> Any:
-            for module in (model, model[0]):
-                state = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else _closest(module)
-                group = state._fsdp_param_group
-                seen.append((group._reshard_after_forward, group._training_state == TrainingState.PRE_BACKWARD))
-            return super().fsdp_pre_all_gather(mesh)
-
-    model = nn.Sequential(nn.Linear(4, 6))
-    model[0].weight = nn.Parameter(Reading(model[0].weight.detach()))
-    fully_shard(model, reshard_after_forward=True)
-    del seen[:]
-    model(torch.randn(3, 4)).sum().backward()
-    assert seen == [(True, False), (True, False), (True, True), (True, True)]

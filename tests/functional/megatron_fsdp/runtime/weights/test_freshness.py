@@ -173,7 +173,7 @@ def test_a_gathered_weight_may_be_assigned_its_own_memory_and_nothing_else() -> 
         (nn.functional.linear(inputs(rank, 0), weight, bias).square().mean() / dist.get_world_size()).backward()
     assert (whole(layer.weight.grad, layer.weight) - weight.grad).abs().max() < 1e-6
     layer.factor = 0.5
-    with pytest.raises(StateError, match=r"parameter 'weight' was changed in place .* gathered \(\.data = \.\.\.\)"):
+    with pytest.raises(StateError, match=r"parameter 'weight' was changed in place while it was gathered"):
         layer(inputs(dist.get_rank(), 0))
 
 
@@ -188,7 +188,7 @@ def test_reshard_finds_a_change_of_gathered_weights_and_hides_no_error_that_is_b
             layer.reshard()
             raise
 
-    changed = "parameter 'weight' was changed in place"
+    changed = "parameter 'weight' or 'bias' was changed in place"
     with torch.no_grad():
         layer.unshard()
         layer.weight.data.mul_(0.5)

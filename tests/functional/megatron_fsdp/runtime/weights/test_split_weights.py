@@ -102,18 +102,6 @@ def test_only_a_weight_half_way_between_two_bf16_ones_computes_otherwise_and_goe
     assert plain == [1.0, 1 + 2 * ulp, -1.0, 1.0, 1 + ulp]
 
 
-@pytest.mark.parametrize("offload", [None, CPUOffloadPolicy(pin_memory=False)], ids=["on the device", "offloaded"])
-@on_ranks(3)
-def test_sharding_keeps_every_bit_of_fp32_parameters(offload: CPUOffloadPolicy | None) -> None:
-    found = []
-    for policy in (PLAIN, SPLIT):
-        torch.manual_seed(5)
-        model = Stack(Block(), Block(hidden=1))
-        shard_layers(model, mesh=world_mesh(), mp_policy=policy, offload_policy=offload)
-        found.append(full_weights(model))
-    assert differing(found[1], found[0]) == []
-
-
 @on_ranks(3)
 def test_materialize_draws_the_values_that_fp32_main_weights_get() -> None:
     found = []

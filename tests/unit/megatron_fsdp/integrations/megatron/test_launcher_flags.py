@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_fsdp.errors import ConfigError
-from megatron_fsdp.integrations.megatron.launcher import check_flags, notices_under_megatron, without_version
+from megatron_fsdp.integrations.megatron.launcher import check_flags, notices_under_megatron
 
 GOOD = ("--use-megatron-fsdp", "--ckpt-format", "fsdp_dtensor")
 
@@ -73,19 +73,6 @@ def test_values_of_the_wrong_kind_end_the_process_as_megatrons_parser_would(
     with pytest.raises(SystemExit):
         check_flags([*GOOD, *flags])
     assert f"argument {flags[0]}: invalid" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        ["--a", "--megatron-fsdp-version", "2", "--b", "2"],
-        ["--a", "--megatron-fsdp-version=2", "--b", "2"],
-        ["--a", "--b", "2"],
-        ["--a", "--b", "2", "--megatron-fsdp-version", "1"],
-    ],
-)
-def test_only_the_version_and_its_value_are_left_out(given: list[str]) -> None:
-    assert without_version(given) == ["--a", "--b", "2"]
 
 
 def test_flags_whose_effect_a_job_does_not_get_are_said_and_others_are_not() -> None:

@@ -1,4 +1,8 @@
-"""What the cases of Triton kernels share: where they run, what they run on, and that no reference runs instead."""
+"""What the tests of kernels share: by what they run, on what device, and that no reference runs in a kernel's place.
+
+Here ops run as their references; ``tests/functional/kernels/test_triton.py`` runs the same files by the interpreter of
+Triton and on a GPU, each in a process of its own.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +18,9 @@ import torch
 from dbuffer_kernels import launch, use_backend
 from tests.harness.grids import covering
 
-INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETS else "cuda"
+KERNELS = os.environ.get("KERNELS", "reference")
+INTERPRETS = KERNELS == "interpreted"
+DEVICE = "cuda" if KERNELS == "compiled" else "cpu"
 # test_triton.py asks for each value once in `make test`, and for all combinations at night and on a GPU.
 CHOOSE = list if os.environ.get("GRID", "whole") == "whole" else partial(covering, strength=1)
 SIZES = (0, 1, 3, 7, 1023, 4096, 4097, 9001)
@@ -23,17 +28,17 @@ SIZES = (0, 1, 3, 7, 1023, 4096, 4097, 9001)
 
 @pytest.fixture(autouse=True)
 def only_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Run Triton's kernels; the references of the ops raise."""
+    """Run the kernels that were asked for; the references of the ops raise where these are Triton's."""
 
     def fail(*_: Any, **__: Any) -> None:
         raise AssertionError("the reference ran where the Triton kernel was wanted")
 
-    if "reference_allowed" not in request.keywords:
+    if KERNELS != "reference" and "reference_allowed" not in request.keywords:
         for module in [module for name, module in sys.modules.items() if name.startswith("dbuffer_kernels.")]:
             for name in list(vars(module)):
                 if name.startswith("reference_"):
                     monkeypatch.setattr(module, name, fail)
-    with use_backend("triton"):
+    with use_backend("reference" if KERNELS == "reference" else "triton"):
         yield
 
 

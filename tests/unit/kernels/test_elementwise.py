@@ -1,8 +1,4 @@
-"""What every Triton kernel must do, run by test_triton.py in a process of its own.
-
-On the CPU under TRITON_INTERPRET=1, which has to be set before Triton is imported; else on CUDA. The oracle is float64,
-never the reference: its ops are made to fail here, so that a case cannot pass without its kernel.
-"""
+"""What casts and sums must do, by whatever runs them (``on_backend``); the oracle is float64, never the reference."""
 
 from __future__ import annotations
 
@@ -13,8 +9,8 @@ import pytest
 import torch
 
 from dbuffer_kernels import accumulate, cast_copy
-from tests.functional.kernels.on_triton import DEVICE, INTERPRETS, SIZES, guarded, only_kernels, random
 from tests.harness.grids import covering
+from tests.unit.kernels.on_backend import DEVICE, INTERPRETS, SIZES, guarded, only_kernels, random
 from tests.unit.kernels.oracle import DTYPES, allowed_cast, allowed_sum, exact
 
 __all__ = ["only_kernels"]
@@ -79,7 +75,8 @@ def test_a_scale_in_fp64_arithmetic_keeps_all_its_bits() -> None:
     source = torch.tensor([3.0], dtype=torch.float64, device=DEVICE)
     out = torch.zeros_like(source)
     assert exact(cast_copy(source, out, scale=1 / 3))[0] == 3 * (1 / 3)
-    assert exact(accumulate(source, out, scale=-1 / 3))[0] == 0.0
+    # A product that is not rounded before it is added leaves that rounding.
+    assert abs(exact(accumulate(source, out, scale=-1 / 3))[0]) <= 2.0**-54
 
 
 # numpy, which does the interpreter's arithmetic, warns of what is asked for here.

@@ -1,4 +1,4 @@
-"""What the Triton kernels of a Muon step must do, run by test_triton.py in a process of its own."""
+"""What the ops of a Muon step must do, by whatever runs them (``on_backend``)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 
 from dbuffer_kernels import MuonWeights, Segment, Segments, join_weight, muon_apply, muon_momentum
 from dbuffer_kernels import split_weight as split
-from tests.functional.kernels.on_triton import DEVICE, only_kernels
+from tests.unit.kernels.on_backend import DEVICE, only_kernels
 
 __all__ = ["only_kernels"]
 
@@ -51,8 +51,10 @@ def test_muon_momentum_is_torchs_lerp_in_each_segment_and_nothing_else(
         mu = (0.95, 0.4)[segment.row]
         scaled = g[part].float() * (1.0 if clip is None else clip)
         wanted = before[part].float().lerp(scaled, 1 - mu)
-        assert close(kept[part], wanted)
-        assert close(out[part], scaled.lerp(kept[part].float(), mu) if segment.row == 0 else kept[part])
+        # Where the momentum has 16 bits torch rounds differences to them, too.
+        terms = before[part].float().abs() + scaled.abs() if momentum is BF16 else None
+        assert close(kept[part], wanted, terms)
+        assert close(out[part], scaled.lerp(kept[part].float(), mu) if segment.row == 0 else kept[part], terms)
     assert torch.equal(kept[~touched], before[~touched])
     assert (out[~touched] == 5).all()
 

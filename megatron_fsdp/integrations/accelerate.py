@@ -15,7 +15,6 @@ from torch import nn
 
 from megatron_fsdp.api import fully_shard
 from megatron_fsdp.errors import ConfigError
-from megatron_fsdp.integrations.huggingface.prepared import keep_in_step
 from megatron_fsdp.policy.launch import job_place
 from megatron_fsdp.runtime.lifecycle.module import FSDPModule, register_fsdp_forward_method
 
@@ -34,8 +33,7 @@ def accelerate_fsdp2() -> Iterator[None]:
 
     Raises:
         ConfigError: accelerate is not installed, or does not have that path; from ``prepare``, that it takes another
-            one, on which nothing would be sharded by this engine; or that it sees one process where torchrun, srun or
-        mpirun started several, each of which would train a model of its own. A process started alone is warned only.
+            one, on which nothing would be sharded by this engine. A process started alone is warned only.
 
     Example:
         with accelerate_fsdp2():
@@ -57,7 +55,9 @@ def accelerate_fsdp2() -> Iterator[None]:
         prepared = prepare(self, *args, **options)
         for each in prepared if isinstance(prepared, (list, tuple)) else (prepared,):
             if isinstance(each, nn.Module) and isinstance(each, FSDPModule) and hasattr(each, "generate"):
-                keep_in_step(each)
+                # Ranks run as many forwards as each other where transformers asks: generating, and dropping layers.
+                for module in each.modules():
+                    module._is_fsdp_managed_module = True  # type: ignore[assignment]
                 # It gathers what belongs to the model around its units.
                 register_fsdp_forward_method(each, "generate")
         return prepared
@@ -74,32 +74,24 @@ def accelerate_fsdp2() -> Iterator[None]:
 
 
 def _check_path(accelerator: Any) -> None:
-    """Refuse an accelerator that would wrap models in something else."""
+    """Refuse an accelerator that would wrap models in something else, or sees one of several processes."""
     if accelerator.is_fsdp2:
         return
-    plugin = getattr(accelerator.state, "fsdp_plugin", None)
-    version = getattr(plugin, "fsdp_version", None)
+    version = getattr(getattr(accelerator.state, "fsdp_plugin", None), "fsdp_version", None)
     kind = getattr(accelerator.distributed_type, "value", accelerator.distributed_type)
-    found = f"distributed_type {kind}" + (f", fsdp_version {version}" if version is not None else "")
-    cure = (
-        "Give TrainingArguments(fsdp=True), Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2)) or "
-        "a file of `accelerate launch` with distributed_type FSDP and fsdp_version 2. accelerate has that path on GPUs "
-        "only; on CPUs, and without accelerate's settings, call prepare_model"
+    seen = started = accelerator.num_processes
+    if dist.is_initialized():
+        started = dist.get_world_size()
+    elif seen == 1 and (place := job_place(os.environ)) is not None:
+        started = place.size
+    text = (
+        f"accelerate_fsdp2(): this Accelerator is not on its FSDP2 path (found distributed_type {kind}"
+        + (f", fsdp_version {version}" if version is not None else "")
+        + f"; it sees {seen} of {started} processes), so nothing is sharded by this engine. Give "
+        "TrainingArguments(fsdp=True), Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2)) or a "
+        "file of `accelerate launch` with distributed_type FSDP and fsdp_version 2. accelerate has that path on GPUs "
+        "only; on CPUs, and without accelerate's settings, call fully_shard on the model's layers and on the model"
     )
-    if accelerator.num_processes > 1:
-        raise ConfigError(
-            f"accelerate_fsdp2(): this Accelerator is not on its FSDP2 path (found {found}), so prepare would not "
-            f"shard with this engine, but wrap the model in another. {cure}"
-        )
-    place = job_place(os.environ)
-    started = dist.get_world_size() if dist.is_initialized() else 1 if place is None else place.size
     if started > 1:
-        raise ConfigError(
-            f"accelerate_fsdp2(): {started} processes were started together and this Accelerator sees one (found "
-            f"{found}), so each would train a model of its own. {cure}"
-        )
-    warnings.warn(
-        f"accelerate_fsdp2(): one process, and an Accelerator that is not on its FSDP2 path (found {found}): nothing "
-        f"is sharded. {cure}",
-        stacklevel=4,
-    )
+        raise ConfigError(text)
+    warnings.warn(text, stacklevel=4)

@@ -1,0 +1,46 @@
+"""Megatron's strict load on other sizes asks for random states that no checkpoint has: the error says what to give."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+
+from megatron_fsdp.errors import CheckpointError
+from megatron_fsdp.integrations.megatron.adapter import _load
+from megatron_fsdp.integrations.megatron.data_parallel import DataParallelMethods
+from tests.harness import on_ranks
+
+
+def states_of(stages: int, tensor: int, seed: int) -> dict[str, Any]:
+    """Return what Megatron's get_rng_state does for fsdp_dtensor, on one of two ranks."""
+    rank = dist.get_rank() if stages * tensor > 1 else 0
+    states = [{"torch_rng_state": torch.Generator().manual_seed(seed + rank).get_state()}]
+    return {f"({rank % stages}, {rank % tensor})": states}
+
+
+@pytest.mark.parametrize(("stages", "tensor"), [(1, 1), (1, 2), (2, 1)])
+@on_ranks(2)
+def test_ranks_without_random_states_in_the_checkpoint_are_told_to_load_none(
+    stages: int, tensor: int, tmp_path: Path
+) -> None:
+    dcp.save({"iteration": 7, "rng_state": states_of(1, 1, 10)}, checkpoint_id=tmp_path)
+    state = {"iteration": 0, "rng_state": states_of(stages, tensor, 50)}
+
+    def strict_load(chunks: list[Any], missing: str = "") -> Any:
+        """Load as megatron/training/checkpointing.py does."""
+        planner = DefaultLoadPlanner(allow_partial_load=False)
+        dcp.load({**state, **({missing: 0} if missing else {})}, checkpoint_id=tmp_path, planner=planner)
+        return state["iteration"]
+
+    ours = [object.__new__(DataParallelMethods)]
+    assert _load(strict_load, [object()]) is NotImplemented
+    if stages * tensor == 1:
+        with pytest.raises(dcp.CheckpointException, match="weight"):
+            _load(strict_load, ours, "weight")
+        return
+    with pytest.raises(CheckpointError, match=r"other numbers of pipeline stages .* Give --no-load-rng"):
+        _load(strict_load, ours)

@@ -1,0 +1,59 @@
+"""Gathers that run ahead by a number of elements: which units, in which order."""
+
+from collections.abc import Callable
+
+import pytest
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from megatron_fsdp import fully_shard
+from megatron_fsdp.config.apply import prefetch_elements
+from megatron_fsdp.errors import ConfigError, StateError
+from tests.unit.megatron_fsdp.config.lines import config
+
+# Each of five layers has 7 * 7 + 7 elements.
+LAYER = 56
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize(
+    ("size", "forward", "backward"),
+    [
+        (1, [1, 1, 1, 1, 0], [0, 1, 1, 1, 1]),
+        (LAYER, [1, 1, 1, 1, 0], [0, 1, 1, 1, 1]),
+        (LAYER + 1, [2, 2, 2, 1, 0], [0, 1, 2, 2, 2]),
+        (3 * LAYER, [3, 3, 2, 1, 0], [0, 1, 2, 3, 3]),
+        (10**9, [4, 3, 2, 1, 0], [0, 1, 2, 3, 4]),
+    ],
+)
+def test_units_are_taken_until_they_hold_the_number_and_there_is_always_one(
+    size: int, forward: list[int], backward: list[int]
+) -> None:
+    given, mesh = config(f"--suggested-communication-unit-size {size}"), init_device_mesh("cpu", (1,))
+    layers = nn.Sequential(*(nn.Linear(7, 7) for _ in range(5)))
+    for part in (*layers, layers):
+        fully_shard(part, mesh, **given.fully_shard_kwargs(mesh))
+    given.apply(layers)
+    units = [layer._fsdp_unit for layer in layers]
+    assert [len(unit.forward_prefetch) for unit in units] == forward
+    assert [len(unit.backward_prefetch) for unit in units] == backward
+    # The nearest first.
+    for place, unit in enumerate(units):
+        ahead = [units.index(other()) - place for other in unit.forward_prefetch]
+        behind = [place - units.index(other()) for other in unit.backward_prefetch]
+        assert ahead == [*range(1, forward[place] + 1)]
+        assert behind == [*range(1, backward[place] + 1)]
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: prefetch_elements(nn.Linear(1, 1), 5), StateError, "Linear holds no sharded module"),
+        (lambda: prefetch_elements(nn.Linear(1, 1), 0), ConfigError, "wanted at least 1 element"),
+    ],
+)
+def test_a_plain_model_and_no_elements_are_refused(
+    call: Callable[[], None], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        call()
