@@ -174,28 +174,6 @@ def test_sizes_of_one_change_nothing() -> None:
     assert ones == none
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("--model llama3-8b --world 60 --pp 16", "--tp x --pp x --cp is 16, which does not divide --world 60"),
-        ("--model llama3-8b --mesh 8 --ep 2", "--ep 2: llama has no routed experts"),
-        ("--model llama3-8b --mesh 8 --tp 3", "--tp 3 does not divide 32 attention heads"),
-        ("--model llama3-8b --mesh 8 --pp 64", "--pp 64 is more than the model's 32 layers"),
-        ("--model mixtral-8x7b --mesh 8 --ep 16", "--etp x --ep is 16, which does not divide the 8 ranks"),
-        ("--model mixtral-8x7b --mesh 96 --ep 3", "--ep 3 does not divide dimension 0 of experts: gate_up_proj"),
-        ("--model llama3-8b --mesh 8 --pp 2 --stage 2", "--stage 2: there are 2 stages, counted from 0"),
-        ("--model llama3-8b --mesh 8 --world 8", "--world 8 contradicts --mesh 8"),
-        ("--model siglip-so400m --mesh 8 --tp 2", "--tp, --pp and --cp divide language models"),
-        ("--model llama3-8b --fit 80GiB --gpus 8 --tp 2", "--tp is not searched over"),
-    ],
-)
-def test_divisions_that_do_not_fit_are_refused(
-    capsys: pytest.CaptureFixture[str], arguments: str, message: str
-) -> None:
-    assert main(["plan", *arguments.split()]) == 2
-    assert message in capsys.readouterr().err
-
-
 def test_shapes_that_nothing_is_known_of_are_refused() -> None:
     whole = catalog.architecture(catalog.load("gpt2"))
     unknown = catalog.UnitShapes("layer", 1, (("mixer.weight", (4, 4)),))
