@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,19 +30,16 @@ def add_arguments(parser: CommandParser) -> None:
     """Add the actions and their options to the parser of the command."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="inspect|verify|export")
 
-    def add(name: str, purpose: str) -> CommandParser:
-        lines = [line for line in EXAMPLES.splitlines() if f"checkpoint {name} " in line]
-        return actions.add_parser(
-            name,
-            help=purpose,
-            description=purpose,
-            prog=f"{parser.prog} {name}",
-            examples="\n".join(lines),
-        )
+    def add(name: str, purpose: str, do: Callable[[argparse.Namespace], int]) -> CommandParser:
+        examples = "\n".join(line for line in EXAMPLES.splitlines() if f"checkpoint {name} " in line)
+        prog = f"{parser.prog} {name}"
+        made = actions.add_parser(name, help=purpose, description=purpose, prog=prog, examples=examples)
+        made.set_defaults(do=do)
+        return made
 
-    inspect = add("inspect", "print what a checkpoint holds: names, shapes, dtypes, hyperparameters")
-    verify = add("verify", "check every byte of a checkpoint")
-    export = add("export", "write a checkpoint's weights as safetensors files")
+    inspect = add("inspect", "print what a checkpoint holds: names, shapes, dtypes, hyperparameters", _inspect)
+    verify = add("verify", "check every byte of a checkpoint", _verify)
+    export = add("export", "write a checkpoint's weights as safetensors files", _export)
     for action in (inspect, verify):
         action.add_argument("path", type=Path, help="the checkpoint, or a folder of several")
     export.add_argument("path", type=Path, help="the checkpoint")
@@ -62,13 +59,9 @@ def add_arguments(parser: CommandParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Do what the arguments say, and return the exit status: 0, or 1 after an error, which is printed."""
-    actions: Mapping[str, Callable[[argparse.Namespace], int]] = {
-        "inspect": _inspect,
-        "verify": _verify,
-        "export": _export,
-    }
     try:
-        return actions[args.action](args)
+        done: int = args.do(args)
+        return done
     except (FsdpError, OSError) as error:
         print(f"megatron-fsdp checkpoint {args.action}: {error}", file=sys.stderr)
         return 1
@@ -131,7 +124,8 @@ def _verify(args: argparse.Namespace) -> int:
 
 def _for_each(path: Path, action: Callable[[Path], None]) -> int:
     """Do something with a checkpoint, or with each one in a folder; return 1 where one was damaged."""
-    folders = [path] if _is_checkpoint(path) else sorted(filter(_is_checkpoint, _children(path)))
+    inside = path.iterdir() if path.is_dir() else ()
+    folders = [path] if _is_checkpoint(path) else sorted(filter(_is_checkpoint, inside))
     if not folders:
         raise CheckpointError(f"{path} is no checkpoint and no folder of checkpoints")
     num_damaged = 0
@@ -148,10 +142,6 @@ def _is_checkpoint(folder: Path) -> bool:
     from megatron_fsdp.checkpoint.manifest import MANIFEST, METADATA
 
     return (folder / METADATA).exists() or (folder / MANIFEST).exists()
-
-
-def _children(folder: Path) -> list[Path]:
-    return list(folder.iterdir()) if folder.is_dir() else []
 
 
 def _export(args: argparse.Namespace) -> int:

@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 import warnings
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_fsdp.errors import ConfigError, FsdpError
 from megatron_fsdp.planning import catalog
@@ -14,6 +14,7 @@ from megatron_fsdp.planning.plan_arguments import add_plan_arguments as add_argu
 
 # Functions import what they use: torch takes seconds to import, and --help needs none of it.
 if TYPE_CHECKING:
+    from megatron_fsdp.formatting import Table
     from megatron_fsdp.planning.estimate import Projection
     from megatron_fsdp.planning.model_source import Subject
     from megatron_fsdp.planning.options import Options
@@ -52,18 +53,24 @@ def run(args: argparse.Namespace) -> int:
 
 def _run(options: Options) -> int:
     from megatron_fsdp.planning.plan_page import headline, plan_tables, to_dict
-    from megatron_fsdp.planning.search import search
+    from megatron_fsdp.planning.search import fit_tables, search
 
     subject, limit_bytes = options.subject(), options["fit"]
     options.check()
-    found = search(subject, options) if options.given("fit") else None
-    best, stages = (found.best, ()) if found is not None else _planned(subject, options)
-    tables, plain, title = list(found.tables()) if found is not None else [], {}, ""
+    best: Projection | None
+    stages: tuple[Projection, ...] = ()
+    tables: list[Table] = []
+    title, plain = "", dict[str, Any]()
+    if options.given("fit"):
+        best, plain["fit"] = search(subject, options)
+        tables += fit_tables(plain["fit"])
+    else:
+        best, stages = _planned(subject, options)
     if best is not None:
-        title, plain = headline(best), to_dict(best, stages)
+        title, plain = headline(best), {**to_dict(best, stages), **plain}
         tables += plan_tables(best, limit_bytes, stages)
     if options["json"]:
-        print(json.dumps({**plain, "fit": found.plain} if found is not None else plain, indent=2))
+        print(json.dumps(plain, indent=2))
     else:
         print("\n\n".join(filter(None, (title, *("\n".join(table.lines()) for table in tables)))))
     return 0 if best is not None else 1
@@ -77,7 +84,8 @@ def _planned(subject: Subject, options: Options) -> tuple[Projection, tuple[Proj
     setup = options.setup(sizes, options.strategy_for(sizes), options.workload())
     if not setup.parallelism.is_any:
         return project(subject, setup), ()
-    stages, number = project_stages(subject, setup), options["stage"]
+    number = options["stage"]
+    stages = project_stages(subject, setup, number)
     if number is None:
         return max(stages, key=lambda each: each.memory_bytes), stages
     if not 0 <= number < len(stages):

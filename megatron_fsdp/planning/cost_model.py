@@ -11,14 +11,7 @@ from megatron_fsdp.planning.transformer import Workload
 from megatron_fsdp.virtual.playback import Playback, play
 from megatron_fsdp.virtual.recording import Work
 
-__all__ = [
-    "Hardware",
-    "Link",
-    "Machine",
-    "StepTime",
-    "predict_step",
-    "transfer_seconds",
-]
+__all__ = ["Hardware", "Link", "StepTime", "predict_step", "transfer_seconds"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,16 +24,38 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """One accelerator and its links.
+    """Nodes of accelerators; the defaults are the line rates of eight H100 in a node with a 400 Gb/s port each.
 
     Attributes:
-        flops: operations per second that training achieves, not the peak of the data sheet.
-        memory_bandwidth: of its memory, which bounds the optimizer. links: by mesh axis.
+        flops: operations per second that training achieves on one accelerator.
+        memory_bandwidth: of an accelerator's memory.
+        gpus_per_node: accelerators of one node; consecutive ranks fill it.
+        node_bandwidth, network_bandwidth: bytes per second and direction of one accelerator inside its node, and of
+            its port to the network. node_latency, network_latency: seconds per hop.
+        links: what a rank has on each axis of the mesh.
     """
 
-    flops: float
-    memory_bandwidth: float
-    links: Mapping[str, Link]
+    flops: float = 400e12
+    memory_bandwidth: float = 3.35e12
+    gpus_per_node: int = 8
+    node_bandwidth: float = 450e9
+    network_bandwidth: float = 50e9
+    node_latency: float = 1e-6
+    network_latency: float = 5e-6
+    links: Mapping[str, Link] = field(default_factory=dict)
+
+    def link(self, size: int, stride: int, rate: float | None = None) -> Link:
+        """Return the link of a ring of ``size`` ranks that lie ``stride`` apart; ``rate``: bytes per second, measured.
+
+        Of k members in each node one hop in k leaves the node, and the ring is spread over the ports of all k, so it
+        runs at k times a port's rate, or at the node's own if that is less. Rings of other ranks use other ports.
+        """
+        members = max(1, min(size, self.gpus_per_node // stride))
+        if members == size:
+            return Link(rate or self.node_bandwidth, self.node_latency)
+        bandwidth = min(self.node_bandwidth if members > 1 else float("inf"), members * self.network_bandwidth)
+        latency = (self.network_latency + (members - 1) * self.node_latency) / members
+        return Link(rate or bandwidth, latency)
 
 
 def transfer_seconds(transfer: CollectiveCall, link: Link) -> float:
@@ -151,37 +166,3 @@ def _quantities(found: Playback) -> list[float]:
     sent = sum(found.machine.seconds(each.work) for each in found.runs if each.work.ranks)
     copied = (each for each in found.runs if each.work.kind == "memory" and each.stream == "compute")
     return [found.seconds, sent, sum(each.end - each.start for each in copied)]
-
-
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """Nodes of accelerators; the defaults are the line rates of eight H100 in a node with a 400 Gb/s port each.
-
-    Attributes:
-        flops: operations per second that training achieves on one accelerator.
-        memory_bandwidth: of an accelerator's memory.
-        gpus_per_node: accelerators of one node; consecutive ranks fill it.
-        node_bandwidth, network_bandwidth: bytes per second and direction of one accelerator inside its node, and of
-            its port to the network. node_latency, network_latency: seconds per hop.
-    """
-
-    flops: float = 400e12
-    memory_bandwidth: float = 3.35e12
-    gpus_per_node: int = 8
-    node_bandwidth: float = 450e9
-    network_bandwidth: float = 50e9
-    node_latency: float = 1e-6
-    network_latency: float = 5e-6
-
-    def link(self, size: int, stride: int, rate: float | None = None) -> Link:
-        """Return the link of a ring of ``size`` ranks that lie ``stride`` apart; ``rate``: bytes per second, measured.
-
-        Of k members in each node one hop in k leaves the node, and the ring is spread over the ports of all k, so it
-        runs at k times a port's rate, or at the node's own if that is less. Rings of other ranks use other ports.
-        """
-        members = max(1, min(size, self.gpus_per_node // stride))
-        if members == size:
-            return Link(rate or self.node_bandwidth, self.node_latency)
-        bandwidth = min(self.node_bandwidth if members > 1 else float("inf"), members * self.network_bandwidth)
-        latency = (self.network_latency + (members - 1) * self.node_latency) / members
-        return Link(rate or bandwidth, latency)

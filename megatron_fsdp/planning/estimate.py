@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from megatron_fsdp.errors import ConfigError
+from megatron_fsdp.planning.catalog import Architecture
 from megatron_fsdp.planning.cost_model import Hardware, StepTime, predict_step, transfer_seconds
 from megatron_fsdp.planning.model_source import Subject, stage_subject
 from megatron_fsdp.planning.parallelism import (
@@ -21,19 +22,9 @@ from megatron_fsdp.planning.parallelism import (
 from megatron_fsdp.planning.played_step import PlayedStep, play_step
 from megatron_fsdp.planning.report import Report, report_of
 from megatron_fsdp.planning.stand_in import Sharding
-from megatron_fsdp.planning.step_listener import Forecast
 from megatron_fsdp.planning.transformer import Workload
 
-__all__ = ["MemoryPart", "Projection", "Setup", "memory_of", "play_setup", "project", "project_stages"]
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryPart:
-    """Bytes of one purpose on the rank that is reported on; ``is_known`` is False where only a run would tell."""
-
-    name: str
-    num_bytes: int
-    is_known: bool = True
+__all__ = ["Projection", "Setup", "memory_of", "play_setup", "project", "project_stages"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,27 +53,22 @@ class Projection:
     """What one setup takes on one rank.
 
     Attributes:
-        played: the engine's own step, which the time is that of.
+        memory: bytes of one rank, by what they are. played: the engine's own step, which the time is that of.
         stage: which part of the model the rank has; None: all of it. transfers: what it sends inside of the model.
     """
 
     subject: Subject
     setup: Setup
     played: PlayedStep
-    memory: tuple[MemoryPart, ...]
+    memory: Mapping[str, int]
     time: StepTime
     stage: Stage | None = None
     transfers: tuple[ModelTransfer, ...] = ()
 
     @property
-    def forecast(self) -> Forecast:
-        """What the step holds and sends."""
-        return self.played.forecasts[self.setup.workload.num_microbatches]
-
-    @property
     def memory_bytes(self) -> int:
         """The most bytes held at once: the highest transient buffers and all activations are taken to coincide."""
-        return sum(part.num_bytes for part in self.memory)
+        return sum(self.memory.values())
 
     @property
     def tokens_per_second(self) -> float:
@@ -105,21 +91,19 @@ def play_setup(subject: Subject, setup: Setup, counts: Sequence[int]) -> PlayedS
 
 
 def project(subject: Subject, setup: Setup, played: PlayedStep | None = None) -> Projection:
-    """Return what training a model in one way takes.
+    """Return what training a model in one way takes; ``played``: its step, where that is known.
 
-    Args:
-        played: what ``play_setup`` returns for the same sharding, where that is known.
-    Raises:
-        LayoutError: the planner refuses the padding.
+    LayoutError: the planner refuses the padding.
     """
-    workload = setup.workload
-    played = played or play_setup(subject, setup, [workload.num_microbatches])
-    time = predict_step(played, workload, setup.hardware)
-    return Projection(subject, setup, played, memory_of(subject, setup, played), time)
+    played = played or play_setup(subject, setup, [setup.workload.num_microbatches])
+    time = predict_step(played, setup.workload, setup.hardware)
+    return Projection(subject, setup, played, memory_of(subject, setup, [played]), time)
 
 
-def project_stages(subject: Subject, setup: Setup) -> tuple[Projection, ...]:
+def project_stages(subject: Subject, setup: Setup, number: int | None = None) -> tuple[Projection, ...]:
     """Return what training takes on a rank of each pipeline stage, with the time that stages wait for each other.
+
+    Stages that are alike are played once, and told with the names of the first of them, but for stage ``number``.
 
     Raises:
         ConfigError: a model that is not of the catalog, or sizes that do not divide it.
@@ -131,64 +115,56 @@ def project_stages(subject: Subject, setup: Setup) -> tuple[Projection, ...]:
             "--tp, --ep, --pp and --cp divide models of the catalog and of --hf-config, whose layers are known; with "
             "--factory build what one rank of a stage has"
         )
-    stages = [
-        _project_stage(subject, setup, stage) for stage in stages_of(subject.transformer.architecture, parallelism)
-    ]
+    played: dict[Architecture | int, PlayedStep] = {}
+    stages = []
+    for stage in stages_of(subject.transformer.architecture, parallelism):
+        key = stage.number if stage.number == number else stage.architecture
+        stages.append(_project_stage(subject, setup, stage, played.get(key)))
+        played[key] = stages[-1].played
     # All stages wait for the slowest.
     slowest = max(each.time.busy for each in stages)
     bubble = (1 + bubble_share(parallelism, workload.num_microbatches)) * slowest
     return tuple(replace(each, time=replace(each.time, bubble=bubble - each.time.busy)) for each in stages)
 
 
-def _project_stage(subject: Subject, setup: Setup, stage: Stage) -> Projection:
+def _project_stage(subject: Subject, setup: Setup, stage: Stage, played: PlayedStep | None) -> Projection:
     parallelism, workload = setup.parallelism, setup.workload
-    projection = project(stage_subject(subject, stage, parallelism, workload.num_microbatches), setup)
+    projection = project(stage_subject(subject, stage, parallelism, workload.num_microbatches), setup, played)
     transfers = model_transfers(stage, parallelism, workload, projection.played.compute_itemsize)
     links = setup.hardware.links
     seconds = sum(each.count * transfer_seconds(each.transfer, links[each.transfer.axis]) for each in transfers)
     return replace(projection, transfers=transfers, time=replace(projection.time, model_parallel=seconds), stage=stage)
 
 
-def memory_of(
-    subject: Subject, setup: Setup, played: PlayedStep, more: PlayedStep | None = None, times: int = 0
-) -> tuple[MemoryPart, ...]:
-    """Return what a rank holds at the highest, part by part, where ``play_setup`` returned ``played``.
+def memory_of(subject: Subject, setup: Setup, steps: Sequence[PlayedStep], times: int = 0) -> dict[str, int]:
+    """Return the bytes that a rank holds at the highest, by what they are; without activations that nobody knows.
 
     Args:
-        more: what it returned of a model with one layer more. times: of how many more layers to tell.
+        steps: what ``play_setup`` returned of the model; or of few of its layers, and of one more.
+        times: how many layers it has beyond the few.
     """
-    more, count = more or played, setup.workload.num_microbatches
-    highest = played.forecasts[count].highest(more.forecasts[count], times)
-    found = []
-    for few, many in zip(_memory(subject, setup, played), _memory(subject, setup, more), strict=True):
-        size = few.num_bytes + times * (many.num_bytes - few.num_bytes)
-        found.append(replace(few, num_bytes=size + highest * (few.name == "gathered and packed")))
-    return tuple(found)
+    count = setup.workload.num_microbatches
+    few, more = (_memory(subject, setup, each) for each in (steps[0], steps[-1]))
+    found = {name: size + times * (more[name] - size) for name, size in few.items()}
+    found["gathered and packed"] += steps[0].forecasts[count].highest(steps[-1].forecasts[count], times)
+    return {name: size for name, size in found.items() if size}
 
 
-def _memory(subject: Subject, setup: Setup, played: PlayedStep) -> Iterator[MemoryPart]:
-    forecast = played.forecasts[setup.workload.num_microbatches]
+def _memory(subject: Subject, setup: Setup, played: PlayedStep) -> dict[str, int]:
+    """Return the parts, of transient buffers what is above them at the highest point of the step, which is missing."""
     groups = [group for unit in played.units for group in unit.groups]
-
-    def at_rest(*kinds: str) -> int:
-        return sum(each.num_bytes(*kinds) for each in groups)
-
-    compute_weights = MemoryPart("compute weights", at_rest("model_weight", "packed weights"))
-    yield from (compute_weights,) * bool(compute_weights.num_bytes)
-    yield MemoryPart("main weights", at_rest("main_weight", "remainder"))
-    yield MemoryPart("gradients", at_rest("main_grad"))
-    yield MemoryPart("AdamW moments", played.optimizer_bytes)
-    # The optimizer's step has all gradients, so no peak is smaller.
-    transient = sum(unit.transient_bytes("main_grad") for unit in played.units)
-    # Above these comes the highest point of the step.
-    yield MemoryPart("gathered and packed", -transient - forecast.counter_bytes)
-    if forecast.counter_bytes:
-        yield MemoryPart("sums", forecast.counter_bytes)
-    if setup.activation_bytes is not None:
-        yield MemoryPart("activations", setup.activation_bytes)
-    elif subject.transformer is None:
-        yield MemoryPart("activations", 0, is_known=False)
-    else:
-        yield MemoryPart("activations", subject.transformer.activation_bytes(setup.workload, played.compute_itemsize))
-    if setup.reserve_bytes:
-        yield MemoryPart("reserve", setup.reserve_bytes)
+    sums = played.forecasts[setup.workload.num_microbatches].counter_bytes
+    activations = setup.activation_bytes or 0
+    if setup.activation_bytes is None and subject.transformer is not None:
+        activations = subject.transformer.activation_bytes(setup.workload, played.compute_itemsize)
+    return {
+        "compute weights": sum(group.num_bytes("model_weight", "packed weights") for group in groups),
+        "main weights": sum(group.num_bytes("main_weight", "remainder") for group in groups),
+        "gradients": sum(group.num_bytes("main_grad") for group in groups),
+        "AdamW moments": played.optimizer_bytes,
+        # The optimizer's step has all gradients, so no peak is smaller.
+        "gathered and packed": -sum(unit.transient_bytes("main_grad") for unit in played.units) - sums,
+        "sums": sums,
+        "activations": activations,
+        "reserve": setup.reserve_bytes,
+    }

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 
 from dbuffer import Partial, Replicate
 from megatron_fsdp.errors import ConfigError
-from megatron_fsdp.planning.cost_model import Hardware, Machine
+from megatron_fsdp.planning.cost_model import Hardware
 from megatron_fsdp.planning.estimate import Setup
 from megatron_fsdp.planning.model_source import Subject, factory_subject, file_subject, named_subject
 from megatron_fsdp.planning.parallelism import Parallelism
-from megatron_fsdp.planning.plan_arguments import DEFAULTS, HYBRID, STRATEGIES
+from megatron_fsdp.planning.plan_arguments import DEFAULTS, HYBRID
 from megatron_fsdp.planning.stand_in import Axes, Axis, Sharding
 from megatron_fsdp.planning.transformer import Workload
 from megatron_fsdp.policy.precision import MixedPrecisionPolicy
@@ -23,7 +23,6 @@ from megatron_fsdp.policy.strategy import Placements
 
 __all__ = ["Options", "mesh_axes_of", "placements_of"]
 
-_PACKED = ("optim_grads_params", "hsdp")
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _OF_PARALLELISM = ("world", "tp", "ep", "etp", "pp", "cp", "sequence_parallel", "stage")
 _OF_SEARCH = ("gpus", "global_batch")
@@ -144,8 +143,8 @@ class Options:
             )
         rates *= 1 if len(rates) == len(axes) else len(axes)
         # Fields of the machine are called as the options that give them.
-        names = (each.name for each in fields(Machine) if hasattr(self.values, each.name))
-        machine = Machine(**{name: self[name] for name in names if self.given(name)})
+        names = (each.name for each in fields(Hardware) if hasattr(self.values, each.name))
+        machine = Hardware(**{name: self[name] for name in names if self.given(name)})
         stride, within = parallelism.tensor, parallelism.ranks_of_expert * parallelism.expert
         links = {}
         for axis, rate in zip(reversed(axes), reversed(rates or [None] * len(axes)), strict=True):
@@ -161,11 +160,7 @@ class Options:
         ):
             if size > 1:
                 links[name] = machine.link(size, between)
-        return Hardware(machine.flops, machine.memory_bandwidth, links)
-
-    def strategies(self) -> tuple[str, ...]:
-        """Return those that a search may choose from: packed gathers need weights that rest sharded."""
-        return _PACKED if self.given("gather_dtype") else STRATEGIES
+        return replace(machine, links=links)
 
     def strategy_for(self, sizes: Sequence[int]) -> str:
         """Return the strategy given, or the default of a mesh."""

@@ -9,7 +9,7 @@ from importlib.resources import files
 from typing import Any
 
 from megatron_fsdp.formatting import Table, format_bytes, format_count, format_seconds, listing
-from megatron_fsdp.planning.estimate import MemoryPart, Projection
+from megatron_fsdp.planning.estimate import Projection
 from megatron_fsdp.planning.report import folded
 
 __all__ = ["FORMAT", "headline", "plan_tables", "to_dict"]
@@ -56,13 +56,13 @@ def headline(projection: Projection) -> str:
 
 def _memory_table(projection: Projection, limit_bytes: int | None) -> Table:
     """Return what a rank takes, and all of them."""
-    total, inside, memory = projection.memory_bytes, projection.setup.parallelism, projection.memory
+    total, inside = projection.memory_bytes, projection.setup.parallelism
     num_ranks = projection.setup.sharding.num_ranks * inside.tensor
     ranks = "all_of_the_stage_bytes" if inside.pipeline > 1 else "all_ranks_bytes"
-    rows: list[dict[str, Any]] = []
-    for part in (*memory, MemoryPart("total", total)):
-        sizes = (part.num_bytes, part.num_bytes * num_ranks) if part.is_known else ("not known", "not known")
-        rows.append({"memory": part.name, "one_rank_bytes": sizes[0], ranks: sizes[1]})
+    parts = {**projection.memory, "total": total}
+    rows: list[dict[str, Any]] = [
+        {"memory": name, "one_rank_bytes": size, ranks: size * num_ranks} for name, size in parts.items()
+    ]
     if limit_bytes is not None:
         left = limit_bytes - total
         name = f"limit, {format_bytes(abs(left))} {'left' if left >= 0 else 'too much'}"
@@ -119,7 +119,7 @@ def to_dict(projection: Projection, stages: Sequence[Projection] = ()) -> dict[s
         "strategy": setup.strategy,
         "mesh": [{"axis": axis.name, "size": axis.size} for axis in setup.sharding.axes],
         "workload": asdict(setup.workload),
-        "memory": {"total_bytes": projection.memory_bytes, "parts": [asdict(part) for part in projection.memory]},
+        "memory": {"total_bytes": projection.memory_bytes, "parts": dict(projection.memory)},
         "report": {**plain, "units": units},
         "time": {
             **{f"{name}_seconds": getattr(time, name) for name in names},

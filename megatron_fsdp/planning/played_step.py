@@ -21,7 +21,7 @@ from megatron_fsdp.optim.sharded_optimizer import fully_shard_optimizer
 from megatron_fsdp.planning.stand_in import Model
 from megatron_fsdp.planning.step_listener import Forecast, Phase, StepListener
 from megatron_fsdp.planning.transformer import UnitWork
-from megatron_fsdp.planning.unit_report import UnitReport, adamw_bytes, is_cut, unit_report
+from megatron_fsdp.planning.unit_report import UnitReport, adamw_bytes, unit_report
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
 from megatron_fsdp.virtual.recording import Item
 
@@ -117,10 +117,9 @@ def play_step(
                 forecasts |= {each: listener.forecast(each) for each in counts if each > 1}
         pools = [unit.schedule.pools for unit in units]
         arenas = {id(pool): pool.plan for each in pools for pool in each.planned if pool.plan is not None}
-        is_sharded = any(map(is_cut, groups))
         optimizer_bytes = sum(adamw_bytes(group, moments_dtype) for group in groups)
         return PlayedStep(
-            units=tuple(unit_report(each, is_sharded=is_sharded) for each in model.units),
+            units=tuple(unit_report(each) for each in model.units),
             works=tuple(each.work for each in model.units),
             items=items,
             forecasts=forecasts,

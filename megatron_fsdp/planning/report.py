@@ -287,11 +287,12 @@ def _notes(report: Report) -> Iterator[str]:
 
 def _remarks(report: Report) -> Iterator[tuple[str, str]]:
     hooks = "counted as plain weights in their compute dtype, though all-gather hooks of their own say what travels"
+    is_sharded = any(group.is_cut for unit in report.units for group in unit.groups)
     for unit in report.units:
         for group in unit.groups:
-            words = ("" if group.requires_grad else "frozen groups, without gradients", _wide(group), group.wire)
-            yield from ((each, unit.name) for each in words if each)
-        yield from (("whole on every rank, not sharded", f"{unit.name}: {name}") for name in unit.replicated)
+            whole = "parameters whole on every rank, not sharded" if is_sharded and not group.is_cut else ""
+            frozen = "" if group.requires_grad else "frozen groups, without gradients"
+            yield from ((each, unit.name) for each in (whole, frozen, _wide(group), group.wire) if each)
         yield from ((hooks, f"{unit.name}: {name}") for name in unit.has_hooks)
         packed = unit.transient_bytes("packed gradients")
         is_several = sum(group.num_parameters for group in unit.groups if group.requires_grad) > 1

@@ -4,54 +4,36 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from dbuffer.errors import LayoutError
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.formatting import Table, format_bytes
-from megatron_fsdp.planning.cost_model import StepTime
-from megatron_fsdp.planning.estimate import MemoryPart, Projection, Setup, memory_of, play_setup, project
+from megatron_fsdp.planning.cost_model import StepTime, predict_step
+from megatron_fsdp.planning.estimate import Projection, Setup, memory_of, play_setup, project
 from megatron_fsdp.planning.model_source import Subject
 from megatron_fsdp.planning.options import Options
-from megatron_fsdp.planning.plan_arguments import HYBRID
+from megatron_fsdp.planning.plan_arguments import HYBRID, STRATEGIES
 from megatron_fsdp.planning.played_step import PlayedStep
 from megatron_fsdp.planning.transformer import Workload
 
-__all__ = ["Search", "search"]
+__all__ = ["fit_tables", "search"]
 
 # Sequences of a rank and step when no batch is given; rows of the table.
 _PER_RANK, _ROWS = 8, 12
+# Packed gathers need weights that rest sharded.
+_PACKED = ("optim_grads_params", "hsdp")
 # Layers of which each half comes to do what all between the ends do: gathers run two ahead, reductions two behind.
 _FEW = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Search:
-    """What was found: the plan of the fastest that fits, None when nothing does, and the search as plain data.
-
-    docs/planning.md describes the keys.
-    """
-
-    best: Projection | None
-    plain: dict[str, Any]
-
-    def tables(self) -> Iterator[Table]:
-        """Yield how many setups fit, the table of the fastest, and why the rest does not."""
-        found = self.plain
-        fitting, limit = found["fitting"], format_bytes(found["limit_bytes"])
-        unknown = "" if found["counts_activations"] else "; activations are not known and not counted"
-        title = (
-            f"{len(fitting):,} of {found['num_tried']:,} setups fit {limit} on {found['num_ranks']:,} ranks, "
-            f"{found['sequences_per_step']:,} sequences per step{unknown}"
-        )
-        yield Table.of(fitting[:_ROWS], title)
-        yield Table.of(found["rejected"], "what does not fit")
-
-
-def search(subject: Subject, options: Options) -> Search:
+def search(subject: Subject, options: Options) -> tuple[Projection | None, dict[str, Any]]:
     """Try strategies, splits of the ranks into a mesh, micro-batches and recomputation; options that are given stay.
+
+    Returns:
+        The plan of the fastest that fits, and what was found as plain data, which docs/planning.md describes.
 
     All setups train on the same number of sequences per step, so their step times compare.
 
@@ -62,25 +44,26 @@ def search(subject: Subject, options: Options) -> Search:
     per_rank = _sequences_per_rank(options, num_ranks)
     workloads = list(_workloads(subject, options, per_rank))
     shardings = list(_shardings(options, num_ranks))
-    models = _Models.of(subject, options)
+    counts = sorted({each.num_microbatches for each in workloads})
+    models, times = _models(subject, options)
     found: list[tuple[Setup, dict[str, Any]]] = []
     rejected: list[dict[str, Any]] = []
     for strategy, mesh in shardings:
         place = {"strategy": strategy, "mesh": list(mesh)}
         setups = [options.setup(mesh, strategy, workload) for workload in workloads]
         try:
-            steps = models.play(setups[0], sorted({each.num_microbatches for each in workloads}))
+            steps = [play_setup(each, setups[0], counts) for each in models]
         except LayoutError as error:
             rejected.append({**place, "memory_bytes": 0, "reason": f"no layout: {str(error).partition('. ')[0]}"})
             continue
-        tried = [(setup, memory_of(subject, setup, *steps, models.times)) for setup in setups]
+        tried = [(setup, memory_of(subject, setup, steps, times)) for setup in setups]
         # Time is told of what fits alone: it takes longer than memory.
-        fits = [(setup, memory) for setup, memory in tried if _total(memory) <= limit_bytes]
-        found += [(setup, {**place, **_plain(setup, memory, models.time(setup, steps))}) for setup, memory in fits]
+        fits = [(setup, memory) for setup, memory in tried if sum(memory.values()) <= limit_bytes]
+        found += [(setup, {**place, **_plain(setup, memory, _time(setup, steps, times))}) for setup, memory in fits]
         if not fits:
-            setup, memory = min(tried, key=lambda each: _total(each[1]))
+            setup, memory = min(tried, key=lambda each: sum(each[1].values()))
             reason = _reason(setup.workload, memory, limit_bytes)
-            rejected.append({**place, "memory_bytes": _total(memory), "reason": reason})
+            rejected.append({**place, "memory_bytes": sum(memory.values()), "reason": reason})
     found.sort(key=lambda each: (each[1]["step_seconds"], each[1]["memory_bytes"]))
     plain = {
         "limit_bytes": limit_bytes,
@@ -93,54 +76,49 @@ def search(subject: Subject, options: Options) -> Search:
     }
     best = project(subject, found[0][0]) if found else None
     assert best is None or best.memory_bytes == found[0][1]["memory_bytes"], "all layers take other memory than told"
-    return Search(best, plain)
+    return best, plain
 
 
-@dataclass(frozen=True, slots=True)
-class _Models:
-    """What is played for a model: a few of its layers, and one more, of which the rest follows; or all of it.
+def fit_tables(found: dict[str, Any]) -> Iterator[Table]:
+    """Yield how many setups fit with the fastest of them, and why the rest does not."""
+    fitting, limit = found["fitting"], format_bytes(found["limit_bytes"])
+    unknown = "" if found["counts_activations"] else "; activations are not known and not counted"
+    title = (
+        f"{len(fitting):,} of {found['num_tried']:,} setups fit {limit} on {found['num_ranks']:,} ranks, "
+        f"{found['sequences_per_step']:,} sequences per step{unknown}"
+    )
+    yield Table.of(fitting[:_ROWS], title)
+    yield Table.of(found["rejected"], "what does not fit")
 
-    Attributes:
-        times: how many layers the model has beyond those of the first.
+
+def _models(subject: Subject, options: Options) -> tuple[tuple[Subject, ...], int]:
+    """Return what is played for a model: a few of its layers, and one more, of which the rest follows; or all of it.
+
+    And how many layers it has beyond the few. In which turns the sums of ``--reduction`` are held is another matter
+    with each layer.
     """
-
-    subjects: tuple[Subject, ...]
-    times: int
-
-    @classmethod
-    def of(cls, subject: Subject, options: Options) -> _Models:
-        """Choose them: in which turns the sums of ``--reduction`` are held is another matter with each layer."""
-        few, more = (subject.shortened(number) for number in (_FEW, _FEW + 1))
-        if few is None or more is None or options.given("reduction"):
-            return cls((subject, subject), 0)
-        return cls((few, more), (len(subject.blocks) - len(few.blocks)) // (len(more.blocks) - len(few.blocks)))
-
-    def play(self, setup: Setup, counts: Sequence[int]) -> tuple[PlayedStep, PlayedStep]:
-        """Return steps of both."""
-        few = play_setup(self.subjects[0], setup, counts)
-        return few, play_setup(self.subjects[1], setup, counts) if self.times else few
-
-    def time(self, setup: Setup, steps: tuple[PlayedStep, PlayedStep]) -> StepTime:
-        """Return how long a step of the whole model takes."""
-        few, *more = (project(self.subjects[0], setup, each).time for each in steps[: 1 + (self.times > 0)])
-        return few.extended(more[0], self.times) if more else few
+    few, more = (subject.shortened(number) for number in (_FEW, _FEW + 1))
+    if few is None or more is None or options.given("reduction"):
+        return (subject,), 0
+    return (few, more), (len(subject.blocks) - len(few.blocks)) // (len(more.blocks) - len(few.blocks))
 
 
-def _plain(setup: Setup, memory: tuple[MemoryPart, ...], time: StepTime) -> dict[str, Any]:
+def _time(setup: Setup, steps: Sequence[PlayedStep], times: int) -> StepTime:
+    found = [predict_step(each, setup.workload, setup.hardware) for each in steps]
+    return found[0].extended(found[-1], times)
+
+
+def _plain(setup: Setup, memory: Mapping[str, int], time: StepTime) -> dict[str, Any]:
     workload = setup.workload
     return {
         "micro_batch": workload.micro_batch,
         "num_microbatches": workload.num_microbatches,
         "recompute": workload.recompute,
-        "memory_bytes": _total(memory),
+        "memory_bytes": sum(memory.values()),
         "step_seconds": time.total,
         "exposed_seconds": time.exposed,
         "tokens_per_second": workload.num_microbatches * workload.tokens / time.total,
     }
-
-
-def _total(memory: tuple[MemoryPart, ...]) -> int:
-    return sum(part.num_bytes for part in memory)
 
 
 def _num_ranks(options: Options) -> int:
@@ -190,7 +168,7 @@ def _workloads(subject: Subject, options: Options, per_rank: int) -> Iterator[Wo
 def _shardings(options: Options, num_ranks: int) -> Iterator[tuple[str, tuple[int, ...]]]:
     given, mesh = options["strategy"], options["mesh"]
     splits = [(num_ranks // inner, inner) for inner in range(2, num_ranks) if num_ranks % inner == 0]
-    for strategy in (given,) if given else options.strategies():
+    for strategy in (given,) if given else _PACKED if options.given("gather_dtype") else STRATEGIES:
         if mesh is not None:
             # On two axes ZeRO-3 with replicas is hsdp, and hybrids need two.
             is_twin = not given and strategy == "optim_grads_params" and len(mesh) == 2
@@ -200,10 +178,10 @@ def _shardings(options: Options, num_ranks: int) -> Iterator[tuple[str, tuple[in
             yield from ((strategy, sizes) for sizes in (splits if strategy in HYBRID else [(num_ranks,)]))
 
 
-def _reason(work: Workload, memory: tuple[MemoryPart, ...], limit_bytes: int) -> str:
-    parts = sorted(memory, key=lambda part: -part.num_bytes)[:2]
-    largest = " and ".join(f"{part.name} {format_bytes(part.num_bytes)}" for part in parts)
+def _reason(work: Workload, memory: Mapping[str, int], limit_bytes: int) -> str:
+    total, parts = sum(memory.values()), sorted(memory.items(), key=lambda part: -part[1])[:2]
+    largest = " and ".join(f"{name} {format_bytes(size)}" for name, size in parts)
     return (
-        f"at least {format_bytes(_total(memory))}, {format_bytes(_total(memory) - limit_bytes)} too much, with "
-        f"micro-batch {work.micro_batch} and recompute {work.recompute}: {largest}"
+        f"at least {format_bytes(total)}, {format_bytes(total - limit_bytes)} too much, with micro-batch "
+        f"{work.micro_batch} and recompute {work.recompute}: {largest}"
     )

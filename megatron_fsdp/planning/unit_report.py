@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from dbuffer import DBuffer, Flat, Plan
+from dbuffer import DBuffer, Plan
 from dbuffer.storage import FlatStorage
 from dbuffer_kernels import num_blocks
 from megatron_fsdp.optim.int8_moments import is_coded
@@ -61,11 +61,6 @@ class CollectiveReport:
     count: int
     num_bytes: int
 
-    @property
-    def bytes_each(self) -> int:
-        """Bytes of one of them."""
-        return self.num_bytes // self.count
-
 
 @dataclass(frozen=True, slots=True)
 class GroupReport:
@@ -98,6 +93,11 @@ class GroupReport:
     padding_bytes: int
     wire: str = ""
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether ranks share what the optimizer steps."""
+        return "Flat" in self.resting[0].placement
+
     def num_bytes(self, *kinds: str) -> int:
         """Return the bytes of buffers of these kinds; memory that two of them share counts once."""
         buffers = (*self.resting, *self.transient)
@@ -111,7 +111,6 @@ class UnitReport:
     Attributes:
         modules: class names of its modules. is_root: no unit is around it.
         reason: what becomes of gathered weights after forward ("released", "kept"), and why.
-        replicated: parameters that stay whole on every rank in a model that is sharded (``fsdp_no_shard``).
         whole_bytes: of all of its weights in compute dtype.
         has_hooks: parameters whose class says what is gathered, which are counted as plain ones.
     """
@@ -120,7 +119,6 @@ class UnitReport:
     modules: tuple[str, ...]
     reason: str
     groups: tuple[GroupReport, ...]
-    replicated: tuple[str, ...] = ()
     is_root: bool = False
     whole_bytes: int = 0
     has_hooks: tuple[str, ...] = ()
@@ -135,27 +133,20 @@ class UnitReport:
         return sum(buffer.num_bytes for group in self.groups for buffer in group.transient if buffer.kind == kind)
 
 
-def unit_report(stood: StoodIn, *, is_sharded: bool) -> UnitReport:
-    """Return what a unit holds; nothing is said of collectives. ``is_sharded``: anything of the model is."""
+def unit_report(stood: StoodIn) -> UnitReport:
+    """Return what a unit holds."""
     unit = stood.unit
     is_root = unit is unit.schedule.root_ref()
     asked = reshard_asked(unit)
-    whole = (group for group in unit.groups if is_sharded and not is_cut(group))
     return UnitReport(
         name=stood.name,
         modules=stood.modules,
         reason=_reason(unit, asked, is_root=is_root),
         groups=tuple(_group_report(group, stood.names(group)) for group in unit.groups),
-        replicated=tuple(name for group in whole for name in stood.names(group)),
         is_root=is_root,
         whole_bytes=sum(group.plan.numel * group.spec.dtypes.compute.itemsize for group in unit.groups),
         has_hooks=stood.has_hooks,
     )
-
-
-def is_cut(group: ParameterGroup) -> bool:
-    """Whether ranks share what the optimizer steps."""
-    return Flat() in group.spec.placements.optimizer
 
 
 def _reason(unit: Unit, asked: bool | int | None, *, is_root: bool) -> str:

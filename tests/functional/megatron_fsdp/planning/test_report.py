@@ -290,7 +290,7 @@ def steps_on(mesh: tuple[int, ...], is_quick: bool) -> dict[Setting, list[Step]]
 
 
 def predicted_calls(report: Report) -> Counter[Call]:
-    each = ((one.phase, one.kind, one.axis, one.num_ranks, one.bytes_each) for one in report.collectives)
+    each = ((one.phase, one.kind, one.axis, one.num_ranks, one.num_bytes // one.count) for one in report.collectives)
     return Counter(dict(zip(each, (one.count for one in report.collectives), strict=True)))
 
 

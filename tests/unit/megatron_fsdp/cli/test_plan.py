@@ -19,7 +19,7 @@ from torch import nn
 import megatron_fsdp
 from megatron_fsdp.__main__ import main
 from megatron_fsdp.planning import catalog, plan_arguments
-from megatron_fsdp.planning.cost_model import Machine
+from megatron_fsdp.planning.cost_model import Hardware
 from megatron_fsdp.planning.plan_arguments import (
     byte_count,
     bytes_per_second,
@@ -74,7 +74,8 @@ def plan_of(*arguments: str) -> dict[str, Any]:
 
 
 def parts_of(plain: dict[str, Any]) -> dict[str, int]:
-    return {part["name"]: part["num_bytes"] for part in plain["memory"]["parts"]}
+    parts: dict[str, int] = plain["memory"]["parts"]
+    return parts
 
 
 def test_the_page_folds_equal_layers_and_names_model_mesh_and_strategy() -> None:
@@ -195,7 +196,6 @@ def test_a_config_file_is_planned_like_the_catalogs(tmp_path: Path) -> None:
 def test_a_factorys_repeated_blocks_are_units_and_its_activations_not_known() -> None:
     page = run(*FACTORY)
     assert "blocks.0 .. blocks.3 (4 alike, each)" in page
-    assert re.search(r"activations +not known +not known\n", page)
     assert "activations are not known" in page
 
 
@@ -205,8 +205,7 @@ def test_a_factorys_units_can_be_named() -> None:
 
 
 def test_activations_that_were_measured_count_per_sequence() -> None:
-    parts = plan_of(*FACTORY, "--activation-bytes", "1KiB", "--micro-batch", "3")["memory"]["parts"]
-    assert {"name": "activations", "num_bytes": 3072, "is_known": True} in parts
+    assert parts_of(plan_of(*FACTORY, "--activation-bytes", "1KiB", "--micro-batch", "3"))["activations"] == 3072
 
 
 @pytest.mark.parametrize(
@@ -236,6 +235,16 @@ def test_activations_that_were_measured_count_per_sequence() -> None:
         ("--model gpt2 --fit 80GiB --gpus 6 --mesh 8", "--gpus 6 contradicts --mesh 8"),
         ("--model gpt2 --fit 80GiB --gpus 8 --global-batch 9", "no multiple of the 8 ranks; the nearest is 8"),
         ("--model gpt2 --fit 80GiB --gpus 8 --global-batch 8 --micro-batch 3", "1 sequences per rank and step cannot"),
+        ("--model llama3-8b --world 60 --pp 16", "--tp x --pp x --cp is 16, which does not divide --world 60"),
+        ("--model llama3-8b --mesh 8 --ep 2", "--ep 2: llama has no routed experts"),
+        ("--model llama3-8b --mesh 8 --tp 3", "--tp 3 does not divide 32 attention heads"),
+        ("--model llama3-8b --mesh 8 --pp 64", "--pp 64 is more than the model's 32 layers"),
+        ("--model mixtral-8x7b --mesh 8 --ep 16", "--etp x --ep is 16, which does not divide the 8 ranks"),
+        ("--model mixtral-8x7b --mesh 96 --ep 3", "--ep 3 does not divide dimension 0 of experts: gate_up_proj"),
+        ("--model llama3-8b --mesh 8 --pp 2 --stage 2", "--stage 2: there are 2 stages, counted from 0"),
+        ("--model llama3-8b --mesh 8 --world 8", "--world 8 contradicts --mesh 8"),
+        ("--model siglip-so400m --mesh 8 --tp 2", "--tp, --pp and --cp divide language models"),
+        ("--model llama3-8b --fit 80GiB --gpus 8 --tp 2", "--tp is not searched over"),
         ("--hf-config /nowhere/config.json --mesh 8", "--hf-config /nowhere/config.json: "),
         ("--factory nowhere:make --mesh 8", "--factory nowhere:make: No module named 'nowhere'"),
         ("--factory nowhere --mesh 8", "wanted package.module:function"),
@@ -267,7 +276,7 @@ def test_the_help_gives_the_default_of_every_option_that_has_one(capsys: pytest.
     for name, value in plan_arguments.DEFAULTS.items():
         described = text.partition(f" --{name.replace('_', '-')} ")[2].partition(" --")[0]
         assert isinstance(value, bool) or re.search(rf"default:? {value}\b", text), (name, described)
-    machine = Machine()
+    machine = Hardware()
     for rate in (machine.memory_bandwidth, machine.node_bandwidth, machine.network_bandwidth):
         assert f"(default {rate / 1e9:.0f}GB/s)" in text
     assert f"(default {machine.flops / 1e12:.0f}T)" in text

@@ -37,7 +37,7 @@ def step(
     stand_ins = stand_ins_of(Chain(rows), UnitWork(1, is_layer=True), sharding_of(sizes, placements, policy))
     played = play_step(stand_ins, [num_microbatches])
     links = {f"axis{position}": Link(1.0) for position in range(2)}
-    return predict_step(played, Workload(1, 1, num_microbatches, recompute), Hardware(flops, 1e9, links))
+    return predict_step(played, Workload(1, 1, num_microbatches, recompute), Hardware(flops, 1e9, links=links))
 
 
 def test_fast_compute_leaves_all_communication_exposed() -> None:

@@ -60,8 +60,8 @@ def test_deepseek_v3_on_2048_ranks_gathers_four_experts_of_a_layer() -> None:
     assert sum(group.numel for group in layers.groups) == MOE_MATRICES + NORMS
     assert [group.numel for group in experts.groups] == [4 * EXPERT]
     gathers = [each for each in stage.report().collectives if each.axis == "expert dp" and each.kind == "all_gather"]
-    assert {(each.num_ranks, each.bytes_each) for each in gathers} == {(2, 2 * 4 * EXPERT)}
-    parts = {part.name: part.num_bytes for part in stage.memory}
+    assert {(each.num_ranks, each.num_bytes // each.count) for each in gathers} == {(2, 2 * 4 * EXPERT)}
+    parts = stage.memory
     shard = 4 * ((MOE_MATRICES + NORMS) / 128 + 4 * EXPERT / 2)
     for name, itemsize in {"main weights": 4, "gradients": 4, "AdamW moments": 8}.items():
         assert parts[name] == pytest.approx(itemsize * shard, rel=2e-3), name
@@ -83,10 +83,9 @@ def test_all_parameters_are_on_some_stage_and_the_layers_in_one_order() -> None:
 def test_a_stage_holds_as_many_microbatches_as_come_before_their_backward(stage: int, num_layers: int) -> None:
     projection = stages(DEEPSEEK)[stage]
     assert projection.stage is not None
-    (found,) = (part.num_bytes for part in projection.memory if part.name == "activations")
     inside = max(layer.elements * 4096 * 2 for layer in Transformer(projection.stage.architecture).layers)
     last = 4096 * (2 * HIDDEN * 2 + VOCABULARY * 10) if stage == 15 else 0
-    assert found == min(16 - stage, 8) * num_layers * 4096 * HIDDEN * 2 + inside + last
+    assert projection.memory["activations"] == min(16 - stage, 8) * num_layers * 4096 * HIDDEN * 2 + inside + last
 
 
 @pytest.mark.parametrize(("is_sequence_parallel", "per_element"), [(True, 32 / 4), (False, 8 + 24 / 4)])
@@ -173,28 +172,6 @@ def test_stages_wait_for_the_slowest() -> None:
 def test_sizes_of_one_change_nothing() -> None:
     ones, none = plan("--model gpt2 --mesh 16 --tp 1 --ep 1 --pp 1"), plan("--model gpt2 --mesh 16")
     assert ones == none
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("--model llama3-8b --world 60 --pp 16", "--tp x --pp x --cp is 16, which does not divide --world 60"),
-        ("--model llama3-8b --mesh 8 --ep 2", "--ep 2: llama has no routed experts"),
-        ("--model llama3-8b --mesh 8 --tp 3", "--tp 3 does not divide 32 attention heads"),
-        ("--model llama3-8b --mesh 8 --pp 64", "--pp 64 is more than the model's 32 layers"),
-        ("--model mixtral-8x7b --mesh 8 --ep 16", "--etp x --ep is 16, which does not divide the 8 ranks"),
-        ("--model mixtral-8x7b --mesh 96 --ep 3", "--ep 3 does not divide dimension 0 of experts: gate_up_proj"),
-        ("--model llama3-8b --mesh 8 --pp 2 --stage 2", "--stage 2: there are 2 stages, counted from 0"),
-        ("--model llama3-8b --mesh 8 --world 8", "--world 8 contradicts --mesh 8"),
-        ("--model siglip-so400m --mesh 8 --tp 2", "--tp, --pp and --cp divide language models"),
-        ("--model llama3-8b --fit 80GiB --gpus 8 --tp 2", "--tp is not searched over"),
-    ],
-)
-def test_divisions_that_do_not_fit_are_refused(
-    capsys: pytest.CaptureFixture[str], arguments: str, message: str
-) -> None:
-    assert main(["plan", *arguments.split()]) == 2
-    assert message in capsys.readouterr().err
 
 
 def test_shapes_that_nothing_is_known_of_are_refused() -> None:

@@ -96,7 +96,7 @@ def test_frozen_parameters_form_a_group_without_gradient_buffers(mesh: DeviceMes
     assert kinds == ["main_weight", "gathered weights", "packed gradients", "main_grad"]
     # The groups of a unit are gathered by one collective.
     gathers = [each for each in report.collectives if each.kind == "all_gather"]
-    assert [each.bytes_each for each in gathers[:1]] == [4 * sum(group.buffer_numel for group in unit.groups)]
+    assert gathers[0].num_bytes == 4 * sum(group.buffer_numel for group in unit.groups)
 
 
 def test_a_group_tells_its_dtypes_and_where_each_buffer_lies(mesh: DeviceMesh) -> None:
@@ -236,12 +236,11 @@ def test_what_is_replicated_in_a_sharded_model_is_listed(mesh: DeviceMesh) -> No
     for block in model.blocks:
         fully_shard(block, mesh)
     report = explain(fully_shard(model, mesh))
-    assert [unit.replicated for unit in report.units] == [(), (), ("up.bias",), ()]
-    assert "whole on every rank, not sharded: blocks.1: up.bias" in str(report)
+    assert "parameters whole on every rank, not sharded: blocks.1\n" in f"{report}\n"
     placements = [group.resting[0].placement for group in report.units[2].groups]
     assert placements == ["axis 0: Flat", "axis 0: Replicate"]
     # Where nothing is sharded nothing is listed.
-    assert [unit.replicated for unit in explain(fully_shard(Model(), mesh, Placements.no_shard(0))).units] == [()]
+    assert "not sharded" not in str(explain(fully_shard(Model(), mesh, Placements.no_shard(0))))
 
 
 def test_a_parameter_frozen_after_sharding_is_seen_before_the_next_forward(mesh: DeviceMesh) -> None:

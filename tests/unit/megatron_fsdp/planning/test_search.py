@@ -13,6 +13,7 @@ import pytest
 
 from megatron_fsdp.__main__ import main
 from megatron_fsdp.planning import catalog
+from tests.harness.grids import nightly_but
 
 GIB = 2**30
 
@@ -50,19 +51,28 @@ def test_everything_that_fits_is_below_the_limit_and_the_plan_of_the_fastest_com
     assert plain["time"]["total_seconds"] == fitting[0]["step_seconds"]
 
 
-@pytest.mark.parametrize(
-    "policy", ["", " --dtype fp32 --num-microbatches 2", " --gather-dtype int8_block --micro-batch 2"]
-)
-def test_what_follows_from_a_few_layers_is_what_a_plan_of_all_says(policy: str) -> None:
-    whole = f"--model gpt2 --seq-length 128{policy}"
-    rows = plan(f"{whole} --fit 80GiB --gpus 4 --recompute none")["fit"]["fitting"]
-    assert len({each["strategy"] for each in rows}) == (2 if "gather" in policy else 6)
+FEW = [
+    ("--model gpt2 --num-microbatches 4 --strategy hfsdp", 1),
+    ("--model gpt2 --num-microbatches 2 --dtype fp32 --strategy optim_grads", 1),
+    ("--model gpt2 --num-microbatches 1 --gather-dtype int8_block --strategy hsdp", 1),
+]
+EVERY = [
+    ("--model gpt2 --num-microbatches 4", 6),
+    *(
+        (f"--model {name} --num-microbatches 2 --strategy {strategy} --mesh 2x2", 1)
+        for name in catalog.names()
+        for strategy in ("optim_grads", "hsdp", "hfsdp")
+    ),
+]
+
+
+@pytest.mark.parametrize(("given", "num_rows"), nightly_but(FEW, [*FEW, *EVERY]))
+def test_what_follows_from_a_few_layers_is_what_a_plan_of_all_says(given: str, num_rows: int) -> None:
+    given = f"{given} --micro-batch 1 --recompute none"
+    rows = plan(f"{given} --fit 80TiB --gpus 4")["fit"]["fitting"]
+    assert len(rows) == num_rows
     for row in rows:
-        mesh, again = "x".join(map(str, row["mesh"])), ("micro_batch", "num_microbatches")
-        given = " ".join(
-            f"--{name.replace('_', '-')} {row[name]}" for name in again if name.replace("_", "-") not in policy
-        )
-        one = plan(f"{whole} --mesh {mesh} --strategy {row['strategy']} {given}")
+        one = plan(f"{given} --mesh {'x'.join(map(str, row['mesh']))} --strategy {row['strategy']}")
         assert one["memory"]["total_bytes"] == row["memory_bytes"]
         assert one["time"]["total_seconds"] == pytest.approx(row["step_seconds"], rel=0.01)
 
@@ -122,7 +132,7 @@ def test_what_has_no_layout_is_told_apart_from_what_is_too_large() -> None:
 def test_reserved_memory_is_not_given_away() -> None:
     found = plan("--fit 8GiB --gpus 4 --recompute none --reserve 3GiB")
     assert max(each["memory_bytes"] for each in found["fit"]["fitting"]) <= 8 * GIB
-    assert {"name": "reserve", "num_bytes": 3 * GIB, "is_known": True} in found["memory"]["parts"]
+    assert found["memory"]["parts"]["reserve"] == 3 * GIB
 
 
 def test_a_slower_network_makes_replicas_over_nodes_the_faster_choice() -> None:

@@ -27,7 +27,7 @@ def plan_of(capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, Any]
 
 def bytes_per_parameter(plan: dict[str, Any]) -> float:
     """Return the bytes of weights, gradients and moments on all ranks for each element of the buffers."""
-    memory = {part["name"]: part["num_bytes"] for part in plan["memory"]["parts"]}
+    memory = plan["memory"]["parts"]
     kinds = ("compute weights", "main weights", "gradients", "AdamW moments")
     numel = sum(unit["count"] * group["buffer_numel"] for unit in plan["report"]["units"] for group in unit["groups"])
     return float(8 * sum(memory.get(name, 0) for name in kinds) / numel)
@@ -59,7 +59,7 @@ def test_a_plan_refuses_to_split_what_is_not_bf16(capsys: pytest.CaptureFixture[
 def test_the_optimizer_reads_and_writes_halves_and_fp32_moments() -> None:
     stand_ins = stand_ins_of(Chain((16,)), UnitWork(1), sharding_of(policy=SPLIT))
     played = play_step(stand_ins)
-    time = predict_step(played, Workload(1, 1), Hardware(1.0, 1.0, {"axis0": Link(1.0)}))
+    time = predict_step(played, Workload(1, 1), Hardware(1.0, 1.0, links={"axis0": Link(1.0)}))
     numel = 16 * 4 // 4
     # A bf16 gradient once, weights in two halves of 2 bytes twice, two FP32 moments and a count twice.
     assert time.optimizer == pytest.approx(numel * (2 + 2 * 4 + 2 * 2 * 4) + 2 * 4)
