@@ -164,7 +164,7 @@ class MixedPrecisionPolicy:
         if found is not None and found not in (self.param_dtype, parameter.dtype):
             raise ConfigError(
                 f"parameter {name!r}: param_dtype_override_fn returned {found!r}; give its own dtype "
-                f"{parameter.dtype}, or None or {self.param_dtype} for the policy's param_dtype"
+                f"{parameter.dtype}, or None for the policy's param_dtype, which is {self.param_dtype}"
             )
         return replace(self, param_dtype=found or self.param_dtype, param_dtype_override_fn=None)
 

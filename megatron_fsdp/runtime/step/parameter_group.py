@@ -192,7 +192,7 @@ class ParameterGroup:
     FSDP2's ``FSDPParamGroup``; ``make_param_group`` makes it.
 
     Attributes:
-        name: the unit's name, for messages. unit: its identity.
+        name: the unit's name, for messages. unit: its identity. module: the first of its modules.
         owned: what it was built from. parameters: the sharded ones by name within the unit, in plan order.
         plan: where the tensors sit. spec: what else it was built from.
         weights: its weight buffers; ``main_weight``, ``model_weight`` and ``gathered`` are the three of them.
@@ -214,12 +214,21 @@ class ParameterGroup:
     freshness: Freshness
     rests_whole: bool
     is_meta: bool
+    module: Callable[[], Any]
 
     def __init__(self, owned: Sequence[OwnedParameter], plan: Plan, spec: GroupSpec, name: str) -> None:
         self.name, self.unit = name, 0
         self.plan, self.spec, self.owned = plan, spec, tuple(owned)
         self.reduce_hook: Callable[[torch.Tensor], None] | None = None
         self.reduce_function: ReduceFunction | None = None
+
+    def unshard(self) -> None:
+        """Gather the weights of the unit, whose groups move together, and show them: ``FSDPModule.unshard``."""
+        self.module().unshard()
+
+    def reshard(self) -> None:
+        """Release the gathered weights of the unit: ``FSDPModule.reshard``."""
+        self.module().reshard()
 
     @property
     def main_grad(self) -> DBuffer | None:

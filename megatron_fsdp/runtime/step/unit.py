@@ -143,9 +143,9 @@ class Unit:
         self.name = name
         self.reference: weakref.ref[Unit] = weakref.ref(self)
         self.groups, self.policy = tuple(groups), policy
-        for group in groups:
-            group.unit = id(self)
         self.modules = [weakref.ref(module) for module in modules]
+        for group in groups:
+            group.unit, group.module = id(self), self.modules[0]
         self.module_ids = frozenset(map(id, modules))
         self.trees: dict[int, Tree] = {}
         self.inner: list[weakref.ref[Unit]] = []

@@ -263,3 +263,19 @@ def test_two_roots_that_share_a_context_hold_one_packed_buffer_at_a_time() -> No
     (group,) = units_of(first)[0].parameter_groups
     assert twins.gradients_apart() < 2e-6
     assert peak // group.gathered.nbytes == 1
+
+
+@on_ranks(3)
+def test_a_group_gathers_and_releases_the_weights_of_its_unit() -> None:
+    block = Block()
+    values = {name: value.detach().clone() for name, value in block.named_parameters()}
+    policy = MixedPrecisionPolicy(torch.float64, param_dtype_override_fn=lambda p: p.dtype if p.ndim == 1 else None)
+    fully_shard(block, mp_policy=policy)
+    first, second = block.parameter_groups
+    first.unshard()
+    shown = dict(block.named_parameters())
+    assert all(shown[name].equal(value.to(shown[name].dtype)) for name, value in values.items())
+    assert {**first.parameters, **second.parameters}.keys() == values.keys()
+    second.reshard()
+    assert all(shown is not block.get_parameter(name) for name, shown in shown.items())
+    assert not first.gathered.storage.is_allocated
