@@ -50,7 +50,9 @@ def test_everything_that_fits_is_below_the_limit_and_the_plan_of_the_fastest_com
     assert plain["time"]["total_seconds"] == fitting[0]["step_seconds"]
 
 
-@pytest.mark.parametrize("policy", ["", " --dtype fp32 --num-microbatches 2", " --gather-dtype int8_block --micro-batch 2"])
+@pytest.mark.parametrize(
+    "policy", ["", " --dtype fp32 --num-microbatches 2", " --gather-dtype int8_block --micro-batch 2"]
+)
 def test_what_follows_from_a_few_layers_is_what_a_plan_of_all_says(policy: str) -> None:
     whole = f"--model gpt2 --seq-length 128{policy}"
     rows = plan(f"{whole} --fit 80GiB --gpus 4 --recompute none")["fit"]["fitting"]
