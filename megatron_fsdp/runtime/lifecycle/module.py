@@ -270,7 +270,7 @@ class FSDPModule:
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """False: backward does not gather this unit's weights, for a module whose backward does not read them.
 
-        An embedding's look-up, for instance. A backward that does read them raises a StateError with the parameter.
+        An embedding's look-up, for instance. One that does read them is refused by autograd (docs/design/order.md).
         """
         unit_of(self).unshards_in_backward = unshard_in_backward
 

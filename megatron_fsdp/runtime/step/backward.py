@@ -156,15 +156,12 @@ class Backward:
 
     # ------------------------------------------------------------------ enter
 
-    def before_backward(self, call: Call) -> None:
+    def before_backward(self, unit: Unit, call: Call) -> None:
         """Gather the unit again for its backward, end the units that backward has left, start the next gather.
 
         Raises:
             StateError: the backward is itself recorded (``create_graph=True``), or weights were stepped since forward.
         """
-        if listeners:
-            tell("enter", call)
-        unit = call.unit
         if torch.is_grad_enabled() or call.moment != MOMENTS[0]:
             self._guards.refuse_backward(call)
         self.begin()
@@ -172,29 +169,26 @@ class Backward:
         if task != self._task:
             self._has_gradients = True
         if call.entered == self.number:
-            self._unshard_again(unit)
-        else:
-            call.entered, call.task = self.number, task
-            if not call.is_expected:
-                unit.expect(call)
-            # First: whatever this unit awaits, this call may bring.
-            if call.begin < self.entered.setdefault(id(unit), call).begin:
-                self.entered[id(unit)] = call
-            left = self._release_passed(call.end, entering=unit)
-            self._enter(unit)
-            self._gather(call, unit)
-            # Later than gathers, for which compute waits first, and before the host waits for one.
-            for each in left:
-                self._close(each)
-            if unit.unshards_in_backward:
+            if unit.unshards_in_backward and unit.groups and unit.weight_state is not WeightState.UNSHARDED:
+                # Left, or even closed: whoever ends the backward releases it once more.
+                self.active[id(unit)] = unit.reference
                 self._schedule.unshard(unit, check=False)
-        if unit.weight_state is WeightState.UNSHARDED or not unit.groups:
-            unit.entered, unit.entered_task = call, task
-
-    def _unshard_again(self, unit: Unit) -> None:
-        if unit.unshards_in_backward and unit.groups and unit.weight_state is not WeightState.UNSHARDED:
-            # Left, or even closed: whoever ends the backward releases it once more.
-            self.active[id(unit)] = unit.reference
+            return
+        if listeners:
+            tell("enter", call)
+        call.entered, call.task = self.number, task
+        if not call.is_expected:
+            unit.expect(call)
+        # First: whatever this unit awaits, this call may bring.
+        if call.begin < self.entered.setdefault(id(unit), call).begin:
+            self.entered[id(unit)] = call
+        left = self._release_passed(call.end, entering=unit)
+        self._enter(unit)
+        self._gather(call, unit)
+        # Later than gathers, for which compute waits first, and before the host waits for one.
+        for each in left:
+            self._close(each)
+        if unit.unshards_in_backward:
             self._schedule.unshard(unit, check=False)
 
     def awaits_call(self, unit: Unit, end: float = math.inf) -> bool:

@@ -79,6 +79,5 @@ def _watch(call: Call, tensor: torch.Tensor) -> None:
 
 def _enter_backward(calls: list[Call], gradient: torch.Tensor) -> None:
     for call in calls[::-1]:
-        unit = call._unit()
-        if unit is None or unit.entered is not call or unit.entered_task != torch._C._current_graph_task_id():
-            (unit or call.unit).backward.before_backward(call)
+        unit = call.unit
+        unit.backward.before_backward(unit, call)

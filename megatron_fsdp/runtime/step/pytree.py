@@ -1,9 +1,8 @@
-"""Tensors in nested arguments and outputs: what PyTorch's pytree knows, dataclasses, and further containers."""
+"""Tensors in nested arguments and outputs: what PyTorch's pytree knows, mappings and dataclasses."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -22,18 +21,11 @@ def iterate_tensors(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
         if isinstance(leaf, torch.Tensor):
             yield leaf
         elif depth < _MAX_DEPTH:
+            # By their types: objects such as the configs of frameworks run Python when asked for ``__class__``.
             names = getattr(type(leaf), "__dataclass_fields__", ())
-            for member in (*_members_of(leaf), *(getattr(leaf, name, None) for name in names)):
+            others = leaf.values() if issubclass(type(leaf), Mapping) else ()
+            for member in (*others, *(getattr(leaf, name, None) for name in names)):
                 yield from iterate_tensors(member, depth + 1)
-
-
-def _members_of(value: Any) -> list[Any]:
-    """Return what a container holds; nothing of any other object."""
-    # By their types: objects such as the configs of frameworks run Python when they are asked for ``__class__``.
-    kind = type(value)
-    if issubclass(kind, Mapping):
-        return list(value.values())
-    return list(value) if issubclass(kind, list | tuple | set | frozenset | deque) else []
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:

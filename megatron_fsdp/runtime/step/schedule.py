@@ -165,7 +165,6 @@ class Schedule:
         Args:
             keep_part: as in ``ParameterGroup.release``.
         """
-        unit.entered = None
         if unit.weight_state is WeightState.SHARDED:
             return
         if listeners:
@@ -345,7 +344,6 @@ class Schedule:
             # Where units are called and their root is not, nothing else begins a pass.
             self.trail = []
         for unit in self.units():
-            unit.entered = None
             if unit.reshard_after_backward or unit.weight_state is not WeightState.UNSHARDED:
                 if unit.weight_state is not WeightState.SHARDED:
                     self.reshard(unit)

@@ -128,8 +128,6 @@ class Unit:
         calls: whose backward may still come. trail, first_begin: the pass of its last watched call, and when its first
             one in that pass began.
         open_call: that runs; pending_modules: which modules, by identity, have still to run in it.
-        entered: the call that backward has come to, while the weights are there for it. entered_task: autograd's number
-            of the graph.
         trees: by the id of the module.
     """
 
@@ -164,8 +162,6 @@ class Unit:
         self.first_begin = 0
         self.open_call: Call | None = None
         self.pending_modules: set[int] = set()
-        self.entered: Call | None = None
-        self.entered_task = -1
 
     def count_gradients(self) -> None:
         """Take notice of gradient buffers that were made, and of parameters that were frozen or unfrozen."""
