@@ -417,4 +417,4 @@ def test_orders_that_find_no_place_give_the_same_numbers_with_one_warning_at_mos
     assert len(said) <= 1
     (text,), misses = warnings_where_both_are_alike(ever_more_held)
     assert misses > 0
-    assert "slot of its own" in text
+    assert "finds no place is allocated" in text
