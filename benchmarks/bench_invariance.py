@@ -22,7 +22,7 @@ __all__ = ["add_arguments", "run"]
 
 MESHES = {"2": (2,), "4": (4,), "2x2": (2, 2)}
 # Both a policy's ``reduction``.
-REDUCTIONS: Mapping[str, str | None] = {"default": None, "invariant": "invariant"}
+REDUCTIONS = ("default", "invariant")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,9 +60,7 @@ def step_of(name: str, shape: Shape, sizes: Sequence[int], wire: str, microbatch
     """Return a step of several microbatches, with gradients divided by their number on all ranks."""
     model = make_model(shape, "cpu")
     strategy = megatron_fsdp.Placements.hsdp(0, 1) if len(sizes) == 2 else None
-    policy = megatron_fsdp.MixedPrecisionPolicy(
-        reduce_dtype=torch.bfloat16 if wire == "bf16" else None, reduction=REDUCTIONS[name]
-    )
+    policy = megatron_fsdp.MixedPrecisionPolicy(reduce_dtype=torch.bfloat16 if wire == "bf16" else None, reduction=name)
     mesh = init_device_mesh("cpu", tuple(sizes))
     for module in (*model.layers, model):
         megatron_fsdp.fully_shard(module, mesh, strategy, mp_policy=policy)

@@ -79,6 +79,31 @@ class Plan:
         """Return the elements of one row: the last dim, but 1 for 1-D and 0-d tensors."""
         return row_numel(self.shapes[tensor])
 
+    def owned_rows(self, tensor: int, shard: int) -> range:
+        """Return the rows of one tensor that one shard stores, empty when it stores none.
+
+        Args:
+            tensor: position in ``shapes``; a (1024, 4096) weight has 1024 rows of 4096 elements.
+            shard: 0 <= shard < ``num_shards``.
+        Raises:
+            IndexError: ``tensor`` or ``shard`` is out of range.
+            LayoutError: the shard stores a part of a row, which only ``Element()`` permits.
+        """
+        if not (0 <= tensor < len(self.shapes) and 0 <= shard < self.num_shards):
+            raise IndexError(f"tensor {tensor} of {len(self.shapes)}, shard {shard} of {self.num_shards}")
+        numel, width = self.tensor_numel(tensor), self.row_numel(tensor)
+        if not numel:
+            # Rows without elements, as in shape (5, 0), count as the first shard's.
+            return range(0 if shard or len(self.shapes[tensor]) < 2 else math.prod(self.shapes[tensor][:-1]))
+        first = shard * self.shard_numel - self.offsets[tensor]
+        start, stop = (min(max(edge, 0), numel) for edge in (first, first + self.shard_numel))
+        if start % width or stop % width:
+            raise LayoutError(
+                f"shard {shard} stores elements {start} to {stop} of tensor {tensor}, whose rows have {width} "
+                "elements: no whole rows. Plan this tensor with Row()."
+            )
+        return range(start // width, stop // width)
+
     def fingerprint(self) -> str:
         """Return 16 hexadecimal digits that ranks compare to agree on a layout: same digits, same layout.
 

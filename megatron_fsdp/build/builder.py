@@ -167,7 +167,7 @@ def _spec(first: OwnedParameter, wishes: Wishes) -> GroupSpec:
         buffer_device(mesh),
         replace(dtypes, gather=_gather_dtype(first, wishes)),
         # Invariant sums are divided by what does not depend on the mesh, which has to be said first.
-        math.inf if wishes.policy.reduction else mesh.size() * wishes.divisor,
+        math.inf if wishes.policy.reduction == "invariant" else mesh.size() * wishes.divisor,
         is_offloaded=offload is not None,
         is_pinned=offload is not None and offload.pin_memory,
         is_meta=own.is_meta,

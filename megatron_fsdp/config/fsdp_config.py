@@ -191,7 +191,7 @@ class FsdpConfig(FlagValues):
             accumulate_dtype=torch.float32 if self.ddp_reduce_scatter_with_fp32_accumulation else None,
             # As Megatron's kernel does: FP32 gradients of 16-bit weights are sums of products that were never rounded.
             fuse_weight_gradients="wide" if self.gradient_accumulation_fusion else False,
-            reduction="invariant" if self.fsdp_invariant_reduction else None,
+            reduction="invariant" if self.fsdp_invariant_reduction else "default",
         )
 
     @property

@@ -78,7 +78,7 @@ class Options:
             split_main_params=bool(self["split_main_params"]),
             moments="int8" if self["moments_dtype"] == "int8" else None,
             gather_dtype=self["gather_dtype"],
-            reduction=self["reduction"],
+            reduction=self["reduction"] or "default",
         )
 
     def workload(self) -> Workload:

@@ -93,7 +93,7 @@ def play_step(
     with stand_ins() as model, listen(listener := StepListener(model.units)):
         units = [each.unit for each in model.units]
         groups = [group for unit in units for group in unit.groups]
-        adds_up = any(unit.policy.reduction for unit in units)
+        adds_up = any(unit.policy.reduction == "invariant" for unit in units)
         # Sums of reduction="invariant" hold more the more microbatches there are, so that all of them run.
         chosen = sorted(set(counts) if adds_up else {min(count, 3) for count in counts})
         if not adds_up and 3 in chosen:

@@ -30,7 +30,7 @@ _CHOICES: dict[str, tuple[object, ...]] = {
     "split_main_params": (True, False),
     "moments": (None, "int8"),
     "gather_dtype": (None, "int8_block"),
-    "reduction": (None, "invariant"),
+    "reduction": ("default", "invariant"),
 }
 
 
@@ -47,7 +47,7 @@ class GroupDtypes:
         gather: "int8_block" where weights travel in 8 bits and rest in ``main`` alone otherwise.
         moments: "int8" where the optimizer's moments will be 8-bit codes, so that no shard may cut a block of them.
         accumulate: of the sum over ranks, where that is wider than ``reduce``; None: ``reduce``.
-        reduction: as the policy's.
+        reduction: "invariant" where the policy's is; else None.
     """
 
     compute: torch.dtype
@@ -128,7 +128,7 @@ class MixedPrecisionPolicy:
     moments: str | None = None
     gather_dtype: str | None = None
     accumulate_dtype: torch.dtype | None = None
-    reduction: str | None = None
+    reduction: str = "default"
     param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -146,7 +146,7 @@ class MixedPrecisionPolicy:
                 legal = "a floating-point torch.dtype or None"
             if not is_legal and name != "cast_forward_inputs":
                 raise ConfigError(f"MixedPrecisionPolicy({name}={value!r}): give {legal}")
-        if self.reduction is not None and self.accumulate_dtype not in (None, torch.float32):
+        if self.reduction == "invariant" and self.accumulate_dtype not in (None, torch.float32):
             raise ConfigError(
                 f"MixedPrecisionPolicy(reduction='invariant', accumulate_dtype={self.accumulate_dtype}): invariant "
                 "sums are FP32 ones, or of reduce_dtype where that is wider; leave accumulate_dtype None"
@@ -207,10 +207,11 @@ class MixedPrecisionPolicy:
     def with_gradients(self, dtypes: GroupDtypes, grad_dtype: GradDtype) -> GroupDtypes:
         """Return ``dtypes`` with those of gradients as asked; where nothing is, they stay."""
         wire, main_grad = self._gradient_dtypes(dtypes.compute, dtypes.reduce, grad_dtype)
-        wider = None if self.reduction else self.accumulate_dtype
+        reduction = None if self.reduction == "default" else self.reduction
+        wider = None if reduction else self.accumulate_dtype
         wider = None if wider is None or wider.itemsize <= wire.itemsize else wider
         main_grad = main_grad or dtypes.main_grad
-        return replace(dtypes, reduce=wire, main_grad=main_grad, accumulate=wider, reduction=self.reduction)
+        return replace(dtypes, reduce=wire, main_grad=main_grad, accumulate=wider, reduction=reduction)
 
     def _gradient_dtypes(
         self, compute: torch.dtype, own: torch.dtype, grad_dtype: GradDtype

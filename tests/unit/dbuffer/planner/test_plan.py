@@ -47,6 +47,28 @@ ROWS = Plan(((4, 3), (5,)), (Row(), Row()), 3, (0, 12), 6, 1, 17, "rows of 3 in 
 
 
 @given(sizes=shapes, num_shards=st.integers(1, 9))
+def test_shards_store_each_row_once_and_in_order(sizes: list[tuple[int, ...]], num_shards: int) -> None:
+    layout = plan(sizes, num_shards, alignment_bytes=4)
+    for tensor, shape in enumerate(sizes):
+        owned = [layout.owned_rows(tensor, shard) for shard in range(num_shards)]
+        rows = math.prod(shape[:-1] if len(shape) >= 2 else shape)
+        assert [row for rows in owned for row in rows] == list(range(rows))
+        for shard, rows_of_shard in enumerate(owned):
+            for row in rows_of_shard if math.prod(shape) else ():
+                position = layout.offsets[tensor] + row * (shape[-1] if len(shape) >= 2 else 1)
+                assert position // layout.shard_numel == shard
+
+
+def test_rows_of_a_shard_that_has_a_part_of_one_or_does_not_exist_are_refused() -> None:
+    layout = plan([(2, 3)], 4, granularity=Element(), alignment_bytes=4, itemsize=4)
+    with pytest.raises(LayoutError, match=r"rows have 3 elements"):
+        layout.owned_rows(0, 0)
+    for tensor, shard in ((1, 0), (0, 4), (-1, 0), (0, -1)):
+        with pytest.raises(IndexError):
+            layout.owned_rows(tensor, shard)
+
+
+@given(sizes=shapes, num_shards=st.integers(1, 9))
 def test_a_row_is_never_cut(sizes: list[tuple[int, ...]], num_shards: int) -> None:
     layout = plan(sizes, num_shards, alignment_bytes=4)
     shard_of = {
