@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from dbuffer_kernels.elementwise import CHUNK_NUMEL, store_rounded
+from dbuffer_kernels.elementwise import CHUNK_NUMEL
+from dbuffer_kernels.elementwise_kernels import store_rounded
 from dbuffer_kernels.launch import (
     FLOAT_DTYPES,
     check_tensor,

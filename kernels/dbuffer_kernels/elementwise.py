@@ -6,26 +6,12 @@ Each stands beside what runs on CPU, and what its Triton kernel must agree with;
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from dbuffer_kernels.launch import (
-    BLOCK,
-    FLOAT_DTYPES,
-    FORCED,
-    LAUNCHERS,
-    compute_dtype,
-    device_function,
-    element_type,
-    launch,
-    runs_on_triton,
-)
-
-if TYPE_CHECKING:
-    # At run time launch.jit binds this name, so that importing the package does not import Triton.
-    import triton.language as tl
+from dbuffer_kernels.elementwise_kernels import launch_elementwise
+from dbuffer_kernels.launch import FLOAT_DTYPES, FORCED, LAUNCHERS, compute_dtype, runs_on_triton
 
 CHUNK_NUMEL = 1 << 16
 """Elements a widened temporary may hold: 256 KiB in fp32, which stays in a core's L2 cache between its two uses."""
@@ -56,7 +42,7 @@ def cast_copy(source: Tensor, out: Tensor, *, scale: float = 1.0) -> Tensor:
     if scale == 1.0 and source.dtype is out.dtype:
         return reference_cast(source, out)
     if (out.is_cuda or LAUNCHERS or FORCED) and runs_on_triton(out) and source.is_contiguous():
-        return _launch(source, out, scale, adds=False)
+        return launch_elementwise(source, out, scale, adds=False)
     return reference_cast(source, out, scale=scale)
 
 
@@ -84,7 +70,7 @@ def accumulate(source: Tensor, out: Tensor, *, scale: float = 1.0, overwrite: bo
     check_pair("accumulate", source, out, scale)
     check_dtypes("accumulate", source.dtype, out.dtype)
     if (out.is_cuda or LAUNCHERS or FORCED) and runs_on_triton(out) and source.is_contiguous():
-        return _launch(source, out, scale, adds=True)
+        return launch_elementwise(source, out, scale, adds=True)
     return reference_accumulate(source, out, scale=scale)
 
 
@@ -150,50 +136,3 @@ def check_dtypes(op: str, source_dtype: torch.dtype, out_dtype: torch.dtype) -> 
             f"{op}: cannot compute from {source_dtype} to {out_dtype}; wanted float32, bfloat16, float16 or float64 on "
             "both sides (other dtypes can only be copied: equal dtypes, scale 1). Convert source first."
         )
-
-
-def _launch(source: Tensor, out: Tensor, scale: float, *, adds: bool) -> Tensor:
-    """Write ``scale * source`` into ``out``, or add it, both contiguous, and return ``out``."""
-    numel = out.numel()
-    compute = element_type(compute_dtype(source.dtype, out.dtype))
-    num_blocks = -(-numel // BLOCK)
-    launch(elementwise_kernel, num_blocks, out.device, source, out, numel, float(scale), COMPUTE=compute, ADDS=adds)
-    return out
-
-
-def elementwise_kernel(
-    source: tl.tensor,
-    out: tl.tensor,
-    numel: tl.int64,
-    scale: tl.float64,
-    COMPUTE: tl.constexpr,
-    ADDS: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
-    """Cast or add one block of contiguous memory. ``source`` and ``out``: pointers, 16-byte aligned for full speed."""
-    start = tl.program_id(0).to(tl.int64) * BLOCK
-    index = start + tl.arange(0, BLOCK)
-    # tl.full takes the compiler's fp64 scalar and the interpreter's Python float alike, without passing by fp32.
-    factor = tl.full((), scale, COMPUTE)
-    # Whole blocks carry no mask: a mask at an odd numel would split every 16-byte access into single elements.
-    if start + BLOCK <= numel:
-        move(source + index, out + index, None, factor, ADDS)
-    else:
-        move(source + index, out + index, index < numel, factor, ADDS)
-
-
-@device_function
-def move(source: tl.tensor, out: tl.tensor, mask: tl.tensor, factor: tl.tensor, ADDS: tl.constexpr) -> None:
-    """Write the product of elements and a factor, or add it, in the dtype of ``factor``."""
-    value = tl.load(source, mask=mask).to(factor.dtype) * factor
-    if ADDS:
-        value = tl.load(out, mask=mask).to(factor.dtype) + value
-    store_rounded(out, value, mask)
-
-
-@device_function
-def store_rounded(pointer: tl.tensor, value: tl.tensor, mask: tl.tensor) -> None:
-    """Store to nearest even, from fp64 to 16 bits by way of fp32, as torch does (docs/design/kernels.md, numerics)."""
-    if pointer.dtype.element_ty.primitive_bitwidth == 16:
-        value = value.to(tl.float32)
-    tl.store(pointer, value.to(pointer.dtype.element_ty), mask=mask)

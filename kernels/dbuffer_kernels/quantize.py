@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dbuffer_kernels.dynamic_map import QUANT_BLOCK
-from dbuffer_kernels.elementwise import store_rounded
+from dbuffer_kernels.elementwise_kernels import store_rounded
 from dbuffer_kernels.launch import BLOCK, FLOAT_DTYPES, check_tensor, launch, runs_on_triton, without_grad
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 from dbuffer_kernels import launch
-from dbuffer_kernels.elementwise import elementwise_kernel
+from dbuffer_kernels.elementwise_kernels import elementwise_kernel
 from dbuffer_kernels.launch import compute_dtype
 
 SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
