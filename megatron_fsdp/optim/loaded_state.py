@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from dbuffer import FlatDTensor
 from megatron_fsdp.errors import ConfigError
@@ -33,6 +34,7 @@ __all__ = [
     "refuse_split_weights",
     "show_fresh_state",
     "state_dtype",
+    "was_only_shown",
     "without_fresh_state",
 ]
 
@@ -41,6 +43,8 @@ _log = logging.getLogger(__name__)
 SEEN: weakref.WeakKeyDictionary[Optimizer, dict[Any, Any]] = weakref.WeakKeyDictionary()
 # The empty state that the last state dict of an optimizer had.
 _EMPTY: weakref.WeakKeyDictionary[Optimizer, dict[Any, Any]] = weakref.WeakKeyDictionary()
+# The zeros that state dicts have shown, while somebody has them.
+_SHOWN: WeakIdKeyDictionary = WeakIdKeyDictionary()
 # How many parameters the groups of each optimizer had when all of them were found to be whole weights.
 WHOLE: weakref.WeakKeyDictionary[Optimizer, list[int]] = weakref.WeakKeyDictionary()
 
@@ -124,6 +128,12 @@ def without_fresh_state(optimizer: Optimizer, document: Mapping[str, Any]) -> di
     return {**document, "state": {key: values for key, values in document["state"].items() if key not in shown}}
 
 
+def was_only_shown(values: Mapping[str, Any]) -> bool:
+    """Whether these are zeros of a parameter that a state dict showed, into which nothing was read since."""
+    moments = [value for value in values.values() if isinstance(value, FlatDTensor) and value._local_tensor.numel()]
+    return bool(moments) and all(value in _SHOWN and value._local_tensor._version == 0 for value in moments)
+
+
 def _add_fresh_state(optimizer: Optimizer, document: dict[str, Any]) -> dict[str, Any]:
     state, named = dict(document["state"]), parameters_by_index(optimizer, document)
     for group in document["param_groups"]:
@@ -132,7 +142,7 @@ def _add_fresh_state(optimizer: Optimizer, document: dict[str, Any]) -> dict[str
             parameter = named[index]
             if keys and parameter.requires_grad and not optimizer.state.get(parameter):
                 state[index] = {key: _zeros(optimizer, group, parameter, key) for key in keys}
-    _EMPTY[optimizer] = state
+    _EMPTY[optimizer] = {} if state else state
     return {**document, "state": state}
 
 
@@ -149,7 +159,9 @@ def _fresh_keys(optimizer: Optimizer, group: Mapping[str, Any]) -> tuple[str, ..
 
 def _zeros(optimizer: Optimizer, group: Mapping[str, Any], parameter: torch.Tensor, key: str) -> torch.Tensor:
     if key != "step":
-        return torch.zeros_like(parameter.detach(), dtype=state_dtype(optimizer, parameter))
+        zeros = torch.zeros_like(parameter.detach(), dtype=state_dtype(optimizer, parameter))
+        _SHOWN[zeros] = True
+        return zeros
     is_beside = group.get("capturable") or (group.get("fused") and type(optimizer) in (Adam, AdamW))
     return torch.zeros((), device=parameter.device if is_beside else "cpu")
 

@@ -22,7 +22,7 @@ from megatron_fsdp.checkpoint.foreign import HALVES, common_wrappers
 from megatron_fsdp.checkpoint.parts import Part, RowPart
 from megatron_fsdp.errors import CheckpointError
 from megatron_fsdp.integrations.megatron.names import GATED, WholeNames
-from megatron_fsdp.optim.loaded_state import parameters_of
+from megatron_fsdp.optim.loaded_state import parameters_of, was_only_shown
 
 __all__ = [
     "check_was_read", "describe_by_name", "innermost", "lay_out_for_megatron", "load_by_name", "owners_of",
@@ -184,8 +184,9 @@ def load_by_name(chunks: Sequence[nn.Module], optimizer: Optimizer, state_dict: 
                 if isinstance(found.get("step"), torch.Tensor) and step != _UNKNOWN_STEP:
                     found["step"].fill_(step)
                 state[index] = {key: value.source if isinstance(value, Part) else value for key, value in found.items()}
+                if not optimizer.state.get(group["params"][index - first]):
+                    _check_was_read(state[index], names[index])
     optimizer.load_state_dict({"state": state, "param_groups": groups})
-    _check_state(optimizer, names, state)
 
 
 def _hyperparameters(names: list[str], saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -204,14 +205,12 @@ def _hyperparameters(names: list[str], saved: Mapping[str, Any]) -> dict[str, An
     return found[0] if found else {}
 
 
-def _check_state(optimizer: Optimizer, names: Mapping[int, str], loaded: Mapping[int, Any]) -> None:
-    for index, parameter in enumerate(parameters_of(optimizer)):
-        holds_something = bool(getattr(parameter, "_local_tensor", parameter).numel())
-        if index in loaded and not optimizer.state.get(parameter) and holds_something:
-            raise CheckpointError(
-                f"nothing was read into the optimizer's state of {names[index]}: the checkpoint has it under another "
-                "name. Load it with megatron_fsdp.load_checkpoint, or leave the optimizer out (--no-load-optim)"
-            )
+def _check_was_read(values: Mapping[str, Any], name: str) -> None:
+    if was_only_shown(values):
+        raise CheckpointError(
+            f"nothing was read into the optimizer's state of {name}: the checkpoint has it under another name. Load it "
+            "with megatron_fsdp.load_checkpoint, or leave the optimizer out (--no-load-optim)"
+        )
 
 
 def _by_names_here(values: Mapping[str, Any], names: Iterable[str]) -> Mapping[str, Any]:

@@ -102,7 +102,7 @@ def test_a_write_that_fails_leaves_neither_a_half_file_nor_an_entry_point(tmp_pa
 
 def test_a_dtype_that_the_format_lacks_is_refused(tmp_path: Path) -> None:
     tensors = {"phase": torch.empty(2, dtype=torch.complex128)}
-    with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be written as safetensors: .*complex128"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors\S* cannot be written as safetensors: .*complex128"):
         write_folder(tmp_path, tensors, tensors.__getitem__)
 
 
@@ -144,8 +144,8 @@ def test_without_the_package_the_error_says_what_to_install(tmp_path: Path) -> N
 
 
 def test_a_dtype_that_pytorch_lacks_is_refused_by_name(tmp_path: Path) -> None:
-    save_file({"a": torch.ones(2, dtype=torch.int16)}, tmp_path / SINGLE)
+    save_file({"a": torch.ones(1, dtype=torch.uint8)}, tmp_path / SINGLE)
     content = (tmp_path / SINGLE).read_bytes()
-    (tmp_path / SINGLE).write_bytes(content.replace(b'"I16"', b'"U16"'))
-    with pytest.raises(CheckpointError, match="'a' is of dtype U16, which is not supported"):
+    (tmp_path / SINGLE).write_bytes(content.replace(b'"U8"', b'"F4"').replace(b"[1]", b"[2]"))
+    with pytest.raises(CheckpointError, match="'a' is of dtype F4, which is not supported"):
         open_folder(tmp_path, {})

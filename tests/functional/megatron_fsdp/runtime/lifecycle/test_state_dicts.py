@@ -1,7 +1,9 @@
 """PyTorch's own ways to save and load work on sharded models: state dicts, full and sharded, and their checkpoints."""
 
 import copy
+import gc
 import logging
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -261,3 +263,15 @@ def test_an_optimizer_whose_new_state_is_not_zeros_says_that_nothing_was_read(tm
     (text,) = texts
     assert "NAdam: the state dict of an optimizer that has not stepped came back, with no state in it" in text
     assert "use megatron_fsdp.load_checkpoint" in text
+
+
+@on_ranks(2)
+def test_zeros_that_the_state_dict_of_a_new_optimizer_shows_go_with_it() -> None:
+    optimizer = torch.optim.AdamW(shard_model(make_model(), world_mesh()).parameters())
+    shown = [value for values in optimizer.state_dict()["state"].values() for value in values.values()]
+    left = [weakref.ref(value) for value in shown]
+    assert left
+    del shown
+    gc.collect()
+    assert not any(reference() is not None for reference in left)
+    assert not optimizer.state
