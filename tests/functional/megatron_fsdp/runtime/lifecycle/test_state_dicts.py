@@ -267,8 +267,8 @@ def test_an_optimizer_whose_new_state_is_not_zeros_says_that_nothing_was_read(tm
 
 @on_ranks(2)
 def test_zeros_that_the_state_dict_of_a_new_optimizer_shows_go_with_it() -> None:
-    parameters = shard_model(make_model(), world_mesh()).parameters()
-    optimizer = fully_shard_optimizer(torch.optim.AdamW(parameters))
+    model = shard_model(make_model(), world_mesh())
+    optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters()))
     shown = [value for values in optimizer.state_dict()["state"].values() for value in values.values()]
     left = [weakref.ref(value) for value in shown]
     assert left
