@@ -45,8 +45,9 @@ class FusedLinear(nn.Linear):
             handle: WeightHandle = weight._fsdp_handle
         except AttributeError:
             return functional.linear(input, weight, bias)
-        takes = handle.gradients() is not None and torch.is_grad_enabled()
-        if not takes or has_transforms() or forward_ad._current_level >= 0:
+        # Also where no buffer takes the weight's gradient: PyTorch's operator makes that before the input's, and holds
+        # it beside the copy of the weight that oneDNN makes for the latter.
+        if not torch.is_grad_enabled() or has_transforms() or forward_ad._current_level >= 0:
             return functional.linear(input, weight, bias)
         is_cast = input.dtype is not weight.dtype or torch.is_autocast_enabled(input.device.type)
         factor = as_factor(input, weight) if is_cast else input
