@@ -49,6 +49,12 @@ def copied(target: Path) -> Path:
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, target / name)
     (target / ".venv").symlink_to(sys.prefix)
+    installed = target / ".venv/.installed"
+    if installed.exists():
+        # `make` would install the copy into this environment, and leave it there, where these are newer than that.
+        when = installed.stat().st_mtime - 1
+        for path in (target / "setup.py", target / "pyproject.toml", *(target / "constraints").iterdir()):
+            os.utime(path, (when, when))
     return target
 
 
