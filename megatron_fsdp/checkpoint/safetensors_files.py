@@ -79,7 +79,10 @@ def _parts(likes: Mapping[str, torch.Tensor], max_file_bytes: int) -> list[list[
 def _save(values: dict[str, torch.Tensor], file: Path) -> None:
     try:
         _package("safetensors.torch").save_file(values, file, {"format": "pt"})
-    except (ValueError, KeyError, _package("safetensors").SafetensorError) as error:
+    except KeyError as error:
+        names = ", ".join(name for name, value in values.items() if value.dtype is error.args[0])
+        raise CheckpointError(f"{file} cannot be written as safetensors, which has no {error}: {names}") from None
+    except (ValueError, _package("safetensors").SafetensorError) as error:
         raise CheckpointError(f"{file} cannot be written as safetensors: {error}") from None
 
 
