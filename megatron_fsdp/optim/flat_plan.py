@@ -24,8 +24,10 @@ from megatron_fsdp.runtime.weights.param_layout import is_laid_out_like
 __all__ = ["FlatPlan", "Run", "local_of", "spec_of"]
 
 # Loops of the CPU take whole vectors and, at the end of a tensor, single elements. In narrow dtypes the two round at
-# different places, so an element's value depends on where it lies. So it does in its fused steps, of any dtype.
+# different places, so an element's value depends on where it lies. So it does in its fused steps, of any dtype, which
+# take parameters together where vectors end at the end of each.
 _WIDE = (torch.float32, torch.float64)
+_VECTOR_BYTES = 64
 
 local_of = operator.attrgetter("_local_tensor")
 spec_of = operator.attrgetter("_spec")
@@ -180,6 +182,7 @@ class FlatPlan:
         """Yield neighbours in the groups' plans that are alike and whose gradients lie so, too."""
         groups = {id(group): group for p in self.parameters if (group := group_of_parameter(p)) is not None}
         likenesses = _likenesses(owner)
+        self.is_fused_on_cpu = self.parameters[0].device.type == "cpu" and bool(owner.param_groups[0].get("fused"))
         position_of = {id(parameter): position for position, parameter in enumerate(self.parameters)}
         for group in groups.values():
             params, main = list(group.parameters.values()), group.main_weight.local_buffer
@@ -202,6 +205,11 @@ class FlatPlan:
             return False
         if leader.start == leader.stop or member.start == member.stop:
             return True
+        if self.is_fused_on_cpu:
+            before = next(each for each in reversed(links) if each.stop > each.start)
+            ends = (member.start - leader.start, before.stop - before.start)
+            if any(end * member.parameter.dtype.itemsize % _VECTOR_BYTES for end in ends):
+                return False
         first, rows = (local_of(gradients[each.position]) for each in (leader, member))
         is_next = _is_ahead(first, rows, member.start - leader.start)
         self.is_whole = self.is_whole and is_next

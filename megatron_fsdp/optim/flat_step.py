@@ -52,8 +52,8 @@ def step_flat(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Have a step run on flat memory, where its values are those of the step over the parameters, to the bit.
 
-    Other classes' steps, those with closures, ``differentiable=True``, fused on the CPU or in some groups alone, and
-    compiled ones run as they are.
+    Other classes' steps, those with closures, ``differentiable=True``, fused in some groups alone, and compiled ones
+    run as they are.
 
     Args:
         optimizer: any. args, kwargs: of its ``step``, the optimizer itself first.
@@ -66,8 +66,7 @@ def step_flat(
         return None
     groups = optimizer.param_groups
     first = next((p for group in groups for p in group["params"] if type(p) is FlatDTensor), None)
-    unlike = ("differentiable", "fused") if first is not None and first._local_tensor.is_cpu else ("differentiable",)
-    if first is None or any(group.get(option) for group in groups for option in unlike):
+    if first is None or any(group.get("differentiable") for group in groups):
         return None
     if len(groups) > 1 and len({(group.get("capturable"), group.get("fused")) for group in groups}) > 1:
         # Their counts of steps may lie on two devices.
