@@ -38,6 +38,8 @@ _KIND = "megatron-fsdp-dbuffer scratch"
 # Between hosts a lock may mean nothing; a save that still writes shows it by the times of its files.
 _QUIET_SECONDS = 3600.0
 _MAX_ATTEMPTS = 20
+# What renaming a folder says where another one, with something in it, has the name.
+_TAKEN = (errno.ENOTEMPTY, errno.EEXIST)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +78,7 @@ class Scratch:
                 self.new.rename(self.path)
                 break
             except BaseException as error:
-                is_taken = isinstance(error, OSError) and error.errno in (errno.ENOTEMPTY, errno.EEXIST)
+                is_taken = isinstance(error, OSError) and error.errno in _TAKEN
                 if not is_taken or attempt == _MAX_ATTEMPTS - 1:
                     _bring_back(replaced, self.path)
                     raise
@@ -129,10 +131,17 @@ def sweep(path: Path) -> None:
     Folders without this library's mark, and those of jobs that may still be at work, stay as they are.
     """
     for folder, owner in _scratches(path.parent):
-        if owner["of"] == path.name and _is_abandoned(folder, owner["host"]):
+        if owner["of"] != path.name:
+            continue
+        # The maker of a folder, or another job's sweep, may remove it at any moment: then there is nothing left to do.
+        with contextlib.suppress(FileNotFoundError), contextlib.ExitStack() as locks:
+            if not _is_abandoned(folder, owner["host"], locks):
+                continue
             _bring_back(folder / "replaced", path)
             try:
                 _remove(folder)
+            except FileNotFoundError:
+                raise
             except OSError as error:
                 _log.warning("%s, which a save left behind, cannot be removed: %s", folder, error)
 
@@ -186,23 +195,37 @@ def _read_owner(folder: Path) -> dict[str, str] | None:
     return found if found["kind"] == _KIND else None
 
 
-def _is_abandoned(folder: Path, host: str) -> bool:
-    # There may be no locks on this file system, or another job swept the folder away just now.
-    with contextlib.suppress(OSError):
-        try:
-            with (folder / _OWNER).open("r+", encoding="utf-8") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
+def _is_abandoned(folder: Path, host: str, locks: contextlib.ExitStack) -> bool:
+    """Whether the maker of a folder is gone; its lock is then held until ``locks`` ends, so that one job removes it.
+
+    Raises:
+        FileNotFoundError: the folder, or something in it, was removed or renamed meanwhile.
+    """
+    try:
+        file = locks.enter_context((folder / _OWNER).open("r+", encoding="utf-8"))
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if host == socket.gethostname():
             return True
+    except BlockingIOError:
+        return False
+    except FileNotFoundError:
+        raise
+    except OSError:
+        # There may be no locks on this file system.
+        pass
     times = [entry.lstat().st_mtime for entry in (folder, *folder.rglob("*"))]
     return time.time() - max(times) > _QUIET_SECONDS
 
 
 def _bring_back(replaced: Path, path: Path) -> None:
+    """Give a folder that was moved away its name back, unless another one has the name."""
     if replaced.exists() and not path.exists():
-        replaced.rename(path)
+        try:
+            replaced.rename(path)
+        except OSError as error:
+            # Another job published its own checkpoint there in this moment.
+            if error.errno not in _TAKEN:
+                raise
         sync(path.parent)
 
 

@@ -211,7 +211,9 @@ def _refuse_surroundings(path: Path) -> None:
 
 def _refuse_foreign(path: Path) -> None:
     """A checkpoint replaces a checkpoint of this library or an empty folder, never other work of the user's."""
+    found_folder = None
     try:
+        found_folder = path.stat().st_ino
         names = {entry.name for entry in path.iterdir()}
     except FileNotFoundError:
         # Or another job that saves to the same path replaces it just now.
@@ -229,5 +231,8 @@ def _refuse_foreign(path: Path) -> None:
         if not others:
             return
         found = f"holds what is no part of a checkpoint ({', '.join(others)})"
-    if path.exists():
+    # A folder that another job replaced meanwhile may have been listed when half of it was deleted.
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        if path.stat().st_ino != found_folder:
+            return _refuse_foreign(path)
         raise CheckpointError(f"{path} exists and {found}; it would be replaced. Name another path, or move it away")

@@ -2,9 +2,11 @@
 
 import fcntl
 import os
+import shutil
 import socket
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -244,6 +246,112 @@ def test_a_checkpoint_that_is_replaced_while_it_is_loaded_is_not_two_halves(
     monkeypatch.setattr(checkpoint, "match_model", replace_and_match)
     with pytest.raises(CheckpointError, match="was replaced while it was loaded"):
         load_checkpoint(module(-1.0), None, path)
+
+
+class Interruption:
+    """Calls ``other`` once, just before this process reaches one of its moments on the disk.
+
+    A moment is whatever the interpreter tells of a path: a listing, an opened file, a lock, a new name.
+    """
+
+    active: "Interruption | None" = None
+    is_hooked = False
+
+    def __init__(self, moment: int, other: Callable[[], object]) -> None:
+        self.moment, self.other, self.num_moments = moment, other, 0
+
+    def __enter__(self) -> "Interruption":
+        # A hook cannot be taken away again.
+        if not Interruption.is_hooked:
+            sys.addaudithook(Interruption.hear)
+        Interruption.is_hooked, Interruption.active = True, self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        Interruption.active = None
+
+    @staticmethod
+    def hear(event: str, _: object) -> None:
+        running = Interruption.active
+        if running is not None and (event in ("open", "fcntl.flock", "shutil.rmtree") or event.startswith("os.")):
+            running.num_moments += 1
+            if running.num_moments == running.moment + 1:
+                Interruption.active = None
+                running.other()
+                Interruption.active = running
+
+
+def interrupted(folder: Path, begin: Callable[[Path], Callable[[], object]]) -> Iterator[Path]:
+    """Save over a checkpoint once for each moment of a save; what ``begin`` returns is called in that moment."""
+    save(folder / "before", 1.0)
+    moment = num_moments = 0
+    while moment <= num_moments:
+        path = folder / str(moment) / "step_0000002"
+        for step in (1, 2):
+            shutil.copytree(folder / "before", path.with_name(f"step_000000{step}"))
+        other = begin(path)
+        with Interruption(moment, other) as running:
+            save(path, 2.0)
+            CheckpointSeries(path.parent).mark_latest(2)
+            CheckpointSeries(path.parent).prune(1)
+        if running.num_moments <= moment:
+            other()
+        num_moments = max(num_moments, running.num_moments)
+        yield path
+        assert names(path.parent) == ["latest", path.name]
+        shutil.rmtree(path.parent)
+        moment += 1
+    assert num_moments > 50
+
+
+def test_a_whole_save_of_another_job_fits_into_every_moment_of_a_save(tmp_path: Path) -> None:
+    def begin(path: Path) -> Callable[[], object]:
+        def other() -> None:
+            save(path, 3.0)
+            CheckpointSeries(path.parent).mark_latest(2)
+            CheckpointSeries(path.parent).prune(1)
+
+        return other
+
+    for path in interrupted(tmp_path, begin):
+        assert loaded(path) in (2.0, 3.0)
+
+
+@pytest.mark.parametrize("is_published", [True, False])
+def test_another_job_may_end_its_save_at_every_moment_of_a_save(
+    tmp_path: Path, is_published: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    def begin(path: Path) -> Callable[[], object]:
+        others = [make_scratch(path.parent / name) for name in (path.name, "step_0000001", "latest")]
+        shutil.copytree(path, others[0].new)
+
+        def end() -> None:
+            if is_published:
+                others[0].publish()
+            for other in others:
+                other.remove()
+
+        return end
+
+    for path in interrupted(tmp_path, begin):
+        assert loaded(path) in (1.0, 2.0)
+    assert caplog.messages == []
+
+
+def test_a_scratch_folder_without_a_lock_or_an_owner_yet_is_not_swept_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, lock = tmp_path / "step", fcntl.flock
+
+    def stop_before_the_lock(*args: Any) -> None:
+        monkeypatch.setattr(fcntl, "flock", lock)
+        save(path, 1.0)
+        lock(*args)
+
+    monkeypatch.setattr(fcntl, "flock", stop_before_the_lock)
+    save(path, 2.0)
+    assert loaded(path) == 2.0
+    assert names(tmp_path) == ["step"]
 
 
 def save_often(path: Path, values: range) -> int:
