@@ -17,7 +17,7 @@ __all__ = ["COMMANDS", "main"]
 # imported when their command is called.
 COMMANDS = (
     ("plan", "megatron_fsdp.cli.plan", "plan memory, traffic and time of a training step from shapes alone"),
-    ("checkpoint", "megatron_fsdp.cli.checkpoint", "inspect, verify, export or import a checkpoint"),
+    ("checkpoint", "megatron_fsdp.cli.checkpoint", "inspect, verify or export a checkpoint"),
 )
 
 

@@ -97,7 +97,7 @@ def resume(job: Job) -> TrainingState:
 
 def resume_partly(job: Job, checkpoints: CheckpointSeries) -> TrainingState | None:
     """Load what the newest checkpoint has of this model, None where it is of this very model or there is none."""
-    ranks = checkpoint_ranks()
+    ranks = checkpoint_ranks("loads a checkpoint")
     steps = ranks.agree(f"looking for checkpoints in {checkpoints.root}", lambda: None, lambda _: checkpoints.steps())
     if not steps:
         return None

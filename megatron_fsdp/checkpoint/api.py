@@ -81,7 +81,7 @@ def start_save(
 ) -> SaveHandle:
     """Save as ``save_checkpoint`` does, and call ``afterwards`` on rank 0 when the folder has its name."""
     finish_pending_save()
-    ranks = checkpoint_ranks()
+    ranks = checkpoint_ranks("calls save_checkpoint")
     path = place_of(path)
     view = ranks.check(f"planning to save {path}", lambda: view_model(model))
     owners = find_rank_values(view.tensors, ranks)
@@ -120,7 +120,7 @@ def load_checkpoint(
         first_step = extra["step"] + 1
     """
     finish_pending_save()
-    ranks = checkpoint_ranks()
+    ranks = checkpoint_ranks("calls load_checkpoint")
     opened = open_checkpoint(Path(path), ranks, verify=verify)
     step = f"loading {path}"
 
@@ -167,7 +167,7 @@ def load_matching(model: nn.Module, path: str | Path, *, verify: bool = True) ->
         CheckpointError: there is no checkpoint, nothing in it agrees, or it is damaged.
     """
     finish_pending_save()
-    ranks = checkpoint_ranks()
+    ranks = checkpoint_ranks("calls load_matching")
     opened = open_checkpoint(Path(path), ranks, verify=verify)
     found = match_partly(opened, view_model(model))
     if not found.names:

@@ -224,7 +224,10 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
         if dist.get_rank() == 0:
             torch.save(state, "model.pt")
     """
-    is_main = checkpoint_ranks().rank == 0
+    ranks = checkpoint_ranks("calls full_state_dict")
+    # Gathers have no step of their own that would name the ranks that do not call.
+    ranks.check("full_state_dict", lambda: None)
+    is_main = ranks.rank == 0
     values = ((name, whole(tensor)) for name, tensor in view_model(model).tensors.items())
     return {name: value.to("cpu", copy=True) for name, value in values if is_main}
 

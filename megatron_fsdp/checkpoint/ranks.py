@@ -13,8 +13,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.utils import _DistWrapper
 from torch.distributed.tensor import DTensor
 
+from dbuffer import MeshError
+from dbuffer.mesh import new_group
 from megatron_fsdp.checkpoint.manifest import RANK_VALUES
-from megatron_fsdp.errors import CheckpointError
+from megatron_fsdp.errors import AgreementError, CheckpointError
+from megatron_fsdp.formatting import rank_list
+from megatron_fsdp.runtime.guards.rendezvous import job_store, meet
 
 __all__ = ["CheckpointRanks", "checkpoint_ranks", "find_rank_values", "part_rank_values"]
 
@@ -22,8 +26,8 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 # Background saves communicate while training does; a communicator of their own keeps the two apart, and gloo moves
-# plain objects whatever backend the training uses.
-_GROUPS: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
+# plain objects whatever backend the training uses. The text is a prefix of keys that no other group has in the store.
+_GROUPS: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[dist.ProcessGroup, str]] = weakref.WeakKeyDictionary()
 
 
 class _LocalFailure(CheckpointError):
@@ -33,11 +37,16 @@ class _LocalFailure(CheckpointError):
 class CheckpointRanks:
     """All ranks of the job, or this process alone where there is no process group.
 
+    Args:
+        group: None where this process is alone.
+        calls: counts the calls of the ranks; None where no other process could have called.
+
     Attributes:
         rank: this process among them. size: their number.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, calls: _Calls | None = None) -> None:
+        self._calls = calls
         self.rank = 0 if group is None else dist.get_rank(group)
         self.size = 1 if group is None else dist.get_world_size(group)
         self._steps = _DistWrapper(group, group is not None, 0)
@@ -70,17 +79,63 @@ class CheckpointRanks:
             raise _common_error(step, failure, self.size) from None
         except (RuntimeError, ValueError) as error:
             # What fails in the step itself arrives as a CheckpointException; this is the communication around it.
-            raise CheckpointError(f"{step}: lost contact with another rank: {error}") from error
+            absent = "" if self._calls is None else self._calls.absent(self.size)
+            raise CheckpointError(f"{step}: {absent or f'lost contact with another rank: {error}'}") from error
 
 
-def checkpoint_ranks() -> CheckpointRanks:
-    """Return the ranks of the job; the first call makes their group, so all of them call it together."""
+class _Calls:
+    """How often each rank has called a function that all ranks of the job call together, counted in the job's store.
+
+    Args:
+        action: what this rank does, a verb phrase that follows "rank 3": "calls save_checkpoint".
+        prefix: of the keys, the same on all ranks; empty where there is no store.
+    """
+
+    def __init__(self, action: str, prefix: str, rank: int) -> None:
+        self._action, self._prefix, self._rank = action, prefix, rank
+        self._count = self._add(rank, 1)
+
+    def absent(self, num_ranks: int) -> str:
+        """Say which ranks have not made the call that this rank is in; empty where all have, or nobody can know."""
+        try:
+            missing = [rank for rank in range(num_ranks) if self._add(rank, 0) < self._count]
+        except RuntimeError:
+            return ""
+        if not missing:
+            return ""
+        return f"rank {self._rank} {self._action}, {rank_list(missing)} did not call it. {_advice(self._action)}"
+
+    def _add(self, rank: int, count: int) -> int:
+        store = job_store() if self._prefix else None
+        return 0 if store is None else int(store.add(f"{self._prefix} calls of {rank}", count))
+
+
+def _advice(action: str) -> str:
+    name = action.removeprefix("calls ")
+    return f"fix: call {name}(...) on every rank; a line such as 'if rank == 0:' must not be around it"
+
+
+def checkpoint_ranks(action: str) -> CheckpointRanks:
+    """Return the ranks of the job, all of which call this for the same ``action``: "calls save_checkpoint".
+
+    The first call makes their group, which gives up after the job's timeout.
+
+    Raises:
+        CheckpointError: some ranks did not call within the job's timeout, or do something else. They are named.
+    """
     world = dist.group.WORLD if dist.is_initialized() else None
     if world is None:
         return CheckpointRanks(None)
+    rank = dist.get_rank()
     if world not in _GROUPS:
-        _GROUPS[world] = dist.new_group(backend="gloo", group_desc="checkpoint")
-    return CheckpointRanks(_GROUPS[world])
+        everyone = list(range(dist.get_world_size()))
+        try:
+            token = meet(everyone, action)
+        except (AgreementError, MeshError) as error:
+            raise CheckpointError(f"{error}. {_advice(action)}") from None
+        _GROUPS[world] = new_group(everyone, "checkpoint", backend="gloo"), token
+    group, token = _GROUPS[world]
+    return CheckpointRanks(group, _Calls(action, token, rank))
 
 
 def _said(work: Callable[..., T], *given: object) -> T:

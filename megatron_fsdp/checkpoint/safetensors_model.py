@@ -49,7 +49,9 @@ def export_safetensors(
         export_safetensors(model, "out", dtype=torch.bfloat16)
         import_safetensors(model, "out")
     """
-    ranks = checkpoint_ranks()
+    ranks = checkpoint_ranks("calls export_safetensors")
+    # Gathers have no step of their own that would name the ranks that do not call.
+    ranks.check(f"exporting to {folder}", lambda: None)
     view = view_model(model)
     names = NameMap(name_map or {}).translate(_names_once(list(view.tensors), view.ties))
     tensors = {there: view.tensors[here] for here, there in names.items()}
@@ -91,7 +93,7 @@ def import_safetensors(
         import_safetensors(model, "out", name_map={"blocks.*.linear.weight": "model.layers.*.mlp.weight"})
     """
     finish_pending_save()
-    ranks = checkpoint_ranks()
+    ranks = checkpoint_ranks("calls import_safetensors")
     view = view_model(model)
     names = NameMap(name_map or {}).translate(view.tensors)
 

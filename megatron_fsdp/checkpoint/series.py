@@ -147,7 +147,7 @@ class CheckpointSeries:
                 whole.
         """
         finish_pending_save()
-        steps = checkpoint_ranks().agree(
+        steps = checkpoint_ranks("calls CheckpointSeries.load").agree(
             f"looking for checkpoints in {self.folder}", lambda: None, lambda _: self.steps()
         )
         damaged: list[str] = []

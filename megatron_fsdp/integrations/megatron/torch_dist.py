@@ -86,7 +86,7 @@ def load_torch_dist(chunks: Sequence[Any], optimizer: Any, folder: str | Path) -
         wanted = [target for parameter, state in parameters for target in _wanted(layout, parameter, state, found)]
 
     # What one rank misses is raised by all: the others would wait for it.
-    checkpoint_ranks().check(f"loading {folder}", plan)
+    checkpoint_ranks("calls load_torch_dist").check(f"loading {folder}", plan)
     buffers = {name: entry for name, entry in layout.others.items() if isinstance(entry.data, torch.Tensor)}
     numbered = {str(number): entry for number, (entry, _) in enumerate(wanted)}
     loaded = dist_checkpointing.load(
