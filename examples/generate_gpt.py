@@ -32,7 +32,9 @@ def continue_prompt(args: argparse.Namespace) -> str:
         if not (steps := checkpoints_in(path).steps()):
             raise ConfigError(f"--load: no whole checkpoint in {path}; wanted the --save folder of pretrain_gpt.py")
         path = checkpoints_in(path).path(steps[-1])
-    extra: dict[str, Any] = open_checkpoint(path, checkpoint_ranks("reads a checkpoint"), verify=False).state.get("extra", {})
+    extra: dict[str, Any] = open_checkpoint(path, checkpoint_ranks("reads a checkpoint"), verify=False).state.get(
+        "extra", {}
+    )
     if "model" not in extra:
         raise ConfigError(f"--load: {path} says nothing of its model; wanted a checkpoint of pretrain_gpt.py")
     model = GptModel(GptConfig(**extra["model"]))

@@ -20,6 +20,15 @@ def run_native(operator: Operator, args: Arguments, options: Options) -> Any:
         return operator.function(*args, **options)
 
 
+def run_data_ptr(operator: Operator, args: Arguments, options: Options) -> int:
+    """Return 0: a DTensor has no memory of its own.
+
+    PyTorch counts the local part's offset in its flat buffer from a null pointer, which would look like an address to
+    code that copies storages (``torch.distributed.checkpoint.async_save``).
+    """
+    return 0
+
+
 def run_detach(operator: Operator, args: Arguments, options: Options) -> Any:
     """Return the same memory, without history."""
     source = args[0]

@@ -10,6 +10,7 @@ import torch
 from dbuffer.dtensor.attribute_ops import (
     refuse,
     run_convert,
+    run_data_ptr,
     run_detach,
     run_hook,
     run_iterate,
@@ -70,7 +71,7 @@ _REDUCTIONS = frozenset(
 )
 _NATIVE = frozenset(
     """size dim ndimension numel nelement stride element_size is_contiguous is_floating_point is_complex is_signed
-    is_inference is_conj is_neg is_same_size get_device data_ptr storage untyped_storage _typed_storage storage_offset
+    is_inference is_conj is_neg is_same_size get_device storage untyped_storage _typed_storage storage_offset
     storage_type is_shared is_pinned requires_grad_ detach_ __repr__ __format__ __reduce_ex__ __reduce__ __setstate__
     __hash__ __len__ __dir__ _is_view result_type _use_count has_names
     _clear_non_serializable_cached_data numpy __array__ is_set_to
@@ -81,6 +82,7 @@ _REFUSED = frozenset(
     {"resize_", "resize_as_", "as_strided_", "share_memory_", "pin_memory", "__dlpack__", "module_load"}
 )
 _SPECIAL: dict[str, Handler] = {
+    "data_ptr": run_data_ptr,
     "detach": run_detach,
     "register_hook": run_hook,
     "register_post_accumulate_grad_hook": run_hook,

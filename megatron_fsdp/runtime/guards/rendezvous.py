@@ -207,6 +207,10 @@ def _difference(heard: dict[int, list[str]], complaint: str, advice: str) -> str
             f"the ranks of a mesh do different things: {sides}. Look for a number or an order of units that depends on "
             "the rank"
         )
+    if len({tuple(sorted(said)) for said in heard.values()}) == 1:
+        position = next(number for number, lines in enumerate(zip(*heard.values(), strict=True)) if len({*lines}) > 1)
+        sides = "; ".join(f"rank {rank} has {said[position]} as number {position}" for rank, said in heard.items())
+        return f"{complaint}: they have the same in another order: {sides}. {advice}"
     same = set.intersection(*map(set, heard.values()))
     sides = "; ".join(
         f"rank {rank} has {_listed([line for line in said if line not in same])}" for rank, said in heard.items()

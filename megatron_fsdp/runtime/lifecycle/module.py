@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from megatron_fsdp.errors import ConfigError, StateError
+from megatron_fsdp.errors import CheckpointError, ConfigError, StateError
 from megatron_fsdp.policy.slots import SlotChoice
 from megatron_fsdp.runtime.grads.fuse import fuse_linear_layers
 from megatron_fsdp.runtime.lifecycle.make_param_group import follow_gradients, set_divisor, set_reduction
@@ -434,7 +436,31 @@ def unit_of(module: object) -> Unit:
 @functools.cache
 def _sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
     """Return the class ``FSDP<Class>`` of a module class, the same one each time."""
-    return type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
+    members: dict[str, Any] = {"__module__": cls.__module__}
+    if callable(save := getattr(cls, "save_pretrained", None)):
+        members["save_pretrained"] = _save_of_whole_weights(save)
+    return type(f"FSDP{cls.__name__}", (FSDPModule, cls), members)
+
+
+def _save_of_whole_weights(save: Callable[..., Any]) -> Callable[..., Any]:
+    """Return Hugging Face's ``save_pretrained`` for a sharded model: it saves the whole weights that it is given."""
+
+    @functools.wraps(save)
+    def save_pretrained(self: nn.Module, *args: Any, **options: Any) -> Any:
+        given = inspect.signature(save).bind_partial(self, *args, **options).arguments
+        state = given.get("state_dict", options.get("state_dict"))
+        # Files of sharded tensors would hold one rank's rows, and reading whole ones takes all ranks, each of which
+        # would write the same files.
+        if state is None or any(isinstance(value, DTensor) for value in state.values()):
+            found = "no state_dict" if state is None else "a state_dict of sharded tensors"
+            raise CheckpointError(
+                f"save_pretrained(...) of the sharded {type(self).__name__} was given {found}; it saves whole weights "
+                "only. fix: call on every rank\n    state = megatron_fsdp.full_state_dict(model)\n"
+                "    if torch.distributed.get_rank() == 0: model.save_pretrained(folder, state_dict=state)"
+            )
+        return save(self, *args, **options)
+
+    return save_pretrained
 
 
 def convert(modules: Iterable[nn.Module], unit: Unit) -> None:
