@@ -228,7 +228,8 @@ def _check_order(axis: MeshAxis, mesh: DeviceMesh) -> None:
     if len(ranks) == axis.size and ranks[axis.rank] != dist.get_rank():
         raise MeshError(
             f"{mesh}: along axis {axis.name!r} this rank, {dist.get_rank()}, has place {axis.rank}, but its process "
-            f"group counts {ranks}, so shards would be mixed up. List the ranks of the mesh in ascending order. A sharded tensor that torch.save "
+            f"group counts {ranks}, so shards would be mixed up. List the ranks of the mesh in ascending order. A "
+            "sharded tensor that torch.save "
             "wrote on one rank holds that rank's rows alone: no other rank can load it. fix: save_checkpoint(...) on "
             "every rank, or torch.save of full_state_dict(model) on rank 0"
         )

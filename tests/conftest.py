@@ -34,6 +34,8 @@ LONG_FILES = (
     "tests/functional/examples/test_start_ranks.py",
     "tests/functional/test_compile.py",
     "tests/functional/test_protocols.py",
+    "tests/functional/megatron_fsdp/checkpoint/test_scratch.py",
+    "tests/functional/megatron_fsdp/checkpoint/test_absent_ranks.py",
     "tests/functional/megatron_fsdp/observability/test_watch.py",
     "tests/functional/test_interruptions.py",
     "tests/functional/megatron_fsdp/runtime/grads/test_invariance.py",
