@@ -9,12 +9,14 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.policy.slots import SlotChoice
 from megatron_fsdp.runtime.grads.fuse import fuse_linear_layers
 from megatron_fsdp.runtime.lifecycle.make_param_group import follow_gradients, set_divisor, set_reduction
 from megatron_fsdp.runtime.lifecycle.param_changes import (
+    InnerApply,
     apply_to_group,
     before_load_state_dict,
     before_state_dict,
@@ -297,12 +299,9 @@ class FSDPModule:
         Forward gathers as many units ahead, as far as they are trained: that takes no more memory.
 
         Raises:
-            ConfigError: not a number of at least one.
+            TypeError: not an int. ConfigError: below one.
         """
-        if isinstance(max_input_buffers, bool) or max_input_buffers < 1:
-            raise ConfigError(
-                f"set_reduce_scatter_max_input_buffers({max_input_buffers}): give a number of at least one"
-            )
+        _check_count("set_reduce_scatter_max_input_buffers", max_input_buffers)
         for unit in self._units(recurse):
             unit.backward.max_packed_buffers = max_input_buffers
 
@@ -404,6 +403,14 @@ class FSDPModule:
         )
 
 
+def _check_count(method: str, count: object) -> None:
+    """Refuse what is no whole number of at least one, with FSDP2's classes of errors."""
+    if isinstance(count, bool) or not isinstance(count, int):
+        raise TypeError(f"{method}({count!r}): found a {type(count).__name__}. fix: give an int of at least one")
+    if count < 1:
+        raise ConfigError(f"{method}({count}): give a number of at least one")
+
+
 def _gather_afresh(unit: Unit) -> None:
     """Issue a gather of the main weights as they are now, unless what is gathered is that and was asked for."""
     if unit.weight_state is not WeightState.SHARDED and (
@@ -437,15 +444,24 @@ def _sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
     return type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
 
 
-def convert(modules: Iterable[nn.Module], unit: Unit) -> None:
+def convert(modules: Sequence[nn.Module], unit: Unit) -> None:
     """Register the unit's parameters, and make the modules ``FSDPModule``s with hooks."""
     for group in unit.groups:
         if group.spec.fuses_weight_gradients:
             fuse_linear_layers(group.owned)
         group.fsdp_params.module_infos.register()
+    owned: dict[nn.Module, dict[str, ParameterGroup]] = {}
+    for group in unit.groups:
+        for info in (info for parameter in group.owned for info in parameter.param_module_infos):
+            owned.setdefault(info.module, {})[info.attribute] = group
+    for module, names in owned.items():
+        if module not in modules:
+            vars(module)["_apply"] = InnerApply(unit, module, names)
     for module in modules:
         module.__class__ = _sharded_class(type(module))  # type: ignore[arg-type]  # classes are hashable
         module._fsdp_unit = unit  # type: ignore[assignment]  # not a submodule or tensor: lands in the instance dictionary
+        # PyTorch's composable replicate() leaves out modules that this registry names, as it does those of FSDP2.
+        module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
         module.register_forward_pre_hook(functools.partial(before_forward, unit), prepend=True, with_kwargs=True)
         # Also called, with None for the output, when forward raised: parameters must not stay gathered then.
         module.register_forward_hook(functools.partial(after_forward, unit), always_call=True)
