@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,13 +21,16 @@ from megatron_fsdp.policy.mesh import ShardingTarget
 from megatron_fsdp.policy.precision import GradDtype, GroupDtypes, MixedPrecisionPolicy, grad_dtype_of
 
 __all__ = [
-    "OwnedParameter", "ParamModuleInfo", "collect_parameters", "mark_owned", "owned_name", "owner_words",
-    "settle_grad_dtypes",
+    "OwnedParameter", "ParamModuleInfo", "collect_parameters", "is_left_alone", "leave_alone", "mark_owned",
+    "owned_name", "owner_words", "settle_grad_dtypes",
 ]  # fmt: skip
 
 # Parameters, sharded ones and the originals, that some unit has taken over, with the name of that unit and of the
 # parameter in it. A tied weight that is still registered elsewhere is found here.
 _TAKEN: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+_LEFT_ALONE: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_PLACES_LEFT_ALONE: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
 
 
 class ParamModuleInfo:
@@ -56,6 +60,7 @@ class OwnedParameter:
         is_replicated: it stays whole on every rank (``fsdp_no_shard``).
         policy: its mixed precision. grad_dtype: what was set as its attribute of that name.
         extension: of a subclass that brings an all-gather of its own; None for any other.
+        memory: where it lay before (``shared_memory.Memory``); None where it had no memory.
     """
 
     name: str
@@ -65,6 +70,7 @@ class OwnedParameter:
     policy: MixedPrecisionPolicy = MixedPrecisionPolicy()  # noqa: RUF009  # frozen
     grad_dtype: GradDtype = "own"
     extension: Extension | None = None
+    memory: Any = None
     param_module_infos: list[ParamModuleInfo] = field(default_factory=list)
 
     @property
@@ -176,6 +182,28 @@ def _check_parameter(name: str, parameter: nn.Parameter, root: nn.Module) -> Non
 def mark_owned(parameter: nn.Parameter, unit: str, name: str) -> None:
     """Remember that ``parameter`` belongs to a unit, under a name."""
     _TAKEN[parameter] = (unit, name)
+
+
+def leave_alone(modules: Iterable[nn.Module], ignored: Iterable[nn.Parameter]) -> None:
+    """Remember the places of parameters that the user has named in ``ignored_params``.
+
+    Places, as ``to_empty`` makes other objects; and the objects, which may be registered elsewhere as well.
+    """
+    ids = set()
+    for parameter in ignored:
+        ids.add(id(parameter))
+        _LEFT_ALONE[parameter] = True
+    for module in {below for root in modules for below in root.modules()} if ids else ():
+        names = {name for name, parameter in module._parameters.items() if id(parameter) in ids}
+        if names:
+            _PLACES_LEFT_ALONE.setdefault(module, set()).update(names)
+
+
+def is_left_alone(parameter: torch.Tensor) -> bool:
+    """Whether the user has named a parameter in ``ignored_params`` of any unit."""
+    return parameter in _LEFT_ALONE or any(
+        module._parameters.get(name) is parameter for module, names in _PLACES_LEFT_ALONE.items() for name in names
+    )
 
 
 def _check_module(name: str, module: nn.Module, root: nn.Module) -> None:
