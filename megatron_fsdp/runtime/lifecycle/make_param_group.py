@@ -21,6 +21,7 @@ from megatron_fsdp.policy.precision import MixedPrecisionPolicy, grad_dtype_of, 
 from megatron_fsdp.runtime.grads.invariant_reduction import InvariantGradients
 from megatron_fsdp.runtime.grads.late_gradients import LateGradients, packs_late
 from megatron_fsdp.runtime.grads.packed_gradients import PackedGradients
+from megatron_fsdp.runtime.lifecycle.replaced_params import replace_original
 from megatron_fsdp.runtime.step.freshness import Freshness, hear_of_steps
 from megatron_fsdp.runtime.step.fsdp_params import (
     FSDPParams,
@@ -210,6 +211,8 @@ def forget_originals(group: ParameterGroup) -> None:
             # It is freed here, unless somebody keeps it and computes with it.
             words = f"unit {group.name!r}, parameter {owned.name!r}"
             owned.parameter.register_post_accumulate_grad_hook(partial(_refuse_original, words))
+            if not group.is_meta and owned.extension is None:
+                replace_original(owned.parameter, param, words)
         if not group.is_meta:
             owned.parameter = param
             if owned.extension is not None:

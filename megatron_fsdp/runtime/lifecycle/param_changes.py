@@ -125,9 +125,7 @@ def _plain_apply(module: nn.Module) -> Any:
     return types.MethodType(type(module)._apply, module)
 
 
-def _refuse_change(
-    group: ParameterGroup | None, name: str, function: Callable[[torch.Tensor], torch.Tensor]
-) -> None:
+def _refuse_change(group: ParameterGroup | None, name: str, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
     if group is None:
         return
     current = group.main_weight.local_buffer
