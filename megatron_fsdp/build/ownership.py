@@ -60,6 +60,7 @@ class OwnedParameter:
         is_replicated: it stays whole on every rank (``fsdp_no_shard``).
         policy: its mixed precision. grad_dtype: what was set as its attribute of that name.
         extension: of a subclass that brings an all-gather of its own; None for any other.
+        kind: its class, where that is a subclass of ``nn.Parameter`` which the sharded parameter has to stay.
         memory: where it lay before (``shared_memory.Memory``); None where it had no memory.
     """
 
@@ -70,6 +71,7 @@ class OwnedParameter:
     policy: MixedPrecisionPolicy = MixedPrecisionPolicy()  # noqa: RUF009  # frozen
     grad_dtype: GradDtype = "own"
     extension: Extension | None = None
+    kind: type[nn.Parameter] | None = None
     memory: Any = None
     param_module_infos: list[ParamModuleInfo] = field(default_factory=list)
 
@@ -121,6 +123,8 @@ def collect_parameters(
                     owned.is_replicated = is_no_shard(module) or is_no_shard(parameter)
                     if target is not None:
                         owned.extension = extension_of(name, parameter, target.num_weight_shards)
+                    if owned.extension is None:
+                        owned.kind = _kind_of(name, parameter, root)
                     found[id(parameter)] = owned
                 found[id(parameter)].param_module_infos.append(ParamModuleInfo(module, attribute))
     return list(found.values())
@@ -177,6 +181,28 @@ def _check_parameter(name: str, parameter: nn.Parameter, root: nn.Module) -> Non
             f"{where} has hooks on its gradient, which would never be called: fully_shard makes other parameters. "
             "Register them on the sharded ones, with register_post_accumulate_grad_hook, after fully_shard."
         )
+
+
+def _kind_of(name: str, parameter: nn.Parameter, root: nn.Module) -> type[nn.Parameter] | None:
+    """Return the subclass of ``nn.Parameter`` that a parameter is of; None for a plain one, and for a DTensor.
+
+    Raises:
+        ConfigError: it is trained, and the class has functions of PyTorch call its own code.
+    """
+    kind = type(parameter)
+    if kind is nn.Parameter or not issubclass(kind, nn.Parameter):
+        return None
+    is_plain = kind.__torch_function__ is nn.Parameter.__torch_function__
+    if is_plain and kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
+        return kind
+    if parameter.requires_grad:
+        raise ConfigError(
+            f"{type(root).__name__}: parameter {name!r} is a {kind.__name__}, whose __torch_function__ or "
+            "__torch_dispatch__ would no longer be called: the unit shows parameters of its own classes. fix: make it "
+            "an nn.Parameter, or a subclass without these; give the class fsdp_pre_all_gather and "
+            "fsdp_post_all_gather; or list it in ignored_params."
+        )
+    return None
 
 
 def mark_owned(parameter: nn.Parameter, unit: str, name: str) -> None:

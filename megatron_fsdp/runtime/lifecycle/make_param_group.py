@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -113,7 +115,16 @@ def _make_params(group: ParameterGroup, weights: ShardedWeights, known: Sequence
 
 
 def _standing_for(owned: OwnedParameter, value: torch.Tensor, requires_grad: bool) -> nn.Parameter:
-    return _with_attributes(owned, nn.Parameter(value, requires_grad=requires_grad))
+    param = nn.Parameter(value, requires_grad=requires_grad)
+    if owned.kind is not None:
+        param.__class__ = _sharded_kind(type(param), owned.kind)
+    return _with_attributes(owned, param)
+
+
+@functools.cache
+def _sharded_kind(sharded: type, kind: type[nn.Parameter]) -> Any:
+    """Return a class of sharded parameters that is a user's subclass of ``nn.Parameter`` as well."""
+    return type(f"Sharded{kind.__name__}", (sharded, kind), {"__module__": __name__})
 
 
 def _with_attributes(owned: OwnedParameter, param: nn.Parameter) -> nn.Parameter:

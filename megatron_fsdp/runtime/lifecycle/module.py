@@ -21,6 +21,7 @@ from megatron_fsdp.runtime.lifecycle.param_changes import (
     before_load_state_dict,
     before_state_dict,
 )
+from megatron_fsdp.runtime.lifecycle.unwritten_buffers import is_to_empty, meta_buffers, note_unwritten
 from megatron_fsdp.runtime.step.backward import Backward
 from megatron_fsdp.runtime.step.lanes import settle_host
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
@@ -375,6 +376,7 @@ class FSDPModule:
         unit.schedule.refuse_replaced_params(unit)
         unit.schedule.reshard(unit)
         settle_host()
+        allocated = meta_buffers(self) if is_to_empty(fn) else []  # type: ignore[arg-type]  # every class of ours is a module
         try:
             for group in unit.groups:
                 for registry, attribute, *_ in group.fsdp_params.module_infos.places:
@@ -387,6 +389,7 @@ class FSDPModule:
                 group.fsdp_params.module_infos.register()
             # A group that was on the meta device, or of another dtype, has other gradient buffers now.
             follow_gradients(unit)
+        note_unwritten(self, allocated)  # type: ignore[arg-type]  # as above
         return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:

@@ -20,6 +20,7 @@ from dbuffer import FlatDTensor
 from megatron_fsdp.build.ownership import owner_words
 from megatron_fsdp.errors import StateError
 from megatron_fsdp.runtime.lifecycle.make_param_group import materialize_group, materialize_unit, rebuild
+from megatron_fsdp.runtime.lifecycle.unwritten_buffers import allocate_buffers
 from megatron_fsdp.runtime.step.lanes import settle_host
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup, group_of_parameter
 from megatron_fsdp.runtime.step.unit import Unit, units_below
@@ -245,7 +246,12 @@ def before_load_state_dict(
 def _materialize_for(module: nn.Module, prefix: str, state_dict: dict[str, Any]) -> None:
     """Allocate the units on the meta device that the state dictionary fills; what is missing must not become zeros."""
     names = {id(parameter): prefix + name for name, parameter in module.named_parameters()}
+    is_loaded = False
     for unit in units_below(module):
         params = [param for group in unit.groups for param in group.parameters.values()]
         if any(group.is_meta for group in unit.groups) and all(names.get(id(param)) in state_dict for param in params):
             materialize_unit(unit)
+            is_loaded = True
+    if is_loaded:
+        device = next(group.spec.device for unit in units_below(module) for group in unit.groups)
+        allocate_buffers(module, state_dict.keys(), prefix, device)
