@@ -43,7 +43,7 @@ class Memory:
             return None
         if not local.numel():
             return None
-        begin = local.storage_offset()
+        begin = int(local.storage_offset())
         last = begin + sum((size - 1) * stride for size, stride in zip(local.shape, local.stride(), strict=True))
         storage = StorageWeakRef(local.untyped_storage())
         return cls(
@@ -72,7 +72,7 @@ class Memory:
 def refuse_shared_memory(
     modules: Sequence[nn.Module], owned: Sequence[OwnedParameter], below: Sequence[OwnedParameter]
 ) -> None:
-    """Note where the parameters of a new unit lie, and refuse any that shares memory with another tensor of the modules.
+    """Note where the parameters of a new unit lie; refuse one that shares memory with another tensor of the modules.
 
     The unit copies its parameters into a buffer, so a tensor that shared memory with one would keep the old values.
     Slices of one storage that do not overlap are no tie.
@@ -122,8 +122,8 @@ def _refuse(unit: str, first: Memory, second: Memory) -> None:
     fix = (
         "keep no buffer over a weight: read the weight where the buffer was read, or give the buffer a clone()"
         if "buffer" in (first.name.split()[0], second.name.split()[0])
-        else "tie them as one object, second.weight = first.weight, in one unit (fully_shard([first, second]), or leave "
-        "both to the unit around them); or, if they are no tie, give one a clone()"
+        else "tie them as one object, second.weight = first.weight, in one unit (fully_shard([first, second]), or "
+        "leave both to the unit around them); or, if they are no tie, give one a clone()"
     )
     raise ConfigError(
         f"{unit}: {first.name} and {second.name} share memory and are two objects (.data of one was assigned to the "

@@ -88,7 +88,7 @@ class InnerApply:
         """
         unit, module = self._unit(), self._module()
         assert module is not None
-        apply = type(module)._apply
+        apply: Callable[..., nn.Module] = type(module)._apply
         # The unit's own _apply has taken its parameters out, for as long as it applies the function to all else.
         if unit is None or all(module._parameters.get(name) is None for name in self._groups):
             return apply(module, function, recurse)
@@ -97,7 +97,7 @@ class InnerApply:
         settle_host()
         held = {name: module._parameters[name] for name in self._groups}
         for name, reference in self._groups.items():
-            _refuse_change(reference(), name, function)
+            _refuse_change(reference(), held[name], function)
         try:
             for name in held:
                 module._parameters[name] = None
@@ -126,8 +126,10 @@ def _plain_apply(module: nn.Module) -> Any:
     return types.MethodType(type(module)._apply, module)
 
 
-def _refuse_change(group: ParameterGroup | None, name: str, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    if group is None:
+def _refuse_change(
+    group: ParameterGroup | None, parameter: nn.Parameter | None, function: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    if group is None or parameter is None:
         return
     current = group.main_weight.local_buffer
     probe = torch.empty(1, dtype=current.dtype, device=current.device)
@@ -138,7 +140,7 @@ def _refuse_change(group: ParameterGroup | None, name: str, function: Callable[[
         what = f"{found.dtype} on {found.device}" + (", in shared memory" if is_shared else "")
         raise StateError(
             f"{_words(group)}: .to(), .cpu(), .float(), to_empty() or the like of a module inside of the unit would "
-            f"make its parameter {name!r} {what}. All parameters of the unit share one buffer, {current.dtype} on "
+            f"make {owner_words(parameter)} {what}. All parameters of the unit share one buffer, {current.dtype} on "
             f"{current.device}. fix: convert the module before fully_shard, or the whole model after it; "
             "MixedPrecisionPolicy chooses the dtypes of compute and gradients; offload_policy=CPUOffloadPolicy() keeps "
             "weights in CPU memory; parameter.full_tensor() or model.state_dict() gives copies to move; a fully_shard "

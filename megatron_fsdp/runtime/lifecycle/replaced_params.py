@@ -60,13 +60,13 @@ class ReplacedParameter:
 
 
 def replace_original(original: torch.Tensor, sharded: torch.Tensor, words: str) -> None:
-    """Let uses of ``original`` that can have no effect raise a ``StateError``, and reads once ``sharded`` has changed."""
+    """Refuse uses of ``original`` that have no effect, and reads of it once ``sharded`` has changed."""
     group = group_of_parameter(sharded)
     if group is None or type(original).__torch_function__ is not torch._C._disabled_torch_function_impl:
         return
     original.__class__ = _class_of(type(original))
-    original._fsdp_words = words  # type: ignore[attr-defined]  # attributes of its own
-    original._fsdp_is_old = functools.partial(_is_old, weakref.ref(group), _version(group))  # type: ignore[attr-defined]
+    is_old = functools.partial(_is_old, weakref.ref(group), _version(group))
+    vars(original).update(_fsdp_words=words, _fsdp_is_old=is_old)
 
 
 def _version(group: ParameterGroup) -> int:
@@ -104,8 +104,9 @@ def _replaced(operands: Iterable[Any]) -> list[Any]:
 
 def _error(parameter: Any, name: str) -> StateError:
     return StateError(
-        f"{parameter._fsdp_words}: {name} of the tensor that the parameter was before fully_shard, which a list, a closure "
-        "or another module has kept (a list for clip_grad_norm_, an average of weights, a tied weight in a module that "
+        f"{parameter._fsdp_words}: {name} of the tensor that the parameter was before fully_shard, which a list, a "
+        "closure or another module has kept (a list for clip_grad_norm_, an average of weights, a tied weight in a module that "
         "is not sharded, an optimizer). It gets no gradient, and a change of it has no effect. fix: read "
-        "model.parameters() again after fully_shard, also for optimizers; call fully_shard on a module that holds all who use the parameter."
+        "model.parameters() again after fully_shard, also for optimizers; call fully_shard on a module that holds "
+        "all who use the parameter."
     )

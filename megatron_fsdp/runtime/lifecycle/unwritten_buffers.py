@@ -75,8 +75,9 @@ def _is_unwritten(buffer: torch.Tensor) -> bool:
     """Whether nobody wrote a buffer; its values are read where ``.data`` may have been written unseen."""
     if _UNWRITTEN.get(buffer) != buffer._version:
         return False
-    mark = _mark_of(buffer)
-    return bool((buffer.isnan() if mark != mark else buffer == mark).all())
+    has_nan = buffer.is_floating_point() or buffer.is_complex()
+    is_marked = buffer.isnan() if has_nan else buffer.eq(torch.iinfo(buffer.dtype).min)
+    return bool(is_marked.all())
 
 
 def _call_once(root: nn.Module, look: Callable[[nn.Module], None]) -> None:
@@ -101,8 +102,8 @@ def _warn_of_unwritten(root: nn.Module) -> None:
             del _UNWRITTEN[buffer]
     if found:
         warnings.warn(
-            f"{type(root).__name__}: buffers {', '.join(map(repr, found))} were allocated by to_empty or materialize and "
-            "nobody wrote them: they are NaN, or the smallest integer. State dictionaries have no non-persistent "
+            f"{type(root).__name__}: buffers {', '.join(map(repr, found))} were allocated by to_empty or materialize "
+            "and nobody wrote them: they are NaN, or the smallest integer. State dictionaries have no non-persistent "
             "buffers. fix: write them after to_empty, by the module's reset_parameters() or by what its constructor "
             "does (module.inv_freq = ...); or build the model with buffers off the meta device.",
             stacklevel=4,
@@ -114,8 +115,8 @@ def _refuse_meta(root: nn.Module) -> None:
     if found:
         _call_once(root, _refuse_meta)
         raise StateError(
-            f"{type(root).__name__}: buffers {', '.join(map(repr, found))} are on the meta device: the state dictionary "
-            "that was loaded has none of these names (non-persistent buffers are never in one). fix: before "
+            f"{type(root).__name__}: buffers {', '.join(map(repr, found))} are on the meta device: the state "
+            "dictionary that was loaded has none of these names (non-persistent buffers are never in one). fix: before "
             "load_state_dict call model.to_empty(device=...) or materialize(model), and write these buffers after it "
             "(module.inv_freq = ...); or build the model with buffers off the meta device."
         )

@@ -1,4 +1,4 @@
-"""Parameters and buffers that share memory without being one object are refused by name; slices of one storage are not."""
+"""Parameters and buffers that share memory without being one object are refused; slices of one storage are not."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""A step or a clip of sharded parameters beside trained ones that no unit owns is refused, unless something marks these."""
+"""A step or a clip of sharded parameters beside trained ones of no unit is refused, unless something marks these."""
 
 from collections.abc import Callable
 from typing import Any

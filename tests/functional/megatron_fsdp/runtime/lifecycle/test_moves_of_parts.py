@@ -29,7 +29,8 @@ def shard(model: Any) -> None:
 
 
 SAME: list[Callable[[nn.Module], object]] = [
-    lambda part: part.to("cpu"), lambda part: part.cpu(), lambda part: part.float(), lambda part: part.to(torch.float32),
+    lambda part: part.to("cpu"), lambda part: part.cpu(), lambda part: part.float(),
+    lambda part: part.to(torch.float32),
 ]  # fmt: skip
 OTHER: list[Callable[[nn.Module], object]] = [
     lambda part: part.double(), lambda part: part.half(), lambda part: part.to("meta"),

@@ -84,8 +84,7 @@ def test_loading_onto_meta_names_the_buffers_that_are_left_there() -> None:
 def test_materialize_says_which_buffers_no_initializer_wrote() -> None:
     model = on_meta()
     materialize(model, lambda module: module.reset_parameters() if isinstance(module, nn.Linear) else None)
+    for layer in model:
+        layer.positions.fill_(0)
     with pytest.warns(UserWarning, match=r"'0\.frequencies', .*'1\.shift' were allocated by to_empty or materialize"):
-        materialize(model)
-        for layer in model:
-            layer.positions.fill_(0)
         model(torch.ones(2, 4))
