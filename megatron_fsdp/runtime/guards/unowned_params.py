@@ -70,8 +70,8 @@ def refuse_unowned(params: Iterable[torch.Tensor], what: str, names: dict[int, s
         named = _names([each for each in objects if issubclass(type(each), nn.Module)], left, names or {})
         raise StateError(
             f"{what}: parameters {', '.join(map(repr, named))} are trained beside sharded ones and belong to no unit, "
-            "so their gradients are those of this rank's data alone and the ranks' weights would drift apart. fix: call "
-            "fully_shard(model) on the module around all units too, before the optimizer is made; there "
+            "so their gradients are those of this rank's data alone and the ranks' weights would drift apart. fix: "
+            "call fully_shard(model) on the module around all units too, before the optimizer is made; there "
             "fsdp_no_shard(module) keeps parameters whole and averages their gradients, and ignored_params=[...] "
             "leaves alone those that you reduce yourself or that each rank trains for itself."
         )
