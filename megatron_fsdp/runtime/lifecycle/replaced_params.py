@@ -105,8 +105,9 @@ def _replaced(operands: Iterable[Any]) -> list[Any]:
 def _error(parameter: Any, name: str) -> StateError:
     return StateError(
         f"{parameter._fsdp_words}: {name} of the tensor that the parameter was before fully_shard, which a list, a "
-        "closure or another module has kept (a list for clip_grad_norm_, an average of weights, a tied weight in a module "
-        "that is not sharded, an optimizer). It gets no gradient, and a change of it has no effect. fix: read "
+        "closure or another module has kept (a list to clip or to average, a tied weight in a module "
+        "that is not sharded, an optimizer). It "
+        "gets no gradient, and a change of it has no effect. fix: read "
         "model.parameters() again after fully_shard, also for optimizers; call fully_shard on a module that holds "
         "all who use the parameter."
     )

@@ -97,10 +97,12 @@ def hear_of_steps(check: Callable[[Optimizer], None]) -> None:
 
     def before(optimizer: Optimizer, *_: object) -> None:
         num_params = sum(len(group["params"]) for group in optimizer.param_groups)
+        is_known = _CHECKED.get(optimizer) == num_params
+        if not is_known:
+            check(optimizer)
         for each in CHECKS[:]:
             each(optimizer)
-        if _CHECKED.get(optimizer) != num_params:
-            check(optimizer)
+        if not is_known:
             for each in _FIRST_CHECKS:
                 each(optimizer)
             _CHECKED[optimizer] = num_params
