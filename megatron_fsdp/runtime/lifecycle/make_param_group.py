@@ -173,11 +173,10 @@ def _no_hooks(handle: WeightHandle) -> str:
 
 def _no_conversion(handle: WeightHandle) -> str:
     return (
-        f"{handle.words}: .to(), .cpu(), .float(), .half() and the like of a module inside of the unit. The parameters "
-        "of a unit share one buffer, so one of them cannot have another dtype or device than the rest. fix: convert "
-        "the module before fully_shard, or the whole model after it (to_empty too). MixedPrecisionPolicy chooses dtypes "
-        "of compute and gradients; CPUOffloadPolicy() keeps weights in CPU memory; state_dict() or p.full_tensor() of the "
-        "sharded parameters gives copies to move; a fully_shard of its own makes the module a unit."
+        f"{handle.words}: .to(), .cpu(), .float(), .half() and the like of a module that shows it. The parameters of a "
+        "unit share one buffer, so one of them cannot have another dtype or device than the rest. fix: convert the "
+        "module before fully_shard, or the whole model after it. MixedPrecisionPolicy sets dtypes of compute and "
+        "gradients; CPUOffloadPolicy() keeps weights in CPU memory; p.full_tensor() gives copies to move."
     )
 
 
