@@ -28,11 +28,16 @@ if TYPE_CHECKING:
         AgreementError,
         CheckpointError,
         ConfigError,
+        DBufferError,
         FsdpError,
         GradientScaleError,
+        LayoutError,
+        MeshError,
         NonfiniteGradientError,
         OwnershipError,
+        PlacementError,
         StateError,
+        StorageError,
     )
     from megatron_fsdp.integrations.megatron.fully_shard_model import fully_shard_model as fully_shard_model
     from megatron_fsdp.meta_init import materialize
@@ -74,8 +79,8 @@ _HOMES = {
     "config.flags": "add_megatron_fsdp_args",
     "config.fsdp_config": "FsdpConfig",
     "errors": (
-        "AgreementError CheckpointError ConfigError FsdpError GradientScaleError NonfiniteGradientError "
-        "OwnershipError StateError"
+        "AgreementError CheckpointError ConfigError DBufferError FsdpError GradientScaleError LayoutError MeshError "
+        "NonfiniteGradientError OwnershipError PlacementError StateError StorageError"
     ),
     "integrations.megatron.fully_shard_model": "fully_shard_model",
     "meta_init": "materialize",
@@ -122,12 +127,13 @@ def __dir__() -> list[str]:
 
 
 __all__ = [
-    "AdamW", "AgreementError", "CPUOffloadPolicy", "CheckpointError", "CheckpointSeries", "ConfigError",
+    "AdamW", "AgreementError", "CPUOffloadPolicy", "CheckpointError", "CheckpointSeries", "ConfigError", "DBufferError",
     "DamagedCheckpointError", "DataParallelMeshDims", "FSDPModule", "FsdpConfig", "FsdpError",
-    "GradientReductionHandle", "GradientScale", "GradientScaleError", "MixedPrecisionPolicy", "Muon",
-    "NonfiniteGradientError", "OffloadPolicy", "OwnershipError", "Placements", "Report", "SaveHandle", "StateError",
-    "Timeline", "UnshardHandle", "Watch", "add_megatron_fsdp_args", "check_gradient_scale", "check_gradients",
-    "checksum", "clip_grad_norm_", "expert_matmul", "explain", "export_safetensors", "fsdp_no_shard", "full_state_dict",
-    "fully_shard", "fully_shard_optimizer", "import_safetensors", "load_checkpoint", "materialize", "microbatch",
-    "no_sync", "register_fsdp_forward_method", "replicate", "save_checkpoint", "share_comm_ctx", "unit_checksums",
+    "GradientReductionHandle", "GradientScale", "GradientScaleError", "LayoutError", "MeshError",
+    "MixedPrecisionPolicy", "Muon", "NonfiniteGradientError", "OffloadPolicy", "OwnershipError", "PlacementError",
+    "Placements", "Report", "SaveHandle", "StateError", "StorageError", "Timeline", "UnshardHandle", "Watch",
+    "add_megatron_fsdp_args", "check_gradient_scale", "check_gradients", "checksum", "clip_grad_norm_", "expert_matmul",
+    "explain", "export_safetensors", "fsdp_no_shard", "full_state_dict", "fully_shard", "fully_shard_optimizer",
+    "import_safetensors", "load_checkpoint", "materialize", "microbatch", "no_sync", "register_fsdp_forward_method",
+    "replicate", "save_checkpoint", "share_comm_ctx", "unit_checksums",
 ]  # fmt: skip

@@ -15,7 +15,8 @@ from dbuffer import PlacementError
 from dbuffer.mesh import make_reduce_groups, mesh_axes
 from megatron_fsdp.build.builder import GranularityChoice, Wishes, plan_groups
 from megatron_fsdp.build.no_shard import is_no_shard
-from megatron_fsdp.build.ownership import OwnedParameter, collect_parameters
+from megatron_fsdp.build.ownership import OwnedParameter, collect_parameters, leave_alone
+from megatron_fsdp.build.shared_memory import refuse_shared_memory
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.installation import check_torch
 from megatron_fsdp.optim.flat_step import attend_optimizers
@@ -26,6 +27,7 @@ from megatron_fsdp.policy.strategy import Placements
 from megatron_fsdp.runtime.guards.added_params import make_tree
 from megatron_fsdp.runtime.guards.agreement import Wrapping
 from megatron_fsdp.runtime.guards.attached import attach_root
+from megatron_fsdp.runtime.guards.unowned_params import refuse_unowned_steps
 from megatron_fsdp.runtime.lifecycle.make_param_group import (
     forget_originals,
     make_param_group,
@@ -33,6 +35,7 @@ from megatron_fsdp.runtime.lifecycle.make_param_group import (
     rename_unit,
 )
 from megatron_fsdp.runtime.lifecycle.module import FSDPModule, convert, unit_of
+from megatron_fsdp.runtime.step.freshness import hear_of_first_steps
 from megatron_fsdp.runtime.step.unit import Unit, units_below
 from megatron_fsdp.runtime.weights.memory_slots import check_reshard, reshard_to
 
@@ -111,6 +114,7 @@ def fully_shard(
         policy = as_policy(mp_policy)
         ignored = tuple(ignored_params or ())
         owned = collect_parameters(modules, ignored, target)
+        refuse_shared_memory(modules, owned, _owned_below(modules))
         _check_shard_placement(owned, shard_placement_fn)
         offload = offload_of(offload_policy, target.placements)
         # Nothing of the module is changed until all ranks are through.
@@ -137,10 +141,12 @@ def put_in_place(
 ) -> None:
     """Let a unit that was made have its modules and parameters, and serve all units below it."""
     reshard_to(unit, reshard_after_forward)
+    leave_alone(modules, ignored)
     unit.trees = {id(each): make_tree(each, {id(parameter) for parameter in ignored}) for each in modules}
     convert(modules, unit)
     for group in unit.groups:
         forget_originals(group)
+    hear_of_first_steps(refuse_unowned_steps)
     attend_optimizers()
     _adopt_units(modules, unit)
 
@@ -161,6 +167,11 @@ def _check_modules(modules: Sequence[nn.Module]) -> None:
                 f"{name} has no forward, so there is no moment to gather its weights; call fully_shard on each of its "
                 "modules, or on the module that calls them"
             )
+
+
+def _owned_below(modules: Sequence[nn.Module]) -> list[OwnedParameter]:
+    units = {id(unit): unit for module in modules for unit in units_below(module)}
+    return [owned for unit in units.values() for group in unit.groups for owned in group.owned]
 
 
 def _moved_buffers(

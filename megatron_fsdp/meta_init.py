@@ -12,6 +12,7 @@ from torch import nn
 from dbuffer.collectives_rare import broadcast
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.runtime.lifecycle.make_param_group import materialize_unit, shown_over
+from megatron_fsdp.runtime.lifecycle.unwritten_buffers import meta_buffers, note_unwritten
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup, group_of_parameter
 from megatron_fsdp.runtime.step.unit import Unit, units_below
 
@@ -63,8 +64,10 @@ def materialize(model: nn.Module, init_fn: Initializer | None = None) -> None:
     fresh = [group for unit in units for group in unit.groups if group.is_meta]
     for unit in units:
         materialize_unit(unit)
+    unwritten = meta_buffers(model)
     for module, _ in todo:
         _allocate_rest(module, device)
+    note_unwritten(model, unwritten)
     with _random_state_of_first_rank(units, device), in_full_precision(fresh), torch.no_grad():
         for _, initialise in todo:
             initialise()

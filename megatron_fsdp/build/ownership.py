@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,13 +21,16 @@ from megatron_fsdp.policy.mesh import ShardingTarget
 from megatron_fsdp.policy.precision import GradDtype, GroupDtypes, MixedPrecisionPolicy, grad_dtype_of
 
 __all__ = [
-    "OwnedParameter", "ParamModuleInfo", "collect_parameters", "mark_owned", "owned_name", "owner_words",
-    "settle_grad_dtypes",
+    "OwnedParameter", "ParamModuleInfo", "collect_parameters", "is_left_alone", "leave_alone", "mark_owned",
+    "owned_name", "owner_words", "settle_grad_dtypes",
 ]  # fmt: skip
 
 # Parameters, sharded ones and the originals, that some unit has taken over, with the name of that unit and of the
 # parameter in it. A tied weight that is still registered elsewhere is found here.
 _TAKEN: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+_LEFT_ALONE: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_PLACES_LEFT_ALONE: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
 
 
 class ParamModuleInfo:
@@ -56,6 +60,8 @@ class OwnedParameter:
         is_replicated: it stays whole on every rank (``fsdp_no_shard``).
         policy: its mixed precision. grad_dtype: what was set as its attribute of that name.
         extension: of a subclass that brings an all-gather of its own; None for any other.
+        kind: its class, where that is a subclass of ``nn.Parameter`` which the sharded parameter has to stay.
+        memory: where it lay before (``shared_memory.Memory``); None where it had no memory.
     """
 
     name: str
@@ -65,6 +71,8 @@ class OwnedParameter:
     policy: MixedPrecisionPolicy = MixedPrecisionPolicy()  # noqa: RUF009  # frozen
     grad_dtype: GradDtype = "own"
     extension: Extension | None = None
+    kind: type[nn.Parameter] | None = None
+    memory: Any = None
     param_module_infos: list[ParamModuleInfo] = field(default_factory=list)
 
     @property
@@ -115,6 +123,8 @@ def collect_parameters(
                     owned.is_replicated = is_no_shard(module) or is_no_shard(parameter)
                     if target is not None:
                         owned.extension = extension_of(name, parameter, target.num_weight_shards)
+                    if owned.extension is None:
+                        owned.kind = _kind_of(name, parameter, root)
                     found[id(parameter)] = owned
                 found[id(parameter)].param_module_infos.append(ParamModuleInfo(module, attribute))
     return list(found.values())
@@ -173,9 +183,53 @@ def _check_parameter(name: str, parameter: nn.Parameter, root: nn.Module) -> Non
         )
 
 
+def _kind_of(name: str, parameter: nn.Parameter, root: nn.Module) -> type[nn.Parameter] | None:
+    """Return the subclass of ``nn.Parameter`` that a parameter is of; None for a plain one, and for a DTensor.
+
+    Raises:
+        ConfigError: it is trained, and the class has functions of PyTorch call its own code.
+    """
+    kind = type(parameter)
+    if kind is nn.Parameter or not issubclass(kind, nn.Parameter):
+        return None
+    is_plain = kind.__torch_function__ is nn.Parameter.__torch_function__
+    if is_plain and kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
+        return kind
+    if parameter.requires_grad:
+        raise ConfigError(
+            f"{type(root).__name__}: parameter {name!r} is a {kind.__name__}, whose __torch_function__ or "
+            "__torch_dispatch__ would no longer be called: the unit shows parameters of its own classes. fix: make it "
+            "an nn.Parameter, or a subclass without these; give the class fsdp_pre_all_gather and "
+            "fsdp_post_all_gather; or list it in ignored_params."
+        )
+    return None
+
+
 def mark_owned(parameter: nn.Parameter, unit: str, name: str) -> None:
     """Remember that ``parameter`` belongs to a unit, under a name."""
     _TAKEN[parameter] = (unit, name)
+
+
+def leave_alone(modules: Iterable[nn.Module], ignored: Iterable[nn.Parameter]) -> None:
+    """Remember the places of parameters that the user has named in ``ignored_params``.
+
+    Places, as ``to_empty`` makes other objects; and the objects, which may be registered elsewhere as well.
+    """
+    ids = set()
+    for parameter in ignored:
+        ids.add(id(parameter))
+        _LEFT_ALONE[parameter] = True
+    for module in {below for root in modules for below in root.modules()} if ids else ():
+        names = {name for name, parameter in module._parameters.items() if id(parameter) in ids}
+        if names:
+            _PLACES_LEFT_ALONE.setdefault(module, set()).update(names)
+
+
+def is_left_alone(parameter: torch.Tensor) -> bool:
+    """Whether the user has named a parameter in ``ignored_params`` of any unit."""
+    return parameter in _LEFT_ALONE or any(
+        module._parameters.get(name) is parameter for module, names in _PLACES_LEFT_ALONE.items() for name in names
+    )
 
 
 def _check_module(name: str, module: nn.Module, root: nn.Module) -> None:

@@ -13,6 +13,7 @@ from dbuffer.collectives import all_reduce
 from dbuffer.mesh import MeshAxis
 from megatron_fsdp.optim.grad_norm_rare import HeldGradients, exact_norm, of_frozen, refuse_norm, refuse_pending
 from megatron_fsdp.optim.nonfinite import may_step, readings_of
+from megatron_fsdp.runtime.guards.unowned_params import refuse_unowned
 from megatron_fsdp.runtime.step.grad_binding import GradState
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup, group_of_parameter
 from megatron_fsdp.runtime.step.unit import units_below
@@ -38,7 +39,7 @@ def clip_grad_norm_(
     """Scale the gradients of a sharded model so that their global norm is at most ``max_norm``.
 
     One pass over each flat gradient shard and one all-reduce of a scalar per distinct mesh. Gradients that the user put
-    in ``.grad`` count and are scaled as well. Parameters that are not sharded are taken in as they are on this rank.
+    in ``.grad`` count and are scaled as well. Parameters of ``ignored_params`` are taken in as they are on this rank.
 
     Args:
         model: a module with sharded modules in it, after the last microbatch's backward.
@@ -51,7 +52,7 @@ def clip_grad_norm_(
     Raises:
         ConfigError: another ``norm_type``, or something else than a model.
         StateError: gradients are not final: the last backward did not synchronize; or something else is registered in
-            the place of a parameter.
+            the place of a parameter; or a trained parameter belongs to no unit.
         NonfiniteGradientError: on every rank, for ``error_if_nonfinite``; names the first parameter.
 
     Example:
@@ -68,7 +69,11 @@ def clip_grad_norm_(
     held = [each for unit in units for group in unit.groups for each in _held_by(group)]
     # Of a weight that is gathered now the gradient is among those held.
     own = (p for p in model.parameters() if group_of_parameter(p) is None and not isinstance(p, GatheredWeight))
-    plain = [p.grad for p in own if p.grad is not None]
+    trained = [p for p in own if p.grad is not None]
+    if trained and any(group.spec.mesh.size() > 1 for unit in units for group in unit.groups):
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        refuse_unowned(trained, "clip_grad_norm_", names)
+    plain = [p.grad for p in trained if p.grad is not None]
     device = next((each.group.spec.device for each in held), plain[0].device if plain else torch.device("cpu"))
     spread = by_axes((each.group.spread_over(each.placements), each.flat) for each in held)
     is_invariant = any(each.group.spec.dtypes.reduction for each in held)

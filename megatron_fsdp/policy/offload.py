@@ -29,6 +29,7 @@ def offload_of(policy: Any, placements: Placements) -> CPUOffloadPolicy | None:
     if Flat() not in placements.parameter or Flat() not in placements.gradient:
         raise ConfigError(
             f"offload_policy={policy!r} with {placements}: what rests whole on every rank is used where it rests and "
-            "cannot be offloaded; use Placements.optim_grads_params(), hsdp() or hfsdp()"
+            "cannot be offloaded. fix: fully_shard in place of replicate, with Placements.optim_grads_params() (the "
+            "default), hsdp() or hfsdp(); or leave out offload_policy."
         )
     return policy

@@ -158,6 +158,12 @@ PROGRAMS = {
     "fully_shard.state is private": Program("""
         hasattr(fully_shard.state(fully_shard(nn.Linear(2, 2))), "_state_ctx")
     """, 1, differs=(True, False)),
+    "replicate with CPU offload": Program("""
+        place = "torch.distributed._composable.replicate_with_fsdp" if run.engine == "torch" else "megatron_fsdp"
+        replicate = importlib.import_module(place).replicate
+        axis = init_device_mesh("cpu", (2,), mesh_dim_names=("replicate",))
+        isinstance(replicate(blocks(), mesh=axis, offload_policy=CPUOffloadPolicy(pin_memory=False)), nn.Module)
+    """, differs=(True, "ConfigError: offload_policy=CPUOffloadPolicy")),
     "replicate elsewhere": Program("hasattr(run, 'replicate')", 1, differs=(False, True)),
 }
 # fmt: on

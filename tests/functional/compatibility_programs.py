@@ -386,6 +386,12 @@ PROGRAMS = {
         on_a_larger_mesh(run, (2, 2, 1), shard=("outer", "dp"))
     """, 4, "DataParallelMeshDims"),
     # FSDP2 keeps it elsewhere.
+    "replicate around sharded parts": Program("""
+        model = blocks()
+        fully_shard(model.layers[1])
+        importlib.import_module("torch.distributed._composable").replicate(model)
+        train(model)
+    """),
     "replicate": Program("""
         place = "torch.distributed._composable.replicate_with_fsdp" if run.engine == "torch" else "megatron_fsdp"
         replicate, model = importlib.import_module(place).replicate, blocks()
@@ -598,6 +604,8 @@ PROGRAMS = {
         model.set_reduce_scatter_max_input_buffers(max_input_buffers=2)
         model.layers[0].set_reduce_scatter_max_input_buffers(3, recurse=False)
         refuses(lambda: model.set_reduce_scatter_max_input_buffers(0), ValueError)
+        refuses(lambda: model.set_reduce_scatter_max_input_buffers(2.5), TypeError)
+        refuses(lambda: model.set_reduce_scatter_max_input_buffers(True), TypeError)
         train(model)
     """, needs="FSDPModule.set_reduce_scatter_max_input_buffers"),
     # Each rank may take another way through the model.

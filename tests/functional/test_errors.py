@@ -222,11 +222,11 @@ MISTAKES: dict[str, tuple[str, ...]] = {
     ),
     "another dtype inside of a unit": (
         "(model := stack()).layers[0].norm.half()",
-        "PlacementError", "unit 'layers.0'", "'norm.weight'", "before fully_shard",
+        "StateError", "unit 'layers.0'", "parameter 'norm.weight'", "before fully_shard", "MixedPrecisionPolicy",
     ),
-    "the same dtype inside of a unit": (
-        "(model := stack()).layers[0].norm.float()",
-        "PlacementError", "unit 'layers.0'", "'norm.weight'", "MixedPrecisionPolicy",
+    "another device inside of a unit": (
+        "(model := stack()).layers[0].norm.to('meta')",
+        "StateError", "unit 'layers.0'", "parameter 'norm.weight'", "meta", "CPUOffloadPolicy",
     ),
     "another device": (
         "nn.Sequential(linear()).to('meta')", "StateError", "'weight'", "cpu", "move to meta", "before fully_shard",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,6 +23,7 @@ from megatron_fsdp.policy.precision import MixedPrecisionPolicy, grad_dtype_of, 
 from megatron_fsdp.runtime.grads.invariant_reduction import InvariantGradients
 from megatron_fsdp.runtime.grads.late_gradients import LateGradients, packs_late
 from megatron_fsdp.runtime.grads.packed_gradients import PackedGradients
+from megatron_fsdp.runtime.lifecycle.replaced_params import replace_original
 from megatron_fsdp.runtime.step.freshness import Freshness, hear_of_steps
 from megatron_fsdp.runtime.step.fsdp_params import (
     FSDPParams,
@@ -112,7 +115,16 @@ def _make_params(group: ParameterGroup, weights: ShardedWeights, known: Sequence
 
 
 def _standing_for(owned: OwnedParameter, value: torch.Tensor, requires_grad: bool) -> nn.Parameter:
-    return _with_attributes(owned, nn.Parameter(value, requires_grad=requires_grad))
+    param = nn.Parameter(value, requires_grad=requires_grad)
+    if owned.kind is not None:
+        param.__class__ = _sharded_kind(type(param), owned.kind)
+    return _with_attributes(owned, param)
+
+
+@functools.cache
+def _sharded_kind(sharded: type, kind: type[nn.Parameter]) -> Any:
+    """Return a class of sharded parameters that is a user's subclass of ``nn.Parameter`` as well."""
+    return type(f"Sharded{kind.__name__}", (sharded, kind), {"__module__": __name__})
 
 
 def _with_attributes(owned: OwnedParameter, param: nn.Parameter) -> nn.Parameter:
@@ -161,10 +173,10 @@ def _no_hooks(handle: WeightHandle) -> str:
 
 def _no_conversion(handle: WeightHandle) -> str:
     return (
-        f"{handle.words}: .to(), .float(), .half() and the like of a module inside of the unit, whose parameters share "
-        "one buffer, so one of them cannot have another dtype or device than the rest. Convert the module before "
-        "fully_shard, or the whole model after it; MixedPrecisionPolicy chooses the dtypes of compute and gradients; a "
-        "fully_shard of its own makes the module a unit."
+        f"{handle.words}: .to(), .cpu(), .float(), .half() and the like of a module that shows it. The parameters of a "
+        "unit share one buffer, so one of them cannot have another dtype or device than the rest. fix: convert the "
+        "module before fully_shard, or the whole model after it. MixedPrecisionPolicy sets dtypes of compute and "
+        "gradients; CPUOffloadPolicy() keeps weights in CPU memory; p.full_tensor() gives copies to move."
     )
 
 
@@ -209,6 +221,8 @@ def forget_originals(group: ParameterGroup) -> None:
             # It is freed here, unless somebody keeps it and computes with it.
             words = f"unit {group.name!r}, parameter {owned.name!r}"
             owned.parameter.register_post_accumulate_grad_hook(partial(_refuse_original, words))
+            if not group.is_meta and owned.extension is None:
+                replace_original(owned.parameter, param, words)
         if not group.is_meta:
             owned.parameter = param
             if owned.extension is not None:

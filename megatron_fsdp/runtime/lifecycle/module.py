@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.errors import CheckpointError, ConfigError, StateError
@@ -17,10 +18,12 @@ from megatron_fsdp.policy.slots import SlotChoice
 from megatron_fsdp.runtime.grads.fuse import fuse_linear_layers
 from megatron_fsdp.runtime.lifecycle.make_param_group import follow_gradients, set_divisor, set_reduction
 from megatron_fsdp.runtime.lifecycle.param_changes import (
+    InnerApply,
     apply_to_group,
     before_load_state_dict,
     before_state_dict,
 )
+from megatron_fsdp.runtime.lifecycle.unwritten_buffers import is_to_empty, meta_buffers, note_unwritten
 from megatron_fsdp.runtime.step.backward import Backward
 from megatron_fsdp.runtime.step.lanes import settle_host
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
@@ -299,12 +302,9 @@ class FSDPModule:
         Forward gathers as many units ahead, as far as they are trained: that takes no more memory.
 
         Raises:
-            ConfigError: not a number of at least one.
+            TypeError: not an int. ConfigError: below one.
         """
-        if isinstance(max_input_buffers, bool) or max_input_buffers < 1:
-            raise ConfigError(
-                f"set_reduce_scatter_max_input_buffers({max_input_buffers}): give a number of at least one"
-            )
+        _check_count("set_reduce_scatter_max_input_buffers", max_input_buffers)
         for unit in self._units(recurse):
             unit.backward.max_packed_buffers = max_input_buffers
 
@@ -378,6 +378,7 @@ class FSDPModule:
         unit.schedule.refuse_replaced_params(unit)
         unit.schedule.reshard(unit)
         settle_host()
+        allocated = meta_buffers(self) if is_to_empty(fn) else []  # type: ignore[arg-type]  # every class of ours is a module
         try:
             for group in unit.groups:
                 for registry, attribute, *_ in group.fsdp_params.module_infos.places:
@@ -390,6 +391,7 @@ class FSDPModule:
                 group.fsdp_params.module_infos.register()
             # A group that was on the meta device, or of another dtype, has other gradient buffers now.
             follow_gradients(unit)
+        note_unwritten(self, allocated)  # type: ignore[arg-type]  # as above
         return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
@@ -404,6 +406,14 @@ class FSDPModule:
             f"{type(self).__name__} cannot be pickled: it holds process groups. Save its state instead: "
             "save_checkpoint, torch.distributed.checkpoint or state_dict()."
         )
+
+
+def _check_count(method: str, count: object) -> None:
+    """Refuse what is no whole number of at least one, with FSDP2's classes of errors."""
+    if isinstance(count, bool) or not isinstance(count, int):
+        raise TypeError(f"{method}({count!r}): found a {type(count).__name__}. fix: give an int of at least one")
+    if count < 1:
+        raise ConfigError(f"{method}({count}): give a number of at least one")
 
 
 def _gather_afresh(unit: Unit) -> None:
@@ -463,15 +473,24 @@ def _save_of_whole_weights(save: Callable[..., Any]) -> Callable[..., Any]:
     return save_pretrained
 
 
-def convert(modules: Iterable[nn.Module], unit: Unit) -> None:
+def convert(modules: Sequence[nn.Module], unit: Unit) -> None:
     """Register the unit's parameters, and make the modules ``FSDPModule``s with hooks."""
     for group in unit.groups:
         if group.spec.fuses_weight_gradients:
             fuse_linear_layers(group.owned)
         group.fsdp_params.module_infos.register()
+    owned: dict[nn.Module, dict[str, ParameterGroup]] = {}
+    for group in unit.groups:
+        for info in (info for parameter in group.owned for info in parameter.param_module_infos):
+            owned.setdefault(info.module, {})[info.attribute] = group
+    for module, names in owned.items():
+        if module not in modules:
+            vars(module)["_apply"] = InnerApply(unit, module, names)
     for module in modules:
         module.__class__ = _sharded_class(type(module))  # type: ignore[arg-type]  # classes are hashable
         module._fsdp_unit = unit  # type: ignore[assignment]  # not a submodule or tensor: lands in the instance dictionary
+        # PyTorch's composable replicate() leaves out modules that this registry names, as it does those of FSDP2.
+        module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
         module.register_forward_pre_hook(functools.partial(before_forward, unit), prepend=True, with_kwargs=True)
         # Also called, with None for the output, when forward raised: parameters must not stay gathered then.
         module.register_forward_hook(functools.partial(after_forward, unit), always_call=True)

@@ -6,7 +6,9 @@ stay so; anything else in the place of one is refused (docs/design/facade.md).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import types
+import weakref
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -18,12 +20,13 @@ from dbuffer import FlatDTensor
 from megatron_fsdp.build.ownership import owner_words
 from megatron_fsdp.errors import StateError
 from megatron_fsdp.runtime.lifecycle.make_param_group import materialize_group, materialize_unit, rebuild
+from megatron_fsdp.runtime.lifecycle.unwritten_buffers import allocate_buffers
 from megatron_fsdp.runtime.step.lanes import settle_host
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup, group_of_parameter
 from megatron_fsdp.runtime.step.unit import Unit, units_below
 from megatron_fsdp.runtime.weights.param_layout import is_laid_out_like, laid_out
 
-__all__ = ["apply_to_group", "before_load_state_dict", "before_state_dict", "refuse_replaced"]
+__all__ = ["InnerApply", "apply_to_group", "before_load_state_dict", "before_state_dict", "refuse_replaced"]
 
 # ---------------------------------------------------------------- conversion
 
@@ -53,7 +56,8 @@ def apply_to_group(
         what = "go into shared memory" if found.device == current.device else f"move to {found.device}"
         raise StateError(
             f"{_words(group)} rest in a flat buffer on {current.device}, of which they are views, and cannot {what}. "
-            "Do so before fully_shard; give other processes model.state_dict(), or parameter.full_tensor()."
+            "fix: do so before fully_shard; offload_policy=CPUOffloadPolicy() keeps weights in CPU memory; "
+            "model.state_dict() or parameter.full_tensor() gives copies to move or to share."
         )
     elif found.dtype != current.dtype:
         _convert(group, found.dtype, is_awaited=is_awaited)
@@ -63,6 +67,85 @@ def apply_to_group(
             if result is not current:
                 current.copy_(result)
                 group.freshness.has_changed = True
+
+
+class InnerApply:
+    """``module._apply`` of a module inside of a unit: ``.to()``, ``.cpu()``, ``.float()`` and the like.
+
+    Its parameters are pieces of the unit's buffer, and PyTorch would exchange their objects. A function that changes
+    neither dtype nor device is applied to the values; any other is refused.
+    """
+
+    def __init__(self, unit: Unit, module: nn.Module, owned: Mapping[str, ParameterGroup]) -> None:
+        self._unit, self._module = unit.reference, weakref.ref(module)
+        self._groups = {name: weakref.ref(group) for name, group in owned.items()}
+
+    def __call__(self, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        """Apply a function to everything below the module.
+
+        Raises:
+            StateError: it would change the dtype or the device of one parameter of a unit.
+        """
+        unit, module = self._unit(), self._module()
+        assert module is not None
+        apply: Callable[..., nn.Module] = type(module)._apply
+        # The unit's own _apply has taken its parameters out, for as long as it applies the function to all else.
+        if unit is None or all(module._parameters.get(name) is None for name in self._groups):
+            return apply(module, function, recurse)
+        unit.schedule.refuse_replaced_params(unit)
+        unit.schedule.reshard(unit)
+        settle_host()
+        held = {name: module._parameters[name] for name in self._groups}
+        for name, reference in self._groups.items():
+            _refuse_change(reference(), held[name], function)
+        try:
+            for name in held:
+                module._parameters[name] = None
+            apply(module, function, recurse)
+            with torch.no_grad():
+                for parameter in held.values():
+                    assert parameter is not None
+                    result = function(parameter)
+                    if result is not parameter:
+                        parameter.copy_(result)
+        finally:
+            module._parameters.update(held)
+            for group in unit.groups:
+                group.fsdp_params.module_infos.tell_modules()
+        return module
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Return the method of the copied module, whose parameters are no unit's."""
+        return _plain_apply(memo[id(self._module())])
+
+    def __reduce__(self) -> Any:
+        return _plain_apply, (self._module(),)
+
+
+def _plain_apply(module: nn.Module) -> Any:
+    return types.MethodType(type(module)._apply, module)
+
+
+def _refuse_change(
+    group: ParameterGroup | None, parameter: nn.Parameter | None, function: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    if group is None or parameter is None:
+        return
+    current = group.main_weight.local_buffer
+    probe = torch.empty(1, dtype=current.dtype, device=current.device)
+    with torch.no_grad():
+        found = function(probe)
+    is_shared = probe.device.type == "cpu" and probe.is_shared()
+    if found.dtype is not current.dtype or found.device != current.device or is_shared:
+        what = f"{found.dtype} on {found.device}" + (", in shared memory" if is_shared else "")
+        raise StateError(
+            f"{_words(group)}: .to(), .cpu(), .float(), to_empty() or the like of a module inside of the unit would "
+            f"make {owner_words(parameter)} {what}. All parameters of the unit share one buffer, {current.dtype} on "
+            f"{current.device}. fix: convert the module before fully_shard, or the whole model after it; "
+            "MixedPrecisionPolicy chooses the dtypes of compute and gradients; offload_policy=CPUOffloadPolicy() keeps "
+            "weights in CPU memory; parameter.full_tensor() or model.state_dict() gives copies to move; a fully_shard "
+            "of its own makes the module a unit."
+        )
 
 
 def _words(group: ParameterGroup) -> str:
@@ -165,7 +248,12 @@ def before_load_state_dict(
 def _materialize_for(module: nn.Module, prefix: str, state_dict: dict[str, Any]) -> None:
     """Allocate the units on the meta device that the state dictionary fills; what is missing must not become zeros."""
     names = {id(parameter): prefix + name for name, parameter in module.named_parameters()}
+    is_loaded = False
     for unit in units_below(module):
         params = [param for group in unit.groups for param in group.parameters.values()]
         if any(group.is_meta for group in unit.groups) and all(names.get(id(param)) in state_dict for param in params):
             materialize_unit(unit)
+            is_loaded = True
+    if is_loaded:
+        device = next(group.spec.device for unit in units_below(module) for group in unit.groups)
+        allocate_buffers(module, state_dict.keys(), prefix, device)

@@ -17,12 +17,13 @@ from torch._compile import _disable_dynamo
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-__all__ = ["CHECKS", "MOMENTS", "Freshness", "hear_of_steps", "refreshes_itself"]
+__all__ = ["CHECKS", "MOMENTS", "Freshness", "hear_of_first_steps", "hear_of_steps", "refreshes_itself"]
 
 MOMENTS = [0]
 """How many beginnings and ends of optimizer steps there were: where it is the same twice, nothing stepped between."""
 CHECKS: list[Callable[[Optimizer], None]] = []
 """What is called before each step of an optimizer while there is anything that it may not step."""
+_FIRST_CHECKS: list[Callable[[Optimizer], None]] = []
 _num_steps = [0]
 _VERSION: Any = torch._C.TensorBase._version
 _version: Callable[[torch.Tensor], int] = _VERSION.__get__
@@ -96,10 +97,14 @@ def hear_of_steps(check: Callable[[Optimizer], None]) -> None:
 
     def before(optimizer: Optimizer, *_: object) -> None:
         num_params = sum(len(group["params"]) for group in optimizer.param_groups)
+        is_known = _CHECKED.get(optimizer) == num_params
+        if not is_known:
+            check(optimizer)
         for each in CHECKS[:]:
             each(optimizer)
-        if _CHECKED.get(optimizer) != num_params:
-            check(optimizer)
+        if not is_known:
+            for each in _FIRST_CHECKS:
+                each(optimizer)
             _CHECKED[optimizer] = num_params
         # As after the step: one that raises has changed some of the weights, and no hook is called then.
         _count_step(optimizer)
@@ -114,6 +119,12 @@ def hear_of_steps(check: Callable[[Optimizer], None]) -> None:
     # A compiled step calls them as they are: traced, the count would be a constant of the compiled code.
     register_optimizer_step_post_hook(_disable_dynamo(after))
     register_optimizer_step_pre_hook(_disable_dynamo(before))
+
+
+def hear_of_first_steps(check: Callable[[Optimizer], None]) -> None:
+    """Call ``check`` too before an optimizer's first step, and when it has got more parameters."""
+    if check not in _FIRST_CHECKS:
+        _FIRST_CHECKS.append(check)
 
 
 def refreshes_itself(optimizer: Optimizer) -> None:
