@@ -222,8 +222,8 @@ def _imported(target: str) -> Callable[[], nn.Module]:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise ConfigError(f"--factory {target}: importing {module} failed: {error}") from error
         raise ConfigError(
-            f"--factory {target}: {error}, neither in {folder} nor on PYTHONPATH. fix: run the command in the folder of "
-            f"{module.split('.')[0]}.py, or name that folder in PYTHONPATH"
+            f"--factory {target}: {error}, neither in {folder} nor on PYTHONPATH. fix: run the command in the folder "
+            f"of {module.split('.')[0]}.py, or name that folder in PYTHONPATH"
         ) from error
     except Exception as error:  # of the user's module
         raise ConfigError(f"--factory {target}: importing {module} failed: {type(error).__name__}: {error}") from error

@@ -129,7 +129,7 @@ def check_flags(flags: Sequence[str]) -> FsdpConfig:
     if args.optimizer in MUON_NAMES:
         found.append(
             f"--optimizer {args.optimizer}: Megatron's scripts refuse it beside --use-megatron-fsdp; take "
-            "mcore_adapter.get_megatron_optimizer in a loop of your own"
+            "megatron_fsdp.megatron.get_megatron_optimizer in a loop of your own"
         )
     if found:
         raise ConfigError("; ".join(dict.fromkeys(found)))
