@@ -37,7 +37,7 @@ def parse_arguments(arguments: Sequence[str], *, num_ranks: int) -> argparse.Nam
     """Return the checked arguments of a job of ``num_ranks``, with every default filled in.
 
     Raises:
-        ConfigError: flags are unknown (the nearest are named), missing, out of range, or contradicts another (both are).
+        ConfigError: flags are unknown (the nearest are named), missing, out of range, or contradict each other.
     """
     args = build_parser().parse_args(arguments)
     missing = [_flag(name) for name in _REQUIRED if getattr(args, name) is None]
@@ -241,7 +241,7 @@ _FLAGS: dict[str, tuple[_Row, ...]] = {
         ("--seed", _natural, 1234, "of weights, data order and sampling"),
         ("--bf16", bool, False, "compute in bfloat16"),
         ("--fp16", bool, False, "refused: it needs loss scaling, which is not here yet"),
-        ("--hidden-dropout", _fraction, 0.0, "of embeddings and of what is added to the residual stream; Megatron: 0.1"),
+        ("--hidden-dropout", _fraction, 0.0, "of embeddings and of what blocks add to the stream; Megatron: 0.1"),
         ("--attention-dropout", _fraction, 0.0, "of attention's weights; Megatron: 0.1"),
         ("--recompute-granularity", ("full",), None, "recompute whole blocks in backward"),
         ("--skip-nonfinite-steps", bool, False, "leave steps out whose gradients have NaN, instead of stopping"),
