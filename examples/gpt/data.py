@@ -58,7 +58,7 @@ class TrainingData:
         source: what was read, in words. flags: by name without dashes.
     """
 
-    train: Samples | SamplesAhead
+    train: SamplesAhead
     valid: Samples
     num_tokens: int
     source: str

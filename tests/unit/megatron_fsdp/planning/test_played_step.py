@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import megatron_fsdp
 from dbuffer import memory_meter, observe_collectives
 from dbuffer.events import CollectiveCall
-from megatron_fsdp import MixedPrecisionPolicy, Placements, explain, fully_shard, microbatch
+from megatron_fsdp import MixedPrecisionPolicy, Placements, fully_shard, microbatch
 from megatron_fsdp.planning.cost_model import predict_step
 from megatron_fsdp.planning.estimate import play_setup, project
 from megatron_fsdp.planning.model_source import named_subject
@@ -130,7 +130,7 @@ def test_a_report_freezes_nothing_where_something_is_frozen_already() -> None:
     gc.freeze()
     try:
         frozen = gc.get_freeze_count()
-        explain(fully_shard(nn.Linear(3, 5), init_device_mesh("cpu", (1,))))
+        project(named_subject("gpt2"), setup_of("--model gpt2 --mesh 2"))
         assert gc.get_freeze_count() <= frozen
     finally:
         gc.unfreeze()
