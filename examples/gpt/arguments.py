@@ -164,7 +164,7 @@ class _Parser(CommandParser):
         others = [flag for flag in flags if flag in NOT_HERE]
         misspelled = [flag for flag in flags if flag not in NOT_HERE]
         verb = "is a flag" if len(others) == 1 else "are flags"
-        told = f"{', '.join(others)} {verb} of Megatron-LM that this script does not have; fix: leave out"
+        told = f"{', '.join(others)} {verb} of Megatron-LM that this script does not have; fix: leave {'it' if len(others) == 1 else 'them'} out"
         return ". ".join([super().unknown(misspelled)] * bool(misspelled) + [told] * bool(others))
 
     def error(self, message: str) -> NoReturn:
