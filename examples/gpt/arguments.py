@@ -163,8 +163,8 @@ class _Parser(CommandParser):
         """Return what to say of flags that the script does not have: Megatron-LM's own are no misspelled ones."""
         others = [flag for flag in flags if flag in NOT_HERE]
         misspelled = [flag for flag in flags if flag not in NOT_HERE]
-        verb = "is a flag" if len(others) == 1 else "are flags"
-        told = f"{', '.join(others)} {verb} of Megatron-LM that this script does not have; fix: leave {'it' if len(others) == 1 else 'them'} out"
+        verb, them = ("is a flag", "it") if len(others) == 1 else ("are flags", "them")
+        told = f"{', '.join(others)} {verb} of Megatron-LM that this script does not have; fix: leave {them} out"
         return ". ".join([super().unknown(misspelled)] * bool(misspelled) + [told] * bool(others))
 
     def error(self, message: str) -> NoReturn:
