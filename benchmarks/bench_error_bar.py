@@ -2,7 +2,8 @@
 
 24 settings (shapes, strategies, microbatches, dtypes, on 1, 2 and 4 gloo ranks) are trained for real and predicted by
 the engine's own step on a virtual device. Of them 8 calibrate the device (``CpuSpeeds``), the other 16 are never
-fitted. ``plan`` prints the error of these 16 beside its times. A machine that does other things at the same time has
+fitted. ``plan`` prints the error of these 16 beside its times, from the rows that docs/performance.md shows
+(``python -m benchmarks.performance_page`` hands them on). A machine that does other things at the same time has
 larger errors: they are this machine's too.
 """
 
@@ -10,12 +11,10 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -39,8 +38,6 @@ SHAPES = {
 }
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
-# What ``plan`` reads.
-ERROR_BAR = Path(megatron_fsdp.__file__).parent / "planning" / "error_bar.json"
 QUANTITIES = ("product", "memory", "call", "sent", "collective")
 
 
@@ -111,7 +108,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="wall",
         help="processor: of the slowest rank, without what other processes take; with it nobody shares a core",
     )
-    parser.add_argument("--keep", action="store_true", help="write the errors that plan prints")
 
 
 def run(args: argparse.Namespace) -> list[Row]:
@@ -151,10 +147,6 @@ def run(args: argparse.Namespace) -> list[Row]:
     ]
     for metric, value in (("median error", statistics.median(errors)), ("worst error", max(errors))):
         rows.append(Row("error_bar", {"settings": len(errors)}, metric, "%", Samples((value,))))
-    if args.keep:
-        shown = {"median": round(statistics.median(errors), 1), "worst": round(max(errors), 1)}
-        bar = {"settings": len(errors), "clock": args.clock, **shown}
-        ERROR_BAR.write_text(json.dumps(bar) + "\n", encoding="utf-8")
     return rows
 
 

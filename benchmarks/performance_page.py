@@ -1,4 +1,4 @@
-"""Write the tables of docs/performance.md from the rows in benchmarks/results.
+"""Write the tables of docs/performance.md, and the error bar of ``plan``, from the rows in benchmarks/results.
 
 ``python -m benchmarks.performance_page`` replaces what stands between ``<!-- table: NAME -->`` and ``<!-- end -->``.
 """
@@ -12,10 +12,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from benchmarks.harness import Row, read_rows
 
-__all__ = ["TABLES", "Claim", "page", "table_of"]
+__all__ = ["TABLES", "Claim", "error_bar", "page", "table_of"]
 
 _STEP = "host time over peer's"
 _STEP_AND_ZERO_GRAD = "host time with zero_grad over peer's"
@@ -24,6 +25,8 @@ _WORST = "arena over the most bytes held, worst"
 _RISE = "most resident memory over the first"
 RESULTS = Path(__file__).parent / "results"
 DOCUMENT = Path(__file__).parents[1] / "docs" / "performance.md"
+# What `plan` prints; a part of the package, for an installed one has no results of benches.
+ERROR_BAR = Path(__file__).parents[1] / "megatron_fsdp" / "planning" / "error_bar.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +207,16 @@ def _whole_table(name: str, folder: Path) -> str:
     return f"{shown}\n\nRows: `{name}.json` ({environment['commit']}).\n"
 
 
+def error_bar(folder: Path = RESULTS) -> dict[str, Any]:
+    """Return what ``plan`` prints of its own errors: the summary below the table on the page, from the same rows."""
+    _, rows = read_rows(folder / "error_bar.json")
+    found = {row.metric: row for row in rows if "settings" in row.case}
+    arguments = json.loads((folder / "error_bar.json").read_text(encoding="utf-8"))["arguments"]
+    median, worst = (found[f"{name} error"] for name in ("median", "worst"))
+    values = {name: round(row.samples.median, 1) for name, row in (("median", median), ("worst", worst))}
+    return {"settings": median.case["settings"], "clock": arguments["clock"], **values}
+
+
 def table_of(claims: Sequence[Claim], folder: Path) -> str:
     """Return a Markdown table of what was wanted and what was measured, with the commit of each file below.
 
@@ -232,9 +245,10 @@ def _row_of(claim: Claim, rows: Sequence[Row]) -> Row:
 
 
 def main() -> int:
-    """Write the document and return the exit status."""
+    """Write the document and the error bar of ``plan``, and return the exit status."""
     DOCUMENT.write_text(page(DOCUMENT.read_text(encoding="utf-8")), encoding="utf-8")
-    print(f"tables in {DOCUMENT}")
+    ERROR_BAR.write_text(json.dumps(error_bar()) + "\n", encoding="utf-8")
+    print(f"tables in {DOCUMENT}, and what plan prints in {ERROR_BAR}")
     return 0
 
 

@@ -11,11 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gpt.train_log import draw_losses
+from megatron_fsdp import ConfigError
 from megatron_fsdp.command_parser import CommandParser
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Draw the chart and return the exit status."""
+    """Draw the chart and return the exit status: 0, or 2 after an error that the user can mend."""
     parser = CommandParser("compare_runs.py", __doc__ or "")
     parser.add_argument("runs", nargs="+", metavar="NAME=FOLDER", help="what to call a run, and its --save folder")
     parser.add_argument("--output", type=Path, required=True, help="PNG to write")
@@ -29,7 +30,11 @@ def main(arguments: Sequence[str]) -> int:
         runs[name] = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
         for last in [row for row in runs[name] if "validation_loss" in row][-1:]:
             print(f"{name}: validation loss {last['validation_loss']:.4f} at iteration {last['iteration']}")
-    draw_losses(runs, args.output)
+    try:
+        draw_losses(runs, args.output)
+    except ConfigError as error:
+        print(f"compare_runs.py: error: {error}", file=sys.stderr)
+        return 2
     return 0
 
 

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -28,6 +29,7 @@ from gpt.loss import MeanLoss, TokenLoss, step_weight, token_loss
 from gpt.model import continued
 from gpt.optimizer import learning_rate, set_learning_rate
 from gpt.parallel import accumulation, clip_gradients, unwrapped, watched
+from gpt.throughput import throughput
 from gpt.train_log import Interval, memory_use
 from megatron_fsdp import (
     FsdpError,
@@ -97,9 +99,12 @@ def train_step(job: Job, state: TrainingState) -> StepResult:
     """
     job.optimizer.zero_grad()
     mean = MeanLoss(job.args, job.device)
-    batches = microbatches(job, job.data.train, state.consumed_samples)
+    numbers = sample_numbers(job, state.consumed_samples)
+    batches = microbatches(job, job.data.train, numbers)
+    job.data.train.prepare(sample_numbers(job, state.consumed_samples + job.args.global_batch_size))
     weight = step_weight(job.args, batches, job.masked_token)
     for index, text in enumerate(batches, start=1):
+        seed_dropout(job.args, numbers[index - 1].start)
         with accumulation(job.model, is_last=index == len(batches)):
             torch.autograd.backward(mean.add(loss_of(job, text)) * weight)
     grad_norm = clip_gradients(job.model, job.args.clip_grad)
@@ -120,15 +125,26 @@ def train_step(job: Job, state: TrainingState) -> StepResult:
     return StepResult(loss, grad_norm, not is_good)
 
 
-def microbatches(job: Job, samples: Samples, first_sample: int) -> list[Tensor]:
-    """Return this rank's part of one global batch, (micro batch, sequence + 1) int64 each.
+def microbatches(job: Job, samples: Samples, numbers: Sequence[range]) -> list[Tensor]:
+    """Return the microbatches of these samples, (micro batch, sequence + 1) int64 each."""
+    return [samples(each, job.device) for each in numbers]
+
+
+def sample_numbers(job: Job, first_sample: int) -> list[range]:
+    """Return the samples of each of this rank's microbatches in the global batch that starts with ``first_sample``.
 
     Neighbouring data-parallel ranks take neighbouring samples, as in Megatron.
     """
     size, num_ranks = job.args.micro_batch_size, job.args.data_parallel_size
     first = first_sample + job.ranks.rank // job.args.tensor_model_parallel_size * size
     starts = range(first, first + job.args.global_batch_size, size * num_ranks)
-    return [samples(range(start, start + size), job.device) for start in starts]
+    return [range(start, start + size) for start in starts]
+
+
+def seed_dropout(args: argparse.Namespace, sample: int) -> None:
+    """Make what a microbatch drops depend on its first sample: alike on any number of ranks, and after a resume."""
+    if args.hidden_dropout or args.attention_dropout:
+        torch.manual_seed(int(np.random.SeedSequence((args.seed, sample)).generate_state(1, np.uint64)[0]))
 
 
 def loss_of(job: Job, text: Tensor) -> TokenLoss:
@@ -140,7 +156,7 @@ def loss_of(job: Job, text: Tensor) -> TokenLoss:
 
 def measure_gradient_scale(job: Job, state: TrainingState) -> GradientScale:
     """Measure what a microbatch's gradients are of the ranks' own; raises where they are not the mean, or the sum."""
-    text = microbatches(job, job.data.train, state.consumed_samples)[0]
+    text = microbatches(job, job.data.train, sample_numbers(job, state.consumed_samples))[0]
     is_per_token: bool = job.args.calculate_per_token_loss
     weight = step_weight(job.args, [text], job.masked_token)
 
@@ -169,6 +185,8 @@ def log_step(job: Job, state: TrainingState, result: StepResult, interval: Inter
             "lm_loss": loss,
             "grad_norm": result.grad_norm.item(),
         }
+        if args.log_throughput:
+            row |= throughput(job.config, args, seconds, job.device)
         job.log.iteration(row, memory_use(job.device))
 
 
@@ -186,9 +204,11 @@ def validate(job: Job, state: TrainingState) -> None:
     if job.args.eval_iters == 0 or not is_due(state, job.args.eval_interval, job.args):
         return
     mean = MeanLoss(job.args, job.device)
+    job.model.eval()
     for index in range(job.args.eval_iters):
-        for text in microbatches(job, job.data.valid, index * job.args.global_batch_size):
+        for text in microbatches(job, job.data.valid, sample_numbers(job, index * job.args.global_batch_size)):
             mean.add(loss_of(job, text))
+    job.model.train()
     job.log.validation(state.iteration, mean.over_ranks().item())
 
 
@@ -199,7 +219,7 @@ def save(job: Job, state: TrainingState, interval: Interval) -> None:
         state = dataclasses.replace(state, loss_sum=interval.loss_sum, loss_count=interval.loss_count)
         handle = checkpoints_in(args.save).save(
             unwrapped(job.model),
-            job.optimizer,
+            None if args.no_save_optim else job.optimizer,
             state.iteration,
             extra=what_to_save(job, state),
             keep_last=args.keep_last,

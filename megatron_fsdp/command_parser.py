@@ -63,15 +63,23 @@ class CommandParser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]  # argparse's overloads differ in the namespace alone
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Parse, and refuse a flag that there is not here, where its own options are known."""
+        """Parse, and refuse all flags that this parser does not have, where its own options are known."""
         found, unknown = super().parse_known_args(args, namespace)
-        flags = [word.partition("=")[0] for word in unknown if word.startswith("-")]
+        flags = list(dict.fromkeys(word.partition("=")[0] for word in unknown if word.startswith("-")))
         if flags:
-            options = [option for action in self._actions for option in action.option_strings]
-            self.error(f"unknown option {flags[0]}; did you mean {nearest(flags[0], options)}?")
+            self.error(self.unknown(flags))
         if unknown:
             self.error(f"unexpected argument {unknown[0]!r}")
         return found, unknown
+
+    def unknown(self, flags: Sequence[str]) -> str:
+        """Return what to say of flags that this parser does not have, each with the option that is nearest."""
+        options = [option for action in self._actions for option in action.option_strings]
+        meant = [nearest(flag, options) for flag in flags]
+        if len(flags) == 1:
+            return f"unknown option {flags[0]}; did you mean {meant[0]}?"
+        listed = (f"{flag} (did you mean {each}?)" for flag, each in zip(flags, meant, strict=True))
+        return f"unknown options {', '.join(listed)}"
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:

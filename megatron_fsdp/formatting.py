@@ -7,7 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Table", "format_bytes", "format_count", "format_seconds", "listing", "rank_list"]
+__all__ = ["Table", "counted", "format_bytes", "format_count", "format_seconds", "listing", "rank_list"]
+
+_LEAST_SECONDS = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +52,18 @@ def _written(key: str, value: Any) -> str:
     if key.endswith("bytes"):
         return format_bytes(value)
     if key.endswith("seconds"):
-        return format_seconds(value) if value else "-"
+        return format_seconds(value) if value >= _LEAST_SECONDS else "-"
     return f"{value:,}" if isinstance(value, int) else f"{value:,.0f}"
 
 
 def listing(title: str, entries: Iterable[str]) -> Table:
     """Return a table of one column."""
     return Table([(title,), *((f"- {entry}",) for entry in entries)])
+
+
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """Return ``1 rank`` or ``1,024 ranks``; ``plural``: of nouns that take more than an s."""
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
 def format_bytes(num_bytes: int) -> str:
@@ -78,7 +85,9 @@ def format_count(count: int) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Return seconds as s, ms or us, three digits."""
+    """Return seconds as s, ms or us, three digits; what is less than a nanosecond is rounding, and 0."""
+    if abs(seconds) < _LEAST_SECONDS:
+        return "0 s"
     for size, unit in ((1.0, "s"), (1e-3, "ms")):
         if seconds >= size:
             return f"{seconds / size:,.3g} {unit}" if seconds / size < 1000 else f"{seconds / size:,.0f} {unit}"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from gpt.data import build_tokenizer
+from gpt.megatron_flags import NOT_HERE
 from megatron_fsdp import ConfigError, FsdpConfig, add_megatron_fsdp_args
 from megatron_fsdp.command_parser import CommandParser
 from megatron_fsdp.config.flags import FLAGS
@@ -23,7 +24,7 @@ _EXAMPLES = """\
 _Row = tuple[str, Any, Any, str]
 
 
-_REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size", "train_iters", "lr")
+_REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size", "lr")
 # Flags of the library's table that a replicated model serves as well.
 _OF_THE_SCRIPT = frozenset(
     "use_megatron_fsdp calculate_per_token_loss bf16 fp16 optimizer ckpt_format strict_fsdp_dtensor_load async_save "
@@ -36,12 +37,15 @@ def parse_arguments(arguments: Sequence[str], *, num_ranks: int) -> argparse.Nam
     """Return the checked arguments of a job of ``num_ranks``, with every default filled in.
 
     Raises:
-        ConfigError: a flag is unknown (the nearest is named), missing, out of range, or contradicts another (both are).
+        ConfigError: flags are unknown (the nearest are named), missing, out of range, or contradict each other.
     """
     args = build_parser().parse_args(arguments)
     missing = [_flag(name) for name in _REQUIRED if getattr(args, name) is None]
+    if args.train_iters is None and args.train_samples is None:
+        missing.append("--train-iters")
     if missing:
         raise ConfigError(f"required flags are missing: {', '.join(missing)}; --help explains them")
+    _check_units_of_time(args)
     _fill_defaults(args, num_ranks)
     spelled = {name: f"{_flag(name)} {value}" for name, value in vars(args).items()}
     for is_wrong, message in _REFUSALS:
@@ -72,6 +76,27 @@ def flags_without_engine(args: argparse.Namespace) -> list[str]:
     return [flag.spell(getattr(args, flag.dest)) for flag in given if flag.dest not in _OF_THE_SCRIPT]
 
 
+def _check_units_of_time(args: argparse.Namespace) -> None:
+    """Refuse two lengths of the run or of its warm-up, and iterations beside samples, as Megatron does."""
+    if args.train_iters is not None and args.train_samples is not None:
+        raise ConfigError(
+            f"--train-iters {args.train_iters} contradicts --train-samples {args.train_samples}; give one of them"
+        )
+    given = [name for name in ("iters", "samples") if getattr(args, f"lr_warmup_{name}")]
+    if args.lr_warmup_fraction is not None and given:
+        raise ConfigError(
+            f"--lr-warmup-fraction {args.lr_warmup_fraction} contradicts --lr-warmup-{given[0]} "
+            f"{getattr(args, f'lr_warmup_{given[0]}')}; give one of them"
+        )
+    right, wrong = ("iters", "samples") if args.train_samples is None else ("samples", "iters")
+    for name in ("lr_warmup", "lr_decay"):
+        if value := getattr(args, f"{name}_{wrong}"):
+            raise ConfigError(
+                f"{_flag(name)}-{wrong} {value} contradicts --train-{right}: the schedule counts what the run counts; "
+                f"fix: give {_flag(name)}-{right}"
+            )
+
+
 def _fill_defaults(args: argparse.Namespace, num_ranks: int) -> None:
     """Set what follows from what was given, and what refusals speak of."""
     size, multiple = build_tokenizer(args.tokenizer_model).vocabulary_size, args.make_vocab_size_divisible_by
@@ -86,11 +111,20 @@ def _fill_defaults(args: argparse.Namespace, num_ranks: int) -> None:
         "ffn_hidden_size": gated if args.swiglu else 4 * args.hidden_size,
         "max_position_embeddings": args.seq_length,
         "global_batch_size": args.micro_batch_size * args.data_parallel_size,
-        "lr_decay_iters": args.train_iters,
     }
     for name, value in derived.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
+    batch = args.global_batch_size
+    if args.train_samples is not None:
+        args.train_iters = args.train_samples // batch
+        # Megatron's schedule counts samples: its iterations need not be whole.
+        args.lr_decay_iters = (args.lr_decay_samples or args.train_samples) / batch
+        args.lr_warmup_iters = args.lr_warmup_samples / batch
+    elif args.lr_decay_iters is None:
+        args.lr_decay_iters = args.train_iters
+    if args.lr_warmup_fraction is not None:
+        args.lr_warmup_iters = args.lr_warmup_fraction * args.lr_decay_iters
 
 
 def _flag(name: str) -> str:
@@ -124,6 +158,14 @@ def add_flags(parser: argparse._ActionsContainer, rows: Sequence[_Row]) -> None:
 
 class _Parser(CommandParser):
     """Raises ConfigError where argparse would print the whole usage and exit, on every rank."""
+
+    def unknown(self, flags: Sequence[str]) -> str:
+        """Return what to say of flags that the script does not have: Megatron-LM's own are no misspelled ones."""
+        others = [flag for flag in flags if flag in NOT_HERE]
+        misspelled = [flag for flag in flags if flag not in NOT_HERE]
+        verb, them = ("is a flag", "it") if len(others) == 1 else ("are flags", "them")
+        told = f"{', '.join(others)} {verb} of Megatron-LM that this script does not have; fix: leave {them} out"
+        return ". ".join([super().unknown(misspelled)] * bool(misspelled) + [told] * bool(others))
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message)
@@ -194,10 +236,13 @@ _FLAGS: dict[str, tuple[_Row, ...]] = {
         ("--micro-batch-size", _count, None, "samples per rank and forward pass"),
         ("--global-batch-size", _count, None, "samples per step, default --micro-batch-size x ranks"),
         ("--train-iters", _count, None, "optimizer steps in all"),
+        ("--train-samples", _count, None, "samples in all, in place of --train-iters"),
         ("--exit-interval", _count, None, "stop after a step divisible by this"),
         ("--seed", _natural, 1234, "of weights, data order and sampling"),
         ("--bf16", bool, False, "compute in bfloat16"),
         ("--fp16", bool, False, "refused: it needs loss scaling, which is not here yet"),
+        ("--hidden-dropout", _fraction, 0.0, "of embeddings and of what blocks add to the stream; Megatron: 0.1"),
+        ("--attention-dropout", _fraction, 0.0, "of attention's weights; Megatron: 0.1"),
         ("--recompute-granularity", ("full",), None, "recompute whole blocks in backward"),
         ("--skip-nonfinite-steps", bool, False, "leave steps out whose gradients have NaN, instead of stopping"),
         ("--check-gradient-scale", bool, False,
@@ -208,7 +253,10 @@ _FLAGS: dict[str, tuple[_Row, ...]] = {
         ("--min-lr", _nonnegative, 0.0, "learning rate at the end of the decay"),
         ("--lr-decay-style", ("constant", "linear", "cosine"), "linear", "shape after the warm-up"),
         ("--lr-warmup-iters", _natural, 0, "iterations of linear warm-up"),
+        ("--lr-warmup-fraction", _fraction, None, "the same as a share of the decay"),
+        ("--lr-warmup-samples", _natural, 0, "the same in samples; with --train-samples"),
         ("--lr-decay-iters", _count, None, "end of the decay, default --train-iters"),
+        ("--lr-decay-samples", _count, None, "the same in samples; default --train-samples"),
         ("--weight-decay", _nonnegative, 0.01, "for weights of two dims and more"),
         ("--adam-beta1", _fraction, 0.9, "decay of the first moment"),
         ("--adam-beta2", _fraction, 0.999, "decay of the second moment"),
@@ -230,6 +278,8 @@ _FLAGS: dict[str, tuple[_Row, ...]] = {
     "data, checkpoints, log": (
         ("--data-path", list, None,
          "text file or folder, prefix of an indexed data set, or a blend (0.3 a 0.7 b); default Python's sources"),
+        ("--mock-data", bool, False, "train on random bytes, to measure; in place of --data-path"),
+        ("--num-workers", _natural, 0, "threads that read the next step's samples; 0 = the step reads them itself"),
         ("--split", str, None, "shares of training, validation and test in indexed data, default 969,30,1"),
         ("--tokenizer-model", Path, None, "local tokenizer.json of indexed data; default bytes"),
         ("--make-vocab-size-divisible-by", _count, 128, "pads the vocabulary"),
@@ -241,6 +291,14 @@ _FLAGS: dict[str, tuple[_Row, ...]] = {
         ("--keep-last", _count, None, "checkpoints to keep in --save, default all"),
         ("--async-save", bool, False, "write checkpoints while training goes on"),
         ("--load", Path, None, "folder of checkpoints to resume from; may be new if it is --save"),
+        ("--finetune", bool, False, "take weights alone from --load, and start at iteration 0"),
+        ("--no-load-optim", bool, False, "go on without the optimizer state of --load"),
+        ("--no-save-optim", bool, False, "save no optimizer state; --no-load-optim goes on from there"),
+        ("--log-throughput", bool, False, "log TFLOP/s of each rank, and MFU where the GPU's peak is known"),
+        ("--tensorboard-dir", Path, None, "folder for TensorBoard's events"),
+        ("--wandb-project", str, None, "project of Weights & Biases to log to"),
+        ("--wandb-exp-name", str, None, "name of the run there"),
+        ("--wandb-save-dir", Path, None, "folder for its files"),
         ("--log-interval", _count, 100, "steps between log lines"),
         ("--log-checksum", _count, None, "log 64 bits of weights and moments every so many steps"),
         ("--log-checksum-per-unit", bool, False, "and those of each unit"),
@@ -297,6 +355,25 @@ _REFUSALS: tuple[tuple[Callable[[argparse.Namespace], Any], str], ...] = (
     (lambda a: a.check_gradient_scale and a.fsdp_invariant_reduction,
      "--check-gradient-scale contradicts --fsdp-invariant-reduction: it measures one microbatch, and gradients are "
      "divided by the number of those of a step; measure without the second"),
+    (lambda a: a.check_gradient_scale and (a.hidden_dropout or a.attention_dropout),
+     "--check-gradient-scale contradicts {hidden_dropout} and {attention_dropout}: it compares backwards of one "
+     "microbatch, whose dropped elements differ; measure without dropout"),
+    (lambda a: a.attention_dropout and a.tensor_model_parallel_size > 1,
+     "{attention_dropout} contradicts {tensor_model_parallel_size}: these ranks drop the same elements, of different "
+     "heads; use --hidden-dropout alone"),
+    (lambda a: a.train_iters < 1,
+     "{train_samples} is less than {global_batch_size}: not one step; raise the first"),
+    (lambda a: a.mock_data and a.data_path,
+     "--mock-data contradicts --data-path; give one of them"),
+    (lambda a: a.finetune and a.load is None,
+     "--finetune needs --load: name the --save folder of the run whose weights it takes"),
+    (lambda a: a.finetune and a.save is not None and a.save.resolve() == a.load.resolve(),
+     "--finetune contradicts {save} and {load}, the same folder: it would write iteration 1 beside the old ones; name "
+     "another --save"),
+    (lambda a: a.no_save_optim and a.save is None, "--no-save-optim needs --save: name the folder"),
+    (lambda a: a.no_load_optim and a.load is None, "--no-load-optim needs --load: name the folder"),
+    (lambda a: a.wandb_project is None and (a.wandb_exp_name or a.wandb_save_dir),
+     "{wandb_exp_name} and {wandb_save_dir} need --wandb-project"),
     (lambda a: a.log_checksum_per_unit and a.log_checksum is None,
      "--log-checksum-per-unit needs --log-checksum N: how often"),
     (lambda a: a.log_checksum and a.use_torch_fsdp2,

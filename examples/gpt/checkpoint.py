@@ -63,13 +63,26 @@ def resume(job: Job) -> TrainingState:
     where ``--load`` alone says to go on, or names the flags with which its model was built otherwise.
     """
     is_restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-    root: Path | None = job.args.save if job.args.load is None and is_restart else job.args.load
+    args = job.args
+    root: Path | None = args.save if args.load is None and is_restart else args.load
+    if args.finetune and is_restart and args.save is not None and checkpoints_in(args.save).latest() is not None:
+        # The ranks were started again after a save: the finetuning goes on, it does not begin anew.
+        return _resume_from(job, args.save, weights_only=False)
     if root is None:
         return TrainingState()
+    state = _resume_from(job, root, weights_only=args.finetune)
+    if args.finetune:
+        job.log.message("--finetune: weights alone were taken; training starts at iteration 0")
+        return TrainingState()
+    return state
+
+
+def _resume_from(job: Job, root: Path, *, weights_only: bool) -> TrainingState:
     checkpoints = checkpoints_in(root)
     if not job.args.strict_fsdp_dtensor_load and (partial := resume_partly(job, checkpoints)) is not None:
         return partial
-    loaded = checkpoints.load(unwrapped(job.model), job.optimizer)
+    optimizer = None if weights_only or job.args.no_load_optim else job.optimizer
+    loaded = checkpoints.load(unwrapped(job.model), optimizer)
     if loaded is None:
         if (step := checkpoints.latest()) is not None:  # starting anew would hide the loss
             raise ConfigError(
@@ -90,7 +103,7 @@ def resume(job: Job) -> TrainingState:
     state = TrainingState(**loaded.extra["training"])
     done = f"{state.iteration} iterations, {state.consumed_samples} samples consumed"
     job.log.message(f"resuming from {loaded.path}: {done}")
-    for difference in differences(loaded.extra["data"], data_flags(job)):
+    for difference in () if weights_only else differences(loaded.extra["data"], data_flags(job)):
         job.log.message(f"the loss curve will not continue exactly: {difference}")
     return state
 
@@ -117,7 +130,8 @@ def resume_partly(job: Job, checkpoints: CheckpointSeries) -> TrainingState | No
 def model_differences(extra: dict[str, Any], config: GptConfig) -> list[str]:
     """Return, in words, the flags with which a checkpoint's model was built otherwise than ``config``."""
     shape = dataclasses.asdict(config)
-    del shape["init_method_std"], shape["moe_aux_loss_coeff"]  # they change training, not the model
+    for name in ("init_method_std", "moe_aux_loss_coeff", "hidden_dropout", "attention_dropout"):
+        del shape[name]  # they change training, not the model
     # What did not exist when the checkpoint was saved was as its default is.
     defaults = {field.name: field.default for field in dataclasses.fields(GptConfig)}
     return differences(defaults | extra["model"], shape)
@@ -132,7 +146,8 @@ def differences(saved: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
 def next_steps(args: argparse.Namespace, arguments: Sequence[str], num_ranks: int) -> str:
     """Return where the log is and, where a checkpoint was saved, how to go on from this command line."""
     folder: Path = args.save or DEFAULT_FOLDER
-    files = f"loss curve  {folder / 'loss.png'}\nlog         {folder / 'log.jsonl'}"
+    curve = f"loss curve  {folder / 'loss.png'}\n" if (folder / "loss.png").exists() else ""
+    files = f"{curve}log         {folder / 'log.jsonl'}"
     step = None if args.save is None else checkpoints_in(folder).latest()
     if step is None:
         return files
@@ -140,14 +155,23 @@ def next_steps(args: argparse.Namespace, arguments: Sequence[str], num_ranks: in
     below = os.path.relpath(sys.executable)
     python = shlex.quote(sys.executable if below.startswith("..") else below)
     starter = f"{python} -m torch.distributed.run --standalone --nproc-per-node {num_ranks}"
-    more = 2 * args.train_iters if step == args.train_iters else args.train_iters
+    length = "--train-iters" if args.train_samples is None else "--train-samples"
+    total = args.train_iters if args.train_samples is None else args.train_samples
+    more = 2 * total if step == args.train_iters else total
+    # A resumed run is no finetuning any more, and has the optimizer state that this one saved.
+    taken = [
+        word for word in arguments if word not in ("--finetune", *([] if args.no_save_optim else ["--no-load-optim"]))
+    ]
+    if args.no_save_optim and "--no-load-optim" not in taken:
+        taken.append("--no-load-optim")
     # Of flags that are given twice, argparse takes the last; those that this command has added before go.
-    words = [*(arguments[:-4] if list(arguments[-4:-1:2]) == ["--load", "--train-iters"] else arguments)]
-    words = [sys.argv[0], *words, "--load", str(folder), "--train-iters", str(more)]
+    words = taken[:-4] if taken[-4:-1:2] == ["--load", length] else taken
+    words = [sys.argv[0], *words, "--load", str(folder), length, str(more)]
+    generator = shlex.quote(str(Path(sys.argv[0]).with_name("generate_gpt.py")))
     loading, target = shlex.quote(str(folder)), shlex.quote(str(folder / "safetensors"))
     return f"""{files}
 checkpoint  {checkpoint}
 to go on:
-  generate  {python} examples/generate_gpt.py --load {loading} --prompt 'def main('
+  generate  {python} {generator} --load {loading} --prompt 'def main('
   resume    {starter if num_ranks > 1 else python} {shlex.join(words)}
   export    {python} -m megatron_fsdp checkpoint export {shlex.quote(str(checkpoint))} {target}"""

@@ -6,7 +6,8 @@ import argparse
 import importlib
 import os
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,14 +20,34 @@ from megatron_fsdp import ConfigError
 
 # Returns the samples of some numbers, (len(numbers), seq_length + 1) int64 on a device.
 Samples = Callable[[range, torch.device], Tensor]
+_CPU = torch.device("cpu")
 _Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 MAX_FOLDER_BYTES, HELD_OUT_SHARE = 256 * 2**20, 0.05
-TRAIN_STREAM, VALID_STREAM = 0, 1
+TRAIN_STREAM, VALID_STREAM, MOCK_STREAM = 0, 1, 2
 _SKIPPED_FOLDERS = frozenset({"__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test"})
 
 
 class DataError(ValueError):
     """The training text is missing, unreadable or too short."""
+
+
+class SamplesAhead:
+    """Samples of which ``--num-workers`` threads read those that are named beforehand; without threads none are."""
+
+    def __init__(self, samples: Samples, num_workers: int) -> None:
+        self._samples = samples
+        self._workers = ThreadPoolExecutor(num_workers, "samples") if num_workers else None
+        self._read: dict[range, Future[Tensor]] = {}
+
+    def __call__(self, numbers: range, device: torch.device) -> Tensor:
+        """Return samples as ``Samples`` do; what a thread failed with is raised here."""
+        read = self._read.pop(numbers, None)
+        return self._samples(numbers, device) if read is None else read.result().to(device)
+
+    def prepare(self, microbatches: Iterable[range]) -> None:
+        """Have threads read these; what was named before and not asked for is dropped."""
+        if self._workers is not None:
+            self._read = {numbers: self._workers.submit(self._samples, numbers, _CPU) for numbers in microbatches}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +58,7 @@ class TrainingData:
         source: what was read, in words. flags: by name without dashes.
     """
 
-    train: Samples
+    train: SamplesAhead
     valid: Samples
     num_tokens: int
     source: str
@@ -86,7 +107,7 @@ def load_text(args: argparse.Namespace) -> TrainingData:
         )
     path = Path(args.data_path[0] if args.data_path else sysconfig.get_paths()["stdlib"])
     try:
-        text, source = _read(path, "" if args.data_path else ".py")
+        text, source = _random_text(args) if args.mock_data else _read(path, "" if args.data_path else ".py")
     except OSError as error:
         raise DataError(f"--data-path: cannot read {path} (from {Path.cwd()}): {error.strerror}") from error
     num_train = len(text) - int(len(text) * HELD_OUT_SHARE)
@@ -98,7 +119,14 @@ def load_text(args: argparse.Namespace) -> TrainingData:
         )
     train = Sampler(text[:num_train], args.seq_length, args.seed, TRAIN_STREAM)
     valid = Sampler(text[num_train:], args.seq_length, args.seed, VALID_STREAM)
-    return TrainingData(train.batch, valid.batch, num_train, source, {})
+    return TrainingData(SamplesAhead(train.batch, args.num_workers), valid.batch, num_train, source, {})
+
+
+def _random_text(args: argparse.Namespace) -> tuple[_Bytes, str]:
+    """Return bytes that are a function of the seed alone: a MiB, or enough for samples of this length."""
+    size = max(2**20, 2 * int((args.seq_length + 1) / HELD_OUT_SHARE))
+    key = np.array([args.seed, MOCK_STREAM], dtype=np.uint64)
+    return np.random.Philox(key=key).random_raw(-(-size // 8)).view(np.uint8), "random bytes (--mock-data)"
 
 
 def _read(path: Path, suffix: str) -> tuple[_Bytes, str]:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpt.data import DataError, TrainingData, load_text
+from gpt.data import DataError, SamplesAhead, TrainingData, load_text
 
 
 def load_data(args: argparse.Namespace) -> TrainingData:
@@ -76,7 +76,7 @@ def load_indexed(words: list[str], source: str, args: argparse.Namespace) -> Tra
     train, valid, _ = (functools.partial(_batch, dataset, args.padded_vocab_size) for dataset in built)
     # Megatron shuffles what a run of this length takes, so another length is another order.
     flags = {"split": args.split, "train_samples": sizes[0]}
-    return TrainingData(train, valid, sum(counts), source, flags)
+    return TrainingData(SamplesAhead(train, args.num_workers), valid, sum(counts), source, flags)
 
 
 def _batch(dataset: Any, vocabulary_size: int, numbers: range, device: torch.device) -> Tensor:

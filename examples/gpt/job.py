@@ -21,7 +21,9 @@ from gpt.launch import Ranks, select_device, start_process_group
 from gpt.model import GptConfig
 from gpt.optimizer import build_optimizer, write_parameter_groups
 from gpt.parallel import build_model, unwrapped
-from gpt.train_log import TrainLog
+from gpt.throughput import peak_tflops
+from gpt.trackers import open_trackers
+from gpt.train_log import CAN_DRAW, NO_CHART, TrainLog
 from megatron_fsdp import FsdpConfig, FSDPModule, Timeline, explain, fully_shard_optimizer
 from megatron_fsdp.checkpoint.async_save import finish_pending_save
 
@@ -54,7 +56,9 @@ def started(args: argparse.Namespace, ranks: Ranks) -> Iterator[Job]:
     device = select_device(args.distributed_backend, ranks)
     data = load_data(args)
     unit = "byte" if args.tokenizer_model is None else "token"
-    log = TrainLog(args.save or DEFAULT_FOLDER, is_main=ranks.is_main, train_iters=args.train_iters, unit=unit)
+    trackers = open_trackers(args, is_main=ranks.is_main)
+    folder, is_main = args.save or DEFAULT_FOLDER, ranks.is_main
+    log = TrainLog(folder, is_main=is_main, train_iters=args.train_iters, unit=unit, trackers=trackers)
     start_process_group(args, ranks, device)
     job = build_job(args, ranks, device, data, log)
     describe(job)
@@ -84,6 +88,10 @@ def describe(job: Job) -> None:
         f"GPT with {num_parameters:,} parameters on {job.ranks.size} rank(s), {job.device.type}, "
         f"{'bf16' if args.bf16 else 'fp32'}; training text: {job.data.num_tokens:,} {log.unit}s from {job.data.source}"
     )
+    if not CAN_DRAW:
+        log.message(NO_CHART)
+    if args.log_throughput and peak_tflops(job.device) is None:
+        log.message("--log-throughput logs TFLOP/s without MFU: the peak of this device is not known")
     if args.fake_process_group:
         log.message(f"one process stands for {job.ranks.size} ranks (--fake-process-group): losses mean nothing")
     if args.use_megatron_fsdp:

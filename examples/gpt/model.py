@@ -48,6 +48,8 @@ class GptConfig:
     moe_router_topk: int = 2
     moe_router_pre_softmax: bool = False
     moe_aux_loss_coeff: float = 0.0
+    hidden_dropout: float = 0.0
+    attention_dropout: float = 0.0
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> GptConfig:
@@ -123,13 +125,14 @@ class Embedding(nn.Module):
         is_learned = config.position_embedding_type == "learned_absolute"
         size = (config.max_position_embeddings, config.hidden_size)
         self.position_embeddings = nn.Embedding(*size) if is_learned else None
+        self.dropout = config.hidden_dropout
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the sum."""
         embedded: Tensor = self.word_embeddings(tokens)
         if self.position_embeddings is not None:
             embedded = embedded + self.position_embeddings(torch.arange(tokens.shape[1], device=tokens.device))
-        return embedded
+        return functional.dropout(embedded, self.dropout, self.training)
 
 
 class Block(nn.Module):
@@ -142,6 +145,7 @@ class Block(nn.Module):
         self.pre_mlp_layernorm = build_norm(config)
         self.mlp = Mlp(config) if config.num_experts is None else MixtureOfExperts(config)
         self._recomputes = recomputes
+        self._dropout = config.hidden_dropout
 
     def forward(self, hidden: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """Return the block's output, same shape and dtype; with experts their load balancing loss too."""
@@ -152,9 +156,14 @@ class Block(nn.Module):
         return result
 
     def _layer(self, hidden: Tensor) -> Any:
-        hidden = hidden + self.self_attention(self.input_layernorm(hidden))
+        hidden = hidden + self._dropped(self.self_attention(self.input_layernorm(hidden)))
         output = self.mlp(self.pre_mlp_layernorm(hidden))
-        return (hidden + output[0], output[1]) if isinstance(output, tuple) else hidden + output
+        if isinstance(output, tuple):
+            return hidden + self._dropped(output[0]), output[1]
+        return hidden + self._dropped(output)
+
+    def _dropped(self, added: Tensor) -> Tensor:
+        return functional.dropout(added, self._dropout, self.training)
 
 
 class SelfAttention(nn.Module):
@@ -168,6 +177,7 @@ class SelfAttention(nn.Module):
         num_groups = config.num_query_groups or config.num_attention_heads
         self.heads_per_group = config.num_attention_heads // num_groups
         self.head_dim = config.hidden_size // config.num_attention_heads
+        self.dropout = config.attention_dropout
         self.rotary_base = config.rotary_base if config.position_embedding_type == "rope" else None
         width, has_bias = num_groups * (self.heads_per_group + 2) * self.head_dim, not config.disable_bias_linear
         self.linear_qkv = nn.Linear(config.hidden_size, width, bias=has_bias)
@@ -183,7 +193,8 @@ class SelfAttention(nn.Module):
             key, value = (part.repeat_interleave(self.heads_per_group, dim=1) for part in (key, value))
         if self.rotary_base is not None:
             query, key = rotated(query, self.rotary_base), rotated(key, self.rotary_base)
-        core = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        dropped = self.dropout if self.training else 0.0
+        core = functional.scaled_dot_product_attention(query, key, value, dropout_p=dropped, is_causal=True)
         output: Tensor = self.linear_proj(core.transpose(1, 2).flatten(2))
         return output
 
@@ -381,6 +392,7 @@ def continued(
     Every rank of a sharded model calls it: each token is one forward pass, whose gathers need all ranks. All ranks draw
     the same tokens from ``--seed``; a ``--temperature`` of 0 takes the most likely one.
     """
+    model.eval()
     generator = torch.Generator().manual_seed(args.seed)
     text: list[int] = tokenizer.encode(args.prompt)
     for _ in range(args.num_tokens_to_generate):
@@ -392,4 +404,5 @@ def continued(
         else:
             shares = (logits / args.temperature).softmax(dim=0)
             text.append(int(torch.multinomial(shares, 1, generator=generator)))
+    model.train()
     return tokenizer.decode(text)

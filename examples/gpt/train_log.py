@@ -12,18 +12,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# With all else that is loaded at the start, not at the first picture: what is resident then stays what it is.
-import matplotlib.backends.backend_agg  # noqa: F401
 import torch
-
-# Figure alone, without pyplot: it draws with the Agg renderer and keeps no global state, so no display is needed.
-from matplotlib.figure import Figure
-from PIL import Image
 from torch import Tensor
 
+from gpt.trackers import Tracker, named_numbers
 from megatron_fsdp import ConfigError
 
-Image.preinit()
+try:
+    # With all else that is loaded at the start, not at the first picture: what is resident then stays what it is.
+    import matplotlib.backends.backend_agg  # noqa: F401
+
+    # Figure alone, without pyplot: it draws with the Agg renderer and keeps no global state, so no display is needed.
+    from matplotlib.figure import Figure
+    from PIL import Image
+
+    Image.preinit()
+    CAN_DRAW = True
+except ImportError:
+    CAN_DRAW = False
+NO_CHART = "no loss curve is drawn: matplotlib is missing; fix: pip install '.[examples]' in the clone"
 Row = dict[str, Any]
 LARGE = 10.0
 
@@ -50,9 +57,17 @@ def memory_use(device: torch.device) -> MemoryUse:
 class TrainLog:
     """Writes ``log.jsonl`` and ``loss.png`` into a folder and prints; silent on every rank but the main one."""
 
-    def __init__(self, folder: Path, *, is_main: bool, train_iters: int, unit: str = "byte") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        is_main: bool,
+        train_iters: int,
+        unit: str = "byte",
+        trackers: Sequence[Tracker] = (),
+    ) -> None:
         """Make the folder, on the main rank, or raise a ConfigError; ``unit`` is what a token is."""
-        self.unit = unit
+        self.unit, self._trackers = unit, trackers
         self._is_main, self._train_iters = is_main, train_iters
         self._path, self._picture = folder / "log.jsonl", folder / "loss.png"
         self._rows: list[Row] = []
@@ -81,14 +96,22 @@ class TrainLog:
         ``elapsed_ms`` and ``lm_loss`` (nats per token) of ``row`` are means since the last line, without validation and
         checkpoints; ``grad_norm`` is of this very iteration, before clipping.
         """
+        throughput = ""
+        if "tflops_per_rank" in row:
+            throughput = f" | throughput per rank (TFLOP/s): {row['tflops_per_rank']:.3g}"
+            throughput += f" | MFU: {row['mfu']:.1%}" if "mfu" in row else ""
         seconds = (self._train_iters - row["iteration"]) * row["elapsed_ms"] / 1000
         self.message(
             " iteration {iteration:8d}/{total:8d} | consumed samples: {consumed_samples:12d} |"
             " elapsed time per iteration (ms): {elapsed_ms:.1f} | time left: {left} | tokens/s: {tokens_per_second:.0f}"
             " | learning rate: {learning_rate:.6E} | global batch size: {global_batch_size:5d} | lm loss: {lm_loss:.6E}"
             " | grad norm: {grad_norm:.3f} | {memory.kind} memory now (MiB): {memory.now:.1f} |"
-            " peak {memory.kind} memory (MiB): {memory.peak:.1f}".format(
-                **row, total=self._train_iters, left=datetime.timedelta(seconds=round(seconds)), memory=memory
+            " peak {memory.kind} memory (MiB): {memory.peak:.1f}{throughput}".format(
+                **row,
+                throughput=throughput,
+                total=self._train_iters,
+                left=datetime.timedelta(seconds=round(seconds)),
+                memory=memory,
             )
         )
         self._keep(row | {f"{memory.kind}_memory_mib": memory.now, f"peak_{memory.kind}_memory_mib": memory.peak})
@@ -120,8 +143,8 @@ class TrainLog:
         self._keep({"iteration": iteration, "checksum": total, **each})
 
     def draw(self) -> None:
-        """Write the loss curve so far."""
-        if self._is_main:
+        """Write the loss curve so far, where matplotlib is there."""
+        if self._is_main and CAN_DRAW:
             draw_losses({"training": self._rows}, self._picture, unit=self.unit)
 
     def _keep(self, row: Row) -> None:
@@ -129,6 +152,8 @@ class TrainLog:
             self._rows.append(row)
             with self._path.open("a") as file:
                 file.write(json.dumps(row) + "\n")
+            for track in self._trackers:
+                track(named_numbers(row), row["iteration"])
 
 
 class Interval:
@@ -181,7 +206,13 @@ def rows_until(path: Path, iteration: int) -> list[Row]:
 
 
 def draw_losses(runs: Mapping[str, Sequence[dict[str, Any]]], path: Path, *, unit: str = "byte") -> None:
-    """Write a PNG of training and validation losses, from the rows of each run's JSONL log, by what to call it."""
+    """Write a PNG of training and validation losses, from the rows of each run's JSONL log, by what to call it.
+
+    Raises:
+        ConfigError: matplotlib is missing.
+    """
+    if not CAN_DRAW:
+        raise ConfigError(NO_CHART)
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
     for name, rows in runs.items():

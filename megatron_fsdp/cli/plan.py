@@ -62,7 +62,8 @@ def _run(options: Options) -> int:
     tables: list[Table] = []
     title, plain = "", dict[str, Any]()
     if options.given("fit"):
-        best, plain["fit"] = search(subject, options)
+        best, plain["fit"] = search(subject, options, _show_progress)
+        _show_progress("")
         tables += fit_tables(plain["fit"])
     else:
         best, stages = _planned(subject, options)
@@ -74,6 +75,12 @@ def _run(options: Options) -> int:
     else:
         print("\n\n".join(filter(None, (title, *("\n".join(table.lines()) for table in tables)))))
     return 0 if best is not None else 1
+
+
+def _show_progress(line: str) -> None:
+    """Show a line on a terminal in place of the one before; a file or a pipe gets none."""
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
 
 
 def _planned(subject: Subject, options: Options) -> tuple[Projection, tuple[Projection, ...]]:

@@ -85,12 +85,13 @@ def _check_path(accelerator: Any) -> None:
     elif seen == 1 and (place := job_place(os.environ)) is not None:
         started = place.size
     text = (
-        f"accelerate_fsdp2(): this Accelerator is not on its FSDP2 path (found distributed_type {kind}"
+        "accelerate_fsdp2() needs a GPU and accelerate's FSDP2 settings: accelerate takes its FSDP2 path on GPUs only. "
+        f"This Accelerator is not on its FSDP2 path (found distributed_type {kind}"
         + (f", fsdp_version {version}" if version is not None else "")
-        + f"; it sees {seen} of {started} processes), so nothing is sharded by this engine. Give "
+        + f"; it sees {seen} of {started} processes), so nothing is sharded by this engine. fix: on GPUs give "
         "TrainingArguments(fsdp=True), Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2)) or a "
-        "file of `accelerate launch` with distributed_type FSDP and fsdp_version 2. accelerate has that path on GPUs "
-        "only; on CPUs, and without accelerate's settings, call fully_shard on the model's layers and on the model"
+        "file of `accelerate launch` with distributed_type FSDP and fsdp_version 2; on CPUs, and "
+        "without accelerate's settings, call fully_shard on the model's layers and on the model"
     )
     if started > 1:
         raise ConfigError(text)

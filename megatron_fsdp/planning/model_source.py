@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_fsdp.errors import ConfigError
+from megatron_fsdp.errors import ConfigError, nearest
 from megatron_fsdp.planning import catalog
 from megatron_fsdp.planning.catalog import Architecture
 from megatron_fsdp.planning.parallelism import Parallelism, Stage, in_flight
@@ -211,10 +212,26 @@ def _imported(target: str) -> Callable[[], nn.Module]:
     module, _, name = target.partition(":")
     if not module or not name:
         raise ConfigError(f"--factory {target}: wanted package.module:function")
+    # As `python -m` has it; the script that starts the command has its own folder there.
+    folder = str(Path.cwd())
+    if folder not in sys.path and "" not in sys.path:
+        sys.path.insert(0, folder)
     try:
-        found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"--factory {target}: {error}; is its folder on PYTHONPATH?") from error
+        imported = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise ConfigError(f"--factory {target}: importing {module} failed: {error}") from error
+        raise ConfigError(
+            f"--factory {target}: {error}, neither in {folder} nor on PYTHONPATH. fix: run the command in the folder "
+            f"of {module.split('.')[0]}.py, or name that folder in PYTHONPATH"
+        ) from error
+    except Exception as error:  # of the user's module
+        raise ConfigError(f"--factory {target}: importing {module} failed: {type(error).__name__}: {error}") from error
+    if not hasattr(imported, name):
+        names = [each for each, value in vars(imported).items() if callable(value)]
+        meant = f"; did you mean {nearest(name, names)}?" if names else ""
+        raise ConfigError(f"--factory {target}: {module} has no {name!r}{meant}")
+    found = getattr(imported, name)
     if not callable(found):
         raise ConfigError(f"--factory {target}: {name} is a {type(found).__name__}, wanted a function")
     function: Callable[[], nn.Module] = found

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from importlib.resources import files
 from typing import Any
 
-from megatron_fsdp.formatting import Table, format_bytes, format_count, format_seconds, listing
+from megatron_fsdp.formatting import Table, counted, format_bytes, format_count, format_seconds, listing
 from megatron_fsdp.planning.estimate import Projection
 from megatron_fsdp.planning.report import folded
 
@@ -43,14 +43,14 @@ def headline(projection: Projection) -> str:
     chosen = "" if active == subject.num_parameters else f", {format_count(active)} active"
     axes = " x ".join(f"{axis.size:,}" for axis in setup.sharding.axes)
     ranks = f"{axes} = {setup.sharding.num_ranks:,}" if len(setup.sharding.axes) > 1 else axes
-    where = f"on {ranks} ranks, {setup.strategy}"
+    where = f"on {ranks} rank{'s' if setup.sharding.num_ranks > 1 else ''}, {setup.strategy}"
     if inside.is_any:
         world = setup.sharding.num_ranks * inside.tensor * inside.pipeline
         named = (("dp x cp" if inside.context > 1 else "dp", ranks), ("tp", inside.tensor), ("pp", inside.pipeline))
         sizes = ", ".join(f"{name} {size}" for name, size in named if size != 1)
         where = f"on {world:,} ranks ({sizes}), {setup.strategy}"
     if projection.stage is not None and inside.pipeline > 1:
-        where += f", stage {projection.stage.number} of {inside.pipeline}"
+        where += f", stage {projection.stage.number} of 0 to {inside.pipeline - 1}"
     return f"{subject.name}: {format_count(subject.num_parameters)} parameters{chosen}, {where}"
 
 
@@ -75,13 +75,14 @@ def _time_table(projection: Projection) -> Table:
     hidden = max(time.communication - time.exposed, 0.0)
     share = f"{hidden / time.communication:.0%} of it hidden" if time.communication else "none"
     hardware = projection.setup.hardware
+    batches = counted(workload.num_microbatches, "microbatch", "microbatches")
     rate = f", at {hardware.flops / 1e12:,.4g} Tflop/s"
     links = ", ".join(f"{axis} {link.bytes_per_second / 1e9:,.4g} GB/s" for axis, link in hardware.links.items())
     causes = "; ".join(f"{words} {format_seconds(each)}" for words, each in time.causes[:2])
     copied = "of weights and gradients, on the compute stream; the rest is on the lanes"
     rows: list[tuple[str, float | str, str]] = [
         ("one optimizer step", time.total, f"{projection.tokens_per_second:,.0f} tokens/s and rank"),
-        ("compute", time.compute, f"{workload.num_microbatches:,} microbatches of {workload.tokens:,} tokens{rate}"),
+        ("compute", time.compute, f"{batches} of {workload.tokens:,} tokens{rate}"),
         ("communication", time.communication, f"{share}; {links}"),
         ("not hidden", time.exposed, causes),
         ("copying", time.copying, copied),

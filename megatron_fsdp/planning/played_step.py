@@ -56,15 +56,17 @@ class PlayedStep:
 @contextlib.contextmanager
 def _aside() -> Iterator[None]:
     """Let a job that asks in the middle of a step go on as if nothing was, and take no time to look for garbage."""
-    meter, heard, was_on, knows_frozen = memory_meter(), listeners[:], gc.isenabled(), gc.get_freeze_count()
+    meter, heard, was_on, knows_frozen = memory_meter(), listeners[:], gc.isenabled(), gc.get_freeze_count() > 0
     peak_bytes, num_allocations = meter.peak_bytes, meter.num_allocations
     with torch.inference_mode(False), torch.enable_grad(), warnings.catch_warnings():
         # Whoever asks for the plan is told of padding by it.
         warnings.simplefilter("ignore", PaddingWarning)
         listeners.clear()
         gc.disable()
-        # What was there before need not be looked through.
-        gc.freeze()
+        # What was there before need not be looked through. Where some of it is frozen already, as Python 3.12 does
+        # itself at its start, the rest could not be told from it afterwards, and would never be collected again.
+        if not knows_frozen:
+            gc.freeze()
         try:
             yield
         finally:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from dbuffer.errors import LayoutError
 from megatron_fsdp.errors import ConfigError
-from megatron_fsdp.formatting import Table, format_bytes
+from megatron_fsdp.formatting import Table, counted, format_bytes
 from megatron_fsdp.planning.cost_model import StepTime, predict_step
 from megatron_fsdp.planning.estimate import Projection, Setup, memory_of, play_setup, project
 from megatron_fsdp.planning.model_source import Subject
@@ -29,13 +29,16 @@ _PACKED = ("optim_grads_params", "hsdp")
 _FEW = 8
 
 
-def search(subject: Subject, options: Options) -> tuple[Projection | None, dict[str, Any]]:
+def search(
+    subject: Subject, options: Options, progress: Callable[[str], None] = lambda _: None
+) -> tuple[Projection | None, dict[str, Any]]:
     """Try strategies, splits of the ranks into a mesh, micro-batches and recomputation; options that are given stay.
 
     Returns:
         The plan of the fastest that fits, and what was found as plain data, which docs/planning.md describes.
 
-    All setups train on the same number of sequences per step, so their step times compare.
+    All setups train on the same number of sequences per step, so their step times compare. ``progress`` is called with
+    a line of text before each way to shard.
 
     Raises:
         ConfigError: no number of ranks is given, or a batch that they do not divide.
@@ -48,7 +51,9 @@ def search(subject: Subject, options: Options) -> tuple[Projection | None, dict[
     models, times = _models(subject, options)
     found: list[tuple[Setup, dict[str, Any]]] = []
     rejected: list[dict[str, Any]] = []
-    for strategy, mesh in shardings:
+    for number, (strategy, mesh) in enumerate(shardings, start=1):
+        sizes = "x".join(map(str, mesh))
+        progress(f"trying {number} of {len(shardings)}: {strategy} on {sizes}")
         place = {"strategy": strategy, "mesh": list(mesh)}
         setups = [options.setup(mesh, strategy, workload) for workload in workloads]
         try:
@@ -83,11 +88,14 @@ def fit_tables(found: dict[str, Any]) -> Iterator[Table]:
     """Yield how many setups fit with the fastest of them, and why the rest does not."""
     fitting, limit = found["fitting"], format_bytes(found["limit_bytes"])
     unknown = "" if found["counts_activations"] else "; activations are not known and not counted"
+    verb = "fits" if found["num_tried"] == 1 else "fit"
     title = (
-        f"{len(fitting):,} of {found['num_tried']:,} setups fit {limit} on {found['num_ranks']:,} ranks, "
-        f"{found['sequences_per_step']:,} sequences per step{unknown}"
+        f"{len(fitting):,} of {counted(found['num_tried'], 'setup')} {verb} {limit} on "
+        f"{counted(found['num_ranks'], 'rank')}, {counted(found['sequences_per_step'], 'sequence')} per step{unknown}"
     )
-    yield Table.of(fitting[:_ROWS], title)
+    # One rank's, as in the plan below: the ranks train on different sequences.
+    renamed = {"tokens_per_second": "tokens/s and rank"}
+    yield Table.of([{renamed.get(key, key): each[key] for key in each} for each in fitting[:_ROWS]], title)
     yield Table.of(found["rejected"], "what does not fit")
 
 

@@ -125,11 +125,13 @@ def check_flags(flags: Sequence[str]) -> FsdpConfig:
         found.append(str(error))
     found += refusals_of((args, MODEL_RULES), (args, DDP_RULES), spell=spell_flag)
     found += [*combinations_of(args, spell_flag), *_refused_together(args)]
-    found += refusals_of((args, OPTIMIZER_RULES), spell=spell_flag)
+    # FsdpConfig has refused an optimizer that is not here.
+    others = tuple(rule for rule in OPTIMIZER_RULES if rule[0] != "optimizer")
+    found += refusals_of((args, others), spell=spell_flag)
     if args.optimizer in MUON_NAMES:
         found.append(
             f"--optimizer {args.optimizer}: Megatron's scripts refuse it beside --use-megatron-fsdp; take "
-            "mcore_adapter.get_megatron_optimizer in a loop of your own"
+            "megatron_fsdp.megatron.get_megatron_optimizer in a loop of your own"
         )
     if found:
         raise ConfigError("; ".join(dict.fromkeys(found)))

@@ -141,3 +141,20 @@ def test_init_model_with_meta_device_gives_the_weights_of_a_model_that_was_built
         assert devices == {"meta"}
         assert found.keys() == wanted.keys()
         assert {name for name in found if not torch.equal(found[name], wanted[name])} == set()
+
+
+DROPPING = "--hidden-dropout 0.2 --attention-dropout 0.2 --micro-batch-size 2 --global-batch-size 12"
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_dropout_drops_the_same_on_any_number_of_ranks(num_ranks: int, documents: str) -> None:
+    flags = f"{DROPPING} --use-megatron-fsdp --data-path {documents}"
+    (whole,) = run_ranks(1, train_steps, f"{DROPPING} --data-path {documents}", 3)
+    for numbers, weights in run_ranks(num_ranks, train_steps, flags, 3):
+        assert numbers == pytest.approx(whole[0], rel=1e-4)
+        for name, weight in weights.items():
+            torch.testing.assert_close(weight, whole[1][name], rtol=1e-3, atol=1e-4)
+    (undropped,) = run_ranks(1, train_steps, f"{flags} --hidden-dropout 0 --attention-dropout 0", 3)
+    assert undropped[0] != pytest.approx(whole[0], rel=1e-3)
+    (again,) = run_ranks(1, train_steps, f"{flags} --recompute-granularity full", 3)
+    assert again[0] == pytest.approx(whole[0], rel=1e-4)

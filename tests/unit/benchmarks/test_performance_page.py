@@ -1,11 +1,12 @@
 """The performance page shows what was measured."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from benchmarks.harness import Row, Samples, write_rows
-from benchmarks.performance_page import DOCUMENT, TABLES, Claim, page, table_of
+from benchmarks.performance_page import DOCUMENT, ERROR_BAR, TABLES, Claim, error_bar, page, table_of
 
 
 def test_the_tables_of_the_page_are_those_of_the_results() -> None:
@@ -33,3 +34,11 @@ def test_a_miss_is_marked_and_a_hit_is_not(folder: Path) -> None:
     lines = table_of(claims, folder).splitlines()
     assert lines[2] == "| a | <= 1 | 0.60 | 33% | 3 |"
     assert lines[3] == "| b | <= 1 | 1.50 (missed) | exact |  |"
+
+
+def test_plan_prints_the_error_bar_of_the_page() -> None:
+    found = error_bar()
+    assert json.loads(ERROR_BAR.read_text(encoding="utf-8")) == found
+    summary = f"median error of {found['settings']} that were not fitted: {found['median']:.0f} %; worst error of"
+    assert summary in DOCUMENT.read_text(encoding="utf-8")
+    assert f"By the {found['clock']}" in DOCUMENT.read_text(encoding="utf-8")

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from gpt.arguments import build_parser, flags_without_engine, parse_arguments
+from gpt.megatron_flags import NOT_HERE
 from gpt.model import GptConfig
+from gpt.optimizer import learning_rate
 from megatron_fsdp import ConfigError
 
 VALID = (
@@ -65,9 +67,52 @@ def test_an_unknown_flag_is_refused_with_the_nearest_valid_one(given: str, neare
         assert missing.startswith(f"required flags are missing: {flag};")
 
 
+def test_all_unknown_flags_are_reported_at_once() -> None:
+    wanted = "unknown options --num-layer (did you mean --num-layers?), --hidden (did you mean --hidden-size?)"
+    assert refusal("--num-layer 3 --hidden=7 --num-layer 4") == wanted
+
+
+def test_flags_of_megatron_are_not_taken_for_misspelled_ones() -> None:
+    said = "--pipeline-model-parallel-size, --use-flash-attn are flags of Megatron-LM that this script does not have"
+    assert refusal("--pipeline-model-parallel-size 2 --use-flash-attn").startswith(said)
+    assert "unknown" not in refusal("--sequence-parallel")
+    both = refusal("--sequence-parallel --num-layer 3")
+    assert both.startswith("unknown option --num-layer; did you mean --num-layers?. --sequence-parallel is a flag of")
+
+
+def test_no_flag_of_the_script_is_listed_as_missing() -> None:
+    has = {option for action in build_parser()._actions for option in action.option_strings}
+    assert has & NOT_HERE == set()
+
+
+def test_samples_decide_the_length_and_the_schedule() -> None:
+    flags = VALID.replace("--train-iters 50", "--train-samples 100 --lr-warmup-samples 18 --lr-decay-style cosine")
+    args = parse_arguments(flags.split(), num_ranks=2)
+    assert (args.train_iters, args.lr_decay_iters, args.lr_warmup_iters) == (8, 100 / 12, 1.5)
+    args = parse_arguments([*VALID.split(), "--lr-warmup-fraction", "0.1"], num_ranks=2)
+    assert args.lr_warmup_iters == 5
+    assert learning_rate(args, 1) == pytest.approx(0.01 / 5)
+    assert learning_rate(args, 5) == pytest.approx(0.01)
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
+        ("--train-samples 5", "--train-iters 50 contradicts --train-samples 5"),
+        ("--lr-warmup-samples 5", "--lr-warmup-samples 5 contradicts --train-iters: "),
+        ("--lr-decay-samples 5", "--lr-decay-samples 5 contradicts --train-iters: "),
+        ("--lr-warmup-fraction 0.1 --lr-warmup-iters 2", "--lr-warmup-fraction 0.1 contradicts --lr-warmup-iters 2"),
+        ("--mock-data --data-path text", "--mock-data contradicts --data-path"),
+        ("--finetune", "--finetune needs --load"),
+        ("--finetune --load . --save .", "--finetune contradicts --save . and --load ., the same folder"),
+        ("--no-save-optim", "--no-save-optim needs --save"),
+        ("--no-load-optim", "--no-load-optim needs --load"),
+        ("--wandb-exp-name a", "--wandb-exp-name a and --wandb-save-dir None need --wandb-project"),
+        (f"{ENGINE} {TENSOR} 2 --attention-dropout 0.1", f"--attention-dropout 0.1 contradicts {TENSOR} 2"),
+        (
+            f"{ENGINE} --check-gradient-scale --hidden-dropout 0.1",
+            "--check-gradient-scale contradicts --hidden-dropout",
+        ),
         ("stray", "unexpected argument 'stray'"),
         ("--num-layers 0", "argument --num-layers: found '0', wanted a whole number >= 1"),
         ("--num-layers 2.5", "argument --num-layers: found '2.5', wanted a whole number >= 1"),

@@ -7,16 +7,21 @@ import os
 import shlex
 import shutil
 import signal
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.flop_counter import FlopCounterMode
 
 import generate_gpt
 import pretrain_gpt
+from gpt.model import GptConfig, GptModel
+from gpt.throughput import flops_per_token
 from megatron_fsdp import FsdpModule, save_checkpoint
 from megatron_fsdp.__main__ import main as command
 from tests.harness.grids import nightly_but
@@ -302,3 +307,102 @@ def test_fake_process_group_shards_for_more_ranks_than_there_are(
     assert not dist.is_initialized()
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     assert "--fake-process-group is for one process" in refusal(f"{ENGINE} --fake-process-group", capsys)
+
+
+# ---------------------------------------------------------------------- flags of Megatron's that are cheap to have
+
+
+def test_dropout_changes_training_and_not_validation_and_a_resume_drops_the_same() -> None:
+    flags = "--eval-interval 9 --eval-iters 1 --hidden-dropout 0.2 --attention-dropout 0.2 --save"
+    whole, plain = train(f"{flags} whole"), train()
+    assert whole != plain
+    assert train(f"{flags} parts --exit-interval 3") == whole[:3]
+    assert train(f"{flags} parts --load parts") == whole
+    rate = "--lr 1e-30 --min-lr 0 --weight-decay 0 --eval-iters 1 --save"
+    with_dropout = train(f"--hidden-dropout 0.9 {rate} one", "validation_loss")
+    assert with_dropout == train(f"{rate} two", "validation_loss")
+
+
+def test_workers_read_the_samples_that_the_step_would_read() -> None:
+    assert train("--num-workers 2 --global-batch-size 8") == train("--global-batch-size 8")
+
+
+def test_mock_data_is_random_bytes_of_the_seed() -> None:
+    flags = TINY.replace("--data-path text", "--mock-data")
+    losses = []
+    for seed in (1, 1, 2):
+        assert pretrain_gpt.main([*flags.split(), "--seed", str(seed)]) == 0
+        rows = Path("runs/gpt/log.jsonl").read_text().splitlines()
+        losses.append([json.loads(row)["lm_loss"] for row in rows])
+    assert losses[0] == losses[1] != losses[2]
+    assert min(losses[0]) > 5.0, "nothing to learn"
+
+
+@pytest.mark.parametrize("engine", ["", ENGINE])
+def test_finetune_takes_weights_and_starts_at_iteration_0(engine: str, capsys: pytest.CaptureFixture[str]) -> None:
+    first = train(f"{engine} --save run")
+    tuned = train(f"{engine} --save tuned --load run --finetune", "iteration")
+    assert tuned == [1, 2, 3, 4, 5, 6]
+    assert "--finetune: weights alone were taken" in capsys.readouterr().out
+    assert train(f"{engine} --save tuned --load run --finetune")[0] < first[0]
+    with mock.patch.dict(os.environ, TORCHELASTIC_RESTART_COUNT="1"):
+        more = train(f"{engine} --save tuned --load run --finetune --train-iters 7", "iteration")
+    assert more == [1, 2, 3, 4, 5, 6, 7]
+    assert "resuming from tuned/iter_0000006" in capsys.readouterr().out
+
+
+def test_no_save_optim_leaves_the_state_out_and_no_load_optim_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+    train(f"{ENGINE} --save run --no-save-optim")
+    assert "--no-load-optim" in capsys.readouterr().out, "in the command that resumes"
+    assert "optimizer" in refusal_of_load(f"{ENGINE} --save run --load run --train-iters 8", capsys)
+    assert train(f"{ENGINE} --save run --load run --train-iters 8 --no-load-optim", "iteration")[-2:] == [7, 8]
+
+
+def refusal_of_load(flags: str, capsys: pytest.CaptureFixture[str]) -> str:
+    capsys.readouterr()
+    return refusal(flags, capsys)
+
+
+def test_log_throughput_counts_the_products_that_a_step_computes(capsys: pytest.CaptureFixture[str]) -> None:
+    found = train("--log-throughput", "tflops_per_rank")
+    assert len(found) == 6
+    assert min(found) > 0
+    printed = capsys.readouterr().out
+    assert "throughput per rank (TFLOP/s): " in printed
+    assert "without MFU" in printed
+    config = GptConfig(3, 12, 2, 40, 9, swiglu=True, num_query_groups=1, vocab_size=128)
+    model, tokens = GptModel(config), torch.zeros(2, 9, dtype=torch.int64)
+    with FlopCounterMode(display=False) as counter:
+        torch.autograd.backward(model(tokens).sum())
+    counts = counter.get_flop_counts()["Global"]
+    products = sum(count for operator, count in counts.items() if "attention" not in str(operator))
+    assert flops_per_token(config, 0) * tokens.numel() == products
+
+
+def test_trackers_get_megatrons_names(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    seen: list[tuple[str, int]] = []
+    writer = SimpleNamespace(add_scalar=lambda name, _, step: seen.append((name, step)), flush=lambda: None)
+    board = SimpleNamespace(SummaryWriter=lambda log_dir: writer)
+    run = SimpleNamespace(log=lambda numbers, step: seen.extend((f"wandb {name}", step) for name in numbers))
+    wandb = SimpleNamespace(init=lambda **_: run)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", board)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    train("--tensorboard-dir board --wandb-project tiny --log-interval 3")
+    assert [each for each in seen if each in (("lm loss", 3), ("wandb grad-norm", 6))] == [
+        ("lm loss", 3),
+        ("wandb grad-norm", 6),
+    ]
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    assert "--wandb-project needs the package wandb" in refusal("--wandb-project tiny", capsys)
+
+
+def test_a_run_without_matplotlib_trains_and_says_what_draws(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("gpt.train_log.CAN_DRAW", False)
+    monkeypatch.setattr("gpt.job.CAN_DRAW", False)
+    train("--save run")
+    printed = capsys.readouterr().out
+    assert "fix: pip install '.[examples]'" in printed
+    assert "loss curve  " not in printed
+    assert not Path("run/loss.png").exists()

@@ -7,16 +7,24 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.grids import nightly_but
+
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
 
 
 # tests/unit/megatron_fsdp/cli has factories in the process that asks.
-@pytest.mark.slow
-def test_a_model_in_the_current_folder_is_found(tmp_path: Path) -> None:
+@pytest.mark.parametrize("start", nightly_but(["script"], ["script", "module"]))
+def test_a_model_in_the_current_folder_is_found(start: str, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("from torch import nn\ndef make():\n    return nn.Linear(4, 4)\n")
-    command = [sys.executable, "-m", "megatron_fsdp", "plan", "--factory", "mine:make", "--mesh", "2"]
+    # What pip installs; Python puts this script's folder in front of sys.path, not the current one.
+    (tmp_path / "bin").mkdir()
+    script = tmp_path / "bin" / "megatron-fsdp"
+    script.write_text("import sys\nfrom megatron_fsdp.__main__ import main\nsys.exit(main())\n")
+    command = [sys.executable, *([str(script)] if start == "script" else ["-m", "megatron_fsdp"])]
+    command += ["plan", "--factory", "mine:make", "--mesh", "2"]
+    environment = {**ENVIRONMENT, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(
-        command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=False
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 0, done.stderr
     assert "mine:make: 20 parameters, on 2 ranks" in done.stdout

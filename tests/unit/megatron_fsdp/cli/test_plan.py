@@ -18,6 +18,7 @@ from torch import nn
 
 import megatron_fsdp
 from megatron_fsdp.__main__ import main
+from megatron_fsdp.formatting import Table, format_seconds
 from megatron_fsdp.planning import catalog, plan_arguments
 from megatron_fsdp.planning.cost_model import Hardware
 from megatron_fsdp.planning.plan_arguments import (
@@ -82,7 +83,7 @@ def test_the_page_folds_equal_layers_and_names_model_mesh_and_strategy() -> None
     page = run(*LLAMA, "--dtype", "fp32")
     assert page.startswith("llama3-8b: 8.03 B parameters, on 8 ranks, optim_grads_params\n")
     assert "layer.0 .. layer.31 (32 alike, each)" in page
-    assert "1 microbatches of 4,096 tokens, at 400 Tflop/s\n" in page
+    assert "1 microbatch of 4,096 tokens, at 400 Tflop/s\n" in page
     assert "; dp 450 GB/s\n" in page
 
 
@@ -183,6 +184,19 @@ def test_units_of_every_model_are_gathered_and_reduced_once_each_in_worlds_of_an
     }
 
 
+def test_the_page_of_a_stage_says_that_stages_are_counted_from_0() -> None:
+    page = run("plan", "--model", "gpt2", "--world", "4", "--pp", "2", "--stage", "1")
+    assert page.partition("\n")[0].endswith("stage 1 of 0 to 1")
+
+
+@pytest.mark.parametrize(
+    ("found", "words"), [(2.0, "2 s"), (1.84e-10, "0 s"), (0.0, "0 s"), (2e-9, "0.002 us"), (0.0123, "12.3 ms")]
+)
+def test_what_rounding_leaves_of_a_time_is_shown_as_nothing(found: float, words: str) -> None:
+    assert format_seconds(found) == words
+    assert Table.of([{"exposed_seconds": found}]).rows[1][0] == ("-" if words == "0 s" else words)
+
+
 def test_models_are_listed() -> None:
     assert run("plan", "--list-models").split() == list(catalog.names())
 
@@ -246,7 +260,8 @@ def test_activations_that_were_measured_count_per_sequence() -> None:
         ("--model siglip-so400m --mesh 8 --tp 2", "--tp, --pp and --cp divide language models"),
         ("--model llama3-8b --fit 80GiB --gpus 8 --tp 2", "--tp is not searched over"),
         ("--hf-config /nowhere/config.json --mesh 8", "--hf-config /nowhere/config.json: "),
-        ("--factory nowhere:make --mesh 8", "--factory nowhere:make: No module named 'nowhere'"),
+        ("--factory nowhere:make --mesh 8", "--factory nowhere:make: No module named 'nowhere', neither in "),
+        (f"--factory {__name__}:make_modle --mesh 8", "has no 'make_modle'; did you mean make_model?"),
         ("--factory nowhere --mesh 8", "wanted package.module:function"),
         (f"--factory {__name__}:LLAMA --mesh 8", "LLAMA is a tuple, wanted a function"),
         (f"--factory {__name__}:make_model --mesh 8 --unit-class Foo", "--unit-class Foo: the model has Block, Linear"),

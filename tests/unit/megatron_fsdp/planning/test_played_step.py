@@ -1,5 +1,6 @@
 """The step that plans run: the engine on a model of a few modules gives the events that a plan tells."""
 
+import gc
 from collections import Counter
 from functools import partial
 
@@ -123,3 +124,13 @@ def test_steps_of_more_microbatches_take_as_much_longer_as_each_of_them() -> Non
     assert times[4].total == pytest.approx(times[3].total + one)
     assert times[100].total == pytest.approx(times[3].total + 97 * one)
     assert times[100].communication == pytest.approx(times[3].communication * 100 / 3, rel=0.2)
+
+
+def test_a_report_freezes_nothing_where_something_is_frozen_already() -> None:
+    gc.freeze()
+    try:
+        frozen = gc.get_freeze_count()
+        project(named_subject("gpt2"), setup_of("--model gpt2 --mesh 2"))
+        assert gc.get_freeze_count() <= frozen
+    finally:
+        gc.unfreeze()

@@ -5,6 +5,7 @@ import functools
 import io
 import json
 import re
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -144,3 +145,18 @@ def test_a_slower_network_makes_replicas_over_nodes_the_faster_choice() -> None:
     slow, fast = seconds("--network-bandwidth 1GB/s"), seconds("--network-bandwidth 50GB/s")
     assert max(slow["hsdp"], slow["hfsdp"]) < slow["optim_grads_params"]
     assert all(slow[strategy] > fast[strategy] for strategy in fast)
+
+
+def test_a_search_says_what_it_tries_on_a_terminal_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["plan", "--model", "gpt2", "--fit", "80GiB", "--gpus", "1", "--micro-batch", "1", "--recompute", "none"]
+    assert main([*words, "--strategy", "optim"]) == 0
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    assert printed.out.startswith("gpt2: 124.4 M parameters, on 1 rank, optim")
+    assert "1 of 1 setup fits 80.00 GiB on 1 rank, 8 sequences per step" in printed.out
+    assert "tokens/s and rank" in printed.out
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert main([*words, "--strategy", "optim"]) == 0
+    assert capsys.readouterr().err == "\r\x1b[Ktrying 1 of 1: optim on 1\r\x1b[K"

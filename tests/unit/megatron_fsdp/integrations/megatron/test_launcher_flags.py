@@ -80,3 +80,10 @@ def test_flags_whose_effect_a_job_does_not_get_are_said_and_others_are_not() -> 
     found = notices_under_megatron(check_flags([*GOOD, *flags]))
     assert [line.split()[0] for line in found] == ["--ddp-pad-buckets-for-high-nccl-busbw", "--use-sharp"]
     assert found[1] == "--use-sharp does nothing here; needs hardware that is not used: it takes switches with SHARP"
+
+
+def test_an_optimizer_that_is_not_here_is_reported_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_flags("--use-megatron-fsdp --ckpt-format fsdp_dtensor --optimizer lion".split())
+    assert str(caught.value).startswith("--use-megatron-fsdp needs --optimizer adam, sgd or muon (found lion)")
+    assert str(caught.value).count("lion") == 1
