@@ -30,6 +30,7 @@ class AttachedGuards:
 
     refuse_replaced = staticmethod(param_changes.refuse_replaced)
     follow_requires_grad = staticmethod(make_param_group.follow_requires_grad)
+    follow_flags = staticmethod(make_param_group.follow_flags)
     walk = staticmethod(added_params.walk)
     refuse_changed = staticmethod(gathered_weight.refuse_change)
     emit_ranges = staticmethod(profiler_ranges.emit_ranges)
