@@ -206,12 +206,13 @@ USES: dict[str, Use] = {
     "weights are frozen after final gradients": use("train, freeze 0 kept, freeze 3 kept, add, train"),
     **{
         f"weights are frozen for an evaluation{where} between forward and backward{then}": use(
-            f"{before}forward, freeze 0 kept, freeze 3 {face}, evaluate {how}, thaw all {face}, {backward}, step, forward, "
-            "backward",
+            f"{before}forward, freeze 0 kept, freeze 3 {face}, evaluate {how}, thaw all {face}, {backward}, step, "
+            "forward, backward",
             "three", "one unit", "frozen inside", "one 3", "two 4", on=on,
         )
         for where, face, how, on in (
-            ("", "kept", "no_grad", ALL), (" as shown", "shown", "no_grad", SOME), (" that is recorded", "kept", "train", SOME),
+            ("", "kept", "no_grad", ALL), (" as shown", "shown", "no_grad", SOME),
+            (" that is recorded", "kept", "train", SOME),
         )
         for then, before, backward in (
             ("", "", "backward"), (" and microbatches", "add, ", "backward no_sync, train"),

@@ -37,7 +37,11 @@ def _flatten(y: torch.Tensor) -> None:
     y[:1].unsqueeze(0).mul_(2.0)
 
 
-CHANGES: dict[str, Callable[[torch.Tensor], None]] = {"+= on columns": _shift, "mul_": _scale, "mul_ of a view": _flatten}
+CHANGES: dict[str, Callable[[torch.Tensor], None]] = {
+    "+= on columns": _shift,
+    "mul_": _scale,
+    "mul_ of a view": _flatten,
+}
 
 
 def changed(view: str, change: str) -> nn.Module:
@@ -50,7 +54,9 @@ def changed(view: str, change: str) -> nn.Module:
         CHANGES[change](parts[0])
         return m.last(sum(part.square().sum() for part in parts).tanh().expand(WIDTH))
 
-    middle = Made(lambda m, x: VIEWS[view](m.up(m.down(x).tanh())), **{k: nn.Linear(WIDTH, WIDTH) for k in ("up", "down")})
+    middle = Made(
+        lambda m, x: VIEWS[view](m.up(m.down(x).tanh())), **{k: nn.Linear(WIDTH, WIDTH) for k in ("up", "down")}
+    )
     return Made(forward, first=nn.Linear(WIDTH, WIDTH), middle=middle, last=nn.Linear(WIDTH, 3))
 
 

@@ -84,8 +84,8 @@ def refuse_gathered(groups: Iterable[ParameterGroup]) -> None:
         raise StateError(
             f"unit {group.name!r}: parameter {next(iter(group.parameters))!r} would get no gradient: this schedule of "
             "torch.distributed.pipelining takes the gradients of inputs and of weights in two backwards "
-            "(ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble, ScheduleDualPipeV), and the second one asks autograd "
-            "for parameters by name, where forward used gathered weights. fix: use ScheduleGPipe, Schedule1F1B or "
+            "(ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble, ScheduleDualPipeV), and the second one asks "
+            "autograd for parameters by name, where forward used gathered weights. fix: use ScheduleGPipe, Schedule1F1B or "
             "ScheduleInterleaved1F1B"
         )
     for group in groups:

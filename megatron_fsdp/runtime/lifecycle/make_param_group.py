@@ -42,7 +42,7 @@ from megatron_fsdp.runtime.weights.memory_slots import place_unit
 from megatron_fsdp.runtime.weights.sharded_weights import ShardedWeights
 
 __all__ = [
-    "follow_grad_dtypes", "follow_flags", "follow_gradients", "follow_requires_grad", "forget_originals",
+    "follow_flags", "follow_grad_dtypes", "follow_gradients", "follow_requires_grad", "forget_originals",
     "make_param_group", "make_unit", "materialize_group", "materialize_unit", "rebuild", "rename_unit", "set_divisor",
     "set_reduction", "shown_over",
 ]  # fmt: skip
