@@ -83,10 +83,10 @@ def refuse_gathered(groups: Iterable[ParameterGroup]) -> None:
         group = next((group for group in groups if group.requires_grad), groups[0])
         raise StateError(
             f"unit {group.name!r}: parameter {next(iter(group.parameters))!r} would get no gradient: this schedule of "
-            "torch.distributed.pipelining takes the gradients of inputs and of weights in two backwards "
-            "(ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble, ScheduleDualPipeV), and the second one asks "
-            "autograd for parameters by name, where forward used gathered weights. fix: use ScheduleGPipe, Schedule1F1B "
-            "or ScheduleInterleaved1F1B"
+            "torch.distributed.pipelining takes the gradients of inputs and of weights in two "
+            "backwards (ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble, ScheduleDualPipeV). The second asks "
+            "autograd for parameters by name, where forward used gathered weights. fix: use ScheduleGPipe, "
+            "Schedule1F1B or ScheduleInterleaved1F1B"
         )
     for group in groups:
         if math.prod(axis.size for axis in group.main_weight.axes) > 1:
