@@ -204,6 +204,26 @@ USES: dict[str, Use] = {
     ),
     "weights are frozen after a microbatch": use("add, freeze 0 kept, freeze 3 kept, train, step"),
     "weights are frozen after final gradients": use("train, freeze 0 kept, freeze 3 kept, add, train"),
+    **{
+        f"weights are frozen for an evaluation{where} between forward and backward{then}": use(
+            f"{before}forward, freeze 0 kept, freeze 3 {face}, evaluate {how}, thaw all {face}, {backward}, step, "
+            "forward, backward",
+            "three", "one unit", "frozen inside", "one 3", "two 4", on=on,
+        )
+        for where, face, how, on in (
+            ("", "kept", "no_grad", ALL), (" as shown", "shown", "no_grad", SOME),
+            (" that is recorded", "kept", "train", SOME),
+        )
+        for then, before, backward in (
+            ("", "", "backward"), (" and microbatches", "add, ", "backward no_sync, train"),
+        )
+    },
+    "a weight is thawed between forward and backward": use(
+        "freeze 0 kept, freeze 3 kept, forward, thaw all kept, backward, step, forward, backward", "three", "one unit"
+    ),
+    "a weight is thawed between forward and a backward that runs it again": use(
+        "freeze 0 kept, forward, thaw all kept, backward, step, forward, backward", "one 3", "two 3"
+    ),
     "other weights are frozen in every step": use(
         "freeze 0 kept, freeze 5 kept, train, step, zero_grad none, thaw all kept, freeze 3 kept, freeze 8 shown, add, "
         "train, step, zero_grad none, thaw all kept, train, step, forward"

@@ -9,6 +9,7 @@ from megatron_fsdp.runtime.grads.last_reduction import LastReductions
 from megatron_fsdp.runtime.guards import (
     added_params,
     calls_to_come,
+    lent_weights,
     missing_gradients,
     refusals,
 )
@@ -30,6 +31,7 @@ class AttachedGuards:
 
     refuse_replaced = staticmethod(param_changes.refuse_replaced)
     follow_requires_grad = staticmethod(make_param_group.follow_requires_grad)
+    follow_flags = staticmethod(make_param_group.follow_flags)
     walk = staticmethod(added_params.walk)
     refuse_changed = staticmethod(gathered_weight.refuse_change)
     emit_ranges = staticmethod(profiler_ranges.emit_ranges)
@@ -38,6 +40,7 @@ class AttachedGuards:
     is_to_come = staticmethod(calls_to_come.is_to_come)
     brings_gradients = staticmethod(calls_to_come.brings_gradients)
     before_recomputation = staticmethod(calls_to_come.before_recomputation)
+    without_weights = staticmethod(lent_weights.without_weights)
 
     def __init__(self) -> None:
         self.first_use = FirstUse()

@@ -7,6 +7,7 @@ nothing where forward used gathered weights, and of those it has this rank's gra
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
@@ -74,13 +75,35 @@ def refuse_gathered(groups: Iterable[ParameterGroup]) -> None:
     """Refuse, at the end of a backward, that it was asked for gradients of gathered weights by name.
 
     Raises:
-        StateError: it was: these are this rank's alone.
+        StateError: it was: these are this rank's alone. Or the backward is the first half of one that a pipeline
+            schedule splits: its second half asks for the parameters by name, and finds none of them in the graph.
     """
+    groups = list(groups)
+    if _is_split_by_pipeline():
+        group = next((group for group in groups if group.requires_grad), groups[0])
+        raise StateError(
+            f"unit {group.name!r}: parameter {next(iter(group.parameters))!r} would get no gradient: this schedule of "
+            "torch.distributed.pipelining takes the gradients of inputs and of weights in two "
+            "backwards (ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble, ScheduleDualPipeV). The second asks "
+            "autograd for parameters by name, where forward used gathered weights. fix: use ScheduleGPipe, "
+            "Schedule1F1B or ScheduleInterleaved1F1B"
+        )
     for group in groups:
         if math.prod(axis.size for axis in group.main_weight.axes) > 1:
             for leaf in group.fsdp_params.unsharded_params:
                 if leaf.requires_grad and is_run(leaf) is None:
                     _refuse(leaf)
+
+
+def _is_split_by_pipeline() -> bool:
+    """Whether a thread is in the first half of a split backward. A GPU's backward runs in a thread of autograd's."""
+    for innermost in sys._current_frames().values():
+        frame: Any = innermost
+        while frame is not None:
+            if frame.f_code.co_name == "stage_backward_input" and "pipelining" in frame.f_globals.get("__name__", ""):
+                return True
+            frame = frame.f_back
+    return False
 
 
 def _refuse(leaf: torch.Tensor) -> NoReturn:

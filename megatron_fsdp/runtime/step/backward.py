@@ -16,6 +16,7 @@ from collections.abc import Iterable
 
 import torch
 
+from dbuffer.dtensor.placed_tensor import NUM_FLAGS_SET
 from dbuffer.events import listeners, tell
 from megatron_fsdp.errors import AgreementError
 from megatron_fsdp.runtime.step.freshness import MOMENTS
@@ -67,6 +68,8 @@ class Backward:
         self._ending: weakref.ref[functools.partial[None]] | None = None
         self._schedule = schedule
         self._has_sums = False
+        # ``NUM_FLAGS_SET`` when the last backward began.
+        self._num_flags_set = -1
         # Units whose gradients are being reduced, in the order of issue.
         self._reducing: list[weakref.ref[Unit]] = []
         self._guards = schedule.guards
@@ -92,6 +95,9 @@ class Backward:
             self._task = task_id()
             self._ending = self._follow_task()
             self._settle()
+            if self._num_flags_set != NUM_FLAGS_SET[0]:
+                self._num_flags_set = NUM_FLAGS_SET[0]
+                self._guards.follow_flags(self._schedule.units())
 
     def _follow_task(self) -> weakref.ref[functools.partial[None]]:
         """Have autograd call ``finish`` at the end of its task; what is returned dies with a task that raises.

@@ -23,12 +23,38 @@ _WATCHERS = "_fsdp_watchers"
 """Under this and its output's number a node's metadata has the calls that a tensor is an output of."""
 
 
-def watch_output(call: Call, output: Any) -> None:
-    """Enter ``call`` when backward reaches any tensor of what its module returned."""
+def watch_output(call: Call, output: Any) -> bool:
+    """Enter ``call`` when backward reaches any tensor of what its module returned.
+
+    Returns:
+        Whether operators made all of these tensors, in memory of their own. Others may be views of gathered weights.
+    """
+    is_new = True
     for tensor in (output,) if isinstance(output, torch.Tensor) else iterate_tensors(output):
         for part in parts_of_dual(tensor) if forward_ad._current_level >= 0 else (tensor,):
             if part.requires_grad:
                 _watch(call, part)
+                base = part._base
+                if base is not None:
+                    _watch_base(call, base)
+                is_new = is_new and base is None and part.grad_fn is not None
+            else:
+                is_new = False
+    return is_new
+
+
+def _watch_base(call: Call, base: torch.Tensor) -> None:
+    """Enter ``call`` when backward reaches what an output is a view of.
+
+    After an in-place change of the view, backward goes from the change straight to the node that made ``base``: the
+    node of the view, with its hook, is no longer on the way.
+    """
+    node: Any = base.grad_fn
+    if node is not None:
+        earlier = node.metadata.get((_WATCHERS, base.output_nr), ())
+        # What another unit returned before is this unit's input. Backward comes there after it has left this call.
+        if all(other.end >= call.begin or other is call for other in earlier):
+            _watch(call, base)
 
 
 def watch_inputs(call: Call, given: Any) -> None:

@@ -214,24 +214,25 @@ class Schedule:
         else:
             self.gather_ahead(following, check=True)
 
-    def _after_call(self, unit: Unit, output: Any) -> None:
-        """Watch what forward left behind for backward, and reshard."""
+    def _after_call(self, unit: Unit, output: Any) -> Any:
+        """Watch what forward left behind for backward, and reshard; return the output, without views of weights."""
         call = unit.open_call
         if call is None:
-            return
-        if torch.is_grad_enabled():
-            watch_output(call, output)
+            return output
+        if not (torch.is_grad_enabled() and watch_output(call, output)):
+            output = self.guards.without_weights(call, output)
         if unit.pending_modules:
-            return
+            return output
         if is_in_backward():
             # Computed again inside of a backward.
             self._end_call(unit, call)
-            return
+            return output
         self._close_call(unit, call)
         if output is None:
             self.reshard(unit)
         if unit is self.root_ref():
             self._end_pass()
+        return output
 
     def refuse_replaced_params(self, unit: Unit) -> None:
         """Refuse whatever is registered in the place of a parameter."""
@@ -415,8 +416,7 @@ def after_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output: 
         return _untraced_after(unit, module, args, output)
     if unit.policy.output_dtype is not None:
         output = caster(unit.policy.output_dtype)(output)
-    unit.schedule._after_call(unit, output)
-    return output
+    return unit.schedule._after_call(unit, output)
 
 
 _untraced_before: Any = _disable_dynamo(before_forward)
