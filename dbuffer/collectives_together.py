@@ -26,7 +26,7 @@ from dbuffer_kernels.switches import is_off
 Works = list[dist.Work] | None
 
 # Private in every version, and what FSDP2 and Megatron use.
-_coalescing: Callable[..., Any] = dist._coalescing_manager  # type: ignore[attr-defined]
+coalescing: Callable[..., Any] = dist._coalescing_manager  # type: ignore[attr-defined]
 
 _reduce_flat: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -114,7 +114,7 @@ def _together(kind: _Kind, parts: Sequence[Part], works: Works) -> None:
         if _is_wide(kind, alike[0]) or kind.is_by_gloo(alike[0]):
             finish(kind.message(alike), works, wholes[0], told)
             continue
-        with _coalescing(group=group, async_ops=works is not None) as manager:
+        with coalescing(group=group, async_ops=works is not None) as manager:
             for part in alike:
                 kind.one(part, group=group, async_op=works is not None)
         finish(None if works is None else manager, works, wholes[0], told)
@@ -144,13 +144,13 @@ def _travel_together(kind: _Kind, parts: Sequence[Part]) -> bool:
         return True
     if kind.is_by_gloo(first):
         return 0 < sum(part.whole.nbytes for part in parts) <= MOST_EXCHANGED_BYTES
-    return _coalesces(kind.group(first.axis), first.whole.device)
+    return coalesces(kind.group(first.axis), first.whole.device)
 
 
 _COALESCES: weakref.WeakKeyDictionary[dist.ProcessGroup, bool] = weakref.WeakKeyDictionary()
 
 
-def _coalesces(group: dist.ProcessGroup, device: torch.device) -> bool:
+def coalesces(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether a group issues several collectives as one."""
     known = _COALESCES.get(group)
     if known is None:
