@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +57,8 @@ def test_a_tensor_from_local_has_the_rows_of_its_placements(layout: str, is_shap
         options = {"shape": tensor.shape, "stride": tensor.stride()} if is_shape_given else {}
         for run_check in (False, True) if is_shape_given else (False,):
             made = by_hand(tensor, run_check=run_check, **options)
-            assert made.shape == plain.shape and made.stride() == plain.stride()
+            assert made.shape == plain.shape
+            assert made.stride() == plain.stride()
             assert torch.equal(made.full_tensor(), plain)
         operators(made, plain, tensor)
 
@@ -110,7 +110,7 @@ def test_a_local_part_of_other_rows_is_refused() -> None:
 @on_ranks(2)
 def test_a_wrong_global_shape_is_refused() -> None:
     (tensor,) = sharded("two ranks", [torch.arange(26.0).view(13, 2)], make_mesh("two ranks"))
-    with pytest.raises(PlacementError, match="shape=p.shape"):
+    with pytest.raises(PlacementError, match=r"shape=p\.shape"):
         by_hand(tensor, shape=torch.Size((17, 2)), stride=(2, 1))
 
 
@@ -130,7 +130,8 @@ def test_the_local_part_gets_the_gradient_of_its_rows() -> None:
     made = DTensor.from_local(local, tensor.device_mesh, tensor.placements, run_check=False)
     (made * made.detach()).sum().to_local().backward()
     (plain * plain.detach()).sum().backward()
-    assert local.grad is not None and plain.grad is not None
+    assert local.grad is not None
+    assert plain.grad is not None
     rows = tensor.distribution.rows
     torch.testing.assert_close(local.grad, plain.grad[rows.start : rows.stop])
 
