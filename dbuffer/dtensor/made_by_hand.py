@@ -1,8 +1,8 @@
 """DTensors that users make from the placements of a sharded tensor: they get its rows, and its operators.
 
-``DTensor.from_local(local, p.device_mesh, p.placements)``, ``DTensor(local, p._spec, ...)``,
-``zeros(..., placements=...)`` and ``redistribute`` all end in ``DTensor.__new__``. It makes a ``FlatDTensor`` where a placement is a ``RaggedShard``:
-PyTorch's own operators would forget the rows (docs/design/facade.md, "Made by hand").
+``DTensor.from_local(local, p.device_mesh, p.placements)``, ``DTensor(local, p._spec, ...)``, ``redistribute`` and
+``zeros(..., placements=...)`` all end in ``DTensor.__new__``. It makes a ``FlatDTensor`` where a placement is a
+``RaggedShard``: PyTorch's own operators would forget the rows (docs/design/facade.md, "Made by hand").
 """
 
 from __future__ import annotations
