@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from dbuffer import gloo
 from dbuffer.collectives import all_reduce, begin, finish, waiters
-from dbuffer.collectives_together import coalesces, coalescing
 from dbuffer.events import listeners
 from dbuffer.mesh import MeshAxis
 
@@ -71,36 +70,6 @@ def all_to_all(
     by_gloo, waits = axis.reduces_by_gloo, works is None
     work = _start(dist.all_to_all_single, *parts, group=axis.reduce_group, by_gloo=by_gloo, waits=waits, **splits)
     finish(work, works, output, told)
-
-
-def gather_uneven(parts: Sequence[torch.Tensor], axis: MeshAxis) -> None:
-    """Fill in the parts of the other ranks of the axis: each part comes from the rank at its position.
-
-    Moves each part to each rank once, and nothing else: broadcasts from the owners, in one group call where the
-    backend has one (NCCL).
-
-    Args:
-        parts: contiguous, one for each rank, of any sizes, zero included; every rank knows them all.
-    """
-    if axis.size == 1:
-        return
-    group, by_gloo = axis.gather_group, axis.gathers_by_gloo
-    # As bytes, because not every backend sends every dtype.
-    owned = [(rank, part.view(-1).view(torch.uint8)) for rank, part in enumerate(parts) if part.numel()]
-    mine, wholes = parts[axis.rank], [part for _, part in owned]
-    told = begin("all_gather", axis, group, wholes, (mine,), wholes) if listeners else None
-    if wholes and not wholes[0].is_cpu and coalesces(group, wholes[0].device):
-        with coalescing(group=group, async_ops=False):
-            for rank, part in owned:
-                dist.broadcast(part, group=group, group_src=rank)
-    else:
-        works = [
-            _start(dist.broadcast, part, group=group, by_gloo=by_gloo, waits=True, group_src=rank)
-            for rank, part in owned
-        ]
-        for work, part in zip(works, wholes, strict=True):
-            finish(work, None, part)
-    finish(None, None, mine, told)
 
 
 def broadcast(tensor: torch.Tensor, axis: MeshAxis, source: int = 0) -> None:

@@ -26,7 +26,7 @@ from dbuffer_kernels.switches import is_off
 Works = list[dist.Work] | None
 
 # Private in every version, and what FSDP2 and Megatron use.
-coalescing: Callable[..., Any] = dist._coalescing_manager  # type: ignore[attr-defined]
+_coalescing: Callable[..., Any] = dist._coalescing_manager  # type: ignore[attr-defined]
 
 _reduce_flat: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -50,6 +50,33 @@ def reduce_together(parts: Sequence[Part], works: Works = None) -> None:
 def all_reduce_together(parts: Sequence[Part], works: Works = None) -> None:
     """Do ``all_reduce`` for each part's ``whole``: those along one axis, of one dtype, in one collective."""
     _together(_ALL_REDUCE, parts, works)
+
+
+def gather_uneven(parts: Sequence[torch.Tensor], axis: MeshAxis) -> None:
+    """Fill in the parts of the other ranks of the axis: each part comes from the rank at its position.
+
+    Moves each part to each rank once, and nothing else: broadcasts from the owners, in one group call where the
+    backend has one (NCCL).
+
+    Args:
+        parts: contiguous, one for each rank, of any sizes, zero included; every rank knows them all.
+    """
+    if axis.size == 1:
+        return
+    group, mine = axis.gather_group, parts[axis.rank]
+    # As bytes, because not every backend sends every dtype.
+    owned = [(rank, part.view(-1).view(torch.uint8)) for rank, part in enumerate(parts) if part.numel()]
+    wholes = [part for _, part in owned]
+    told = begin("all_gather", axis, group, wholes, (mine,), wholes) if listeners else None
+    if owned and not mine.is_cpu and _coalesces(group, mine.device):
+        with _coalescing(group=group, async_ops=False):
+            for rank, part in owned:
+                dist.broadcast(part, group=group, group_src=rank)
+    else:
+        works = [dist.broadcast(part, group=group, group_src=rank, async_op=True) for rank, part in owned]
+        for work, part in zip(works, wholes, strict=True):
+            finish(work, None, part)
+    finish(None, None, mine, told)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +141,7 @@ def _together(kind: _Kind, parts: Sequence[Part], works: Works) -> None:
         if _is_wide(kind, alike[0]) or kind.is_by_gloo(alike[0]):
             finish(kind.message(alike), works, wholes[0], told)
             continue
-        with coalescing(group=group, async_ops=works is not None) as manager:
+        with _coalescing(group=group, async_ops=works is not None) as manager:
             for part in alike:
                 kind.one(part, group=group, async_op=works is not None)
         finish(None if works is None else manager, works, wholes[0], told)
@@ -144,13 +171,13 @@ def _travel_together(kind: _Kind, parts: Sequence[Part]) -> bool:
         return True
     if kind.is_by_gloo(first):
         return 0 < sum(part.whole.nbytes for part in parts) <= MOST_EXCHANGED_BYTES
-    return coalesces(kind.group(first.axis), first.whole.device)
+    return _coalesces(kind.group(first.axis), first.whole.device)
 
 
 _COALESCES: weakref.WeakKeyDictionary[dist.ProcessGroup, bool] = weakref.WeakKeyDictionary()
 
 
-def coalesces(group: dist.ProcessGroup, device: torch.device) -> bool:
+def _coalesces(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether a group issues several collectives as one."""
     known = _COALESCES.get(group)
     if known is None:

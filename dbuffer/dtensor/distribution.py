@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from dbuffer import collectives, collectives_rare
+from dbuffer import collectives, collectives_rare, collectives_together
 from dbuffer.errors import PlacementError
 from dbuffer.mesh import MeshAxis, mesh_axes
 
@@ -180,7 +180,7 @@ class RaggedShard(Shard):
         whole[mine.start : mine.stop] = local_tensor
         if collectives.is_traced(local_tensor):
             return self._gather_traced(whole, local_tensor, rows, axis).view(result.shape)
-        collectives_rare.gather_uneven([whole[part.start : part.stop] for part in rows], axis)
+        collectives_together.gather_uneven([whole[part.start : part.stop] for part in rows], axis)
         return result
 
     def _gather_traced(

@@ -15,6 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+from dbuffer.dtensor.checkpoint_chunks import own_rows
 from dbuffer.dtensor.distribution import Distribution, RaggedShard, contiguous_stride
 from dbuffer.dtensor.flat_dtensor import FlatDTensor
 from dbuffer.dtensor.placed_tensor import PlacedTensor
@@ -25,15 +26,30 @@ _make: Any = PlacedTensor.__new__
 
 def keep_rows_of_placements() -> None:
     """Let ``DTensor`` make a ``FlatDTensor`` where a placement is a ``RaggedShard``, from now on."""
-    DTensor.__new__ = staticmethod(_make_by_placements)  # type: ignore[method-assign,assignment]
+    kind: Any = DTensor
+    kind.__new__ = staticmethod(_make_by_placements)
 
 
 def _make_by_placements(cls: type[DTensor], local_tensor: torch.Tensor, spec: DTensorSpec, **options: Any) -> DTensor:
     """Make a DTensor; a ``FlatDTensor`` where its placements say which rows each rank has."""
     if cls is DTensor and any(isinstance(placement, RaggedShard) for placement in spec.placements):
-        cls, spec = FlatDTensor, _spec_with_rows(local_tensor, spec)
+        cls, local_tensor = FlatDTensor, _rows_of_slices(local_tensor, spec)
+        spec = _spec_with_rows(local_tensor, spec)
     made: DTensor = _make(cls, local_tensor, spec, **options)
     return made
+
+
+def _rows_of_slices(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
+    """Return this rank's own rows of what PyTorch cut: of expert weights it knows only whole slices."""
+    ragged = next(placement for placement in spec.placements if isinstance(placement, RaggedShard))
+    if not ragged.leading or local.ndim != len(ragged.leading) + 1 or local.ndim == 2 or not _is_of_this_rank(spec):
+        return local
+    return own_rows(local, ragged, Distribution(spec.mesh, spec.placements).rows)
+
+
+def _is_of_this_rank(spec: DTensorSpec) -> bool:
+    """Whether this rank is part of the mesh."""
+    return spec.mesh.get_coordinate() is not None
 
 
 def _spec_with_rows(local: torch.Tensor, spec: DTensorSpec) -> DTensorSpec:
@@ -45,7 +61,7 @@ def _spec_with_rows(local: torch.Tensor, spec: DTensorSpec) -> DTensorSpec:
     """
     meta = spec.tensor_meta
     assert meta is not None
-    if spec.mesh.get_coordinate() is None or not all(type(size) is int for size in (*local.shape, *meta.shape)):
+    if not _is_of_this_rank(spec) or not all(type(size) is int for size in (*local.shape, *meta.shape)):
         # Not of this rank, or of a compiler that has symbols for sizes.
         return spec
     distribution = Distribution(spec.mesh, spec.placements)
