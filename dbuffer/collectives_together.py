@@ -52,6 +52,33 @@ def all_reduce_together(parts: Sequence[Part], works: Works = None) -> None:
     _together(_ALL_REDUCE, parts, works)
 
 
+def gather_uneven(parts: Sequence[torch.Tensor], axis: MeshAxis) -> None:
+    """Fill in the parts of the other ranks of the axis: each part comes from the rank at its position.
+
+    Moves each part to each rank once, and nothing else: broadcasts from the owners, in one group call where the
+    backend has one (NCCL).
+
+    Args:
+        parts: contiguous, one for each rank, of any sizes, zero included; every rank knows them all.
+    """
+    if axis.size == 1:
+        return
+    group, mine = axis.gather_group, parts[axis.rank]
+    # As bytes, because not every backend sends every dtype.
+    owned = [(rank, part.view(-1).view(torch.uint8)) for rank, part in enumerate(parts) if part.numel()]
+    wholes = [part for _, part in owned]
+    told = begin("all_gather", axis, group, wholes, (mine,), wholes) if listeners else None
+    if owned and not mine.is_cpu and _coalesces(group, mine.device):
+        with _coalescing(group=group, async_ops=False):
+            for rank, part in owned:
+                dist.broadcast(part, group=group, group_src=rank)
+    else:
+        works = [dist.broadcast(part, group=group, group_src=rank, async_op=True) for rank, part in owned]
+        for work, part in zip(works, wholes, strict=True):
+            finish(work, None, part)
+    finish(None, None, mine, told)
+
+
 @dataclass(frozen=True, slots=True)
 class _Kind:
     """A collective: how one part is issued, several as one message of gloo's, and each of several as one launch."""

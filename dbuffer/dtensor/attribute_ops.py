@@ -9,7 +9,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from dbuffer.dtensor.autograd import convert_gradients_of
-from dbuffer.dtensor.gathered_ops import Arguments, Operator, Options
+from dbuffer.dtensor.gathered_ops import Arguments, Operator, Options, map_tensors, tensors_in
 from dbuffer.dtensor.placed_tensor import PlacedTensor
 from dbuffer.errors import PlacementError
 
@@ -40,6 +40,24 @@ def run_detach(operator: Operator, args: Arguments, options: Options) -> Any:
     return detached
 
 
+_DATA_VIEWS: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def run_get_data(operator: Operator, args: Arguments, options: Options) -> Any:
+    """Return the same memory, without history; it keeps its values when ``.data`` is set to other ones."""
+    view = run_detach(operator, args, options)
+    _DATA_VIEWS.setdefault(args[0], WeakIdKeyDictionary())[view] = True
+    return view
+
+
+def run_numbers(operator: Operator, args: Arguments, options: Options) -> Any:
+    """Format a number, or return values as an array: of what every rank holds whole; the rest as PyTorch does it."""
+    source, *rest = args
+    if not isinstance(source, PlacedTensor) or not source.is_whole or (operator.name == "__format__" and source.ndim):
+        return run_native(operator, args, options)
+    return operator.function(source.whole().detach(), *rest, **options)
+
+
 def run_set_data(operator: Operator, args: Arguments, options: Options) -> None:
     """Take over values: a sharded tensor's memory is a piece of a flat buffer."""
     target, value = args
@@ -51,20 +69,68 @@ def run_set_data(operator: Operator, args: Arguments, options: Options) -> None:
             f"{value.dtype} of shape {tuple(value.shape)} on {value.device}"
         )
     with torch.no_grad():
+        # What was read from .data before keeps its values, as in `p.data, kept = kept, p.data`.
+        for view in list(_DATA_VIEWS.pop(target, {})):
+            if view.window is None and view._local_tensor.data_ptr() == target._local_tensor.data_ptr():
+                rebind(view, view.with_local(view._local_tensor.clone()))
         target.copy_(value.detach())
 
 
 _REASONS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-def refuse_uses(tensor: torch.Tensor, *, hook: Callable[[], str], convert: Callable[[], str]) -> None:
-    """Let two uses of a tensor raise ``PlacementError`` with a reason.
+def refuse_uses(
+    tensor: torch.Tensor, *, name: Callable[[], str], hook: Callable[[], str], convert: Callable[[], str]
+) -> None:
+    """Let two uses of a tensor raise ``PlacementError`` with a reason, and errors call it by a name.
 
     Args:
+        name: the parameter and its unit, in words.
         hook: of ``register_hook``, as autograd gives the tensor no gradient.
         convert: of ``nn.Module.to`` and its like, by the module that holds it.
     """
-    _REASONS[tensor] = {"register_hook": hook, "_has_compatible_shallow_copy_type": convert}
+    _REASONS[tensor] = {"name": name, "register_hook": hook, "_has_compatible_shallow_copy_type": convert}
+
+
+def words_of(tensor: PlacedTensor) -> str:
+    """Return how errors call a sharded tensor: the parameter that it is, whose memory it shows, or whose gradient."""
+    owner = tensor.gradient_of() if tensor.gradient_of is not None else None
+    if owner is not None:
+        return f"the gradient of {words_of(owner)}"  # type: ignore[arg-type]  # of a sharded one
+    if tensor in _REASONS:
+        return _REASONS[tensor]["name"]()  # type: ignore[no-any-return]
+    for known, reasons in _REASONS.items():
+        # The memory of .data; where this rank has no rows, its layout.
+        if isinstance(known, PlacedTensor) and known.shape == tensor.shape:
+            here, there = known._local_tensor, tensor._local_tensor
+            is_same = here.data_ptr() == there.data_ptr() if here.numel() else known._spec is tensor._spec
+            if is_same or known.grad is tensor:
+                words: str = reasons["name"]()
+                return words if is_same else f"the gradient of {words}"
+    return f"a sharded tensor of shape {tuple(tensor.shape)}"
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor._local_tensor if isinstance(tensor, PlacedTensor) else tensor
+
+
+def refuse_collective(operator: Operator, args: Arguments, options: Options) -> Any:
+    """Raise: ranks have different rows, and element by element they would be mixed.
+
+    Raises:
+        NotImplementedError: unless every rank holds all of each tensor. FSDP2's parameters raise it too.
+    """
+    placed = [each for each in tensors_in(args, options) if isinstance(each, PlacedTensor)]
+    tensor = next((each for each in placed if not each.is_whole or each.window is not None), None)
+    if placed and tensor is None:
+        return operator.function(*map_tensors(args, _local), **{k: map_tensors(v, _local) for k, v in options.items()})
+    if tensor is None:
+        return run_native(operator, args, options)
+    raise NotImplementedError(
+        f"rank {torch.distributed.get_rank()}: {operator.name} of {words_of(tensor)}: the ranks hold different rows of "
+        "it, which a collective would mix. fix: p.full_tensor() for the whole values, or p.to_local() for the rows of "
+        "this rank"
+    )
 
 
 def _refuse_use(operator: Operator, tensor: torch.Tensor) -> None:

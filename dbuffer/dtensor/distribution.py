@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from dbuffer import collectives, collectives_rare
+from dbuffer import collectives, collectives_rare, collectives_together
 from dbuffer.errors import PlacementError
 from dbuffer.mesh import MeshAxis, mesh_axes
 
@@ -57,27 +57,32 @@ class RaggedShard(Shard):
         rows: where the tensor's rows lie.
         axis_sizes: for a mesh that was flattened, the sizes of its axes; their last one is the major one of the buffer,
             while ranks of a flattened mesh count the first one slowest. Empty where rank r holds shard r.
-        is_flattened: rows are those of all dimensions but the last, flattened: expert weights (E, a, b) may be cut
-            between any two of their E * a rows, and local parts are 2-D.
+        leading: (E, a) where rows are those of all dimensions but the last, flattened: expert weights (E, a, b) may be
+            cut between any two of their E * a rows, and local parts are 2-D. Else empty.
     """
 
     rows: FlatRows
     axis_sizes: tuple[int, ...]
-    is_flattened: bool
+    leading: tuple[int, ...]
 
     # The base class is a compiled one that takes the dimension alone.
-    def __new__(cls, rows: FlatRows, axis_sizes: tuple[int, ...] = (), is_flattened: bool = False) -> RaggedShard:
+    def __new__(cls, rows: FlatRows, axis_sizes: tuple[int, ...] = (), leading: tuple[int, ...] = ()) -> RaggedShard:
         """Create the placement; see the class."""
         return super().__new__(cls, 0)  # type: ignore[call-arg]  # the stub lacks the argument
 
-    def __init__(self, rows: FlatRows, axis_sizes: tuple[int, ...] = (), is_flattened: bool = False) -> None:
+    def __init__(self, rows: FlatRows, axis_sizes: tuple[int, ...] = (), leading: tuple[int, ...] = ()) -> None:
         super().__init__(0)
         self.rows = rows
         self.axis_sizes = axis_sizes
-        self.is_flattened = is_flattened
+        self.leading = leading
 
-    def _key(self) -> tuple[FlatRows, tuple[int, ...], bool]:
-        return (self.rows, self.axis_sizes, self.is_flattened)
+    @property
+    def is_flattened(self) -> bool:
+        """Whether rows are those of all dimensions but the last, flattened."""
+        return bool(self.leading)
+
+    def _key(self) -> tuple[FlatRows, tuple[int, ...], tuple[int, ...]]:
+        return (self.rows, self.axis_sizes, self.leading)
 
     # PyTorch compares placements with a plain Shard(0) in operator strategies and expects equality there; between two
     # of these the rows decide, and they are part of the hash: the sharding cache must not hand one layout to another.
@@ -100,7 +105,7 @@ class RaggedShard(Shard):
         return (RaggedShard, self._key())
 
     def __repr__(self) -> str:
-        return f"RaggedShard({self.rows}, {self.axis_sizes}, {self.is_flattened})"
+        return f"RaggedShard({self.rows}, {self.axis_sizes}, {self.leading})"
 
     def __str__(self) -> str:
         return "S(0)"
@@ -166,22 +171,30 @@ class RaggedShard(Shard):
     ) -> torch.Tensor:
         axis = mesh_axes(mesh)[mesh_dim]
         rows = list(map(self.rows_of, range(axis.size)))
-        most = max(map(len, rows))
         row_shape = tuple(current_logical_shape[-1:] if self.is_flattened else current_logical_shape[1:])
         whole = local_tensor.new_empty((sum(map(len, rows)), *row_shape))
         result = whole.view(tuple(current_logical_shape)) if self.is_flattened else whole
         if not whole.numel():
             return result
-        # As bytes, because not every backend gathers every dtype (gloo refuses bool).
-        padded = whole.new_empty((most, *row_shape))
-        padded[: local_tensor.shape[0]] = local_tensor
+        mine = rows[axis.rank]
+        whole[mine.start : mine.stop] = local_tensor
+        if collectives.is_traced(local_tensor):
+            return self._gather_traced(whole, local_tensor, rows, axis).view(result.shape)
+        collectives_together.gather_uneven([whole[part.start : part.stop] for part in rows], axis)
+        return result
+
+    def _gather_traced(
+        self, whole: torch.Tensor, local: torch.Tensor, rows: Sequence[range], axis: MeshAxis
+    ) -> torch.Tensor:
+        """Gather parts that are padded to one size: what a compiler has an operator for."""
+        most = max(map(len, rows))
+        padded = whole.new_zeros((most, *whole.shape[1:]))
+        padded[: local.shape[0]] = local
         shard = padded.view(-1).view(torch.uint8)
         gathered = torch.empty(axis.size * shard.numel(), dtype=torch.uint8, device=shard.device)
         collectives.all_gather(gathered, shard, axis)
-        shards = gathered.view(whole.dtype).view(axis.size, most, *row_shape)
-        for rank, part in enumerate(rows):
-            whole[part.start : part.stop] = shards[rank, : len(part)]
-        return result
+        shards = gathered.view(whole.dtype).view(axis.size, most, *whole.shape[1:])
+        return torch.cat([shards[rank, : len(part)] for rank, part in enumerate(rows)])
 
     def _reduce_shard_tensor(
         self, tensor: torch.Tensor, mesh: DeviceMesh, reduce_op: str, mesh_dim: int
@@ -206,9 +219,9 @@ def _pad_rows(tensor: torch.Tensor, num_rows: int) -> torch.Tensor:
 
 
 @functools.lru_cache(maxsize=65536)
-def ragged_shard(rows: FlatRows, axis_sizes: tuple[int, ...] = (), is_flattened: bool = False) -> RaggedShard:
+def ragged_shard(rows: FlatRows, axis_sizes: tuple[int, ...] = (), leading: tuple[int, ...] = ()) -> RaggedShard:
     """Return one object for equal arguments: weights, gradients and optimizer state then compare by identity."""
-    return RaggedShard(rows, axis_sizes, is_flattened)
+    return RaggedShard(rows, axis_sizes, leading)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from torch.utils.dlpack import from_dlpack
 
 from dbuffer.dtensor.distribution import Distribution, FlatRows, contiguous_stride, ragged_shard
 from dbuffer.dtensor.flat_dtensor import FlatDTensor
+from dbuffer.dtensor.made_by_hand import keep_rows_of_placements
 from dbuffer.errors import LayoutError, PlacementError
 from dbuffer.layout import Layout, cuts_inside_slices, first_dimension_granularity
 from dbuffer.mesh import flattened_mesh, mesh_axes
@@ -25,6 +26,9 @@ from dbuffer.placements import flat_axes
 _DLPACK_DTYPES = frozenset(
     getattr(torch, name) for name in "float64 float32 float16 bfloat16 int64 int32 int16 int8 uint8".split()
 )
+
+# Placements with rows come from here alone.
+keep_rows_of_placements()
 
 
 def buffer_dtensor(
@@ -50,12 +54,13 @@ def buffer_dtensor(
             "DTensor"
         )
     row_numel, num_rows = math.prod(shape[1:]), shape[0]
+    leading = tuple(shape[:-1]) if is_flattened else ()
     if is_flattened:
         local, row_numel, num_rows = local.reshape(-1, shape[-1]), shape[-1], math.prod(shape[:-1])
     rows = FlatRows(layout.plan.offsets[index], layout.numel, row_numel, num_rows)
     if len(axes) > 1:
-        return wrap(local, flattened_mesh(mesh), (ragged_shard(rows, sizes, is_flattened),), shape)
-    ragged = ragged_shard(rows, (), is_flattened)
+        return wrap(local, flattened_mesh(mesh), (ragged_shard(rows, sizes, leading),), shape)
+    ragged = ragged_shard(rows, (), leading)
     return wrap(local, mesh, tuple(ragged if axis in axes else Replicate() for axis in range(len(sizes))), shape)
 
 

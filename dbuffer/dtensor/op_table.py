@@ -9,12 +9,15 @@ import torch
 
 from dbuffer.dtensor.attribute_ops import (
     refuse,
+    refuse_collective,
     run_convert,
     run_data_ptr,
     run_detach,
+    run_get_data,
     run_hook,
     run_iterate,
     run_native,
+    run_numbers,
     run_reshape,
     run_set_data,
 )
@@ -72,9 +75,9 @@ _REDUCTIONS = frozenset(
 _NATIVE = frozenset(
     """size dim ndimension numel nelement stride element_size is_contiguous is_floating_point is_complex is_signed
     is_inference is_conj is_neg is_same_size get_device storage untyped_storage _typed_storage storage_offset
-    storage_type is_shared is_pinned requires_grad_ detach_ __repr__ __format__ __reduce_ex__ __reduce__ __setstate__
+    storage_type is_shared is_pinned requires_grad_ detach_ __repr__ __reduce_ex__ __reduce__ __setstate__
     __hash__ __len__ __dir__ _is_view result_type _use_count has_names
-    _clear_non_serializable_cached_data numpy __array__ is_set_to
+    _clear_non_serializable_cached_data is_set_to
     sym_size sym_stride sym_numel sym_storage_offset""".split()
 )
 _RESHAPES = frozenset({"t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_"})
@@ -88,6 +91,9 @@ _SPECIAL: dict[str, Handler] = {
     "register_post_accumulate_grad_hook": run_hook,
     "retain_grad": run_hook,
     "backward": run_backward,
+    "__format__": run_numbers,
+    "numpy": run_numbers,
+    "__array__": run_numbers,
     "grad": run_native,
     "__iter__": run_iterate,
     "_has_compatible_shallow_copy_type": run_convert,
@@ -123,6 +129,8 @@ def _operator_of(function: Callable[..., Any]) -> Operator:
     if schema is not None:
         # torch.ops.aten.add_.Tensor and its like.
         name = schema.name.rpartition("::")[2]
+    if _is_collective(function):
+        return Operator(function, refuse_collective, name)
     base, is_in_place = _stem(name)
     run = run_backward if function is torch.autograd.grad else _handler(name, base)
     # The functions of torch.nn.init see to it themselves that autograd does not record.
@@ -132,12 +140,29 @@ def _operator_of(function: Callable[..., Any]) -> Operator:
     return Operator(function, run, base, is_in_place or name == "__setitem__", name in _RANDOM, is_recorded)
 
 
+def _is_collective(function: Callable[..., Any]) -> bool:
+    """Whether a function sends tensors to other ranks: one of ``torch.distributed``, or an operator of c10d."""
+    schema = getattr(function, "_schema", None)
+    # An operator of one signature, or of all.
+    operator = getattr(function, "_qualified_op_name", "") if schema is None else schema.name
+    if operator:
+        return operator.partition("::")[0] in _COLLECTIVE_NAMESPACES
+    module = getattr(function, "__module__", None) or ""
+    return module.startswith(_COLLECTIVE_MODULES)
+
+
+_COLLECTIVE_NAMESPACES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional"})
+_COLLECTIVE_MODULES = (
+    "torch.distributed.distributed_c10d", "torch.distributed._functional_collectives", "torch.distributed.nn"
+)  # fmt: skip
+
+
 def _property_access(function: Callable[..., Any], access: str) -> Operator:
     attribute = function.__self__  # type: ignore[attr-defined]  # a bound method of the property
     name = getattr(attribute, "__name__", None) or attribute.fget.__name__
     run: Handler = run_native
     if access == "__get__":
-        run = {"data": run_detach, "real": run_by_rows, "imag": run_by_rows}.get(name, run)
+        run = {"data": run_get_data, "real": run_by_rows, "imag": run_by_rows}.get(name, run)
         run = run_on_whole if name in ("T", "mT", "H", "mH") else run
     elif name == "data":
         run = run_set_data

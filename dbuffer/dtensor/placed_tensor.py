@@ -6,7 +6,7 @@ import copy
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
@@ -80,6 +80,10 @@ class PlacedTensor(DTensor):
     on_grad_dropped: GradDrops | None = None
     pending_grad: torch.Tensor | None = None
     gradient_of: weakref.ref[torch.Tensor] | None = None
+
+    if not TYPE_CHECKING:
+        # Before ``made_by_hand`` gives DTensor another one.
+        __new__ = DTensor.__new__
 
     def __init__(self, *args: Any, **options: Any) -> None:
         """Do nothing: DTensor's own costs as much as an operator."""

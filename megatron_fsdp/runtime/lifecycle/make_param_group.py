@@ -158,9 +158,14 @@ def note_params(group: ParameterGroup) -> None:
         note_group(param, group)
         mark_owned(param, group.name, owned.name)
         handle = handle_of(weight)
-        refuse_uses(param, hook=partial(_no_hooks, handle), convert=partial(_no_conversion, handle))
+        reasons = {"hook": partial(_no_hooks, handle), "convert": partial(_no_conversion, handle)}
+        refuse_uses(param, name=partial(_words, handle), **reasons)
         if grad_dtype_of(param) == "own":
             set_grad_dtype(param, owned.grad_dtype)
+
+
+def _words(handle: WeightHandle) -> str:
+    return handle.words
 
 
 def _no_hooks(handle: WeightHandle) -> str:

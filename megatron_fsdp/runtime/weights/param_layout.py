@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch.distributed.tensor import DTensor
 
-from dbuffer import RaggedShard
-from dbuffer.dtensor.checkpoint_chunks import own_rows as rows_of_slices
 from dbuffer.dtensor.flat_dtensor import FlatDTensor
 from megatron_fsdp.errors import StateError
 
@@ -27,20 +25,10 @@ def laid_out(params: FSDPParams, param: torch.Tensor, value: torch.Tensor) -> DT
     template, split = params.sharded_params[index], params.owned[index].split
     assert isinstance(template, FlatDTensor)
     local = torch.empty_like(template.to_local(), dtype=value.dtype)
-    if (
-        isinstance(value, DTensor)
-        and not isinstance(value, FlatDTensor)
-        and template.distribution.is_flattened
-        and _placed(value) == _placed(template)
-    ):
-        # PyTorch cut it like the parameter, but by slices of the first dimension.
-        ragged = next(one for one in value.placements if isinstance(one, RaggedShard))
-        local.copy_(rows_of_slices(value.to_local().detach(), ragged, template.distribution.rows))
-    else:
-        held = params.main_weight.layout.held(index)
-        whole = (value.full_tensor() if isinstance(value, DTensor) else value).detach()
-        part = (whole if split is None else split.local_part(whole)).reshape(-1)
-        local.view(-1).copy_(part[held.start : held.stop])
+    held = params.main_weight.layout.held(index)
+    whole = (value.full_tensor() if isinstance(value, DTensor) else value).detach()
+    part = (whole if split is None else split.local_part(whole)).reshape(-1)
+    local.view(-1).copy_(part[held.start : held.stop])
     return FlatDTensor.from_local(
         local, template.device_mesh, template.placements, run_check=False, shape=template.shape,
         stride=template.stride(),

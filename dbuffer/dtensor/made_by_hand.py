@@ -1,0 +1,102 @@
+"""DTensors that users make from the placements of a sharded tensor: they get its rows, and its operators.
+
+``DTensor.from_local(local, p.device_mesh, p.placements)``, ``DTensor(local, p._spec, ...)``, ``redistribute`` and
+``zeros(..., placements=...)`` all end in ``DTensor.__new__``. It makes a ``FlatDTensor`` where a placement is a
+``RaggedShard``: PyTorch's own operators would forget the rows (docs/design/facade.md, "Made by hand").
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from dbuffer.dtensor.checkpoint_chunks import own_rows
+from dbuffer.dtensor.distribution import Distribution, RaggedShard, contiguous_stride
+from dbuffer.dtensor.flat_dtensor import FlatDTensor
+from dbuffer.dtensor.placed_tensor import PlacedTensor
+from dbuffer.errors import PlacementError
+
+_make: Any = PlacedTensor.__new__
+
+
+def keep_rows_of_placements() -> None:
+    """Let ``DTensor`` make a ``FlatDTensor`` where a placement is a ``RaggedShard``, from now on."""
+    kind: Any = DTensor
+    kind.__new__ = staticmethod(_make_by_placements)
+
+
+def _make_by_placements(cls: type[DTensor], local_tensor: torch.Tensor, spec: DTensorSpec, **options: Any) -> DTensor:
+    """Make a DTensor; a ``FlatDTensor`` where its placements say which rows each rank has."""
+    if cls is DTensor and any(isinstance(placement, RaggedShard) for placement in spec.placements):
+        cls, local_tensor = FlatDTensor, _rows_of_slices(local_tensor, spec)
+        spec = _spec_with_rows(local_tensor, spec)
+    made: DTensor = _make(cls, local_tensor, spec, **options)
+    return made
+
+
+def _rows_of_slices(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
+    """Return this rank's own rows of what PyTorch cut: of expert weights it knows only whole slices."""
+    ragged = next(placement for placement in spec.placements if isinstance(placement, RaggedShard))
+    if not ragged.leading or local.ndim != len(ragged.leading) + 1 or local.ndim == 2 or not _is_of_this_rank(spec):
+        return local
+    return own_rows(local, ragged, Distribution(spec.mesh, spec.placements).rows)
+
+
+def _is_of_this_rank(spec: DTensorSpec) -> bool:
+    """Whether this rank is part of the mesh."""
+    return spec.mesh.get_coordinate() is not None
+
+
+def _spec_with_rows(local: torch.Tensor, spec: DTensorSpec) -> DTensorSpec:
+    """Return the spec with the true global shape; PyTorch takes every rank to have as many rows as this one.
+
+    Raises:
+        PlacementError: the local part does not have the rows that the placement gives this rank, or the global shape
+            is another one.
+    """
+    meta = spec.tensor_meta
+    assert meta is not None
+    if not _is_of_this_rank(spec) or not all(type(size) is int for size in (*local.shape, *meta.shape)):
+        # Not of this rank, or of a compiler that has symbols for sizes.
+        return spec
+    distribution = Distribution(spec.mesh, spec.placements)
+    ragged = next(placement for placement in spec.placements if isinstance(placement, RaggedShard))
+    num_rows = len(distribution.rows)
+    if not local.ndim or local.shape[0] != num_rows:
+        raise PlacementError(
+            f"rank {torch.distributed.get_rank()}: found a local part of shape {tuple(local.shape)}, but the placement "
+            f"gives this rank {num_rows} rows of {ragged.rows.num_rows}, as the flat buffer lies. fix: "
+            "distribute_tensor(whole, mesh, [Shard(0)]) for parts of equal size, or a local part like p.to_local()"
+        )
+    if _fits(distribution, ragged, local, meta.shape):
+        return spec
+    shape = [*(ragged.leading or (ragged.rows.num_rows,)), *local.shape[1:]]
+    guessed = list(local.shape)
+    for placement, size in zip(spec.placements, spec.mesh.shape, strict=True):
+        if isinstance(placement, Shard):
+            guessed[placement.dim] *= size
+            shape[placement.dim] *= 1 if placement is ragged else size
+    if tuple(meta.shape) != tuple(guessed):
+        raise PlacementError(
+            f"found shape={tuple(meta.shape)} with placements of a tensor with {ragged.rows.num_rows} rows and a local "
+            f"part of shape {tuple(local.shape)}. fix: shape=p.shape, stride=p.stride() of the tensor whose placements "
+            "these are"
+        )
+    changed = copy.copy(spec)
+    changed._hash = None
+    changed.tensor_meta = TensorMeta(torch.Size(shape), contiguous_stride(shape), meta.dtype)
+    return changed
+
+
+def _fits(distribution: Distribution, ragged: RaggedShard, local: torch.Tensor, shape: torch.Size) -> bool:
+    """Whether a local part is what a tensor of a global shape has on this rank."""
+    if len(shape) != len(local.shape) + max(len(ragged.leading) - 1, 0):
+        return False
+    part = distribution.local_box(shape)[1]
+    num_leading = len(ragged.leading) or 1
+    return math.prod(part[:num_leading]) == ragged.rows.num_rows and part[num_leading:] == local.shape[1:]

@@ -1,0 +1,191 @@
+"""DTensors that users make from the placements of a sharded tensor have its rows through every operator."""
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, zeros
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from dbuffer import FlatDTensor, PlacementError
+from megatron_fsdp import fully_shard
+from tests.functional.dbuffer.dtensor.operator_cases import LAYOUTS, make_mesh, num_ranks, sharded, values
+from tests.harness import on_ranks
+
+EVERY_LAYOUT = list(LAYOUTS)
+
+
+def by_hand(tensor: DTensor, local: torch.Tensor | None = None, **options: Any) -> DTensor:
+    """Return a copy that is made from the local part and the placements alone."""
+    local = tensor.to_local().detach().clone() if local is None else local
+    return DTensor.from_local(local, tensor.device_mesh, tensor.placements, **options)
+
+
+def operators(made: DTensor, plain: torch.Tensor, like: DTensor) -> None:
+    """Compare what is done with a tensor made by hand, alone and beside its origin, with the same of plain ones."""
+    for function in (torch.clone, torch.sqrt, torch.Tensor.double, torch.zeros_like, lambda x: x * 2 - 1, torch.cumsum):
+        arguments = (0,) if function is torch.cumsum else ()
+        found = function(made, *arguments)  # type: ignore[operator]
+        torch.testing.assert_close(found.full_tensor(), function(plain, *arguments), equal_nan=True)  # type: ignore[operator]
+    for reduction in (torch.sum, torch.max) if plain.numel() else (torch.sum,):
+        torch.testing.assert_close(reduction(made).full_tensor(), reduction(plain))
+    assert torch.equal((made + like).full_tensor(), plain + plain)
+    assert torch.equal((like - 3 * made).full_tensor(), plain - 3 * plain)
+    average = made.clone()
+    average.mul_(0.5).add_(like.detach(), alpha=0.25)
+    assert torch.equal(average.full_tensor(), plain * 0.5 + plain * 0.25)
+    like.copy_(average)
+    assert torch.equal(like.full_tensor(), plain * 0.5 + plain * 0.25)
+    made.copy_(like)
+    assert torch.equal(made.full_tensor(), like.full_tensor())
+
+
+@pytest.mark.parametrize("layout", EVERY_LAYOUT)
+@pytest.mark.parametrize("is_shape_given", [False, True])
+@on_ranks(lambda layout, is_shape_given: num_ranks(layout))
+def test_a_tensor_from_local_has_the_rows_of_its_placements(layout: str, is_shape_given: bool) -> None:
+    whole = values(1)
+    for plain, tensor in zip(whole, sharded(layout, whole, make_mesh(layout)), strict=True):
+        options = {"shape": tensor.shape, "stride": tensor.stride()} if is_shape_given else {}
+        for run_check in (False, True) if is_shape_given else (False,):
+            made = by_hand(tensor, run_check=run_check, **options)
+            assert made.shape == plain.shape
+            assert made.stride() == plain.stride()
+            assert torch.equal(made.full_tensor(), plain)
+        operators(made, plain, tensor)
+
+
+@pytest.mark.parametrize("layout", EVERY_LAYOUT)
+@on_ranks(num_ranks)
+def test_other_ways_to_make_a_tensor_have_the_rows_too(layout: str) -> None:
+    mesh, whole = make_mesh(layout), values(1)
+    for plain, tensor in zip(whole, sharded(layout, whole, mesh), strict=True):
+        local, placements = tensor.to_local(), copy.deepcopy(pickle.loads(pickle.dumps(tensor.placements)))
+        made = [
+            DTensor(local.clone(), tensor._spec, requires_grad=False),
+            DTensor.from_local(local.clone(), tensor.device_mesh, placements, run_check=False),
+            distribute_tensor(plain, tensor.device_mesh, tensor.placements),
+            distribute_tensor(plain, tensor.device_mesh, [Replicate()] * tensor.device_mesh.ndim).redistribute(
+                tensor.device_mesh, tensor.placements
+            ),
+            copy.deepcopy(by_hand(tensor)),
+        ]
+        for each in made:
+            assert torch.equal(each.full_tensor(), plain)
+            assert torch.equal((each * 2).full_tensor(), plain * 2)
+            assert torch.equal((tensor + each).full_tensor(), plain * 2)
+        back = made[1].redistribute(tensor.device_mesh, [Replicate()] * tensor.device_mesh.ndim)
+        assert torch.equal(back.to_local(), plain)
+
+
+@on_ranks(3)
+def test_zeros_with_the_placements_of_a_tensor_have_its_rows() -> None:
+    (tensor,) = sharded("three ranks", [torch.arange(26.0).view(13, 2)], make_mesh("three ranks"))
+    made = zeros(13, 2, device_mesh=tensor.device_mesh, placements=tensor.placements)
+    assert torch.equal(made.add_(tensor).full_tensor(), torch.arange(26.0).view(13, 2))
+
+
+@on_ranks(3)
+def test_a_tensor_with_other_columns_has_the_same_rows() -> None:
+    (tensor,) = sharded("three ranks", [torch.arange(28.0).view(14, 2)], make_mesh("three ranks"))
+    made = by_hand(tensor, tensor.to_local().sum(1, keepdim=True))
+    assert torch.equal(made.full_tensor(), torch.arange(28.0).view(14, 2).sum(1, keepdim=True))
+
+
+@on_ranks(3)
+def test_a_local_part_of_other_rows_is_refused() -> None:
+    (tensor,) = sharded("three ranks", [torch.arange(26.0).view(13, 2)], make_mesh("three ranks"))
+    with pytest.raises(PlacementError, match="fix: "):
+        by_hand(tensor, torch.zeros(100, 2))
+
+
+@on_ranks(2)
+def test_a_wrong_global_shape_is_refused() -> None:
+    (tensor,) = sharded("two ranks", [torch.arange(26.0).view(13, 2)], make_mesh("two ranks"))
+    with pytest.raises(PlacementError, match=r"shape=p\.shape"):
+        by_hand(tensor, shape=torch.Size((17, 2)), stride=(2, 1))
+
+
+@on_ranks(2)
+def test_plain_dtensors_stay_plain() -> None:
+    mesh = make_mesh("two ranks")
+    for placements in ([Shard(0)], [Replicate()]):
+        made = DTensor.from_local(torch.ones(2, 3), mesh, placements)
+        assert type(made) is type(made * 2) is DTensor
+
+
+@on_ranks(3)
+def test_the_local_part_gets_the_gradient_of_its_rows() -> None:
+    plain = torch.randn(7, 3, requires_grad=True)
+    (tensor,) = sharded("three ranks", [plain.detach()], make_mesh("three ranks"))
+    local = tensor.to_local().clone().requires_grad_()
+    made = DTensor.from_local(local, tensor.device_mesh, tensor.placements, run_check=False)
+    (made * made.detach()).sum().to_local().backward()
+    (plain * plain.detach()).sum().backward()
+    assert local.grad is not None
+    assert plain.grad is not None
+    rows = tensor.distribution.rows
+    torch.testing.assert_close(local.grad, plain.grad[rows.start : rows.stop])
+
+
+# ---------------------------------------------------------------- of a model's parameters
+
+
+def one_model(mesh_kind: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """Return a sharded model and its whole weights."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 1))
+    whole = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    if mesh_kind == "tensor parallel":
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        parallelize_module(model, mesh["tp"], plan)  # type: ignore[arg-type]
+        fully_shard(model, mesh=mesh["dp"])
+    else:
+        fully_shard(model)
+    return model, whole
+
+
+def offloaded(parameter: DTensor) -> DTensor:
+    """Return what an optimizer's state is after it was moved away and made again."""
+    local = parameter.to_local().detach().to("cpu", copy=True)
+    shape, stride = parameter.shape, parameter.stride()
+    return DTensor.from_local(
+        local, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=stride
+    )
+
+
+@pytest.mark.parametrize("kind", ["three ranks", "tensor parallel"])
+@on_ranks(lambda kind: 4 if kind == "tensor parallel" else 3)
+def test_averages_and_state_of_parameters_made_by_hand_are_whole(kind: str, tmp_path: Path) -> None:
+    model, whole = one_model(kind)
+    parameters = {name: parameter for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)}
+    assert parameters.keys() == whole.keys()
+    made = {name: offloaded(parameter) for name, parameter in parameters.items()}
+    for name, each in made.items():
+        assert isinstance(each, FlatDTensor)
+        assert torch.equal(each.mul(2).full_tensor(), whole[name] * 2)
+        assert torch.equal(each.abs().max().full_tensor(), whole[name].abs().max())
+        with torch.no_grad():
+            each.mul_(0.5).add_(parameters[name], alpha=2)
+        torch.testing.assert_close(each.full_tensor(), whole[name] * 2.5)
+    # The same folder on every rank.
+    folders = [str(tmp_path)]
+    dist.broadcast_object_list(folders)
+    folder = folders[0]
+    dcp.save(made, checkpoint_id=folder)
+    loaded = {name: torch.zeros_like(each) for name, each in made.items()}
+    dcp.load(loaded, checkpoint_id=folder)
+    for name, each in loaded.items():
+        torch.testing.assert_close(each.full_tensor(), whole[name] * 2.5)
+    model.load_state_dict(made)
+    for name, each in get_model_state_dict(model).items():
+        torch.testing.assert_close(each.full_tensor(), whole[name] * 2.5)

@@ -1,0 +1,119 @@
+"""What users do with sharded parameters and norms: collectives, swaps of .data, numbers, and whole copies."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import _functional_collectives as functional_collectives
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grad_norm_, get_total_norm
+
+import megatron_fsdp
+from dbuffer import CollectiveCall, observe_collectives
+from megatron_fsdp import fully_shard
+from tests.harness import on_ranks
+
+COLLECTIVES: dict[str, Callable[[torch.Tensor], object]] = {
+    "all_reduce": dist.all_reduce,
+    "reduce": lambda tensor: dist.reduce(tensor, 0),
+    "broadcast": lambda tensor: dist.broadcast(tensor, 0),
+    "all_gather": lambda tensor: dist.all_gather([torch.empty(tensor.shape)] * dist.get_world_size(), tensor),
+    "isend": lambda tensor: dist.isend(tensor, 1 - min(dist.get_rank(), 1)),
+    "functional": lambda tensor: functional_collectives.all_reduce(tensor, "sum", dist.group.WORLD),
+}
+
+
+def trained() -> tuple[nn.Linear, DTensor]:
+    """Return a sharded layer with gradients, and its weight."""
+    torch.manual_seed(0)
+    layer = nn.Linear(3, 7)
+    fully_shard(layer)
+    torch.manual_seed(dist.get_rank())
+    layer(torch.randn(2, 3)).square().sum().backward()
+    assert isinstance(layer.weight, DTensor)
+    return layer, layer.weight
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+@on_ranks(3)
+def test_a_collective_of_a_sharded_parameter_names_it(name: str) -> None:
+    _, weight = trained()
+    assert weight.grad is not None
+    before = weight.full_tensor()
+    for tensor in (weight, weight.data, weight.grad):
+        with pytest.raises(NotImplementedError, match=r"'weight'.*fix: ") as caught, torch.no_grad():
+            COLLECTIVES[name](tensor)
+        assert "to_local" in str(caught.value)
+    assert torch.equal(weight.full_tensor(), before)
+    # This rank's rows are a plain tensor.
+    counted = weight.to_local().detach().clone().sum()
+    dist.all_reduce(counted)
+    torch.testing.assert_close(counted, before.sum())
+
+
+@on_ranks(3)
+def test_data_swapped_with_a_kept_tensor_comes_back() -> None:
+    _, weight = trained()
+    own = weight.full_tensor()
+    kept = weight.detach().clone().mul_(2)
+    for _ in range(2):
+        weight.data, kept = kept, weight.data
+        assert torch.equal(weight.full_tensor(), 2 * own)
+        assert torch.equal(kept.full_tensor(), own)
+        weight.data, kept = kept, weight.data
+        assert torch.equal(weight.full_tensor(), own)
+        assert torch.equal(kept.full_tensor(), 2 * own)
+
+
+@on_ranks(3)
+def test_data_of_two_parameters_is_swapped() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
+    fully_shard(model)
+    first, second = model[0].weight, model[1].weight
+    wholes = first.full_tensor(), second.full_tensor()
+    first.data, second.data = second.data, first.data
+    assert torch.equal(first.full_tensor(), wholes[1])
+    assert torch.equal(second.full_tensor(), wholes[0])
+
+
+@on_ranks(3)
+def test_a_gradient_norm_is_formatted_and_an_array() -> None:
+    layer, _ = trained()
+    norms = [
+        clip_grad_norm_(layer.parameters(), 1e9),
+        get_total_norm([parameter.grad for parameter in layer.parameters() if parameter.grad is not None]),
+        megatron_fsdp.clip_grad_norm_(layer, 1e9),
+    ]
+    for norm in norms:
+        number = float(norm)
+        assert number == norm.item() > 0
+        assert f"{norm:.4f}" == f"{number:.4f}"
+        assert float(norm.numpy()) == float(np.asarray(norm)) == number
+        assert np.asarray(norm, dtype=np.float64).dtype == np.float64
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 5])
+@on_ranks(lambda num_ranks: num_ranks)
+def test_full_tensor_moves_exactly_the_weight(num_ranks: int) -> None:
+    torch.manual_seed(0)
+    layers = [nn.Linear(9, 11, bias=False), nn.Linear(11, 1, bias=False), nn.Linear(1, 64, bias=False)]
+    model = nn.Sequential(*layers).to(torch.bfloat16)
+    wholes = [parameter.detach().clone() for parameter in model.parameters()]
+    fully_shard(model)
+    calls: list[CollectiveCall] = []
+    for whole, parameter in zip(wholes, model.parameters(), strict=True):
+        assert isinstance(parameter, DTensor)
+        calls.clear()
+        with observe_collectives(calls.append):
+            assert torch.equal(parameter.full_tensor(), whole)
+        assert sum(call.num_bytes for call in calls) == whole.nbytes
+    calls.clear()
+    with observe_collectives(calls.append):
+        state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    assert all(torch.equal(one, other) for one, other in zip(state.values(), wholes, strict=True))
+    assert sum(call.num_bytes for call in calls) == sum(whole.nbytes for whole in wholes)
