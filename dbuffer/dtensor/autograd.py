@@ -317,6 +317,12 @@ def _converter(tensor: PlacedTensor) -> Callable[[torch.Tensor], torch.Tensor]:
     replicas = tensor.distribution.replicating_axes if tensor.is_leaf else []
 
     def convert(gradient: torch.Tensor) -> torch.Tensor:
+        if type(gradient) is torch.Tensor and gradient.layout is torch.strided and tensor.is_leaf:
+            # Of a function that computed with this rank's own data, below what sharded tensors see of autograd.
+            origin = tensor.distribution
+            gradient = RowsGradient(
+                origin.cut(origin.all_reduce(gradient.clone(), "avg")).contiguous(), origin, tensor.shape
+            )
         if not isinstance(gradient, RowsGradient):
             return gradient
         local = gradient.local.clone() if replicas else gradient.local
