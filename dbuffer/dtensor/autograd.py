@@ -60,13 +60,13 @@ def run_recorded(operator: Operator, args: Arguments, options: Options) -> Any:
     if options.get("out") is not None or (writes and isinstance(args[0], DTensor)):
         raise RuntimeError(
             f"{operator.name} writes into a sharded tensor, or from one that requires grad, while autograd records: "
-            f"{_names(args, options)}. fix: put it under torch.no_grad(), detach() what it reads, or use the variant that "
-            "returns a new tensor."
+            f"{_names(args, options)}. fix: put it under torch.no_grad(), detach() what it reads, or use the variant "
+            "that returns a new tensor."
         )
     if operator.run in (run_foreach, run_foreach_norm):
         raise RuntimeError(
-            f"{operator.name} has no gradient here: {_names(args, options)}. fix: put it under torch.no_grad(), or make "
-            "one call per tensor"
+            f"{operator.name} has no gradient here: {_names(args, options)}. fix: put it under torch.no_grad(), or "
+            "make one call per tensor"
         )
     own = own_data_of(
         tensors_in(args, options), is_in_place=writes, is_element_wise=operator.is_element_wise, is_recorded=True

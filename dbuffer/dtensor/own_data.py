@@ -1,7 +1,7 @@
 """Calls that compute with a sharded tensor and plain tensors that hold this rank's own data, such as activations.
 
-Each rank calls the function with the whole of what is sharded, and the result is a plain tensor of this rank's. Backward
-takes the mean over ranks of the gradients of the sharded tensor, as of ``full_tensor()``.
+Each rank calls the function with the whole of what is sharded, and the result is a plain tensor of this rank's.
+Backward takes the mean over ranks of the gradients of the sharded tensor, as of ``full_tensor()``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class OwnData:
         self._dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
 
     def cast(self, tensor: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-        """Return ``whole`` in the dtype that the owner of ``tensor`` computes in, where the own data have that dtype."""
+        """Return ``whole`` in the dtype that the owner of ``tensor`` computes in, where own data have that dtype."""
         named = label_of(tensor)
         if named is None or whole.dtype in self._dtypes or named.compute_dtype not in self._dtypes:
             return whole
