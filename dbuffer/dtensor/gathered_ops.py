@@ -114,8 +114,8 @@ class _Gathered:
             if self._own is not None:
                 raise PlacementError(
                     f"{self._operator.name} would change {words_of(root)}, with data of this rank's own: ranks would "
-                    "have different values. fix: call it with p.full_tensor(), which is a copy, and write back what all "
-                    "ranks hold alike"
+                    "have different values. fix: call it with p.full_tensor(), which is a copy, and write back what "
+                    "all ranks hold alike"
                 )
             root._local_tensor.copy_(Distribution.of(root).cut(whole))
 
