@@ -31,8 +31,9 @@ from dbuffer.dtensor.elementwise_ops import (
     run_cast,
     run_foreach,
 )
-from dbuffer.dtensor.gathered_ops import Arguments, Operator, Options, map_tensors, tensors_in
-from dbuffer.dtensor.placed_tensor import PlacedTensor, is_laid_out_like, whole_of
+from dbuffer.dtensor.gathered_ops import Arguments, Operator, Options, map_tensors, shares_memory, tensors_in
+from dbuffer.dtensor.own_data import OwnData, own_data_of
+from dbuffer.dtensor.placed_tensor import PlacedTensor, is_laid_out_like, whole_of, words_of
 from dbuffer.dtensor.reduction_ops import parse_reduction, run_foreach_norm, run_reduction
 from dbuffer.errors import PlacementError
 
@@ -55,13 +56,24 @@ def run_recorded(operator: Operator, args: Arguments, options: Options) -> Any:
     Raises:
         RuntimeError: it writes into a tensor, which only functions outside of autograd may do here.
     """
-    if operator.is_in_place or options.get("inplace") or options.get("out") is not None:
+    writes = operator.is_in_place or bool(options.get("inplace"))
+    if options.get("out") is not None or (writes and isinstance(args[0], DTensor)):
         raise RuntimeError(
-            f"{operator.name} writes into a sharded tensor, or from one that requires grad, while autograd records. "
-            "Use torch.no_grad() around it, detach() what it reads, or use the variant that returns a new tensor."
+            f"{operator.name} writes into a sharded tensor, or from one that requires grad, while autograd records: "
+            f"{_names(args, options)}. fix: put it under torch.no_grad(), detach() what it reads, or use the variant "
+            "that returns a new tensor."
         )
     if operator.run in (run_foreach, run_foreach_norm):
-        raise RuntimeError(f"{operator.name} has no gradient here; use torch.no_grad(), or one call per tensor")
+        raise RuntimeError(
+            f"{operator.name} has no gradient here: {_names(args, options)}. fix: put it under torch.no_grad(), or "
+            "make one call per tensor"
+        )
+    own = own_data_of(
+        tensors_in(args, options), is_in_place=writes, is_element_wise=operator.is_element_wise, is_recorded=True
+    )
+    if own is not None:
+        own.warn(operator.name)
+        return _run_on_wholes(operator, args, options, own)
     if operator.run in (run_by_rows, run_cast):
         rows = args[0] if operator.run is run_cast else find_reference(operator, args, options)
         if isinstance(rows, PlacedTensor) and _go_along(operator, args, options, rows):
@@ -70,7 +82,11 @@ def run_recorded(operator: Operator, args: Arguments, options: Options) -> Any:
         reduction, source = parse_reduction(operator, args, options), args[0]
         if reduction is not None and isinstance(source, PlacedTensor) and len(reduction.dims) == len(source.shape):
             return _sum(operator.name, source, options.get("dtype"), reduction.keepdim)
-    return _run_on_wholes(operator, args, options)
+    return _run_on_wholes(operator, args, options, None)
+
+
+def _names(args: Arguments, options: Options) -> str:
+    return "; ".join(words_of(tensor) for tensor in tensors_in(args, options) if isinstance(tensor, PlacedTensor))
 
 
 def _go_along(operator: Operator, args: Arguments, options: Options, rows: PlacedTensor) -> bool:
@@ -103,21 +119,34 @@ def _run_on_parts(operator: Operator, args: Arguments, options: Options, rows: P
     return map_tensors(operator.function(*map_tensors(args, part), **named), leave_rows)
 
 
-def _run_on_wholes(operator: Operator, args: Arguments, options: Options) -> Any:
+def _run_on_wholes(operator: Operator, args: Arguments, options: Options, own: OwnData | None) -> Any:
+    """Call a function with every sharded tensor whole; of own data results are plain."""
     template = next(tensor for tensor in tensors_in(args, options) if isinstance(tensor, PlacedTensor))
     wholes: dict[int, tuple[torch.Tensor, int]] = {}
 
     def whole(tensor: torch.Tensor) -> torch.Tensor:
+        if own is not None and not isinstance(tensor, DTensor):
+            return tensor
         if id(tensor) not in wholes:
-            plain = enter_whole(tensor)
+            plain = enter_whole(tensor, template)
+            plain = plain if own is None else own.cast(tensor, plain)
             wholes[id(tensor)] = (plain, plain._version)
         return wholes[id(tensor)][0]
+
+    def result_of(tensor: torch.Tensor) -> torch.Tensor:
+        # A view of a gathered copy must not be written to unnoticed.
+        if own is not None and not any(shares_memory(tensor, plain) for plain, _ in wholes.values()):
+            return tensor
+        return leave(tensor, template.with_whole(tensor.detach()))
 
     named = {name: map_tensors(value, whole) for name, value in options.items()}
     result = operator.function(*map_tensors(args, whole), **named)
     if any(plain._version != version for plain, version in wholes.values()):
-        raise RuntimeError(f"{operator.name} writes into its arguments while autograd records; use torch.no_grad()")
-    return map_tensors(result, lambda tensor: leave(tensor, template.with_whole(tensor.detach())))
+        raise RuntimeError(
+            f"{operator.name} writes into its arguments while autograd records: {_names(args, options)}. fix: put it "
+            "under torch.no_grad()"
+        )
+    return map_tensors(result, result_of)
 
 
 def _sum(name: str, source: PlacedTensor, dtype: torch.dtype | None, keepdim: bool) -> torch.Tensor:
@@ -137,12 +166,16 @@ def enter_local(tensor: torch.Tensor) -> torch.Tensor:
     return _enter(tensor, is_local=True)
 
 
-def enter_whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the whole of a tensor; the mean over ranks of its gradient becomes one of ``tensor``."""
+def enter_whole(tensor: torch.Tensor, beside: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the whole of a tensor; the mean over ranks of its gradient becomes one of ``tensor``.
+
+    Args:
+        beside: as in ``whole_of``.
+    """
     if isinstance(tensor, PlacedTensor):
         return tensor.whole() if tensor.window is not None else _enter(tensor, is_local=False)
     # PyTorch records what DTensor does.
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else whole_of(tensor)
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else whole_of(tensor, beside)
 
 
 def leave(plain: torch.Tensor, result: PlacedTensor) -> PlacedTensor:
@@ -284,6 +317,12 @@ def _converter(tensor: PlacedTensor) -> Callable[[torch.Tensor], torch.Tensor]:
     replicas = tensor.distribution.replicating_axes if tensor.is_leaf else []
 
     def convert(gradient: torch.Tensor) -> torch.Tensor:
+        if type(gradient) is torch.Tensor and gradient.layout is torch.strided and tensor.is_leaf:
+            # Of a function that computed with this rank's own data, below what sharded tensors see of autograd.
+            origin = tensor.distribution
+            gradient = RowsGradient(
+                origin.cut(origin.all_reduce(gradient.clone(), "avg")).contiguous(), origin, tensor.shape
+            )
         if not isinstance(gradient, RowsGradient):
             return gradient
         local = gradient.local.clone() if replicas else gradient.local

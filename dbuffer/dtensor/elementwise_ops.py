@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from dbuffer.dtensor.distribution import Distribution
 from dbuffer.dtensor.gathered_ops import Arguments, Operator, Options, map_tensors, run_on_whole, tensors_in
-from dbuffer.dtensor.placed_tensor import PlacedTensor, is_laid_out_like, whole_of
+from dbuffer.dtensor.placed_tensor import PlacedTensor, is_laid_out_like, is_replication_implied, whole_of
 from dbuffer.errors import PlacementError
 
 
@@ -48,6 +48,10 @@ def find_reference(operator: Operator, args: Arguments, options: Options) -> DTe
         candidates = [item for item in placed if not item.is_whole]
         plain_numel = max((item.numel() for item in operands if not isinstance(item, PlacedTensor)), default=1)
         candidates = candidates or (placed if plain_numel == 1 else [])
+        is_own = any(item.numel() > 1 for item in operands if not isinstance(item, DTensor))
+        if is_own and not is_replication_implied() and all(item.shape != shape for item in placed):
+            # Activations beside weights, whose result is each rank's own.
+            return None
     for candidate in candidates:
         # Through a window only whole tensors can be read or written.
         if isinstance(candidate, DTensor) and getattr(candidate, "window", None) is None:
@@ -68,7 +72,7 @@ def part_of(tensor: torch.Tensor, reference: DTensor) -> torch.Tensor:
     is_alike = tensor.shape == reference.shape or has_rows_of(tensor, reference.shape)
     if is_alike and isinstance(tensor, DTensor) and is_laid_out_like(tensor, reference):
         return tensor._local_tensor if getattr(tensor, "window", None) is None else whole_of(tensor)
-    whole, distribution = whole_of(tensor), Distribution.of(reference)
+    whole, distribution = whole_of(tensor, reference), Distribution.of(reference)
     if distribution.is_whole or not whole.ndim:
         return whole
     if distribution.ragged is None:
@@ -173,7 +177,7 @@ def run_foreach(operator: Operator, args: Arguments, options: Options) -> Any:
 
 def _located(operator: Operator, index: int, item: Any, references: Sequence[torch.Tensor]) -> Any:
     if isinstance(item, torch.Tensor):
-        return whole_of(item)
+        return whole_of(item, references[0])
     if not isinstance(item, (list, tuple)) or not item or not isinstance(item[0], torch.Tensor):
         return item
     # Fused optimizers write into all lists but that of the gradients, and a copy in other rows would be lost.

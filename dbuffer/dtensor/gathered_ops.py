@@ -10,7 +10,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from dbuffer.dtensor.distribution import Distribution
-from dbuffer.dtensor.placed_tensor import PlacedTensor, Window, whole_of
+from dbuffer.dtensor.own_data import OwnData, own_data_of
+from dbuffer.dtensor.placed_tensor import PlacedTensor, Window, whole_of, words_of
 from dbuffer.errors import PlacementError
 
 Arguments = tuple[Any, ...]
@@ -24,7 +25,7 @@ class Operator:
     Attributes:
         run: how it is called. name: without the marks of a dunder or an in-place function.
         is_in_place: whether it writes into its first argument. overwrites: whether it never reads what was there.
-        is_differentiable: whether autograd may have to record it.
+        is_differentiable: whether autograd may have to record it. is_element_wise: whether it works element by element.
     """
 
     function: Callable[..., Any]
@@ -33,15 +34,23 @@ class Operator:
     is_in_place: bool = False
     overwrites: bool = False
     is_differentiable: bool = False
+    is_element_wise: bool = False
 
 
 def run_on_whole(operator: Operator, args: Arguments, options: Options) -> Any:
     """Call a function with every tensor whole; right for whatever PyTorch has, at the price of gathering.
 
     What the function changes in place is written back into this rank's rows. Results are tensors that all ranks hold;
-    a view of a sharded tensor is a window, through which in-place functions write.
+    a view of a sharded tensor is a window, through which in-place functions write. Of own data results are plain
+    (``own_data``).
     """
-    gathered = _Gathered(operator)
+    own = own_data_of(
+        tensors_in(args, options),
+        is_in_place=operator.is_in_place,
+        is_element_wise=operator.is_element_wise,
+        is_recorded=False,
+    )
+    gathered = _Gathered(operator, own)
     plain_args = map_tensors(args, gathered.plain)
     plain_options = {name: map_tensors(value, gathered.plain) for name, value in options.items()}
     result = operator.function(*plain_args, **plain_options)
@@ -52,8 +61,8 @@ def run_on_whole(operator: Operator, args: Arguments, options: Options) -> Any:
 class _Gathered:
     """The whole tensors of one call, which tensors they stand for, and what became of them."""
 
-    def __init__(self, operator: Operator) -> None:
-        self._operator = operator
+    def __init__(self, operator: Operator, own: OwnData | None) -> None:
+        self._operator, self._own = operator, own
         # By identity of the sharded tensor, with its version: two windows onto one tensor must see the same memory.
         self._wholes: dict[int, tuple[DTensor, torch.Tensor, int]] = {}
         self._stand_ins: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -62,7 +71,7 @@ class _Gathered:
     def plain(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the whole plain tensor that stands for an operand."""
         if not isinstance(tensor, DTensor):
-            plain = whole_of(tensor)
+            plain = tensor if self._own is not None else whole_of(tensor, self._template)
         else:
             window = getattr(tensor, "window", None)
             root = tensor if window is None else window.base
@@ -72,6 +81,8 @@ class _Gathered:
                 self._wholes[id(root)] = (root, *self._gathered(root, overwrites=overwrites))
             plain = self._wholes[id(root)][1]
             plain = plain if window is None else window.of(plain)
+            if self._own is not None:
+                plain = self._own.cast(tensor, plain)
         if isinstance(tensor, PlacedTensor) and self._template is None:
             self._template = tensor
         self._stand_ins[id(plain)] = (plain, tensor)
@@ -100,6 +111,12 @@ class _Gathered:
                     f"{self._operator.name} in place would change the shape of a sharded tensor from {tuple(shape)} to "
                     f"{tuple(whole.shape)}; use the variant that returns a new tensor"
                 )
+            if self._own is not None:
+                raise PlacementError(
+                    f"{self._operator.name} would change {words_of(root)}, with data of this rank's own: ranks would "
+                    "have different values. fix: call it with p.full_tensor(), which is a copy, and write back what "
+                    "all ranks hold alike"
+                )
             root._local_tensor.copy_(Distribution.of(root).cut(whole))
 
     def wrapped(self, result: torch.Tensor) -> torch.Tensor:
@@ -110,8 +127,10 @@ class _Gathered:
             return self._stand_ins[id(result)][1]
         assert self._template is not None
         for root, whole, _ in self._wholes.values():
-            if whole is not root._local_tensor and _shares_memory(result, whole):
+            if whole is not root._local_tensor and shares_memory(result, whole):
                 return self._view(self._template, root, whole, result)
+        if self._own is not None:
+            return result
         return self._template.with_whole(result)
 
     def _view(self, template: PlacedTensor, root: DTensor, whole: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
@@ -127,7 +146,8 @@ class _Gathered:
         return result
 
 
-def _shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+def shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors look at the same memory."""
     if one.layout is not torch.strided or other.layout is not torch.strided:
         return False
     return bool(torch._C._is_alias_of(one, other))  # type: ignore[attr-defined]  # the stub lacks it

@@ -137,7 +137,8 @@ def _operator_of(function: Callable[..., Any]) -> Operator:
     is_recorded = (
         run in _DIFFERENTIABLE and name not in _LIKE and getattr(function, "__module__", "") != "torch.nn.init"
     )
-    return Operator(function, run, base, is_in_place or name == "__setitem__", name in _RANDOM, is_recorded)
+    is_changing, is_element_wise = is_in_place or name == "__setitem__", base in _ELEMENT_WISE
+    return Operator(function, run, base, is_changing, name in _RANDOM, is_recorded, is_element_wise)
 
 
 def _is_collective(function: Callable[..., Any]) -> bool:

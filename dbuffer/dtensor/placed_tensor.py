@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.utils.weak import WeakIdKeyDictionary
 
 from dbuffer.dtensor.distribution import Distribution, contiguous_stride
 from dbuffer.errors import PlacementError
@@ -226,9 +227,11 @@ def is_laid_out_like(tensor: DTensor, reference: DTensor) -> bool:
     )
 
 
-def whole_of(tensor: torch.Tensor) -> torch.Tensor:
+def whole_of(tensor: torch.Tensor, beside: torch.Tensor | None = None) -> torch.Tensor:
     """Return an operand as one whole plain tensor, without a record for autograd.
 
+    Args:
+        beside: the sharded operand that it is used with, for the message.
     Raises:
         PlacementError: a plain tensor of more than one element, which may differ from rank to rank, outside of
             PyTorch's ``implicit_replication``.
@@ -238,11 +241,64 @@ def whole_of(tensor: torch.Tensor) -> torch.Tensor:
     if isinstance(tensor, DTensor):
         is_whole = all(placement.is_replicate() for placement in tensor.placements)
         return tensor._local_tensor if is_whole else tensor.detach().full_tensor()  # type: ignore[attr-defined]  # torch's stub
-    if tensor.numel() == 1 or DTensor._op_dispatcher._allow_implicit_replication:
+    if tensor.numel() == 1 or is_replication_implied():
         return tensor
     raise PlacementError(
-        f"found a plain tensor of shape {tuple(tensor.shape)} beside a sharded one. If every rank holds the same "
-        "values, say so: DTensor.from_local(tensor, p.device_mesh, [Replicate()] * p.device_mesh.ndim), or for all "
-        "plain tensors torch.distributed.tensor.experimental.implicit_replication(); else use p.to_local() or "
-        "p.full_tensor()."
+        f"found a plain tensor of shape {tuple(tensor.shape)} beside a sharded one, {words_of(beside)}. fix: if every "
+        "rank holds the same values, say so: DTensor.from_local(tensor, p.device_mesh, [Replicate()] * "
+        "p.device_mesh.ndim), or for all plain tensors torch.distributed.tensor.experimental.implicit_replication(). "
+        "If they are this rank's rows, use p.to_local(). If they are this rank's own data, use p.full_tensor()."
     )
+
+
+# ---------------------------------------------------------------- what tensors are called
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """What messages say of a sharded tensor, and how its owner computes with it.
+
+    Attributes:
+        words: returns the tensor's name and whose it is. fix: what to do where it is used outside of its unit.
+        compute_dtype: of the copy that its owner computes with.
+    """
+
+    words: Callable[[], str]
+    fix: str
+    compute_dtype: torch.dtype
+
+
+_LABELS: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def label(tensor: torch.Tensor, named: Label) -> None:
+    """Name a sharded tensor for messages."""
+    _LABELS[tensor] = named
+
+
+def label_of(tensor: torch.Tensor | None) -> Label | None:
+    """Return the label of a sharded tensor, or of what it is a view or the gradient of; None where it has none."""
+    if not isinstance(tensor, PlacedTensor):
+        return None
+    found: Label | None = _LABELS.get(tensor)
+    if found is None and tensor.window is not None:
+        found = label_of(tensor.window.base)
+    return found
+
+
+def words_of(tensor: torch.Tensor | None) -> str:
+    """Return what to call a sharded tensor in a message."""
+    owner = None if tensor is None else getattr(tensor, "gradient_of", None)
+    if owner is not None and (named := label_of(owner())) is not None:
+        return f"the gradient of {named.words()}"
+    named = label_of(tensor)
+    if named is not None:
+        return named.words()
+    if not isinstance(tensor, DTensor):
+        return "which has no name"
+    return f"which was computed from sharded ones and has shape {tuple(tensor.shape)}"
+
+
+def is_replication_implied() -> bool:
+    """Whether plain tensors count as equal on all ranks (PyTorch's ``implicit_replication``)."""
+    return bool(DTensor._op_dispatcher._allow_implicit_replication)

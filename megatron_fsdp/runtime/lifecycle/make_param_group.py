@@ -16,6 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from dbuffer import DBuffer, FlatDTensor, Plan
 from dbuffer.dtensor.attribute_ops import rebind, refuse_uses
+from dbuffer.dtensor.autograd import convert_gradients_of
+from dbuffer.dtensor.placed_tensor import Label, label
 from megatron_fsdp.build.builder import GroupSpec
 from megatron_fsdp.build.ownership import OwnedParameter, mark_owned, settle_grad_dtypes
 from megatron_fsdp.errors import ConfigError, StateError
@@ -160,8 +162,19 @@ def note_params(group: ParameterGroup) -> None:
         handle = handle_of(weight)
         reasons = {"hook": partial(_no_hooks, handle), "convert": partial(_no_conversion, handle)}
         refuse_uses(param, name=partial(_words, handle), **reasons)
+        label(param, Label(partial(_words, handle), _OUTSIDE, group.spec.dtypes.compute))
+        if isinstance(param, FlatDTensor):
+            # An autograd.Function takes it without asking it, and may return a plain gradient.
+            convert_gradients_of(param)
         if grad_dtype_of(param) == "own":
             set_grad_dtype(param, owned.grad_dtype)
+
+
+_OUTSIDE = (
+    "make the module whose forward reads the weight the unit (fully_shard(attention) instead of its out_proj); or read "
+    "it in a forward (compute the loss in model.forward, or in a method for which register_fsdp_forward_method(model, "
+    "name) was called); a forward that is a generator can return a list"
+)
 
 
 def _words(handle: WeightHandle) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import traceback
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
@@ -101,7 +102,14 @@ class FSDPModule:
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
-        """What DDP asks for before it broadcasts the first rank's parameters over all ranks' shards."""
+        """What DDP asks for before it broadcasts the first rank's parameters over all ranks' shards; torch.jit, too."""
+        if _is_called_by_jit():
+            raise ConfigError(
+                f"{type(self).__name__} is sharded, and torch.jit.trace and torch.jit.script cannot compile the hooks "
+                "that gather its weights. fix: compile a plain model with these weights: "
+                "plain.load_state_dict({name: tensor.full_tensor() for name, tensor in model.state_dict().items()}), "
+                "then torch.jit.trace(plain, inputs); for training use torch.compile"
+            )
         raise ConfigError(
             f"{type(self).__name__} is sharded and reduces its gradients itself, so DistributedDataParallel cannot be "
             "around it: train the module as it is. With accelerate, hand optimizer and data loader to "
@@ -414,6 +422,10 @@ def _check_count(method: str, count: object) -> None:
         raise TypeError(f"{method}({count!r}): found a {type(count).__name__}. fix: give an int of at least one")
     if count < 1:
         raise ConfigError(f"{method}({count}): give a number of at least one")
+
+
+def _is_called_by_jit() -> bool:
+    return any("/torch/jit/" in each.filename for each in traceback.extract_stack(limit=12))
 
 
 def _gather_afresh(unit: Unit) -> None:

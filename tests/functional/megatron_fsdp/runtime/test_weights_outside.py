@@ -1,0 +1,115 @@
+"""Weights that are used outside of their unit's forward: by a parent, in a loss, after forward has returned."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+
+from dbuffer import PlacementError
+from megatron_fsdp import ConfigError, Placements, fully_shard
+from tests.harness import on_ranks
+
+
+class Lazy(nn.Linear):
+    """Its forward returns before its weight is used."""
+
+    def forward(self, x: torch.Tensor) -> Iterator[torch.Tensor]:  # type: ignore[override]  # on purpose
+        for row in x:
+            yield functional.linear(row, self.weight, self.bias)
+
+
+class Product(torch.autograd.Function):
+    """What a fused cross entropy does: autograd sees none of its operators."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight = ctx.saved_tensors
+        return gradient @ weight, gradient.t() @ x
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.lazy = nn.Linear(6, 6), nn.LayerNorm(6), Lazy(6, 3)
+        self.attention = nn.MultiheadAttention(6, 2)
+        self.head = nn.Linear(6, 5)
+
+
+USES: dict[str, Any] = {
+    "linear": lambda m, h: functional.linear(h, m.head.weight, m.head.bias),
+    "matmul": lambda m, h: h @ m.head.weight.t(),
+    "one row": lambda m, h: functional.linear(h[:1], m.head.weight),
+    "one element": lambda m, h: h[:1] @ m.head.weight.t() @ m.head.bias[:, None] * m.head.weight.t(),
+    "norm": lambda m, h: functional.layer_norm(h, (6,), m.norm.weight, m.norm.bias),
+    "gain": lambda m, h: h * m.norm.weight + m.norm.bias,
+    "in place": lambda m, h: h.clone().add_(m.norm.bias),
+    "attention": lambda m, h: m.attention(h, h, h, need_weights=False)[0],
+    "generator": lambda m, h: torch.stack(list(m.lazy(h))),
+    "function": lambda m, h: Product.apply(h, m.head.weight),
+}
+
+
+@pytest.mark.parametrize("strategy", ["optim_grads_params", "optim_grads", "optim", "no_shard"])
+@on_ranks(lambda strategy: 3 if strategy == "optim_grads_params" else 2)
+def test_weights_used_outside_of_their_units_forward_train_like_the_plain_model(strategy: str) -> None:
+    for name, use in USES.items():
+        torch.manual_seed(3)
+        plain = Net().double()
+        model = copy.deepcopy(plain)
+        for part in (model.first, model.norm, model.lazy, model.attention.out_proj, model.head, model):
+            fully_shard(part, placements=getattr(Placements, strategy)())
+        data = torch.randn(dist.get_world_size(), 4, 6, generator=torch.Generator().manual_seed(7)).double()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*outside of its unit's forward")
+            loss = use(model, model.first(data[dist.get_rank()])).square().sum()
+            loss.backward()
+        losses = [use(plain, plain.first(rows)).square().sum() for rows in data]
+        (sum(losses) / len(losses)).backward()
+        assert torch.allclose(loss.detach(), losses[dist.get_rank()].detach()), name
+        for (path, mine), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert (mine.grad is None) == (theirs.grad is None), (name, path)
+            if theirs.grad is not None:
+                assert torch.allclose(mine.grad.full_tensor(), theirs.grad), (name, path)
+
+
+@on_ranks(2)
+def test_a_weight_used_outside_of_its_units_forward_is_named_once_with_the_fix() -> None:
+    model = Net()
+    fully_shard(model.head)
+    fully_shard(model)
+    for expected in (1, 0):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            functional.linear(torch.ones(4, 6), model.head.weight)
+        assert len(caught) == expected
+        for each in caught:
+            assert "unit 'head': parameter 'weight' was used by linear outside" in str(each.message)
+            assert "fix: make the module whose forward reads the weight the unit" in str(each.message)
+
+
+@on_ranks(2)
+def test_a_plain_mask_times_a_weight_is_refused_by_the_parameters_name() -> None:
+    model = fully_shard(nn.Linear(6, 5))
+    with pytest.raises(PlacementError, match=r"unit '.*': parameter 'weight'\. fix:"):
+        model.weight * torch.ones(5, 6)
+
+
+@on_ranks(2)
+def test_jit_is_told_that_it_cannot_compile_a_sharded_model() -> None:
+    model = fully_shard(nn.Linear(6, 5))
+    warnings.simplefilter("ignore", DeprecationWarning)
+    with pytest.raises(ConfigError, match=r"torch\.jit\.trace and torch\.jit\.script cannot compile"):
+        torch.jit.trace(model, torch.ones(2, 6), check_trace=False)
