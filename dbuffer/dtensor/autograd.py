@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.utils.hooks import unserializable_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from dbuffer.collectives import all_reduce
@@ -316,6 +317,7 @@ def _converter(tensor: PlacedTensor) -> Callable[[torch.Tensor], torch.Tensor]:
     # What every rank of some axes holds must stay alike on them, whatever each one's loss made of it.
     replicas = tensor.distribution.replicating_axes if tensor.is_leaf else []
 
+    @unserializable_hook  # type: ignore[no-untyped-call, untyped-decorator]  # torch leaves it untyped
     def convert(gradient: torch.Tensor) -> torch.Tensor:
         if type(gradient) is torch.Tensor and gradient.layout is torch.strided and tensor.is_leaf:
             # Of a function that computed with this rank's own data, below what sharded tensors see of autograd.
