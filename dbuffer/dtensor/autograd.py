@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import functools
 import inspect
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.utils.hooks import unserializable_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from dbuffer.collectives import all_reduce
@@ -38,6 +40,8 @@ from dbuffer.dtensor.reduction_ops import parse_reduction, run_foreach_norm, run
 from dbuffer.errors import PlacementError
 
 _GRAD: Any = torch._C.TensorBase.grad
+_REQUIRES_GRAD: Any = torch._C.TensorBase.requires_grad
+_plainly: Any = torch._C._disabled_torch_function_impl
 # The tensors whose gradients are converted before users see them.
 _CONVERTED: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
@@ -311,18 +315,37 @@ def convert_gradients_of(tensor: Any) -> None:
             tensor.register_post_accumulate_grad_hook(_own_kind_of_grad)
 
 
+def accept_plain_gradients(parameter: PlacedTensor) -> None:
+    """Take a plain gradient of a sharded parameter for this rank's: ``.grad`` gets the mean over ranks.
+
+    An ``autograd.Function`` takes a parameter without asking it, and may return a plain gradient of the whole of it.
+    Nothing is called before one comes. A parameter that is frozen when this is called is left as it is.
+    """
+    if not _plainly(_REQUIRES_GRAD.__get__, (), (parameter,)):
+        return
+    # A hook that held the parameter would be a cycle.
+    reference = weakref.ref(parameter)
+
+    @unserializable_hook  # type: ignore[untyped-decorator]  # torch leaves it untyped
+    def convert(gradient: torch.Tensor) -> torch.Tensor:
+        owner = reference()
+        if owner is None or type(gradient) is not torch.Tensor or gradient.layout is not torch.strided:
+            return gradient
+        convert_gradients_of(owner)
+        origin = owner.distribution
+        rows = origin.cut(origin.all_reduce(gradient.clone(), "avg")).contiguous()
+        return _converter(owner)(RowsGradient(rows, origin, owner.shape))
+
+    with torch._C.DisableTorchFunctionSubclass():
+        parameter.register_hook(convert)  # type: ignore[no-untyped-call]  # as above
+
+
 def _converter(tensor: PlacedTensor) -> Callable[[torch.Tensor], torch.Tensor]:
     kind, spec = type(tensor), tensor._spec
     # What every rank of some axes holds must stay alike on them, whatever each one's loss made of it.
     replicas = tensor.distribution.replicating_axes if tensor.is_leaf else []
 
     def convert(gradient: torch.Tensor) -> torch.Tensor:
-        if type(gradient) is torch.Tensor and gradient.layout is torch.strided and tensor.is_leaf:
-            # Of a function that computed with this rank's own data, below what sharded tensors see of autograd.
-            origin = tensor.distribution
-            gradient = RowsGradient(
-                origin.cut(origin.all_reduce(gradient.clone(), "avg")).contiguous(), origin, tensor.shape
-            )
         if not isinstance(gradient, RowsGradient):
             return gradient
         local = gradient.local.clone() if replicas else gradient.local

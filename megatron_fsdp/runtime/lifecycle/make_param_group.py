@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from dbuffer import DBuffer, FlatDTensor, Plan
 from dbuffer.dtensor.attribute_ops import rebind, refuse_uses
-from dbuffer.dtensor.autograd import convert_gradients_of
+from dbuffer.dtensor.autograd import accept_plain_gradients
 from dbuffer.dtensor.placed_tensor import Label, label
 from megatron_fsdp.build.builder import GroupSpec
 from megatron_fsdp.build.ownership import OwnedParameter, mark_owned, settle_grad_dtypes
@@ -164,8 +164,7 @@ def note_params(group: ParameterGroup) -> None:
         refuse_uses(param, name=partial(_words, handle), **reasons)
         label(param, Label(partial(_words, handle), _OUTSIDE, group.spec.dtypes.compute))
         if isinstance(param, FlatDTensor):
-            # An autograd.Function takes it without asking it, and may return a plain gradient.
-            convert_gradients_of(param)
+            accept_plain_gradients(param)
         if grad_dtype_of(param) == "own":
             set_grad_dtype(param, owned.grad_dtype)
 
