@@ -50,7 +50,8 @@ def _watch_base(call: Call, base: torch.Tensor) -> None:
     node of the view, with its hook, is no longer on the way.
     """
     node: Any = base.grad_fn
-    if node is not None:
+    # A base that was made before the call is not the unit's: another rank may not return a view of it.
+    if node is not None and node._sequence_nr() >= call.first_node:
         earlier = node.metadata.get((_WATCHERS, base.output_nr), ())
         # What another unit returned before is this unit's input. Backward comes there after it has left this call.
         if all(other.end >= call.begin or other is call for other in earlier):

@@ -33,6 +33,9 @@ class WeightState(enum.Enum):
     UNSHARDED = "unsharded"
 
 
+_next_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
+
+
 class Call:
     """One forward call of a unit, kept alive by the autograd hooks on its outputs.
 
@@ -43,12 +46,13 @@ class Call:
         entered: the number of the last backward that reached its outputs; 0 for none so far. task: autograd's number of
             the graph in which it did; that of one inside of another is higher.
         moment: of optimizers' steps when it began (``freshness.MOMENTS``).
+        first_node: autograd's sequence number of the first node that the call's thread made in it.
         is_expected: whether the unit has it among the calls whose backward may still come. is_due: whether it was
             computed in a backward for that backward alone, by a reentrant checkpoint.
     """
 
     __slots__ = (
-        "__weakref__", "_unit", "begin", "end", "entered", "first_begin", "is_due", "is_expected",
+        "__weakref__", "_unit", "begin", "end", "entered", "first_begin", "first_node", "is_due", "is_expected",
         "moment", "position", "task", "trail",
     )  # fmt: skip
 
@@ -60,6 +64,7 @@ class Call:
         self.trail: list[weakref.ref[Unit]] = []
         self.entered = self.task = 0
         self.moment = MOMENTS[0]
+        self.first_node = _next_sequence_number()
         self.is_due = self.is_expected = False
 
     @property
