@@ -2,23 +2,58 @@
 
 
 class DBufferError(ValueError):
-    """Base of everything ``dbuffer`` raises for a mistake of its caller."""
+    """Base of everything ``dbuffer`` raises for a mistake of its caller.
+
+    Example:
+        try:
+            loss = model(torch.randn(2, 16)).square().mean()
+        except DBufferError as error:
+            print(error)  # any mistake of the caller that the flat buffers find
+    """
 
 
 class LayoutError(DBufferError):
-    """A flat-buffer plan is illegal, impossible, or so padded that building it would be a mistake."""
+    """A flat-buffer plan is illegal, impossible, or so padded that building it would be a mistake.
+
+    Example:
+        try:
+            loss = model(torch.randn(2, 16)).square().mean()
+        except LayoutError as error:
+            print(error)  # names the tensors whose rows fit no common shard size
+    """
 
 
 class PlacementError(DBufferError):
-    """A placement does not exist, does not fit its mesh, or cannot be redistributed to another."""
+    """A placement does not exist, does not fit its mesh, or cannot be redistributed to another.
+
+    Example:
+        try:
+            loss = model(torch.randn(2, 16)).square().mean()
+        except PlacementError as error:
+            print(error)  # names the tensor and the placements that it can have
+    """
 
 
 class StorageError(DBufferError):
-    """Storage was used after its release, released twice, or does not match its plan."""
+    """Storage was used after its release, released twice, or does not match its plan.
+
+    Example:
+        try:
+            loss = model(torch.randn(2, 16)).square().mean()
+        except StorageError as error:
+            print(error)  # names the buffer whose memory was released
+    """
 
 
 class MeshError(DBufferError):
-    """A device mesh lacks an axis, has the wrong size, or is not the one a buffer was built on."""
+    """A device mesh lacks an axis, has the wrong size, or is not the one a buffer was built on.
+
+    Example:
+        try:
+            loss = model(torch.randn(2, 16)).square().mean()
+        except MeshError as error:
+            print(error)  # names the mesh, its axes, and the one that was asked for
+    """
 
 
 class PaddingWarning(UserWarning):

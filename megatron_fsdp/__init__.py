@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_fsdp.installation import check_neighbour as _check_neighbour
 
 if TYPE_CHECKING:
+    from dbuffer import DBufferError, LayoutError, MeshError, PlacementError, StorageError
     from megatron_fsdp.api import fully_shard, microbatch, no_sync, replicate, share_comm_ctx
     from megatron_fsdp.build.no_shard import fsdp_no_shard
     from megatron_fsdp.checkpoint.api import load_checkpoint, save_checkpoint
@@ -28,16 +29,11 @@ if TYPE_CHECKING:
         AgreementError,
         CheckpointError,
         ConfigError,
-        DBufferError,
         FsdpError,
         GradientScaleError,
-        LayoutError,
-        MeshError,
         NonfiniteGradientError,
         OwnershipError,
-        PlacementError,
         StateError,
-        StorageError,
     )
     from megatron_fsdp.integrations.megatron.fully_shard_model import fully_shard_model as fully_shard_model
     from megatron_fsdp.meta_init import materialize
@@ -78,9 +74,10 @@ _HOMES = {
     "checkpoint.series": "CheckpointSeries",
     "config.flags": "add_megatron_fsdp_args",
     "config.fsdp_config": "FsdpConfig",
+    "dbuffer": "DBufferError LayoutError MeshError PlacementError StorageError",
     "errors": (
-        "AgreementError CheckpointError ConfigError DBufferError FsdpError GradientScaleError LayoutError MeshError "
-        "NonfiniteGradientError OwnershipError PlacementError StateError StorageError"
+        "AgreementError CheckpointError ConfigError FsdpError GradientScaleError NonfiniteGradientError OwnershipError "
+        "StateError"
     ),
     "integrations.megatron.fully_shard_model": "fully_shard_model",
     "meta_init": "materialize",
@@ -111,7 +108,7 @@ def __getattr__(name: str) -> Any:
     """Import a public name, or a module of the package, when it is first asked for."""
     home = _HOME_OF.get(name)
     if home is not None:
-        module = importlib.import_module(f"{__name__}.{home}")
+        module = importlib.import_module(home if home == "dbuffer" else f"{__name__}.{home}")
         value = getattr(module, name)
     elif not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}") is not None:
         value = importlib.import_module(f"{__name__}.{name}")

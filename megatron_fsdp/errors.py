@@ -6,23 +6,17 @@ import difflib
 from collections.abc import Iterable
 from typing import NoReturn
 
-from dbuffer.errors import DBufferError, LayoutError, MeshError, PlacementError, StorageError
 from megatron_fsdp.installation import check_initialiser
 
 __all__ = [
     "AgreementError",
     "CheckpointError",
     "ConfigError",
-    "DBufferError",
     "FsdpError",
     "GradientScaleError",
-    "LayoutError",
-    "MeshError",
     "NonfiniteGradientError",
     "OwnershipError",
-    "PlacementError",
     "StateError",
-    "StorageError",
     "nearest",
 ]
 

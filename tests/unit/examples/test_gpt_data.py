@@ -24,7 +24,13 @@ def make_sampler(*, num_bytes: int = 5000, seq_length: int = 7, seed: int = 3, s
 
 def texts(path: Path | None, seq_length: int = 8, **changes: Any) -> tuple[bytes, bytes, str]:
     """Return the text to train on, the text held out, and what was read."""
-    given: dict[str, Any] = {"seq_length": seq_length, "seed": 3, "split": None, "tokenizer_model": None}
+    given: dict[str, Any] = {
+        "seq_length": seq_length,
+        "seed": 3,
+        "split": None,
+        "tokenizer_model": None,
+        "mock_data": False,
+    }
     data = load_data(argparse.Namespace(data_path=None if path is None else [str(path)], **(given | changes)))
     train, valid = (part.__self__.text.tobytes() for part in (data.train, data.valid))  # type: ignore[attr-defined]
     assert data.num_tokens == len(train)

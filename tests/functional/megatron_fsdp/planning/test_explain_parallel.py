@@ -35,7 +35,7 @@ def second_step(flags: str) -> Step:
     seen = Step(explain(job.model), meter.current_bytes - before)
     for step in range(2):
         seen.calls.clear()
-        text = pretrain_gpt.microbatches(job, job.data.train, 4 * step)[0]
+        text = pretrain_gpt.microbatches(job, job.data.train, pretrain_gpt.sample_numbers(job, 4 * step))[0]
         meter.reset_peak()
         with microbatch(job.model, True):
             with observe_collectives(lambda call: seen.calls.update([_key("forward", call)])):
