@@ -30,9 +30,11 @@ def texts(path: Path | None, seq_length: int = 8, **changes: Any) -> tuple[bytes
         "split": None,
         "tokenizer_model": None,
         "mock_data": False,
+        "num_workers": 0,
     }
     data = load_data(argparse.Namespace(data_path=None if path is None else [str(path)], **(given | changes)))
-    train, valid = (part.__self__.text.tobytes() for part in (data.train, data.valid))  # type: ignore[attr-defined]
+    samples = (data.train._samples, data.valid)
+    train, valid = (part.__self__.text.tobytes() for part in samples)  # type: ignore[attr-defined]
     assert data.num_tokens == len(train)
     return train, valid, data.source
 
