@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils.weak import WeakIdKeyDictionary
 
-from dbuffer.collectives import all_reduce
+from dbuffer.dtensor.reads import read_reduce
 from dbuffer.dtensor.distribution import Distribution, contiguous_stride
 from dbuffer.dtensor.elementwise_ops import (
     accurate,
@@ -167,7 +167,7 @@ class _Enter(torch.autograd.Function):
     def forward(ctx: Any, tensor: PlacedTensor, is_local: bool) -> torch.Tensor:
         ctx.is_local, ctx.origin, ctx.shape = is_local, tensor.distribution, tensor.shape
         local = tensor._local_tensor
-        plain = local if is_local else ctx.origin.gather(local, tensor.shape)
+        plain = local if is_local else ctx.origin.gather(local, tensor.shape, tensor)
         return plain.view_as(plain)
 
     @staticmethod
@@ -288,7 +288,7 @@ def _converter(tensor: PlacedTensor) -> Callable[[torch.Tensor], torch.Tensor]:
             return gradient
         local = gradient.local.clone() if replicas else gradient.local
         for axis in replicas:
-            all_reduce(local, axis, "avg")
+            read_reduce(local, axis, "avg")
         return kind(local, spec, requires_grad=False)
 
     return convert
