@@ -20,7 +20,6 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils.weak import WeakIdKeyDictionary
 
-from dbuffer.dtensor.reads import read_reduce
 from dbuffer.dtensor.distribution import Distribution, contiguous_stride
 from dbuffer.dtensor.elementwise_ops import (
     accurate,
@@ -33,6 +32,7 @@ from dbuffer.dtensor.elementwise_ops import (
 )
 from dbuffer.dtensor.gathered_ops import Arguments, Operator, Options, map_tensors, tensors_in
 from dbuffer.dtensor.placed_tensor import PlacedTensor, is_laid_out_like, whole_of
+from dbuffer.dtensor.reads import read_reduce
 from dbuffer.dtensor.reduction_ops import parse_reduction, run_foreach_norm, run_reduction
 from dbuffer.errors import PlacementError
 

@@ -17,12 +17,16 @@ from torch.distributed.tensor import DTensor
 
 from dbuffer import collectives
 from dbuffer.collectives import is_traced, waiters
+from dbuffer.collectives_rare import start_gather_untold
 from dbuffer.errors import ReadError
 from dbuffer.mesh import MeshAxis, job_timeout
 from dbuffer.whereabouts import SOON, others_stand, place, reason_of, wait_longer
 
 NAMERS: list[Callable[[DTensor], str | None]] = []
 """Functions that return the name of a parameter, or of the gradient of one; None for a tensor that they do not know."""
+
+NUM_STEPS = [0]
+"""How many steps of optimizers over sharded parameters this rank has begun: two reads of one weight may be a step apart."""
 
 _WORDS_BYTES = 512
 _FIX = (
@@ -58,7 +62,13 @@ def _read(
     axis = axis.of_operators
     name = _name_of(of)
     what = f"{kind} {name}"
-    said = (what, tensor.numel(), str(tensor.dtype), repr(of._spec.placements) if isinstance(of, DTensor) else "")
+    said = (
+        what,
+        NUM_STEPS[0],
+        tensor.numel(),
+        str(tensor.dtype),
+        repr(of._spec.placements) if isinstance(of, DTensor) else "",
+    )
     _compare(axis, zlib.crc32(repr(said).encode()), what)
     _issue(axis, what, issue)
 
@@ -85,13 +95,13 @@ def _compare(axis: MeshAxis, digest: int, what: str) -> None:
         return
     with torch.inference_mode(False):
         mine, found = torch.tensor([digest]), torch.empty(axis.size, dtype=torch.int64)
-        _issue(axis, what, lambda axis, works: collectives.all_gather(found, mine, axis, works))
+        _issue(axis, what, lambda axis, works: works.append(start_gather_untold(found, mine, axis.gather_group)))
         if all(each == digest for each in found.tolist()):
             return
-        words = f"{what}, {place()}".encode()[:_WORDS_BYTES].ljust(_WORDS_BYTES)
+        words = f"{what} after {NUM_STEPS[0]} optimizer steps, {place()}".encode()[:_WORDS_BYTES].ljust(_WORDS_BYTES)
         sent = torch.frombuffer(bytearray(words), dtype=torch.uint8)
         heard = torch.empty(axis.size * _WORDS_BYTES, dtype=torch.uint8)
-        _issue(axis, what, lambda axis, works: collectives.all_gather(heard, sent, axis, works))
+        _issue(axis, what, lambda axis, works: works.append(start_gather_untold(heard, sent, axis.gather_group)))
     ranks = dist.get_process_group_ranks(axis.gather_group)
     texts = [bytes(row.tolist()).decode(errors="replace").rstrip() for row in heard.view(axis.size, -1)]
     sides = "; ".join(f"rank {rank} reads {text}" for rank, text in zip(ranks, texts, strict=True))

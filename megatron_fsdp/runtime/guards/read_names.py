@@ -10,8 +10,9 @@ __all__ = ["name_of"]
 
 
 def name_of(tensor: torch.Tensor) -> str | None:
-    """Return the unit and name of a sharded parameter, or of the parameter whose gradient a tensor is; None for others."""
-    parameter, words = tensor, ""
+    """Return the unit and name of a sharded parameter, or of the one whose gradient a tensor is; None for others."""
+    parameter: torch.Tensor | None = tensor
+    words = ""
     reference = getattr(tensor, "gradient_of", None)
     if reference is not None:
         parameter, words = reference(), "the gradient of "
