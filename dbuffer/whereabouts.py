@@ -1,4 +1,4 @@
-"""Whereabouts: a rank that waits for long leaves word in the job's store, so that the errors of others can say where it is.
+"""Whereabouts: a rank that waits for long says where in the job's store, for the errors that other ranks raise.
 
 Nothing here runs before a rank has waited for ``SOON``: the undisturbed step asks the store nothing.
 """
@@ -17,10 +17,15 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
-__all__ = ["SOON", "job_store", "others_stand", "place", "reason_of", "wait_longer"]
+from dbuffer.errors import MeshError
+
+__all__ = ["ALARMS", "SOON", "job_store", "others_stand", "place", "reason_of", "wait_longer"]
 
 SOON = datetime.timedelta(seconds=2)
 """How long a rank waits in silence."""
+
+ALARMS: set[str] = set()
+"""Keys of the store under which a rank that finds a difference says which, while others may wait for it."""
 
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _LIBRARIES = (
@@ -36,12 +41,34 @@ def wait_longer(work: dist.Work, error: RuntimeError, what: str = "weights or gr
         error: what the first wait raised. what: the rank waits for, as in "waits for ...".
     Raises:
         RuntimeError: the collective failed; ``error`` itself where it had failed already.
+        MeshError: another rank has found a difference.
     """
     if work.is_completed():
+        _look_at_alarms()
         raise error
     _say(f"waits for {what}, {place()}")
-    work.wait()
+    while ALARMS:
+        _look_at_alarms()
+        try:
+            work.wait(SOON / 4)
+            break
+        except RuntimeError:
+            if work.is_completed():
+                _look_at_alarms()
+                raise
+    else:
+        work.wait()
     _say("")
+
+
+def _look_at_alarms() -> None:
+    store = job_store()
+    for key in [] if store is None else list(ALARMS):
+        # The store may be gone with the rank that held it.
+        with contextlib.suppress(RuntimeError):
+            if store is not None and store.check([key]):
+                ALARMS.discard(key)
+                raise MeshError(store.get(key).decode())
 
 
 def others_stand(ranks: Iterable[int]) -> str:

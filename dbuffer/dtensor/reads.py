@@ -26,7 +26,7 @@ NAMERS: list[Callable[[DTensor], str | None]] = []
 """Functions that return the name of a parameter, or of the gradient of one; None for a tensor that they do not know."""
 
 NUM_STEPS = [0]
-"""How many steps of optimizers over sharded parameters this rank has begun: two reads of one weight may be a step apart."""
+"""How many steps of optimizers over sharded parameters this rank has begun: reads of one weight may be a step apart."""
 
 _WORDS_BYTES = 512
 _FIX = (
