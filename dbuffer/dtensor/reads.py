@@ -54,9 +54,7 @@ def read_reduce(tensor: torch.Tensor, axis: MeshAxis, op: str, of: DTensor | str
 def _read(
     kind: str, tensor: torch.Tensor, axis: MeshAxis, of: DTensor | str | None, issue: Callable[[MeshAxis, Any], None]
 ) -> None:
-    if axis.size == 1:
-        return
-    if is_traced(tensor) or not tensor.is_cpu:
+    if axis.size == 1 or is_traced(tensor) or not tensor.is_cpu:
         issue(axis.of_operators, None)
         return
     axis = axis.of_operators
