@@ -108,10 +108,10 @@ class AgreementError(FsdpError):
         raise cls(
             f"unit {unit!r}: {action} failed on rank {dist.get_rank()}: {reason_of(error, job_timeout())}. "
             f"Of the others, {others_stand(range(dist.get_world_size())) or 'nothing is known'}. Another rank ended, "
-            "took another branch, had another number of batches, or ran a backward that reaches no parameter of this model. "
-            "`with Watch(model):` around training says which rank did what. fix: let all ranks run equally many steps (pad "
-            "the data, or stop all ranks at the smallest number), and `loss + 0 * output.sum()` on a rank without a "
-            "loss of its own."
+            "took another branch, had another number of batches, or ran a backward that reaches no parameter of this "
+            "model. `with Watch(model):` around training says which rank did what. fix: let all ranks run equally many "
+            "steps (pad the data, or stop all ranks at the smallest number), and `loss + 0 * output.sum()` on a rank "
+            "without a loss of its own."
         ) from error
 
 

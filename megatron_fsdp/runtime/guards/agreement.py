@@ -174,10 +174,10 @@ def _alarm_of(token: str) -> str:
 def _other_order(place: str, first: tuple[str, str], second: tuple[str, str]) -> str:
     sides = " and ".join(f"of {name!r} on rank {rank}" for rank, name in sorted((first, second)))
     return (
-        f"the ranks of a mesh run other units, or in another order: {place} is {sides}. Their weights would "
-        "be mixed up. fix: run the same units in the same order on all ranks, also those that a rank's own data does not need (an "
-        "expert without tokens, an image tower without images: run it on zeros, and add 0 * output.sum() to the loss); "
-        "or call fully_shard on the module around them alone, so that they are one unit"
+        f"the ranks of a mesh run other units, or in another order: {place} is {sides}. Their weights would be "
+        "mixed up. fix: run the same units in the same order on all ranks, also those that a rank's own data does "
+        "not need (an expert without tokens, an image tower without images: run it on zeros, and add 0 * "
+        "output.sum() to the loss); or call fully_shard on the module around them alone, so that they are one unit"
     )
 
 
