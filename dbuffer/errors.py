@@ -21,5 +21,9 @@ class MeshError(DBufferError):
     """A device mesh lacks an axis, has the wrong size, or is not the one a buffer was built on."""
 
 
+class ReadError(DBufferError, RuntimeError):
+    """An operator on a sharded tensor that some ranks of the mesh did not call, or called for another tensor."""
+
+
 class PaddingWarning(UserWarning):
     """A plan is legal and wasteful: the message names the tensor that binds and the cure."""
