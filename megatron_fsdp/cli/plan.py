@@ -26,7 +26,8 @@ EXAMPLES = """\
   megatron-fsdp plan --model llama3-70b --mesh 8x16                two axes: replicas of sharded nodes
   megatron-fsdp plan --model llama3-70b --fit 80GiB --gpus 64      search what fits
   megatron-fsdp plan --model llama3-70b --world 64 --tp 8 --pp 2   with tensor and pipeline parallelism
-  megatron-fsdp plan --hf-config config.json --mesh 8 --json"""
+  megatron-fsdp plan --hf-config config.json --mesh 8 --json
+  megatron-fsdp plan --model llama3-8b --mesh 64 --png plan.png    a picture of memory and time"""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -70,11 +71,22 @@ def _run(options: Options) -> int:
     if best is not None:
         title, plain = headline(best), {**to_dict(best, stages), **plain}
         tables += plan_tables(best, limit_bytes, stages)
+    if best is not None and options["png"]:
+        _draw(best, title, options["png"])
     if options["json"]:
         print(json.dumps(plain, indent=2))
     else:
         print("\n\n".join(filter(None, (title, *("\n".join(table.lines()) for table in tables)))))
     return 0 if best is not None else 1
+
+
+def _draw(best: Projection, title: str, path: str) -> None:
+    """Write the picture of a plan."""
+    from megatron_fsdp.planning.cost_model import play_in_time
+    from megatron_fsdp.planning.picture import draw, save, time_line
+
+    found = play_in_time(best.played, best.setup.workload, best.setup.hardware)
+    save(draw(title, best.memory, time_line(found), found.seconds, best.time.optimizer), path)
 
 
 def _show_progress(line: str) -> None:

@@ -11,7 +11,7 @@ from megatron_fsdp.planning.transformer import Workload
 from megatron_fsdp.virtual.playback import Playback, play
 from megatron_fsdp.virtual.recording import Work
 
-__all__ = ["Hardware", "Link", "StepTime", "predict_step", "transfer_seconds"]
+__all__ = ["Hardware", "Link", "StepTime", "play_in_time", "predict_step", "transfer_seconds"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,10 +141,15 @@ class _Speeds:
         return work.axis
 
 
+def play_in_time(played: PlayedStep, workload: Workload, hardware: Hardware) -> Playback:
+    """Return when forward and backward do what on this hardware, of at most three microbatches."""
+    return play(played.items.get(workload.num_microbatches) or played.items[3], _Speeds(hardware, workload))
+
+
 def predict_step(played: PlayedStep, workload: Workload, hardware: Hardware) -> StepTime:
     """Predict an optimizer step; ``played`` knows steps of as many microbatches."""
     count = workload.num_microbatches
-    found = play(played.items.get(count) or played.items[3], _Speeds(hardware, workload))
+    found = play_in_time(played, workload, hardware)
     quantities = _quantities(found)
     if count not in played.items:
         before = _quantities(play(played.items[2], _Speeds(hardware, workload)))

@@ -149,6 +149,7 @@ OPTIONS = {
     ),
     "output (default: a page of text)": (
         _Option("--json", None, "print the plan as JSON (keys: docs/planning.md)"),
+        _Option("--png", str, "draw memory by category and the time line of a step; needs matplotlib", None, "FILE"),
         _Option("--list-models", None, "list the models of the catalog"),
     ),
 }  # fmt: skip

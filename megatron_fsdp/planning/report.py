@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, replace
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass, field, replace
 from functools import partial
-from typing import Any, overload
+from os import PathLike
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import nn
@@ -14,14 +16,20 @@ from torch.optim import Optimizer
 
 from dbuffer.planner.arena import ArenaPlan
 from megatron_fsdp.errors import ConfigError, StateError
-from megatron_fsdp.formatting import Table, format_bytes, listing
+from megatron_fsdp.formatting import Table, counted, format_bytes, listing
 from megatron_fsdp.optim.muon import explain_ownership
 from megatron_fsdp.optim.ownership import OwnershipReport
+from megatron_fsdp.planning.cost_model import Hardware, play_in_time
+from megatron_fsdp.planning.picture import draw, save, time_line
 from megatron_fsdp.planning.played_step import PlayedStep, play_step
 from megatron_fsdp.planning.stand_in import live_stand_ins, unsharded
 from megatron_fsdp.planning.step_listener import Forecast, Peak, Phase
+from megatron_fsdp.planning.transformer import Workload
 from megatron_fsdp.planning.unit_report import CollectiveReport, GroupReport, UnitReport
-from megatron_fsdp.runtime.step.unit import units_below
+from megatron_fsdp.runtime.step.unit import Unit, units_below
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 __all__ = ["Report", "explain", "folded", "report_of", "shortened"]
 
@@ -73,11 +81,64 @@ class Report:
     gradient_bytes: int = 0
     arenas: tuple[ArenaPlan, ...] = ()
     counter_bytes: int = 0
+    _play_on_gpu: Callable[[], PlayedStep] | None = field(default=None, repr=False, compare=False)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as dictionaries, lists, strings and numbers, ready for ``json.dumps``."""
-        plain: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        plain: dict[str, Any] = json.loads(json.dumps(asdict(replace(self, _play_on_gpu=None))))
+        del plain["_play_on_gpu"]
         return plain
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """The most bytes that one rank holds at once, by category, without activations."""
+        highest = max(peak.num_bytes for peak in (self.forward_peak, self.backward_peak, self.step_peak))
+        return {
+            "buffers at rest": self.persistent_bytes,
+            "optimizer state": self.optimizer_bytes,
+            "gradients": self.gradient_bytes,
+            "gathered and packed": highest - self.gradient_bytes,
+        }
+
+    def plot(
+        self, path: str | PathLike[str] | None = None, *, tokens: int = 4096, hardware: Hardware | None = None
+    ) -> Figure:
+        """Draw the memory of one rank by category, and the predicted time line of a step on GPUs.
+
+        The time line shows the all-gathers, compute and reduce-scatters of at most three microbatches, and where
+        compute waits for communication. The engine's own step is played for it, on streams as on a GPU.
+
+        Args:
+            path: file to write, such as "plan.png". None: write none.
+            tokens: of one microbatch on one rank.
+            hardware: speeds; None: eight H100 in a node, at line rates.
+        Returns:
+            a matplotlib figure.
+        Raises:
+            StateError: the report is not one of a live model, or the model is gone.
+            ConfigError: matplotlib is not installed, or the file cannot be written.
+
+        Example:
+            explain(model).plot("plan.png", tokens=8192)
+        """
+        if self._play_on_gpu is None:
+            raise StateError(
+                "plot: this report is not one that explain(model) returned. fix: explain(model).plot(path), or "
+                "megatron-fsdp plan --png FILE without a model"
+            )
+        played = self._play_on_gpu()
+        count = self.num_microbatches
+        workload = Workload(micro_batch=1, sequence_length=tokens, num_microbatches=count)
+        machine = with_links(hardware or Hardware(), played)
+        found = play_in_time(played, workload, machine)
+        batches = counted(count, "microbatch", "microbatches")
+        drawn = "" if count <= 3 else ", three of them drawn"
+        title = f"{batches} of {tokens:,} tokens{drawn}, at {machine.flops / 1e12:,.4g} Tflop/s"
+        adamw = played.moved_bytes / machine.memory_bandwidth
+        figure = draw(title, self.memory, time_line(found), found.seconds, adamw)
+        if path is not None:
+            save(figure, path)
+        return figure
 
     def tables(self) -> tuple[Table, ...]:
         """Return what the page shows."""
@@ -129,7 +190,28 @@ def explain(model: nn.Module | Optimizer, num_microbatches: int = 1) -> Report |
             f"{type(model).__name__} holds no sharded module; call fully_shard on its blocks and on it first"
         )
     played = play_step(partial(live_stand_ins, model, units), [num_microbatches])
-    return report_of(played, num_microbatches, unsharded(model, units))
+    report = report_of(played, num_microbatches, unsharded(model, units))
+    # A report that is kept does not keep the model.
+    return replace(report, _play_on_gpu=partial(_play_live, weakref.ref(model), num_microbatches))
+
+
+def _play_live(model: weakref.ref[nn.Module], num_microbatches: int) -> PlayedStep:
+    """Play a step of a live model on streams, whatever device it is on."""
+    found = model()
+    if found is None:
+        raise StateError("plot: the model of this report is gone. fix: call explain(model).plot(path) while it lives")
+    units: list[Unit] = list(units_below(found))
+    return play_step(partial(live_stand_ins, found, units, has_streams=True), [num_microbatches])
+
+
+def with_links(hardware: Hardware, played: PlayedStep) -> Hardware:
+    """Return the hardware with a link for each mesh axis that the step communicates on and that has none."""
+    links = dict(hardware.links)
+    for work in (item.work for items in played.items.values() for item in items):
+        if work is not None and work.ranks and work.axis not in links:
+            stride = work.ranks[1] - work.ranks[0] if len(work.ranks) > 1 else 1
+            links[work.axis] = hardware.link(len(work.ranks), stride)
+    return replace(hardware, links=links)
 
 
 def report_of(played: PlayedStep, num_microbatches: int, left: Mapping[str, nn.Parameter] | None = None) -> Report:

@@ -334,8 +334,12 @@ def shaped_stand_ins(
 
 
 @contextlib.contextmanager
-def live_stand_ins(model: nn.Module, units: Sequence[Unit]) -> Iterator[Model]:
-    """Stand in for a live model, whose ``units`` are in the order in which modules are registered."""
+def live_stand_ins(model: nn.Module, units: Sequence[Unit], *, has_streams: bool | None = None) -> Iterator[Model]:
+    """Stand in for a live model, whose ``units`` are in the order in which modules are registered.
+
+    Args:
+        has_streams: lanes are streams, as on a GPU. None: as on the model's own device.
+    """
     every = [group for unit in units for group in unit.groups]
     modules = {id(unit): [module for each in unit.modules if (module := each()) is not None] for unit in units}
     places = {id(now): (group, index) for group in every for index, now in enumerate(_registered(group))}
@@ -374,8 +378,8 @@ def live_stand_ins(model: nn.Module, units: Sequence[Unit]) -> Iterator[Model]:
         put_in_place(built, stood, owned, reshard_asked(unit))
         return built
 
-    has_streams = any(turns(group.spec.device) is not None for group in every)
-    with _virtual_meshes(list(map(_axes, every)), has_streams=has_streams) as (device, meshes):
+    on_streams = _on_streams(every) if has_streams is None else has_streams
+    with _virtual_meshes(list(map(_axes, every)), has_streams=on_streams) as (device, meshes):
         inside = [module for each in modules.values() for module in each]
         copies = _copied(model, inside, copy, {}, device.recording)
         built = [build(unit) for unit in reversed(units)][::-1]
@@ -399,6 +403,10 @@ def _registered(group: ParameterGroup) -> list[torch.Tensor | None]:
     """Return what is registered now as the parameters of a group: the sharded or the unsharded ones."""
     places = (each.param_module_infos[0] for each in group.owned)
     return [place.module._parameters.get(place.attribute) for place in places]
+
+
+def _on_streams(groups: Sequence[ParameterGroup]) -> bool:
+    return any(turns(group.spec.device) is not None for group in groups)
 
 
 def _axes(group: ParameterGroup) -> Axes:

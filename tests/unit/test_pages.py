@@ -1,9 +1,11 @@
 """The pages: numbers of the README are those that benches and tests write, links lead somewhere, tables are whole."""
 
 import fnmatch
+import importlib.util
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -130,3 +132,19 @@ def test_the_words_of_the_first_run_are_those_there_are_and_say_the_same() -> No
 def test_the_first_run_counts_the_ways_to_train_that_are_tested() -> None:
     (counted,) = re.findall(r"losses of (\d+) ways", FIRST_GPU_RUN)
     assert int(counted) == len(SETTINGS)
+
+
+def module_of_docs(name: str) -> ModuleType:
+    """Import a file of docs/, which is no package."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_picture_of_the_schedule_is_what_the_engine_does() -> None:
+    schedule = module_of_docs("schedule")
+    drawn: str = schedule.schedule_svg(schedule.bars())
+    assert schedule.PICTURE.read_text(encoding="utf-8") == drawn, "run: python docs/schedule.py"
