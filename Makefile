@@ -47,7 +47,7 @@ KNOWN_TORCH := $(patsubst constraints/torch-%.txt,%,$(sort $(wildcard constraint
 $(if $(filter $(TORCH),$(KNOWN_TORCH)),,$(error TORCH=$(TORCH) is none of the versions in constraints/: $(KNOWN_TORCH)))
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-nightly test-integrations test-docs test-faults test-gpu bench check format clean
+.PHONY: help train test test-nightly test-integrations test-docs test-faults test-gpu bench docs check format clean
 
 help: ## List targets and variables.
 	@echo "Targets:"
@@ -85,6 +85,10 @@ test-integrations: $(STAMP) ## Run the tests with Hugging Face, torchtitan and m
 
 test-docs: $(STAMP) ## Run the code of README, CONTRIBUTING and docs, block by block, in a copy.
 	$(BIN) -m tests.docs $(PAGES)
+
+docs: $(STAMP) ## Build the site of the documentation, with the API reference, in build/site: about a minute.
+	$(BIN) -m pip install -qq --disable-pip-version-check $(PIP_ARGS) $(addprefix --constraint ,$(CONSTRAINTS) constraints/docs.txt) --editable '.[docs]'
+	$(BIN) docs/build_site.py
 
 test-faults: $(STAMP) ## Kill, stall and restart training jobs in every phase, the long way.
 	$(BIN) -m pytest tests/faults --durations=15 $(TEST_ARGS)

@@ -5,6 +5,7 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 README = Path(__file__).parent / "README.md"
+DOCUMENTATION = ["mkdocs>=1.6,<2", "mkdocs-material>=9.7", "mkdocstrings[python]>=1.0"]
 EXAMPLES = ["matplotlib>=3.8"]
 HUGGING_FACE = ["safetensors>=0.5"]
 # torchtitan needs Python 3.11.
@@ -61,6 +62,7 @@ setup(
     extras_require={
         "triton": TRITON,
         "hf": HUGGING_FACE,
+        "docs": DOCUMENTATION,
         "examples": EXAMPLES,
         "integrations": [*INTEGRATIONS, *HUGGING_FACE],
         "dev": [*DEVELOPMENT, *EXAMPLES, *HUGGING_FACE, *TRITON],

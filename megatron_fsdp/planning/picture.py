@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
@@ -102,6 +104,8 @@ def draw(title: str, memory: Mapping[str, int], bars: Sequence[Bar], seconds: fl
     except ImportError as error:
         raise ConfigError("a picture needs matplotlib, which is not installed. fix: pip install matplotlib") from error
     figure = Figure(figsize=(11, 5), dpi=110, layout="constrained")
+    # Jupyter asks for this and shows the figure; without it, only figures of pyplot are shown.
+    vars(figure)["_repr_png_"] = partial(_png, figure)
     figure.suptitle(title, fontsize=11)
     above, below = figure.subplots(2, 1, height_ratios=(1, 2.2))
     _draw_memory(above, memory)
@@ -122,6 +126,12 @@ def save(figure: Figure, path: str | PathLike[str]) -> None:
             f"the picture could not be written to {str(path)!r}: {error}. fix: name a file that ends with .png in a "
             f"folder that exists"
         ) from error
+
+
+def _png(figure: Figure) -> bytes:
+    content = io.BytesIO()
+    figure.savefig(content, format="png")
+    return content.getvalue()
 
 
 def _draw_memory(axes: Axes, memory: Mapping[str, int]) -> None:
