@@ -33,7 +33,15 @@ def pages() -> list[str]:
 
 
 def blocks_of(page: str) -> Iterator[Block]:
-    """Yield the blocks of a page."""
+    """Yield the blocks of a page; of a diff, the Python that it leads to."""
     text = (ROOT / page).read_text(encoding="utf-8")
     for found in re.finditer(r"^```(\w*)\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
-        yield Block(page, text.count("\n", 0, found.start(2)) + 1, found[1], found[2])
+        language, code = found[1], found[2]
+        if language == "diff":
+            language, code = "python", side_of(code, "+")
+        yield Block(page, text.count("\n", 0, found.start(2)) + 1, language, code)
+
+
+def side_of(diff: str, sign: str) -> str:
+    """Return one side of a diff: "-" is what was there before, "+" is what comes instead."""
+    return "".join(line[1:] or "\n" for line in diff.splitlines(keepends=True) if line[:1] in (" ", "\n", sign))
