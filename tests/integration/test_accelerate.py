@@ -115,8 +115,14 @@ def prepare_and_train(kind: str, settings: dict[str, Any]) -> tuple[float, float
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"reshard_after_forward": False}, {"activation_checkpointing": True}, {"cpu_ram_efficient_loading": True}],
-    ids=["default", "kept", "checkpointing", "efficient loading"],
+    [
+        {},
+        {"reshard_after_forward": False},
+        {"activation_checkpointing": True},
+        {"activation_checkpointing": True, "activation_checkpointing_offload": True},
+        {"cpu_ram_efficient_loading": True},
+    ],
+    ids=["default", "kept", "checkpointing", "offloaded checkpoints", "efficient loading"],
 )
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_a_prepared_model_trains_as_the_whole_one(kind: str, settings: dict[str, Any]) -> None:
