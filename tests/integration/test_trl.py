@@ -1,4 +1,4 @@
-"""TRL's DPO with LoRA: the reference is the model itself with its adapters switched off between forward and backward."""
+"""TRL's DPO with LoRA: the reference is the model itself, its adapters off between forward and backward."""
 
 from pathlib import Path
 from typing import Any
