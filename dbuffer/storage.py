@@ -92,11 +92,11 @@ class FlatStorage:
         self.is_allocated = False
         holding = self._holding
         if holding.slot is not None:
-            # Another storage would write its values into the array.
-            if self._bytes.resizable():
-                holding.give_back(self._bytes)
-            else:
+            if holding.pool is not None and holding.pool.shows_arrays and not self._bytes.resizable():
+                # Another storage would write its values into the array.
                 self._lend()
+            else:
+                holding.give_back(self._bytes)
             return
         if self._is_lent:
             return
