@@ -277,3 +277,57 @@ def test_a_backward_that_reads_weights_which_are_not_to_be_gathered_is_refused()
     model[1].set_unshard_in_backward(False)
     with pytest.raises(RuntimeError, match="is at version 1000000000"):
         model(inputs(dist.get_rank(), 0)).square().mean().backward()
+
+
+class Skips:
+    """Hooks that keep tensors which are marked, and copy the others: as Megatron's fine_grained_activation_offloading.
+
+    Attributes:
+        num_kept: tensors that were kept.
+    """
+
+    def __init__(self) -> None:
+        self.num_kept = 0
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensor itself where it is marked, else a copy."""
+        if getattr(tensor, "offloading_activation", True):
+            return tensor.detach().clone()
+        self.num_kept += 1
+        return tensor
+
+
+class Product(torch.autograd.Function):
+    """A linear layer that saves its weight itself, as Transformer Engine's do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight = ctx.saved_tensors
+        return gradients[0] @ weight, gradients[0].t() @ x
+
+
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
+@on_ranks(2)
+def test_marks_of_parameters_after_sharding_tell_hooks_what_not_to_offload(strategy: str) -> None:
+    def block() -> nn.Module:
+        return Made(
+            lambda part, x: Product.apply(x, part.linear.weight).tanh(), linear=nn.Linear(WIDTH, WIDTH, bias=False)
+        )
+
+    twins = Twins(lambda: nn.Sequential(block(), block()), strategy)
+    for param in twins.model.parameters():
+        param.offloading_activation = False
+    for step in range(2):
+        hooks = Skips()
+        with torch.autograd.graph.saved_tensors_hooks(hooks.pack, lambda tensor: tensor):
+            loss = twins.model(inputs(dist.get_rank(), step)).square().mean()
+        loss.backward()
+        twins.plain_backward(step)
+        assert hooks.num_kept == 2
+        assert twins.gradients_apart() < 1e-6
+        twins.zero_grad()
