@@ -216,7 +216,8 @@ def off_the_path_by_version(folder: Path) -> None:
 
 MISTAKES = {
     wrap_again: "DistributedDataParallel cannot be around it",
-    train_off_the_path: "not on its FSDP2 path .found distributed_type MULTI_CPU",
+    train_off_the_path: r"^accelerate_fsdp2.. needs a GPU .* takes its FSDP2 path on GPUs only.*not on its FSDP2 path "
+    r".found distributed_type MULTI_CPU.*fix: on GPUs .*on CPUs, .* call fully_shard on the model's layers",
     off_the_path_by_version: "not on its FSDP2 path .found distributed_type FSDP, fsdp_version 1",
 }
 

@@ -1,22 +1,35 @@
 """TRL's DPO with LoRA: the reference is the model itself, its adapters off between forward and backward."""
 
+import contextlib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerFast
 from trl import DPOConfig, DPOTrainer
+from trl.models.activation_offloading import get_act_offloading_ctx_manager
 
 from megatron_fsdp import FsdpModule
 from megatron_fsdp.huggingface import accelerate_fsdp2
 from tests.integration.adapters import QUIET, make_lora
 from tests.integration.ranks import run_ranks
 from tests.integration.test_accelerate import FSDP, fsdp_on_cpu
-from tests.integration.tiny_models import VOCABULARY, reset_accelerate, whole_state, worst
+from tests.integration.tiny_models import (
+    VOCABULARY,
+    draw_tokens,
+    make_model,
+    reset_accelerate,
+    shard,
+    whole_state,
+    worst,
+)
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
 NUM_STEPS = 4
@@ -98,3 +111,57 @@ def test_dpo_with_lora_loses_what_ddp_loses(is_checkpointed: bool, tmp_path: Pat
     assert losses[0] != pytest.approx(losses[-1], abs=1e-2)
     assert worst(state, wanted[1]) < 2e-5
     assert worst(state, start) > 1e-2
+
+
+class Stream:
+    """A stand-in for a GPU's stream, on which each copy ends before the next line of Python."""
+
+    def wait_stream(self, other: Any) -> None: ...
+
+    def wait_event(self, event: Any) -> None: ...
+
+    def record_event(self, event: Any = None) -> Any:
+        return object()
+
+
+def offload_and_train(has_streams: bool) -> tuple[float, int]:
+    """Train beside the whole model; return how far apart the weights are, and how many tensors were offloaded."""
+    stream = Stream()
+    module = SimpleNamespace(
+        Stream=Stream,
+        empty_cache=lambda: None,
+        stream=lambda _: contextlib.nullcontext(),
+        current_stream=lambda *_: stream,
+        default_stream=lambda *_: stream,
+    )
+    oracle, model = make_model("llama"), shard(make_model("llama"))
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01) for each in (model, oracle)]
+    with (
+        mock.patch.object(torch.accelerator, "current_accelerator", lambda: torch.device("cpu")),
+        mock.patch.object(torch, "get_device_module", lambda *_: module),
+        mock.patch.object(torch.Tensor, "record_stream", lambda *_: None),
+    ):
+        offload: Any = get_act_offloading_ctx_manager(
+            model=model, use_streams=has_streams, min_offload_size=4, use_pin_memory=False
+        )
+        num_offloaded = 0
+        for step in range(3):
+            tokens = draw_tokens(dist.get_rank(), step)
+            with offload:
+                loss = model(input_ids=tokens, labels=tokens).loss
+            num_offloaded += sum(bool(entry[1]) for entry in offload.tracker.values())
+            loss.backward()
+            for rank in range(dist.get_world_size()):
+                tokens = draw_tokens(rank, step)
+                (oracle(input_ids=tokens, labels=tokens).loss / dist.get_world_size()).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    return worst(whole_state(model), whole_state(oracle)), num_offloaded
+
+
+@pytest.mark.parametrize("has_streams", [False, True], ids=["one stream", "two streams"])
+def test_activations_that_trl_offloads_change_no_weight(has_streams: bool) -> None:
+    for apart, num_offloaded in run_ranks(2, offload_and_train, has_streams):
+        assert apart < 2e-5
+        assert num_offloaded > 100
