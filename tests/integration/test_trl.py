@@ -137,9 +137,9 @@ def offload_and_train(has_streams: bool) -> tuple[float, int]:
     oracle, model = make_model("llama"), shard(make_model("llama"))
     optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01) for each in (model, oracle)]
     with (
-        mock.patch.object(torch.accelerator, "current_accelerator", lambda: torch.device("cpu")),
-        mock.patch.object(torch, "get_device_module", lambda *_: module),
-        mock.patch.object(torch.Tensor, "record_stream", lambda *_: None),
+        mock.patch.object(torch.accelerator, "current_accelerator", return_value=torch.device("cpu")),
+        mock.patch.object(torch, "get_device_module", return_value=module),
+        mock.patch.object(torch.Tensor, "record_stream", return_value=None),
     ):
         offload: Any = get_act_offloading_ctx_manager(
             model=model, use_streams=has_streams, min_offload_size=4, use_pin_memory=False
