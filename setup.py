@@ -19,6 +19,7 @@ INTEGRATIONS = [
     "torchao>=0.18",
     "torchtitan>=0.3; python_version >= '3.11'",
     "transformers>=5.20",
+    "trl>=1.16",
 ]
 TRITON = ["triton>=3.6; platform_system == 'Linux'"]
 DEVELOPMENT = [

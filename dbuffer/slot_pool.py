@@ -61,6 +61,8 @@ class SlotPool:
         self.sizing = sizing
         self._device = device
         self._allocate = allocate
+        # Other memory is never resizable, which is how a storage knows that NumPy has its address.
+        self.shows_arrays = allocate is None and sizing != "static"
         self._largest = 0
         self._free: defaultdict[int, list[torch.UntypedStorage]] = defaultdict(list)
         self.num_slots = 0

@@ -6,6 +6,7 @@ bytes back under the same views. That is what lets a runtime build its views onc
 
 from __future__ import annotations
 
+import logging
 import weakref
 
 import torch
@@ -16,6 +17,7 @@ from dbuffer.memory_meter import memory_meter
 from dbuffer.slot_pool import Holding, SlotPool
 
 _METER = memory_meter()
+_LOG = logging.getLogger(__name__)
 
 KNOWN: weakref.WeakValueDictionary[int, FlatStorage] = weakref.WeakValueDictionary()
 """By the address of PyTorch's storage, which stays the same."""
@@ -31,7 +33,8 @@ class FlatStorage:
     """
 
     __slots__ = (
-        "__weakref__", "_bytes", "_finalizer", "_holding", "_pool", "_tensor", "is_allocated", "name", "nbytes",
+        "__weakref__", "_bytes", "_finalizer", "_holding", "_is_lent", "_pool", "_tensor", "is_allocated", "name",
+        "nbytes",
     )  # fmt: skip
 
     def __init__(
@@ -44,6 +47,7 @@ class FlatStorage:
             self._tensor = torch.empty(numel, dtype=dtype, device=device, pin_memory=pinned)
         self.nbytes = 0 if device.type == "meta" else numel * dtype.itemsize
         self.is_allocated = True
+        self._is_lent = False
         self._pool: SlotPool | None = None
         self._holding = Holding(self.nbytes)
         _METER.add(self.nbytes)
@@ -79,17 +83,32 @@ class FlatStorage:
             pool.serve(self.nbytes)
 
     def release(self) -> None:
-        """Give the bytes back; views keep their identity and must not be used until ``reallocate``."""
+        """Give the bytes back; views keep their identity and must not be used until ``reallocate``.
+
+        Bytes that NumPy has an address of (``tensor.numpy()``) stay for good, since nothing tells when its array ends.
+        """
         if not self.is_allocated or not self.nbytes:
             return
         self.is_allocated = False
         holding = self._holding
         if holding.slot is not None:
-            holding.give_back(self._bytes)
+            if holding.pool is not None and holding.pool.shows_arrays and not self._bytes.resizable():
+                # Another storage would write its values into the array.
+                self._lend()
+            else:
+                holding.give_back(self._bytes)
             return
-        if listeners:
-            tell("released", self._bytes)
-        self._bytes.resize_(0)
+        if self._is_lent:
+            return
+        try:
+            if listeners and self._bytes.resizable():
+                tell("released", self._bytes)
+            self._bytes.resize_(0)
+        except RuntimeError:
+            if self._bytes.resizable():
+                raise
+            self._lend()
+            return
         _METER.current_bytes -= holding.own_bytes
         holding.own_bytes = 0
 
@@ -99,6 +118,9 @@ class FlatStorage:
         Where that raises (out of memory, an interrupt) the storage is still released, and may be reallocated again.
         """
         if self.is_allocated:
+            return
+        if self._is_lent:
+            self.is_allocated = True
             return
         holding, pool, num_bytes = self._holding, self._pool, self.nbytes
         if holding.slot is not None:
@@ -115,6 +137,17 @@ class FlatStorage:
         self.is_allocated = True
         if listeners and pool is None:
             tell("allocated", self)
+
+    def _lend(self) -> None:
+        """Keep the bytes from here on: an array of NumPy may read them."""
+        if not self._is_lent:
+            self._is_lent = True
+            _LOG.warning(
+                "%s: .numpy() was called on a tensor in this memory, as hooks on saved tensors may do, so its %d bytes "
+                "stay allocated from now on. Values are right. fix: tensor.clone().numpy() copies the tensor instead.",
+                self.name,
+                self.nbytes,
+            )
 
 
 class StoredPart:

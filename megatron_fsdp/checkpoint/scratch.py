@@ -37,6 +37,9 @@ _OWNER = "owner.json"
 _KIND = "megatron-fsdp-dbuffer scratch"
 # Between hosts a lock may mean nothing; a save that still writes shows it by the times of its files.
 _QUIET_SECONDS = 3600.0
+# The "host" of a folder whose maker could not lock it.
+_NO_LOCK = "no lock"
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _MAX_ATTEMPTS = 20
 # What renaming a folder says where another one, with something in it, has the name.
 _TAKEN = (errno.ENOTEMPTY, errno.EEXIST)
@@ -112,9 +115,13 @@ def make_scratch(path: Path) -> Scratch:
     lock: IO[str] | None = None
     try:
         lock = (folder / _OWNER).open("w", encoding="utf-8")
-        with contextlib.suppress(OSError):
+        host = _this_host()
+        try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        json.dump({"kind": _KIND, "of": path.name, "host": socket.gethostname()}, lock)
+        except OSError:
+            # A sweep may get a lock on what its maker could not lock: then only the age of the files tells.
+            host = _NO_LOCK
+        json.dump({"kind": _KIND, "of": path.name, "host": host}, lock)
         lock.flush()
         os.fsync(lock.fileno())
     except BaseException:
@@ -195,6 +202,15 @@ def _read_owner(folder: Path) -> dict[str, str] | None:
     return found if found["kind"] == _KIND else None
 
 
+def _this_host() -> str:
+    """Return the name and the boot of this host: a lock of another kernel means nothing here, whatever its name."""
+    try:
+        boot = _BOOT_ID.read_text(encoding="utf-8").strip()
+    except OSError:
+        boot = "unknown boot"
+    return f"{socket.gethostname()} {boot}"
+
+
 def _is_abandoned(folder: Path, host: str, locks: contextlib.ExitStack) -> bool:
     """Whether the maker of a folder is gone; its lock is then held until ``locks`` ends, so that one job removes it.
 
@@ -204,7 +220,7 @@ def _is_abandoned(folder: Path, host: str, locks: contextlib.ExitStack) -> bool:
     try:
         file = locks.enter_context((folder / _OWNER).open("r+", encoding="utf-8"))
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if host == socket.gethostname():
+        if host == _this_host():
             return True
     except BlockingIOError:
         return False

@@ -78,6 +78,14 @@ SCENES = {
     ),
     "docs/compatibility.md": Scene(given=_WHOLE),
     "docs/gradient_scale.md": Scene(given=_SHARDED),
+    "docs/huggingface.md": Scene(
+        elsewhere=(
+            (
+                "with accelerate_fsdp2():",
+                "accelerate shards on GPUs only; test_accelerate.py tells it that a CPU is one",
+            ),
+        )
+    ),
     "docs/launch.md": Scene(
         # The second command needs two machines.
         shorter=(("--nproc-per-node 8 train.py", "--nproc-per-node 2 train.py"), ("torchrun --nnodes 2 ", "true ")),

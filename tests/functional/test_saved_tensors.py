@@ -1,6 +1,7 @@
 """Hooks on saved tensors that pickle them, and units whose backward finds no weights by choice."""
 
 import io
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -11,10 +12,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from megatron_fsdp import fully_shard
+from megatron_fsdp import MixedPrecisionPolicy, fully_shard
 from megatron_fsdp.runtime.step.unit import units_below
 from tests.harness import on_ranks
-from tests.harness.models import WIDTH, Made, inputs, three_blocks
+from tests.harness.grids import covering, nightly_but
+from tests.harness.models import WIDTH, Block, CheckpointedStack, Made, inputs, three_blocks
 from tests.harness.twins import Twins
 
 
@@ -66,7 +68,54 @@ def test_gradients_equal_the_whole_models_when_saved_tensors_are_pickled() -> No
     assert max(worst) < 1e-6
 
 
+class LaterCopies:
+    """Hooks that copy after forward, as those that copy on a stream of their own may do on a GPU."""
+
+    def __init__(self) -> None:
+        self.packed: list[list[torch.Tensor]] = []
+
+    def __enter__(self) -> None:
+        self.hooks: Any = torch.autograd.graph.saved_tensors_hooks(self.pack, lambda packed: packed[0])
+        self.hooks.__enter__()
+
+    def pack(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Keep a tensor whose copy is still to be made."""
+        self.packed.append([tensor.detach()])
+        return self.packed[-1]
+
+    def __exit__(self, *error: object) -> None:
+        self.hooks.__exit__(*error)
+        for packed in self.packed:
+            packed[0] = packed[0].clone()
+
+
+def shared_once() -> Any:
+    """Return hooks that keep one copy per tensor in memory that they know by the tensor's address, as verl's do."""
+    copies: dict[tuple[int, torch.Size], torch.Tensor] = {}
+
+    def pack(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        # Holding the tensor keeps its address from another activation, not from another unit's gathered weight.
+        return tensor, copies.setdefault((tensor.data_ptr(), tensor.shape), tensor.detach().clone())
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept[1])
+
+
+def as_array(tensor: torch.Tensor) -> Any:
+    """Return an array on the tensor's own memory; NumPy has no bf16."""
+    return tensor.detach().view(torch.int16 if tensor.dtype is torch.bfloat16 else tensor.dtype).numpy(), tensor.dtype
+
+
+def from_array(packed: Any) -> torch.Tensor:
+    array, dtype = packed
+    return torch.from_numpy(array).view(dtype)
+
+
 OFFLOADS: dict[str, Callable[[], Any]] = {
+    "arrays": lambda: torch.autograd.graph.saved_tensors_hooks(as_array, from_array),
+    "copied arrays": lambda: torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: (as_array(tensor)[0].copy(), tensor.dtype), from_array
+    ),
+    "one copy per address": shared_once,
     "save_on_cpu": torch.autograd.graph.save_on_cpu,
     "copies": lambda: torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach().clone(), lambda it: it),
     "views": lambda: torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.view_as(tensor), lambda it: it),
@@ -89,6 +138,109 @@ def test_gradients_equal_the_whole_models_when_saved_tensors_are_offloaded(kind:
         loss.backward()
         twins.plain_backward(step)
     assert twins.gradients_apart() < 1e-6
+
+
+@on_ranks(3)
+def test_copies_that_are_made_after_forward_need_weights_that_stay_until_backward() -> None:
+    def shard_all(model: Any) -> None:
+        for part in (*model.layers, model):
+            fully_shard(part, reshard_after_forward=False)
+
+    twins = Twins(three_blocks, shard=shard_all)
+    for step in range(2):
+        with LaterCopies():
+            loss = twins.model(inputs(dist.get_rank(), step)).square().mean()
+        loss.backward()
+        twins.plain_backward(step)
+    assert twins.gradients_apart() < 1e-6
+
+
+@on_ranks(2)
+def test_an_array_of_a_gathered_weight_keeps_its_memory_and_the_log_says_so() -> None:
+    arrays = []
+
+    def forward(part: Any, x: torch.Tensor) -> torch.Tensor:
+        arrays.append(part.linear.weight.detach().numpy())
+        output: torch.Tensor = part.linear(x)
+        return output
+
+    model: Any = nn.Sequential(Made(forward, linear=nn.Linear(WIDTH, WIDTH)), nn.Linear(WIDTH, WIDTH))
+    for part in (*model, model):
+        fully_shard(part, reshard_after_forward=True)
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("dbuffer.storage").addHandler(handler)
+    try:
+        for step in range(3):
+            model(inputs(dist.get_rank(), step)).square().mean().backward()
+            wanted = model[0].linear.weight.full_tensor().detach()
+            assert all(torch.equal(torch.from_numpy(array), wanted) for array in arrays), (
+                "as an array of a plain weight"
+            )
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+            model.zero_grad()
+    finally:
+        logging.getLogger("dbuffer.storage").removeHandler(handler)
+    assert len(lines) == 1
+    assert "'0'" in lines[0]
+    assert "fix: tensor.clone().numpy()" in lines[0]
+
+
+@on_ranks(2)
+def test_gradients_that_were_arrays_are_dropped_and_come_again() -> None:
+    twins = Twins(three_blocks)
+    for step in range(3):
+        twins.backward(step)
+        assert twins.gradients_apart() < 1e-6
+        kept = [param.grad.to_local().numpy() for param in twins.model.parameters()]
+        before = [array.copy() for array in kept]
+        if step == 1:
+            del kept
+        twins.zero_grad()
+        twins.backward(step + 10)
+        assert twins.gradients_apart() < 1e-6
+        if step != 1:
+            assert all((array == old).all() for array, old in zip(kept, before, strict=True)), "a later gradient"
+        twins.zero_grad()
+
+
+RUNS = [
+    (kind, strategy, is_checkpointed, dtype)
+    for kind in OFFLOADS
+    for strategy in ("optim", "optim_grads", "optim_grads_params", "hsdp")
+    for is_checkpointed in (False, True)
+    for dtype in (torch.float32, torch.bfloat16)
+]
+
+
+def num_ranks(strategy: str) -> int:
+    """Return two ranks for a mesh of two axes, and three for one axis."""
+    return 2 if strategy == "hsdp" else 3
+
+
+def three_checkpointed_blocks() -> nn.Module:
+    return CheckpointedStack(Block(), Block(hidden=1), Block(hidden=17))
+
+
+@pytest.mark.parametrize(("kind", "strategy", "is_checkpointed", "dtype"), nightly_but(covering(RUNS), RUNS))
+@on_ranks(num_ranks)
+def test_offloaded_tensors_change_no_gradient(
+    kind: str, strategy: str, is_checkpointed: bool, dtype: torch.dtype
+) -> None:
+    build = three_checkpointed_blocks if is_checkpointed else three_blocks
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    twins = Twins(build, strategy, mp_policy=policy)
+    optimizers = twins.optimizers(torch.optim.SGD, lr=0.1)
+    for step in range(3):
+        with OFFLOADS[kind]():
+            loss = twins.model(inputs(dist.get_rank(), step).to(dtype)).float().square().mean()
+        loss.backward()
+        twins.plain_backward(step)
+        assert twins.gradients_apart() < (1e-6 if dtype is torch.float32 else 3e-2)
+        for optimizer in optimizers:
+            optimizer.step()
+        twins.zero_grad()
 
 
 @on_ranks(2)
@@ -125,3 +277,57 @@ def test_a_backward_that_reads_weights_which_are_not_to_be_gathered_is_refused()
     model[1].set_unshard_in_backward(False)
     with pytest.raises(RuntimeError, match="is at version 1000000000"):
         model(inputs(dist.get_rank(), 0)).square().mean().backward()
+
+
+class Skips:
+    """Hooks that keep tensors which are marked, and copy the others: as Megatron's fine_grained_activation_offloading.
+
+    Attributes:
+        num_kept: tensors that were kept.
+    """
+
+    def __init__(self) -> None:
+        self.num_kept = 0
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensor itself where it is marked, else a copy."""
+        if getattr(tensor, "offloading_activation", True):
+            return tensor.detach().clone()
+        self.num_kept += 1
+        return tensor
+
+
+class Product(torch.autograd.Function):
+    """A linear layer that saves its weight itself, as Transformer Engine's do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight = ctx.saved_tensors
+        return gradients[0] @ weight, gradients[0].t() @ x
+
+
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
+@on_ranks(2)
+def test_marks_of_parameters_after_sharding_tell_hooks_what_not_to_offload(strategy: str) -> None:
+    def block() -> nn.Module:
+        return Made(
+            lambda part, x: Product.apply(x, part.linear.weight).tanh(), linear=nn.Linear(WIDTH, WIDTH, bias=False)
+        )
+
+    twins = Twins(lambda: nn.Sequential(block(), block()), strategy)
+    for param in twins.model.parameters():
+        param.offloading_activation = False
+    for step in range(2):
+        hooks = Skips()
+        with torch.autograd.graph.saved_tensors_hooks(hooks.pack, lambda tensor: tensor):
+            loss = twins.model(inputs(dist.get_rank(), step)).square().mean()
+        loss.backward()
+        twins.plain_backward(step)
+        assert hooks.num_kept == 2
+        assert twins.gradients_apart() < 1e-6
+        twins.zero_grad()

@@ -115,8 +115,14 @@ def prepare_and_train(kind: str, settings: dict[str, Any]) -> tuple[float, float
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"reshard_after_forward": False}, {"activation_checkpointing": True}, {"cpu_ram_efficient_loading": True}],
-    ids=["default", "kept", "checkpointing", "efficient loading"],
+    [
+        {},
+        {"reshard_after_forward": False},
+        {"activation_checkpointing": True},
+        {"activation_checkpointing": True, "activation_checkpointing_offload": True},
+        {"cpu_ram_efficient_loading": True},
+    ],
+    ids=["default", "kept", "checkpointing", "offloaded checkpoints", "efficient loading"],
 )
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_a_prepared_model_trains_as_the_whole_one(kind: str, settings: dict[str, Any]) -> None:
@@ -210,7 +216,8 @@ def off_the_path_by_version(folder: Path) -> None:
 
 MISTAKES = {
     wrap_again: "DistributedDataParallel cannot be around it",
-    train_off_the_path: "not on its FSDP2 path .found distributed_type MULTI_CPU",
+    train_off_the_path: r"^accelerate_fsdp2.. needs a GPU .* takes its FSDP2 path on GPUs only.*not on its FSDP2 path "
+    r".found distributed_type MULTI_CPU.*fix: on GPUs .*on CPUs, .* call fully_shard on the model's layers",
     off_the_path_by_version: "not on its FSDP2 path .found distributed_type FSDP, fsdp_version 1",
 }
 

@@ -79,6 +79,10 @@ def _counting(name: str) -> Callable[..., Any]:
     return count
 
 
+_OF_SHARDS = ("main_grad", "main_param", "decoupled_grad")
+"""Attributes of sharded parameters that have the shard's shape."""
+
+
 class GatheredWeight(nn.Parameter):
     """A plain parameter over gathered weights."""
 
@@ -105,6 +109,14 @@ class GatheredWeight(nn.Parameter):
         # Routers of Megatron assign their own values, moved to the device where they are.
         if value.dtype is not self.dtype or not value.is_set_to(self):
             refuse_change((self,))
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute that was set on the sharded parameter, as Megatron marks what it does not offload."""
+        if name[0] != "_" and name not in _OF_SHARDS:
+            marks = getattr(self._sharded(), "__dict__", {})
+            if name in marks:
+                return marks[name]
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def _sharded(self) -> nn.Parameter | None:
         group = self._fsdp_handle.group()

@@ -39,6 +39,23 @@ def test_a_slot_shows_under_views_made_before_and_is_an_error_once_released() ->
         view.sum()
 
 
+@pytest.mark.parametrize("sizing", ["largest", "by_size"])
+def test_a_slot_whose_address_numpy_has_is_given_to_no_other_storage(sizing: str) -> None:
+    pool = SlotPool(CPU, sizing)
+    mine, other = storage(pool), storage(pool)
+    mine.reallocate()
+    array = mine.tensor.fill_(3.0).numpy()
+    for _ in range(2):
+        mine.release()
+        other.reallocate()
+        other.tensor.fill_(5.0)
+        assert array.tolist() == [3.0] * 6
+        other.release()
+        mine.reallocate()
+        assert mine.tensor.tolist() == [3.0] * 6
+    assert pool.num_slots == 2
+
+
 @pytest.mark.parametrize(
     ("sizing", "numels", "wanted"),
     [("largest", (3, 100), (1, 400)), ("largest", (3, 10, 100), (1, 400)), ("by_size", (3, 100, 3), (2, 412))],

@@ -35,6 +35,25 @@ def test_bytes_go_at_a_release_and_come_back_under_the_same_tensor_and_its_views
     assert view.tolist() == [2.0, 3.0, 4.0]
 
 
+def test_bytes_of_which_numpy_has_the_address_stay_and_are_counted(caplog: pytest.LogCaptureFixture) -> None:
+    storage, before = make(), memory_meter().current_bytes
+    array = storage.tensor.fill_(2.0).numpy()
+    for _ in range(2):
+        storage.release()
+        assert array.tolist() == [2.0] * 7
+        assert memory_meter().current_bytes == before
+        with pytest.raises(StorageError, match="its storage is released"):
+            _ = storage.tensor
+        storage.reallocate()
+        assert memory_meter().current_bytes == before
+    storage.tensor.fill_(4.0)
+    assert array.tolist() == [4.0] * 7
+    (line,) = caplog.messages
+    assert "unit 'blocks.3': gathered weights: .numpy() was called" in line
+    assert "28 bytes" in line
+    assert "fix: tensor.clone().numpy()" in line
+
+
 def test_a_released_storage_raises_with_its_name_and_the_way_out() -> None:
     storage = make()
     storage.release()

@@ -208,6 +208,37 @@ def test_without_locks_only_an_hours_silence_counts(tmp_path: Path, monkeypatch:
     other.lock.close()
 
 
+def test_a_folder_that_its_maker_could_not_lock_is_not_swept_by_a_job_that_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_locks(*_: Any) -> None:
+        raise OSError(37, "No locks available")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "flock", no_locks)
+        other = make_scratch(tmp_path / "step")
+    save(tmp_path / "step", 1.0)
+    assert names(tmp_path) == ["step", other.folder.name]
+    monkeypatch.setattr(checkpoint_scratch, "_QUIET_SECONDS", -1.0)
+    save(tmp_path / "step", 2.0)
+    assert names(tmp_path) == ["step"]
+    other.lock.close()
+
+
+def test_the_lock_of_another_host_with_this_ones_name_means_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    boot = tmp_path / "boot_id"
+    boot.write_text("of the other host")
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_scratch, "_BOOT_ID", boot)
+        other = make_scratch(tmp_path / "step")
+    # Its lock is held on its own host; here it is free.
+    other.lock.close()
+    save(tmp_path / "step", 1.0)
+    assert other.folder.exists()
+
+
 def test_the_old_checkpoint_is_back_when_another_job_takes_the_name_in_between(tmp_path: Path) -> None:
     path = tmp_path / "step"
     save(path, 1.0)
