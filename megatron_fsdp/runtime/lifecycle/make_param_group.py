@@ -107,7 +107,9 @@ def _make_params(group: ParameterGroup, weights: ShardedWeights, known: Sequence
         rebind(old, new)
     unsharded, reference = [], weakref.ref(group)
     for index, each in enumerate(group.owned):
-        weight = _with_attributes(each, weights.unsharded(index, each))
+        weight = weights.unsharded(index, each)
+        if not isinstance(weight, GatheredWeight):
+            _with_attributes(each, weight)
         weight._fsdp_handle = WeightHandle(reference, each.name)  # type: ignore[attr-defined]  # an attribute of its own
         unsharded.append(weight)
     params = FSDPParams(group.owned, weights.main, list(known) or sharded, unsharded, KINDS)

@@ -80,7 +80,7 @@ def _counting(name: str) -> Callable[..., Any]:
 
 
 class GatheredWeight(nn.Parameter):
-    """A plain parameter over gathered weights."""
+    """A plain parameter over gathered weights. Attributes that users set on it are those of the sharded parameter."""
 
     _fsdp_handle: WeightHandle
     _fsdp_data_taken = False
@@ -91,7 +91,26 @@ class GatheredWeight(nn.Parameter):
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "requires_grad":
             NUM_FLAGS_SET[0] += 1
-        super().__setattr__(name, value)
+        sharded = None if name.startswith("_fsdp_") or hasattr(GatheredWeight, name) else self._sharded()
+        if sharded is None:
+            super().__setattr__(name, value)
+        else:
+            # A plain model has one parameter object: what a hook notes on it in forward is read of it after the step.
+            setattr(sharded, name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        sharded = None if name.startswith("_fsdp_") else self._sharded()
+        noted = {} if sharded is None or hasattr(type(sharded), name) else vars(sharded)
+        if name not in noted:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return noted[name]
+
+    def __delattr__(self, name: str) -> None:
+        sharded = None if name in vars(self) else self._sharded()
+        if sharded is None:
+            super().__delattr__(name)
+        else:
+            delattr(sharded, name)
 
     @property
     def data(self) -> torch.Tensor:
@@ -107,8 +126,9 @@ class GatheredWeight(nn.Parameter):
             refuse_change((self,))
 
     def _sharded(self) -> nn.Parameter | None:
-        group = self._fsdp_handle.group()
-        return None if group is None else group.parameters[self._fsdp_handle.parameter]
+        handle: WeightHandle | None = vars(self).get("_fsdp_handle")
+        group = None if handle is None else handle.group()
+        return None if handle is None or group is None else group.parameters.get(handle.parameter)
 
     @property
     def grad(self) -> torch.Tensor | None:
