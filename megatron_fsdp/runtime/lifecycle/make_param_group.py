@@ -41,7 +41,7 @@ from megatron_fsdp.runtime.step.parameter_group import ParameterGroup, note_grou
 from megatron_fsdp.runtime.step.streams import turns
 from megatron_fsdp.runtime.step.unit import Unit
 from megatron_fsdp.runtime.weights.extension_hooks import ExtensionWeights
-from megatron_fsdp.runtime.weights.gathered_weight import KINDS, refuse_stale
+from megatron_fsdp.runtime.weights.gathered_weight import KINDS, GatheredWeight, refuse_stale
 from megatron_fsdp.runtime.weights.hooked_weights import PackedWeights
 from megatron_fsdp.runtime.weights.memory_slots import place_unit
 from megatron_fsdp.runtime.weights.sharded_weights import ShardedWeights

@@ -189,6 +189,13 @@ def refuse_replaced(group: ParameterGroup) -> None:
         value = registry.get(attribute)
         if value is resting or value is used:
             continue
+        if torch.compiler.is_exporting():
+            raise StateError(
+                f"unit {group.name!r}: parameter {list(group.parameters)[index]!r} is sharded, and torch.export cannot "
+                "record the hooks that gather it. fix: export a plain model with these weights: "
+                "plain.load_state_dict(megatron_fsdp.full_state_dict(model)) on every rank, then "
+                "torch.export.export(plain, inputs)"
+            )
         kind = "another Parameter" if isinstance(value, nn.Parameter) else "a tensor"
         what = "None" if value is None else owner_words(value) or f"{kind} of shape {tuple(value.shape)}"
         raise StateError(

@@ -44,7 +44,7 @@ def refuse_change(weights: Sequence[torch.Tensor]) -> NoReturn:
 
 
 def refuse_stale(optimizer: Optimizer) -> None:
-    """Refuse an optimizer that holds gathered weights, or parameters that sharded ones have replaced.
+    """Refuse an optimizer that holds gathered weights or parameters that sharded ones have replaced, and SparseAdam.
 
     Raises:
         StateError: it names the first of them.
@@ -67,6 +67,13 @@ def refuse_stale(optimizer: Optimizer) -> None:
                 f"{type(optimizer).__name__} holds parameter {name!r} as it was before fully_shard, to_empty or an "
                 "assignment, which is used no more. Build the optimizer afterwards, or give both to "
                 "fully_shard_model_and_optimizer."
+            )
+        if group is not None and isinstance(optimizer, torch.optim.SparseAdam):
+            raise StateError(
+                f"SparseAdam holds parameter {name!r} of unit {group.name!r}. A sharded parameter has a dense gradient, "
+                "also of an embedding with sparse=True, and SparseAdam takes sparse ones only. fix: use "
+                "torch.optim.Adam(model.parameters()), or name the embedding's parameters in "
+                "fully_shard(ignored_params=...), which keeps them whole, and average their gradients yourself."
             )
 
 
