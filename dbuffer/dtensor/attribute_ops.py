@@ -199,12 +199,6 @@ def refuse(operator: Operator, args: Arguments, options: Options) -> Any:
     target = next((each for each in tensors_in(args, options) if isinstance(each, PlacedTensor)), None)
     whose = "a sharded tensor" if target is None else words_of(target)
     raise PlacementError(
-        f"{operator.name} cannot be right on {whose}, whose memory is a piece of a flat buffer. fix: "
-        + _FIXES.get(operator.name, "work on p.to_local(), this rank's rows, or on p.full_tensor(), a whole copy")
+        f"{operator.name} cannot be right on {whose}, whose memory is a piece of a flat buffer. fix: work on "
+        "p.to_local(), this rank's rows, or on p.full_tensor(), a whole copy"
     )
-
-
-_FIXES = {
-    "set": "call torch.nn.utils.parametrize.remove_parametrizations before fully_shard; to change values use "
-    "p.copy_(values) under torch.no_grad()"
-}
