@@ -70,8 +70,8 @@ def refuse_stale(optimizer: Optimizer) -> None:
             )
         if group is not None and isinstance(optimizer, torch.optim.SparseAdam):
             raise StateError(
-                f"SparseAdam holds parameter {name!r} of unit {group.name!r}. A sharded parameter has a dense gradient, "
-                "also of an embedding with sparse=True, and SparseAdam takes sparse ones only. fix: use "
+                f"SparseAdam holds parameter {name!r} of unit {group.name!r}. A sharded parameter has a dense "
+                "gradient, also of an embedding with sparse=True, and SparseAdam takes sparse ones only. fix: use "
                 "torch.optim.Adam(model.parameters()), or name the embedding's parameters in "
                 "fully_shard(ignored_params=...), which keeps them whole, and average their gradients yourself."
             )

@@ -10,7 +10,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import megatron_fsdp
 from megatron_fsdp import CheckpointError, fully_shard
@@ -60,11 +59,9 @@ def wholes(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     return {name: value.full_tensor().clone() for name, value in state.items() if hasattr(value, "full_tensor")}
 
 
-@pytest.mark.parametrize(
-    ("name", "saver"), [*((name, "THREAD") for name in OPTIMIZERS), ("AdamW", "PROCESS"), ("our Muon", "PROCESS")]
-)
-@on_ranks(3, timeout=120)
-def test_pytorchs_async_save_saves_the_state_of_the_call(name: str, saver: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@on_ranks(3)
+def test_pytorchs_async_save_saves_the_state_of_the_call(name: str, tmp_path: Path) -> None:
     model = sharded()
     optimizer = OPTIMIZERS[name](model.parameters())
     for _ in range(2):
@@ -73,12 +70,7 @@ def test_pytorchs_async_save_saves_the_state_of_the_call(name: str, saver: str, 
     flat = {f"{name}.{key}": value for name, record in moments.items() for key, value in record.items()}
     state = {**model.state_dict(), **flat}
     wanted = wholes(state)
-    future: Any = dcp.async_save(
-        state,
-        checkpoint_id=tmp_path / "step",
-        process_group=dist.new_group(backend="gloo"),
-        async_checkpointer_type=AsyncCheckpointerType[saver],
-    )
+    future: Any = dcp.async_save(state, checkpoint_id=tmp_path / "step", process_group=dist.new_group(backend="gloo"))
     step(model, optimizer)
     future.result()
     found = {name: torch.zeros_like(value) for name, value in wanted.items()}
