@@ -65,8 +65,10 @@ def run_set_data(operator: Operator, args: Arguments, options: Options) -> None:
         raise PlacementError("the values of a plain tensor cannot be those of a sharded one; use p.full_tensor()")
     if value.shape != target.shape or value.dtype != target.dtype or value.device != target.device:
         raise PlacementError(
-            f".data of a sharded tensor is {target.dtype} of shape {tuple(target.shape)} on {target.device}; found "
-            f"{value.dtype} of shape {tuple(value.shape)} on {value.device}"
+            f".data of {words_of(target)} is {target.dtype} of shape {tuple(target.shape)} on {target.device}; found "
+            f"{value.dtype} of shape {tuple(value.shape)} on {value.device}, for which its flat buffer has no place. "
+            "fix: change shapes before fully_shard (model.resize_token_embeddings(n), pruning, new heads), and dtypes "
+            "by model.to(dtype) of the whole model"
         )
     with torch.no_grad():
         # What was read from .data before keeps its values, as in `p.data, kept = kept, p.data`.
@@ -194,7 +196,9 @@ def rebind(target: PlacedTensor, source: PlacedTensor) -> None:
 
 def refuse(operator: Operator, args: Arguments, options: Options) -> Any:
     """Raise a ``PlacementError``."""
+    target = next((each for each in tensors_in(args, options) if isinstance(each, PlacedTensor)), None)
+    whose = "a sharded tensor" if target is None else words_of(target)
     raise PlacementError(
-        f"{operator.name} cannot be right on a sharded tensor, whose memory is a piece of a flat buffer; work on "
+        f"{operator.name} cannot be right on {whose}, whose memory is a piece of a flat buffer. fix: work on "
         "p.to_local(), this rank's rows, or on p.full_tensor(), a whole copy"
     )

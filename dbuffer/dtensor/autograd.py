@@ -14,6 +14,7 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -61,17 +62,18 @@ def run_recorded(operator: Operator, args: Arguments, options: Options) -> Any:
         RuntimeError: it writes into a tensor, which only functions outside of autograd may do here.
     """
     writes = operator.is_in_place or bool(options.get("inplace"))
-    if options.get("out") is not None or (writes and isinstance(args[0], DTensor)):
+    if options.get("out") is not None:
         raise RuntimeError(
-            f"{operator.name} writes into a sharded tensor, or from one that requires grad, while autograd records: "
-            f"{_names(args, options)}. fix: put it under torch.no_grad(), detach() what it reads, or use the variant "
-            "that returns a new tensor."
+            f"{operator.name}(out=...) cannot be recorded by autograd, which holds for plain tensors too: "
+            f"{_names(args, options)}. fix: put it under torch.no_grad(), or use the variant that returns a new tensor"
         )
     if operator.run in (run_foreach, run_foreach_norm):
         raise RuntimeError(
             f"{operator.name} has no gradient here: {_names(args, options)}. fix: put it under torch.no_grad(), or "
             "make one call per tensor"
         )
+    if writes and isinstance(args[0], PlacedTensor):
+        return _write(operator, args, options)
     own = own_data_of(
         tensors_in(args, options), is_in_place=writes, is_element_wise=operator.is_element_wise, is_recorded=True
     )
@@ -87,6 +89,37 @@ def run_recorded(operator: Operator, args: Arguments, options: Options) -> Any:
         if reduction is not None and isinstance(source, PlacedTensor) and len(reduction.dims) == len(source.shape):
             return _sum(operator.name, source, options.get("dtype"), reduction.keepdim)
     return _run_on_wholes(operator, args, options, None)
+
+
+def _write(operator: Operator, args: Arguments, options: Options) -> Any:
+    """Run a function that writes into a sharded tensor, its first argument, which gets the history of its new values.
+
+    Raises:
+        RuntimeError: the tensor is a parameter, or a view of other rows; or the new values are this rank's own data.
+    """
+    target = args[0]
+    inplace = {name: value for name, value in options.items() if name == "inplace"}
+    options = {name: value for name, value in options.items() if name != "inplace"}
+
+    def changed(first: torch.Tensor, *others: Any, **named: Any) -> torch.Tensor:
+        # A copy: autograd may need the old values, and what it records must be no view of them.
+        copied = first.clone()
+        operator.function(copied, *others, **named, **inplace)
+        return copied
+
+    is_parameter = isinstance(target, torch.nn.Parameter)
+    value = None
+    if not is_parameter and target.window is None:
+        value = run_recorded(replace(operator, function=changed, is_in_place=False), args, options)
+    if not isinstance(value, PlacedTensor) or value.shape != target.shape:
+        what = "parameter" if is_parameter else "tensor"
+        raise RuntimeError(
+            f"{operator.name} writes into a sharded {what}, or from one that requires grad, while autograd records: "
+            f"{_names(args, options)}. fix: put it under torch.no_grad(), detach() what it reads, write to "
+            "parameter.data, or use the variant that returns a new tensor."
+        )
+    with torch._C.DisableTorchFunctionSubclass():
+        return _Write.apply(target, value)  # type: ignore[no-untyped-call]  # torch's stub
 
 
 def _names(args: Arguments, options: Options) -> str:
@@ -237,6 +270,22 @@ class _Leave(torch.autograd.Function):
         ):
             return gradient._local_tensor, None, None
         return wanted.cut(whole_of(gradient)), None, None
+
+
+class _Write(torch.autograd.Function):
+    """Into a sharded tensor, which has the history of ``value`` afterwards."""
+
+    @staticmethod
+    def forward(ctx: Any, target: PlacedTensor, value: PlacedTensor) -> PlacedTensor:
+        target._local_tensor.copy_(part_of(value, target))
+        ctx.mark_dirty(target)
+        return target
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor]:
+        # ``value`` left a function of this file, whose backward brings the gradient into the rows of ``value``.
+        return None, gradient
 
 
 class _AddUp(torch.autograd.Function):

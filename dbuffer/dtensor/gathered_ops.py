@@ -50,7 +50,8 @@ def run_on_whole(operator: Operator, args: Arguments, options: Options) -> Any:
         is_element_wise=operator.is_element_wise,
         is_recorded=False,
     )
-    gathered = _Gathered(operator, own)
+    beside = next((each for each in tensors_in(args, options) if isinstance(each, PlacedTensor)), None)
+    gathered = _Gathered(operator, own, beside)
     plain_args = map_tensors(args, gathered.plain)
     plain_options = {name: map_tensors(value, gathered.plain) for name, value in options.items()}
     result = operator.function(*plain_args, **plain_options)
@@ -61,8 +62,8 @@ def run_on_whole(operator: Operator, args: Arguments, options: Options) -> Any:
 class _Gathered:
     """The whole tensors of one call, which tensors they stand for, and what became of them."""
 
-    def __init__(self, operator: Operator, own: OwnData | None) -> None:
-        self._operator, self._own = operator, own
+    def __init__(self, operator: Operator, own: OwnData | None, beside: PlacedTensor | None) -> None:
+        self._operator, self._own, self._beside = operator, own, beside
         # By identity of the sharded tensor, with its version: two windows onto one tensor must see the same memory.
         self._wholes: dict[int, tuple[DTensor, torch.Tensor, int]] = {}
         self._stand_ins: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -71,7 +72,7 @@ class _Gathered:
     def plain(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the whole plain tensor that stands for an operand."""
         if not isinstance(tensor, DTensor):
-            plain = tensor if self._own is not None else whole_of(tensor, self._template)
+            plain = tensor if self._own is not None else whole_of(tensor, self._beside)
         else:
             window = getattr(tensor, "window", None)
             root = tensor if window is None else window.base

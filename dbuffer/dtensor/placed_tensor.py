@@ -247,7 +247,8 @@ def whole_of(tensor: torch.Tensor, beside: torch.Tensor | None = None) -> torch.
         f"found a plain tensor of shape {tuple(tensor.shape)} beside a sharded one, {words_of(beside)}. fix: if every "
         "rank holds the same values, say so: DTensor.from_local(tensor, p.device_mesh, [Replicate()] * "
         "p.device_mesh.ndim), or for all plain tensors torch.distributed.tensor.experimental.implicit_replication(). "
-        "If they are this rank's rows, use p.to_local(). If they are this rank's own data, use p.full_tensor()."
+        "If they are this rank's rows, use p.to_local(); this rank's own data, use p.full_tensor(). Call prune.remove, "
+        "remove_parametrizations and remove_weight_norm before fully_shard."
     )
 
 

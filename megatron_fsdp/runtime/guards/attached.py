@@ -9,6 +9,7 @@ from megatron_fsdp.runtime.grads.last_reduction import LastReductions
 from megatron_fsdp.runtime.guards import (
     added_params,
     calls_to_come,
+    hidden_outputs,
     lent_weights,
     missing_gradients,
     refusals,
@@ -40,6 +41,7 @@ class AttachedGuards:
     is_to_come = staticmethod(calls_to_come.is_to_come)
     brings_gradients = staticmethod(calls_to_come.brings_gradients)
     before_recomputation = staticmethod(calls_to_come.before_recomputation)
+    watch_hidden = staticmethod(hidden_outputs.watch_hidden)
     without_weights = staticmethod(lent_weights.without_weights)
 
     def __init__(self) -> None:

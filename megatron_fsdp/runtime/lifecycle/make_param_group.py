@@ -41,7 +41,7 @@ from megatron_fsdp.runtime.step.parameter_group import ParameterGroup, note_grou
 from megatron_fsdp.runtime.step.streams import turns
 from megatron_fsdp.runtime.step.unit import Unit
 from megatron_fsdp.runtime.weights.extension_hooks import ExtensionWeights
-from megatron_fsdp.runtime.weights.gathered_weight import KINDS, refuse_stale
+from megatron_fsdp.runtime.weights.gathered_weight import KINDS, GatheredWeight, refuse_stale
 from megatron_fsdp.runtime.weights.hooked_weights import PackedWeights
 from megatron_fsdp.runtime.weights.memory_slots import place_unit
 from megatron_fsdp.runtime.weights.sharded_weights import ShardedWeights
@@ -107,7 +107,9 @@ def _make_params(group: ParameterGroup, weights: ShardedWeights, known: Sequence
         rebind(old, new)
     unsharded, reference = [], weakref.ref(group)
     for index, each in enumerate(group.owned):
-        weight = _with_attributes(each, weights.unsharded(index, each))
+        weight = weights.unsharded(index, each)
+        if not isinstance(weight, GatheredWeight):
+            _with_attributes(each, weight)
         weight._fsdp_handle = WeightHandle(reference, each.name)  # type: ignore[attr-defined]  # an attribute of its own
         unsharded.append(weight)
     params = FSDPParams(group.owned, weights.main, list(known) or sharded, unsharded, KINDS)

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp.errors import CheckpointError, ConfigError, StateError
+from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.policy.slots import SlotChoice
 from megatron_fsdp.runtime.grads.fuse import fuse_linear_layers
 from megatron_fsdp.runtime.lifecycle.make_param_group import follow_gradients, set_divisor, set_reduction
@@ -23,6 +23,7 @@ from megatron_fsdp.runtime.lifecycle.param_changes import (
     apply_to_group,
     before_load_state_dict,
     before_state_dict,
+    refuse_sharded_save,
 )
 from megatron_fsdp.runtime.lifecycle.unwritten_buffers import is_to_empty, meta_buffers, note_unwritten
 from megatron_fsdp.runtime.step.backward import Backward
@@ -471,15 +472,8 @@ def _save_of_whole_weights(save: Callable[..., Any]) -> Callable[..., Any]:
     def save_pretrained(self: nn.Module, *args: Any, **options: Any) -> Any:
         given = inspect.signature(save).bind_partial(self, *args, **options).arguments
         state = given.get("state_dict", options.get("state_dict"))
-        # Files of sharded tensors would hold one rank's rows, and reading whole ones takes all ranks, each of which
-        # would write the same files.
         if state is None or any(isinstance(value, DTensor) for value in state.values()):
-            found = "no state_dict" if state is None else "a state_dict of sharded tensors"
-            raise CheckpointError(
-                f"save_pretrained(...) of the sharded {type(self).__name__} was given {found}; it saves whole weights "
-                "only. fix: call on every rank\n    state = megatron_fsdp.full_state_dict(model)\n"
-                "    if torch.distributed.get_rank() == 0: model.save_pretrained(folder, state_dict=state)"
-            )
+            refuse_sharded_save(self, "no state_dict" if state is None else "a state_dict of sharded tensors")
         return save(self, *args, **options)
 
     return save_pretrained

@@ -6,11 +6,12 @@ stay so; anything else in the place of one is refused (docs/design/facade.md).
 
 from __future__ import annotations
 
+import sys
 import types
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -18,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from dbuffer import FlatDTensor
 from megatron_fsdp.build.ownership import owner_words
-from megatron_fsdp.errors import StateError
+from megatron_fsdp.errors import CheckpointError, StateError
 from megatron_fsdp.runtime.lifecycle.make_param_group import materialize_group, materialize_unit, rebuild
 from megatron_fsdp.runtime.lifecycle.unwritten_buffers import allocate_buffers
 from megatron_fsdp.runtime.step.lanes import settle_host
@@ -26,7 +27,10 @@ from megatron_fsdp.runtime.step.parameter_group import ParameterGroup, group_of_
 from megatron_fsdp.runtime.step.unit import Unit, units_below
 from megatron_fsdp.runtime.weights.param_layout import is_laid_out_like, laid_out
 
-__all__ = ["InnerApply", "apply_to_group", "before_load_state_dict", "before_state_dict", "refuse_replaced"]
+__all__ = [
+    "InnerApply", "apply_to_group", "before_load_state_dict", "before_state_dict", "refuse_replaced",
+    "refuse_sharded_save",
+]  # fmt: skip
 
 # ---------------------------------------------------------------- conversion
 
@@ -189,6 +193,13 @@ def refuse_replaced(group: ParameterGroup) -> None:
         value = registry.get(attribute)
         if value is resting or value is used:
             continue
+        if torch.compiler.is_exporting():
+            raise StateError(
+                f"unit {group.name!r}: parameter {list(group.parameters)[index]!r} is sharded, and torch.export cannot "
+                "record the hooks that gather it. fix: export a plain model with these weights: "
+                "plain.load_state_dict(megatron_fsdp.full_state_dict(model)) on every rank, then "
+                "torch.export.export(plain, inputs)"
+            )
         kind = "another Parameter" if isinstance(value, nn.Parameter) else "a tensor"
         what = "None" if value is None else owner_words(value) or f"{kind} of shape {tuple(value.shape)}"
         raise StateError(
@@ -204,8 +215,37 @@ def refuse_replaced(group: ParameterGroup) -> None:
 
 
 def before_state_dict(unit: Unit, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    """Show sharded parameters."""
+    """Show sharded parameters.
+
+    Raises:
+        CheckpointError: Hugging Face's ``save_pretrained`` asks, of a model that is no unit itself.
+    """
+    saved = _saved_by_save_pretrained()
+    if saved is not None:
+        refuse_sharded_save(saved, f"no state_dict, and {unit.name!r} is one of its units")
     unit.schedule.reshard(unit)
+
+
+def _saved_by_save_pretrained() -> nn.Module | None:
+    """Return the model whose ``save_pretrained`` waits for a state dictionary; None where none does."""
+    frame: types.FrameType | None = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code.co_name == "save_pretrained" and isinstance(model := frame.f_locals.get("self"), nn.Module):
+            return model
+        frame = frame.f_back
+    return None
+
+
+def refuse_sharded_save(model: nn.Module, found: str) -> NoReturn:
+    """Refuse ``save_pretrained`` without whole weights: files of sharded tensors would hold one rank's rows.
+
+    Reading whole ones takes all ranks, each of which would write the same files.
+    """
+    raise CheckpointError(
+        f"save_pretrained(...) of the sharded {type(model).__name__} was given {found}; it saves whole weights only. "
+        "fix: call on every rank\n    state = megatron_fsdp.full_state_dict(model)\n"
+        "    if torch.distributed.get_rank() == 0: model.save_pretrained(folder, state_dict=state)"
+    )
 
 
 def before_load_state_dict(

@@ -48,15 +48,22 @@ class ReplacedParameter:
             is_refused = name in ("data", "grad") or (accessor != "__get__" and name in _REFUSED)
             is_read = name in ("T", "mT", "H", "mH", "real", "imag")
         else:
-            is_refused = _changes(name, args, kwargs or {})
+            written = _replaced(_written_by(name, args, kwargs or {}))
+            is_refused = bool(written)
             is_read = name not in _SILENT
+        operands = _replaced((*args, *(kwargs or {}).values()))
         if is_refused or is_read:
-            operands = _replaced((*args, *(kwargs or {}).values()))
             for each in operands:
                 if is_refused or each._fsdp_is_old():
                     raise _error(each, name)
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+            versions = [each._version for each in operands]
+            result = func(*args, **(kwargs or {}))
+            changed = [each for each, version in zip(operands, versions, strict=True) if each._version != version]
+        if changed:
+            # By a function of Python, such as those of torch.nn.init. The change is without effect, as before.
+            raise _error(changed[0], name)
+        return result
 
 
 def replace_original(original: torch.Tensor, sharded: torch.Tensor, words: str) -> None:
@@ -83,15 +90,34 @@ def _class_of(kind: type) -> Any:
     return type(f"Replaced{kind.__name__}", (ReplacedParameter, kind), {"__module__": __name__})
 
 
-def _changes(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a function writes to a replaced parameter: it stands first, or is ``out``."""
-    is_in_place = (name.endswith("_") and not name.endswith("__")) or (
-        name.startswith("__i")
-        and name.endswith("__")
-        and name not in ("__index__", "__int__", "__invert__", "__iter__")
-    )
-    is_in_place = is_in_place or name in ("__setitem__", "backward", "register_hook", "retain_grad")
-    return bool((is_in_place and _replaced(args[:1])) or _replaced([kwargs.get("out")]))
+_DUNDERS = {"truediv": "div", "floordiv": "floor_divide", "mod": "remainder", "setitem": "copy"}
+_NO_WRITES = frozenset({"backward", "register_hook", "retain_grad"})
+"""What changes no values of a tensor and has no effect on one that nobody trains."""
+
+
+def _written_by(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Return the arguments that a function writes to, by the schemas of PyTorch's operators of that name."""
+    positions, names = _written_places(name)
+    places = [args[position] for position in positions if position < len(args)]
+    return [*places, *(kwargs[each] for each in names if each in kwargs), kwargs.get("out")]
+
+
+@functools.cache
+def _written_places(name: str) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    if name in _NO_WRITES:
+        return (0,), ()
+    if name.startswith("__") and name.endswith("__"):
+        inner = name[2:-2] if name == "__setitem__" else name[3:-2]
+        name = f"{_DUNDERS.get(inner, inner)}_" if name[2] == "i" or inner == "setitem" else name
+    packet = getattr(torch.ops.aten, name, None)
+    overloads = [] if packet is None else [getattr(packet, each) for each in packet.overloads()]
+    written = {
+        (position, argument.name)
+        for overload in overloads
+        for position, argument in enumerate(overload._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write and not argument.kwarg_only
+    }
+    return tuple(sorted({position for position, _ in written})), tuple(sorted({each for _, each in written}))
 
 
 def _replaced(operands: Iterable[Any]) -> list[Any]:

@@ -30,7 +30,8 @@ def watch_output(call: Call, output: Any) -> bool:
         Whether operators made all of these tensors, in memory of their own. Others may be views of gathered weights.
     """
     is_new = True
-    for tensor in (output,) if isinstance(output, torch.Tensor) else iterate_tensors(output):
+    opaque: list[Any] = []
+    for tensor in (output,) if isinstance(output, torch.Tensor) else iterate_tensors(output, 0, opaque):
         for part in parts_of_dual(tensor) if forward_ad._current_level >= 0 else (tensor,):
             if part.requires_grad:
                 _watch(call, part)
@@ -40,6 +41,8 @@ def watch_output(call: Call, output: Any) -> bool:
                 is_new = is_new and base is None and part.grad_fn is not None
             else:
                 is_new = False
+    if opaque:
+        call.unit.schedule.guards.watch_hidden(call, opaque)
     return is_new
 
 

@@ -15,8 +15,15 @@ __all__ = ["iterate_tensors", "map_tensors", "parts_of_dual"]
 _MAX_DEPTH = 8
 
 
-def iterate_tensors(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
-    """Yield every tensor in a nested structure, in a fixed order."""
+_ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size})
+
+
+def iterate_tensors(value: Any, depth: int = 0, opaque: list[Any] | None = None) -> Iterator[torch.Tensor]:
+    """Yield every tensor in a nested structure, in a fixed order.
+
+    Args:
+        opaque: gets the objects in it that may hold tensors in a way that is not known here.
+    """
     for leaf in tree_leaves(value):
         if isinstance(leaf, torch.Tensor):
             yield leaf
@@ -25,7 +32,9 @@ def iterate_tensors(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
             names = getattr(type(leaf), "__dataclass_fields__", ())
             others = leaf.values() if issubclass(type(leaf), Mapping) else ()
             for member in (*others, *(getattr(leaf, name, None) for name in names)):
-                yield from iterate_tensors(member, depth + 1)
+                yield from iterate_tensors(member, depth + 1, opaque)
+            if opaque is not None and not names and type(leaf) not in _ATOMS:
+                opaque.append(leaf)
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:

@@ -44,7 +44,7 @@ def refuse_change(weights: Sequence[torch.Tensor]) -> NoReturn:
 
 
 def refuse_stale(optimizer: Optimizer) -> None:
-    """Refuse an optimizer that holds gathered weights, or parameters that sharded ones have replaced.
+    """Refuse an optimizer that holds gathered weights or parameters that sharded ones have replaced, and SparseAdam.
 
     Raises:
         StateError: it names the first of them.
@@ -68,6 +68,13 @@ def refuse_stale(optimizer: Optimizer) -> None:
                 "assignment, which is used no more. Build the optimizer afterwards, or give both to "
                 "fully_shard_model_and_optimizer."
             )
+        if group is not None and isinstance(optimizer, torch.optim.SparseAdam):
+            raise StateError(
+                f"SparseAdam holds parameter {name!r} of unit {group.name!r}. A sharded parameter has a dense "
+                "gradient, also of an embedding with sparse=True, and SparseAdam takes sparse ones only. fix: use "
+                "torch.optim.Adam(model.parameters()), or name the embedding's parameters in "
+                "fully_shard(ignored_params=...), which keeps them whole, and average their gradients yourself."
+            )
 
 
 def _counting(name: str) -> Callable[..., Any]:
@@ -84,7 +91,7 @@ _OF_SHARDS = ("main_grad", "main_param", "decoupled_grad")
 
 
 class GatheredWeight(nn.Parameter):
-    """A plain parameter over gathered weights."""
+    """A plain parameter over gathered weights. Attributes that users set on it are those of the sharded parameter."""
 
     _fsdp_handle: WeightHandle
     _fsdp_data_taken = False
@@ -95,7 +102,26 @@ class GatheredWeight(nn.Parameter):
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "requires_grad":
             NUM_FLAGS_SET[0] += 1
-        super().__setattr__(name, value)
+        sharded = None if name.startswith("_fsdp_") or hasattr(GatheredWeight, name) else self._sharded()
+        if sharded is None:
+            super().__setattr__(name, value)
+        else:
+            # A plain model has one parameter object: what a hook notes on it in forward is read of it after the step.
+            setattr(sharded, name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        sharded = None if name.startswith("_fsdp_") else self._sharded()
+        noted = {} if sharded is None or hasattr(type(sharded), name) else vars(sharded)
+        if name not in noted:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return noted[name]
+
+    def __delattr__(self, name: str) -> None:
+        sharded = None if name in vars(self) else self._sharded()
+        if sharded is None:
+            super().__delattr__(name)
+        else:
+            delattr(sharded, name)
 
     @property
     def data(self) -> torch.Tensor:
@@ -119,8 +145,9 @@ class GatheredWeight(nn.Parameter):
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def _sharded(self) -> nn.Parameter | None:
-        group = self._fsdp_handle.group()
-        return None if group is None else group.parameters[self._fsdp_handle.parameter]
+        handle: WeightHandle | None = vars(self).get("_fsdp_handle")
+        group = None if handle is None else handle.group()
+        return None if handle is None or group is None else group.parameters.get(handle.parameter)
 
     @property
     def grad(self) -> torch.Tensor | None:

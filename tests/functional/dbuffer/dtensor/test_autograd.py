@@ -138,3 +138,30 @@ def test_gradients_are_those_of_whole_tensors(layout: str, part: int) -> None:
             if not agree(result, wanted, 1e-2 if name == "bf16" else 1e-5):
                 found.append(f"{name} of {shape}: {result}, wanted {wanted}")
     assert found == []
+
+
+WRITES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "a sum of parameters": lambda a, b: torch.zeros_like(a).add_(a, alpha=2).add_(b).mul_(a).square().sum(),
+    "a copy of a parameter": lambda a, b: a.clone().mul_(b).sub_(1).square().sum(),
+    "rows of zeros": lambda a, b: (torch.zeros_like(a).copy_(a * b) * b).sum(),
+    "what others saved": lambda a, b: ((doubled := a * 2).exp() * doubled.detach().mul_(b)).sum(),
+    "in place by an option": lambda a, b: nn.functional.relu(a * b, inplace=True).square().sum(),
+    "a product of wholes": lambda a, b: torch.zeros_like(a).add_(a @ b.t() @ a).square().mean(),
+    "memory without history": lambda a, b: (a.detach().clone().add_(b * b) * a).sum(),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+@on_ranks(3)
+def test_gradients_through_a_write_equal_those_of_plain_tensors(name: str) -> None:
+    mesh = make_mesh("three ranks")
+    first = torch.randn(5, 7)
+    plain = [nn.Parameter(first), nn.Parameter(first * 0.5 + 1)]
+    WRITES[name](*plain).backward()
+    placed = [nn.Parameter(sharded("three ranks", [each.detach()], mesh)[0]) for each in plain]
+    WRITES[name](*placed).backward()
+    for mine, wanted in zip(placed, plain, strict=True):
+        assert (mine.grad is None) == (wanted.grad is None)
+        if wanted.grad is not None:
+            torch.testing.assert_close(mine.grad.full_tensor(), wanted.grad)
+        assert torch.equal(mine.detach().full_tensor(), wanted)

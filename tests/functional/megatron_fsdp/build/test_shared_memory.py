@@ -94,8 +94,17 @@ def test_tensors_on_meta_and_empty_ones_are_no_tie() -> None:
         model = two_layers()
     by_data(model)
     fully_shard(model)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for index, layer in enumerate(model):
+            layer.weight.fill_(index)
+    # Two weights: had they been tied, the second write would be in both.
+    assert [float(layer.weight.detach().full_tensor().sum()) for layer in model] == [0.0, float(WIDTH * WIDTH)]
     model = two_layers()
     memory = torch.empty(0, WIDTH)
     for layer in model:
         layer.register_parameter("extra", nn.Parameter(memory))
     fully_shard(model)
+    extras = [layer.extra for layer in model]
+    assert extras[0] is not extras[1]
+    assert [tuple(each.full_tensor().shape) for each in extras] == [(0, WIDTH)] * 2

@@ -1,6 +1,6 @@
 """Savers of other packages that are given sharded tensors: PyTorch's asynchronous one and save_pretrained."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,15 @@ OPTIMIZERS = {
     "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.1),
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
     "our AdamW": lambda parameters: megatron_fsdp.AdamW(parameters, lr=0.1),
+    "our Muon": lambda parameters: megatron_fsdp.Muon(by_kind(parameters), lr=0.1),
 }
+
+
+def by_kind(parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
+    """Return a group of matrices for Muon and one of the rest for AdamW."""
+    params = list(parameters)
+    matrices = [parameter for parameter in params if parameter.ndim == 2]
+    return [{"params": matrices}, {"params": [each for each in params if each.ndim != 2], "use_muon": False}]
 
 
 class Pretrained(nn.Linear):
@@ -99,3 +107,25 @@ def test_a_file_of_another_ranks_rows_is_refused_with_the_call_to_use(tmp_path: 
     if dist.get_rank() == 1:
         with pytest.raises(Exception, match=r"holds that rank's rows alone.*fix: save_checkpoint\(\.\.\.\)"):
             model.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=False))
+
+
+@on_ranks(2)
+def test_save_pretrained_of_a_model_with_sharded_layers_names_the_lines_to_use(tmp_path: Path) -> None:
+    class Model(Pretrained):
+        def __init__(self) -> None:
+            super().__init__(7, 3)
+            self.layer = nn.Linear(3, 5)
+
+    model = Model()
+    wanted = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    fully_shard(model.layer)
+    if dist.get_rank() == 0:
+        with pytest.raises(
+            CheckpointError, match=r"'Linear' is one of its units.*fix: call on every rank\n    state = "
+        ):
+            model.save_pretrained(tmp_path)
+    state = full_state_dict(model)
+    if dist.get_rank() == 0:
+        model.save_pretrained(tmp_path, state_dict=state)
+        found = torch.load(tmp_path / "model.pt")
+        assert all(torch.equal(found[name], value) for name, value in wanted.items())

@@ -1,8 +1,7 @@
-"""What one training step runs through: files, lines in them, and the calls that sharding adds to a block."""
+"""The calls that sharding adds to a block in one training step."""
 
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -11,13 +10,11 @@ import torch
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron_fsdp import MixedPrecisionPolicy, clip_grad_norm_, fully_shard
+from megatron_fsdp import MixedPrecisionPolicy, fully_shard
 from megatron_fsdp.runtime.grads import fuse
 from megatron_fsdp.runtime.step.fsdp_params import SMALL_NUMEL
 
 WIDTH = 32
-# Of the step of blocks of seven linear layers and two norms, with clipping and a stock optimizer, kernels included.
-MAX_FILES, MAX_LINES = 17, 4_145
 # Python and C calls that sharding adds to a block, without the optimizer, where its linear layers are fused and where
 # they are too small. FSDP2 of torch 2.13 adds 2,319 in FP32 and 2,411 in bf16.
 MAX_CALLS = {("fp32", False): 338, ("fp32", True): 415, ("bf16", False): 356, ("bf16", True): 405}
@@ -45,7 +42,7 @@ class Block(nn.Module):
         return x + self.down(nn.functional.silu(self.gate(h)) * self.up(h))
 
 
-def stepper(kind: str, num_blocks: int, *, shards: bool, optimizes: bool = False) -> Callable[[], None]:
+def stepper(kind: str, num_blocks: int, *, shards: bool) -> Callable[[], None]:
     model = nn.Sequential(*[Block() for _ in range(num_blocks)])
     dtype = torch.bfloat16 if kind == "bf16" else torch.float32
     if shards:
@@ -58,38 +55,11 @@ def stepper(kind: str, num_blocks: int, *, shards: bool, optimizes: bool = False
 
     def step() -> None:
         model(torch.ones(2, WIDTH, dtype=dtype)).sum().backward()
-        if optimizes:
-            clip_grad_norm_(model, 1.0)
-            optimizer.step()
         optimizer.zero_grad()
 
     for _ in range(3):
         step()
     return step
-
-
-@pytest.mark.parametrize("kind", ["fp32", "bf16"])
-def test_a_step_runs_through_no_more_files_than_are_listed(kind: str) -> None:
-    step = stepper(kind, 3, shards=True, optimizes=True)
-    seen: set[str] = set()
-
-    def note(frame: FrameType, event: str, _: object) -> None:
-        seen.add(frame.f_code.co_filename)
-
-    sys.setprofile(note)
-    try:
-        step()
-    finally:
-        sys.setprofile(None)
-    rooms = {"megatron_fsdp", "dbuffer", "dbuffer_kernels"}
-    ours = [Path(name) for name in seen if rooms & set(Path(name).parts[:-1])]
-    paths = sorted(path for path in ours if "tests" not in path.parts and "site-packages" not in path.parts)
-    lines = {"/".join(path.parts[-2:]): len(path.read_text(encoding="utf-8").splitlines()) for path in paths}
-    print(len(lines), sum(lines.values()), lines)
-    assert "step/backward.py" in lines
-    assert "optim/flat_step.py" in lines
-    assert len(lines) <= MAX_FILES
-    assert sum(lines.values()) <= MAX_LINES
 
 
 def num_calls(kind: str, num_blocks: int, *, shards: bool) -> int:

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable import replicate as ddp_replicate
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron_fsdp import StateError, clip_grad_norm_, fsdp_no_shard, fully_shard
@@ -67,6 +68,12 @@ def train(shard: Callable[[Any], None], clips: bool) -> Any:
     return model
 
 
+def whole_layer(model: Any) -> torch.Tensor:
+    """Return the second layer's weight, which no unit owns in most of these models."""
+    weight = getattr(model[1], "module", model[1]).weight.detach()
+    return weight.full_tensor().clone() if isinstance(weight, DTensor) else weight.clone()
+
+
 @pytest.mark.parametrize("clips", [False, True])
 @pytest.mark.parametrize("shard", [forgotten, marked_and_forgotten])
 @on_ranks(2)
@@ -83,11 +90,24 @@ def test_a_trained_layer_in_no_unit_is_refused_by_name(shard: Callable[[Any], No
 @pytest.mark.parametrize("shard", [ignored, kept_whole, frozen, in_ddp, in_pytorchs_replicate, hooked])
 @on_ranks(2)
 def test_parameters_that_something_marks_are_stepped(shard: Callable[[Any], None], clips: bool) -> None:
-    train(shard, clips)
+    torch.manual_seed(5)
+    before = whole_layer(nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3)))
+    torch.manual_seed(5)
+    after = whole_layer(train(shard, clips))
+    assert torch.equal(before, after) == (shard is frozen)
+    gathered = [torch.empty_like(after) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, after)
+    # Of those that the caller reduces himself, or forgets to, each rank has its own.
+    assert torch.equal(*gathered) == (shard is not ignored)
 
 
 @on_ranks(1)
 def test_one_rank_may_train_what_no_unit_owns() -> None:
+    torch.manual_seed(5)
+    wanted = train(lambda model: None, clips=False)
+    torch.manual_seed(5)
+    found = train(forgotten, clips=False)
+    torch.testing.assert_close(whole_layer(found), whole_layer(wanted))
     train(forgotten, clips=True)
 
 
