@@ -10,6 +10,7 @@ _NEEDS = {
     "test_megatron*": "megatron",
     "test_script*": "megatron",
     "test_torchao*": "torchao",
+    "test_bitsandbytes*": "bitsandbytes",
 }
 
 collect_ignore_glob = [files for files, package in _NEEDS.items() if importlib.util.find_spec(package) is None]

@@ -57,7 +57,8 @@ def test_a_step_neither_waits_on_the_host_nor_allocates(strategy: str) -> None:
 def offloaded(folder: str) -> list[str]:
     """Train with offload on two GPUs, and do what users do between steps."""
     torch.backends.cuda.enable_cudnn_sdp(False)
-    model: Any = sharded(build(Block).to("cuda"), "optim_grads_params", offload_policy=CPUOffloadPolicy())
+    mesh = init_device_mesh("cuda", (2,))
+    model: Any = sharded(build(Block).to("cuda"), "optim_grads_params", mesh=mesh, offload_policy=CPUOffloadPolicy())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scaler = torch.amp.GradScaler("cuda")
     with machine.logged(), accesses.recorded() as record:
