@@ -19,7 +19,7 @@ from megatron_fsdp.runtime.step.freshness import CHECKS
 from megatron_fsdp.runtime.step.streams import COMPUTES, LANES, LATEST, Compute, compute_of
 
 __all__ = [
-    "HOST_READS", "Lane", "Ticket", "forget_unused_streams", "join_lanes", "lane", "settle_host",
+    "HOST_READS", "Lane", "Ticket", "forget_unused_streams", "join_captured", "join_lanes", "lane", "settle_host",
 ]  # fmt: skip
 
 Operation = Callable[[list[dist.Work] | None], None]
@@ -208,6 +208,16 @@ def join_lanes() -> None:
     """Order compute after everything that was submitted to lanes; nothing to do on CPU."""
     for each in LANES.values():
         each.join()
+
+
+def join_captured() -> None:
+    """Order compute after what this capture submitted to lanes, and forget its events; outside of captures do nothing.
+
+    A later capture may not wait for them, and would when a model is deleted in it.
+    """
+    for each in LANES.values():
+        if each._is_last_captured:
+            each.join()
 
 
 def forget_unused_streams() -> None:
