@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 
-from megatron_fsdp import CPUOffloadPolicy, clip_grad_norm_, load_checkpoint, save_checkpoint
+from megatron_fsdp import AdamW, CPUOffloadPolicy, clip_grad_norm_, load_checkpoint, save_checkpoint
 from tests.functional.test_gpu_ranks import BF16, build, data, loss_of
 from tests.harness import run_ranks
 from tests.harness.models import Block
@@ -67,7 +67,7 @@ def offloaded(folder: str) -> list[str]:
                 x = data(dist.get_rank(), step, part).to("cuda")
                 scaler.scale(loss_of(model, x)).backward()
             scaler.unscale_(optimizer)
-            clip_grad_norm_(model.parameters(), 1.0)
+            clip_grad_norm_(model, 1.0)
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             scaler.step(optimizer)
             scaler.update()
@@ -92,6 +92,33 @@ def test_offload_on_two_processes_with_gloo_for_tensors_of_the_cpu(tmp_path: Pat
     folder = str(tmp_path / "checkpoint")
     found = run_ranks(2, offloaded, folder, backend="cpu:gloo,cuda:nccl", fresh=True, timeout=200)
     assert found == [[], []]
+
+
+def saved_asynchronously(folder: str) -> tuple[int, int, list[str]]:
+    """Return how many tensors a save copied to the host, how many of them the host waited for, and all its waits."""
+    device = "cuda"
+    model: Any = sharded(build(Block).to(device), "optim_grads_params", mesh=init_device_mesh(device, (1,)))
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    loss_of(model, data(0, 0, 0).to(device)).backward()
+    optimizer.step()
+    save_checkpoint(model, optimizer, folder, asynchronous=True).wait()
+    with machine.logged(), accesses.recorded() as record:
+        saving = save_checkpoint(model, optimizer, folder, asynchronous=True)
+    calls = machine.calls()
+    saving.wait()
+    # Kind 2 copies from a device to the host; the last value says whether that memory is pinned.
+    copies = [call for call in calls if call.kind == "copy" and call.values[2] == 2 and call.values[1] > 8]
+    waits = races.check(calls, record, stream_names()).host_waits
+    return len(copies), sum(not call.values[3] for call in copies), list(waits.elements())
+
+
+def test_an_asynchronous_save_waits_for_no_copy(tmp_path: Path) -> None:
+    ((copies, awaited, waits),) = run_ranks(
+        1, saved_asynchronously, str(tmp_path / "checkpoint"), backend="nccl", fresh=True, timeout=120
+    )
+    assert copies > 20
+    assert awaited == 0
+    assert len(waits) < copies // 4, waits
 
 
 FLAGS = (
