@@ -143,9 +143,9 @@ def new_group(
 def _nccl_options(group: dist.ProcessGroup, timeout: datetime.timedelta) -> Any:
     """Return a copy of the options that a user gave the NCCL communicator of a group; None where it has none."""
     for device in group._device_types:
-        found = getattr(group._get_backend(device), "options", None)
+        found: Any = getattr(group._get_backend(device), "options", None)
         if type(found).__qualname__.startswith("ProcessGroupNCCL."):
-            options = type(found)(is_high_priority_stream=found.is_high_priority_stream)
+            options: Any = type(found)(is_high_priority_stream=found.is_high_priority_stream)
             options.config = found.config
             # PyTorch warns about another one than the group's.
             options._timeout = timeout

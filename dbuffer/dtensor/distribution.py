@@ -331,9 +331,9 @@ class Distribution:
         kind = tensor.device.type
         if any(axis.size > 1 and lacks_backend_for(kind, axis.gather_group) for axis in self.cutting_axes):
             raise MeshError(
-                f"a sharded tensor in {kind.upper()} memory over {self.mesh}: the process group has no backend for it, only "
-                f"for {self.mesh.device_type}. Offloaded parameters need one for what PyTorch does with them between "
-                'steps. fix: torch.distributed.init_process_group("cpu:gloo,cuda:nccl")'
+                f"a sharded tensor in {kind.upper()} memory over {self.mesh}: the process group has no backend for it, "
+                f"only for {self.mesh.device_type}. Offloaded parameters need one for what PyTorch does with them "
+                'between steps. fix: torch.distributed.init_process_group("cpu:gloo,cuda:nccl")'
             )
 
 

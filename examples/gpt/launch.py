@@ -60,7 +60,10 @@ def select_device(backend: str | None, ranks: Ranks) -> torch.device:
 
 
 def start_process_group(args: argparse.Namespace, ranks: Ranks, device: torch.device) -> None:
-    """Join the other ranks: NCCL on GPUs, gloo on CPUs and for offloaded parameters; with ``--fake-process-group`` there are none."""
+    """Join the other ranks: NCCL on GPUs, gloo on CPUs and for offloaded parameters.
+
+    With ``--fake-process-group`` there are none.
+    """
     is_cuda = device.type == "cuda"
     if is_cuda:
         torch.cuda.set_device(device)

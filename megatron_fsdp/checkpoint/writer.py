@@ -96,8 +96,8 @@ class HoldingPlanner(DefaultSavePlanner):
 def _copied(data: torch.Tensor) -> torch.Tensor:
     """Return a copy in host memory; of a GPU's tensor, a copy that is queued on the current stream.
 
-    The memory is pinned then, so that neither the host waits for the copy nor the next step; PyTorch keeps it for the next
-    save.
+    The memory is pinned then, so that neither the host nor the next step waits for the copy; PyTorch keeps it for the
+    next save.
     """
     copy = torch.empty(data.shape, dtype=data.dtype, pin_memory=data.is_cuda)
     return copy.copy_(data.detach(), non_blocking=data.is_cuda)

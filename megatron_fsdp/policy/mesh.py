@@ -212,7 +212,7 @@ def warn_of_one_queue(mesh: DeviceMesh) -> None:
     """Warn where the environment allows a GPU one queue only, which some Megatron and Transformer Engine images set."""
     if mesh.device_type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         warnings.warn(
-            "CUDA_DEVICE_MAX_CONNECTIONS=1: with one queue to the GPU, gathers and reductions wait for compute and do not "
-            "overlap with it. fix: unset CUDA_DEVICE_MAX_CONNECTIONS before the process starts",
+            "CUDA_DEVICE_MAX_CONNECTIONS=1: with one queue to the GPU, gathers and reductions wait for compute and do "
+            "not overlap with it. fix: unset CUDA_DEVICE_MAX_CONNECTIONS before the process starts",
             stacklevel=3,
         )

@@ -21,8 +21,8 @@ def warn_without_gloo(mesh: DeviceMesh) -> None:
     if mesh.device_type != "cpu" and lacks_backend_for("cpu", mesh.get_group(0)):
         warnings.warn(
             "offload_policy=CPUOffloadPolicy() in a job without a backend for CPU tensors: training works, but "
-            "torch.nn.utils.clip_grad_norm_, GradScaler, full_tensor() and full_state_dict of offloaded parameters will "
-            "raise 'No backend type associated with device type cpu'. fix: "
+            "torch.nn.utils.clip_grad_norm_, GradScaler, full_tensor() and full_state_dict of offloaded parameters "
+            "will raise 'No backend type associated with device type cpu'. fix: "
             'torch.distributed.init_process_group("cpu:gloo,cuda:nccl")',
             stacklevel=3,
         )

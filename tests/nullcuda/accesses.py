@@ -87,8 +87,8 @@ class _Operations(TorchDispatchMode):
         begin = log_size()
         result = func(*args, **kwargs)
         end = log_size()
-        # Collectives tell themselves what they read and write.
-        if func.is_view or str(func).startswith("c10d"):
+        # Collectives tell themselves what they read and write; is_pinned reads nothing.
+        if func.is_view or str(func).startswith(("c10d", "aten.is_pinned")):
             return result
         is_of_host = begin == end
         reads, writes = _accesses(func, args, kwargs, result, is_of_host)

@@ -1,9 +1,9 @@
 """Build a CUDA machine without a GPU: PyTorch's CUDA build over a driver, cuBLAS and NCCL that only keep a log.
 
-    python tests/nullcuda/build.py      builds what is missing or out of date, and prints the path of the machine's python
+    python tests/nullcuda/build.py    builds what is missing or out of date, and prints the path of the machine's python
 
-Needs Linux on x86-64, gcc with binutils, and 3 GB of disk. The first time it downloads PyTorch's wheel (530 MB) from the
-package index of pip; afterwards it takes seconds, or nothing. docs/design/null_cuda.md says what is real in this machine.
+Needs Linux on x86-64, gcc with binutils, and 3 GB of disk. The first time it downloads PyTorch's wheel (530 MB) from
+the package index of pip; afterwards it takes seconds. docs/design/null_cuda.md says what is real in this machine.
 
 Variables: NULLCUDA_DIR, the folder (default: megatron-fsdp-nullcuda in the user's cache folder); NULLCUDA_TORCH, the
 version of PyTorch (default: 2.13.0).
@@ -83,14 +83,16 @@ def make_environment(folder: Path) -> None:
     run(*pip, "--no-deps", f"torch==={TORCH}")
     code = "import importlib.metadata as m; print(*m.requires('torch'), sep='\\n')"
     required = [
-        line for line in run(python, "-c", code).splitlines() if not re.match("nvidia|cuda", line) and "extra ==" not in line
+        line
+        for line in run(python, "-c", code).splitlines()
+        if not re.match("nvidia|cuda", line) and "extra ==" not in line
     ]
     run(*pip, *required, *TOOLS)
     run(*pip, "--no-deps", "--upgrade", "--target", folder / "headers", *HEADERS)
     if "cuda" not in run("nm", "-D", "--undefined-only", *libraries_of_torch(folder)):
         sys.exit(
-            f"error: pip installed a build of PyTorch {TORCH} without CUDA. fix: point pip at an index that has the CUDA "
-            f"build of that version, remove {folder}, and build again"
+            f"error: pip installed a build of PyTorch {TORCH} without CUDA. fix: point pip at an index that has the "
+            f"CUDA build of that version, remove {folder}, and build again"
         )
     stamp.write_text(needed)
 
@@ -109,7 +111,11 @@ def make_libraries(folder: Path) -> None:
         made.mkdir()
     torch_libraries = libraries_of_torch(folder)
     # nm prints "U cudaMalloc@libcudart.so.13".
-    symbols = {line.split()[-1].partition("@")[0] for line in run("nm", "-D", "--undefined-only", *torch_libraries).splitlines() if " U " in line}
+    symbols = {
+        line.split()[-1].partition("@")[0]
+        for line in run("nm", "-D", "--undefined-only", *torch_libraries).splitlines()
+        if " U " in line
+    }
     wanted = {symbol for symbol in symbols if FOREIGN.fullmatch(symbol)}
 
     gcc = ("gcc", "-O1", "-w", "-shared", "-fPIC", f"-I{include}")

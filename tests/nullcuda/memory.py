@@ -55,8 +55,10 @@ def table() -> None:
         for tokens in (128, 4096):
             for engine in ("ours", "fsdp2"):
                 command = [sys.executable, "-m", "tests.nullcuda.memory", engine, sums, str(tokens)]
-                row = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
-                print(f"| {sums} | {tokens} | {engine} | {row['allocated']:.1f} | {row['reserved']:.1f} | {row['cudaMallocs']} |")
+                printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+                row = json.loads(printed.splitlines()[-1])
+                cells = [f"{row[name]:.1f}" for name in ("allocated", "reserved")]
+                print("|", " | ".join([sums, str(tokens), engine, *cells, str(row["cudaMallocs"])]), "|")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """A plugin of pytest for the null machine, whose kernels compute nothing: a test's own assertions decide nothing.
 
-A test that fails otherwise fails here as well: with an exception of the engine, of PyTorch or of a rank, with a call that
-CUDA refuses, or by hanging. What a test asserts is asserted after it has done all that it does.
+A test that fails otherwise fails here as well: with an exception of the engine, of PyTorch or of a rank, with a call
+that CUDA refuses, or by hanging. What a test asserts is asserted after it has done all that it does.
 """
 
 from collections.abc import Generator

@@ -80,13 +80,12 @@ class _Checker:
                 self._work(call, self._issuer.get(at))
             elif call.kind == "collective":
                 self._collective(call)
-            elif call.kind == "illegal":
-                self._found.illegal.append(call.text)
             elif call.kind == "begin_capture":
                 captured = {stream}
             elif call.kind == "end_capture":
                 late = {one for one in captured if known[stream][one] < known[one][one]}
                 self._found.unjoined += [self._names.get(one, str(one)) for one in sorted(late - {stream})]
+        self._found.illegal += [call.text for call in calls if call.kind == "illegal"]
         self._catch_up(len(calls))
         return self._found
 
@@ -171,9 +170,9 @@ class _Memory:
         kept = []
         for old in before:
             overlaps = old.span.start < new.span.end and new.span.start < old.span.end
-            if overlaps and old.stream != new.stream and (old.writes or new.writes):
-                if self._known[new.stream][old.stream] < old.time:
-                    self._report(old, new.what, new.stream)
+            conflicts = overlaps and old.stream != new.stream and (old.writes or new.writes)
+            if conflicts and self._known[new.stream][old.stream] < old.time:
+                self._report(old, new.what, new.stream)
             is_replaced = old.stream == new.stream and old.writes == new.writes and _covers(new.span, old.span)
             if not is_replaced:
                 kept.append(old)

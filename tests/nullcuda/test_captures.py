@@ -9,7 +9,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_fsdp import AdamW, MixedPrecisionPolicy
-from tests.functional.test_gpu_ranks import WIDTH, build, data, loss_of
+from tests.functional.test_gpu_ranks import build, data, loss_of
 from tests.harness import run_ranks
 from tests.harness.models import Block
 from tests.harness.twins import sharded
@@ -98,12 +98,12 @@ def test_whole_steps_are_captured_twice(slots: str | None, sums: str, strategy: 
 
 def deleted_in_a_later_capture() -> list[str]:
     """Capture an evaluation, and delete its model while something else is captured."""
-    model = model_of(None, "fp32", "optim_grads_params")
+    models = [model_of(None, "fp32", "optim_grads_params")]
     x = data(0, 0, 0).to("cuda")
 
     @torch.no_grad()
     def evaluate() -> None:
-        model(x)
+        models[0](x)
 
     on_side_stream(evaluate)
     graph, other = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
@@ -112,7 +112,7 @@ def deleted_in_a_later_capture() -> list[str]:
             evaluate()
         with torch.cuda.graph(other):
             x.add_(1)
-            del model, evaluate
+            models.clear()
             gc.collect()
     return [call.text for call in machine.calls() if call.kind == "illegal"]
 

@@ -11,11 +11,10 @@ from tests.functional.test_gpu_ranks import SETTINGS, STEPS, trained
 from tests.harness import run_ranks
 from tests.nullcuda import accesses, machine, races
 
-
 MUTANTS = {
     "": nullcontext(),
-    "lanes do not wait for compute": mock.patch.object(Compute, "all", lambda self: []),
-    "compute does not wait for lanes": mock.patch.object(Ticket, "_wait_on_streams", lambda self, compute: None),
+    "lanes do not wait for compute": mock.patch.object(Compute, "all", return_value=[]),
+    "compute does not wait for lanes": mock.patch.object(Ticket, "_wait_on_streams"),
 }
 
 

@@ -14,6 +14,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 
+from benchmarks.bench_gpu import TARGETS
+from benchmarks.bench_step import LLAMA_LIKE, null_rows
 from megatron_fsdp import AdamW, CPUOffloadPolicy, clip_grad_norm_, load_checkpoint, save_checkpoint
 from tests.functional.test_gpu_ranks import BF16, build, data, loss_of
 from tests.harness import run_ranks
@@ -135,6 +137,21 @@ def test_the_training_script_runs_on_two_gpus(extra: list[str], tmp_path: Path) 
     script = [ROOT / "examples/pretrain_gpt.py", *FLAGS, "--data-path", "text", *extra]
     done = subprocess.run([*start, *script], cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+
+
+def memory_by_the_bench() -> list[tuple[str, bool]]:
+    dist.destroy_process_group()
+    torch.cuda.set_device(0)
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    target = next(target for target in TARGETS if "memory over" in target.metric and target.bench == "step")
+    rows = null_rows(LLAMA_LIKE, 8, "cuda", 1)
+    return [(f"{row.case}: {row.samples.median}", target.is_met_by(row)) for row in rows if target.is_about(row)]
+
+
+def test_the_target_for_memory_of_the_gpu_bench_can_be_met() -> None:
+    (found,) = run_ranks(1, memory_by_the_bench, fresh=True, timeout=200)
+    assert len(found) == 2
+    assert all(is_met for _, is_met in found), found
 
 
 MEMORY = [("bf16", 4096, 0.90), ("fp32", 4096, 0.95)]
