@@ -30,6 +30,9 @@ export OMP_NUM_THREADS ?= 1
 # Each process of a run imports the tests, and most of their files take longer to compile than to run.
 unexport PYTHONDONTWRITEBYTECODE
 
+# Not test_triton.py, all of whose tests look at values.
+GPU_TESTS := tests/functional/test_devices.py tests/functional/test_gpu_ranks.py
+
 # A file's tests share fixtures and runs, so they stay in one process; tests/conftest.py says which files begin.
 PARALLEL := $(if $(filter-out 0 1,$(TEST_JOBS)),--numprocesses $(TEST_JOBS) --dist loadfile --no-loadscope-reorder)
 
@@ -47,7 +50,7 @@ KNOWN_TORCH := $(patsubst constraints/torch-%.txt,%,$(sort $(wildcard constraint
 $(if $(filter $(TORCH),$(KNOWN_TORCH)),,$(error TORCH=$(TORCH) is none of the versions in constraints/: $(KNOWN_TORCH)))
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-nightly test-integrations test-docs test-faults test-gpu bench docs check format clean
+.PHONY: help train test test-nightly test-integrations test-docs test-faults test-gpu test-nullcuda bench docs check format clean
 
 help: ## List targets and variables.
 	@echo "Targets:"
@@ -78,6 +81,7 @@ test-nightly: $(STAMP) ## Run what `make test` leaves out: whole grids, kills, m
 	$(BIN) -m pytest tests/faults/test_faults.py --durations=15 $(TEST_ARGS)
 	RANDOM_USE=2000 $(BIN) -m pytest tests/functional/test_random_use.py --durations=15 $(TEST_ARGS)
 	$(if $(filter $(FIRST_TORCH),$(TORCH)),$(MAKE) test TORCH=$(NEWEST_TORCH))
+	$(if $(filter $(FIRST_TORCH),$(TORCH)),$(MAKE) test-nullcuda)
 
 test-integrations: $(STAMP) ## Run the tests with Hugging Face, torchtitan and megatron-core, which it installs (pinned).
 	$(BIN) -m pip install -qq --disable-pip-version-check $(PIP_ARGS) $(addprefix --constraint ,$(CONSTRAINTS) constraints/integrations.txt) --editable '.[integrations]'
@@ -92,6 +96,11 @@ docs: $(STAMP) ## Build the site of the documentation, with the API reference, i
 
 test-faults: $(STAMP) ## Kill, stall and restart training jobs in every phase, the long way.
 	$(BIN) -m pytest tests/faults --durations=15 $(TEST_ARGS)
+
+test-nullcuda: ## Run the GPU's code without a GPU: torch's CUDA build over a driver that keeps a log (gcc, Linux, 3 GB).
+	null=$$($(PYTHON) tests/nullcuda/build.py) && export PYTHONPATH=$(CURDIR):$(CURDIR)/kernels:$(CURDIR)/examples && \
+	NULLCUDA_DEVICES=2 $$null -m pytest -p tests.nullcuda.no_values $(GPU_TESTS) -m gpu --durations=5 $(TEST_ARGS) && \
+	$$null -m pytest tests/nullcuda --durations=15 $(TEST_ARGS)
 
 bench: $(STAMP) ## List the benches; run one with BENCH=planner.
 	$(BIN) -m benchmarks $(or $(BENCH),--help)

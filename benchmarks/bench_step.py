@@ -86,9 +86,10 @@ def step_rows(case: Mapping[str, str | int | float], ranks: Sequence[Times]) -> 
 
 
 def null_rows(shape: Shape, num_ranks: int, device: str, rounds: int) -> list[Row]:
-    """Train in bf16 as rank 0 of a world whose collectives do nothing: time and peak memory, and both over FSDP2's.
+    """Train in bf16 as rank 0 of a world whose collectives do nothing: time and memory, and both over FSDP2's.
 
-    The peak is that of a step of an engine alone; the time that of engines in turn.
+    Memory is that of a step of an engine alone: the peak of what is allocated, and on a GPU of what the allocator has
+    reserved for it. The time is that of engines in turn.
 
     Args:
         device: "cpu" or "cuda". rounds: measured steps.
@@ -96,7 +97,7 @@ def null_rows(shape: Shape, num_ranks: int, device: str, rounds: int) -> list[Ro
     case = null_case(shape, num_ranks)
     engines = ("ours, flat AdamW", "ours", "FSDP2")
     with null_world(num_ranks):
-        peaks = {name: Samples((float(_peak_of(name, shape, device)),)) for name in engines}
+        memory = {name: _memory_of(name, shape, device) for name in engines}
         steps = {name: TRAINERS[name](shape, PRECISIONS["bf16"], device) for name in engines}
         tokens = torch.randint(shape.vocabulary, (shape.batch, shape.length + 1), device=device)
         functions = {name: lambda step=step: step(tokens) for name, step in steps.items()}
@@ -104,7 +105,9 @@ def null_rows(shape: Shape, num_ranks: int, device: str, rounds: int) -> list[Ro
         seconds = interleaved(functions, rounds=rounds, synchronize=synchronize)
         del steps, functions
     rows = []
-    for what, unit, samples in (("wall time", "s", seconds), ("peak memory", "B", peaks)):
+    peaks, reserved = ({name: Samples((float(memory[name][i]),)) for name in engines} for i in range(2))
+    measured = (("wall time", "s", seconds), ("peak memory", "B", peaks), ("reserved memory", "B", reserved))
+    for what, unit, samples in measured[: 3 if device == "cuda" else 2]:
         rows += [Row("step", {**case, "engine": name}, what, unit, samples[name]) for name in engines]
         for name in engines[:-1]:
             values = ratio(samples[name], samples["FSDP2"])
@@ -118,15 +121,19 @@ def null_case(shape: Shape, num_ranks: int) -> dict[str, str | int | float]:
     return {"model": model, "tokens": shape.batch * shape.length, "precision": "bf16", "ranks": num_ranks}
 
 
-def _peak_of(name: str, shape: Shape, device: str) -> int:
-    """Return the most bytes that were held in the last of several steps, with all that rests."""
+def _memory_of(name: str, shape: Shape, device: str) -> tuple[int, int]:
+    """Return the most bytes that were held in the last of several steps, with all that rests, and reserved for them."""
+    reserved = 0
     tokens = torch.randint(shape.vocabulary, (shape.batch, shape.length + 1), device=device)
 
     def run(begin: Callable[[str], None]) -> Step:
+        nonlocal reserved
         step = TRAINERS[name](shape, PRECISIONS["bf16"], device)
         for number in range(_NUM_STEPS):
             begin(f"step {number}")
             step(tokens)
+        if device == "cuda":
+            reserved = torch.cuda.max_memory_reserved()
         begin("rest")
         return step
 
@@ -135,4 +142,4 @@ def _peak_of(name: str, shape: Shape, device: str) -> int:
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()
-    return phases[f"step {_NUM_STEPS - 1}"].peak
+    return phases[f"step {_NUM_STEPS - 1}"].peak, reserved

@@ -57,7 +57,9 @@ class MeshAxis:
         known: dist.ProcessGroup | None = _REDUCE_GROUPS.get(self.gather_group)
         if known is None:
             ranks = dist.get_process_group_ranks(self.gather_group)
-            known = _REDUCE_GROUPS[self.gather_group] = new_group(ranks, f"reduce over {self.name}")
+            known = _REDUCE_GROUPS[self.gather_group] = new_group(
+                ranks, f"reduce over {self.name}", like=self.gather_group
+            )
         return known
 
     def separate_reductions(self, enable: bool) -> None:
@@ -81,6 +83,11 @@ def _is_gloo(group: dist.ProcessGroup) -> bool:
     return any(name in ("gloo", "cpu:gloo") for name in dist.get_backend_config(group).split(","))
 
 
+def lacks_backend_for(device_type: str, group: dist.ProcessGroup) -> bool:
+    """Whether a group cannot communicate tensors on devices of a type ("cpu", "cuda")."""
+    return torch.device(device_type) not in group._device_types
+
+
 def make_reduce_groups(axes: Iterable[MeshAxis]) -> None:
     """Make the communicators for reductions now, where all ranks are known to be here."""
     for axis in axes:
@@ -89,8 +96,13 @@ def make_reduce_groups(axes: Iterable[MeshAxis]) -> None:
             _ = axis.reduce_group
 
 
-def new_group(ranks: list[int], description: str, *, backend: str | None = None) -> dist.ProcessGroup:
+def new_group(
+    ranks: list[int], description: str, *, backend: str | None = None, like: dist.ProcessGroup | None = None
+) -> dist.ProcessGroup:
     """Make a communicator over some ranks, all of which call it; it gives up when the job's own group would.
+
+    Where NCCL serves it, it takes buffers of its own on each GPU, and the options of ``like`` (priority of its stream,
+    ``ncclConfig_t``); of the job's group by default.
 
     Ranks outside of it need not call, so the name under which its ranks find each other must come from what they all
     know: which ranks they are, and how many groups of just these ranks were made before. ``dist.new_group`` counts all
@@ -109,6 +121,8 @@ def new_group(ranks: list[int], description: str, *, backend: str | None = None)
     kind, store = c10d._world.pg_map[world]
     backend = dist.Backend(backend or kind)
     group: dist.ProcessGroup
+    timeout = timeout or c10d._get_default_timeout(backend)
+    options = None if backend == "gloo" else _nccl_options(world if like is None else like, timeout)
     with _without_splitting(world, len(ranks)) as device:
         group, _ = c10d._new_process_group_helper(
             len(ranks),
@@ -117,12 +131,26 @@ def new_group(ranks: list[int], description: str, *, backend: str | None = None)
             backend,
             store,
             _unique_name(world, ranks),
-            timeout=timeout or c10d._get_default_timeout(backend),
+            backend_options=options,
+            timeout=timeout,
             device_id=device,
             group_desc=description,
         )
     c10d._world.pg_group_ranks[group] = {rank: position for position, rank in enumerate(ranks)}
     return group
+
+
+def _nccl_options(group: dist.ProcessGroup, timeout: datetime.timedelta) -> Any:
+    """Return a copy of the options that a user gave the NCCL communicator of a group; None where it has none."""
+    for device in group._device_types:
+        found: Any = getattr(group._get_backend(device), "options", None)
+        if type(found).__qualname__.startswith("ProcessGroupNCCL."):
+            options: Any = type(found)(is_high_priority_stream=found.is_high_priority_stream)
+            options.config = found.config
+            # PyTorch warns about another one than the group's.
+            options._timeout = timeout
+            return options
+    return None
 
 
 def _unique_name(world: dist.ProcessGroup, ranks: list[int]) -> str:
@@ -275,7 +303,7 @@ def neighbours(axis: MeshAxis, size: int) -> MeshAxis:
         first = axis.rank // size * size
         ranks = dist.get_process_group_ranks(axis.gather_group)[first : first + size]
         name = f"{axis.name}, runs of {size}"
-        group = new_group(ranks, name)
+        group = new_group(ranks, name, like=axis.gather_group)
         made[size] = MeshAxis(name, size, axis.rank - first, group)
     return made[size]
 

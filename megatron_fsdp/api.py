@@ -20,8 +20,8 @@ from megatron_fsdp.build.shared_memory import refuse_shared_memory
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.installation import check_torch
 from megatron_fsdp.optim.flat_step import attend_optimizers
-from megatron_fsdp.policy.mesh import buffer_device, sharding_target
-from megatron_fsdp.policy.offload import offload_of
+from megatron_fsdp.policy.mesh import buffer_device, sharding_target, warn_of_one_queue
+from megatron_fsdp.policy.offload import offload_of, warn_without_gloo
 from megatron_fsdp.policy.precision import as_policy
 from megatron_fsdp.policy.strategy import Placements
 from megatron_fsdp.runtime.guards.added_params import make_tree
@@ -117,6 +117,9 @@ def fully_shard(
         refuse_shared_memory(modules, owned, _owned_below(modules))
         _check_shard_placement(owned, shard_placement_fn)
         offload = offload_of(offload_policy, target.placements)
+        if offload is not None:
+            warn_without_gloo(target.mesh)
+        warn_of_one_queue(target.mesh)
         # Nothing of the module is changed until all ranks are through.
         buffers = _moved_buffers(modules, buffer_device(target.mesh), owned)
         plans = plan_groups(owned, Wishes(target, policy, offload, grad_divisor, granularity))

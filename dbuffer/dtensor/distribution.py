@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from dbuffer import collectives, collectives_rare, collectives_together
-from dbuffer.errors import PlacementError
-from dbuffer.mesh import MeshAxis, mesh_axes
+from dbuffer.errors import MeshError, PlacementError
+from dbuffer.mesh import MeshAxis, lacks_backend_for, mesh_axes
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,6 +286,7 @@ class Distribution:
 
     def gather(self, local: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         """Return the whole tensor, in memory of its own unless ``is_whole``; all ranks of the mesh call it together."""
+        self._check_backend(local)
         part, placements = local, list(self.placements)
         for axis, placement in enumerate(self.placements):
             if isinstance(placement, RaggedShard):
@@ -320,9 +321,20 @@ class Distribution:
 
     def all_reduce(self, tensor: torch.Tensor, op: str) -> torch.Tensor:
         """Combine what the ranks found in their own parts, in place; ``op`` as in ``collectives.all_reduce``."""
+        self._check_backend(tensor)
         for axis in self.cutting_axes:
             collectives.all_reduce(tensor, axis, op)
         return tensor
+
+    def _check_backend(self, tensor: torch.Tensor) -> None:
+        """Refuse a tensor of another device than those that the mesh's process group communicates."""
+        kind = tensor.device.type
+        if any(axis.size > 1 and lacks_backend_for(kind, axis.gather_group) for axis in self.cutting_axes):
+            raise MeshError(
+                f"a sharded tensor in {kind.upper()} memory over {self.mesh}: the process group has no backend for it, "
+                f"only for {self.mesh.device_type}. Offloaded parameters need one for what PyTorch does with them "
+                'between steps. fix: torch.distributed.init_process_group("cpu:gloo,cuda:nccl")'
+            )
 
 
 def _chunk(size: int, axis: MeshAxis) -> tuple[int, int]:

@@ -210,6 +210,10 @@ def run_unscale(operator: Operator, args: Arguments, options: Options) -> None:
     """Unscale gradients in place and tell every rank whether any rank found a value that is not finite."""
     gradients, found, *rest = args
     plain = [whole_of(item) if isinstance(item, torch.Tensor) else item for item in (found, *rest)]
+    if any(isinstance(item, torch.Tensor) and item.device.type == "cpu" and item.is_pinned() for item in plain):
+        # GradScaler copies the scale and the flag to offloaded gradients without waiting for the GPU, on which they may
+        # still be computed.
+        torch.cuda.synchronize()
     operator.function([_local(item) for item in gradients], *plain, **options)
     spread = [Distribution.of(gradient) for gradient in gradients if isinstance(gradient, DTensor)]
     for distribution in {tuple(map(id, each.cutting_axes)): each for each in spread}.values():

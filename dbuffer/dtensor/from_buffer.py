@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import weakref
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -95,4 +96,8 @@ def _standalone(view: torch.Tensor) -> torch.Tensor:
     """
     if view.numel() == 0 or view.is_meta:
         return torch.empty_like(view)
-    return from_dlpack(view) if view.dtype in _DLPACK_DTYPES else view
+    if view.dtype not in _DLPACK_DTYPES:
+        return view
+    # PyTorch exports from the current GPU alone.
+    with torch.cuda.device(view.device) if view.is_cuda else nullcontext():
+        return from_dlpack(view)

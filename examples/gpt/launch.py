@@ -60,7 +60,10 @@ def select_device(backend: str | None, ranks: Ranks) -> torch.device:
 
 
 def start_process_group(args: argparse.Namespace, ranks: Ranks, device: torch.device) -> None:
-    """Join the other ranks: NCCL on GPUs, gloo on CPUs; with ``--fake-process-group`` there are none."""
+    """Join the other ranks: NCCL on GPUs, gloo on CPUs and for offloaded parameters.
+
+    With ``--fake-process-group`` there are none.
+    """
     is_cuda = device.type == "cuda"
     if is_cuda:
         torch.cuda.set_device(device)
@@ -77,7 +80,7 @@ def start_process_group(args: argparse.Namespace, ranks: Ranks, device: torch.de
     else:
         # Port 0: any free one, so that plain starts side by side do not collide.
         options["init_method"] = "tcp://127.0.0.1:0"
-    options |= {"backend": "nccl", "device_id": device} if is_cuda else {"backend": "gloo"}
+    options |= {"backend": "cpu:gloo,cuda:nccl", "device_id": device} if is_cuda else {"backend": "gloo"}
     dist.init_process_group(timeout=timeout, **options)
 
 

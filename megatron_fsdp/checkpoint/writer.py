@@ -34,6 +34,7 @@ from megatron_fsdp.checkpoint.manifest import (
 from megatron_fsdp.checkpoint.ranks import CheckpointRanks
 from megatron_fsdp.checkpoint.scratch import Scratch, make_scratch, sweep
 from megatron_fsdp.errors import CheckpointError
+from megatron_fsdp.runtime.step.lanes import end_of_compute
 
 __all__ = ["STATE_FILE", "Draft", "HoldingPlanner", "place_of", "plan_save", "write_draft"]
 
@@ -71,22 +72,35 @@ class HoldingPlanner(DefaultSavePlanner):
     """PyTorch's planner, which can also take copies of what this rank is to write."""
 
     _read: Callable[[MetadataIndex], torch.Tensor | io.BytesIO] | None = None
+    _copied_from: Sequence[Callable[[], None]] = ()
 
     def hold(self) -> None:
         """Copy this rank's part of the plan to host memory and let go of everything else."""
         found = {item.index: self.resolve_data(item) for item in self.plan.items}
-        self.held = {
-            index: data.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-            if isinstance(data, torch.Tensor)
-            else data
-            for index, data in found.items()
-        }
+        self.held = {index: _copied(data) if isinstance(data, torch.Tensor) else data for index, data in found.items()}
+        devices = {data.device for data in found.values() if isinstance(data, torch.Tensor)}
+        self._copied_from = [end_of_compute(device) for device in devices]
         # A copy is handed out once, so that its memory is free when it is on the disk.
         self._read, self.state_dict = self.held.pop, {}
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         """Return what to write."""
-        return super().resolve_data(write_item) if self._read is None else self._read(write_item.index)
+        if self._read is None:
+            return super().resolve_data(write_item)
+        for wait in self._copied_from:
+            wait()
+        self._copied_from = ()
+        return self._read(write_item.index)
+
+
+def _copied(data: torch.Tensor) -> torch.Tensor:
+    """Return a copy in host memory; of a GPU's tensor, a copy that is queued on the current stream.
+
+    The memory is pinned then, so that neither the host nor the next step waits for the copy; PyTorch keeps it for the
+    next save.
+    """
+    copy = torch.empty(data.shape, dtype=data.dtype, pin_memory=data.is_cuda)
+    return copy.copy_(data.detach(), non_blocking=data.is_cuda)
 
 
 def plan_save(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import warnings
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +19,9 @@ from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.policy.launch import join_job
 from megatron_fsdp.policy.strategy import Placements
 
-__all__ = ["DataParallelMeshDims", "ShardingTarget", "buffer_device", "part_of_mesh", "sharding_target"]
+__all__ = [
+    "DataParallelMeshDims", "ShardingTarget", "buffer_device", "part_of_mesh", "sharding_target", "warn_of_one_queue",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -193,7 +197,22 @@ def _data_parallel_mesh(mesh: DeviceMesh, placements: Placements) -> DeviceMesh:
 
 
 def buffer_device(mesh: DeviceMesh) -> torch.device:
-    """Return this rank's device on a mesh."""
+    """Return this rank's device on a mesh: of GPUs the one that the job's group is bound to, else the current one."""
     if mesh.device_type == "cuda":
+        world = dist.group.WORLD
+        bound = None if world is None else world.bound_device_id
+        if bound is not None and bound.type == "cuda":
+            # NCCL serves no other, whatever the current device is.
+            return bound
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device(mesh.device_type)
+
+
+def warn_of_one_queue(mesh: DeviceMesh) -> None:
+    """Warn where the environment allows a GPU one queue only, which some Megatron and Transformer Engine images set."""
+    if mesh.device_type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        warnings.warn(
+            "CUDA_DEVICE_MAX_CONNECTIONS=1: with one queue to the GPU, gathers and reductions wait for compute and do "
+            "not overlap with it. fix: unset CUDA_DEVICE_MAX_CONNECTIONS before the process starts",
+            stacklevel=3,
+        )

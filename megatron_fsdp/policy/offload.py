@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from dbuffer import Flat
+from dbuffer.mesh import lacks_backend_for
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.policy.strategy import Placements
 
-__all__ = ["CPUOffloadPolicy", "OffloadPolicy", "offload_of"]
+__all__ = ["CPUOffloadPolicy", "OffloadPolicy", "offload_of", "warn_without_gloo"]
+
+
+def warn_without_gloo(mesh: DeviceMesh) -> None:
+    """Warn where parameters in CPU memory have a mesh of GPUs and no backend that communicates CPU tensors."""
+    if mesh.device_type != "cpu" and lacks_backend_for("cpu", mesh.get_group(0)):
+        warnings.warn(
+            "offload_policy=CPUOffloadPolicy() in a job without a backend for CPU tensors: training works, but "
+            "torch.nn.utils.clip_grad_norm_, GradScaler, full_tensor() and full_state_dict of offloaded parameters "
+            "will raise 'No backend type associated with device type cpu'. fix: "
+            'torch.distributed.init_process_group("cpu:gloo,cuda:nccl")',
+            stacklevel=3,
+        )
 
 
 def offload_of(policy: Any, placements: Placements) -> CPUOffloadPolicy | None:

@@ -48,7 +48,7 @@ def run_ranks(
         timeout: seconds for the whole call; a collective gives up after as long.
         fresh: use new processes and end them afterwards, for a call that spoils its process.
         backend: passed to ``init_process_group``; with "nccl" in it, rank r uses GPU r modulo their number, which the
-            group is bound to.
+            group is bound to. Such a call has new processes.
     Raises:
         RankError: a rank raised, died or hung, or a finalizer or thread on it raised; tells which and why.
         ValueError: ``world_size`` is below 1, or the function or an argument can't be pickled.
@@ -63,6 +63,9 @@ def run_ranks(
             f"run_ranks: {name} and its arguments must be picklable to reach the ranks, but: {error}. Pass a "
             f"function defined at the top level of its module, and plain data or CPU tensors."
         ) from error
+    # PyTorch 2.13 crashes in a process that was bound to a GPU, left that job, is bound in another one and splits its
+    # communicator for the axes of a mesh.
+    fresh = fresh or "nccl" in backend
     pool = WorkerPool() if fresh else _shared_pool()
     try:
         report = pool.run(world_size, call, timeout=timeout, backend=backend)

@@ -11,6 +11,7 @@ _NEEDS = {
     "test_script*": "megatron",
     "test_torchao*": "torchao",
     "test_trl*": "trl",
+    "test_bitsandbytes*": "bitsandbytes",
 }
 
 collect_ignore_glob = [files for files, package in _NEEDS.items() if importlib.util.find_spec(package) is None]

@@ -19,7 +19,8 @@ from megatron_fsdp.runtime.step.freshness import CHECKS
 from megatron_fsdp.runtime.step.streams import COMPUTES, LANES, LATEST, Compute, compute_of
 
 __all__ = [
-    "HOST_READS", "Lane", "Ticket", "forget_unused_streams", "join_lanes", "lane", "settle_host",
+    "HOST_READS", "Lane", "Ticket", "end_of_compute", "forget_unused_streams", "join_captured", "join_lanes", "lane",
+    "settle_host",
 ]  # fmt: skip
 
 Operation = Callable[[list[dist.Work] | None], None]
@@ -210,10 +211,31 @@ def join_lanes() -> None:
         each.join()
 
 
+def join_captured() -> None:
+    """Order compute after what this capture submitted to lanes, and forget its events; outside of captures do nothing.
+
+    A later capture may not wait for them, and would when a model is deleted in it.
+    """
+    for each in LANES.values():
+        if each._is_last_captured:
+            each.join()
+
+
 def forget_unused_streams() -> None:
     """Let lanes wait no more for streams that were not used since the last call; nothing to do on CPU."""
     for compute in COMPUTES.values():
         compute.forget_unused()
+
+
+def end_of_compute(device: torch.device) -> Callable[[], None]:
+    """Return what lets any thread wait until the current stream has done all that it was given before this call."""
+    compute = compute_of(device)
+    if compute is None:
+        return lambda: None
+    event = compute.streams.event()
+    event.record(compute.streams.current(device))
+    wait: Callable[[], None] = event.synchronize
+    return wait
 
 
 HOST_READS: set[torch.device] = set()

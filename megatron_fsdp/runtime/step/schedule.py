@@ -20,7 +20,7 @@ from torch.autograd import profiler
 
 from dbuffer.events import listeners, tell
 from megatron_fsdp.errors import AgreementError
-from megatron_fsdp.runtime.step.lanes import HOST_READS, Ticket, forget_unused_streams, settle_host
+from megatron_fsdp.runtime.step.lanes import HOST_READS, Ticket, forget_unused_streams, join_captured, settle_host
 from megatron_fsdp.runtime.step.outputs import watch_inputs, watch_output
 from megatron_fsdp.runtime.step.parameter_group import start_gathers
 from megatron_fsdp.runtime.step.pytree import map_tensors
@@ -334,6 +334,9 @@ class Schedule:
         if awaited is not None:
             # Whoever asks for parameters between forward and backward gets those that can be trained and changed.
             awaited.show_sharded()
+        if not torch.is_grad_enabled():
+            # With a backward, its end joins lanes.
+            join_captured()
 
     def end_backward(self) -> None:
         """Release what backward has gathered, and what it need not have kept."""

@@ -1,0 +1,85 @@
+"""The log of the null CUDA machine (``c/log.c``), and a process that is one rank of a job of any size there."""
+
+import ctypes
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+LIBRARY = ctypes.CDLL(os.environ["NULLCUDA"])
+
+
+class _Entry(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_uint64) for name in "kind capture stream object a b c d".split()]
+
+
+LIBRARY.nullcuda_entries.restype = ctypes.POINTER(_Entry)
+LIBRARY.nullcuda_size.restype = ctypes.c_uint64
+LIBRARY.nullcuda_kind.restype = ctypes.c_char_p
+LIBRARY.nullcuda_stream_id.argtypes = [ctypes.c_void_p]
+LIBRARY.nullcuda_stream_id.restype = ctypes.c_uint64
+LIBRARY.nullcuda_launch.argtypes = [ctypes.c_void_p, ctypes.c_uint64]
+KINDS = [LIBRARY.nullcuda_kind(number).decode() for number in range(20)]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call into CUDA, cuBLAS or NCCL.
+
+    Attributes:
+        kind: a name of ``c/log.c``. capture: the number of the graph's capture it belongs to, 0 for none.
+        object: and ``values``: what the C file says that logs this kind.
+    """
+
+    kind: str
+    capture: int
+    stream: int
+    object: int
+    values: tuple[int, int, int, int]
+
+    @property
+    def text(self) -> str:
+        """The name of the call that CUDA refused."""
+        found = ctypes.cast(self.values[0], ctypes.c_char_p).value
+        return (found or b"").decode()
+
+
+def log_size() -> int:
+    """Return how many calls have been logged."""
+    return int(LIBRARY.nullcuda_size())
+
+
+def calls(start: int = 0) -> list[Call]:
+    """Return the calls that were logged, from one on."""
+    entries = LIBRARY.nullcuda_entries()
+    found = (entries[i] for i in range(start, log_size()))
+    return [Call(KINDS[e.kind], e.capture, e.stream, e.object, (e.a, e.b, e.c, e.d)) for e in found]
+
+
+def stream_id(stream: torch.cuda.Stream) -> int:
+    """Return the number by which the log calls a stream."""
+    return int(LIBRARY.nullcuda_stream_id(stream.cuda_stream))
+
+
+@contextmanager
+def logged() -> Iterator[None]:
+    """Start an empty log, and keep it while the block runs."""
+    LIBRARY.nullcuda_clear()
+    LIBRARY.nullcuda_log(1)
+    try:
+        yield
+    finally:
+        LIBRARY.nullcuda_log(0)
+
+
+def become_rank_0_of(world_size: int) -> None:
+    """Leave the test's own process group; be one rank of a job on NCCL whose other ranks do not exist."""
+    dist.destroy_process_group()
+    torch.cuda.set_device(0)
+    # It has no kernels here.
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    device = torch.device("cuda", 0)
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=world_size, device_id=device)

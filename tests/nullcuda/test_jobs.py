@@ -1,0 +1,108 @@
+"""How a job on GPUs is started: devices, options of communicators, backends, and what the engine warns about."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from megatron_fsdp import CPUOffloadPolicy
+from tests.functional.test_gpu_ranks import build, data, loss_of
+from tests.harness import run_ranks
+from tests.harness.models import Block
+from tests.harness.twins import sharded
+from tests.nullcuda import machine
+
+
+def in_job(function: Callable[..., Any], *args: object) -> Any:
+    """Call a function in a process that has no process group."""
+    (found,) = run_ranks(1, function, *args, fresh=True, timeout=120)
+    return found
+
+
+def meshes() -> int:
+    return init_device_mesh("cuda", (2, 1), mesh_dim_names=("outer", "inner")).size()
+
+
+def test_one_test_after_another_makes_a_mesh_of_two_axes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NULLCUDA_DEVICES", "2")
+    assert [run_ranks(2, meshes, backend="nccl") for _ in range(3)] == 3 * [[2, 2]]
+
+
+def bound_to_another_device() -> set[torch.device]:
+    """Train on the device that the group is bound to, which is not the current one."""
+    dist.destroy_process_group()
+    device = torch.device("cuda", 1)
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=8, device_id=device)
+    assert torch.cuda.current_device() == 0
+    model: Any = sharded(build(Block).to(device), "optim_grads_params", mesh=init_device_mesh("cuda", (8,)))
+    loss_of(model, data(0, 0, 0).to(device)).backward()
+    found = [(parameter, parameter.grad) for parameter in model.parameters()]
+    return {one.to_local().device for pair in found for one in pair}
+
+
+def test_buffers_lie_on_the_device_that_the_group_is_bound_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NULLCUDA_DEVICES", "2")
+    assert in_job(bound_to_another_device) == {torch.device("cuda", 1)}
+
+
+def most_ctas_of_communicators() -> list[int]:
+    """Return what each communicator got as max_ctas, of a job whose user asked for 7."""
+    dist.destroy_process_group()
+    torch.cuda.set_device(0)
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options.config.max_ctas = 7
+    device = torch.device("cuda", 0)
+    with machine.logged():
+        dist.init_process_group(
+            "nccl", store=dist.HashStore(), rank=0, world_size=8, device_id=device, pg_options=options
+        )
+        mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("outer", "inner"))
+        for strategy in ("hsdp", "hfsdp"):
+            model: Any = sharded(build(Block).to(device), strategy, mesh=mesh)
+            loss_of(model, data(0, 0, 0).to(device)).backward()
+    return [call.values[2] for call in machine.calls() if call.kind == "communicator"]
+
+
+def test_every_communicator_has_the_options_of_the_job() -> None:
+    found = in_job(most_ctas_of_communicators)
+    # The job, two axes, reductions over each of them, and both axes as one.
+    assert len(found) >= 6
+    assert set(found) == {7}
+
+
+def offloaded_without_gloo() -> tuple[list[str], str]:
+    machine.become_rank_0_of(8)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        mesh = init_device_mesh("cuda", (8,))
+        model: Any = sharded(nn.Sequential(nn.Linear(4, 16)), mesh=mesh, offload_policy=CPUOffloadPolicy())
+    with pytest.raises(Exception, match="backend") as raised:
+        next(model.parameters()).full_tensor()
+    return [str(each.message) for each in caught], str(raised.value)
+
+
+def test_offload_without_gloo_warns_and_names_the_backends() -> None:
+    texts, error = in_job(offloaded_without_gloo)
+    fix = 'fix: torch.distributed.init_process_group("cpu:gloo,cuda:nccl")'
+    assert any(fix in text for text in texts)
+    assert fix in error
+
+
+def with_one_queue() -> list[str]:
+    machine.become_rank_0_of(8)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        sharded(build(Block).to("cuda"), mesh=init_device_mesh("cuda", (8,)))
+    return [str(each.message) for each in caught]
+
+
+@pytest.mark.parametrize("connections", ["1", "8"])
+def test_one_queue_to_the_gpu_is_warned_about(connections: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", connections)
+    texts = in_job(with_one_queue)
+    assert any("CUDA_DEVICE_MAX_CONNECTIONS=1" in text for text in texts) is (connections == "1")
