@@ -21,15 +21,20 @@ __all__ = [
 
 
 class Streams:
-    """What lanes ask of a device with streams, here of CUDA; a double has the same methods."""
+    """What lanes ask of a device with streams, here of CUDA; a double has the same methods.
+
+    Streams and events are ``torch.Stream`` and ``torch.Event``, whose methods are C++. Those of ``torch.cuda`` do the
+    same by way of Python: 5.4 us instead of 0.8 for ``wait_stream``, 10 to 29 instead of 3 to issue work on another
+    stream, 3.6 instead of 1.7 for a new event and its record (torch 2.13 on the host alone; docs/performance.md).
+    """
 
     def new(self, device: torch.device, name: str) -> Any:
         """Return a new stream of high priority, for the lane of that name."""
-        return torch.cuda.Stream(device=device, priority=0 if is_off("priority") else -1)
+        return torch.Stream(device=device, priority=0 if is_off("priority") else -1)
 
     def current(self, device: torch.device) -> Any:
         """Return the stream on which this thread issues work."""
-        return torch.cuda.current_stream(device)
+        return torch.accelerator.current_stream(device)
 
     def current_id(self, device: torch.device) -> int:
         """Return a number for that stream; asked for every gradient."""
@@ -37,8 +42,9 @@ class Streams:
         return number
 
     def use(self, stream: Any) -> AbstractContextManager[Any]:
-        """Issue work on another stream while the block runs."""
-        return torch.cuda.stream(stream)
+        """Issue work on another stream, and on its device, while the block runs."""
+        context: AbstractContextManager[Any] = stream
+        return context
 
     def on_host(self) -> AbstractContextManager[Any]:
         """Run what the host does to memory of its own, on what a lane has copied there."""
@@ -46,7 +52,7 @@ class Streams:
 
     def event(self) -> Any:
         """Return a new event."""
-        return torch.cuda.Event()
+        return torch.Event("cuda")
 
     def is_capturing(self) -> bool:
         """Whether the current stream is being captured into a graph."""
