@@ -21,6 +21,7 @@ from dbuffer.dtensor.placed_tensor import NUM_FLAGS_SET
 from megatron_fsdp.build.ownership import OwnedParameter
 
 __all__ = [
+    "NO_BUFFER",
     "SMALL_NUMEL",
     "FSDPParams",
     "ParamModuleInfos",
@@ -291,6 +292,8 @@ def grads_of(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
 
 
 _NOTHING: weakref.ref[Any] = weakref.ref(set())
+NO_BUFFER = _NOTHING
+"""``WeightHandle.gradients`` where no buffer takes products."""
 
 
 class WeightHandle:
@@ -306,7 +309,7 @@ class WeightHandle:
 
     def __init__(self, group: weakref.ref[Any] = _NOTHING, parameter: str = "") -> None:
         self.group, self.parameter = group, parameter
-        self.gradients = _NOTHING
+        self.gradients = NO_BUFFER
         self.index = 0
 
     @property
