@@ -40,7 +40,7 @@ def cast_copy(source: Tensor, out: Tensor, *, scale: float = 1.0) -> Tensor:
         return out
     check_pair("cast_copy", source, out, scale)
     # torch's own copy moves the same bytes in one kernel, and starting it takes 1 us of the host where Triton takes 26.
-    if scale == 1.0 or _torch_does_the_same(source, out):
+    if scale == 1.0 or (out.is_cuda and _torch_does_the_same(source, out)):
         return reference_cast(source, out, scale=scale)
     if (out.is_cuda or LAUNCHERS or FORCED) and runs_on_triton(out) and source.is_contiguous():
         return launch_elementwise(source, out, scale, adds=False)
@@ -70,7 +70,7 @@ def accumulate(source: Tensor, out: Tensor, *, scale: float = 1.0, overwrite: bo
         return out
     check_pair("accumulate", source, out, scale)
     check_dtypes("accumulate", source.dtype, out.dtype)
-    if _torch_does_the_same(source, out):
+    if out.is_cuda and _torch_does_the_same(source, out):
         target = out if out.shape == source.shape else out.view(source.shape)
         target.add_(source, alpha=scale)
         return out
@@ -85,7 +85,7 @@ def _torch_does_the_same(source: Tensor, out: Tensor) -> bool:
     There ``mul`` and ``add_`` compute in fp32 (fp64 in fp64), round once, and fuse products and sums. They read and
     write as many bytes in one kernel, and starting it takes 2 to 5 us of the host; Triton takes 26.
     """
-    return out.is_cuda and source.dtype is out.dtype and not FORCED and not LAUNCHERS
+    return source.dtype is out.dtype and not FORCED and not LAUNCHERS
 
 
 def reference_cast(source: Tensor, out: Tensor, *, scale: float = 1.0) -> Tensor:

@@ -70,12 +70,14 @@ class Compute:
         self.device = device
         self.streams = streams or Streams()
         self._known: dict[int, Any] = {}
-        # Since a pass began.
+        # Those of them that a pass has used since it began.
         self._used: set[int] = set()
 
     def note(self) -> None:
         """Count the current stream in."""
         number = self.streams.current_id(self.device)
+        if number in self._used:
+            return
         self._used.add(number)
         if number not in self._known:
             self._known[number] = self.streams.current(self.device)
@@ -112,11 +114,16 @@ class Turns:
     """Keeps what compute streams do to one buffer in the order in which the host says it.
 
     Autograd runs the backward of a branch, and the hooks on its gradients, on the stream of its forward.
+
+    Args:
+        last: one element, the number of the stream that had the last turn, for whoever looks before it takes one; None
+            for no stream yet.
     """
 
-    def __init__(self, compute: Compute) -> None:
+    def __init__(self, compute: Compute, last: list[int | None]) -> None:
         self._compute = compute
-        self._number: int | None = None
+        last[0] = None
+        self._last = last
         self._stream: Any = None
 
     def take(self, leave: Callable[[], None]) -> None:
@@ -124,7 +131,7 @@ class Turns:
         compute = self._compute
         streams = compute.streams
         number = streams.current_id(compute.device)
-        if number == self._number:
+        if number == self._last[0]:
             return
         stream, before = streams.current(compute.device), self._stream
         if before is not None and compute.is_captured(before) is streams.is_capturing():
@@ -132,7 +139,7 @@ class Turns:
                 leave()
             stream.wait_stream(before)
         compute.note()
-        self._number, self._stream = number, stream
+        self._last[0], self._stream = number, stream
 
 
 COMPUTES: dict[torch.device, Compute] = {}
@@ -152,10 +159,10 @@ def compute_of(device: torch.device) -> Compute | None:
     return COMPUTES[device]
 
 
-def turns(device: torch.device) -> Turns | None:
-    """Return what keeps a new buffer's writers in order; None on a device without streams."""
+def turns(device: torch.device, last: list[int | None] | None = None) -> Turns | None:
+    """Return what keeps a new buffer's writers in order; None on a device without streams. ``last``: see ``Turns``."""
     compute = compute_of(device)
-    return None if compute is None else Turns(compute)
+    return None if compute is None else Turns(compute, [None] if last is None else last)
 
 
 def is_capturing(device: torch.device) -> bool:
