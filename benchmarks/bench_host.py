@@ -5,48 +5,66 @@ installed), a layer shaped like Megatron's, one like Llama's, and vectors, in wo
 nothing (benchmarks/null_group.py). A step is forward, backward and zero_grad. What a step of the unsharded model takes
 in the same round is subtracted; rows are microseconds per step, calls of Python and C functions per step, and both over
 FSDP2's. ``--functions 40`` also prints the functions whose calls this project adds, most first.
+
+These models are so narrow that large weights, kernels and streams cost nothing there. ``--device cuda`` measures what
+they do: models of the widths that are trained, the processor time of all threads, autograd's included. Its rows name
+the device. On a CUDA machine whose NCCL needs no other ranks, ``--group nccl`` measures PyTorch's group too.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import functools
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # it has it, but untyped
 
 from benchmarks.engines import ENGINES, Precision, world_mesh
 from benchmarks.harness import Row, Samples, interleaved, ratio, table
-from benchmarks.host_models import MODELS, NeedsTransformers, Trained
+from benchmarks.host_models import MODELS, WIDE_MODELS, NeedsTransformers, Trained
 from benchmarks.null_group import null_world
 
 Calls = collections.Counter[str]
+PRECISIONS: Mapping[str, Precision] = {
+    "fp32": Precision(),
+    "bf16": Precision(torch.bfloat16, torch.bfloat16),
+    "bf16, reduced in fp32": Precision(torch.bfloat16, torch.float32),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the models, their number of layers, the worlds and the number of rounds."""
-    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS), help="what to train")
-    parser.add_argument("--layers", type=int, default=16, help="sharded layers beside the root")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="cuda: models of real widths")
+    parser.add_argument("--models", nargs="+", choices=[*MODELS, *WIDE_MODELS], help="what to train; all by default")
+    parser.add_argument("--layers", type=int, help="sharded layers beside the root; 16 by default, 12 on cuda")
+    parser.add_argument("--precisions", nargs="+", choices=list(PRECISIONS), help="fp32 by default, all on cuda")
+    parser.add_argument("--group", default="null", choices=["null", "nccl"], help="whose collectives are called")
     parser.add_argument("--worlds", type=int, nargs="+", default=[8], help="numbers of ranks")
     parser.add_argument("--rounds", type=int, default=41, help="measured steps of each engine")
     parser.add_argument("--functions", type=int, default=0, help="print so many functions, by the calls they add")
 
 
 def run(args: argparse.Namespace) -> list[Row]:
-    """Measure every model in every world."""
+    """Measure every model in every world, or on a CUDA device."""
+    if args.device == "cuda":
+        return _run_on_cuda(args)
     rows = []
+    models, num_layers = args.models or list(MODELS), args.layers or 16
     # Gathered memory holds anything, and arithmetic on denormal numbers would take longer than the engines.
     torch.set_flush_denormal(True)
     try:
         for num_ranks in args.worlds:
             with null_world(num_ranks):
-                for name in args.models:
-                    case = {"model": name, "layers": args.layers, "ranks": num_ranks}
+                for name in models:
+                    case = {"model": name, "layers": num_layers, "ranks": num_ranks}
                     try:
                         rows += measure(case, args.rounds, num_functions=args.functions)
                     except NeedsTransformers as error:
@@ -56,18 +74,48 @@ def run(args: argparse.Namespace) -> list[Row]:
     return rows
 
 
+def result_name(args: argparse.Namespace) -> str:
+    """Return the name of the file of results."""
+    return "host" if args.device == "cpu" else "host-cuda"
+
+
+def _run_on_cuda(args: argparse.Namespace) -> list[Row]:
+    rows = []
+    # No other kernel of attention needs more than the device's name to be chosen.
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    for num_ranks in args.worlds:
+        with _null_nccl(num_ranks) if args.group == "nccl" else null_world(num_ranks):
+            for name in args.models or list(WIDE_MODELS):
+                for precision in args.precisions or list(PRECISIONS):
+                    case = {"model": name, "layers": args.layers or 12, "ranks": num_ranks, "precision": precision}
+                    case |= {"device": torch.cuda.get_device_name(), "group": args.group}
+                    rows += measure(case, args.rounds, "cuda", args.functions)
+    return rows
+
+
+@contextlib.contextmanager
+def _null_nccl(num_ranks: int) -> Iterator[None]:
+    """Be rank 0 of a world of NCCL's that nobody else joins."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    dist.init_process_group("nccl", store=HashStore(), rank=0, world_size=num_ranks, device_id=device)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
 def measure(case: Mapping[str, Any], rounds: int, device: str = "cpu", num_functions: int = 0) -> list[Row]:
     """Return the rows of one model in the world that there is.
 
     Args:
-        case: ``model``, one of ``MODELS``; ``layers``; ``ranks``.
+        case: ``model``, of ``MODELS`` or ``WIDE_MODELS``; ``layers``; ``ranks``; ``precision`` other than FP32.
         num_functions: print so many of the functions whose calls this project adds.
     """
     mesh = world_mesh(device)
     steps = {}
     for name, shard in ENGINES.items():
-        trained = MODELS[case["model"]](case["layers"], device)
-        shard(trained.model, trained.units, mesh, Precision())
+        trained = {**MODELS, **WIDE_MODELS}[case["model"]](case["layers"], device)
+        shard(trained.model, trained.units, mesh, PRECISIONS[case.get("precision", "fp32")])
         steps[name] = functools.partial(step, trained)
     # The host's own seconds: what other processes take does not count.
     seconds = interleaved(steps, rounds=rounds, warmup=5, clock=time.process_time)

@@ -1,4 +1,4 @@
-"""Models for the host bench: as people train them, so narrow that only what modules and engines do on the host is left.
+"""Models for the host bench: as people train them, on a CPU so narrow that only what modules and engines do is left.
 
 Each comes as a function of its number of layers, whose units are its layers. Models of ``transformers`` need it
 installed; none of them reads or downloads weights.
@@ -15,7 +15,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-__all__ = ["MODELS", "NeedsTransformers", "Trained"]
+from benchmarks.virtual_models import make_model
+
+__all__ = ["MODELS", "WIDE_MODELS", "NeedsTransformers", "Trained"]
 
 WIDTH, HEADS, LENGTH, VOCABULARY = 16, 2, 4, 16
 VECTOR = 1024
@@ -187,3 +189,16 @@ MODELS: Mapping[str, Callable[[int, str], Trained]] = {
     "vectors-36": _of_vectors(36),
 }
 """Makers by name, which take the number of layers and the device; real models first, vectors last."""
+
+
+def _of_catalog(name: str) -> Callable[[int, str], Trained]:
+    def make(num_layers: int, device: str) -> Trained:
+        with torch.device(device):
+            model, tokens = make_model(name, num_layers), torch.zeros(1, 1024, dtype=torch.long)
+        return Trained(model, model.units(), lambda: model(tokens))
+
+    return make
+
+
+WIDE_MODELS: Mapping[str, Callable[[int, str], Trained]] = {"llama3.2-1b": _of_catalog("1b")}
+"""The same with the widths that are trained, for CUDA devices: there the host waits for no layer."""

@@ -104,6 +104,15 @@ TABLES: Mapping[str, Sequence[Claim]] = {
         *_host("vectors-9", "9 vectors a layer", 0.15, None),
         *_host("vectors-36", "36 vectors a layer", 0.15, None),
     ],
+    "host-cuda": [
+        Claim(f"{what}, Llama 3.2 1B, {words}", "host-cuda", f"{what} over FSDP2's", {"precision": precision}, most)
+        for precision, words, time in (
+            ("bf16, reduced in fp32", "bf16 reduced in FP32", 0.35),
+            ("bf16", "bf16", None),
+            ("fp32", "FP32", 0.3),
+        )
+        for what, most in (("host time", time), ("calls", None))
+    ],
     "step": [
         *_step("2 x 64 tokens, fp32, over FSDP2", "2x64-long", "fp32", "FSDP2", 0.65, 0.78),
         *_step("2 x 64 tokens, bf16, over FSDP2", "2x64-long", "bf16", "FSDP2", 0.7, None),

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions, AllreduceCoalescedOptions, ReduceScatterOptions
 
 from dbuffer.collectives import Part, all_gather, all_reduce, begin, finish, is_traced, reduce_scatter
 from dbuffer.events import listeners
@@ -17,7 +18,6 @@ from dbuffer.gloo import (
     REDUCE_OPS,
     all_reduce_by_message,
     gather_by_message,
-    gather_flat,
     reduce_by_message,
 )
 from dbuffer.mesh import MeshAxis
@@ -25,10 +25,14 @@ from dbuffer_kernels.switches import is_off
 
 Works = list[dist.Work] | None
 
-# Private in every version, and what FSDP2 and Megatron use.
+# Private in every version, and what FSDP2 and Megatron use. For broadcasts, which no method issues together.
 _coalescing: Callable[..., Any] = dist._coalescing_manager  # type: ignore[attr-defined]
 
-_reduce_flat: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+# torch 2.13 renames both methods of process groups; torch 2.11 has only the old names. Calling them takes 10 us
+# of the host for two tensors; PyTorch's private ``_coalescing_manager``, which ends in them, takes 50.
+_HAS_SINGLE = hasattr(dist.ProcessGroup, "all_gather_single_coalesced")
+_GATHER_METHOD = "all_gather_single_coalesced" if _HAS_SINGLE else "allgather_into_tensor_coalesced"
+_REDUCE_METHOD = "reduce_scatter_single_coalesced" if _HAS_SINGLE else "reduce_scatter_tensor_coalesced"
 
 
 def gather_together(parts: Sequence[Part], works: Works = None) -> None:
@@ -81,12 +85,17 @@ def gather_uneven(parts: Sequence[torch.Tensor], axis: MeshAxis) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """A collective: how one part is issued, several as one message of gloo's, and each of several as one launch."""
+    """A collective of parts.
+
+    Attributes:
+        alone: issues it for one part. message: for several, as one message of gloo's.
+        launch: for several, as one launch of another backend: (group, parts, is_async) -> handle.
+    """
 
     name: str
     alone: Callable[[Part, Works], None]
     message: Callable[[Sequence[Part]], dist.Work]
-    one: Callable[..., Any]
+    launch: Callable[[Any, Sequence[Part], bool], dist.Work | None]
 
     def group(self, axis: MeshAxis) -> dist.ProcessGroup:
         return axis.gather_group if self is _GATHER else axis.reduce_group
@@ -104,24 +113,51 @@ def _source(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone() if is_off("in-place") else tensor
 
 
+def _launch_gathers(group: Any, parts: Sequence[Part], is_async: bool) -> dist.Work | None:
+    options = AllgatherOptions()
+    options.asyncOp = is_async
+    wholes, shards = [part.whole for part in parts], [_source(part.shard) for part in parts]
+    if any(whole.dtype is not wholes[0].dtype for whole in wholes):
+        # As bytes; views of all parts take 20 us of the host.
+        wholes, shards = ([tensor.view(torch.uint8) for tensor in tensors] for tensors in (wholes, shards))
+    work: dist.Work | None = getattr(group, _GATHER_METHOD)(wholes, shards, options)
+    return work
+
+
+def _launch_reductions(group: Any, parts: Sequence[Part], is_async: bool) -> dist.Work | None:
+    options: Any = ReduceScatterOptions()
+    options.reduceOp = REDUCE_OPS[parts[0].op]
+    options.asyncOp = is_async
+    shards, wholes = [part.shard for part in parts], [_source(part.whole) for part in parts]
+    work: dist.Work | None = getattr(group, _REDUCE_METHOD)(shards, wholes, options)
+    return work
+
+
+def _launch_all_reductions(group: Any, parts: Sequence[Part], is_async: bool) -> dist.Work | None:
+    options: Any = AllreduceCoalescedOptions()
+    options.reduceOp = REDUCE_OPS[parts[0].op]
+    options.asyncOp = is_async
+    work: dist.Work | None = group.allreduce_coalesced([part.whole for part in parts], options)
+    return work
+
+
 _GATHER = _Kind(
     "all_gather",
     lambda part, works: all_gather(part.whole, part.shard, part.axis, works),
     lambda parts: gather_by_message(_pairs(parts), parts[0].axis),
-    # As bytes, for parts of several dtypes.
-    lambda part, **how: gather_flat(part.whole.view(torch.uint8), _source(part.shard).view(torch.uint8), **how),
+    _launch_gathers,
 )
 _REDUCE = _Kind(
     "reduce_scatter",
     lambda part, works: reduce_scatter(part.shard, part.whole, part.axis, part.op, works),
     lambda parts: reduce_by_message(_pairs(parts), parts[0].axis, parts[0].op),
-    lambda part, **how: _reduce_flat(part.shard, _source(part.whole), op=REDUCE_OPS[part.op], **how),
+    _launch_reductions,
 )
 _ALL_REDUCE = _Kind(
     "all_reduce",
     lambda part, works: all_reduce(part.whole, part.axis, part.op, works),
     lambda parts: all_reduce_by_message([part.whole for part in parts], parts[0].axis, parts[0].op),
-    lambda part, **how: dist.all_reduce(part.whole, op=REDUCE_OPS[part.op], **how),
+    _launch_all_reductions,
 )
 
 
@@ -141,10 +177,8 @@ def _together(kind: _Kind, parts: Sequence[Part], works: Works) -> None:
         if _is_wide(kind, alike[0]) or kind.is_by_gloo(alike[0]):
             finish(kind.message(alike), works, wholes[0], told)
             continue
-        with _coalescing(group=group, async_ops=works is not None) as manager:
-            for part in alike:
-                kind.one(part, group=group, async_op=works is not None)
-        finish(None if works is None else manager, works, wholes[0], told)
+        # torch's own functions let a call that is not asynchronous order the current stream; the handle then says so.
+        finish(kind.launch(group, alike, works is not None), works, wholes[0], told)
 
 
 def _alike(kind: _Kind, parts: Sequence[Part]) -> Iterator[list[Part]]:

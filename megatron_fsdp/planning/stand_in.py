@@ -438,7 +438,8 @@ def _settle(units: Sequence[Unit], built: Sequence[Unit]) -> None:
         for group, copy in zip(unit.groups, stood.groups, strict=True):
             _settle_group(group, copy)
         if unit.slots.sizing is not None:
-            use_slots(stood, unit.slots)
+            # A stand-in has neither communicator nor GPU; slots take the same bytes wherever they come from.
+            use_slots(stood, replace(unit.slots, source="device"))
 
 
 def _settle_group(group: ParameterGroup, copy: ParameterGroup) -> None:

@@ -25,7 +25,7 @@ from dbuffer_kernels import accumulate
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.runtime.step.grad_binding import GradState
 from megatron_fsdp.runtime.step.gradients import GradientBuffer, Hook, Reduction
-from megatron_fsdp.runtime.step.lanes import Ticket, lane
+from megatron_fsdp.runtime.step.lanes import HOST_WRITES, Ticket, lane
 from megatron_fsdp.runtime.step.streams import turns, wait_on_host
 
 if TYPE_CHECKING:
@@ -127,12 +127,19 @@ class OffloadedReduction(LastReduction):
     """The way of gradients that are reduced where compute runs, and added up in CPU memory.
 
     Those of the first microbatch are scaled and cast on the device and copied to ``main_grad``; those of later ones are
-    copied to a buffer beside it, from which the CPU adds them once the copy is over.
+    copied to a buffer beside it, from which the CPU adds them once the copy is over. Only for these the host waits unit
+    by unit; for the first ones it waits once, at the end of the backward (``settle_host_writes``).
     """
 
     finishes_on_lane = False
-    adds_on_host = True
     _staging: torch.Tensor | None = None
+
+    def prepare(self, scale: float, *, overwrites: bool) -> None:
+        """Get ready for the next ``start``, as ``Reduction.prepare`` does."""
+        super().prepare(scale, overwrites=overwrites)
+        self.adds_on_host = not overwrites
+        if overwrites:
+            HOST_WRITES.add(self._packed.device)
 
     def fold(self) -> None:
         """Copy what was reduced to CPU memory."""

@@ -8,6 +8,7 @@ buffer is the lane's: it takes the memory when the one before is reduced, withou
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Sequence
 
@@ -19,6 +20,7 @@ from megatron_fsdp.build.builder import GroupSpec
 from megatron_fsdp.runtime.grads.packed_gradients import PackedGradients
 from megatron_fsdp.runtime.step.backward import Backward
 from megatron_fsdp.runtime.step.fsdp_params import FSDPParams, grads_of
+from megatron_fsdp.runtime.step.gradients import GradientBuffer
 from megatron_fsdp.runtime.step.lanes import Ticket, lane
 from megatron_fsdp.runtime.step.streams import turns
 
@@ -36,6 +38,11 @@ def packs_late(spec: GroupSpec, params: FSDPParams) -> bool:
         and spec.fuses_weight_gradients != "wide"
         and not params.has_splits
     )
+
+
+def _pack(buffers: Sequence[LateGradients], _: list[dist.Work] | None) -> None:
+    for buffer in buffers:
+        buffer._pack_on_lane()
 
 
 class LateGradients(PackedGradients):
@@ -67,30 +74,41 @@ class LateGradients(PackedGradients):
 
     def close(self, *, reduce: bool) -> bool:
         """End this backward's part of the group, as ``GradientBuffer.close`` does; the lane packs."""
+        self._fsdp_params.begun_all[0] = False
         if not reduce or not self.packs_late or self.packed.is_allocated:
             return super().close(reduce=reduce)
         if not self._begun[0] and not self._begin():
             return False
-        observer = self._observer()
-        # After all that any stream of compute has brought, so nobody takes a turn.
-        lane("reduce", self._device).submit(
-            self._pack_on_lane, owner=0 if observer is None else id(observer), tickets=[self._packings]
-        )
-        self._begun[0], self._filled = False, bytearray(len(self._views))
-        if observer is not None:
-            _LENDERS.setdefault(observer.backward, []).append(weakref.ref(self))
+        self.is_to_pack = True
         return True
+
+    @staticmethod
+    def pack(buffers: Sequence[GradientBuffer]) -> None:
+        """Let the lane pack, in one submission, the gradients of those closed buffers of a unit that it is to pack."""
+        late = [buffer for buffer in buffers if isinstance(buffer, LateGradients) and buffer.is_to_pack]
+        observer = late[0]._observer()
+        # After all that any stream of compute has brought, so nobody takes a turn.
+        lane("reduce", late[0]._device).submit(
+            functools.partial(_pack, late),
+            owner=0 if observer is None else id(observer),
+            tickets=[buffer._packings for buffer in late],
+        )
+        for buffer in late:
+            if observer is not None:
+                _LENDERS.setdefault(observer.backward, []).append(weakref.ref(buffer))
 
     def _take_packed(self) -> None:
         self.packed.reallocate_storage()
         for gap in self._gaps:
             gap.zero_()
 
-    def _pack_on_lane(self, _: list[dist.Work] | None) -> None:
+    def _pack_on_lane(self) -> None:
+        self.is_to_pack = False
         self._take_packed()
         self._lent = [gradient for gradient in grads_of(self._waiting_params) if gradient is not None]
         super()._pack_waiting()
         self._fill_up()
+        self._begun[0], self._filled = False, bytearray(len(self._views))
 
     def _prepare(self) -> None:
         super()._prepare()
@@ -107,6 +125,7 @@ class LateGradients(PackedGradients):
             lender = lenders.pop(0)()
             if lender is not None:
                 lender.take_back()
+        self._fsdp_params.begun_all[0] = has_come and self.packs_late
         return True
 
     def take_back(self) -> None:
@@ -124,6 +143,7 @@ class LateGradients(PackedGradients):
     def _empty(self) -> None:
         for ticket in self._packings:
             ticket.give_up()
+        self.is_to_pack = False
         self._lent = ()
         self._packings.clear()
         super()._empty()

@@ -62,7 +62,7 @@ class PackedGradients(GradientBuffer):
         self._views = [self.packed.get_local_tensor(index) for index in range(len(fsdp_params.sharded_params))]
         self._filled = bytearray(len(self._views))
         self._gaps = [self.packed.local_buffer[gap.start : gap.stop] for gap in self.packed.layout.padding()]
-        self._turns = turns(self._device)
+        self._turns = turns(self._device, fsdp_params.turn)
         self._let_wait()
         self._trained = self.binding.trained
         if self.rests_partial:
@@ -181,7 +181,7 @@ class PackedGradients(GradientBuffer):
     def abandon(self, backward: int) -> None:
         """Forget what a backward that raised left here; what earlier ones keep for the next stays."""
         self.void(backward)
-        self._begun[0] = False
+        self._begun[0] = self._fsdp_params.begun_all[0] = False
         # Autograd may have been about to tell of any of them.
         with torch._C.DisableTorchFunctionSubclass():
             for parameter in self._fsdp_params.unsharded_params:

@@ -33,12 +33,13 @@ from megatron_fsdp.runtime.step.fsdp_params import (
     Place,
     WeightHandle,
     gradient_hook,
+    gradient_hook_on_streams,
     handle_of,
 )
 from megatron_fsdp.runtime.step.gradients import ReduceFunction
 from megatron_fsdp.runtime.step.lanes import join_lanes
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup, note_group
-from megatron_fsdp.runtime.step.streams import turns
+from megatron_fsdp.runtime.step.streams import compute_of
 from megatron_fsdp.runtime.step.unit import Unit
 from megatron_fsdp.runtime.weights.extension_hooks import ExtensionWeights
 from megatron_fsdp.runtime.weights.gathered_weight import KINDS, GatheredWeight, refuse_stale
@@ -144,9 +145,13 @@ def set_requires_grad(params: FSDPParams, index: int, requires_grad: bool) -> No
     used.requires_grad_(requires_grad)
     params.required[index] = requires_grad
     if requires_grad and not used._post_accumulate_grad_hooks:
-        # Streams take turns: there each one has to be seen.
-        can_wait = params.waits[index] and turns(used.device) is None
-        hook = gradient_hook(handle_of(used).group, index, params.begun if can_wait else [False], params.came)
+        group, compute = handle_of(used).group, compute_of(used.device)
+        if compute is None:
+            hook = gradient_hook(group, index, params.begun if params.waits[index] else [False], params.came)
+        else:
+            begun = params.begun if params.waits[index] else params.begun_all
+            current = partial(compute.streams.current_id, compute.device)
+            hook = gradient_hook_on_streams(group, index, begun, params.came, params.turn, current)
         torch.Tensor.register_post_accumulate_grad_hook(used, hook)  # type: ignore[no-untyped-call]  # torch's stub
 
 

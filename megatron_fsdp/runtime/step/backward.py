@@ -22,7 +22,7 @@ from megatron_fsdp.errors import AgreementError
 from megatron_fsdp.runtime.step.freshness import MOMENTS
 from megatron_fsdp.runtime.step.grad_binding import GradState
 from megatron_fsdp.runtime.step.gradients import GradientBuffer
-from megatron_fsdp.runtime.step.lanes import join_lanes
+from megatron_fsdp.runtime.step.lanes import join_lanes, settle_host_writes
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
 from megatron_fsdp.runtime.step.schedule import Schedule
 from megatron_fsdp.runtime.step.streams import turns
@@ -52,7 +52,8 @@ class Backward:
         self.number = 0
         self.is_under_way = False
         devices = {group.spec.compute_device for unit in schedule.units() for group in unit.groups}
-        self.max_packed_buffers = 2 if any(turns(device) is not None for device in devices) else 1
+        self._has_streams = any(turns(device) is not None for device in devices)
+        self.max_packed_buffers = 2 if self._has_streams else 1
         self.is_manual = self.is_unfinished = False
         self.awaited = 0
         self.active: dict[int, weakref.ref[Unit]] = {}
@@ -309,12 +310,10 @@ class Backward:
     def _reduce(self, unit: Unit) -> None:
         if not self._guards.first_use.is_over:
             self._guards.first_use.before_reduction(unit)
-        complete = [buffer for buffer in unit.gradients if buffer.close(reduce=unit.requires_gradient_sync)]
-        for buffer in complete:
-            if 1 in buffer.binding.missing:
-                self._missing.say(unit.groups)
-                break
-        GradientBuffer.reduce(complete, owner=id(unit), after=self._schedule.gathers_ahead())
+        complete = self._closed_buffers(unit)
+        # Without streams one lane waits for no other.
+        after = self._schedule.gathers_ahead() if self._has_streams else ()
+        GradientBuffer.reduce(complete, owner=id(unit), after=after)
         for buffer in unit.gradients:
             if buffer.tickets:
                 if listeners:
@@ -325,6 +324,19 @@ class Backward:
             self._last.close(unit, self.number)
         if listeners:
             tell("closed", unit)
+
+    def _closed_buffers(self, unit: Unit) -> list[GradientBuffer]:
+        """Close a unit's gradient buffers, and return those that are to be reduced, packed or on their lane to be."""
+        complete = [buffer for buffer in unit.gradients if buffer.close(reduce=unit.requires_gradient_sync)]
+        for buffer in complete:
+            if buffer.is_to_pack:
+                buffer.pack(complete)
+                break
+        for buffer in complete:
+            if 1 in buffer.binding.missing:
+                self._missing.say(unit.groups)
+                break
+        return complete
 
     # ------------------------------------------------------------------ finish
 
@@ -347,6 +359,7 @@ class Backward:
         if not is_left:
             self._reduce_filled(units)
             self.drain(0)
+            settle_host_writes()
             self._finalize(units)
         for buffer in self._buffers():
             if buffer.binding.is_under_way:

@@ -59,12 +59,10 @@ class Reduction:
         frees_packed: the packed buffer is the lane's, which gives it back.
     """
 
-    adds_on_host = False
-
     def __init__(self, packed: DBuffer, reduced: DBuffer, main_grad: DBuffer, final: DBuffer) -> None:
         self.hook: Hook | None = None
         self.function: ReduceFunction | None = None
-        self.keeps = self.frees_packed = False
+        self.keeps = self.frees_packed = self.adds_on_host = False
         self._packed, self._reduced = packed, reduced
         # The reduction into memory of its own, where sums are of a wider dtype.
         self._wide: list[Part] = []
@@ -143,7 +141,7 @@ def _fold_on_host(reductions: Sequence[Reduction]) -> None:
 class GradientBuffer:
     """The gradients of one parameter group in a backward; ``PackedGradients`` makes and describes what they lie in."""
 
-    packs_late = False
+    packs_late = is_to_pack = False
     binding: GradBinding
     packed: DBuffer
     rests_partial: bool
@@ -186,6 +184,8 @@ class GradientBuffer:
     void: Callable[[int], None]
     abandon: Callable[[int], None]
     discard: Callable[[], None]
+    # Of closed buffers that ``is_to_pack`` says are still to be packed: ``runtime/grads/late_gradients.py``.
+    pack: Callable[[Sequence[GradientBuffer]], None]
 
     @property
     def main_grad(self) -> DBuffer:

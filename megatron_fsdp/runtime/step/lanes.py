@@ -19,8 +19,8 @@ from megatron_fsdp.runtime.step.freshness import CHECKS
 from megatron_fsdp.runtime.step.streams import COMPUTES, LANES, LATEST, Compute, compute_of
 
 __all__ = [
-    "HOST_READS", "Lane", "Ticket", "end_of_compute", "forget_unused_streams", "join_captured", "join_lanes", "lane",
-    "settle_host",
+    "HOST_READS", "HOST_WRITES", "Lane", "Ticket", "end_of_compute", "forget_unused_streams", "join_captured",
+    "join_lanes", "lane", "settle_host", "settle_host_writes",
 ]  # fmt: skip
 
 Operation = Callable[[list[dist.Work] | None], None]
@@ -240,6 +240,18 @@ def end_of_compute(device: torch.device) -> Callable[[], None]:
 
 HOST_READS: set[torch.device] = set()
 """Devices to which gathers may still copy main weights: the host must not write these before ``settle_host``."""
+
+
+HOST_WRITES: set[torch.device] = set()
+"""Devices whose reductions may still copy sums to CPU memory; the host may use these after ``settle_host_writes``."""
+
+
+def settle_host_writes() -> None:
+    """Let the host use sums in CPU memory: it waits, once for all units, until reductions have copied them there."""
+    while HOST_WRITES:
+        reductions = LANES.get(("reduce", HOST_WRITES.pop()))
+        if reductions is not None:
+            reductions.settle()
 
 
 def settle_host(_: object = None) -> None:

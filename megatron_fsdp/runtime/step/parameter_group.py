@@ -150,8 +150,11 @@ class WeightBuffers:
             if source.dtype is self.model.dtype:
                 source.local_buffer.copy_(self.model.local_buffer, non_blocking=True)
             else:
-                # From CPU memory first to the device, where the cast costs nothing (FSDP2's ``all_gather_inputs``).
-                cast_copy(self.model.local_buffer.to(source.device, non_blocking=True), source.local_buffer)
+                main = self.model.local_buffer
+                if self._spec.is_offloaded:
+                    # First to the device, where the cast costs nothing (FSDP2's ``all_gather_inputs``).
+                    main = main.to(source.device, non_blocking=True)
+                cast_copy(main, source.local_buffer)
         if self.gather_function is None:
             if self._route is None:
                 self._route = Route(source, self.gathered)

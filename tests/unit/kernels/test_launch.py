@@ -57,7 +57,7 @@ def test_forcing_triton_on_a_cpu_tensor_says_how_to_interpret_it(monkeypatch: py
     message = r"found a tensor on cpu.*TRITON_INTERPRET=1"
     with use_backend("triton"):
         with pytest.raises(ValueError, match=message):
-            cast_copy(source, out)
+            cast_copy(source, out, scale=2.0)
         with pytest.raises(ValueError, match=message):
             accumulate(source, out)
     assert out.tolist() == [0, 0, 0]

@@ -12,7 +12,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_fsdp import FsdpModule, MixedPrecisionPolicy, Placements, StateError, explain, fsdp_no_shard, fully_shard
 from megatron_fsdp.formatting import format_bytes
+from megatron_fsdp.policy.slots import SlotChoice
 from megatron_fsdp.runtime.lifecycle.module import unit_of
+from megatron_fsdp.runtime.weights.memory_slots import use_slots
 from tests.unit.megatron_fsdp.planning.chains import THREE, Chain, sharded, world
 
 NUM_RANKS = 6
@@ -82,6 +84,17 @@ def test_the_reason_for_keeping_weights_is_told(mesh: DeviceMesh) -> None:
         "around": "nothing to release: it has no parameters of its own",
         "around.0": "released after forward but for one part in 2: reshard_after_forward=2",
     }
+
+
+@pytest.mark.parametrize("source", ["communicator", "NCCL"])
+def test_slots_of_a_communicator_are_explained_as_slots_of_the_device(mesh: DeviceMesh, source: str) -> None:
+    model = fully_shard(Block(), mesh)
+    unit = unit_of(model)
+    use_slots(unit, SlotChoice("by_size"))
+    wanted = explain(model)
+    # A communicator of a CPU has no memory: its choice is only noted.
+    unit.slots = SlotChoice("by_size", source)
+    assert explain(model) == wanted
 
 
 def test_frozen_parameters_form_a_group_without_gradient_buffers(mesh: DeviceMesh) -> None:

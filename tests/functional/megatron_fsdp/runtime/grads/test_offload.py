@@ -54,6 +54,33 @@ def test_sums_of_sixteen_bits_are_scaled_in_at_least_fp32_on_their_way_to_the_ho
         assert torch.equal(one.grad.to_local(), other.grad.to_local())
 
 
+@pytest.mark.parametrize("strategy", ["optim_grads_params", "hsdp", "hfsdp"])
+@on_ranks(4)
+def test_the_host_waits_for_reductions_once_a_backward_where_it_has_nothing_to_add(strategy: str) -> None:
+    double = VirtualStreams()
+    with drive_with(double), Checker(double) as checker:
+        model = Twins(strategy=strategy, offload_policy=CPUOffloadPolicy()).model
+        groups = [group for module in (*model.layers, model) for group in module.parameter_groups]
+
+        def of_reductions() -> int:
+            return sum(wait.is_host and wait.source.name == "reduce lane" for wait in double.waits)
+
+        for step in range(2):
+            for microbatch, wanted in enumerate((1, len(groups), 1)):
+                for group in groups:
+                    checker.lies_on_host(group.main_grad.local_buffer)
+                before = of_reductions()
+                if microbatch == 2:
+                    model.zero_grad()
+                model(inputs(step, microbatch)).square().mean().backward()
+                assert of_reductions() - before <= wanted
+                assert of_reductions() > before
+            # The host reads sums that were copied.
+            assert all(bool(group.main_grad.local_buffer.isfinite().all()) for group in groups)
+            model.zero_grad()
+        assert not checker.memory.conflicts
+
+
 @pytest.mark.parametrize("strategy", ["optim_grads_params", "hfsdp"])
 @on_ranks(4)
 def test_gathers_of_offloaded_weights_cost_the_host_no_cast_and_no_wait_before_backward_ends(strategy: str) -> None:
