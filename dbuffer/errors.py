@@ -56,5 +56,9 @@ class MeshError(DBufferError):
     """
 
 
+class ReadError(DBufferError, RuntimeError):
+    """An operator on a sharded tensor that some ranks of the mesh did not call, or called for another tensor."""
+
+
 class PaddingWarning(UserWarning):
     """A plan is legal and wasteful: the message names the tensor that binds and the cure."""

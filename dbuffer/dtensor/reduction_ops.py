@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -67,7 +68,8 @@ def _reduced(
     name: str, source: PlacedTensor, local: torch.Tensor, dims: tuple[int, ...], reduction: Reduction
 ) -> torch.Tensor | None:
     """Return the result on all ranks; None where no all-reduce finds it."""
-    keepdim, all_reduce = reduction.keepdim, source.distribution.all_reduce
+    keepdim = reduction.keepdim
+    all_reduce = functools.partial(source.distribution.all_reduce, of=source)
     dtype = reduction.dtype or (source.dtype if source.dtype.is_floating_point else torch.int64)
     if name in ("sum", "mean"):
         total = all_reduce(torch.sum(local, dims, keepdim, dtype=accurate(dtype)), "sum")
@@ -100,7 +102,7 @@ def _largest(source: PlacedTensor, local: torch.Tensor, dims: tuple[int, ...], k
     nan = torch.isnan(part).to(torch.float32)
     part.nan_to_num_(nan=float("-inf"), posinf=float("inf"), neginf=float("-inf"))
     for each in (part, nan):
-        source.distribution.all_reduce(each, "max")
+        source.distribution.all_reduce(each, "max", source)
     return part.masked_fill_(nan.bool(), float("nan"))
 
 
@@ -145,7 +147,7 @@ def run_foreach_norm(operator: Operator, args: Arguments, options: Options) -> A
         parts = torch.stack(_norms_of_parts([tensors[position] for position in positions], order))
         parts = parts if order == math.inf else parts.pow_(order)
         if _is_in_parts(first):
-            Distribution.of(first).all_reduce(parts, "max" if order == math.inf else "sum")  # type: ignore[arg-type]
+            Distribution.of(first).all_reduce(parts, "max" if order == math.inf else "sum", first)  # type: ignore[arg-type]
         totals = (parts if order == math.inf else parts.pow_(1.0 / order)).to(dtype or first.dtype)
         template = first.with_whole(totals[0]) if isinstance(first, PlacedTensor) else None
         for position, total in zip(positions, totals.unbind(), strict=True):

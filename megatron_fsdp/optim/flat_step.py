@@ -20,6 +20,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dbuffer import FlatDTensor
+from dbuffer.dtensor.reads import NUM_STEPS
 from megatron_fsdp.optim.flat_plan import FlatPlan, local_of, spec_of
 from megatron_fsdp.optim.loaded_state import SEEN, WHOLE, lay_out_loaded_state, refuse_split_weights
 from megatron_fsdp.runtime.step.fsdp_params import grads_of
@@ -40,7 +41,16 @@ def attend_optimizers() -> None:
     register_optimizer_step_pre_hook(step_flat)
 
 
+_IS_SHARDED: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
+
+
 def _look_at(optimizer: Optimizer, *_: Any) -> None:
+    is_sharded = _IS_SHARDED.get(optimizer)
+    if is_sharded is None:
+        params = (p for group in optimizer.param_groups for p in group["params"])
+        is_sharded = _IS_SHARDED[optimizer] = any(isinstance(p, FlatDTensor) for p in params)
+    if is_sharded:
+        NUM_STEPS[0] += 1
     if WHOLE.get(optimizer) != _sizes(optimizer):
         refuse_split_weights(optimizer)
     if SEEN.get(optimizer) is not optimizer.state:

@@ -1,0 +1,70 @@
+"""Ranks that read sharded tensors alone, run other units or freeze other parameters raise errors with names."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dbuffer import MeshError
+from dbuffer.errors import ReadError
+from megatron_fsdp import clip_grad_norm_, fully_shard
+from tests.harness import on_ranks
+from tests.harness.models import Block, Stack, squared
+
+READS: dict[str, Callable[[nn.Module], object]] = {
+    "norm": lambda model: model.layers[0].up.weight.norm().item(),
+    "full_tensor": lambda model: model.layers[0].up.weight.full_tensor(),
+    "state dict": lambda model: [value.full_tensor() for value in model.state_dict().values()],
+    "norm of gradients": lambda model: clip_grad_norm_(model, float("inf")),
+}
+
+
+def sharded() -> nn.Module:
+    model = Stack(Block(), Block())
+    for layer in model.layers:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+@pytest.mark.parametrize("read", READS)
+@on_ranks(3)
+def test_a_read_of_one_rank_never_pairs_with_a_read_after_the_step(read: str) -> None:
+    model = sharded()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    squared(model, dist.get_rank(), 0).backward()
+
+    def reads() -> None:
+        if dist.get_rank() == 0:
+            READS[read](model)
+        optimizer.step()
+        _ = [value.full_tensor() for value in model.state_dict().values()]
+
+    with pytest.raises(ReadError, match=r"read different things.*rank 0 reads.*rank 2 reads.*fix: let every rank"):
+        reads()
+
+
+@on_ranks(2)
+def test_reads_of_two_weights_of_one_size_are_refused_on_both_ranks() -> None:
+    model = sharded()
+    with pytest.raises(ReadError, match=r"rank 0 reads all of 'up.weight' of unit 'layers.0'.*unit 'layers.1'"):
+        model.layers[dist.get_rank()].up.weight.full_tensor()
+
+
+@on_ranks(3)
+def test_units_in_another_order_on_one_rank_are_named_on_all_ranks() -> None:
+    model = sharded()
+    if dist.get_rank() == 2:
+        model.layers = model.layers[::-1]
+    with pytest.raises(MeshError, match=r"run other units.*number 1 is of 'layers.[01]'.*fix: run the same units"):
+        squared(model, dist.get_rank(), 0).backward()
+
+
+@on_ranks(2)
+def test_parameters_frozen_on_one_rank_are_named_before_the_first_gather() -> None:
+    model = sharded()
+    if dist.get_rank() == 0:
+        model.layers[1].requires_grad_(False)
+    with pytest.raises(MeshError, match=r"rank 0 has unit 'layers.1' \(.*frozen: .*rank 1 has .*all trained"):
+        squared(model, dist.get_rank(), 0).backward()
