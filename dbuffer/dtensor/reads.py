@@ -7,8 +7,9 @@ none. On other devices the host would have to wait for that, and only the commun
 
 from __future__ import annotations
 
+import weakref
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -26,9 +27,8 @@ from dbuffer.whereabouts import SOON, others_stand, place, reason_of, wait_longe
 NAMERS: list[Callable[[DTensor], str | None]] = []
 """Functions that return the name of a parameter, or of the gradient of one; None for a tensor that they do not know."""
 
-NUM_STEPS = [0]
-"""How many steps of optimizers over sharded parameters this rank has begun: reads of one weight may be a step apart."""
-
+# How many steps of optimizers this rank has begun over parameters that lie on a communicator.
+_NUM_STEPS: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 _WORDS_BYTES = 512
 _FIX = (
     "fix: let every rank of the mesh make this call, and print or save on one of them: value = p.norm(), then `if rank "
@@ -59,23 +59,45 @@ def read_reduce(tensor: torch.Tensor, axis: MeshAxis, op: str, of: DTensor | str
     _read(f"a {op} over", tensor, axis, of, lambda axis, works: collectives.all_reduce(tensor, axis, op, works))
 
 
+def reduce_norm(tensor: torch.Tensor, axis: MeshAxis, op: str, of: DTensor | str) -> None:
+    """Reduce parts of norms of gradients, as ``collectives.all_reduce``, without comparing what the ranks read.
+
+    Training clips gradients in every step, so this costs one collective and no more. On other devices than CPUs it runs
+    on the engine's own communicator, because another one would take memory. On CPUs an all-reduce pairs with no other
+    kind of collective, and each step has gathers between its norms, so that a norm of one rank alone waits until the
+    timeout.
+    """
+    if axis.size == 1 or is_traced(tensor) or not tensor.is_cpu:
+        collectives.all_reduce(tensor, axis, op)
+        return
+    name = of if isinstance(of, str) else f"norms of {_name_of(of)} and other gradients"
+    _issue(axis.of_operators, name, lambda axis, works: collectives.all_reduce(tensor, axis, op, works))
+
+
+def count_step(groups: Iterable[dist.ProcessGroup]) -> None:
+    """Note a step over parameters whose ranks the groups are: reads of one weight before and after it are not alike."""
+    for group in groups:
+        _NUM_STEPS[group] = _NUM_STEPS.get(group, 0) + 1
+
+
 def _read(
     kind: str, tensor: torch.Tensor, axis: MeshAxis, of: DTensor | str | None, issue: Callable[[MeshAxis, Any], None]
 ) -> None:
     if axis.size == 1 or is_traced(tensor) or not tensor.is_cpu:
         issue(axis.of_operators, None)
         return
+    num_steps = _NUM_STEPS.get(axis.gather_group, 0)
     axis = axis.of_operators
     name = _name_of(of)
     what = f"{kind} {name}"
     said = (
         what,
-        NUM_STEPS[0],
+        num_steps,
         tensor.numel(),
         str(tensor.dtype),
         repr(of._spec.placements) if isinstance(of, DTensor) else "",
     )
-    _compare(axis, zlib.crc32(repr(said).encode()), what)
+    _compare(axis, zlib.crc32(repr(said).encode()), what, num_steps)
     _issue(axis, what, issue)
 
 
@@ -95,7 +117,7 @@ def _issue(axis: MeshAxis, what: str, issue: Callable[[MeshAxis, Any], None]) ->
         _raise_alone(axis, what, error)
 
 
-def _compare(axis: MeshAxis, digest: int, what: str) -> None:
+def _compare(axis: MeshAxis, digest: int, what: str, num_steps: int) -> None:
     """Raise on every rank if any two are about to read different things."""
     if not axis.gathers_by_gloo:
         return
@@ -104,7 +126,7 @@ def _compare(axis: MeshAxis, digest: int, what: str) -> None:
         _issue(axis, what, lambda axis, works: works.append(start_gather_untold(found, mine, axis.gather_group)))
         if all(each == digest for each in found.tolist()):
             return
-        words = f"{what} after {NUM_STEPS[0]} optimizer steps, {place()}".encode()[:_WORDS_BYTES].ljust(_WORDS_BYTES)
+        words = f"{what} after {num_steps} optimizer steps, {place()}".encode()[:_WORDS_BYTES].ljust(_WORDS_BYTES)
         sent = torch.frombuffer(bytearray(words), dtype=torch.uint8)
         heard = torch.empty(axis.size * _WORDS_BYTES, dtype=torch.uint8)
         _issue(axis, what, lambda axis, works: works.append(start_gather_untold(heard, sent, axis.gather_group)))

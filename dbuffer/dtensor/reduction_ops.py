@@ -15,6 +15,7 @@ from dbuffer.dtensor.distribution import Distribution
 from dbuffer.dtensor.elementwise_ops import accurate, run_by_rows, wrapped
 from dbuffer.dtensor.gathered_ops import Arguments, Operator, Options, run_on_whole, tensors_in
 from dbuffer.dtensor.placed_tensor import PlacedTensor, whole_of
+from dbuffer.dtensor.reads import read_reduce, reduce_norm
 
 _NORMS = frozenset({"norm", "vector_norm", "linalg_vector_norm"})
 _EXTREMES = frozenset({"amax", "amin", "max", "min"})
@@ -147,7 +148,9 @@ def run_foreach_norm(operator: Operator, args: Arguments, options: Options) -> A
         parts = torch.stack(_norms_of_parts([tensors[position] for position in positions], order))
         parts = parts if order == math.inf else parts.pow_(order)
         if _is_in_parts(first):
-            Distribution.of(first).all_reduce(parts, "max" if order == math.inf else "sum", first)  # type: ignore[arg-type]
+            reduce = reduce_norm if getattr(first, "gradient_of", None) is not None else read_reduce
+            for axis in Distribution.of(first).cutting_axes:  # type: ignore[arg-type]
+                reduce(parts, axis, "max" if order == math.inf else "sum", first)  # type: ignore[arg-type]
         totals = (parts if order == math.inf else parts.pow_(1.0 / order)).to(dtype or first.dtype)
         template = first.with_whole(totals[0]) if isinstance(first, PlacedTensor) else None
         for position, total in zip(positions, totals.unbind(), strict=True):

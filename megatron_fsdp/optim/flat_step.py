@@ -15,12 +15,14 @@ from itertools import chain, repeat
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch._compile import _disable_dynamo
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dbuffer import FlatDTensor
-from dbuffer.dtensor.reads import NUM_STEPS
+from dbuffer.dtensor.reads import count_step
+from dbuffer.mesh import mesh_axes
 from megatron_fsdp.optim.flat_plan import FlatPlan, local_of, spec_of
 from megatron_fsdp.optim.loaded_state import SEEN, WHOLE, lay_out_loaded_state, refuse_split_weights
 from megatron_fsdp.runtime.step.fsdp_params import grads_of
@@ -31,6 +33,9 @@ KINDS: frozenset[type[Optimizer]] = frozenset({Adam, AdamW, SGD})
 """Classes that treat every element alike; a subclass of one may not."""
 
 _STAND_INS: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
+# The sizes of its param groups, and the communicators of the ranks that have its parameters.
+_COMMUNICATORS: weakref.WeakKeyDictionary[Optimizer, tuple[list[int], list[dist.ProcessGroup]]]
+_COMMUNICATORS = weakref.WeakKeyDictionary()
 
 
 @functools.cache
@@ -41,20 +46,22 @@ def attend_optimizers() -> None:
     register_optimizer_step_pre_hook(step_flat)
 
 
-_IS_SHARDED: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
-
-
 def _look_at(optimizer: Optimizer, *_: Any) -> None:
-    is_sharded = _IS_SHARDED.get(optimizer)
-    if is_sharded is None:
-        params = (p for group in optimizer.param_groups for p in group["params"])
-        is_sharded = _IS_SHARDED[optimizer] = any(isinstance(p, FlatDTensor) for p in params)
-    if is_sharded:
-        NUM_STEPS[0] += 1
-    if WHOLE.get(optimizer) != _sizes(optimizer):
+    sizes = _sizes(optimizer)
+    known = _COMMUNICATORS.get(optimizer)
+    if known is None or known[0] != sizes:
+        known = _COMMUNICATORS[optimizer] = sizes, _communicators(optimizer)
+    count_step(known[1])
+    if WHOLE.get(optimizer) != sizes:
         refuse_split_weights(optimizer)
     if SEEN.get(optimizer) is not optimizer.state:
         lay_out_loaded_state(optimizer)
+
+
+def _communicators(optimizer: Optimizer) -> list[dist.ProcessGroup]:
+    params = (p for group in optimizer.param_groups for p in group["params"])
+    meshes = {id(p.device_mesh): p.device_mesh for p in params if isinstance(p, FlatDTensor)}
+    return list({axis.gather_group for mesh in meshes.values() for axis in mesh_axes(mesh)})
 
 
 def step_flat(

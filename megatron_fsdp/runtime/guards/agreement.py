@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -89,7 +89,7 @@ class FirstUse:
         self.tokens: dict[tuple[int, ...], str] = {}
         self._has_agreed = False
         # How many collectives of each kind were compared so far, on each set of ranks.
-        self._counts: dict[tuple[str, tuple[int, ...]], itertools.count[int]] = {}
+        self._counts: Counter[tuple[str, tuple[int, ...]]] = Counter()
 
     def before_gather(self, unit: Unit) -> None:
         """A unit is about to be gathered; raises as ``agree`` and ``_compare`` do."""
@@ -121,7 +121,8 @@ class FirstUse:
         for ranks, token in self.tokens.items():
             if not token or not any(mesh_ranks(group.spec.mesh) == ranks for group in unit.groups):
                 continue
-            number = next(self._counts.setdefault((kind, ranks), itertools.count(1)))
+            self._counts[kind, ranks] += 1
+            number = self._counts[kind, ranks]
             me, alarm = dist.get_rank(), _alarm_of(token)
             if store.check([alarm]):
                 raise MeshError(store.get(alarm).decode())
@@ -138,6 +139,14 @@ class FirstUse:
     def _end(self) -> None:
         self.is_over = True
         ALARMS.difference_update(map(_alarm_of, self.tokens.values()))
+        store: Any = job_store()
+        for ranks, token in self.tokens.items():
+            # The last rank to come here removes what was compared; no rank reads it any more.
+            if token and store.add(f"{token} compared", 1) == len(ranks):
+                for kind in ("gather", "reduction"):
+                    for number in range(1, self._counts[kind, ranks] + 1):
+                        store.delete_key(f"{token} {kind} {number}")
+                store.delete_key(f"{token} compared")
 
     def agree(self, schedule: Schedule) -> None:
         """Wait until all ranks are about to use the same units, with the same settings.
