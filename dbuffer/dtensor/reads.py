@@ -44,19 +44,20 @@ def read_gather(output: torch.Tensor, shard: torch.Tensor, axis: MeshAxis, of: D
     Raises:
         ReadError: on all ranks, when they read different things; when another rank does not read.
     """
-    _read("all of", output, axis, of, lambda axis, works: collectives.all_gather(output, shard, axis, works))
+    _read("all of", output, axis, of, (), lambda axis, works: collectives.all_gather(output, shard, axis, works))
 
 
 def read_gather_uneven(
     whole: torch.Tensor, parts: Sequence[torch.Tensor], axis: MeshAxis, of: DTensor | str | None = None
 ) -> None:
     """Gather parts of ``whole``, one of each rank, as ``collectives_together.gather_uneven``; see ``read_gather``."""
-    _read("all of", whole, axis, of, lambda axis, works: gather_uneven(parts, axis, works))
+    sizes = tuple(part.numel() for part in parts)
+    _read("all of", whole, axis, of, sizes, lambda axis, works: gather_uneven(parts, axis, works))
 
 
 def read_reduce(tensor: torch.Tensor, axis: MeshAxis, op: str, of: DTensor | str | None = None) -> None:
     """Reduce as ``collectives.all_reduce`` for an operator; see ``read_gather``."""
-    _read(f"a {op} over", tensor, axis, of, lambda axis, works: collectives.all_reduce(tensor, axis, op, works))
+    _read(f"a {op} over", tensor, axis, of, (), lambda axis, works: collectives.all_reduce(tensor, axis, op, works))
 
 
 def reduce_norm(tensor: torch.Tensor, axis: MeshAxis, op: str, of: DTensor | str) -> None:
@@ -81,22 +82,20 @@ def count_step(groups: Iterable[dist.ProcessGroup]) -> None:
 
 
 def _read(
-    kind: str, tensor: torch.Tensor, axis: MeshAxis, of: DTensor | str | None, issue: Callable[[MeshAxis, Any], None]
+    kind: str,
+    tensor: torch.Tensor,
+    axis: MeshAxis,
+    of: DTensor | str | None,
+    sizes: tuple[int, ...],
+    issue: Callable[[MeshAxis, Any], None],
 ) -> None:
     if axis.size == 1 or is_traced(tensor) or not tensor.is_cpu:
         issue(axis.of_operators, None)
         return
     num_steps = _NUM_STEPS.get(axis.gather_group, 0)
     axis = axis.of_operators
-    name = _name_of(of)
-    what = f"{kind} {name}"
-    said = (
-        what,
-        num_steps,
-        tensor.numel(),
-        str(tensor.dtype),
-        repr(of._spec.placements) if isinstance(of, DTensor) else "",
-    )
+    what = f"{kind} {_name_of(of)}"
+    said = (what, num_steps, tensor.numel(), str(tensor.dtype), sizes)
     _compare(axis, zlib.crc32(repr(said).encode()), what, num_steps)
     _issue(axis, what, issue)
 

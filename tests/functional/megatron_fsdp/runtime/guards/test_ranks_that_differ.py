@@ -10,14 +10,14 @@ from torch import nn
 from dbuffer import MeshError
 from dbuffer.errors import ReadError
 from megatron_fsdp import clip_grad_norm_, fully_shard
-from tests.harness import on_ranks
+from tests.harness import RankError, on_ranks, run_ranks
 from tests.harness.models import Block, Stack, squared
 
 READS: dict[str, Callable[[nn.Module], object]] = {
     "norm": lambda model: model.layers[0].up.weight.norm().item(),
     "full_tensor": lambda model: model.layers[0].up.weight.full_tensor(),
     "state dict": lambda model: [value.full_tensor() for value in model.state_dict().values()],
-    "norm of gradients": lambda model: clip_grad_norm_(model, float("inf")),
+    "norm of a gradient": lambda model: model.layers[0].up.weight.grad.norm(),
 }
 
 
@@ -43,6 +43,31 @@ def test_a_read_of_one_rank_never_pairs_with_a_read_after_the_step(read: str) ->
 
     with pytest.raises(ReadError, match=r"read different things.*rank 0 reads.*rank 2 reads.*fix: let every rank"):
         reads()
+
+
+NORMS: dict[str, Callable[[nn.Module], object]] = {
+    "megatron_fsdp": lambda model: clip_grad_norm_(model, 1.0),
+    "torch": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+}
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_a_norm_of_all_gradients_on_one_rank_ends_with_its_name_on_every_rank(norm: str) -> None:
+    with pytest.raises(RankError) as found:
+        run_ranks(3, train_with_a_norm_on_one_rank, norm, timeout=12, fresh=True)
+    texts = {failure.rank: failure.report for failure in found.value.failures}
+    assert "reads the norm" in texts[0] or "reads norms" in texts[0]
+    assert "AgreementError" in texts[1]
+    assert "rank 0 waits for" in texts[1]
+    assert "AgreementError" in texts[2]
+
+
+def train_with_a_norm_on_one_rank(norm: str) -> None:
+    model = sharded()
+    for step in range(2):
+        squared(model, dist.get_rank(), step).backward()
+        if dist.get_rank() == 0:
+            NORMS[norm](model)
 
 
 @on_ranks(2)
