@@ -6,12 +6,14 @@ Nothing here runs before a rank has waited for ``SOON``: the undisturbed step as
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import datetime
 import linecache
 import os
 import sys
+import weakref
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -19,13 +21,19 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from dbuffer.errors import MeshError
 
-__all__ = ["ALARMS", "SOON", "job_store", "others_stand", "place", "reason_of", "wait_longer"]
+__all__ = [
+    "ALARMS", "SOON", "job_store", "keep_groups", "others_stand", "place", "raise_difference", "reason_of", "refuse_after_difference",
+    "wait_longer",
+]  # fmt: skip
 
 SOON = datetime.timedelta(seconds=2)
 """How long a rank waits in silence."""
 
 ALARMS: set[str] = set()
 """Keys of the store under which a rank that finds a difference says which, while others may wait for it."""
+
+# What was found, by the job's group: some ranks have issued collectives that others never join.
+_DIFFERENCES: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _LIBRARIES = (
@@ -61,6 +69,33 @@ def wait_longer(work: dist.Work, error: RuntimeError, what: str = "weights or gr
     _say("")
 
 
+def raise_difference(words: str) -> NoReturn:
+    """Raise that ranks issued collectives of other things, and let ``refuse_after_difference`` know."""
+    _DIFFERENCES[dist.group.WORLD] = words
+    keep_groups()
+    raise MeshError(words)
+
+
+def refuse_after_difference() -> None:
+    """Raise if ranks of this job were found to issue other collectives: the next one would pair with one of those."""
+    words = _DIFFERENCES.get(dist.group.WORLD)
+    if words is not None:
+        raise MeshError(
+            f"the ranks of this job have issued different collectives, and one of them may still wait. fix: end this "
+            f"process and start the job again. What was found: {words}"
+        )
+
+
+def keep_groups() -> None:
+    """Never destroy the job's process groups.
+
+    Python would at its end, and the destructor of a gloo group waits for collectives that other ranks never join, up
+    to their timeout.
+    """
+    for group in dist.distributed_c10d._world.pg_map:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
 def _look_at_alarms() -> None:
     store = job_store()
     for key in [] if store is None else list(ALARMS):
@@ -68,7 +103,7 @@ def _look_at_alarms() -> None:
         with contextlib.suppress(RuntimeError):
             if store is not None and store.check([key]):
                 ALARMS.discard(key)
-                raise MeshError(store.get(key).decode())
+                raise_difference(store.get(key).decode())
 
 
 def others_stand(ranks: Iterable[int]) -> str:

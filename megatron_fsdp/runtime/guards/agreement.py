@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from dbuffer import MeshError
-from dbuffer.whereabouts import ALARMS, job_store
+from dbuffer.whereabouts import ALARMS, job_store, raise_difference, refuse_after_difference
 from megatron_fsdp.runtime.guards.rendezvous import meet, report_failure
 from megatron_fsdp.runtime.lifecycle.make_param_group import follow_grad_dtypes
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
@@ -125,13 +125,13 @@ class FirstUse:
             number = self._counts[kind, ranks]
             me, alarm = dist.get_rank(), _alarm_of(token)
             if store.check([alarm]):
-                raise MeshError(store.get(alarm).decode())
+                raise_difference(store.get(alarm).decode())
             first = store.compare_set(f"{token} {kind} {number}", "", f"{me} {unit.name}").decode()
             rank, _, name = first.partition(" ")
             if name != unit.name:
                 words = _other_order(f"{kind} number {number}", (rank, name), (str(me), unit.name))
                 store.set(alarm, words)
-                raise MeshError(words)
+                raise_difference(words)
             if number >= _MOST_COMPARED:
                 # A model that no backward comes to.
                 self._end()
@@ -157,6 +157,7 @@ class FirstUse:
         """
         if self._has_agreed:
             return
+        refuse_after_difference()
         root, units = schedule.root_ref(), schedule.units()
         for unit in units:
             follow_grad_dtypes(unit)
