@@ -22,8 +22,8 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from dbuffer.errors import MeshError
 
 __all__ = [
-    "ALARMS", "SOON", "job_store", "keep_groups", "others_stand", "place", "raise_difference", "reason_of", "refuse_after_difference",
-    "wait_longer",
+    "ALARMS", "SOON", "job_store", "keep_groups", "others_stand", "place", "raise_difference", "reason_of",
+    "refuse_after_difference", "wait_longer",
 ]  # fmt: skip
 
 SOON = datetime.timedelta(seconds=2)

@@ -25,6 +25,9 @@ from dbuffer.dtensor.reads import count_step
 from dbuffer.mesh import mesh_axes
 from megatron_fsdp.optim.flat_plan import FlatPlan, local_of, spec_of
 from megatron_fsdp.optim.loaded_state import SEEN, WHOLE, lay_out_loaded_state, refuse_split_weights
+from megatron_fsdp.runtime.guards.agreement import mesh_ranks
+from megatron_fsdp.runtime.guards.read_names import name_of
+from megatron_fsdp.runtime.guards.rendezvous import meet
 from megatron_fsdp.runtime.step.fsdp_params import grads_of
 
 __all__ = ["attend_optimizers"]
@@ -50,12 +53,36 @@ def _look_at(optimizer: Optimizer, *_: Any) -> None:
     sizes = _sizes(optimizer)
     known = _COMMUNICATORS.get(optimizer)
     if known is None or known[0] != sizes:
+        if type(optimizer) not in KINDS and not getattr(optimizer, "steps_split_weights", False):
+            _agree(optimizer)
         known = _COMMUNICATORS[optimizer] = sizes, _communicators(optimizer)
     count_step(known[1])
     if WHOLE.get(optimizer) != sizes:
         refuse_split_weights(optimizer)
     if SEEN.get(optimizer) is not optimizer.state:
         lay_out_loaded_state(optimizer)
+
+
+def _agree(optimizer: Optimizer) -> None:
+    """Wait until all ranks step the same parameters in the same order: this optimizer may communicate for each of them.
+
+    Raises:
+        MeshError: on every rank, when any two of them differ.
+    """
+    said: dict[tuple[int, ...], list[str]] = {}
+    for parameter in chain.from_iterable(group["params"] for group in optimizer.param_groups):
+        if isinstance(parameter, FlatDTensor):
+            ranks = mesh_ranks(parameter.device_mesh)
+            said.setdefault(ranks, []).append(name_of(parameter) or f"a parameter of shape {tuple(parameter.shape)}")
+    kind = type(optimizer).__name__
+    for ranks in sorted(said):
+        meet(
+            ranks,
+            f"begins to step sharded parameters with {kind}",
+            said[ranks],
+            f"the ranks of a mesh give {kind} different parameters, or the same ones in another order",
+            "fix: give every rank the parameters in the order of model.named_parameters(), not that of a set",
+        )
 
 
 def _communicators(optimizer: Optimizer) -> list[dist.ProcessGroup]:

@@ -9,7 +9,6 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from dbuffer import MeshError
 from dbuffer.whereabouts import ALARMS, job_store, raise_difference, refuse_after_difference
 from megatron_fsdp.runtime.guards.rendezvous import meet, report_failure
 from megatron_fsdp.runtime.lifecycle.make_param_group import follow_grad_dtypes

@@ -9,9 +9,10 @@ from torch import nn
 
 from dbuffer import MeshError
 from dbuffer.errors import ReadError
-from megatron_fsdp import clip_grad_norm_, fully_shard
+from megatron_fsdp import Muon, clip_grad_norm_, fully_shard
 from tests.harness import RankError, on_ranks, run_ranks
 from tests.harness.models import Block, Stack, squared
+from tests.harness.twins import Twins
 
 READS: dict[str, Callable[[nn.Module], object]] = {
     "norm": lambda model: model.layers[0].up.weight.norm().item(),
@@ -21,11 +22,14 @@ READS: dict[str, Callable[[nn.Module], object]] = {
 }
 
 
-def sharded() -> nn.Module:
-    model = Stack(Block(), Block())
+def shard(model: nn.Module) -> nn.Module:
     for layer in model.layers:
         fully_shard(layer)
     return fully_shard(model)
+
+
+def sharded() -> nn.Module:
+    return shard(Stack(Block(), Block()))
 
 
 @pytest.mark.parametrize("read", READS)
@@ -95,3 +99,34 @@ def test_parameters_frozen_on_one_rank_are_named_before_the_first_gather() -> No
         model.layers[1].requires_grad_(False)
     with pytest.raises(MeshError, match=r"rank 0 has unit 'layers.1' \(.*frozen: .*rank 1 has .*all trained"):
         squared(model, dist.get_rank(), 0).backward()
+
+
+@on_ranks(2)
+def test_adamw_trains_right_with_parameters_in_another_order_on_one_rank() -> None:
+    twins = Twins(lambda: Stack(Block(), Block()), shard=shard)
+    params = list(twins.model.parameters())
+    optimizers = [
+        torch.optim.AdamW(params[::-1] if dist.get_rank() else params, lr=0.1),
+        torch.optim.AdamW(twins.plain.parameters(), lr=0.1),
+    ]
+    for step in range(3):
+        twins.backward(step)
+        for parameters in (params[::-1] if dist.get_rank() else params, twins.plain.parameters()):
+            nn.utils.clip_grad_norm_(parameters, 0.01)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert twins.weights_apart() < 1e-5
+
+
+@pytest.mark.parametrize("make", [Muon, torch.optim.Muon])
+@on_ranks(3)
+def test_muon_refuses_matrices_in_another_order_on_one_rank(make: type[torch.optim.Optimizer]) -> None:
+    model = sharded()
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    optimizer = make(matrices[::-1] if dist.get_rank() == 1 else matrices, lr=0.1)
+    squared(model, dist.get_rank(), 0).backward()
+    before = [p.detach().to_local().clone() for p in matrices]
+    with pytest.raises((MeshError, ReadError), match=r"layers\.0.*layers\.1.*fix: "):
+        optimizer.step()
+    assert all(torch.equal(p.detach().to_local(), each) for p, each in zip(matrices, before, strict=True))
