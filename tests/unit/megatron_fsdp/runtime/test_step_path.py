@@ -17,7 +17,7 @@ from megatron_fsdp.runtime.step.fsdp_params import SMALL_NUMEL
 
 WIDTH = 32
 # Of the step of blocks of seven linear layers and two norms, with clipping and a stock optimizer, kernels included.
-MAX_FILES, MAX_LINES = 18, 4_310
+MAX_FILES, MAX_LINES = 18, 4_330
 # Python and C calls that sharding adds to a block, without the optimizer, where its linear layers are fused and where
 # they are too small. FSDP2 of torch 2.13 adds 2,319 in FP32 and 2,411 in bf16.
 MAX_CALLS = {("fp32", False): 338, ("fp32", True): 415, ("bf16", False): 356, ("bf16", True): 405}
