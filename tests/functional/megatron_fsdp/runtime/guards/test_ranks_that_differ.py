@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard as pytorchs_fully_shard
 
 from dbuffer import MeshError
 from dbuffer.errors import ReadError
@@ -127,6 +128,20 @@ def test_muon_refuses_matrices_in_another_order_on_one_rank(make: type[torch.opt
     optimizer = make(matrices[::-1] if dist.get_rank() == 1 else matrices, lr=0.1)
     squared(model, dist.get_rank(), 0).backward()
     before = [p.detach().to_local().clone() for p in matrices]
-    with pytest.raises((MeshError, ReadError), match=r"layers\.0.*layers\.1.*fix: "):
+    with pytest.raises((MeshError, ReadError), match=r"rank \d has .*layers\.[01].*rank \d has .*layers\.[01].*fix: "):
         optimizer.step()
     assert all(torch.equal(p.detach().to_local(), each) for p, each in zip(matrices, before, strict=True))
+
+
+@on_ranks(2)
+def test_ranks_with_other_seeds_keep_their_own_rows_as_in_fsdp2() -> None:
+    for shard_it in (fully_shard, pytorchs_fully_shard):
+        torch.manual_seed(dist.get_rank())
+        layer = nn.Linear(4, 6)
+        own = [torch.empty(6, 4), torch.empty(6, 4)]
+        dist.all_gather(own, layer.weight.detach().clone())
+        shard_it(layer)
+        whole = layer.weight.detach().full_tensor()
+        first = len(layer.weight.to_local()) if dist.get_rank() == 0 else 6 - len(layer.weight.to_local())
+        assert torch.equal(whole, torch.cat([own[0][:first], own[1][first:]]))
+        assert 0 < first < 6
