@@ -65,12 +65,12 @@ class Wrapping:
 
 
 _NUM_COMPARED = 2
-"""Backwards before whose end the order of units is compared."""
+"""The last backward in which the order of units is compared; so it is in the forward that follows."""
 _MOST_COMPARED = 1 << 12
 
 
 class FirstUse:
-    """The time until a root's first two backwards are over, in which the ranks are held to the same units.
+    """The time until a root's third backward, in which the ranks are held to the same units.
 
     Before the first collective they agree on what the units are. From then on each rank says before each collective,
     in the job's store, of which unit it is; afterwards it costs nothing.
