@@ -2,7 +2,7 @@
 
 from dbuffer.buffer import DBuffer
 from dbuffer.dtensor.flat_dtensor import FlatDTensor, FlatRows, RaggedShard
-from dbuffer.errors import DBufferError, LayoutError, MeshError, PaddingWarning, PlacementError, StorageError
+from dbuffer.errors import DBufferError, LayoutError, MeshError, PaddingWarning, PlacementError, ReadError, StorageError
 from dbuffer.events import CollectiveCall, observe_collectives
 from dbuffer.layout import first_dimension_granularity
 from dbuffer.memory_meter import MemoryMeter, memory_meter
@@ -32,6 +32,7 @@ __all__ = [
     "PlacementError",
     "Plan",
     "RaggedShard",
+    "ReadError",
     "Region",
     "Replicate",
     "Row",

@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 from dbuffer import gloo
 from dbuffer.events import CollectiveCall, Transfer, listeners, tell
 from dbuffer.mesh import MeshAxis
+from dbuffer.whereabouts import SOON, wait_longer
 from dbuffer_kernels.switches import is_off
 
 # torch 2.13 renames two methods of process groups and warns on the old names; torch 2.11 has only the old names.
@@ -49,10 +50,18 @@ def wait_for(work: dist.Work, written: torch.Tensor | None = None) -> None:
         written: what it writes. None: memory of the CPU. On another device to wait orders streams, and no waiter is
             asked: to look at the time would block the host, and NCCL aborts a communicator when a time is over.
     """
-    if waiters and (written is None or written.is_cpu):
-        waiters[-1](work)
-    else:
+    if written is not None and not written.is_cpu:
         work.wait()
+    elif waiters:
+        waiters[-1](work)
+    elif type(work) is not dist.Work:
+        # A handle of a user's own may take no time.
+        work.wait()
+    else:
+        try:
+            work.wait(SOON)
+        except RuntimeError as error:
+            wait_longer(work, error)
 
 
 def all_gather(output: torch.Tensor, shard: torch.Tensor, axis: MeshAxis, works: list[dist.Work] | None = None) -> None:

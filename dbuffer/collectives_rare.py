@@ -92,6 +92,12 @@ def wait_with(waiter: Callable[[dist.Work], None]) -> Iterator[None]:
         waiters[:] = [other for other in waiters if other is not waiter]
 
 
+def start_gather_untold(output: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Start a gather of what ranks say of themselves, on CPUs, and return its handle; no listener is told."""
+    work: dist.Work = gloo.start(gloo.gather_flat, output, mine, group=group)
+    return work
+
+
 def start_maximum(tensor: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
     """Start the element-wise maximum over the ranks of a group, in place, and return its handle."""
     work: dist.Work = gloo.start(dist.all_reduce, tensor, op=dist.ReduceOp.MAX, group=group)

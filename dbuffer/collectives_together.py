@@ -56,7 +56,7 @@ def all_reduce_together(parts: Sequence[Part], works: Works = None) -> None:
     _together(_ALL_REDUCE, parts, works)
 
 
-def gather_uneven(parts: Sequence[torch.Tensor], axis: MeshAxis) -> None:
+def gather_uneven(parts: Sequence[torch.Tensor], axis: MeshAxis, works: Works = None) -> None:
     """Fill in the parts of the other ranks of the axis: each part comes from the rank at its position.
 
     Moves each part to each rank once, and nothing else: broadcasts from the owners, in one group call where the
@@ -64,6 +64,7 @@ def gather_uneven(parts: Sequence[torch.Tensor], axis: MeshAxis) -> None:
 
     Args:
         parts: contiguous, one for each rank, of any sizes, zero included; every rank knows them all.
+        works: as in ``all_gather``; nothing is appended where the backend issues one group call.
     """
     if axis.size == 1:
         return
@@ -77,9 +78,9 @@ def gather_uneven(parts: Sequence[torch.Tensor], axis: MeshAxis) -> None:
             for rank, part in owned:
                 dist.broadcast(part, group=group, group_src=rank)
     else:
-        works = [dist.broadcast(part, group=group, group_src=rank, async_op=True) for rank, part in owned]
-        for work, part in zip(works, wholes, strict=True):
-            finish(work, None, part)
+        issued = [dist.broadcast(part, group=group, group_src=rank, async_op=True) for rank, part in owned]
+        for work, part in zip(issued, wholes, strict=True):
+            finish(work, works, part)
     finish(None, None, mine, told)
 
 

@@ -56,5 +56,16 @@ class MeshError(DBufferError):
     """
 
 
+class ReadError(DBufferError, RuntimeError):
+    """An operator on a sharded tensor that some ranks of the mesh did not call, or called for another tensor.
+
+    Example:
+        try:
+            norm = model.weight.norm()  # every rank calls it; `if rank == 0` belongs before the print
+        except ReadError as error:
+            print(error)  # names the tensor, the ranks, the line of the script and the fix
+    """
+
+
 class PaddingWarning(UserWarning):
     """A plan is legal and wasteful: the message names the tensor that binds and the cure."""

@@ -1,4 +1,4 @@
-"""What the engine needs to know of a DeviceMesh: sizes, this rank's coordinate, and two communicators per axis."""
+"""What the engine needs to know of a DeviceMesh: sizes, this rank's coordinate, and three communicators per axis."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from dbuffer_kernels.switches import is_off
 _AXES: dict[int, tuple[MeshAxis, ...]] = {}
 # By gather group, not by mesh: meshes over the same ranks (slices of one, or made twice) share it.
 _REDUCE_GROUPS: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
+_OPERATOR_AXES: weakref.WeakKeyDictionary[dist.ProcessGroup, MeshAxis] = weakref.WeakKeyDictionary()
 _FLATTENED: dict[int, DeviceMesh] = {}
 _NEIGHBOURS: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, MeshAxis]] = weakref.WeakKeyDictionary()
 # How many groups ``new_group`` has made of each list of ranks, by the job's group.
@@ -62,6 +63,23 @@ class MeshAxis:
             )
         return known
 
+    @functools.cached_property
+    def of_operators(self) -> MeshAxis:
+        """The same ranks over a third communicator, made on first use (by all of them together).
+
+        Operators that users call on sharded tensors communicate over it: a read that one rank makes alone then waits,
+        instead of taking part in another rank's gather or reduction.
+        """
+        if self.size == 1:
+            return self
+        known: MeshAxis | None = _OPERATOR_AXES.get(self.gather_group)
+        if known is None:
+            ranks = dist.get_process_group_ranks(self.gather_group)
+            group = new_group(ranks, f"operators over {self.name}", like=self.gather_group, connects_later=True)
+            known = MeshAxis(self.name, self.size, self.rank, group, has_separate_reduce_group=False)
+            _OPERATOR_AXES[self.gather_group] = known
+        return known
+
     def separate_reductions(self, enable: bool) -> None:
         """Set ``has_separate_reduce_group``, from the next reduction on."""
         self.has_separate_reduce_group = enable
@@ -88,16 +106,21 @@ def lacks_backend_for(device_type: str, group: dist.ProcessGroup) -> bool:
     return torch.device(device_type) not in group._device_types
 
 
-def make_reduce_groups(axes: Iterable[MeshAxis]) -> None:
-    """Make the communicators for reductions now, where all ranks are known to be here."""
+def make_groups(axes: Iterable[MeshAxis]) -> None:
+    """Make the communicators for reductions and operators now, where all ranks are known to be here."""
     for axis in axes:
         if axis.size > 1:
-            # The property makes it.
-            _ = axis.reduce_group
+            # The properties make them.
+            _ = axis.reduce_group, axis.of_operators
 
 
 def new_group(
-    ranks: list[int], description: str, *, backend: str | None = None, like: dist.ProcessGroup | None = None
+    ranks: list[int],
+    description: str,
+    *,
+    backend: str | None = None,
+    like: dist.ProcessGroup | None = None,
+    connects_later: bool = False,
 ) -> dist.ProcessGroup:
     """Make a communicator over some ranks, all of which call it; it gives up when the job's own group would.
 
@@ -108,6 +131,9 @@ def new_group(
     know: which ranks they are, and how many groups of just these ranks were made before. ``dist.new_group`` counts all
     groups that a process is a member of (or all that were ever made, without ``use_local_synchronization``), which
     differs between ranks as soon as there is a group of some of them: then each waits for a name of its own.
+
+    Args:
+        connects_later: where a communicator costs memory of a device (NCCL), it is made at the first collective.
     """
     world: Any = dist.group.WORLD
     timeout = job_timeout()
@@ -123,7 +149,7 @@ def new_group(
     group: dist.ProcessGroup
     timeout = timeout or c10d._get_default_timeout(backend)
     options = None if backend == "gloo" else _nccl_options(world if like is None else like, timeout)
-    with _without_splitting(world, len(ranks)) as device:
+    with _without_splitting(world, 0 if connects_later else len(ranks)) as device:
         group, _ = c10d._new_process_group_helper(
             len(ranks),
             ranks.index(dist.get_rank()),
@@ -133,7 +159,7 @@ def new_group(
             _unique_name(world, ranks),
             backend_options=options,
             timeout=timeout,
-            device_id=device,
+            device_id=None if connects_later else device,
             group_desc=description,
         )
     c10d._world.pg_group_ranks[group] = {rank: position for position, rank in enumerate(ranks)}

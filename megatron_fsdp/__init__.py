@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_fsdp.installation import check_neighbour as _check_neighbour
 
 if TYPE_CHECKING:
-    from dbuffer import DBufferError, LayoutError, MeshError, PlacementError, StorageError
+    from dbuffer import DBufferError, LayoutError, MeshError, PlacementError, ReadError, StorageError
     from megatron_fsdp.api import fully_shard, microbatch, no_sync, replicate, share_comm_ctx
     from megatron_fsdp.build.no_shard import fsdp_no_shard
     from megatron_fsdp.checkpoint.api import load_checkpoint, save_checkpoint
@@ -74,7 +74,7 @@ _HOMES = {
     "checkpoint.series": "CheckpointSeries",
     "config.flags": "add_megatron_fsdp_args",
     "config.fsdp_config": "FsdpConfig",
-    "dbuffer": "DBufferError LayoutError MeshError PlacementError StorageError",
+    "dbuffer": "DBufferError LayoutError MeshError PlacementError ReadError StorageError",
     "errors": (
         "AgreementError CheckpointError ConfigError FsdpError GradientScaleError NonfiniteGradientError OwnershipError "
         "StateError"
@@ -128,7 +128,8 @@ __all__ = [
     "DamagedCheckpointError", "DataParallelMeshDims", "FSDPModule", "FsdpConfig", "FsdpError",
     "GradientReductionHandle", "GradientScale", "GradientScaleError", "LayoutError", "MeshError",
     "MixedPrecisionPolicy", "Muon", "NonfiniteGradientError", "OffloadPolicy", "OwnershipError", "PlacementError",
-    "Placements", "Report", "SaveHandle", "StateError", "StorageError", "Timeline", "UnshardHandle", "Watch",
+    "Placements", "ReadError", "Report", "SaveHandle", "StateError", "StorageError", "Timeline", "UnshardHandle",
+    "Watch",
     "add_megatron_fsdp_args", "check_gradient_scale", "check_gradients", "checksum", "clip_grad_norm_", "expert_matmul",
     "explain", "export_safetensors", "fsdp_no_shard", "full_state_dict", "fully_shard", "fully_shard_optimizer",
     "import_safetensors", "load_checkpoint", "materialize", "microbatch", "no_sync", "register_fsdp_forward_method",

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from dbuffer import PlacementError
-from dbuffer.mesh import make_reduce_groups, mesh_axes
+from dbuffer.mesh import make_groups, mesh_axes
 from megatron_fsdp.build.builder import GranularityChoice, Wishes, plan_groups
 from megatron_fsdp.build.no_shard import is_no_shard
 from megatron_fsdp.build.ownership import OwnedParameter, collect_parameters, leave_alone
@@ -128,7 +128,7 @@ def fully_shard(
         check_reshard(unit, reshard_after_forward)
         wrapping.agree(name, groups, reshard_after_forward)
         if groups:
-            make_reduce_groups(axes)
+            make_groups(axes)
     for registry, key, buffer in buffers:
         registry[key] = buffer
     put_in_place(unit, modules, owned, reshard_after_forward, ignored)

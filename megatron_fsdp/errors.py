@@ -6,6 +6,10 @@ import difflib
 from collections.abc import Iterable
 from typing import NoReturn
 
+import torch.distributed as dist
+
+from dbuffer.mesh import job_timeout
+from dbuffer.whereabouts import others_stand, reason_of
 from megatron_fsdp.installation import check_initialiser
 
 __all__ = [
@@ -102,9 +106,12 @@ class AgreementError(FsdpError):
         if "gloo" not in str(error) and not type(error).__name__.startswith("Dist"):
             raise error
         raise cls(
-            f"unit {unit!r}: {action} failed: {str(error).strip().rstrip('.')}. Another rank ended, took another "
-            "branch, or ran a backward that reaches no parameter of this model. `with Watch(model):` around training "
-            "says which rank did what; `loss + 0 * output.sum()` lets a rank without a loss of its own take part."
+            f"unit {unit!r}: {action} failed on rank {dist.get_rank()}: {reason_of(error, job_timeout())}. "
+            f"Of the others, {others_stand(range(dist.get_world_size())) or 'nothing is known'}. Another rank ended, "
+            "took another branch, had another number of batches, or ran a backward that reaches no parameter of this "
+            "model. `with Watch(model):` around training says which rank did what. fix: let all ranks run equally many "
+            "steps (pad the data, or stop all ranks at the smallest number), and `loss + 0 * output.sum()` on a rank "
+            "without a loss of its own."
         ) from error
 
 

@@ -23,7 +23,6 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils.hooks import unserializable_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from dbuffer.collectives import all_reduce
 from dbuffer.dtensor.distribution import Distribution, contiguous_stride
 from dbuffer.dtensor.elementwise_ops import (
     accurate,
@@ -37,6 +36,7 @@ from dbuffer.dtensor.elementwise_ops import (
 from dbuffer.dtensor.gathered_ops import Arguments, Operator, Options, map_tensors, shares_memory, tensors_in
 from dbuffer.dtensor.own_data import OwnData, own_data_of
 from dbuffer.dtensor.placed_tensor import PlacedTensor, is_laid_out_like, whole_of, words_of
+from dbuffer.dtensor.reads import read_reduce
 from dbuffer.dtensor.reduction_ops import parse_reduction, run_foreach_norm, run_reduction
 from dbuffer.errors import PlacementError
 
@@ -237,7 +237,7 @@ class _Enter(torch.autograd.Function):
     def forward(ctx: Any, tensor: PlacedTensor, is_local: bool) -> torch.Tensor:
         ctx.is_local, ctx.origin, ctx.shape = is_local, tensor.distribution, tensor.shape
         local = tensor._local_tensor
-        plain = local if is_local else ctx.origin.gather(local, tensor.shape)
+        plain = local if is_local else ctx.origin.gather(local, tensor.shape, tensor)
         return plain.view_as(plain)
 
     @staticmethod
@@ -399,7 +399,7 @@ def _converter(tensor: PlacedTensor) -> Callable[[torch.Tensor], torch.Tensor]:
             return gradient
         local = gradient.local.clone() if replicas else gradient.local
         for axis in replicas:
-            all_reduce(local, axis, "avg")
+            read_reduce(local, axis, "avg")
         return kind(local, spec, requires_grad=False)
 
     return convert

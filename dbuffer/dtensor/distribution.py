@@ -19,7 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from dbuffer import collectives, collectives_rare, collectives_together
+from dbuffer import collectives, collectives_rare
+from dbuffer.dtensor.reads import read_gather_uneven, read_reduce
 from dbuffer.errors import MeshError, PlacementError
 from dbuffer.mesh import MeshAxis, lacks_backend_for, mesh_axes
 
@@ -167,7 +168,13 @@ class RaggedShard(Shard):
         return self._select_split_tensor(tensor, axis.size, axis.rank, with_padding=False)
 
     def _to_replicate_tensor(
-        self, local_tensor: torch.Tensor, mesh: DeviceMesh, mesh_dim: int, current_logical_shape: Any
+        self,
+        local_tensor: torch.Tensor,
+        mesh: DeviceMesh,
+        mesh_dim: int,
+        current_logical_shape: Any,
+        *,
+        of: DTensor | None = None,
     ) -> torch.Tensor:
         axis = mesh_axes(mesh)[mesh_dim]
         rows = list(map(self.rows_of, range(axis.size)))
@@ -180,7 +187,7 @@ class RaggedShard(Shard):
         whole[mine.start : mine.stop] = local_tensor
         if collectives.is_traced(local_tensor):
             return self._gather_traced(whole, local_tensor, rows, axis).view(result.shape)
-        collectives_together.gather_uneven([whole[part.start : part.stop] for part in rows], axis)
+        read_gather_uneven(whole, [whole[part.start : part.stop] for part in rows], axis, of)
         return result
 
     def _gather_traced(
@@ -192,7 +199,7 @@ class RaggedShard(Shard):
         padded[: local.shape[0]] = local
         shard = padded.view(-1).view(torch.uint8)
         gathered = torch.empty(axis.size * shard.numel(), dtype=torch.uint8, device=shard.device)
-        collectives.all_gather(gathered, shard, axis)
+        collectives.all_gather(gathered, shard, axis.of_operators)
         shards = gathered.view(whole.dtype).view(axis.size, most, *whole.shape[1:])
         return torch.cat([shards[rank, : len(part)] for rank, part in enumerate(rows)])
 
@@ -201,7 +208,7 @@ class RaggedShard(Shard):
     ) -> torch.Tensor:
         axis = mesh_axes(mesh)[mesh_dim]
         reduced = tensor.contiguous().clone()
-        collectives.all_reduce(reduced, axis, reduce_op)
+        read_reduce(reduced, axis, reduce_op)
         return self._select_split_tensor(reduced, axis.size, axis.rank, with_padding=False)
 
     def _to_new_shard_dim(
@@ -284,13 +291,16 @@ class Distribution:
         """Whether ranks hold rows of all dimensions but the last, so that local parts are 2-D."""
         return any(isinstance(placement, RaggedShard) and placement.is_flattened for placement in self.placements)
 
-    def gather(self, local: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        """Return the whole tensor, in memory of its own unless ``is_whole``; all ranks of the mesh call it together."""
+    def gather(self, local: torch.Tensor, shape: torch.Size, of: DTensor | None = None) -> torch.Tensor:
+        """Return the whole tensor, in memory of its own unless ``is_whole``; all ranks of the mesh call it together.
+
+        ``of``: what is gathered, for its name in errors.
+        """
         self._check_backend(local)
         part, placements = local, list(self.placements)
         for axis, placement in enumerate(self.placements):
             if isinstance(placement, RaggedShard):
-                part = placement._to_replicate_tensor(part, self.mesh, axis, self.local_box(shape)[1])
+                part = placement._to_replicate_tensor(part, self.mesh, axis, self.local_box(shape)[1], of=of)
                 placements[axis] = Replicate()
         if all(placement.is_replicate() for placement in placements):
             return part
@@ -319,11 +329,11 @@ class Distribution:
                 )
         return part
 
-    def all_reduce(self, tensor: torch.Tensor, op: str) -> torch.Tensor:
+    def all_reduce(self, tensor: torch.Tensor, op: str, of: DTensor | None = None) -> torch.Tensor:
         """Combine what the ranks found in their own parts, in place; ``op`` as in ``collectives.all_reduce``."""
         self._check_backend(tensor)
         for axis in self.cutting_axes:
-            collectives.all_reduce(tensor, axis, op)
+            read_reduce(tensor, axis, op, of)
         return tensor
 
     def _check_backend(self, tensor: torch.Tensor) -> None:

@@ -159,7 +159,7 @@ class PlacedTensor(DTensor):
         """Return the whole tensor without a record for autograd; all ranks call it. Its memory may be this tensor's."""
         if self.window is not None:
             return self.window.of(self.window.base.whole())
-        return self.distribution.gather(self._local_tensor, self.shape)
+        return self.distribution.gather(self._local_tensor, self.shape, self)
 
     def with_local(self: AnyPlaced, local: torch.Tensor) -> AnyPlaced:
         """Return a tensor of the same global shape, rows and kind over another local part of any dtype."""

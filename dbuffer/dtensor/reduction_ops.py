@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from dbuffer.dtensor.distribution import Distribution
 from dbuffer.dtensor.elementwise_ops import accurate, run_by_rows, wrapped
 from dbuffer.dtensor.gathered_ops import Arguments, Operator, Options, run_on_whole, tensors_in
 from dbuffer.dtensor.placed_tensor import PlacedTensor, whole_of
+from dbuffer.dtensor.reads import read_reduce, reduce_norm
 
 _NORMS = frozenset({"norm", "vector_norm", "linalg_vector_norm"})
 _EXTREMES = frozenset({"amax", "amin", "max", "min"})
@@ -67,7 +69,8 @@ def _reduced(
     name: str, source: PlacedTensor, local: torch.Tensor, dims: tuple[int, ...], reduction: Reduction
 ) -> torch.Tensor | None:
     """Return the result on all ranks; None where no all-reduce finds it."""
-    keepdim, all_reduce = reduction.keepdim, source.distribution.all_reduce
+    keepdim = reduction.keepdim
+    all_reduce = functools.partial(source.distribution.all_reduce, of=source)
     dtype = reduction.dtype or (source.dtype if source.dtype.is_floating_point else torch.int64)
     if name in ("sum", "mean"):
         total = all_reduce(torch.sum(local, dims, keepdim, dtype=accurate(dtype)), "sum")
@@ -100,7 +103,7 @@ def _largest(source: PlacedTensor, local: torch.Tensor, dims: tuple[int, ...], k
     nan = torch.isnan(part).to(torch.float32)
     part.nan_to_num_(nan=float("-inf"), posinf=float("inf"), neginf=float("-inf"))
     for each in (part, nan):
-        source.distribution.all_reduce(each, "max")
+        source.distribution.all_reduce(each, "max", source)
     return part.masked_fill_(nan.bool(), float("nan"))
 
 
@@ -145,7 +148,9 @@ def run_foreach_norm(operator: Operator, args: Arguments, options: Options) -> A
         parts = torch.stack(_norms_of_parts([tensors[position] for position in positions], order))
         parts = parts if order == math.inf else parts.pow_(order)
         if _is_in_parts(first):
-            Distribution.of(first).all_reduce(parts, "max" if order == math.inf else "sum")  # type: ignore[arg-type]
+            reduce = reduce_norm if getattr(first, "gradient_of", None) is not None else read_reduce
+            for axis in Distribution.of(first).cutting_axes:  # type: ignore[arg-type]
+                reduce(parts, axis, "max" if order == math.inf else "sum", first)  # type: ignore[arg-type]
         totals = (parts if order == math.inf else parts.pow_(1.0 / order)).to(dtype or first.dtype)
         template = first.with_whole(totals[0]) if isinstance(first, PlacedTensor) else None
         for position, total in zip(positions, totals.unbind(), strict=True):

@@ -112,7 +112,7 @@ def verdict(states: Mapping[int, RankState | None], reason: str) -> str:
     if missing:
         lines.append(f"{rank_list(missing)}: no answer; the process ended or its machine cannot be reached")
     if known:
-        lines += _difference(known) or _laggards(known)
+        lines += _difference(known) or _laggards(known, all_answered=not missing)
     return "\n  ".join(lines)
 
 
@@ -141,13 +141,13 @@ def _difference(states: Mapping[int, RankState]) -> list[str]:
     return []
 
 
-def _laggards(states: Mapping[int, RankState]) -> list[str]:
+def _laggards(states: Mapping[int, RankState], *, all_answered: bool) -> list[str]:
     """Return lines about who waits for whom."""
     furthest = max(states.values(), key=lambda state: state.count)
     lines = []
     stands = {rank: _stand(state, furthest) for rank, state in states.items()}
     waiting = [rank for rank, state in states.items() if state.waits]
-    if len(waiting) == len(states) and len({state.count for state in states.values()}) == 1:
+    if all_answered and len(waiting) == len(states) and len({state.count for state in states.values()}) == 1:
         lines.append("all ranks wait in the same place: the network or the devices do not make progress")
     for stand, ranks in _grouped(stands).items():
         idle = max(states[rank].idle_s for rank in ranks)

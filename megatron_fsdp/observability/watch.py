@@ -26,6 +26,7 @@ import dbuffer
 from dbuffer.collectives_rare import start_maximum, wait_with
 from dbuffer.events import listen
 from dbuffer.mesh import new_group
+from dbuffer.whereabouts import keep_groups
 from megatron_fsdp.errors import AgreementError, ConfigError
 from megatron_fsdp.observability.flight_recorder import Journal, RankState, verdict
 from megatron_fsdp.observability.replicas import Gathered, find_difference, gather_checksums
@@ -140,7 +141,9 @@ class Watch:
                 self._compare_replicas()
         finally:
             self._open.close()
-            if error is not None and self._verdict is None:
+            if error is None:
+                self._departure = f"out of its Watch, which it left {_place(self._watched).removeprefix('standing ')}"
+            elif self._verdict is None:
                 self._departure = f"gone with {type(error).__name__}: {_first_line(error)}"
             self._is_stopped = True
             self._wake.set()
@@ -327,22 +330,12 @@ class Watch:
         if self._has_verdict.is_set():
             return
         self._verdict = text
-        _keep_groups()
+        keep_groups()
         _LOG.error("rank %d: %s", dist.get_rank(), text)
         is_waiting = self._waiting_since is not None
         self._has_verdict.set()
         if not is_waiting:
             _raise_in(self._watched, text)
-
-
-def _keep_groups() -> None:
-    """Never destroy the job's process groups.
-
-    Python would at its end, and the destructor of a gloo group waits for collectives that other ranks never join, up
-    to their timeout.
-    """
-    for group in dist.distributed_c10d._world.pg_map:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def _place(thread: int) -> str:

@@ -15,13 +15,19 @@ from itertools import chain, repeat
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch._compile import _disable_dynamo
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dbuffer import FlatDTensor
+from dbuffer.dtensor.reads import count_step
+from dbuffer.mesh import mesh_axes
 from megatron_fsdp.optim.flat_plan import FlatPlan, local_of, spec_of
 from megatron_fsdp.optim.loaded_state import SEEN, WHOLE, lay_out_loaded_state, refuse_split_weights
+from megatron_fsdp.runtime.guards.agreement import mesh_ranks
+from megatron_fsdp.runtime.guards.read_names import name_of
+from megatron_fsdp.runtime.guards.rendezvous import meet
 from megatron_fsdp.runtime.step.fsdp_params import grads_of
 
 __all__ = ["attend_optimizers"]
@@ -30,6 +36,9 @@ KINDS: frozenset[type[Optimizer]] = frozenset({Adam, AdamW, SGD})
 """Classes that treat every element alike; a subclass of one may not."""
 
 _STAND_INS: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
+# The sizes of its param groups, and the communicators of the ranks that have its parameters.
+_COMMUNICATORS: weakref.WeakKeyDictionary[Optimizer, tuple[list[int], list[dist.ProcessGroup]]]
+_COMMUNICATORS = weakref.WeakKeyDictionary()
 
 
 @functools.cache
@@ -41,10 +50,45 @@ def attend_optimizers() -> None:
 
 
 def _look_at(optimizer: Optimizer, *_: Any) -> None:
-    if WHOLE.get(optimizer) != _sizes(optimizer):
+    sizes = _sizes(optimizer)
+    known = _COMMUNICATORS.get(optimizer)
+    if known is None or known[0] != sizes:
+        if type(optimizer) not in KINDS and not getattr(optimizer, "steps_split_weights", False):
+            _agree(optimizer)
+        known = _COMMUNICATORS[optimizer] = sizes, _communicators(optimizer)
+    count_step(known[1])
+    if WHOLE.get(optimizer) != sizes:
         refuse_split_weights(optimizer)
     if SEEN.get(optimizer) is not optimizer.state:
         lay_out_loaded_state(optimizer)
+
+
+def _agree(optimizer: Optimizer) -> None:
+    """Wait until all ranks step the same parameters in the same order: this optimizer may communicate for each of them.
+
+    Raises:
+        MeshError: on every rank, when any two of them differ.
+    """
+    said: dict[tuple[int, ...], list[str]] = {}
+    for parameter in chain.from_iterable(group["params"] for group in optimizer.param_groups):
+        if isinstance(parameter, FlatDTensor):
+            ranks = mesh_ranks(parameter.device_mesh)
+            said.setdefault(ranks, []).append(name_of(parameter) or f"a parameter of shape {tuple(parameter.shape)}")
+    kind = type(optimizer).__name__
+    for ranks in sorted(said):
+        meet(
+            ranks,
+            f"begins to step sharded parameters with {kind}",
+            said[ranks],
+            f"the ranks of a mesh give {kind} different parameters, or the same ones in another order",
+            "fix: give every rank the parameters in the order of model.named_parameters(), not that of a set",
+        )
+
+
+def _communicators(optimizer: Optimizer) -> list[dist.ProcessGroup]:
+    params = (p for group in optimizer.param_groups for p in group["params"])
+    meshes = {id(p.device_mesh): p.device_mesh for p in params if isinstance(p, FlatDTensor)}
+    return list({axis.gather_group for mesh in meshes.values() for axis in mesh_axes(mesh)})
 
 
 def step_flat(

@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from dbuffer.collectives import all_reduce
+from dbuffer.dtensor.reads import reduce_norm
 from dbuffer.mesh import MeshAxis
 from megatron_fsdp.optim.grad_norm_rare import HeldGradients, exact_norm, of_frozen, refuse_norm, refuse_pending
 from megatron_fsdp.optim.nonfinite import may_step, readings_of
@@ -97,7 +97,7 @@ def total_norm(spread: Spread, order: float, device: torch.device, *, is_invaria
     for axes, tensors in spread:
         subtotal = _combine([_power(tensor, order) for tensor in tensors], order).to(device)  # one copy, not many
         for axis in axes:
-            all_reduce(subtotal, axis, "max" if order == math.inf else "sum")
+            reduce_norm(subtotal, axis, "max" if order == math.inf else "sum", "the norm of all gradients")
         total = _combine([total, subtotal], order)
     return total if order == math.inf else total.sqrt() if order == 2.0 else total.pow(1.0 / order)
 

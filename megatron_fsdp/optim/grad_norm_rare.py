@@ -11,7 +11,7 @@ from typing import NoReturn
 import torch
 from torch import nn
 
-from dbuffer.collectives import all_reduce
+from dbuffer.dtensor.reads import reduce_norm
 from dbuffer.mesh import MeshAxis
 from dbuffer.placements import BufferPlacement
 from megatron_fsdp.errors import ConfigError, StateError
@@ -101,7 +101,7 @@ def exact_norm(
         for chunk in (chunk for tensor in tensors for chunk in tensor.detach().reshape(-1).split(_CHUNK)):
             part += _limbs(chunk.double() * torch.exp2(-exponent).to(chunk.device), order).to(device)
         for axis in axes:
-            all_reduce(part, axis, "sum")
+            reduce_norm(part, axis, "sum", "the norm of all gradients")
         limbs += part
     weights = [2.0 ** (-_BITS * place) for place in range(1, _NUM_LIMBS + 1)]
     total = sum(
@@ -121,7 +121,7 @@ def _largest(spread: Iterable[tuple[Iterable[MeshAxis], list[torch.Tensor]]], de
                 found = torch.linalg.vector_norm(tensor.detach(), math.inf).double().abs().view(torch.int64)
                 bits = torch.maximum(bits, found.to(device))
         for axis in axes:
-            all_reduce(bits, axis, "max")
+            reduce_norm(bits, axis, "max", "the norm of all gradients")
         largest = torch.maximum(largest, bits)
     return largest.view(torch.float64)
 

@@ -20,6 +20,8 @@ from megatron_fsdp.optim.matrix_views import MatrixBlock, MatrixView
 from megatron_fsdp.optim.newton_schulz import SIMPLE, Iteration, coefficients, scale_factor
 from megatron_fsdp.optim.ownership import MatrixWork, OwnershipReport, plan_ownership
 from megatron_fsdp.optim.param_memory import ABSENT, GroupMemory, find_owned
+from megatron_fsdp.runtime.guards.agreement import mesh_ranks
+from megatron_fsdp.runtime.guards.rendezvous import meet
 from megatron_fsdp.runtime.step.freshness import refreshes_itself
 from megatron_fsdp.runtime.step.parameter_group import group_of_parameter
 
@@ -193,8 +195,31 @@ class Muon(FlatBase):
                 states.append(MatrixState(memory, members, matrices, row_of, self.moments_dtype))
             else:
                 states.append(Moments(memory, members, self.moments_dtype))
-        domains = tuple(self._domains([state for state in states if isinstance(state, MatrixState)]))
+        matrix_states = [state for state in states if isinstance(state, MatrixState)]
+        self._agree(matrix_states)
+        domains = tuple(self._domains(matrix_states))
         return _Binding(parameters, flags, tuple(states), domains, tuple(factors))
+
+    def _agree(self, states: Sequence[MatrixState]) -> None:
+        """Wait until all ranks are here with the same matrices in the same order: they exchange them in that order.
+
+        Raises:
+            MeshError: on every rank, when any two of them differ.
+        """
+        said: dict[tuple[int, ...], list[str]] = {}
+        for state in states:
+            memory = state.memory
+            if isinstance(memory, GroupMemory):
+                lines = said.setdefault(mesh_ranks(memory.group.spec.mesh), [])
+                lines += [memory.names[index] for index in state.matrices]
+        for ranks in sorted(said):
+            meet(
+                ranks,
+                "steps matrices with Muon",
+                said[ranks],
+                "the ranks of a mesh give Muon different matrices, or the same ones in another order",
+                "fix: give every rank the parameters in the order of model.named_parameters(), not that of a set",
+            )
 
     def _domains(self, states: Sequence[MatrixState]) -> Iterator[Domain]:
         by_ranks: dict[tuple[int, int], tuple[OwnerRanks, list[MatrixState]]] = {}

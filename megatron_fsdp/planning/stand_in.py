@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dbuffer.errors import LayoutError
 from dbuffer.events import tell
-from dbuffer.mesh import make_reduce_groups, mesh_axes
+from dbuffer.mesh import make_groups, mesh_axes
 from dbuffer_kernels.launch import launch_with
 from megatron_fsdp.api import fully_shard, put_in_place
 from megatron_fsdp.build.no_shard import fsdp_no_shard, is_no_shard
@@ -374,7 +374,7 @@ def live_stand_ins(model: nn.Module, units: Sequence[Unit], *, has_streams: bool
             groups.append(make_param_group(mine, group.plan, spec, "StandIn"))
         built = make_unit("StandIn", stood, groups, unit.policy)
         for mesh in {id(group.spec.mesh): group.spec.mesh for group in groups}.values():
-            make_reduce_groups(mesh_axes(mesh))
+            make_groups(mesh_axes(mesh))
         put_in_place(built, stood, owned, reshard_asked(unit))
         return built
 

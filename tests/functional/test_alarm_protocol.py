@@ -89,7 +89,7 @@ def alone(rank: int, clock: Callable[[], float]) -> Iterator[None]:
     with (
         mock.patch.object(dist, "get_rank", return_value=rank),
         mock.patch.object(time, "monotonic", side_effect=clock),
-        mock.patch.object(watch_module, "_keep_groups"),
+        mock.patch.object(watch_module, "keep_groups"),
         mock.patch.object(watch_module, "_raise_in"),
     ):
         yield

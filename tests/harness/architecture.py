@@ -19,6 +19,7 @@ FOLDER_ORDER = (
     ("dbuffer.placements", "dbuffer.planner", "dbuffer.memory_meter", "dbuffer.events", "dbuffer.slot_memory"),
     ("dbuffer.mesh", "dbuffer.slot_pool"),
     ("dbuffer.layout", "dbuffer.gloo", "dbuffer.storage"),
+    ("dbuffer.whereabouts",),
     ("dbuffer.collectives",),
     ("dbuffer.collectives_rare", "dbuffer.collectives_together"),
     ("dbuffer.dtensor",),

@@ -24,7 +24,7 @@ from dbuffer.collectives import Part
 from dbuffer.collectives_rare import exchange
 from dbuffer.dtensor.placed_tensor import PlacedTensor
 from dbuffer.events import listeners, tell
-from dbuffer.mesh import MeshAxis, flattened_mesh, make_reduce_groups
+from dbuffer.mesh import MeshAxis, flattened_mesh, make_groups
 from dbuffer.placements import BufferPlacement
 from dbuffer.storage import FlatStorage
 from megatron_fsdp.errors import StateError
@@ -227,7 +227,7 @@ class _InvariantReduction(LastReduction):
             # Made when all ranks are here.
             group = flattened_mesh(self._packed.mesh).get_group()
             self._axis = MeshAxis(self._axis.name, self._num_ranks, dist.get_rank(group), group)
-            make_reduce_groups([self._axis])
+            make_groups([self._axis])
         piece, packed = self._pieces[self._axis.rank], self._packed
         zeros = torch.zeros((), dtype=packed.dtype, device=packed.device).expand(piece.stop - piece.start)
         while self.counter.count < microbatch * self._num_ranks:

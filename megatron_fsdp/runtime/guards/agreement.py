@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from dbuffer.whereabouts import ALARMS, job_store, raise_difference, refuse_after_difference
 from megatron_fsdp.runtime.guards.rendezvous import meet, report_failure
 from megatron_fsdp.runtime.lifecycle.make_param_group import follow_grad_dtypes
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
@@ -62,13 +64,21 @@ class Wrapping:
         self._is_agreeing = False
 
 
+_NUM_COMPARED = 2
+"""The last backward in which the order of units is compared; so it is in the forward that follows."""
+_MOST_COMPARED = 1 << 12
+
+
 class FirstUse:
-    """The moment before the first collective of a root's units, when the ranks agree on what these are.
+    """The time until a root's third backward, in which the ranks are held to the same units.
+
+    Before the first collective they agree on what the units are. From then on each rank says before each collective,
+    in the job's store, of which unit it is; afterwards it costs nothing.
 
     Not the first forward: where weights rest whole, one rank may run the model alone.
 
     Attributes:
-        is_over: whether it has passed. Who gathers or reduces looks at it first, as it is only once that they agree.
+        is_over: whether it has passed. Who gathers or reduces looks at it first.
         tokens: a name of the agreement of each set of ranks, which nothing else has in the job's store; empty where
             this process is the only one.
     """
@@ -76,17 +86,66 @@ class FirstUse:
     def __init__(self) -> None:
         self.is_over = False
         self.tokens: dict[tuple[int, ...], str] = {}
+        self._has_agreed = False
+        # How many collectives of each kind were compared so far, on each set of ranks.
+        self._counts: Counter[tuple[str, tuple[int, ...]]] = Counter()
 
     def before_gather(self, unit: Unit) -> None:
-        """A unit is about to be gathered; raises as ``agree`` does."""
-        follow_grad_dtypes(unit)
+        """A unit is about to be gathered; raises as ``agree`` and ``_compare`` do."""
+        if not self._has_agreed:
+            follow_grad_dtypes(unit)
         if not all(group.rests_whole for group in unit.groups):
             self.agree(unit.schedule)
+            self._compare("gather", unit)
 
     def before_reduction(self, unit: Unit) -> None:
-        """Gradients of a unit are about to be reduced, or kept; raises as ``agree`` does."""
+        """Gradients of a unit are about to be reduced, or kept; raises as ``agree`` and ``_compare`` do."""
         if unit.requires_gradient_sync:
             self.agree(unit.schedule)
+            self._compare("reduction", unit)
+
+    def _compare(self, kind: str, unit: Unit) -> None:
+        """Say in the job's store of which unit the next collective is, and see whether the first rank said the same.
+
+        One request to compare and one to look for a verdict; nobody waits. A rank that differs issues nothing: the
+        others wait for it, and find its verdict (``dbuffer.whereabouts``).
+
+        Raises:
+            MeshError: another rank issued a collective of another unit in this place, or has raised this.
+        """
+        if unit.backward.number > _NUM_COMPARED:
+            self._end()
+            return
+        store: Any = job_store()
+        for ranks, token in self.tokens.items():
+            if not token or not any(mesh_ranks(group.spec.mesh) == ranks for group in unit.groups):
+                continue
+            self._counts[kind, ranks] += 1
+            number = self._counts[kind, ranks]
+            me, alarm = dist.get_rank(), _alarm_of(token)
+            if store.check([alarm]):
+                raise_difference(store.get(alarm).decode())
+            first = store.compare_set(f"{token} {kind} {number}", "", f"{me} {unit.name}").decode()
+            rank, _, name = first.partition(" ")
+            if name != unit.name:
+                words = _other_order(f"{kind} number {number}", (rank, name), (str(me), unit.name))
+                store.set(alarm, words)
+                raise_difference(words)
+            if number >= _MOST_COMPARED:
+                # A model that no backward comes to.
+                self._end()
+
+    def _end(self) -> None:
+        self.is_over = True
+        ALARMS.difference_update(map(_alarm_of, self.tokens.values()))
+        store: Any = job_store()
+        for ranks, token in self.tokens.items():
+            # The last rank to come here removes what was compared; no rank reads it any more.
+            if token and store.add(f"{token} compared", 1) == len(ranks):
+                for kind in ("gather", "reduction"):
+                    for number in range(1, self._counts[kind, ranks] + 1):
+                        store.delete_key(f"{token} {kind} {number}")
+                store.delete_key(f"{token} compared")
 
     def agree(self, schedule: Schedule) -> None:
         """Wait until all ranks are about to use the same units, with the same settings.
@@ -95,6 +154,9 @@ class FirstUse:
             MeshError: on every rank, when any two of them differ.
             AgreementError: another rank did not come.
         """
+        if self._has_agreed:
+            return
+        refuse_after_difference()
         root, units = schedule.root_ref(), schedule.units()
         for unit in units:
             follow_grad_dtypes(unit)
@@ -108,7 +170,24 @@ class FirstUse:
                 f"model {name!r}: the ranks of a mesh have other units, or units with other settings",
                 "Look for settings of units that depend on the rank",
             )
-        self.is_over = True
+        self._has_agreed = True
+        ALARMS.update(_alarm_of(token) for token in self.tokens.values() if token)
+        if not any(self.tokens.values()):
+            self._end()
+
+
+def _alarm_of(token: str) -> str:
+    return f"{token} differs"
+
+
+def _other_order(place: str, first: tuple[str, str], second: tuple[str, str]) -> str:
+    sides = " and ".join(f"of {name!r} on rank {rank}" for rank, name in sorted((first, second)))
+    return (
+        f"the ranks of a mesh run other units, or in another order: {place} is {sides}. Their weights would be "
+        "mixed up. fix: run the same units in the same order on all ranks, also those that a rank's own data does "
+        "not need (an expert without tokens, an image tower without images: run it on zeros, and add 0 * "
+        "output.sum() to the loss), and loops of evaluation or generation equally often; or call fully_shard on the module around them alone, so that they are one unit"
+    )
 
 
 def mesh_ranks(mesh: DeviceMesh) -> tuple[int, ...]:
@@ -135,10 +214,14 @@ def _settings(unit: Unit, ranks: tuple[int, ...]) -> Iterator[str]:
             part, dtypes = group.weights.post_forward, group.spec.dtypes
             kept = 0 if part is None else part.axis.size
             which = str(dtypes.reduce), str(dtypes.main_grad)
-            plans.append((group.plan.fingerprint(), group.requires_grad, kept, *which))
+            frozen = [name for name, each in group.parameters.items() if not each.requires_grad]
+            plans.append(
+                f"plan {group.plan.fingerprint()}, {f'frozen: {frozen}' if frozen else 'all trained'}, reduced in "
+                f"{which[0]}, gradients in {which[1]}" + (f", parts of {kept} ranks kept" if kept else "")
+            )
     if plans:
         yield (
-            f"unit {unit.name!r} ({plans}, reshard_after_forward {unit.reshard_after_forward}, "
+            f"unit {unit.name!r} ({'; '.join(plans)}; reshard_after_forward {unit.reshard_after_forward}, "
             f"reshard_after_backward {unit.reshard_after_backward}, unshard_in_backward {unit.unshards_in_backward}, "
             f"forward prefetch {[other.name for other in alive(unit.forward_prefetch)]}, "
             f"backward prefetch {[other.name for other in alive(unit.backward_prefetch)]})"

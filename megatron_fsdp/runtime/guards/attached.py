@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from dbuffer.dtensor.autograd import ASKED_CHECKS
+from dbuffer.dtensor.reads import NAMERS
 from megatron_fsdp.runtime.grads.last_reduction import LastReductions
 from megatron_fsdp.runtime.guards import (
     added_params,
@@ -12,6 +13,7 @@ from megatron_fsdp.runtime.guards import (
     hidden_outputs,
     lent_weights,
     missing_gradients,
+    read_names,
     refusals,
 )
 from megatron_fsdp.runtime.guards.agreement import FirstUse
@@ -25,6 +27,7 @@ from megatron_fsdp.runtime.weights.memory_slots import BufferPools
 __all__ = ["AttachedGuards", "attach_root"]
 
 ASKED_CHECKS.append(refusals.refuse_sharded)
+NAMERS.append(read_names.name_of)
 
 
 class AttachedGuards:

@@ -19,11 +19,12 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from dbuffer import MeshError
-from dbuffer.collectives import wait_for
+from dbuffer.collectives import waiters
 from dbuffer.mesh import job_timeout
+from dbuffer.whereabouts import job_store
 from megatron_fsdp.errors import AgreementError
 from megatron_fsdp.formatting import rank_list
 
@@ -54,7 +55,10 @@ def meet(ranks: Sequence[int], action: str, lines: Sequence[str] = (), complaint
         return ""
     try:
         rendezvous.join([action, *lines], complaint, advice)
-        wait_for(rendezvous)
+        if waiters:
+            waiters[-1](rendezvous)
+        else:
+            rendezvous.wait()
     except BaseException as error:
         rendezvous.fail(action, error)
         raise
@@ -183,20 +187,6 @@ def _leave_word() -> None:
     reason = f"{type(error).__name__}: {error}".partition("\n")[0]
     with contextlib.suppress(AttributeError, RuntimeError):
         store.append(f"megatron_fsdp ended{_attempt()}", f"{dist.get_rank()} {reason}\n")
-
-
-def job_store() -> Store | None:
-    """Return the job's store; None where one process stands for all ranks, so that nobody else would come."""
-    store: Store = dist.distributed_c10d._get_default_store()
-    inner: Any = store
-    while isinstance(inner, PrefixStore):
-        inner = inner.underlying_store
-    backends = {name.rpartition(":")[2] for name in dist.get_backend().split(",")}
-    # A HashStore is memory of this process. Threads as ranks share one.
-    is_own = isinstance(inner, HashStore) and backends != {"threaded"}
-    # A ``FakeStore`` keeps nothing; before PyTorch 2.15 one that only the process group holds is a bare ``Store``.
-    is_fake = inner is None or type(inner) is Store or type(inner).__name__ == "FakeStore" or backends == {"fake"}
-    return None if is_own or is_fake else store
 
 
 def _difference(heard: dict[int, list[str]], complaint: str, advice: str) -> str:

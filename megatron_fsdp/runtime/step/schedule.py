@@ -18,6 +18,7 @@ from torch._compile import _disable_dynamo
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import profiler
 
+from dbuffer.errors import MeshError
 from dbuffer.events import listeners, tell
 from megatron_fsdp.errors import AgreementError
 from megatron_fsdp.runtime.step.lanes import HOST_READS, Ticket, forget_unused_streams, join_captured, settle_host
@@ -144,10 +145,10 @@ class Schedule:
         if unit.gather_ticket is not None:
             try:
                 unit.gather_ticket.wait()
-            except (AgreementError, RuntimeError) as error:
+            except (AgreementError, MeshError, RuntimeError) as error:
                 # No use waits for this gather once more.
                 unit.weight_state = WeightState.SHARDED
-                if isinstance(error, AgreementError):
+                if not isinstance(error, RuntimeError):
                     raise
                 AgreementError.raise_for(unit.name, "the gather of its weights", error)
         for group in unit.groups:

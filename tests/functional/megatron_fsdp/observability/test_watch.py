@@ -73,11 +73,17 @@ FAULTS: dict[str, Callable[[Model], None]] = {
 }
 
 
+def train_past_the_comparison_of_orders(model: Model) -> None:
+    """Run the backwards in which the engine itself compares the order of units."""
+    for _ in range(3):
+        step(model, draw_tokens(dist.get_rank()))
+        model.zero_grad()
+
+
 def run_with(fault: str) -> tuple[str, float]:
     """Return the error that this rank raises, as text, and after how many seconds."""
     model, tokens = sharded(), draw_tokens(dist.get_rank())
-    step(model, tokens)
-    model.zero_grad()
+    train_past_the_comparison_of_orders(model)
     if dist.get_rank() == 1:
         FAULTS[fault](model)
     start = time.monotonic()
@@ -129,6 +135,7 @@ def test_swapped_units_of_one_size_are_found_by_a_check_at_the_end_and_at_an_int
     errors = []
     for way in ("check", "end", "interval 2"):
         model, tokens = sharded(), draw_tokens(dist.get_rank())
+        train_past_the_comparison_of_orders(model)
         watch = Watch(model, TIMEOUT, interval=2 if way == "interval 2" else 1)
         steps = 0
         try:
@@ -312,3 +319,25 @@ def test_what_tensor_parallelism_leaves_whole_is_compared_and_ranks_without_a_pa
             watch.check()
     error = str(error.value).splitlines()[0]
     assert error.endswith("parameter '0.bias' of unit 'Sequential': rank 2 against rank 3")
+
+
+@on_ranks(3, timeout=60)
+def test_a_rank_that_left_its_watch_is_not_taken_for_dead() -> None:
+    model, tokens = sharded(), draw_tokens(dist.get_rank())
+    train_past_the_comparison_of_orders(model)
+    store = dist.distributed_c10d._get_default_store()
+    if dist.get_rank() != 0:
+        with Watch(model, TIMEOUT):
+            step(model, tokens)
+        # As in a collective of the script's own.
+        store.wait(["rank 0 was told"])
+        return
+    with pytest.raises(AgreementError, match=r"ranks 1-2: out of its Watch, which it left at test_watch.py:\d+"):
+        step_twice_watched(model, tokens)
+    store.set("rank 0 was told", "")
+
+
+def step_twice_watched(model: Model, tokens: torch.Tensor) -> None:
+    with Watch(model, TIMEOUT):
+        for _ in range(2):
+            step(model, tokens)

@@ -1,0 +1,156 @@
+"""Reads: what operators on sharded tensors communicate, on a communicator of their own, after comparing what all read.
+
+A rank that reads alone (``if rank == 0: log(p.norm().item())``) must meet neither a gather of the engine nor another
+read. On CPUs the ranks exchange 8 bytes first, a digest of what each is about to read; they differ on all ranks or on
+none. On other devices the host would have to wait for that, and only the communicator keeps reads apart.
+"""
+
+from __future__ import annotations
+
+import weakref
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from dbuffer import collectives
+from dbuffer.collectives import is_traced, waiters
+from dbuffer.collectives_rare import start_gather_untold
+from dbuffer.collectives_together import gather_uneven
+from dbuffer.errors import ReadError
+from dbuffer.mesh import MeshAxis, job_timeout
+from dbuffer.whereabouts import SOON, others_stand, place, reason_of, wait_longer
+
+NAMERS: list[Callable[[DTensor], str | None]] = []
+"""Functions that return the name of a parameter, or of the gradient of one; None for a tensor that they do not know."""
+
+# How many steps of optimizers this rank has begun over parameters that lie on a communicator.
+_NUM_STEPS: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+_WORDS_BYTES = 512
+_FIX = (
+    "fix: let every rank of the mesh make this call, and print or save on one of them: value = p.norm(), then `if rank "
+    "== 0: log(value.item())`; or read p.to_local(), this rank's rows, which needs no other rank"
+)
+
+
+def read_gather(output: torch.Tensor, shard: torch.Tensor, axis: MeshAxis, of: DTensor | str | None = None) -> None:
+    """Gather as ``collectives.all_gather`` for an operator.
+
+    Args:
+        of: the tensor that is read, or words for it, for errors and to compare it.
+    Raises:
+        ReadError: on all ranks, when they read different things; when another rank does not read.
+    """
+    _read("all of", output, axis, of, (), lambda axis, works: collectives.all_gather(output, shard, axis, works))
+
+
+def read_gather_uneven(
+    whole: torch.Tensor, parts: Sequence[torch.Tensor], axis: MeshAxis, of: DTensor | str | None = None
+) -> None:
+    """Gather parts of ``whole``, one of each rank, as ``collectives_together.gather_uneven``; see ``read_gather``."""
+    sizes = tuple(part.numel() for part in parts)
+    _read("all of", whole, axis, of, sizes, lambda axis, works: gather_uneven(parts, axis, works))
+
+
+def read_reduce(tensor: torch.Tensor, axis: MeshAxis, op: str, of: DTensor | str | None = None) -> None:
+    """Reduce as ``collectives.all_reduce`` for an operator; see ``read_gather``."""
+    _read(f"a {op} over", tensor, axis, of, (), lambda axis, works: collectives.all_reduce(tensor, axis, op, works))
+
+
+def reduce_norm(tensor: torch.Tensor, axis: MeshAxis, op: str, of: DTensor | str) -> None:
+    """Reduce parts of norms of gradients, as ``collectives.all_reduce``, without comparing what the ranks read.
+
+    Training clips gradients in every step, so this costs one collective and no more. On other devices than CPUs it runs
+    on the engine's own communicator, because another one would take memory. On CPUs an all-reduce pairs with no other
+    kind of collective, and each step has gathers between its norms, so that a norm of one rank alone waits until the
+    timeout.
+    """
+    if axis.size == 1 or is_traced(tensor) or not tensor.is_cpu:
+        collectives.all_reduce(tensor, axis, op)
+        return
+    name = of if isinstance(of, str) else f"norms of {_name_of(of)} and other gradients"
+    _issue(axis.of_operators, name, lambda axis, works: collectives.all_reduce(tensor, axis, op, works))
+
+
+def count_step(groups: Iterable[dist.ProcessGroup]) -> None:
+    """Note a step over parameters whose ranks the groups are: reads of one weight before and after it are not alike."""
+    for group in groups:
+        _NUM_STEPS[group] = _NUM_STEPS.get(group, 0) + 1
+
+
+def _read(
+    kind: str,
+    tensor: torch.Tensor,
+    axis: MeshAxis,
+    of: DTensor | str | None,
+    sizes: tuple[int, ...],
+    issue: Callable[[MeshAxis, Any], None],
+) -> None:
+    if axis.size == 1 or is_traced(tensor) or not tensor.is_cpu:
+        issue(axis.of_operators, None)
+        return
+    num_steps = _NUM_STEPS.get(axis.gather_group, 0)
+    axis = axis.of_operators
+    what = f"{kind} {_name_of(of)}"
+    said = (what, num_steps, tensor.numel(), str(tensor.dtype), sizes)
+    _compare(axis, zlib.crc32(repr(said).encode()), what, num_steps)
+    _issue(axis, what, issue)
+
+
+def _issue(axis: MeshAxis, what: str, issue: Callable[[MeshAxis, Any], None]) -> None:
+    works: list[dist.Work] = []
+    try:
+        issue(axis, works)
+        for work in works:
+            if waiters:
+                waiters[-1](work)
+                continue
+            try:
+                work.wait(SOON)
+            except RuntimeError as error:
+                wait_longer(work, error, what)
+    except RuntimeError as error:
+        _raise_alone(axis, what, error)
+
+
+def _compare(axis: MeshAxis, digest: int, what: str, num_steps: int) -> None:
+    """Raise on every rank if any two are about to read different things."""
+    if not axis.gathers_by_gloo:
+        return
+    with torch.inference_mode(False):
+        mine, found = torch.tensor([digest]), torch.empty(axis.size, dtype=torch.int64)
+        _issue(axis, what, lambda axis, works: works.append(start_gather_untold(found, mine, axis.gather_group)))
+        if all(each == digest for each in found.tolist()):
+            return
+        words = f"{what} after {num_steps} optimizer steps, {place()}".encode()[:_WORDS_BYTES].ljust(_WORDS_BYTES)
+        sent = torch.frombuffer(bytearray(words), dtype=torch.uint8)
+        heard = torch.empty(axis.size * _WORDS_BYTES, dtype=torch.uint8)
+        _issue(axis, what, lambda axis, works: works.append(start_gather_untold(heard, sent, axis.gather_group)))
+    ranks = dist.get_process_group_ranks(axis.gather_group)
+    texts = [bytes(row.tolist()).decode(errors="replace").rstrip() for row in heard.view(axis.size, -1)]
+    sides = "; ".join(f"rank {rank} reads {text}" for rank, text in zip(ranks, texts, strict=True))
+    raise ReadError(f"the ranks of a mesh read different things of sharded tensors at one time: {sides}. {_FIX}")
+
+
+def _raise_alone(axis: MeshAxis, what: str, error: RuntimeError) -> NoReturn:
+    if isinstance(error, ReadError) or ("gloo" not in str(error) and not type(error).__name__.startswith("Dist")):
+        raise error
+    ranks = dist.get_process_group_ranks(axis.gather_group)
+    raise ReadError(
+        f"rank {dist.get_rank()} reads {what}, {place()}, which ranks {ranks} have to do together, but "
+        f"{reason_of(error, job_timeout())}: {others_stand(ranks)}. {_FIX}"
+    ) from error
+
+
+def _name_of(tensor: DTensor | str | None) -> str:
+    if not isinstance(tensor, DTensor):
+        return tensor or "a sharded tensor"
+    for namer in NAMERS:
+        name = namer(tensor)
+        if name is not None:
+            return name
+    meta: Any = tensor._spec.tensor_meta
+    return f"a tensor of shape {tuple(meta.shape)}"

@@ -1,0 +1,173 @@
+"""Whereabouts: a rank that waits for long says where in the job's store, for the errors that other ranks raise.
+
+Nothing here runs before a rank has waited for ``SOON``: the undisturbed step asks the store nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import datetime
+import linecache
+import os
+import sys
+import weakref
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+
+from dbuffer.errors import MeshError
+
+__all__ = [
+    "ALARMS", "SOON", "job_store", "keep_groups", "others_stand", "place", "raise_difference", "reason_of",
+    "refuse_after_difference", "wait_longer",
+]  # fmt: skip
+
+SOON = datetime.timedelta(seconds=2)
+"""How long a rank waits in silence."""
+
+ALARMS: set[str] = set()
+"""Keys of the store under which a rank that finds a difference says which, while others may wait for it."""
+
+# What was found, by the job's group: some ranks have issued collectives that others never join.
+_DIFFERENCES: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+
+_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_LIBRARIES = (
+    os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,
+    *(_HERE + name + os.sep for name in ("dbuffer", "megatron_fsdp")),
+)
+
+
+def wait_longer(work: dist.Work, error: RuntimeError, what: str = "weights or gradients of the engine") -> None:
+    """Wait for a collective that was not complete after ``SOON``, and say meanwhile in the store where this rank is.
+
+    Args:
+        error: what the first wait raised. what: the rank waits for, as in "waits for ...".
+    Raises:
+        RuntimeError: the collective failed; ``error`` itself where it had failed already.
+        MeshError: another rank has found a difference.
+    """
+    if work.is_completed():
+        _look_at_alarms()
+        raise error
+    _say(f"waits for {what}, {place()}")
+    while ALARMS:
+        _look_at_alarms()
+        try:
+            work.wait(SOON / 4)
+            break
+        except RuntimeError:
+            if work.is_completed():
+                _look_at_alarms()
+                raise
+    else:
+        work.wait()
+    _say("")
+
+
+def raise_difference(words: str) -> NoReturn:
+    """Raise that ranks issued collectives of other things, and let ``refuse_after_difference`` know."""
+    _DIFFERENCES[dist.group.WORLD] = words
+    keep_groups()
+    raise MeshError(words)
+
+
+def refuse_after_difference() -> None:
+    """Raise if ranks of this job were found to issue other collectives: the next one would pair with one of those."""
+    words = _DIFFERENCES.get(dist.group.WORLD)
+    if words is not None:
+        raise MeshError(
+            f"the ranks of this job have issued different collectives, and one of them may still wait. fix: end this "
+            f"process and start the job again. What was found: {words}"
+        )
+
+
+def keep_groups() -> None:
+    """Never destroy the job's process groups.
+
+    Python would at its end, and the destructor of a gloo group waits for collectives that other ranks never join, up
+    to their timeout.
+    """
+    for group in dist.distributed_c10d._world.pg_map:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+def _look_at_alarms() -> None:
+    store = job_store()
+    for key in [] if store is None else list(ALARMS):
+        # The store may be gone with the rank that held it.
+        with contextlib.suppress(RuntimeError):
+            if store is not None and store.check([key]):
+                ALARMS.discard(key)
+                raise_difference(store.get(key).decode())
+
+
+def others_stand(ranks: Iterable[int]) -> str:
+    """Return one clause for each other rank: what it has said that it waits for, or that it waits for nothing here."""
+    known = {rank: _heard(rank) for rank in ranks if rank != dist.get_rank()}
+    clauses = [f"rank {rank} {text}" for rank, text in known.items() if text]
+    silent = [str(rank) for rank, text in known.items() if not text]
+    if silent:
+        which = f"rank{'s' if len(silent) > 1 else ''} {', '.join(silent[:8])}{' and more' if len(silent) > 8 else ''}"
+        clauses.append(f"{which} went on, {'are' if len(silent) > 1 else 'is'} in a collective of the script's own "
+                       "(a barrier, an all-reduce of a metric), or ended")  # fmt: skip
+    return "; ".join(clauses)
+
+
+def reason_of(error: BaseException, timeout: datetime.timedelta | None) -> str:
+    """Return why a collective failed, in words of its user's instead of gloo's."""
+    text = str(error)
+    if "closed by peer" in text or "reset by peer" in text or "Broken pipe" in text:
+        return "the process of another rank ended"
+    if "Timed out" in text or "timed out" in text:
+        within = "" if timeout is None else f" within {timeout.total_seconds():.0f} s, the timeout of the job"
+        return f"another rank did not take part{within}"
+    return text.strip().partition("\n")[0].rstrip(".")
+
+
+def place() -> str:
+    """Return the innermost line of the caller's outside of PyTorch and of this project."""
+    frame = sys._getframe()
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((*_LIBRARIES, "<frozen")):
+        frame = frame.f_back
+    name, line = frame.f_code.co_filename, frame.f_lineno
+    source = linecache.getline(name, line).strip()
+    return f"at {os.path.basename(name)}:{line}" + (f" ({source[:120]})" if source else "")
+
+
+def job_store() -> Store | None:
+    """Return the job's store; None where one process stands for all ranks, so that nobody else would come."""
+    store: Store = dist.distributed_c10d._get_default_store()
+    inner: Any = store
+    while isinstance(inner, PrefixStore):
+        inner = inner.underlying_store
+    backends = {name.rpartition(":")[2] for name in dist.get_backend().split(",")}
+    # A HashStore is memory of this process. Threads as ranks share one.
+    is_own = isinstance(inner, HashStore) and backends != {"threaded"}
+    # A ``FakeStore`` keeps nothing; before PyTorch 2.15 one that only the process group holds is a bare ``Store``.
+    is_fake = inner is None or type(inner) is Store or type(inner).__name__ == "FakeStore" or backends == {"fake"}
+    return None if is_own or is_fake else store
+
+
+def _key(rank: int) -> str:
+    # torchrun keeps its store when it restarts the ranks.
+    return f"dbuffer whereabouts attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)} {rank}"
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(RuntimeError, ValueError):
+        store = job_store()
+        if store is not None:
+            store.set(_key(dist.get_rank()), text)
+
+
+def _heard(rank: int) -> str:
+    with contextlib.suppress(RuntimeError, ValueError):
+        store = job_store()
+        if store is not None and store.check([_key(rank)]):
+            return store.get(_key(rank)).decode()
+    return ""
