@@ -101,9 +101,10 @@ def _is_gloo(group: dist.ProcessGroup) -> bool:
     return any(name in ("gloo", "cpu:gloo") for name in dist.get_backend_config(group).split(","))
 
 
-def lacks_backend_for(device_type: str, group: dist.ProcessGroup) -> bool:
-    """Whether a group cannot communicate tensors on devices of a type ("cpu", "cuda")."""
-    return torch.device(device_type) not in group._device_types
+def cannot_send_cpu_tensors(group: dist.ProcessGroup) -> bool:
+    """Whether a group has backends, and none for tensors in CPU memory; groups written in Python name none."""
+    known = group._device_types
+    return bool(known) and torch.device("cpu") not in known
 
 
 def make_groups(axes: Iterable[MeshAxis]) -> None:

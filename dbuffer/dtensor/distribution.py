@@ -22,7 +22,7 @@ from torch.distributed.tensor.placement_types import Placement
 from dbuffer import collectives, collectives_rare
 from dbuffer.dtensor.reads import read_gather_uneven, read_reduce
 from dbuffer.errors import MeshError, PlacementError
-from dbuffer.mesh import MeshAxis, lacks_backend_for, mesh_axes
+from dbuffer.mesh import MeshAxis, cannot_send_cpu_tensors, mesh_axes
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,11 +337,12 @@ class Distribution:
         return tensor
 
     def _check_backend(self, tensor: torch.Tensor) -> None:
-        """Refuse a tensor of another device than those that the mesh's process group communicates."""
-        kind = tensor.device.type
-        if any(axis.size > 1 and lacks_backend_for(kind, axis.gather_group) for axis in self.cutting_axes):
+        """Refuse a tensor in CPU memory where the mesh's process group communicates those of GPUs alone."""
+        if tensor.device.type != "cpu":
+            return
+        if any(axis.size > 1 and cannot_send_cpu_tensors(axis.gather_group) for axis in self.cutting_axes):
             raise MeshError(
-                f"a sharded tensor in {kind.upper()} memory over {self.mesh}: the process group has no backend for it, "
+                f"a sharded tensor in CPU memory over {self.mesh}: the process group has no backend for it, "
                 f"only for {self.mesh.device_type}. Offloaded parameters need one for what PyTorch does with them "
                 'between steps. fix: torch.distributed.init_process_group("cpu:gloo,cuda:nccl")'
             )

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from dbuffer import Flat
-from dbuffer.mesh import lacks_backend_for
+from dbuffer.mesh import cannot_send_cpu_tensors, mesh_axes
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.policy.strategy import Placements
 
@@ -18,7 +18,7 @@ __all__ = ["CPUOffloadPolicy", "OffloadPolicy", "offload_of", "warn_without_gloo
 
 def warn_without_gloo(mesh: DeviceMesh) -> None:
     """Warn where parameters in CPU memory have a mesh of GPUs and no backend that communicates CPU tensors."""
-    if mesh.device_type != "cpu" and lacks_backend_for("cpu", mesh.get_group(0)):
+    if mesh.device_type != "cpu" and cannot_send_cpu_tensors(mesh_axes(mesh)[0].gather_group):
         warnings.warn(
             "offload_policy=CPUOffloadPolicy() in a job without a backend for CPU tensors: training works, but "
             "torch.nn.utils.clip_grad_norm_, GradScaler, full_tensor() and full_state_dict of offloaded parameters "
