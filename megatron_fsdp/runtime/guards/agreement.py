@@ -186,7 +186,8 @@ def _other_order(place: str, first: tuple[str, str], second: tuple[str, str]) ->
         f"the ranks of a mesh run other units, or in another order: {place} is {sides}. Their weights would be "
         "mixed up. fix: run the same units in the same order on all ranks, also those that a rank's own data does "
         "not need (an expert without tokens, an image tower without images: run it on zeros, and add 0 * "
-        "output.sum() to the loss), and loops of evaluation or generation equally often; or call fully_shard on the module around them alone, so that they are one unit"
+        "output.sum() to the loss), and loops of evaluation or generation equally often; or call fully_shard on the "
+        "module around them alone, so that they are one unit"
     )
 
 
