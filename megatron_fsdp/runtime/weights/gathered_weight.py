@@ -102,7 +102,8 @@ class GatheredWeight(nn.Parameter):
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "requires_grad":
             NUM_FLAGS_SET[0] += 1
-        sharded = None if name.startswith("_fsdp_") or hasattr(GatheredWeight, name) else self._sharded()
+        is_own = name.startswith("_fsdp_") or name in _OF_SHARDS or hasattr(GatheredWeight, name)
+        sharded = None if is_own else self._sharded()
         if sharded is None:
             super().__setattr__(name, value)
         else:
@@ -110,7 +111,8 @@ class GatheredWeight(nn.Parameter):
             setattr(sharded, name, value)
 
     def __getattr__(self, name: str) -> Any:
-        sharded = None if name.startswith("_fsdp_") else self._sharded()
+        # Megatron marks what it does not offload.
+        sharded = None if name.startswith("_fsdp_") or name in _OF_SHARDS else self._sharded()
         noted = {} if sharded is None or hasattr(type(sharded), name) else vars(sharded)
         if name not in noted:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -135,14 +137,6 @@ class GatheredWeight(nn.Parameter):
         # Routers of Megatron assign their own values, moved to the device where they are.
         if value.dtype is not self.dtype or not value.is_set_to(self):
             refuse_change((self,))
-
-    def __getattr__(self, name: str) -> Any:
-        """Return an attribute that was set on the sharded parameter, as Megatron marks what it does not offload."""
-        if name[0] != "_" and name not in _OF_SHARDS:
-            marks = getattr(self._sharded(), "__dict__", {})
-            if name in marks:
-                return marks[name]
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def _sharded(self) -> nn.Parameter | None:
         handle: WeightHandle | None = vars(self).get("_fsdp_handle")
