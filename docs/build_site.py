@@ -1,6 +1,6 @@
 """Build the site of the documentation: ``make docs``.
 
-The script copies the pages and their linked files to build/pages, writes an API reference of the public names there, and
+The script copies the pages and their linked files to build/pages, writes an API reference there, and
 runs mkdocs, which writes build/site. A broken link, or a public name without an entry, ends the build with an error.
 """
 
