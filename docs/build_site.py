@@ -1,8 +1,7 @@
 """Build the site of the documentation: ``make docs``.
 
-The pages stay where they are in the repository. They are copied to build/pages with the files that they link to, an API
-reference is written beside them from the public names, and mkdocs turns all of it into build/site. A link that leads
-nowhere, or a public name that is not on the site, ends the build with an error.
+The script copies the pages and their linked files to build/pages, writes an API reference there, and
+runs mkdocs, which writes build/site. A broken link, or a public name without an entry, ends the build with an error.
 """
 
 from __future__ import annotations
@@ -135,7 +134,7 @@ def navigation(pages: Iterable[str]) -> list[dict[str, list[str]]]:
 
 
 def stage() -> None:
-    """Copy the pages, and the files that they link to, to a folder of their own; write the reference beside them."""
+    """Copy the pages and their linked files to build/pages, and write the reference there."""
     shutil.rmtree(PAGES, ignore_errors=True)
     for path in source_pages():
         _write(str(path.relative_to(ROOT)), _linked(path))
@@ -181,7 +180,7 @@ def _linked(page: Path) -> str:
 
 
 def notebook_page(notebook: Mapping[str, list[dict[str, object]]]) -> str:
-    """Return a notebook as Markdown: its text, its code, and what the code printed and drew."""
+    """Return a notebook as Markdown: its text, code, printed output and pictures."""
     parts = []
     for cell in notebook["cells"]:
         source = "".join(cell["source"])  # type: ignore[arg-type]

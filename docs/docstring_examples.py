@@ -1,6 +1,6 @@
 """An extension of griffe: the site shows the code under "Example:" in a docstring as code.
 
-It also separates the sections of a docstring by empty lines, which griffe needs and this project does not write.
+It also inserts the empty lines that griffe needs between sections.
 """
 
 from __future__ import annotations

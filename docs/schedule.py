@@ -1,6 +1,6 @@
 """Draw docs/schedule.svg, the schedule of a training step, from a step that the engine runs on a virtual GPU.
 
-``python docs/schedule.py`` draws; tests/unit/test_pages.py fails where the picture is not what the engine does.
+``python docs/schedule.py`` draws it; tests/unit/test_pages.py fails when the picture is out of date.
 """
 
 import sys

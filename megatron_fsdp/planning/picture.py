@@ -104,7 +104,7 @@ def draw(title: str, memory: Mapping[str, int], bars: Sequence[Bar], seconds: fl
     except ImportError as error:
         raise ConfigError("a picture needs matplotlib, which is not installed. fix: pip install matplotlib") from error
     figure = Figure(figsize=(11, 5), dpi=110, layout="constrained")
-    # Jupyter asks for this and shows the figure; without it, only figures of pyplot are shown.
+    # Jupyter shows a figure that was made without pyplot only through this method.
     vars(figure)["_repr_png_"] = partial(_png, figure)
     figure.suptitle(title, fontsize=11)
     above, below = figure.subplots(2, 1, height_ratios=(1, 2.2))
