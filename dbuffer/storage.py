@@ -101,14 +101,14 @@ class FlatStorage:
         if self._is_lent:
             return
         try:
-            if listeners and self._bytes.resizable():
-                tell("released", self._bytes)
             self._bytes.resize_(0)
         except RuntimeError:
             if self._bytes.resizable():
                 raise
             self._lend()
             return
+        if listeners:
+            tell("released", self._bytes)
         _METER.current_bytes -= holding.own_bytes
         holding.own_bytes = 0
 

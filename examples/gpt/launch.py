@@ -22,7 +22,7 @@ from dbuffer.collectives import wait_for
 from megatron_fsdp import AgreementError, ConfigError
 from megatron_fsdp.command_parser import record_error
 
-_GRACE_SECONDS = 10.0
+_GRACE_SECONDS = 15.0
 _NAMES = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, field, replace
+from dataclasses import asdict, astuple, dataclass, field, fields, replace
 from functools import partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any, overload
@@ -82,6 +82,10 @@ class Report:
     arenas: tuple[ArenaPlan, ...] = ()
     counter_bytes: int = 0
     _play_on_gpu: Callable[[], PlayedStep] | None = field(default=None, repr=False, compare=False)
+
+    def __reduce__(self) -> tuple[type[Report], tuple[Any, ...]]:
+        """Pickle the numbers alone: a copy in another process plots nothing, as the model is not there."""
+        return type(self), tuple(getattr(self, each.name) for each in fields(self) if each.name != "_play_on_gpu")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as dictionaries, lists, strings and numbers, ready for ``json.dumps``."""
