@@ -61,7 +61,7 @@ class ReadError(DBufferError, RuntimeError):
 
     Example:
         try:
-            norm = model.weight.norm()  # every rank calls it; `if rank == 0` belongs before the print
+            norm = next(model.parameters()).norm()  # every rank calls it; `if rank == 0` belongs before the print
         except ReadError as error:
             print(error)  # names the tensor, the ranks, the line of the script and the fix
     """

@@ -6,10 +6,6 @@ import difflib
 from collections.abc import Iterable
 from typing import NoReturn
 
-import torch.distributed as dist
-
-from dbuffer.mesh import job_timeout
-from dbuffer.whereabouts import others_stand, reason_of
 from megatron_fsdp.installation import check_initialiser
 
 __all__ = [
@@ -105,6 +101,12 @@ class AgreementError(FsdpError):
         """Raise what waiting for a collective raised, with the name of the unit where another rank is the cause."""
         if "gloo" not in str(error) and not type(error).__name__.startswith("Dist"):
             raise error
+        # Here, as the command line has errors without torch.
+        import torch.distributed as dist
+
+        from dbuffer.mesh import job_timeout
+        from dbuffer.whereabouts import others_stand, reason_of
+
         raise cls(
             f"unit {unit!r}: {action} failed on rank {dist.get_rank()}: {reason_of(error, job_timeout())}. "
             f"Of the others, {others_stand(range(dist.get_world_size())) or 'nothing is known'}. Another rank ended, "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -89,6 +90,8 @@ class FirstUse:
         self._has_agreed = False
         # How many collectives of each kind were compared so far, on each set of ranks.
         self._counts: Counter[tuple[str, tuple[int, ...]]] = Counter()
+        # The sets of ranks that each unit communicates with.
+        self._known_ranks: weakref.WeakKeyDictionary[Unit, set[tuple[int, ...]]] = weakref.WeakKeyDictionary()
 
     def before_gather(self, unit: Unit) -> None:
         """A unit is about to be gathered; raises as ``agree`` and ``_compare`` do."""
@@ -118,7 +121,7 @@ class FirstUse:
             return
         store: Any = job_store()
         for ranks, token in self.tokens.items():
-            if not token or not any(mesh_ranks(group.spec.mesh) == ranks for group in unit.groups):
+            if not token or ranks not in self._ranks_of(unit):
                 continue
             self._counts[kind, ranks] += 1
             number = self._counts[kind, ranks]
@@ -134,6 +137,12 @@ class FirstUse:
             if number >= _MOST_COMPARED:
                 # A model that no backward comes to.
                 self._end()
+
+    def _ranks_of(self, unit: Unit) -> set[tuple[int, ...]]:
+        known = self._known_ranks.get(unit)
+        if known is None:
+            known = self._known_ranks[unit] = {mesh_ranks(group.spec.mesh) for group in unit.groups}
+        return known
 
     def _end(self) -> None:
         self.is_over = True

@@ -171,7 +171,7 @@ OPEN: dict[str, str] = {
     "Lane.settle: `if self._last is not None and (not self._is_last_captured)` taken as True": (
         "a captured evaluation of offloaded weights"
     ),
-    "WeightBuffers.gather: `self.model.local_buffer.to(source.device, non_blocking=True)` that blocks": (
+    "WeightBuffers.gather: `main.to(source.device, non_blocking=True)` that blocks": (
         "a copy to a GPU: on a CPU there is none"
     ),
     "WeightBuffers.start_refresh: `main.local_buffer.to(staged.device, non_blocking=True)` that blocks": (

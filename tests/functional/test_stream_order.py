@@ -16,7 +16,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from dbuffer.events import listen
 from megatron_fsdp import (
     FsdpModule,
     MixedPrecisionPolicy,
@@ -65,42 +64,6 @@ def test_small_gradients_are_copied_on_the_stream_that_made_them_before_another_
         model(inputs(0, 0)).square().mean().backward()
     assert copied == [("side", "there"), ("compute", "here"), ("side", "there_first"), ("compute", "common"),
                       ("compute", "here_first")]  # fmt: skip
-
-
-@pytest.mark.parametrize("is_late", [False, True])
-@on_ranks(2)
-def test_the_hooks_of_gradients_that_wait_call_the_buffer_once_a_group(is_late: bool) -> None:
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32 if is_late else torch.bfloat16)
-    submitted: list[tuple[str, int]] = []
-    received: list[int] = []
-    with driven() as (_, checker):
-        # Where a lane packs them, large ones wait too.
-        model = Stack(Block(), Block(hidden=2500 if is_late else 5))
-        for part in (*model.layers, model):
-            fully_shard(part, mp_policy=policy)
-        groups = [group for group in groups_of(model) if group.gradients is not None]
-        for group in groups:
-            assert group.gradients.packs_late is is_late
-            receive = group.gradients.receive
-            group.gradients.receive = lambda *given, receive=receive, unit=group.unit: (
-                received.append(unit),
-                receive(*given),
-            )
-
-        def note(action: str, subject: object) -> None:
-            if action == "issue":
-                submitted.append((subject.lane, subject.owner))
-
-        for step in range(2):
-            received.clear()
-            submitted.clear()
-            with listen(note):
-                model(inputs(0, step).bfloat16()).float().square().mean().backward()
-            assert sorted(received) == sorted(group.unit for group in groups)
-            reductions = [owner for name, owner in submitted if name == "reduce"]
-            assert sorted(reductions) == sorted([group.unit for group in groups] * (1 + is_late))
-            model.zero_grad()
-        assert not checker.memory.conflicts
 
 
 @on_ranks(1)

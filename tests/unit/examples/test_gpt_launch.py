@@ -47,6 +47,6 @@ def test_the_error_is_said_by_rank_0_at_once_by_others_later_and_left_for_torchr
     for name, value in (("RANK", "5"), ("LOCAL_RANK", "1"), ("WORLD_SIZE", "8")):
         monkeypatch.setenv(name, value)
     assert report_error(ConfigError("found 3"), Ranks.from_environment()) == 2
-    assert (capsys.readouterr().err, waits) == ("pretrain_gpt.py: error (rank 5): found 3\n", [10.0])
+    assert (capsys.readouterr().err, waits) == ("pretrain_gpt.py: error (rank 5): found 3\n", [15.0])
     # The format that torch's own ``record`` writes; torchrun warns about others.
     assert json.loads((tmp_path / "error.json").read_text())["message"]["message"] == "found 3"

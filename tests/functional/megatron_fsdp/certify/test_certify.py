@@ -241,7 +241,7 @@ def test_the_command_says_how_many_it_checked_and_what_it_does_not_know(capsys: 
     [
         ("without `mine.wait_stream(stream)`", "slots largest, prefetch lists"),
         ("without `stream.wait_event(self._event)`", "unshard by hand"),
-        ("without `self._event.synchronize()`", "offload, optim_grads_params, fp32, no_sync"),
+        ("without `self._event.synchronize()`", "offload, optim_grads_params, fp32, microbatch"),
         ("without `each.join()`", "deleted in flight"),
     ],
 )
