@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from dbuffer.collectives import Part
 from megatron_fsdp import GradientScaleError, Placements, check_gradient_scale, fully_shard
-from megatron_fsdp.runtime.step import gradients
-from megatron_fsdp.runtime.step.gradients import Reduction
+from megatron_fsdp.engine import grads as gradients
+from megatron_fsdp.engine.reduce import Reduction
 from tests.functional.expert_parallel import rows, shard_experts
 from tests.harness import on_ranks
 from tests.harness.models import Block, Stack

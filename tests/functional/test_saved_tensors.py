@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard
-from megatron_fsdp.runtime.step.unit import units_below
+from megatron_fsdp.engine.unit import units_below
 from tests.harness import on_ranks
 from tests.harness.grids import covering, nightly_but
 from tests.harness.models import WIDTH, Block, CheckpointedStack, Made, inputs, three_blocks
@@ -90,11 +90,16 @@ class LaterCopies:
 
 
 def shared_once() -> Any:
-    """Return hooks that keep one copy per tensor in memory that they know by the tensor's address, as verl's do."""
+    """Return hooks that keep one copy per tensor in memory that they know by the tensor's address, as verl's do.
+
+    As verl's, they leave weights out: a gathered weight gives its memory back, and another one may get that address.
+    """
     copies: dict[tuple[int, torch.Size], torch.Tensor] = {}
 
     def pack(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        # Holding the tensor keeps its address from another activation, not from another unit's gathered weight.
+        if isinstance(tensor if tensor._base is None else tensor._base, nn.Parameter):
+            return tensor, tensor
+        # Holding the tensor keeps its address from other activations.
         return tensor, copies.setdefault((tensor.data_ptr(), tensor.shape), tensor.detach().clone())
 
     return torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept[1])
