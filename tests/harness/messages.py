@@ -66,7 +66,7 @@ class Clean:
 
     Attributes:
         complaints: exceptions that finalizers or threads swallowed.
-        num_groups_left: process groups of the call that live on; each has threads that wake up a hundred times a second.
+        num_groups_left: process groups of the call that live on; the threads of each wake up a hundred times a second.
     """
 
     complaints: tuple[str, ...]
