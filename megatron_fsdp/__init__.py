@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from megatron_fsdp.checkpoint.series import CheckpointSeries
     from megatron_fsdp.config.flags import add_megatron_fsdp_args
     from megatron_fsdp.config.fsdp_config import FsdpConfig
+    from megatron_fsdp.engine.fused_linear import expert_matmul
+    from megatron_fsdp.engine.param_group import ParameterGroup as ParameterGroup
     from megatron_fsdp.errors import (
         AgreementError,
         CheckpointError,
@@ -36,6 +38,13 @@ if TYPE_CHECKING:
         StateError,
     )
     from megatron_fsdp.integrations.megatron.fully_shard_model import fully_shard_model as fully_shard_model
+    from megatron_fsdp.lifecycle.module import (
+        FSDPModule,
+        GradientReductionHandle,
+        UnshardHandle,
+        register_fsdp_forward_method,
+    )
+    from megatron_fsdp.lifecycle.module import FsdpModule as FsdpModule
     from megatron_fsdp.meta_init import materialize
     from megatron_fsdp.observability.checksum import checksum, unit_checksums
     from megatron_fsdp.observability.gradient_scale import GradientScale, check_gradient_scale
@@ -51,15 +60,6 @@ if TYPE_CHECKING:
     from megatron_fsdp.policy.offload import CPUOffloadPolicy, OffloadPolicy
     from megatron_fsdp.policy.precision import MixedPrecisionPolicy
     from megatron_fsdp.policy.strategy import Placements
-    from megatron_fsdp.runtime.grads.fuse import expert_matmul
-    from megatron_fsdp.runtime.lifecycle.module import (
-        FSDPModule,
-        GradientReductionHandle,
-        UnshardHandle,
-        register_fsdp_forward_method,
-    )
-    from megatron_fsdp.runtime.lifecycle.module import FsdpModule as FsdpModule
-    from megatron_fsdp.runtime.step.parameter_group import ParameterGroup as ParameterGroup
 
 _check_neighbour(__file__)
 
@@ -95,11 +95,9 @@ _HOMES = {
     "policy.offload": "CPUOffloadPolicy OffloadPolicy",
     "policy.precision": "MixedPrecisionPolicy",
     "policy.strategy": "Placements",
-    "runtime.grads.fuse": "expert_matmul",
-    "runtime.lifecycle.module": (
-        "FSDPModule FsdpModule GradientReductionHandle UnshardHandle register_fsdp_forward_method"
-    ),
-    "runtime.step.parameter_group": "ParameterGroup",
+    "engine.fused_linear": "expert_matmul",
+    "lifecycle.module": ("FSDPModule FsdpModule GradientReductionHandle UnshardHandle register_fsdp_forward_method"),
+    "engine.param_group": "ParameterGroup",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 

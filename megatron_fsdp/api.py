@@ -17,27 +17,22 @@ from megatron_fsdp.build.builder import GranularityChoice, Wishes, plan_groups
 from megatron_fsdp.build.no_shard import is_no_shard
 from megatron_fsdp.build.ownership import OwnedParameter, collect_parameters, leave_alone
 from megatron_fsdp.build.shared_memory import refuse_shared_memory
+from megatron_fsdp.checks.added_params import make_tree
+from megatron_fsdp.checks.agreement import Wrapping
+from megatron_fsdp.checks.attached import attach_root
+from megatron_fsdp.checks.unowned_params import refuse_unowned_steps
+from megatron_fsdp.engine.freshness import hear_of_first_steps
+from megatron_fsdp.engine.unit import Unit, units_below
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.installation import check_torch
+from megatron_fsdp.lifecycle.make_param_group import forget_originals, make_param_group, make_unit, rename_unit
+from megatron_fsdp.lifecycle.module import FSDPModule, convert, unit_of
 from megatron_fsdp.optim.flat_step import attend_optimizers
 from megatron_fsdp.policy.mesh import buffer_device, sharding_target, warn_of_one_queue
 from megatron_fsdp.policy.offload import offload_of, warn_without_gloo
 from megatron_fsdp.policy.precision import as_policy
 from megatron_fsdp.policy.strategy import Placements
-from megatron_fsdp.runtime.guards.added_params import make_tree
-from megatron_fsdp.runtime.guards.agreement import Wrapping
-from megatron_fsdp.runtime.guards.attached import attach_root
-from megatron_fsdp.runtime.guards.unowned_params import refuse_unowned_steps
-from megatron_fsdp.runtime.lifecycle.make_param_group import (
-    forget_originals,
-    make_param_group,
-    make_unit,
-    rename_unit,
-)
-from megatron_fsdp.runtime.lifecycle.module import FSDPModule, convert, unit_of
-from megatron_fsdp.runtime.step.freshness import hear_of_first_steps
-from megatron_fsdp.runtime.step.unit import Unit, units_below
-from megatron_fsdp.runtime.weights.memory_slots import check_reshard, reshard_to
+from megatron_fsdp.variants.memory_slots import check_reshard, reshard_to
 
 __all__ = ["fully_shard", "microbatch", "no_sync", "replicate", "share_comm_ctx"]
 

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from dbuffer.collectives_rare import broadcast
+from megatron_fsdp.engine.param_group import ParameterGroup, group_of_parameter
+from megatron_fsdp.engine.unit import Unit, units_below
 from megatron_fsdp.errors import ConfigError, StateError
-from megatron_fsdp.runtime.lifecycle.make_param_group import materialize_unit, shown_over
-from megatron_fsdp.runtime.lifecycle.unwritten_buffers import meta_buffers, note_unwritten
-from megatron_fsdp.runtime.step.parameter_group import ParameterGroup, group_of_parameter
-from megatron_fsdp.runtime.step.unit import Unit, units_below
+from megatron_fsdp.lifecycle.make_param_group import materialize_unit, shown_over
+from megatron_fsdp.lifecycle.unwritten_buffers import meta_buffers, note_unwritten
 
 __all__ = ["in_full_precision", "materialize"]
 

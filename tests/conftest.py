@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_fsdp.runtime.grads import fuse
+from megatron_fsdp.engine import fused_linear as fuse
 
 # Examples are the same in every run and are not timed: the machine's load must not decide what a run finds.
 hypothesis.settings.register_profile("suite", derandomize=True, deadline=None, database=None, print_blob=True)

@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 
 from megatron_fsdp.certify.checker import Checker, Issue
 from megatron_fsdp.certify.clocks import VirtualStreams
-from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
-from megatron_fsdp.runtime.step.streams import drive_with
-from megatron_fsdp.runtime.step.unit import units_below
+from megatron_fsdp.engine.param_group import ParameterGroup
+from megatron_fsdp.engine.streams import drive_with
+from megatron_fsdp.engine.unit import units_below
 
 __all__ = ["Certificate", "Certification", "HostWait", "certify", "watching"]
 

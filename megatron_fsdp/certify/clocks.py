@@ -1,6 +1,6 @@
 """Streams with CUDA's meaning on the CPU: work stays in host order, and vector clocks say what a GPU would promise.
 
-A ``VirtualStreams`` goes to ``drive_with`` of ``runtime/step/streams.py``. A queue's clock says, for every queue, up
+A ``VirtualStreams`` goes to ``drive_with`` of ``engine/streams.py``. A queue's clock says, for every queue, up
 to which of its accesses everything is over when the next access here begins (Fidge 1988, Mattern 1989).
 """
 

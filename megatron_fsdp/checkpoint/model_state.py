@@ -17,11 +17,10 @@ from dbuffer import DBuffer
 from megatron_fsdp.checkpoint.foreign import Saved, read_model, read_values
 from megatron_fsdp.checkpoint.ranks import checkpoint_ranks
 from megatron_fsdp.checkpoint.reader import OpenCheckpoint, listed, read_entries
+from megatron_fsdp.engine.param_group import ParameterGroup, announce_step, group_of_parameter
+from megatron_fsdp.engine.unit import units_below
 from megatron_fsdp.errors import CheckpointError
 from megatron_fsdp.optim.param_memory import local_of
-from megatron_fsdp.runtime.step.parameter_group import ParameterGroup, group_of_parameter
-from megatron_fsdp.runtime.step.unit import units_below
-from megatron_fsdp.runtime.weights.sharded_weights import announce_step
 
 __all__ = [
     "ModelMatch", "ModelView", "announce_change", "canonical", "full_state_dict",

@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor
 from dbuffer import MeshError
 from dbuffer.mesh import new_group
 from megatron_fsdp.checkpoint.manifest import RANK_VALUES
+from megatron_fsdp.checks.rendezvous import job_store, meet
 from megatron_fsdp.errors import AgreementError, CheckpointError
 from megatron_fsdp.formatting import rank_list
-from megatron_fsdp.runtime.guards.rendezvous import job_store, meet
 
 __all__ = ["CheckpointRanks", "checkpoint_ranks", "find_rank_values", "part_rank_values"]
 

@@ -33,8 +33,8 @@ from megatron_fsdp.checkpoint.manifest import (
 )
 from megatron_fsdp.checkpoint.ranks import CheckpointRanks
 from megatron_fsdp.checkpoint.scratch import Scratch, make_scratch, sweep
+from megatron_fsdp.engine.streams import end_of_compute
 from megatron_fsdp.errors import CheckpointError
-from megatron_fsdp.runtime.step.lanes import end_of_compute
 
 __all__ = ["STATE_FILE", "Draft", "HoldingPlanner", "place_of", "plan_save", "write_draft"]
 

@@ -17,14 +17,14 @@ from dbuffer import Partial, Replicate
 from megatron_fsdp.config.flag_rules import RULES
 from megatron_fsdp.config.flags import FLAGS, Flag, FlagValues, flag_of
 from megatron_fsdp.config.hf_settings import HfSettings, read_hf_settings
+from megatron_fsdp.engine.unit import units_below
 from megatron_fsdp.errors import ConfigError, StateError, nearest
+from megatron_fsdp.lifecycle.module import FSDPModule, unit_of
 from megatron_fsdp.policy.offload import CPUOffloadPolicy
 from megatron_fsdp.policy.precision import MixedPrecisionPolicy
 from megatron_fsdp.policy.slots import SlotChoice
 from megatron_fsdp.policy.strategy import Placements
-from megatron_fsdp.runtime.lifecycle.module import FSDPModule, unit_of
-from megatron_fsdp.runtime.step.unit import units_below
-from megatron_fsdp.runtime.weights.memory_slots import use_slots
+from megatron_fsdp.variants.memory_slots import use_slots
 
 __all__ = ["FsdpConfig", "prefetch_elements"]
 

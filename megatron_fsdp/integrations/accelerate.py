@@ -15,8 +15,8 @@ from torch import nn
 
 from megatron_fsdp.api import fully_shard
 from megatron_fsdp.errors import ConfigError
+from megatron_fsdp.lifecycle.module import FSDPModule, register_fsdp_forward_method
 from megatron_fsdp.policy.launch import job_place
-from megatron_fsdp.runtime.lifecycle.module import FSDPModule, register_fsdp_forward_method
 
 __all__ = ["accelerate_fsdp2"]
 

@@ -9,9 +9,9 @@ import torch
 
 from megatron_fsdp.api import fully_shard
 from megatron_fsdp.errors import ConfigError
+from megatron_fsdp.lifecycle.module import FSDPModule
 from megatron_fsdp.policy.offload import CPUOffloadPolicy
 from megatron_fsdp.policy.precision import MixedPrecisionPolicy
-from megatron_fsdp.runtime.lifecycle.module import FSDPModule
 
 __all__ = ["parallelize_decoder"]
 

@@ -24,9 +24,9 @@ from dbuffer.events import listen
 from dbuffer.mesh import MeshAxis
 from megatron_fsdp.api import microbatch
 from megatron_fsdp.checkpoint.random_state import random_state, restore_random_state
+from megatron_fsdp.engine.param_group import ParameterGroup
+from megatron_fsdp.engine.unit import Unit, units_below
 from megatron_fsdp.errors import ConfigError, GradientScaleError, StateError
-from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
-from megatron_fsdp.runtime.step.unit import Unit, units_below
 
 __all__ = ["GradientScale", "ParameterScale", "check_gradient_scale"]
 

@@ -12,9 +12,9 @@ from torch.distributed.tensor import Replicate
 import dbuffer_kernels
 from dbuffer.collectives import all_gather
 from dbuffer.mesh import MeshAxis, mesh_axes
+from megatron_fsdp.engine.param_group import ParameterGroup
+from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.formatting import rank_list
-from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
-from megatron_fsdp.runtime.step.unit import Unit
 
 __all__ = ["Gathered", "find_difference", "gather_checksums"]
 

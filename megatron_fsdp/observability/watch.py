@@ -27,12 +27,12 @@ from dbuffer.collectives_rare import start_maximum, wait_with
 from dbuffer.events import listen
 from dbuffer.mesh import new_group
 from dbuffer.whereabouts import keep_groups
+from megatron_fsdp.checks.rendezvous import job_store, meet
+from megatron_fsdp.engine.streams import latest_submission
+from megatron_fsdp.engine.unit import units_below
 from megatron_fsdp.errors import AgreementError, ConfigError
 from megatron_fsdp.observability.flight_recorder import Journal, RankState, verdict
 from megatron_fsdp.observability.replicas import Gathered, find_difference, gather_checksums
-from megatron_fsdp.runtime.guards.rendezvous import job_store, meet
-from megatron_fsdp.runtime.step.streams import latest_submission
-from megatron_fsdp.runtime.step.unit import units_below
 
 __all__ = ["Watch"]
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from megatron_fsdp.engine.freshness import refreshes_itself
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.optim.adamw_update import Rows
 from megatron_fsdp.optim.flat_base import Binding, FlatBase, Found
@@ -16,7 +17,6 @@ from megatron_fsdp.optim.flat_state import KEYS, Moments, adopt_together, state_
 from megatron_fsdp.optim.int8_moments import CODED_KEYS, Int8State, decoded_state
 from megatron_fsdp.optim.loaded_state import parameters_by_index, parameters_of, state_dtype
 from megatron_fsdp.optim.param_memory import ABSENT, find_owned
-from megatron_fsdp.runtime.step.freshness import refreshes_itself
 
 __all__ = ["AdamW"]
 

@@ -10,14 +10,13 @@ from typing import Any, ClassVar
 import torch
 from torch.optim import Optimizer
 
+from megatron_fsdp.engine.freshness import refreshes_itself
+from megatron_fsdp.engine.param_group import ParameterGroup, announce_step
 from megatron_fsdp.optim.flat_state import FlatState, adopt_together
 from megatron_fsdp.optim.grad_norm import by_axes, clip_factor, total_norm
 from megatron_fsdp.optim.loaded_state import lay_out_loaded_state, parameters_of
 from megatron_fsdp.optim.nonfinite import Reading, check_policy, may_step
 from megatron_fsdp.optim.param_memory import ABSENT, FlatGradient, local_of
-from megatron_fsdp.runtime.step.freshness import refreshes_itself
-from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
-from megatron_fsdp.runtime.weights.sharded_weights import announce_step
 
 __all__ = ["Binding", "FlatBase", "Found"]
 

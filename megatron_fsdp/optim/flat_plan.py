@@ -16,10 +16,10 @@ from torch.optim import Optimizer
 
 from dbuffer import FlatDTensor
 from dbuffer.dtensor.attribute_ops import rebind
+from megatron_fsdp.engine.param_group import ParameterGroup, group_of_parameter
+from megatron_fsdp.engine.params import is_laid_out_like
+from megatron_fsdp.engine.streams import is_capturing
 from megatron_fsdp.optim.param_memory import local_range
-from megatron_fsdp.runtime.step.parameter_group import ParameterGroup, group_of_parameter
-from megatron_fsdp.runtime.step.streams import is_capturing
-from megatron_fsdp.runtime.weights.param_layout import is_laid_out_like
 
 __all__ = ["FlatPlan", "Run", "local_of", "spec_of"]
 

@@ -23,12 +23,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from dbuffer import FlatDTensor
 from dbuffer.dtensor.reads import count_step
 from dbuffer.mesh import mesh_axes
+from megatron_fsdp.checks.agreement import mesh_ranks
+from megatron_fsdp.checks.read_names import name_of
+from megatron_fsdp.checks.rendezvous import meet
+from megatron_fsdp.engine.params import grads_of
 from megatron_fsdp.optim.flat_plan import FlatPlan, local_of, spec_of
 from megatron_fsdp.optim.loaded_state import SEEN, WHOLE, lay_out_loaded_state, refuse_split_weights
-from megatron_fsdp.runtime.guards.agreement import mesh_ranks
-from megatron_fsdp.runtime.guards.read_names import name_of
-from megatron_fsdp.runtime.guards.rendezvous import meet
-from megatron_fsdp.runtime.step.fsdp_params import grads_of
 
 __all__ = ["attend_optimizers"]
 

@@ -11,13 +11,13 @@ from torch import nn
 
 from dbuffer.dtensor.reads import reduce_norm
 from dbuffer.mesh import MeshAxis
+from megatron_fsdp.checks.unowned_params import refuse_unowned
+from megatron_fsdp.engine.accumulation import GradState
+from megatron_fsdp.engine.param_group import ParameterGroup, group_of_parameter
+from megatron_fsdp.engine.unit import units_below
+from megatron_fsdp.engine.unsharded_param import GatheredWeight
 from megatron_fsdp.optim.grad_norm_rare import HeldGradients, exact_norm, of_frozen, refuse_norm, refuse_pending
 from megatron_fsdp.optim.nonfinite import may_step, readings_of
-from megatron_fsdp.runtime.guards.unowned_params import refuse_unowned
-from megatron_fsdp.runtime.step.grad_binding import GradState
-from megatron_fsdp.runtime.step.parameter_group import ParameterGroup, group_of_parameter
-from megatron_fsdp.runtime.step.unit import units_below
-from megatron_fsdp.runtime.weights.gathered_weight import GatheredWeight
 
 __all__ = ["by_axes", "clip_factor", "clip_grad_norm_", "total_norm"]
 

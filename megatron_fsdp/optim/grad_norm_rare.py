@@ -14,11 +14,10 @@ from torch import nn
 from dbuffer.dtensor.reads import reduce_norm
 from dbuffer.mesh import MeshAxis
 from dbuffer.placements import BufferPlacement
+from megatron_fsdp.engine.param_group import ParameterGroup
+from megatron_fsdp.engine.params import grads_of, own_rows
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.optim.param_memory import local_of
-from megatron_fsdp.runtime.step.fsdp_params import grads_of
-from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
-from megatron_fsdp.runtime.weights.param_layout import own_rows
 
 __all__ = ["HeldGradients", "exact_norm", "of_frozen", "refuse_norm", "refuse_pending"]
 

@@ -29,10 +29,10 @@ from dbuffer_kernels import (
     num_blocks,
     quantize_blocks,
 )
+from megatron_fsdp.engine.param_group import group_of_parameter
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.optim.flat_state import KEYS, Moments, State, state_values
 from megatron_fsdp.optim.param_memory import ABSENT, GroupMemory, ParamMemory, local_of
-from megatron_fsdp.runtime.step.parameter_group import group_of_parameter
 
 __all__ = ["CODED_KEYS", "Int8State", "decoded_state", "is_coded"]
 

@@ -21,9 +21,9 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from dbuffer import FlatDTensor
+from megatron_fsdp.engine.param_group import group_of_parameter
+from megatron_fsdp.engine.params import is_laid_out_like, laid_out
 from megatron_fsdp.errors import ConfigError
-from megatron_fsdp.runtime.step.parameter_group import group_of_parameter
-from megatron_fsdp.runtime.weights.param_layout import is_laid_out_like, laid_out
 
 __all__ = [
     "SEEN",

@@ -11,6 +11,10 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from megatron_fsdp.checks.agreement import mesh_ranks
+from megatron_fsdp.checks.rendezvous import meet
+from megatron_fsdp.engine.freshness import refreshes_itself
+from megatron_fsdp.engine.param_group import group_of_parameter
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.optim.exchange import Exchange, OwnerRanks, Source, owner_ranks
 from megatron_fsdp.optim.flat_base import Binding, FlatBase, Found
@@ -20,10 +24,6 @@ from megatron_fsdp.optim.matrix_views import MatrixBlock, MatrixView
 from megatron_fsdp.optim.newton_schulz import SIMPLE, Iteration, coefficients, scale_factor
 from megatron_fsdp.optim.ownership import MatrixWork, OwnershipReport, plan_ownership
 from megatron_fsdp.optim.param_memory import ABSENT, GroupMemory, find_owned
-from megatron_fsdp.runtime.guards.agreement import mesh_ranks
-from megatron_fsdp.runtime.guards.rendezvous import meet
-from megatron_fsdp.runtime.step.freshness import refreshes_itself
-from megatron_fsdp.runtime.step.parameter_group import group_of_parameter
 
 __all__ = ["Domain", "Muon", "explain_ownership"]
 

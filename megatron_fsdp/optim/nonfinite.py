@@ -12,9 +12,9 @@ from torch import nn
 
 from dbuffer.collectives_rare import reduce_numbers
 from dbuffer.mesh import MeshAxis
+from megatron_fsdp.engine.param_group import group_of_parameter
 from megatron_fsdp.errors import ConfigError, NonfiniteGradientError
 from megatron_fsdp.optim.param_memory import local_of
-from megatron_fsdp.runtime.step.parameter_group import group_of_parameter
 
 __all__ = ["POLICIES", "Reading", "check_gradients", "check_policy", "may_step", "readings_of"]
 

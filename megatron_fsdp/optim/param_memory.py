@@ -14,10 +14,10 @@ from dbuffer import DBuffer
 from dbuffer.dtensor.from_buffer import buffer_dtensor
 from dbuffer.storage import FlatStorage
 from dbuffer_kernels import MuonWeights, cast_copy
+from megatron_fsdp.engine.accumulation import GradState
+from megatron_fsdp.engine.param_group import ParameterGroup, group_of_parameter
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.optim.ownership import holders_of
-from megatron_fsdp.runtime.step.grad_binding import GradState
-from megatron_fsdp.runtime.step.parameter_group import ParameterGroup, group_of_parameter
 
 __all__ = [
     "ABSENT",

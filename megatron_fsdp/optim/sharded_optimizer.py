@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 
 from torch.optim import Optimizer
 
+from megatron_fsdp.engine.freshness import refreshes_itself
+from megatron_fsdp.engine.param_group import ParameterGroup, announce_step, group_of_parameter
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.optim.loaded_state import (
     lay_out_loaded_state,
@@ -16,9 +18,6 @@ from megatron_fsdp.optim.loaded_state import (
     refuse_split_weights,
     show_fresh_state,
 )
-from megatron_fsdp.runtime.step.freshness import refreshes_itself
-from megatron_fsdp.runtime.step.parameter_group import ParameterGroup, group_of_parameter
-from megatron_fsdp.runtime.weights.sharded_weights import announce_step
 
 __all__ = [
     "fully_shard_optimizer",

@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dbuffer.planner.arena import ArenaPlan
+from megatron_fsdp.engine.unit import Unit, units_below
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.formatting import Table, counted, format_bytes, listing
 from megatron_fsdp.optim.muon import explain_ownership
@@ -26,7 +27,6 @@ from megatron_fsdp.planning.stand_in import live_stand_ins, unsharded
 from megatron_fsdp.planning.step_listener import Forecast, Peak, Phase
 from megatron_fsdp.planning.transformer import Workload
 from megatron_fsdp.planning.unit_report import CollectiveReport, GroupReport, UnitReport
-from megatron_fsdp.runtime.step.unit import Unit, units_below
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -24,16 +24,16 @@ from dbuffer_kernels.launch import launch_with
 from megatron_fsdp.api import fully_shard, put_in_place
 from megatron_fsdp.build.no_shard import fsdp_no_shard, is_no_shard
 from megatron_fsdp.build.ownership import collect_parameters
+from megatron_fsdp.engine.param_group import ParameterGroup
+from megatron_fsdp.engine.params import handle_of
+from megatron_fsdp.engine.streams import turns
+from megatron_fsdp.engine.unit import Unit
+from megatron_fsdp.lifecycle.make_param_group import make_param_group, make_unit, rename_unit
+from megatron_fsdp.lifecycle.module import FSDPModule, unit_of
 from megatron_fsdp.planning.transformer import UnitWork
 from megatron_fsdp.policy.precision import MixedPrecisionPolicy
 from megatron_fsdp.policy.strategy import Placements
-from megatron_fsdp.runtime.lifecycle.make_param_group import make_param_group, make_unit, rename_unit
-from megatron_fsdp.runtime.lifecycle.module import FSDPModule, unit_of
-from megatron_fsdp.runtime.step.fsdp_params import handle_of
-from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
-from megatron_fsdp.runtime.step.streams import turns
-from megatron_fsdp.runtime.step.unit import Unit
-from megatron_fsdp.runtime.weights.memory_slots import keep_gathered, use_slots
+from megatron_fsdp.variants.memory_slots import keep_gathered, use_slots
 from megatron_fsdp.virtual.device import VirtualDevice, virtual_device
 from megatron_fsdp.virtual.recording import Recording, Work
 

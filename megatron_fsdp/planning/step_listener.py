@@ -15,9 +15,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from dbuffer.events import CollectiveCall
 from dbuffer.planner.arena import Lifetime, Recorder
 from dbuffer.storage import KNOWN, FlatStorage
+from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.planning.stand_in import StoodIn
 from megatron_fsdp.planning.unit_report import storages_of
-from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
 
 __all__ = ["Forecast", "Issue", "Peak", "Phase", "StepListener"]
 

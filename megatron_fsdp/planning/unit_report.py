@@ -11,12 +11,11 @@ import torch
 from dbuffer import DBuffer, Plan
 from dbuffer.storage import FlatStorage
 from dbuffer_kernels import num_blocks
+from megatron_fsdp.engine.param_group import ParameterGroup
+from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.optim.int8_moments import is_coded
 from megatron_fsdp.planning.stand_in import StoodIn, reshard_asked
-from megatron_fsdp.runtime.grads.packed_gradients import PackedGradients
-from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
-from megatron_fsdp.runtime.step.unit import Unit
-from megatron_fsdp.runtime.weights.hooked_weights import HookedWeights
+from megatron_fsdp.variants.hooked_weights import HookedWeights
 
 __all__ = [
     "BufferReport",
@@ -190,7 +189,7 @@ def _buffers(group: ParameterGroup) -> Iterator[tuple[str, DBuffer, bool]]:
         yield "packed weights", weights.sent, True
     if not weights.rests_whole:
         yield "gathered weights", weights.gathered, weights.keeps_gathered
-    if isinstance(gradients, PackedGradients):
+    if gradients is not None:
         rests = {"main_grad": gradients.binding.keeps, "reduced gradients": gradients.reduction.keeps}
         for kind, buffer in gradients.buffers():
             yield kind, buffer, rests.get(kind, kind != "packed gradients")

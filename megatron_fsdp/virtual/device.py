@@ -8,7 +8,7 @@ from typing import Any
 
 from dbuffer.events import listen
 from dbuffer_kernels.launch import launch_with
-from megatron_fsdp.runtime.step.streams import drive_with
+from megatron_fsdp.engine.streams import drive_with
 from megatron_fsdp.virtual.address_space import large_storages
 from megatron_fsdp.virtual.operators import Operators, tensors_in
 from megatron_fsdp.virtual.process_group import virtual_world

@@ -24,6 +24,7 @@ from megatron_fsdp.certify.certificate import Certificate, Certification, watchi
 from megatron_fsdp.certify.clocks import Queue
 from megatron_fsdp.checkpoint.api import save_checkpoint
 from megatron_fsdp.checkpoint.async_save import finish_pending_save
+from megatron_fsdp.lifecycle.module import FsdpModule
 from megatron_fsdp.optim.adamw import AdamW
 from megatron_fsdp.optim.grad_norm import clip_grad_norm_
 from megatron_fsdp.optim.muon import Muon
@@ -33,7 +34,6 @@ from megatron_fsdp.policy.mesh import DataParallelMeshDims
 from megatron_fsdp.policy.offload import CPUOffloadPolicy
 from megatron_fsdp.policy.precision import MixedPrecisionPolicy
 from megatron_fsdp.policy.strategy import Placements
-from megatron_fsdp.runtime.lifecycle.module import FsdpModule
 from tests.certify.models import WIDTH, Block, Branches, ReadsEarly, Stack, Towers, batch, build
 
 _BF16, _FP32 = torch.bfloat16, torch.float32

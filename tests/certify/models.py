@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_fsdp.certify.clocks import Queue, VirtualStreams
-from megatron_fsdp.runtime.grads.fuse import expert_matmul
-from megatron_fsdp.runtime.lifecycle.module import FsdpModule
+from megatron_fsdp.engine.fused_linear import expert_matmul
+from megatron_fsdp.lifecycle.module import FsdpModule
 
 WIDTH = 7
 _VOCABULARY = 11

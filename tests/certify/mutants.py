@@ -24,20 +24,20 @@ from tests.harness.storage_guard import guard_released_storage
 from tests.mutation.mutants import Change, Mutant, Scope, called, mutants_of, mutated
 
 MODULES = (
-    "megatron_fsdp.runtime.step.lanes",
-    "megatron_fsdp.runtime.step.streams",
-    "megatron_fsdp.runtime.step.schedule",
-    "megatron_fsdp.runtime.step.backward",
-    "megatron_fsdp.runtime.step.unit",
-    "megatron_fsdp.runtime.step.parameter_group",
-    "megatron_fsdp.runtime.lifecycle.make_param_group",
-    "megatron_fsdp.runtime.step.gradients",
-    "megatron_fsdp.runtime.grads.late_gradients",
-    "megatron_fsdp.runtime.grads.last_reduction",
-    "megatron_fsdp.runtime.grads.packed_gradients",
-    "megatron_fsdp.runtime.weights.sharded_weights",
-    "megatron_fsdp.runtime.weights.memory_slots",
-    "megatron_fsdp.runtime.guards.missing_gradients",
+    "megatron_fsdp.engine.streams",
+    "megatron_fsdp.engine.streams",
+    "megatron_fsdp.engine.root",
+    "megatron_fsdp.engine.backward",
+    "megatron_fsdp.engine.unit",
+    "megatron_fsdp.engine.param_group",
+    "megatron_fsdp.lifecycle.make_param_group",
+    "megatron_fsdp.engine.grads",
+    "megatron_fsdp.engine.grads",
+    "megatron_fsdp.engine.reduce",
+    "megatron_fsdp.engine.grads",
+    "megatron_fsdp.engine.param_group",
+    "megatron_fsdp.variants.memory_slots",
+    "megatron_fsdp.checks.missing_gradients",
     "megatron_fsdp.optim.adamw",
     "megatron_fsdp.optim.adamw_update",
     "dbuffer.storage",
@@ -119,8 +119,8 @@ EQUIVALENT: dict[str, str] = {
     "LastReductions._issue: without `self._wired.wait()`": "there is one where there are no streams",
     "LastReductions._issue: `self._wired.wait()` at the end of its block": "there is one where there are no streams",
     "LastReductions._issue: `if self._wired is not None` taken as False": "there is one where there are no streams",
-    "LastReduction.keep: `self.release()` at the start of its block": "nothing is issued between the two places",
-    "LastReduction.keep: without `self._reduced.reallocate_storage()`": (
+    "Reduction.keep: `self.release()` at the start of its block": "nothing is issued between the two places",
+    "Reduction.keep: without `self._reduced.reallocate_storage()`": (
         "a reduction takes the memory where it is not there"
     ),
     "Compute.forget_unused: `if self.is_captured(self._known[number]) is is_capturing` taken as False": (
@@ -140,7 +140,7 @@ EQUIVALENT: dict[str, str] = {
     "GradientBuffer.wait: `self.reduction.release()` at the start of its block": (
         "nothing is allocated between the two places"
     ),
-    "PackedGradients.keep: `self.reduction.keep(keeps)` at the start of its block": (
+    "GradientBuffer.keep: `self.reduction.keep(keeps)` at the start of its block": (
         "each has memory of its own, and nothing is issued between the two places"
     ),
     "Schedule.reshard: `if unit.weight_state is WeightState.GATHERING` taken as True": (
@@ -174,7 +174,7 @@ OPEN: dict[str, str] = {
     "WeightBuffers.gather: `main.to(source.device, non_blocking=True)` that blocks": (
         "a copy to a GPU: on a CPU there is none"
     ),
-    "ShardedWeights.start_refresh: `main.local_buffer.to(staged.device, non_blocking=True)` that blocks": (
+    "WeightBuffers.start_refresh: `main.local_buffer.to(staged.device, non_blocking=True)` that blocks": (
         "a copy to a GPU: on a CPU there is none"
     ),
     "Rows._table: `table.to(device, non_blocking=True)` that blocks": "a copy to a GPU: on a CPU there is none",

@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp import fully_shard_optimizer
-from megatron_fsdp.runtime.step.parameter_group import ParameterGroup, group_of_parameter
+from megatron_fsdp.engine.param_group import ParameterGroup, group_of_parameter
 
 __all__ = ["differing_state", "groups_of", "torch_adamw", "two_groups"]
 

@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from megatron_fsdp import fully_shard
-from megatron_fsdp.runtime.step.gradients import GradientBuffer
+from megatron_fsdp.engine.grads import GradientBuffer
 from tests.harness.models import WIDTH, Block, Made, Stack, inputs, squared, three_blocks
 from tests.harness.oracle import Case
 

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from dbuffer import FlatDTensor
 from megatron_fsdp import CPUOffloadPolicy, Placements, fsdp_no_shard, fully_shard
-from megatron_fsdp.runtime.weights.gathered_weight import GatheredWeight
+from megatron_fsdp.engine.unsharded_param import GatheredWeight
 from tests.functional.random_models import GRANULARITIES, POLICIES, SIDE_KINDS, build, parts_with_paths
 from tests.functional.random_use import RAISED, Program, Trainee, whole
 from tests.harness import run_ranks

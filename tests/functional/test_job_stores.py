@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_fsdp import Watch, fully_shard
-from megatron_fsdp.runtime.guards import rendezvous
+from megatron_fsdp.checks import rendezvous
 from tests.harness import on_ranks
 
 TIMES = 2

@@ -24,9 +24,9 @@ from dbuffer_kernels import decode_rows
 from megatron_fsdp import AdamW, MixedPrecisionPolicy, fully_shard
 from megatron_fsdp.certify.certificate import watching
 from megatron_fsdp.certify.clocks import VirtualStreams
-from megatron_fsdp.runtime.step.streams import drive_with
-from megatron_fsdp.runtime.step.unit import units_below
-from megatron_fsdp.runtime.weights import hooked_weights
+from megatron_fsdp.engine.streams import drive_with
+from megatron_fsdp.engine.unit import units_below
+from megatron_fsdp.variants import hooked_weights
 from tests.certify.hiding import Hidden, Hiding
 from tests.harness.oracle import STRATEGIES
 

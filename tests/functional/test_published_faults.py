@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from dbuffer.collectives import Part
 from megatron_fsdp import GradientScaleError, Placements, check_gradient_scale, fully_shard
-from megatron_fsdp.runtime.step import gradients
-from megatron_fsdp.runtime.step.gradients import Reduction
+from megatron_fsdp.engine import reduce
+from megatron_fsdp.engine.reduce import Reduction
 from tests.functional.expert_parallel import rows, shard_experts
 from tests.harness import on_ranks
 from tests.harness.models import Block, Stack
@@ -34,7 +34,7 @@ def divide_what_was_accumulated() -> AbstractContextManager[Any]:
     def accumulate(source: torch.Tensor, target: torch.Tensor, *, scale: float, overwrite: bool) -> None:
         target.copy_(source if overwrite else target + source).mul_(scale)
 
-    return mock.patch.object(gradients, "accumulate", accumulate)
+    return mock.patch.object(reduce, "accumulate", accumulate)
 
 
 def double_in_groups_of_one() -> AbstractContextManager[Any]:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard
-from megatron_fsdp.runtime.step.unit import units_below
+from megatron_fsdp.engine.unit import units_below
 from tests.harness import on_ranks
 from tests.harness.grids import covering, nightly_but
 from tests.harness.models import WIDTH, Block, CheckpointedStack, Made, inputs, three_blocks

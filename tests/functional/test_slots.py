@@ -197,7 +197,7 @@ def with_memory_of_the_communicator(model: nn.Module) -> None:
         return lambda num_bytes: asked.append(num_bytes) or torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megatron_fsdp.runtime.weights.memory_slots.from_communicator", lent)
+        patch.setattr("megatron_fsdp.variants.memory_slots.from_communicator", lent)
         for module in model.modules():
             if isinstance(module, FsdpModule):
                 module.set_allocate_memory_from_process_group_for_comm(True)

@@ -27,7 +27,7 @@ from megatron_fsdp import (
 )
 from megatron_fsdp.certify.checker import Checker
 from megatron_fsdp.certify.clocks import VirtualStreams
-from megatron_fsdp.runtime.step.streams import drive_with, latest_submission
+from megatron_fsdp.engine.streams import drive_with, latest_submission
 from tests.certify.models import Branches
 from tests.harness import on_ranks
 from tests.harness.models import Block, Stack, inputs

@@ -30,12 +30,10 @@ FOLDER_ORDER = (
     ("megatron_fsdp.command_parser",),
     ("megatron_fsdp.policy",),
     ("megatron_fsdp.build",),
-    ("megatron_fsdp.runtime.step",),
-    ("megatron_fsdp.runtime.weights",),
-    ("megatron_fsdp.runtime.grads",),
-    ("megatron_fsdp.runtime.lifecycle",),
-    ("megatron_fsdp.runtime.guards",),
-    ("megatron_fsdp.runtime",),
+    ("megatron_fsdp.engine",),
+    ("megatron_fsdp.variants",),
+    ("megatron_fsdp.lifecycle",),
+    ("megatron_fsdp.checks",),
     ("megatron_fsdp.optim",),
     ("megatron_fsdp.api", "megatron_fsdp.meta_init"),
     ("megatron_fsdp.virtual",),
@@ -46,7 +44,7 @@ FOLDER_ORDER = (
     ("megatron_fsdp",),
 )
 # Where imports for annotations make a cycle, too.
-STRICT_PACKAGE = "megatron_fsdp.runtime."
+STRICT_PACKAGE = "megatron_fsdp.engine."
 # The packages from the lowest floor up.
 FLOORS = tuple(dict.fromkeys(room.partition(".")[0] for line in FOLDER_ORDER for room in line))
 FOLDERS = ("dbuffer", "kernels", "megatron_fsdp", "examples", "benchmarks", "tests")
@@ -63,8 +61,7 @@ COLLECTIVES = """all_gather all_gather_coalesced all_gather_into_tensor all_gath
 TORCH_ONLY = """all_gather_into_tensor all_gather_single reduce_scatter_single reduce_scatter_tensor all_to_all_single
     _coalescing_manager""".split()
 COLLECTIVES_FILES = ("collectives", "collectives_together", "collectives_rare", "gloo")
-LANES_FILE = "megatron_fsdp/runtime/step/lanes.py"
-STREAM_FILES = (LANES_FILE, "megatron_fsdp/runtime/step/streams.py")
+LANES_FILE = "megatron_fsdp/engine/streams.py"
 LIBRARY = ("dbuffer/", "kernels/", "megatron_fsdp/")
 
 
@@ -87,7 +84,7 @@ RESERVED = (
     Reserved(
         r"\bcuda\.(Event|ExternalStream|Stream|StreamContext|current_stream|default_stream|set_stream|stream)\b"
         r"|\btorch\.(Event|Stream)\b|from torch\.cuda import|\.(record_event|record_stream|wait_event|wait_stream)\(",
-        LIBRARY, STREAM_FILES, f"a lane of {LANES_FILE}, where the order of device work is decided",
+        LIBRARY, (LANES_FILE,), f"a lane of {LANES_FILE}, where the order of device work is decided",
     ),
     # It is optional: two files import it, when one of their functions is called.
     Reserved(

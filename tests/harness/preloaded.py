@@ -15,7 +15,7 @@ import dbuffer
 import megatron_fsdp
 import tests.harness.oracle
 import tests.harness.worker  # noqa: F401
-from megatron_fsdp.runtime.grads import fuse
+from megatron_fsdp.engine import fused_linear as fuse
 
 # As in ``tests/conftest.py``.
 fuse.MIN_NUMEL = 0

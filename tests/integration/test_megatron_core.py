@@ -11,9 +11,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp import GradientScale, check_gradient_scale
+from megatron_fsdp.engine.unit import units_below
 from megatron_fsdp.errors import FsdpError
-from megatron_fsdp.runtime.lifecycle.module import FsdpModule
-from megatron_fsdp.runtime.step.unit import units_below
+from megatron_fsdp.lifecycle.module import FsdpModule
 from tests.integration.megatron_meshes import (
     MOE,
     Mesh,

@@ -12,7 +12,7 @@ import pytest
 
 from megatron_fsdp.integrations.megatron import adapter as mcore_adapter
 from megatron_fsdp.integrations.megatron.data_parallel import DataParallelMethods
-from megatron_fsdp.runtime.lifecycle.module import FsdpModule
+from megatron_fsdp.lifecycle.module import FsdpModule
 from tests.integration.megatron_meshes import (
     MOE,
     DistributedDataParallelConfig,

@@ -12,10 +12,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from megatron_fsdp import Muon
+from megatron_fsdp.engine.unit import units_below
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.integrations.torchtitan import parallelize_decoder
 from megatron_fsdp.muon import muon_param_groups
-from megatron_fsdp.runtime.step.unit import units_below
 from tests.integration.ranks import run_ranks
 
 # Importing it brings in parts of PyTorch that warn of each other.

@@ -5,8 +5,7 @@ from unittest import mock
 
 import pytest
 
-from megatron_fsdp.runtime.step.lanes import Ticket
-from megatron_fsdp.runtime.step.streams import LANES, Compute
+from megatron_fsdp.engine.streams import LANES, Compute, Ticket
 from tests.functional.test_gpu_ranks import SETTINGS, STEPS, trained
 from tests.harness import run_ranks
 from tests.nullcuda import accesses, machine, races

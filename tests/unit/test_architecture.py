@@ -51,7 +51,7 @@ def places(violations: list[str]) -> list[str]:
     return sorted({violation.partition(": ")[0] for violation in violations})
 
 
-LANES, UNIT = "megatron_fsdp__runtime__step__lanes", "megatron_fsdp__runtime__step__unit"
+LANES, UNIT = "megatron_fsdp__engine__streams", "megatron_fsdp__engine__unit"
 PLAN, API = "dbuffer__plan", "megatron_fsdp__api"
 GUARDED = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from megatron_fsdp.{} import Name"
 ADAPTER = "megatron_fsdp__integrations__megatron__adapter"
@@ -69,7 +69,7 @@ CASES: dict[str, tuple[Rule, dict[str, str], list[str]]] = {
             architecture.upward_imports, {PLAN: text, "tests__harness": "", LANES: ""},
             [f"dbuffer/plan.py:{1 + text.count(chr(10))}"],
         )
-        for text in ("import megatron_fsdp.runtime.step.lanes as lanes", "def late():\n    import tests.harness")
+        for text in ("import megatron_fsdp.engine.streams as lanes", "def late():\n    import tests.harness")
     },
     "imports from lower floors and other projects": (
         architecture.upward_imports,
@@ -79,7 +79,7 @@ CASES: dict[str, tuple[Rule, dict[str, str], list[str]]] = {
         architecture.upward_imports,
         {UNIT: "from megatron_fsdp.api import fully_shard", API: "", "megatron_fsdp__checkpoint__api": "",
          "megatron_fsdp__optim__adamw": "from megatron_fsdp.checkpoint.api import a\nimport megatron_fsdp.policy"},
-        ["megatron_fsdp/optim/adamw.py:1", "megatron_fsdp/runtime/step/unit.py:1"],
+        ["megatron_fsdp/engine/unit.py:1", "megatron_fsdp/optim/adamw.py:1"],
     ),
     **{
         f"two files that import each other: {text}": (
@@ -88,13 +88,13 @@ CASES: dict[str, tuple[Rule, dict[str, str], list[str]]] = {
         )
         for text in ("from .buffer import DBuffer", "def late():\n    from dbuffer import buffer")
     },
-    "imports for annotations alone, within the runtime and across": (
+    "imports for annotations alone, within the engine and across": (
         architecture.import_cycles,
-        {UNIT: GUARDED.format("runtime.step.schedule"),
-         "megatron_fsdp__runtime__step__schedule": "import megatron_fsdp.runtime.step.unit",
+        {UNIT: GUARDED.format("engine.root"),
+         "megatron_fsdp__engine__root": "import megatron_fsdp.engine.unit",
          "megatron_fsdp__policy__mesh": GUARDED.format("policy.strategy"),
          "megatron_fsdp__policy__strategy": "import megatron_fsdp.policy.mesh"},
-        [" -> ".join(f"megatron_fsdp.runtime.step.{name}" for name in ("schedule", "unit", "schedule"))],
+        [" -> ".join(f"megatron_fsdp.engine.{name}" for name in ("root", "unit", "root"))],
     ),
     "a method of 61 lines beside one of 60": (
         architecture.oversized, {PLAN: method(61), API: method(60)}, ["dbuffer/plan.py:2"]

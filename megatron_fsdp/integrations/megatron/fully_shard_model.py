@@ -17,17 +17,17 @@ from torch.optim import Optimizer
 
 from megatron_fsdp.api import fully_shard
 from megatron_fsdp.config.fsdp_config import FsdpConfig
+from megatron_fsdp.engine.param_group import ParameterGroup
+from megatron_fsdp.engine.unit import units_below
 from megatron_fsdp.errors import ConfigError, FsdpError, nearest
 from megatron_fsdp.integrations.megatron.groups import is_expert
 from megatron_fsdp.integrations.megatron.module import MegatronFSDP, as_megatron
+from megatron_fsdp.lifecycle.make_param_group import set_divisor, set_reduction
+from megatron_fsdp.lifecycle.module import FSDPModule, unit_of
 from megatron_fsdp.meta_init import materialize
 from megatron_fsdp.optim.sharded_optimizer import fully_shard_optimizer
 from megatron_fsdp.policy.mesh import buffer_device, sharding_target
 from megatron_fsdp.policy.precision import MixedPrecisionPolicy, as_policy
-from megatron_fsdp.runtime.lifecycle.make_param_group import set_divisor, set_reduction
-from megatron_fsdp.runtime.lifecycle.module import FSDPModule, unit_of
-from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
-from megatron_fsdp.runtime.step.unit import units_below
 
 __all__ = ["ACCEPTED", "Accepted", "fully_shard_model", "fully_shard_model_and_optimizer"]
 

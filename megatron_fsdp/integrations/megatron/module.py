@@ -12,15 +12,15 @@ from torch import nn
 
 from dbuffer import Replicate
 from dbuffer.collectives_rare import broadcast
+from megatron_fsdp.engine.accumulation import GradState
+from megatron_fsdp.engine.backward import Backward
+from megatron_fsdp.engine.grads import GradientBuffer
+from megatron_fsdp.engine.param_group import ParameterGroup
+from megatron_fsdp.engine.unit import WeightState, units_below
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.integrations.megatron.groups import ModelGroups
 from megatron_fsdp.integrations.megatron.names import WholeNames
-from megatron_fsdp.runtime.lifecycle.module import FSDPModule
-from megatron_fsdp.runtime.step.backward import Backward
-from megatron_fsdp.runtime.step.grad_binding import GradState
-from megatron_fsdp.runtime.step.gradients import GradientBuffer
-from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
-from megatron_fsdp.runtime.step.unit import WeightState, units_below
+from megatron_fsdp.lifecycle.module import FSDPModule
 
 __all__ = ["MegatronFSDP", "as_megatron"]
 

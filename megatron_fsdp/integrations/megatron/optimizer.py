@@ -9,14 +9,14 @@ import torch
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from dbuffer import DBuffer, Flat
+from megatron_fsdp.engine.param_group import ParameterGroup
+from megatron_fsdp.engine.unit import units_below
 from megatron_fsdp.integrations.megatron.checkpoint import describe_by_name, load_by_name
 from megatron_fsdp.integrations.megatron.groups import ModelGroups, reduce_over
 from megatron_fsdp.integrations.megatron.module import MegatronFSDP
 from megatron_fsdp.optim.grad_norm import clip_factor
 from megatron_fsdp.optim.megatron_muon import MUON_NAMES, megatron_muon
 from megatron_fsdp.optim.sharded_optimizer import fully_shard_optimizer
-from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
-from megatron_fsdp.runtime.step.unit import units_below
 
 __all__ = ["OptimizerMethods", "adopt_optimizer", "weight_norm"]
 

@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from dbuffer import Element, MeshError
 from megatron_fsdp import AgreementError, CPUOffloadPolicy, Placements, fully_shard
-from megatron_fsdp.runtime.guards import rendezvous
-from megatron_fsdp.runtime.weights.memory_slots import reshard_to
+from megatron_fsdp.checks import rendezvous
+from megatron_fsdp.variants.memory_slots import reshard_to
 from tests.harness import on_ranks, run_ranks
 from tests.harness.models import Block, Stack, squared
 

@@ -247,7 +247,7 @@ def test_the_command_says_how_many_it_checked_and_what_it_does_not_know(capsys: 
 )
 @on_ranks(1)
 def test_a_lane_that_waits_less_is_found(what: str, case: str) -> None:
-    found = mutants("megatron_fsdp.runtime.step.lanes")
+    found = mutants("megatron_fsdp.engine.streams")
     with applied(next(mutant for mutant in found if mutant.what == what)):
         (certificate,) = run_on_rank([case])
     assert [*certificate.races, *certificate.early_reuses, *certificate.disorders]

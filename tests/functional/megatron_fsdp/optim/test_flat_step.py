@@ -19,7 +19,7 @@ from megatron_fsdp import (
     fully_shard,
     fully_shard_optimizer,
 )
-from megatron_fsdp.runtime.step.parameter_group import group_of_parameter
+from megatron_fsdp.engine.param_group import group_of_parameter
 from tests.functional.adamw_comparison import differing_state, differing_values, two_groups
 from tests.harness import on_ranks, run_ranks
 from tests.harness.grids import nightly_but

@@ -12,9 +12,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_fsdp import FsdpModule, MixedPrecisionPolicy, Placements, StateError, explain, fsdp_no_shard, fully_shard
 from megatron_fsdp.formatting import format_bytes
+from megatron_fsdp.lifecycle.module import unit_of
 from megatron_fsdp.policy.slots import SlotChoice
-from megatron_fsdp.runtime.lifecycle.module import unit_of
-from megatron_fsdp.runtime.weights.memory_slots import use_slots
+from megatron_fsdp.variants.memory_slots import use_slots
 from tests.unit.megatron_fsdp.planning.chains import THREE, Chain, sharded, world
 
 NUM_RANKS = 6

@@ -13,8 +13,7 @@ from torch.nn.utils import parametrize
 
 from dbuffer_kernels.products import add_product
 from megatron_fsdp.build.ownership import OwnedParameter, collect_parameters
-from megatron_fsdp.runtime.grads.fuse import fuse_linear_layers, offer_products
-from megatron_fsdp.runtime.step.fused_linear import FusedLinear
+from megatron_fsdp.engine.fused_linear import FusedLinear, fuse_linear_layers, offer_products
 
 NO_NUMBER = float("nan")
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_fsdp import Placements, fully_shard
-from megatron_fsdp.runtime.step import grad_binding
+from megatron_fsdp.engine import accumulation as grad_binding
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from dbuffer.events import listen
-from megatron_fsdp.runtime.step.lanes import Lane, Ticket, lane
+from megatron_fsdp.engine.streams import Lane, Ticket, lane
 
 CPU = torch.device("cpu")
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from megatron_fsdp.runtime.step.pytree import iterate_tensors, map_tensors
+from megatron_fsdp.engine.outputs import iterate_tensors, map_tensors
 
 
 @dataclass

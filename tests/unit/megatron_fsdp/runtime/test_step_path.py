@@ -11,8 +11,8 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard
-from megatron_fsdp.runtime.grads import fuse
-from megatron_fsdp.runtime.step.fsdp_params import SMALL_NUMEL
+from megatron_fsdp.engine import fused_linear as fuse
+from megatron_fsdp.engine.params import SMALL_NUMEL
 
 WIDTH = 32
 # Python and C calls that sharding adds to a block, without the optimizer, where its linear layers are fused and where

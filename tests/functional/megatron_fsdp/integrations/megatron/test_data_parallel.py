@@ -23,7 +23,7 @@ from megatron_fsdp.integrations.megatron.fully_shard_model import fully_shard_mo
 from megatron_fsdp.integrations.megatron.groups import ModelGroups, hybrid_mesh
 from megatron_fsdp.integrations.megatron.optimizer import adopt_optimizer
 from megatron_fsdp.integrations.megatron.settings import refuse_arguments, refuse_configs, refuse_optimizer
-from megatron_fsdp.runtime.lifecycle.module import unit_of
+from megatron_fsdp.lifecycle.module import unit_of
 from tests.harness import on_ranks, run_ranks
 
 

@@ -29,7 +29,7 @@ from megatron_fsdp import (
     no_sync,
 )
 from megatron_fsdp.optim.grad_norm_rare import exact_norm
-from megatron_fsdp.runtime.grads.invariant_reduction import _InvariantReduction
+from megatron_fsdp.variants.invariant_reduction import _InvariantReduction
 from tests.harness import on_ranks, run_ranks
 from tests.harness.models import Headed, make_mesh, squared, three_blocks
 from tests.harness.oracle import units_of, whole

@@ -8,8 +8,8 @@ import torch
 from megatron_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from megatron_fsdp.certify.checker import Checker
 from megatron_fsdp.certify.clocks import VirtualStreams
-from megatron_fsdp.runtime.grads import last_reduction
-from megatron_fsdp.runtime.step.streams import drive_with
+from megatron_fsdp.engine import reduce as last_reduction
+from megatron_fsdp.engine.streams import drive_with
 from tests.harness import on_ranks
 from tests.harness.models import inputs
 from tests.harness.twins import Twins

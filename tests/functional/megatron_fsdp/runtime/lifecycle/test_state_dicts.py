@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from megatron_fsdp import AdamW, fully_shard, fully_shard_optimizer, load_checkpoint, save_checkpoint
-from megatron_fsdp.runtime.lifecycle.module import unit_of
+from megatron_fsdp.lifecycle.module import unit_of
 from tests.functional.checkpoint_cases import full_optimizer_state
 from tests.harness import on_ranks
 from tests.harness.grids import nightly_but

@@ -1,0 +1,1 @@
+"""What is refused by name, and what ranks compare with each other."""

@@ -1,0 +1,238 @@
+"""Agreement: every rank of a mesh has to make the same units, or gathers would mix up tensors in silence."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from dbuffer.whereabouts import ALARMS, job_store, raise_difference, refuse_after_difference
+from megatron_fsdp.checks.rendezvous import meet, report_failure
+from megatron_fsdp.engine.param_group import ParameterGroup
+from megatron_fsdp.engine.root import Schedule
+from megatron_fsdp.engine.unit import Unit, alive
+from megatron_fsdp.lifecycle.make_param_group import follow_grad_dtypes
+
+__all__ = ["FirstUse", "Wrapping", "mesh_ranks"]
+
+
+class Wrapping:
+    """One ``fully_shard`` call on all ranks of a mesh: either all of them get through it or none.
+
+    As a context it tells the other ranks of an exception that is raised inside; they would wait for this one otherwise.
+    """
+
+    def __init__(self, mesh: DeviceMesh | None) -> None:
+        self._ranks = None if mesh is None else mesh_ranks(mesh)
+        self._action, self._is_agreeing = "calls fully_shard", False
+
+    def __enter__(self) -> Wrapping:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
+        # Whoever is told of an exception, or differs from the others, has nothing to tell them.
+        if error is None or self._is_agreeing:
+            return
+        if self._ranks is None:
+            self._ranks = tuple(range(dist.get_world_size())) if dist.is_initialized() else ()
+        report_failure(self._ranks, self._action, error)
+
+    def begin(self, unit: str, mesh: DeviceMesh) -> None:
+        """Say what is wrapped, and over which ranks."""
+        self._action, self._ranks = f"calls fully_shard on unit {unit!r}", mesh_ranks(mesh)
+
+    def agree(self, unit: str, groups: Sequence[ParameterGroup], reshard_after_forward: object) -> None:
+        """Wait until all ranks are here with the same layout.
+
+        Raises:
+            MeshError: on every rank, when any two of them differ.
+            AgreementError: another rank raised, or did not come.
+        """
+        assert self._ranks is not None
+        self._is_agreeing = True
+        meet(
+            self._ranks,
+            self._action,
+            [*_layout(groups), f"reshard_after_forward={reshard_after_forward}"],
+            f"unit {unit!r}: the ranks of its mesh lay it out differently",
+            "Look for names, shapes, dtypes, requires_grad, placements or granularity that depend on the rank. Nothing "
+            "was sharded by this call",
+        )
+        self._is_agreeing = False
+
+
+_NUM_COMPARED = 2
+"""The last backward in which the order of units is compared; so it is in the forward that follows."""
+_MOST_COMPARED = 1 << 12
+
+
+class FirstUse:
+    """The time until a root's third backward, in which the ranks are held to the same units.
+
+    Before the first collective they agree on what the units are. From then on each rank says before each collective,
+    in the job's store, of which unit it is; afterwards it costs nothing.
+
+    Not the first forward: where weights rest whole, one rank may run the model alone.
+
+    Attributes:
+        is_over: whether it has passed. Who gathers or reduces looks at it first.
+        tokens: a name of the agreement of each set of ranks, which nothing else has in the job's store; empty where
+            this process is the only one.
+    """
+
+    def __init__(self) -> None:
+        self.is_over = False
+        self.tokens: dict[tuple[int, ...], str] = {}
+        self._has_agreed = False
+        # How many collectives of each kind were compared so far, on each set of ranks.
+        self._counts: Counter[tuple[str, tuple[int, ...]]] = Counter()
+        # The sets of ranks that each unit communicates with.
+        self._known_ranks: weakref.WeakKeyDictionary[Unit, set[tuple[int, ...]]] = weakref.WeakKeyDictionary()
+
+    def before_gather(self, unit: Unit) -> None:
+        """A unit is about to be gathered; raises as ``agree`` and ``_compare`` do."""
+        if not self._has_agreed:
+            follow_grad_dtypes(unit)
+        if not all(group.rests_whole for group in unit.groups):
+            self.agree(unit.schedule)
+            self._compare("gather", unit)
+
+    def before_reduction(self, unit: Unit) -> None:
+        """Gradients of a unit are about to be reduced, or kept; raises as ``agree`` and ``_compare`` do."""
+        if unit.requires_gradient_sync:
+            self.agree(unit.schedule)
+            self._compare("reduction", unit)
+
+    def _compare(self, kind: str, unit: Unit) -> None:
+        """Say in the job's store of which unit the next collective is, and see whether the first rank said the same.
+
+        One request to compare and one to look for a verdict; nobody waits. A rank that differs issues nothing: the
+        others wait for it, and find its verdict (``dbuffer.whereabouts``).
+
+        Raises:
+            MeshError: another rank issued a collective of another unit in this place, or has raised this.
+        """
+        if unit.backward.number > _NUM_COMPARED:
+            self._end()
+            return
+        store: Any = job_store()
+        for ranks, token in self.tokens.items():
+            if not token or ranks not in self._ranks_of(unit):
+                continue
+            self._counts[kind, ranks] += 1
+            number = self._counts[kind, ranks]
+            me, alarm = dist.get_rank(), _alarm_of(token)
+            if store.check([alarm]):
+                raise_difference(store.get(alarm).decode())
+            first = store.compare_set(f"{token} {kind} {number}", "", f"{me} {unit.name}").decode()
+            rank, _, name = first.partition(" ")
+            if name != unit.name:
+                words = _other_order(f"{kind} number {number}", (rank, name), (str(me), unit.name))
+                store.set(alarm, words)
+                raise_difference(words)
+            if number >= _MOST_COMPARED:
+                # A model that no backward comes to.
+                self._end()
+
+    def _ranks_of(self, unit: Unit) -> set[tuple[int, ...]]:
+        known = self._known_ranks.get(unit)
+        if known is None:
+            known = self._known_ranks[unit] = {mesh_ranks(group.spec.mesh) for group in unit.groups}
+        return known
+
+    def _end(self) -> None:
+        self.is_over = True
+        ALARMS.difference_update(map(_alarm_of, self.tokens.values()))
+        store: Any = job_store()
+        for ranks, token in self.tokens.items():
+            # The last rank to come here removes what was compared; no rank reads it any more.
+            if token and store.add(f"{token} compared", 1) == len(ranks):
+                for kind in ("gather", "reduction"):
+                    for number in range(1, self._counts[kind, ranks] + 1):
+                        store.delete_key(f"{token} {kind} {number}")
+                store.delete_key(f"{token} compared")
+
+    def agree(self, schedule: Schedule) -> None:
+        """Wait until all ranks are about to use the same units, with the same settings.
+
+        Raises:
+            MeshError: on every rank, when any two of them differ.
+            AgreementError: another rank did not come.
+        """
+        if self._has_agreed:
+            return
+        refuse_after_difference()
+        root, units = schedule.root_ref(), schedule.units()
+        for unit in units:
+            follow_grad_dtypes(unit)
+        name = (units[0] if root is None else root).name
+        # Sorted, so that ranks which are in several of them do not wait for each other in a circle.
+        for ranks in sorted({mesh_ranks(group.spec.mesh) for unit in units for group in unit.groups}):
+            self.tokens[ranks] = meet(
+                ranks,
+                f"runs the model {name!r}",
+                [line for unit in units for line in _settings(unit, ranks)],
+                f"model {name!r}: the ranks of a mesh have other units, or units with other settings",
+                "Look for settings of units that depend on the rank",
+            )
+        self._has_agreed = True
+        ALARMS.update(_alarm_of(token) for token in self.tokens.values() if token)
+        if not any(self.tokens.values()):
+            self._end()
+
+
+def _alarm_of(token: str) -> str:
+    return f"{token} differs"
+
+
+def _other_order(place: str, first: tuple[str, str], second: tuple[str, str]) -> str:
+    sides = " and ".join(f"of {name!r} on rank {rank}" for rank, name in sorted((first, second)))
+    return (
+        f"the ranks of a mesh run other units, or in another order: {place} is {sides}. Their weights would be "
+        "mixed up. fix: run the same units in the same order on all ranks, also those that a rank's own data does "
+        "not need (an expert without tokens, an image tower without images: run it on zeros, and add 0 * "
+        "output.sum() to the loss), and loops of evaluation or generation equally often; or call fully_shard on the "
+        "module around them alone, so that they are one unit"
+    )
+
+
+def mesh_ranks(mesh: DeviceMesh) -> tuple[int, ...]:
+    """Return the ranks of a mesh in ascending order."""
+    return tuple(sorted(mesh.mesh.flatten().tolist()))
+
+
+def _layout(groups: Sequence[ParameterGroup]) -> Iterator[str]:
+    if not groups:
+        yield "no parameters of its own"
+    for group in groups:
+        use = "trained" if group.requires_grad else "frozen"
+        for name, param in group.parameters.items():
+            yield f"{name!r} {tuple(param.shape)} of {param.dtype}, {use}"
+    for group in groups:
+        yield from group.weights.agreed()
+        yield f"the plan {group.plan.fingerprint()} with {group.spec.placements} in {group.spec.dtypes}"
+
+
+def _settings(unit: Unit, ranks: tuple[int, ...]) -> Iterator[str]:
+    plans = []
+    for group in unit.groups:
+        if mesh_ranks(group.spec.mesh) == ranks:
+            part, dtypes = group.weights.post_forward, group.spec.dtypes
+            kept = 0 if part is None else part.axis.size
+            which = str(dtypes.reduce), str(dtypes.main_grad)
+            frozen = [name for name, each in group.parameters.items() if not each.requires_grad]
+            plans.append(
+                f"plan {group.plan.fingerprint()}, {f'frozen: {frozen}' if frozen else 'all trained'}, reduced in "
+                f"{which[0]}, gradients in {which[1]}" + (f", parts of {kept} ranks kept" if kept else "")
+            )
+    if plans:
+        yield (
+            f"unit {unit.name!r} ({'; '.join(plans)}; reshard_after_forward {unit.reshard_after_forward}, "
+            f"reshard_after_backward {unit.reshard_after_backward}, unshard_in_backward {unit.unshards_in_backward}, "
+            f"forward prefetch {[other.name for other in alive(unit.forward_prefetch)]}, "
+            f"backward prefetch {[other.name for other in alive(unit.backward_prefetch)]})"
+        )

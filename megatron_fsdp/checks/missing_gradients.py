@@ -1,0 +1,137 @@
+"""MissingGradients: whether a parameter that got no gradient on this rank got one on any.
+
+If one did, this rank takes part in the mean with zeros; if none did, ``.grad`` is None as in any model. Who misses some
+says so in the job's store; if all have, they vote on which, now and until nobody misses any
+(docs/design/missing_gradients.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dbuffer.collectives import all_reduce
+from megatron_fsdp.checks.agreement import mesh_ranks
+from megatron_fsdp.checks.rendezvous import job_store
+from megatron_fsdp.engine.streams import is_capturing, wait_on_host
+
+if TYPE_CHECKING:
+    from megatron_fsdp.engine.grads import GradientBuffer
+    from megatron_fsdp.engine.param_group import ParameterGroup
+    from megatron_fsdp.engine.unit import Unit
+
+__all__ = ["MissingGradients"]
+
+
+class MissingGradients:
+    """What the ranks of one model know of each other's missing gradients.
+
+    Args:
+        tokens: by ranks, the names of their agreements on this model, empty for a rank alone; see ``FirstUse``.
+
+    Attributes:
+        number: how many accumulations were reduced. has_question: something is to be found out at its end.
+    """
+
+    def __init__(self, tokens: Mapping[tuple[int, ...], str]) -> None:
+        self.tokens = tokens
+        self.number = 0
+        self.has_question = False
+        self._circles: dict[tuple[int, ...], _Circle] = {}
+
+    def say(self, groups: Iterable[ParameterGroup]) -> None:
+        """Tell the other ranks, before gradients are reduced, if some are missing here."""
+        for group in groups:
+            if group.gradients is not None and 1 in group.gradients.binding.missing:
+                circle = self._circle(group)
+                token, is_heard = self.tokens.get(circle.ranks), circle.has_said or circle.asks
+                if token and not is_heard and not is_capturing(circle.device):
+                    self.has_question = circle.has_said = True
+                    store: Any = job_store()
+                    store.add(f"{token} {self.number} missing", 1)
+
+    def settle(self, final: Sequence[ParameterGroup], units: Iterable[Unit]) -> None:
+        """Leave in ``missing`` of reduced buffers what no rank has.
+
+        A rank that misses none calls it where it ``has_question``, and else need not.
+
+        Args:
+            final: whose gradients are reduced. units: all of the model, in the same order on every rank.
+        """
+        circles: dict[_Circle, list[GradientBuffer]] = {}
+        for group in final:
+            if group.gradients is not None:
+                circles.setdefault(self._circle(group), []).append(group.gradients)
+        for circle, reduced in circles.items():
+            token = self.tokens.get(circle.ranks)
+            if token == "":
+                continue
+            circle.asks = circle.asks or (circle.has_said and circle.all_have_said(f"{token} {self.number}"))
+            circle.has_said = False
+            if circle.asks:
+                circle.vote(reduced, [one for unit in units for one in unit.groups if self._circle(one) is circle])
+            else:
+                # What is missing here was zeros for the others.
+                for buffer in reduced:
+                    buffer.binding.missing = bytearray(len(buffer.binding.missing))
+        self.has_question = any(circle.has_said or circle.asks for circle in self._circles.values())
+
+    def _circle(self, group: ParameterGroup) -> _Circle:
+        ranks = mesh_ranks(group.spec.mesh)
+        if ranks not in self._circles:
+            self._circles[ranks] = _Circle(ranks, group.spec.compute_device)
+        return self._circles[ranks]
+
+
+@dataclass(eq=False)
+class _Circle:
+    """The ranks that reduce some groups together, and how far they are.
+
+    Attributes:
+        has_said: this rank has said of the accumulation under way that it misses gradients. asks: all of them vote at
+            its end in any case. old_keys: in the store, of the last look.
+    """
+
+    ranks: tuple[int, ...]
+    device: torch.device
+    has_said: bool = False
+    asks: bool = False
+    old_keys: tuple[str, ...] = ()
+
+    def all_have_said(self, name: str) -> bool:
+        """Whether every rank has left word in the accumulation of that name."""
+        # Reductions that are done have waited for every rank, and every rank has spoken before its own.
+        wait_on_host(self.device)
+        store: Any = job_store()
+        said, verdict = f"{name} missing", f"{name} verdict"
+        # The first look counts for all who look. Who has said nothing does not, but then it is this very answer.
+        found = store.compare_set(verdict, "", "all" if store.add(said, 0) == len(self.ranks) else "some").decode()
+        # Nobody reads the last ones any more: this reduction has waited for all to have begun with it.
+        for key in self.old_keys:
+            store.delete_key(key)
+        self.old_keys = (said, verdict)
+        return bool(found == "all")
+
+    def vote(self, reduced: Sequence[GradientBuffer], groups: Sequence[ParameterGroup]) -> None:
+        """Find out by one small collective which gradients of ``reduced`` are missing on all ranks.
+
+        Args:
+            groups: all that these ranks reduce. Of meshes of the same ranks each has communicators of its own, and
+                which one a rank met first is its own affair: the vote runs over those of the first group.
+        """
+        wanted = {id(buffer) for buffer in reduced}
+        known = [group.gradients.binding for group in groups if group.gradients is not None]
+        is_wanted = [id(group.gradients) in wanted for group in groups if group.gradients is not None]
+        mine = [one * asked for binding, asked in zip(known, is_wanted, strict=True) for one in binding.missing]
+        # The maximum of "is there" is whether any rank has it. The last one: whether any misses something.
+        votes = torch.tensor([*(1 - one for one in mine), max(mine, default=0)], dtype=torch.int32, device=self.device)
+        for axis in groups[0].main_weight.axes:
+            all_reduce(votes, axis, "max")
+        *is_there, self.asks = map(bool, votes.tolist())
+        left = iter(is_there)
+        for binding, asked in zip(known, is_wanted, strict=True):
+            missing = bytearray(not next(left) for _ in binding.missing)
+            binding.missing = missing if asked else binding.missing

@@ -1,0 +1,151 @@
+"""Backwards that are refused by name: recorded ones, those through other weights than forward's, and by parameters.
+
+Of the sharded parameters that somebody asks ``torch.autograd.grad`` or ``backward(inputs=...)`` for autograd knows
+nothing where forward used gathered weights, and of those it has this rank's gradients.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch.optim import Optimizer
+
+from dbuffer import FlatDTensor
+from megatron_fsdp.build.ownership import owned_name
+from megatron_fsdp.engine.backward import is_run
+from megatron_fsdp.engine.param_group import ParameterGroup, group_of_parameter
+from megatron_fsdp.engine.params import handle_of
+from megatron_fsdp.engine.unit import Call
+from megatron_fsdp.errors import StateError
+
+__all__ = ["refuse_backward", "refuse_gathered", "refuse_sharded", "refuse_stale"]
+
+
+def refuse_backward(call: Call) -> None:
+    """Refuse a backward that is itself recorded, and that of a call whose unit's weights changed after it.
+
+    Asked where gradients are on, or an optimizer has stepped since.
+
+    Raises:
+        StateError: it is, or they did.
+    """
+    unit = call.unit
+    if torch.is_grad_enabled():
+        raise StateError(
+            f"unit {unit.name!r}: backward with create_graph=True is not supported: the recorded graph would "
+            "use released weights. Keep the module whose second derivatives are wanted unsharded."
+        )
+    for group in unit.groups:
+        group.freshness.is_changed()
+        if group.freshness.changed_at > call.moment:
+            raise StateError(
+                f"unit {unit.name!r}: an optimizer has stepped its weights ({next(iter(group.parameters))!r} or others "
+                "of that group) between a forward and the backward through it: gradients would be of the old "
+                "activations and the new weights. Call backward() before optimizer.step(), or run forward again after "
+                "it."
+            )
+
+
+def refuse_sharded(roots: Sequence[torch.Tensor], asked: Iterable[torch.Tensor]) -> None:
+    """Refuse to be asked for gradients of sharded parameters whose gathered weights the graph leads to.
+
+    Raises:
+        StateError: they are.
+    """
+    found: dict[int, torch.Tensor] = {}
+    for tensor in asked:
+        group = group_of_parameter(tensor)
+        params = None if group is None else group.fsdp_params
+        pairs = zip(params.sharded_params, params.unsharded_params, strict=True) if params is not None else ()
+        found |= {id(leaf): leaf for param, leaf in pairs if param is tensor}
+    nodes: list[Any] = [root.grad_fn for root in roots] if found else []
+    seen = set()
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            nodes += [following for following, _ in node.next_functions]
+            leaf = found.get(id(getattr(node, "variable", None)))
+            if leaf is not None:
+                _refuse(leaf)
+
+
+def refuse_gathered(groups: Iterable[ParameterGroup]) -> None:
+    """Refuse, at the end of a backward, that it was asked for gradients of gathered weights by name.
+
+    Raises:
+        StateError: it was: these are this rank's alone. Or the backward is the first half of one that a pipeline
+            schedule splits: its second half asks for the parameters by name, and finds none of them in the graph.
+    """
+    groups = list(groups)
+    if _is_split_by_pipeline():
+        group = next((group for group in groups if group.requires_grad), groups[0])
+        raise StateError(
+            f"unit {group.name!r}: parameter {next(iter(group.parameters))!r} would get no gradient: this schedule of "
+            "torch.distributed.pipelining takes the gradients of inputs and of weights in two "
+            "backwards (ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble, ScheduleDualPipeV). The second asks "
+            "autograd for parameters by name, where forward used gathered weights. fix: use ScheduleGPipe, "
+            "Schedule1F1B or ScheduleInterleaved1F1B"
+        )
+    for group in groups:
+        if math.prod(axis.size for axis in group.main_weight.axes) > 1:
+            for leaf in group.fsdp_params.unsharded_params:
+                if leaf.requires_grad and is_run(leaf) is None:
+                    _refuse(leaf)
+
+
+def _is_split_by_pipeline() -> bool:
+    """Whether a thread is in the first half of a split backward. A GPU's backward runs in a thread of autograd's."""
+    for innermost in sys._current_frames().values():
+        frame: Any = innermost
+        while frame is not None:
+            if frame.f_code.co_name == "stage_backward_input" and "pipelining" in frame.f_globals.get("__name__", ""):
+                return True
+            frame = frame.f_back
+    return False
+
+
+def _refuse(leaf: torch.Tensor) -> NoReturn:
+    raise StateError(
+        f"{handle_of(leaf).words}: torch.autograd.grad or backward(inputs=...) was asked for its gradient, of which "
+        "forward used gathered values: autograd has this rank's alone. Call backward() and read .grad, or keep the "
+        "module unsharded."
+    )
+
+
+def refuse_stale(optimizer: Optimizer) -> None:
+    """Refuse an optimizer that holds gathered weights or parameters that sharded ones have replaced, and SparseAdam.
+
+    Raises:
+        StateError: it names the first of them.
+    """
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        handle, name = parameter.__dict__.get("_fsdp_handle"), owned_name(parameter)
+        if handle is not None and handle.parameter:
+            raise StateError(
+                f"{type(optimizer).__name__} holds the gathered weights of parameter {handle.parameter!r} instead of "
+                "its shard: model.parameters() was called between a forward and its backward. Build the optimizer "
+                "before the first forward, or call model.reset_iter_state() first where a forward has no backward."
+            )
+        if name is None:
+            continue
+        group = group_of_parameter(parameter)
+        # A sharded one without a group is of a model that is gone.
+        is_current = isinstance(parameter, FlatDTensor) if group is None else parameter is group.parameters.get(name)
+        if not is_current:
+            raise StateError(
+                f"{type(optimizer).__name__} holds parameter {name!r} as it was before fully_shard, to_empty or an "
+                "assignment, which is used no more. Build the optimizer afterwards, or give both to "
+                "fully_shard_model_and_optimizer."
+            )
+        if group is not None and isinstance(optimizer, torch.optim.SparseAdam):
+            raise StateError(
+                f"SparseAdam holds parameter {name!r} of unit {group.name!r}. A sharded parameter has a dense "
+                "gradient, also of an embedding with sparse=True, and SparseAdam takes sparse ones only. fix: use "
+                "torch.optim.Adam(model.parameters()), or name the embedding's parameters in "
+                "fully_shard(ignored_params=...), which keeps them whole, and average their gradients yourself."
+            )

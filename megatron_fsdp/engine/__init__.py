@@ -1,0 +1,1 @@
+"""Everything that an ordinary training step is. Read root.py and backward.py first (docs/architecture.md)."""

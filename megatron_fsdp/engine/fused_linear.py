@@ -1,0 +1,247 @@
+"""FusedLinear: linear layers whose backward multiplies the weight's gradient straight into its unit's packed buffer.
+
+Without it autograd makes a tensor of the gradient, which is then copied into the packed buffer: four bytes moved per
+bf16 parameter, and memory for both. Here the matrix product writes into the buffer, or adds to what lies there, and
+autograd is handed no gradient for the weight. It still tells the weight when all of its uses are through, as for any
+parameter (docs/design/fused_gradients.md).
+"""
+
+from __future__ import annotations
+
+import copyreg
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+from torch.nn import functional
+
+from megatron_fsdp.build.ownership import OwnedParameter
+from megatron_fsdp.engine.params import NO_BUFFER, SMALL_NUMEL, WeightHandle, handle_of
+from megatron_fsdp.engine.unsharded_param import KINDS
+
+__all__ = [
+    "FusedLinear",
+    "as_factor",
+    "expert_matmul",
+    "fuse_linear_layers",
+    "has_transforms",
+    "offer_products",
+    "product_into_buffer",
+]
+
+
+class FusedLinear(nn.Linear):
+    """Mixed into the class of the linear layers of a unit; it keeps the class's name, and computes what that does.
+
+    ``type(layer).__mro__`` shows it. A copied or unpickled layer is of the original class again.
+    """
+
+    _plain_class: type[nn.Linear]
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Return ``input @ weight.T + bias``, as ``nn.Linear`` does."""
+        try:
+            # As ``self.weight`` finds them, without a call for each.
+            parameters: Any = self._parameters
+            weight, bias = parameters["weight"], parameters["bias"]
+        except KeyError:
+            # Parametrizations compute them.
+            weight, bias = self.weight, self.bias
+        if torch.compiler.is_dynamo_compiling():
+            return functional.linear(input, weight, bias)
+        try:
+            handle: WeightHandle = weight._fsdp_handle
+        except AttributeError:
+            return functional.linear(input, weight, bias)
+        # On CPU also where no buffer takes the weight's gradient: PyTorch's operator makes that before the input's, and
+        # holds it beside the copy of the weight that oneDNN makes for the latter. Elsewhere that would only cost the
+        # host: PyTorch's own operator takes a third of the time for a forward and a backward.
+        if handle.gradients is NO_BUFFER and not input.is_cpu:
+            return functional.linear(input, weight, bias)
+        if not torch.is_grad_enabled() or has_transforms() or forward_ad._current_level >= 0:
+            return functional.linear(input, weight, bias)
+        is_cast = input.dtype is not weight.dtype or torch.is_autocast_enabled(input.device.type)
+        factor = as_factor(input, weight) if is_cast else input
+        is_plain = type(factor) in _PLAIN and factor.layout is torch.strided  # type: ignore[union-attr]  # None is no tensor
+        if not is_plain or not weight.requires_grad or (bias is not None and bias.dtype is not weight.dtype):
+            return functional.linear(input, weight, bias)
+        output: torch.Tensor = product_into_buffer(factor, weight, bias, handle)
+        return output
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        _, _, *state = tuple(super().__reduce_ex__(protocol))
+        return copyreg._reconstructor, (self._plain_class, object, None), *state  # type: ignore[attr-defined]
+
+
+_PLAIN = (torch.Tensor, nn.Parameter)
+has_transforms: Callable[[], bool] = torch._C._are_functorch_transforms_active
+
+
+def as_factor(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
+    """Return what the weight is multiplied with: the input, cast as autocast casts it; None where they do not fit."""
+    if type(input) not in _PLAIN or input.layout is not torch.strided:
+        return None
+    if torch.is_autocast_enabled(weight.device.type):
+        if torch.get_autocast_dtype(weight.device.type) is not weight.dtype or input.dtype is torch.float64:
+            # The weight is cast too, and the gradient that is a matrix product is that of the cast weight.
+            return None
+        input = input.to(weight.dtype)
+    return input if input.dtype is weight.dtype else None
+
+
+class _ProductIntoBuffer(torch.autograd.Function):
+    """``functional.linear``, or ``torch.bmm`` for a weight of three axes.
+
+    The gradient of the weight is added to its unit's buffer, where that takes products.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, handle: WeightHandle
+    ) -> torch.Tensor:
+        # What ``save_for_backward`` does.
+        ctx.to_save = (input, weight if ctx.needs_input_grad[0] else None)
+        ctx.handle, ctx.is_batched = handle, weight.ndim == 3
+        ctx.materialize_grads = False
+        return torch.bmm(input, weight) if ctx.is_batched else functional.linear(input, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        (gradient,) = gradients
+        if gradient is None:
+            return None, None, None, None
+        input, weight = ctx.saved_tensors
+        if ctx.is_batched:
+            of_input = None if weight is None else torch.bmm(gradient, weight.mT)
+            return of_input, _weight_gradient(ctx, input.mT, gradient), None, None
+        rows, inputs = gradient, input
+        if input.ndim > 2:
+            rows, inputs = gradient.flatten(0, -2), input.flatten(0, -2)
+        elif input.ndim == 1:
+            rows, inputs = gradient.unsqueeze(0), input.unsqueeze(0)
+        of_input = None if weight is None else torch.mm(rows, weight)
+        if of_input is not None and inputs is not input:
+            of_input = of_input.view(input.shape)
+        of_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
+        return of_input, _weight_gradient(ctx, rows.T, inputs), of_bias, None
+
+
+def _weight_gradient(ctx: Any, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor | None:
+    """Return the gradient ``left @ right`` of a weight for autograd; None where the buffer took it, or none is wanted.
+
+    Args:
+        ctx: whose next node but one is the end of the weight in the graph: it accumulates, and then calls the hook that
+            counts arrivals.
+    """
+    handle: WeightHandle = ctx.handle
+    buffer = handle.gradients()
+    if buffer is None or not buffer.takes_products or torch.is_grad_enabled():
+        return left @ right
+    node = ctx.next_functions[1][0]
+    weight = node.variable
+    if not weight.requires_grad:
+        # Frozen since forward.
+        return None
+    try:
+        if not torch._C._will_engine_execute_node(node):
+            # torch.autograd.grad, or backward(inputs=...), for other tensors: nothing may be accumulated.
+            return None
+    except RuntimeError:
+        # torch.autograd.grad for this very weight, or a call of the node by hand: the caller gets the gradient.
+        return left @ right
+    if weight._backward_hooks:
+        # Whoever has a hook wants to see the gradient.
+        return left @ right
+    buffer.receive_product(handle.index, left, right)
+    return None
+
+
+# Its ``apply``, without what callers have seen to and what only other functions need: PyTorch's own looks for
+# transforms first, as callers here do, and for another way to call its backward.
+_ProductIntoBuffer._backward_cls.apply = _ProductIntoBuffer.backward  # type: ignore[attr-defined]
+product_into_buffer: Any = super(torch.autograd.Function, _ProductIntoBuffer).apply
+
+
+# ---------------------------------------------------------------- which layers and weights
+
+
+_WEIGHTS = (torch.Tensor, nn.Parameter, *KINDS)
+MIN_NUMEL = SMALL_NUMEL + 1
+"""Weights of fewer elements are not worth the Python of a fused layer: their gradients wait and are copied together."""
+
+
+def fuse_linear_layers(owned: Iterable[OwnedParameter]) -> None:
+    """Mix ``FusedLinear`` into the linear layers that hold one of the parameters as their weight.
+
+    Left alone are layers with a ``forward`` of their own, small weights, and those that are sharded over further axes.
+    """
+    for parameter in owned:
+        if parameter.parameter.numel() < MIN_NUMEL:
+            continue
+        for info in parameter.param_module_infos:
+            kind = type(info.module)
+            if parameter.split is None and info.attribute == "weight" and kind.forward is nn.Linear.forward:
+                info.module.__class__ = _fused_class(kind)  # type: ignore[arg-type]  # a class is hashable
+
+
+@functools.cache
+def _fused_class(kind: type[nn.Linear]) -> type[FusedLinear]:
+    # The name is the class's own, as models are printed by it and units named after it; the qualified name differs.
+    namespace = {"__module__": kind.__module__, "__qualname__": f"FusedLinear.{kind.__name__}", "_plain_class": kind}
+    return type(kind.__name__, (FusedLinear, kind), namespace)
+
+
+def offer_products(
+    weights: Sequence[torch.Tensor],
+    views: Sequence[torch.Tensor],
+    receiver: object,
+    *,
+    is_wide: bool = False,
+) -> None:
+    """Let backward multiply gradients of gathered weights into ``views``, where a product of theirs has the dtype.
+
+    Args:
+        weights: the gathered parameters, in plan order. views: of their packed buffer.
+        receiver: the ``GradientBuffer`` that keeps it.
+        is_wide: also into FP32 views of 16-bit weights.
+    """
+    for index, (weight, view) in enumerate(zip(weights, views, strict=True)):
+        is_plain = type(weight) in _WEIGHTS and weight.ndim in (2, 3) and weight.is_floating_point()
+        fits = weight.dtype is view.dtype or (is_wide and weight.itemsize == 2 and view.dtype is torch.float32)
+        if is_plain and fits and weight.device == view.device:
+            handle = handle_of(weight)
+            handle.gradients, handle.index = weakref.ref(receiver), index
+
+
+def expert_matmul(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return ``torch.bmm(input, weight)``; backward multiplies the gradient of an expert weight into its unit's buffer.
+
+    For models that compute their experts in batches of equal size. An ordinary ``torch.bmm`` makes a tensor of the
+    gradients of all experts first. It is one where the weight is not gathered, or the conditions of ``nn.Linear``'s
+    fusion do not hold (docs/design/fused_gradients.md).
+
+    Args:
+        input: (experts, tokens, in). weight: (experts, in, out).
+    Returns:
+        (experts, tokens, out).
+
+    Example:
+        experts = nn.Parameter(torch.randn(8, 16, 32))
+        tokens = torch.randn(8, 100, 16)  # 100 tokens for each of 8 experts
+        output = expert_matmul(tokens, experts)
+    """
+    handle: WeightHandle | None = getattr(weight, "_fsdp_handle", None)
+    # Recorded by autograd alone, not by a transform of functions or forward mode.
+    is_plain = torch.is_grad_enabled() and not has_transforms() and forward_ad._current_level < 0
+    if torch.compiler.is_compiling() or handle is None or not is_plain:
+        return torch.bmm(input, weight)
+    takes = weight.requires_grad and handle.gradients() is not None
+    factor = as_factor(input, weight) if takes else None
+    if factor is None:
+        return torch.bmm(input, weight)
+    output: torch.Tensor = product_into_buffer(factor, weight, None, handle)
+    return output

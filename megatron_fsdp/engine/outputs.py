@@ -1,0 +1,180 @@
+"""The tensors by which backward reaches a call of a unit, and the hooks on them that gather its weights in time.
+
+What a module returns is the way (docs/design/order.md, "Whatever leads backward into a unit").
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from megatron_fsdp.engine.unit import Call
+
+__all__ = ["iterate_tensors", "map_tensors", "parts_of_dual", "watch_inputs", "watch_output"]
+
+
+_WATCHERS = "_fsdp_watchers"
+"""Under this and its output's number a node's metadata has the calls that a tensor is an output of."""
+
+
+def watch_output(call: Call, output: Any) -> bool:
+    """Enter ``call`` when backward reaches any tensor of what its module returned.
+
+    Returns:
+        Whether operators made all of these tensors, in memory of their own. Others may be views of gathered weights.
+    """
+    is_new = True
+    opaque: list[Any] = []
+    for tensor in (output,) if isinstance(output, torch.Tensor) else iterate_tensors(output, 0, opaque):
+        for part in parts_of_dual(tensor) if forward_ad._current_level >= 0 else (tensor,):
+            if part.requires_grad:
+                _watch(call, part)
+                base = part._base
+                if base is not None:
+                    _watch_base(call, base)
+                is_new = is_new and base is None and part.grad_fn is not None
+            else:
+                is_new = False
+    if opaque:
+        call.unit.schedule.guards.watch_hidden(call, opaque)
+    return is_new
+
+
+def _watch_base(call: Call, base: torch.Tensor) -> None:
+    """Enter ``call`` when backward reaches what an output is a view of.
+
+    After an in-place change of the view, backward goes from the change straight to the node that made ``base``: the
+    node of the view, with its hook, is no longer on the way.
+    """
+    node: Any = base.grad_fn
+    # A base that was made before the call is not the unit's: another rank may not return a view of it.
+    if node is not None and node._sequence_nr() >= call.first_node:
+        earlier = node.metadata.get((_WATCHERS, base.output_nr), ())
+        # What another unit returned before is this unit's input. Backward comes there after it has left this call.
+        if all(other.end >= call.begin or other is call for other in earlier):
+            _watch(call, base)
+
+
+def watch_inputs(call: Call, given: Any) -> None:
+    """Tell backward that it has gone through ``call`` when it reaches any tensor that was computed for it."""
+    leave: Any = functools.partial(_leave, weakref.ref(call))
+    leave.__torch_unserializable__ = True  # as in ``_watch``
+    for tensor in tree_leaves(given):
+        if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
+            tensor.register_hook(leave)
+
+
+def _leave(reference: weakref.ref[Call], gradient: torch.Tensor) -> None:
+    call = reference()
+    if call is not None:
+        call.unit.backward.after_call(call)
+
+
+def _watch(call: Call, tensor: torch.Tensor) -> None:
+    """Add a call to those that a tensor is an output of, which a hook on it enters.
+
+    There are several where a unit returns its very input, or its last child's output: backward has to enter the later
+    call first, while hooks of their own would run in the order of registration. A tensor that was changed in place
+    since has another node, which backward reaches before the old one and its hook.
+    """
+    node = tensor.grad_fn
+    if node is None:
+        # Of a leaf no operator of the call's is on the way.
+        return
+    # With the node, so that the tensor can be pickled as any other: hooks on saved tensors do so.
+    known: Any = node.metadata
+    key = (_WATCHERS, tensor.output_nr)
+    calls = known.get(key)
+    if calls is None:
+        calls = known[key] = []
+        hook: Any = functools.partial(_enter_backward, calls)
+        hook.__torch_unserializable__ = True
+        if tensor._backward_hooks is not None or type(tensor) is not torch.Tensor:
+            tensor.register_hook(hook)
+        else:
+            # What ``register_hook`` does first, without a handle.
+            tensor._backward_hooks = collections.OrderedDict(fsdp=hook)
+            node._register_hook_dict(tensor)
+    if call not in calls:
+        calls.append(call)
+    if not call.is_expected:
+        call.unit.expect(call)
+
+
+def _enter_backward(calls: list[Call], gradient: torch.Tensor) -> None:
+    for call in calls[::-1]:
+        unit = call.unit
+        unit.backward.before_backward(unit, call)
+
+
+# ---------------------------------------------------------------- tensors in nested structures
+#
+# What PyTorch's pytree knows, mappings and dataclasses.
+
+
+_MAX_DEPTH = 8
+
+
+_ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size})
+
+
+def iterate_tensors(value: Any, depth: int = 0, opaque: list[Any] | None = None) -> Iterator[torch.Tensor]:
+    """Yield every tensor in a nested structure, in a fixed order.
+
+    Args:
+        opaque: gets the objects in it that may hold tensors in a way that is not known here.
+    """
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif depth < _MAX_DEPTH:
+            # By their types: objects such as the configs of frameworks run Python when asked for ``__class__``.
+            names = getattr(type(leaf), "__dataclass_fields__", ())
+            others = leaf.values() if issubclass(type(leaf), Mapping) else ()
+            for member in (*others, *(getattr(leaf, name, None) for name in names)):
+                yield from iterate_tensors(member, depth + 1, opaque)
+            if opaque is not None and not names and type(leaf) not in _ATOMS:
+                opaque.append(leaf)
+
+
+def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """Return the structure with ``function`` applied to every tensor; the same object where nothing changed."""
+    leaves, structure = tree_flatten(value)
+    mapped = [_map_leaf(function, leaf) for leaf in leaves]
+    if all(new is old for new, old in zip(mapped, leaves, strict=True)):
+        return value
+    return tree_unflatten(mapped, structure)
+
+
+def _map_leaf(function: Callable[[torch.Tensor], torch.Tensor], leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return function(leaf)
+    if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
+        return leaf
+    fields = {field.name: getattr(leaf, field.name) for field in dataclasses.fields(leaf) if field.init}
+    mapped = {name: map_tensors(function, old) for name, old in fields.items()}
+    changes = {name: new for name, new in mapped.items() if new is not fields[name]}
+    return dataclasses.replace(leaf, **changes) if changes else leaf
+
+
+def parts_of_dual(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield what autograd knows of a tensor of forward mode: its value without wrappers, and its tangent."""
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        if torch._C._functorch.is_gradtrackingtensor(tensor):
+            tangent = forward_ad.unpack_dual(tensor).tangent
+            if tangent is not None:
+                yield from parts_of_dual(tangent)
+        yield from parts_of_dual(torch._C._functorch.get_unwrapped(tensor))
+        return
+    dual = forward_ad.unpack_dual(tensor)
+    yield tensor
+    if dual.tangent is not None:
+        yield dual.tangent

@@ -1,0 +1,208 @@
+"""GatheredWeight: the parameter that compute uses while a unit is gathered, which nobody may change or keep.
+
+It is a copy that every rank has and that goes when the unit reshards, so a change of it would be lost, or differ from
+rank to rank (docs/design/freshness.md). Reading it costs what reading an ``nn.Parameter`` costs. While its memory is
+released it refuses to be read at all: PyTorch would end the process (docs/design/storage.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from dbuffer import StorageError
+from dbuffer.dtensor.placed_tensor import NUM_FLAGS_SET
+from megatron_fsdp.engine.params import WeightHandle, handle_of, laid_out
+from megatron_fsdp.errors import StateError
+
+__all__ = [
+    "KINDS",
+    "GatheredWeight",
+    "ReleasedWeight",
+    "refuse_change",
+]
+
+
+def refuse_change(weights: Sequence[torch.Tensor]) -> NoReturn:
+    """Refuse a change of one of some weights; what PyTorch does to them behind Python the unit finds when it reshards.
+
+    Raises:
+        StateError: always.
+    """
+    # Weights share a counter; changed by way of .data was one of those of which that was taken.
+    taken = [weight for weight in weights if getattr(weight, "_fsdp_data_taken", False)]
+    first, *others = [handle_of(weight) for weight in taken or weights]
+    names = "".join(f" or {handle.parameter!r}" for handle in others)
+    raise StateError(
+        f"{first.words}{names} was changed in place while it was gathered. Each rank would change a copy of its own, "
+        "which the unit drops when it reshards. Change the sharded parameter instead, outside of forward and backward: "
+        "after optimizer.step(), under torch.no_grad(); weights that a forward has to change belong into a buffer."
+    )
+
+
+def _counting(name: str) -> Callable[..., Any]:
+    def count(self: Any, *args: Any, **options: Any) -> Any:
+        NUM_FLAGS_SET[0] += 1
+        return getattr(super(GatheredWeight, self), name)(*args, **options)
+
+    count.__name__ = name
+    return count
+
+
+_OF_SHARDS = ("main_grad", "main_param", "decoupled_grad")
+"""Attributes of sharded parameters that have the shard's shape."""
+
+
+class GatheredWeight(nn.Parameter):
+    """A plain parameter over gathered weights. Attributes that users set on it are those of the sharded parameter."""
+
+    _fsdp_handle: WeightHandle
+    _fsdp_data_taken = False
+
+    def __repr__(self, **options: Any) -> str:  # type: ignore[override]  # of torch
+        return f"Parameter containing:\n{self.detach()!r}"
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "requires_grad":
+            NUM_FLAGS_SET[0] += 1
+        is_own = name.startswith("_fsdp_") or name in _OF_SHARDS or hasattr(GatheredWeight, name)
+        sharded = None if is_own else self._sharded()
+        if sharded is None:
+            super().__setattr__(name, value)
+        else:
+            # A plain model has one parameter object: what a hook notes on it in forward is read of it after the step.
+            setattr(sharded, name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        # Megatron marks what it does not offload.
+        sharded = None if name.startswith("_fsdp_") or name in _OF_SHARDS else self._sharded()
+        noted = {} if sharded is None or hasattr(type(sharded), name) else vars(sharded)
+        if name not in noted:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return noted[name]
+
+    def __delattr__(self, name: str) -> None:
+        sharded = None if name in vars(self) else self._sharded()
+        if sharded is None:
+            super().__delattr__(name)
+        else:
+            delattr(sharded, name)
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The values without history."""
+        self._fsdp_data_taken = True
+        # Unlike PyTorch's own .data this shares the version counter, so that changes are seen.
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        # Routers of Megatron assign their own values, moved to the device where they are.
+        if value.dtype is not self.dtype or not value.is_set_to(self):
+            refuse_change((self,))
+
+    def _sharded(self) -> nn.Parameter | None:
+        handle: WeightHandle | None = vars(self).get("_fsdp_handle")
+        group = None if handle is None else handle.group()
+        return None if handle is None or group is None else group.parameters.get(handle.parameter)
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """The sharded parameter's, averaged over ranks: what autograd leaves here is taken over at once."""
+        sharded = self._sharded()
+        return None if sharded is None else sharded.grad
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        group, sharded = self._fsdp_handle.group(), self._sharded()
+        if group is not None and sharded is not None:
+            if value is not None and not isinstance(value, DTensor) and value.shape == sharded.shape:
+                value = laid_out(group.fsdp_params, sharded, value)
+            sharded.grad = value
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> Any:
+        """Register a hook on the sharded parameter: its ``.grad`` is the mean over ranks; this one's is taken away."""
+        sharded = self._sharded()
+        assert sharded is not None
+        return sharded.register_post_accumulate_grad_hook(hook)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """Return a copy that is an ordinary parameter."""
+        copied = memo.get(id(self))
+        if copied is None:
+            copied = memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle a copy, not the memory of the whole unit around it."""
+        return nn.Parameter(self.detach().clone(), self.requires_grad).__reduce_ex__(protocol)
+
+
+_SHAPE = frozenset(
+    """size dim ndimension numel nelement stride element_size is_contiguous is_floating_point is_complex storage_offset
+    requires_grad_ register_hook register_post_accumulate_grad_hook untyped_storage data_ptr __hash__ get_device
+    __len__ is_shared""".split()
+)
+_VALUES = frozenset({"data", "real", "imag", "T", "mT", "H", "mH"})
+
+
+class ReleasedWeight(GatheredWeight):
+    """What a ``GatheredWeight`` is between ``reshard`` and the next ``unshard``: a shape and a name.
+
+    The object stays: its class is what changes.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in ("__get__", "__set__", "__delete__"):
+            name = getattr(getattr(func, "__self__", None), "__name__", "")
+            is_harmless = name not in _VALUES
+        else:
+            is_harmless = name in _SHAPE
+        if not is_harmless:
+            raise _released(args, kwargs or {}, name)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    def __format__(self, spec: str) -> str:
+        return format(repr(self), spec)
+
+    def __repr__(self, **options: Any) -> str:  # type: ignore[override]  # of torch
+        return f"GatheredWeight({self._fsdp_handle.words}, released, size={tuple(self.shape)}, dtype={self.dtype})"
+
+
+def _refuse_in_place(self: GatheredWeight, *_: Any, **__: Any) -> NoReturn:
+    refuse_change((self,))
+
+
+_OPERATORS = "iadd isub imul itruediv ifloordiv imod idiv ipow iand ior ixor ilshift irshift setitem"
+_IN_PLACE = {name for name in dir(torch.Tensor) if name.endswith("_") and name[0] != "_"} - {"rename_"}
+for _name in (*_IN_PLACE, *(f"__{name}__" for name in _OPERATORS.split())):
+    setattr(GatheredWeight, _name, _refuse_in_place)
+for _name in ("requires_grad_", "detach_"):
+    setattr(GatheredWeight, _name, _counting(_name))
+
+KINDS: tuple[type[GatheredWeight], ...] = (GatheredWeight, ReleasedWeight)
+"""The exact types of gathered weights, while their memory is there and while it is not."""
+
+
+def _released(args: Iterable[Any], kwargs: dict[str, Any], name: str) -> StorageError:
+    operands = [*args, *kwargs.values()]
+    nested = [item for operand in operands if isinstance(operand, (list, tuple)) for item in operand]
+    weight = next(item for item in (*operands, *nested) if isinstance(item, ReleasedWeight))
+    return StorageError(
+        f"{weight._fsdp_handle.words}: {name} of its gathered weight, which was released when the unit resharded. Read "
+        "the parameter that the module shows now (a DTensor; full_tensor() gathers it), or use weights inside their "
+        "unit's forward only; model.unshard() brings them back."
+    )

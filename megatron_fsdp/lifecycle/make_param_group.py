@@ -1,0 +1,443 @@
+"""How parameter groups and their parameters are made, and what becomes of them and of units between steps."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from dbuffer import DBuffer, FlatDTensor, Plan
+from dbuffer.dtensor.attribute_ops import rebind, refuse_uses
+from dbuffer.dtensor.autograd import accept_plain_gradients
+from dbuffer.dtensor.placed_tensor import Label, label
+from megatron_fsdp.build.builder import GroupSpec
+from megatron_fsdp.build.ownership import OwnedParameter, mark_owned, settle_grad_dtypes
+from megatron_fsdp.engine.freshness import Freshness
+from megatron_fsdp.engine.grads import GradientBuffer, LateGradients, packs_late
+from megatron_fsdp.engine.param_group import ParameterGroup, WeightBuffers, note_group
+from megatron_fsdp.engine.params import (
+    FSDPParams,
+    ParamModuleInfos,
+    Place,
+    WeightHandle,
+    gradient_hook,
+    gradient_hook_on_streams,
+    handle_of,
+)
+from megatron_fsdp.engine.reduce import ReduceFunction
+from megatron_fsdp.engine.streams import compute_of, join_lanes
+from megatron_fsdp.engine.unit import Unit
+from megatron_fsdp.engine.unsharded_param import KINDS, GatheredWeight
+from megatron_fsdp.errors import ConfigError, StateError
+from megatron_fsdp.lifecycle.replaced_params import replace_original
+from megatron_fsdp.policy.precision import MixedPrecisionPolicy, grad_dtype_of, set_grad_dtype
+from megatron_fsdp.variants.gather_hooks import ExtensionWeights
+from megatron_fsdp.variants.hooked_weights import PackedWeights
+from megatron_fsdp.variants.invariant_reduction import InvariantGradients
+from megatron_fsdp.variants.memory_slots import place_unit
+
+__all__ = [
+    "follow_flags", "follow_grad_dtypes", "follow_gradients", "follow_requires_grad", "forget_originals",
+    "make_param_group", "make_unit", "materialize_group", "materialize_unit", "rebuild", "rename_unit", "set_divisor",
+    "set_reduction", "shown_over",
+]  # fmt: skip
+
+
+def make_param_group(owned: Sequence[OwnedParameter], plan: Plan, spec: GroupSpec, name: str) -> ParameterGroup:
+    """Return the group of some parameters, filled with their values; ``register`` of its parameters is left to do."""
+    group = ParameterGroup(owned, plan, spec, name)
+    # Before the buffers: their memory goes back to an allocator that knows nothing of lanes.
+    weakref.finalize(group, join_lanes).atexit = False
+    _build(group, spec)
+    if not spec.is_meta:
+        group.weights.fill([parameter.local_tensor for parameter in owned])
+    return group
+
+
+def _build(group: ParameterGroup, spec: GroupSpec, known: Sequence[nn.Parameter] = ()) -> None:
+    """Make the buffers and the parameters of a group.
+
+    Args:
+        known: sharded parameters that stay the same objects, over other memory.
+    """
+    group.spec, group.is_meta = spec, spec.is_meta
+    weights: WeightBuffers
+    if group.owned[0].extension is not None:
+        weights = ExtensionWeights(group.owned[0], group.plan, spec, group.name)
+    else:
+        weights = (WeightBuffers if spec.dtypes.gather is None else PackedWeights)(group.plan, spec, group.name)
+    weights.keeps_gathered = spec.keeps_gathered
+    group.weights, group.rests_whole = weights, weights.rests_whole
+    group.main_weight, group.model_weight, group.gathered = weights.main, weights.model, weights.gathered
+    params = group.fsdp_params = _make_params(group, weights, known)
+    note_params(group)
+    for index, owned in enumerate(group.owned):
+        set_requires_grad(params, index, owned.parameter.requires_grad)
+    if weights.remainder is not None:
+        weights.remainder.watch(params.sharded_params)
+    if not group.rests_whole:
+        # Only now: PyTorch makes views on memory that is there.
+        params.released()
+        group.weights.release()
+    group.gradients = None
+    if any(param.requires_grad for param in params.sharded_params):
+        make_gradients(group)
+    group.freshness = Freshness(params.counted)
+
+
+def _make_params(group: ParameterGroup, weights: WeightBuffers, known: Sequence[nn.Parameter]) -> FSDPParams:
+    sharded = [
+        _standing_for(each, weights.resting(index, each), each.parameter.requires_grad)
+        for index, each in enumerate(group.owned)
+    ]
+    for old, new in zip(known, sharded, strict=True) if known else ():
+        assert isinstance(old, FlatDTensor)
+        assert isinstance(new, FlatDTensor)
+        rebind(old, new)
+    unsharded, reference = [], weakref.ref(group)
+    for index, each in enumerate(group.owned):
+        weight = weights.unsharded(index, each)
+        if not isinstance(weight, GatheredWeight):
+            _with_attributes(each, weight)
+        weight._fsdp_handle = WeightHandle(reference, each.name)  # type: ignore[attr-defined]  # an attribute of its own
+        unsharded.append(weight)
+    params = FSDPParams(group.owned, weights.main, list(known) or sharded, unsharded, KINDS)
+    if isinstance(weights, ExtensionWeights):
+        params.subclass = weights.take_part(sharded[0])
+    return params
+
+
+def _standing_for(owned: OwnedParameter, value: torch.Tensor, requires_grad: bool) -> nn.Parameter:
+    param = nn.Parameter(value, requires_grad=requires_grad)
+    if owned.kind is not None:
+        param.__class__ = _sharded_kind(type(param), owned.kind)
+    return _with_attributes(owned, param)
+
+
+@functools.cache
+def _sharded_kind(sharded: type, kind: type[nn.Parameter]) -> Any:
+    """Return a class of sharded parameters that is a user's subclass of ``nn.Parameter`` as well."""
+    return type(f"Sharded{kind.__name__}", (sharded, kind), {"__module__": __name__})
+
+
+def _with_attributes(owned: OwnedParameter, param: nn.Parameter) -> nn.Parameter:
+    """Set on a parameter what users set on the one that it stands for; a subclass has its inner tensors there."""
+    for name, attribute in vars(owned.parameter).items() if owned.extension is None else ():
+        setattr(param, name, attribute)
+    return param
+
+
+def set_requires_grad(params: FSDPParams, index: int, requires_grad: bool) -> None:
+    """Make the unsharded parameter require a gradient, and hear of it, or not."""
+    used = params.unsharded_params[index]
+    used.requires_grad_(requires_grad)
+    params.required[index] = requires_grad
+    if requires_grad and not used._post_accumulate_grad_hooks:
+        group, compute = handle_of(used).group, compute_of(used.device)
+        if compute is None:
+            hook = gradient_hook(group, index, params.begun if params.waits[index] else [False], params.came)
+        else:
+            begun = params.begun if params.waits[index] else params.begun_all
+            current = partial(compute.streams.current_id, compute.device)
+            hook = gradient_hook_on_streams(group, index, begun, params.came, params.turn, current)
+        torch.Tensor.register_post_accumulate_grad_hook(used, hook)  # type: ignore[no-untyped-call]  # torch's stub
+
+
+def note_params(group: ParameterGroup) -> None:
+    """Let the sharded parameters be found by name, and the group by them; refuse what would have no effect on them."""
+    params = group.fsdp_params
+    params.module_infos = make_module_infos(params.owned, params.sharded_params, params.unsharded_params)
+    # Every in-place operator on a sharded parameter changes the version of the rows below it.
+    locals_ = [param._local_tensor for param in params.sharded_params if isinstance(param, DTensor)]
+    params.counted[:] = [params.main_weight.local_buffer, *locals_]
+    group.parameters = dict(zip((each.name for each in group.owned), params.sharded_params, strict=True))
+    for owned, param, weight in zip(group.owned, params.sharded_params, params.unsharded_params, strict=True):
+        note_group(param, group)
+        mark_owned(param, group.name, owned.name)
+        handle = handle_of(weight)
+        reasons = {"hook": partial(_no_hooks, handle), "convert": partial(_no_conversion, handle)}
+        refuse_uses(param, name=partial(_words, handle), **reasons)
+        label(param, Label(partial(_words, handle), _OUTSIDE, group.spec.dtypes.compute))
+        if isinstance(param, FlatDTensor):
+            accept_plain_gradients(param)
+        if grad_dtype_of(param) == "own":
+            set_grad_dtype(param, owned.grad_dtype)
+
+
+_OUTSIDE = (
+    "make the module whose forward reads the weight the unit (fully_shard(attention) instead of its out_proj); or read "
+    "it in a forward (compute the loss in model.forward, or in a method for which register_fsdp_forward_method(model, "
+    "name) was called); a forward that is a generator can return a list"
+)
+
+
+def _words(handle: WeightHandle) -> str:
+    return handle.words
+
+
+def _no_hooks(handle: WeightHandle) -> str:
+    return (
+        f"{handle.words}: register_hook on a sharded parameter would never be called, as autograd knows the gathered "
+        "weights alone. Use register_post_accumulate_grad_hook(hook): it gets the parameter when .grad, the gradient "
+        "averaged over ranks, is there, and may change that in place."
+    )
+
+
+def _no_conversion(handle: WeightHandle) -> str:
+    return (
+        f"{handle.words}: .to(), .cpu(), .float(), .half() and the like of a module that shows it. The parameters of a "
+        "unit share one buffer, so one of them cannot have another dtype or device than the rest. fix: convert the "
+        "module before fully_shard, or the whole model after it. MixedPrecisionPolicy sets dtypes of compute and "
+        "gradients; CPUOffloadPolicy() keeps weights in CPU memory; p.full_tensor() gives copies to move."
+    )
+
+
+def make_gradients(group: ParameterGroup) -> None:
+    """Make gradient buffers for parameters that are trained."""
+    spec, dtypes = group.spec, group.spec.dtypes
+    make = LateGradients if packs_late(spec, group.fsdp_params) else GradientBuffer
+    if dtypes.reduction is not None:
+        make = InvariantGradients
+    group.gradients = make(group.main_weight, spec, group.fsdp_params)
+    group.gradients.rename(group.name)
+    set_reduction(group)
+    if dtypes.reduce.itemsize > dtypes.compute.itemsize:
+        # What autograd's functions give in more than the compute dtype is not rounded to it.
+        for param in group.fsdp_params.unsharded_params:
+            param.grad_dtype = None
+
+
+def materialize_group(group: ParameterGroup) -> None:
+    """Allocate the buffers of a group that was built from meta parameters, with zeros; no-op for any other.
+
+    Like ``nn.Module.to_empty`` this makes new parameter objects: build optimizers afterwards.
+    """
+    if group.is_meta:
+        for owned, param in zip(group.owned, group.fsdp_params.sharded_params, strict=True):
+            owned.parameter.requires_grad_(param.requires_grad)
+        _build(group, replace(group.spec, is_meta=False))
+        group.fsdp_params.module_infos.register()
+
+
+def rebuild(group: ParameterGroup, spec: GroupSpec) -> None:
+    """Make other buffers, with undefined content, under the parameters, which stay the same objects."""
+    _build(group, spec, group.fsdp_params.sharded_params)
+    group.fsdp_params.module_infos.register()
+
+
+def forget_originals(group: ParameterGroup) -> None:
+    """Let go of the parameters that the group was built from: their memory is the whole unit's."""
+    for owned, param in zip(group.owned, group.fsdp_params.sharded_params, strict=True):
+        mark_owned(owned.parameter, group.name, owned.name)
+        if owned.parameter.requires_grad:
+            # It is freed here, unless somebody keeps it and computes with it.
+            words = f"unit {group.name!r}, parameter {owned.name!r}"
+            owned.parameter.register_post_accumulate_grad_hook(partial(_refuse_original, words))
+            if not group.is_meta and owned.extension is None:
+                replace_original(owned.parameter, param, words)
+        if not group.is_meta:
+            owned.parameter = param
+            if owned.extension is not None:
+                owned.extension = owned.extension.emptied()
+
+
+def _refuse_original(words: str, original: torch.Tensor) -> None:
+    original.grad = None
+    raise StateError(
+        f"{words}: a backward came to the tensor that the parameter was before fully_shard, which a list, a closure or "
+        "a module that is not sharded has kept. Nobody trains it: its gradient would be this rank's alone. Read the "
+        "parameter from its module in each forward; or call fully_shard on a module that has all who use it."
+    )
+
+
+# ---------------------------------------------------------------- how gradients are reduced
+
+
+def set_divisor(group: ParameterGroup, divisor: float) -> None:
+    """Divide summed gradients by ``divisor`` from now on."""
+    group.spec = replace(group.spec, divisor=divisor)
+    if group.gradients is not None:
+        group.gradients.divide_by(divisor)
+
+
+def set_reduction(
+    group: ParameterGroup, *, hook: Callable[[torch.Tensor], None] | None = None, function: ReduceFunction | None = None
+) -> None:
+    """Install a hook on reduced gradients, or a replacement of the reduce-scatter; None leaves what is there.
+
+    Raises:
+        ConfigError: a replacement, or a hook, where the policy has the engine add up itself.
+    """
+    reduction, accumulate = group.spec.dtypes.reduction, group.spec.dtypes.accumulate
+    if reduction is not None and (hook is not None or function is not None):
+        raise ConfigError(
+            f"unit {group.name!r}: a custom reduce-scatter and a hook on reduced gradients have an order of their own, "
+            f"but the policy says reduction={reduction!r}; give one of the two"
+        )
+    if function is not None and accumulate is not None:
+        raise ConfigError(
+            f"unit {group.name!r}: a custom reduce-scatter adds up by itself, but the policy says "
+            f"accumulate_dtype={accumulate}; give one of the two"
+        )
+    group.reduce_hook, group.reduce_function = hook or group.reduce_hook, function or group.reduce_function
+    if group.gradients is not None:
+        group.gradients.reduction.hook, group.gradients.reduction.function = group.reduce_hook, group.reduce_function
+
+
+# ---------------------------------------------------------------- where parameters are registered
+
+
+def make_module_infos(
+    owned: Sequence[OwnedParameter], sharded: Sequence[nn.Parameter], unsharded: Sequence[nn.Parameter]
+) -> ParamModuleInfos:
+    """Return the places of parameters, and what is to be registered there."""
+    places: list[Place] = []
+    indices: list[int] = []
+    modules: list[tuple[weakref.ref[nn.Module], str]] = []
+    for index, (parameter, resting, used) in enumerate(zip(owned, sharded, unsharded, strict=True)):
+        for info in parameter.param_module_infos:
+            places.append((info.module._parameters, info.attribute, resting, used))
+            indices.append(index)
+            if type(info.module).__setattr__ is not nn.Module.__setattr__:
+                modules.append((weakref.ref(info.module), info.attribute))
+    return ParamModuleInfos(places, indices, modules)
+
+
+@contextmanager
+def shown_over(params: FSDPParams, values: DBuffer) -> Iterator[None]:
+    """Register parameters over another buffer of the same plan, inside the block, in place of the sharded ones."""
+    shown = [
+        _standing_for(owned, params.wrap(index, values.get_dtensor(index)), param.requires_grad)
+        for index, (owned, param) in enumerate(zip(params.owned, params.sharded_params, strict=True))
+    ]
+    make_module_infos(params.owned, shown, params.unsharded_params).register()
+    try:
+        yield
+    finally:
+        params.module_infos.register()
+
+
+# ---------------------------------------------------------------- what becomes of a unit between steps
+
+
+def make_unit(
+    name: str, modules: Sequence[nn.Module], groups: Sequence[ParameterGroup], policy: MixedPrecisionPolicy
+) -> Unit:
+    """Return the unit of some modules."""
+    unit = Unit(name, modules, groups, policy)
+    follow_gradients(unit)
+    return unit
+
+
+def follow_gradients(unit: Unit) -> None:
+    """Take notice of gradient buffers that were made or changed: after materialization, freezing, unfreezing."""
+    if unit.slots.sizing is not None:
+        place_unit(unit)
+    unit.count_gradients()
+    for buffer in unit.gradients:
+        buffer.observe(unit)
+
+
+def follow_requires_grad(unit: Unit, group: ParameterGroup, changed: Sequence[int]) -> None:
+    """Take notice of parameters that were frozen or unfrozen, or of gradients that users have kept.
+
+    Raises:
+        StateError: an unfrozen parameter has no main weight of the dtype that the policy wants.
+    """
+    is_changed, params, main = bool(changed), group.fsdp_params, group.spec.dtypes.main
+    if group.gradients is not None and group.gradients.binding.is_taken:
+        group.gradients.binding.dropped()
+        if group.gradients.binding.is_taken:
+            # Who took gradients before ``zero_grad`` keeps their memory.
+            make_gradients(group)
+            is_changed = True
+    for index in changed:
+        owned, trained = group.owned[index], params.sharded_params[index].requires_grad
+        if trained and group.gradients is None:
+            wanted = owned.dtypes_for(main, requires_grad=True).stepped
+            if wanted is not main:
+                raise StateError(
+                    f"unit {group.name!r}: parameter {owned.name!r} was frozen when it was sharded, so it has no main "
+                    f"weight of {wanted}. Call fully_shard while it is trainable, and freeze it afterwards; or leave "
+                    "main_params_dtype None."
+                )
+            make_gradients(group)
+        assert group.gradients is not None
+        set_requires_grad(params, index, trained)
+        group.gradients.binding.trained[index] = trained
+    if is_changed:
+        follow_gradients(unit)
+
+
+def follow_flags(units: Iterable[Unit]) -> None:
+    """Give the gathered weights the ``requires_grad`` that their parameters have now, before autograd reads it.
+
+    Autograd asks a leaf for its flag when a gradient arrives, not when forward used it. So what counts is the flag at
+    the backward, whatever it was in a forward between: peft freezes adapters for a reference model's forward.
+
+    Raises:
+        StateError: as ``follow_requires_grad``.
+    """
+    for unit in units:
+        for group in unit.groups:
+            changed = group.fsdp_params.changed_requires_grad()
+            if changed:
+                follow_requires_grad(unit, group, changed)
+
+
+def materialize_unit(unit: Unit) -> None:
+    """Allocate the buffers of parameters that were on the meta device."""
+    for group in unit.groups:
+        materialize_group(group)
+    follow_gradients(unit)
+
+
+def rename_unit(unit: Unit, name: str) -> None:
+    """Take the name that the unit has below a (new) root."""
+    unit.name = name
+    for group in unit.groups:
+        group.name = name
+        group.weights.rename(name)
+        if group.gradients is not None:
+            group.gradients.rename(name)
+
+
+def follow_grad_dtypes(unit: Unit) -> None:
+    """Lay out a unit's gradients as the ``grad_dtype`` of its sharded parameters says, before the first backward.
+
+    Raises:
+        StateError: parameters that share a buffer want different dtypes, or have a gradient.
+    """
+    if unit.backward.number:
+        return
+    owned = [each for group in unit.groups for each in group.owned]
+    params = [param for group in unit.groups for param in group.fsdp_params.sharded_params]
+    if all(each.grad_dtype == grad_dtype_of(param) for each, param in zip(owned, params, strict=True)):
+        return
+    settle_grad_dtypes(owned, unit.policy, params)
+    for group in unit.groups:
+        first = group.owned[0]
+        for other in group.owned:
+            if other.grad_dtype != first.grad_dtype:
+                raise StateError(
+                    f"unit {group.name!r}: parameter {first.name!r} has grad_dtype={first.grad_dtype} and "
+                    f"{other.name!r} has {other.grad_dtype}, and their gradients share a buffer. Set grad_dtype before "
+                    "fully_shard, which makes two buffers then, or set it on both."
+                )
+        if any(param.grad is not None for param in group.fsdp_params.sharded_params):
+            raise StateError(
+                f"unit {group.name!r}: grad_dtype of parameter {first.name!r} was changed while it has a gradient. Set "
+                "it before the first forward, or call zero_grad() first."
+            )
+        if group.gradients is not None:
+            group.spec = replace(group.spec, dtypes=first.policy.with_gradients(group.spec.dtypes, first.grad_dtype))
+            make_gradients(group)
+    follow_gradients(unit)

@@ -1,0 +1,299 @@
+"""What users do to sharded parameters between steps: convert, save and load them.
+
+``nn.Module.to`` and its like and ``load_state_dict(assign=True)`` mean parameters that are views of a flat buffer, and
+stay so; anything else in the place of one is refused (docs/design/facade.md).
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from dbuffer import FlatDTensor
+from megatron_fsdp.build.ownership import owner_words
+from megatron_fsdp.engine.param_group import ParameterGroup, group_of_parameter
+from megatron_fsdp.engine.params import is_laid_out_like, laid_out
+from megatron_fsdp.engine.streams import settle_host
+from megatron_fsdp.engine.unit import Unit, units_below
+from megatron_fsdp.errors import CheckpointError, StateError
+from megatron_fsdp.lifecycle.make_param_group import materialize_group, materialize_unit, rebuild
+from megatron_fsdp.lifecycle.unwritten_buffers import allocate_buffers
+
+__all__ = [
+    "InnerApply", "apply_to_group", "before_load_state_dict", "before_state_dict", "refuse_replaced",
+    "refuse_sharded_save",
+]  # fmt: skip
+
+# ---------------------------------------------------------------- conversion
+
+
+def apply_to_group(
+    group: ParameterGroup, function: Callable[[torch.Tensor], torch.Tensor], *, is_awaited: bool
+) -> None:
+    """Apply a function to the main weights of a group.
+
+    Another dtype makes other buffers under the same parameters, of the dtypes that the policy derives from it.
+    ``to_empty`` materializes a group that is on the meta device.
+
+    Args:
+        is_awaited: whether a backward may still come for which the weights have to stay as they are.
+    Raises:
+        StateError: the function changes the device, or the dtype at a time when it cannot, or shares the memory with
+            other processes.
+    """
+    current = group.main_weight.local_buffer
+    # A function that moves memory would have moved it before it could be refused.
+    probe = torch.empty(1, dtype=current.dtype, device=current.device)
+    with torch.no_grad():
+        found = function(probe)
+    if group.is_meta and found.device == group.spec.device:
+        materialize_group(group)
+    elif found.device != current.device or (probe.device.type == "cpu" and probe.is_shared()):
+        what = "go into shared memory" if found.device == current.device else f"move to {found.device}"
+        raise StateError(
+            f"{_words(group)} rest in a flat buffer on {current.device}, of which they are views, and cannot {what}. "
+            "fix: do so before fully_shard; offload_policy=CPUOffloadPolicy() keeps weights in CPU memory; "
+            "model.state_dict() or parameter.full_tensor() gives copies to move or to share."
+        )
+    elif found.dtype != current.dtype:
+        _convert(group, found.dtype, is_awaited=is_awaited)
+    else:
+        with torch.no_grad():
+            result = function(current)
+            if result is not current:
+                current.copy_(result)
+                group.freshness.has_changed = True
+
+
+class InnerApply:
+    """``module._apply`` of a module inside of a unit: ``.to()``, ``.cpu()``, ``.float()`` and the like.
+
+    Its parameters are pieces of the unit's buffer, and PyTorch would exchange their objects. A function that changes
+    neither dtype nor device is applied to the values; any other is refused.
+    """
+
+    def __init__(self, unit: Unit, module: nn.Module, owned: Mapping[str, ParameterGroup]) -> None:
+        self._unit, self._module = unit.reference, weakref.ref(module)
+        self._groups = {name: weakref.ref(group) for name, group in owned.items()}
+
+    def __call__(self, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        """Apply a function to everything below the module.
+
+        Raises:
+            StateError: it would change the dtype or the device of one parameter of a unit.
+        """
+        unit, module = self._unit(), self._module()
+        assert module is not None
+        apply: Callable[..., nn.Module] = type(module)._apply
+        # The unit's own _apply has taken its parameters out, for as long as it applies the function to all else.
+        if unit is None or all(module._parameters.get(name) is None for name in self._groups):
+            return apply(module, function, recurse)
+        unit.schedule.refuse_replaced_params(unit)
+        unit.schedule.reshard(unit)
+        settle_host()
+        held = {name: module._parameters[name] for name in self._groups}
+        for name, reference in self._groups.items():
+            _refuse_change(reference(), held[name], function)
+        try:
+            for name in held:
+                module._parameters[name] = None
+            apply(module, function, recurse)
+            with torch.no_grad():
+                for parameter in held.values():
+                    assert parameter is not None
+                    result = function(parameter)
+                    if result is not parameter:
+                        parameter.copy_(result)
+        finally:
+            module._parameters.update(held)
+            for group in unit.groups:
+                group.fsdp_params.module_infos.tell_modules()
+        return module
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Return the method of the copied module, whose parameters are no unit's."""
+        return _plain_apply(memo[id(self._module())])
+
+    def __reduce__(self) -> Any:
+        return _plain_apply, (self._module(),)
+
+
+def _plain_apply(module: nn.Module) -> Any:
+    return types.MethodType(type(module)._apply, module)
+
+
+def _refuse_change(
+    group: ParameterGroup | None, parameter: nn.Parameter | None, function: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    if group is None or parameter is None:
+        return
+    current = group.main_weight.local_buffer
+    probe = torch.empty(1, dtype=current.dtype, device=current.device)
+    with torch.no_grad():
+        found = function(probe)
+    is_shared = probe.device.type == "cpu" and probe.is_shared()
+    if found.dtype is not current.dtype or found.device != current.device or is_shared:
+        what = f"{found.dtype} on {found.device}" + (", in shared memory" if is_shared else "")
+        raise StateError(
+            f"{_words(group)}: .to(), .cpu(), .float(), to_empty() or the like of a module inside of the unit would "
+            f"make {owner_words(parameter)} {what}. All parameters of the unit share one buffer, {current.dtype} on "
+            f"{current.device}. fix: convert the module before fully_shard, or the whole model after it; "
+            "MixedPrecisionPolicy chooses the dtypes of compute and gradients; offload_policy=CPUOffloadPolicy() keeps "
+            "weights in CPU memory; parameter.full_tensor() or model.state_dict() gives copies to move; a fully_shard "
+            "of its own makes the module a unit."
+        )
+
+
+def _words(group: ParameterGroup) -> str:
+    return f"unit {group.name!r}: parameters {', '.join(map(repr, group.parameters))}"
+
+
+def _convert(group: ParameterGroup, dtype: torch.dtype, *, is_awaited: bool) -> None:
+    """Hold and use the parameters, which stay the same objects, in the dtypes that belong to another own one."""
+    weights, values, params = group.weights, group.main_weight.local_buffer, group.fsdp_params.sharded_params
+    obstacles = {
+        "main weights are split": weights.remainder is not None,
+        "they are sharded over further axes": group.fsdp_params.has_splits,
+        "they have gradients (zero_grad() first)": any(param.grad is not None for param in params),
+        "a backward of an earlier forward may still come (delete its outputs)": is_awaited,
+    }
+    for obstacle, is_there in obstacles.items():
+        if is_there:
+            raise StateError(
+                f"{_words(group)} cannot become {dtype}: {obstacle}. Change the dtype before fully_shard, or between "
+                "steps."
+            )
+    dtypes = group.owned[0].dtypes_for(dtype, requires_grad=any(param.requires_grad for param in params))
+    rebuild(group, replace(group.spec, dtypes=dtypes))
+    group.main_weight.local_buffer.copy_(values)
+    group.weights.gather_function = weights.gather_function
+    if weights.post_forward is not None:
+        group.weights.keep_part_for(weights.post_forward.axis.size)
+
+
+# ---------------------------------------------------------------- replacement
+
+
+def refuse_replaced(group: ParameterGroup) -> None:
+    """Refuse what is registered in the place of a sharded parameter and is not that, nor the gathered weight.
+
+    Raises:
+        StateError: there is such a thing, or nothing.
+    """
+    infos = group.fsdp_params.module_infos
+    for index, (registry, attribute, resting, used) in zip(infos.indices, infos.places, strict=True):
+        value = registry.get(attribute)
+        if value is resting or value is used:
+            continue
+        if torch.compiler.is_exporting():
+            raise StateError(
+                f"unit {group.name!r}: parameter {list(group.parameters)[index]!r} is sharded, and torch.export cannot "
+                "record the hooks that gather it. fix: export a plain model with these weights: "
+                "plain.load_state_dict(megatron_fsdp.full_state_dict(model)) on every rank, then "
+                "torch.export.export(plain, inputs)"
+            )
+        kind = "another Parameter" if isinstance(value, nn.Parameter) else "a tensor"
+        what = "None" if value is None else owner_words(value) or f"{kind} of shape {tuple(value.shape)}"
+        raise StateError(
+            f"unit {group.name!r}: parameter {list(group.parameters)[index]!r} was replaced by {what} after "
+            "fully_shard, by an assignment or torch.func.functional_call; its gradients would not be averaged over "
+            "ranks. Copy the values instead (load_state_dict, or parameter.copy_(...) under torch.no_grad(), with a "
+            "DTensor). Tie parameters before fully_shard, and give both modules to one unit: fully_shard([first, "
+            "second]); replace or remove parameters before fully_shard, or freeze them at zero."
+        )
+
+
+# ---------------------------------------------------------------- state dictionaries
+
+
+def before_state_dict(unit: Unit, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    """Show sharded parameters.
+
+    Raises:
+        CheckpointError: Hugging Face's ``save_pretrained`` asks, of a model that is no unit itself.
+    """
+    saved = _saved_by_save_pretrained()
+    if saved is not None:
+        refuse_sharded_save(saved, f"no state_dict, and {unit.name!r} is one of its units")
+    unit.schedule.reshard(unit)
+
+
+def _saved_by_save_pretrained() -> nn.Module | None:
+    """Return the model whose ``save_pretrained`` waits for a state dictionary; None where none does."""
+    frame: types.FrameType | None = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code.co_name == "save_pretrained" and isinstance(model := frame.f_locals.get("self"), nn.Module):
+            return model
+        frame = frame.f_back
+    return None
+
+
+def refuse_sharded_save(model: nn.Module, found: str) -> NoReturn:
+    """Refuse ``save_pretrained`` without whole weights: files of sharded tensors would hold one rank's rows.
+
+    Reading whole ones takes all ranks, each of which would write the same files.
+    """
+    raise CheckpointError(
+        f"save_pretrained(...) of the sharded {type(model).__name__} was given {found}; it saves whole weights only. "
+        "fix: call on every rank\n    state = megatron_fsdp.full_state_dict(model)\n"
+        "    if torch.distributed.get_rank() == 0: model.save_pretrained(folder, state_dict=state)"
+    )
+
+
+def before_load_state_dict(
+    unit: Unit, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any
+) -> None:
+    """Bring what is loaded into the rows of each rank: whole tensors, and what torch.distributed.tensor cut.
+
+    By ``assign=True`` parameters take the values, without their gradients, and stay.
+    """
+    is_assigned = metadata.get("assign_to_params_buffers", False)
+    for below in units_below(module):
+        below.schedule.refuse_replaced_params(below)
+        below.schedule.reshard(below)
+    settle_host()
+    _materialize_for(module, prefix, state_dict)
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        value, owner = state_dict.get(prefix + name), group_of_parameter(parameter)
+        if owner is None or not isinstance(value, torch.Tensor) or value.shape != parameter.shape or value is parameter:
+            continue
+        if is_assigned and (owner.fsdp_params.subclass or value.dtype is not parameter.dtype):
+            raise StateError(
+                f"unit {owner.name!r}: parameter {prefix + name!r} of {parameter.dtype} cannot be assigned a tensor of "
+                f"{value.dtype} ({type(value).__name__}) after fully_shard, of whose buffer it is a part. Load without "
+                "assign=True, which copies values; or choose dtypes before fully_shard, or by MixedPrecisionPolicy"
+            )
+        if not is_laid_out_like(value, parameter):
+            state_dict[prefix + name] = laid_out(owner.fsdp_params, parameter, value)
+        elif isinstance(parameter, FlatDTensor) and isinstance(value, DTensor) and not isinstance(value, FlatDTensor):
+            # PyTorch made a DTensor of the parameter's placements. Its own operators, a detach of torch 2.14 even, take
+            # the rows of such a one for those of a plain Shard(0).
+            state_dict[prefix + name] = parameter.with_local(value.to_local())
+        if is_assigned:
+            assert isinstance(parameter, DTensor)
+            # Row by row: what PyTorch cut may have another local shape.
+            rows = state_dict[prefix + name].to_local().detach()
+            parameter.to_local().detach().view(-1).copy_(rows.reshape(-1))
+            state_dict[prefix + name], parameter.grad = parameter, None
+
+
+def _materialize_for(module: nn.Module, prefix: str, state_dict: dict[str, Any]) -> None:
+    """Allocate the units on the meta device that the state dictionary fills; what is missing must not become zeros."""
+    names = {id(parameter): prefix + name for name, parameter in module.named_parameters()}
+    is_loaded = False
+    for unit in units_below(module):
+        params = [param for group in unit.groups for param in group.parameters.values()]
+        if any(group.is_meta for group in unit.groups) and all(names.get(id(param)) in state_dict for param in params):
+            materialize_unit(unit)
+            is_loaded = True
+    if is_loaded:
+        device = next(group.spec.device for unit in units_below(module) for group in unit.groups)
+        allocate_buffers(module, state_dict.keys(), prefix, device)

@@ -1,1 +1,0 @@
-"""What runs in a training step; docs/architecture.md tells in which order to read it."""

@@ -1,1 +1,0 @@
-"""Ways of gradients that ordinary ZeRO-3 does not have."""

@@ -1,1 +1,0 @@
-"""What users do that a plain model allows, and what is refused by name."""

@@ -1,1 +1,0 @@
-"""What runs in an undisturbed step, and little else."""

@@ -1,1 +1,0 @@
-"""Kinds of weights that ordinary ZeRO-3 does not have."""

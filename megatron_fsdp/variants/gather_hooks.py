@@ -1,0 +1,197 @@
+"""ExtensionWeights: parameters whose class says what is gathered, by FSDP2's two hooks.
+
+Every such parameter is a group of its own, of the bytes that ``fsdp_pre_all_gather`` returns, whatever their
+sizes and dtypes (docs/design/low_precision.md).
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils._pytree import tree_iter
+
+from dbuffer import BufferPlacement, DBuffer, Flat, FlatDTensor, Plan
+from dbuffer.storage import FlatStorage
+from megatron_fsdp.build.builder import GroupSpec
+from megatron_fsdp.build.extension import ByteLayout, Extension
+from megatron_fsdp.build.ownership import OwnedParameter
+from megatron_fsdp.errors import ConfigError, StateError
+from megatron_fsdp.policy.precision import MixedPrecisionPolicy
+from megatron_fsdp.variants.hooked_weights import HookedWeights
+
+__all__ = ["ExtensionWeights"]
+
+_DROP_HOOK = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
+
+
+def _storages(tree: Any) -> dict[int, torch.UntypedStorage]:
+    """Return the storages of the tensors in a structure that are no wrappers around others, by identity."""
+    tensors = [each for each in tree_iter(tree) if isinstance(each, torch.Tensor)]
+    storages = [each.untyped_storage() for each in tensors if not hasattr(each, "__tensor_flatten__")]
+    return {each._cdata: each for each in storages}
+
+
+class ExtensionWeights(HookedWeights):
+    """Weight buffers of one parameter of a subclass: its part at rest, the bytes on their way, what compute uses.
+
+    Attributes:
+        part: this rank's part as the subclass; its hook is asked at every gather.
+        used: the whole parameter that ``fsdp_post_all_gather`` made; the same object in every gather.
+    Raises:
+        ConfigError: as ``HookedWeights``, or a hook returns something else than it should.
+    """
+
+    def __init__(self, owned: OwnedParameter, plan: Plan, spec: GroupSpec, name: str) -> None:
+        assert owned.extension is not None
+        # Whose values go to the buffers, and nowhere else.
+        self._extension: Extension = owned.extension.emptied()
+        self._owned = owned
+        self._module = weakref.ref(owned.param_module_infos[0].module)
+        self._metadata: Any = None
+        # How what the hook returned last lies on the wire; the gathered tensors of all ranks.
+        self._sent_as: ByteLayout | None = None
+        self._outputs: tuple[FlatStorage, ...] = ()
+        who = f"unit {name!r}, parameter {owned.name!r} ({self._extension.kind.__name__})"
+        super().__init__(plan, spec, name, who=who, cure="list it in ignored_params")
+        self.remainder = None
+        # Memory that the hook named as its own, which goes and comes with the gathered tensors, and its bytes.
+        self._made: list[tuple[torch.UntypedStorage, int]] = []
+        # Whether the gathered tensors may go once the hook has made the parameter of them (PyTorch 2.15).
+        self._drops_outputs = getattr(self.part, _DROP_HOOK, lambda: False)()
+        if not isinstance(self._drops_outputs, bool):
+            raise ConfigError(f"{who}: {_DROP_HOOK} returned {self._drops_outputs!r}; wanted True or False")
+        self.used = self._first_use()
+
+    def _buffer(self, placements: tuple[BufferPlacement, ...], dtype: torch.dtype, device: torch.device) -> DBuffer:
+        if Flat() in placements:
+            return super()._buffer(placements, dtype, device)
+        # Gathered are the bytes of the hook, which is asked for their sizes with the parameter's values already.
+        self.main.write_tensor(0, self._owned.local_tensor)
+        self.part = self._extension.part(self.main.get_local_tensor(0))
+        self.pre_all_gather()
+        return self.arrived
+
+    def agreed(self) -> Iterator[str]:
+        """Yield what the hook sends: another size on another rank is refused before the first gather."""
+        assert self._sent_as is not None
+        yield f"fsdp_pre_all_gather of {self._who} returns {self._sent_as.shapes} of {self._sent_as.dtypes}"
+
+    def pre_all_gather(self) -> None:
+        """Ask the hook, in the form that its signature has, and send what it returned as bytes."""
+        hook, spec, own = self.part.fsdp_pre_all_gather, self._spec, self._extension  # type: ignore[attr-defined]
+        # Of the axis alone over which it is sharded.
+        names, axis = spec.mesh.mesh_dim_names, spec.placements.parameter.index(Flat())
+        arguments: list[Any] = [spec.mesh if spec.mesh.ndim == 1 or names is None else spec.mesh[names[axis]]]
+        if len(inspect.signature(hook).parameters) > 1:
+            policy = MixedPrecisionPolicy(spec.dtypes.compute, spec.dtypes.reduce)
+            arguments += [own.shape, own.stride, self._module(), policy]
+        try:
+            with torch.no_grad():
+                tensors, self._metadata = self._checked(hook(*arguments))
+        except AttributeError as error:
+            raise ConfigError(
+                f"{self._who}: fsdp_pre_all_gather raised {error!r}. If it reads FSDP2's private state, as "
+                "TransformerEngine's MXFP8 weights do, shard the plain weight (with gather_dtype= of the policy)"
+            ) from error
+        layout, known = ByteLayout.of(tensors), self._sent_as
+        if known is None:
+            self._make_wire(layout.num_bytes)
+            self._outputs = tuple(
+                FlatStorage(self.num_ranks * tensor.numel(), tensor.dtype, tensor.device, name=self._who)
+                for tensor in tensors
+            )
+        elif (layout.spans, layout.dtypes) != (known.spans, known.dtypes):
+            raise StateError(
+                f"{self._who}: fsdp_pre_all_gather returned {layout.shapes} of {layout.dtypes}, and {known.shapes} of "
+                f"{known.dtypes} before; its sizes and dtypes have to stay"
+            )
+        self._sent_as = layout
+        layout.write(tensors, self.sent.local_buffer)
+
+    def _checked(self, found: Any) -> tuple[tuple[torch.Tensor, ...], Any]:
+        if not isinstance(found, tuple) or len(found) != 2 or not all(isinstance(t, torch.Tensor) for t in found[0]):
+            raise ConfigError(
+                f"{self._who}: fsdp_pre_all_gather returned {type(found).__name__}; wanted a tuple of the tensors to "
+                "gather and metadata"
+            )
+        elsewhere = [tensor.device for tensor in found[0] if tensor.device.type != self._spec.device.type]
+        if elsewhere:
+            raise ConfigError(f"{self._who}: fsdp_pre_all_gather returned a tensor on {elsewhere[0]}")
+        return tuple(found[0]), found[1]
+
+    def post_all_gather(self) -> None:
+        """Sort what was gathered by tensors, and let ``fsdp_post_all_gather`` put the parameter together."""
+        for made, num_bytes in self._made:
+            made.resize_(num_bytes)
+        self._finish(out=self.used)
+        if self._drops_outputs:
+            for storage in self._outputs:
+                storage.release()
+
+    def _finish(self, *, out: torch.Tensor | None) -> Any:
+        assert self._sent_as is not None
+        outputs, rows = [], self.arrived.local_buffer.view(self.num_ranks, -1)
+        for storage, shape, span in zip(self._outputs, self._sent_as.shapes, self._sent_as.spans, strict=True):
+            storage.reallocate()
+            storage.tensor.view(torch.uint8).view(len(rows), -1).copy_(rows[:, span])
+            outputs.append(storage.tensor.view((len(rows) * shape[0], *shape[1:]) if shape else (len(rows),)))
+        hook = self.part.fsdp_post_all_gather  # type: ignore[attr-defined]
+        dtype = self._extension.dtype if self._extension.is_packed else self._spec.dtypes.compute
+        with torch.no_grad():
+            return hook(tuple(outputs), self._metadata, dtype, out=out)
+
+    def _first_use(self) -> nn.Parameter:
+        self.gathered.local_buffer.zero_()
+        found = self._finish(out=None)
+        whole = found[0] if isinstance(found, tuple) and found else None
+        if not isinstance(whole, torch.Tensor) or whole.shape != self._extension.shape:
+            raise ConfigError(
+                f"{self._who}: fsdp_post_all_gather made {getattr(whole, 'shape', found)!r}; wanted the whole tensor "
+                f"of shape {tuple(self._extension.shape)} and its inner tensors"
+            )
+        given, others = _storages([storage.tensor for storage in self._outputs]), _storages(found[1:])
+        if self._drops_outputs and not given.keys().isdisjoint(_storages(whole) | others):
+            raise ConfigError(
+                f"{self._who}: {_DROP_HOOK} is True, but what fsdp_post_all_gather made lies in the tensors that it "
+                "was given; return False, or make it of memory of its own"
+            )
+        self._made = [(each, each.nbytes()) for key, each in others.items() if key not in given]
+        return nn.Parameter(whole, requires_grad=False)
+
+    def resting(self, index: int, owned: OwnedParameter) -> DTensor:
+        """Return a DTensor whose local tensor is the part."""
+        main, whole = self.main, self._extension
+        if not whole.is_packed:
+            rows = main.get_dtensor(0)
+            assert isinstance(rows, FlatDTensor)
+            return FlatDTensor(self.part, rows._spec, requires_grad=False)
+        placements = [Shard(0) if each == Flat() else Replicate() for each in main.placements]
+        return DTensor.from_local(
+            self.part, main.mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride
+        )
+
+    def unsharded(self, index: int, owned: OwnedParameter) -> nn.Parameter:
+        """Return what the hook made."""
+        return self.used
+
+    def take_part(self, sharded: nn.Parameter) -> str:
+        """Ask the part that users reach by the sharded parameter from now on; return the name of its class."""
+        # A parameter is a detached copy of the wrappers, over the same memory.
+        self.part = sharded._local_tensor  # type: ignore[attr-defined]
+        return str(self._extension.kind.__name__)
+
+    def release(self, *, keep_generation: int | None = None) -> None:
+        """Release the gathered tensors; see ``WeightBuffers``."""
+        super().release(keep_generation=keep_generation)
+        self.arrived.release_storage()
+        if not self.keeps_gathered:
+            for storage in self._outputs:
+                storage.release()
+            for made, _ in self._made:
+                made.resize_(0)

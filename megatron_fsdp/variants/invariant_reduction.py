@@ -1,0 +1,323 @@
+"""Gradients whose bits do not depend on the number of ranks: every microbatch's is added up in an order of its own.
+
+Microbatch t of rank r of W is number ``t * W + r`` of its step. Ranks exchange their parts, and the owner of a shard
+adds them in the order of these numbers into a binary counter: number i merges with its neighbours as its bits carry,
+so that the shape of the sum depends on how many there are alone (docs/design/invariance.md).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from dbuffer import DBuffer, Flat, Partial
+from dbuffer.collectives import Part
+from dbuffer.collectives_rare import exchange
+from dbuffer.dtensor.placed_tensor import PlacedTensor
+from dbuffer.events import listeners, tell
+from dbuffer.mesh import MeshAxis, flattened_mesh, make_groups
+from dbuffer.placements import BufferPlacement
+from dbuffer.storage import FlatStorage
+from megatron_fsdp.engine.accumulation import GradBinding, GradState
+from megatron_fsdp.engine.backward import Backward
+from megatron_fsdp.engine.grads import GradientBuffer
+from megatron_fsdp.engine.param_group import group_of_parameter
+from megatron_fsdp.engine.params import FSDPParams
+from megatron_fsdp.engine.reduce import Reduction
+from megatron_fsdp.engine.unit import Unit
+from megatron_fsdp.errors import StateError
+
+__all__ = ["InvariantGradients"]
+
+# The kernel of ``fused=True`` on CPU treats the last elements of a tensor, which are others in each sharding, by other
+# instructions than those before.
+_HOOKS: list[RemovableHandle] = []
+_FLAG = 'MixedPrecisionPolicy(reduction="invariant")'
+
+
+def _refuse_fused(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for options in optimizer.param_groups if optimizer.defaults.get("fused") else ():
+        for parameter in options["params"]:
+            group = group_of_parameter(parameter)
+            if group is not None and isinstance(group.gradients, InvariantGradients) and parameter.is_cpu:
+                raise StateError(
+                    f"unit {group.name!r}: {type(optimizer).__name__}(fused=True) on CPU rounds the last elements of "
+                    f"each shard in another way than the others, and {_FLAG} promises the same bits; give foreach=True"
+                )
+
+
+class BinaryCounter:
+    """A sum of tensors, added in the order in which a binary counter carries.
+
+    Its memory, as many tensors as ``count`` has bits, stays for the next sum.
+
+    Attributes:
+        count: of the tensors that are in it.
+    """
+
+    def __init__(self, dtype: torch.dtype, name: str = "") -> None:
+        self.count = 0
+        self._dtype, self._name = dtype, name
+        # By the power of two of the tensors that each adds up.
+        self._levels: dict[int, torch.Tensor] = {}
+        self._memory: dict[int, FlatStorage] = {}
+        self._free: list[torch.Tensor] = []
+
+    def clear(self) -> None:
+        """Hold nothing; memory stays for the next sum."""
+        self._free += self._levels.values()
+        self._levels, self.count = {}, 0
+
+    def push(self, *leaves: torch.Tensor) -> None:
+        """Add the next tensors, 1-D, which are copied at the end if they are left."""
+        for leaf in leaves:
+            carried, level = leaf, 0
+            while self.count >> level & 1:
+                carried = self._merged(self._levels.pop(level), carried)
+                level += 1
+            self._levels[level] = carried
+            self.count += 1
+        for level, held in self._levels.items():
+            if id(held) not in self._memory:
+                self._levels[level] = self._take(held).copy_(held)
+
+    def _merged(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        """Return the sum of two, in the memory of one that has some; leaves stay as they are."""
+        if id(first) not in self._memory:
+            first, second = second, first
+        if id(first) in self._memory:
+            if id(second) in self._memory:
+                self._free.append(second)
+            return first.add_(second)
+        memory = self._take(first)
+        if first.dtype is self._dtype:
+            return torch.add(first, second, out=memory)
+        return memory.copy_(first).add_(second)
+
+    def _take(self, like: torch.Tensor) -> torch.Tensor:
+        if not self._free:
+            storage = FlatStorage(like.numel(), self._dtype, like.device, name=f"{self._name}: sums")
+            self._memory[id(storage.tensor)] = storage
+            return storage.tensor
+        return self._free.pop()
+
+    def write(self, out: torch.Tensor, scale: float) -> None:
+        """Write what is left, added from the smallest up, times ``scale``."""
+        held = [level for _, level in sorted(self._levels.items())]
+        is_direct = out.dtype is self._dtype and out.device == held[0].device
+        total = out if is_direct else self._take(held[0])
+        total.copy_(held[0])
+        for level in held[1:]:
+            total.add_(level)
+        total.mul_(scale)
+        if not is_direct:
+            self._free.append(total)
+            out.copy_(total)
+
+
+class _Step:
+    """The step that the backwards of one root belong to.
+
+    Attributes:
+        first: the number of its first backward.
+        last: the number of the backward that each group was in last; its gradients may have been made anew since.
+    """
+
+    def __init__(self) -> None:
+        self.first = 0
+        self.last: weakref.WeakKeyDictionary[FSDPParams, int] = weakref.WeakKeyDictionary()
+
+
+_STEPS: weakref.WeakKeyDictionary[Backward, _Step] = weakref.WeakKeyDictionary()
+
+
+class _InvariantBinding(GradBinding):
+    """Shows gradients whose norms are the same however they are sharded, as ``torch.nn.utils.clip_grad_norm_`` asks."""
+
+    # What the optimizer holds whole is gathered in place.
+    is_sent_last = True
+
+    def _make_gradients(self) -> None:
+        super()._make_gradients()
+        for gradient in self._gradients:
+            if isinstance(gradient, PlacedTensor):
+                gradient.has_exact_norms = True
+
+
+class InvariantGradients(GradientBuffer):
+    """The gradients of one parameter group, exchanged in every backward, whatever the strategy."""
+
+    reduction: _InvariantReduction
+
+    def _make_buffers(self) -> None:
+        dtypes, placements = self._spec.dtypes, self._spec.placements
+        self.rests_partial = self.rests_final = False
+        partial: tuple[BufferPlacement, ...] = (Partial("sum"),) * len(placements.gradient)
+        self.packed = self._buffer(partial, dtypes.reduce, "packed gradients", self._device)
+        main_grad = self._buffer(placements.optimizer, dtypes.main_grad, "main_grad", self._template.device)
+        self._bind(_InvariantBinding(main_grad, main_grad, self._fsdp_params, self._template.dtype))
+        self.reduction = _InvariantReduction(self.packed, main_grad)
+        if not _HOOKS:
+            _HOOKS.append(register_optimizer_step_pre_hook(_refuse_fused))
+
+    def _begin_sum(self) -> None:
+        unit = self._observer()
+        if unit is not None and not unit.requires_gradient_sync:
+            raise StateError(
+                f"{self.binding.name}: no_sync() or set_requires_gradient_sync(False) adds up microbatches on a rank "
+                f"before others' are seen, and {_FLAG} adds them up one by one. Leave it out; "
+                "set_is_last_backward(False) says that more microbatches follow."
+            )
+        super()._begin_sum()
+        self.reduction.look_for_changes(self.binding)
+
+    def _prepare(self) -> None:
+        unit = self._observer()
+        assert isinstance(unit, Unit)
+        step = _STEPS.setdefault(unit.backward, _Step())
+        number = unit.backward.number
+        if self.binding.state is GradState.EMPTY:
+            if step.last.get(self._fsdp_params, 0) >= step.first:
+                # What it had of this step is dropped, or the step is over: a new one begins.
+                step.first = number
+            self.reduction.counter.clear()
+        step.last[self._fsdp_params] = number
+        self.reduction.begin_microbatch(number - step.first)
+        super()._prepare()
+
+
+class _InvariantReduction(Reduction):
+    """Exchanges packed gradients, adds them up in a counter, and writes the sum into ``main_grad``.
+
+    Args:
+        packed: receives autograd's gradients. main_grad: what the optimizer reads.
+    """
+
+    # What is added up last gathers as well.
+    finishes_on_lane = False
+
+    def __init__(self, packed: DBuffer, main_grad: DBuffer) -> None:
+        super().__init__(packed, packed, main_grad, main_grad, wire=None)
+        self.counter = BinaryCounter(torch.promote_types(torch.float32, packed.dtype), packed.name)
+        self._version = -1
+        axes, sizes = packed.axes, [axis.size for axis in packed.axes]
+        order = cut_order(sizes, main_grad.placements)
+        self._whole = [axes[index] for index in order if main_grad.placements[index] != Flat()]
+        self._axis = axes[order[0] if len(order) == 1 else 0]
+        self._num_ranks = math.prod(sizes)
+        # What each rank adds up, in the order in which ranks are counted.
+        places = itertools.product(*map(range, sizes))
+        self._pieces = [owned_piece(packed.plan.numel, sizes, order, place) for place in places]
+        room = (self._num_ranks - 1) * max(piece.stop - piece.start for piece in self._pieces)
+        self._received = FlatStorage(room, packed.dtype, packed.device, name="gradients that others sent")
+
+    def begin_microbatch(self, microbatch: int) -> None:
+        """Count zeros for microbatches in which no rank has used the group; receive from now on until ``release``."""
+        if self._axis.size < self._num_ranks:
+            # Made when all ranks are here.
+            group = flattened_mesh(self._packed.mesh).get_group()
+            self._axis = MeshAxis(self._axis.name, self._num_ranks, dist.get_rank(group), group)
+            make_groups([self._axis])
+        piece, packed = self._pieces[self._axis.rank], self._packed
+        zeros = torch.zeros((), dtype=packed.dtype, device=packed.device).expand(piece.stop - piece.start)
+        while self.counter.count < microbatch * self._num_ranks:
+            self.counter.push(zeros)
+        self._received.reallocate()
+
+    def release(self) -> None:
+        """Release what was received, which is folded."""
+        self._received.release()
+
+    def prepare(self, scale: float, *, overwrites: bool) -> None:
+        """Get ready for the exchange of the packed buffer."""
+        if scale == 0.0:
+            raise StateError(
+                f"{self._packed.name}: {_FLAG} divides once, after the last addition, and by what does not depend on "
+                "the number of ranks: call set_gradient_divide_factor(G) of every unit, where G is the number of "
+                "microbatches of a step on all ranks together, and do not divide their losses"
+            )
+        self._scale = scale
+        self._version = self._main_grad.local_buffer._version
+
+    def start(self, works: list[dist.Work] | None) -> list[Part]:
+        """Issue the exchange."""
+        exchange(*self._rows(), self._axis, works)
+        return []
+
+    def fold(self) -> None:
+        """Add up what came."""
+        self.counter.push(*self._rows()[0])
+
+    def _rows(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return each rank's part of what this one adds up, and what it sends to each."""
+        sent = [self._packed.local_buffer[piece] for piece in self._pieces]
+        mine, others = sent[self._axis.rank], self._num_ranks - 1
+        rooms = self._received.tensor[: others * mine.numel()].view(others, mine.numel()).unbind()
+        return [*rooms[: self._axis.rank], mine, *rooms[self._axis.rank :]], sent
+
+    def start_last(self, on_all: list[Part], scattered: list[Part], works: list[dist.Work] | None) -> None:
+        """Write the sum, and gather what the optimizer holds whole."""
+        target = self._main_grad.local_buffer
+        if listeners:
+            tell("summing", self._main_grad)
+        held = self._held(target)
+        self.counter.write(held[-1], self._scale)
+        for axis, whole in zip(reversed(self._whole), reversed(held[:-1]), strict=True):
+            parts = [whole[piece_of(whole.numel(), axis.size, rank)] for rank in range(axis.size)]
+            exchange(parts, [parts[axis.rank]] * axis.size, axis)
+        self._version = target._version
+
+    def _held(self, target: torch.Tensor) -> list[torch.Tensor]:
+        """Return what is cut over each axis that the optimizer holds whole, and last what this rank adds up."""
+        pieces = [target]
+        for axis in self._whole:
+            pieces.append(pieces[-1][piece_of(pieces[-1].numel(), axis.size, axis.rank)])
+        return pieces
+
+    def look_for_changes(self, binding: GradBinding) -> None:
+        """Begin anew where the sum so far, which users are shown, was set to zero.
+
+        Raises:
+            StateError: it was changed into anything else.
+        """
+        if binding.state is GradState.EMPTY or binding.main_grad.local_buffer._version == self._version:
+            return
+        if binding.main_grad.local_buffer.any():
+            raise StateError(
+                f"{binding.name}: a gradient was changed between two microbatches, and {_FLAG} goes on with the sum as "
+                "it was. Change gradients after the last microbatch, or set them to zero"
+            )
+        binding.state = GradState.EMPTY
+
+
+def piece_of(numel: int, size: int, rank: int) -> slice:
+    """Return which elements one rank of an axis adds up, of so many: the last ranks have fewer, or none."""
+    share = -(-numel // size)
+    return slice(min(rank * share, numel), min((rank + 1) * share, numel))
+
+
+def cut_order(sizes: Sequence[int], placements: Sequence[BufferPlacement]) -> list[int]:
+    """Return the axes that a buffer is cut over: those of shards first, from major to minor.
+
+    What the optimizer holds whole is cut after them.
+    """
+    axes = (index for index in range(len(sizes)) if sizes[index] > 1)
+    return sorted(axes, key=lambda index: (placements[index] != Flat(), -index))
+
+
+def owned_piece(numel: int, sizes: Sequence[int], order: Iterable[int], place: Sequence[int]) -> slice:
+    """Return which elements of a buffer the rank at a place of a mesh adds up."""
+    start, length = 0, numel
+    for index in order:
+        piece = piece_of(length, sizes[index], place[index])
+        start, length = start + piece.start, piece.stop - piece.start
+    return slice(start, start + length)

@@ -1,0 +1,147 @@
+"""Memory slots: which buffers of a model take turns in memory that stays (dbuffer/slot_pool.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from dbuffer import BufferPlacement, SlotPool
+from dbuffer.placements import flat_axes
+from dbuffer.slot_memory import from_communicator, from_symmetric_memory
+from dbuffer.slot_pool import ArenaPool
+from dbuffer_kernels.switches import is_off
+from megatron_fsdp.engine.param_group import ParameterGroup
+from megatron_fsdp.engine.unit import Unit
+from megatron_fsdp.errors import ConfigError
+from megatron_fsdp.policy.slots import SlotChoice
+
+__all__ = [
+    "BufferPools", "check_reshard", "communicator_has_memory", "keep_gathered", "place_unit", "reshard_to", "use_slots",
+]  # fmt: skip
+
+
+class BufferPools:
+    """The pools of one root: units that ask for the same kind of slots share them.
+
+    Attributes:
+        planned: those that plan ahead, which are told at the end of each backward.
+    """
+
+    def __init__(self) -> None:
+        self.planned: list[ArenaPool] = []
+        self._pools: dict[tuple[object, ...], SlotPool] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all slots."""
+        return sum(pool.nbytes for pool in self._pools.values())
+
+    def get(
+        self, use: str, choice: SlotChoice, group: ParameterGroup, placements: Sequence[BufferPlacement]
+    ) -> SlotPool:
+        """Return the pool for one use of memory by a parameter group.
+
+        Args:
+            use: "weights" or "gradients", which have pools of their own, since their sizes differ.
+            placements: of the buffer at rest; its collectives run along the first ``Flat`` axis.
+        Raises:
+            StorageError: memory that this machine or this PyTorch does not have.
+        """
+        assert choice.sizing is not None
+        device, members = group.spec.compute_device, None
+        if choice.source != "device":
+            axis = group.main_weight.axes[flat_axes(placements)[0]]
+            members = axis.gather_group if use == "weights" else axis.reduce_group
+        # In one arena weights and gradients lie where the others have been.
+        key = ("all" if choice.sizing == "static" and members is None else use, choice, device, members)
+        if key not in self._pools:
+            allocate = None
+            if members is not None and choice.source == "communicator":
+                allocate = from_communicator(members, device)
+            elif members is not None:
+                allocate = from_symmetric_memory(members, device, choice.source)
+            if choice.sizing == "static":
+                self.planned.append(ArenaPool(device, allocate))
+                self._pools[key] = self.planned[-1]
+            else:
+                self._pools[key] = SlotPool(device, choice.sizing, allocate)
+        return self._pools[key]
+
+
+def use_slots(unit: Unit, choice: SlotChoice) -> None:
+    """Take memory from slots from now on, or from the allocator again."""
+    unit.slots = choice
+    place_unit(unit)
+
+
+def communicator_has_memory(unit: Unit) -> bool:
+    """Whether the communicators of the unit have an allocator of their own, as NCCL's have."""
+    axes = [(axis, group.spec.device) for group in unit.groups for axis in group.main_weight.axes]
+    return bool(axes) and all(from_communicator(axis.gather_group, device) is not None for axis, device in axes)
+
+
+def place_unit(unit: Unit) -> None:
+    """Take the memory of a unit from where its choice says."""
+    choice = unit.slots
+    # Weights that stay from forward to backward would each hold a slot as large as the largest unit.
+    stays = choice.sizing == "largest" and not unit.schedule.reshards_after_forward(unit)
+    of_weights = replace(choice, sizing="by_size") if stays else choice
+    pools = None if choice.sizing is None or is_off("slots") else unit.schedule.pools
+    for group in unit.groups:
+        placements, weights, gradients = group.spec.placements, group.weights, group.gradients
+        if not group.rests_whole:
+            # What stays takes no turns.
+            pool = None
+            if pools is not None and not weights.keeps_gathered:
+                pool = pools.get("weights", of_weights, group, placements.parameter)
+            group.gathered.storage.use_pool(pool)
+            if weights.post_forward is not None:
+                # One for each unit would be held for as long as the allocator's; in an arena it costs nothing.
+                weights.post_forward.storage.use_pool(pool if choice.sizing == "static" else None)
+        if gradients is not None:
+            pool = None
+            if pools is not None and not gradients.rests_partial:
+                pool = pools.get("gradients", choice, group, placements.gradient)
+            gradients.take_from(pool)
+            # With slots a step calls no allocator.
+            gradients.keep(pools is not None or group.spec.is_offloaded)
+
+
+def keep_gathered(group: ParameterGroup, *, keeps: bool, is_sharded: bool) -> None:
+    """Have the memory of gathered weights from now on also while they are resharded, as they may be, or no more."""
+    group.spec = replace(group.spec, keeps_gathered=keeps)
+    group.weights.keeps_gathered = keeps
+    if is_sharded and not group.rests_whole:
+        if keeps:
+            group.gathered.reallocate_storage()
+        else:
+            group.weights.release()
+
+
+def reshard_to(unit: Unit, choice: bool | int | None) -> None:
+    """Choose what happens to weights between forward and backward; see ``fully_shard(reshard_after_forward=...)``.
+
+    Raises:
+        ConfigError: as ``check_reshard``.
+    """
+    size = check_reshard(unit, choice)
+    for group in unit.groups:
+        group.weights.keep_part_for(size)
+    # Groups of one rank hold the weights whole.
+    unit.reshard_after_forward = choice if choice is None or isinstance(choice, bool) else size != 1
+    if unit.slots.sizing is not None:
+        place_unit(unit)
+
+
+def check_reshard(unit: Unit, choice: bool | int | None) -> int:
+    """Return on how many ranks ``reshard_to`` would keep the weights, 0 for none.
+
+    Raises:
+        ConfigError: an int that does not divide the axis over which weights are sharded.
+    """
+    if choice is not None and not isinstance(choice, int):
+        raise ConfigError(f"reshard_after_forward={choice!r}; give None, True, False or a number of ranks")
+    size = 0 if choice is None or isinstance(choice, bool) else choice
+    for group in unit.groups:
+        group.weights.check_part(size)
+    return size
