@@ -12,9 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dbuffer.whereabouts import ALARMS, job_store, raise_difference, refuse_after_difference
 from megatron_fsdp.checks.rendezvous import meet, report_failure
+from megatron_fsdp.engine.hooks import StepHooks
 from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.engine.root import Schedule
-from megatron_fsdp.engine.unit import Unit, alive
+from megatron_fsdp.engine.unit import Call, Unit, alive
 from megatron_fsdp.lifecycle.make_param_group import follow_grad_dtypes
 
 __all__ = ["FirstUse", "Wrapping", "mesh_ranks"]
@@ -70,22 +71,20 @@ _NUM_COMPARED = 2
 _MOST_COMPARED = 1 << 12
 
 
-class FirstUse:
+class FirstUse(StepHooks[Unit, Call]):
     """The time until a root's third backward, in which the ranks are held to the same units.
 
     Before the first collective they agree on what the units are. From then on each rank says before each collective,
-    in the job's store, of which unit it is; afterwards it costs nothing.
+    in the job's store, of which unit it is; afterwards it detaches itself from the root.
 
     Not the first forward: where weights rest whole, one rank may run the model alone.
 
     Attributes:
-        is_over: whether it has passed. Who gathers or reduces looks at it first.
         tokens: a name of the agreement of each set of ranks, which nothing else has in the job's store; empty where
             this process is the only one.
     """
 
     def __init__(self) -> None:
-        self.is_over = False
         self.tokens: dict[tuple[int, ...], str] = {}
         self._has_agreed = False
         # How many collectives of each kind were compared so far, on each set of ranks.
@@ -101,7 +100,7 @@ class FirstUse:
             self.agree(unit.schedule)
             self._compare("gather", unit)
 
-    def before_reduction(self, unit: Unit) -> None:
+    def before_reduce(self, unit: Unit) -> None:
         """Gradients of a unit are about to be reduced, or kept; raises as ``agree`` and ``_compare`` do."""
         if unit.requires_gradient_sync:
             self.agree(unit.schedule)
@@ -117,7 +116,7 @@ class FirstUse:
             MeshError: another rank issued a collective of another unit in this place, or has raised this.
         """
         if unit.backward.number > _NUM_COMPARED:
-            self._end()
+            self._end(unit.schedule)
             return
         store: Any = job_store()
         for ranks, token in self.tokens.items():
@@ -136,7 +135,7 @@ class FirstUse:
                 raise_difference(words)
             if number >= _MOST_COMPARED:
                 # A model that no backward comes to.
-                self._end()
+                self._end(unit.schedule)
 
     def _ranks_of(self, unit: Unit) -> set[tuple[int, ...]]:
         known = self._known_ranks.get(unit)
@@ -144,8 +143,8 @@ class FirstUse:
             known = self._known_ranks[unit] = {mesh_ranks(group.spec.mesh) for group in unit.groups}
         return known
 
-    def _end(self) -> None:
-        self.is_over = True
+    def _end(self, schedule: Schedule) -> None:
+        schedule.attach(hook for hook in schedule.hooks if hook is not self)
         ALARMS.difference_update(map(_alarm_of, self.tokens.values()))
         store: Any = job_store()
         for ranks, token in self.tokens.items():
@@ -182,7 +181,7 @@ class FirstUse:
         self._has_agreed = True
         ALARMS.update(_alarm_of(token) for token in self.tokens.values() if token)
         if not any(self.tokens.values()):
-            self._end()
+            self._end(schedule)
 
 
 def _alarm_of(token: str) -> str:

@@ -76,8 +76,7 @@ class Backward:
         self._num_flags_set = -1
         # Units whose gradients are being reduced, in the order of issue.
         self._reducing: list[weakref.ref[Unit]] = []
-        self._guards = schedule.guards
-        self._last, self._missing = LastReductions(), self._guards.missing
+        self._last = LastReductions()
         for unit in schedule.units():
             unit.backward = self
 
@@ -101,7 +100,19 @@ class Backward:
             self._settle()
             if self._num_flags_set != NUM_FLAGS_SET[0]:
                 self._num_flags_set = NUM_FLAGS_SET[0]
-                self._guards.follow_flags(self._schedule.units())
+                self._follow_flags()
+
+    def _follow_flags(self) -> None:
+        """Hand on which parameters were frozen or unfrozen since their unit's forward.
+
+        Autograd asks a leaf for its flag when a gradient arrives, not when forward used it. So what counts is the flag
+        at the backward, whatever it was in a forward between: peft freezes adapters for a reference model's forward.
+        """
+        for unit in self._schedule.units():
+            for group in unit.groups:
+                changed = group.fsdp_params.changed_requires_grad()
+                for hook in self._schedule.hooks if changed else ():
+                    hook.on_changed(unit, group, changed)
 
     def _follow_task(self) -> weakref.ref[functools.partial[None]]:
         """Have autograd call ``finish`` at the end of its task; what is returned dies with a task that raises.
@@ -172,8 +183,9 @@ class Backward:
         Raises:
             StateError: the backward is itself recorded (``create_graph=True``), or weights were stepped since forward.
         """
-        if torch.is_grad_enabled() or call.moment != MOMENTS[0]:
-            self._guards.refuse_backward(call)
+        is_late = torch.is_grad_enabled() or call.moment != MOMENTS[0]
+        for hook in self._schedule.hooks if is_late else ():
+            hook.on_late_backward(call)
         self.begin()
         task = task_id()
         if task != self._task:
@@ -329,8 +341,8 @@ class Backward:
         self._reduce(unit)
 
     def _reduce(self, unit: Unit) -> None:
-        if not self._guards.first_use.is_over:
-            self._guards.first_use.before_reduction(unit)
+        for hook in self._schedule.collective_hooks:
+            hook.before_reduce(unit)
         complete = self._closed_buffers(unit)
         # Without streams one lane waits for no other.
         after = self._schedule.gathers_ahead() if self._has_streams else ()
@@ -355,7 +367,8 @@ class Backward:
                 break
         for buffer in complete:
             if 1 in buffer.binding.missing:
-                self._missing.say(unit.groups)
+                for hook in self._schedule.hooks:
+                    hook.on_missing(unit.groups)
                 break
         return complete
 
@@ -388,11 +401,12 @@ class Backward:
                 buffer.binding.show_pending()
                 self._has_sums = True
         self._end()
-        for pool in self._schedule.pools.planned:
-            pool.settle()
+        hooks = self._schedule.hooks
+        for hook in hooks:
+            hook.after_backward()
         self.is_unfinished = is_left
-        if is_for_others:
-            self._guards.refuse_gathered(group for unit in units for group in unit.groups)
+        for hook in hooks if is_for_others else ():
+            hook.on_no_gradients(units)
         if listeners and (self.is_last or self.is_manual) and not is_left:
             tell("backward", self)
 
@@ -429,8 +443,8 @@ class Backward:
         finals = [found for unit in units if unit.requires_gradient_sync and (found := _final(unit, is_last))]
         final = list(itertools.chain.from_iterable(finals))
         is_missing = 1 in b"".join([group.gradients.binding.missing for group in final if group.gradients is not None])
-        if is_missing:
-            self._missing.say(final)
+        for hook in self._schedule.hooks if is_missing else ():
+            hook.on_missing(final)
         is_left = not all(map(_RESTS_FINAL, units))
         if is_left:
             self._last.finish(finals)
@@ -447,9 +461,8 @@ class Backward:
             group.gradients.binding.complete()
             if listeners:
                 tell("completed", group)
-        if is_missing or self._missing.has_question:
-            self._missing.settle(final, units)
-        self._missing.number += bool(final)
+        for hook in self._schedule.hooks:
+            hook.on_final(final, units, is_missing=is_missing)
         for group in final:
             assert group.gradients is not None
             group.gradients.binding.show()

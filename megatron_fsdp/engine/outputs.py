@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from megatron_fsdp.engine.unit import Call
 
-__all__ = ["iterate_tensors", "map_tensors", "parts_of_dual", "watch_inputs", "watch_output"]
+__all__ = ["iterate_tensors", "map_tensors", "parts_of_dual", "watch_inputs", "watch_output", "without_weights"]
 
 
 _WATCHERS = "_fsdp_watchers"
@@ -44,7 +44,8 @@ def watch_output(call: Call, output: Any) -> bool:
             else:
                 is_new = False
     if opaque:
-        call.unit.schedule.guards.watch_hidden(call, opaque)
+        for hook in call.unit.schedule.hooks:
+            hook.on_opaque_output(call, opaque)
     return is_new
 
 
@@ -70,6 +71,32 @@ def watch_inputs(call: Call, given: Any) -> None:
     for tensor in tree_leaves(given):
         if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
             tensor.register_hook(leave)
+
+
+def without_weights(call: Call, output: Any) -> Any:
+    """Return the output of a call, with copies of the tensors that lie in gathered weights which will be released.
+
+    A unit may return its weight, or a slice or transpose of it. A plain model may use such an output as long as it
+    likes, so it gets memory of its own: autograd's clone, through which gradients come to the weight.
+    """
+    buffers = [group.gathered for group in call.unit.groups if not group.rests_whole]
+    if not buffers or output is None:
+        return output
+    storages = {buffer.storage.tensor.untyped_storage()._cdata for buffer in buffers}
+
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone() if _storage_of(tensor) in storages else tensor
+
+    found = map_tensors(copied, output)
+    if found is not output and torch.is_grad_enabled():
+        watch_output(call, found)
+    return found
+
+
+def _storage_of(tensor: torch.Tensor) -> int:
+    """Return the identity of the storage of a tensor; 0 where it has none, as wrappers have."""
+    local = getattr(tensor, "_local_tensor", tensor)
+    return local.untyped_storage()._cdata if torch._C._has_storage(local) else 0
 
 
 def _leave(reference: weakref.ref[Call], gradient: torch.Tensor) -> None:

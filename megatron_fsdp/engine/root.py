@@ -16,11 +16,11 @@ import torch
 from torch import nn
 from torch._compile import _disable_dynamo
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.autograd import profiler
 
 from dbuffer.errors import MeshError
 from dbuffer.events import listeners, tell
-from megatron_fsdp.engine.outputs import map_tensors, watch_inputs, watch_output
+from megatron_fsdp.engine.hooks import StepHooks, sees_collectives
+from megatron_fsdp.engine.outputs import map_tensors, watch_inputs, watch_output, without_weights
 from megatron_fsdp.engine.param_group import start_gathers
 from megatron_fsdp.engine.streams import (
     HOST_READS,
@@ -30,7 +30,8 @@ from megatron_fsdp.engine.streams import (
     settle_host,
     wait_for_event,
 )
-from megatron_fsdp.engine.unit import Call, Unit, WeightState, alive, is_in_backward, units_below
+from megatron_fsdp.engine.unit import Call, Unit, WeightState, alive, is_in_backward
+from megatron_fsdp.engine.unsharded_param import refuse_change
 from megatron_fsdp.errors import AgreementError
 
 __all__ = ["Schedule", "after_forward", "before_forward", "caster"]
@@ -51,20 +52,18 @@ class Schedule:
 
     Attributes:
         step_event: recorded after an optimizer step, awaited by the next forward; None for none.
-        root_ref: the outermost unit, weakly. pools: of memory slots.
+        root_ref: the outermost unit, weakly.
         trail: the units of this forward pass that were left, in order, for each call that backward may come to.
-        guards: what a step hands on to when it meets what it does not do itself (``guards/attached.py``).
+        hooks: what is told of the steps; empty for none. collective_hooks: those of them that see each collective.
     """
-
-    # Of rooms above.
-    guards: Any
-    pools: Any
 
     def __init__(self) -> None:
         self.step_event: Any = None
         self.trail: list[weakref.ref[Unit]] = []
         self._units: list[weakref.ref[Unit]] = []
         self.root_ref: weakref.ref[Unit] = _NONE
+        self.hooks: tuple[StepHooks[Unit, Call], ...] = ()
+        self.collective_hooks: tuple[StepHooks[Unit, Call], ...] = ()
         self._clock = 0
         # The units of this pass and of the last one, in the order of their calls, and where this one is in that.
         self._recorded: list[weakref.ref[Unit]] = []
@@ -80,6 +79,11 @@ class Schedule:
         for unit in units:
             unit.schedule = self
             self._units.append(unit.reference)
+
+    def attach(self, hooks: Iterable[StepHooks[Unit, Call]]) -> None:
+        """Tell these objects of the steps from now on, and no others."""
+        self.hooks = tuple(hooks)
+        self.collective_hooks = tuple(hook for hook in self.hooks if sees_collectives(hook))
 
     def units(self) -> list[Unit]:
         """Return the units served, in the order in which the root's modules are registered."""
@@ -104,8 +108,8 @@ class Schedule:
         """
         if unit is None or unit.weight_state is not WeightState.SHARDED or not unit.groups:
             return
-        if not self.guards.first_use.is_over:
-            self.guards.first_use.before_gather(unit)
+        for hook in self.collective_hooks:
+            hook.before_gather(unit)
         if listeners:
             tell("gather", unit)
         unit.gather_ticket = start_gathers(unit.groups, check=check, owner=id(unit))
@@ -187,7 +191,7 @@ class Schedule:
         for group in unit.groups:
             changed = group.release(keep_part=keep_part, is_raising=is_raising) or changed
         if changed:
-            self.guards.refuse_changed(changed)
+            refuse_change(changed)
 
     # ------------------------------------------------------------------ forward
 
@@ -209,7 +213,8 @@ class Schedule:
         for group in unit.groups:
             changed, gradients = group.fsdp_params.changed_requires_grad(), group.gradients
             if changed or (gradients is not None and gradients.binding.is_taken):
-                self.guards.follow_requires_grad(unit, group, changed)
+                for hook in self.hooks:
+                    hook.on_changed(unit, group, changed)
         self.unshard(unit, check=True)
         following = self._predict(unit)
         if not self.trail and torch.is_grad_enabled():
@@ -227,7 +232,7 @@ class Schedule:
         if call is None:
             return output
         if not (torch.is_grad_enabled() and watch_output(call, output)):
-            output = self.guards.without_weights(call, output)
+            output = without_weights(call, output)
         if unit.pending_modules:
             return output
         if is_in_backward():
@@ -245,7 +250,8 @@ class Schedule:
         """Refuse whatever is registered in the place of a parameter."""
         for group in unit.groups:
             if group.fsdp_params.module_infos.is_replaced():
-                self.guards.refuse_replaced(group)
+                for hook in self.hooks:
+                    hook.on_replaced(group)
 
     def open_call(self, unit: Unit, module: nn.Module) -> Call | None:
         """Note that a module of the unit runs; return the call of the unit that begins with it; None for none."""
@@ -324,8 +330,6 @@ class Schedule:
             unit.open_call = None
         self._expected, self._recorded, self._cursor = self._recorded or self._expected, [], 0
         self.trail = []
-        if profiler._is_profiler_enabled:
-            self.guards.emit_ranges(self.units())
 
     def _end_pass(self) -> None:
         for unit in self.units():
@@ -411,9 +415,8 @@ def _enter(unit: Unit, module: nn.Module, given: Any) -> None:
     if unit is schedule.root_ref():
         if not is_again:
             unit.backward.recover()
-        tree = unit.trees[id(module)]
-        if tree.is_changed():
-            schedule.guards.walk(tree, module, list(units_below(module)))
+        for hook in schedule.hooks:
+            hook.on_root_forward(unit, module)
     if is_again:
         unit.backward.before_recomputation(unit, module)
     else:

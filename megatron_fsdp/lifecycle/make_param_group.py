@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -45,7 +45,7 @@ from megatron_fsdp.variants.invariant_reduction import InvariantGradients
 from megatron_fsdp.variants.memory_slots import place_unit
 
 __all__ = [
-    "follow_flags", "follow_grad_dtypes", "follow_gradients", "follow_requires_grad", "forget_originals",
+    "follow_grad_dtypes", "follow_gradients", "follow_requires_grad", "forget_originals",
     "make_param_group", "make_unit", "materialize_group", "materialize_unit", "rebuild", "rename_unit", "set_divisor",
     "set_reduction", "shown_over",
 ]  # fmt: skip
@@ -375,22 +375,6 @@ def follow_requires_grad(unit: Unit, group: ParameterGroup, changed: Sequence[in
         group.gradients.binding.trained[index] = trained
     if is_changed:
         follow_gradients(unit)
-
-
-def follow_flags(units: Iterable[Unit]) -> None:
-    """Give the gathered weights the ``requires_grad`` that their parameters have now, before autograd reads it.
-
-    Autograd asks a leaf for its flag when a gradient arrives, not when forward used it. So what counts is the flag at
-    the backward, whatever it was in a forward between: peft freezes adapters for a reference model's forward.
-
-    Raises:
-        StateError: as ``follow_requires_grad``.
-    """
-    for unit in units:
-        for group in unit.groups:
-            changed = group.fsdp_params.changed_requires_grad()
-            if changed:
-                follow_requires_grad(unit, group, changed)
 
 
 def materialize_unit(unit: Unit) -> None:
