@@ -14,8 +14,7 @@ from dbuffer.whereabouts import ALARMS, job_store, raise_difference, refuse_afte
 from megatron_fsdp.checks.rendezvous import meet, report_failure
 from megatron_fsdp.engine.hooks import StepHooks
 from megatron_fsdp.engine.param_group import ParameterGroup
-from megatron_fsdp.engine.root import Schedule
-from megatron_fsdp.engine.unit import Call, Unit, alive
+from megatron_fsdp.engine.unit import Call, Root, Unit, alive
 from megatron_fsdp.lifecycle.make_param_group import follow_grad_dtypes
 
 __all__ = ["FirstUse", "Wrapping", "mesh_ranks"]
@@ -97,13 +96,13 @@ class FirstUse(StepHooks[Unit, Call]):
         if not self._has_agreed:
             follow_grad_dtypes(unit)
         if not all(group.rests_whole for group in unit.groups):
-            self.agree(unit.schedule)
+            self.agree(unit.root)
             self._compare("gather", unit)
 
     def before_reduce(self, unit: Unit) -> None:
         """Gradients of a unit are about to be reduced, or kept; raises as ``agree`` and ``_compare`` do."""
         if unit.requires_gradient_sync:
-            self.agree(unit.schedule)
+            self.agree(unit.root)
             self._compare("reduction", unit)
 
     def _compare(self, kind: str, unit: Unit) -> None:
@@ -115,8 +114,8 @@ class FirstUse(StepHooks[Unit, Call]):
         Raises:
             MeshError: another rank issued a collective of another unit in this place, or has raised this.
         """
-        if unit.backward.number > _NUM_COMPARED:
-            self._end(unit.schedule)
+        if unit.root.backward.number > _NUM_COMPARED:
+            self._end(unit.root)
             return
         store: Any = job_store()
         for ranks, token in self.tokens.items():
@@ -135,7 +134,7 @@ class FirstUse(StepHooks[Unit, Call]):
                 raise_difference(words)
             if number >= _MOST_COMPARED:
                 # A model that no backward comes to.
-                self._end(unit.schedule)
+                self._end(unit.root)
 
     def _ranks_of(self, unit: Unit) -> set[tuple[int, ...]]:
         known = self._known_ranks.get(unit)
@@ -143,8 +142,8 @@ class FirstUse(StepHooks[Unit, Call]):
             known = self._known_ranks[unit] = {mesh_ranks(group.spec.mesh) for group in unit.groups}
         return known
 
-    def _end(self, schedule: Schedule) -> None:
-        schedule.attach(hook for hook in schedule.hooks if hook is not self)
+    def _end(self, root: Root) -> None:
+        root.attach(hook for hook in root.hooks if hook is not self)
         ALARMS.difference_update(map(_alarm_of, self.tokens.values()))
         store: Any = job_store()
         for ranks, token in self.tokens.items():
@@ -155,7 +154,7 @@ class FirstUse(StepHooks[Unit, Call]):
                         store.delete_key(f"{token} {kind} {number}")
                 store.delete_key(f"{token} compared")
 
-    def agree(self, schedule: Schedule) -> None:
+    def agree(self, root: Root) -> None:
         """Wait until all ranks are about to use the same units, with the same settings.
 
         Raises:
@@ -165,10 +164,10 @@ class FirstUse(StepHooks[Unit, Call]):
         if self._has_agreed:
             return
         refuse_after_difference()
-        root, units = schedule.root_ref(), schedule.units()
+        outermost, units = root.outermost(), root.units()
         for unit in units:
             follow_grad_dtypes(unit)
-        name = (units[0] if root is None else root).name
+        name = (units[0] if outermost is None else outermost).name
         # Sorted, so that ranks which are in several of them do not wait for each other in a circle.
         for ranks in sorted({mesh_ranks(group.spec.mesh) for unit in units for group in unit.groups}):
             self.tokens[ranks] = meet(
@@ -181,7 +180,7 @@ class FirstUse(StepHooks[Unit, Call]):
         self._has_agreed = True
         ALARMS.update(_alarm_of(token) for token in self.tokens.values() if token)
         if not any(self.tokens.values()):
-            self._end(schedule)
+            self._end(root)
 
 
 def _alarm_of(token: str) -> str:

@@ -11,10 +11,8 @@ from megatron_fsdp.checks.added_params import AddedParams
 from megatron_fsdp.checks.agreement import FirstUse
 from megatron_fsdp.checks.hidden_outputs import HiddenOutputs
 from megatron_fsdp.checks.missing_gradients import MissingGradients
-from megatron_fsdp.engine.backward import Backward
 from megatron_fsdp.engine.freshness import hear_of_steps
-from megatron_fsdp.engine.root import Schedule
-from megatron_fsdp.engine.unit import Unit
+from megatron_fsdp.engine.unit import Root, Unit
 from megatron_fsdp.lifecycle.param_changes import ParamChanges
 from megatron_fsdp.lifecycle.profiler_ranges import ProfilerRanges
 from megatron_fsdp.variants.memory_slots import BufferPools
@@ -25,12 +23,11 @@ ASKED_CHECKS.append(refusals.refuse_sharded)
 NAMERS.append(read_names.name_of)
 
 
-def attach_root(root: Unit, units: Iterable[Unit]) -> None:
-    """Put units under a schedule of their own, of which ``root`` is the outermost."""
+def attach_root(outermost: Unit, units: Iterable[Unit]) -> None:
+    """Put units under a root of their own, of which ``outermost`` is the root unit."""
     hear_of_steps(refusals.refuse_stale)
     first_use = FirstUse()
-    schedule = Schedule()
-    schedule.attach(
+    Root(outermost, units).attach(
         (
             first_use,
             AddedParams(),
@@ -42,5 +39,3 @@ def attach_root(root: Unit, units: Iterable[Unit]) -> None:
             BufferPools(),
         )
     )
-    schedule.adopt(root, units)
-    Backward(schedule)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron_fsdp.engine.backward import pre_backward
 from megatron_fsdp.engine.hooks import StepHooks
 from megatron_fsdp.engine.outputs import watch_output
 from megatron_fsdp.engine.unit import Call, Unit
@@ -32,7 +33,7 @@ class HiddenOutputs(StepHooks[Unit, Call]):
         for tensor in _tensors_in(objects):
             node: Any = tensor.grad_fn
             if node is not None and node._sequence_nr() >= call.first_node:
-                watch_output(call, tensor)
+                watch_output(call, tensor, pre_backward)
 
 
 def _tensors_in(objects: Iterable[Any]) -> Iterator[torch.Tensor]:

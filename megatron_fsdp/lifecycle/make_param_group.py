@@ -20,6 +20,7 @@ from dbuffer.dtensor.autograd import accept_plain_gradients
 from dbuffer.dtensor.placed_tensor import Label, label
 from megatron_fsdp.build.builder import GroupSpec
 from megatron_fsdp.build.ownership import OwnedParameter, mark_owned, settle_grad_dtypes
+from megatron_fsdp.engine.backward import GradientsOfUnit
 from megatron_fsdp.engine.freshness import Freshness
 from megatron_fsdp.engine.grads import GradientBuffer, LateGradients, packs_late
 from megatron_fsdp.engine.param_group import ParameterGroup, WeightBuffers, note_group
@@ -343,7 +344,7 @@ def follow_gradients(unit: Unit) -> None:
         place_unit(unit)
     unit.count_gradients()
     for buffer in unit.gradients:
-        buffer.observe(unit)
+        buffer.listener = GradientsOfUnit(unit)
 
 
 def follow_requires_grad(unit: Unit, group: ParameterGroup, changed: Sequence[int]) -> None:
@@ -400,7 +401,7 @@ def follow_grad_dtypes(unit: Unit) -> None:
     Raises:
         StateError: parameters that share a buffer want different dtypes, or have a gradient.
     """
-    if unit.backward.number:
+    if unit.root.backward.number:
         return
     owned = [each for group in unit.groups for each in group.owned]
     params = [param for group in unit.groups for param in group.fsdp_params.sharded_params]

@@ -97,8 +97,8 @@ class InnerApply:
         # The unit's own _apply has taken its parameters out, for as long as it applies the function to all else.
         if unit is None or all(module._parameters.get(name) is None for name in self._groups):
             return apply(module, function, recurse)
-        unit.schedule.refuse_replaced_params(unit)
-        unit.schedule.reshard(unit)
+        unit.refuse_replaced_params()
+        unit.reshard()
         settle_host()
         held = {name: module._parameters[name] for name in self._groups}
         for name, reference in self._groups.items():
@@ -236,7 +236,7 @@ def before_state_dict(unit: Unit, module: nn.Module, prefix: str, keep_vars: boo
     saved = _saved_by_save_pretrained()
     if saved is not None:
         refuse_sharded_save(saved, f"no state_dict, and {unit.name!r} is one of its units")
-    unit.schedule.reshard(unit)
+    unit.reshard()
 
 
 def _saved_by_save_pretrained() -> nn.Module | None:
@@ -270,8 +270,8 @@ def before_load_state_dict(
     """
     is_assigned = metadata.get("assign_to_params_buffers", False)
     for below in units_below(module):
-        below.schedule.refuse_replaced_params(below)
-        below.schedule.reshard(below)
+        below.refuse_replaced_params()
+        below.reshard()
     settle_host()
     _materialize_for(module, prefix, state_dict)
     for name, parameter in module.named_parameters(remove_duplicate=False):

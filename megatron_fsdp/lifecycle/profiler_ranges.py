@@ -66,7 +66,7 @@ class ProfilerRanges(StepHooks[Unit, Call]):
     def on_root_forward(self, unit: Unit, module: nn.Module) -> None:
         """Emit ranges for all units of the root, where a profiler records."""
         if profiler._is_profiler_enabled:
-            _emit_ranges(unit.schedule.units())
+            _emit_ranges(unit.root.units())
 
 
 def _emit_ranges(units: Iterable[Unit]) -> None:

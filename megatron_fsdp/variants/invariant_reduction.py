@@ -28,12 +28,12 @@ from dbuffer.mesh import MeshAxis, flattened_mesh, make_groups
 from dbuffer.placements import BufferPlacement
 from dbuffer.storage import FlatStorage
 from megatron_fsdp.engine.accumulation import GradBinding, GradState
-from megatron_fsdp.engine.backward import Backward
+from megatron_fsdp.engine.backward import GradientsOfUnit
 from megatron_fsdp.engine.grads import GradientBuffer
 from megatron_fsdp.engine.param_group import group_of_parameter
 from megatron_fsdp.engine.params import FSDPParams
 from megatron_fsdp.engine.reduce import Reduction
-from megatron_fsdp.engine.unit import Unit
+from megatron_fsdp.engine.unit import Root, Unit
 from megatron_fsdp.errors import StateError
 
 __all__ = ["InvariantGradients"]
@@ -137,7 +137,7 @@ class _Step:
         self.last: weakref.WeakKeyDictionary[FSDPParams, int] = weakref.WeakKeyDictionary()
 
 
-_STEPS: weakref.WeakKeyDictionary[Backward, _Step] = weakref.WeakKeyDictionary()
+_STEPS: weakref.WeakKeyDictionary[Root, _Step] = weakref.WeakKeyDictionary()
 
 
 class _InvariantBinding(GradBinding):
@@ -169,8 +169,11 @@ class InvariantGradients(GradientBuffer):
         if not _HOOKS:
             _HOOKS.append(register_optimizer_step_pre_hook(_refuse_fused))
 
+    def _unit(self) -> Unit | None:
+        return self.listener.unit() if isinstance(self.listener, GradientsOfUnit) else None
+
     def _begin_sum(self) -> None:
-        unit = self._observer()
+        unit = self._unit()
         if unit is not None and not unit.requires_gradient_sync:
             raise StateError(
                 f"{self.binding.name}: no_sync() or set_requires_gradient_sync(False) adds up microbatches on a rank "
@@ -181,10 +184,10 @@ class InvariantGradients(GradientBuffer):
         self.reduction.look_for_changes(self.binding)
 
     def _prepare(self) -> None:
-        unit = self._observer()
-        assert isinstance(unit, Unit)
-        step = _STEPS.setdefault(unit.backward, _Step())
-        number = unit.backward.number
+        unit = self._unit()
+        assert unit is not None
+        step = _STEPS.setdefault(unit.root, _Step())
+        number = unit.root.backward.number
         if self.binding.state is GradState.EMPTY:
             if step.last.get(self._fsdp_params, 0) >= step.first:
                 # What it had of this step is dropped, or the step is over: a new one begins.

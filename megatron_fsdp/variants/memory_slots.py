@@ -77,7 +77,7 @@ class BufferPools(StepHooks[Unit, Call]):
 
 def pools_of(unit: Unit) -> BufferPools:
     """Return the pools of the unit's root."""
-    return next(hook for hook in unit.schedule.hooks if isinstance(hook, BufferPools))
+    return next(hook for hook in unit.root.hooks if isinstance(hook, BufferPools))
 
 
 def use_slots(unit: Unit, choice: SlotChoice) -> None:
@@ -96,7 +96,7 @@ def place_unit(unit: Unit) -> None:
     """Take the memory of a unit from where its choice says."""
     choice = unit.slots
     # Weights that stay from forward to backward would each hold a slot as large as the largest unit.
-    stays = choice.sizing == "largest" and not unit.schedule.reshards_after_forward(unit)
+    stays = choice.sizing == "largest" and not unit.reshards_after_forward()
     of_weights = replace(choice, sizing="by_size") if stays else choice
     pools = None if choice.sizing is None or is_off("slots") else pools_of(unit)
     for group in unit.groups:
