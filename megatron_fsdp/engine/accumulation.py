@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from dbuffer import DBuffer, FlatDTensor
-from dbuffer.dtensor.placed_tensor import GradDrops
+from dbuffer.dtensor.placed_tensor import GradDrops, PlacedTensor
 from megatron_fsdp.engine.freshness import CHECKS
 from megatron_fsdp.engine.params import FSDPParams, grads_of, own_rows
 from megatron_fsdp.engine.streams import compute_of
@@ -72,10 +72,11 @@ class GradBinding:
         carry: what ``final`` held when this sum began, where its memory takes part in the sum.
         is_shown: whether ``.grad`` shows sums under way, or ever did.
         is_sent_last: whether the last collective of a step sends ``main_grad`` itself, though it is ``final``.
+        has_exact_norms: whether norms of the gradients are the same however they are sharded.
     """
 
     is_void = False
-    is_shown = is_sent_last = False
+    is_shown = is_sent_last = has_exact_norms = False
     carry: torch.Tensor | None = None
 
     def __init__(self, main_grad: DBuffer, final: DBuffer, fsdp_params: FSDPParams, dtype: torch.dtype) -> None:
@@ -193,6 +194,8 @@ class GradBinding:
         for gradient, parameter in zip(self._gradients, self.parameters, strict=True):
             if isinstance(gradient, FlatDTensor):
                 gradient.gradient_of = weakref.ref(parameter)
+            if self.has_exact_norms and isinstance(gradient, PlacedTensor):
+                gradient.has_exact_norms = True
 
     def _count_references(self) -> tuple[int, ...]:
         """Return how many tensors lie in the memory, and how often each that was ever shown is referred to."""
@@ -252,7 +255,7 @@ class GradBinding:
         """
         if not self._pending:
             me, indices = weakref.ref(self), range(len(self.parameters))
-            self._pending = [PendingGradient.of(functools.partial(_describe, me, index)) for index in indices]
+            self._pending = [PendingGradient.of(me, index) for index in indices]
         self.is_shown = True
         if not self._refuses_steps:
             CHECKS.append(refuse_pending)
@@ -525,12 +528,6 @@ def _either(ones: Iterable[int], others: Iterable[int]) -> bytearray:
     return bytearray(map(operator.or_, ones, others))
 
 
-def _describe(binding: weakref.ref[GradBinding], index: int) -> str:
-    """Return the words of the error for who reads a sum under way, which must not keep the buffer alive."""
-    owner = binding()
-    return "the model of this gradient is gone" if owner is None else owner.describe(index)
-
-
 class PendingGradient(torch.Tensor):
     """The ``.grad`` of a sharded parameter while its gradient is a sum under way: every use of it raises.
 
@@ -538,18 +535,23 @@ class PendingGradient(torch.Tensor):
     reader of ``.grad`` could be shown. None would hide what users do meanwhile: who sets ``.grad`` to None drops the
     sum, and who steps an optimizer would step without it.
 
-    Attributes:
-        describe: returns the words of the error.
+    It does not keep the buffer of gradients alive.
     """
 
-    describe: Callable[[], str]
+    _fsdp_binding: weakref.ref[GradBinding]
+    _fsdp_index: int
 
     @staticmethod
-    def of(describe: Callable[[], str]) -> PendingGradient:
-        """Make one."""
+    def of(binding: weakref.ref[GradBinding], index: int) -> PendingGradient:
+        """Make the one of a parameter."""
         made = torch.empty(0).as_subclass(PendingGradient)
-        made.describe = describe
+        made._fsdp_binding, made._fsdp_index = binding, index
         return made
+
+    def describe(self) -> str:
+        """Return the words of the error."""
+        owner = self._fsdp_binding()
+        return "the model of this gradient is gone" if owner is None else owner.describe(self._fsdp_index)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

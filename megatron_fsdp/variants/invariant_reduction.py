@@ -22,7 +22,6 @@ from torch.utils.hooks import RemovableHandle
 from dbuffer import DBuffer, Flat, Partial
 from dbuffer.collectives import Part
 from dbuffer.collectives_rare import exchange
-from dbuffer.dtensor.placed_tensor import PlacedTensor
 from dbuffer.events import listeners, tell
 from dbuffer.mesh import MeshAxis, flattened_mesh, make_groups
 from dbuffer.placements import BufferPlacement
@@ -140,19 +139,6 @@ class _Step:
 _STEPS: weakref.WeakKeyDictionary[Root, _Step] = weakref.WeakKeyDictionary()
 
 
-class _InvariantBinding(GradBinding):
-    """Shows gradients whose norms are the same however they are sharded, as ``torch.nn.utils.clip_grad_norm_`` asks."""
-
-    # What the optimizer holds whole is gathered in place.
-    is_sent_last = True
-
-    def _make_gradients(self) -> None:
-        super()._make_gradients()
-        for gradient in self._gradients:
-            if isinstance(gradient, PlacedTensor):
-                gradient.has_exact_norms = True
-
-
 class InvariantGradients(GradientBuffer):
     """The gradients of one parameter group, exchanged in every backward, whatever the strategy."""
 
@@ -164,7 +150,9 @@ class InvariantGradients(GradientBuffer):
         partial: tuple[BufferPlacement, ...] = (Partial("sum"),) * len(placements.gradient)
         self.packed = self._buffer(partial, dtypes.reduce, "packed gradients", self._device)
         main_grad = self._buffer(placements.optimizer, dtypes.main_grad, "main_grad", self._template.device)
-        self._bind(_InvariantBinding(main_grad, main_grad, self._fsdp_params, self._template.dtype))
+        self._bind(GradBinding(main_grad, main_grad, self._fsdp_params, self._template.dtype))
+        # What the optimizer holds whole is gathered in place. Norms are those that clip_grad_norm_ asks for.
+        self.binding.is_sent_last = self.binding.has_exact_norms = True
         self.reduction = _InvariantReduction(self.packed, main_grad)
         if not _HOOKS:
             _HOOKS.append(register_optimizer_step_pre_hook(_refuse_fused))
