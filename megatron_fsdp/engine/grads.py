@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-import operator
-from collections import deque
 from collections.abc import Iterator, Sequence
-from itertools import repeat
 from typing import Any, Protocol
 
 import torch
@@ -21,7 +18,8 @@ from dbuffer_kernels.products import add_product
 from megatron_fsdp.build.builder import GroupSpec
 from megatron_fsdp.engine.accumulation import GradBinding, GradState
 from megatron_fsdp.engine.fused_linear import offer_products
-from megatron_fsdp.engine.params import FSDPParams, grads_of
+from megatron_fsdp.engine.params import FSDPParams
+from megatron_fsdp.engine.passes import clear_grads, grads_of
 from megatron_fsdp.engine.reduce import OffloadedReduction, Reduction, Wire, fold, fold_on_host, start_reductions
 from megatron_fsdp.engine.streams import Ticket, lane, turns
 
@@ -31,7 +29,6 @@ __all__ = ["GradientBuffer", "GradientListener", "LateGradients", "packs_late"]
 _BASE: Any = torch._C.TensorBase
 _get_grad, _set_grad, _get_layout = _BASE.grad.__get__, _BASE.grad.__set__, _BASE.layout.__get__
 _STRIDED = torch.strided
-_plainly: Any = torch._C._disabled_torch_function_impl
 
 
 class GradientListener(Protocol):
@@ -217,19 +214,19 @@ class GradientBuffer:
         if not self._begun[0]:
             return
         params, indices = self._waiting_params, self._waiting
-        gradients = _plainly(list, (), (map(_get_grad, params),))
-        are_there = bytearray(map(operator.is_not, gradients, repeat(None)))
-        if 1 not in are_there:
+        gradients = grads_of(params)
+        found = [gradient for gradient in gradients if gradient is not None]
+        if not found:
             return
-        _plainly(deque, (), (map(_set_grad, params, repeat(None)), 0))
+        clear_grads(params)
         if (
             self._copies
-            and 0 not in are_there
+            and len(found) == len(gradients)
             and not any(map(self._filled.__getitem__, indices))
             and all(map(self._trained.__getitem__, indices))
-            and set(map(_get_layout, gradients)) == {_STRIDED}
+            and set(map(_get_layout, found)) == {_STRIDED}
         ):
-            torch._foreach_copy_(self._waiting_views, gradients)
+            torch._foreach_copy_(self._waiting_views, found)
             for index in indices:
                 self._filled[index] = 1
                 self.binding.missing[index] = 0
