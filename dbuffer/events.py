@@ -18,10 +18,10 @@
 | reducing | the reduction of packed gradients was issued | ``GradientBuffer`` |
 | closed | backward has what it wants of a unit in this pass | ``Unit`` |
 | reduce, fold | reductions of a unit were issued; one is about to be waited for | ``Unit`` |
-| finish | backward is through, but for what is still being reduced | ``Backward`` |
+| finish | backward is through, but for what is still being reduced | ``Root`` |
 | final, completed | sums are about to be reduced over the axes that are left; they are final | ``ParameterGroup`` |
 | summing | an invariant sum is about to be written, and put together where it rests whole | ``DBuffer`` of the sum |
-| backward | a backward that ends an accumulation is done | ``Backward`` |
+| backward | a backward that ends an accumulation is done | ``Root`` |
 """
 
 from __future__ import annotations

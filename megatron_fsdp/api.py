@@ -21,6 +21,7 @@ from megatron_fsdp.checks.added_params import make_tree
 from megatron_fsdp.checks.agreement import Wrapping
 from megatron_fsdp.checks.attached import attach_root
 from megatron_fsdp.checks.unowned_params import refuse_unowned_steps
+from megatron_fsdp.engine.backward import share_reductions
 from megatron_fsdp.engine.freshness import hear_of_first_steps
 from megatron_fsdp.engine.unit import Unit, units_below
 from megatron_fsdp.errors import ConfigError, StateError
@@ -258,9 +259,9 @@ def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
         stages = [fully_shard(block) for block in model.blocks]
         share_comm_ctx(stages)
     """
-    backwards = [unit_of(module).backward for module in modules]
-    for backward in backwards[1:]:
-        backward.share_reductions(backwards[0])
+    roots = [unit_of(module).root for module in modules]
+    for root in roots[1:]:
+        share_reductions(root, roots[0])
 
 
 @contextmanager
@@ -275,7 +276,7 @@ def microbatch(model: nn.Module, is_last: bool) -> Iterator[None]:
                 model(part).square().mean().backward()
         optimizer.step()
     """
-    with _set_for_now([unit.backward for unit in units_below(model)], "is_last", is_last):
+    with _set_for_now([unit.root.backward for unit in units_below(model)], "is_last", is_last):
         yield
 
 

@@ -8,10 +8,11 @@ from typing import Any
 
 from torch import nn
 
-from megatron_fsdp.engine.unit import Tree, Unit
+from megatron_fsdp.engine.hooks import StepHooks
+from megatron_fsdp.engine.unit import Call, Tree, Unit, units_below
 from megatron_fsdp.errors import StateError
 
-__all__ = ["make_tree", "walk"]
+__all__ = ["AddedParams", "make_tree"]
 
 _values: Callable[[dict[str, Any]], Iterable[Any]] = dict.values
 
@@ -32,7 +33,21 @@ def make_tree(module: nn.Module, ignored: Container[int]) -> Tree:
     )
 
 
-def walk(tree: Tree, module: nn.Module, units: Sequence[Unit]) -> None:
+class AddedParams(StepHooks[Unit, Call]):
+    """Looks for parameters that were added since the last forward of the root."""
+
+    def on_root_forward(self, unit: Unit, module: nn.Module) -> None:
+        """Look through everything below the module, if modules or parameters were added there.
+
+        Raises:
+            StateError: a parameter that nobody shards is trained.
+        """
+        tree = unit.trees[id(module)]
+        if tree.is_changed():
+            _walk(tree, module, list(units_below(module)))
+
+
+def _walk(tree: Tree, module: nn.Module, units: Sequence[Unit]) -> None:
     """Look through everything below a module for parameters that nobody shards, and remember what is there.
 
     Raises:

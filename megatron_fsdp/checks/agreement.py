@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dbuffer.whereabouts import ALARMS, job_store, raise_difference, refuse_after_difference
 from megatron_fsdp.checks.rendezvous import meet, report_failure
+from megatron_fsdp.engine.hooks import StepHooks
 from megatron_fsdp.engine.param_group import ParameterGroup
-from megatron_fsdp.engine.root import Schedule
-from megatron_fsdp.engine.unit import Unit, alive
+from megatron_fsdp.engine.unit import Call, Root, Unit, alive
 from megatron_fsdp.lifecycle.make_param_group import follow_grad_dtypes
 
 __all__ = ["FirstUse", "Wrapping", "mesh_ranks"]
@@ -70,22 +70,20 @@ _NUM_COMPARED = 2
 _MOST_COMPARED = 1 << 12
 
 
-class FirstUse:
+class FirstUse(StepHooks[Unit, Call]):
     """The time until a root's third backward, in which the ranks are held to the same units.
 
     Before the first collective they agree on what the units are. From then on each rank says before each collective,
-    in the job's store, of which unit it is; afterwards it costs nothing.
+    in the job's store, of which unit it is; afterwards it detaches itself from the root.
 
     Not the first forward: where weights rest whole, one rank may run the model alone.
 
     Attributes:
-        is_over: whether it has passed. Who gathers or reduces looks at it first.
         tokens: a name of the agreement of each set of ranks, which nothing else has in the job's store; empty where
             this process is the only one.
     """
 
     def __init__(self) -> None:
-        self.is_over = False
         self.tokens: dict[tuple[int, ...], str] = {}
         self._has_agreed = False
         # How many collectives of each kind were compared so far, on each set of ranks.
@@ -98,13 +96,13 @@ class FirstUse:
         if not self._has_agreed:
             follow_grad_dtypes(unit)
         if not all(group.rests_whole for group in unit.groups):
-            self.agree(unit.schedule)
+            self.agree(unit.root)
             self._compare("gather", unit)
 
-    def before_reduction(self, unit: Unit) -> None:
+    def before_reduce(self, unit: Unit) -> None:
         """Gradients of a unit are about to be reduced, or kept; raises as ``agree`` and ``_compare`` do."""
         if unit.requires_gradient_sync:
-            self.agree(unit.schedule)
+            self.agree(unit.root)
             self._compare("reduction", unit)
 
     def _compare(self, kind: str, unit: Unit) -> None:
@@ -116,8 +114,8 @@ class FirstUse:
         Raises:
             MeshError: another rank issued a collective of another unit in this place, or has raised this.
         """
-        if unit.backward.number > _NUM_COMPARED:
-            self._end()
+        if unit.root.backward.number > _NUM_COMPARED:
+            self._end(unit.root)
             return
         store: Any = job_store()
         for ranks, token in self.tokens.items():
@@ -136,7 +134,7 @@ class FirstUse:
                 raise_difference(words)
             if number >= _MOST_COMPARED:
                 # A model that no backward comes to.
-                self._end()
+                self._end(unit.root)
 
     def _ranks_of(self, unit: Unit) -> set[tuple[int, ...]]:
         known = self._known_ranks.get(unit)
@@ -144,8 +142,8 @@ class FirstUse:
             known = self._known_ranks[unit] = {mesh_ranks(group.spec.mesh) for group in unit.groups}
         return known
 
-    def _end(self) -> None:
-        self.is_over = True
+    def _end(self, root: Root) -> None:
+        root.attach(hook for hook in root.hooks if hook is not self)
         ALARMS.difference_update(map(_alarm_of, self.tokens.values()))
         store: Any = job_store()
         for ranks, token in self.tokens.items():
@@ -156,7 +154,7 @@ class FirstUse:
                         store.delete_key(f"{token} {kind} {number}")
                 store.delete_key(f"{token} compared")
 
-    def agree(self, schedule: Schedule) -> None:
+    def agree(self, root: Root) -> None:
         """Wait until all ranks are about to use the same units, with the same settings.
 
         Raises:
@@ -166,10 +164,10 @@ class FirstUse:
         if self._has_agreed:
             return
         refuse_after_difference()
-        root, units = schedule.root_ref(), schedule.units()
+        outermost, units = root.outermost(), root.units()
         for unit in units:
             follow_grad_dtypes(unit)
-        name = (units[0] if root is None else root).name
+        name = (units[0] if outermost is None else outermost).name
         # Sorted, so that ranks which are in several of them do not wait for each other in a circle.
         for ranks in sorted({mesh_ranks(group.spec.mesh) for unit in units for group in unit.groups}):
             self.tokens[ranks] = meet(
@@ -182,7 +180,7 @@ class FirstUse:
         self._has_agreed = True
         ALARMS.update(_alarm_of(token) for token in self.tokens.values() if token)
         if not any(self.tokens.values()):
-            self._end()
+            self._end(root)
 
 
 def _alarm_of(token: str) -> str:

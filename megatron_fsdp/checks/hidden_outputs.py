@@ -8,27 +8,32 @@ from __future__ import annotations
 import collections
 import gc
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from megatron_fsdp.engine.backward import pre_backward
+from megatron_fsdp.engine.hooks import StepHooks
 from megatron_fsdp.engine.outputs import watch_output
-from megatron_fsdp.engine.unit import Call
+from megatron_fsdp.engine.unit import Call, Unit
 
-__all__ = ["watch_hidden"]
+__all__ = ["HiddenOutputs"]
 
 _MAX_OBJECTS = 1_000
 _SKIPPED = (type, types.ModuleType, types.CodeType, types.FrameType, nn.Module, str, bytes, int, float, complex)
 
 
-def watch_hidden(call: Call, objects: Iterable[Any]) -> None:
-    """Enter ``call`` when backward reaches a tensor that the objects hold and that was computed in the call."""
-    for tensor in _tensors_in(objects):
-        node: Any = tensor.grad_fn
-        if node is not None and node._sequence_nr() >= call.first_node:
-            watch_output(call, tensor)
+class HiddenOutputs(StepHooks[Unit, Call]):
+    """Finds the tensors that objects in outputs hold."""
+
+    def on_opaque_output(self, call: Call, objects: Sequence[Any]) -> None:
+        """Enter ``call`` when backward reaches a tensor that the objects hold and that was computed in the call."""
+        for tensor in _tensors_in(objects):
+            node: Any = tensor.grad_fn
+            if node is not None and node._sequence_nr() >= call.first_node:
+                watch_output(call, tensor, pre_backward)
 
 
 def _tensors_in(objects: Iterable[Any]) -> Iterator[torch.Tensor]:

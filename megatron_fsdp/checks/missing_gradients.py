@@ -9,24 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from dbuffer.collectives import all_reduce
 from megatron_fsdp.checks.agreement import mesh_ranks
 from megatron_fsdp.checks.rendezvous import job_store
+from megatron_fsdp.engine.grads import GradientBuffer
+from megatron_fsdp.engine.hooks import StepHooks
+from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.engine.streams import is_capturing, wait_on_host
-
-if TYPE_CHECKING:
-    from megatron_fsdp.engine.grads import GradientBuffer
-    from megatron_fsdp.engine.param_group import ParameterGroup
-    from megatron_fsdp.engine.unit import Unit
+from megatron_fsdp.engine.unit import Call, Unit
 
 __all__ = ["MissingGradients"]
 
 
-class MissingGradients:
+class MissingGradients(StepHooks[Unit, Call]):
     """What the ranks of one model know of each other's missing gradients.
 
     Args:
@@ -42,7 +41,7 @@ class MissingGradients:
         self.has_question = False
         self._circles: dict[tuple[int, ...], _Circle] = {}
 
-    def say(self, groups: Iterable[ParameterGroup]) -> None:
+    def on_missing(self, groups: Iterable[ParameterGroup]) -> None:
         """Tell the other ranks, before gradients are reduced, if some are missing here."""
         for group in groups:
             if group.gradients is not None and 1 in group.gradients.binding.missing:
@@ -53,10 +52,16 @@ class MissingGradients:
                     store: Any = job_store()
                     store.add(f"{token} {self.number} missing", 1)
 
-    def settle(self, final: Sequence[ParameterGroup], units: Iterable[Unit]) -> None:
+    def on_final(self, groups: Sequence[ParameterGroup], units: Sequence[Unit], *, is_missing: bool) -> None:
+        """Find out which of the missing gradients are missing on all ranks, and count the accumulation."""
+        if is_missing or self.has_question:
+            self._settle(groups, units)
+        self.number += bool(groups)
+
+    def _settle(self, final: Sequence[ParameterGroup], units: Iterable[Unit]) -> None:
         """Leave in ``missing`` of reduced buffers what no rank has.
 
-        A rank that misses none calls it where it ``has_question``, and else need not.
+        A rank that misses none need not, unless it ``has_question``.
 
         Args:
             final: whose gradients are reduced. units: all of the model, in the same order on every rank.

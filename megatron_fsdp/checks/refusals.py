@@ -17,15 +17,28 @@ from torch.optim import Optimizer
 from dbuffer import FlatDTensor
 from megatron_fsdp.build.ownership import owned_name
 from megatron_fsdp.engine.backward import is_run
+from megatron_fsdp.engine.hooks import StepHooks
 from megatron_fsdp.engine.param_group import ParameterGroup, group_of_parameter
 from megatron_fsdp.engine.params import handle_of
-from megatron_fsdp.engine.unit import Call
+from megatron_fsdp.engine.unit import Call, Unit
 from megatron_fsdp.errors import StateError
 
-__all__ = ["refuse_backward", "refuse_gathered", "refuse_sharded", "refuse_stale"]
+__all__ = ["Refusals", "refuse_sharded", "refuse_stale"]
 
 
-def refuse_backward(call: Call) -> None:
+class Refusals(StepHooks[Unit, Call]):
+    """Refuses backwards of one root."""
+
+    def on_late_backward(self, call: Call) -> None:
+        """Refuse a recorded backward, and one through weights that were stepped since forward: ``StateError``."""
+        _refuse_backward(call)
+
+    def on_no_gradients(self, units: Sequence[Unit]) -> None:
+        """Refuse a backward that was asked for gradients of gathered weights by name: ``StateError``."""
+        _refuse_gathered([group for unit in units for group in unit.groups])
+
+
+def _refuse_backward(call: Call) -> None:
     """Refuse a backward that is itself recorded, and that of a call whose unit's weights changed after it.
 
     Asked where gradients are on, or an optimizer has stepped since.
@@ -74,14 +87,13 @@ def refuse_sharded(roots: Sequence[torch.Tensor], asked: Iterable[torch.Tensor])
                 _refuse(leaf)
 
 
-def refuse_gathered(groups: Iterable[ParameterGroup]) -> None:
+def _refuse_gathered(groups: Sequence[ParameterGroup]) -> None:
     """Refuse, at the end of a backward, that it was asked for gradients of gathered weights by name.
 
     Raises:
         StateError: it was: these are this rank's alone. Or the backward is the first half of one that a pipeline
             schedule splits: its second half asks for the parameters by name, and finds none of them in the graph.
     """
-    groups = list(groups)
     if _is_split_by_pipeline():
         group = next((group for group in groups if group.requires_grad), groups[0])
         raise StateError(

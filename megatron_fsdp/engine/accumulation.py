@@ -8,7 +8,6 @@ While a sum is not reduced over all ranks, ``.grad`` shows a ``PendingGradient``
 
 from __future__ import annotations
 
-import collections
 import enum
 import functools
 import itertools
@@ -16,8 +15,7 @@ import operator
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from itertools import repeat
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,19 +24,17 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from dbuffer import DBuffer, FlatDTensor
-from dbuffer.dtensor.placed_tensor import GradDrops
+from dbuffer.dtensor.placed_tensor import GradDrops, PlacedTensor
 from megatron_fsdp.engine.freshness import CHECKS
-from megatron_fsdp.engine.params import FSDPParams, grads_of, own_rows
+from megatron_fsdp.engine.params import FSDPParams, own_rows
+from megatron_fsdp.engine.passes import clear_grads, grads_of, hooks_of, set_grads
 from megatron_fsdp.engine.streams import compute_of
 from megatron_fsdp.errors import StateError
 from megatron_fsdp.policy.precision import grad_dtype_of
 
-__all__ = ["GradBinding", "GradState", "PendingGradient", "clear_grads", "refuse_pending"]
+__all__ = ["GradBinding", "GradState", "PendingGradient", "refuse_pending"]
 
 
-_GRAD: Any = torch._C.TensorBase.grad
-_get, _set = _GRAD.__get__, _GRAD.__set__
-_get_hooks = operator.attrgetter("_post_accumulate_grad_hooks")
 _LOOKS, _PAUSE_S = 10, 0.001
 
 
@@ -72,10 +68,11 @@ class GradBinding:
         carry: what ``final`` held when this sum began, where its memory takes part in the sum.
         is_shown: whether ``.grad`` shows sums under way, or ever did.
         is_sent_last: whether the last collective of a step sends ``main_grad`` itself, though it is ``final``.
+        has_exact_norms: whether norms of the gradients are the same however they are sharded.
     """
 
     is_void = False
-    is_shown = is_sent_last = False
+    is_shown = is_sent_last = has_exact_norms = False
     carry: torch.Tensor | None = None
 
     def __init__(self, main_grad: DBuffer, final: DBuffer, fsdp_params: FSDPParams, dtype: torch.dtype) -> None:
@@ -193,6 +190,8 @@ class GradBinding:
         for gradient, parameter in zip(self._gradients, self.parameters, strict=True):
             if isinstance(gradient, FlatDTensor):
                 gradient.gradient_of = weakref.ref(parameter)
+            if self.has_exact_norms and isinstance(gradient, PlacedTensor):
+                gradient.has_exact_norms = True
 
     def _count_references(self) -> tuple[int, ...]:
         """Return how many tensors lie in the memory, and how often each that was ever shown is referred to."""
@@ -211,21 +210,23 @@ class GradBinding:
             self._make_gradients()
         shown = grads_of(self.parameters)
         self.missing, self.wanted = bytearray(self.trained), bytearray(self.trained)
-        if any(map(operator.is_not, shown, repeat(None))):
-            self._begin_with(shown)
-            return
+        for gradient in shown:
+            if gradient is not None:
+                self._begin_with(shown)
+                return
         self.had = bytearray(len(shown))
         self.state = GradState.EMPTY
         self.is_under_way = True
 
     def _go_on(self) -> None:
-        added = bytearray(map(operator.gt, self.trained, self.wanted))
-        self.missing = _either(self.missing, added)
-        self.wanted = _either(self.trained, self.wanted)
+        for index, is_trained in enumerate(self.trained):
+            if is_trained and not self.wanted[index]:
+                # Unfrozen since the sum began.
+                self.missing[index] = self.wanted[index] = 1
 
     def _begin_with(self, shown: Sequence[torch.Tensor | None]) -> None:
         """Begin a sum where ``.grad`` holds something."""
-        self.had = bytearray(map(operator.is_not, shown, repeat(None)))
+        self.had = bytearray(gradient is not None for gradient in shown)
         self.wanted = _either(self.trained, self.had)
         if self.state is GradState.EMPTY:
             # The user's own, which ``complete`` adds.
@@ -252,13 +253,14 @@ class GradBinding:
         """
         if not self._pending:
             me, indices = weakref.ref(self), range(len(self.parameters))
-            self._pending = [PendingGradient.of(functools.partial(_describe, me, index)) for index in indices]
+            self._pending = [PendingGradient.of(me, index) for index in indices]
         self.is_shown = True
         if not self._refuses_steps:
             CHECKS.append(refuse_pending)
             self._refuses_steps = True
-        for parameter, pending in itertools.compress(zip(self.parameters, self._pending, strict=True), self.wanted):
-            parameter.pending_grad = pending  # type: ignore[attr-defined]  # a PlacedTensor's
+        for parameter, pending, is_wanted in zip(self.parameters, self._pending, self.wanted, strict=True):
+            if is_wanted:
+                parameter.pending_grad = pending  # type: ignore[attr-defined]  # a PlacedTensor's
 
     # ------------------------------------------------------------------ a sum ends
 
@@ -268,8 +270,10 @@ class GradBinding:
             self.final.local_buffer.add_(self.carry)
             self.carry = None
         shown = grads_of(self.parameters)
-        if any(map(operator.is_not, shown, repeat(None))):
-            self._add_direct(shown)
+        for gradient in shown:
+            if gradient is not None:
+                self._add_direct(shown)
+                break
         self.state = GradState.FINAL
 
     def _add_direct(self, shown: Sequence[torch.Tensor | None]) -> None:
@@ -311,11 +315,10 @@ class GradBinding:
             wanted = _either(self.trained, self.wanted)
         if 1 in self.missing:
             # They keep what they had, and nothing was accumulated of which hooks could be told.
-            clear_grads(itertools.compress(self.parameters, self.missing))
-            kept = map(operator.and_, self.missing, self.had)
-            for parameter, gradient in itertools.compress(zip(self.parameters, self._gradients, strict=True), kept):
-                parameter.grad = gradient
-            wanted = bytearray(map(operator.gt, wanted, self.missing))
+            for index, is_missing in enumerate(self.missing):
+                if is_missing:
+                    wanted[index] = 0
+                    self.parameters[index].grad = self._gradients[index] if self.had[index] else None
         return wanted
 
     def _refuse_late(self, error: RuntimeError) -> None:
@@ -359,11 +362,11 @@ class GradBinding:
         if not self.is_under_way:
             return False
         kept = self._shows_pending()
-        if 1 not in itertools.compress(kept, self.wanted):
+        if 1 not in [is_kept for is_kept, is_wanted in zip(kept, self.wanted, strict=True) if is_wanted]:
             return True
         if self.is_void:
             raise StateError(self.describe(kept.index(1)))
-        dropped = bytearray(map(operator.gt, self.wanted, kept))
+        dropped = [int(is_wanted > is_kept) for is_wanted, is_kept in zip(self.wanted, kept, strict=True)]
         if 1 in dropped:
             first, other = (self.fsdp_params.owned[each.index(1)].name for each in (dropped, kept))
             raise StateError(
@@ -496,39 +499,24 @@ def _drop(binding: weakref.ref[GradBinding]) -> None:
         found.dropped()
 
 
-def clear_grads(parameters: Iterable[torch.Tensor]) -> None:
-    """Set ``.grad`` of each parameter to None."""
-    with torch._C.DisableTorchFunctionSubclass():
-        collections.deque(map(_set, parameters, repeat(None)), maxlen=0)
-
-
 def _assign_grads(
     parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], wanted: Sequence[int]
 ) -> list[Callable[[], object]]:
     """Set ``.grad`` of the parameters that are wanted (nonzero); return the calls of their hooks, in order."""
     if 0 in wanted:
-        parameters, gradients = (tuple(itertools.compress(each, wanted)) for each in (parameters, gradients))
-    with torch._C.DisableTorchFunctionSubclass():
-        collections.deque(map(_set, parameters, gradients), maxlen=0)
-        all_hooks = list(map(_get_hooks, parameters))
-    if not any(all_hooks):
-        return []
+        indices = [index for index, is_wanted in enumerate(wanted) if is_wanted]
+        parameters, gradients = [parameters[index] for index in indices], [gradients[index] for index in indices]
+    set_grads(parameters, gradients)
     return [
         functools.partial(hook, parameter)
-        for parameter, hooks in zip(parameters, all_hooks, strict=True)
+        for parameter, hooks in zip(parameters, hooks_of(parameters), strict=True)
         if hooks
         for hook in hooks.values()
     ]
 
 
-def _either(ones: Iterable[int], others: Iterable[int]) -> bytearray:
-    return bytearray(map(operator.or_, ones, others))
-
-
-def _describe(binding: weakref.ref[GradBinding], index: int) -> str:
-    """Return the words of the error for who reads a sum under way, which must not keep the buffer alive."""
-    owner = binding()
-    return "the model of this gradient is gone" if owner is None else owner.describe(index)
+def _either(ones: Sequence[int], others: Sequence[int]) -> bytearray:
+    return bytearray(one | other for one, other in zip(ones, others, strict=True))
 
 
 class PendingGradient(torch.Tensor):
@@ -538,18 +526,23 @@ class PendingGradient(torch.Tensor):
     reader of ``.grad`` could be shown. None would hide what users do meanwhile: who sets ``.grad`` to None drops the
     sum, and who steps an optimizer would step without it.
 
-    Attributes:
-        describe: returns the words of the error.
+    It does not keep the buffer of gradients alive.
     """
 
-    describe: Callable[[], str]
+    _fsdp_binding: weakref.ref[GradBinding]
+    _fsdp_index: int
 
     @staticmethod
-    def of(describe: Callable[[], str]) -> PendingGradient:
-        """Make one."""
+    def of(binding: weakref.ref[GradBinding], index: int) -> PendingGradient:
+        """Make the one of a parameter."""
         made = torch.empty(0).as_subclass(PendingGradient)
-        made.describe = describe
+        made._fsdp_binding, made._fsdp_index = binding, index
         return made
+
+    def describe(self) -> str:
+        """Return the words of the error."""
+        owner = self._fsdp_binding()
+        return "the model of this gradient is gone" if owner is None else owner.describe(self._fsdp_index)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

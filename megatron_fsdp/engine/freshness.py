@@ -10,12 +10,13 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch._compile import _disable_dynamo
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from megatron_fsdp.engine.passes import version_of
 
 __all__ = ["CHECKS", "MOMENTS", "Freshness", "hear_of_first_steps", "hear_of_steps", "refreshes_itself"]
 
@@ -26,8 +27,6 @@ CHECKS: list[Callable[[Optimizer], None]] = []
 """What is called before each step of an optimizer while there is anything that it may not step."""
 _FIRST_CHECKS: list[Callable[[Optimizer], None]] = []
 _num_steps = [0]
-_VERSION: Any = torch._C.TensorBase._version
-_version: Callable[[torch.Tensor], int] = _VERSION.__get__
 _REFRESHING: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _CHECKED: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 
@@ -63,7 +62,7 @@ class Freshness:
 
     def is_changed(self) -> bool:
         """Look whether main weights have changed since the last refresh."""
-        version = sum(map(_version, self._tensors))
+        version = sum(map(version_of, self._tensors))
         if version != self._seen:
             self.has_changed = True
             self._seen, self.changed_at = version, MOMENTS[0]
@@ -79,7 +78,7 @@ class Freshness:
 
     def look_again(self) -> None:
         """The memory of main weights was written with the values that it had, which is no change of theirs."""
-        self._seen, self._steps = sum(map(_version, self._tensors)), _num_steps[0]
+        self._seen, self._steps = sum(map(version_of, self._tensors)), _num_steps[0]
 
     def is_stale(self) -> bool:
         """Whether gathered weights are older than main weights."""

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-import operator
-import weakref
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from itertools import repeat
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -22,17 +18,39 @@ from dbuffer_kernels.products import add_product
 from megatron_fsdp.build.builder import GroupSpec
 from megatron_fsdp.engine.accumulation import GradBinding, GradState
 from megatron_fsdp.engine.fused_linear import offer_products
-from megatron_fsdp.engine.params import FSDPParams, grads_of
+from megatron_fsdp.engine.params import FSDPParams
+from megatron_fsdp.engine.passes import clear_grads, grads_of
 from megatron_fsdp.engine.reduce import OffloadedReduction, Reduction, Wire, fold, fold_on_host, start_reductions
 from megatron_fsdp.engine.streams import Ticket, lane, turns
 
-__all__ = ["GradientBuffer", "LateGradients", "packs_late"]
+__all__ = ["GradientBuffer", "GradientListener", "LateGradients", "packs_late"]
 
 # Looked up for every gradient.
 _BASE: Any = torch._C.TensorBase
 _get_grad, _set_grad, _get_layout = _BASE.grad.__get__, _BASE.grad.__set__, _BASE.layout.__get__
 _STRIDED = torch.strided
-_plainly: Any = torch._C._disabled_torch_function_impl
+
+
+class GradientListener(Protocol):
+    """What gradient buffers tell the backward of their unit: ``backward.GradientsOfUnit``, which lies above this file.
+
+    Attributes:
+        owner: as in ``Lane.submit``.
+    """
+
+    owner: int
+
+    def count_gradients(self) -> None:
+        """A parameter was frozen."""
+
+    def begin_gradients(self, *, packs: bool, has_come: bool) -> int:
+        """Gradients begin to come, or zeros stand for them; return the number of the backward."""
+
+    def lend(self, buffer: LateGradients) -> None:
+        """A lane reads gradients of autograd's that ``buffer`` holds."""
+
+    def take_back_lent(self) -> None:
+        """Gradients are about to wait: make room for them."""
 
 
 class GradientBuffer:
@@ -54,6 +72,7 @@ class GradientBuffer:
             two, so that a scaled product is rounded as an unscaled one.
         wide: sums of a wider dtype than is sent; None where they lie in ``packed``.
         backward: which backward left something here that is void if it raises, by the schedule's count.
+        listener: is told when gradients begin to come; None for nobody.
         tickets: of reductions that nobody has waited for. last_tickets: of what is left to reduce once a step.
     """
 
@@ -79,8 +98,8 @@ class GradientBuffer:
         self.unit, self.backward = "", 0
         self.tickets: list[Ticket] = []
         self.last_tickets: list[Ticket] = []
-        # The ``Unit``, weakly, from when that is made.
-        self._observer: Callable[[], Any] = _nobody
+        # From when the unit is made.
+        self.listener: GradientListener | None = None
         self._device = spec.compute_device
         self._spec, self._template, self._fsdp_params = spec, main_weight, fsdp_params
         # Whether the backward under way brought anything; hooks of gradients have the list itself.
@@ -195,19 +214,19 @@ class GradientBuffer:
         if not self._begun[0]:
             return
         params, indices = self._waiting_params, self._waiting
-        gradients = _plainly(list, (), (map(_get_grad, params),))
-        are_there = bytearray(map(operator.is_not, gradients, repeat(None)))
-        if 1 not in are_there:
+        gradients = grads_of(params)
+        found = [gradient for gradient in gradients if gradient is not None]
+        if not found:
             return
-        _plainly(deque, (), (map(_set_grad, params, repeat(None)), 0))
+        clear_grads(params)
         if (
             self._copies
-            and 0 not in are_there
+            and len(found) == len(gradients)
             and not any(map(self._filled.__getitem__, indices))
             and all(map(self._trained.__getitem__, indices))
-            and set(map(_get_layout, gradients)) == {_STRIDED}
+            and set(map(_get_layout, found)) == {_STRIDED}
         ):
-            torch._foreach_copy_(self._waiting_views, gradients)
+            torch._foreach_copy_(self._waiting_views, found)
             for index in indices:
                 self._filled[index] = 1
                 self.binding.missing[index] = 0
@@ -247,16 +266,16 @@ class GradientBuffer:
         Args:
             has_come: the first one is there.
         """
-        unit = self._observer()
+        listener = self.listener
         for index in self._fsdp_params.freeze():
             self._trained[index] = 0
-            if unit is not None:
-                unit.count_gradients()
+            if listener is not None:
+                listener.count_gradients()
         if 1 not in self._trained:
             return False
-        if unit is not None:
-            unit.backward.begin_gradients(unit, packs=not self.packed.storage.is_allocated, has_come=has_come)
-            self.backward = unit.backward.number
+        if listener is not None:
+            packs = not self.packed.storage.is_allocated
+            self.backward = listener.begin_gradients(packs=packs, has_come=has_come)
         self.wait()
         if self.last_tickets:
             self._set_aside()
@@ -406,10 +425,6 @@ class GradientBuffer:
 
     # ------------------------------------------------------------------ between steps
 
-    def observe(self, unit: Any) -> None:
-        """Report to the unit, which is referred to weakly."""
-        self._observer = weakref.ref(unit)
-
     def rename(self, name: str) -> None:
         """Take another unit name, for messages."""
         self.unit, self.binding.name = name, f"unit {name!r}"
@@ -448,10 +463,6 @@ class GradientBuffer:
         if self.wide is not None:
             yield "reduced gradients", self.wide
         yield "main_grad", self.main_grad
-
-
-def _nobody() -> None:
-    """Stand for a unit that is not made yet."""
 
 
 def packs_late(spec: GroupSpec, params: FSDPParams) -> bool:
@@ -516,16 +527,16 @@ class LateGradients(GradientBuffer):
     def pack(buffers: Sequence[GradientBuffer]) -> None:
         """Let the lane pack, in one submission, the gradients of those closed buffers of a unit that it is to pack."""
         late = [buffer for buffer in buffers if isinstance(buffer, LateGradients) and buffer.is_to_pack]
-        observer = late[0]._observer()
+        listener = late[0].listener
         # After all that any stream of compute has brought, so nobody takes a turn.
         lane("reduce", late[0]._device).submit(
             functools.partial(_pack, late),
-            owner=0 if observer is None else id(observer),
+            owner=0 if listener is None else listener.owner,
             tickets=[buffer._packings for buffer in late],
         )
         for buffer in late:
-            if observer is not None:
-                observer.backward.lenders.append(weakref.ref(buffer))
+            if listener is not None:
+                listener.lend(buffer)
 
     def _take_packed(self) -> None:
         self.packed.reallocate_storage()
@@ -548,14 +559,8 @@ class LateGradients(GradientBuffer):
     def _begin(self, *, has_come: bool = False) -> bool:
         if not super()._begin(has_come=has_come):
             return False
-        observer = self._observer()
-        # One unit's gradients and one wide buffer take what two narrow ones do.
-        while observer is not None and len(observer.backward.lenders) > max(
-            observer.backward.max_packed_buffers - 2, 0
-        ):
-            lender = observer.backward.lenders.pop(0)()
-            if lender is not None:
-                lender.take_back()
+        if self.listener is not None:
+            self.listener.take_back_lent()
         self._fsdp_params.begun_all[0] = has_come and self.packs_late
         return True
 

@@ -18,16 +18,20 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from megatron_fsdp.engine.unit import Call
 
-__all__ = ["iterate_tensors", "map_tensors", "parts_of_dual", "watch_inputs", "watch_output"]
+__all__ = ["iterate_tensors", "map_tensors", "parts_of_dual", "watch_inputs", "watch_output", "without_weights"]
 
+
+Enter = Callable[[Call], None]
 
 _WATCHERS = "_fsdp_watchers"
 """Under this and its output's number a node's metadata has the calls that a tensor is an output of."""
 
 
-def watch_output(call: Call, output: Any) -> bool:
+def watch_output(call: Call, output: Any, enter: Enter) -> bool:
     """Enter ``call`` when backward reaches any tensor of what its module returned.
 
+    Args:
+        enter: ``backward.pre_backward``.
     Returns:
         Whether operators made all of these tensors, in memory of their own. Others may be views of gathered weights.
     """
@@ -36,19 +40,20 @@ def watch_output(call: Call, output: Any) -> bool:
     for tensor in (output,) if isinstance(output, torch.Tensor) else iterate_tensors(output, 0, opaque):
         for part in parts_of_dual(tensor) if forward_ad._current_level >= 0 else (tensor,):
             if part.requires_grad:
-                _watch(call, part)
+                _watch(call, part, enter)
                 base = part._base
                 if base is not None:
-                    _watch_base(call, base)
+                    _watch_base(call, base, enter)
                 is_new = is_new and base is None and part.grad_fn is not None
             else:
                 is_new = False
     if opaque:
-        call.unit.schedule.guards.watch_hidden(call, opaque)
+        for hook in call.unit.root.hooks:
+            hook.on_opaque_output(call, opaque)
     return is_new
 
 
-def _watch_base(call: Call, base: torch.Tensor) -> None:
+def _watch_base(call: Call, base: torch.Tensor, enter: Enter) -> None:
     """Enter ``call`` when backward reaches what an output is a view of.
 
     After an in-place change of the view, backward goes from the change straight to the node that made ``base``: the
@@ -60,25 +65,55 @@ def _watch_base(call: Call, base: torch.Tensor) -> None:
         earlier = node.metadata.get((_WATCHERS, base.output_nr), ())
         # What another unit returned before is this unit's input. Backward comes there after it has left this call.
         if all(other.end >= call.begin or other is call for other in earlier):
-            _watch(call, base)
+            _watch(call, base, enter)
 
 
-def watch_inputs(call: Call, given: Any) -> None:
-    """Tell backward that it has gone through ``call`` when it reaches any tensor that was computed for it."""
-    leave: Any = functools.partial(_leave, weakref.ref(call))
-    leave.__torch_unserializable__ = True  # as in ``_watch``
+def watch_inputs(call: Call, given: Any, leave: Callable[[Call], None]) -> None:
+    """Leave ``call`` when backward reaches any tensor that was computed for it.
+
+    Args:
+        leave: ``backward.after_call``.
+    """
+    hook: Any = functools.partial(_leave_call, weakref.ref(call), leave)
+    hook.__torch_unserializable__ = True  # as in ``_watch``
     for tensor in tree_leaves(given):
         if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
-            tensor.register_hook(leave)
+            tensor.register_hook(hook)
 
 
-def _leave(reference: weakref.ref[Call], gradient: torch.Tensor) -> None:
+def without_weights(call: Call, output: Any, enter: Enter) -> Any:
+    """Return the output of a call, with copies of the tensors that lie in gathered weights which will be released.
+
+    A unit may return its weight, or a slice or transpose of it. A plain model may use such an output as long as it
+    likes, so it gets memory of its own: autograd's clone, through which gradients come to the weight.
+    """
+    buffers = [group.gathered for group in call.unit.groups if not group.rests_whole]
+    if not buffers or output is None:
+        return output
+    storages = {buffer.storage.tensor.untyped_storage()._cdata for buffer in buffers}
+
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone() if _storage_of(tensor) in storages else tensor
+
+    found = map_tensors(copied, output)
+    if found is not output and torch.is_grad_enabled():
+        watch_output(call, found, enter)
+    return found
+
+
+def _storage_of(tensor: torch.Tensor) -> int:
+    """Return the identity of the storage of a tensor; 0 where it has none, as wrappers have."""
+    local = getattr(tensor, "_local_tensor", tensor)
+    return local.untyped_storage()._cdata if torch._C._has_storage(local) else 0
+
+
+def _leave_call(reference: weakref.ref[Call], leave: Callable[[Call], None], gradient: torch.Tensor) -> None:
     call = reference()
     if call is not None:
-        call.unit.backward.after_call(call)
+        leave(call)
 
 
-def _watch(call: Call, tensor: torch.Tensor) -> None:
+def _watch(call: Call, tensor: torch.Tensor, enter: Enter) -> None:
     """Add a call to those that a tensor is an output of, which a hook on it enters.
 
     There are several where a unit returns its very input, or its last child's output: backward has to enter the later
@@ -95,7 +130,7 @@ def _watch(call: Call, tensor: torch.Tensor) -> None:
     calls = known.get(key)
     if calls is None:
         calls = known[key] = []
-        hook: Any = functools.partial(_enter_backward, calls)
+        hook: Any = functools.partial(_enter_calls, calls, enter)
         hook.__torch_unserializable__ = True
         if tensor._backward_hooks is not None or type(tensor) is not torch.Tensor:
             tensor.register_hook(hook)
@@ -109,10 +144,9 @@ def _watch(call: Call, tensor: torch.Tensor) -> None:
         call.unit.expect(call)
 
 
-def _enter_backward(calls: list[Call], gradient: torch.Tensor) -> None:
+def _enter_calls(calls: list[Call], enter: Enter, gradient: torch.Tensor) -> None:
     for call in calls[::-1]:
-        unit = call.unit
-        unit.backward.before_backward(unit, call)
+        enter(call)
 
 
 # ---------------------------------------------------------------- tensors in nested structures

@@ -74,7 +74,7 @@ def start_gathers(groups: Sequence[ParameterGroup], *, check: bool, owner: int =
         group.freshness.gathered = generation
         if not group.rests_whole:
             weights.append(group.weights)
-            if group.weights.land is not None:
+            if group.weights.lands:
                 then = functools.partial(group.weights.land, weights)
         part = group.weights.post_forward
         if part is not None:
@@ -181,7 +181,7 @@ class WeightBuffers:
         keeps_gathered: ``release`` leaves the memory of gathered weights where it is.
         refreshes_locally: whether a refresh is a cast of this rank's shard, without communication.
         can_restore_gathered: whether a refresh and a gather write all of the gathered weights again.
-        land: of those with hooks, what follows the gather, of all of a unit's.
+        lands: whether ``land`` has anything to do.
     """
 
     main: DBuffer
@@ -190,7 +190,7 @@ class WeightBuffers:
     is_from_part = False
     gather_function: GatherFunction | None = None
     keeps_gathered = False
-    land: Callable[[Sequence[WeightBuffers]], None] | None = None
+    lands = False
     _route: Route | None = None
 
     def __init__(self, plan: Plan, spec: GroupSpec, name: str) -> None:
@@ -272,6 +272,9 @@ class WeightBuffers:
         if works is not None and work is not None:
             works.append(work)
         return []
+
+    def land(self, weights: Sequence[WeightBuffers]) -> None:
+        """Do what follows the gather of a unit's weights, in its lane; nothing for ordinary weights."""
 
     def release(self, *, keep_generation: int | None = None) -> None:
         """Release the gathered weights; where a part is kept after forward, note the generation it is of."""
@@ -458,7 +461,7 @@ class ParameterGroup:
     freshness: Freshness
     rests_whole: bool
     is_meta: bool
-    module: Callable[[], Any]
+    module: weakref.ref[nn.Module]
 
     def __init__(self, owned: Sequence[OwnedParameter], plan: Plan, spec: GroupSpec, name: str) -> None:
         self.name, self.unit = name, 0
@@ -468,11 +471,13 @@ class ParameterGroup:
 
     def unshard(self) -> None:
         """Gather the weights of the unit, whose groups move together, and show them: ``FSDPModule.unshard``."""
-        self.module().unshard()
+        module: Any = self.module()
+        module.unshard()
 
     def reshard(self) -> None:
         """Release the gathered weights of the unit: ``FSDPModule.reshard``."""
-        self.module().reshard()
+        module: Any = self.module()
+        module.reshard()
 
     @property
     def main_grad(self) -> DBuffer | None:

@@ -5,11 +5,8 @@ that storage. Both sets live as long as the group, so switching is a few diction
 
 from __future__ import annotations
 
-import collections
-import operator
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from itertools import repeat
 from typing import Any
 
 import torch
@@ -20,6 +17,7 @@ from dbuffer import DBuffer
 from dbuffer.dtensor.flat_dtensor import FlatDTensor
 from dbuffer.dtensor.placed_tensor import NUM_FLAGS_SET
 from megatron_fsdp.build.ownership import OwnedParameter
+from megatron_fsdp.engine.passes import flags_of, set_classes, set_versions, version_of, versions_of
 from megatron_fsdp.errors import StateError
 
 __all__ = [
@@ -31,21 +29,12 @@ __all__ = [
     "WeightHandle",
     "gradient_hook",
     "gradient_hook_on_streams",
-    "grads_of",
     "handle_of",
     "is_laid_out_like",
     "laid_out",
     "own_rows",
 ]
 
-
-# Called for all parameters of a group: the attribute of a subclass costs a Python call otherwise, and a switch of the
-# subclass's own functions off and on as much again.
-_BASE: Any = torch._C.TensorBase
-_requires_grad, _version, _get_grad = _BASE.requires_grad.__get__, _BASE._version.__get__, _BASE.grad.__get__
-_plainly: Any = torch._C._disabled_torch_function_impl
-_set_versions: Any = torch._C._autograd._unsafe_set_version_counter
-_set_class: Any = object.__dict__["__class__"].__set__
 
 SMALL_NUMEL = 1 << 14
 """Gradients of so few elements are copied together: one copy costs a launch as that of many does."""
@@ -109,7 +98,7 @@ class FSDPParams:
         )
         self._weights = (*unsharded_params, *wrappers)
         self._released = (RELEASED_VERSION,) * len(self._versioned)
-        self._versions = self._kept_versions = self._current_versions()
+        self._versions = self._kept_versions = versions_of(self._versioned)
         self.counted: list[torch.Tensor] = []
         self.begun, self.begun_all = [False], [False]
         self.turn: list[int | None] = [None]
@@ -126,29 +115,27 @@ class FSDPParams:
         Args:
             is_unchanged: ``changed_in_place`` has just found no change.
         """
-        self._kept_versions = self._versions if is_unchanged else self._current_versions()
-        _set_versions(self._versioned, self._released)
-        collections.deque(map(_set_class, self._guarded, repeat(self._kinds[1])), 0)
+        self._kept_versions = self._versions if is_unchanged else versions_of(self._versioned)
+        set_versions(self._versioned, self._released)
+        set_classes(self._guarded, self._kinds[1])
 
     def brought_back(self) -> None:
         """Allow reads of the gathered weights again, and backwards of what saved them since their last change."""
-        _set_versions(self._versioned, self._kept_versions)
-        collections.deque(map(_set_class, self._guarded, repeat(self._kinds[0])), 0)
+        set_versions(self._versioned, self._kept_versions)
+        set_classes(self._guarded, self._kinds[0])
 
     def changed_in_place(self) -> Sequence[torch.Tensor]:
         """Return gathered weights of which an operator that PyTorch counts has changed one; none where none was."""
-        versions = self._current_versions()
+        versions = versions_of(self._versioned)
         if versions == self._versions:
             return ()
-        is_changed = list(map(operator.ne, versions, self._versions))
-        return [weight for weight, counter in zip(self._weights, self._counters, strict=True) if is_changed[counter]]
+        before = self._versions
+        counters = zip(self._weights, self._counters, strict=True)
+        return [weight for weight, counter in counters if versions[counter] != before[counter]]
 
     def accept_versions(self) -> None:
         """Forget of changes in place: the values will be written again."""
-        self._versions = self._current_versions()
-
-    def _current_versions(self) -> tuple[int, ...]:
-        return tuple(map(_version, self._versioned))
+        self._versions = versions_of(self._versioned)
 
     # ------------------------------------------------------------------ requires_grad
 
@@ -157,10 +144,7 @@ class FSDPParams:
         if NUM_FLAGS_SET[0] == self._num_flags_set and self._says_flags:
             return []
         required = self.required
-        used, resting = (
-            _plainly(list, (), (map(_requires_grad, params),))
-            for params in (self.unsharded_params, self.sharded_params)
-        )
+        used, resting = flags_of(self.unsharded_params), flags_of(self.sharded_params)
         self._num_flags_set = NUM_FLAGS_SET[0]
         if resting == required == used:
             return []
@@ -201,14 +185,14 @@ def _counters_of(tensors: Iterable[torch.Tensor]) -> tuple[tuple[torch.Tensor, .
     before: list[int] = []
     counters = []
     for tensor in tensors:
-        version = _version(tensor)
+        version = version_of(tensor)
         if not _MARK <= version < _MARK + len(found):
             before.append(version)
             version = _MARK + len(found)
-            _set_versions((tensor,), (version,))
+            set_versions((tensor,), (version,))
             found.append(tensor)
         counters.append(version - _MARK)
-    _set_versions(tuple(found), tuple(before))
+    set_versions(tuple(found), tuple(before))
     return tuple(found), counters
 
 
@@ -259,7 +243,6 @@ def gradient_hook_on_streams(
     return receive
 
 
-_registered: Callable[[dict[str, nn.Parameter | None], str], nn.Parameter | None] = dict.get
 Place = tuple[dict[str, nn.Parameter | None], str, nn.Parameter, nn.Parameter]
 """A module's dictionary of parameters, a name in it, and what is registered there at rest, and in use."""
 
@@ -281,7 +264,7 @@ class ParamModuleInfos:
         self, places: Sequence[Place], indices: Sequence[int], modules: Sequence[tuple[weakref.ref[nn.Module], str]]
     ) -> None:
         self.places, self.indices, self._modules = tuple(places), tuple(indices), tuple(modules)
-        # The columns of places, for passes over all of them that leave Python once.
+        # The columns of places.
         self._registries = [registry for registry, *_ in places]
         self._attributes = [attribute for _, attribute, *_ in places]
         self._resting = [resting for *_, resting, _ in places]
@@ -290,17 +273,17 @@ class ParamModuleInfos:
 
     def is_replaced(self) -> bool:
         """Whether another tensor may be registered somewhere than those that rest."""
-        return not all(map(operator.is_, map(_registered, self._registries, self._attributes), self._resting))
+        for registry, attribute, resting in zip(self._registries, self._attributes, self._resting, strict=True):
+            if attribute not in registry or registry[attribute] is not resting:
+                return True
+        return False
 
     def show(self, *, is_gathered: bool) -> None:
         """Register one set of parameters in the places of the other; replaced ones stay."""
         found, wanted = (self._resting, self._used) if is_gathered else (self._used, self._resting)
-        if all(map(operator.is_, map(_registered, self._registries, self._attributes), found)):
-            collections.deque(map(operator.setitem, self._registries, self._attributes, wanted), maxlen=0)
-        else:
-            for registry, attribute, old, new in zip(self._registries, self._attributes, found, wanted, strict=True):
-                if registry.get(attribute) is old:
-                    registry[attribute] = new
+        for registry, attribute, old, new in zip(self._registries, self._attributes, found, wanted, strict=True):
+            if attribute in registry and registry[attribute] is old:
+                registry[attribute] = new
         if self._modules:
             self.tell_modules()
         self.shows_gathered = is_gathered
@@ -319,12 +302,6 @@ class ParamModuleInfos:
             shown = None if module is None else module._parameters.get(attribute)
             if shown is not None:
                 setattr(module, attribute, shown)
-
-
-def grads_of(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
-    """Return ``.grad`` of each parameter."""
-    gradients: list[torch.Tensor | None] = _plainly(list, (), (map(_get_grad, parameters),))
-    return gradients
 
 
 _NOTHING: weakref.ref[Any] = weakref.ref(set())

@@ -25,6 +25,7 @@ __all__ = [
     "LANES",
     "LATEST",
     "Compute",
+    "Event",
     "Lane",
     "Streams",
     "Ticket",
@@ -44,6 +45,9 @@ __all__ = [
     "wait_for_event",
     "wait_on_host",
 ]
+
+
+Event = torch.Event
 
 
 class Streams:
@@ -150,7 +154,7 @@ class Turns:
         self._compute = compute
         last[0] = None
         self._last = last
-        self._stream: Any = None
+        self._stream: torch.Stream | None = None
 
     def take(self, leave: Callable[[], None]) -> None:
         """Order the current stream after the one that had the last turn; ``leave`` ends that turn, on that stream."""
@@ -263,7 +267,7 @@ class Ticket:
         self.works: list[dist.Work] = []
         self._then: Callable[[], None] | None = None
         self._on_host, self._compute = on_host, compute
-        self._event: Any = None
+        self._event: Event | None = None
         # Streams that wait already, by identity: groups of a unit share a ticket, and each waits for it.
         self._followed: frozenset[int] = frozenset()
 
@@ -301,7 +305,7 @@ class Ticket:
         for stream in streams:
             stream.wait_event(self._event)
         self._followed = self._followed.union(map(id, streams))
-        if self._on_host is not None:
+        if self._on_host is not None and self._event is not None:
             self._event.synchronize()
             with compute.streams.on_host():
                 self._on_host()
@@ -331,7 +335,7 @@ class Lane:
         self._name, self._compute = name, compute
         self._stream = None if compute is None else compute.streams.new(compute.device, name)
         # The end of what was submitted last, and whether that was captured: an event lives in its capture alone.
-        self._last: Any = None
+        self._last: Event | None = None
         self._is_last_captured = False
 
     def submit(

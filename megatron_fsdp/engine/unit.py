@@ -1,10 +1,16 @@
-"""Unit: the state of one ``fully_shard`` call, shared by the modules it was given; FSDP2's ``FSDPState``."""
+"""Unit and Root: the state of one ``fully_shard`` call, and what the units of one model share.
+
+A unit unshards and reshards its parameter groups together (FSDP2's ``FSDPState`` and ``FSDPParamGroup``). Nothing else
+does, so that all of it is told (``dbuffer.events``). When, is decided in ``root.py`` and ``backward.py``.
+"""
 
 from __future__ import annotations
 
 import enum
+import functools
 import math
 import operator
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,15 +20,21 @@ from typing import Any
 import torch
 from torch import nn
 
+from dbuffer.errors import MeshError
+from dbuffer.events import listeners, tell
 from megatron_fsdp.engine.freshness import MOMENTS
-from megatron_fsdp.engine.grads import GradientBuffer
-from megatron_fsdp.engine.param_group import ParameterGroup
-from megatron_fsdp.engine.streams import Ticket
-from megatron_fsdp.errors import StateError
+from megatron_fsdp.engine.grads import GradientBuffer, LateGradients
+from megatron_fsdp.engine.hooks import StepHooks, sees_collectives
+from megatron_fsdp.engine.param_group import ParameterGroup, start_gathers
+from megatron_fsdp.engine.streams import Event, Ticket, turns
+from megatron_fsdp.engine.unsharded_param import refuse_change
+from megatron_fsdp.errors import AgreementError, StateError
 from megatron_fsdp.policy.precision import MixedPrecisionPolicy
 from megatron_fsdp.policy.slots import SlotChoice
 
-__all__ = ["Call", "Tree", "Unit", "WeightState", "alive", "is_in_backward", "units_below"]
+__all__ = [
+    "BackwardState", "Call", "Root", "Tree", "Unit", "WeightState", "alive", "is_in_backward", "units_below",
+]  # fmt: skip
 
 
 class WeightState(enum.Enum):
@@ -40,8 +52,8 @@ class Call:
     """One forward call of a unit, kept alive by the autograd hooks on its outputs.
 
     Attributes:
-        begin, end: ticks of the schedule's clock; calls nest or follow each other, so these intervals do too.
-        position: place in the schedule's list of finished calls of that forward pass.
+        begin, end: ticks of the root's clock; calls nest or follow each other, so these intervals do too.
+        trail, position: the root's list of finished calls of that forward pass, and the place in it.
         first_begin: when the unit's first watched call in the same pass began.
         entered: the number of the last backward that reached its outputs; 0 for none so far. task: autograd's number of
             the graph in which it did; that of one inside of another is higher.
@@ -120,13 +132,13 @@ class Unit:
         name: path of the (first) module below the root, for messages.
         reference: weak, for whoever must not keep the unit alive.
         groups: the parameter groups; empty for a module without parameters of its own.
-        schedule, backward: the ``Schedule`` and the ``Backward`` that drive it, with the other units of its root.
+        root: what it shares with the other units of its model.
         reshard_after_forward: as asked; None means when the next unit runs, but not for the root. Groups that keep a
             part for backward know it themselves.
         rests_final: whether no axis is left to reduce when the last backward has closed it.
         requires_all_reduce: whether the last backward also reduces over axes that hold partial sums.
         requires_gradient_sync: False keeps gradients here, unreduced, until a backward with True.
-        weight_state: where its weights are; changed by its ``Schedule`` alone.
+        weight_state: where its weights are; changed by ``unshard``, ``wait_for_unshard`` and ``reshard`` alone.
         gather_ticket: of the gather under way, None where all weights rest whole.
         slots: where the memory of gathered weights and packed gradients comes from.
         inner: units inside of this one, all of which were made before it.
@@ -136,9 +148,7 @@ class Unit:
         trees: by the id of the module.
     """
 
-    # Of files above: nothing here calls them.
-    schedule: Any
-    backward: Any
+    root: Root
 
     def __init__(
         self, name: str, modules: Sequence[nn.Module], groups: Sequence[ParameterGroup], policy: MixedPrecisionPolicy
@@ -188,7 +198,111 @@ class Unit:
                 return True
         return False
 
+    def refuse_replaced_params(self) -> None:
+        """Refuse whatever is registered in the place of a parameter."""
+        for group in self.groups:
+            if group.fsdp_params.module_infos.is_replaced():
+                for hook in self.root.hooks:
+                    hook.on_replaced(group)
+
+    def reshards_after_forward(self) -> bool:
+        """Whether the unit gives its gathered weights back between forward and backward.
+
+        One that was not told to does so when the next unit runs, so the last one of a forward keeps its weights.
+        """
+        if self.reshard_after_forward is None:
+            return self is not self.root.outermost()
+        return self.reshard_after_forward is not False
+
+    # ------------------------------------------------------------------ weights
+
+    def unshard(self, *, check: bool) -> None:
+        """Issue the gather of the weights, unless they are there or on their way; ``wait_for_unshard`` shows them.
+
+        Args:
+            check: look whether main weights changed since the last gather; backward need not, as nothing steps between.
+        """
+        if self.weight_state is not WeightState.SHARDED or not self.groups:
+            return
+        for hook in self.root.collective_hooks:
+            hook.before_gather(self)
+        if listeners:
+            tell("gather", self)
+        self.gather_ticket = start_gathers(self.groups, check=check, owner=id(self))
+        # Last, so that whatever is raised before (an interrupt, out of memory) leaves nothing that looks gathered.
+        self.weight_state = WeightState.GATHERING
+
+    def wait_for_unshard(self) -> None:
+        """Make compute wait for a gather that was issued, and show the gathered weights in the modules.
+
+        Raises:
+            AgreementError: the gather did not end.
+        """
+        if self.weight_state is WeightState.UNSHARDED:
+            # They may rest for a while, or ``functional_call`` has put back what it found.
+            for group in self.groups:
+                group.fsdp_params.module_infos.show(is_gathered=True)
+        if self.weight_state is not WeightState.GATHERING:
+            return
+        if listeners:
+            tell("use", self)
+        if self.gather_ticket is not None:
+            try:
+                self.gather_ticket.wait()
+            except (AgreementError, MeshError, RuntimeError) as error:
+                # No use waits for this gather once more.
+                self.weight_state = WeightState.SHARDED
+                if not isinstance(error, RuntimeError):
+                    raise
+                AgreementError.raise_for(self.name, "the gather of its weights", error)
+        for group in self.groups:
+            group.use_gathered()
+        self.gather_ticket = None
+        self.weight_state = WeightState.UNSHARDED
+        if listeners:
+            tell("unsharded", self)
+
+    def reshard(self, *, keep_part: bool = False) -> None:
+        """Show the sharded parameters and release the gathered weights, which are there or on their way.
+
+        Args:
+            keep_part: as in ``ParameterGroup.release``.
+        """
+        if self.weight_state is WeightState.SHARDED:
+            return
+        if listeners:
+            tell("reshard", self)
+        if self.weight_state is WeightState.GATHERING:
+            self.wait_for_unshard()
+        for group in self.groups:
+            group.fsdp_params.module_infos.show(is_gathered=False)
+        self.weight_state = WeightState.SHARDED
+        # An error that is being handled is what should be seen; the next reshard finds the change as well.
+        is_raising = sys.exc_info()[0] is not None
+        changed: Sequence[torch.Tensor] = ()
+        for group in self.groups:
+            changed = group.release(keep_part=keep_part, is_raising=is_raising) or changed
+        if changed:
+            refuse_change(changed)
+
     # ------------------------------------------------------------------ calls
+
+    def begin_call(self, module: nn.Module) -> Call | None:
+        """Note that a module of the unit runs; return the call of the unit that begins with it; None for none."""
+        if self.open_call is not None and id(module) in self.pending_modules:
+            self.pending_modules.discard(id(module))
+            return None
+        self.root.clock += 1
+        call = self.open_call = Call(self, self.root.clock)
+        self.pending_modules = set(self.module_ids)
+        self.pending_modules.discard(id(module))
+        return call
+
+    def end_call(self, call: Call) -> None:
+        """Note that the last module of a call has run."""
+        self.open_call = None
+        self.root.clock += 1
+        call.end = self.root.clock
 
     def calls_not_entered(self, backward: int, end: float = math.inf) -> list[Call]:
         """Return the calls that a backward has not entered and may still enter, or not, that began until ``end``."""
@@ -216,6 +330,129 @@ class Unit:
             self.calls.append(weakref.ref(call))
             if len(self.calls) > 1:
                 self.calls = sorted((reference for reference in self.calls if reference() is not None), key=_begin)
+
+
+class BackwardState:
+    """How far the backwards of one root are; ``backward.py`` changes it. FSDP2's ``FSDPStateContext``.
+
+    Attributes:
+        is_last: whether the next backward ends an optimizer step's gradient accumulation.
+        number: how many backwards there were so far. is_under_way: whether the last one of them has not ended.
+        has_streams: whether a unit's device has them. max_packed_buffers: how many units' packed gradients may live at
+            once.
+        is_manual: whether a backward leaves it to a ``final_callback`` outside of it to complete the gradients.
+        is_unfinished: whether that is still to come. awaited: identity of the handle to be waited for.
+        active: units that this backward is in, or whose weights it has gathered once more. Weak, so that a model whose
+            backward raised is freed when it is deleted. entered: the oldest call of each unit that it has come to.
+            repeated: the last one of each unit that it has computed again. All by identity.
+        closed: units whose gradients it has done with. deferred: those that were closed when nothing had a gradient
+            yet.
+        has_gradients: whether anything has a gradient, or will have. task: autograd's number of the graph that it
+            began in.
+        ending: what autograd calls at the end; dead when the backward has raised, None where none is under way.
+        has_sums: whether ``.grad`` of a parameter may show a sum under way.
+        num_flags_set: ``NUM_FLAGS_SET`` when the last backward began.
+        reducing: units whose gradients are being reduced, in the order of issue.
+        lenders: whose gradients a lane still reads, oldest first.
+        wired: of the reduction issued last whose wire has memory until the host has waited.
+    """
+
+    def __init__(self, units: Iterable[Unit]) -> None:
+        self.is_last = True
+        self.number = 0
+        self.is_under_way = False
+        devices = {group.spec.compute_device for unit in units for group in unit.groups}
+        self.has_streams = any(turns(device) is not None for device in devices)
+        self.max_packed_buffers = 2 if self.has_streams else 1
+        self.is_manual = self.is_unfinished = False
+        self.awaited = 0
+        self.active: dict[int, weakref.ref[Unit]] = {}
+        self.entered: dict[int, Call] = {}
+        self.repeated: dict[int, Call] = {}
+        self.closed: set[int] = set()
+        self.deferred: list[weakref.ref[Unit]] = []
+        self.has_gradients = False
+        self.task = -1
+        self.ending: weakref.ref[functools.partial[None]] | None = None
+        self.has_sums = False
+        self.num_flags_set = -1
+        self.reducing: list[weakref.ref[Unit]] = []
+        self.lenders: list[weakref.ref[LateGradients]] = []
+        self.wired: Ticket | None = None
+
+
+class Root:
+    """What the units below one root share: the order in which they run, and who is told of it.
+
+    Each forward pass is recorded and predicts the next one. A pass that takes another way is met by gathers on demand,
+    and becomes the next prediction.
+
+    Args:
+        outermost: the root unit. units: all units that are served, with that one.
+
+    Attributes:
+        outermost: weakly.
+        hooks: what is told of the steps; empty for none. collective_hooks: those of them that see each collective.
+        backward: how far backward is.
+        step_event: recorded after an optimizer step, awaited by the next forward; None for none.
+        trail: the units of this forward pass that were left, in order, for each call that backward may come to.
+        clock: counts beginnings and ends of calls.
+        recorded, expected: the units of this pass and of the last one, in the order of their calls. cursor: where this
+            pass is in ``expected``.
+        lingering: the unit that forward left last, whose weights stay until the next one is needed: backward may be
+            next.
+        ahead: the units that were gathered ahead of their use last.
+    """
+
+    def __init__(self, outermost: Unit, units: Iterable[Unit]) -> None:
+        units = list(units)
+        self.outermost = outermost.reference
+        self._units = [unit.reference for unit in units]
+        self.hooks: tuple[StepHooks[Unit, Call], ...] = ()
+        self.collective_hooks: tuple[StepHooks[Unit, Call], ...] = ()
+        self.backward = BackwardState(units)
+        self.step_event: Event | None = None
+        self.trail: list[weakref.ref[Unit]] = []
+        self.clock = 0
+        self.recorded: list[weakref.ref[Unit]] = []
+        self.expected: list[weakref.ref[Unit]] = []
+        self.cursor = 0
+        self.lingering: weakref.ref[Unit] | None = None
+        self.ahead: list[weakref.ref[Unit]] = []
+        for unit in units:
+            unit.root = self
+
+    def attach(self, hooks: Iterable[StepHooks[Unit, Call]]) -> None:
+        """Tell these objects of the steps from now on, and no others."""
+        self.hooks = tuple(hooks)
+        self.collective_hooks = tuple(hook for hook in self.hooks if sees_collectives(hook))
+
+    def units(self) -> list[Unit]:
+        """Return the units served, in the order in which the root's modules are registered."""
+        return alive(self._units)
+
+    def prefetch(self, units: Sequence[Unit], *, check: bool) -> None:
+        """Issue predicted gathers, unless another one predicted is still unused: memory is for these alone."""
+        for reference in self.ahead:
+            ahead = reference()
+            if ahead is not None and ahead.weight_state is WeightState.GATHERING and ahead not in units:
+                return
+        self.ahead = []
+        for unit in units:
+            if unit.weight_state is WeightState.SHARDED:
+                unit.unshard(check=check)
+            self.ahead.append(unit.reference)
+
+    def prefetched(self) -> list[Ticket]:
+        """Return the tickets of predicted gathers that are on their way."""
+        return [unit.gather_ticket for unit in alive(self.ahead) if unit.gather_ticket is not None]
+
+    def release_lingering(self, unit: Unit | None = None) -> None:
+        """Reshard the unit that forward left last, now that another one runs."""
+        if self.lingering is not None:
+            lingering, self.lingering = self.lingering(), None
+            if lingering is not None and lingering is not unit and lingering.open_call is None:
+                lingering.reshard()
 
 
 def alive(references: Iterable[weakref.ref[Unit]]) -> list[Unit]:

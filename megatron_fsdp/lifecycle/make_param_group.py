@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -20,6 +20,7 @@ from dbuffer.dtensor.autograd import accept_plain_gradients
 from dbuffer.dtensor.placed_tensor import Label, label
 from megatron_fsdp.build.builder import GroupSpec
 from megatron_fsdp.build.ownership import OwnedParameter, mark_owned, settle_grad_dtypes
+from megatron_fsdp.engine.backward import GradientsOfUnit
 from megatron_fsdp.engine.freshness import Freshness
 from megatron_fsdp.engine.grads import GradientBuffer, LateGradients, packs_late
 from megatron_fsdp.engine.param_group import ParameterGroup, WeightBuffers, note_group
@@ -45,7 +46,7 @@ from megatron_fsdp.variants.invariant_reduction import InvariantGradients
 from megatron_fsdp.variants.memory_slots import place_unit
 
 __all__ = [
-    "follow_flags", "follow_grad_dtypes", "follow_gradients", "follow_requires_grad", "forget_originals",
+    "follow_grad_dtypes", "follow_gradients", "follow_requires_grad", "forget_originals",
     "make_param_group", "make_unit", "materialize_group", "materialize_unit", "rebuild", "rename_unit", "set_divisor",
     "set_reduction", "shown_over",
 ]  # fmt: skip
@@ -343,7 +344,7 @@ def follow_gradients(unit: Unit) -> None:
         place_unit(unit)
     unit.count_gradients()
     for buffer in unit.gradients:
-        buffer.observe(unit)
+        buffer.listener = GradientsOfUnit(unit)
 
 
 def follow_requires_grad(unit: Unit, group: ParameterGroup, changed: Sequence[int]) -> None:
@@ -377,22 +378,6 @@ def follow_requires_grad(unit: Unit, group: ParameterGroup, changed: Sequence[in
         follow_gradients(unit)
 
 
-def follow_flags(units: Iterable[Unit]) -> None:
-    """Give the gathered weights the ``requires_grad`` that their parameters have now, before autograd reads it.
-
-    Autograd asks a leaf for its flag when a gradient arrives, not when forward used it. So what counts is the flag at
-    the backward, whatever it was in a forward between: peft freezes adapters for a reference model's forward.
-
-    Raises:
-        StateError: as ``follow_requires_grad``.
-    """
-    for unit in units:
-        for group in unit.groups:
-            changed = group.fsdp_params.changed_requires_grad()
-            if changed:
-                follow_requires_grad(unit, group, changed)
-
-
 def materialize_unit(unit: Unit) -> None:
     """Allocate the buffers of parameters that were on the meta device."""
     for group in unit.groups:
@@ -416,7 +401,7 @@ def follow_grad_dtypes(unit: Unit) -> None:
     Raises:
         StateError: parameters that share a buffer want different dtypes, or have a gradient.
     """
-    if unit.backward.number:
+    if unit.root.backward.number:
         return
     owned = [each for group in unit.groups for each in group.owned]
     params = [param for group in unit.groups for param in group.fsdp_params.sharded_params]

@@ -14,12 +14,12 @@ from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp.engine.backward import Backward
+from megatron_fsdp.engine.backward import final_callback, reset, start_pending_reductions
 from megatron_fsdp.engine.fused_linear import fuse_linear_layers
 from megatron_fsdp.engine.param_group import ParameterGroup
-from megatron_fsdp.engine.root import after_forward, before_forward
+from megatron_fsdp.engine.root import post_forward, pre_forward
 from megatron_fsdp.engine.streams import settle_host
-from megatron_fsdp.engine.unit import Unit, WeightState, alive, is_in_backward, units_below
+from megatron_fsdp.engine.unit import Root, Unit, WeightState, alive, is_in_backward, units_below
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.lifecycle.make_param_group import follow_gradients, set_divisor, set_reduction
 from megatron_fsdp.lifecycle.param_changes import (
@@ -51,11 +51,11 @@ class GradientReductionHandle:
         optimizer.step()
     """
 
-    def __init__(self, backward: Backward | None) -> None:
-        self._backward = backward
-        if backward is not None:
-            backward.start_reductions()
-            backward.awaited = id(self)
+    def __init__(self, root: Root | None) -> None:
+        self._root = root
+        if root is not None:
+            start_pending_reductions(root)
+            root.backward.awaited = id(self)
 
     def wait(self) -> None:
         """Make compute wait for the reductions; ``.grad`` of the parameters is final afterwards.
@@ -63,12 +63,12 @@ class GradientReductionHandle:
         Raises:
             StateError: ``reset_iter_state`` dropped the gradients.
         """
-        backward, self._backward = self._backward, None
-        if backward is not None:
-            if backward.awaited != id(self):
+        root, self._root = self._root, None
+        if root is not None:
+            if root.backward.awaited != id(self):
                 raise StateError("wait() after reset_iter_state(), which dropped the gradients; run it again")
-            backward.awaited = 0
-            backward.finish()
+            root.backward.awaited = 0
+            final_callback(root)
 
 
 class UnshardHandle:
@@ -87,7 +87,7 @@ class UnshardHandle:
         """Make compute wait for the gather; the module's parameters are plain tensors afterwards."""
         unit, self._unit = self._unit, None
         if unit is not None:
-            unit.schedule.finish_gather(unit)
+            unit.wait_for_unshard()
 
 
 class FSDPModule:
@@ -136,7 +136,7 @@ class FSDPModule:
             StateError: something else is registered in the place of a parameter.
         """
         unit = unit_of(self)
-        unit.schedule.refuse_replaced_params(unit)
+        unit.refuse_replaced_params()
         _gather_afresh(unit)
         handle = UnshardHandle(unit)
         if async_op:
@@ -147,7 +147,7 @@ class FSDPModule:
     def reshard(self) -> None:
         """Release this unit's gathered weights; its parameters are sharded DTensors again."""
         unit = unit_of(self)
-        unit.schedule.reshard(unit)
+        unit.reshard()
         settle_host()
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
@@ -173,7 +173,7 @@ class FSDPModule:
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Say whether the next backward is the last microbatch of an optimizer step."""
-        unit_of(self).backward.is_last = is_last_backward
+        unit_of(self).root.backward.is_last = is_last_backward
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
         """True: reductions start in backward, and gradients become final in ``finalize_backward``, on the root alone.
@@ -181,7 +181,7 @@ class FSDPModule:
         Raises:
             StateError: this is no root; or a backward is under way, or not finalized.
         """
-        unit, backward = unit_of(self), unit_of(self).backward
+        unit, backward = unit_of(self), unit_of(self).root.backward
         self._check_root("set_manual_backward_finalization")
         if enabled != backward.is_manual and (is_in_backward() or backward.is_unfinished):
             raise StateError(
@@ -201,7 +201,7 @@ class FSDPModule:
             StateError: called in a backward, on another module than the root, without manual finalization, or before
                 ``wait()`` of the last handle.
         """
-        backward = unit_of(self).backward
+        root, backward = unit_of(self).root, unit_of(self).root.backward
         if not backward.number:
             return GradientReductionHandle(None) if async_op else None
         self._check_root("finalize_backward")
@@ -214,12 +214,12 @@ class FSDPModule:
             if is_there:
                 raise StateError(f"unit {unit_of(self).name!r}: finalize_backward() {obstacle}")
         if async_op:
-            return GradientReductionHandle(backward)
-        backward.finish()
+            return GradientReductionHandle(root)
+        final_callback(root)
         return None
 
     def _check_root(self, method: str) -> None:
-        unit, root = unit_of(self), unit_of(self).schedule.root_ref()
+        unit, root = unit_of(self), unit_of(self).root.outermost()
         if root is not unit:
             found = "another module" if root is None else repr(root.name)
             raise StateError(f"unit {unit.name!r}: {method}() is the root's to call, which is {found}")
@@ -290,14 +290,14 @@ class FSDPModule:
 
     def set_post_optim_event(self, event: Any) -> None:
         """Make the next forward of the root wait for an event recorded after an optimizer step on another stream."""
-        unit_of(self).schedule.step_event = event
+        unit_of(self).root.step_event = event
 
     def reset_iter_state(self) -> None:
         """Forget a forward or backward that raised: weights are released, gradients that it left incomplete dropped.
 
         With them goes what was accumulated before, and what ``finalize_backward`` was to make final.
         """
-        unit_of(self).backward.reset()
+        reset(unit_of(self).root)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Accept FSDP2's switch: reductions are always sums here, and the division is part of the fold."""
@@ -315,7 +315,7 @@ class FSDPModule:
         """
         _check_count("set_reduce_scatter_max_input_buffers", max_input_buffers)
         for unit in self._units(recurse):
-            unit.backward.max_packed_buffers = max_input_buffers
+            unit.root.backward.max_packed_buffers = max_input_buffers
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Reduce on a communicator of its own (the default), or on the one that gathers, which saves its memory."""
@@ -384,8 +384,8 @@ class FSDPModule:
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         # The module's own parameters stay in their buffers; everything else is handled as in any module.
         unit = unit_of(self)
-        unit.schedule.refuse_replaced_params(unit)
-        unit.schedule.reshard(unit)
+        unit.refuse_replaced_params()
+        unit.reshard()
         settle_host()
         allocated = meta_buffers(self) if is_to_empty(fn) else []  # type: ignore[arg-type]  # every class of ours is a module
         try:
@@ -434,10 +434,10 @@ def _gather_afresh(unit: Unit) -> None:
     if unit.weight_state is not WeightState.SHARDED and (
         unit.is_stale() or not all(group.fsdp_params.module_infos.shows_gathered for group in unit.groups)
     ):
-        unit.schedule.reshard(unit)
+        unit.reshard()
     for group in unit.groups:
         group.freshness.is_suspect = True
-    unit.schedule.start_gather(unit, check=True)
+    unit.unshard(check=True)
 
 
 # The name that this project's interface has for the class, beside FSDP2's.
@@ -497,9 +497,9 @@ def convert(modules: Sequence[nn.Module], unit: Unit) -> None:
         module._fsdp_unit = unit  # type: ignore[assignment]  # not a submodule or tensor: lands in the instance dictionary
         # PyTorch's composable replicate() leaves out modules that this registry names, as it does those of FSDP2.
         module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
-        module.register_forward_pre_hook(functools.partial(before_forward, unit), prepend=True, with_kwargs=True)
+        module.register_forward_pre_hook(functools.partial(pre_forward, unit), prepend=True, with_kwargs=True)
         # Also called, with None for the output, when forward raised: parameters must not stay gathered then.
-        module.register_forward_hook(functools.partial(after_forward, unit), always_call=True)
+        module.register_forward_hook(functools.partial(post_forward, unit), always_call=True)
         module.register_state_dict_pre_hook(functools.partial(before_state_dict, unit))
         module.register_load_state_dict_pre_hook(functools.partial(before_load_state_dict, unit))
 
@@ -526,12 +526,12 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
     @functools.wraps(method)
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = before_forward(unit, self, args, kwargs) or (args, kwargs)
+        args, kwargs = pre_forward(unit, self, args, kwargs) or (args, kwargs)
         output = None
         try:
             output = method(*args, **kwargs)
         finally:
-            output = after_forward(unit, self, args, output)
+            output = post_forward(unit, self, args, output)
         return output
 
     setattr(module, method_name, types.MethodType(call, module))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import types
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -19,16 +19,17 @@ from torch.distributed.tensor import DTensor
 
 from dbuffer import FlatDTensor
 from megatron_fsdp.build.ownership import owner_words
+from megatron_fsdp.engine.hooks import StepHooks
 from megatron_fsdp.engine.param_group import ParameterGroup, group_of_parameter
 from megatron_fsdp.engine.params import is_laid_out_like, laid_out
 from megatron_fsdp.engine.streams import settle_host
-from megatron_fsdp.engine.unit import Unit, units_below
+from megatron_fsdp.engine.unit import Call, Unit, units_below
 from megatron_fsdp.errors import CheckpointError, StateError
-from megatron_fsdp.lifecycle.make_param_group import materialize_group, materialize_unit, rebuild
+from megatron_fsdp.lifecycle.make_param_group import follow_requires_grad, materialize_group, materialize_unit, rebuild
 from megatron_fsdp.lifecycle.unwritten_buffers import allocate_buffers
 
 __all__ = [
-    "InnerApply", "apply_to_group", "before_load_state_dict", "before_state_dict", "refuse_replaced",
+    "InnerApply", "ParamChanges", "apply_to_group", "before_load_state_dict", "before_state_dict",
     "refuse_sharded_save",
 ]  # fmt: skip
 
@@ -96,8 +97,8 @@ class InnerApply:
         # The unit's own _apply has taken its parameters out, for as long as it applies the function to all else.
         if unit is None or all(module._parameters.get(name) is None for name in self._groups):
             return apply(module, function, recurse)
-        unit.schedule.refuse_replaced_params(unit)
-        unit.schedule.reshard(unit)
+        unit.refuse_replaced_params()
+        unit.reshard()
         settle_host()
         held = {name: module._parameters[name] for name in self._groups}
         for name, reference in self._groups.items():
@@ -182,7 +183,19 @@ def _convert(group: ParameterGroup, dtype: torch.dtype, *, is_awaited: bool) -> 
 # ---------------------------------------------------------------- replacement
 
 
-def refuse_replaced(group: ParameterGroup) -> None:
+class ParamChanges(StepHooks[Unit, Call]):
+    """Takes over what users changed on parameters, and refuses what cannot be taken over."""
+
+    def on_changed(self, unit: Unit, group: ParameterGroup, changed: Sequence[int]) -> None:
+        """Follow parameters that were frozen or unfrozen, and gradients that users keep."""
+        follow_requires_grad(unit, group, changed)
+
+    def on_replaced(self, group: ParameterGroup) -> None:
+        """Refuse what is registered in the place of a sharded parameter: ``StateError``."""
+        _refuse_replaced(group)
+
+
+def _refuse_replaced(group: ParameterGroup) -> None:
     """Refuse what is registered in the place of a sharded parameter and is not that, nor the gathered weight.
 
     Raises:
@@ -223,7 +236,7 @@ def before_state_dict(unit: Unit, module: nn.Module, prefix: str, keep_vars: boo
     saved = _saved_by_save_pretrained()
     if saved is not None:
         refuse_sharded_save(saved, f"no state_dict, and {unit.name!r} is one of its units")
-    unit.schedule.reshard(unit)
+    unit.reshard()
 
 
 def _saved_by_save_pretrained() -> nn.Module | None:
@@ -257,8 +270,8 @@ def before_load_state_dict(
     """
     is_assigned = metadata.get("assign_to_params_buffers", False)
     for below in units_below(module):
-        below.schedule.refuse_replaced_params(below)
-        below.schedule.reshard(below)
+        below.refuse_replaced_params()
+        below.reshard()
     settle_host()
     _materialize_for(module, prefix, state_dict)
     for name, parameter in module.named_parameters(remove_duplicate=False):

@@ -9,13 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from torch import nn
 from torch.autograd import profiler
 from torch.profiler import record_function
 
 from dbuffer.events import listeners
-from megatron_fsdp.engine.unit import Unit
+from megatron_fsdp.engine.hooks import StepHooks
+from megatron_fsdp.engine.unit import Call, Unit
 
-__all__ = ["emit_ranges"]
+__all__ = ["ProfilerRanges"]
 
 ISSUES = {"gather": "FSDP::all_gather", "reduce": "FSDP::post_backward_reduce"}
 WAITS = {"gather": "FSDP::all_gather_wait", "reduce": "FSDP::post_backward_rs_wait"}
@@ -58,7 +60,16 @@ class _Ranges:
 _ranges = _Ranges()
 
 
-def emit_ranges(units: Iterable[Unit]) -> None:
+class ProfilerRanges(StepHooks[Unit, Call]):
+    """Begins to emit ranges when a forward of the root runs under a profiler."""
+
+    def on_root_forward(self, unit: Unit, module: nn.Module) -> None:
+        """Emit ranges for all units of the root, where a profiler records."""
+        if profiler._is_profiler_enabled:
+            _emit_ranges(unit.root.units())
+
+
+def _emit_ranges(units: Iterable[Unit]) -> None:
     """Emit ranges for what becomes of these units, until no profiler records any more."""
     _ranges.names |= {id(each): unit.name for unit in units for each in (unit, *unit.groups)}
     # What an exception left open has no end.

@@ -96,9 +96,9 @@ class _Piece(NamedTuple):
 def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield each parameter that rests sharded, or is plain, with the first of its names."""
     for unit in units_below(model):
-        unit.schedule.refuse_replaced_params(unit)
+        unit.refuse_replaced_params()
         # Between uses modules show sharded parameters, which optimizers know.
-        unit.schedule.reshard(unit)
+        unit.reshard()
     for name, parameter in unwrapped(model).named_parameters():
         yield canonical(name), parameter
 

@@ -89,7 +89,7 @@ class Watch:
             raise ConfigError("Watch: no module of the model has parameters that fully_shard took")
         mesh = max((unit.groups[0].main_weight.mesh for unit in units), key=lambda mesh: mesh.size())
         self._units = units
-        self._backward = units[0].backward
+        self._root = units[0].root
         self._ranks: list[int] = mesh.mesh.flatten().tolist()
         # Or in a job of fake ranks, where nobody else can come.
         self._is_alone = len(self._ranks) == 1 or job_store() is None
@@ -217,7 +217,7 @@ class Watch:
 
     def _hear(self, action: str, subject: Any) -> None:
         self._journal.hear(action, subject)
-        if action != "backward" or subject is not self._backward:
+        if action != "backward" or subject is not self._root:
             return
         self._steps += 1
         if self._interval and self._steps % self._interval == 0:

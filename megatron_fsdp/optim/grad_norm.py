@@ -65,7 +65,7 @@ def clip_grad_norm_(
         refuse_norm(model, norm_type)
     units = list(units_below(model))
     for unit in units:
-        unit.schedule.refuse_replaced_params(unit)
+        unit.refuse_replaced_params()
     held = [each for unit in units for group in unit.groups for each in _held_by(group)]
     # Of a weight that is gathered now the gradient is among those held.
     own = (p for p in model.parameters() if group_of_parameter(p) is None and not isinstance(p, GatheredWeight))

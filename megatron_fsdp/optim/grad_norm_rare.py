@@ -15,7 +15,8 @@ from dbuffer.dtensor.reads import reduce_norm
 from dbuffer.mesh import MeshAxis
 from dbuffer.placements import BufferPlacement
 from megatron_fsdp.engine.param_group import ParameterGroup
-from megatron_fsdp.engine.params import grads_of, own_rows
+from megatron_fsdp.engine.params import own_rows
+from megatron_fsdp.engine.passes import grads_of
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.optim.param_memory import local_of
 

@@ -23,6 +23,7 @@ from megatron_fsdp.planning.stand_in import Model
 from megatron_fsdp.planning.step_listener import Forecast, Phase, StepListener
 from megatron_fsdp.planning.transformer import UnitWork
 from megatron_fsdp.planning.unit_report import UnitReport, adamw_bytes, unit_report
+from megatron_fsdp.variants.memory_slots import pools_of
 from megatron_fsdp.virtual.recording import Item
 
 __all__ = ["PlayedStep", "StandIns", "play_step"]
@@ -117,7 +118,7 @@ def play_step(
             if count == 3 and not adds_up:
                 items[2] = items[3][: starts[1]] + items[3][starts[2] :]
                 forecasts |= {each: listener.forecast(each) for each in counts if each > 1}
-        pools = [unit.schedule.pools for unit in units]
+        pools = [pools_of(unit) for unit in units]
         arenas = {id(pool): pool.plan for each in pools for pool in each.planned if pool.plan is not None}
         optimizer_bytes = sum(adamw_bytes(group, moments_dtype) for group in groups)
         return PlayedStep(

@@ -433,8 +433,8 @@ def _settle(units: Sequence[Unit], built: Sequence[Unit]) -> None:
             part._reads = unit.unshards_in_backward
         for ahead in ("forward_prefetch", "backward_prefetch"):
             setattr(stood, ahead, [references[id(each())] for each in getattr(unit, ahead) if id(each()) in references])
-        if unit.backward.max_packed_buffers:
-            stood.backward.max_packed_buffers = unit.backward.max_packed_buffers
+        if unit.root.backward.max_packed_buffers:
+            stood.root.backward.max_packed_buffers = unit.root.backward.max_packed_buffers
         for group, copy in zip(unit.groups, stood.groups, strict=True):
             _settle_group(group, copy)
         if unit.slots.sizing is not None:

@@ -18,6 +18,7 @@ from dbuffer.storage import KNOWN, FlatStorage
 from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.planning.stand_in import StoodIn
 from megatron_fsdp.planning.unit_report import storages_of
+from megatron_fsdp.variants.memory_slots import pools_of
 
 __all__ = ["Forecast", "Issue", "Peak", "Phase", "StepListener"]
 
@@ -100,8 +101,7 @@ class StepListener:
 
     def __init__(self, units: Sequence[StoodIn]) -> None:
         self._units = tuple(units)
-        pools = {id(each.unit.schedule.pools): each.unit.schedule.pools for each in units if each.unit.slots.sizing}
-        self._pools = list(pools.values())
+        self._pools = list(dict.fromkeys(pools_of(each.unit) for each in units if each.unit.slots.sizing))
         self._positions = {id(each.unit): position for position, each in enumerate(units)}
         self._names = {each.name: position for position, each in enumerate(units)}
         self._owners: dict[int, _Owner] = {}

@@ -135,7 +135,7 @@ class UnitReport:
 def unit_report(stood: StoodIn) -> UnitReport:
     """Return what a unit holds."""
     unit = stood.unit
-    is_root = unit is unit.schedule.root_ref()
+    is_root = unit is unit.root.outermost()
     asked = reshard_asked(unit)
     return UnitReport(
         name=stood.name,

@@ -38,6 +38,7 @@ class HookedWeights(WeightBuffers):
 
     sent: DBuffer
     arrived: DBuffer
+    lands = True
     # Of each kind: what fills ``sent``, and what makes weights of ``arrived``.
     pre_all_gather: Callable[[], None]
     post_all_gather: Callable[[], None]

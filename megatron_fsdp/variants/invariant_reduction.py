@@ -22,18 +22,17 @@ from torch.utils.hooks import RemovableHandle
 from dbuffer import DBuffer, Flat, Partial
 from dbuffer.collectives import Part
 from dbuffer.collectives_rare import exchange
-from dbuffer.dtensor.placed_tensor import PlacedTensor
 from dbuffer.events import listeners, tell
 from dbuffer.mesh import MeshAxis, flattened_mesh, make_groups
 from dbuffer.placements import BufferPlacement
 from dbuffer.storage import FlatStorage
 from megatron_fsdp.engine.accumulation import GradBinding, GradState
-from megatron_fsdp.engine.backward import Backward
+from megatron_fsdp.engine.backward import GradientsOfUnit
 from megatron_fsdp.engine.grads import GradientBuffer
 from megatron_fsdp.engine.param_group import group_of_parameter
 from megatron_fsdp.engine.params import FSDPParams
 from megatron_fsdp.engine.reduce import Reduction
-from megatron_fsdp.engine.unit import Unit
+from megatron_fsdp.engine.unit import Root, Unit
 from megatron_fsdp.errors import StateError
 
 __all__ = ["InvariantGradients"]
@@ -137,20 +136,7 @@ class _Step:
         self.last: weakref.WeakKeyDictionary[FSDPParams, int] = weakref.WeakKeyDictionary()
 
 
-_STEPS: weakref.WeakKeyDictionary[Backward, _Step] = weakref.WeakKeyDictionary()
-
-
-class _InvariantBinding(GradBinding):
-    """Shows gradients whose norms are the same however they are sharded, as ``torch.nn.utils.clip_grad_norm_`` asks."""
-
-    # What the optimizer holds whole is gathered in place.
-    is_sent_last = True
-
-    def _make_gradients(self) -> None:
-        super()._make_gradients()
-        for gradient in self._gradients:
-            if isinstance(gradient, PlacedTensor):
-                gradient.has_exact_norms = True
+_STEPS: weakref.WeakKeyDictionary[Root, _Step] = weakref.WeakKeyDictionary()
 
 
 class InvariantGradients(GradientBuffer):
@@ -164,13 +150,18 @@ class InvariantGradients(GradientBuffer):
         partial: tuple[BufferPlacement, ...] = (Partial("sum"),) * len(placements.gradient)
         self.packed = self._buffer(partial, dtypes.reduce, "packed gradients", self._device)
         main_grad = self._buffer(placements.optimizer, dtypes.main_grad, "main_grad", self._template.device)
-        self._bind(_InvariantBinding(main_grad, main_grad, self._fsdp_params, self._template.dtype))
+        self._bind(GradBinding(main_grad, main_grad, self._fsdp_params, self._template.dtype))
+        # What the optimizer holds whole is gathered in place. Norms are those that clip_grad_norm_ asks for.
+        self.binding.is_sent_last = self.binding.has_exact_norms = True
         self.reduction = _InvariantReduction(self.packed, main_grad)
         if not _HOOKS:
             _HOOKS.append(register_optimizer_step_pre_hook(_refuse_fused))
 
+    def _unit(self) -> Unit | None:
+        return self.listener.unit() if isinstance(self.listener, GradientsOfUnit) else None
+
     def _begin_sum(self) -> None:
-        unit = self._observer()
+        unit = self._unit()
         if unit is not None and not unit.requires_gradient_sync:
             raise StateError(
                 f"{self.binding.name}: no_sync() or set_requires_gradient_sync(False) adds up microbatches on a rank "
@@ -181,10 +172,10 @@ class InvariantGradients(GradientBuffer):
         self.reduction.look_for_changes(self.binding)
 
     def _prepare(self) -> None:
-        unit = self._observer()
-        assert isinstance(unit, Unit)
-        step = _STEPS.setdefault(unit.backward, _Step())
-        number = unit.backward.number
+        unit = self._unit()
+        assert unit is not None
+        step = _STEPS.setdefault(unit.root, _Step())
+        number = unit.root.backward.number
         if self.binding.state is GradState.EMPTY:
             if step.last.get(self._fsdp_params, 0) >= step.first:
                 # What it had of this step is dropped, or the step is over: a new one begins.

@@ -10,17 +10,19 @@ from dbuffer.placements import flat_axes
 from dbuffer.slot_memory import from_communicator, from_symmetric_memory
 from dbuffer.slot_pool import ArenaPool
 from dbuffer_kernels.switches import is_off
+from megatron_fsdp.engine.hooks import StepHooks
 from megatron_fsdp.engine.param_group import ParameterGroup
-from megatron_fsdp.engine.unit import Unit
+from megatron_fsdp.engine.unit import Call, Unit
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.policy.slots import SlotChoice
 
 __all__ = [
-    "BufferPools", "check_reshard", "communicator_has_memory", "keep_gathered", "place_unit", "reshard_to", "use_slots",
+    "BufferPools", "check_reshard", "communicator_has_memory", "keep_gathered", "place_unit", "pools_of", "reshard_to",
+    "use_slots",
 ]  # fmt: skip
 
 
-class BufferPools:
+class BufferPools(StepHooks[Unit, Call]):
     """The pools of one root: units that ask for the same kind of slots share them.
 
     Attributes:
@@ -30,6 +32,11 @@ class BufferPools:
     def __init__(self) -> None:
         self.planned: list[ArenaPool] = []
         self._pools: dict[tuple[object, ...], SlotPool] = {}
+
+    def after_backward(self) -> None:
+        """Tell the pools that plan ahead."""
+        for pool in self.planned:
+            pool.settle()
 
     @property
     def num_bytes(self) -> int:
@@ -68,6 +75,11 @@ class BufferPools:
         return self._pools[key]
 
 
+def pools_of(unit: Unit) -> BufferPools:
+    """Return the pools of the unit's root."""
+    return next(hook for hook in unit.root.hooks if isinstance(hook, BufferPools))
+
+
 def use_slots(unit: Unit, choice: SlotChoice) -> None:
     """Take memory from slots from now on, or from the allocator again."""
     unit.slots = choice
@@ -84,9 +96,9 @@ def place_unit(unit: Unit) -> None:
     """Take the memory of a unit from where its choice says."""
     choice = unit.slots
     # Weights that stay from forward to backward would each hold a slot as large as the largest unit.
-    stays = choice.sizing == "largest" and not unit.schedule.reshards_after_forward(unit)
+    stays = choice.sizing == "largest" and not unit.reshards_after_forward()
     of_weights = replace(choice, sizing="by_size") if stays else choice
-    pools = None if choice.sizing is None or is_off("slots") else unit.schedule.pools
+    pools = None if choice.sizing is None or is_off("slots") else pools_of(unit)
     for group in unit.groups:
         placements, weights, gradients = group.spec.placements, group.weights, group.gradients
         if not group.rests_whole:

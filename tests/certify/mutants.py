@@ -25,17 +25,13 @@ from tests.mutation.mutants import Change, Mutant, Scope, called, mutants_of, mu
 
 MODULES = (
     "megatron_fsdp.engine.streams",
-    "megatron_fsdp.engine.streams",
     "megatron_fsdp.engine.root",
     "megatron_fsdp.engine.backward",
     "megatron_fsdp.engine.unit",
     "megatron_fsdp.engine.param_group",
     "megatron_fsdp.lifecycle.make_param_group",
     "megatron_fsdp.engine.grads",
-    "megatron_fsdp.engine.grads",
     "megatron_fsdp.engine.reduce",
-    "megatron_fsdp.engine.grads",
-    "megatron_fsdp.engine.param_group",
     "megatron_fsdp.variants.memory_slots",
     "megatron_fsdp.checks.missing_gradients",
     "megatron_fsdp.optim.adamw",
@@ -46,7 +42,7 @@ MODULES = (
 # Statements that order something, as the last part of what they call.
 _ORDERS = frozenset(
     """wait wait_event wait_stream record synchronize join join_lanes take note leave wait_for_event wait_on_host
-    finish_gather drain""".split()
+    wait_for_unshard drain""".split()
 )
 # Statements that give memory back or take it.
 _MEMORY = frozenset(
@@ -106,19 +102,17 @@ EQUIVALENT: dict[str, str] = {
     "Turns.take: `compute.note()` at the end of its block": ("to count a stream in is no work of a device"),
     "Lane._run: `event.record(mine)` at the end of its block": "nothing is issued between the two places",
     "wait_on_host: `if compute is not None` taken as True": ("on a device with streams it is never None"),
-    "Backward.begin_gradients: without `self.drain(self.max_packed_buffers - 1)`": (
+    "GradientsOfUnit.begin_gradients: without `drain(root, state.max_packed_buffers - 1)`": (
         "it bounds memory; the end of the backward waits for the same reductions"
     ),
-    "Backward.finish: `self.drain(0)` at the end of its block": (
+    "final_callback: `drain(root, 0)` at the end of its block": (
         "compute has joined the lanes before anything reads what they reduced"
     ),
     "LateGradients.wait: `super().wait()` at the end of its block": "nothing is allocated between the two places",
-    "LastReductions.finish: without `ticket.wait()`": (
-        "compute joins the lanes right after; on a CPU the host has to wait"
-    ),
-    "LastReductions._issue: without `self._wired.wait()`": "there is one where there are no streams",
-    "LastReductions._issue: `self._wired.wait()` at the end of its block": "there is one where there are no streams",
-    "LastReductions._issue: `if self._wired is not None` taken as False": "there is one where there are no streams",
+    "_finish_last: without `ticket.wait()`": ("compute joins the lanes right after; on a CPU the host has to wait"),
+    "_issue_last: without `state.wired.wait()`": "there is one where there are no streams",
+    "_issue_last: `state.wired.wait()` at the end of its block": "there is one where there are no streams",
+    "_issue_last: `if state.wired is not None` taken as False": "there is one where there are no streams",
     "Reduction.keep: `self.release()` at the start of its block": "nothing is issued between the two places",
     "Reduction.keep: without `self._reduced.reallocate_storage()`": (
         "a reduction takes the memory where it is not there"
@@ -143,13 +137,13 @@ EQUIVALENT: dict[str, str] = {
     "GradientBuffer.keep: `self.reduction.keep(keeps)` at the start of its block": (
         "each has memory of its own, and nothing is issued between the two places"
     ),
-    "Schedule.reshard: `if unit.weight_state is WeightState.GATHERING` taken as True": (
+    "Unit.reshard: `if self.weight_state is WeightState.GATHERING` taken as True": (
         "for weights that are there it shows what is shown anyway"
     ),
-    "Backward.finish: `if not is_left` taken as True": (
+    "final_callback: `if not is_left` taken as True": (
         "gradients are final sooner, which test_manual_finalization.py sees"
     ),
-    "Backward._finalize: `join_lanes()` at the end of its block": (
+    "_finalize: `join_lanes()` at the end of its block": (
         "what completes gradients waits for its own tickets, and the caller's compute comes after both places"
     ),
     "place_unit: `gradients.keep(pools is not None or group.spec.is_offloaded)` at the start of its block": (
@@ -158,7 +152,7 @@ EQUIVALENT: dict[str, str] = {
     "keep_gathered: without `group.gathered.reallocate_storage()`": "a gather takes the memory where it is not there",
     "ArenaPool.take: `if slot is None` taken as True": "it costs memory, which test_arena_pool.py counts",
     "wait_for_event: `if compute is not None` taken as True": ("on a device with streams it is never None"),
-    "Backward.begin_gradients: `if packs` taken as False": (
+    "GradientsOfUnit.begin_gradients: `if packs` taken as False": (
         "it bounds memory; the end of the backward waits for the same reductions"
     ),
 }
@@ -167,7 +161,9 @@ EQUIVALENT: dict[str, str] = {
 OPEN: dict[str, str] = {
     "Ticket.give_up: `if self._event is not None` taken as True": "an interrupt before a lane waited for compute",
     "Turns.take: without `leave()`": "a stream that allocates, before it follows any lane, what another one has copied",
-    "Backward.begin_gradients: `if packs` taken as True": "a wait for reductions before there is need: lost overlap",
+    "GradientsOfUnit.begin_gradients: `if packs` taken as True": (
+        "a wait for reductions before there is need: lost overlap"
+    ),
     "Lane.settle: `if self._last is not None and (not self._is_last_captured)` taken as True": (
         "a captured evaluation of offloaded weights"
     ),

@@ -30,6 +30,7 @@ from megatron_fsdp import (
     microbatch,
 )
 from megatron_fsdp.policy.slots import SlotChoice
+from megatron_fsdp.variants.memory_slots import pools_of
 from tests.harness import on_ranks
 from tests.harness.grids import nightly_but
 from tests.harness.models import Block, CheckpointedStack, Made, ShuffledStack, Stack, inputs, squared
@@ -93,7 +94,7 @@ def build(setting: Setting) -> Any:
 
 
 def pools(model: Any, use: str = "") -> list[Any]:
-    return [pool for key, pool in model._fsdp_unit.schedule.pools._pools.items() if str(key[0]).startswith(use)]
+    return [pool for key, pool in pools_of(model._fsdp_unit)._pools.items() if str(key[0]).startswith(use)]
 
 
 def arenas(model: Any) -> list[ArenaPool]:

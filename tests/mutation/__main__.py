@@ -14,7 +14,14 @@ from megatron_fsdp.command_parser import CommandParser
 from tests.mutation.mutants import draw
 from tests.mutation.trial import ROOT, Trials, read_rows
 
-FOLDERS = ("megatron_fsdp/runtime", "dbuffer", "megatron_fsdp/optim")
+FOLDERS = (
+    "megatron_fsdp/engine",
+    "megatron_fsdp/variants",
+    "megatron_fsdp/checks",
+    "megatron_fsdp/lifecycle",
+    "dbuffer",
+    "megatron_fsdp/optim",
+)
 
 
 def main() -> None:

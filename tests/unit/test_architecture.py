@@ -17,6 +17,7 @@ Rule = Callable[[Sequence[Source]], list[str]]
 
 RULES: tuple[Rule, ...] = (
     architecture.upward_imports, architecture.import_cycles, architecture.oversized, architecture.stray_words,
+    architecture.engine_seams,
 )  # fmt: skip
 
 
@@ -95,6 +96,14 @@ CASES: dict[str, tuple[Rule, dict[str, str], list[str]]] = {
          "megatron_fsdp__policy__mesh": GUARDED.format("policy.strategy"),
          "megatron_fsdp__policy__strategy": "import megatron_fsdp.policy.mesh"},
         [" -> ".join(f"megatron_fsdp.engine.{name}" for name in ("root", "unit", "root"))],
+    ),
+    "classes of the engine with loose attributes, an heir outside, and one heir": (
+        architecture.engine_seams,
+        {UNIT: "class Whole:\n    size: int\n    def f(self):\n        node: Any = 1\nclass Loose:\n    root: Any\n"
+               "    find: Callable[[], int]\n    def g(self):\n        self.pools: Any = 1\nclass Base:\n    pass\n",
+         LANES: "class One(Base):\n    pass\nclass Two(Base):\n    pass\nclass Three(One):\n    pass\n",
+         "megatron_fsdp__variants__a": "class Late(Base):\n    pass\nclass Hook(StepHooks[Unit, Call]):\n    pass\n"},
+        [f"megatron_fsdp/engine/{place}" for place in ("streams.py", "unit.py", "unit.py:6", "unit.py:7", "unit.py:9")],
     ),
     "a method of 61 lines beside one of 60": (
         architecture.oversized, {PLAN: method(61), API: method(60)}, ["dbuffer/plan.py:2"]

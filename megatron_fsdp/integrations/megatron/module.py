@@ -13,10 +13,10 @@ from torch import nn
 from dbuffer import Replicate
 from dbuffer.collectives_rare import broadcast
 from megatron_fsdp.engine.accumulation import GradState
-from megatron_fsdp.engine.backward import Backward
+from megatron_fsdp.engine.backward import final_callback
 from megatron_fsdp.engine.grads import GradientBuffer
 from megatron_fsdp.engine.param_group import ParameterGroup
-from megatron_fsdp.engine.unit import WeightState, units_below
+from megatron_fsdp.engine.unit import Root, WeightState, units_below
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.integrations.megatron.groups import ModelGroups
 from megatron_fsdp.integrations.megatron.names import WholeNames
@@ -67,12 +67,12 @@ class MegatronFSDP(FSDPModule, nn.Module):
 
     def set_model_auto_sync(self, sync_model: bool = True) -> None:
         """Say whether gradients are final after each backward (True), or when ``finish_grad_sync`` is called."""
-        for backward in self._backwards():
-            backward.is_last = sync_model
+        for root in self._roots():
+            root.backward.is_last = sync_model
 
     @contextmanager
     def _auto_sync(self, is_on: bool) -> Iterator[None]:
-        before = [(backward, backward.is_last) for backward in self._backwards()]
+        before = [(root.backward, root.backward.is_last) for root in self._roots()]
         self.set_model_auto_sync(is_on)
         try:
             yield
@@ -88,8 +88,8 @@ class MegatronFSDP(FSDPModule, nn.Module):
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
         """Make the gradients of all microbatches so far final, over all axes, and show them as ``.grad``."""
         with self._auto_sync(True):
-            for backward in self._backwards():
-                backward.finish()
+            for root in self._roots():
+                final_callback(root)
         if self._megatrons_groups is not None:
             self._megatrons_groups.show_main_grads(self)
 
@@ -125,7 +125,7 @@ class MegatronFSDP(FSDPModule, nn.Module):
         """Start the gather that the next forward needs first; ``force_sync`` makes compute wait for it as well."""
         first = next((unit for unit in units_below(self) if unit.groups), None)
         if first is not None:
-            first.schedule.start_gather(first, check=True)
+            first.unshard(check=True)
         if force_sync:
             self.synchronize_param_gather()
 
@@ -133,7 +133,7 @@ class MegatronFSDP(FSDPModule, nn.Module):
         """Make compute wait for the gathers that were started."""
         for unit in units_below(self):
             if unit.weight_state is WeightState.GATHERING:
-                unit.schedule.finish_gather(unit)
+                unit.wait_for_unshard()
 
     def install_optimized_model_weights(self) -> None:
         """Bring compute weights up to date after main weights changed.
@@ -186,8 +186,8 @@ class MegatronFSDP(FSDPModule, nn.Module):
     def _megatrons_groups(self) -> ModelGroups | None:
         return vars(self).get("model_groups")
 
-    def _backwards(self) -> list[Backward]:
-        return list({id(unit.backward): unit.backward for unit in units_below(self)}.values())
+    def _roots(self) -> list[Root]:
+        return list({id(unit.root): unit.root for unit in units_below(self)}.values())
 
 
 def as_megatron(module: nn.Module) -> MegatronFSDP:

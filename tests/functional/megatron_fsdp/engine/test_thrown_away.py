@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp import StateError, clip_grad_norm_, no_sync
+from megatron_fsdp.engine import backward as engine_backward
+from megatron_fsdp.engine.unit import Root
 from tests.harness import on_ranks
 from tests.harness.models import Block, Headed, make_mesh, squared
 from tests.harness.twins import Twins, sharded
@@ -91,18 +94,17 @@ def test_training_on_the_gradients_of_a_backward_that_raised_is_refused_until_th
 def test_a_backward_that_raised_is_over_for_the_next_forward_while_a_thread_still_holds_its_task(strategy: str) -> None:
     twins = Twins(build, strategy, **({"mesh": make_mesh((2, 1))} if strategy == "hsdp" else {}))
     model = twins.model
-    backward, held = model._fsdp_unit.backward, []
-    follow = backward._follow_task
+    held: list[Any] = []
+    queue = engine_backward._queue_final_callback
 
-    def keep() -> Any:
-        reference = follow()
+    def keep(root: Root) -> Any:
+        reference = queue(root)
         # As a device's thread does that has not got as far as to drop the graph task.
         held.append(reference())
         return reference
 
-    backward._follow_task = keep
-    fail(model, 0)
-    backward._follow_task = follow
+    with mock.patch.object(engine_backward, "_queue_final_callback", keep):
+        fail(model, 0)
     assert held[0] is not None
     # The task's end had not been seen when somebody may have dropped the gradients, so they are to be dropped now.
     with pytest.raises(StateError, match="is incomplete, because the last backward raised"):

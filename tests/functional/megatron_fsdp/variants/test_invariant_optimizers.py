@@ -8,7 +8,7 @@ from torch import nn
 
 from megatron_fsdp import AdamW, Muon, clip_grad_norm_
 from megatron_fsdp.optim.param_groups import muon_param_groups
-from tests.functional.megatron_fsdp.runtime.grads.test_invariance import WIRES, Run, accumulate, sharded
+from tests.functional.megatron_fsdp.variants.test_invariance import WIRES, Run, accumulate, sharded
 from tests.harness import run_ranks
 from tests.harness.grids import covering, nightly_but
 from tests.harness.oracle import differing, whole
