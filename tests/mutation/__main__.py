@@ -14,7 +14,8 @@ from megatron_fsdp.command_parser import CommandParser
 from tests.mutation.mutants import draw
 from tests.mutation.trial import ROOT, Trials, read_rows
 
-FOLDERS = ("megatron_fsdp/runtime", "dbuffer", "megatron_fsdp/optim")
+ROOMS = ("engine", "variants", "checks", "lifecycle", "optim")
+FOLDERS = (*(f"megatron_fsdp/{room}" for room in ROOMS), "dbuffer")
 
 
 def main() -> None:
