@@ -31,16 +31,18 @@ Shape = tuple[int, ...]
 
 INTRODUCTION = """# Padding
 
-Written by `python -m benchmarks planner`, checked by `tests/unit/benchmarks/test_bench_planner.py`. In % of a model's
-parameters, weighted by how often each unit occurs; units as in
-`megatron_fsdp.planning.catalog`, bf16, 16-byte alignment.
+This page lists how much padding equal shards add to published models, with this planner and with two other layouts.
 
-- **rows**: `plan_regions(shapes, shards, granularity=Row())`, every row whole.
-- **rows or elements**: `plan_regions(shapes, shards)`, the default: where whole rows of a unit would pad by more than a
-  hundredth, the tensors that cause it are cut between elements; **relaxed** is their share of the parameters.
-- **32-row blocks**: `granularity=Block(32)`, as block-scaled formats want it.
-- **dim-0 chunks**: each tensor's first dimension in `ceil(rows / shards)` rows per shard, as PyTorch's FSDP2 pads it.
-- **common multiple**: one buffer per unit whose shards are a multiple of every row width.
+The numbers are percentages of a model's parameters, weighted by how often each unit occurs. Units are those of
+`megatron_fsdp.planning.catalog`, in bf16 with 16-byte alignment. `python -m benchmarks planner` writes this page, and
+`tests/unit/benchmarks/test_bench_planner.py` checks it. [design/planner.md](design/planner.md) explains the planner.
+
+- **rows**: `plan_regions(shapes, shards, granularity=Row())` cuts no row.
+- **rows or elements**: `plan_regions(shapes, shards)`, the default. If whole rows would pad a unit by more than 1 %,
+  the tensors that cause it are cut between elements. **relaxed** is their share of the parameters.
+- **32-row blocks**: `granularity=Block(32)`, for block-scaled formats.
+- **dim-0 chunks**: each shard has `ceil(rows / shards)` rows of each tensor's first dimension, as in PyTorch's FSDP2.
+- **common multiple**: one buffer per unit, whose shards are a multiple of every row width.
 """
 
 

@@ -20,11 +20,16 @@ def flags_markdown() -> str:
     lines = [
         "# Flags",
         "",
-        "Megatron-LM's flags around FSDP, with its names, defaults and choices. `add_megatron_fsdp_args(parser)` adds",
-        "them to a parser, `FsdpConfig.from_args(args)` checks them. `config.explain()` says the dtypes and what each",
-        "flag does, `config.notices()` which of the given flags do nothing here, and why.",
-        "`config.fully_shard_kwargs(mesh)` are for every `fully_shard` of a model; `config.apply(model)` sets the rest",
-        "afterwards. What concerns losses, checks, checkpoints and the start of a run is done by",
+        "This page lists Megatron-LM's FSDP flags, with Megatron's names, defaults and choices, and their effect here.",
+        "",
+        "- `add_megatron_fsdp_args(parser)` adds them to a parser.",
+        "- `config = FsdpConfig.from_args(args)` checks them.",
+        "- `config.explain()` returns the dtypes and the effect of each flag. `config.notices()` returns the given",
+        "  flags that have no effect here, with the reason.",
+        "- Pass `config.fully_shard_kwargs(mesh)` to every `fully_shard` call of a model, and then call",
+        "  `config.apply(model)`, which sets the rest.",
+        "",
+        "Flags for losses, checks, checkpoints and startup have their effect in",
         "[the training script](training_script.md).",
         "",
         "This file is written by `python docs/settings.py`.",
@@ -33,7 +38,7 @@ def flags_markdown() -> str:
         lines += heading(title, "Flag | Default, and other values | Meaning | Effect here")
         lines += [flag_row(flag) for flag in flags]
     lines += ["", *UNDER_THE_LAUNCHER.splitlines()]
-    lines += heading("Refused", "Flag | | | Reason")
+    lines += heading("Combinations that raise an error", "Flag | | | Reason")
     lines += [f"| `{rule.first}` | {rule.relation} | `{rule.second}` | {rule.reason} |" for rule in RULES]
     return "\n".join(lines) + "\n"
 
@@ -41,18 +46,18 @@ def flags_markdown() -> str:
 UNDER_THE_LAUNCHER = """\
 ## Under the launcher
 
-`python -m megatron_fsdp.megatron` ([megatron.md](megatron.md)) hands the flags on to Megatron, whose configs this
-engine reads. The tables hold there too, but for these:
+`python -m megatron_fsdp.megatron` ([megatron.md](megatron.md)) passes the flags to Megatron, and this engine reads
+Megatron's configs. The tables apply there too, with these differences:
 
-- `--ckpt-format fsdp_dtensor` has to be given.
+- `--ckpt-format fsdp_dtensor` is required.
 - `--optimizer-cpu-offload`, `--use-precision-aware-optimizer`, `--check-for-large-grads`, `--fp8-param-gather`, a
-  `--cuda-graph-impl` other than `none` and optimizers besides adam and sgd are refused.
+  `--cuda-graph-impl` other than `none`, and optimizers other than adam and sgd raise an error.
 - `--fp16` trains with Megatron's grad scaler.
-- `--no-gradient-accumulation-fusion` changes nothing: the fusion of Megatron's layers is off in any case.
-- `--data-parallel-random-init`, Megatron's own: ranks that drew different weights get the first rank's.
-- Checkpoints and their strictness, the limit of `--clip-grad`, `--async-save`, `--dump-param-to-param-group-map`
-  and `--fake-process-group` are Megatron's own code.
-- Flags that are "not supported yet", or need hardware or a package that is not used, are said at the start.
+- `--no-gradient-accumulation-fusion` has no effect: the fusion of Megatron's layers is always off.
+- `--data-parallel-random-init` (Megatron's own): ranks with different weights get the weights of the first rank.
+- Megatron's own code handles checkpoints and their strictness, the limit of `--clip-grad`, `--async-save`,
+  `--dump-param-to-param-group-map` and `--fake-process-group`.
+- Ignored flags ("not supported yet", or in need of hardware or a package that is not used) are logged at startup.
 """
 
 

@@ -102,7 +102,7 @@ class FlagValues:
         "this engine serves both", choices=(1, 2))
     data_parallel_sharding_strategy: str = _flag("optim_grads_params", Effect.ACTS, "what is sharded",
         "optim is ZeRO-1, optim_grads ZeRO-2, optim_grads_params ZeRO-3", choices=_STRATEGIES)
-    outer_dp_sharding_strategy: str = _flag("no_shard", Effect.ACTS, "what is sharded over the outer axis, too",
+    outer_dp_sharding_strategy: str = _flag("no_shard", Effect.ACTS, "tensors also sharded over the outer axis",
         "optim shards optimizer state and main weights over both axes", choices=("no_shard", "optim"))
     num_distributed_optimizer_instances: int = _flag(1, Effect.ACTS, "outer replicas; more than 1 is hybrid sharding",
         "the size of the outer axis of a 2-D mesh")
@@ -132,7 +132,7 @@ class FlagValues:
     megatron_fsdp_max_pool_double_buffer: bool = _flag(False, Effect.ACTS, "buffers as large as the largest unit",
         "all units take turns in memory that stays; PyTorch 2.13")
     fsdp_db_use_persist_buf_on_alloc_fail: bool = _flag(False, Effect.ALWAYS, "keep what does not fit the two buffers",
-        "units that fit no buffer have one of their own")
+        "units that fit no buffer have a separate one")
     nccl_ub: bool = _flag(False, Effect.ACTS, "register buffers with NCCL; implies --fsdp-double-buffer",
         "on GPUs buffers are symmetric memory", name="--use-nccl-ub")
     disable_symmetric_registration: bool = _flag(False, Effect.ACTS, "with --use-nccl-ub: no symmetric windows",
@@ -150,14 +150,14 @@ class FlagValues:
         "gather the first bucket during the step", "the first gather starts with the forward")
     align_param_gather: bool = _flag(True, Effect.NOTHING, "pipeline stages start their gathers independently",
         "there are no pipeline stages", name="--no-align-param-gather")
-    gradient_reduce_div_fusion: bool = _flag(True, Effect.NOTHING, "divide gradients in a pass of its own",
+    gradient_reduce_div_fusion: bool = _flag(True, Effect.NOTHING, "divide gradients in a separate pass",
         "the division is part of the accumulation and costs no pass", name="--no-gradient-reduce-div-fusion")
     ddp_num_buckets: int | None = _flag(None, Effect.NOTHING, "number of gradient buckets", "units are the buckets")
     ddp_bucket_size: int | None = _flag(None, Effect.NOTHING, "elements in a bucket", "units are the buckets")
     ddp_pad_buckets_for_high_nccl_busbw: bool = _flag(False, Effect.LATER, "round buckets up to a large power of two",
         "buffers are padded to rows and 16 bytes")
     ddp_reduce_scatter_with_fp32_accumulation: bool = _flag(False, Effect.ACTS, "send low precision, add up in FP32",
-        "with --megatron-fsdp-grad-comm-dtype bf16 or fp16: each rank adds up what the others sent it")
+        "with --megatron-fsdp-grad-comm-dtype bf16 or fp16: each rank adds up the parts of the others")
     ddp_param_name_patterns_for_fp32_local_accumulation: tuple[str, ...] = _flag((), Effect.LATER,
         "parameters whose gradients accumulate in FP32", "--megatron-fsdp-main-grads-dtype holds for all")
     ddp_average_in_collective: bool = _flag(False, Effect.NOTHING, "average in the collective",
@@ -170,7 +170,7 @@ class FlagValues:
         "without it the GEMMs of linear layers write into the unit's buffer, in its dtype or in FP32",
         name="--no-gradient-accumulation-fusion")
     use_distributed_optimizer: bool = _flag(False, Effect.NOTHING, "shard the optimizer state",
-        "--data-parallel-sharding-strategy says what is sharded")
+        "use --data-parallel-sharding-strategy")
     use_sharp: bool = _flag(False, Effect.HARDWARE, "reduce inside the network", "it takes switches with SHARP")
     sharp_enabled_group: str | None = _flag(None, Effect.HARDWARE, "which groups --use-sharp serves", "see --use-sharp",
         choices=("dp", "dp_replica"))
@@ -202,7 +202,7 @@ class FlagValues:
         "weights at rest and gradients go with them; a shard is copied to the device when its unit is gathered")
     optimizer_offload_fraction: float = _flag(1.0, Effect.LATER, "share of it", "all of it, or nothing")
     overlap_cpu_optimizer_d2h_h2d: bool = _flag(False, Effect.ALWAYS, "overlap its copies",
-        "copies run beside compute, with the collectives that they belong to")
+        "copies run with their collectives, while compute runs")
     optimizer_cuda_graph: bool = _flag(False, Effect.LATER, "capture the optimizer step", "nothing is captured")
     cuda_graph_impl: str = _flag("none", Effect.LATER, "what CUDA graphs capture", "nothing is captured",
         choices=("none", "local", "transformer_engine", "full_iteration"))
@@ -220,7 +220,7 @@ class FlagValues:
     check_for_nan_in_loss_and_grad: bool = _flag(True, Effect.ACTS, "look for NaN; switched off by --no-check-...",
         "NaN or infinity ends the run with the parameter's name, before any weight changes; without it nothing does")
     check_for_large_grads: bool = _flag(False, Effect.ACTS, "look for very large gradients",
-        "a norm above 10 times the largest of the steps before is said in the log")
+        "a norm above 10 times the largest of the steps before is logged")
     dump_param_to_param_group_map: str | None = _flag(None, Effect.ACTS, "file to write the optimizer's groups to",
         "JSON: each parameter's name, and the index of its group")
     fake_process_group: bool = _flag(False, Effect.ACTS, "one GPU, no communication, to measure memory",

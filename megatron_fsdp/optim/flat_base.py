@@ -155,7 +155,7 @@ class FlatBase(Optimizer):
     def _before_loading(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Hide tensors from ``torch.optim``: the parameters' dtypes, to which it casts, may be narrower than the state.
 
-        A DTensor that it casts may forget its rows, too (docs/design/facade.md, "Known limit").
+        A DTensor that it casts may forget its rows, too (docs/design/facade.md, "Limits").
         """
         state = {
             index: {key: _Hidden(value) if isinstance(value, torch.Tensor) else value for key, value in values.items()}
