@@ -192,7 +192,7 @@ def placements_of(strategy: str, sizes: Sequence[int]) -> Placements:
         if len(sizes) != 2:
             width = next((size for size in (8, 4, 2) if sizes[0] > size and sizes[0] % size == 0), sizes[0])
             raise ConfigError(
-                f"--strategy {strategy} shards over two axes, but --mesh {sizes[0]} has one. fix: --mesh OUTERxINNER, "
+                f"--strategy {strategy} shards over two axes, --mesh {sizes[0]} has one. fix: --mesh OUTERxINNER, "
                 f"such as --mesh {sizes[0] // width}x{width}"
             )
         return Placements.hsdp(0, 1) if strategy == "hsdp" else Placements.hfsdp(0, 1)
