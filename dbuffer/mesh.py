@@ -88,12 +88,12 @@ class MeshAxis:
 
     @functools.cached_property
     def gathers_by_gloo(self) -> bool:
-        """Whether gloo serves CPU tensors on the communicator for gathers."""
+        """True if gloo serves CPU tensors on the communicator for gathers."""
         return _is_gloo(self.gather_group)
 
     @functools.cached_property
     def reduces_by_gloo(self) -> bool:
-        """Whether gloo serves CPU tensors on the communicator for reductions."""
+        """True if gloo serves CPU tensors on the communicator for reductions."""
         return _is_gloo(self.reduce_group)
 
 

@@ -73,7 +73,7 @@ class FlatStorage:
 
     @property
     def takes_slots(self) -> bool:
-        """Whether the next ``reallocate`` takes memory from a pool."""
+        """True if the next ``reallocate`` takes memory from a pool."""
         return self._pool is not None
 
     def use_pool(self, pool: SlotPool | None) -> None:
@@ -174,7 +174,7 @@ class StoredPart:
 
     @property
     def is_allocated(self) -> bool:
-        """Whether the memory is allocated."""
+        """True if the memory is allocated."""
         return self.storage.is_allocated
 
     def release_storage(self) -> None:

@@ -79,7 +79,7 @@ class RaggedShard(Shard):
 
     @property
     def is_flattened(self) -> bool:
-        """Whether a row is a slice of the last dimension, with all other dimensions flattened."""
+        """True if a row is a slice of the last dimension, with all other dimensions flattened."""
         return bool(self.leading)
 
     def _key(self) -> tuple[FlatRows, tuple[int, ...], tuple[int, ...]]:
@@ -248,7 +248,7 @@ class Distribution:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every rank holds all elements."""
+        """True if every rank holds all elements."""
         return all(placement.is_replicate() for placement in self.placements)
 
     @property
@@ -288,7 +288,7 @@ class Distribution:
 
     @property
     def is_flattened(self) -> bool:
-        """Whether a row is a slice of the last dimension, so that local parts are 2-D."""
+        """True if a row is a slice of the last dimension, so that local parts are 2-D."""
         return any(isinstance(placement, RaggedShard) and placement.is_flattened for placement in self.placements)
 
     def gather(self, local: torch.Tensor, shape: torch.Size, of: DTensor | None = None) -> torch.Tensor:

@@ -152,7 +152,7 @@ class PlacedTensor(DTensor):
 
     @property
     def is_whole(self) -> bool:
-        """Whether every rank can see all elements: they are replicated, or this is a view through a window."""
+        """True if every rank can see all elements: they are replicated, or this is a view through a window."""
         return all(placement.is_replicate() for placement in self._spec.placements)
 
     def whole(self) -> torch.Tensor:

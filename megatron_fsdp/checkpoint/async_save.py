@@ -35,7 +35,7 @@ class SaveHandle:
 
     @property
     def done(self) -> bool:
-        """Whether the save has ended, with or without success."""
+        """True if the save has ended, with or without success."""
         return self._result.done()
 
     def wait(self, timeout: float | None = None) -> Path:

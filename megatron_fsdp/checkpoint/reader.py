@@ -196,8 +196,10 @@ def _damage_message(folder: Path, problems: Mapping[str, str]) -> str:
         f"\n  {problem}. It holds {listed(contents.get(name, [])) or _WITHOUT_PARAMETERS.get(name, 'no parameters')}"
         for name, problem in sorted(problems.items())
     ]
-    fix = "load an older checkpoint, or a copy of this one"
-    return f"{folder} is damaged; nothing was loaded. fix: {fix}:{''.join(lines)}"
+    return (
+        f"{folder} is damaged; nothing was loaded. fix: load an older checkpoint, or a copy of this "
+        f"one:{''.join(lines)}"
+    )
 
 
 _WITHOUT_PARAMETERS = {

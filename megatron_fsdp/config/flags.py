@@ -49,7 +49,7 @@ class Flag:
 
     @property
     def is_silent(self) -> bool:
-        """Whether giving the flag changes nothing here."""
+        """True if giving the flag changes nothing here."""
         return self.effect is not Effect.ACTS
 
     def notice(self, given: str) -> str:
@@ -58,7 +58,7 @@ class Flag:
 
     @property
     def is_off_switch(self) -> bool:
-        """Whether giving the flag makes its attribute False."""
+        """True if giving the flag makes its attribute False."""
         return self.default is True and self.name != _name_of(self.dest)
 
     def spell(self, value: object) -> str:

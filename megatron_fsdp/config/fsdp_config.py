@@ -198,12 +198,12 @@ class FsdpConfig(FlagValues):
 
     @property
     def is_zero3(self) -> bool:
-        """Whether weights are sharded between uses."""
+        """True if weights are sharded between uses."""
         return self.data_parallel_sharding_strategy == "optim_grads_params"
 
     @property
     def is_sharded_over_outer_axis(self) -> bool:
-        """Whether optimizer state and main weights are sharded over both axes of a 2-D mesh."""
+        """True if optimizer state and main weights are sharded over both axes of a 2-D mesh."""
         return self.outer_dp_sharding_strategy == "optim" or self.enable_full_sharding_in_hsdp
 
     def _compute_dtype(self) -> torch.dtype | None:

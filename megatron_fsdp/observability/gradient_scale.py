@@ -57,7 +57,7 @@ class ParameterScale:
 
     @property
     def is_measured(self) -> bool:
-        """Whether there was a gradient, and it was larger than its rounding errors."""
+        """True if there was a gradient, and it was larger than its rounding errors."""
         return not math.isnan(self.factor) and self.limit < _USELESS_LIMIT
 
     @property

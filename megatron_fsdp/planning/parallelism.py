@@ -44,7 +44,7 @@ class Parallelism:
 
     @property
     def is_any(self) -> bool:
-        """Whether the model is divided at all."""
+        """True if the model is divided at all."""
         return max(self.tensor, self.expert, self.pipeline, self.context, self.ranks_of_expert) > 1
 
     @property

@@ -38,7 +38,7 @@ class Workload:
 
     @property
     def recomputes(self) -> bool:
-        """Whether backward recomputes layers."""
+        """True if backward recomputes layers."""
         return self.recompute == "full"
 
 

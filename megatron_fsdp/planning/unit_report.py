@@ -94,7 +94,7 @@ class GroupReport:
 
     @property
     def is_cut(self) -> bool:
-        """Whether the weights that the optimizer steps are sharded."""
+        """True if the weights that the optimizer steps are sharded."""
         return "Flat" in self.resting[0].placement
 
     def num_bytes(self, *kinds: str) -> int:

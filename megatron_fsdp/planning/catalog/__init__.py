@@ -49,7 +49,7 @@ class UnitShapes:
 
     @property
     def is_layer(self) -> bool:
-        """Whether it is a layer (routed experts are not)."""
+        """True if it is a layer (routed experts are not)."""
         return self.name.endswith("layer")
 
     @property
