@@ -1,4 +1,4 @@
-"""Flat distributed buffers: plans, placements, storage that comes and goes, and collectives in place."""
+"""Flat distributed buffers: plans, placements, releasable storage and in-place collectives."""
 
 from dbuffer.buffer import DBuffer
 from dbuffer.dtensor.flat_dtensor import FlatDTensor, FlatRows, RaggedShard

@@ -1,8 +1,9 @@
-"""DBuffer: tensors in one flat buffer, and how its placement on a device mesh is changed.
+"""DBuffer: tensors in one flat buffer on a device mesh, and the collectives that change its placements.
 
-The buffer knows where its tensors lie (the plan) and where its data lives (one placement per mesh axis). Collectives
-change where the data lives and never where a tensor lies in it, so a tensor is a view in every state that holds all of
-it."""
+The plan says where each tensor lies in the buffer; one placement per mesh axis says which ranks hold which data.
+Collectives change the placements, but never a tensor's position in the buffer. A tensor is therefore a view of the
+buffer under every placement that holds all of it.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +29,14 @@ from dbuffer_kernels import cast_copy
 
 
 class DBuffer(StoredPart):
-    """Tensors of given shapes in one flat buffer on a mesh, whose placements change by collectives.
+    """A flat buffer on a device mesh that holds tensors of given shapes; collectives change its placements.
 
     Attributes:
-        mesh, axes: where it is placed. placements: one for each axis. plan: where each tensor lies in it.
-        layout: which elements of the plan this rank has, under its placements.
-        dtype: element type of the buffer. device: where this rank's part lives.
-        name: how errors call it.
+        mesh, axes: the device mesh, and its axes as seen from this rank. placements: one per axis.
+        plan: where each tensor lies in the buffer.
+        layout: the range of the buffer that this rank holds under its placements.
+        dtype: element type of the buffer. device: where this rank's part is stored.
+        name: the buffer's name in errors.
     """
 
     def __init__(
@@ -50,15 +52,15 @@ class DBuffer(StoredPart):
         """Make a buffer with undefined content.
 
         Args:
-            mesh: the device mesh; its axes are counted from the outermost.
+            mesh: the device mesh; axis 0 is the outermost.
             placements: ``Replicate``, ``Partial(op)`` or ``Flat`` for each axis of the mesh.
-            tensor_shapes: global shapes, in the order in which ``get_local_tensor`` counts them.
+            tensor_shapes: global shapes; tensor ``index`` of ``get_local_tensor`` has ``tensor_shapes[index]``.
             dtype: element type of the buffer.
-            device: where this rank's part lives.
+            device: where this rank's part is stored.
             granularity: where shards may be cut, one for all or one per tensor. None: between slices of dimension 0.
 
         Raises:
-            PlacementError, LayoutError, MeshError: as their messages say.
+            PlacementError, LayoutError, MeshError: an argument is invalid; the message names it.
         """
         axes = mesh_axes(mesh)
         if granularity is None:
@@ -80,12 +82,12 @@ class DBuffer(StoredPart):
         name: str = "DBuffer",
         pin_memory: bool = False,
     ) -> DBuffer:
-        """Make a buffer, with undefined content, for a ready plan.
+        """Make a buffer, with undefined content, from an existing plan.
 
         Args:
-            plan: its number of shards must be a multiple of the product of the ``Flat`` axes.
-            device: the mesh's; or "cpu", where collectives work only if the mesh's backend serves it; or "meta".
-            name: how errors call the buffer. pin_memory: for CPU memory that a GPU copies from and to.
+            plan: its number of shards must be a multiple of the product of the sizes of the ``Flat`` axes.
+            device: the mesh's device; or "meta"; or "cpu", where collectives need a mesh backend that supports the CPU.
+            name: the buffer's name in errors. pin_memory: pin CPU memory, for copies from and to a GPU.
         """
         buffer = cls.__new__(cls)
         buffer._set_up(plan, mesh, placements, name)
@@ -103,8 +105,8 @@ class DBuffer(StoredPart):
     def _allocate(self, dtype: torch.dtype, device: torch.device, pin_memory: bool = False) -> None:
         if device.type not in (self.mesh.device_type, "cpu", "meta"):
             raise MeshError(
-                f"the buffer is on {device} but the mesh is on {self.mesh.device_type!r}; move the module to "
-                f"{self.mesh.device_type!r}, or give a mesh of {device.type!r}"
+                f"the buffer is on {device} but the mesh is on {self.mesh.device_type!r}. fix: "
+                f"move the module: module.to({self.mesh.device_type!r}), or init_device_mesh({device.type!r}, ...)"
             )
         self.dtype = dtype
         self.device = device
@@ -128,7 +130,7 @@ class DBuffer(StoredPart):
         *,
         granularity: Granularity | Sequence[Granularity] | None = None,
     ) -> DBuffer:
-        """Make a buffer with the content of ``local_buffer``, a 1-D tensor of this rank's part; the data is copied.
+        """Make a buffer with a copy of ``local_buffer``, a 1-D tensor with this rank's part of the buffer.
 
         Raises:
             LayoutError: ``local_buffer`` does not have the length that the plan gives this rank.
@@ -152,17 +154,21 @@ class DBuffer(StoredPart):
         *,
         granularity: Granularity | Sequence[Granularity] | None = None,
     ) -> DBuffer:
-        """Make a buffer from whole tensors that every rank holds alike; each copies what it owns, nothing is sent.
+        """Make a buffer from full tensors with equal values on all ranks. Each rank copies its part; nothing is sent.
 
         Raises:
-            LayoutError: no tensors, or tensors of different dtypes.
-            PlacementError: a ``Partial`` placement (whole tensors are not partial sums).
+            LayoutError: the list is empty, or the tensors have different dtypes.
+            PlacementError: a placement is ``Partial`` (full tensors are not partial sums).
         """
         dtypes = {tensor.dtype for tensor in tensors}
         if len(dtypes) != 1:
-            raise LayoutError(f"one buffer holds one dtype, found {sorted(map(str, dtypes))}; give one buffer each")
+            raise LayoutError(
+                f"one buffer holds one dtype, found {sorted(map(str, dtypes))}. fix: one buffer per dtype"
+            )
         if any(isinstance(placement, Partial) for placement in placements):
-            raise PlacementError(f"whole tensors cannot be distributed as {tuple(placements)}: use Replicate or Flat")
+            raise PlacementError(
+                f"whole tensors cannot be distributed as {tuple(placements)}. fix: use Replicate or Flat"
+            )
         shapes = [tuple(tensor.shape) for tensor in tensors]
         buffer = cls(mesh, placements, shapes, tensors[0].dtype, tensors[0].device, granularity=granularity)
         buffer.zero_()
@@ -172,11 +178,11 @@ class DBuffer(StoredPart):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of this rank's part while it is allocated."""
+        """Size of this rank's part in bytes, while it is allocated."""
         return self.layout.numel * self.dtype.itemsize
 
     def rename(self, name: str) -> None:
-        """Change how errors call this buffer and its storage."""
+        """Change the name of this buffer and its storage in errors."""
         self.name = name
         self.storage.name = name
 
@@ -186,18 +192,19 @@ class DBuffer(StoredPart):
         return self
 
     def get_local_tensor(self, index: int) -> torch.Tensor:
-        """Return this rank's part of tensor ``index``, a view of the buffer.
+        """Return this rank's part of tensor ``index`` as a view of the buffer.
 
         Returns:
-            The whole tensor where this rank holds all of it; else (rows, ...) where shards are cut between slices of
-            the first dimension, (rows, last dimension) where between rows inside it, and 1-D where rows are cut.
+            The whole tensor if this rank holds all of it. Otherwise the shape depends on where shards are cut:
+            (rows, ...) between slices of the first dimension, (rows, last dimension) between rows inside a slice, and
+            1-D inside a row.
         Raises:
             StorageError: the storage is released.
         """
         return self.layout.tensor(index, self.local_buffer)
 
     def write_tensor(self, index: int, tensor: torch.Tensor) -> None:
-        """Copy from a whole tensor, of any dtype and device, what this rank holds of it."""
+        """Copy this rank's part of tensor ``index`` from the full ``tensor``, which may have any dtype and device."""
         held = self.layout.held(index)
         if held:
             self.layout.piece(index, self.local_buffer).copy_(tensor.detach().reshape(-1)[held.start : held.stop])
@@ -205,24 +212,24 @@ class DBuffer(StoredPart):
     def get_dtensor(self, index: int, *, is_view: bool = False) -> DTensor:
         """Return tensor ``index`` as a DTensor of its global shape that shares this buffer's memory.
 
-        Where several axes are ``Flat`` the DTensor lives on the flattened mesh, else on the buffer's.
+        If several axes are ``Flat``, the DTensor lives on the flattened mesh, otherwise on the buffer's mesh.
 
         Args:
-            is_view: share the storage, too: the memory may be released and comes back under the DTensor. Otherwise its
-                storage is its own part of the memory, which must not be released.
+            is_view: share this buffer's storage too, so that the memory may be released and reallocated under the
+                DTensor. Otherwise the DTensor has a storage of its own over the memory, which must not be released.
         Raises:
             StorageError: the storage is released.
             PlacementError: an axis is ``Partial``.
-            LayoutError: the granularity lets shards be cut inside slices of the first dimension, which no DTensor
-                placement describes.
+            LayoutError: the granularity allows cuts inside slices of the first dimension, which no DTensor placement
+                can describe.
         """
         return buffer_dtensor(self.get_local_tensor(index), self.layout, index, self.mesh, self.name, is_view=is_view)
 
     def slice_view(self, placements: Sequence[BufferPlacement]) -> DBuffer:
-        """Return the part of this rank's data that is its own under finer placements, as a buffer of the same memory.
+        """Return the part of this rank's data that it keeps under finer placements, as a buffer that shares memory.
 
         Raises:
-            PlacementError: the wanted part is not inside this rank's part.
+            PlacementError: the requested part is not inside this rank's part.
         """
         target = make_layout(self.plan, validate_placements(placements, len(self.axes)), self.axes, self.name)
         mine = self.layout
@@ -230,7 +237,7 @@ class DBuffer(StoredPart):
             raise PlacementError(
                 f"{self.name}: under {target.placements} this rank owns elements [{target.start}, {target.stop}) of "
                 f"the flat buffer, which are not within its part [{mine.start}, {mine.stop}) under {self.placements}; "
-                "gather first"
+                f"fix: gather first, then redistribute({target.placements})"
             )
         return self._view(target, self.local_buffer.narrow(0, target.start - mine.start, target.numel))
 
@@ -243,14 +250,14 @@ class DBuffer(StoredPart):
         out: DBuffer | None = None,
         works: list[dist.Work] | None = None,
     ) -> DBuffer:
-        """Return the same content under other placements: gathers, reductions and slices, one axis at a time.
+        """Return the same content under other placements, by gathers, reductions and slices along one axis at a time.
 
         Args:
-            placements: one per axis. ``Partial`` can only stay or be reduced away.
-            out: where to write; a new buffer when None.
+            placements: one per axis. A ``Partial`` axis may stay so or be reduced; no axis may become ``Partial``.
+            out: the buffer to write to; None makes a new one.
             works: when given, the last collective is asynchronous and its handle is appended here.
         Raises:
-            PlacementError: a change that has no meaning (``Replicate`` to ``Partial``), or shards that would not be
+            PlacementError: the change is undefined (``Replicate`` to ``Partial``), or its shards would not be
                 contiguous.
         """
         target = validate_placements(placements, len(self.axes))
@@ -285,7 +292,7 @@ class DBuffer(StoredPart):
     def allgather(
         self, axis: int | str, *, out: DBuffer | None = None, works: list[dist.Work] | None = None
     ) -> DBuffer:
-        """Gather the shards of one ``Flat`` axis: afterwards every rank of the axis holds them all."""
+        """All-gather the shards of one ``Flat`` axis: afterwards every rank of the axis holds all of them."""
         position, target = self._change(axis, Flat, Replicate())
         out = self._output(out, target)
         collectives.all_gather(out.local_buffer, self.local_buffer, self.axes[position], works)
@@ -294,7 +301,7 @@ class DBuffer(StoredPart):
     def reduce_scatter(
         self, axis: int | str, placement: Flat, *, out: DBuffer | None = None, works: list[dist.Work] | None = None
     ) -> DBuffer:
-        """Reduce one ``Partial`` axis and keep this rank's shard. This buffer's content is undefined afterwards."""
+        """Reduce-scatter one ``Partial`` axis: this rank keeps its shard. This buffer's content becomes undefined."""
         position, target = self._change(axis, Partial, placement)
         out, op = self._output(out, target), self._reduce_op(position)
         collectives.reduce_scatter(out.local_buffer, self.local_buffer, self.axes[position], op, works)
@@ -303,7 +310,7 @@ class DBuffer(StoredPart):
     def allreduce(
         self, axis: int | str, *, out: DBuffer | None = None, works: list[dist.Work] | None = None
     ) -> DBuffer:
-        """Reduce one ``Partial`` axis: afterwards every rank of the axis holds the sum (or average)."""
+        """All-reduce one ``Partial`` axis: afterwards every rank of the axis holds the sum or average."""
         position, target = self._change(axis, Partial, Replicate())
         out = self._output(out, target)
         if out.local_buffer.data_ptr() != self.local_buffer.data_ptr():
@@ -312,13 +319,13 @@ class DBuffer(StoredPart):
         return out
 
     def scatter(self, axis: int | str, placement: Flat, *, out: DBuffer | None = None) -> DBuffer:
-        """Keep this rank's slice along one ``Replicate`` axis, without communication; a view where ``out`` is None."""
+        """Keep this rank's slice along one ``Replicate`` axis, without communication. Returns a view if no ``out``."""
         _, target = self._change(axis, Replicate, placement)
         view = self.slice_view(target)
         return view if out is None else view._copied_to(self._output(out, target))
 
     def cast(self, dtype: torch.dtype, *, out: DBuffer | None = None) -> DBuffer:
-        """Return the same content in another dtype; into ``out`` (same plan and placements) when given."""
+        """Return the same content in another dtype, in ``out`` (same plan and placements) if given."""
         if out is None:
             out = DBuffer.from_plan(self.plan, self.mesh, self.placements, dtype, self.device, name=self.name)
         cast_copy(self.local_buffer, self._output(out, self.placements, dtype).local_buffer)
@@ -337,8 +344,8 @@ class DBuffer(StoredPart):
         if Flat in (source, type(target)) and any(earlier < position for earlier in flat_axes(self.placements)):
             raise PlacementError(
                 f"{self.name}: axis {self.axes[position].name!r} is cut more coarsely than another Flat axis of "
-                f"{self.placements}, so its shards are not contiguous; gather the earlier axes first and scatter the "
-                "later ones first"
+                f"{self.placements}, so its shards are not contiguous. fix: gather the earlier axes first, and scatter "
+                "the later ones first"
             )
         return position, (*self.placements[:position], target, *self.placements[position + 1 :])
 
@@ -355,7 +362,8 @@ class DBuffer(StoredPart):
             return DBuffer.from_plan(self.plan, self.mesh, placements, dtype, self.device, name=self.name)
         if out.plan is not self.plan and out.plan != self.plan:
             raise LayoutError(
-                f"{self.name}: out= has another plan; both buffers must hold the same tensors at the same places"
+                f"{self.name}: out= has another plan; both buffers must hold the same tensors at the same places. "
+                "fix: make it with DBuffer.from_plan(buffer.plan, ...)"
             )
         if out.placements != placements or out.dtype != dtype:
             raise PlacementError(

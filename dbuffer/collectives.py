@@ -1,8 +1,11 @@
-"""Collectives of a step; those of several tensors at once are in ``collectives_together``, others in ``_rare``.
+"""The collectives of a training step, one tensor at a time.
 
-Every function works in place where the input is this rank's slice of the output, issues nothing on an axis of one
-rank, and either completes in stream order or, given ``works``, appends a handle to wait for. Issue order on a
-communicator must be the same on every rank; callers own that (docs/design/order.md)."""
+``collectives_together`` combines several tensors in one collective. ``collectives_rare`` has those outside a step.
+
+Every function works in place where the input is this rank's slice of the output. On an axis of one rank it issues
+nothing. It either completes in stream order or, when ``works`` is given, appends a handle to wait for. The caller must
+issue collectives on a communicator in the same order on every rank (docs/design/order.md).
+"""
 
 from __future__ import annotations
 
@@ -25,16 +28,17 @@ _HAS_SINGLE = hasattr(dist.ProcessGroup, "all_gather_single")
 _COPIES = is_off("in-place")
 
 waiters: list[Callable[[dist.Work], None]] = []
-"""What waits for collectives on tensors in CPU memory (``wait_with``): the last one, where there is any."""
+"""Functions that wait for collectives on CPU tensors (``wait_with``). The last one is used; empty: wait normally."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """One of several tensors that are gathered, or reduced and scattered, together.
+    """One tensor of a combined all-gather or reduce-scatter.
 
     Attributes:
-        axis: along which. whole: 1-D, ``axis.size`` shards in rank order. shard: 1-D; may be this rank's slice of it.
-        op: of a reduction, "sum" or "avg".
+        axis: the mesh axis of the collective. whole: 1-D, ``axis.size`` shards in rank order. shard: 1-D, this rank's
+            shard; it may be this rank's slice of ``whole``.
+        op: "sum" or "avg" for a reduction; empty for an all-gather.
     """
 
     axis: MeshAxis
@@ -44,18 +48,19 @@ class Part:
 
 
 def wait_for(work: dist.Work, written: torch.Tensor | None = None) -> None:
-    """Wait for a collective, by the innermost ``collectives_rare.wait_with``, if any.
+    """Wait for a collective, with the innermost ``collectives_rare.wait_with`` function if one is set.
 
     Args:
-        written: what it writes. None: memory of the CPU. On another device to wait orders streams, and no waiter is
-            asked: to look at the time would block the host, and NCCL aborts a communicator when a time is over.
+        written: the tensor that the collective writes; None: CPU memory. On a GPU, waiting only orders streams. No
+            wait function is called then: it would need timed waits, which block the host, and NCCL aborts the
+            communicator when a timed wait expires.
     """
     if written is not None and not written.is_cpu:
         work.wait()
     elif waiters:
         waiters[-1](work)
     elif type(work) is not dist.Work:
-        # A handle of a user's own may take no time.
+        # A user's own handle may not accept a timeout.
         work.wait()
     else:
         try:
@@ -69,7 +74,7 @@ def all_gather(output: torch.Tensor, shard: torch.Tensor, axis: MeshAxis, works:
 
     Args:
         shard: 1-D, this rank's part; may be its slice of ``output``.
-        works: when given, the call returns at once and its handle is appended; both tensors must live until then.
+        works: when given, the call returns at once and appends its handle; both tensors must live until it completes.
     """
     if axis.size == 1:
         gloo.copy(output, shard)
@@ -98,8 +103,9 @@ def reduce_scatter(
     """Reduce ``full`` over the ranks of the axis and keep this rank's slice in ``output``.
 
     Args:
-        output: 1-D, ``full.numel() / axis.size`` elements; may be this rank's slice of ``full``. Of a wider dtype the
-            sum is made in that, by each rank for itself: no rounding, and no order, of the backend's.
+        output: 1-D, ``full.numel() / axis.size`` elements; may be this rank's slice of ``full``. If its dtype is
+            wider than ``full``'s, each rank computes the sum in that dtype itself. The result then does not depend on
+            the backend's rounding or summation order.
         full: 1-D; its content outside ``output`` is undefined afterwards.
         op: "sum" or "avg".
     """
@@ -138,7 +144,7 @@ def all_reduce(tensor: torch.Tensor, axis: MeshAxis, op: str, works: list[dist.W
 
 
 def is_traced(tensor: torch.Tensor) -> bool:
-    """Whether a compiler looks on, which has to see a function instead of something that happens to memory."""
+    """Return whether ``tensor`` belongs to a compiler trace, which needs functional collectives instead of in-place."""
     return type(tensor) is not torch.Tensor and not isinstance(tensor, torch.nn.Parameter)
 
 
@@ -150,7 +156,7 @@ def begin(
     reads: Sequence[torch.Tensor],
     writes: Sequence[torch.Tensor],
 ) -> Transfer:
-    """Tell what is about to be issued, for ``finish`` to tell when it was."""
+    """Tell listeners which collective is about to be issued; ``finish`` tells them that it was issued."""
     transfer = Transfer(kind, group, tuple(reads), tuple(writes))
     tell("collective", CollectiveCall(kind, axis.name, axis.size, sum(whole.nbytes for whole in wholes)))
     tell("transfer", transfer)
@@ -160,7 +166,7 @@ def begin(
 def finish(
     work: dist.Work | None, works: list[dist.Work] | None, written: torch.Tensor, told: Transfer | None = None
 ) -> None:
-    """Wait for what was issued, or append its handle to ``works``; None is over already."""
+    """Wait for an issued collective, or append its handle to ``works``. ``work`` is None if it already completed."""
     if work is not None and works is not None:
         works.append(work)
     elif work is not None:

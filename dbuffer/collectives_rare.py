@@ -1,4 +1,4 @@
-"""Collectives that a step of ZeRO-3 does not issue: messages of any sizes between ranks, a broadcast."""
+"""Collectives outside a ZeRO-3 step: all-to-all with unequal sizes, broadcast, and small reductions."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def exchange(
     axis: MeshAxis,
     works: list[dist.Work] | None = None,
 ) -> None:
-    """Send a tensor to every other rank of the axis and receive one from each, from and to where they lie.
+    """Send one tensor to every other rank of the axis and receive one from each, without staging copies.
 
     Args:
-        received, sent: contiguous, of any sizes, one for each rank in order; this rank's own are left alone.
-        works: when given, the call returns at once and handles are appended; all tensors must live until then.
+        received, sent: contiguous tensors of any sizes, one per rank in rank order. This rank's own entry is untouched.
+        works: when given, the call returns at once and appends handles; all tensors must live until these complete.
     """
     if axis.size == 1:
         return
@@ -53,12 +53,12 @@ def all_to_all(
     sizes: tuple[Sequence[int], Sequence[int]],
     works: list[dist.Work] | None = None,
 ) -> None:
-    """Send a part of ``source`` to every rank of the axis and receive one from each, of any sizes, zero included.
+    """Send a part of ``source`` to every rank of the axis and receive a part from each. Sizes may differ or be zero.
 
     Args:
-        output, source: 1-D, of one dtype; parts for and from the ranks follow each other in rank order.
-        sizes: elements received from each rank, and elements sent to each; every rank knows its own.
-        works: when given, the call returns at once and its handle is appended; both tensors must live until then.
+        output, source: 1-D, of one dtype; the parts from and for each rank follow one another in rank order.
+        sizes: the numbers of elements received from each rank, and sent to each rank. Every rank passes its own.
+        works: when given, the call returns at once and appends its handle; both tensors must live until it completes.
     """
     if axis.size == 1:
         output.copy_(source)
@@ -84,7 +84,7 @@ def broadcast(tensor: torch.Tensor, axis: MeshAxis, source: int = 0) -> None:
 
 @contextmanager
 def wait_with(waiter: Callable[[dist.Work], None]) -> Iterator[None]:
-    """Let ``waiter`` do the waiting for all collectives on tensors in CPU memory while the block runs."""
+    """Use ``waiter`` to wait for all collectives on CPU tensors while the block runs."""
     waiters.append(waiter)
     try:
         yield
@@ -93,7 +93,7 @@ def wait_with(waiter: Callable[[dist.Work], None]) -> Iterator[None]:
 
 
 def start_gather_untold(output: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Start a gather of what ranks say of themselves, on CPUs, and return its handle; no listener is told."""
+    """Start an all-gather of status values on CPUs, without telling listeners, and return its handle."""
     work: dist.Work = gloo.start(gloo.gather_flat, output, mine, group=group)
     return work
 
@@ -112,7 +112,7 @@ def _start(
     waits: bool,
     **options: Any,
 ) -> dist.Work | None:
-    """Issue a collective; asynchronously on gloo and for a waiter, else the call itself waits."""
+    """Issue a collective: asynchronously on gloo or when a wait function is set, otherwise as ``waits`` says."""
     on_cpu = tensors[0].is_cpu
     if on_cpu and by_gloo:
         work: dist.Work | None = gloo.start(collective, *tensors, group=group, **options)
@@ -124,7 +124,7 @@ def _start(
 def reduce_numbers(numbers: Iterable[tuple[Sequence[MeshAxis], torch.Tensor]], op: str) -> list[torch.Tensor]:
     """Return 0-d tensors of one dtype, each reduced over its own axes, with one collective for each set of axes.
 
-    Every rank calls it, with numbers over the same axes in the same order.
+    Every rank must call this with numbers over the same axes in the same order.
     """
     found = list(numbers)
     places: dict[tuple[int, ...], list[int]] = {}

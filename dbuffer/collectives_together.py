@@ -1,4 +1,4 @@
-"""Collectives of several tensors at once: those along one axis travel in one message."""
+"""Combined collectives: several tensors along one axis travel in one message."""
 
 from __future__ import annotations
 
@@ -25,51 +25,54 @@ from dbuffer_kernels.switches import is_off
 
 Works = list[dist.Work] | None
 
-# Private in every version, and what FSDP2 and Megatron use. For broadcasts, which no method issues together.
+# Private in every version of PyTorch, but FSDP2 and Megatron use it too. Needed for broadcasts: no process group
+# method combines them.
 _coalescing: Callable[..., Any] = dist._coalescing_manager  # type: ignore[attr-defined]
 
-# torch 2.13 renames both methods of process groups; torch 2.11 has only the old names. Calling them takes 10 us
-# of the host for two tensors; PyTorch's private ``_coalescing_manager``, which ends in them, takes 50.
+# torch 2.13 renames both methods of process groups; torch 2.11 has only the old names. Calling them costs 10 us of host
+# time for two tensors. PyTorch's private ``_coalescing_manager`` ends in the same methods and costs 50 us.
 _HAS_SINGLE = hasattr(dist.ProcessGroup, "all_gather_single_coalesced")
 _GATHER_METHOD = "all_gather_single_coalesced" if _HAS_SINGLE else "allgather_into_tensor_coalesced"
 _REDUCE_METHOD = "reduce_scatter_single_coalesced" if _HAS_SINGLE else "reduce_scatter_tensor_coalesced"
 
 
 def gather_together(parts: Sequence[Part], works: Works = None) -> None:
-    """Do ``all_gather`` for each part: those along one axis in one collective, whatever their dtypes.
+    """Run ``all_gather`` for each part. Parts along one axis share one collective, whatever their dtypes.
 
-    On gloo tensors of more than 64 MiB in all go one by one: there a copy costs more than a message.
+    On gloo, tensors of more than 64 MiB in total are gathered one by one: there a copy costs more than a message.
     """
     _together(_GATHER, parts, works)
 
 
 def reduce_together(parts: Sequence[Part], works: Works = None) -> None:
-    """Do ``reduce_scatter`` for each part: those along one axis, with one operation, in one collective.
+    """Run ``reduce_scatter`` for each part. Parts along one axis and with one operation share one collective.
 
-    Backends other than gloo reduce one dtype at a time. On gloo tensors of more than 64 MiB in all go one by one.
+    Backends other than gloo combine only parts of one dtype. On gloo, tensors of more than 64 MiB in total are reduced
+    one by one.
     """
     _together(_REDUCE, parts, works)
 
 
 def all_reduce_together(parts: Sequence[Part], works: Works = None) -> None:
-    """Do ``all_reduce`` for each part's ``whole``: those along one axis, of one dtype, in one collective."""
+    """Run ``all_reduce`` for each part's ``whole``. Parts along one axis and of one dtype share one collective."""
     _together(_ALL_REDUCE, parts, works)
 
 
 def gather_uneven(parts: Sequence[torch.Tensor], axis: MeshAxis, works: Works = None) -> None:
-    """Fill in the parts of the other ranks of the axis: each part comes from the rank at its position.
+    """All-gather shards of unequal size: receive every other rank's tensor in ``parts``.
 
-    Moves each part to each rank once, and nothing else: broadcasts from the owners, in one group call where the
-    backend has one (NCCL).
+    Each part is broadcast once from its owner. All broadcasts share one group call where the backend supports it, as
+    NCCL does.
 
     Args:
-        parts: contiguous, one for each rank, of any sizes, zero included; every rank knows them all.
+        parts: contiguous tensors, one per rank of the axis, of any sizes including zero. Every rank passes all of
+            them; ``parts[axis.rank]`` is sent, the others are written.
         works: as in ``all_gather``; nothing is appended where the backend issues one group call.
     """
     if axis.size == 1:
         return
     group, mine = axis.gather_group, parts[axis.rank]
-    # As bytes, because not every backend sends every dtype.
+    # Sent as bytes, because not every backend sends every dtype.
     owned = [(rank, part.view(-1).view(torch.uint8)) for rank, part in enumerate(parts) if part.numel()]
     wholes = [part for _, part in owned]
     told = begin("all_gather", axis, group, wholes, (mine,), wholes) if listeners else None
@@ -86,11 +89,11 @@ def gather_uneven(parts: Sequence[torch.Tensor], axis: MeshAxis, works: Works = 
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """A collective of parts.
+    """One kind of collective over parts.
 
     Attributes:
-        alone: issues it for one part. message: for several, as one message of gloo's.
-        launch: for several, as one launch of another backend: (group, parts, is_async) -> handle.
+        alone: issues it for one part. message: issues it for several parts as one gloo message.
+        launch: issues it for several parts as one launch on another backend: (group, parts, is_async) -> handle.
     """
 
     name: str
@@ -119,7 +122,7 @@ def _launch_gathers(group: Any, parts: Sequence[Part], is_async: bool) -> dist.W
     options.asyncOp = is_async
     wholes, shards = [part.whole for part in parts], [_source(part.shard) for part in parts]
     if any(whole.dtype is not wholes[0].dtype for whole in wholes):
-        # As bytes; views of all parts take 20 us of the host.
+        # Viewed as bytes only when dtypes differ, because the views cost 20 us of host time.
         wholes, shards = ([tensor.view(torch.uint8) for tensor in tensors] for tensors in (wholes, shards))
     work: dist.Work | None = getattr(group, _GATHER_METHOD)(wholes, shards, options)
     return work
@@ -178,12 +181,12 @@ def _together(kind: _Kind, parts: Sequence[Part], works: Works) -> None:
         if _is_wide(kind, alike[0]) or kind.is_by_gloo(alike[0]):
             finish(kind.message(alike), works, wholes[0], told)
             continue
-        # torch's own functions let a call that is not asynchronous order the current stream; the handle then says so.
+        # A synchronous call makes torch order the current stream after the collective; its handle reports completion.
         finish(kind.launch(group, alike, works is not None), works, wholes[0], told)
 
 
 def _alike(kind: _Kind, parts: Sequence[Part]) -> Iterator[list[Part]]:
-    """Yield the parts that can travel together, in the order of the first of each."""
+    """Yield lists of parts that can share one collective, in the order of each list's first part."""
     found: dict[object, list[Part]] = {}
     for part in parts:
         group = kind.group(part.axis) if part.axis.size > 1 else None
@@ -194,7 +197,7 @@ def _alike(kind: _Kind, parts: Sequence[Part]) -> Iterator[list[Part]]:
 
 
 def _is_wide(kind: _Kind, part: Part) -> bool:
-    """Whether a reduction adds up in a wider dtype than travels."""
+    """Return whether a reduction sums in a wider dtype than it sends."""
     return kind is _REDUCE and part.shard.dtype is not part.whole.dtype
 
 
@@ -213,13 +216,13 @@ _COALESCES: weakref.WeakKeyDictionary[dist.ProcessGroup, bool] = weakref.WeakKey
 
 
 def _coalesces(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether a group issues several collectives as one."""
+    """Return whether a group's backend can issue several collectives as one."""
     known = _COALESCES.get(group)
     if known is None:
         try:
             known = bool(group._get_backend(device).supports_coalescing)
         except RuntimeError:
-            # A group written in Python, which has no backends but methods of its own.
+            # A process group written in Python has no backends; it implements the methods itself.
             known = True
         _COALESCES[group] = known
     return known

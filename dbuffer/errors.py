@@ -1,8 +1,8 @@
-"""Errors and warnings of the buffer engine; every error is a ``ValueError``, because the caller can put it right."""
+"""Errors and warnings of the buffer engine. Every error is a ``ValueError``, because the caller can fix its cause."""
 
 
 class DBufferError(ValueError):
-    """Base of everything ``dbuffer`` raises for a mistake of its caller.
+    """Base class of every error that ``dbuffer`` raises for a caller's mistake.
 
     Example:
         try:
@@ -13,7 +13,7 @@ class DBufferError(ValueError):
 
 
 class LayoutError(DBufferError):
-    """A flat-buffer plan is illegal, impossible, or so padded that building it would be a mistake.
+    """A flat-buffer plan is invalid, impossible, or padded beyond the allowed limit.
 
     Example:
         try:
@@ -46,18 +46,18 @@ class StorageError(DBufferError):
 
 
 class MeshError(DBufferError):
-    """A device mesh lacks an axis, has the wrong size, or is not the one a buffer was built on.
+    """A device mesh lacks an axis, has the wrong size, or differs from the mesh a buffer was built on.
 
     Example:
         try:
             loss = model(torch.randn(2, 16)).square().mean()
         except MeshError as error:
-            print(error)  # names the mesh, its axes, and the one that was asked for
+            print(error)  # names the mesh, its axes, and the requested axis
     """
 
 
 class ReadError(DBufferError, RuntimeError):
-    """An operator on a sharded tensor that some ranks of the mesh did not call, or called for another tensor.
+    """Some ranks of the mesh did not call an operator on a sharded tensor, or called it for another tensor.
 
     Example:
         try:
@@ -68,4 +68,4 @@ class ReadError(DBufferError, RuntimeError):
 
 
 class PaddingWarning(UserWarning):
-    """A plan is legal and wasteful: the message names the tensor that binds and the cure."""
+    """A plan is valid but wasteful. The message names the tensor that causes the padding, and the fix."""

@@ -1,27 +1,27 @@
-"""Events: what the engine does, told in host order to whoever listens. The one way to observe it; nothing is patched.
+"""Events: the engine tells its listeners, in host order, what it does. No observer patches the engine.
 
 | action | told when | subject |
 |---|---|---|
-| collective | one is about to be issued | ``CollectiveCall`` |
-| transfer, transferred | it does this to memory; it was issued | ``Transfer`` |
-| allocated | a flat storage has memory of its own, new or again | ``FlatStorage`` |
-| released | a storage is about to give its memory back to the allocator | ``torch.UntypedStorage`` |
-| exchanged | two storages have exchanged their memory | both |
+| collective | a collective is about to be issued | ``CollectiveCall`` |
+| transfer, transferred | the memory effect of a collective, before and after it is issued | ``Transfer`` |
+| allocated | a flat storage got memory of its own, first or again | ``FlatStorage`` |
+| released | a storage is about to return its memory to the allocator | ``torch.UntypedStorage`` |
+| exchanged | two storages have exchanged their memory | both storages |
 | placed | a storage is about to get a place in an arena | the slot's storage, and the arena, a uint8 tensor |
-| issue, issued | work goes to a lane; its collectives are issued, their handles in ``ticket.works`` | ``Ticket`` |
-| landed | what follows the collectives comes now: on the lane's stream, or on the host, which has waited | ``Ticket`` |
-| wait, waited | compute waits for a ticket, the first time; it goes on | ``Ticket`` |
-| gather, use, unsharded | a gather is about to be issued, to be waited for; compute may use the weights | ``Unit`` |
+| issue, issued | work starts on a lane; its collectives were issued, handles are in ``ticket.works`` | ``Ticket`` |
+| landed | the work after the collectives starts: on the lane's stream, or on the host, which has waited | ``Ticket`` |
+| wait, waited | the first time compute waits for a ticket: before and after the wait | ``Ticket`` |
+| gather, use, unsharded | a gather is about to be issued; to be waited for; compute may use the weights | ``Unit`` |
 | reshard | a unit's gathered weights are about to be released | ``Unit`` |
-| refresh, refreshed | weights at rest are brought up to date with main weights | ``ParameterGroup`` |
+| refresh, refreshed | stale resting weights are updated from main weights: before and after | ``ParameterGroup`` |
 | enter | backward has reached an output of a call | ``Call`` |
 | reducing | the reduction of packed gradients was issued | ``GradientBuffer`` |
-| closed | backward has what it wants of a unit in this pass | ``Unit`` |
+| closed | backward no longer needs a unit in this pass | ``Unit`` |
 | reduce, fold | reductions of a unit were issued; one is about to be waited for | ``Unit`` |
-| finish | backward is through, but for what is still being reduced | ``Root`` |
-| final, completed | sums are about to be reduced over the axes that are left; they are final | ``ParameterGroup`` |
-| summing | an invariant sum is about to be written, and put together where it rests whole | ``DBuffer`` of the sum |
-| backward | a backward that ends an accumulation is done | ``Root`` |
+| finish | backward has finished, except for pending reductions | ``Root`` |
+| final, completed | gradients are about to be reduced over the remaining axes; they are final | ``ParameterGroup`` |
+| summing | an invariant sum is about to be written and, for replicated gradients, gathered | ``DBuffer`` of the sum |
+| backward | a backward that ends a gradient accumulation is done | ``Root`` |
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ import torch.distributed as dist
 Listener = Callable[[str, Any], None]
 
 listeners: list[Listener] = []
-"""Whoever listens; who would tell something for every gradient looks whether there is anybody first."""
+"""Current listeners. Code that would tell an event for every gradient first checks that this list is not empty."""
 
 
 def tell(action: str, subject: object) -> None:
-    """Tell all listeners what happens to what."""
-    # A copy, for one may stop to listen.
+    """Call every listener with an event."""
+    # A copy, because a listener may unregister itself during the call.
     for listener in (*listeners,):
         listener(action, subject)
 
@@ -54,13 +54,13 @@ def listen(listener: Listener) -> Iterator[None]:
     try:
         yield
     finally:
-        # By identity: two listeners may compare equal. In place: others have the list itself.
+        # By identity, because two listeners may compare equal. In place, because other modules import the list.
         listeners[:] = [other for other in listeners if other is not listener]
 
 
 @dataclass(frozen=True, slots=True)
 class CollectiveCall:
-    """One collective as issued: its kind, the axis it ran over, and the bytes of the full (unsharded) side."""
+    """One issued collective: its kind, its axis, its number of ranks, and the bytes of the full (unsharded) side."""
 
     kind: str
     axis: str
@@ -70,7 +70,7 @@ class CollectiveCall:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Transfer:
-    """What a collective that is being issued does to memory, whichever way this machine has to do it."""
+    """The tensors that a collective reads and writes, independent of how the backend implements it."""
 
     kind: str
     group: dist.ProcessGroup

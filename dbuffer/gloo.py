@@ -1,6 +1,8 @@
-"""Collectives on CPU tensors that gloo serves, with fewer copies and bytes than its own.
+"""Collectives on CPU tensors over gloo, with fewer copies and bytes than gloo's own.
 
-Sums in a wider dtype than travels, which a rank makes for itself of what it received, are the same on any backend."""
+Sums in a dtype wider than the sent one also run here, on any backend: each rank computes them itself from what it
+received.
+"""
 
 from __future__ import annotations
 
@@ -18,19 +20,19 @@ from dbuffer.mesh import MeshAxis
 REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX}
 
 MOST_EXCHANGED_BYTES = 1 << 26
-"""Larger buffers are reduced in place, and travel alone. Ranks decide alike, so by the size."""
+"""Larger buffers are all-reduced in place, one by one. The choice depends on the size only, so all ranks agree."""
 
 # torch 2.13 renames it and warns on the old name; torch 2.11 has only the old one.
 gather_flat: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
-"""Whole tensors and this rank's shard of each, all 1-D, of any dtypes."""
+"""Pairs of a whole tensor and this rank's shard of it, all 1-D, of any dtypes."""
 
 _NO_TIMEOUT = datetime.timedelta(0)
 
 if not torch.backends.cuda.is_built():
-    # What the flight recorder keeps of 2,000 collectives lies between activations, and the heap grows in each step
-    # (docs/design/storage.md, "Memory on CPU"). Read when the first process group is made.
+    # The flight recorder's entries for 2,000 collectives lie between activations, so the heap would grow in each step
+    # (docs/design/storage.md, "Memory on CPU"). PyTorch reads this when the first process group is made.
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
 
 
@@ -40,7 +42,7 @@ def start(collective: Callable[..., Any], *tensors: torch.Tensor, group: dist.Pr
 
 
 def all_gather(output: torch.Tensor, shard: torch.Tensor, axis: MeshAxis) -> dist.Work:
-    """Gather; of two ranks by an exchange of shards, which spares gloo's copies of the whole output."""
+    """All-gather. Two ranks exchange shards instead, which avoids gloo's copies of the whole output."""
     if axis.size != 2 or not output.nbytes:
         work: dist.Work = start(gather_flat, output, shard, group=axis.gather_group)
         return work
@@ -50,18 +52,18 @@ def all_gather(output: torch.Tensor, shard: torch.Tensor, axis: MeshAxis) -> dis
 
 
 def reduce_scatter(output: torch.Tensor, full: torch.Tensor, axis: MeshAxis, op: str) -> dist.Work:
-    """Reduce and scatter by all-to-all: each rank sends every other one its slice, and adds up what it received.
+    """Reduce-scatter by all-to-all: each rank sends every other rank its slice, and sums the slices it receives.
 
-    Half of the bytes of an all-reduce, for a buffer as large as what is received. Large buffers are reduced by
-    all-reduce, which is what gloo does, but in place and with a handle that can be polled: gloo's own copies the whole
-    input first, and its handle ignores timeouts.
+    This moves half the bytes of an all-reduce and needs a scratch buffer for the received slices. Larger buffers
+    are reduced by all-reduce, as in gloo's own reduce-scatter, but in place and with a handle that can be polled:
+    gloo's own copies the whole input first, and its handle ignores timeouts.
     """
     slices = full.view(axis.size, -1)
     mine = slices[axis.rank]
     if output.dtype is full.dtype and not 0 < full.nbytes <= MOST_EXCHANGED_BYTES:
         work = start(dist.all_reduce, full, op=REDUCE_OPS[op], group=axis.reduce_group)
         return _WorkThen(work, functools.partial(copy, output, mine))
-    # With one other rank nothing has to go by way of this rank's own slice.
+    # With two ranks, this rank's own slice need not be sent through the exchange.
     sent = slices[1 - axis.rank] if axis.size == 2 else full
     scratch = _take_scratch(sent.nbytes, full.device)
     received = scratch[: sent.nbytes]
@@ -71,7 +73,7 @@ def reduce_scatter(output: torch.Tensor, full: torch.Tensor, axis: MeshAxis, op:
 
 
 def all_reduce_by_message(tensors: Sequence[torch.Tensor], axis: MeshAxis, op: str) -> dist.Work:
-    """All-reduce several tensors of one dtype as one."""
+    """All-reduce several tensors of one dtype as one buffer."""
     sizes = [tensor.numel() for tensor in tensors]
     num_bytes = sum(sizes) * tensors[0].itemsize
     scratch = _take_scratch(num_bytes, tensors[0].device)
@@ -87,7 +89,7 @@ def all_reduce_by_message(tensors: Sequence[torch.Tensor], axis: MeshAxis, op: s
 
 
 def gather_by_message(pairs: Pairs, axis: MeshAxis) -> dist.Work:
-    """Gather several shards by one exchange of messages that hold all of a rank's."""
+    """All-gather several tensors by one exchange; each rank's message holds all of its shards."""
     message = _Message(pairs, axis)
     for (whole, shard), place in zip(pairs, message.places, strict=True):
         copy(whole.view(axis.size, -1)[axis.rank], shard)
@@ -104,7 +106,7 @@ def gather_by_message(pairs: Pairs, axis: MeshAxis) -> dist.Work:
 
 
 def reduce_by_message(pairs: Pairs, axis: MeshAxis, op: str) -> dist.Work:
-    """Reduce and scatter several tensors by one exchange; added up as ``reduce_scatter`` does."""
+    """Reduce-scatter several tensors by one exchange; they are summed as in ``reduce_scatter``."""
     slices = [whole.view(axis.size, -1) for whole, _ in pairs]
     message = _Message([(whole, rows[axis.rank]) for (whole, _), rows in zip(pairs, slices, strict=True)], axis)
     for (whole, _), place in zip(pairs, message.places, strict=True):
@@ -121,7 +123,7 @@ def reduce_by_message(pairs: Pairs, axis: MeshAxis, op: str) -> dist.Work:
 
 
 def exchange_each(received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor], axis: MeshAxis) -> list[dist.Work]:
-    """Send one tensor to each other rank and receive one from it, in as many rounds: gloo takes no list of them."""
+    """Send one tensor to each other rank and receive one from it, one rank at a time: gloo has no list all-to-all."""
     works = []
     for step in range(1, axis.size):
         target, source = (axis.rank + step) % axis.size, (axis.rank - step) % axis.size
@@ -135,12 +137,12 @@ def exchange_each(received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor]
 
 
 class _Message:
-    """What travels in one exchange of several tensors: a row for each other rank, in which shards follow each other.
+    """Send and receive buffers of one exchange of several tensors: one row per rank, with its shards in sequence.
 
-    With one other rank nothing goes by way of this one's own row.
+    With two ranks there is only the row of the other rank.
     """
 
-    # Shards begin at multiples of this, so that any dtype can be read there.
+    # Each shard starts at a multiple of this many bytes, so that a row can be viewed in any dtype.
     ALIGNMENT = 16
 
     def __init__(self, pairs: Pairs, axis: MeshAxis) -> None:
@@ -156,16 +158,16 @@ class _Message:
         self._axis = axis
 
     def send(self, group: dist.ProcessGroup, then: Callable[[], None]) -> dist.Work:
-        """Exchange the rows, and do something with those that arrived."""
+        """Exchange the rows, and run ``then`` when the handle is waited for."""
         work = _exchange(self.arriving.view(-1), self.leaving.view(-1), self._axis, group)
         return _WorkThen(work, then, *self._scratch)
 
 
 class _WorkThen(dist.Work):
-    """A collective and what the waiting thread does when it is over; it can be polled as the collective can.
+    """A collective followed by work on the waiting thread. It can be polled like the collective alone.
 
     Args:
-        then: done once; again where it was interrupted. scratch: given back after it.
+        then: runs once, in ``wait``; runs again if it was interrupted. scratch: returned to the cache afterwards.
     """
 
     def __init__(self, work: dist.Work, then: Callable[[], None], *scratch: torch.Tensor) -> None:
@@ -175,14 +177,14 @@ class _WorkThen(dist.Work):
         self._scratch = scratch
 
     def is_completed(self) -> bool:
-        """Whether the ranks are done with the collective."""
+        """Return whether the ranks have completed the collective."""
         return self._work.is_completed()
 
     def wait(self, timeout: datetime.timedelta = _NO_TIMEOUT) -> bool:
         """Wait until the output holds the result.
 
         Raises:
-            RuntimeError: it failed, or takes longer.
+            RuntimeError: the collective failed, or did not complete within ``timeout``.
         """
         self._work.wait(timeout)
         if self._then is not None:
@@ -195,7 +197,7 @@ class _WorkThen(dist.Work):
 
 
 def _exchange(arriving: torch.Tensor, leaving: torch.Tensor, axis: MeshAxis, group: dist.ProcessGroup) -> dist.Work:
-    """Send equal parts of ``leaving`` to all ranks; all of it to the other one where there are two. As bytes."""
+    """Send equal parts of ``leaving`` to all ranks, as bytes. With two ranks, send all of it to the other rank."""
     splits = [leaving.nbytes * (rank != axis.rank) for rank in range(2)] if axis.size == 2 else None
     both = {"output_split_sizes": splits, "input_split_sizes": splits}
     parts = arriving.view(torch.uint8), leaving.view(torch.uint8)
@@ -204,16 +206,16 @@ def _exchange(arriving: torch.Tensor, leaving: torch.Tensor, axis: MeshAxis, gro
 
 
 def _add_up(output: torch.Tensor, mine: torch.Tensor, others: torch.Tensor, axis: MeshAxis, op: str) -> None:
-    """Write the sum of this rank's slice and the other ranks' into ``output``.
+    """Write the sum of this rank's slice and the other ranks' slices into ``output``.
 
     Args:
-        others: (1, elements) of the one other rank, or (ranks, elements) of all, of which this rank's is left out.
-        op: "sum", or "avg", which divides. An ``output`` of a wider dtype is the sum in that dtype, in rank order.
+        others: (1, elements) from the only other rank, or (ranks, elements) from all; this rank's row is ignored.
+        op: "sum", or "avg", which divides. If ``output`` has a wider dtype, the sum is in that dtype and in rank order.
     """
     terms = list(others) if len(others) != 1 else [others[0], others[0]]
     terms[axis.rank] = mine
     if output.dtype is not mine.dtype and output.is_cuda and len(others) > 1:
-        # One launch, however many ranks.
+        # A single kernel launch for any number of ranks.
         others[axis.rank].copy_(mine)
         torch.sum(others, 0, dtype=output.dtype, out=output)
     elif output.dtype is not mine.dtype:
@@ -230,12 +232,12 @@ def _add_up(output: torch.Tensor, mine: torch.Tensor, others: torch.Tensor, axis
 
 
 def copy(output: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy, unless both are the same memory."""
+    """Copy ``source`` to ``output``, unless they share their memory."""
     if output.data_ptr() != source.data_ptr():
         output.copy_(source)
 
 
-# Where exchanges that are over had received, for those to come.
+# Receive buffers of completed exchanges, kept for reuse.
 _scratch: list[torch.Tensor] = []
 
 _MOST_SCRATCH_KEPT = 2

@@ -1,4 +1,4 @@
-"""Layout: which elements of a plan's flat buffer one rank holds, and how they look as tensors."""
+"""Layout: the range of a plan's flat buffer that one rank holds, and tensor views into it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from dbuffer.planner.plan import Plan
 
 
 def first_dimension_granularity(shape: Sequence[int]) -> Granularity:
-    """Return the finest granularity whose shards a DTensor can describe: whole slices of the first dimension."""
+    """Return the finest granularity that a DTensor can describe: shards hold whole slices of the first dimension."""
     return Block(math.prod(shape[1:-1])) if len(shape) > 2 and math.prod(shape[1:-1]) > 0 else Row()
 
 
 def cuts_inside_slices(shape: Sequence[int], granularity: Granularity) -> bool:
-    """Whether shards may be cut inside a slice of the first dimension, as between the rows of one expert's weight."""
+    """Return whether a shard boundary may fall inside a slice of dimension 0, e.g. within one expert's weight."""
     slice_numel = math.prod(shape[1:])
     if not shape or not slice_numel or not shape[0]:
         return False
@@ -51,13 +51,16 @@ class Layout:
         return range(first, min(max(self.stop - offset, first), numel))
 
     def piece(self, index: int, flat: torch.Tensor) -> torch.Tensor:
-        """Return the 1-D part of ``flat``, this rank's part of the buffer, that belongs to tensor ``index``."""
+        """Return the 1-D slice of ``flat`` (this rank's part of the buffer) that belongs to tensor ``index``."""
         held = self.held(index)
         start = self.plan.offsets[index] + held.start - self.start if held else 0
         return flat.narrow(0, start, len(held))
 
     def tensor(self, index: int, flat: torch.Tensor) -> torch.Tensor:
-        """Return ``piece`` in the shape of the tensor as far as it goes; see ``DBuffer.get_local_tensor``."""
+        """Return ``piece`` as a view in the tensor's shape, as far as the held part allows.
+
+        ``DBuffer.get_local_tensor`` lists the possible shapes.
+        """
         held = self.held(index)
         shape = self.plan.shapes[index]
         piece = self.piece(index, flat)
@@ -71,7 +74,7 @@ class Layout:
         return piece.view(-1, row_numel) if is_rows else piece
 
     def padding(self) -> list[range]:
-        """Return the parts of this rank's part, counted from its start, that belong to no tensor."""
+        """Return the ranges of this rank's part that belong to no tensor, relative to the part's start."""
         taken = sorted(
             (offset, offset + self.plan.tensor_numel(index)) for index, offset in enumerate(self.plan.offsets)
         )
@@ -85,18 +88,18 @@ class Layout:
 
 
 def make_layout(plan: Plan, placements: tuple[BufferPlacement, ...], axes: Sequence[MeshAxis], name: str) -> Layout:
-    """Return the layout of this rank.
+    """Return the layout of this rank under ``placements``.
 
     Raises:
-        PlacementError: the plan's shards cannot be dealt out evenly over the ``Flat`` axes.
+        PlacementError: the plan's shards cannot be divided evenly over the ``Flat`` axes.
     """
     flat = flat_axes(placements)
     sizes = [axis.size for axis in axes]
     num_parts = math.prod(sizes[axis] for axis in flat)
     if plan.num_shards % num_parts:
         raise PlacementError(
-            f"{name}: a plan of {plan.num_shards} shards cannot be cut into {num_parts} parts ({placements}); make "
-            f"the plan for a multiple of {num_parts} shards"
+            f"{name}: a plan of {plan.num_shards} shards cannot be cut into {num_parts} parts ({placements}). fix: "
+            f"make the plan with num_shards= a multiple of {num_parts}"
         )
     part = plan.numel // num_parts
     index = shard_index(flat, [axis.rank for axis in axes], sizes)
@@ -104,12 +107,12 @@ def make_layout(plan: Plan, placements: tuple[BufferPlacement, ...], axes: Seque
 
 
 def only_flat_axis(axes: Sequence[MeshAxis], placements: Sequence[BufferPlacement]) -> MeshAxis:
-    """Return the one axis that shards a buffer.
+    """Return the only axis that shards a buffer.
 
     Raises:
-        PlacementError: none does, or several.
+        PlacementError: no axis or more than one axis is ``Flat``.
     """
     flat = flat_axes(tuple(placements))
     if len(flat) != 1:
-        raise PlacementError(f"{tuple(placements)} has {len(flat)} Flat axes, and this needs exactly one")
+        raise PlacementError(f"{tuple(placements)} has {len(flat)} Flat axes, but exactly one is needed here")
     return axes[flat[0]]

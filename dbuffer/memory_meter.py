@@ -1,10 +1,10 @@
-"""MemoryMeter: how many bytes the engine's storages hold, now and at most."""
+"""MemoryMeter: counts the bytes in the engine's storages, current and peak."""
 
 from __future__ import annotations
 
 
 class MemoryMeter:
-    """Counts the bytes that the engine's storages hold now, and the most they held since the last reset."""
+    """Counts the bytes that the engine's storages hold now, and their peak since the last reset."""
 
     __slots__ = ("current_bytes", "num_allocations", "peak_bytes")
 
@@ -22,7 +22,7 @@ class MemoryMeter:
                 self.peak_bytes = self.current_bytes
 
     def reset_peak(self) -> None:
-        """Forget the peak: from here on it counts again from what is held now."""
+        """Set the peak to the bytes held now, and the number of allocations to zero."""
         self.peak_bytes = self.current_bytes
         self.num_allocations = 0
 

@@ -1,4 +1,4 @@
-"""What the engine needs to know of a DeviceMesh: sizes, this rank's coordinate, and three communicators per axis."""
+"""Axes of a DeviceMesh: their sizes, this rank's coordinates, and three communicators per axis."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from dbuffer.errors import MeshError
 from dbuffer_kernels.switches import is_off
 
 _AXES: dict[int, tuple[MeshAxis, ...]] = {}
-# By gather group, not by mesh: meshes over the same ranks (slices of one, or made twice) share it.
+# Keyed by gather group, not by mesh: different mesh objects over the same ranks share one entry.
 _REDUCE_GROUPS: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 _OPERATOR_AXES: weakref.WeakKeyDictionary[dist.ProcessGroup, MeshAxis] = weakref.WeakKeyDictionary()
 _FLATTENED: dict[int, DeviceMesh] = {}
 _NEIGHBOURS: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, MeshAxis]] = weakref.WeakKeyDictionary()
-# How many groups ``new_group`` has made of each list of ranks, by the job's group.
+# How many groups ``new_group`` has made of each list of ranks, keyed by the job's group.
 _NUM_MADE: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(eq=False)
 class MeshAxis:
-    """One direction of a mesh, as seen from this rank.
+    """One axis of a mesh, as seen from this rank.
 
     Attributes:
-        name: the mesh's name for the axis, or ``"axis 0"`` where it has none.
-        size: number of ranks along it. rank: this rank's place among them.
-        gather_group: the communicator of the mesh, used by all-gathers.
-        has_separate_reduce_group: whether reductions run on a communicator of their own.
+        name: the mesh's name for the axis, or ``"axis 0"`` if it has none.
+        size: number of ranks along the axis. rank: this rank's position among them.
+        gather_group: the mesh's own communicator, used for all-gathers.
+        has_separate_reduce_group: whether reductions use a communicator of their own.
     """
 
     name: str
@@ -48,10 +48,10 @@ class MeshAxis:
 
     @functools.cached_property
     def reduce_group(self) -> dist.ProcessGroup:
-        """A second communicator over the same ranks, created on first use (by all of them together).
+        """A second communicator over the same ranks, for reductions; created on first use, by all ranks together.
 
-        Reductions wait for gradients, gathers run ahead of them; on one communicator the slower queue would hold up
-        the other, and both queues would have to interleave alike on every rank.
+        Reductions wait for gradients, while gathers run ahead. On one communicator a waiting reduction would delay the
+        gathers, and every rank would have to interleave the two in the same order.
         """
         if not self.has_separate_reduce_group or is_off("separate-reduce"):
             return self.gather_group
@@ -65,10 +65,10 @@ class MeshAxis:
 
     @functools.cached_property
     def of_operators(self) -> MeshAxis:
-        """The same ranks over a third communicator, made on first use (by all of them together).
+        """The same ranks with a third communicator, created on first use, by all ranks together.
 
-        Operators that users call on sharded tensors communicate over it: a read that one rank makes alone then waits,
-        instead of taking part in another rank's gather or reduction.
+        Operators that users call on sharded tensors communicate over it. If only one rank calls such an operator, that
+        rank waits; its collective cannot pair with another rank's gather or reduction.
         """
         if self.size == 1:
             return self
@@ -88,12 +88,12 @@ class MeshAxis:
 
     @functools.cached_property
     def gathers_by_gloo(self) -> bool:
-        """Whether gloo serves the communicator's tensors in CPU memory."""
+        """True if gloo serves CPU tensors on the communicator for gathers."""
         return _is_gloo(self.gather_group)
 
     @functools.cached_property
     def reduces_by_gloo(self) -> bool:
-        """Likewise, of the communicator for reductions."""
+        """True if gloo serves CPU tensors on the communicator for reductions."""
         return _is_gloo(self.reduce_group)
 
 
@@ -102,16 +102,16 @@ def _is_gloo(group: dist.ProcessGroup) -> bool:
 
 
 def cannot_send_cpu_tensors(group: dist.ProcessGroup) -> bool:
-    """Whether a group has backends, and none for tensors in CPU memory; groups written in Python name none."""
+    """Return whether a group has backends but none for CPU tensors. Groups written in Python list no backends."""
     known = group._device_types
     return bool(known) and torch.device("cpu") not in known
 
 
 def make_groups(axes: Iterable[MeshAxis]) -> None:
-    """Make the communicators for reductions and operators now, where all ranks are known to be here."""
+    """Create the communicators for reductions and operators now, at a point that all ranks reach."""
     for axis in axes:
         if axis.size > 1:
-            # The properties make them.
+            # Reading the properties creates them.
             _ = axis.reduce_group, axis.of_operators
 
 
@@ -123,23 +123,24 @@ def new_group(
     like: dist.ProcessGroup | None = None,
     connects_later: bool = False,
 ) -> dist.ProcessGroup:
-    """Make a communicator over some ranks, all of which call it; it gives up when the job's own group would.
+    """Make a communicator over ``ranks``, with the timeout of the job's own group. All of ``ranks`` must call this.
 
-    Where NCCL serves it, it takes buffers of its own on each GPU, and the options of ``like`` (priority of its stream,
-    ``ncclConfig_t``); of the job's group by default.
+    With NCCL, the communicator takes buffers on each GPU. It gets the options (stream priority, ``ncclConfig_t``) of
+    ``like``, or of the job's group if ``like`` is None.
 
-    Ranks outside of it need not call, so the name under which its ranks find each other must come from what they all
-    know: which ranks they are, and how many groups of just these ranks were made before. ``dist.new_group`` counts all
-    groups that a process is a member of (or all that were ever made, without ``use_local_synchronization``), which
-    differs between ranks as soon as there is a group of some of them: then each waits for a name of its own.
+    Other ranks need not call this. The name under which the ranks find each other must therefore follow from what all
+    of them know: the list of ranks, and how many groups of exactly these ranks were made before. ``dist.new_group``
+    instead counts all groups of the process (or, without ``use_local_synchronization``, all groups ever made). That
+    count differs between ranks once some of them have made another group, and each would wait for a different name.
 
     Args:
-        connects_later: where a communicator costs memory of a device (NCCL), it is made at the first collective.
+        connects_later: connect at the first collective instead of now, for backends whose communicators take device
+            memory (NCCL).
     """
     world: Any = dist.group.WORLD
     timeout = job_timeout()
     if callable(getattr(world, "new_group", None)):
-        # A Python class of process groups makes groups its own way.
+        # A process group class written in Python makes groups in its own way.
         made: dist.ProcessGroup = dist.new_group(
             ranks, timeout=timeout, backend=backend, use_local_synchronization=True, group_desc=description
         )
@@ -168,13 +169,13 @@ def new_group(
 
 
 def _nccl_options(group: dist.ProcessGroup, timeout: datetime.timedelta) -> Any:
-    """Return a copy of the options that a user gave the NCCL communicator of a group; None where it has none."""
+    """Return a copy of the options that the user gave a group's NCCL communicator; None if it has none."""
     for device in group._device_types:
         found: Any = getattr(group._get_backend(device), "options", None)
         if type(found).__qualname__.startswith("ProcessGroupNCCL."):
             options: Any = type(found)(is_high_priority_stream=found.is_high_priority_stream)
             options.config = found.config
-            # PyTorch warns about another one than the group's.
+            # PyTorch warns if this timeout differs from the group's.
             options._timeout = timeout
             return options
     return None
@@ -183,18 +184,18 @@ def _nccl_options(group: dist.ProcessGroup, timeout: datetime.timedelta) -> Any:
 def _unique_name(world: dist.ProcessGroup, ranks: list[int]) -> str:
     made = _NUM_MADE.setdefault(world, Counter())
     made[tuple(ranks)] += 1
-    # A list of thousands of ranks would be part of every key in the job's store.
+    # Hashed, because the name is part of every key in the job's store, and there may be thousands of ranks.
     listed = hashlib.sha1("_".join(map(str, ranks)).encode(), usedforsecurity=False).hexdigest()
-    # Names are the process's, and a virtual world may be there beside the job's.
+    # Group names are global to the process, and a virtual world may exist next to the job's.
     return f"dbuffer {getattr(world, 'prefix', '')}{listed} {made[tuple(ranks)]}"
 
 
 @contextlib.contextmanager
 def _without_splitting(world: Any, num_ranks: int) -> Iterator[torch.device | None]:
-    """Make PyTorch connect the ranks of a new group by themselves where they are only some of the job's.
+    """Keep PyTorch from splitting the job's communicator for a new group of only some of its ranks.
 
-    A default group that is bound to a device (``init_process_group(device_id=...)``) is split for each new group, in
-    which all ranks of the job have to take part, also those that never heard of the new group.
+    PyTorch splits a default group that is bound to a device (``init_process_group(device_id=...)``) to make each new
+    group. All ranks of the job would have to take part in the split, including those outside the new group.
     """
     device: torch.device | None = world.bound_device_id
     if device is not None and num_ranks < world.size():
@@ -206,13 +207,13 @@ def _without_splitting(world: Any, num_ranks: int) -> Iterator[torch.device | No
 
 
 def job_timeout() -> datetime.timedelta | None:
-    """Return after how long the collectives of the job's own group give up; None where nobody knows."""
+    """Return the timeout of collectives of the job's own group; None if it is unknown."""
     return None if dist.group.WORLD is None else _timeout_of(dist.group.WORLD)
 
 
 def _timeout_of(group: dist.ProcessGroup) -> datetime.timedelta | None:
     for device in group._device_types:
-        # PyTorch has no public name for it, and the fake backend has none at all.
+        # PyTorch has no public name for the timeout, and the fake backend has no timeout.
         options = getattr(group._get_backend(device), "options", None)
         timeout: datetime.timedelta | None = getattr(options, "_timeout", None)
         if timeout is not None:
@@ -221,11 +222,11 @@ def _timeout_of(group: dist.ProcessGroup) -> datetime.timedelta | None:
 
 
 def mesh_axes(mesh: DeviceMesh) -> tuple[MeshAxis, ...]:
-    """Return the axes of a mesh, one object per mesh and axis for as long as its process groups live.
+    """Return the axes of a mesh. The same objects are returned as long as the mesh's process groups live.
 
     Raises:
-        MeshError: this rank is not part of the mesh, the mesh counts ranks in another order than its process groups do,
-            or these were destroyed.
+        MeshError: this rank is not part of the mesh, the mesh orders ranks differently from its process groups, or the
+            process groups were destroyed.
     """
     key = id(mesh)
     known = _AXES.get(key)
@@ -233,7 +234,7 @@ def mesh_axes(mesh: DeviceMesh) -> tuple[MeshAxis, ...]:
         return known
     coordinate = mesh.get_coordinate()
     if coordinate is None:
-        raise MeshError(f"rank {dist.get_rank()} is not part of {mesh}; call this only on the ranks of the mesh")
+        raise MeshError(f"rank {dist.get_rank()} is not part of {mesh}. fix: call this only on the ranks of the mesh")
     names = mesh.mesh_dim_names or tuple(f"axis {axis}" for axis in range(mesh.ndim))
     axes = tuple(
         MeshAxis(names[axis], mesh.size(axis), coordinate[axis], _group_of(mesh, axis)) for axis in range(mesh.ndim)
@@ -247,7 +248,7 @@ def mesh_axes(mesh: DeviceMesh) -> tuple[MeshAxis, ...]:
 
 
 def is_alive(group: dist.ProcessGroup) -> bool:
-    """Whether a process group was not destroyed since it was made."""
+    """Return whether a process group still exists."""
     world: Any = dist.distributed_c10d._world
     return group in world.pg_map
 
@@ -257,17 +258,18 @@ def _group_of(mesh: DeviceMesh, axis: int) -> dist.ProcessGroup:
         group = mesh.get_group(axis)
     except (KeyError, RuntimeError) as error:
         raise MeshError(
-            f"{mesh}: its process groups were destroyed ({error}). Make the mesh anew after init_process_group, and "
-            "shard the model over that one"
+            f"{mesh}: its process groups were destroyed ({error}). fix: after init_process_group, call "
+            "init_device_mesh again, and shard the model over the new mesh"
         ) from error
     _inherit_timeout(group)
     return group
 
 
 def _inherit_timeout(group: dist.ProcessGroup) -> None:
-    """Let a group that ``init_device_mesh`` made give up when the job would.
+    """Give a group that ``init_device_mesh`` made the job's timeout.
 
-    It made the group with the backend's default, half an hour for gloo, whatever ``init_process_group`` was told.
+    ``init_device_mesh`` uses the backend's default, 30 minutes for gloo, and ignores the timeout given to
+    ``init_process_group``.
     """
     wanted, found = job_timeout(), _timeout_of(group)
     if wanted is None or found == wanted or not group.group_desc.startswith("mesh_"):
@@ -283,15 +285,15 @@ def _check_order(axis: MeshAxis, mesh: DeviceMesh) -> None:
     if len(ranks) == axis.size and ranks[axis.rank] != dist.get_rank():
         raise MeshError(
             f"{mesh}: along axis {axis.name!r} this rank, {dist.get_rank()}, has place {axis.rank}, but its process "
-            f"group counts {ranks}, so shards would be mixed up. List the ranks of the mesh in ascending order. A "
-            "sharded tensor that torch.save "
-            "wrote on one rank holds that rank's rows alone: no other rank can load it. fix: save_checkpoint(...) on "
-            "every rank, or torch.save of full_state_dict(model) on rank 0"
+            f"group counts {ranks}, so shards would be mixed up. fix: list the ranks of the mesh in ascending order. "
+            "If this came from torch.load: a sharded tensor that torch.save wrote on one rank holds that rank's "
+            "rows alone, so no other rank can load it. fix: save_checkpoint(...) on every rank, or torch.save of "
+            "full_state_dict(model) on rank 0"
         )
 
 
 def flattened_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the 1-D mesh over all ranks of a mesh, outermost axis slowest; made once, by all of its ranks together.
+    """Return the 1-D mesh over all ranks of a mesh, outermost axis slowest. All ranks make it together, once.
 
     Raises:
         MeshError: the ranks of the mesh are not in ascending order.
@@ -304,7 +306,8 @@ def flattened_mesh(mesh: DeviceMesh) -> DeviceMesh:
         ranks: list[int] = mesh.mesh.flatten().tolist()
         if ranks != sorted(ranks):
             raise MeshError(
-                f"{mesh}: sharding one buffer over several axes needs ranks in ascending order, found {ranks}"
+                f"{mesh}: sharding one buffer over several axes needs ranks in ascending order, found {ranks}. "
+                "fix: list the ranks of the mesh in ascending order"
             )
         group = new_group(ranks, "flattened mesh")
         if known is None:
@@ -314,12 +317,12 @@ def flattened_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def neighbours(axis: MeshAxis, size: int) -> MeshAxis:
-    """Return the part of an axis that holds this rank when it is cut into runs of ``size`` ranks.
+    """Return this rank's part of an axis that is cut into consecutive runs of ``size`` ranks.
 
-    Made once for each group and size, by all ranks of the axis together.
+    All ranks of the axis make the communicators together, once per group and size.
 
     Raises:
-        MeshError: ``size`` does not divide the axis.
+        MeshError: ``size`` does not divide the size of the axis.
     """
     if size < 1 or axis.size % size:
         raise MeshError(f"axis {axis.name!r} of {axis.size} ranks cannot be cut into runs of {size}")
@@ -336,7 +339,7 @@ def neighbours(axis: MeshAxis, size: int) -> MeshAxis:
 
 
 def axis_index(mesh: DeviceMesh, axis: int | str) -> int:
-    """Return the position of an axis given by name or number (negative counts from the last).
+    """Return the position of an axis given by name or number; negative numbers count from the last axis.
 
     Raises:
         MeshError: the mesh has no such axis.

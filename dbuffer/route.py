@@ -1,4 +1,4 @@
-"""Route: a change of placements that is made again and again."""
+"""Route: a redistribution between two fixed buffers that is run repeatedly."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from dbuffer.placements import Flat, Partial, Replicate
 
 
 class Route:
-    """Does ``source.redistribute(out.placements, out=out)`` as often as it is called.
+    """Runs ``source.redistribute(out.placements, out=out)`` on each call.
 
-    Where that is one collective, it may be issued together with others.
+    A redistribution that takes a single collective can be combined with others.
 
     Attributes:
-        ready: that collective, once ``parts`` has looked.
+        ready: that single collective, known after the first ``parts`` call; empty if several are needed.
     """
 
     def __init__(self, source: DBuffer, out: DBuffer) -> None:
@@ -23,11 +23,11 @@ class Route:
         pairs = enumerate(zip(source.placements, out.placements, strict=True))
         self._changes = [(axis, before, after) for axis, (before, after) in pairs if before != after]
         self._is_checked = False
-        # Tensors keep their identity while their memory comes and goes.
+        # Tensors keep their identity while their memory is released and reallocated.
         self.ready: list[Part] = []
 
     def parts(self, works: list[dist.Work] | None) -> list[Part]:
-        """Return the collective that is to be issued; where it takes more than one, do it all, and return none.
+        """Return the single collective that the caller must issue. If several are needed, issue them and return [].
 
         Args:
             works: as in ``DBuffer.redistribute``.
@@ -40,7 +40,7 @@ class Route:
         return self.ready
 
     def part_on_all(self) -> Part | None:
-        """Return the all-reduce in place that is all there is to it; None where it is anything else."""
+        """Return the redistribution as one in-place all-reduce; None where it is anything else."""
         source, out = self._source, self._out
         if len(self._changes) != 1 or source.local_buffer.data_ptr() != out.local_buffer.data_ptr():
             return None
@@ -63,7 +63,7 @@ class Route:
         return [Part(source.axes[axis], out.local_buffer, source.local_buffer)]
 
     def __call__(self, works: list[dist.Work] | None = None) -> None:
-        """Issue it; ``works`` as in ``DBuffer.redistribute``."""
+        """Run the redistribution; ``works`` as in ``DBuffer.redistribute``."""
         for part in self.parts(works):
             if part.op:
                 reduce_scatter(part.shard, part.whole, part.axis, part.op, works)

@@ -1,4 +1,4 @@
-"""Where the memory of slots may come from, beside the device's allocator."""
+"""Allocators for the memory of slots other than the device's own."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from torch.distributed import _symmetric_memory as symmetric_memory
 from dbuffer.errors import StorageError
 
 Allocate = Callable[[int], torch.Tensor]
-"""Returns that many bytes of memory, as a 1-D uint8 tensor."""
+"""A function that returns that many bytes of memory as a 1-D uint8 tensor."""
 
 
 def from_communicator(group: dist.ProcessGroup, device: torch.device) -> Allocate | None:
-    """Return the allocator of a communicator's own memory, which it need not copy through buffers; None if it has none.
+    """Return an allocator of the communicator's own memory; None if the backend has none.
 
-    For NCCL that is memory it has registered (user buffers). It registers with a communicator, which it makes at the
-    first collective where ``init_process_group`` got no ``device_id``: made here, so every rank calls this.
+    A communicator sends from and to this memory without copies through its own buffers. NCCL registers it (user
+    buffers), and registering needs a connected communicator. Without ``device_id`` in ``init_process_group`` NCCL
+    connects at the first collective, so this function connects it. Every rank must call it.
     """
     backend = group._get_backend(device)
     if not backend.supports_tensor_alloc(device):
@@ -28,15 +29,17 @@ def from_communicator(group: dist.ProcessGroup, device: torch.device) -> Allocat
 
 
 def from_symmetric_memory(group: dist.ProcessGroup, device: torch.device, backend: str) -> Allocate:
-    """Return an allocator of memory that every rank of ``group`` maps at once; all of them allocate in the same order.
+    """Return an allocator of memory that all ranks of ``group`` map. They must all allocate in the same order.
 
-    A communicator has to be there before its ranks can map memory; it is made here, so every rank calls this.
+    Mapping needs a connected communicator, so this function connects it. Every rank must call it.
 
     Raises:
-        StorageError: the device is no GPU.
+        StorageError: the device is not a GPU.
     """
     if device.type != "cuda":
-        raise StorageError(f"symmetric memory is memory of GPUs, found {device}; leave it off")
+        raise StorageError(
+            f"symmetric memory is memory of GPUs, found {device}. fix: do not ask for symmetric memory on this device"
+        )
     group._get_backend(device).eager_connect_single_device(device)
     symmetric_memory.set_backend(backend)  # type: ignore[arg-type]  # torch checks the name
 

@@ -1,8 +1,8 @@
-"""SlotPool: memory that stays, in slots that released and reallocated storages take turns in.
+"""SlotPool: permanent blocks of memory that storages use in turns as they are released and reallocated.
 
-An allocator gives a storage other bytes each time. A slot is always the same memory, so a CUDA graph can hold it and a
-communicator can register it, and a step calls no allocator. In an ``ArenaPool`` all slots lie in one block, where every
-storage of a step has a place that was chosen before it comes (docs/design/storage.md, "Slots", "A static arena").
+An allocator gives a storage different memory each time. A slot's address never changes, so a CUDA graph can record it,
+a communicator can register it, and a step calls no allocator. In an ``ArenaPool`` all slots lie in one block, and each
+storage of a step has a place that was planned ahead (docs/design/storage.md, "Slots", "A static arena").
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ from dbuffer.memory_meter import memory_meter
 from dbuffer.planner.arena import ALIGNMENT, ArenaPlan, Lifetime, Recorder, Span, aligned, hole, plan_arena
 from dbuffer.slot_memory import Allocate
 
-# Not in PyTorch 2.11.
+# PyTorch 2.11 lacks it.
 _CAN_EXCHANGE = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 _LOG = logging.getLogger(__name__)
 MAX_PLANS = 6
-"""Orders that a pool plans for; what is still without a place then is allocated."""
-# Of one round. A longer one, such as a long evaluation between two steps, is planned for from there on.
+"""Most orders of storages that a pool plans for. Later storages without a place are allocated."""
+# Longest recorded round. After a longer one, e.g. a long evaluation between two steps, recording starts again.
 _MAX_EVENTS = 20_000
 SIZINGS = ("by_size", "largest", "static")
 
 
 def can_exchange_memory() -> bool:
-    """Whether this PyTorch's storages can, as slots need."""
+    """Return whether storages of this PyTorch can exchange their memory, which slots need."""
     return _CAN_EXCHANGE
 
 
 class SlotPool:
-    """Slots of memory on one device, made when none is free that fits and kept until the pool is gone.
+    """Slots of memory on one device. A slot is made when no free one fits, and kept until the pool is freed.
 
     Args:
-        device: of the memory.
+        device: the device of the memory.
         sizing: "largest": each slot can hold the largest storage that the pool serves. "by_size": a slot has the size
-            of the storage it was made for and serves storages of just that size. "static": likewise, for those that
-            ``ArenaPool`` has no place for.
-        allocate: where slots come from. None: from the device's allocator.
+            of its first storage and serves only storages of that size. "static": as "by_size", for storages without a
+            place in an ``ArenaPool``.
+        allocate: allocates the slots. None: the device's allocator.
     Raises:
-        StorageError: another ``sizing``, or a PyTorch whose storages cannot exchange their memory.
+        StorageError: ``sizing`` is unknown, or this PyTorch's storages cannot exchange their memory.
     """
 
     def __init__(self, device: torch.device, sizing: str, allocate: Allocate | None = None) -> None:
@@ -55,13 +55,13 @@ class SlotPool:
             raise StorageError(f"SlotPool: sizing={sizing!r}; give one of {', '.join(map(repr, SIZINGS))}")
         if not can_exchange_memory():
             raise StorageError(
-                f"SlotPool: storages of PyTorch {torch.__version__} cannot exchange their memory; PyTorch 2.13 can. "
-                "Leave the buffers to the allocator."
+                f"SlotPool: storages of PyTorch {torch.__version__} cannot exchange their memory. "
+                "fix: install PyTorch 2.13 or newer, or leave the buffers to the allocator: set_slot_pool(None)"
             )
         self.sizing = sizing
         self._device = device
         self._allocate = allocate
-        # Other memory is never resizable, which is how a storage knows that NumPy has its address.
+        # A storage detects that NumPy has its address when it is no longer resizable. Other memory never is.
         self.shows_arrays = allocate is None and sizing != "static"
         self._largest = 0
         self._free: defaultdict[int, list[torch.UntypedStorage]] = defaultdict(list)
@@ -75,7 +75,7 @@ class SlotPool:
         return self._counted[0]
 
     def serve(self, num_bytes: int) -> None:
-        """Be ready for storages of this size."""
+        """Prepare for storages of this size; drop free slots that are now too small."""
         if num_bytes > self._largest:
             self._largest = num_bytes
             for size in [size for size in self._free if size < self.slot_bytes(size)]:
@@ -83,11 +83,11 @@ class SlotPool:
                     self.lose(slot, size)
 
     def slot_bytes(self, num_bytes: int) -> int:
-        """Return how many bytes the slot of a storage of ``num_bytes`` has."""
+        """Return the slot size in bytes for a storage of ``num_bytes``."""
         return max(self._largest, num_bytes) if self.sizing == "largest" else num_bytes
 
     def take(self, num_bytes: int, user: int) -> torch.UntypedStorage:
-        """Return a free slot for a storage of ``num_bytes``, with undefined content; ``user``: its identity."""
+        """Return a free slot for ``num_bytes`` bytes, with undefined content; ``user`` identifies the storage."""
         size = self.slot_bytes(num_bytes)
         free = self._free.get(size)
         if free:
@@ -97,21 +97,21 @@ class SlotPool:
         return slot.untyped_storage()
 
     def _new(self, num_bytes: int) -> torch.Tensor:
-        # Memory made under inference_mode could never be written by a training step later on.
+        # A training step could not write memory that was allocated under inference_mode.
         with torch.inference_mode(False):
             if self._allocate is None:
                 return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
             return self._allocate(num_bytes)
 
     def give_back(self, slot: torch.UntypedStorage, size: int) -> None:
-        """Take a slot of ``size`` bytes back; one that has become too small is dropped."""
+        """Return a slot of ``size`` bytes to the pool; a slot that is now too small is dropped."""
         if size < self.slot_bytes(size):
             self.lose(slot, size)
         else:
             self._free[size].append(slot)
 
     def lose(self, slot: torch.UntypedStorage, size: int) -> None:
-        """Forget a slot that went with the storage that had it."""
+        """Stop counting a slot whose memory was freed together with its storage."""
         self._count(-1, -size)
 
     def _count(self, num_slots: int, num_bytes: int) -> None:
@@ -125,7 +125,7 @@ class SlotPool:
 
 @dataclass(slots=True)
 class Holding:
-    """What a storage holds now: bytes of its own, a slot of a pool, or nothing."""
+    """The memory that a storage holds now: its own bytes, a slot of a pool, or nothing."""
 
     own_bytes: int = 0
     pool: SlotPool | None = None
@@ -133,31 +133,31 @@ class Holding:
     slot_bytes: int = 0
 
     def take_slot(self, pool: SlotPool, storage: torch.UntypedStorage, num_bytes: int, user: int) -> None:
-        """Let a storage have the memory of a slot, and every view of it; the slot has none from here on."""
+        """Take a slot from ``pool`` and move its memory into ``storage``, under all of the storage's views."""
         slot = pool.take(num_bytes, user)
         self.pool, self.slot_bytes, self.slot = pool, slot.nbytes(), slot
         self.exchange(storage, slot)
 
     def give_back(self, storage: torch.UntypedStorage) -> None:
-        """Give the slot its memory back, and the pool its slot."""
+        """Move the memory back into the slot, and return the slot to its pool."""
         pool, slot = self.pool, self.slot
         assert pool is not None
         assert slot is not None
         if storage.nbytes():
             self.exchange(storage, slot)
-        # First: what another storage can take is nobody's.
+        # Cleared first: once the pool has the slot, another storage may take it.
         self.slot = self.pool = None
         pool.give_back(slot, self.slot_bytes)
 
     @staticmethod
     def exchange(one: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
-        """Exchange the memory of two storages; tensors stay with their storage, whose memory is another then."""
+        """Exchange the memory of two storages. Tensors stay with their storage and then see the other memory."""
         one._swap_data_ptr_(other)  # type: ignore[attr-defined]  # torch's stubs lack it
         if listeners:
             tell("exchanged", (one, other))
 
     def forget(self) -> None:
-        """Take leave of memory whose storage is gone; views of it may live on."""
+        """Stop counting memory whose storage was collected; views of it may still be alive."""
         memory_meter().add(-self.own_bytes)
         if self.pool is not None and self.slot is not None:
             self.pool.lose(self.slot, self.slot_bytes)
@@ -165,14 +165,14 @@ class Holding:
 
 @dataclass(eq=False, slots=True)
 class _Arena:
-    """Memory that slots are cut from, and kept alive by: the part of a block that begins at an aligned address."""
+    """The memory that an arena's slots are cut from: ``memory`` is the part of ``block`` from an aligned address on."""
 
     block: torch.Tensor
     memory: torch.Tensor
     slots: dict[Span, torch.UntypedStorage] = field(default_factory=dict)
 
     def slot(self, offset: int, num_bytes: int) -> torch.UntypedStorage:
-        """Return the slot at an offset: a storage of its own, which can exchange its memory, unlike a view's."""
+        """Return the slot at an offset. It is a storage of its own, because a view cannot exchange its memory."""
         key = offset, num_bytes
         if key not in self.slots:
             part = self.memory[offset : offset + num_bytes]
@@ -182,11 +182,11 @@ class _Arena:
 
 @dataclass(slots=True)
 class _Turn:
-    """A slot in use.
+    """One use of a slot by a storage.
 
     Attributes:
-        user: the storage that has it. number: which turn of that in this round; None: it began before.
-        arena, span: the bytes of it; of none if the slot is one of its own.
+        user: identifies the storage. number: counts its turns in this round from 0; None: it began in an earlier round.
+        arena, span: the slot's bytes in an arena; arena is None for a slot outside the arena.
     """
 
     user: int
@@ -197,16 +197,16 @@ class _Turn:
 
 
 class ArenaPool(SlotPool):
-    """Places in one arena for storages that come in an order that repeats itself.
+    """A pool with one arena, for storages that come in a repeating order.
 
-    A round is over at the end of a backward at which the same storages are held as at its start, or at an earlier
-    backward of it: gradients that are summed up here, say, are held until a later one. In all rounds a storage has the
-    same place at its first turn, the same at its second and so on, so no two orders that were planned for get in each
-    other's way. Nothing is gathered ahead in a first round, so it will not come again, and is not planned for.
+    A round ends at the end of a backward when the held storages are the same as at the round's start or at an earlier
+    backward of it. (Accumulated gradients, for instance, are held until a later backward.) A storage's first turn gets
+    the same place in all rounds, so does its second, and so on. Orders that were planned for therefore never conflict.
+    The first round is not planned for: it prefetches nothing, so its order does not repeat.
 
     Attributes:
-        plan: of the arena; None until the second round is over. num_plans: how often it was made.
-        num_misses: turns since the first plan that found no place and had a slot of their own.
+        plan: the arena's plan; None until the second round ends. num_plans: how often it was made.
+        num_misses: turns since the first plan that found no place and got a slot outside the arena.
     """
 
     def __init__(self, device: torch.device, allocate: Allocate | None = None) -> None:
@@ -214,21 +214,21 @@ class ArenaPool(SlotPool):
         self.plan: ArenaPlan | None = None
         self.num_plans = self.num_misses = 0
         self._arena: _Arena | None = None
-        # By a storage and which turn of it in a round: where that lies, and when it was held in rounds planned for.
+        # Keyed by (storage, turn in a round): its offset, and its lifetimes in the rounds that were planned for.
         self._places: dict[tuple[int, int | None], int] = {}
         self._lived: defaultdict[tuple[int, int | None], list[Lifetime]] = defaultdict(list)
         self._planned_until = 0
-        # By the identity of the slot.
+        # Keyed by the identity of the slot.
         self._turns: dict[int, _Turn] = {}
         self._is_first, self._misses_before = True, -1
-        # Who was there at the start of the round, and after each backward in it.
+        # The sets of storages held at the start of the round and after each of its backwards.
         self._settled = {frozenset[int]()}
         self._record()
 
     def take(self, num_bytes: int, user: int) -> torch.UntypedStorage:
-        """Return the place of a storage, or a slot of its own, with undefined content."""
+        """Return the planned place of a storage, or a slot outside the arena, with undefined content."""
         for key in [key for key, turn in list(self._turns.items()) if turn.user == user]:
-            self._end_turn(key)  # an interrupt kept the storage from having it, or from giving it back
+            self._end_turn(key)  # an interrupt stopped the storage from taking the slot or from returning it
         slot, turn = None, _Turn(user, num_bytes, self._num_turns[user])
         if self.plan is not None:
             slot = self._placed(turn, self._arena or self._make_arena(self.plan))
@@ -243,12 +243,12 @@ class ArenaPool(SlotPool):
         return slot
 
     def give_back(self, slot: torch.UntypedStorage, size: int) -> None:
-        """Take a slot back, which stays if it is one of the arena."""
+        """Return a slot to the pool; a slot outside the arena is dropped."""
         if self._end_turn(id(slot)) is None:
             super().lose(slot, size)
 
     def lose(self, slot: torch.UntypedStorage, size: int) -> None:
-        """Forget a slot that went with the storage that had it: views of it may live on, so its arena goes with it."""
+        """Stop counting a slot whose memory was freed with its storage. Views may live on, so its arena is dropped."""
         arena = self._end_turn(id(slot))
         if arena is None:
             super().lose(slot, size)
@@ -256,7 +256,7 @@ class ArenaPool(SlotPool):
             self._drop_arena()
 
     def settle(self) -> None:
-        """End the round if it is over, and plan for it too if something found no place in it: a backward is over."""
+        """End the round if it is complete, and plan for it if a storage found no place. Called after each backward."""
         held = frozenset(turn.user for turn in list(self._turns.values()))
         if held not in self._settled:
             self._settled.add(held)
@@ -270,7 +270,7 @@ class ArenaPool(SlotPool):
             self._make_arena(self.plan)
 
     def _record(self) -> None:
-        """Begin to record a round, with what is there."""
+        """Start recording a round, beginning with the storages held now."""
         self._recorder, self._num_turns = Recorder(), Counter[int]()
         for turn in list(self._turns.values()):
             turn.number = None
@@ -283,7 +283,7 @@ class ArenaPool(SlotPool):
         return turn.arena
 
     def _placed(self, turn: _Turn, arena: _Arena) -> torch.UntypedStorage | None:
-        """Return the slot at the place of this turn of a storage, of its first turn, or in the lowest hole, or None."""
+        """Return a slot: at this turn's place, at the place of the first turn, or in the lowest hole; else None."""
         taken = sorted(other.span for other in list(self._turns.values()) if other.arena is arena)
         size = aligned(turn.num_bytes)
         places = self._places.get((turn.user, turn.number)), self._places.get((turn.user, 0)), hole(taken, size)
@@ -299,7 +299,7 @@ class ArenaPool(SlotPool):
 
     def _make_arena(self, plan: ArenaPlan) -> _Arena:
         block = self._new(plan.num_bytes + ALIGNMENT)
-        # The address of a block need not be a multiple of what offsets are.
+        # Allocators need not align a block to ALIGNMENT, but offsets assume it.
         start = -block.data_ptr() % ALIGNMENT
         with torch.inference_mode(False):
             self._arena = _Arena(block, block[start : start + plan.num_bytes])
@@ -307,14 +307,14 @@ class ArenaPool(SlotPool):
         return self._arena
 
     def _drop_arena(self) -> None:
-        """Let the next turn begin a new arena; this one is there until the last slot of it is given back."""
+        """Make the next turn start a new arena; the old one lives until its last slot is given back."""
         if self._arena is not None:
             self._count(-1, -self._arena.block.numel())
             self._arena = None
 
     def _make_plan(self) -> None:
-        """Plan for this round and all that were planned for, with one place for each turn of a storage."""
-        # What is there at both ends of a round is at one place then: the end is followed by the start.
+        """Plan for this round and all earlier planned ones, with one place per turn of a storage."""
+        # The next round starts where this one ends, so storages held at both ends keep one place.
         last = {turn.user: turn.number for turn in list(self._turns.values())}
         for each in self._recorder.lifetimes(self._planned_until):
             user, number = cast(tuple[int, "int | None"], each.name)
@@ -332,8 +332,8 @@ class ArenaPool(SlotPool):
         _LOG.info("%s", self)
         if self.num_plans == MAX_PLANS:
             _LOG.warning(
-                "static arena: units came in %d orders, and no more are planned for; what finds no place is allocated. "
-                "set_slot_pool('largest') suits an order that changes from step to step.",
+                "static arena: units came in %d different orders, so no more orders are planned for; storages without "
+                "a place are allocated. fix: set_slot_pool('largest') if the order changes from step to step.",
                 MAX_PLANS,
             )
 

@@ -1,7 +1,7 @@
-"""Flat storage whose memory comes and goes under views that stay.
+"""Flat storage whose memory can be released and reallocated under existing views.
 
-``release`` gives the bytes back while the tensor, and every view made of it, keeps its identity; ``reallocate`` brings
-bytes back under the same views. That is what lets a runtime build its views once (docs/design/storage.md).
+``release`` frees the bytes; the tensor and all of its views keep their identity. ``reallocate`` allocates bytes again
+under the same views. The engine can therefore build its views once (docs/design/storage.md).
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ _METER = memory_meter()
 _LOG = logging.getLogger(__name__)
 
 KNOWN: weakref.WeakValueDictionary[int, FlatStorage] = weakref.WeakValueDictionary()
-"""By the address of PyTorch's storage, which stays the same."""
+"""Flat storages by the address of their PyTorch storage object, which never changes."""
 
 
 class FlatStorage:
-    """``numel`` elements of one dtype on one device, that can be released and reallocated.
+    """``numel`` elements of one dtype on one device; their memory can be released and reallocated.
 
     Attributes:
-        name: who owns it, for error messages ("unit 'blocks.0': gathered weights").
-        nbytes: bytes it takes while allocated.
-        is_allocated: whether the bytes are there.
+        name: the owner, for error messages ("unit 'blocks.0': gathered weights").
+        nbytes: its size in bytes while allocated.
+        is_allocated: whether the memory is allocated.
     """
 
     __slots__ = (
@@ -41,7 +41,7 @@ class FlatStorage:
         self, numel: int, dtype: torch.dtype, device: torch.device, *, name: str, pin_memory: bool = False
     ) -> None:
         self.name = name
-        # Memory made under inference_mode could never be written by a training step later on.
+        # A training step could not write memory that was allocated under inference_mode.
         with torch.inference_mode(False):
             pinned = pin_memory and device.type == "cpu" and torch.cuda.is_available()
             self._tensor = torch.empty(numel, dtype=dtype, device=device, pin_memory=pinned)
@@ -66,26 +66,27 @@ class FlatStorage:
         """
         if not self.is_allocated:
             raise StorageError(
-                f"{self.name}: its storage is released, so there are no values to read or write. Use it between "
-                "unshard() and reshard(), or read the sharded parameter, which is always there."
+                f"{self.name}: its storage is released, so there are no values to read or write. fix: use it between "
+                "unshard() and reshard(), or read the sharded parameter, which is always available"
             )
         return self._tensor
 
     @property
     def takes_slots(self) -> bool:
-        """Whether its memory comes from a pool, from the next ``reallocate`` on."""
+        """True if the next ``reallocate`` takes memory from a pool."""
         return self._pool is not None
 
     def use_pool(self, pool: SlotPool | None) -> None:
-        """Take memory from the slots of ``pool``, or from the allocator again, at the next ``reallocate``."""
+        """Take memory from the slots of ``pool`` at the next ``reallocate``; None: from the allocator."""
         self._pool = pool
         if pool is not None:
             pool.serve(self.nbytes)
 
     def release(self) -> None:
-        """Give the bytes back; views keep their identity and must not be used until ``reallocate``.
+        """Free the memory. Views keep their identity, but must not be used until ``reallocate``.
 
-        Bytes that NumPy has an address of (``tensor.numpy()``) stay for good, since nothing tells when its array ends.
+        If NumPy has an address in the memory (``tensor.numpy()``), the memory stays allocated forever, because PyTorch
+        does not tell when NumPy's array dies.
         """
         if not self.is_allocated or not self.nbytes:
             return
@@ -93,7 +94,7 @@ class FlatStorage:
         holding = self._holding
         if holding.slot is not None:
             if holding.pool is not None and holding.pool.shows_arrays and not self._bytes.resizable():
-                # Another storage would write its values into the array.
+                # If the slot were given back, another storage would write its values into the array.
                 self._lend()
             else:
                 holding.give_back(self._bytes)
@@ -113,9 +114,9 @@ class FlatStorage:
         holding.own_bytes = 0
 
     def reallocate(self) -> None:
-        """Bring the bytes back, with undefined content, under all existing views.
+        """Allocate the memory again, with undefined content, under all existing views.
 
-        Where that raises (out of memory, an interrupt) the storage is still released, and may be reallocated again.
+        If this raises (out of memory, an interrupt), the storage is still released and may be reallocated again.
         """
         if self.is_allocated:
             return
@@ -124,7 +125,7 @@ class FlatStorage:
             return
         holding, pool, num_bytes = self._holding, self._pool, self.nbytes
         if holding.slot is not None:
-            holding.give_back(self._bytes)  # what an interrupt left half done
+            holding.give_back(self._bytes)  # an interrupt stopped an earlier reallocate or release halfway
         if pool is not None:
             holding.take_slot(pool, self._bytes, num_bytes, id(self))
         else:
@@ -139,7 +140,7 @@ class FlatStorage:
             tell("allocated", self)
 
     def _lend(self) -> None:
-        """Keep the bytes from here on: an array of NumPy may read them."""
+        """Keep the memory allocated from now on, because a NumPy array may read it."""
         if not self._is_lent:
             self._is_lent = True
             _LOG.warning(
@@ -151,10 +152,10 @@ class FlatStorage:
 
 
 class StoredPart:
-    """This rank's part of a buffer, whose memory comes and goes.
+    """This rank's part of a buffer, in memory that can be released and reallocated.
 
     Attributes:
-        storage: the memory of the part, or of the buffer that this one is a slice of.
+        storage: the memory of the part; a sliced buffer has the storage of the buffer it was sliced from.
     """
 
     storage: FlatStorage
@@ -168,18 +169,18 @@ class StoredPart:
             StorageError: the storage is released.
         """
         storage = self.storage
-        whole = storage._tensor if storage.is_allocated else storage.tensor  # one call less
+        whole = storage._tensor if storage.is_allocated else storage.tensor  # saves a call per access
         return whole if self._base is None else self._base
 
     @property
     def is_allocated(self) -> bool:
-        """Whether the storage has its bytes."""
+        """True if the memory is allocated."""
         return self.storage.is_allocated
 
     def release_storage(self) -> None:
-        """Give the memory back; tensors and views keep their identity and must not be used until reallocation."""
+        """Free the memory. Tensors and views keep their identity, but must not be used until reallocation."""
         self.storage.release()
 
     def reallocate_storage(self) -> None:
-        """Bring the memory back under the same views, with undefined content."""
+        """Allocate the memory again under the same views, with undefined content."""
         self.storage.reallocate()

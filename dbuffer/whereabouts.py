@@ -1,6 +1,6 @@
-"""Whereabouts: a rank that waits for long says where in the job's store, for the errors that other ranks raise.
+"""Whereabouts: a rank that waits long writes where it waits into the job's store; other ranks quote it in errors.
 
-Nothing here runs before a rank has waited for ``SOON``: the undisturbed step asks the store nothing.
+Nothing here runs before a rank has waited for ``SOON``, so an undisturbed step never accesses the store.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ __all__ = [
 ]  # fmt: skip
 
 SOON = datetime.timedelta(seconds=2)
-"""How long a rank waits in silence."""
+"""How long a rank waits before it writes to the store."""
 
 ALARMS: set[str] = set()
-"""Keys of the store under which a rank that finds a difference says which, while others may wait for it."""
+"""Store keys under which a rank publishes a difference between ranks while other ranks may wait for it."""
 
-# What was found, by the job's group: some ranks have issued collectives that others never join.
+# The difference found, keyed by the job's group: some ranks have issued collectives that other ranks never join.
 _DIFFERENCES: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -43,13 +43,13 @@ _LIBRARIES = (
 
 
 def wait_longer(work: dist.Work, error: RuntimeError, what: str = "weights or gradients of the engine") -> None:
-    """Wait for a collective that was not complete after ``SOON``, and say meanwhile in the store where this rank is.
+    """Wait for a collective that did not complete within ``SOON``; meanwhile publish this rank's place in the store.
 
     Args:
-        error: what the first wait raised. what: the rank waits for, as in "waits for ...".
+        error: the exception of the first wait. what: what the collective moves, for "waits for ...".
     Raises:
-        RuntimeError: the collective failed; ``error`` itself where it had failed already.
-        MeshError: another rank has found a difference.
+        RuntimeError: the collective failed; ``error`` itself if it had failed already.
+        MeshError: another rank has published a difference between ranks.
     """
     if work.is_completed():
         _look_at_alarms()
@@ -70,14 +70,14 @@ def wait_longer(work: dist.Work, error: RuntimeError, what: str = "weights or gr
 
 
 def raise_difference(words: str) -> NoReturn:
-    """Raise that ranks issued collectives of other things, and let ``refuse_after_difference`` know."""
+    """Raise that ranks issued different collectives, and record it for ``refuse_after_difference``."""
     _DIFFERENCES[dist.group.WORLD] = words
     keep_groups()
     raise MeshError(words)
 
 
 def refuse_after_difference() -> None:
-    """Raise if ranks of this job were found to issue other collectives: the next one would pair with one of those."""
+    """Raise if ranks of this job issued different collectives: the next one could pair with one still pending."""
     words = _DIFFERENCES.get(dist.group.WORLD)
     if words is not None:
         raise MeshError(
@@ -87,10 +87,10 @@ def refuse_after_difference() -> None:
 
 
 def keep_groups() -> None:
-    """Never destroy the job's process groups.
+    """Keep the job's process groups from ever being destroyed.
 
-    Python would at its end, and the destructor of a gloo group waits for collectives that other ranks never join, up
-    to their timeout.
+    Python destroys them at exit. The destructor of a gloo group then waits, up to the group's timeout, for collectives
+    that other ranks never join.
     """
     for group in dist.distributed_c10d._world.pg_map:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
@@ -99,7 +99,7 @@ def keep_groups() -> None:
 def _look_at_alarms() -> None:
     store = job_store()
     for key in [] if store is None else list(ALARMS):
-        # The store may be gone with the rank that held it.
+        # The store may be gone together with the rank that hosts it.
         with contextlib.suppress(RuntimeError):
             if store is not None and store.check([key]):
                 ALARMS.discard(key)
@@ -107,7 +107,7 @@ def _look_at_alarms() -> None:
 
 
 def others_stand(ranks: Iterable[int]) -> str:
-    """Return one clause for each other rank: what it has said that it waits for, or that it waits for nothing here."""
+    """Return one clause per other rank: what it published that it waits for, or that it published nothing."""
     known = {rank: _heard(rank) for rank in ranks if rank != dist.get_rank()}
     clauses = [f"rank {rank} {text}" for rank, text in known.items() if text]
     silent = [str(rank) for rank, text in known.items() if not text]
@@ -119,7 +119,7 @@ def others_stand(ranks: Iterable[int]) -> str:
 
 
 def reason_of(error: BaseException, timeout: datetime.timedelta | None) -> str:
-    """Return why a collective failed, in words of its user's instead of gloo's."""
+    """Return why a collective failed, in the user's terms instead of gloo's."""
     text = str(error)
     if "closed by peer" in text or "reset by peer" in text or "Broken pipe" in text:
         return "the process of another rank ended"
@@ -130,7 +130,7 @@ def reason_of(error: BaseException, timeout: datetime.timedelta | None) -> str:
 
 
 def place() -> str:
-    """Return the innermost line of the caller's outside of PyTorch and of this project."""
+    """Return the innermost source line on the call stack that is outside PyTorch and this project."""
     frame = sys._getframe()
     while frame.f_back is not None and frame.f_code.co_filename.startswith((*_LIBRARIES, "<frozen")):
         frame = frame.f_back
@@ -140,13 +140,13 @@ def place() -> str:
 
 
 def job_store() -> Store | None:
-    """Return the job's store; None where one process stands for all ranks, so that nobody else would come."""
+    """Return the job's store; None where one process simulates all ranks, because no other rank would answer."""
     store: Store = dist.distributed_c10d._get_default_store()
     inner: Any = store
     while isinstance(inner, PrefixStore):
         inner = inner.underlying_store
     backends = {name.rpartition(":")[2] for name in dist.get_backend().split(",")}
-    # A HashStore is memory of this process. Threads as ranks share one.
+    # A HashStore is memory of this process; other ranks see it only if they are threads of it.
     is_own = isinstance(inner, HashStore) and backends != {"threaded"}
     # A ``FakeStore`` keeps nothing; before PyTorch 2.15 one that only the process group holds is a bare ``Store``.
     is_fake = inner is None or type(inner) is Store or type(inner).__name__ == "FakeStore" or backends == {"fake"}
@@ -154,7 +154,7 @@ def job_store() -> Store | None:
 
 
 def _key(rank: int) -> str:
-    # torchrun keeps its store when it restarts the ranks.
+    # The key has the attempt, because torchrun keeps its store when it restarts the ranks.
     return f"dbuffer whereabouts attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)} {rank}"
 
 

@@ -1,4 +1,4 @@
-"""A parser whose errors are one line that names what was meant, and whose help has examples and defaults."""
+"""A command-line parser with one-line errors that suggest the right name, and help with examples and defaults."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ __all__ = ["CommandParser", "record_error"]
 
 
 def record_error(message: str) -> None:
-    """Leave the reason why this rank ends where torchrun looks for it, in its format; nothing happens without torchrun.
+    """Write the reason why this rank ends to torchrun's error file; does nothing without torchrun.
 
-    torchrun states the reason at the end of its report, in place of a hint to install a recorder.
+    torchrun prints the reason at the end of its report, instead of a hint to install a recorder.
     """
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         reason = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
@@ -27,7 +27,7 @@ def record_error(message: str) -> None:
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Keeps the lines of descriptions and examples, and says the default of every option that has one."""
+    """Keeps the line breaks of descriptions and examples, and shows the default of every option that has one."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         has_default = action.default not in (None, argparse.SUPPRESS, []) and action.nargs != 0
@@ -38,10 +38,10 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
 
 class CommandParser(argparse.ArgumentParser):
-    """An ``ArgumentParser`` that knows no abbreviations, prints usage on ``--help`` alone, and suggests names.
+    """An ``ArgumentParser`` without abbreviations that prints usage only on ``--help``, and suggests similar names.
 
     Args:
-        prog: the command as users write it. description: what it does. examples: lines for the end of ``--help``.
+        prog: the command as users type it. description: what it does. examples: lines for the end of ``--help``.
     """
 
     def __init__(self, prog: str, description: str = "", examples: str = "", **others: Any) -> None:
@@ -55,7 +55,7 @@ class CommandParser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
-        """End the process with status 2 and one line on stderr, said by the first rank where there are several."""
+        """Exit with status 2 and one line on stderr; in a job of several ranks only rank 0 prints it."""
         line = f"{self.prog}: {' '.join(message.split())} ({self.prog} --help)"
         record_error(line)
         self.exit(2, f"{line}\n" if os.environ.get("RANK", "0") == "0" else None)
@@ -63,7 +63,7 @@ class CommandParser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]  # argparse's overloads differ in the namespace alone
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Parse, and refuse all flags that this parser does not have, where its own options are known."""
+        """Parse the arguments; exit with an error that lists all unknown flags."""
         found, unknown = super().parse_known_args(args, namespace)
         flags = list(dict.fromkeys(word.partition("=")[0] for word in unknown if word.startswith("-")))
         if flags:
@@ -73,7 +73,7 @@ class CommandParser(argparse.ArgumentParser):
         return found, unknown
 
     def unknown(self, flags: Sequence[str]) -> str:
-        """Return what to say of flags that this parser does not have, each with the option that is nearest."""
+        """Return the message for unknown flags, each with the nearest option."""
         options = [option for action in self._actions for option in action.option_strings]
         meant = [nearest(flag, options) for flag in flags]
         if len(flags) == 1:

@@ -1,4 +1,4 @@
-"""What is asked of a sharded tensor itself: its attributes, hooks and memory, and what cannot be right is refused."""
+"""Attributes, hooks and memory of sharded tensors; uses that cannot be correct raise errors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dbuffer.errors import PlacementError
 
 
 def run_native(operator: Operator, args: Arguments, options: Options) -> Any:
-    """Ask or set what PyTorch itself knows of the tensor."""
+    """Run the function natively, as on any tensor: it reads or sets what PyTorch itself stores."""
     with torch._C.DisableTorchFunctionSubclass():
         return operator.function(*args, **options)
 
@@ -23,14 +23,14 @@ def run_native(operator: Operator, args: Arguments, options: Options) -> Any:
 def run_data_ptr(operator: Operator, args: Arguments, options: Options) -> int:
     """Return 0: a DTensor has no memory of its own.
 
-    PyTorch counts the local part's offset in its flat buffer from a null pointer, which would look like an address to
-    code that copies storages (``torch.distributed.checkpoint.async_save``).
+    Natively, PyTorch would return the local part's offset from a null pointer. Code that copies storages, such as
+    ``torch.distributed.checkpoint.async_save``, would take that for an address.
     """
     return 0
 
 
 def run_detach(operator: Operator, args: Arguments, options: Options) -> Any:
-    """Return the same memory, without history."""
+    """Return a tensor on the same memory, without autograd history."""
     source = args[0]
     if source.is_unshared:
         source.is_unshared = False
@@ -44,14 +44,14 @@ _DATA_VIEWS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def run_get_data(operator: Operator, args: Arguments, options: Options) -> Any:
-    """Return the same memory, without history; it keeps its values when ``.data`` is set to other ones."""
+    """Return a tensor on the same memory, without history. Setting ``.data`` later does not change its values."""
     view = run_detach(operator, args, options)
     _DATA_VIEWS.setdefault(args[0], WeakIdKeyDictionary())[view] = True
     return view
 
 
 def run_numbers(operator: Operator, args: Arguments, options: Options) -> Any:
-    """Format a number, or return values as an array: of what every rank holds whole; the rest as PyTorch does it."""
+    """Format a number, or convert to an array, where every rank holds the whole value; otherwise run natively."""
     source, *rest = args
     if not isinstance(source, PlacedTensor) or not source.is_whole or (operator.name == "__format__" and source.ndim):
         return run_native(operator, args, options)
@@ -59,10 +59,12 @@ def run_numbers(operator: Operator, args: Arguments, options: Options) -> Any:
 
 
 def run_set_data(operator: Operator, args: Arguments, options: Options) -> None:
-    """Take over values: a sharded tensor's memory is a piece of a flat buffer."""
+    """Copy the new values in place: the tensor's memory is a piece of a flat buffer and cannot be exchanged."""
     target, value = args
     if not isinstance(target, PlacedTensor):
-        raise PlacementError("the values of a plain tensor cannot be those of a sharded one; use p.full_tensor()")
+        raise PlacementError(
+            "the values of a plain tensor cannot be those of a sharded one. fix: tensor.data = p.full_tensor()"
+        )
     if value.shape != target.shape or value.dtype != target.dtype or value.device != target.device:
         raise PlacementError(
             f".data of {words_of(target)} is {target.dtype} of shape {tuple(target.shape)} on {target.device}; found "
@@ -71,7 +73,7 @@ def run_set_data(operator: Operator, args: Arguments, options: Options) -> None:
             "by model.to(dtype) of the whole model"
         )
     with torch.no_grad():
-        # What was read from .data before keeps its values, as in `p.data, kept = kept, p.data`.
+        # Tensors read from .data earlier keep their values, as in `p.data, kept = kept, p.data`.
         for view in list(_DATA_VIEWS.pop(target, {})):
             if view.window is None and view._local_tensor.data_ptr() == target._local_tensor.data_ptr():
                 rebind(view, view.with_local(view._local_tensor.clone()))
@@ -84,25 +86,25 @@ _REASONS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 def refuse_uses(
     tensor: torch.Tensor, *, name: Callable[[], str], hook: Callable[[], str], convert: Callable[[], str]
 ) -> None:
-    """Let two uses of a tensor raise ``PlacementError`` with a reason, and errors call it by a name.
+    """Make two uses of a tensor raise ``PlacementError`` with a reason, and set the tensor's name in errors.
 
     Args:
-        name: the parameter and its unit, in words.
-        hook: of ``register_hook``, as autograd gives the tensor no gradient.
-        convert: of ``nn.Module.to`` and its like, by the module that holds it.
+        name: returns the names of the parameter and its unit.
+        hook: returns why ``register_hook`` fails: autograd gives the tensor no gradient.
+        convert: returns why ``nn.Module.to`` and similar methods of the module that holds the tensor fail.
     """
     _REASONS[tensor] = {"name": name, "register_hook": hook, "_has_compatible_shallow_copy_type": convert}
 
 
 def words_of(tensor: PlacedTensor) -> str:
-    """Return how errors call a sharded tensor: the parameter that it is, whose memory it shows, or whose gradient."""
+    """Return the name of a sharded tensor in errors: its parameter, or the parameter of its memory or gradient."""
     owner = tensor.gradient_of() if tensor.gradient_of is not None else None
     if owner is not None:
         return f"the gradient of {words_of(owner)}"  # type: ignore[arg-type]  # of a sharded one
     if tensor in _REASONS:
         return _REASONS[tensor]["name"]()  # type: ignore[no-any-return]
     for known, reasons in _REASONS.items():
-        # The memory of .data; where this rank has no rows, its layout.
+        # The same memory means it was read from .data. If this rank has no rows, compare the layouts instead.
         if isinstance(known, PlacedTensor) and known.shape == tensor.shape:
             here, there = known._local_tensor, tensor._local_tensor
             is_same = here.data_ptr() == there.data_ptr() if here.numel() else known._spec is tensor._spec
@@ -117,10 +119,10 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def refuse_collective(operator: Operator, args: Arguments, options: Options) -> Any:
-    """Raise: ranks have different rows, and element by element they would be mixed.
+    """Raise, because ranks hold different rows, and a collective would combine them element by element.
 
     Raises:
-        NotImplementedError: unless every rank holds all of each tensor. FSDP2's parameters raise it too.
+        NotImplementedError: a rank does not hold all of each tensor. FSDP2's parameters raise the same class.
     """
     placed = [each for each in tensors_in(args, options) if isinstance(each, PlacedTensor)]
     tensor = next((each for each in placed if not each.is_whole or each.window is not None), None)
@@ -142,20 +144,20 @@ def _refuse_use(operator: Operator, tensor: torch.Tensor) -> None:
 
 
 def run_convert(operator: Operator, args: Arguments, options: Options) -> Any:
-    """Answer ``Module._apply``, which asks of each parameter, and would go on to exchange the objects."""
+    """Answer ``Module._apply``, which checks each parameter before it replaces the parameter objects."""
     _refuse_use(operator, args[0])
     return run_native(operator, args, options)
 
 
 def run_hook(operator: Operator, args: Arguments, options: Options) -> Any:
-    """Register what is called back during backward; sharded tensors are asked in it, whoever started backward."""
+    """Register a backward hook. It runs with ``__torch_function__`` on, whichever code started backward."""
     tensor, *rest = args
     _refuse_use(operator, tensor)
     convert_gradients_of(tensor)
     if operator.name == "retain_grad" and not tensor.is_leaf:
         raise PlacementError(
-            "retain_grad would keep a gradient that forgets the rows of each rank; use register_hook and keep what it "
-            "gets"
+            "retain_grad would keep a gradient that forgets the rows of each rank. fix: tensor.register_hook(...), and "
+            "keep the gradient that it gets"
         )
     awake = [_awake(item) if callable(item) else item for item in rest]
     named = {name: _awake(item) if callable(item) else item for name, item in options.items()}
@@ -177,7 +179,7 @@ def run_iterate(operator: Operator, args: Arguments, options: Options) -> Any:
 
 
 def run_reshape(operator: Operator, args: Arguments, options: Options) -> Any:
-    """Change the shape in place, of what nothing else looks at."""
+    """Change the shape in place, if no other tensor uses the memory."""
     target = args[0]
     is_replaceable = isinstance(target, PlacedTensor) and (target.is_whole or target.is_unshared)
     if not is_replaceable or target.window is not None:
@@ -187,15 +189,15 @@ def run_reshape(operator: Operator, args: Arguments, options: Options) -> Any:
 
 
 def rebind(target: PlacedTensor, source: PlacedTensor) -> None:
-    """Make one tensor what another is, in shape, dtype, rows and memory; it stays the same object for its users."""
+    """Give one tensor the shape, dtype, rows and memory of another; it stays the same Python object."""
     target._spec, target._local_tensor = source._spec, source._local_tensor
     with torch._C.DisableTorchFunctionSubclass():
-        # What PyTorch itself knows of the shape.
+        # Updates the shape that PyTorch itself stores.
         target.data = source
 
 
 def refuse(operator: Operator, args: Arguments, options: Options) -> Any:
-    """Raise a ``PlacementError``."""
+    """Raise ``PlacementError``: the function cannot work on a piece of a flat buffer."""
     target = next((each for each in tensors_in(args, options) if isinstance(each, PlacedTensor)), None)
     whose = "a sharded tensor" if target is None else words_of(target)
     raise PlacementError(

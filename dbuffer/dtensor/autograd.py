@@ -1,11 +1,11 @@
-"""Functions that autograd records: plain tensors in between, so that backward meets no sharded operand.
+"""Autograd through operators on sharded tensors: autograd records plain operators on plain tensors only.
 
-A recorded function runs on plain parts (element-wise functions of tensors with the same rows, sums) or on whole ones.
-Tensors enter through ``_Enter`` and leave through ``_Leave``; what happens between is PyTorch's own on plain tensors.
-Gradients on their way from one to the other are ``RowsGradient``, because the autograd engine adds them up itself.
+A recorded function runs on local parts (element-wise functions of tensors with the same rows, sums) or on whole
+tensors. Tensors enter through ``_Enter`` and leave through ``_Leave``; PyTorch's own operators run in between. A
+gradient between the two is a ``RowsGradient``, because the autograd engine adds up gradients itself.
 
-Backward starts from, and is asked for, sharded tensors too. Who lets forward use something else in the place of a
-sharded parameter sees what is asked for by name (``ASKED_CHECKS``).
+Backward may also start at sharded tensors, and compute gradients for them. The engine may run forward with another
+tensor in place of a sharded parameter; it registers ``ASKED_CHECKS`` to see for which tensors gradients are requested.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ from dbuffer.errors import PlacementError
 _GRAD: Any = torch._C.TensorBase.grad
 _REQUIRES_GRAD: Any = torch._C.TensorBase.requires_grad
 _plainly: Any = torch._C._disabled_torch_function_impl
-# The tensors whose gradients are converted before users see them.
+# The tensors whose gradients are converted before the user sees them.
 _CONVERTED: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def is_recorded(args: Arguments, options: Options) -> bool:
-    """Whether autograd wants to know of a call with these arguments."""
+    """Return whether autograd records a call with these arguments."""
     if not torch.is_grad_enabled():
         return False
     with torch._C.DisableTorchFunctionSubclass():
@@ -56,10 +56,10 @@ def is_recorded(args: Arguments, options: Options) -> bool:
 
 
 def run_recorded(operator: Operator, args: Arguments, options: Options) -> Any:
-    """Run a function so that backward through it is right.
+    """Run a function such that backward through it is correct.
 
     Raises:
-        RuntimeError: it writes into a tensor, which only functions outside of autograd may do here.
+        RuntimeError: the function writes to a tensor in a way that is only supported under ``torch.no_grad()``.
     """
     writes = operator.is_in_place or bool(options.get("inplace"))
     if options.get("out") is not None:
@@ -69,8 +69,8 @@ def run_recorded(operator: Operator, args: Arguments, options: Options) -> Any:
         )
     if operator.run in (run_foreach, run_foreach_norm):
         raise RuntimeError(
-            f"{operator.name} has no gradient here: {_names(args, options)}. fix: put it under torch.no_grad(), or "
-            "make one call per tensor"
+            f"{operator.name} has no gradient for sharded tensors: {_names(args, options)}. fix: put it under "
+            "torch.no_grad(), or make one call per tensor"
         )
     if writes and isinstance(args[0], PlacedTensor):
         return _write(operator, args, options)
@@ -92,17 +92,17 @@ def run_recorded(operator: Operator, args: Arguments, options: Options) -> Any:
 
 
 def _write(operator: Operator, args: Arguments, options: Options) -> Any:
-    """Run a function that writes into a sharded tensor, its first argument, which gets the history of its new values.
+    """Run a function that writes to its first argument, a sharded tensor; that tensor gets the new values' history.
 
     Raises:
-        RuntimeError: the tensor is a parameter, or a view of other rows; or the new values are this rank's own data.
+        RuntimeError: the tensor is a parameter or a view of other rows, or the new values are this rank's own data.
     """
     target = args[0]
     inplace = {name: value for name, value in options.items() if name == "inplace"}
     options = {name: value for name, value in options.items() if name != "inplace"}
 
     def changed(first: torch.Tensor, *others: Any, **named: Any) -> torch.Tensor:
-        # A copy: autograd may need the old values, and what it records must be no view of them.
+        # A copy, because autograd may need the old values, and must not record a view of them.
         copied = first.clone()
         operator.function(copied, *others, **named, **inplace)
         return copied
@@ -127,7 +127,7 @@ def _names(args: Arguments, options: Options) -> str:
 
 
 def _go_along(operator: Operator, args: Arguments, options: Options, rows: PlacedTensor) -> bool:
-    """Whether the local parts of all operands go with each other; of a cast the first one alone counts."""
+    """Return whether the local parts of all operands have the same rows. For a cast, only the first operand counts."""
     return operator.run is run_cast or all(
         isinstance(tensor, PlacedTensor)
         and tensor.window is None
@@ -157,7 +157,7 @@ def _run_on_parts(operator: Operator, args: Arguments, options: Options, rows: P
 
 
 def _run_on_wholes(operator: Operator, args: Arguments, options: Options, own: OwnData | None) -> Any:
-    """Call a function with every sharded tensor whole; of own data results are plain."""
+    """Call a function with every sharded tensor gathered. If an operand is this rank's own data, results are plain."""
     template = next(tensor for tensor in tensors_in(args, options) if isinstance(tensor, PlacedTensor))
     wholes: dict[int, tuple[torch.Tensor, int]] = {}
 
@@ -171,7 +171,7 @@ def _run_on_wholes(operator: Operator, args: Arguments, options: Options, own: O
         return wholes[id(tensor)][0]
 
     def result_of(tensor: torch.Tensor) -> torch.Tensor:
-        # A view of a gathered copy must not be written to unnoticed.
+        # A view of a gathered copy stays sharded, so that a write to it raises an error.
         if own is not None and not any(shares_memory(tensor, plain) for plain, _ in wholes.values()):
             return tensor
         return leave(tensor, template.with_whole(tensor.detach()))
@@ -195,16 +195,16 @@ def _sum(name: str, source: PlacedTensor, dtype: torch.dtype | None, keepdim: bo
     return leave(total, source.with_whole(total.detach()))
 
 
-# ---------------------------------------------------------------- in and out of plain tensors
+# ---------------------------------------------------------------- conversions to and from plain tensors
 
 
 def enter_local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the local part of a sharded tensor; its gradient becomes one of ``tensor``."""
+    """Return the local part of a sharded tensor. Its gradient becomes a gradient of ``tensor``."""
     return _enter(tensor, is_local=True)
 
 
 def enter_whole(tensor: torch.Tensor, beside: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the whole of a tensor; the mean over ranks of its gradient becomes one of ``tensor``.
+    """Return the whole of a tensor. The mean of its gradient over the ranks becomes a gradient of ``tensor``.
 
     Args:
         beside: as in ``whole_of``.
@@ -216,7 +216,7 @@ def enter_whole(tensor: torch.Tensor, beside: torch.Tensor | None = None) -> tor
 
 
 def leave(plain: torch.Tensor, result: PlacedTensor) -> PlacedTensor:
-    """Return ``result``, which stands for ``plain`` (its local part), with the history of ``plain``."""
+    """Return ``result``, whose local part is ``plain``, with the autograd history of ``plain``."""
     if not plain.requires_grad:
         return result
     left: PlacedTensor = _Leave.apply(plain, type(result), result._spec)  # type: ignore[no-untyped-call]  # torch's stub
@@ -231,7 +231,7 @@ def _enter(tensor: torch.Tensor, *, is_local: bool) -> torch.Tensor:
 
 
 class _Enter(torch.autograd.Function):
-    """From a sharded tensor to its local part, or to the plain whole of it."""
+    """Turn a sharded tensor into its local part, or into the whole plain tensor."""
 
     @staticmethod
     def forward(ctx: Any, tensor: PlacedTensor, is_local: bool) -> torch.Tensor:
@@ -244,13 +244,13 @@ class _Enter(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         if not ctx.is_local:
-            # A mean as in ``_AddUp``.
+            # The mean, as in ``_AddUp``.
             gradient = ctx.origin.cut(ctx.origin.all_reduce(gradient.clone(), "avg"))
         return RowsGradient(gradient.contiguous(), ctx.origin, ctx.shape), None
 
 
 class _Leave(torch.autograd.Function):
-    """From a plain part to the sharded tensor that it is the local part of."""
+    """Turn a plain local part into its sharded tensor."""
 
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, kind: type[PlacedTensor], spec: DTensorSpec) -> PlacedTensor:
@@ -273,7 +273,7 @@ class _Leave(torch.autograd.Function):
 
 
 class _Write(torch.autograd.Function):
-    """Into a sharded tensor, which has the history of ``value`` afterwards."""
+    """Write ``value`` to a sharded tensor, which then has the history of ``value``."""
 
     @staticmethod
     def forward(ctx: Any, target: PlacedTensor, value: PlacedTensor) -> PlacedTensor:
@@ -284,14 +284,14 @@ class _Write(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor]:
-        # ``value`` left a function of this file, whose backward brings the gradient into the rows of ``value``.
+        # ``value`` left through ``_Leave``, whose backward gives the gradient the rows of ``value``.
         return None, gradient
 
 
 class _AddUp(torch.autograd.Function):
-    """The sum of what the ranks have, on all of them.
+    """Sum the ranks' parts; every rank gets the sum.
 
-    Each rank goes its own way from there to its loss, and trained is the mean of the losses: backward takes the mean.
+    Each rank then computes its own loss, and training minimizes the mean of the losses. Backward therefore averages.
     """
 
     @staticmethod
@@ -305,13 +305,13 @@ class _AddUp(torch.autograd.Function):
         return ctx.distribution.all_reduce(gradient.clone(), "avg"), None
 
 
-# ---------------------------------------------------------------- gradients on their way
+# ---------------------------------------------------------------- gradients inside autograd
 
 
 class RowsGradient(torch.Tensor):
-    """A gradient of a sharded tensor between two functions of this file.
+    """A gradient of a sharded tensor on its way from one function of this file to another.
 
-    It is no DTensor, because the autograd engine adds gradients below the level at which ours keep their rows.
+    It is not a DTensor: the autograd engine adds gradients below the level at which a DTensor of ours keeps its rows.
     """
 
     local: torch.Tensor
@@ -319,7 +319,7 @@ class RowsGradient(torch.Tensor):
 
     @staticmethod
     def __new__(cls, local: torch.Tensor, distribution: Distribution, shape: torch.Size) -> RowsGradient:
-        """Wrap this rank's part of a gradient of a global shape."""
+        """Wrap this rank's part of a gradient; ``shape`` is the global shape."""
         made: RowsGradient = torch.Tensor._make_wrapper_subclass(
             cls, shape, strides=contiguous_stride(shape), dtype=local.dtype, device=local.device
         )
@@ -330,10 +330,10 @@ class RowsGradient(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Arguments = (), options: Options | None = None) -> Any:  # type: ignore[override]  # torch's stub
-        """Compute on the local parts what the engine does with gradients.
+        """Run the autograd engine's operators on the local parts.
 
         Raises:
-            PlacementError: anything but an element-wise function of gradients with the same rows.
+            PlacementError: the operator is not one of ``_ON_GRADIENTS``, or its operands have different rows.
         """
         tensors = [item for item in tensors_in(args, {}) if item.ndim or isinstance(item, RowsGradient)]
         first = next(item for item in tensors if isinstance(item, RowsGradient))
@@ -343,8 +343,8 @@ class RowsGradient(torch.Tensor):
         )
         if function._schema.name not in _ON_GRADIENTS or not is_alike:
             raise PlacementError(
-                f"{function} was called on a gradient of shape {tuple(first.shape)} on its way through backward; "
-                "register hooks with p.register_hook, which hands out DTensors"
+                f"{function} was called on a gradient of shape {tuple(first.shape)} on its way through backward. "
+                "fix: register hooks with p.register_hook(...), which passes DTensors to the hook"
             )
         result = function(*map_tensors(args, lambda item: getattr(item, "local", item)), **(options or {}))
         return map_tensors(result, lambda local: cls(local, first.distribution, first.shape))
@@ -354,7 +354,7 @@ _ON_GRADIENTS = frozenset({"aten::add", "aten::detach", "aten::clone", "aten::al
 
 
 def convert_gradients_of(tensor: Any) -> None:
-    """Make hooks on a tensor, and ``.grad``, get gradients of its own kind; called before hooks are registered."""
+    """Give hooks on a tensor, and ``.grad``, gradients of the tensor's own class. Call it before registering hooks."""
     with torch._C.DisableTorchFunctionSubclass():
         if tensor in _CONVERTED or not tensor.requires_grad:
             return
@@ -365,14 +365,14 @@ def convert_gradients_of(tensor: Any) -> None:
 
 
 def accept_plain_gradients(parameter: PlacedTensor) -> None:
-    """Take a plain gradient of a sharded parameter for this rank's: ``.grad`` gets the mean over ranks.
+    """Accept a plain gradient of a sharded parameter as this rank's gradient; ``.grad`` gets the mean over the ranks.
 
-    An ``autograd.Function`` takes a parameter without asking it, and may return a plain gradient of the whole of it.
-    Nothing is called before one comes. A parameter that is frozen when this is called is left as it is.
+    PyTorch passes parameters directly to an ``autograd.Function``, which may return a plain gradient of the whole
+    parameter. No code runs until such a gradient arrives. A parameter that is frozen when this is called is ignored.
     """
     if not _plainly(_REQUIRES_GRAD.__get__, (), (parameter,)):
         return
-    # A hook that held the parameter would be a cycle.
+    # A weak reference, because a hook that held its own parameter would be a reference cycle.
     reference = weakref.ref(parameter)
 
     @unserializable_hook  # type: ignore[untyped-decorator]  # torch leaves it untyped
@@ -391,7 +391,7 @@ def accept_plain_gradients(parameter: PlacedTensor) -> None:
 
 def _converter(tensor: PlacedTensor) -> Callable[[torch.Tensor], torch.Tensor]:
     kind, spec = type(tensor), tensor._spec
-    # What every rank of some axes holds must stay alike on them, whatever each one's loss made of it.
+    # Ranks that replicate the parameter must keep equal values, so gradients are averaged over them.
     replicas = tensor.distribution.replicating_axes if tensor.is_leaf else []
 
     def convert(gradient: torch.Tensor) -> torch.Tensor:
@@ -406,7 +406,8 @@ def _converter(tensor: PlacedTensor) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def _own_kind_of_grad(parameter: torch.Tensor) -> None:
-    # The engine stores what it got as a DTensor, or adds it to .grad; both forget the kind, and the latter the rows.
+    # The engine stores the gradient as a plain DTensor, or adds it to .grad. Both lose the class; the latter also loses
+    # the rows.
     assert isinstance(parameter, PlacedTensor)
     with torch._C.DisableTorchFunctionSubclass():
         gradient = _GRAD.__get__(parameter)
@@ -414,16 +415,16 @@ def _own_kind_of_grad(parameter: torch.Tensor) -> None:
             _GRAD.__set__(parameter, parameter.with_local(gradient._local_tensor))
 
 
-# ---------------------------------------------------------------- where backward starts from, and for whom
+# ---------------------------------------------------------------- calls of backward
 
 ASKED_CHECKS: list[Callable[[Sequence[Any], Sequence[Any]], None]] = []
-"""Called with what backward starts from, and what it is asked for the gradients of, where that is some tensors only."""
+"""Called with backward's start tensors and its ``inputs`` when gradients are requested for some tensors only."""
 
 
 def run_backward(operator: Operator, args: Arguments, options: Options) -> Any:
-    """Run ``backward`` or ``torch.autograd.grad`` from tensors, or for inputs, of which some are sharded.
+    """Run ``backward`` or ``torch.autograd.grad`` where some start tensors or inputs are sharded.
 
-    It starts from plain tensors, so that hooks run as they would without sharded ones.
+    Backward starts from plain tensors, so that hooks run as without sharded ones.
     """
     bound = _signature(operator.function).bind(*args, **options)
     given, (first, *_) = bound.arguments, bound.signature.parameters
@@ -447,7 +448,7 @@ def _listed(tensors: Any) -> list[Any]:
 
 
 def _plain_roots(tensors: Any, given: Any) -> tuple[list[Any], list[Any]]:
-    """Return what backward starts from, and with which gradients."""
+    """Return the tensors that backward starts from, and their initial gradients."""
     roots = _listed(tensors)
     gradients = _listed(given) if given is not None else [None] * len(roots)
     for index, (root, gradient) in enumerate(zip(roots, gradients, strict=True)):

@@ -1,7 +1,7 @@
-"""Boxes: a run of rows as the rectangular pieces that checkpoints are made of.
+"""Boxes: a range of flattened rows as the rectangular pieces that checkpoints store.
 
-PyTorch's distributed checkpoints know pieces by offsets and sizes. The rows of (E, a, b) that one rank has, flattened,
-are up to three such boxes: the end of one slice, whole slices, the beginning of another.
+PyTorch's distributed checkpoints describe pieces by offsets and sizes. A rank's rows of an (E, a, b) tensor, flattened,
+are up to three such boxes: the end of one slice, some whole slices, and the start of another.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dbuffer.errors import LayoutError
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """Offsets and sizes of one piece along the flattened dimensions, and where in the run its rows begin."""
+    """Offsets and sizes of one piece along the flattened dimensions; ``first`` is its first row within the range."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -33,14 +33,14 @@ class Box:
 
 
 def boxes_of_run(run: range, sizes: Sequence[int]) -> Iterator[Box]:
-    """Yield the boxes that make up consecutive positions of an index space, in order.
+    """Yield the boxes that make up a range of consecutive positions in an index space, in order.
 
     Args:
-        run: positions in row-major order. sizes: of the index space, (E, a) for expert weights (E, a, b).
+        run: positions in row-major order. sizes: sizes of the index space, (E, a) for expert weights (E, a, b).
     """
     steps, position = [math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))], run.start
     while position < run.stop:
-        # As many whole slices of the first dimension that has one here, up to the end of the slice around them.
+        # Take as many whole slices of the outermost possible dimension as fit in the range and the enclosing slice.
         dim = next(dim for dim, step in enumerate(steps) if position % step == 0 and position + step <= run.stop)
         offsets = tuple(position // step % size for step, size in zip(steps, sizes, strict=True))
         count = min((run.stop - position) // steps[dim], sizes[dim] - offsets[dim])
@@ -56,12 +56,12 @@ def _pieces(distribution: Distribution, shape: torch.Size) -> Iterator[tuple[Chu
 
 
 def chunks_of(distribution: Distribution, shape: torch.Size) -> list[ChunkStorageMetadata]:
-    """Return where this rank's rows lie in the whole tensor, for ``torch.distributed.checkpoint``."""
+    """Return the positions of this rank's rows in the whole tensor, for ``torch.distributed.checkpoint``."""
     return [chunk for chunk, _ in _pieces(distribution, shape)]
 
 
 def write_items_of(fqn: str, distribution: Distribution, shape: torch.Size, local: torch.Tensor) -> list[WriteItem]:
-    """Return what this rank saves of a tensor."""
+    """Return the write items of this rank's part of a tensor."""
     properties = TensorProperties.create_from_tensor(local)
     return [
         WriteItem(
@@ -76,10 +76,10 @@ def write_items_of(fqn: str, distribution: Distribution, shape: torch.Size, loca
 def shard_at(
     offset: torch.Size | None, distribution: Distribution, shape: torch.Size, local: torch.Tensor
 ) -> torch.Tensor:
-    """Return the piece of this rank's part that begins at an offset of the whole tensor, as a view.
+    """Return the piece of this rank's part that starts at an offset of the whole tensor, as a view.
 
     Raises:
-        LayoutError: none does.
+        LayoutError: no piece of this rank starts at the offset.
     """
     for chunk, box in _pieces(distribution, shape):
         if offset is None or tuple(chunk.offsets) == tuple(offset):
@@ -90,7 +90,7 @@ def shard_at(
 
 
 def own_rows(slices: torch.Tensor, placement: RaggedShard, rows: range) -> torch.Tensor:
-    """Return a rank's own rows of the slices of the first dimension that they touch, which PyTorch gave it."""
+    """Return this rank's own rows from the whole first-dimension slices that they touch, which PyTorch loaded."""
     flat = placement.by_rows(slices)
     if not rows:
         return flat[:0]

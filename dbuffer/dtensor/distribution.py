@@ -1,8 +1,8 @@
-"""How the elements of a DTensor are spread over its mesh, with rows that a flat buffer decides.
+"""Distribution: how the elements of a DTensor are spread over its mesh, with row counts from a flat buffer.
 
-A flat plan gives each rank a run of rows that no ``torch.chunk`` would: some ranks hold more, some none.
-``RaggedShard``, a ``Shard(0)`` with true, uneven row counts, answers PyTorch's questions (how many rows has rank r,
-from which on, split, gather) from the plan.
+A flat plan gives each rank a range of rows that differs from ``torch.chunk``: some ranks hold more rows, some none.
+``RaggedShard`` is a ``Shard(0)`` with these uneven row counts. From the plan it answers what PyTorch asks of a
+placement: how many rows a rank has, where they start, and how to split and gather.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from dbuffer.mesh import MeshAxis, cannot_send_cpu_tensors, mesh_axes
 
 @dataclass(frozen=True, slots=True)
 class FlatRows:
-    """Where the rows of one tensor lie in a flat buffer that is cut into equal shards.
+    """The position of a tensor's rows in a flat buffer that is cut into equal shards.
 
     Attributes:
-        tensor_offset: where the tensor starts in the buffer, in elements.
-        shard_numel: elements of the buffer in one shard.
-        row_numel: elements of one row: all dimensions but the first, or the last one alone (``RaggedShard``).
-        num_rows: how many there are.
+        tensor_offset: start of the tensor in the buffer, in elements.
+        shard_numel: elements of one shard of the buffer.
+        row_numel: elements of one row. A row is a slice of the first dimension, or of the last (see ``RaggedShard``).
+        num_rows: number of rows.
     """
 
     tensor_offset: int
@@ -42,7 +42,7 @@ class FlatRows:
     num_rows: int
 
     def of_shard(self, shard: int) -> range:
-        """Return the rows in one shard, empty where there are none; rows without elements are in the first."""
+        """Return the rows in one shard; empty if there are none. Rows without elements are in shard 0."""
         if self.row_numel == 0:
             return range(self.num_rows) if shard == 0 else range(self.num_rows, self.num_rows)
         return range(self._first_row_at(shard * self.shard_numel), self._first_row_at((shard + 1) * self.shard_numel))
@@ -52,21 +52,21 @@ class FlatRows:
 
 
 class RaggedShard(Shard):
-    """A ``Shard(0)`` whose boundaries are those of a flat buffer: a few integers, whatever the number of ranks.
+    """A ``Shard(0)`` with the boundaries of a flat buffer. Its size does not depend on the number of ranks.
 
     Args:
-        rows: where the tensor's rows lie.
-        axis_sizes: for a mesh that was flattened, the sizes of its axes; their last one is the major one of the buffer,
-            while ranks of a flattened mesh count the first one slowest. Empty where rank r holds shard r.
-        leading: (E, a) where rows are those of all dimensions but the last, flattened: expert weights (E, a, b) may be
-            cut between any two of their E * a rows, and local parts are 2-D. Else empty.
+        rows: the position of the tensor's rows in the buffer.
+        axis_sizes: for a flattened mesh, the sizes of its original axes. The buffer's major axis is the last one, while
+            a flattened mesh counts ranks with the first axis slowest. Empty: rank r holds shard r.
+        leading: (E, a) if a row is a slice of the last dimension of an (E, a, b) tensor. Expert weights may then be
+            cut between any two of their E * a rows, and local parts are 2-D. Otherwise empty.
     """
 
     rows: FlatRows
     axis_sizes: tuple[int, ...]
     leading: tuple[int, ...]
 
-    # The base class is a compiled one that takes the dimension alone.
+    # The base class is compiled; its __new__ takes only the dimension.
     def __new__(cls, rows: FlatRows, axis_sizes: tuple[int, ...] = (), leading: tuple[int, ...] = ()) -> RaggedShard:
         """Create the placement; see the class."""
         return super().__new__(cls, 0)  # type: ignore[call-arg]  # the stub lacks the argument
@@ -79,21 +79,21 @@ class RaggedShard(Shard):
 
     @property
     def is_flattened(self) -> bool:
-        """Whether rows are those of all dimensions but the last, flattened."""
+        """True if a row is a slice of the last dimension, with all other dimensions flattened."""
         return bool(self.leading)
 
     def _key(self) -> tuple[FlatRows, tuple[int, ...], tuple[int, ...]]:
         return (self.rows, self.axis_sizes, self.leading)
 
-    # PyTorch compares placements with a plain Shard(0) in operator strategies and expects equality there; between two
-    # of these the rows decide, and they are part of the hash: the sharding cache must not hand one layout to another.
+    # PyTorch's operator strategies compare placements with a plain Shard(0) and expect equality. Two RaggedShards
+    # compare by their rows, which are also hashed: the sharding cache must not use one layout for another.
     def __eq__(self, other: object) -> bool:
         if isinstance(other, RaggedShard):
             return self._key() == other._key()
         if type(other) is not Shard or other.dim != 0:
             return False
-        # Not for whole specs: DTensor's sharding cache looks up by spec, and compares whatever shares a bucket. A hit
-        # there would give a tensor that PyTorch cut itself the rows of this one, or the reverse.
+        # Not equal inside the comparison of whole specs: DTensor's sharding cache looks up specs with it. A hit would
+        # give a tensor that PyTorch cut itself the rows of this one, or the reverse.
         return sys._getframe(1).f_code.co_name != "_check_equals"
 
     def __ne__(self, other: object) -> bool:
@@ -112,7 +112,7 @@ class RaggedShard(Shard):
         return "S(0)"
 
     def rows_of(self, rank: int) -> range:
-        """Return the rows that one rank holds, empty where it holds none."""
+        """Return the rows that one rank holds; empty if it holds none."""
         shard, weight = 0, math.prod(self.axis_sizes)
         if not self.axis_sizes:
             return self.rows.of_shard(rank)
@@ -123,20 +123,20 @@ class RaggedShard(Shard):
         return self.rows.of_shard(shard)
 
     def by_rows(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return a whole tensor with its rows along the first dimension, as a view where it is contiguous."""
+        """Return a whole tensor with its rows along the first dimension; a view if the tensor is contiguous."""
         return whole.reshape(-1, whole.shape[-1]) if self.is_flattened else whole
 
     def _local_shard_size_and_offset(self, curr_local_size: int, num_chunks: int, rank: Any) -> tuple[int, Any]:
         rows = self.rows_of(int(rank))
         if not self.is_flattened:
             return len(rows), rows.start
-        # PyTorch can only say which slices of the first dimension a rank has: those that its rows touch.
+        # PyTorch can only express whole slices of the first dimension: those that the rank's rows touch.
         in_slice = max(self.rows.num_rows // max(curr_local_size, 1), 1)
         first = rows.start // in_slice
         return (-(-rows.stop // in_slice) - first if rows else 0), first
 
     def local_shard_size_and_offset(self, curr_local_size: Any, num_chunks: int, rank: Any) -> tuple[Any, Any]:  # type: ignore[override]
-        """Return (rows, first row) of one rank: PyTorch asks this of placement objects too."""
+        """Return (number of rows, first row) of one rank; PyTorch calls this on placements."""
         return self._local_shard_size_and_offset(curr_local_size, num_chunks, rank)
 
     def _split_tensor(
@@ -193,7 +193,7 @@ class RaggedShard(Shard):
     def _gather_traced(
         self, whole: torch.Tensor, local: torch.Tensor, rows: Sequence[range], axis: MeshAxis
     ) -> torch.Tensor:
-        """Gather parts that are padded to one size: what a compiler has an operator for."""
+        """Gather parts that are padded to equal size, because a compiler has only that operator."""
         most = max(map(len, rows))
         padded = whole.new_zeros((most, *whole.shape[1:]))
         padded[: local.shape[0]] = local
@@ -227,15 +227,15 @@ def _pad_rows(tensor: torch.Tensor, num_rows: int) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=65536)
 def ragged_shard(rows: FlatRows, axis_sizes: tuple[int, ...] = (), leading: tuple[int, ...] = ()) -> RaggedShard:
-    """Return one object for equal arguments: weights, gradients and optimizer state then compare by identity."""
+    """Return the same object for equal arguments, so that weights, gradients and state compare by identity."""
     return RaggedShard(rows, axis_sizes, leading)
 
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """The placements of a tensor on a mesh, and the data movement between its local part and the whole tensor.
+    """The placements of a tensor on a mesh, and the collectives between its local part and the whole tensor.
 
-    At most one placement is a ``RaggedShard``; the axes before it may cut the tensor by ``Shard`` (tensor parallelism).
+    At most one placement is a ``RaggedShard``. Earlier axes may cut the tensor by ``Shard`` (tensor parallelism).
     """
 
     mesh: DeviceMesh
@@ -243,24 +243,24 @@ class Distribution:
 
     @classmethod
     def of(cls, tensor: DTensor) -> Distribution:
-        """Return how a DTensor is spread."""
+        """Return the distribution of a DTensor."""
         return cls(tensor._spec.mesh, tensor._spec.placements)
 
     @property
     def is_whole(self) -> bool:
-        """Whether every rank holds all elements."""
+        """True if every rank holds all elements."""
         return all(placement.is_replicate() for placement in self.placements)
 
     @property
     def ragged(self) -> RaggedShard | None:
-        """The placement that cuts slices of the first dimension, if it is the only one that cuts."""
+        """The ``RaggedShard``, if it is the only placement that cuts and it cuts between slices of dimension 0."""
         cuts = [placement for placement in self.placements if not placement.is_replicate()]
         if len(cuts) != 1 or not isinstance(cuts[0], RaggedShard) or cuts[0].is_flattened:
             return None
         return cuts[0]
 
     def local_box(self, shape: torch.Size) -> tuple[list[int], torch.Size]:
-        """Return where the part along the axes before the ragged one begins in the whole tensor, and its shape."""
+        """Return the offsets and the shape of the part that the ``Shard`` axes leave to this rank."""
         offsets, sizes = [0] * len(shape), list(shape)
         for axis, placement in zip(mesh_axes(self.mesh), self.placements, strict=True):
             if type(placement) is Shard:
@@ -270,7 +270,7 @@ class Distribution:
 
     @property
     def rows(self) -> range:
-        """The rows of this rank where ``ragged`` is not None."""
+        """The rows of this rank under the ``RaggedShard``."""
         for axis, placement in zip(mesh_axes(self.mesh), self.placements, strict=True):
             if isinstance(placement, RaggedShard):
                 return placement.rows_of(axis.rank)
@@ -283,18 +283,18 @@ class Distribution:
 
     @property
     def replicating_axes(self) -> list[MeshAxis]:
-        """The axes whose ranks hold the same elements, but for axes of one rank."""
+        """The axes, of more than one rank, whose ranks hold the same elements."""
         return [axis for axis in mesh_axes(self.mesh) if axis.size > 1 and axis not in self.cutting_axes]
 
     @property
     def is_flattened(self) -> bool:
-        """Whether ranks hold rows of all dimensions but the last, so that local parts are 2-D."""
+        """True if a row is a slice of the last dimension, so that local parts are 2-D."""
         return any(isinstance(placement, RaggedShard) and placement.is_flattened for placement in self.placements)
 
     def gather(self, local: torch.Tensor, shape: torch.Size, of: DTensor | None = None) -> torch.Tensor:
-        """Return the whole tensor, in memory of its own unless ``is_whole``; all ranks of the mesh call it together.
+        """Return the whole tensor, in memory of its own unless ``is_whole``. All ranks of the mesh must call this.
 
-        ``of``: what is gathered, for its name in errors.
+        ``of``: the tensor that is gathered, for its name in errors.
         """
         self._check_backend(local)
         part, placements = local, list(self.placements)
@@ -313,7 +313,7 @@ class Distribution:
         """Return this rank's part of a tensor that all ranks hold whole, as a view of it.
 
         Raises:
-            PlacementError: a placement that is not ``Replicate``, ``Shard`` or ``RaggedShard``.
+            PlacementError: a placement is not ``Replicate``, ``Shard`` or ``RaggedShard``.
         """
         part = whole
         for axis, placement in zip(mesh_axes(self.mesh), self.placements, strict=True):
@@ -324,20 +324,20 @@ class Distribution:
                 part = part.narrow(placement.dim, *_chunk(part.shape[placement.dim], axis))
             elif not placement.is_replicate():
                 raise PlacementError(
-                    f"no rank has a part of a whole tensor under placement {placement!r} of {self.placements}; "
-                    "redistribute that DTensor to Replicate or Shard first"
+                    f"no rank has a part of a whole tensor under placement {placement!r} of {self.placements}. "
+                    "fix: redistribute that DTensor to Replicate() or Shard() first"
                 )
         return part
 
     def all_reduce(self, tensor: torch.Tensor, op: str, of: DTensor | None = None) -> torch.Tensor:
-        """Combine what the ranks found in their own parts, in place; ``op`` as in ``collectives.all_reduce``."""
+        """Reduce what the ranks computed from their own parts, in place; ``op`` as in ``collectives.all_reduce``."""
         self._check_backend(tensor)
         for axis in self.cutting_axes:
             read_reduce(tensor, axis, op, of)
         return tensor
 
     def _check_backend(self, tensor: torch.Tensor) -> None:
-        """Refuse a tensor in CPU memory where the mesh's process group communicates those of GPUs alone."""
+        """Raise for a tensor in CPU memory if the mesh's process group only supports GPU tensors."""
         if tensor.device.type != "cpu":
             return
         if any(axis.size > 1 and cannot_send_cpu_tensors(axis.gather_group) for axis in self.cutting_axes):
@@ -349,9 +349,9 @@ class Distribution:
 
 
 def _chunk(size: int, axis: MeshAxis) -> tuple[int, int]:
-    """Return where this rank's part of a dimension begins, and its size.
+    """Return the start and the size of this rank's part of a dimension.
 
-    By torch.chunk's rule, which Shard follows: equal chunks rounded up, the last ranks may get less or nothing.
+    It follows torch.chunk, as Shard does: equal chunks, rounded up; the last ranks may get less or nothing.
     """
     most = -(-size // axis.size)
     start = min(axis.rank * most, size)

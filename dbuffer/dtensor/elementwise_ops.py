@@ -1,4 +1,4 @@
-"""Element-wise functions on sharded tensors: each rank computes its own rows, and the result has them too."""
+"""Element-wise functions on sharded tensors: each rank computes its rows, and the result has the same rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dbuffer.errors import PlacementError
 
 
 def run_by_rows(operator: Operator, args: Arguments, options: Options) -> Any:
-    """Compute the rows of this rank; operands with other rows are brought into them first."""
+    """Compute this rank's rows. Operands with other rows are gathered and cut to these rows first."""
     reference = find_reference(operator, args, options)
     if reference is None:
         return run_on_whole(operator, args, options)
@@ -33,7 +33,7 @@ def run_by_rows(operator: Operator, args: Arguments, options: Options) -> Any:
 
 
 def find_reference(operator: Operator, args: Arguments, options: Options) -> DTensor | None:
-    """Return the operand whose rows the result has; None where the result has no operand's rows."""
+    """Return the operand whose rows the result has; None if the result follows no operand."""
     operands = [item for item in (*args, *options.values()) if isinstance(item, torch.Tensor)]
     shape = operands[0].shape
     if any(other.shape != shape for other in operands):
@@ -50,10 +50,10 @@ def find_reference(operator: Operator, args: Arguments, options: Options) -> DTe
         candidates = candidates or (placed if plain_numel == 1 else [])
         is_own = any(item.numel() > 1 for item in operands if not isinstance(item, DTensor))
         if is_own and not is_replication_implied() and all(item.shape != shape for item in placed):
-            # Activations beside weights, whose result is each rank's own.
+            # Activations combined with weights: the result belongs to this rank alone.
             return None
     for candidate in candidates:
-        # Through a window only whole tensors can be read or written.
+        # A tensor with a window is only read or written as a whole.
         if isinstance(candidate, DTensor) and getattr(candidate, "window", None) is None:
             distribution = Distribution.of(candidate)
             has_rows = distribution.is_whole or (distribution.ragged is not None and has_rows_of(candidate, shape))
@@ -63,9 +63,9 @@ def find_reference(operator: Operator, args: Arguments, options: Options) -> DTe
 
 
 def part_of(tensor: torch.Tensor, reference: DTensor) -> torch.Tensor:
-    """Return the plain part of an operand that goes with the local part of ``reference``.
+    """Return the plain part of an operand that matches the local part of ``reference``.
 
-    Communicates only where the operand has other rows.
+    Communicates only if the operand has other rows.
     """
     if tensor is reference:
         return reference._local_tensor
@@ -81,15 +81,15 @@ def part_of(tensor: torch.Tensor, reference: DTensor) -> torch.Tensor:
 
 
 def has_rows_of(tensor: torch.Tensor, shape: torch.Size) -> bool:
-    """Whether a tensor has as many dimensions as a shape, and as many rows."""
+    """Return whether a tensor has as many dimensions and rows as ``shape``."""
     return len(tensor.shape) == len(shape) > 0 and tensor.shape[0] == shape[0]
 
 
 def wrapped(result: Any, template: PlacedTensor) -> Any:
-    """Return tensors in a result as tensors with the rows of ``template``."""
+    """Return ``result`` with its tensors wrapped as tensors with the rows of ``template``."""
 
     def wrap(tensor: torch.Tensor) -> torch.Tensor:
-        # A compiler puts tensors of its own in the place of plain ones.
+        # A compiler may return tensors of its own class.
         if isinstance(tensor, DTensor):
             return tensor
         return template.with_whole(tensor) if template.is_whole else template.with_rows(tensor)
@@ -102,7 +102,7 @@ def _first_placed(args: Sequence[Any], options: Options) -> PlacedTensor:
 
 
 def accurate(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which partial results are added: FP32 where rounding each rank's would show."""
+    """Return the dtype in which partial results are summed: FP32 for 16-bit types, to avoid rounding on each rank."""
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
@@ -114,7 +114,7 @@ def _local(item: Any) -> Any:
 
 
 def run_cast(operator: Operator, args: Arguments, options: Options) -> Any:
-    """Change dtype or device of the local part; a second tensor only says which."""
+    """Change dtype or device of the local part. A second tensor argument only specifies them."""
     located, named = map_tensors(args, _local), {name: _local(item) for name, item in options.items()}
     source = args[0]
     if not isinstance(source, PlacedTensor):
@@ -127,7 +127,7 @@ def run_cast(operator: Operator, args: Arguments, options: Options) -> Any:
 
 
 def run_factory(operator: Operator, args: Arguments, options: Options) -> Any:
-    """Make a new tensor: with the rows of the first one where it has that shape, else one that all ranks hold."""
+    """Make a new tensor: with the first argument's rows if it has the same shape, otherwise replicated."""
     source, *rest = args
     if not isinstance(source, PlacedTensor):
         return operator.function(source, *map_tensors(rest, whole_of), **options)
@@ -144,7 +144,7 @@ def run_factory(operator: Operator, args: Arguments, options: Options) -> Any:
 
 
 def run_random_like(operator: Operator, args: Arguments, options: Options) -> Any:
-    """Draw the whole tensor on every rank, like a tensor that is not sharded, and keep this rank's rows."""
+    """Draw the whole tensor on every rank, as for an unsharded tensor, and keep this rank's rows."""
     source = args[0] if args else None
     if not isinstance(source, PlacedTensor) or source.window is not None:
         return run_on_whole(operator, args, options)
@@ -157,7 +157,7 @@ def run_random_like(operator: Operator, args: Arguments, options: Options) -> An
 
 
 def run_foreach(operator: Operator, args: Arguments, options: Options) -> Any:
-    """Compute element-wise over lists, each position in the rows of its tensor in the first list."""
+    """Run a foreach function; each position uses the rows of its tensor in the first list."""
     references = args[0]
     if any(getattr(tensor, "window", None) is not None for tensor in references):
         return run_on_whole(operator, args, options)
@@ -180,10 +180,10 @@ def _located(operator: Operator, index: int, item: Any, references: Sequence[tor
         return whole_of(item, references[0])
     if not isinstance(item, (list, tuple)) or not item or not isinstance(item[0], torch.Tensor):
         return item
-    # Fused optimizers write into all lists but that of the gradients, and a copy in other rows would be lost.
+    # Fused optimizers write into all lists except the gradients. Writes to a copy with other rows would be lost.
     must_match = operator.name.startswith("_fused_") and index >= 2
     return [
-        # The case of every optimizer step, and twenty times as fast as a comparison.
+        # The case in every optimizer step; twenty times as fast as comparing the layouts.
         tensor._local_tensor
         if isinstance(tensor, PlacedTensor)
         and isinstance(reference, DTensor)
@@ -201,18 +201,18 @@ def _at_position(tensor: torch.Tensor, reference: torch.Tensor, must_match: bool
     if must_match and tensor.ndim and part is not _local(tensor):
         raise PlacementError(
             f"a fused optimizer got state of shape {tuple(tensor.shape)} that is not laid out like its parameter of "
-            f"shape {tuple(reference.shape)}; make state with torch.zeros_like(p), or use foreach=True"
+            f"shape {tuple(reference.shape)}. fix: make state with torch.zeros_like(p), or use foreach=True"
         )
     return part
 
 
 def run_unscale(operator: Operator, args: Arguments, options: Options) -> None:
-    """Unscale gradients in place and tell every rank whether any rank found a value that is not finite."""
+    """Unscale gradients in place, and tell every rank whether any rank found a non-finite value."""
     gradients, found, *rest = args
     plain = [whole_of(item) if isinstance(item, torch.Tensor) else item for item in (found, *rest)]
     if any(isinstance(item, torch.Tensor) and item.device.type == "cpu" and item.is_pinned() for item in plain):
-        # GradScaler copies the scale and the flag to offloaded gradients without waiting for the GPU, on which they may
-        # still be computed.
+        # GradScaler copies the scale and the flag to offloaded gradients without waiting for the GPU, which may still
+        # be computing them.
         torch.cuda.synchronize()
     operator.function([_local(item) for item in gradients], *plain, **options)
     spread = [Distribution.of(gradient) for gradient in gradients if isinstance(gradient, DTensor)]

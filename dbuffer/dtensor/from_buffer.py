@@ -1,4 +1,4 @@
-"""From a flat buffer to the DTensors that users see, over the buffer's own memory."""
+"""Make the DTensors that users see, over a flat buffer's own memory."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from dbuffer.layout import Layout, cuts_inside_slices, first_dimension_granulari
 from dbuffer.mesh import flattened_mesh, mesh_axes
 from dbuffer.placements import flat_axes
 
-# What every DLPack version exchanges; other dtypes (float8, bool) keep the view.
+# The dtypes that every DLPack version supports. Others (float8, bool) keep a view of the buffer.
 _DLPACK_DTYPES = frozenset(
     getattr(torch, name) for name in "float64 float32 float16 bfloat16 int64 int32 int16 int8 uint8".split()
 )
 
-# Placements with rows come from here alone.
+# Here, because only this file creates placements with rows.
 keep_rows_of_placements()
 
 
@@ -51,8 +51,8 @@ def buffer_dtensor(
     if is_flattened and layout.plan.granularities[index].unit_numel(shape) % shape[-1]:
         raise LayoutError(
             f"{name}: tensor {index} of shape {tuple(shape)} may be cut inside a row, by "
-            f"{layout.plan.granularities[index]}; use Row(), or {first_dimension_granularity(shape)}, for it to have a "
-            "DTensor"
+            f"{layout.plan.granularities[index]}, which no DTensor can describe. fix: plan it with granularity=Row() "
+            f"or {first_dimension_granularity(shape)}"
         )
     row_numel, num_rows = math.prod(shape[1:]), shape[0]
     leading = tuple(shape[:-1]) if is_flattened else ()
@@ -70,7 +70,7 @@ def _wrap(
 ) -> FlatDTensor:
     distribution = Distribution(mesh, placements)
     if not shape.numel() and not distribution.is_whole:
-        # A buffer cannot tell on which rank rows without elements are; the placement says it.
+        # A buffer cannot say which rank has rows without elements; the placement does.
         local = local.new_empty((len(distribution.rows), *local.shape[1:]))
     rows = local if is_view else _standalone(local)
     return FlatDTensor(rows, _spec_of(mesh, placements, shape, local.dtype), requires_grad=False)
@@ -80,7 +80,7 @@ _SPECS: weakref.WeakValueDictionary[tuple[Any, ...], DTensorSpec] = weakref.Weak
 
 
 def _spec_of(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size, dtype: torch.dtype) -> DTensorSpec:
-    # One object for weights, gradients and optimizer state of one plan: list operators then compare by identity.
+    # One object for the weights, gradients and optimizer state of a plan, so that foreach compares by identity.
     key = (id(mesh), placements, tuple(type(placement) for placement in placements), shape, dtype)
     spec = _SPECS.get(key)
     if spec is None:
@@ -90,14 +90,14 @@ def _spec_of(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.S
 
 
 def _standalone(view: torch.Tensor) -> torch.Tensor:
-    """Return a tensor on the memory of ``view`` whose storage is that memory alone.
+    """Return a tensor on the memory of ``view`` whose storage covers only that memory.
 
-    A view would bring the whole flat buffer along when it is pickled.
+    Pickling a view would pickle the whole flat buffer.
     """
     if view.numel() == 0 or view.is_meta:
         return torch.empty_like(view)
     if view.dtype not in _DLPACK_DTYPES:
         return view
-    # PyTorch exports from the current GPU alone.
+    # PyTorch exports only from the current GPU.
     with torch.cuda.device(view.device) if view.is_cuda else nullcontext():
         return from_dlpack(view)

@@ -1,4 +1,4 @@
-"""Functions on whole tensors: gather, call, write each rank's rows back, and hand out results that all ranks hold."""
+"""Functions on whole tensors: gather, call, write back each rank's rows, and return replicated results."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ Options = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """One function.
+    """A PyTorch function, and how it runs on sharded tensors.
 
     Attributes:
-        run: how it is called. name: without the marks of a dunder or an in-place function.
-        is_in_place: whether it writes into its first argument. overwrites: whether it never reads what was there.
-        is_differentiable: whether autograd may have to record it. is_element_wise: whether it works element by element.
+        run: the handler. name: the function's name without the underscores of a dunder or an in-place function.
+        is_in_place: it writes to its first argument. overwrites: it does so without reading the old values.
+        is_differentiable: autograd may have to record it. is_element_wise: it works element by element.
     """
 
     function: Callable[..., Any]
@@ -38,11 +38,11 @@ class Operator:
 
 
 def run_on_whole(operator: Operator, args: Arguments, options: Options) -> Any:
-    """Call a function with every tensor whole; right for whatever PyTorch has, at the price of gathering.
+    """Call a function with every sharded tensor gathered. Correct for any PyTorch function, but it costs a gather.
 
-    What the function changes in place is written back into this rank's rows. Results are tensors that all ranks hold;
-    a view of a sharded tensor is a window, through which in-place functions write. Of own data results are plain
-    (``own_data``).
+    In-place changes are written back to each rank's rows. Results are replicated tensors. A view of a sharded tensor
+    is returned as a window, and in-place functions write through it. If an operand is this rank's own data, results
+    are plain (``own_data``).
     """
     own = own_data_of(
         tensors_in(args, options),
@@ -60,23 +60,23 @@ def run_on_whole(operator: Operator, args: Arguments, options: Options) -> Any:
 
 
 class _Gathered:
-    """The whole tensors of one call, which tensors they stand for, and what became of them."""
+    """The gathered tensors of one call, the operands they stand for, and their results."""
 
     def __init__(self, operator: Operator, own: OwnData | None, beside: PlacedTensor | None) -> None:
         self._operator, self._own, self._beside = operator, own, beside
-        # By identity of the sharded tensor, with its version: two windows onto one tensor must see the same memory.
+        # Keyed by identity of the sharded tensor, with its version: two windows on one tensor share its gathered copy.
         self._wholes: dict[int, tuple[DTensor, torch.Tensor, int]] = {}
         self._stand_ins: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._template: PlacedTensor | None = None
 
     def plain(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the whole plain tensor that stands for an operand."""
+        """Return the whole plain tensor to use for an operand."""
         if not isinstance(tensor, DTensor):
             plain = tensor if self._own is not None else whole_of(tensor, self._beside)
         else:
             window = getattr(tensor, "window", None)
             root = tensor if window is None else window.base
-            # What is overwritten by the first argument of a random function need not be gathered.
+            # A random function overwrites its first argument, which therefore need not be gathered.
             overwrites = self._operator.overwrites and self._template is None and window is None
             if id(root) not in self._wholes:
                 self._wholes[id(root)] = (root, *self._gathered(root, overwrites=overwrites))
@@ -92,7 +92,7 @@ class _Gathered:
     def _gathered(self, root: DTensor, *, overwrites: bool) -> tuple[torch.Tensor, int]:
         if isinstance(root, PlacedTensor) and root.is_whole:
             return root._local_tensor, -1
-        # What inference mode makes counts no changes.
+        # Tensors made in inference mode have no version counter.
         with torch.inference_mode(False):
             if overwrites and isinstance(root, PlacedTensor):
                 whole = torch.empty(root.shape, dtype=root.dtype, device=root._local_tensor.device)
@@ -101,7 +101,7 @@ class _Gathered:
         return whole, whole._version
 
     def write_back(self) -> None:
-        """Take over what was changed in place."""
+        """Write in-place changes back to this rank's rows."""
         for root, whole, version in self._wholes.values():
             if whole is root._local_tensor or whole._version == version:
                 continue
@@ -110,7 +110,7 @@ class _Gathered:
             if whole.shape != shape:
                 raise PlacementError(
                     f"{self._operator.name} in place would change the shape of a sharded tensor from {tuple(shape)} to "
-                    f"{tuple(whole.shape)}; use the variant that returns a new tensor"
+                    f"{tuple(whole.shape)}. fix: use the variant that returns a new tensor"
                 )
             if self._own is not None:
                 raise PlacementError(
@@ -121,7 +121,7 @@ class _Gathered:
             root._local_tensor.copy_(Distribution.of(root).cut(whole))
 
     def wrapped(self, result: torch.Tensor) -> torch.Tensor:
-        """Return what the caller gets for one resulting tensor."""
+        """Return what the caller gets for one result tensor: an operand, a window, or a plain or replicated tensor."""
         if isinstance(result, DTensor):
             return result
         if id(result) in self._stand_ins:
@@ -137,18 +137,18 @@ class _Gathered:
     def _view(self, template: PlacedTensor, root: DTensor, whole: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
         if not isinstance(root, PlacedTensor) or view.dtype is not whole.dtype:
             raise PlacementError(
-                f"{self._operator.name} would return a view with other elements or another dtype of a tensor that is "
-                "sharded; take a copy, p.full_tensor(), and view that"
+                f"{self._operator.name} would return a view of a sharded tensor with another dtype or with other "
+                "elements. fix: take a copy, p.full_tensor(), and view that"
             )
         root.is_unshared = False
-        # A small view must not keep the whole tensor alive.
+        # Cloned, because a small view would keep the whole tensor alive.
         result = template.with_whole(view if view.numel() == whole.numel() else view.clone())
         result.window = Window(root, view.shape, view.stride(), int(view.storage_offset()))
         return result
 
 
 def shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors look at the same memory."""
+    """Return whether two tensors share memory."""
     if one.layout is not torch.strided or other.layout is not torch.strided:
         return False
     return bool(torch._C._is_alias_of(one, other))  # type: ignore[attr-defined]  # the stub lacks it

@@ -1,8 +1,8 @@
-"""DTensors that users make from the placements of a sharded tensor: they get its rows, and its operators.
+"""DTensors that users make from a sharded tensor's placements: they become ``FlatDTensor`` with the same rows.
 
 ``DTensor.from_local(local, p.device_mesh, p.placements)``, ``DTensor(local, p._spec, ...)``, ``redistribute`` and
-``zeros(..., placements=...)`` all end in ``DTensor.__new__``. It makes a ``FlatDTensor`` where a placement is a
-``RaggedShard``: PyTorch's own operators would forget the rows (docs/design/facade.md, "Made by hand").
+``zeros(..., placements=...)`` all end in ``DTensor.__new__``. It is replaced, to make a ``FlatDTensor`` if a placement
+is a ``RaggedShard``. PyTorch's own operators would lose the rows (docs/design/facade.md, "Made by hand").
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _make: Any = PlacedTensor.__new__
 
 
 def keep_rows_of_placements() -> None:
-    """Let ``DTensor`` make a ``FlatDTensor`` where a placement is a ``RaggedShard``, from now on."""
+    """Make ``DTensor`` create a ``FlatDTensor`` for placements with a ``RaggedShard``, from now on."""
     kind: Any = DTensor
     kind.__new__ = staticmethod(_make_by_placements)
 
 
 def _make_by_placements(cls: type[DTensor], local_tensor: torch.Tensor, spec: DTensorSpec, **options: Any) -> DTensor:
-    """Make a DTensor; a ``FlatDTensor`` where its placements say which rows each rank has."""
+    """Make a DTensor, or a ``FlatDTensor`` if its placements have a ``RaggedShard``."""
     if cls is DTensor and any(isinstance(placement, RaggedShard) for placement in spec.placements):
         cls, local_tensor = FlatDTensor, _rows_of_slices(local_tensor, spec)
         spec = _spec_with_rows(local_tensor, spec)
@@ -40,7 +40,7 @@ def _make_by_placements(cls: type[DTensor], local_tensor: torch.Tensor, spec: DT
 
 
 def _rows_of_slices(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
-    """Return this rank's own rows of what PyTorch cut: of expert weights it knows only whole slices."""
+    """Return this rank's own rows of what PyTorch cut; for expert weights PyTorch can only cut whole slices."""
     ragged = next(placement for placement in spec.placements if isinstance(placement, RaggedShard))
     if not ragged.leading or local.ndim != len(ragged.leading) + 1 or local.ndim == 2 or not _is_of_this_rank(spec):
         return local
@@ -48,21 +48,21 @@ def _rows_of_slices(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
 
 
 def _is_of_this_rank(spec: DTensorSpec) -> bool:
-    """Whether this rank is part of the mesh."""
+    """Return whether this rank is part of the mesh."""
     return spec.mesh.get_coordinate() is not None
 
 
 def _spec_with_rows(local: torch.Tensor, spec: DTensorSpec) -> DTensorSpec:
-    """Return the spec with the true global shape; PyTorch takes every rank to have as many rows as this one.
+    """Return the spec with the true global shape; PyTorch assumes that every rank has as many rows as this one.
 
     Raises:
         PlacementError: the local part does not have the rows that the placement gives this rank, or the global shape
-            is another one.
+            is wrong.
     """
     meta = spec.tensor_meta
     assert meta is not None
     if not _is_of_this_rank(spec) or not all(type(size) is int for size in (*local.shape, *meta.shape)):
-        # Not of this rank, or of a compiler that has symbols for sizes.
+        # Either this rank is not in the mesh, or a compiler uses symbolic sizes.
         return spec
     distribution = Distribution(spec.mesh, spec.placements)
     ragged = next(placement for placement in spec.placements if isinstance(placement, RaggedShard))
@@ -70,7 +70,7 @@ def _spec_with_rows(local: torch.Tensor, spec: DTensorSpec) -> DTensorSpec:
     if not local.ndim or local.shape[0] != num_rows:
         raise PlacementError(
             f"rank {torch.distributed.get_rank()}: found a local part of shape {tuple(local.shape)}, but the placement "
-            f"gives this rank {num_rows} rows of {ragged.rows.num_rows}, as the flat buffer lies. fix: "
+            f"gives this rank {num_rows} rows of {ragged.rows.num_rows}, as in the flat buffer. fix: "
             "distribute_tensor(whole, mesh, [Shard(0)]) for parts of equal size, or a local part like p.to_local()"
         )
     if _fits(distribution, ragged, local, meta.shape):
@@ -84,8 +84,8 @@ def _spec_with_rows(local: torch.Tensor, spec: DTensorSpec) -> DTensorSpec:
     if tuple(meta.shape) != tuple(guessed):
         raise PlacementError(
             f"found shape={tuple(meta.shape)} with placements of a tensor with {ragged.rows.num_rows} rows and a local "
-            f"part of shape {tuple(local.shape)}. fix: shape=p.shape, stride=p.stride() of the tensor whose placements "
-            "these are"
+            f"part of shape {tuple(local.shape)}. fix: shape=p.shape, stride=p.stride() of the tensor p that has these "
+            "placements"
         )
     changed = copy.copy(spec)
     changed._hash = None
@@ -94,7 +94,7 @@ def _spec_with_rows(local: torch.Tensor, spec: DTensorSpec) -> DTensorSpec:
 
 
 def _fits(distribution: Distribution, ragged: RaggedShard, local: torch.Tensor, shape: torch.Size) -> bool:
-    """Whether a local part is what a tensor of a global shape has on this rank."""
+    """Return whether this rank's part of a tensor of the global shape would have the shape of ``local``."""
     if len(shape) != len(local.shape) + max(len(ragged.leading) - 1, 0):
         return False
     part = distribution.local_box(shape)[1]

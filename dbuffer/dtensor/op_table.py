@@ -1,4 +1,4 @@
-"""How each function of PyTorch runs on a sharded tensor; what is not known to be otherwise runs on whole tensors."""
+"""Table of how each PyTorch function runs on a sharded tensor. Functions not listed run on whole tensors."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ from dbuffer.dtensor.reduction_ops import run_foreach_norm, run_reduction
 Handler = Callable[[Operator, Arguments, Options], Any]
 
 OPERATORS: dict[Callable[..., Any], Operator] = {}
-"""Those that were asked for."""
+"""Operators looked up so far."""
 
 _DIFFERENTIABLE = (run_by_rows, run_cast, run_foreach, run_foreach_norm, run_reduction, run_on_whole)
-# Element-wise whatever the overload; each has an in-place variant of the same name and an underscore, or none.
+# Element-wise in every overload. Each has an in-place variant with a trailing underscore, or none.
 _ELEMENT_WISE = frozenset(
     """abs absolute acos acosh add addcdiv addcmul angle arccos arccosh arcsin arcsinh arctan arctan2 arctanh asin asinh
     atan atan2 atanh bitwise_and bitwise_left_shift bitwise_not bitwise_or bitwise_right_shift bitwise_xor ceil celu
@@ -53,7 +53,7 @@ _ELEMENT_WISE = frozenset(
     silu sin sinc sinh softplus softshrink softsign sqrt square sub subtract tan tanh tanhshrink threshold true_divide
     trunc where xlogy zero alias lift_fresh record_stream and or xor lshift rshift""".split()
 )
-# Dunders by what stands between the underscores; "i" and "r" in front are the in-place and the reflected one.
+# Names of dunder methods without underscores. A leading "i" marks the in-place variant, "r" the reflected one.
 _DUNDERS = frozenset("add sub mul div truediv floordiv mod pow and or xor lshift rshift".split())
 _COMPARISONS = frozenset("eq ne lt le gt ge neg pos abs invert".split())
 
@@ -115,7 +115,7 @@ _TABLES: tuple[tuple[frozenset[str], Handler], ...] = (
 
 
 def operator_of(function: Callable[..., Any]) -> Operator:
-    """Return how a function that PyTorch hands to ``__torch_function__`` runs."""
+    """Return how to run a function that PyTorch passes to ``__torch_function__``."""
     if function not in OPERATORS:
         OPERATORS[function] = _operator_of(function)
     return OPERATORS[function]
@@ -127,13 +127,13 @@ def _operator_of(function: Callable[..., Any]) -> Operator:
         return _property_access(function, name)
     schema = getattr(function, "_schema", None)
     if schema is not None:
-        # torch.ops.aten.add_.Tensor and its like.
+        # An overload such as torch.ops.aten.add_.Tensor.
         name = schema.name.rpartition("::")[2]
     if _is_collective(function):
         return Operator(function, refuse_collective, name)
     base, is_in_place = _stem(name)
     run = run_backward if function is torch.autograd.grad else _handler(name, base)
-    # The functions of torch.nn.init see to it themselves that autograd does not record.
+    # The functions of torch.nn.init disable autograd themselves.
     is_recorded = (
         run in _DIFFERENTIABLE and name not in _LIKE and getattr(function, "__module__", "") != "torch.nn.init"
     )
@@ -142,9 +142,9 @@ def _operator_of(function: Callable[..., Any]) -> Operator:
 
 
 def _is_collective(function: Callable[..., Any]) -> bool:
-    """Whether a function sends tensors to other ranks: one of ``torch.distributed``, or an operator of c10d."""
+    """Return whether a function communicates: a function of ``torch.distributed``, or a c10d operator."""
     schema = getattr(function, "_schema", None)
-    # An operator of one signature, or of all.
+    # One overload of an operator has a schema; the whole operator has a qualified name.
     operator = getattr(function, "_qualified_op_name", "") if schema is None else schema.name
     if operator:
         return operator.partition("::")[0] in _COLLECTIVE_NAMESPACES
@@ -171,7 +171,7 @@ def _property_access(function: Callable[..., Any], access: str) -> Operator:
 
 
 def _stem(name: str) -> tuple[str, bool]:
-    """Return the name without what marks a dunder or an in-place function, and whether it is in place."""
+    """Return the name without the underscores of a dunder or an in-place function, and whether it is in place."""
     if name.startswith("__") and name.endswith("__"):
         inner = name[2:-2]
         if inner in _COMPARISONS or inner in _DUNDERS:

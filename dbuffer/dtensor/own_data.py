@@ -1,7 +1,7 @@
-"""Calls that compute with a sharded tensor and plain tensors that hold this rank's own data, such as activations.
+"""Calls with a sharded tensor and plain tensors that hold this rank's own data, such as activations.
 
-Each rank calls the function with the whole of what is sharded, and the result is a plain tensor of this rank's.
-Backward takes the mean over ranks of the gradients of the sharded tensor, as of ``full_tensor()``.
+Each rank calls the function with the whole sharded tensor, and gets a plain tensor of its own as the result. Backward
+averages the gradients of the sharded tensor over the ranks, as for ``full_tensor()``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class OwnData:
     """The operands of one call that hold this rank's own data.
 
     Args:
-        tensors: the plain operands. sharded: the sharded ones.
+        tensors: the plain operands. sharded: the sharded operands.
     """
 
     def __init__(self, tensors: list[torch.Tensor], sharded: list[PlacedTensor]) -> None:
@@ -32,14 +32,14 @@ class OwnData:
         self._dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
 
     def cast(self, tensor: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-        """Return ``whole`` in the dtype that the owner of ``tensor`` computes in, where own data have that dtype."""
+        """Return ``whole`` in its owner's compute dtype, if this rank's own data have that dtype."""
         named = label_of(tensor)
         if named is None or whole.dtype in self._dtypes or named.compute_dtype not in self._dtypes:
             return whole
         return whole.to(named.compute_dtype)
 
     def warn(self, function: str) -> None:
-        """Warn once of each parameter that is trained this way: it is slow."""
+        """Warn once per parameter that is trained through such a call, because it is slow."""
         for tensor in self._sharded:
             named = label_of(tensor)
             if named is not None and tensor.requires_grad and tensor not in _WARNED:
@@ -55,15 +55,15 @@ class OwnData:
 def own_data_of(
     operands: Iterable[torch.Tensor], *, is_in_place: bool, is_element_wise: bool, is_recorded: bool
 ) -> OwnData | None:
-    """Return the own data among the operands of a call; None where every plain operand counts as equal on all ranks.
+    """Return this rank's own data among the operands; None if all plain operands count as equal on all ranks.
 
-    Plain tensors are no own data where they are written into sharded ones, or where the result of an element-wise
-    function has the shape of a sharded operand: that is arithmetic on weights (a mask, an average), not a use of them.
-    There only a plain tensor that requires a gradient is own data.
+    Plain tensors written into sharded ones are not own data. Neither are plain operands of an element-wise function
+    whose result has the shape of a sharded operand: that is arithmetic on weights (a mask, an average), not a use of
+    the weights. In that case only a plain tensor that requires grad is own data.
 
     Args:
-        operands: of the call. is_in_place: whether it writes into the first one. is_element_wise: as above.
-        is_recorded: whether autograd records the call.
+        operands: all operands. is_in_place: the call writes to its first operand. is_element_wise: see above.
+        is_recorded: autograd records the call.
     """
     tensors = list(operands)
     sharded = [tensor for tensor in tensors if isinstance(tensor, PlacedTensor)]
@@ -74,7 +74,7 @@ def own_data_of(
         return None
     plain = [tensor for tensor in tensors if not isinstance(tensor, DTensor)]
     trained = [tensor for tensor in plain if is_recorded and tensor.requires_grad]
-    # One element may be a factor, which all ranks hold alike.
+    # A single element counts as a factor that is equal on all ranks.
     is_large = [tensor.numel() > 1 or (tensor.ndim > 0 and not is_element_wise) for tensor in plain]
     if not trained and not any(is_large):
         return None

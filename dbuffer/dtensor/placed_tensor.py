@@ -1,4 +1,4 @@
-"""The tensor that stands for a sharded one, without its operators: local part, placements, and the way to the whole."""
+"""PlacedTensor: the base of sharded tensors, without operators: local part, placements, and access to the whole."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ AnyPlaced = TypeVar("AnyPlaced", bound="PlacedTensor")
 _REQUIRES_GRAD: Any = torch._C.TensorBase.requires_grad
 _GRAD: Any = torch.Tensor.grad
 _get_grad, _set_grad = _GRAD.__get__, _GRAD.__set__
-# Calls a function without the overrides of subclasses, in less time than it takes to switch them off and on.
+# Calls a function without the overrides of subclasses; faster than disabling and enabling them.
 _plainly: Any = torch._C._disabled_torch_function_impl
 NUM_FLAGS_SET = [0]
-"""How often any sharded tensor was frozen or unfrozen so far: one number to look at instead of each."""
+"""How often any sharded tensor was frozen or unfrozen. Code that checks for such changes compares this one number."""
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What a view shows that no rank has rows of: elements of the whole ``base``, which is gathered at each use.
+    """The elements of a view that does not follow the ranks' rows; each use gathers ``base``.
 
     Attributes:
-        base: the tensor that was viewed. size, stride, offset: of the view into the contiguous whole, in elements.
+        base: the tensor that was viewed. size, stride, offset: the view into the contiguous whole, in elements.
     """
 
     base: PlacedTensor
@@ -41,15 +41,15 @@ class Window:
     offset: int
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return the view of ``whole``, which is ``base`` gathered."""
+        """Return the view of ``whole``, the gathered ``base``."""
         return whole.as_strided(self.size, self.stride, self.offset)
 
 
 class GradDrops:
-    """Calls a function when ``.grad`` of tensors that share it is set to None by Python code.
+    """Calls a function when Python code sets ``.grad`` to None on one of the tensors that share this object.
 
     Attributes:
-        last: the only tensor of which it is called; None for any.
+        last: call the function only for this tensor; None: for any tensor.
     """
 
     __slots__ = ("function", "last")
@@ -62,17 +62,17 @@ class GradDrops:
 class PlacedTensor(DTensor):
     """A DTensor with a local part, as operators see it.
 
-    Shape, dtype, dimensions and ``.grad``, which optimizers read of all parameters in every step, are answered in
-    Python: asking PyTorch would take the way of an operator.
+    Optimizers read shape, dtype, dimensions and ``.grad`` of all parameters in every step. These are answered in
+    Python, because through PyTorch each would cost as much as an operator.
 
     Attributes:
-        window: for a view of other elements than this rank's rows, where they are; the local part is a copy then.
-        is_unshared: whether the memory is new and nothing else looks at it, so that it may be replaced.
-        has_exact_norms: whether norms are taken of the gathered whole, so that no sharding changes their bits.
-        on_grad_dropped: what is called when ``.grad`` is set to None by Python code.
-        pending_grad: what ``.grad`` shows instead of what it is, until it is set.
-        gradient_of: the parameter whose ``.grad`` this is, where its memory takes that parameter's next gradients: any
-            other one is given a copy of it.
+        window: set for a view that does not follow this rank's rows; the local part is then a copy.
+        is_unshared: whether the memory is new and no other tensor uses it, so that it may be replaced.
+        has_exact_norms: whether norms are computed from the gathered whole, with the same bits for any sharding.
+        on_grad_dropped: called when Python code sets ``.grad`` to None.
+        pending_grad: what ``.grad`` returns instead of its real value, until it is set.
+        gradient_of: the parameter whose ``.grad`` this is, if its memory also receives that parameter's next gradients.
+            Assigning this tensor to ``.grad`` of another parameter copies it.
     """
 
     window: Window | None = None
@@ -83,11 +83,11 @@ class PlacedTensor(DTensor):
     gradient_of: weakref.ref[torch.Tensor] | None = None
 
     if not TYPE_CHECKING:
-        # Before ``made_by_hand`` gives DTensor another one.
+        # Taken before ``made_by_hand`` replaces DTensor's ``__new__``.
         __new__ = DTensor.__new__
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        """Do nothing: DTensor's own costs as much as an operator."""
+        """Do nothing, because DTensor's own costs as much as an operator."""
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
@@ -106,7 +106,7 @@ class PlacedTensor(DTensor):
 
     @property
     def requires_grad(self) -> bool:
-        """As of any tensor; a property of its own so that a change is noticed."""
+        """As of any tensor. It is overridden to count changes."""
         with torch._C.DisableTorchFunctionSubclass():
             flag: bool = _REQUIRES_GRAD.__get__(self)
             return flag
@@ -147,29 +147,29 @@ class PlacedTensor(DTensor):
 
     @property
     def distribution(self) -> Distribution:
-        """How the elements are spread."""
+        """How the elements are distributed over the mesh."""
         return Distribution(self._spec.mesh, self._spec.placements)
 
     @property
     def is_whole(self) -> bool:
-        """Whether every rank holds all elements, or looks at them through a window."""
+        """True if every rank can see all elements: they are replicated, or this is a view through a window."""
         return all(placement.is_replicate() for placement in self._spec.placements)
 
     def whole(self) -> torch.Tensor:
-        """Return the whole tensor without a record for autograd; all ranks call it. Its memory may be this tensor's."""
+        """Return the whole tensor, unrecorded by autograd; all ranks call it. It may share this tensor's memory."""
         if self.window is not None:
             return self.window.of(self.window.base.whole())
         return self.distribution.gather(self._local_tensor, self.shape, self)
 
     def with_local(self: AnyPlaced, local: torch.Tensor) -> AnyPlaced:
-        """Return a tensor of the same global shape, rows and kind over another local part of any dtype."""
+        """Return a tensor of the same class, global shape and rows with another local part, of any dtype."""
         spec = self._spec
         if local.dtype is not self.dtype:
             spec = _respecified(spec, TensorMeta(self.shape, _meta(self).stride, local.dtype))
         return type(self)(local, spec, requires_grad=False)
 
     def with_rows(self: AnyPlaced, local: torch.Tensor) -> AnyPlaced:
-        """Return a tensor whose local part has the same rows as this one's, of any shape and dtype otherwise."""
+        """Return a tensor whose local part has the same rows as this tensor's, but may have other columns and dtype."""
         if not local.is_contiguous():
             local = local.contiguous()
         meta, shape = _meta(self), local.shape
@@ -181,7 +181,7 @@ class PlacedTensor(DTensor):
         return type(self)(local, _respecified(self._spec, TensorMeta(shape, stride, local.dtype)), requires_grad=False)
 
     def with_whole(self: AnyPlaced, whole: torch.Tensor) -> AnyPlaced:
-        """Return a tensor that all ranks hold alike, on the same mesh."""
+        """Return a tensor that is replicated on the same mesh."""
         mesh = self._spec.mesh
         meta = TensorMeta(whole.shape, whole.stride(), whole.dtype)
         spec = DTensorSpec(mesh, tuple(Replicate() for _ in range(mesh.ndim)), tensor_meta=meta)
@@ -189,7 +189,7 @@ class PlacedTensor(DTensor):
 
 
 def keep_from_dynamo(accessor: property) -> None:
-    """Have compiled code break its graph at a property and run it as it is: Dynamo has no word for what it calls."""
+    """Make compiled code break its graph at a property and run it uncompiled, because Dynamo cannot trace it."""
     frames = torch._C._dynamo.eval_frame
     strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
     for function in (accessor.fget, accessor.fset):
@@ -207,20 +207,20 @@ def _meta(tensor: DTensor) -> TensorMeta:
 
 
 def _respecified(spec: DTensorSpec, meta: TensorMeta) -> DTensorSpec:
-    # A copy keeps what __post_init__ would work out again from the placements.
+    # A copy avoids recomputing what __post_init__ derives from the placements.
     changed = copy.copy(spec)
     changed.tensor_meta = meta
     return changed
 
 
 def is_laid_out_like(tensor: DTensor, reference: DTensor) -> bool:
-    """Whether the local parts hold the same rows of two tensors with the same number of rows."""
+    """Return whether the local parts of two tensors with equal numbers of rows hold the same rows."""
     mine, theirs = tensor._spec, reference._spec
     if mine is theirs:
         return True
     if mine.mesh is not theirs.mesh and mine.mesh != theirs.mesh:
         return False
-    # A RaggedShard equals a plain Shard(0), which says nothing of the rows.
+    # A RaggedShard compares equal to a plain Shard(0), which does not have its rows.
     return all(
         one is other or (type(one) is type(other) and one == other)
         for one, other in zip(mine.placements, theirs.placements, strict=True)
@@ -228,13 +228,13 @@ def is_laid_out_like(tensor: DTensor, reference: DTensor) -> bool:
 
 
 def whole_of(tensor: torch.Tensor, beside: torch.Tensor | None = None) -> torch.Tensor:
-    """Return an operand as one whole plain tensor, without a record for autograd.
+    """Return an operand as one whole plain tensor, unrecorded by autograd.
 
     Args:
-        beside: the sharded operand that it is used with, for the message.
+        beside: the sharded operand of the same call, for the message.
     Raises:
-        PlacementError: a plain tensor of more than one element, which may differ from rank to rank, outside of
-            PyTorch's ``implicit_replication``.
+        PlacementError: the tensor is plain and has more than one element. Its values may differ between ranks, unless
+            PyTorch's ``implicit_replication`` is on.
     """
     if isinstance(tensor, PlacedTensor):
         return tensor.whole()
@@ -252,16 +252,16 @@ def whole_of(tensor: torch.Tensor, beside: torch.Tensor | None = None) -> torch.
     )
 
 
-# ---------------------------------------------------------------- what tensors are called
+# ---------------------------------------------------------------- names of tensors in messages
 
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """What messages say of a sharded tensor, and how its owner computes with it.
+    """The name of a sharded tensor in messages, and the dtype its owner computes in.
 
     Attributes:
-        words: returns the tensor's name and whose it is. fix: what to do where it is used outside of its unit.
-        compute_dtype: of the copy that its owner computes with.
+        words: returns the tensor's name and its owner. fix: what the user should do to use it outside its unit.
+        compute_dtype: dtype of the copy that the owner computes with.
     """
 
     words: Callable[[], str]
@@ -273,12 +273,12 @@ _LABELS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def label(tensor: torch.Tensor, named: Label) -> None:
-    """Name a sharded tensor for messages."""
+    """Set the name of a sharded tensor for messages."""
     _LABELS[tensor] = named
 
 
 def label_of(tensor: torch.Tensor | None) -> Label | None:
-    """Return the label of a sharded tensor, or of what it is a view or the gradient of; None where it has none."""
+    """Return the label of a sharded tensor, or of the tensor that it is a view of; None if there is none."""
     if not isinstance(tensor, PlacedTensor):
         return None
     found: Label | None = _LABELS.get(tensor)
@@ -288,7 +288,7 @@ def label_of(tensor: torch.Tensor | None) -> Label | None:
 
 
 def words_of(tensor: torch.Tensor | None) -> str:
-    """Return what to call a sharded tensor in a message."""
+    """Return a description of a tensor for messages."""
     owner = None if tensor is None else getattr(tensor, "gradient_of", None)
     if owner is not None and (named := label_of(owner())) is not None:
         return f"the gradient of {named.words()}"
@@ -301,5 +301,5 @@ def words_of(tensor: torch.Tensor | None) -> str:
 
 
 def is_replication_implied() -> bool:
-    """Whether plain tensors count as equal on all ranks (PyTorch's ``implicit_replication``)."""
+    """Return whether plain tensors count as equal on all ranks (PyTorch's ``implicit_replication``)."""
     return bool(DTensor._op_dispatcher._allow_implicit_replication)

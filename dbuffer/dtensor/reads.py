@@ -1,8 +1,9 @@
-"""Reads: what operators on sharded tensors communicate, on a communicator of their own, after comparing what all read.
+"""Reads: collectives of operators on sharded tensors, on their own communicator, after a check that all ranks agree.
 
-A rank that reads alone (``if rank == 0: log(p.norm().item())``) must meet neither a gather of the engine nor another
-read. On CPUs the ranks exchange 8 bytes first, a digest of what each is about to read; they differ on all ranks or on
-none. On other devices the host would have to wait for that, and only the communicator keeps reads apart.
+If only one rank calls such an operator (``if rank == 0: log(p.norm().item())``), its collective must not pair with a
+gather of the engine or with another read. On CPUs the ranks therefore first exchange 8 bytes, a digest of what each is
+about to read; all of them see whether the digests differ. On other devices the host would have to wait for this
+exchange, so there only the separate communicator protects reads.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from dbuffer.mesh import MeshAxis, job_timeout
 from dbuffer.whereabouts import SOON, others_stand, place, reason_of, wait_longer
 
 NAMERS: list[Callable[[DTensor], str | None]] = []
-"""Functions that return the name of a parameter, or of the gradient of one; None for a tensor that they do not know."""
+"""Functions that return the name of a parameter or of a parameter's gradient; None for an unknown tensor."""
 
-# How many steps of optimizers this rank has begun over parameters that lie on a communicator.
+# How many optimizer steps this rank has begun over parameters on a communicator.
 _NUM_STEPS: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 _WORDS_BYTES = 512
 _FIX = (
@@ -37,12 +38,12 @@ _FIX = (
 
 
 def read_gather(output: torch.Tensor, shard: torch.Tensor, axis: MeshAxis, of: DTensor | str | None = None) -> None:
-    """Gather as ``collectives.all_gather`` for an operator.
+    """All-gather for an operator, as ``collectives.all_gather``.
 
     Args:
-        of: the tensor that is read, or words for it, for errors and to compare it.
+        of: the tensor that is read, or a description of it; it is compared across ranks and named in errors.
     Raises:
-        ReadError: on all ranks, when they read different things; when another rank does not read.
+        ReadError: on all ranks if they read different tensors; on this rank if another rank does not read.
     """
     _read("all of", output, axis, of, (), lambda axis, works: collectives.all_gather(output, shard, axis, works))
 
@@ -50,23 +51,23 @@ def read_gather(output: torch.Tensor, shard: torch.Tensor, axis: MeshAxis, of: D
 def read_gather_uneven(
     whole: torch.Tensor, parts: Sequence[torch.Tensor], axis: MeshAxis, of: DTensor | str | None = None
 ) -> None:
-    """Gather parts of ``whole``, one of each rank, as ``collectives_together.gather_uneven``; see ``read_gather``."""
+    """All-gather parts of ``whole``, one per rank, as ``collectives_together.gather_uneven``; see ``read_gather``."""
     sizes = tuple(part.numel() for part in parts)
     _read("all of", whole, axis, of, sizes, lambda axis, works: gather_uneven(parts, axis, works))
 
 
 def read_reduce(tensor: torch.Tensor, axis: MeshAxis, op: str, of: DTensor | str | None = None) -> None:
-    """Reduce as ``collectives.all_reduce`` for an operator; see ``read_gather``."""
+    """All-reduce for an operator, as ``collectives.all_reduce``; see ``read_gather``."""
     _read(f"a {op} over", tensor, axis, of, (), lambda axis, works: collectives.all_reduce(tensor, axis, op, works))
 
 
 def reduce_norm(tensor: torch.Tensor, axis: MeshAxis, op: str, of: DTensor | str) -> None:
-    """Reduce parts of norms of gradients, as ``collectives.all_reduce``, without comparing what the ranks read.
+    """All-reduce partial norms of gradients, as ``collectives.all_reduce``, without comparing what the ranks read.
 
-    Training clips gradients in every step, so this costs one collective and no more. On other devices than CPUs it runs
-    on the engine's own communicator, because another one would take memory. On CPUs an all-reduce pairs with no other
-    kind of collective, and each step has gathers between its norms, so that a norm of one rank alone waits until the
-    timeout.
+    Training clips gradients in every step, so this issues a single collective. On devices other than CPUs it runs on
+    the engine's own communicator, because another communicator would take memory. On CPUs an all-reduce never pairs
+    with another kind of collective, and gathers run between the norms of two steps. A norm that only one rank takes
+    therefore waits until the timeout, instead of pairing wrongly.
     """
     if axis.size == 1 or is_traced(tensor) or not tensor.is_cpu:
         collectives.all_reduce(tensor, axis, op)
@@ -76,7 +77,7 @@ def reduce_norm(tensor: torch.Tensor, axis: MeshAxis, op: str, of: DTensor | str
 
 
 def count_step(groups: Iterable[dist.ProcessGroup]) -> None:
-    """Note a step over parameters whose ranks the groups are: reads of one weight before and after it are not alike."""
+    """Count an optimizer step for these communicators, so that reads before and after it have different digests."""
     for group in groups:
         _NUM_STEPS[group] = _NUM_STEPS.get(group, 0) + 1
 
@@ -117,7 +118,7 @@ def _issue(axis: MeshAxis, what: str, issue: Callable[[MeshAxis, Any], None]) ->
 
 
 def _compare(axis: MeshAxis, digest: int, what: str, num_steps: int) -> None:
-    """Raise on every rank if any two are about to read different things."""
+    """Raise on every rank if any two ranks are about to read different tensors."""
     if not axis.gathers_by_gloo:
         return
     with torch.inference_mode(False):

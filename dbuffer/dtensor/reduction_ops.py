@@ -1,4 +1,4 @@
-"""Sums, means, norms and extremes of sharded tensors: each rank reduces its rows, one all-reduce does the rest."""
+"""Sums, means, norms and extremes of sharded tensors: each rank reduces its rows, then one all-reduce combines them."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from dbuffer.dtensor.reads import read_reduce, reduce_norm
 
 _NORMS = frozenset({"norm", "vector_norm", "linalg_vector_norm"})
 _EXTREMES = frozenset({"amax", "amin", "max", "min"})
-# What one all-reduce finishes of integers, too.
+# These can be completed by one all-reduce for integer tensors too.
 _OF_INTEGERS = frozenset({"sum", "any", "all"})
 
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """What one call asks for.
+    """The arguments of one reduction.
 
     Attributes:
-        dims: the dimensions to reduce, never negative, ascending. keepdim: whether they stay, of size 1.
-        dtype: of the result, None for PyTorch's own choice. order: of a norm.
+        dims: the dimensions to reduce, non-negative and ascending. keepdim: whether they stay, with size 1.
+        dtype: dtype of the result; None: PyTorch's default. order: order of a norm.
     """
 
     dims: tuple[int, ...]
@@ -39,7 +39,7 @@ class Reduction:
 
 
 def run_reduction(operator: Operator, args: Arguments, options: Options) -> Any:
-    """Reduce a tensor: by rows where the rows stay, else every rank its own rows, then all of them together."""
+    """Reduce a tensor: each row locally if rows are kept; otherwise each rank's rows, then over the ranks."""
     source, name = args[0] if args else None, operator.name
     if name in ("max", "min") and len(list(tensors_in(args, options))) > 1:
         return run_by_rows(operator, args, options)
@@ -53,11 +53,11 @@ def run_reduction(operator: Operator, args: Arguments, options: Options) -> Any:
         return wrapped(operator.function(source._local_tensor, *args[1:], **options), source)
     local, dims, is_full = source._local_tensor, reduction.dims, len(reduction.dims) == source.ndim
     if is_full and not reduction.keepdim:
-        # Local parts may have other dimensions than the tensor.
+        # A local part may have fewer dimensions than the tensor.
         local, dims = local.reshape(-1), (0,)
     elif not has_rows:
         return run_on_whole(operator, args, options)
-    # With a dimension, they also say where.
+    # max and min with a dimension also return indices.
     has_one_value = name not in ("max", "min") or (len(args) == 1 and not options)
     if not has_one_value or not (source.dtype.is_floating_point or name in _OF_INTEGERS):
         return run_on_whole(operator, args, options)
@@ -68,7 +68,7 @@ def run_reduction(operator: Operator, args: Arguments, options: Options) -> Any:
 def _reduced(
     name: str, source: PlacedTensor, local: torch.Tensor, dims: tuple[int, ...], reduction: Reduction
 ) -> torch.Tensor | None:
-    """Return the result on all ranks; None where no all-reduce finds it."""
+    """Return the result, equal on all ranks; None if an all-reduce cannot compute it."""
     keepdim = reduction.keepdim
     all_reduce = functools.partial(source.distribution.all_reduce, of=source)
     dtype = reduction.dtype or (source.dtype if source.dtype.is_floating_point else torch.int64)
@@ -78,7 +78,7 @@ def _reduced(
             total.div_(math.prod(source.shape[dim] for dim in reduction.dims))
         return total.to(dtype)
     if name in ("any", "all"):
-        # The ranks that found one of what decides.
+        # The maximum over the ranks of how many deciding elements each rank has.
         sought = local.bool() if name == "any" else local.logical_not()
         found = all_reduce(torch.sum(sought, dims, keepdim), "max").bool()
         return found if name == "any" else found.logical_not()
@@ -96,10 +96,10 @@ def _reduced(
 
 def _largest(source: PlacedTensor, local: torch.Tensor, dims: tuple[int, ...], keepdim: bool) -> torch.Tensor:
     if local.numel() == 0 and source.shape.numel():
-        # A rank without rows takes part with what no value is below.
+        # A rank without rows contributes the smallest value.
         local = local.new_full([size or 1 for size in local.shape], float("-inf"))
     part = torch.amax(local, dims, keepdim)
-    # Not every backend lets a value that is not a number win.
+    # NaNs are reduced separately, because not every backend propagates them.
     nan = torch.isnan(part).to(torch.float32)
     part.nan_to_num_(nan=float("-inf"), posinf=float("inf"), neginf=float("-inf"))
     for each in (part, nan):
@@ -108,7 +108,7 @@ def _largest(source: PlacedTensor, local: torch.Tensor, dims: tuple[int, ...], k
 
 
 def parse_reduction(operator: Operator, args: Arguments, options: Options) -> Reduction | None:
-    """Return what a call asks for; None where it is spelled in a way that is left to whole tensors."""
+    """Return the arguments of a call as a ``Reduction``; None for call forms that run on whole tensors."""
     rest = (*args[1:], *options.values())
     if not args or options.get("out") is not None or any(isinstance(item, torch.Tensor) for item in rest):
         return None
@@ -132,11 +132,11 @@ def parse_reduction(operator: Operator, args: Arguments, options: Options) -> Re
 
 
 def run_foreach_norm(operator: Operator, args: Arguments, options: Options) -> Any:
-    """Return one norm per tensor of a list, with one all-reduce for all that are spread over the same axes."""
+    """Return one norm per tensor of a list, with one all-reduce for all tensors that are sharded over the same axes."""
     tensors: Sequence[torch.Tensor] = args[0]
     order = float(options.get("ord", args[1] if len(args) > 1 else 2.0))
     if order <= 0 or any(isinstance(tensor, PlacedTensor) and tensor.has_exact_norms for tensor in tensors):
-        # Of a list that is gathered, one tensor at a time takes memory.
+        # One tensor at a time, because gathering the whole list takes memory.
         return [torch.linalg.vector_norm(tensor, order) for tensor in tensors]
     dtype = options.get("dtype", args[2] if len(args) > 2 else None)
     groups: dict[tuple[Any, ...], list[int]] = {}
@@ -159,7 +159,7 @@ def run_foreach_norm(operator: Operator, args: Arguments, options: Options) -> A
 
 
 def _spread(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return what tensors have in common whose norms one all-reduce may add up."""
+    """Return a key; tensors with equal keys can share one all-reduce of their norms."""
     if not isinstance(tensor, DTensor):
         return (tensor.device, tensor.dtype)
     local, spec = tensor._local_tensor, tensor._spec
@@ -169,7 +169,7 @@ def _spread(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _is_in_parts(tensor: torch.Tensor) -> bool:
-    # Of partial sums no rank has elements, and a window's local part is a copy.
+    # A rank has no elements of a partial sum.
     if not isinstance(tensor, DTensor) or any(one.is_partial() for one in tensor._spec.placements):
         return False
     return not all(one.is_replicate() for one in tensor._spec.placements)
@@ -182,7 +182,7 @@ def _norms_of_parts(tensors: Sequence[torch.Tensor], order: float) -> Any:
         for tensor in tensors
     ]
     if order == math.inf:
-        # No element is no reason to complain on a rank without rows.
+        # The infinity norm of no elements raises an error; a rank without rows uses 0 instead.
         parts = [
             part.new_zeros(1) if not part.numel() and tensor.shape.numel() else part
             for part, tensor in zip(parts, tensors, strict=True)

@@ -1,1 +1,1 @@
-"""Where tensors sit in flat buffers of equal shards, with as little padding as two orders and a bisection find."""
+"""Plans of flat buffers in equal shards, with little padding: two tensor orders, and a bisection of the shard size."""

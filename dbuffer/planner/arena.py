@@ -1,10 +1,13 @@
-"""Arena: offsets in one block of memory for buffers that come and go, known before the first of them comes.
+"""Arena: fixed offsets in one block of memory for buffers with known lifetimes.
 
-This is dynamic storage allocation: rectangles, as wide as a buffer is held and as high as it is large, may move up and
-down only, and the highest top should be low. It is NP-hard (Garey and Johnson, 1979, problem SR2). The most bytes held
-at once are a lower bound. Buffers are placed one by one, by start or by size, each as low, or as high below the bound,
-as those before leave room that it meets. From the best of these, with all of them low or all high, annealing turns runs
-of buffers near one that lies above the bound; what is placed after them moves only where it meets what has moved.
+This is the dynamic storage allocation problem. Each buffer is a rectangle: its width is its lifetime, its height its
+size. Rectangles may move only vertically, and the highest top shall be low. The problem is NP-hard (Garey and Johnson,
+1979, problem SR2). The most bytes held at once are a lower bound.
+
+Buffers are placed one by one, ordered by start or by size, each as low as possible, or as high as possible below the
+bound, next to the buffers that it overlaps in time. That gives four plans: two orders, all low or all high. Annealing
+improves the best of them. It picks a buffer that lies above the bound and flips neighbours in the order between low and
+high. Later buffers move only if they meet a moved one.
 """
 
 from __future__ import annotations
@@ -16,18 +19,18 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 ALIGNMENT = 512
-"""Bytes that offsets are multiples of: what the CUDA caching allocator aligns its blocks to."""
+"""Offsets are multiples of this many bytes, the block alignment of the CUDA caching allocator."""
 
 Span = tuple[int, int]
-"""From a time on, until before another."""
+"""A half-open interval: of time, (first, end), or of bytes, (offset, end)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lifetime:
-    """A buffer of ``num_bytes`` that is held in each of ``spans``, at one place in all of them.
+    """A buffer of ``num_bytes`` that is held during each of ``spans``, always at the same offset.
 
     Attributes:
-        name: whatever tells it from others; the planner does not look at it.
+        name: identifies the buffer for the caller; the planner does not use it.
     """
 
     num_bytes: int
@@ -37,11 +40,11 @@ class Lifetime:
 
 @dataclass(frozen=True, slots=True)
 class ArenaPlan:
-    """Where buffers lie.
+    """The offsets of all buffers in one arena.
 
     Attributes:
-        offsets: of each buffer, in bytes, multiples of the alignment. num_bytes: of the whole arena.
-        lower_bound: the most bytes that buffers, each rounded up to the alignment, hold at once.
+        offsets: offset of each buffer in bytes, a multiple of the alignment. num_bytes: size of the arena.
+        lower_bound: the most bytes held at once, with each buffer rounded up to the alignment.
     """
 
     offsets: tuple[int, ...]
@@ -50,16 +53,16 @@ class ArenaPlan:
 
     @property
     def gap(self) -> float:
-        """How much larger the arena is than its lower bound, as a share of that; 0 where nothing is better."""
+        """How much larger the arena is than its lower bound, relative to the bound; 0.0: the arena is optimal."""
         return self.num_bytes / self.lower_bound - 1 if self.lower_bound else 0.0
 
 
 def plan_arena(lifetimes: Sequence[Lifetime], *, alignment: int = ALIGNMENT, max_tries: int = 2000) -> ArenaPlan:
-    """Choose an offset for every buffer such that no two that are held at one time overlap.
+    """Choose an offset for every buffer, such that no two buffers that are held at the same time overlap.
 
     Args:
-        lifetimes: of the buffers; times are any integers. Offsets come back in their order.
-        max_tries: changes to try at most. None are where one order reaches the lower bound.
+        lifetimes: the buffers; times may be any integers. The offsets are returned in the same order.
+        max_tries: the most annealing steps. None are taken if a first placement reaches the lower bound.
     """
     sizes = [aligned(lifetime.num_bytes, alignment) for lifetime in lifetimes]
     starts = [min((start for start, _ in lifetime.spans), default=0) for lifetime in lifetimes]
@@ -77,15 +80,15 @@ def plan_arena(lifetimes: Sequence[Lifetime], *, alignment: int = ALIGNMENT, max
 
 
 def aligned(num_bytes: int, alignment: int = ALIGNMENT) -> int:
-    """Return bytes rounded up to a multiple of the alignment."""
+    """Return ``num_bytes`` rounded up to a multiple of the alignment."""
     return -(-num_bytes // alignment) * alignment
 
 
 def hole(taken: Sequence[Span], size: int) -> int:
-    """Return where the lowest hole of at least ``size`` bytes begins, between what is taken or after it.
+    """Return the start of the lowest hole of at least ``size`` bytes, between the taken spans or after them.
 
     Args:
-        taken: bytes in use, in order.
+        taken: the byte spans in use, sorted.
     """
     end = 0
     for start, stop in taken:
@@ -96,10 +99,11 @@ def hole(taken: Sequence[Span], size: int) -> int:
 
 
 class _Placing:
-    """Buffers that are placed in an order; all lists go by their place in it.
+    """Buffers placed one after another. All lists are indexed by the position in that order.
 
     Attributes:
-        sizes, offsets, is_high: of each. above: those that reach above the bound. excess: by how much, all together.
+        sizes, offsets, is_high: of each buffer. above: the buffers that end above the bound. excess: by how many bytes
+            these end above it, summed.
     """
 
     def __init__(
@@ -121,7 +125,7 @@ class _Placing:
 
     @property
     def top(self) -> int:
-        """Where the highest of them ends."""
+        """The end of the highest buffer."""
         return max(map(operator.add, self.offsets, self.sizes), default=0)
 
     def _above(self, at: int, offset: int) -> int:
@@ -131,7 +135,7 @@ class _Placing:
         size = self.sizes[at]
         taken = [(offsets[other], offsets[other] + self.sizes[other]) for other in self._earlier[at]]
         if is_high:
-            # The lowest hole upside down; there is none where it reaches below 0.
+            # The lowest hole in the mirrored arena; it is rejected if it reaches below offset 0.
             upside_down = sorted((self._bound - stop, self._bound - start) for start, stop in taken)
             offset = self._bound - size - hole(upside_down, size)
             if offset >= 0:
@@ -139,7 +143,7 @@ class _Placing:
         return hole(sorted(taken), size)
 
     def improved(self, max_tries: int) -> list[int]:
-        """Return better offsets, if some of the tries find any."""
+        """Return the best offsets found in ``max_tries`` annealing steps, or the present ones."""
         generator, least, best = random.Random(5), self.top, self.offsets
         for _ in range(max_tries if self.excess else 0):
             at = generator.choice(sorted(self.above))
@@ -155,7 +159,7 @@ class _Placing:
         return best
 
     def _try(self, ends: dict[int, bool], chance: float) -> None:
-        """Place what is turned, and what meets that, again; keep it where it is better, or worse by a small chance."""
+        """Place the flipped buffers again, and those that meet them. Keep the result if better, seldom if worse."""
         offsets, is_high, above, excess = self.offsets.copy(), self.is_high.copy(), self.above.copy(), self.excess
         waiting = [at for at, end in ends.items() if is_high[at] is not end]
         for at in waiting:
@@ -172,14 +176,14 @@ class _Placing:
                     if other not in seen:
                         seen.add(other)
                         heapq.heappush(waiting, other)
-        # A tenth for what is worse by the largest buffer.
+        # A result that is worse by the size of the largest buffer is kept with probability 0.1.
         if excess <= self.excess or chance < 0.1 ** ((excess - self.excess) / max(self.sizes)):
             self.offsets, self.is_high, self.above, self.excess = offsets, is_high, above, excess
 
 
 def _meetings(lifetimes: Sequence[Lifetime], sizes: Sequence[int]) -> tuple[list[set[int]], int]:
-    """Return for each buffer those that are held at some time with it, and the most bytes held at once."""
-    # What ends at a time makes room for what begins at it.
+    """Return, for each buffer, the buffers that are held at the same time, and the most bytes held at once."""
+    # At equal times ends sort before begins: a buffer that ends makes room for one that begins.
     changes = sorted(
         (time, is_begin, item)
         for item, lifetime in enumerate(lifetimes)
@@ -203,37 +207,37 @@ def _meetings(lifetimes: Sequence[Lifetime], sizes: Sequence[int]) -> tuple[list
 
 
 class Recorder:
-    """Notes when buffers come and go, in the order in which it is told.
+    """Records when buffers are allocated and released. Time is the number of events so far.
 
     Attributes:
-        now: the number of what came and went.
+        now: the number of recorded events.
     """
 
     def __init__(self) -> None:
         self.now = 0
         self._found: list[tuple[Hashable, int, int]] = []
-        # When each that came went, by its number; the number of what is there now.
+        # Release times by allocation number; and the allocation number of each held buffer.
         self._ends: dict[int, int] = {}
         self._held: dict[Hashable, int] = {}
 
     def begin(self, buffer: Hashable, num_bytes: int) -> None:
-        """Note that a buffer comes; one without bytes never does."""
+        """Record an allocation. Empty buffers are ignored."""
         if num_bytes:
             self.now += 1
             self._held[buffer] = len(self._found)
             self._found.append((buffer, num_bytes, self.now))
 
     def end(self, buffer: Hashable) -> None:
-        """Note that it goes; nothing where it was not there."""
+        """Record a release. Unknown buffers are ignored."""
         if buffer in self._held:
             self.now += 1
             self._ends[self._held.pop(buffer)] = self.now
 
     def lifetimes(self, start: int = 0) -> tuple[Lifetime, ...]:
-        """Return what came, in that order, named by the buffer; what is there still is until the end.
+        """Return the lifetimes in order of allocation, named by buffer. Held buffers end after the last event.
 
         Args:
-            start: the time at which it begins.
+            start: added to all times.
         """
         return tuple(
             Lifetime(num_bytes, ((start + begin, start + self._ends.get(number, self.now + 1)),), name)

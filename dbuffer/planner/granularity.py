@@ -1,8 +1,8 @@
-"""Where a shard boundary may cut a tensor: between elements, rows, blocks of rows, or nowhere.
+"""Granularity: where a shard boundary may cut a tensor: between elements, rows, or blocks of rows, or nowhere.
 
-Granularity belongs to a tensor, not to its buffer: one flat buffer may hold a matrix cut between rows next to a
-quantised weight cut between blocks of 128 rows and a bias cut anywhere. How short a shard may be with these cuts,
-whatever the order of the tensors: docs/design/planner.md, "Proof" 1 to 4.
+Each tensor has its own granularity. One flat buffer may hold a matrix cut between rows, a quantised weight cut between
+blocks of 128 rows, and a bias cut anywhere. docs/design/planner.md, "Proof" 1 to 4, shows how short a shard may be with
+these cuts, whatever the order of the tensors.
 """
 
 import math
@@ -16,14 +16,14 @@ from dbuffer.errors import LayoutError
 
 @dataclass(frozen=True, slots=True)
 class Element:
-    """Cut anywhere: least padding, but a shard may hold part of a row."""
+    """Cut anywhere: needs least padding, but a shard may hold part of a row."""
 
     def unit_numel(self, shape: Sequence[int]) -> int:
-        """Return 1, the smallest number of elements that stay together."""
+        """Return 1: single elements may be separated."""
         return 1
 
     def describe(self, shape: Sequence[int]) -> str:
-        """Return what stays together, in words: here single elements."""
+        """Return the name of the unit that is never cut: ``elements``."""
         return "elements"
 
 
@@ -35,11 +35,11 @@ class Row:
     """
 
     def unit_numel(self, shape: Sequence[int]) -> int:
-        """Return the elements of one row."""
+        """Return the number of elements of one row."""
         return row_numel(shape)
 
     def describe(self, shape: Sequence[int]) -> str:
-        """Return what stays together, in words, such as ``rows of 4096``."""
+        """Return the name of the unit that is never cut, such as ``rows of 4096``."""
         return f"rows of {row_numel(shape)}"
 
 
@@ -55,14 +55,16 @@ class Block:
 
     def __post_init__(self) -> None:
         if type(self.rows) is not int or self.rows < 1:
-            raise LayoutError(f"Block(rows={self.rows!r}): rows must be an integer >= 1. Use Row() for single rows.")
+            raise LayoutError(
+                f"Block(rows={self.rows!r}): rows must be an integer >= 1. fix: use Row() for single rows"
+            )
 
     def unit_numel(self, shape: Sequence[int]) -> int:
-        """Return the elements of ``rows`` rows, which may exceed the tensor: then it is never cut."""
+        """Return the number of elements of ``rows`` rows. If that exceeds the tensor, the tensor is never cut."""
         return self.rows * row_numel(shape)
 
     def describe(self, shape: Sequence[int]) -> str:
-        """Return what stays together, in words, such as ``blocks of 128 rows of 4096``."""
+        """Return the name of the unit that is never cut, such as ``blocks of 128 rows of 4096``."""
         return f"blocks of {self.rows} rows of {row_numel(shape)}"
 
 
@@ -71,11 +73,11 @@ class Whole:
     """Never cut: one shard stores the whole tensor."""
 
     def unit_numel(self, shape: Sequence[int]) -> int:
-        """Return the elements of the tensor."""
+        """Return the number of elements of the tensor."""
         return math.prod(shape)
 
     def describe(self, shape: Sequence[int]) -> str:
-        """Return what stays together, in words: here everything."""
+        """Return the name of the unit that is never cut: here all elements of the tensor."""
         return f"all {math.prod(shape)} elements"
 
 
@@ -83,15 +85,15 @@ Granularity: TypeAlias = Element | Row | Block | Whole
 
 
 def row_numel(shape: Sequence[int]) -> int:
-    """Return the elements of one row: the last dim, but 1 for 1-D and 0-d tensors."""
+    """Return the number of elements of one row: the size of the last dim, but 1 for 1-D and 0-d tensors."""
     return shape[-1] if len(shape) >= 2 else 1
 
 
 def granularity_per_tensor(granularity: Granularity | Sequence[Granularity], count: int) -> tuple[Granularity, ...]:
-    """Return one granularity for each of ``count`` tensors, from one for all or from one per tensor.
+    """Return one granularity for each of ``count`` tensors; ``granularity`` is one for all, or one per tensor.
 
     Raises:
-        LayoutError: a list of another length, or an entry that is no granularity (the class instead of an instance).
+        LayoutError: the list has another length, or an entry is not a granularity (e.g. a class, not an instance).
     """
     kinds = (Element, Row, Block, Whole)
     if isinstance(granularity, kinds):
@@ -111,10 +113,10 @@ def granularity_per_tensor(granularity: Granularity | Sequence[Granularity], cou
 def aligned_sizes(
     shapes: Sequence[tuple[int, ...]], granularities: Sequence[Granularity], alignment: int
 ) -> list[tuple[int, int]]:
-    """Return for each tensor the room it takes and what stays together of it, both in pieces of ``alignment`` elements.
+    """Return (size, unit) of each tensor, both in pieces of ``alignment`` elements; a unit is never cut.
 
-    With offsets and shards aligned, a cut is legal only at a common multiple of the unit and the alignment. A tensor
-    that is never cut is its own unit; an empty one takes no room.
+    Offsets and shards are aligned, so a cut is legal only at a common multiple of the granularity's unit and the
+    alignment. A tensor that is never cut is one unit. An empty tensor has size 0.
     """
     tables: dict[Granularity, dict[tuple[int, ...], tuple[int, int]]] = {}
     sizes, last = [], None
@@ -131,9 +133,9 @@ def aligned_sizes(
 
 
 def next_offset(cursor: int, numel: int, unit: int, shard_numel: int) -> int:
-    """Return the first offset from ``cursor`` on at which no shard boundary cuts a tensor inside one of its units.
+    """Return the first offset, from ``cursor`` on, at which no shard boundary cuts a unit of the tensor.
 
-    The result never decreases when ``cursor`` grows. A tensor that needs two boundaries or more must have a unit that
+    The result never decreases when ``cursor`` grows. A tensor that spans two boundaries or more must have a unit that
     divides ``shard_numel``; ``two_piece_shard`` says which tensors do.
     """
     room = shard_numel - cursor % shard_numel
@@ -148,7 +150,7 @@ def next_offset(cursor: int, numel: int, unit: int, shard_numel: int) -> int:
 
 
 def two_piece_shard(numel: int, unit: int) -> int:
-    """Return the shortest shard that can hold a tensor in at most two pieces of whole units; unit <= numel."""
+    """Return the shortest shard that holds the tensor in at most two pieces of whole units; ``unit <= numel``."""
     below = numel // 2 // unit * unit
     above = below + unit
     return min(numel - below if below else numel, above if above < numel else numel)
@@ -156,14 +158,14 @@ def two_piece_shard(numel: int, unit: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ShardBound:
-    """What a shard length must satisfy.
+    """The conditions that a shard length must satisfy.
 
     Attributes:
-        floor: shards hold all data, and every unit whole.
-        crowded: the unit size that sets ``floor``, 0 where the data does.
+        floor: the smallest length at which the shards hold all data, with every unit whole.
+        crowded: the unit size that determines ``floor``; 0 if the amount of data does.
         forcing: distinct units, in descending order of ``halves``.
-        halves: a shard shorter than this must be a multiple of the unit.
-        multiples: entry n is the least common multiple of the first n of ``forcing``.
+        halves: entry n belongs to ``forcing[n]``: a shard shorter than this must be a multiple of that unit.
+        multiples: entry n is the least common multiple of the first n units of ``forcing``.
     """
 
     floor: int
@@ -173,7 +175,7 @@ class ShardBound:
     multiples: tuple[int, ...]
 
     def least(self, at_least: int) -> int:
-        """Return the smallest permitted shard length that is no shorter than ``at_least``."""
+        """Return the smallest permitted shard length that is at least ``at_least``."""
         forced = sum(half > at_least for half in self.halves)
         while forced:
             shard = -(-at_least // self.multiples[forced]) * self.multiples[forced]
@@ -185,7 +187,7 @@ class ShardBound:
 
 
 def shard_bound(kinds: Counter[tuple[int, int]], num_shards: int) -> ShardBound:
-    """Derive the bound from how many tensors there are of each (slots, unit)."""
+    """Return the bound for tensors given as counts per (size, unit)."""
     half_of: dict[int, int] = {}
     pieces: Counter[int] = Counter()
     data = 0
@@ -201,7 +203,7 @@ def shard_bound(kinds: Counter[tuple[int, int]], num_shards: int) -> ShardBound:
     forcing = sorted(half_of, key=lambda unit: (-half_of[unit], unit))
     multiples = [1]
     for unit in forcing:
-        # Past the largest half no multiple is ever tried: stop before hundreds of odd widths make huge integers.
+        # Multiples above the largest half are never tried, so stop before many odd widths give a huge integer.
         multiples.append(multiples[-1] if multiples[-1] > half_of[forcing[0]] else math.lcm(multiples[-1], unit))
     floor, crowded, seen = -(-data // num_shards), 0, 0
     for size in sorted(pieces, reverse=True):

@@ -1,6 +1,6 @@
-"""Find an order of tensors in which they fit shards of a given length, and the shortest length that bisection meets.
+"""Packing: find a tensor order that fits shards of a given length, and bisect for a short length that works.
 
-Everything here counts in pieces of the alignment. docs/design/planner.md, "Search" and "Proof" 5.
+All sizes here count pieces of the alignment. See docs/design/planner.md, "Search" and "Proof" 5.
 """
 
 from collections.abc import Iterable, Iterator
@@ -9,11 +9,11 @@ from itertools import islice
 
 from dbuffer.planner.granularity import ShardBound, next_offset
 
-# Tensors that the order looks ahead, and unit multiples tried before any other shard length.
+# How many tensors the second order looks ahead; how many unit multiples are tried as shard lengths first.
 _WINDOW, _STOPS = 8, 4
-# Lengths tried between one that works and one that does not: as many for all tensors together.
+# Bisection steps: this many divided by the number of tensors, plus 4.
 _BISECTIONS = 2_000
-# Legal starts looked at for a multiple among them.
+# Legal starts that are tried until one is a multiple of the wanted alignment.
 _TRIES = 8
 
 Sizes = list[tuple[int, int]]
@@ -21,23 +21,23 @@ Sizes = list[tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Offsets for one shard length."""
+    """Offsets of all tensors for one shard length."""
 
     shard: int
     offsets: tuple[int, ...]
 
 
 def shortest_layout(sizes: Sizes, num_shards: int, bound: ShardBound) -> Layout:
-    """Find a short shard: try the bound, go up until a length works, and bisect.
+    """Return a layout with a short shard: start at the bound, increase the length until one works, then bisect.
 
     Args:
-        sizes: for each tensor its slots and the unit that stays together; none empty.
-        num_shards: shards to fill.
-        bound: of these sizes.
+        sizes: (size, unit) of each tensor, none empty.
+        num_shards: number of shards to fill.
+        bound: the bound for these sizes.
     """
     first = bottom = top = bound.least(bound.floor)
     stride = max(unit for _, unit in sizes)
-    # Where a shard is a multiple of a unit, tensors of that unit lie end to end: worth a visit on the way up.
+    # If a shard is a multiple of a unit, tensors of that unit lie end to end, so these lengths are worth trying.
     multiples = {*bound.forcing[:_STOPS], *bound.multiples[: _STOPS + 1]}
     stops = sorted({bound.least(-(-first // multiple) * multiple) for multiple in multiples})
     while not (offsets := _placed(sizes, num_shards, top)):
@@ -59,13 +59,13 @@ def shortest_layout(sizes: Sizes, num_shards: int, bound: ShardBound) -> Layout:
 
 
 def _placed(sizes: Sizes, num_shards: int, shard: int) -> list[int]:
-    """Return offsets for this shard length, in the caller's order or in one that looks ahead; nothing if none fits."""
+    """Return offsets for this shard length, in the given order or the look-ahead order; an empty list if none fits."""
     room = shard * num_shards - sum(slots for slots, _ in sizes)
     return _in_order(range(len(sizes)), sizes, shard, room) or _in_order(_look_ahead(sizes, shard), sizes, shard, room)
 
 
 def _in_order(order: Iterable[int], sizes: Sizes, shard: int, room: int) -> list[int]:
-    """Place tensors, each at its first legal offset; return nothing when the gaps do not fit ``room``."""
+    """Place each tensor at its first legal offset; return an empty list if the gaps exceed ``room``."""
     offsets, cursor = [0] * len(sizes), 0
     for index in order:
         slots, unit = sizes[index]
@@ -78,7 +78,7 @@ def _in_order(order: Iterable[int], sizes: Sizes, shard: int, room: int) -> list
 
 
 def _look_ahead(sizes: Sizes, shard: int) -> Iterator[int]:
-    """Yield the caller's order, but each time the first of the next few tensors that leaves the least gap."""
+    """Yield an order: each time, of the next few tensors, the first one that leaves the smallest gap."""
     cursor, waiting = 0, iter(range(len(sizes)))
     window = list(islice(waiting, _WINDOW))
     while window:
@@ -97,9 +97,10 @@ def _look_ahead(sizes: Sizes, shard: int) -> Iterator[int]:
 
 
 def aligned_starts(layout: Layout, sizes: Sizes, num_shards: int, pieces: int) -> tuple[int, ...]:
-    """Return offsets for the same shard length and order that are multiples of ``pieces``; as they were if none fit.
+    """Return offsets for the same shard length and order that are multiples of ``pieces`` where possible.
 
-    A tensor that has no legal multiple near keeps a start that is none.
+    A tensor without a near legal multiple keeps an unaligned start. If the result would not fit, the offsets are
+    returned unchanged.
     """
     shard, offsets, cursor = layout.shard, list(layout.offsets), 0
     for index in sorted(range(len(sizes)), key=layout.offsets.__getitem__):

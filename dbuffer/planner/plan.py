@@ -1,7 +1,7 @@
-"""Where every tensor sits in a flat buffer of equal shards: pure data, and the questions the engine asks of it.
+"""Plan: where every tensor lies in a flat buffer of equal shards, as pure data.
 
-A plan knows shapes and integers only: no device, no process group. One plan per buffer; everything else derives from
-it, and every answer is arithmetic on one tensor and one shard, so 16,384 shards cost no more than two.
+A plan has only shapes and integers, no device and no process group. There is one plan per buffer, and all else derives
+from it. Every query is arithmetic on one tensor and one shard, so 16,384 shards cost as little as two.
 """
 
 import hashlib
@@ -16,22 +16,25 @@ from dbuffer.planner.granularity import Granularity, row_numel
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """One flat buffer: tensor ``t`` occupies ``[offsets[t], offsets[t] + tensor_numel(t))``, shard ``k`` stores
-    ``[k * shard_numel, (k + 1) * shard_numel)``. All sizes are in elements.
+    """The layout of one flat buffer. All sizes are in elements.
 
-    Two plans are equal when they lay out the same tensors in the same way; how good the layout was proved to be
-    (``lower_bound_numel``, ``binding``) does not take part. Made by ``dbuffer.planner.plan``.
+    Tensor ``t`` occupies ``[offsets[t], offsets[t] + tensor_numel(t))``. Shard ``k`` stores
+    ``[k * shard_numel, (k + 1) * shard_numel)``.
+
+    Two plans are equal if they lay out the same tensors in the same way; ``lower_bound_numel`` and ``binding`` are not
+    compared. Plans are made by ``dbuffer.planner.plan``.
 
     Attributes:
         shapes: one per tensor, in the caller's order.
-        granularities: one per tensor: where a shard boundary may cut it.
-        num_shards: equal shards of the buffer, one for each rank of the sharding axis.
+        granularities: where a shard boundary may cut, one per tensor.
+        num_shards: number of equal shards, one for each rank of the sharding axis.
         offsets: one per tensor; need not ascend.
-        shard_numel: elements of one shard, 0 only if no tensor has an element.
-        alignment_numel: every offset and ``shard_numel`` are multiples of it.
+        shard_numel: elements of one shard; 0 only if all tensors are empty.
+        alignment_numel: all offsets and ``shard_numel`` are multiples of it.
         lower_bound_numel: no legal plan of these tensors has a smaller ``numel`` (docs/design/planner.md, "Proof").
-            At least ``data_numel``, whatever is passed in.
-        binding: what forces the size, in words for a report; tensors are numbered as the planner's caller gave them.
+            Raised to ``data_numel`` if a smaller value is passed.
+        binding: what determines the buffer's size, in words for a report; tensors are numbered as the caller of the
+            planner passed them.
         binding_tensors: the tensors named in ``binding``, in that order, as positions in ``shapes``.
         data_numel: sum of the tensors' elements.
     """
@@ -48,7 +51,7 @@ class Plan:
     data_numel: int = field(init=False)
 
     def __post_init__(self) -> None:
-        # Plain tuples, so that a torch.Size prints, compares and digests like the shape it is.
+        # As plain tuples, torch.Size and tuple shapes print, compare and hash alike.
         object.__setattr__(self, "shapes", tuple(map(tuple, self.shapes)))
         object.__setattr__(self, "granularities", tuple(self.granularities))
         object.__setattr__(self, "offsets", tuple(self.offsets))
@@ -68,7 +71,7 @@ class Plan:
 
     @property
     def gap(self) -> float:
-        """How far ``numel`` may be above the optimum, relative to it: 0.0 means proved optimal."""
+        """How far ``numel`` is above its lower bound, relative to the bound; 0.0: the plan is proved optimal."""
         return self.numel / self.lower_bound_numel - 1 if self.lower_bound_numel else 0.0
 
     def tensor_numel(self, tensor: int) -> int:
@@ -80,7 +83,7 @@ class Plan:
         return row_numel(self.shapes[tensor])
 
     def owned_rows(self, tensor: int, shard: int) -> range:
-        """Return the rows of one tensor that one shard stores, empty when it stores none.
+        """Return the rows of one tensor that one shard stores; empty if it stores none.
 
         Args:
             tensor: position in ``shapes``; a (1024, 4096) weight has 1024 rows of 4096 elements.
@@ -93,21 +96,21 @@ class Plan:
             raise IndexError(f"tensor {tensor} of {len(self.shapes)}, shard {shard} of {self.num_shards}")
         numel, width = self.tensor_numel(tensor), self.row_numel(tensor)
         if not numel:
-            # Rows without elements, as in shape (5, 0), count as the first shard's.
+            # Rows without elements, as in shape (5, 0), are counted in shard 0.
             return range(0 if shard or len(self.shapes[tensor]) < 2 else math.prod(self.shapes[tensor][:-1]))
         first = shard * self.shard_numel - self.offsets[tensor]
         start, stop = (min(max(edge, 0), numel) for edge in (first, first + self.shard_numel))
         if start % width or stop % width:
             raise LayoutError(
                 f"shard {shard} stores elements {start} to {stop} of tensor {tensor}, whose rows have {width} "
-                "elements: no whole rows. Plan this tensor with Row()."
+                "elements: no whole rows. fix: plan this tensor with granularity=Row()"
             )
         return range(start // width, stop // width)
 
     def fingerprint(self) -> str:
-        """Return 16 hexadecimal digits that ranks compare to agree on a layout: same digits, same layout.
+        """Return 16 hexadecimal digits that identify the layout; ranks compare them to check that they agree.
 
-        Stable across processes, machines and Python versions.
+        The same layout has the same digits in all processes, machines and Python versions.
         """
         return hashlib.blake2b(repr(self._layout()).encode(), digest_size=8).hexdigest()
 
@@ -117,7 +120,7 @@ class Plan:
         return self._layout() == other._layout() if isinstance(other, Plan) else NotImplemented
 
     def __hash__(self) -> int:
-        # Plans are dictionary keys on warm paths: a few integers tell plans apart without walking 20,000 shapes.
+        # Plans are dictionary keys on hot paths. These few integers tell plans apart without hashing 20,000 shapes.
         return hash((self.num_shards, self.shard_numel, self.data_numel, len(self.shapes), self.offsets[:8]))
 
     def _layout(self) -> tuple[object, ...]:
@@ -133,8 +136,8 @@ class Region:
         indices: ascending positions in the shapes given to ``plan_regions``; ``plan.shapes[i]`` is the shape at
             ``indices[i]``.
         plan: the layout of those tensors.
-        relaxed: those of ``indices`` whose granularity in ``plan`` is finer than was asked, because what was asked pads
-            too much (``PaddingLimits.fallback``).
+        relaxed: the tensors of ``indices`` whose granularity in ``plan`` is finer than requested, because the
+            requested one pads too much (``PaddingLimits.fallback``).
     """
 
     indices: tuple[int, ...]
@@ -144,15 +147,16 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class PaddingLimits:
-    """What padding is worth: an extra collective, a finer cut, a warning, a refusal. Both numbers of a pair must be
-    exceeded.
+    """How much padding justifies an extra buffer, a finer granularity, a warning or an error.
+
+    Each limit is a ratio and a number of bytes; it applies if both are exceeded.
 
     Attributes:
         split_ratio, split_bytes: an extra region must save more than this share of the data and this many bytes.
-        relax_ratio, relax_bytes: padding beyond both lets the tensors that cause it fall back, if there is a fallback.
-        fallback: the granularity to fall back on, None to keep every tensor to its own.
-        warn_ratio, warn_bytes: padding beyond both draws a ``PaddingWarning``.
-        refuse_ratio, refuse_bytes: padding beyond both is a ``LayoutError``; ratio 3.0 means a buffer of 4x its data.
+        relax_ratio, relax_bytes: above these, the tensors that cause the padding get ``fallback``, if it is set.
+        fallback: a finer granularity; None: every tensor keeps its own.
+        warn_ratio, warn_bytes: above these, a ``PaddingWarning`` is issued.
+        refuse_ratio, refuse_bytes: above these, a ``LayoutError`` is raised; ratio 3.0: a buffer of 4x its data.
     """
 
     split_ratio: float = 0.0005
@@ -166,15 +170,15 @@ class PaddingLimits:
     fallback: Granularity | None = None
 
     def is_relaxed_from(self, padding_numel: int, data_numel: int, itemsize: int) -> bool:
-        """Return whether so much padding draws the fallback."""
+        """Return whether this much padding makes tensors use ``fallback``."""
         return padding_numel > self.relax_ratio * data_numel and padding_numel * itemsize > self.relax_bytes
 
 
 def check_padding(regions: Sequence[Region], limits: PaddingLimits, itemsize: int) -> None:
-    """Warn about, or refuse, padding beyond ``limits`` summed over the regions of one unit.
+    """Warn or raise if the padding of all regions of one unit exceeds ``limits``.
 
     Raises:
-        LayoutError: padding beyond ``refuse_ratio`` and ``refuse_bytes``.
+        LayoutError: the padding exceeds ``refuse_ratio`` and ``refuse_bytes``.
     """
     data = sum(region.plan.data_numel for region in regions)
     padding = sum(region.plan.numel for region in regions) - data
@@ -186,9 +190,9 @@ def check_padding(regions: Sequence[Region], limits: PaddingLimits, itemsize: in
     message = (
         f"padding makes {len(regions)} flat buffer(s) {1 + padding / data:.2f}x their data, "
         f"{padding * itemsize / 2**20:.1f} MiB more, over {worst.num_shards} shards. What forces it: {worst.binding}. "
-        "Give that tensor a buffer of its own (plan_regions) or a finer granularity (Element()), replicate it if it is "
-        "tiny, or use fewer shards."
+        "fix: give that tensor a buffer of its own (plan_regions) or a finer granularity (Element()), replicate it if "
+        "it is tiny, or use fewer shards."
     )
     if is_refused:
-        raise LayoutError(f"{message} PaddingLimits moves this refusal.")
+        raise LayoutError(f"{message} PaddingLimits(refuse_ratio=..., refuse_bytes=...) sets this limit.")
     warnings.warn(message, PaddingWarning, stacklevel=3)

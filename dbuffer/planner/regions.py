@@ -1,7 +1,8 @@
-"""Lay tensors out in flat buffers of equal shards, with as little padding as a bounded search finds and a proof allows.
+"""Lay tensors out in flat buffers of equal shards, with little padding, in a bounded search with a proved lower bound.
 
-Input: shapes, a shard count, where each tensor may be cut. Output: ``Plan``. Integer arithmetic only, the same on every
-rank: no randomness, no clock, no torch. Problem, choice, rejected ways and proofs: docs/design/planner.md.
+The input is shapes, a number of shards, and where each tensor may be cut. The output is a ``Plan``. The search is
+integer arithmetic without randomness, clocks or torch, so every rank gets the same result. The design, the alternatives
+and the proofs are in docs/design/planner.md.
 """
 
 import math
@@ -25,9 +26,9 @@ from dbuffer.planner.splits import cheapest_splits
 
 _ROWS, _ELEMENTS = Row(), Element()
 _LIMITS = PaddingLimits()
-# Tensors start at multiples of this where no shard gets longer by it: whole memory transactions of a GPU.
+# Tensors start at multiples of this if no shard gets longer: whole memory transactions of a GPU.
 _START_BYTES = 128
-# Sets of tensors relaxed one after another; each takes what binds most.
+# Most rounds of relaxation; each round relaxes the tensors that determine the size.
 _MAX_RELAXATIONS = 8
 
 
@@ -40,20 +41,19 @@ def plan(
     itemsize: int = 2,
     limits: PaddingLimits = _LIMITS,
 ) -> Plan:
-    """Lay all tensors out in one flat buffer of ``num_shards`` equal shards, as short as can be found.
+    """Lay all tensors out in one flat buffer of ``num_shards`` equal shards, as short as the search finds.
 
-    The order of the shapes is kept in the buffer when that costs no padding, and tensors start at multiples of 128
-    bytes as far as that costs none.
+    Tensors keep their order if that costs no padding. They start at multiples of 128 bytes where that costs no padding.
 
     Args:
-        shapes: one per tensor; empty tensors and an empty list are fine.
+        shapes: one per tensor; empty tensors and an empty list are allowed.
         num_shards: ranks on the sharding axis.
-        granularity: where a shard boundary may cut: one for all tensors, or one per tensor.
-        alignment_bytes: every tensor and every shard starts at a multiple of it; 0 means no alignment.
+        granularity: where a shard boundary may cut, one for all tensors or one per tensor.
+        alignment_bytes: every tensor and every shard starts at a multiple of it; 0: no alignment.
         itemsize: bytes of one element.
-        limits: how much padding draws a ``PaddingWarning``, how much is refused.
+        limits: how much padding causes a ``PaddingWarning`` or an error.
     Raises:
-        LayoutError: nonsense input, or padding beyond ``limits``.
+        LayoutError: an argument is invalid, or the padding exceeds ``limits``.
     """
     request = _request(shapes, num_shards, granularity, alignment_bytes, itemsize)
     best = _region(request, range(len(request.shapes)))
@@ -71,16 +71,16 @@ def plan_regions(
     itemsize: int = 2,
     limits: PaddingLimits = _LIMITS,
 ) -> tuple[Region, ...]:
-    """Lay tensors out in one flat buffer, or in a few where mixing widths would pad too much.
+    """Lay tensors out in one flat buffer, or in several if mixing row widths would pad too much.
 
-    Regions come in order of their first tensor and hold every tensor once. Arguments and errors are those of ``plan``,
-    but for these:
+    Regions are ordered by their first tensor; every tensor is in exactly one. Arguments and errors are those of
+    ``plan``, except for these:
 
     Args:
-        granularity: a granularity, or one per tensor, is kept to, unless ``limits.fallback`` permits a finer one. None
-            means ``Row()`` with ``Element()`` to fall back on. ``Region.relaxed`` names the tensors that fell back.
-        max_regions: caps the number of buffers.
-        limits: also says what an extra buffer has to save, and how much padding draws the fallback.
+        granularity: one for all tensors, or one per tensor; it is kept unless ``limits.fallback`` permits a finer one.
+            None: ``Row()``, with ``Element()`` as the fallback. ``Region.relaxed`` names the tensors that fell back.
+        max_regions: the most buffers.
+        limits: as for ``plan``; also how much an extra buffer must save, and how much padding triggers the fallback.
     """
     if max_regions < 1:
         raise LayoutError(f"max_regions is {max_regions}: wanted at least 1.")
@@ -96,7 +96,7 @@ def plan_regions(
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """Checked input; ``sizes`` holds the room each tensor takes and what stays together of it, in aligned pieces."""
+    """Checked arguments. ``sizes`` has (size, unit) of each tensor, in pieces of the alignment."""
 
     shapes: tuple[tuple[int, ...], ...]
     granularities: tuple[Granularity, ...]
@@ -107,12 +107,12 @@ class _Request:
     sizes: list[tuple[int, int]]
 
     def start_pieces(self) -> int:
-        """Return the pieces of alignment between starts worth having; 1 where the alignment has nothing to add."""
+        """Return the wanted alignment of starts, in pieces; 1 if the buffer's alignment needs no improvement."""
         wanted = _START_BYTES // self.itemsize
         return wanted // self.alignment if self.alignment > 1 and wanted % self.alignment == 0 else 1
 
     def with_finer(self, tensors: set[int], finer: Granularity) -> "_Request":
-        """Return the same request with a finer granularity for some of the tensors."""
+        """Return the same request with granularity ``finer`` for some of the tensors."""
         granularities = tuple(
             finer if tensor in tensors else granularity for tensor, granularity in enumerate(self.granularities)
         )
@@ -132,7 +132,8 @@ def _request(
         raise LayoutError(f"num_shards is {num_shards}: wanted at least 1.")
     if itemsize < 1 or alignment_bytes < 0 or alignment_bytes % itemsize:
         raise LayoutError(
-            f"alignment of {alignment_bytes} bytes for elements of {itemsize} bytes: wanted a multiple of them, or 0."
+            f"alignment of {alignment_bytes} bytes for elements of {itemsize} bytes: wanted a multiple of {itemsize}, "
+            "or 0."
         )
     checked = tuple(tuple(map(int, shape)) for shape in shapes)
     for tensor, shape in enumerate(checked):
@@ -145,7 +146,7 @@ def _request(
 
 
 def _regions(request: _Request, max_regions: int, limits: PaddingLimits) -> tuple[Region, ...]:
-    """Solve one region; where it pads by more than a region's price, solve the splits that promise most as well."""
+    """Return the cheapest regions: one, or a promising split if one pads by more than the price of a region."""
     price = _price(request, limits)
     single = tuple(range(len(request.shapes)))
     solved: dict[tuple[int, ...], Region] = {}
@@ -174,7 +175,7 @@ def _regions(request: _Request, max_regions: int, limits: PaddingLimits) -> tupl
 def _relaxed(
     request: _Request, strict: tuple[Region, ...], max_regions: int, limits: PaddingLimits
 ) -> tuple[Region, ...]:
-    """Give tensors that bind the finer granularity, as few as it takes, until the padding is within the limits."""
+    """Use the fallback for as few of the tensors that determine the size as bring the padding within the limits."""
     assert limits.fallback is not None
     regions, chosen = strict, set[int]()
     for _ in range(_MAX_RELAXATIONS):
@@ -199,7 +200,7 @@ def _relaxed(
 
 
 def _fewer(request: _Request, chosen: set[int], max_regions: int, limits: PaddingLimits) -> set[int]:
-    """Return the relaxed tensors without those sizes that the bounds say can be strict again, the largest first."""
+    """Return ``chosen`` without the sizes that, by the bounds, need no relaxation; the largest are tried first."""
     assert limits.fallback is not None
     tensors_of: dict[tuple[int, int], set[int]] = {}
     for tensor in sorted(chosen):
@@ -216,8 +217,10 @@ def _fewer(request: _Request, chosen: set[int], max_regions: int, limits: Paddin
 
 
 def _binding_tensors(request: _Request, regions: Sequence[Region], finer: Granularity) -> set[int]:
-    """Return the tensors of one unit size that bind the region with most padding: of several sizes, those with least
-    data, which are the fewest elements to relax."""
+    """Return the tensors of one unit size that determine the size of the region with the most padding.
+
+    If several unit sizes do, return the tensors of the size with the least data, so that few elements are relaxed.
+    """
     for region in sorted(regions, key=lambda region: region.plan.data_numel - region.plan.numel):
         found: dict[int, list[int]] = {}
         units = {request.sizes[region.indices[tensor]][1] for tensor in region.plan.binding_tensors}
@@ -231,7 +234,7 @@ def _binding_tensors(request: _Request, regions: Sequence[Region], finer: Granul
 
 
 def _price(request: _Request, limits: PaddingLimits) -> int:
-    """Return the elements that a further region has to save."""
+    """Return the number of elements that each extra region has to save."""
     return max(limits.split_bytes // request.itemsize, math.ceil(limits.split_ratio * request.data_numel))
 
 
@@ -245,7 +248,7 @@ def _bound(request: _Request, tensors: Iterable[int]) -> ShardBound:
 
 
 def _region(request: _Request, indices: Iterable[int], bound: ShardBound | None = None) -> Region:
-    """Solve one flat buffer for some of the tensors; empty tensors sit at offset 0."""
+    """Return one flat buffer for some of the tensors; empty tensors lie at offset 0."""
     chosen = tuple(indices)
     filled = [tensor for tensor in chosen if request.sizes[tensor][0]]
     sizes = [request.sizes[tensor] for tensor in filled]
@@ -274,7 +277,7 @@ def _region(request: _Request, indices: Iterable[int], bound: ShardBound | None 
 def _certificate(
     request: _Request, tensors: Sequence[int], bound: ShardBound, shard: int
 ) -> tuple[str, tuple[int, ...]]:
-    """Return what forces the shard length, in words, and the tensors named there, as the caller numbers them."""
+    """Return, in words, what determines the shard length, and the tensors named there, in the caller's numbering."""
     forced = [unit for unit, half in zip(bound.forcing, bound.halves, strict=True) if half > shard and unit > 1]
     multiple = math.lcm(*forced)
     if shard == -(-bound.floor // multiple) * multiple > bound.floor:
@@ -298,6 +301,6 @@ def _certificate(
 
 
 def _largest_with(request: _Request, tensors: Sequence[int], unit: int) -> int:
-    """Return the largest tensor of whole units of this size; of a last unit this size where there is none."""
+    """Return the largest tensor with this unit size; if there is none, the largest whose last unit has this size."""
     sizes = ((*request.sizes[tensor], tensor) for tensor in tensors)
     return max((own == unit, slots, -tensor) for slots, own, tensor in sizes if unit in (own, slots % own))[2] * -1

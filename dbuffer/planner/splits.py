@@ -1,6 +1,6 @@
-"""Which tensors of a unit should share a flat buffer: all ways to deal a few items into a few regions, by their bounds.
+"""Splits: choose which tensors of a unit share a flat buffer, from all groupings of a few items, by their bounds.
 
-An item is a tensor, or many that are dealt together. docs/design/planner.md, "Regions".
+An item is one tensor, or several that always share a buffer. See docs/design/planner.md, "Regions".
 """
 
 import functools
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from dbuffer.planner.granularity import shard_bound
 
-# Items dealt at most, fewer where the lengths to compare are many; and splits worth solving.
+# Most items; most items with many distinct sizes; the number of sizes that counts as many; most splits to solve.
 _MAX_ITEMS, _MAX_CLASSES, _MAX_CLASSES_OF_MANY, _MANY_SIZES, _MAX_SPLITS = 8, 6, 3, 256, 2
-# Equal tensors with less than this part of the data are not dealt apart from others.
+# A set of equal tensors with less than 1/200 of the data is not made an item of its own.
 _SHARE_OF_DUST = 200
 
 Sizes = Sequence[tuple[int, int]]
@@ -21,11 +21,11 @@ Sizes = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """One way to form regions.
+    """One way to group tensors into regions.
 
     Attributes:
-        groups: tensors of each region, ascending; regions in order of their first tensor.
-        cost: no layout of these regions takes fewer slots, the price of each further region included.
+        groups: the tensors of each region, ascending; regions are ordered by their first tensor.
+        cost: a lower bound on the slots of these regions, including the price of each extra region.
     """
 
     groups: tuple[tuple[int, ...], ...]
@@ -33,13 +33,13 @@ class Split:
 
 
 def cheapest_splits(sizes: Sizes, num_shards: int, max_regions: int, price: int) -> list[Split]:
-    """Return the splits worth solving, cheapest first: those whose bounds and prices sum to least.
+    """Return the splits worth solving, cheapest first by the sum of their bounds and prices.
 
     Args:
-        sizes: slots and unit of each tensor, at least one.
+        sizes: (size, unit) of each tensor; at least one tensor.
         num_shards: shards of each region.
         max_regions: at least 1.
-        price: slots that each region beyond the first has to save.
+        price: slots that each extra region has to save.
     """
     items = _items(sizes, num_shards)
     kinds = [Counter(size for tensor in item if (size := sizes[tensor])[0]) for item in items]
@@ -64,7 +64,7 @@ def cheapest_splits(sizes: Sizes, num_shards: int, max_regions: int, price: int)
 
 
 def _ways(num_items: int, max_groups: int) -> Iterator[tuple[tuple[int, ...], ...]]:
-    """Yield all ways to deal items into groups, all in one first."""
+    """Yield all ways to divide items into at most ``max_groups`` groups, starting with a single group."""
     if not num_items:
         yield ()
         return
@@ -77,9 +77,10 @@ def _ways(num_items: int, max_groups: int) -> Iterator[tuple[tuple[int, ...], ..
 
 
 def _items(sizes: Sizes, num_shards: int) -> list[list[int]]:
-    """Sort tensors by unit, and apart those too long for two shards; then take the largest sets apart while they last.
+    """Group tensors into items, by unit and by whether they are too long for two shards.
 
-    Tensors too small to matter stay together, and small classes beyond the limit go together.
+    While the number of items permits, the largest sets of equal tensors become items of their own. Tensors with little
+    data stay together, and small groups beyond the limit are merged.
     """
     total = sum(slots for slots, _ in sizes)
     grouped: dict[tuple[int, bool], list[int]] = {}
@@ -107,7 +108,7 @@ def _merged(ranked: list[list[int]], most: int) -> list[list[int]]:
 
 
 def _largest_kind(item: list[int], sizes: Sizes) -> tuple[int, tuple[int, int]]:
-    """Return which equal tensors of an item have most slots together, after those slots."""
+    """Return the equal tensors of an item that have the most slots in total, as (total slots, (size, unit))."""
     slots_of: Counter[tuple[int, int]] = Counter()
     for tensor in item:
         slots_of[sizes[tensor]] += sizes[tensor][0]

@@ -1,4 +1,4 @@
-"""Kernels over flat tensors: Triton on CUDA, the same numerics in plain torch everywhere else."""
+"""Kernels on flat tensors: Triton on CUDA, plain torch with the same numerics everywhere else."""
 
 # The ops are imported here and not on first use: a later import of the submodule `adamw` or `int8_adamw` would
 # rebind that name in this package from the function to the module.

@@ -29,20 +29,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class AdamWBuffers:
-    """The flat buffers of AdamW steps: 1-D, contiguous, of one length, on one device, 16-byte aligned for speed.
+    """The flat buffers of AdamW steps: 1-D, contiguous, of one length, on one device; 16-byte aligned for speed.
 
-    Checked when it is made, not in every step: keep it as long as the buffers are the same.
+    They are checked when this object is made, not in every step, so keep it as long as the buffers stay the same.
 
     Attributes:
         gradient: read; fp32, bf16, fp16 or fp64.
         weight: updated; fp32, bf16, fp16 or fp64 (bf16 with a ``remainder``).
         exp_avg, exp_avg_sq: the moments, updated; fp32, bf16, fp16 or fp64.
-        model_weight: the compute copy, written with the new weight rounded to nearest even; None where there is none.
-        remainder: int16, updated; with ``weight`` it is the fp32 weight, as in ``split_weight``. None otherwise.
-        compute_dtype: what the arithmetic runs in: fp64 when a buffer is fp64, else fp32.
+        model_weight: None, or the copy in compute dtype; written with the new weight, rounded to nearest even.
+        remainder: int16, updated; ``weight`` and ``remainder`` together are the fp32 weight, as in ``split_weight``.
+            None: ``weight`` alone is the weight.
+        compute_dtype: dtype of the arithmetic: fp64 if a buffer is fp64, else fp32.
         is_uniform: whether gradient, weight and moments all have that dtype.
     Raises:
-        ValueError: a tensor of another shape, device or dtype than these.
+        ValueError: a tensor has an unsupported shape, device or dtype.
     """
 
     gradient: Tensor
@@ -61,20 +62,26 @@ class AdamWBuffers:
             wanted = dtypes.get(name, FLOAT_DTYPES)
             check_tensor(f"AdamWBuffers: {name}", tensor, (self.weight.numel(),), wanted, self.weight.device)
         if is_split and self.model_weight is not None:
-            raise ValueError("AdamWBuffers: a weight with a remainder is the model weight; wanted no other one.")
+            raise ValueError(
+                "AdamWBuffers: a weight with a remainder is the model weight; wanted no other one. fix: pass "
+                "model_weight=None"
+            )
         is_double = any(tensor.dtype is torch.float64 for tensor in self.named().values())
         object.__setattr__(self, "compute_dtype", torch.float64 if is_double else torch.float32)
         dtypes_used = {tensor.dtype for tensor in (self.gradient, self.weight, self.exp_avg, self.exp_avg_sq)}
         object.__setattr__(self, "is_uniform", dtypes_used == {self.compute_dtype})
 
     def named(self) -> dict[str, Tensor]:
-        """Return the buffers that are there, by name."""
+        """Return the buffers that are not None, by name."""
         names = ("gradient", "weight", "exp_avg", "exp_avg_sq", "model_weight", "remainder")
         return {name: tensor for name in names if (tensor := getattr(self, name)) is not None}
 
 
 NUM_COLUMNS = 8
-"""Of a row of hyperparameters: sign, decay, 1 - beta1, beta2, 1 - beta2, -step size, sqrt(bias correction 2), eps."""
+"""Columns of a hyperparameter row.
+
+They are: sign, decay, 1 - beta1, beta2, 1 - beta2, -step size, sqrt(bias correction 2), eps.
+"""
 
 
 @without_grad
@@ -90,28 +97,29 @@ def adamw(buffers: AdamWBuffers, segments: Segments, rows: Tensor, *, clip: Tens
         v = exp_avg_sq * beta2 + (1 - beta2) * g * g
         w = w - lr / (1 - beta1 ** step) * m / (sqrt(v) / sqrt(1 - beta2 ** step) + eps)
 
-    in fp32 (fp64 when a buffer is fp64); w, m and v are rounded to nearest even once, when they are stored. With fp32
-    buffers on the CPU the result is that of ``torch.optim.AdamW(foreach=False)`` to the bit; on CUDA multiply and
-    add may fuse.
+    The arithmetic is in fp32 (fp64 if a buffer is fp64). w, m and v are rounded once, to nearest even, when they are
+    stored. With fp32 buffers on the CPU the result equals ``torch.optim.AdamW(foreach=False)`` bit for bit. On CUDA,
+    multiplications and additions may be fused.
 
-    Moves per element the gradient once, weight and moments twice, and ``model_weight`` once: 30 bytes with all in
-    fp32 and a bf16 ``model_weight``, about 40 flops. On CUDA nothing is allocated after the first call with the same
-    ``segments``; the CPU takes temporaries of ``CHUNK_NUMEL`` elements.
+    Memory traffic per element: the gradient once, weight and moments twice, and ``model_weight`` once. That is 30 bytes
+    if all are fp32 and ``model_weight`` is bf16, at about 40 flops. On CUDA nothing is allocated after the first call
+    with the same ``segments``; the CPU allocates temporaries of ``CHUNK_NUMEL`` elements.
 
     Args:
-        buffers: what is read and written.
-        segments: which elements, and the row of each.
+        buffers: the buffers to read and write.
+        segments: the ranges to update, with the row of each.
         rows: fp64 of shape (rows, 8) on the buffers' device, made by ``adamw_row`` or ``adamw_rows``.
-        clip: a 0-d fp32 tensor on that device, multiplied into every gradient; read by the kernel, never by the host.
+        clip: a 0-d fp32 tensor on that device, multiplied into every gradient. Only the kernel reads it, so the host
+            does not wait.
     Raises:
-        ValueError: segments of buffers of another length, too few rows, or another ``clip``.
+        ValueError: the segments were made for another length, ``rows`` has too few rows, or ``clip`` has another form.
     """
     weight = buffers.weight
     segments.check("adamw", [weight], rows, NUM_COLUMNS, clip)
     if not runs_on_triton(weight):
         reference_adamw(buffers, segments.ranges, rows, clip=clip)
         return
-    # A kernel takes no absent tensors; what is marked absent is never read, so any pointer will do.
+    # A kernel needs a pointer for every argument. Arguments marked absent are never read, so any pointer will do.
     model, remainder = buffers.model_weight, buffers.remainder
     segments.launch(
         adamw_kernel,
@@ -136,7 +144,7 @@ def adamw_row(
     """Return one row of hyperparameters for ``adamw``, in fp64 on the host.
 
     Args:
-        step: how many steps were taken, this one included: 1 in the first.
+        step: number of steps including this one; 1 in the first step.
     """
     beta1, beta2 = betas
     return [
@@ -160,10 +168,10 @@ def adamw_rows(
     weight_decay: float,
     maximize: bool = False,
 ) -> Tensor:
-    """Return one row for each element of ``step``, computed on its device: nothing waits, and a CUDA graph may hold it.
+    """Return one row per element of ``step``, computed on its device, without host synchronization (CUDA graphs).
 
     Args:
-        step: (n,) or 0-d, how many steps were taken, this one included. lr: a number, or a tensor on that device.
+        step: (n,) or 0-d: number of steps including this one. lr: a number, or a tensor on that device.
     Returns:
         fp64 of shape (n, 8).
     """
@@ -179,7 +187,7 @@ def adamw_rows(
 def reference_adamw(
     buffers: AdamWBuffers, segments: Sequence[Segment], rows: Tensor, *, clip: Tensor | None = None
 ) -> None:
-    """Take the step that ``adamw`` states, in batches of pieces that share a row."""
+    """Take the step that ``adamw`` specifies, in batches of pieces that share a row."""
     values = rows.tolist()
     numel = buffers.weight.numel()
     if len(segments) == 1 and segments[0].stop - segments[0].start == numel <= CHUNK_NUMEL:
@@ -195,7 +203,7 @@ def reference_adamw(
 
 
 def _batches(segments: Iterable[Segment]) -> Iterator[list[slice]]:
-    """Yield pieces of the segments in lists of at most ``CHUNK_NUMEL`` elements: one call of torch serves a list."""
+    """Yield lists of pieces of the segments; a list has at most ``CHUNK_NUMEL`` elements and takes one torch call."""
     batch: list[slice] = []
     room = CHUNK_NUMEL
     for segment in segments:
@@ -213,7 +221,7 @@ def _batches(segments: Iterable[Segment]) -> Iterator[list[slice]]:
 
 
 def _adamw_whole(buffers: AdamWBuffers, row: Sequence[float], clip: Tensor | None) -> None:
-    """Do what ``_adamw_batch`` does to whole buffers of the compute dtype, without lists: the same operators."""
+    """Do the same as ``_adamw_batch`` on whole buffers of the compute dtype: same operators, but without lists."""
     sign, decay, towards, beta2, rest2, minus_step_size, root_correction, eps = row
     weight, exp_avg, exp_avg_sq, gradient = buffers.weight, buffers.exp_avg, buffers.exp_avg_sq, buffers.gradient
     if clip is not None:
@@ -238,9 +246,9 @@ def _adamw_batch(buffers: AdamWBuffers, parts: Sequence[slice], row: Sequence[fl
     elif sign != 1.0:
         gradients = list(torch._foreach_mul(gradients, sign))
     stored = [_cut(tensor, parts) for tensor in (buffers.weight, buffers.exp_avg, buffers.exp_avg_sq)]
-    # A piece that has the compute dtype is not copied: the arithmetic happens in place.
+    # Pieces of the compute dtype are not copied, so the arithmetic happens in place.
     weights, exp_avgs, exp_avg_sqs = (_widened(pieces, compute) for pieces in stored)
-    # With a remainder the stored weight is bf16, so this list is a new one.
+    # With a remainder, the stored weight is bf16, so ``weights`` is a new list here.
     remainders = [] if buffers.remainder is None else _cut(buffers.remainder, parts)
     for index, remainder in enumerate(remainders):
         weights[index] = join_weight(stored[0][index], remainder, torch.empty_like(gradients[index]))
@@ -277,7 +285,7 @@ def _widened(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
 
 
 def weight_form(model: Tensor | None, remainder: Tensor | None) -> int:
-    """Return how kernels write weights: 0 alone, 1 with a copy, 2 in two halves."""
+    """Return the form in which kernels write weights: 0: weight only, 1: weight and copy, 2: weight and remainder."""
     return 2 if remainder is not None else int(model is not None)
 
 
@@ -296,7 +304,7 @@ def adamw_kernel(
     FORM: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Update the part of one segment that lies in one block; ``table`` is that of ``Segments``."""
+    """Update the part of one segment within one block; ``table`` is the table of ``Segments``."""
     entry, start, first, stop = find_segment(table, 4, BLOCK)
     row = rows + tl.load(entry + 3) * 8
     factor = tl.load(row).to(COMPUTE)
@@ -304,7 +312,7 @@ def adamw_kernel(
         factor *= tl.load(clip).to(COMPUTE)
     index = start + tl.arange(0, BLOCK)
     pointers = (gradient, weight, model, remainder)
-    # Whole blocks carry no mask: it would split every 16-byte access into single elements.
+    # Whole blocks have no mask, because a mask would split every 16-byte access into single elements.
     if (first <= start) & (start + BLOCK <= stop):
         update(index, None, pointers, (exp_avg, exp_avg_sq), (row, factor), FORM)
     else:
@@ -315,7 +323,7 @@ def adamw_kernel(
 def update(
     index: tl.tensor, mask: tl.tensor, pointers: tl.tuple, moments: tl.tuple, how: tl.tuple, FORM: tl.constexpr
 ) -> None:
-    """Read, step and write the elements ``index`` (all of them where ``mask`` is None); see ``step``."""
+    """Read, step and write the elements ``index``; ``mask`` None: all of them. See ``step``."""
     exp_avg, exp_avg_sq = moments
     m = tl.load(exp_avg + index, mask=mask).to(how[1].dtype)
     v = tl.load(exp_avg_sq + index, mask=mask).to(how[1].dtype)
@@ -328,10 +336,10 @@ def update(
 def step(
     index: tl.tensor, mask: tl.tensor, pointers: tl.tuple, moments: tl.tuple, how: tl.tuple, FORM: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Step and write the weights ``index`` by their gradients and moments; return the new moments.
+    """Compute and write the new weights of the elements ``index``; return their new moments.
 
-    ``pointers`` are those of gradient, weight, its copy and its remainder; ``how`` the row of hyperparameters and the
-    factor of gradients, whose dtype is computed in. ``FORM`` is that of ``weight_form``.
+    ``pointers`` are (gradient, weight, copy, remainder). ``how`` is (hyperparameter row, gradient factor); arithmetic
+    is in the factor's dtype. ``FORM`` is the result of ``weight_form``.
     """
     gradient, weight, model, remainder = pointers
     m, v = moments
@@ -340,7 +348,7 @@ def step(
     w = load_joined(weight + index, remainder + index, mask) if FORM == 2 else tl.load(weight + index, mask=mask)
     w = w.to(factor.dtype) * tl.load(row + 1).to(factor.dtype)
     towards = tl.load(row + 2).to(factor.dtype)
-    # As torch's lerp: from the nearer end, so that a weight of 1 gives the gradient itself.
+    # Like torch's lerp, from the nearer end, so that a weight of 1 gives exactly the gradient.
     m = tl.where(towards < 0.5, m + towards * (g - m), g - (g - m) * (1.0 - towards))
     v = v * tl.load(row + 3).to(factor.dtype) + tl.load(row + 4).to(factor.dtype) * g * g
     denominator = divide(root(v), tl.load(row + 6).to(factor.dtype)) + tl.load(row + 7).to(factor.dtype)
@@ -351,7 +359,7 @@ def step(
 
 @device_function
 def store_weight(index: tl.tensor, mask: tl.tensor, pointers: tl.tuple, value: tl.tensor, FORM: tl.constexpr) -> None:
-    """Write new weights, in two halves or rounded, and their copy; ``FORM`` is that of ``weight_form``."""
+    """Write new weights in the form ``FORM`` (``weight_form``): rounded, rounded with a copy, or with a remainder."""
     weight, model, remainder = pointers
     if FORM == 2:
         store_split(weight + index, remainder + index, value, mask)
@@ -363,7 +371,7 @@ def store_weight(index: tl.tensor, mask: tl.tensor, pointers: tl.tuple, value: t
 
 @device_function
 def divide(dividend: tl.tensor, divisor: tl.tensor) -> tl.tensor:
-    """Divide with correct rounding; Triton's ``/`` on fp32 is off by up to two units."""
+    """Divide with correct rounding; Triton's ``/`` on fp32 is off by up to 2 units in the last place."""
     if dividend.dtype == tl.float32:
         return tl.div_rn(dividend, divisor)
     return dividend / divisor
@@ -371,7 +379,7 @@ def divide(dividend: tl.tensor, divisor: tl.tensor) -> tl.tensor:
 
 @device_function
 def root(value: tl.tensor) -> tl.tensor:
-    """Return the correctly rounded square root; ``tl.sqrt`` is that in fp64 only."""
+    """Return the correctly rounded square root; ``tl.sqrt`` rounds correctly only in fp64."""
     if value.dtype == tl.float32:
         return tl.sqrt_rn(value)
     return tl.sqrt(value)

@@ -1,4 +1,4 @@
-"""``checksum``: 64 bits over the values of a tensor, a sum of integers that any sharding repeats."""
+"""``checksum``: a 64-bit integer checksum of a tensor that does not depend on how the tensor is sharded."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ if TYPE_CHECKING:
 
 MAX_PROGRAMS = 2048
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-# Of the reference, at once: 512 KiB in int64, which stay in a core's cache between the passes.
+# Blocks that the reference sums at a time: 512 KiB in int64, which stay in a core's cache between the passes.
 _NUM_BLOCKS = 16
 
 
 @without_grad
 def checksum(source: Tensor, *, key: int, first_element: int = 0) -> Tensor:
-    """Return the sum modulo 2**64 of each value's bits times an odd number: 0-d int64; nothing waits for the device.
+    """Return the sum modulo 2**64 of each value's bits times an odd number, as a 0-d int64 tensor, without a host wait.
 
-    The odd number depends on ``key`` and on the element's index in the whole tensor alone, so checksums of shards add
-    up (modulo 2**64) to that of the whole tensor, and one changed element always changes the sum.
+    The odd number depends only on ``key`` and the element's index in the whole tensor. Checksums of shards therefore
+    add up, modulo 2**64, to the checksum of the whole tensor. Changing a single element always changes the sum.
 
-    Moves ``source.itemsize`` bytes per element, once, with one 64-bit multiplication and addition.
+    Memory traffic: ``source.itemsize`` bytes per element, with one 64-bit multiplication and addition.
 
     Args:
-        source: any shape, contiguous, of elements of 1, 2, 4 or 8 bytes. May have no elements.
-        key: any integer; its low 64 bits count. Another one for each tensor.
-        first_element: index in the whole tensor of the first element of ``source``.
+        source: any shape, contiguous, with elements of 1, 2, 4 or 8 bytes; may be empty.
+        key: any integer, different for each tensor; only its low 64 bits are used.
+        first_element: index of the first element of ``source`` in the whole tensor.
     Raises:
-        ValueError: memory that is not contiguous, other elements, or a negative ``first_element``.
+        ValueError: ``source`` is not contiguous or has other elements, or ``first_element`` is negative.
     """
     if not source.is_contiguous() or source.itemsize not in _INTEGERS or source.is_complex():
         raise ValueError(
             f"checksum: source is {source.dtype} with strides {source.stride()}; wanted contiguous memory of elements "
-            "of 1, 2, 4 or 8 bytes. Pass source.contiguous(), of a complex tensor torch.view_as_real(source)."
+            "of 1, 2, 4 or 8 bytes. fix: pass source.contiguous(), or torch.view_as_real(source) of a complex tensor."
         )
     if first_element < 0:
         raise ValueError(f"checksum: first_element={first_element}; wanted the shard's offset, at least 0.")
@@ -61,11 +61,11 @@ def checksum(source: Tensor, *, key: int, first_element: int = 0) -> Tensor:
 def reference_checksum(bits: Tensor, *, key: int, first_element: int) -> Tensor:
     """Return the sum modulo 2**64 of ``bits[i] * odd(place) * odd(key + block)``, 0-d int64.
 
-    Element ``first_element + i`` of the whole tensor is at ``place`` of block ``block`` of ``BLOCK`` elements.
+    Element ``first_element + i`` of the whole tensor is at position ``place`` of block ``block`` of ``BLOCK`` elements.
     """
     weights = _weights_of_places(bits.device)
     block, place = divmod(first_element, BLOCK)
-    # What is cut off at either end goes by itself, whole blocks some at a time.
+    # Partial blocks at both ends are summed alone; whole blocks in between several at a time.
     head = min(-place % BLOCK, bits.numel())
     tail = (bits.numel() - head) % BLOCK
     start, body, end = bits.split([head, bits.numel() - head - tail, tail])
@@ -87,7 +87,7 @@ def _weights_of_places(device: torch.device) -> Tensor:
 
 
 def _odd_numbers(numbers: Tensor) -> Tensor:
-    """Return a random odd number of 64 bits for each integer (int64): splitmix64 of it, with the lowest bit set."""
+    """Return a pseudo-random odd 64-bit number per int64 integer: its splitmix64 hash with the lowest bit set."""
     mixed = (numbers + 1) * _signed(0x9E3779B97F4A7C15)
     mixed = (mixed ^ _shifted(mixed, 30)) * _signed(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ _shifted(mixed, 27)) * _signed(0x94D049BB133111EB)
@@ -95,12 +95,12 @@ def _odd_numbers(numbers: Tensor) -> Tensor:
 
 
 def _signed(number: int) -> int:
-    """Return the low 64 bits of an integer as int64 holds them."""
+    """Return the low 64 bits of an integer as a signed int64 value."""
     return (number + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 def _shifted(numbers: Tensor, places: int) -> Tensor:
-    # torch shifts signs in.
+    # torch shifts arithmetically, so the copies of the sign bit are masked.
     return (numbers >> places) & ((1 << (64 - places)) - 1)
 
 
@@ -114,10 +114,10 @@ def checksum_kernel(
     key: tl.int64,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Sum every k-th block of the whole tensor, k being the number of programs; ``skipped`` lie before ``source``."""
+    """Sum every k-th block of the whole tensor for k programs; the first block starts ``skipped`` before ``source``."""
     program = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, BLOCK)
-    # In registers for all blocks of a program, so that an element costs one multiplication.
+    # In registers for all blocks of a program, so that each element costs one multiplication.
     weights = odd_number(place.to(tl.int64)).to(tl.int64, bitcast=True)
     total = tl.zeros((), dtype=tl.int64)
     for block in range(program, num_blocks, tl.num_programs(0)):
@@ -129,7 +129,7 @@ def checksum_kernel(
 
 @device_function
 def odd_number(number: tl.tensor) -> tl.tensor:
-    """Return what ``_odd_numbers`` defines, as uint64."""
+    """Return the odd number that ``_odd_numbers`` defines, as uint64."""
     mixed = (number.to(tl.int64).to(tl.uint64) + tl.full((), 1, tl.uint64)) * tl.full((), 0x9E3779B97F4A7C15, tl.uint64)
     mixed = (mixed ^ (mixed >> 30)) * tl.full((), 0xBF58476D1CE4E5B9, tl.uint64)
     mixed = (mixed ^ (mixed >> 27)) * tl.full((), 0x94D049BB133111EB, tl.uint64)

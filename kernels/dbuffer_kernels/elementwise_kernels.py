@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def launch_elementwise(source: Tensor, out: Tensor, scale: float, *, adds: bool) -> Tensor:
-    """Write ``scale * source`` into ``out``, or add it, both contiguous, and return ``out``."""
+    """Write ``scale * source`` to ``out``, or add it, and return ``out``; both tensors are contiguous."""
     numel = out.numel()
     compute = element_type(compute_dtype(source.dtype, out.dtype))
     num_blocks = -(-numel // BLOCK)
@@ -31,12 +31,12 @@ def elementwise_kernel(
     ADDS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Cast or add one block of contiguous memory. ``source`` and ``out``: pointers, 16-byte aligned for full speed."""
+    """Cast or add one block of contiguous memory; the pointers must be 16-byte aligned for full speed."""
     start = tl.program_id(0).to(tl.int64) * BLOCK
     index = start + tl.arange(0, BLOCK)
-    # tl.full takes the compiler's fp64 scalar and the interpreter's Python float alike, without passing by fp32.
+    # tl.full accepts the compiler's fp64 scalar and the interpreter's Python float, without rounding to fp32.
     factor = tl.full((), scale, COMPUTE)
-    # Whole blocks carry no mask: a mask at an odd numel would split every 16-byte access into single elements.
+    # Whole blocks have no mask: with an odd numel, a mask would split every 16-byte access into single elements.
     if start + BLOCK <= numel:
         move(source + index, out + index, None, factor, ADDS)
     else:
@@ -45,7 +45,7 @@ def elementwise_kernel(
 
 @device_function
 def move(source: tl.tensor, out: tl.tensor, mask: tl.tensor, factor: tl.tensor, ADDS: tl.constexpr) -> None:
-    """Write the product of elements and a factor, or add it, in the dtype of ``factor``."""
+    """Write ``factor`` times the source elements, or add it, in the dtype of ``factor``."""
     value = tl.load(source, mask=mask).to(factor.dtype) * factor
     if ADDS:
         value = tl.load(out, mask=mask).to(factor.dtype) + value
@@ -54,7 +54,10 @@ def move(source: tl.tensor, out: tl.tensor, mask: tl.tensor, factor: tl.tensor, 
 
 @device_function
 def store_rounded(pointer: tl.tensor, value: tl.tensor, mask: tl.tensor) -> None:
-    """Store to nearest even, from fp64 to 16 bits by way of fp32, as torch does (docs/design/kernels.md, numerics)."""
+    """Store, rounded to nearest even. fp64 is first rounded to fp32 if the target has 16 bits, as in torch.
+
+    See docs/design/kernels.md, numerics.
+    """
     if pointer.dtype.element_ty.primitive_bitwidth == 16:
         value = value.to(tl.float32)
     tl.store(pointer, value.to(pointer.dtype.element_ty), mask=mask)

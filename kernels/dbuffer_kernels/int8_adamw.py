@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 
-# Elements of which the reference has moments in fp32 at once: whole blocks.
+# Elements whose moments the reference decodes to fp32 at a time: whole blocks.
 _CHUNK = 1 << 18
 
 
@@ -28,8 +28,8 @@ class CodedSegment(Segment):
     """Elements ``start`` to ``stop`` of a flat buffer, updated with one row of hyperparameters.
 
     Attributes:
-        start: a multiple of 256 elements, where a block begins.
-        plain: where its fp32 moments begin in the plain ones; None: it has codes.
+        start: a multiple of 256, where a block begins.
+        plain: offset of its fp32 moments in the plain moments; None: its moments are coded.
     """
 
     plain: int | None = None
@@ -41,10 +41,10 @@ class Int8Moments:
 
     Attributes:
         exp_avg, exp_avg_sq: codes, uint8 (numel,), of the signed and of the unsigned map.
-        exp_avg_scale, exp_avg_sq_scale: fp32 (ceil(numel / 256),), of blocks that are counted from the first element.
-        plain_exp_avg, plain_exp_avg_sq: fp32, one after the other those of the tensors that have no codes.
+        exp_avg_scale, exp_avg_sq_scale: fp32 (ceil(numel / 256),), one per block, counted from the first element.
+        plain_exp_avg, plain_exp_avg_sq: fp32, concatenated, for tensors whose moments are not coded.
     Raises:
-        ValueError: a tensor of another length or dtype.
+        ValueError: a tensor has the wrong length or dtype.
     """
 
     exp_avg: Tensor
@@ -64,10 +64,10 @@ class Int8Moments:
 
 @dataclass(frozen=True, slots=True)
 class Int8AdamWBuffers:
-    """The flat buffers of AdamW steps with moments in 8 bits; the others are as in ``AdamWBuffers``.
+    """The flat buffers of AdamW steps with 8-bit moments; all others are as in ``AdamWBuffers``.
 
     Raises:
-        ValueError: a tensor of another shape, device or dtype, fp64 included.
+        ValueError: a tensor has an unsupported shape, device or dtype; fp64 is unsupported.
     """
 
     gradient: Tensor
@@ -77,7 +77,7 @@ class Int8AdamWBuffers:
     remainder: Tensor | None = None
 
     def __post_init__(self) -> None:
-        # The weight stands in for moments, so that the rest is checked as for plain ones.
+        # Passing the weight as moments checks all other buffers.
         checked = AdamWBuffers(self.gradient, self.weight, self.weight, self.weight, self.model_weight, self.remainder)
         device = self.weight.device
         check_tensor("Int8AdamWBuffers: codes", self.moments.exp_avg, self.weight.shape, (torch.uint8,), device)
@@ -86,16 +86,16 @@ class Int8AdamWBuffers:
 
 
 class CodedSegments(SegmentTable[CodedSegment]):
-    """Ranges that ``int8_adamw`` updates, each from a multiple of 256 on.
+    """Ranges that ``int8_adamw`` updates; each starts at a multiple of 256.
 
-    The table has two more columns: plain offset counted from the buffer's first element, and whether moments are plain.
+    The table has two more columns: the plain moments' offset minus the segment's start, and whether moments are plain.
     """
 
     grain = QUANT_BLOCK
     columns = 6
 
     def rest(self, segment: CodedSegment) -> tuple[int, ...]:
-        """See ``SegmentTable``."""
+        """Return the two extra columns; see ``SegmentTable``."""
         plain = 0 if segment.plain is None else segment.plain - segment.start
         return plain, segment.plain is not None
 
@@ -108,20 +108,21 @@ def int8_adamw(
     *,
     clip: Tensor | None = None,
 ) -> None:
-    """Take one step of ``adamw`` with moments that are stored in 8 bits; its formula and ``rows`` are those.
+    """Take one step of ``adamw`` with moments stored in 8 bits; formula and ``rows`` as in ``adamw``.
 
-    A moment is code times scale of its block of 256 elements, counted from the buffer's first; the step is taken in
-    fp32, and ``quantize_blocks`` stores the result with new scales. Weights never see the rounding of their own step.
+    A moment is its code's value times the scale of its block of 256 elements, counted from the buffer's first element.
+    The step is computed in fp32, then ``quantize_blocks`` stores the moments with new scales. The weights are updated
+    before the moments are rounded.
 
-    Moves per element the gradient once, the weight and two codes twice: 14.06 bytes with bf16 gradients and weights in
-    two halves. Codes are computed up to the last comparison, so the two code books, 4 KiB, are read from the cache four
-    times per element.
+    Memory traffic per element: the gradient once, the weight and two codes twice; 14.06 bytes with bf16 gradients and
+    weights in two halves. Codes are computed by formula, except for a last comparison. Therefore the two maps, 4 KiB,
+    are read from the cache only four times per element.
 
     Args:
-        buffers: what is read and written. segments: which elements. rows: as in ``adamw``.
+        buffers: the buffers to read and write. segments: the ranges to update. rows: as in ``adamw``.
         clip: a 0-d fp32 tensor, multiplied into every gradient.
     Raises:
-        ValueError: segments of buffers of another length, or too few rows.
+        ValueError: the segments were made for another length, or ``rows`` has too few rows.
     """
     weight = buffers.weight
     segments.check("int8_adamw", [weight], rows, NUM_COLUMNS, clip)
@@ -140,7 +141,7 @@ def int8_adamw(
         moments.exp_avg_sq_scale,
         moments.plain_exp_avg,
         moments.plain_exp_avg_sq,
-        # What is marked absent is never read, so any pointer will do.
+        # Arguments marked absent are never read, so any pointer will do.
         weight if buffers.model_weight is None else buffers.model_weight,
         weight if buffers.remainder is None else buffers.remainder,
         rows if clip is None else clip,
@@ -158,7 +159,7 @@ def reference_int8_adamw(
     *,
     clip: Tensor | None = None,
 ) -> None:
-    """Take the step that the op of this name states: decode, ``reference_adamw``, encode, in chunks of whole blocks.
+    """Do the same as ``int8_adamw`` in plain torch: decode, ``reference_adamw``, encode, in chunks of whole blocks.
 
     Allocates temporaries of ``2 ** 18`` elements.
     """
@@ -229,17 +230,17 @@ def int8_adamw_kernel(
     FORM: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Update the part of one segment that lies in one block; ``table`` is that of ``CodedSegments``."""
+    """Update the part of one segment within one block; ``table`` is the table of ``CodedSegments``."""
     entry, start, first, stop = find_segment(table, 6, BLOCK)
     row = rows + tl.load(entry + 3) * 8
     factor = tl.load(row).to(tl.float32)
     if HAS_CLIP:
         factor *= tl.load(clip).to(tl.float32)
-    # All pointers move to the block, for offsets of 32 bits: they take half of the registers.
+    # All pointers are moved to the block's start, so that 32-bit offsets suffice: they take half of the registers.
     pointers = (gradient + start, weight + start, model + start, remainder + start)
     first = tl.maximum(first - start, 0).to(tl.int32)
     stop = tl.minimum(stop - start, BLOCK).to(tl.int32)
-    # A row for each block of 256, which shares a scale. Whole programs carry no mask: it would split wide accesses.
+    # One row per block of 256 elements, which share a scale. Whole programs have no mask: it would split wide accesses.
     block = tl.arange(0, BLOCK // 256)
     index = (block * 256)[:, None] + tl.arange(0, 256)[None, :]
     mask = (index >= first) & (index < stop)
@@ -270,9 +271,9 @@ def coded_update(
     maps: tl.tensor,
     FORM: tl.constexpr,
 ) -> None:
-    """Decode, step as ``adamw`` does, and encode the elements ``index``, (blocks, 256).
+    """Decode, step as in ``adamw``, and encode the elements ``index``, (blocks, 256).
 
-    Moments are pointers of codes and scales.
+    ``exp_avg`` and ``exp_avg_sq`` are pairs of pointers: (codes, scales).
     """
     m_codes, m_scale = exp_avg
     v_codes, v_scale = exp_avg_sq
@@ -294,25 +295,25 @@ def store_coded(
     maps: tl.tensor,
     MAP: tl.constexpr,
 ) -> None:
-    """Write ``value``, (blocks, 256), as codes and scales; ``MAP`` is where its map begins in the maps."""
+    """Write ``value``, (blocks, 256), as codes and scales; ``MAP`` is the offset of its map within ``maps``."""
     codes, scales = moment
     bits = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     if mask is not None:
         bits = tl.where(mask, bits, 0)
-    # Magnitudes order as their bits do, and NaN comes last, so that it reaches the scale.
+    # Magnitudes have the same order as their bits, and NaN is the largest, so that it becomes the scale.
     most = tl.max(bits, axis=1)
-    # LARGEST_SCALES in bits.
+    # LARGEST_SCALES as bits.
     largest: tl.constexpr = 0x5F800000 if MAP == 0 else 0x7F7FFFFF
     most = tl.where(most <= 0x7F800000, tl.minimum(most, largest), most)
     scale = most.to(tl.float32, bitcast=True)
     divisor = tl.where(scale == 0.0, 1.0, scale)
     ratio = divide(value, tl.broadcast_to(divisor[:, None], value.shape))
-    # Infinity over infinity, in a block that is spoiled either way.
+    # A NaN in the block makes its scale NaN, so the block decodes to NaN whatever its codes are.
     ratio = tl.where(ratio == ratio, ratio, 0.0)
     code = code_below(ratio, MAP)
     code += (tl.load(maps + 512 + MAP + code) < ratio).to(tl.int32)
     if MAP != 0:
-        # Of squares none above zero becomes zero: see quantize_blocks.
+        # A second moment above zero must not become zero; see quantize_blocks.
         code = tl.maximum(code, (value > 0.0).to(tl.int32))
     tl.store(codes + index, code.to(tl.uint8), mask=mask)
     tl.store(scales, scale, mask=is_part)
@@ -320,18 +321,18 @@ def store_coded(
 
 @device_function
 def code_below(ratio: tl.tensor, MAP: tl.constexpr) -> tl.tensor:
-    """Return a code that is the nearest one or the one before it, at most 254, from the map's formula.
+    """Return, by the map's formula, the nearest code or the one before it; at most 254.
 
-    Decade k of ``dynamic_map`` has 2 ** k parts (unsigned: twice as many), whose codes follow each other. Half a part
-    further down rounding here cannot lead beyond the code wanted (docs/design/low_precision.md, "Codes").
+    Decade k of ``dynamic_map`` has 2 ** k parts (twice as many if unsigned) with consecutive codes. The formula aims
+    half a part low, so that rounding errors never exceed the right code (docs/design/low_precision.md, "Codes").
     """
     magnitude = tl.abs(ratio)
-    # The bits of a float are its logarithm to base 2, 2 ** -23 each, less at most 0.086. So a decade begins at 0.998 to
-    # 1.06 times its power of ten, and parts are wide enough for either neighbour to know the codes there.
+    # A float's bits are its base-2 logarithm in units of 2 ** -23, minus at most 0.086. A decade therefore starts at
+    # 0.998 to 1.06 times its power of ten. Parts are wide enough that either decade gives a usable code there.
     decade = ((magnitude.to(tl.int32, bitcast=True) >> 11) * 1233 - 523_940_000) >> 24
     decade = tl.minimum(tl.maximum(decade, 0), 6)
     unsigned: tl.constexpr = 0 if MAP == 0 else 1
-    # Conversions are an eighth as fast as sums: integers become floats, and back, in the bits of 1.5 * 2 ** 23.
+    # Conversions are 8x slower than additions, so integers and floats are converted in the bits of 1.5 * 2 ** 23.
     power = (0x4B400006 - decade).to(tl.float32, bitcast=True) - 12582912.0
     in_decade = tl.minimum(magnitude * tl.exp2(power * 3.32192809489), 1.25)
     width = ((decade + (127 + unsigned)) << 23).to(tl.float32, bitcast=True)

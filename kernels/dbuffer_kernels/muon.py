@@ -1,6 +1,6 @@
-"""``muon_momentum`` and ``muon_apply``: what of a Muon step is element-wise, one pass over flat buffers each.
+"""``muon_momentum`` and ``muon_apply``: the element-wise parts of a Muon step, one pass over flat buffers each.
 
-Between them lies the work on whole matrices: one leaves what Newton-Schulz is to see, the other takes its result.
+Newton-Schulz on whole matrices runs between the two: the first writes its input, the second reads its result.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _NUM_COLUMNS = 2
 
 @dataclass(frozen=True, slots=True)
 class MuonWeights:
-    """What ``muon_apply`` writes, 1-D and of one length.
+    """The tensors that ``muon_apply`` writes, 1-D and of one length.
 
     Attributes:
-        weight: the main weights, or their upper halves where there is a ``remainder``.
-        model_weight: their copy in compute dtype; None for none.
-        remainder: int16, the lower halves of FP32 weights; None for none.
+        weight: the main weights, or their upper halves if there is a ``remainder``.
+        model_weight: their copy in compute dtype, or None.
+        remainder: int16, the lower halves of FP32 weights, or None.
     """
 
     weight: Tensor
@@ -42,7 +42,7 @@ class MuonWeights:
 def muon_momentum(
     gradient: Tensor, momentum: Tensor, out: Tensor, segments: Segments, rows: Tensor, *, clip: Tensor | None = None
 ) -> None:
-    """Update the momentum of every element of ``segments`` and write what Newton-Schulz is to see.
+    """Update the momentum of every element of ``segments``, and write the input of Newton-Schulz to ``out``.
 
     In the order and with the roundings of ``torch.optim.Muon``, with the columns ``(mu, is Nesterov)`` of ``rows``::
 
@@ -50,15 +50,15 @@ def muon_momentum(
         momentum = lerp(momentum, g, 1 - mu)
         out = lerp(g, momentum, mu) if is Nesterov else momentum
 
-    On the CPU the bits are torch's. Moves the gradient and ``out`` once and the momentum twice: 14 bytes per element
-    with an FP32 gradient and momentum and a bf16 ``out``; memory bound.
+    On the CPU the result equals torch's bit for bit. Memory traffic: the gradient and ``out`` once, the momentum twice.
+    That is 14 bytes per element with an FP32 gradient and momentum and a bf16 ``out``; memory bound.
 
     Args:
-        gradient, momentum, out: 1-D, of one length; other elements of ``out`` are left as they are.
+        gradient, momentum, out: 1-D, of one length; elements of ``out`` outside ``segments`` are not written.
         rows: fp64 of shape (rows, 2) on the same device.
         clip: a 0-d fp32 tensor on that device, multiplied into every gradient.
     Raises:
-        ValueError: segments of buffers of another length, or too few rows.
+        ValueError: the segments were made for another length, or ``rows`` has too few rows.
     """
     segments.check("muon_momentum", [gradient, momentum, out], rows, _NUM_COLUMNS, clip)
     if runs_on_triton(out):
@@ -83,15 +83,15 @@ def muon_momentum(
 def muon_apply(update: Tensor, weights: MuonWeights, segments: Segments, rows: Tensor) -> None:
     """Decay the weights of ``segments`` and add their update: ``w = w * decay; w = w + alpha * update``.
 
-    Two roundings, as in ``torch.optim.Muon``; columns ``(decay, alpha)`` of ``rows`` are ``1 - lr * weight_decay`` and
-    minus the learning rate times the matrix's factor. Moves the update and ``model_weight`` once and weights twice: 12
-    bytes per element with FP32 weights, a bf16 update and a bf16 copy.
+    Both operations round, as in ``torch.optim.Muon``. The columns of ``rows`` are ``(decay, alpha)``: decay is
+    ``1 - lr * weight_decay``, alpha is minus the learning rate times the matrix's factor. Memory traffic: the update
+    and ``model_weight`` once, the weights twice; 12 bytes per element with FP32 weights, a bf16 update and a bf16 copy.
 
     Args:
         update: 1-D, as long as the weights.
         rows: fp64 of shape (rows, 2) on the same device.
     Raises:
-        ValueError: segments of buffers of another length, or too few rows.
+        ValueError: the segments were made for another length, or ``rows`` has too few rows.
     """
     segments.check("muon_apply", [update, weights.weight], rows, _NUM_COLUMNS)
     weight, model, remainder = weights.weight, weights.model_weight, weights.remainder
@@ -134,14 +134,14 @@ def muon_momentum_kernel(
     HAS_CLIP: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Update the part of one segment that lies in one block; ``table`` is that of ``Segments``."""
+    """Update the part of one segment within one block; ``table`` is the table of ``Segments``."""
     entry, start, first, stop = find_segment(table, 4, BLOCK)
     row = rows + tl.load(entry + 3) * 2
     factor = tl.full((), 1.0, COMPUTE)
     if HAS_CLIP:
         factor = tl.load(clip).to(COMPUTE)
     index = start + tl.arange(0, BLOCK)
-    # Whole blocks carry no mask: it would split every 16-byte access into single elements.
+    # Whole blocks have no mask, because a mask would split every 16-byte access into single elements.
     if (first <= start) & (start + BLOCK <= stop):
         move(index, None, (gradient, momentum, out), factor, row)
     else:
@@ -150,7 +150,7 @@ def muon_momentum_kernel(
 
 @device_function
 def move(index: tl.tensor, mask: tl.tensor, pointers: tl.tuple, factor: tl.tensor, row: tl.tensor) -> None:
-    """Read, step and write the elements ``index`` (all of them where ``mask`` is None) in the dtype of ``factor``."""
+    """Read, step and write the elements ``index`` in the dtype of ``factor``; ``mask`` None: all of them."""
     gradient, momentum, out = pointers
     mu = tl.load(row)
     g = tl.load(gradient + index, mask=mask).to(factor.dtype) * factor
@@ -159,13 +159,13 @@ def move(index: tl.tensor, mask: tl.tensor, pointers: tl.tuple, factor: tl.tenso
     tl.store(momentum + index, kept, mask=mask)
     kept = kept.to(factor.dtype)
     seen = tl.where(tl.load(row + 1) != 0.0, interpolated(g, kept, mu.to(factor.dtype)), kept)
-    # By way of the momentum's dtype, as torch computes the update in that.
+    # Rounded to the momentum's dtype first, because torch computes the update in that dtype.
     tl.store(out + index, seen.to(momentum.dtype.element_ty).to(out.dtype.element_ty), mask=mask)
 
 
 @device_function
 def interpolated(begin: tl.tensor, end: tl.tensor, weight: tl.tensor) -> tl.tensor:
-    """Return torch's lerp: from the nearer end, the product and the sum fused."""
+    """Return torch's lerp: from the nearer end, with product and sum fused."""
     difference = end - begin
     return tl.where(weight < 0.5, tl.fma(weight, difference, begin), tl.fma(-difference, 1.0 - weight, end))
 
@@ -181,7 +181,7 @@ def muon_apply_kernel(
     FORM: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Update the part of one segment that lies in one block; ``table`` is that of ``Segments``."""
+    """Update the part of one segment within one block; ``table`` is the table of ``Segments``."""
     entry, start, first, stop = find_segment(table, 4, BLOCK)
     row = rows + tl.load(entry + 3) * 2
     how = (tl.load(row).to(COMPUTE), tl.load(row + 1).to(COMPUTE))
@@ -196,13 +196,13 @@ def muon_apply_kernel(
 def add(
     index: tl.tensor, mask: tl.tensor, update: tl.tensor, pointers: tl.tuple, how: tl.tuple, FORM: tl.constexpr
 ) -> None:
-    """Read, step and write the elements ``index`` (all of them where ``mask`` is None) in the dtype of ``how``."""
+    """Read, step and write the elements ``index`` in the dtype of ``how``; ``mask`` None: all of them."""
     weight, _, remainder = pointers
     decay, alpha = how
     if FORM == 2:
         w = load_joined(weight + index, remainder + index, mask) * decay
     else:
-        # torch rounds between the two, which matters to 16-bit weights.
+        # torch rounds between the two operations, which matters for 16-bit weights.
         w = tl.load(weight + index, mask=mask).to(decay.dtype) * decay
         w = w.to(weight.dtype.element_ty).to(decay.dtype)
     w = tl.fma(tl.load(update + index, mask=mask).to(decay.dtype), alpha, w)

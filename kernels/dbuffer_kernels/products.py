@@ -1,4 +1,4 @@
-"""Matrix products that are added to what lies in a buffer."""
+"""Matrix products that are added to an output buffer."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from dbuffer_kernels.launch import is_on_gpu
 def add_product(
     left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, *, scale: float = 1.0, overwrite: bool = False
 ) -> None:
-    """Add ``scale * (left @ right)`` to ``out``, or write it there, in one matrix product.
+    """Add ``scale * (left @ right)`` to ``out``, or overwrite it, in one matrix product.
 
     Args:
-        left: (rows, n), or (experts, rows, n). right: (n, columns), or with as many experts. out: (rows, columns), or
-            with experts, of the same dtype, or FP32 for 16-bit factors, whose sums are not rounded to 16 bits then; may
-            be uninitialised where it is overwritten.
+        left: (rows, n) or (experts, rows, n). right: (n, columns) or (experts, n, columns).
+        out: (rows, columns) or (experts, rows, columns), of the same dtype. For 16-bit factors it may be FP32; the sums
+            are then not rounded to 16 bits. It may be uninitialised if ``overwrite``.
     """
     if out.dtype is not left.dtype and not is_on_gpu(out):
-        # Only CUDA has products of another dtype than their factors.
+        # Only CUDA has products with an output dtype other than the factors'.
         left, right = left.to(out.dtype), right.to(out.dtype)
     is_batched = left.ndim == 3
     beta = 0.0 if overwrite else 1.0
@@ -28,7 +28,7 @@ def add_product(
     elif overwrite and (scale == 1.0 or out.dtype is torch.float16):
         (torch.bmm if is_batched else torch.mm)(left, right, out=out)
         if scale != 1.0:
-            # A small fp16 gradient loses bits to the scale: as many, and after the same rounding, as without fusion.
+            # Small fp16 gradients lose bits here, but no more than without fusion, where the product is rounded too.
             out.mul_(scale)
     else:
         (out.baddbmm_ if is_batched else out.addmm_)(left, right, beta=beta, alpha=scale)

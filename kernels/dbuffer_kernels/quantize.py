@@ -1,7 +1,7 @@
-"""``encode_row`` and ``decode_rows``: weights on the wire as int8 in blocks of 256 elements that share an fp32 scale.
+"""``encode_row`` and ``decode_rows``: communicate weights as int8, in blocks of 256 elements with an fp32 scale each.
 
-A rank's shard travels as a row of bytes: its codes, one byte an element, then its scales. Nothing depends on where a
-shard begins, as blocks are counted from the first element of the flat buffer and shards cut none.
+A rank sends its shard as a row of bytes: the codes, one byte per element, then the scales. Blocks are counted from the
+first element of the flat buffer and shards never cut a block, so results do not depend on how it is sharded.
 """
 
 from __future__ import annotations
@@ -20,23 +20,24 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 _LARGEST = 127.0
-# Elements that are in fp32 at once: a multiple of the block.
+# Elements converted to fp32 at a time: a multiple of the block size.
 _CHUNK = 1 << 22
 
 
 def row_bytes(numel: int) -> int:
-    """Return the bytes of the codes and scales of ``numel`` elements, whole blocks."""
+    """Return the number of bytes for codes and scales of ``numel`` elements, a multiple of the block size."""
     return numel + 4 * numel // QUANT_BLOCK
 
 
 @without_grad
 def encode_row(values: Tensor, row: Tensor) -> None:
-    """Write values over their block's scale, largest magnitude / 127, rounded to nearest even, and the scales.
+    """Quantize ``values`` to int8 with one scale per block, and write codes and scales to ``row``.
 
-    NaN and a scale of 0 give 0.
+    A scale is the block's largest magnitude / 127; a code is value / scale, rounded to nearest even. NaN values and
+    blocks with scale 0 get code 0.
 
     Args:
-        values: floating point, 1-D, whole blocks. row: uint8, ``row_bytes`` of them.
+        values: floating point, 1-D, whole blocks. row: uint8, 1-D, ``row_bytes(values.numel())`` long.
     """
     numel = values.numel()
     codes, scales = row[:numel].view(torch.int8), row[numel:].view(torch.float32)
@@ -51,14 +52,14 @@ def encode_row(values: Tensor, row: Tensor) -> None:
 
 @without_grad
 def decode_rows(rows: Tensor, shard_numel: int, out: Tensor) -> None:
-    """Write the values of the rows of all ranks, code times scale in fp32, rounded once to nearest even.
+    """Decode the rows of all ranks into ``out``: code times scale in fp32, rounded once to nearest even.
 
-    Moves per element its code, its part of a scale and what is written, each once: 3.02 bytes into bf16.
+    Memory traffic per element: its code, its share of a scale, and the output; 3.02 bytes into bf16.
 
     Args:
-        rows: uint8, 1-D, one row after the other. shard_numel: elements of each. out: floating point, 1-D.
+        rows: uint8, 1-D, the ranks' rows one after another. shard_numel: elements per row. out: floating point, 1-D.
     Raises:
-        ValueError: memory of another length.
+        ValueError: ``rows`` or ``out`` has the wrong length.
     """
     numel, length = out.numel(), row_bytes(shard_numel)
     check_tensor("decode_rows: rows", rows, (numel // shard_numel * length,), (torch.uint8,), out.device)
@@ -75,13 +76,13 @@ def decode_rows(rows: Tensor, shard_numel: int, out: Tensor) -> None:
         out,
         numel // QUANT_BLOCK,
         shard_numel // QUANT_BLOCK,
-        # Rows that begin anywhere else are read byte by byte.
+        # If rows do not start at multiples of 16, the kernel reads them byte by byte.
         IS_WIDE=length % 16 == 0,
     )
 
 
 def reference_decode(rows: Tensor, shard_numel: int, out: Tensor) -> None:
-    """Do what ``decode_rows`` does, in chunks."""
+    """Do the same as ``decode_rows`` in plain torch, in chunks."""
     for row, shard in zip(rows.view(-1, row_bytes(shard_numel)), out.view(-1, shard_numel), strict=True):
         codes, scales = row[:shard_numel].view(torch.int8), row[shard_numel:].view(torch.float32)
         for start in range(0, shard_numel, _CHUNK):
@@ -99,17 +100,17 @@ def decode_kernel(
     IS_WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Decode a tile of BLOCK // 256 blocks, each of which lies in one rank's row; ``scales``: the rows as fp32."""
+    """Decode BLOCK // 256 blocks, each within one rank's row. ``scales`` is ``rows`` viewed as fp32."""
     block = tl.program_id(0).to(tl.int64) * (BLOCK // 256) + tl.arange(0, BLOCK // 256)
     column = tl.arange(0, 256)
     mask = block < num_blocks
     rank = block // blocks_per_row
-    # The scales of each row before come between.
+    # Skip the scales of all earlier rows, 4 bytes per block.
     source = block * 256 + rank * blocks_per_row * 4
     if IS_WIDE:
         source = tl.multiple_of(source, 16)
     code = tl.load(rows + source[:, None] + column[None, :], mask=mask[:, None])
-    # A row's codes take the room of 64 scales a block.
+    # Counted in fp32, the codes of one block take the space of 64 scales.
     scale = tl.load(scales + (rank + 1) * blocks_per_row * 64 + block, mask=mask)
     value = code.to(tl.int8, bitcast=True).to(tl.float32) * scale[:, None]
     store_rounded(out + (block * 256)[:, None] + column[None, :], value, mask[:, None])

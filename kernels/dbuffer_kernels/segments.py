@@ -1,4 +1,4 @@
-"""``Segments``: which ranges of flat buffers a step updates, and how its programs find theirs."""
+"""``Segments``: the ranges of flat buffers that a step updates, and how each program of a kernel finds its range."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 STEP_BLOCK = 2048
-"""Elements per program: half of what a copy takes, because each element has up to five values in registers."""
+"""Elements per program: half as many as for a copy, because each element has up to five values in registers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,16 +32,16 @@ AnySegment = TypeVar("AnySegment", bound=Segment)
 
 
 class SegmentTable(Generic[AnySegment]):
-    """Which ranges of a flat buffer a step updates, and with which row of hyperparameters each.
+    """The ranges of a flat buffer that a step updates, each with its row of hyperparameters.
 
-    Made once and used in every step: on CUDA it keeps a table of 8 bytes for each column and 2048 elements on the
-    device, copied there (and waited for) in the first step.
+    It is made once and used in every step. On CUDA it keeps a table on the device, of 8 bytes per column for every 2048
+    elements. The first step copies the table there and waits for the copy.
 
     Args:
-        segments: disjoint, in any order; empty ones are dropped.
-        numel: of the buffers.
+        segments: disjoint ranges in any order; empty ones are dropped.
+        numel: length of the buffers.
     Raises:
-        ValueError: a range out of bounds, two that share a grain, or one that begins inside of one.
+        ValueError: a range is out of bounds, two ranges share a grain, or a range starts inside a grain.
     """
 
     grain: ClassVar[int] = 1
@@ -63,19 +63,19 @@ class SegmentTable(Generic[AnySegment]):
             end = -(-segment.stop // self.grain) * self.grain
 
     def launch(self, kernel: Callable[..., None], written: Tensor, *arguments: Any, **constants: Any) -> None:
-        """Start a kernel on all segments; it gets the table after ``arguments``."""
+        """Start a kernel on all segments; the table is passed after ``arguments``."""
         table = self.table(written.device)
         launch(kernel, table.shape[0], written.device, *arguments, table, block=STEP_BLOCK, **constants)
-        # As any other operator that writes in place.
+        # Every operator that writes in place does this.
         torch.autograd.graph.increment_version(written)
 
     def table(self, device: torch.device) -> Tensor:
-        """Return the kernel's int64 table: block, first and last element, row and the rest, for each program."""
+        """Return the kernel's int64 table with one row per program: block, start, stop, row, and extra columns."""
         if device not in self._tables:
             entries = [
                 (block, segment.start, segment.stop, segment.row, *self.rest(segment))
                 for segment in self.ranges
-                # Blocks are counted from the start of the buffer, which is aligned; a range need not be.
+                # Blocks are counted from the start of the buffer, which is aligned; a range may not be.
                 for block in range(segment.start // STEP_BLOCK, -(-segment.stop // STEP_BLOCK))
             ]
             self._tables[device] = torch.tensor(entries, dtype=torch.int64).view(-1, self.columns).to(device)
@@ -84,7 +84,7 @@ class SegmentTable(Generic[AnySegment]):
     def check(
         self, op: str, buffers: Sequence[Tensor], rows: Tensor, num_columns: int, clip: Tensor | None = None
     ) -> None:
-        """Raise a ValueError unless ``op`` can step buffers by rows of hyperparameters, and a clip factor."""
+        """Raise ValueError unless the buffers, the hyperparameter rows and the clip factor fit these segments."""
         device = buffers[0].device
         for buffer in buffers:
             check_tensor(f"{op}: a buffer", buffer, (self.numel,), FLOAT_DTYPES, device)
@@ -94,19 +94,19 @@ class SegmentTable(Generic[AnySegment]):
             check_tensor(f"{op}: clip", clip, (), (torch.float32,), device)
 
     def rest(self, segment: AnySegment) -> tuple[int, ...]:
-        """Return the columns of a segment beyond the first four."""
+        """Return a segment's columns after the first four."""
         return ()
 
 
 class Segments(SegmentTable[Segment]):
-    """Ranges that ``adamw`` and ``muon_*`` update, from any element to any other."""
+    """Ranges that ``adamw`` and ``muon_*`` update; they may start and stop at any element."""
 
 
 @device_function
 def find_segment(
     table: tl.tensor, COLUMNS: tl.constexpr, BLOCK: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Return a program's entry of a table, where its block begins, and its segment's first and last element."""
+    """Return a program's row of the table, the start of its block, and its segment's start and stop."""
     entry = table + tl.program_id(0).to(tl.int64) * COLUMNS
     # The product tells the compiler that the block starts on a 16-byte boundary; an offset from memory would not.
     return entry, tl.load(entry) * BLOCK, tl.load(entry + 1), tl.load(entry + 2)

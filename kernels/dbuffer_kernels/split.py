@@ -1,4 +1,4 @@
-"""``split_weight`` and ``join_weight``: an fp32 weight as the bf16 weight that computes and the 16 bits it lacks."""
+"""``split_weight`` and ``join_weight``: an fp32 weight as a bf16 weight and its missing 16 bits."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ if TYPE_CHECKING:
 
 @without_grad
 def split_weight(main: Tensor, model: Tensor, remainder: Tensor) -> None:
-    """Write ``main`` as the nearest bf16 weight (``model``) and what its bits lack of the fp32 ones (``remainder``).
+    """Split ``main`` into the nearest bf16 weight (``model``) and the difference of the bits (``remainder``).
 
-    ``bits(main) == (bits(model) << 16) + remainder`` in 32-bit integers. Ties go away from zero, where a plain cast
-    goes to even: with ties to even the remainder would need 17 bits. ``join_weight`` restores every fp32 value to the
-    bit, both zeros, subnormals and infinities included. NaN: ``model`` holds the upper half with the quiet bit set, so
-    that it is a NaN too, and ``remainder`` the lower half; a signalling NaN comes back quiet, the rest of its payload
-    and its sign unchanged.
+    ``bits(main) == (bits(model) << 16) + remainder`` in 32-bit integers. Ties go away from zero, while a plain cast
+    goes to even: with ties to even the remainder would need 17 bits. ``join_weight`` restores every fp32 value bit for
+    bit, including both zeros, subnormals and infinities. For a NaN, ``model`` holds the upper half with the quiet bit
+    set, so that it is a NaN too, and ``remainder`` holds the lower half. A signalling NaN therefore comes back quiet,
+    with its sign and the rest of its payload unchanged.
 
-    Moves 8 bytes per element, each once.
+    Memory traffic: 8 bytes per element.
 
     Args:
         main: fp32, contiguous. Read.
         model: bf16, contiguous, same numel. Written.
-        remainder: int16, contiguous, same numel. Written. None of the three overlap.
+        remainder: int16, contiguous, same numel. Written. The three tensors must not overlap.
     Raises:
-        ValueError: other dtypes, numel, device, or memory that is not contiguous.
+        ValueError: a tensor has another dtype, numel or device, or is not contiguous.
     """
     _check("split_weight", main, model, remainder)
     if not runs_on_triton(model):
@@ -43,9 +43,9 @@ def split_weight(main: Tensor, model: Tensor, remainder: Tensor) -> None:
 
 @without_grad
 def join_weight(model: Tensor, remainder: Tensor, main: Tensor) -> Tensor:
-    """Write to ``main`` what ``split_weight`` took apart and return it; arguments, errors and bytes as there.
+    """Join ``model`` and ``remainder`` into ``main`` and return it; arguments and errors as in ``split_weight``.
 
-    Where ``model`` is NaN the lower half is ``remainder`` as it is.
+    If ``model`` is NaN, ``remainder`` is the lower half unchanged.
     """
     _check("join_weight", main, model, remainder)
     if not runs_on_triton(main):
@@ -55,17 +55,17 @@ def join_weight(model: Tensor, remainder: Tensor, main: Tensor) -> Tensor:
 
 
 def reference_split(main: Tensor, model: Tensor, remainder: Tensor) -> None:
-    """Do what ``split_weight`` does, in chunks."""
+    """Do the same as ``split_weight`` in plain torch, in chunks."""
     for piece, upper, lower in zip(flat_chunks(main), flat_chunks(model), flat_chunks(remainder), strict=True):
         bits = piece.view(torch.int32)
-        # Only a NaN's bits can overflow here, and its sum is not taken.
+        # The addition can overflow only for a NaN, where its result is not used.
         rounded = torch.where(piece.isnan(), bits | 0x400000, bits + 0x8000)
         upper.view(torch.int16).copy_(rounded >> 16)
         lower.copy_(bits)
 
 
 def reference_join(model: Tensor, remainder: Tensor, main: Tensor) -> Tensor:
-    """Do what ``join_weight`` does, in chunks."""
+    """Do the same as ``join_weight`` in plain torch, in chunks."""
     for upper, lower, piece in zip(flat_chunks(model), flat_chunks(remainder), flat_chunks(main), strict=True):
         low = torch.where(upper.isnan(), lower.to(torch.int32) & 0xFFFF, lower.to(torch.int32))
         piece.view(torch.int32).copy_((upper.view(torch.int16).to(torch.int32) << 16) + low)
@@ -80,7 +80,7 @@ def _check(op: str, main: Tensor, model: Tensor, remainder: Tensor) -> None:
 
 
 def split_kernel(main: tl.tensor, model: tl.tensor, remainder: tl.tensor, numel: tl.int64, BLOCK: tl.constexpr) -> None:
-    """Take apart one block of contiguous memory; branches follow elementwise_kernel, where their reasons stand."""
+    """Split one block of contiguous memory; ``elementwise_kernel`` explains the branches."""
     start = tl.program_id(0).to(tl.int64) * BLOCK
     index = start + tl.arange(0, BLOCK)
     if start + BLOCK <= numel:
@@ -91,7 +91,7 @@ def split_kernel(main: tl.tensor, model: tl.tensor, remainder: tl.tensor, numel:
 
 
 def join_kernel(model: tl.tensor, remainder: tl.tensor, main: tl.tensor, numel: tl.int64, BLOCK: tl.constexpr) -> None:
-    """Put together one block of contiguous memory; branches follow elementwise_kernel, where their reasons stand."""
+    """Join one block of contiguous memory; ``elementwise_kernel`` explains the branches."""
     start = tl.program_id(0).to(tl.int64) * BLOCK
     index = start + tl.arange(0, BLOCK)
     if start + BLOCK <= numel:
@@ -105,7 +105,7 @@ def join_kernel(model: tl.tensor, remainder: tl.tensor, main: tl.tensor, numel: 
 def store_split(model: tl.tensor, remainder: tl.tensor, value: tl.tensor, mask: tl.tensor) -> None:
     """Write fp32 values as bf16 weights (nearest, ties away from zero, NaN quiet) and remainders.
 
-    A remainder is the lower half, whose sign bit says that the upper one was rounded up.
+    The remainder is the lower half. Its sign bit tells that the upper half was rounded up.
     """
     bits = value.to(tl.uint32, bitcast=True)
     upper = tl.where(value == value, (bits + 0x8000) >> 16, (bits >> 16) | 0x40)
@@ -119,6 +119,6 @@ def load_joined(model: tl.tensor, remainder: tl.tensor, mask: tl.tensor) -> tl.t
     upper = tl.load(model, mask=mask).to(tl.uint16, bitcast=True).to(tl.uint32) << 16
     unsigned = tl.load(remainder, mask=mask).to(tl.uint16, bitcast=True).to(tl.uint32)
     is_nan = (upper & 0x7FFFFFFF) > 0x7F800000
-    # Where the weight was rounded up, the remainder is negative: a borrow from the upper half.
+    # If the weight was rounded up, the remainder is negative and borrows from the upper half.
     borrow = tl.where(is_nan | (unsigned < 0x8000), 0, 0x10000).to(tl.uint32)
     return (upper + unsigned - borrow).to(tl.float32, bitcast=True)

@@ -1,6 +1,6 @@
-"""Switches: what a first run on new hardware may want to leave out, one word each, without a change of code.
+"""Switches: features to disable on new hardware through an environment variable, without a change of code.
 
-``DBUFFER_WITHOUT=triton,priority python ...`` leaves out two; it is read once, when it is first asked for.
+``DBUFFER_WITHOUT=triton,priority python ...`` disables two features. The variable is read once, on first use.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ SWITCHES = {
 
 
 def is_off(name: str) -> bool:
-    """Whether a feature is left out.
+    """Return whether a feature is disabled.
 
     Raises:
-        ValueError: the variable names something else.
+        ValueError: the variable names an unknown feature.
     """
     return name in _named()
 

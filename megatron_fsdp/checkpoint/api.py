@@ -1,8 +1,9 @@
 """Save and load model, optimizer and random state, under the model's own names and global shapes.
 
-A checkpoint is a folder in the format of PyTorch's distributed checkpoint, with ``state.pt`` for what is under no
-parameter's name and ``manifest.json`` for sizes and checksums (docs/design/checkpoint.md). Nothing in it is executed on
-load: tensors and values are read with ``weights_only=True``, the index by a reader that knows its classes alone.
+A checkpoint is a folder in the format of PyTorch's distributed checkpoint. In addition, ``state.pt`` holds values that
+belong to no parameter, and ``manifest.json`` holds file sizes and checksums (docs/design/checkpoint.md). Loading
+executes no code from a checkpoint: tensors and values are read with ``weights_only=True``, the index with an unpickler
+that only accepts the index's own classes.
 """
 
 from __future__ import annotations
@@ -47,20 +48,23 @@ def save_checkpoint(
     extra: Mapping[str, Any] | None = None,
     asynchronous: bool = False,
 ) -> SaveHandle:
-    """Write a checkpoint folder at ``path``; every rank calls it. The folder appears when it is complete, and
-    replaces an older one. After a failure on any rank all raise, and the older one is as it was.
+    """Write a checkpoint folder at ``path``. Every rank must call this.
+
+    The folder appears under its name when it is complete, and replaces an older one. If any rank fails, all ranks raise
+    and the older checkpoint is unchanged.
 
     Args:
-        model: the (sharded) model. optimizer: over its parameters, or None.
-        path: on a file system that all ranks share.
-        extra: what else the caller wants back on load, such as the state of a learning-rate scheduler and the position
-            in the data: nested dicts, lists, numbers, strings, tensors. Rank 0's is kept.
-        asynchronous: return once this rank's part is copied to host memory, as many bytes as it writes, and write it
+        model: the (sharded) model. optimizer: an optimizer over its parameters, or None.
+        path: a path on a file system that all ranks share.
+        extra: other values to get back on load, such as a learning-rate scheduler's state and the position in the data:
+            nested dicts, lists, numbers, strings, tensors. Rank 0's value is saved.
+        asynchronous: return after copying this rank's part to host memory, which takes as many bytes as it writes, and
+            write in the background. The next save or load waits for it first.
             in the background. A later save or load waits for it first.
     Returns:
-        A handle to wait for; it is done already unless ``asynchronous``.
+        A handle to wait for; already done unless ``asynchronous``.
     Raises:
-        CheckpointError: it could not be written, or an earlier asynchronous save failed and nobody has asked.
+        CheckpointError: writing failed; or an earlier asynchronous save failed, and its handle was never waited for.
 
     Example:
         handle = save_checkpoint(model, optimizer, "runs/step_0000100", extra={"step": 100}, asynchronous=True)
@@ -79,7 +83,7 @@ def start_save(
     asynchronous: bool,
     afterwards: Callable[[], None] | None = None,
 ) -> SaveHandle:
-    """Save as ``save_checkpoint`` does, and call ``afterwards`` on rank 0 when the folder has its name."""
+    """Save as ``save_checkpoint`` does; rank 0 calls ``afterwards`` when the folder has its name."""
     finish_pending_save()
     ranks = checkpoint_ranks("calls save_checkpoint")
     path = place_of(path)
@@ -98,21 +102,22 @@ def start_save(
 def load_checkpoint(
     model: nn.Module, optimizer: Optimizer | None, path: str | Path, *, verify: bool = True
 ) -> dict[str, Any]:
-    """Load a checkpoint folder into the model and optimizer, whatever layout saved it; every rank calls it.
+    """Load a checkpoint folder into the model and optimizer. Every rank must call this.
 
-    The layouts may differ in number of ranks, strategy, granularity, mesh, dtypes and ties. Random state is restored
-    where the number of ranks is the one that saved, or all ranks had the same.
+    The checkpoint may come from another layout: another number of ranks, strategy, granularity, mesh, dtypes or ties.
+    Random state is restored if the number of ranks is the same, or if all saving ranks had the same state.
 
     Args:
-        model: sharded, of PyTorch's FSDP2, or plain. optimizer: over its parameters, or None to leave one unread.
-        path: of a checkpoint, or of a folder that ``torch.distributed.checkpoint.save`` wrote from
+        model: sharded, sharded by PyTorch's FSDP2, or plain. optimizer: an optimizer over its parameters, or None to
+            load no optimizer state.
+        path: a checkpoint, or a folder that ``torch.distributed.checkpoint.save`` wrote from
             ``{"model": ..., "optimizer": ...}``.
-        verify: check all bytes against their checksums first; without, sizes alone.
+        verify: check all bytes against their checksums first; False: check file sizes only.
     Returns:
-        The ``extra`` that was saved, tensors in it on the CPU.
+        The saved ``extra``, with its tensors on the CPU.
     Raises:
-        CheckpointError: no checkpoint there, or one of another model: names and shapes that differ are listed; or
-            ``DamagedCheckpointError``, which names the file and the parameters in it. Nothing has changed then.
+        CheckpointError: there is no checkpoint, or it is of another model: all differing names and shapes are listed.
+            ``DamagedCheckpointError`` names the damaged file and the parameters in it. The model is then unchanged.
 
     Example:
         save_checkpoint(model, optimizer, "runs/step_0000100", extra={"step": 100})
@@ -142,13 +147,12 @@ def load_checkpoint(
 
 @dataclass(frozen=True, slots=True)
 class PartialLoad:
-    """What ``load_matching`` did.
+    """The result of ``load_matching``.
 
     Attributes:
-        loaded: names of the model's tensors that were loaded.
-        left: one line per difference: what the model has and the checkpoint lacks, the other way round, and shapes
-            that differ.
-        extra: what was saved with it.
+        loaded: names of the tensors that were loaded.
+        left: one line per difference: names missing in the checkpoint, names missing in the model, differing shapes.
+        extra: the saved ``extra``.
     """
 
     loaded: tuple[str, ...]
@@ -157,14 +161,14 @@ class PartialLoad:
 
 
 def load_matching(model: nn.Module, path: str | Path, *, verify: bool = True) -> PartialLoad:
-    """Load weights and buffers whose names and shapes agree, and leave the others as they are; every rank calls it.
+    """Load weights and buffers whose names and shapes agree; leave the others unchanged. Every rank must call this.
 
-    Optimizer and random state are not read: they would not belong to the model that results.
+    Optimizer and random state are not loaded, because they would not fit the resulting model.
 
     Args:
-        model: sharded or plain. path: of one checkpoint. verify: as in ``load_checkpoint``.
+        model: sharded or plain. path: a checkpoint folder. verify: as in ``load_checkpoint``.
     Raises:
-        CheckpointError: there is no checkpoint, nothing in it agrees, or it is damaged.
+        CheckpointError: there is no checkpoint, no tensor agrees, or the checkpoint is damaged.
     """
     finish_pending_save()
     ranks = checkpoint_ranks("calls load_matching")
@@ -185,7 +189,7 @@ def _collect(
     extra: Mapping[str, Any] | None,
     ranks: CheckpointRanks,
 ) -> tuple[dict[str, Any], bytes]:
-    """Return the nested entries that this rank knows, and the bytes of the state file."""
+    """Return this rank's nested entries to save, and the bytes of the state file."""
     entries: dict[str, Any] = {"model": view.tensors, "random_state": {f"rank_{ranks.rank}": random_state()}}
     state: dict[str, Any] = {
         "extra": dict(extra or {}),
@@ -205,7 +209,7 @@ def state_bytes(state: Mapping[str, Any]) -> bytes:
     """Return the content of a state file.
 
     Raises:
-        CheckpointError: it has something in it that could not be loaded without running code.
+        CheckpointError: ``state`` contains a value that could not be loaded without running code.
     """
     buffer = io.BytesIO()
     torch.save(dict(state), buffer)
@@ -215,28 +219,28 @@ def state_bytes(state: Mapping[str, Any]) -> bytes:
     except Exception as error:
         reason = str(error).splitlines()[0]
         raise CheckpointError(
-            "extra (or a module's extra state) holds something that cannot be loaded without running code; use dicts, "
-            f"lists, numbers, strings and tensors: {reason}"
+            "extra (or a module's extra state) holds something that cannot be loaded without running code. fix: use "
+            f"only dicts, lists, numbers, strings and tensors: {reason}"
         ) from None
     return buffer.getvalue()
 
 
 def _read(opened: OpenCheckpoint, rounds: Iterable[dict[str, Any]]) -> None:
-    """Read everything; from here on the model changes."""
+    """Read all entries; from here on the model changes."""
     try:
         for targets in rounds:
             read_entries(opened, targets)
     except DamagedCheckpointError as error:
         raise DamagedCheckpointError(
-            f"{error}. Checksums were not compared (verify=False), so part of it was loaded before this was found: "
-            "load another checkpoint"
+            f"{error}. Checksums were not compared (verify=False), so part of the model was loaded before this was "
+            "found. fix: load another checkpoint"
         ) from None
 
 
 def _random_state_for(opened: OpenCheckpoint, ranks: CheckpointRanks) -> dict[str, torch.Tensor]:
-    """Return the random state that this rank goes on with, nothing where none of the saved ones is its."""
+    """Return the random state for this rank; empty if no saved state fits."""
     num_savers = opened.state.get("num_ranks", 0)
-    # Where ranks are others: with one seed for all savers they had the same on the CPU.
+    # With another number of ranks: if all saving ranks had one seed, they had the same CPU state, and it is used.
     savers, without = ([ranks.rank], "") if num_savers == ranks.size else (range(num_savers), "cuda")
     states = []
     for saver in savers:

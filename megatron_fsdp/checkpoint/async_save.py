@@ -1,4 +1,4 @@
-"""Saves that go on while training does: one at a time, with errors that do not get lost."""
+"""Background saves: one at a time; an error is raised by ``wait`` or by the next save or load."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _log = logging.getLogger(__name__)
 
 
 class SaveHandle:
-    """A save that is under way or over.
+    """A save in progress or finished.
 
     Attributes:
-        path: the folder, which is there and whole when ``wait`` has returned.
+        path: the folder; it exists and is complete once ``wait`` has returned.
 
     Example:
         handle = save_checkpoint(model, optimizer, "runs/step_0000100", asynchronous=True)
@@ -35,22 +35,22 @@ class SaveHandle:
 
     @property
     def done(self) -> bool:
-        """Whether it is over, well or not."""
+        """True if the save has ended, with or without success."""
         return self._result.done()
 
     def wait(self, timeout: float | None = None) -> Path:
-        """Wait until the checkpoint is on the disk under its name, and return that.
+        """Wait until the checkpoint is on disk under its name, and return its path.
 
         Args:
-            timeout: in seconds; None waits as long as it takes.
+            timeout: in seconds; None: no limit.
         Raises:
-            CheckpointError: it could not be written; on every rank alike.
-            TimeoutError: it is still under way after ``timeout``.
+            CheckpointError: the save failed; raised on every rank.
+            TimeoutError: the save is still in progress after ``timeout``.
         """
         try:
             error = self._result.exception(timeout)
         except FutureTimeoutError:
-            # Python 3.10 raises a class of its own here.
+            # In Python 3.10 this is not the builtin TimeoutError.
             raise TimeoutError(f"the save of {self.path} is still under way after {timeout} s") from None
         self._is_asked = True
         if error is not None:
@@ -67,13 +67,13 @@ class SaveHandle:
             self._result.set_result(None)
 
 
-# The save under way, with the process group of its time: one that failed because its group was destroyed under it
-# concerns nobody who works in another.
+# The save in progress, with the job's process group at its start. If that group was destroyed, the save failed for that
+# reason, and a job with another group need not be told.
 _pending: list[tuple[SaveHandle, dist.ProcessGroup | None]] = []
 
 
 def run_save(path: Path, work: Callable[[], None], *, in_background: bool) -> SaveHandle:
-    """Run ``work`` here, or in a thread that the interpreter's end waits for."""
+    """Run ``work`` here, or in a thread that Python waits for at exit."""
     handle = SaveHandle(path)
     if in_background:
         _pending[:] = [(handle, _world())]
@@ -85,10 +85,10 @@ def run_save(path: Path, work: Callable[[], None], *, in_background: bool) -> Sa
 
 
 def finish_pending_save() -> None:
-    """Wait for the save that is under way, if there is one.
+    """Wait for the save in progress, if there is one.
 
     Raises:
-        CheckpointError: it failed, and nobody has called ``wait`` to hear of it.
+        CheckpointError: it failed, and the user has not called ``wait``.
     """
     while _pending:
         handle, world = _pending.pop()

@@ -1,8 +1,8 @@
-"""What a checkpoint holds under this model's names, also where other software wrote it.
+"""Match the entries of a checkpoint with this model's names, including checkpoints of other software.
 
-Megatron-FSDP's ``fsdp_dtensor`` checkpoints have a ``module.`` before each name for every wrapper around the model, and
-the two halves of a gated weight as ``weight_w`` and ``weight_v``. Hyperparameters stand under each parameter's name
-(``param_to_group_meta``), or optimizer state under positions, as ``optimizer.state_dict()`` has it
+Megatron-FSDP's ``fsdp_dtensor`` checkpoints prefix each name with a ``module.`` for every wrapper around the model, and
+store the two halves of a gated weight as ``weight_w`` and ``weight_v``. They store hyperparameters by parameter name
+(``param_to_group_meta``). Other checkpoints key optimizer state by position, like ``optimizer.state_dict()``
 (docs/design/checkpoint.md).
 """
 
@@ -26,24 +26,24 @@ __all__ = [
 ]  # fmt: skip
 
 WRAPPER = "module."
-# Upper and lower half of the rows of a gated weight (SwiGLU), in the order in which they lie in it.
+# Suffixes of the upper and the lower half of the rows of a gated weight (SwiGLU), in their order in the weight.
 HALVES = ("_w", "_v")
 _EXTRA_STATE = "_extra_state"
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """One value: the entry that it lies in, or the two that its halves lie in.
+    """One saved value: its entry, or the two entries of its halves.
 
     Attributes:
-        shape: None for what is no tensor.
+        shape: None for a value that is not a tensor.
     """
 
     entries: tuple[str, ...]
     shape: tuple[int, ...] | None
 
     def targets(self, tensor: Any) -> dict[str, Any]:
-        """Return what to read each entry into, for the value to be in ``tensor``."""
+        """Return the targets of the entries, such that reading them fills ``tensor``."""
         if len(self.entries) == 1:
             return {self.entries[0]: tensor}
         half = tensor.shape[0] // 2
@@ -55,10 +55,10 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class SavedModel:
-    """What a checkpoint has of a model.
+    """A model's entries in a checkpoint.
 
     Attributes:
-        tensors: by this model's names. extra_state: entries of modules' extra state, by its name.
+        tensors: by this model's names. extra_state: entries of modules' extra state, by name.
     """
 
     tensors: Mapping[str, Saved]
@@ -67,12 +67,12 @@ class SavedModel:
 
 @dataclass(frozen=True, slots=True)
 class SavedOptimizer:
-    """What a checkpoint has of an optimizer.
+    """An optimizer's entries in a checkpoint.
 
     Attributes:
-        state: by this model's names, and the path of the value in the parameter's state.
+        state: keyed by this model's parameter name and the path of the value in the parameter's state.
         groups: hyperparameters, with ``params`` as this model's names.
-        is_foreign: whether it is in the layout of other software.
+        is_foreign: whether the checkpoint has the layout of other software.
     """
 
     state: Mapping[tuple[str, EntryPath], Saved]
@@ -81,7 +81,7 @@ class SavedOptimizer:
 
 
 def read_model(opened: OpenCheckpoint, here: Collection[str]) -> SavedModel:
-    """Find what a checkpoint has of a model with these names; nothing is read."""
+    """Find a model's entries in a checkpoint, without reading values. ``here``: the model's names."""
     found = {str(path[0]): name for path, name in opened.names_below("model").items() if len(path) == 1}
     if not found:
         kinds = sorted({str(path[0]) for path in opened.names_below() if path})
@@ -98,10 +98,10 @@ def read_model(opened: OpenCheckpoint, here: Collection[str]) -> SavedModel:
 
 
 def read_optimizer(opened: OpenCheckpoint, parameters: Sequence[str], here: Collection[str]) -> SavedOptimizer:
-    """Find what a checkpoint has of an optimizer, and read the hyperparameters.
+    """Find an optimizer's entries in a checkpoint, and read its hyperparameters.
 
     Args:
-        parameters: this optimizer's, in its order. here: the names of all parameters of this model.
+        parameters: names of this optimizer's parameters, in its order. here: names of all parameters of the model.
     """
     groups = read_groups(opened)
     found = opened.names_below("optimizer", "state")
@@ -129,17 +129,17 @@ def read_optimizer(opened: OpenCheckpoint, parameters: Sequence[str], here: Coll
 
 
 def read_groups(opened: OpenCheckpoint) -> list[dict[str, Any]]:
-    """Read the hyperparameters of all groups, with ``params`` as they were saved: names, or positions."""
+    """Read the hyperparameters of all groups, with ``params`` as they were saved: names or positions."""
     by_name = opened.names_below("optimizer", "param_to_group_meta")
     entries = by_name or opened.names_below("optimizer", "param_groups")
     if not entries:
-        raise CheckpointError(f"{opened.folder} was saved without an optimizer; load it with optimizer=None")
+        raise CheckpointError(f"{opened.folder} was saved without an optimizer. fix: load it with optimizer=None")
     groups: dict[str | int, Any] = {}
     for path, value in zip(entries, read_values(opened, entries.values()), strict=True):
         insert(groups, path, value)
     if not by_name:
         return [groups[position] for position in sorted(groups)]
-    # Parameters with the same hyperparameters make a group, as they did where they were saved.
+    # Parameters with equal hyperparameters are put into one group.
     joined: dict[str, dict[str, Any]] = {}
     for name, values in groups.items():
         joined.setdefault(repr(sorted(values.items(), key=repr)), {**values, "params": []})["params"].append(str(name))
@@ -147,7 +147,7 @@ def read_groups(opened: OpenCheckpoint) -> list[dict[str, Any]]:
 
 
 def read_values(opened: OpenCheckpoint, entries: Iterable[str]) -> list[Any]:
-    """Read entries one by one, tensors whole."""
+    """Read entries one by one; tensors are read whole."""
     targets: dict[str, Any] = {}
     for entry in entries:
         saved = opened.metadata.state_dict_metadata[entry]
@@ -159,7 +159,7 @@ def read_values(opened: OpenCheckpoint, entries: Iterable[str]) -> list[Any]:
 
 
 def common_wrappers(names: Iterable[str]) -> str:
-    """Return the longest ``module.module...`` with which all names begin."""
+    """Return the longest ``module.module...`` prefix that all names share."""
     rest = list(names)
     prefix = ""
     while rest and all(name.startswith(WRAPPER) for name in rest):
@@ -168,7 +168,7 @@ def common_wrappers(names: Iterable[str]) -> str:
 
 
 def _translated(saved: Iterable[str], here: Collection[str]) -> dict[str, str]:
-    """Return the name here of each saved one: the same, or with other wrappers before it where none is the same."""
+    """Return saved names mapped to this model's names. If none is equal, their ``module.`` prefixes are exchanged."""
     names = list(saved)
     if not set(names).isdisjoint(here):
         return {name: name for name in names}
@@ -177,7 +177,7 @@ def _translated(saved: Iterable[str], here: Collection[str]) -> dict[str, str]:
 
 
 def _joined(values: Mapping[str, Saved], here: Collection[str]) -> dict[str, Saved]:
-    """Put halves together, where this model has the whole and the checkpoint has not."""
+    """Join saved halves of a weight if this model has the whole weight and the checkpoint has not."""
     joined: dict[str, Saved] = {}
     for name, value in values.items():
         whole = _whole_name(name, here)
@@ -209,7 +209,7 @@ def _saved(opened: OpenCheckpoint, entry: str) -> Saved:
 
 
 def insert(values: dict[Any, Any], path: EntryPath, value: Any) -> None:
-    """Put a value where its path leads in nested dictionaries."""
+    """Set the value at a path in nested dictionaries."""
     for key in path[:-1]:
         values = values.setdefault(key, {})
     values[path[-1]] = value

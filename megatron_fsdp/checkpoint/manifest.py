@@ -1,6 +1,6 @@
-"""What a checkpoint folder says of itself: ``manifest.json``, by which damage is found, and PyTorch's ``.metadata``.
+"""Index files of a checkpoint folder: ``manifest.json``, which detects damage, and PyTorch's ``.metadata``.
 
-The latter is a pickle, which could name any function to be called. Here it may name the classes that it is made of.
+``.metadata`` is a pickle, which could name any function to call. Here it may only name the classes it consists of.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = [
 
 MANIFEST = "manifest.json"
 METADATA = ".metadata"
-# First part of the path of what ranks hold under one name and not alike, before "rank_3" and the rest of the path.
+# First component of the paths of values that differ between ranks; "rank_3" and the rest of the path follow.
 RANK_VALUES = "rank_values"
 EntryPath = tuple[str | int, ...]
 _FORMAT = 1
@@ -46,7 +46,7 @@ _ALLOWED = {
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A checkpoint with a file that is missing, cut short or changed. Nothing of it was loaded.
+    """A file of a checkpoint is missing, cut short or changed. Nothing was loaded.
 
     Example:
         try:
@@ -58,14 +58,14 @@ class DamagedCheckpointError(CheckpointError):
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
-    """What a file must be: its size in bytes and the SHA-256 of its content, as hexadecimal digits."""
+    """The expected size of a file in bytes, and the SHA-256 of its content as hexadecimal digits."""
 
     num_bytes: int
     sha256: str
 
 
 def hash_file(path: Path) -> FileEntry:
-    """Read a file and return its entry."""
+    """Read a file, and return its entry."""
     digest, num_bytes = hashlib.sha256(), 0
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK_BYTES):
@@ -75,10 +75,10 @@ def hash_file(path: Path) -> FileEntry:
 
 
 def write_manifest(folder: Path, files: Mapping[str, FileEntry]) -> None:
-    """Write the manifest and bring it to the disk; it is the last file of a checkpoint to be written.
+    """Write the manifest and sync it to disk. It is the last file that a save writes.
 
     Raises:
-        OSError: it cannot be written, or a file is missing or of another size (ranks that see different folders).
+        OSError: it cannot be written, or a file is missing or has another size (ranks see different folders).
     """
     for name, entry in files.items():
         found = (folder / name).stat().st_size
@@ -90,7 +90,7 @@ def write_manifest(folder: Path, files: Mapping[str, FileEntry]) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, FileEntry]:
-    """Return the entries by file name."""
+    """Return the manifest's entries by file name."""
     path = folder / MANIFEST
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
@@ -101,7 +101,9 @@ def read_manifest(folder: Path) -> dict[str, FileEntry]:
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, OSError) as error:
         raise DamagedCheckpointError(damage_of(path, error)) from None
     if version != _FORMAT:
-        raise CheckpointError(f"{path} is of format {version!r}, this version reads {_FORMAT}; use a newer version")
+        raise CheckpointError(
+            f"{path} is of format {version!r}, this version reads {_FORMAT}. fix: use a newer version of this library"
+        )
     if digest != _digest_of(content) or any(Path(name).name != name for name in files):
         raise DamagedCheckpointError(f"{path} is damaged: its content does not match its own checksum")
     return files
@@ -114,7 +116,7 @@ def damage_of(path: Path, error: Exception) -> str:
 
 
 def find_damage(folder: Path, name: str, entry: FileEntry, *, is_thorough: bool = True) -> str | None:
-    """Return what is wrong with a file, in words, or None; reads all of it where it is to be thorough."""
+    """Return a description of a file's damage, or None. ``is_thorough``: read and hash the whole file."""
     path = folder / name
     try:
         found = path.stat().st_size
@@ -130,7 +132,7 @@ def find_damage(folder: Path, name: str, entry: FileEntry, *, is_thorough: bool 
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether a folder has a manifest and all files in it have their sizes; quick, contents are not read."""
+    """Return whether a folder has a manifest and its files have the right sizes. Fast: contents are not read."""
     try:
         files = read_manifest(folder)
     except CheckpointError:
@@ -139,13 +141,13 @@ def is_whole(folder: Path) -> bool:
 
 
 def write_synced(path: Path, content: bytes) -> None:
-    """Write a file and bring it to the disk."""
+    """Write a file and sync it to disk."""
     path.write_bytes(content)
     sync(path)
 
 
 def sync(path: Path) -> None:
-    """Bring a file, or the names in a folder, to the disk: content alone does not survive a power failure."""
+    """Sync a file, or the names in a folder, to disk, so that they survive a power failure."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -169,10 +171,10 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """Read what a checkpoint folder holds.
+    """Read the index of a checkpoint folder.
 
     Raises:
-        CheckpointError: the folder has no metadata, or metadata that names foreign code or files outside of the folder.
+        CheckpointError: there is no index, or it names foreign code or files outside the folder.
         DamagedCheckpointError: the file cannot be decoded.
     """
     path = folder / METADATA
@@ -195,7 +197,7 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 def paths_of(metadata: Metadata) -> dict[str, EntryPath]:
-    """Return where each entry stands in the nested dictionary that was saved: ``("model", "head.weight")``."""
+    """Return the path of each entry in the saved nested dictionary: ``("model", "head.weight")``."""
     known: Mapping[str, EntryPath] = metadata.planner_data or {}
     return {name: known.get(name, (name,)) for name in metadata.state_dict_metadata}
 
@@ -207,7 +209,7 @@ def tensors_of(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
 
 
 def tensors_by_file(metadata: Metadata) -> dict[str, list[str]]:
-    """Return, for each data file, the parameters and buffers of which it has values or optimizer state, sorted."""
+    """Return, for each data file, the sorted names of parameters and buffers whose values or optimizer state it has."""
     paths = paths_of(metadata)
     found: dict[str, set[str]] = {}
     for index, stored in metadata.storage_data.items():

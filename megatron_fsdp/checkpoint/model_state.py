@@ -1,4 +1,4 @@
-"""A sharded model's state as whole tensors, gathered one at a time."""
+"""State of a sharded model as whole tensors, gathered one at a time, and matching of saved values with a model."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ __all__ = [
 
 _EXTRA_STATE = "_extra_state"
 
-# What wrappers of PyTorch put between a parameter and its name in the model as it was written.
+# Path components that PyTorch's wrappers insert into a parameter's name.
 _WRAPPERS = frozenset({"_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod"})
 
 
 @dataclass(frozen=True, slots=True)
 class ModelView:
-    """A model as a checkpoint sees it.
+    """A model's state as a checkpoint sees it.
 
     Attributes:
-        tensors: parameters and persistent buffers by name, a tied one under each name: on the model's own memory, but
-            copies in FP32 where main weights are split.
+        tensors: parameters and persistent buffers by name; a tied parameter is under each of its names. They share the
+            model's memory, except split main weights, which are FP32 copies.
         names: the first name of each parameter, by the parameter's ``id``.
-        ties: the names of each parameter that has several.
-        extra_state: what modules with ``get_extra_state`` returned, by name.
-        copies: the groups whose main weights are split, with the buffers of ``tensors``.
+        ties: groups of names that share one parameter.
+        extra_state: results of modules' ``get_extra_state``, by name.
+        copies: the groups with split main weights, and the buffers of their copies.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -55,14 +55,14 @@ class ModelView:
 
 
 def view_model(model: nn.Module) -> ModelView:
-    """Look at a model; its units are resharded, nothing else changes.
+    """Return a view of a model's state. Its units are resharded; nothing else changes.
 
-    Split main weights take another 4 bytes per element for as long as the view lives.
+    Split main weights take 4 more bytes per element for as long as the view lives.
 
     Raises:
-        CheckpointError: its state dict has an entry that is neither a tensor nor a module's extra state; or ranks hold
-            different parts of it under one name (Megatron's model parallelism).
-        StateError: something else is registered in the place of a parameter.
+        CheckpointError: the state dict has an entry that is neither a tensor nor a module's extra state; or ranks hold
+            different parts of the model under one name (Megatron's model parallelism).
+        StateError: a parameter of a unit was replaced by another object.
     """
     for module in model.modules():
         if isinstance(refusal := vars(module).get("checkpoint_refusal"), str):
@@ -79,7 +79,7 @@ def view_model(model: nn.Module) -> ModelView:
         else:
             raise CheckpointError(
                 f"entry {name!r} of the model's state dict is a {type(value).__name__}; a checkpoint holds tensors, "
-                "and other values of modules that return them from get_extra_state"
+                "and other values of modules that return them from get_extra_state. fix: return it from get_extra_state"
             )
     by_parameter: dict[int, list[str]] = {}
     for name, parameter in unwrapped(model).named_parameters(remove_duplicate=False):
@@ -97,18 +97,18 @@ def view_model(model: nn.Module) -> ModelView:
 
 
 def siblings(ties: Sequence[Sequence[str]], name: str) -> tuple[str, ...]:
-    """Return the names that share a parameter with ``name``, which is not among them."""
+    """Return the other names of the parameter that is called ``name``."""
     return tuple(other for group in ties if name in group for other in group if other != name)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelMatch:
-    """Saved values and the places where they go.
+    """Saved values, and the tensors to load them into.
 
     Attributes:
-        view: of the model. targets: what to read each entry into. names: of the tensors that have one.
-        saved: the values, by the model's names. extra_state: of modules, by name.
-        differences: a line for each of names and shapes.
+        view: the model's view. targets: the tensor to read each entry into. names: tensors that will be loaded.
+        saved: saved values by the model's names. extra_state: modules' saved extra state by name.
+        differences: one line per differing name or shape.
     """
 
     view: ModelView
@@ -120,10 +120,10 @@ class ModelMatch:
 
 
 def match_model(opened: OpenCheckpoint, view: ModelView) -> ModelMatch:
-    """Find the place of every saved value of the model; extra state, and what tied names differ in, alone is read yet.
+    """Find the target of every saved value. Reads only extra state, and values of names that are tied only here.
 
     Raises:
-        CheckpointError: names or shapes differ, which are listed; or the values of names that are one parameter here.
+        CheckpointError: names or shapes differ, and are listed; or tied names have different saved values.
     """
     found = match_partly(opened, view)
     refuse_differences(opened.folder, "model", found.differences)
@@ -132,9 +132,9 @@ def match_model(opened: OpenCheckpoint, view: ModelView) -> ModelMatch:
 
 
 def match_partly(opened: OpenCheckpoint, view: ModelView) -> ModelMatch:
-    """Find the place of every saved value that has one.
+    """Find the target of every saved value that matches the model.
 
-    A name that the checkpoint lacks may be covered by another name of the same, tied, parameter.
+    If the checkpoint lacks a name, another name of the same tied parameter may replace it.
     """
     found = read_model(opened, [*view.tensors, *view.extra_state])
     differences: list[str] = []
@@ -162,7 +162,7 @@ def match_partly(opened: OpenCheckpoint, view: ModelView) -> ModelMatch:
 
 
 def _check_ties(opened: OpenCheckpoint, view: ModelView, saved: Mapping[str, Saved]) -> None:
-    """Refuse different values for names that share one parameter here; this rank's part is compared."""
+    """Raise if names that share one parameter here have different saved values; this rank's part is compared."""
     saved_ties = opened.state.get("ties", ())
     for group in view.ties:
         first, *others = [name for name in group if name in saved]
@@ -175,12 +175,12 @@ def _check_ties(opened: OpenCheckpoint, view: ModelView, saved: Mapping[str, Sav
             if not torch.equal(local_of(one), local_of(two)):
                 raise CheckpointError(
                     f"{opened.folder} has different values for {first!r} and {other!r}, which are one parameter in "
-                    "this model; nothing was loaded. Untie them in the model, or make them equal before saving"
+                    "this model; nothing was loaded. fix: untie them in the model, or make them equal before saving"
                 )
 
 
 def refuse_differences(folder: Path, kind: str, differences: Sequence[str]) -> None:
-    """Raise an error that lists the differences, if there are any."""
+    """Raise an error that lists the differences; do nothing if there are none."""
     if differences:
         lines = listed(differences, "\n  ")
         raise CheckpointError(
@@ -189,7 +189,7 @@ def refuse_differences(folder: Path, kind: str, differences: Sequence[str]) -> N
 
 
 def restore_extra_state(model: nn.Module, extra_state: Mapping[str, Any]) -> None:
-    """Hand the saved extra state to the modules that it came from."""
+    """Call ``set_extra_state`` of the modules that have saved extra state."""
     for name, module in unwrapped(model).named_modules():
         key = canonical(f"{name}.{_EXTRA_STATE}" if name else _EXTRA_STATE)
         if key in extra_state:
@@ -197,26 +197,26 @@ def restore_extra_state(model: nn.Module, extra_state: Mapping[str, Any]) -> Non
 
 
 def announce_change(model: nn.Module, view: ModelView | None = None) -> None:
-    """Tell a sharded model's units that main weights, or the tensors of a view of them, were written to."""
+    """Tell a sharded model's units that main weights, or the copies in a view, were written to."""
     for group, values in () if view is None else view.copies:
         group.weights.store(values)
     announce_step(group for unit in units_below(model) for group in unit.groups)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model that DistributedDataParallel is around, and any other as it is."""
+    """Return the model inside a DistributedDataParallel; return any other model unchanged."""
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def canonical(name: str) -> str:
-    """Return a name without what PyTorch's wrappers put into it."""
+    """Return a parameter's name without the components that PyTorch's wrappers insert."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the whole state dict on the CPU on rank 0, an empty one elsewhere; every rank calls it.
+    """Return the full state dict on the CPU on rank 0, and an empty dict on other ranks. Every rank must call this.
 
-    Rank 0 holds it all, in host memory; the others, and rank 0's GPU, one tensor at a time.
+    Rank 0 holds all of it in host memory. Other ranks, and rank 0's GPU, hold one whole tensor at a time.
 
     Example:
         state = full_state_dict(model)
@@ -224,7 +224,7 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
             torch.save(state, "model.pt")
     """
     ranks = checkpoint_ranks("calls full_state_dict")
-    # Gathers have no step of their own that would name the ranks that do not call.
+    # The gathers cannot name ranks that do not call this function, but this check can.
     ranks.check("full_state_dict", lambda: None)
     is_main = ranks.rank == 0
     values = ((name, whole(tensor)) for name, tensor in view_model(model).tensors.items())
@@ -232,5 +232,5 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the whole value of a tensor; every rank of a DTensor's mesh calls it."""
+    """Return the whole value of a tensor; for a DTensor, every rank of its mesh must call this."""
     return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()

@@ -1,4 +1,4 @@
-"""Optimizer state under the parameters' names, so that it fits any order, grouping and layout of the parameters."""
+"""Optimizer state by parameter name, so that it fits any order, grouping and layout of the parameters."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ __all__ = ["OptimizerMatch", "describe_optimizer", "match_optimizer"]
 
 
 def describe_optimizer(optimizer: Optimizer, view: ModelView) -> dict[str, Any]:
-    """Return ``{"state": {name: {key: value}}, "param_groups": [{..., "params": [names]}]}`` on the live tensors.
+    """Return ``{"state": {name: {key: value}}, "param_groups": [{..., "params": [names]}]}``, with the live tensors.
 
-    It is what ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`` returns, except that an optimizer
-    that has taken no step yet has no state: PyTorch's function would take one, with gradients of zero.
+    ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`` returns the same, except for an optimizer that
+    has not taken a step: it has no state here, while PyTorch's function takes a step with zero gradients.
 
     Raises:
-        CheckpointError: the optimizer has a parameter that the model has not, or state that is of no parameter.
+        CheckpointError: the optimizer has a parameter that is not the model's, or state that belongs to no parameter.
     """
     document = without_fresh_state(optimizer, optimizer.state_dict())
     names = _names_by_index(optimizer, document, view)
@@ -38,18 +38,19 @@ def describe_optimizer(optimizer: Optimizer, view: ModelView) -> dict[str, Any]:
     if foreign:
         raise CheckpointError(
             f"{type(optimizer).__name__} has state under {foreign[0]!r}, which is none of its parameters; a "
-            "checkpoint holds state of parameters. Save it as extra={...}"
+            "checkpoint holds state of parameters. fix: save it with save_checkpoint(..., extra={...})"
         )
     return {"state": {names[index]: values for index, values in document["state"].items()}, "param_groups": groups}
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """One value of a parameter's state.
+    """The target of one value of a parameter's state.
 
     Attributes:
-        index, path: of the parameter in the optimizer, and of the value in its state.
-        round, entry: the target that becomes the value; None: ``value`` does, of which parts are read.
+        index, path: position of the parameter in the optimizer, and path of the value in its state.
+        round, entry: the round and the entry whose target becomes the value. entry None: ``value`` becomes the value;
+            parts of it are read.
     """
 
     index: int
@@ -61,13 +62,13 @@ class _Place:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerMatch:
-    """Saved optimizer state and the places where it goes.
+    """Saved optimizer state, and the targets to load it into.
 
     Attributes:
-        rounds: what to read, by entry name: tensors in the layout of their parameters, placeholders otherwise. Where
-            parameters that are two here were one when they were saved, a second round reads for the second.
+        rounds: targets by entry name: tensors in the layout of their parameters, or placeholders. If a saved parameter
+            is two parameters here (it was tied), a second round reads it for the second one.
         places: where each value goes.
-        groups: the hyperparameters of each of the optimizer's groups, with ``params`` as indices.
+        groups: hyperparameters of each of the optimizer's groups, with ``params`` as indices.
     """
 
     rounds: Sequence[dict[str, Any]]
@@ -75,7 +76,7 @@ class OptimizerMatch:
     groups: Sequence[Mapping[str, Any]]
 
     def apply(self, optimizer: Optimizer) -> None:
-        """Give the optimizer what the targets of all rounds hold once they are read."""
+        """Load the targets of all rounds into the optimizer, after they were read."""
         state: dict[int, dict[str, Any]] = {}
         for place in self.places:
             value = place.value if place.entry is None else self.rounds[place.round][place.entry]
@@ -88,7 +89,7 @@ class OptimizerMatch:
 
 
 def match_optimizer(opened: OpenCheckpoint, optimizer: Optimizer, view: ModelView) -> OptimizerMatch:
-    """Find the place of every saved value; only hyperparameters are read yet, and nothing changes.
+    """Find the target of every saved value. Only hyperparameters are read, and the optimizer does not change.
 
     Raises:
         CheckpointError: the checkpoint has no optimizer, or one of another kind or over other parameters.
@@ -106,7 +107,7 @@ def match_optimizer(opened: OpenCheckpoint, optimizer: Optimizer, view: ModelVie
     differences += [f"{name}: only in the checkpoint" for name in aliases.group_of if name not in covered]
     by_index = parameters_by_index(optimizer, document)
     shapes = {names[index]: tuple(parameter.shape) for index, parameter in by_index.items()}
-    # Other software's state may be by position, which says nothing of names.
+    # State by position may belong to other parameters, so shapes are compared too.
     differences += [
         f"{name}.{'.'.join(map(str, path))}: {value.shape} in the checkpoint, {shapes[name]} here"
         for (name, path), value in (saved.state.items() if saved.is_foreign else ())
@@ -134,7 +135,7 @@ def match_optimizer(opened: OpenCheckpoint, optimizer: Optimizer, view: ModelVie
 def _steps_of_groups(
     saved: SavedOptimizer, saved_names: Mapping[int, str | None], aliases: _Aliases
 ) -> Iterator[_Place]:
-    """Yield the steps of parameters whose state has none: TransformerEngine's and Apex's Adam count them by group."""
+    """Yield step counts of parameters without one: Adam in TransformerEngine and Apex counts steps per group."""
     with_state = {name for name, _ in saved.state}
     for index, name in saved_names.items():
         if saved.is_foreign and name in with_state and (name, ("step",)) not in saved.state:
@@ -151,14 +152,14 @@ def _names_by_index(optimizer: Optimizer, document: Mapping[str, Any], view: Mod
             if name is None:
                 raise CheckpointError(
                     f"group {position} of the optimizer has a parameter of shape {tuple(parameter.shape)} that is not "
-                    "one of the model's. Build the optimizer from model.parameters(), after fully_shard"
+                    "one of the model's. fix: build the optimizer from model.parameters(), after fully_shard"
                 )
             names[index] = name
     return names
 
 
 class _Aliases:
-    """Which saved parameter stands for one of this model: its own name's, or that of one it is or was tied to."""
+    """Maps a parameter of this model to its saved name: its own, or one that it is or was tied to."""
 
     def __init__(self, groups: Sequence[Mapping[str, Any]], ties: Sequence[Sequence[str]]) -> None:
         self.group_of: dict[str, int] = {
@@ -173,7 +174,7 @@ class _Aliases:
 def _with_hyperparameters(
     group: Mapping[str, Any], saved: Sequence[Mapping[str, Any]], aliases: _Aliases, names: Mapping[int, str]
 ) -> dict[str, Any]:
-    """Return one of the optimizer's groups with the hyperparameters that its parameters were saved with."""
+    """Return one of the optimizer's groups with the saved hyperparameters of its parameters."""
     found: dict[int, str] = {}
     for index in group["params"]:
         name = aliases.saved_name(names[index])
@@ -182,12 +183,12 @@ def _with_hyperparameters(
     positions = sorted(found)
     for other in positions[1:]:
         one, first = saved[other], saved[positions[0]]
-        # Equal as text and not with ==, which a tensor would answer with a tensor.
+        # Compared as text, because == on tensors returns a tensor.
         differing = [key for key in one.keys() - _NAMED if key not in first or repr(one[key]) != repr(first[key])]
         if differing:
             raise CheckpointError(
                 f"{found[positions[0]]!r} and {found[other]!r} are in one group of this optimizer and were saved in "
-                f"two, with another {', '.join(sorted(differing))}; nothing was loaded. Group them as they were"
+                f"two, with another {', '.join(sorted(differing))}; nothing was loaded. fix: group them as they were"
             )
     hyperparameters = {key: value for key, value in saved[positions[0]].items() if key not in _NAMED} if found else {}
     return {**group, **hyperparameters}
@@ -199,11 +200,11 @@ _NAMED = frozenset({"params", "param_names"})
 def _other_kind(
     opened: OpenCheckpoint, kind: str, document: Mapping[str, Any], saved: SavedOptimizer, names: Mapping[int, str]
 ) -> Iterator[str]:
-    """Yield what shows that the checkpoint is of another kind of optimizer; nothing where it may be the same."""
+    """Yield differences if the checkpoint is of another kind of optimizer; nothing if it may be the same kind."""
     saved_kind = opened.state.get("optimizer")
     here = set().union(*document["param_groups"]) - _NAMED
     there = set().union(*saved.groups) - _NAMED
-    # Other software's Adam has options of its own; what makes it one are the betas.
+    # Other software's Adam has different options, so only the betas are compared.
     is_akin = saved.is_foreign and ("betas" in here) == ("betas" in there)
     if saved_kind == kind or here <= there or there <= here or is_akin:
         return
@@ -225,11 +226,11 @@ def _target(opened: OpenCheckpoint, saved: Saved, parameter: torch.Tensor, curre
         return current
     if shape == tuple(parameter.shape):
         return torch.zeros_like(parameter.detach(), dtype=dtype if saved_dtype.is_floating_point else saved_dtype)
-    # Scales of 8-bit moments are read whole: which of them a rank needs depends on how it is laid out.
+    # Scales of 8-bit moments are read whole, because the layout determines which of them a rank needs.
     is_scales = saved.entries[0].endswith(tuple(key for key in CODED_KEYS if key.endswith("_scales")))
     if shape == () or is_scales or not isinstance(parameter, DTensor):
         return torch.zeros(shape, dtype=saved_dtype, device="cpu" if shape == () else parameter.device)
     raise CheckpointError(
         f"{opened.folder}: {saved.entries[0]} has shape {shape}, its parameter {tuple(parameter.shape)}, and this "
-        "optimizer has not made such state yet, which would show how it is laid out; take one step before loading"
+        "optimizer has not made such state yet, so its layout is unknown. fix: take one step before loading"
     )

@@ -1,7 +1,7 @@
-"""Parts of tensors as items of checkpoints: rows that have a name of their own, and a rank's part of a cut tensor.
+"""Parts of tensors as checkpoint items: rows saved under their own name, and a rank's part of a divided tensor.
 
-``torch.distributed.checkpoint`` saves and loads them in place. They have a shape and a dtype and no values: those are
-another tensor's, of which this rank may hold a part. Nothing can be computed with them.
+``torch.distributed.checkpoint`` saves and loads them in place. They have a shape and a dtype, but their values belong
+to another tensor, of which this rank may hold only a shard. Nothing can be computed with them.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ __all__ = ["CutPart", "Part", "RowPart", "pieces_of"]
 
 
 class Part(torch.Tensor):
-    """Pieces of ``source``, with their places in a tensor of another shape.
+    """Pieces of ``source``, each with its position in a tensor of another shape.
 
     Attributes:
-        source: whose values they are.
-        was_saved: whether a save has planned to write it. was_found: whether a load has found it in a checkpoint.
+        source: the tensor with the values.
+        was_saved: whether a save has planned to write this. was_found: whether a load has found it in a checkpoint.
     """
 
     source: torch.Tensor
@@ -41,7 +41,7 @@ class Part(torch.Tensor):
             self._pieces.append((ChunkStorageMetadata(torch.Size(offsets), values.shape), values))
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
-        """Return what this rank saves."""
+        """Return the write items of this rank's pieces."""
         self.was_saved = True
         return [
             WriteItem(
@@ -53,28 +53,28 @@ class Part(torch.Tensor):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """Return where what this rank holds lies."""
+        """Return the positions of this rank's pieces."""
         self.was_found = True
         return [chunk for chunk, _ in self._pieces]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        """Return the piece that the index names, as a view."""
+        """Return the piece at ``index``, as a view."""
         return next(rows for chunk, rows in self._pieces if chunk.offsets == index.offset)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Refuse to compute, but for ``detach``."""
+        """Raise for every operator except ``detach``."""
         if func is torch.ops.aten.detach.default:
             return args[0]
         raise NotImplementedError(f"{func}: a {cls.__name__} is an item of a checkpoint; compute with the whole tensor")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch leaves it untyped
-        """Name the kind and the shape."""
+        """Return the class name, shape and dtype."""
         return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
 class RowPart(Part):
-    """Rows ``start`` to ``stop`` of a tensor, for layouts that store a weight in halves."""
+    """Rows ``start`` to ``stop`` of a tensor, for formats that store a weight in two halves."""
 
     @staticmethod
     def __new__(cls, whole: torch.Tensor, start: int, stop: int) -> RowPart:
@@ -87,13 +87,13 @@ class RowPart(Part):
 
 
 class CutPart(Part):
-    """What one rank of several holds of a tensor that is cut along a dimension.
+    """The part that one rank holds of a tensor that is divided over several ranks along a dimension.
 
     Args:
-        own: this rank's part, which may be sharded further. dim: along which it is cut.
-        rank, size: this rank's place among those that it is cut over.
-        stride: into how many equal blocks the whole is divided first, of each of which every rank has its part: 2 for
-            a gate and an up-projection in one weight.
+        own: this rank's part, which may be sharded further. dim: the divided dimension.
+        rank, size: this rank's position among the ranks, and their number.
+        stride: number of equal blocks that the whole tensor is cut into first; every rank has its part of each block.
+            It is 2 for a gate and an up-projection in one weight.
     """
 
     @staticmethod
@@ -111,7 +111,7 @@ class CutPart(Part):
 
 
 def _by_blocks(start: int, length: int, block: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (number of the block, first position in it, positions) for a run of positions."""
+    """Yield (block number, first position in the block, number of positions) for a range of positions."""
     stop = start + length
     while start < stop:
         number, first = divmod(start, block)
@@ -121,7 +121,7 @@ def _by_blocks(start: int, length: int, block: int) -> Iterator[tuple[int, int, 
 
 
 def pieces_of(whole: torch.Tensor) -> list[tuple[torch.Size, torch.Tensor]]:
-    """Return (offsets, view) of the boxes that this rank holds of a tensor: all of it, or its shards of a DTensor."""
+    """Return (offsets, view) of the boxes that this rank holds: the whole tensor, or its shards of a DTensor."""
     if isinstance(whole, Part):
         return [(chunk.offsets, values) for chunk, values in whole._pieces]
     whole = whole.detach()

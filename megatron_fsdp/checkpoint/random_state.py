@@ -1,4 +1,4 @@
-"""Random state as tensors: PyTorch's (CPU, and this rank's GPU), NumPy's and Python's."""
+"""Random state as tensors: of PyTorch (CPU and this rank's GPU), NumPy and Python."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["random_state", "restore_random_state"]
 
 
 def random_state() -> dict[str, torch.Tensor]:
-    """Return the state of this rank's generators, 1-D uint8 tensors on the CPU."""
+    """Return the state of this rank's generators as 1-D uint8 tensors on the CPU."""
     kind, keys, *rest = numpy.random.get_state()
     state = {
         "torch": torch.get_rng_state(),
@@ -29,10 +29,10 @@ def random_state() -> dict[str, torch.Tensor]:
 
 
 def restore_random_state(state: Mapping[str, torch.Tensor], *, is_trial: bool = False) -> None:
-    """Set this rank's generators to a state that ``random_state`` returned, those that are in it.
+    """Set this rank's generators to the states in ``state``, which ``random_state`` returned.
 
     Args:
-        is_trial: set generators that nobody uses instead.
+        is_trial: set unused generators instead, to check the state.
     Raises:
         CheckpointError: the state is damaged.
     """
@@ -57,7 +57,7 @@ def restore_random_state(state: Mapping[str, torch.Tensor], *, is_trial: bool = 
 
 
 def _encode(value: Any) -> torch.Tensor:
-    # As text, so that reading it back can run nothing; repr of a float in JSON is exact.
+    # As text, so that decoding runs no code. JSON keeps floats exactly.
     return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).clone()
 
 

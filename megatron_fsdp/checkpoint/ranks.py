@@ -1,4 +1,4 @@
-"""The ranks that make a checkpoint together: a gloo group of their own, and steps that fail on all when one fails."""
+"""Ranks of a checkpoint: their own gloo group, and steps that fail on all ranks if they fail on one."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ __all__ = ["CheckpointRanks", "checkpoint_ranks", "find_rank_values", "part_rank
 T = TypeVar("T")
 R = TypeVar("R")
 
-# Background saves communicate while training does; a communicator of their own keeps the two apart, and gloo moves
-# plain objects whatever backend the training uses. The text is a prefix of keys that no other group has in the store.
+# Background saves communicate during training, so they need a communicator of their own. gloo sends Python objects
+# whatever backend training uses. The text is a key prefix in the job's store that no other group has.
 _GROUPS: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[dist.ProcessGroup, str]] = weakref.WeakKeyDictionary()
 
 
 class _LocalFailure(CheckpointError):
-    """What went wrong on one rank, in words: the exceptions themselves may not survive the way to the others."""
+    """A failure on one rank, as text, because the exception itself may not be picklable for the other ranks."""
 
 
 class CheckpointRanks:
-    """All ranks of the job, or this process alone where there is no process group.
+    """All ranks of the job, or only this process if there is no process group.
 
     Args:
-        group: None where this process is alone.
-        calls: counts the calls of the ranks; None where no other process could have called.
+        group: None if this process is alone.
+        calls: counts the calls of each rank; None if no other process could call.
 
     Attributes:
-        rank: this process among them. size: their number.
+        rank: this process's rank. size: the number of ranks.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, calls: _Calls | None = None) -> None:
@@ -52,22 +52,22 @@ class CheckpointRanks:
         self._steps = _DistWrapper(group, group is not None, 0)
 
     def agree(self, step: str, mine: Callable[[], T], together: Callable[[list[T]], R]) -> R:
-        """Run ``mine`` on every rank and ``together`` on rank 0 with all results; every rank returns what that returns.
+        """Run ``mine`` on every rank, then ``together`` on rank 0 with all results; return its result on every rank.
 
         Args:
-            step: what is being done, for messages: "saving /runs/step_0000100".
+            step: a description of the step for messages: "saving /runs/step_0000100".
         Raises:
-            CheckpointError: it failed on some rank, or a rank was lost; raised on every rank that is left.
+            CheckpointError: the step failed on some rank, or a rank was lost; raised on every remaining rank.
         """
         return self._run(step, lambda: self._steps.all_reduce(step, lambda: _said(mine), lambda a: _said(together, a)))
 
     def divide(self, step: str, mine: Callable[[], T], together: Callable[[list[T]], list[R]]) -> R:
-        """Like ``agree``, but each rank returns its own entry of what ``together`` returns."""
+        """Like ``agree``, but ``together`` returns a list, and each rank gets its own entry."""
         divide = self._steps.reduce_scatter
         return self._run(step, lambda: divide(step, lambda: _said(mine), lambda a: _said(together, a)))
 
     def check(self, step: str, mine: Callable[[], T]) -> T:
-        """Run ``mine`` on every rank and return what it returns on this one; when it raises on one, all raise."""
+        """Run ``mine`` on every rank, and return this rank's result. If it raises on one rank, all ranks raise."""
         found: list[T] = []
         self.agree(step, lambda: found.append(mine()), lambda _: None)
         return found[0]
@@ -78,17 +78,17 @@ class CheckpointRanks:
         except CheckpointException as failure:
             raise _common_error(step, failure, self.size) from None
         except (RuntimeError, ValueError) as error:
-            # What fails in the step itself arrives as a CheckpointException; this is the communication around it.
+            # Errors of the step itself arrive as CheckpointException; this one is a communication error.
             absent = "" if self._calls is None else self._calls.absent(self.size)
             raise CheckpointError(f"{step}: {absent or f'lost contact with another rank: {error}'}") from error
 
 
 class _Calls:
-    """How often each rank has called a function that all ranks of the job call together, counted in the job's store.
+    """Counts, in the job's store, how often each rank has called a function that all ranks must call together.
 
     Args:
         action: what this rank does, a verb phrase that follows "rank 3": "calls save_checkpoint".
-        prefix: of the keys, the same on all ranks; empty where there is no store.
+        prefix: prefix of the keys, the same on all ranks; empty if there is no store.
     """
 
     def __init__(self, action: str, prefix: str, rank: int) -> None:
@@ -96,7 +96,7 @@ class _Calls:
         self._count = self._add(rank, 1)
 
     def absent(self, num_ranks: int) -> str:
-        """Say which ranks have not made the call that this rank is in; empty where all have, or nobody can know."""
+        """Return which ranks have not made this rank's call, in words; empty if all have or it is unknown."""
         try:
             missing = [rank for rank in range(num_ranks) if self._add(rank, 0) < self._count]
         except RuntimeError:
@@ -116,12 +116,12 @@ def _advice(action: str) -> str:
 
 
 def checkpoint_ranks(action: str) -> CheckpointRanks:
-    """Return the ranks of the job, all of which call this for the same ``action``: "calls save_checkpoint".
+    """Return the ranks of the job. All ranks must call this for the same ``action``, e.g. "calls save_checkpoint".
 
-    The first call makes their group, which gives up after the job's timeout.
+    The first call makes their process group, with the job's timeout.
 
     Raises:
-        CheckpointError: some ranks did not call within the job's timeout, or do something else. They are named.
+        CheckpointError: some ranks did not call within the job's timeout, or called something else; they are named.
     """
     world = dist.group.WORLD if dist.is_initialized() else None
     if world is None:
@@ -139,7 +139,7 @@ def checkpoint_ranks(action: str) -> CheckpointRanks:
 
 
 def _said(work: Callable[..., T], *given: object) -> T:
-    """Call ``work``; what it raises is put into words."""
+    """Call ``work``, and convert an exception to text."""
     try:
         return work(*given)
     except CheckpointError:
@@ -149,7 +149,7 @@ def _said(work: Callable[..., T], *given: object) -> T:
 
 
 def _common_error(step: str, failure: CheckpointException, num_ranks: int) -> CheckpointError:
-    """Return the one error that every rank raises: the first rank's own where it is meant for the caller."""
+    """Return the error that every rank raises: the first rank's own CheckpointError, or all failures as text."""
     by_rank = {rank: error for rank, (error, _) in sorted(failure.failures.items())}
     for error in by_rank.values():
         if isinstance(error, CheckpointError) and not isinstance(error, _LocalFailure):
@@ -161,15 +161,15 @@ def _common_error(step: str, failure: CheckpointException, num_ranks: int) -> Ch
     return CheckpointError(f"{step} {said}")
 
 
-# ---------------------------------------------------------------- values that ranks do not hold alike
+# ---------------------------------------------------------------- values that differ between ranks
 
 
 def find_rank_values(tensors: Mapping[str, torch.Tensor], ranks: CheckpointRanks) -> dict[str, int]:
-    """Return the names of tensors that ranks hold whole and not alike, each with the first rank that has it.
+    """Return the names of unsharded tensors that differ between ranks, each with the first rank that has it.
 
-    Such are buffers of norms, and parameters that are not sharded. Every rank calls it. Sharded tensors are not looked
-    at: their replicas are the engine's to keep alike. A checkpoint has the first rank's value under the name, which is
-    the one that counts by FSDP2's convention, and each rank's beside it, for loading on as many ranks.
+    Such tensors are buffers of norms, and parameters that are not sharded. Every rank must call this. Sharded tensors
+    are not compared, because the engine keeps their replicas equal. A checkpoint stores the first rank's value under
+    the name, as in FSDP2, and every rank's value separately, for loading on the same number of ranks.
     """
     if ranks.size == 1:
         return {}
@@ -179,7 +179,7 @@ def find_rank_values(tensors: Mapping[str, torch.Tensor], ranks: CheckpointRanks
 
 
 def part_rank_values(entries: dict[str, Any], owners: Mapping[str, int], rank: int) -> None:
-    """Keep under a name what its first rank has, and put this rank's own values of all such names beside it."""
+    """Keep a differing value under its name only on its first rank; also store this rank's own values separately."""
     if not owners:
         return
     tensors, optimizer = entries["model"], entries.get("optimizer", {"state": {}})

@@ -1,4 +1,4 @@
-"""Opening a checkpoint folder: found, checked against its manifest on all ranks, then read entry by entry."""
+"""Reader: find a checkpoint folder, check it against its manifest on all ranks, and read its entries."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ _MAX_LISTED = 20
 
 @dataclass(frozen=True, slots=True)
 class OpenCheckpoint:
-    """A checkpoint that was found and checked.
+    """A checkpoint folder that was found and checked.
 
     Attributes:
-        folder: where it lies. metadata: what it holds.
-        state: what is not under a name of the model: ``extra``, ties, number of ranks; empty for a folder that
-            PyTorch's own tools wrote.
-        rank: this rank, whose own values count where ranks saved different ones; None where another number of ranks
-            saved, and the first rank's count for all.
-        identity: another one where another checkpoint lies in the folder.
-        storage: the class of PyTorch's that reads it.
+        folder: its path. metadata: its index.
+        state: values that belong to no parameter: ``extra``, ties, number of ranks; empty for a folder that PyTorch's
+            own tools wrote.
+        rank: this rank, if as many ranks saved; it gets its own value where ranks saved different ones. None: another
+            number of ranks saved, and all ranks get the first rank's values.
+        identity: hash that differs if another checkpoint replaces this one in the folder.
+        storage: PyTorch's reader class for this folder.
     """
 
     folder: Path
@@ -63,7 +63,7 @@ class OpenCheckpoint:
     storage: type[FileSystemReader] = FileSystemReader
 
     def names_below(self, *start: str) -> dict[EntryPath, str]:
-        """Return the entries whose path begins like this, by the rest of their path."""
+        """Return the entries whose path starts with ``start``, keyed by the rest of their path."""
         paths = paths_of(self.metadata)
         found: dict[EntryPath, str] = {}
         for begin in (start, (RANK_VALUES, f"rank_{self.rank}", *start)):
@@ -72,18 +72,18 @@ class OpenCheckpoint:
 
 
 def open_checkpoint(folder: Path, ranks: CheckpointRanks, *, verify: bool) -> OpenCheckpoint:
-    """Find a checkpoint and check it, without changing anything on the disk; every rank calls it.
+    """Find a checkpoint and check it, without changing the disk. Every rank must call this.
 
     Args:
-        verify: hash all files, a share on each rank; False compares sizes only.
+        verify: hash all files, each rank a share of them; False: compare sizes only.
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is no checkpoint.
         DamagedCheckpointError: a file is missing or changed; the message names it and the parameters in it.
     """
     step = f"opening {folder}"
 
     def look_for(_: list[None]) -> str:
-        # A save that was killed while it replaced the checkpoint has moved that away.
+        # A save that was killed while replacing the checkpoint may have moved it to its scratch folder.
         return str(folder if folder.exists() else resting_place(place_of(folder)))
 
     found = Path(ranks.agree(step, lambda: None, look_for))
@@ -94,12 +94,13 @@ def open_checkpoint(folder: Path, ranks: CheckpointRanks, *, verify: bool) -> Op
 
 
 def refuse_replaced(opened: OpenCheckpoint, ranks: CheckpointRanks) -> None:
-    """Look whether what was read lay in one checkpoint, on all ranks; every rank calls it after reading."""
+    """Raise if the checkpoint was replaced while it was read. Every rank must call this after reading."""
 
     def compare(found: list[tuple[str, str]]) -> None:
         if len({identity for pair in found for identity in pair}) > 1:
             raise CheckpointError(
-                f"{opened.folder} was replaced while it was loaded, and what was read is of two checkpoints; load again"
+                f"{opened.folder} was replaced while it was loaded, and what was read is of two checkpoints. fix: load "
+                "again"
             )
 
     ranks.agree(f"loading {opened.folder}", lambda: (opened.identity, _identity(opened.folder)), compare)
@@ -111,10 +112,10 @@ def _identity(folder: Path) -> str:
 
 
 def verify_folder(folder: Path, ranks: CheckpointRanks) -> int:
-    """Check every byte of a checkpoint against its manifest, without a model; every rank calls it.
+    """Check every byte of a checkpoint against its manifest, without a model. Every rank must call this.
 
     Raises:
-        CheckpointError: as ``open_checkpoint``, and for a folder without a manifest.
+        CheckpointError: as ``open_checkpoint``; also for a folder without a manifest.
     """
     files = read_manifest(folder)
     _verify(folder, files, ranks, is_thorough=True)
@@ -123,10 +124,10 @@ def verify_folder(folder: Path, ranks: CheckpointRanks) -> int:
 
 
 def read_entries(opened: OpenCheckpoint, targets: MutableMapping[str, Any]) -> None:
-    """Fill ``targets``: tensors in place, this rank's shards of DTensors alone; other values are replaced.
+    """Fill ``targets`` from the checkpoint. Tensors are read in place, DTensors only this rank's shards.
 
     Args:
-        targets: by entry name; any placeholder stands for what is no tensor.
+        targets: keyed by entry name; values that are not tensors are placeholders and are replaced.
     Raises:
         DamagedCheckpointError: a value cannot be decoded; the message names it and its file.
     """
@@ -139,7 +140,7 @@ def read_entries(opened: OpenCheckpoint, targets: MutableMapping[str, Any]) -> N
     try:
         reader.read_data(plan, planner).wait()
     except Exception as error:
-        # Once more, one by one, to say which it was.
+        # Read the entries again one by one, to find the damaged one.
         for item in plan.items:
             try:
                 reader.read_data(LoadPlan([item]), planner).wait()
@@ -157,7 +158,7 @@ def _damage_at(opened: OpenCheckpoint, item: ReadItem, error: Exception) -> str:
 
 
 class _TensorsOnlyPlanner(DefaultLoadPlanner):
-    """PyTorch's planner unpickles what is no tensor and would run code that it names; this one refuses such."""
+    """A load planner that refuses pickled code. PyTorch's own would run code that a non-tensor entry names."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         self.state_dict[read_item.dest_index.fqn] = torch.load(value, map_location="cpu", weights_only=True)
@@ -165,7 +166,7 @@ class _TensorsOnlyPlanner(DefaultLoadPlanner):
 
 def _expected_files(folder: Path) -> dict[str, FileEntry]:
     if not (folder / METADATA).exists() and not (folder / MANIFEST).exists():
-        # An empty path is the working directory too.
+        # An empty path stands for the working directory; the message names it in full.
         where = folder if folder.name else place_of(folder)
         raise CheckpointError(f"{where} holds no complete checkpoint (looked for {METADATA} and {MANIFEST})")
     if (folder / MANIFEST).exists() or (folder / STATE_FILE).exists():
@@ -195,17 +196,20 @@ def _damage_message(folder: Path, problems: Mapping[str, str]) -> str:
         f"\n  {problem}. It holds {listed(contents.get(name, [])) or _WITHOUT_PARAMETERS.get(name, 'no parameters')}"
         for name, problem in sorted(problems.items())
     ]
-    return f"{folder} is damaged; nothing was loaded. Load an older checkpoint, or a copy of this one:{''.join(lines)}"
+    return (
+        f"{folder} is damaged; nothing was loaded. fix: load an older checkpoint, or a copy of this "
+        f"one:{''.join(lines)}"
+    )
 
 
 _WITHOUT_PARAMETERS = {
     METADATA: "the index of all parameters",
-    STATE_FILE: "extra and what else is under no parameter's name",
+    STATE_FILE: "extra and other values that belong to no parameter",
 }
 
 
 def listed(names: Sequence[str], separator: str = ", ") -> str:
-    """Return the first names, and how many more there are."""
+    """Return the first names, joined, and the number of the others."""
     more = [f"and {len(names) - _MAX_LISTED} more"] if len(names) > _MAX_LISTED else []
     shown = separator.join(names[:_MAX_LISTED])
     return (" " if separator == ", " else separator).join([shown, *more])
@@ -226,7 +230,7 @@ def _read_frame(folder: Path, ranks: CheckpointRanks, identity: str, *, has_stat
     names = sorted({str(path[3]) for path in paths if path[0] == RANK_VALUES and path[2] == "model"})
     if names and not is_as_saved and ranks.rank == 0:
         _log.warning(
-            "%s was saved by another number of ranks, which did not hold the same in %s: the first rank's values are "
+            "%s was saved by another number of ranks, which had different values of %s: the first rank's values are "
             "taken on all ranks",
             folder,
             listed(names),

@@ -1,4 +1,4 @@
-"""Hugging Face's folder of weights: safetensors files up to a size, and an index that says which tensor is where."""
+"""Hugging Face's folder of weights: safetensors files of limited size, and an index from tensors to files."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def write_folder(
     source: Callable[[str], torch.Tensor],
     max_file_bytes: int = DEFAULT_FILE_BYTES,
 ) -> None:
-    """Write tensors into one file, or into several with an index; other files in the folder stay.
+    """Write tensors to one file, or to several with an index; other files in the folder are kept.
 
     Args:
-        likes: shapes and dtypes in the files, in the order in which ``source`` is asked for the values; those of one
-            file at a time are in memory.
-        max_file_bytes: a file ends before it would exceed this, unless one tensor alone does.
+        likes: shapes and dtypes in the files. ``source`` is called for the values in this order; memory holds those of
+            one file at a time.
+        max_file_bytes: most bytes of tensors per file; a larger tensor gets a file of its own.
     Raises:
         CheckpointError: a file cannot be written.
         ConfigError: the package ``safetensors`` is not installed.
@@ -52,7 +52,7 @@ def write_folder(
     names = [f"model-{number:05d}-of-{len(parts):05d}.safetensors" for number in range(1, len(parts) + 1)]
     if len(parts) == 1:
         names = [SINGLE]
-    # Without its entry point a folder that is half old and half new is visibly incomplete.
+    # Removed first: without its entry point, a folder that is half old and half new is recognized as incomplete.
     for entry_point in (INDEX, SINGLE):
         (folder / entry_point).unlink(missing_ok=True)
     for name, part in zip(names, parts, strict=True):
@@ -87,7 +87,7 @@ def _save(values: dict[str, torch.Tensor], file: Path) -> None:
 
 
 def _write(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a file beside its place, and give it its name when it is complete and on the disk."""
+    """Write a file under a temporary name, and rename it when it is complete and on disk."""
     unfinished = path.with_name(path.name + ".tmp")
     try:
         write(unfinished)
@@ -103,25 +103,25 @@ def _package(name: str) -> Any:
         return importlib.import_module(name)
     except ImportError:
         raise ConfigError(
-            "safetensors files need the package safetensors: pip install 'megatron-fsdp-dbuffer[hf]'"
+            "safetensors files need the package safetensors. fix: pip install 'megatron-fsdp-dbuffer[hf]'"
         ) from None
 
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """The file that a tensor lies in, as PyTorch's reader asks for it."""
+    """The file of a tensor, in the form that PyTorch's reader expects."""
 
     relative_path: str
 
 
 def open_folder(path: Path, names: Mapping[str, str], *, strict: bool = True) -> OpenCheckpoint:
-    """Open a folder (or one file) as a checkpoint of a model alone; headers are checked, no values are read.
+    """Open a folder, or one file, as a checkpoint of a model. Headers are checked; no values are read.
 
     Args:
-        names: of tensors here, and there. A tensor that is not among them keeps its name.
-        strict: False leaves out what ``names`` does not name.
+        names: the model's names, mapped to the names in the files. Other tensors keep their names.
+        strict: False: leave out tensors that are not in ``names``.
     Raises:
-        CheckpointError: files are missing, cut short, or not what the index says.
+        CheckpointError: files are missing or cut short, or differ from the index.
         ConfigError: the package ``safetensors`` is not installed.
     """
     here = {there: name for name, there in names.items()}
@@ -159,7 +159,7 @@ def _entries(file: Path) -> Iterator[tuple[str, TensorStorageMetadata]]:
 
 
 def _listed_files(path: Path) -> dict[Path, list[str]]:
-    """Return the files to read, and what each must hold where an index says so."""
+    """Return the files to read, with the tensors that each must contain according to the index."""
     single = path if path.is_file() else path / SINGLE
     if single.exists():
         return {single: []}

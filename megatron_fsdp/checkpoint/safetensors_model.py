@@ -1,4 +1,4 @@
-"""A model's weights, or those in a checkpoint, to and from safetensors files, under Hugging Face's names or its own."""
+"""Convert a model's or a checkpoint's weights to and from safetensors files, with Hugging Face's names or its own."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ def export_safetensors(
     dtype: torch.dtype | None = None,
     max_file_bytes: int = DEFAULT_FILE_BYTES,
 ) -> None:
-    """Write a (sharded) model's weights as Hugging Face lays them out; every rank calls it, rank 0 writes.
+    """Write a (sharded) model's weights in Hugging Face's layout. Every rank must call this; rank 0 writes.
 
-    What goes into one file is in rank 0's memory at a time, and one whole tensor in that of the others. A tied
-    parameter is written once, under its first name.
+    Rank 0 holds the content of one file in memory at a time, the other ranks one whole tensor. A tied parameter is
+    written once, under its first name.
 
     Args:
-        folder: may hold other files; weights of the same file names are replaced.
-        name_map: patterns of names here and names there, see ``NameMap``.
-        dtype: of floating-point tensors in the files; None leaves them as they are.
-        max_file_bytes: a file ends before it would exceed this, unless one tensor alone does.
+        folder: may contain other files; weight files of the same names are replaced.
+        name_map: patterns of the model's names and the names in the files; see ``NameMap``.
+        dtype: dtype of floating-point tensors in the files; None: unchanged.
+        max_file_bytes: most bytes of tensors per file; a larger tensor gets a file of its own.
     Raises:
-        CheckpointError: writing failed, on all ranks.
+        CheckpointError: writing failed; raised on all ranks.
         ConfigError: ``name_map`` gives two parameters one name, or the package ``safetensors`` is not installed.
 
     Example:
@@ -50,7 +50,7 @@ def export_safetensors(
         import_safetensors(model, "out")
     """
     ranks = checkpoint_ranks("calls export_safetensors")
-    # Gathers have no step of their own that would name the ranks that do not call.
+    # The gathers cannot name ranks that do not call this function, but this check can.
     ranks.check(f"exporting to {folder}", lambda: None)
     view = view_model(model)
     names = NameMap(name_map or {}).translate(_names_once(list(view.tensors), view.ties))
@@ -67,7 +67,7 @@ def export_safetensors(
                 likes = {name: _like(tensor.shape, tensor.dtype, dtype) for name, tensor in tensors.items()}
                 write_folder(Path(folder), likes, gather, max_file_bytes)
         finally:
-            # Gathering takes all ranks: one that stopped early, after an error, would leave the others waiting.
+            # Other ranks wait in these gathers, so this rank must join them even after an error.
             for name in list(pending):
                 gather(name)
 
@@ -77,15 +77,15 @@ def export_safetensors(
 def import_safetensors(
     model: nn.Module, folder: str | Path, *, name_map: Mapping[str, str] | None = None, strict: bool = True
 ) -> None:
-    """Load weights from a folder of safetensors files, or from one file, into a (sharded) model; every rank calls it.
+    """Load weights from a folder of safetensors files, or from one file, into a (sharded) model.
 
-    Each rank reads the ranges of the files that hold its shards, and nothing else.
+    Every rank must call this. Each rank reads only the ranges of the files that hold its shards.
 
     Args:
-        name_map: patterns of names here and names there, see ``NameMap``.
-        strict: refuse files that hold more tensors than the model; False leaves those unread.
+        name_map: patterns of the model's names and the names in the files; see ``NameMap``.
+        strict: raise if the files hold more tensors than the model; False: ignore those.
     Raises:
-        CheckpointError: files are damaged, or names or shapes differ, which are listed. Nothing has changed then.
+        CheckpointError: files are damaged, or names or shapes differ, and are listed. The model is then unchanged.
         ConfigError: the package ``safetensors`` is not installed, or ``name_map`` is ambiguous.
 
     Example:
@@ -111,14 +111,14 @@ def export_checkpoint(
     dtype: torch.dtype | None = None,
     max_file_bytes: int = DEFAULT_FILE_BYTES,
 ) -> int:
-    """Write the weights of a checkpoint into a folder of safetensors files, in one process and without the model.
+    """Write a checkpoint's weights to a folder of safetensors files, in one process and without the model.
 
-    What goes into one file is in memory at a time. Names are those of the model, without the ``module.`` of
-    wrappers around it.
+    Memory holds the content of one file at a time. Names are those of the model, without the ``module.`` prefixes of
+    wrappers. Returns the number of tensors.
     """
     opened = open_checkpoint(path, CheckpointRanks(None), verify=True)
     saved = tensors_of(opened.metadata)
-    # Extra state of modules, which Megatron's layers have, is no weight.
+    # Modules' extra state, which Megatron's layers have, is not exported.
     entries = {
         name: value.entries[0] for name, value in read_model(opened, ()).tensors.items() if value.shape is not None
     }
@@ -131,12 +131,12 @@ def export_checkpoint(
 
 @dataclass(frozen=True, slots=True)
 class NameMap:
-    """Patterns of names here and the names there.
+    """Patterns that translate the model's names to the names in files.
 
     Attributes:
-        patterns: here to there; "*" stands for the same run of characters without dots on both sides, in order:
-            ``{"blocks.*.query.weight": "model.layers.*.self_attn.q_proj.weight"}``. The first that matches counts; a
-            name that none matches stays as it is.
+        patterns: maps a model name to a file name. Each "*" stands for characters other than a dot, the same on both
+            sides, in order: ``{"blocks.*.query.weight": "model.layers.*.self_attn.q_proj.weight"}``. The first matching
+            pattern is used; a name that no pattern matches is unchanged.
     """
 
     patterns: Mapping[str, str]
@@ -150,7 +150,7 @@ class NameMap:
 
     @classmethod
     def from_json(cls, path: Path) -> NameMap:
-        """Read the patterns from a JSON file that holds one object of strings."""
+        """Read the patterns from a JSON file with one object of strings."""
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
@@ -160,7 +160,7 @@ class NameMap:
         return cls(content)
 
     def translate(self, names: Iterable[str]) -> dict[str, str]:
-        """Return the name there of each name here."""
+        """Return the file's name of each of the model's names."""
         rules = [
             (re.compile(re.escape(here).replace(r"\*", "([^.]*)")), there) for here, there in self.patterns.items()
         ]
@@ -178,12 +178,12 @@ class NameMap:
 
 
 def _names_once(names: Sequence[str], ties: Sequence[Sequence[str]]) -> list[str]:
-    """Return the names without those of parameters that come under an earlier one."""
+    """Return the names, with only the first name of each tied parameter."""
     first = {name: min(group, key=names.index) for group in ties for name in group if name in names}
     return [name for name in names if first.get(name, name) == name]
 
 
 def _like(shape: Sequence[int], current: torch.dtype, wanted: torch.dtype | None = None) -> torch.Tensor:
-    """Return a tensor without memory: floating-point ones in the wanted dtype, others as they are."""
+    """Return a meta tensor of this shape; floating-point dtypes are replaced by ``wanted``."""
     dtype = wanted if wanted is not None and current.is_floating_point else current
     return torch.empty(tuple(shape), dtype=dtype, device="meta")

@@ -1,12 +1,12 @@
-"""Scratch folders: all that a save writes, replaces or deletes lies in a marked folder beside its place.
+"""Scratch folders: everything that a save writes, replaces or deletes is first in a marked folder next to its target.
 
 step.tmp-3f2a91c0/
-    owner.json    whose folder this is; its maker holds a lock on it for as long as it works
-    new/          what is being written
-    replaced/     what had the name before, until the new one has it
-    deleted/      what is being deleted
+    owner.json    the mark: whose folder this is; its maker holds a lock on this file while it works
+    new/          the checkpoint being written
+    replaced/     the folder that had the name before, until the new one has it
+    deleted/      the folder being deleted
 
-What has no such mark is somebody else's, whatever its name, and is never touched (docs/design/checkpoint.md).
+A folder without this mark belongs to the user, whatever its name, and is never touched (docs/design/checkpoint.md).
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ _log = logging.getLogger(__name__)
 _INFIX = ".tmp-"
 _OWNER = "owner.json"
 _KIND = "megatron-fsdp-dbuffer scratch"
-# Between hosts a lock may mean nothing; a save that still writes shows it by the times of its files.
+# A lock may not work between hosts. A save that still writes then shows by the times of its files.
 _QUIET_SECONDS = 3600.0
-# The "host" of a folder whose maker could not lock it.
+# Recorded as the host of a folder whose maker could not lock it.
 _NO_LOCK = "no lock"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _MAX_ATTEMPTS = 20
-# What renaming a folder says where another one, with something in it, has the name.
+# Errors of renaming a folder when a non-empty folder has the name.
 _TAKEN = (errno.ENOTEMPTY, errno.EEXIST)
 
 
 @dataclass(frozen=True, slots=True)
 class Scratch:
-    """A folder of this process's own beside ``path``, until ``remove``.
+    """A folder of this process next to ``path``; it exists until ``remove``.
 
     Attributes:
-        path: the place that it is for. folder: the scratch folder.
+        path: the target of the save. folder: the scratch folder.
     """
 
     path: Path
@@ -59,21 +59,21 @@ class Scratch:
 
     @property
     def new(self) -> Path:
-        """Where to write what gets the name ``path``."""
+        """The folder to write to; ``publish`` gives it the name ``path``."""
         return self.folder / "new"
 
     def publish(self) -> None:
-        """Give ``new`` the name ``path``; what has it is moved into this folder first.
+        """Rename ``new`` to ``path``; an existing folder there is moved into this scratch folder first.
 
-        A kill between the two renames leaves both in here: ``resting_place`` finds the old one, and ``sweep`` gives it
-        its name back.
+        If the process is killed between the two renames, both are in the scratch folder: ``resting_place`` finds the
+        old one, and ``sweep`` moves it back.
 
         Raises:
-            OSError: a rename failed; what was at ``path`` is there again.
+            OSError: a rename failed; the old folder is at ``path`` again.
         """
         replaced = self.folder / "replaced"
         for attempt in range(_MAX_ATTEMPTS):
-            # Another job that saves to the same path may move what is there, or be first: whole it is either way.
+            # Another job that saves to the same path may rename at the same time. Either way ``path`` is complete.
             try:
                 with contextlib.suppress(FileNotFoundError):
                     self.path.rename(replaced)
@@ -90,7 +90,7 @@ class Scratch:
         sync(self.path.parent)
 
     def discard(self) -> None:
-        """Delete the folder after a failure; what was moved away into it gets its name back first, or it stays."""
+        """Delete the scratch folder after a failure, after moving a replaced folder back. It is kept if that fails."""
         try:
             _bring_back(self.folder / "replaced", self.path)
         except BaseException:
@@ -99,7 +99,7 @@ class Scratch:
         self.remove()
 
     def remove(self) -> None:
-        """Delete the folder and what is left in it."""
+        """Delete the folder and its contents."""
         try:
             _remove(self.folder)
         finally:
@@ -107,7 +107,7 @@ class Scratch:
 
 
 def make_scratch(path: Path) -> Scratch:
-    """Make a scratch folder beside ``path``, after ``sweep``; its parents are made too."""
+    """Make a scratch folder next to ``path``, and missing parent folders. Calls ``sweep`` first."""
     path.parent.mkdir(parents=True, exist_ok=True)
     sweep(path)
     folder = path.with_name(f"{path.name}{_INFIX}{secrets.token_hex(4)}")
@@ -119,7 +119,7 @@ def make_scratch(path: Path) -> Scratch:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            # A sweep may get a lock on what its maker could not lock: then only the age of the files tells.
+            # Without a lock, a sweep judges by the age of the files only.
             host = _NO_LOCK
         json.dump({"kind": _KIND, "of": path.name, "host": host}, lock)
         lock.flush()
@@ -133,14 +133,14 @@ def make_scratch(path: Path) -> Scratch:
 
 
 def sweep(path: Path) -> None:
-    """Remove what saves to ``path`` left when they were killed; a checkpoint that they had moved away comes back.
+    """Remove leftovers of killed saves to ``path``; a checkpoint that they had moved away is moved back.
 
-    Folders without this library's mark, and those of jobs that may still be at work, stay as they are.
+    Folders without this library's mark, and folders of jobs that may still run, are untouched.
     """
     for folder, owner in _scratches(path.parent):
         if owner["of"] != path.name:
             continue
-        # The maker of a folder, or another job's sweep, may remove it at any moment: then there is nothing left to do.
+        # The folder's maker, or another job's sweep, may remove it at any moment; nothing is left to do then.
         with contextlib.suppress(FileNotFoundError), contextlib.ExitStack() as locks:
             if not _is_abandoned(folder, owner["host"], locks):
                 continue
@@ -154,7 +154,7 @@ def sweep(path: Path) -> None:
 
 
 def resting_place(path: Path) -> Path:
-    """Return where the folder of this name lies: at ``path``, or moved away by a save that was killed then."""
+    """Return where a folder's content is: at ``path``, or in the scratch folder of a save that was killed."""
     if not path.exists() and path.parent.is_dir():
         for folder, owner in _scratches(path.parent):
             if owner["of"] == path.name and (folder / "replaced").is_dir():
@@ -163,18 +163,18 @@ def resting_place(path: Path) -> Path:
 
 
 def marked_names(parent: Path) -> set[str]:
-    """Return the names in a folder that scratch folders are for, at work or left behind."""
+    """Return the names in a folder for which scratch folders exist, in use or left behind."""
     return {owner["of"] for _, owner in _scratches(parent)}
 
 
 def names_at_rest(parent: Path) -> set[str]:
-    """Return the names of what is in a folder, those among them that a killed save had moved away."""
+    """Return the names of a folder's entries, including those that a killed save had moved away."""
     moved = {owner["of"] for folder, owner in _scratches(parent) if (folder / "replaced").is_dir()}
     return moved | {entry.name for entry in parent.iterdir()}
 
 
 def delete_folder(path: Path) -> None:
-    """Delete a folder. A kill half way leaves nothing under its name: it is moved into a scratch folder first."""
+    """Delete a folder. It is moved into a scratch folder first, so that a kill leaves no half of it under its name."""
     scratch = make_scratch(path)
     try:
         # Another job of the same series may have deleted it.
@@ -185,7 +185,7 @@ def delete_folder(path: Path) -> None:
 
 
 def _scratches(parent: Path) -> Iterator[tuple[Path, dict[str, str]]]:
-    """Yield the scratch folders in a folder, each with what its mark says."""
+    """Yield the scratch folders in a folder, each with the content of its mark."""
     for entry in sorted(parent.iterdir()):
         if _INFIX in entry.name and entry.is_dir() and not entry.is_symlink():
             owner = _read_owner(entry)
@@ -203,7 +203,7 @@ def _read_owner(folder: Path) -> dict[str, str] | None:
 
 
 def _this_host() -> str:
-    """Return the name and the boot of this host: a lock of another kernel means nothing here, whatever its name."""
+    """Return host name and boot id, because a lock means nothing on another kernel, even under the same host name."""
     try:
         boot = _BOOT_ID.read_text(encoding="utf-8").strip()
     except OSError:
@@ -212,10 +212,10 @@ def _this_host() -> str:
 
 
 def _is_abandoned(folder: Path, host: str, locks: contextlib.ExitStack) -> bool:
-    """Whether the maker of a folder is gone; its lock is then held until ``locks`` ends, so that one job removes it.
+    """Return whether the maker of a folder is gone. Its lock is then held by ``locks``, so that one job removes it.
 
     Raises:
-        FileNotFoundError: the folder, or something in it, was removed or renamed meanwhile.
+        FileNotFoundError: the folder or one of its entries was removed or renamed meanwhile.
     """
     try:
         file = locks.enter_context((folder / _OWNER).open("r+", encoding="utf-8"))
@@ -227,26 +227,26 @@ def _is_abandoned(folder: Path, host: str, locks: contextlib.ExitStack) -> bool:
     except FileNotFoundError:
         raise
     except OSError:
-        # There may be no locks on this file system.
+        # This file system may have no locks.
         pass
     times = [entry.lstat().st_mtime for entry in (folder, *folder.rglob("*"))]
     return time.time() - max(times) > _QUIET_SECONDS
 
 
 def _bring_back(replaced: Path, path: Path) -> None:
-    """Give a folder that was moved away its name back, unless another one has the name."""
+    """Move a replaced folder back to its name, unless another folder has the name."""
     if replaced.exists() and not path.exists():
         try:
             replaced.rename(path)
         except OSError as error:
-            # Another job published its own checkpoint there in this moment.
+            # Another job published its own checkpoint under the name at the same moment.
             if error.errno not in _TAKEN:
                 raise
         sync(path.parent)
 
 
 def _remove(folder: Path) -> None:
-    """Delete a scratch folder, its mark last: what a kill leaves of it is still known as one."""
+    """Delete a scratch folder, its mark last, so that a kill leaves a folder that is still recognized as one."""
     for entry in [entry for entry in folder.iterdir() if entry.name != _OWNER]:
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry)

@@ -1,4 +1,4 @@
-"""A run's checkpoints in one folder: ``step_0000100``, ``step_0000200``, and a file that names the latest."""
+"""CheckpointSeries: a run's checkpoints in one folder: ``step_0000100`` and so on, and a pointer to the latest."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ __all__ = ["CheckpointSeries", "LoadedCheckpoint"]
 
 @dataclass(frozen=True, slots=True)
 class LoadedCheckpoint:
-    """What ``CheckpointSeries.load`` found.
+    """The result of ``CheckpointSeries.load``.
 
     Attributes:
-        step, path: of the checkpoint that was loaded.
-        extra: what was saved with it.
-        damaged: messages about newer ones that were passed over.
+        step, path: of the loaded checkpoint.
+        extra: the ``extra`` that was saved with it.
+        damaged: error messages of newer checkpoints that were skipped because they are damaged.
     """
 
     step: int
@@ -50,10 +50,10 @@ class CheckpointSeries:
     """The checkpoints of one run, by step.
 
     Attributes:
-        root: the folder that they lie in, on a file system that all ranks share.
-        prefix: of their names; "iter_" for Megatron's.
-        pointer: the file that names the latest one, written when that is whole.
-        is_pointer_bare: write the number alone into it, as Megatron's tracker has it, instead of the folder's name.
+        root: the folder of the checkpoints, on a file system that all ranks share.
+        prefix: prefix of their names; "iter_" for Megatron-LM's.
+        pointer: name of the file that names the latest checkpoint; it is written when that checkpoint is complete.
+        is_pointer_bare: write only the number to the pointer, as in Megatron's tracker file, not the folder's name.
 
     Example:
         series = CheckpointSeries("runs/mine")
@@ -80,17 +80,17 @@ class CheckpointSeries:
         return self.folder / f"{self.prefix}{step:07d}"
 
     def steps(self) -> list[int]:
-        """Return the steps of the whole checkpoints, ascending; sizes are compared, contents not read."""
+        """Return the steps of the complete checkpoints, ascending. File sizes are checked, contents are not read."""
         if not self.folder.is_dir():
             return []
         found = (re.fullmatch(self._pattern, name) for name in names_at_rest(self.folder))
         return sorted(int(match[1]) for match in found if match and is_whole(resting_place(self.folder / match[0])))
 
     def latest(self) -> int | None:
-        """Return the step that the pointer names, None without a pointer.
+        """Return the step that the pointer names; None if there is no pointer.
 
         Raises:
-            ConfigError: its content is no step.
+            ConfigError: the pointer's content is not a step.
         """
         file = self.folder / self.pointer
         if not file.exists():
@@ -117,17 +117,19 @@ class CheckpointSeries:
         keep_last: int | None = None,
         asynchronous: bool = False,
     ) -> SaveHandle:
-        """Save a step as ``save_checkpoint`` does, then point to it, then delete what is older; every rank calls it.
+        """Save a step as ``save_checkpoint`` does, then update the pointer, then delete older checkpoints.
+
+        Every rank must call this.
 
         Args:
-            keep_last: how many whole checkpoints to keep, at least 1; None keeps all.
+            keep_last: how many complete checkpoints to keep, at least 1; None keeps all.
         Raises:
             ConfigError: ``keep_last`` is below 1.
-            CheckpointError: as ``save_checkpoint``; the pointer still names the checkpoint before.
+            CheckpointError: as ``save_checkpoint``; the pointer still names the previous checkpoint.
         """
         if keep_last is not None and keep_last < 1:
             raise ConfigError(f"keep_last={keep_last}; wanted at least 1, or None to keep all")
-        # In the background the working folder may be another one by then.
+        # The working directory may change while the save runs in the background.
         series = dataclasses.replace(self, root=self.folder.absolute())
 
         def finish() -> None:
@@ -138,13 +140,13 @@ class CheckpointSeries:
         return start_save(model, optimizer, self.path(step), extra=extra, asynchronous=asynchronous, afterwards=finish)
 
     def load(self, model: nn.Module, optimizer: Optimizer | None) -> LoadedCheckpoint | None:
-        """Load the newest checkpoint that is whole, passing over damaged ones; every rank calls it.
+        """Load the newest complete checkpoint; damaged ones are skipped. Every rank must call this.
 
         Returns:
-            None where there is none at all.
+            The loaded checkpoint; None if there is none.
         Raises:
-            CheckpointError: as ``load_checkpoint``; ``DamagedCheckpointError`` when there are checkpoints and none is
-                whole.
+            CheckpointError: as ``load_checkpoint``. ``DamagedCheckpointError`` if there are checkpoints, but all of
+                them are damaged.
         """
         finish_pending_save()
         steps = checkpoint_ranks("calls CheckpointSeries.load").agree(
@@ -163,7 +165,7 @@ class CheckpointSeries:
         return None
 
     def mark_latest(self, step: int) -> None:
-        """Let the pointer name a step; on one rank. It is replaced at once: a kill leaves the old or the new name."""
+        """Write a step to the pointer file, atomically: a kill leaves the old or the new name. Call it on one rank."""
         target = self.folder / self.pointer
         scratch = make_scratch(target)
         try:
@@ -175,10 +177,10 @@ class CheckpointSeries:
         sync(self.folder)
 
     def prune(self, keep_last: int, newest: int | None = None) -> None:
-        """Delete all but the newest whole checkpoints, and what deletions before left; on one rank.
+        """Delete all but the newest complete checkpoints, and leftovers of earlier deletions. Call it on one rank.
 
         Args:
-            newest: the step to count back from; later ones, which a run that was wound back has left, stay.
+            newest: the step to count back from. Later steps, left by a run that was restarted at this step, are kept.
         """
         steps = [step for step in self.steps() if newest is None or step <= newest]
         for step in steps[:-keep_last]:

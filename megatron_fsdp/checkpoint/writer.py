@@ -1,7 +1,7 @@
-"""Writing a checkpoint folder beside its place, checking it, and giving it its name in one step.
+"""Writer: write a checkpoint folder next to its target, check it, and rename it in one step.
 
-path.tmp-3f2a91c0/new/       everything is written, read back for its checksums, and brought to the disk here
-path/                        the same folder, renamed: it is whole from the moment that it exists
+path.tmp-3f2a91c0/new/       all files are written here, read back for their checksums, and synced to disk
+path/                        the same folder, renamed: it is complete from the moment that it exists
 path.tmp-3f2a91c0/replaced/  for a moment, the folder that had the name before
 """
 
@@ -44,13 +44,13 @@ _DATA_SUFFIX = ".distcp"
 
 @dataclass(slots=True)
 class Draft:
-    """A save that is planned: which rank writes what, and where.
+    """A planned save: which rank writes what, and where.
 
     Attributes:
-        path: the name that the folder gets. folder: where it is written.
-        state: bytes of the state file; rank 0's count.
-        metadata: what the checkpoint holds; None on every rank but 0.
-        scratch: what ``folder`` lies in, made by rank 0; None elsewhere.
+        path: the name that the folder gets. folder: the folder that ranks write to.
+        state: bytes of the state file; rank 0's are written.
+        metadata: the checkpoint's index on rank 0; None on other ranks.
+        scratch: the scratch folder around ``folder``, made by rank 0; None on other ranks.
     """
 
     path: Path
@@ -62,29 +62,29 @@ class Draft:
     scratch: Scratch | None
 
     def discard(self) -> None:
-        """Delete what was written, after a failure on any rank; every rank calls it, rank 0 does it."""
+        """Delete the written files after a failure on any rank. Every rank may call this; rank 0 deletes."""
         if self.scratch is not None:
             with contextlib.suppress(OSError):
                 self.scratch.discard()
 
 
 class HoldingPlanner(DefaultSavePlanner):
-    """PyTorch's planner, which can also take copies of what this rank is to write."""
+    """PyTorch's save planner, which can also copy this rank's data to host memory first."""
 
     _read: Callable[[MetadataIndex], torch.Tensor | io.BytesIO] | None = None
     _copied_from: Sequence[Callable[[], None]] = ()
 
     def hold(self) -> None:
-        """Copy this rank's part of the plan to host memory and let go of everything else."""
+        """Copy this rank's part of the plan to host memory, and drop all references to the originals."""
         found = {item.index: self.resolve_data(item) for item in self.plan.items}
         self.held = {index: _copied(data) if isinstance(data, torch.Tensor) else data for index, data in found.items()}
         devices = {data.device for data in found.values() if isinstance(data, torch.Tensor)}
         self._copied_from = [end_of_compute(device) for device in devices]
-        # A copy is handed out once, so that its memory is free when it is on the disk.
+        # Each copy is returned once, so that its memory is freed when it is on disk.
         self._read, self.state_dict = self.held.pop, {}
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """Return what to write."""
+        """Return the data to write."""
         if self._read is None:
             return super().resolve_data(write_item)
         for wait in self._copied_from:
@@ -94,10 +94,10 @@ class HoldingPlanner(DefaultSavePlanner):
 
 
 def _copied(data: torch.Tensor) -> torch.Tensor:
-    """Return a copy in host memory; of a GPU's tensor, a copy that is queued on the current stream.
+    """Return a copy in host memory; from a GPU the copy is queued on the current stream.
 
-    The memory is pinned then, so that neither the host nor the next step waits for the copy; PyTorch keeps it for the
-    next save.
+    The memory is then pinned, so that neither the host nor the next step waits for the copy. PyTorch keeps pinned
+    memory for the next save.
     """
     copy = torch.empty(data.shape, dtype=data.dtype, pin_memory=data.is_cuda)
     return copy.copy_(data.detach(), non_blocking=data.is_cuda)
@@ -108,10 +108,10 @@ def plan_save(
     collect: Callable[[], tuple[Mapping[str, Any], bytes]],
     ranks: CheckpointRanks,
 ) -> Draft:
-    """Agree with all ranks on who writes what, and make the folder to write into.
+    """Agree with all ranks on which rank writes what, and make the folder to write to.
 
     Args:
-        path: the name that the folder will have, the same on all ranks; see ``place_of``.
+        path: the final name of the folder, the same on all ranks; see ``place_of``.
         collect: returns the nested entries to save and the bytes of the state file.
     """
     source = HoldingPlanner()
@@ -128,7 +128,9 @@ def plan_save(
         nonlocal metadata, scratch
         paths = sorted({proposed for proposed, _ in proposals})
         if len(paths) > 1:
-            raise CheckpointError(f"ranks save to different paths: {', '.join(paths)}; give all of them the same")
+            raise CheckpointError(
+                f"ranks save to different paths: {', '.join(paths)}. fix: give all ranks the same path"
+            )
         plans, metadata = source.create_global_plan([plan for _, plan in proposals])
         scratch = _make_folder(path)
         return [(str(scratch.new), plan) for plan in FileSystemWriter(scratch.new).prepare_global_plan(plans)]
@@ -138,7 +140,7 @@ def plan_save(
 
 
 def place_of(path: Path) -> Path:
-    """Return the place that a path stands for, wherever the process goes meanwhile: absolute, a link's target."""
+    """Return the absolute path with links resolved, so that a later chdir does not matter."""
     found = Path.cwd() / path
     return found.resolve() if found.is_symlink() or found.name in ("", "..") else found
 
@@ -147,10 +149,10 @@ _Written = tuple[Sequence[WriteResult], Mapping[str, FileEntry]]
 
 
 def write_draft(draft: Draft, ranks: CheckpointRanks, afterwards: Callable[[], None] | None = None) -> None:
-    """Write, check and name the folder; every rank calls it. After a failure the old checkpoint is as it was.
+    """Write, check and rename the folder. Every rank must call this. After a failure the old checkpoint is unchanged.
 
     Args:
-        afterwards: called on rank 0 when the folder has its name; its failure is one of the save.
+        afterwards: rank 0 calls it when the folder has its name; if it fails, the save fails.
     """
 
     def together(parts: list[_Written]) -> None:
@@ -163,7 +165,7 @@ def write_draft(draft: Draft, ranks: CheckpointRanks, afterwards: Callable[[], N
     try:
         ranks.agree(f"saving {draft.path}", lambda: _write_mine(draft), together)
     except CheckpointError:
-        # The other ranks have stopped writing: agreeing on the failure took all of them.
+        # All ranks took part in agreeing on the failure, so no rank still writes.
         draft.discard()
         raise
 
@@ -171,7 +173,8 @@ def write_draft(draft: Draft, ranks: CheckpointRanks, afterwards: Callable[[], N
 def _write_mine(draft: Draft) -> _Written:
     if not draft.folder.is_dir():
         raise CheckpointError(
-            f"{draft.folder}, which rank 0 made, cannot be seen from another rank; save to a file system that all share"
+            f"{draft.folder}, which rank 0 made, cannot be seen from another rank. fix: save to a file system that all "
+            "ranks share"
         )
     results = FileSystemWriter(draft.folder, sync_files=True).write_data(draft.plan, draft.planner).value()
     names = sorted({result.storage_data.relative_path for result in results})
@@ -179,7 +182,7 @@ def _write_mine(draft: Draft) -> _Written:
 
 
 def _finish(draft: Draft, parts: Sequence[_Written]) -> None:
-    """Write what rank 0 writes for all: the index, the state file, and last the manifest."""
+    """Write rank 0's files: the index, the state file, and last the manifest."""
     assert draft.metadata is not None
     folder = draft.folder
     FileSystemWriter(folder, sync_files=True).finish(draft.metadata, [list(results) for results, _ in parts])
@@ -190,8 +193,8 @@ def _finish(draft: Draft, parts: Sequence[_Written]) -> None:
 
 
 def _publish(scratch: Scratch) -> None:
-    """Give a complete folder its name, and delete the one that had it."""
-    # Somebody may have put something there since; another job that saves to the same path may be replacing it just now.
+    """Rename a complete folder to its name, and delete the folder that had the name."""
+    # Checked again, because the user may have put files there, or another job may be saving to the same path.
     with contextlib.suppress(FileNotFoundError):
         _refuse_foreign(scratch.path)
     scratch.publish()
@@ -199,7 +202,7 @@ def _publish(scratch: Scratch) -> None:
 
 
 def _make_folder(path: Path) -> Scratch:
-    """Make a folder beside ``path``, without what earlier saves to it left when they were killed."""
+    """Make a scratch folder next to ``path``, after removing leftovers of killed saves to it."""
     if path.parent.is_dir():
         sweep(path)
     _refuse_foreign(path)
@@ -213,24 +216,24 @@ def _make_folder(path: Path) -> Scratch:
 
 
 def _refuse_surroundings(path: Path) -> None:
-    """A folder that is replaced is another one, and the old one, in which this process would still be, is gone."""
+    """Raise if the save would replace the folder that this process works in, or a folder around it."""
     own = Path.cwd()
     if path in (own, *own.parents):
         what = "the working directory" if path == own else f"a folder around the working directory {own}"
         raise CheckpointError(
-            f"{path} is {what}, and a save replaces the whole folder, under the feet of this process. Name one in it: "
-            f"{path / 'step_0000100'}"
+            f"{path} is {what}, and a save replaces the whole folder, under the feet of this process. fix: name one in "
+            f"it: {path / 'step_0000100'}"
         )
 
 
 def _refuse_foreign(path: Path) -> None:
-    """A checkpoint replaces a checkpoint of this library or an empty folder, never other work of the user's."""
+    """Raise if the save would replace anything but an empty folder or a checkpoint of this library."""
     found_folder = None
     try:
         found_folder = path.stat().st_ino
         names = {entry.name for entry in path.iterdir()}
     except FileNotFoundError:
-        # Or another job that saves to the same path replaces it just now.
+        # There is nothing here, or another job that saves to the same path is replacing it.
         return
     except NotADirectoryError:
         names = {path.name}
@@ -245,8 +248,10 @@ def _refuse_foreign(path: Path) -> None:
         if not others:
             return
         found = f"holds what is no part of a checkpoint ({', '.join(others)})"
-    # A folder that another job replaced meanwhile may have been listed when half of it was deleted.
+    # If another job replaced the folder meanwhile, the list of names may be of a half-deleted folder.
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         if path.stat().st_ino != found_folder:
             return _refuse_foreign(path)
-        raise CheckpointError(f"{path} exists and {found}; it would be replaced. Name another path, or move it away")
+        raise CheckpointError(
+            f"{path} exists and {found}; it would be replaced. fix: name another path, or move it away"
+        )

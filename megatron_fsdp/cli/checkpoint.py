@@ -1,4 +1,4 @@
-"""The command ``megatron-fsdp checkpoint``: look into checkpoints, verify them, and export their weights."""
+"""``megatron-fsdp checkpoint``: inspect and verify checkpoints, and export their weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_fsdp.command_parser import CommandParser
 from megatron_fsdp.errors import CheckpointError, FsdpError
 from megatron_fsdp.planning.plan_arguments import byte_count
 
-# Functions import what they use: torch takes seconds to import, and --help needs none of it.
+# Functions import what they use, because torch takes seconds to import and --help does not need it.
 if TYPE_CHECKING:
     from megatron_fsdp.checkpoint.reader import OpenCheckpoint
     from megatron_fsdp.checkpoint.safetensors_model import NameMap
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 __all__ = ["EXAMPLES", "add_arguments", "run"]
 
 EXAMPLES = """\
-  megatron-fsdp checkpoint inspect runs/gpt                   what each checkpoint of a run holds
-  megatron-fsdp checkpoint verify runs/gpt/step_0000600       every byte of one
+  megatron-fsdp checkpoint inspect runs/gpt                   content of each checkpoint of a run
+  megatron-fsdp checkpoint verify runs/gpt/step_0000600       check every byte of one checkpoint
   megatron-fsdp checkpoint export runs/gpt/step_0000600 out --dtype bfloat16"""
 
 
 def add_arguments(parser: CommandParser) -> None:
-    """Add the actions and their options to the parser of the command."""
+    """Add the subcommands and their options to the command's parser."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="inspect|verify|export")
 
     def add(name: str, purpose: str, do: Callable[[argparse.Namespace], int]) -> CommandParser:
@@ -48,9 +48,11 @@ def add_arguments(parser: CommandParser) -> None:
         "--name-map",
         type=Path,
         metavar="FILE",
-        help='JSON file {"name here": "name there"}, * stands for a number (default: names stay)',
+        help='JSON file {"model name": "file name"}; * matches any characters but dots (default: same names)',
     )
-    export.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of the files (default: as saved)")
+    export.add_argument(
+        "--dtype", choices=["float32", "bfloat16", "float16"], help="dtype in files (default: as saved)"
+    )
     export.add_argument(
         "--max-file-size", type=byte_count, default="5GB", metavar="SIZE", help="such as 500MB or 2GiB (default 5GB)"
     )
@@ -58,7 +60,7 @@ def add_arguments(parser: CommandParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do what the arguments say, and return the exit status: 0, or 1 after an error, which is printed."""
+    """Run the subcommand and return the exit status: 0, or 1 after an error, which is printed to stderr."""
     try:
         done: int = args.do(args)
         return done
@@ -123,11 +125,13 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _for_each(path: Path, action: Callable[[Path], None]) -> int:
-    """Do something with a checkpoint, or with each one in a folder; return 1 where one was damaged."""
+    """Run ``action`` on a checkpoint, or on each checkpoint in a folder; return 1 if one was damaged."""
     inside = path.iterdir() if path.is_dir() else ()
     folders = [path] if _is_checkpoint(path) else sorted(filter(_is_checkpoint, inside))
     if not folders:
-        raise CheckpointError(f"{path} is no checkpoint and no folder of checkpoints")
+        raise CheckpointError(
+            f"{path} is no checkpoint and no folder of checkpoints. fix: give the folder that save_checkpoint wrote"
+        )
     num_damaged = 0
     for folder in folders:
         try:
@@ -151,7 +155,7 @@ def _export(args: argparse.Namespace) -> int:
 
     found = sorted(path.name for path in args.output.glob("model*.safetensors*"))
     if found and not args.force:
-        raise CheckpointError(f"{args.output} holds {found[0]} already; --force replaces it, or name another folder")
+        raise CheckpointError(f"{args.output} holds {found[0]} already. fix: add --force, or name another folder")
     dtype = getattr(torch, args.dtype) if args.dtype else None
     num_tensors = export_checkpoint(
         args.path, args.output, name_map=_name_map(args), dtype=dtype, max_file_bytes=args.max_file_size

@@ -1,4 +1,4 @@
-"""``megatron-fsdp plan``: memory, traffic and time of a training step, before there is a machine to run it on."""
+"""``megatron-fsdp plan``: predict memory, communication and time of a training step, without the hardware."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_fsdp.errors import ConfigError, FsdpError
 from megatron_fsdp.planning import catalog
 from megatron_fsdp.planning.plan_arguments import add_plan_arguments as add_arguments
 
-# Functions import what they use: torch takes seconds to import, and --help needs none of it.
+# Functions import what they use, because torch takes seconds to import and --help does not need it.
 if TYPE_CHECKING:
     from megatron_fsdp.formatting import Table
     from megatron_fsdp.planning.estimate import Projection
@@ -31,10 +31,10 @@ EXAMPLES = """\
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the plan or the search that the options ask for.
+    """Print the plan or the search result for the options.
 
     Returns:
-        0; 1 when ``--fit`` finds nothing that fits; 2 when the request makes no sense, with the reason on stderr.
+        0 on success; 1 if ``--fit`` finds no setup that fits; 2 if the options are invalid, with the reason on stderr.
     """
     if args.list_models:
         print("\n".join(catalog.names()))
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
 
     try:
         with warnings.catch_warnings():
-            # The page lists the padding of every unit with what forces it.
+            # The page itself lists the padding of every unit and its cause.
             warnings.simplefilter("ignore", PaddingWarning)
             return _run(Options(args))
     except (FsdpError, DBufferError) as error:
@@ -81,7 +81,7 @@ def _run(options: Options) -> int:
 
 
 def _draw(best: Projection, title: str, path: str) -> None:
-    """Write the picture of a plan."""
+    """Write the picture of a plan to a file."""
     from megatron_fsdp.planning.cost_model import play_in_time
     from megatron_fsdp.planning.picture import draw, save, time_line
 
@@ -90,13 +90,13 @@ def _draw(best: Projection, title: str, path: str) -> None:
 
 
 def _show_progress(line: str) -> None:
-    """Show a line on a terminal in place of the one before; a file or a pipe gets none."""
+    """Show a line on a terminal, replacing the previous one. Prints nothing to a file or a pipe."""
     if sys.stderr.isatty():
         print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
 
 
 def _planned(subject: Subject, options: Options) -> tuple[Projection, tuple[Projection, ...]]:
-    """Return the plan, and those of all stages of a pipeline; it is that of the one that takes the most memory."""
+    """Return the plan of the requested stage, by default the one with the most memory; and the plans of all stages."""
     from megatron_fsdp.planning.estimate import project, project_stages
 
     sizes = options.data_parallel_sizes()

@@ -1,1 +1,1 @@
-"""Settings as other programs spell them: Megatron-LM's flags, Hugging Face's keys."""
+"""Settings in the spelling of other programs: Megatron-LM's flags and Hugging Face's keys."""

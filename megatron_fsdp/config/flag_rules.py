@@ -1,4 +1,4 @@
-"""Which of Megatron-LM's flags are refused together, or need another."""
+"""Rules for Megatron-LM's flags: which flags contradict each other, and which need another flag."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ __all__ = ["RULES", "Rule"]
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Two flags that are refused together, or one that needs another.
+    """Two flags that contradict each other, or a flag that needs another.
 
     Attributes:
-        first: a flag, with its value where that matters.
+        first: a flag, with its value if the value matters.
         relation: "contradicts" or "needs".
-        second: a flag and the values that are refused or needed.
-        reason: why, and where it does not follow, what to do.
-        is_broken: whether an ``FsdpConfig`` breaks it.
+        second: a flag, and the values that are refused or needed.
+        reason: why, and what to do if that does not follow.
+        is_broken: returns whether an ``FsdpConfig`` breaks the rule.
     """
 
     first: str
@@ -30,7 +30,7 @@ class Rule:
     is_broken: Callable[[Any], bool]
 
     def refusal(self, config: Any) -> str:
-        """Return the message for a config that breaks it, with the values found."""
+        """Return the error message for a config that breaks the rule, with the values found."""
         first, second = flag_of(self.first.split()[0]), flag_of(self.second.split()[0])
         values = getattr(config, first.dest), getattr(config, second.dest)
         if self.relation == "contradicts":
@@ -39,7 +39,7 @@ class Rule:
         return f"{first.spell(values[0])} needs {self.second}{found}: {self.reason}"
 
 
-# Rows stay rows: the formatter would give every field a line of its own.
+# Unformatted, because the formatter would put every field on its own line.
 # fmt: off
 RULES = (
     Rule("--use-megatron-fsdp", "contradicts", "--use-torch-fsdp2", "only one engine can shard the model",

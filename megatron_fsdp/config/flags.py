@@ -1,6 +1,6 @@
-"""Megatron-LM's flags around FSDP as one table: a field for each, with what it means and does here, and their parser.
+"""Megatron-LM's FSDP flags as one table, with their meaning there and their effect here, and their parser.
 
-``python docs/settings.py`` writes the documentation of it.
+``python docs/settings.py`` writes docs/flags.md from this table.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Value = bool | int | float | str | tuple[str, ...] | None
 
 
 class Effect(enum.Enum):
-    """What a flag does here. All but ACTS are accepted and do nothing; the value says why."""
+    """The effect of a flag here. Flags other than ACTS are accepted and do nothing; the value says why."""
 
     ACTS = "acted on"
     ALWAYS = "always so"
@@ -29,13 +29,13 @@ class Effect(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """One flag of Megatron-LM's.
+    """One of Megatron-LM's flags.
 
     Attributes:
         name, default: Megatron's.
-        effect: whether it does anything here, and if not, why. meaning: in Megatron. here: what happens here.
-        choices: legal values; empty for any. kind: type of the value; a tuple takes several.
-        dest: its attribute of the namespace, and field of ``FsdpConfig``.
+        effect: whether the flag has an effect here, and if not, why. meaning: in Megatron. here: its effect here.
+        choices: legal values; empty: any value. kind: type of the value; a tuple takes several values.
+        dest: name of its attribute in the namespace, and of its field in ``FsdpConfig``.
     """
 
     name: str
@@ -49,20 +49,20 @@ class Flag:
 
     @property
     def is_silent(self) -> bool:
-        """Whether giving it changes nothing here."""
+        """True if giving the flag changes nothing here."""
         return self.effect is not Effect.ACTS
 
     def notice(self, given: str) -> str:
-        """Return what to say of it where it is given, spelled like this, and does nothing."""
+        """Return the notice for a flag that was given, spelled ``given``, and does nothing."""
         return f"{given} does nothing here; {self.effect.value}: {self.here}"
 
     @property
     def is_off_switch(self) -> bool:
-        """Whether giving the flag makes its attribute False."""
+        """True if giving the flag makes its attribute False."""
         return self.default is True and self.name != _name_of(self.dest)
 
     def spell(self, value: object) -> str:
-        """Return how the command line says ``value``: ``--bf16``, ``--optimizer sgd``, ``--no-align-param-gather``."""
+        """Return the command-line form of a value: ``--bf16``, ``--optimizer sgd``, ``--no-align-param-gather``."""
         if self.kind is bool:
             is_pair = self.default is True and not self.is_off_switch
             return self.name.replace("--", "--no-", 1) if is_pair and value is False else self.name
@@ -86,12 +86,12 @@ _STRICTNESS = ("assume_ok_unexpected", "log_unexpected", "log_all", "raise_unexp
 def _flag(
     default: Value, effect: Effect, meaning: str, here: str, choices: tuple[str | int, ...] = (), name: str = ""
 ) -> Any:
-    """Return the field of a flag; see ``Flag``. No ``name``: the field's, with dashes."""
+    """Return the dataclass field of a flag; see ``Flag``. ``name``: by default the field's name with dashes."""
     row = {"default": default, "effect": effect, "meaning": meaning, "here": here, "choices": choices, "name": name}
     return field(default=default, metadata=row)
 
 
-# Rows stay rows: the formatter would give every argument a line of its own.
+# Unformatted, because the formatter would put every argument on its own line.
 # fmt: off
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlagValues:
@@ -252,14 +252,14 @@ _BY_NAME = {key: flag for flag in FLAGS for key in (flag.name, flag.dest)}
 
 
 def flag_of(name: str) -> Flag:
-    """Return the flag of a name (``--use-nccl-ub``) or an attribute (``nccl_ub``)."""
+    """Return the flag with a name (``--use-nccl-ub``) or an attribute name (``nccl_ub``)."""
     return _BY_NAME[name]
 
 
 def add_megatron_fsdp_args(parser: P) -> P:
     """Add Megatron-LM's FSDP flags to a parser, with its names, defaults and choices, and return the parser.
 
-    Flags that the parser has already are left as they are. ``FsdpConfig.from_args`` reads and checks the result.
+    Flags that the parser already has are not changed. ``FsdpConfig.from_args`` reads and checks the parsed arguments.
 
     Example:
         parser = add_megatron_fsdp_args(argparse.ArgumentParser())

@@ -1,4 +1,4 @@
-"""FsdpConfig: the flags as one checked value, and what they mean for ``fully_shard``."""
+"""FsdpConfig: the flags as one checked object, and the arguments of ``fully_shard`` that follow from them."""
 
 from __future__ import annotations
 
@@ -36,15 +36,14 @@ _ALWAYS_SAID = ("data_parallel_sharding_strategy", "num_distributed_optimizer_in
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FsdpConfig(FlagValues):
-    """Megatron-LM's flags around FSDP, checked; docs/flags.md says what each means and does here.
+    """Megatron-LM's FSDP flags, checked. docs/flags.md lists the meaning and effect of each.
 
-    The fields carry the names of the flags' attributes, and Megatron's defaults; only ``use_megatron_fsdp`` is True,
-    since a config without it would be of no use. Dtypes may also be given as ``torch.dtype``, as Megatron's own parser
-    leaves them.
+    Fields have the names of the flags' attributes and Megatron's defaults, except ``use_megatron_fsdp``, which is True
+    because the other flags need it. Dtypes may also be ``torch.dtype``, as Megatron's own parser returns them.
 
     Raises:
-        ConfigError: an unknown field (the nearest one is named), a value of the wrong type or not among the choices, or
-            fields that contradict each other (both flags are named).
+        ConfigError: a field is unknown (the error names the nearest one), a value has the wrong type or is not a legal
+            choice, or fields contradict each other (the error names both flags).
 
     Example:
         config = FsdpConfig(data_parallel_sharding_strategy="optim_grads_params", grad_reduce_in_bf16=True, bf16=True)
@@ -56,7 +55,7 @@ class FsdpConfig(FlagValues):
     hugging_face: HfSettings | None = None
 
     def __new__(cls, *_: object, **settings: object) -> FsdpConfig:
-        """Refuse unknown names before the generated ``__init__`` would, with a TypeError."""
+        """Refuse unknown names, before the generated ``__init__`` raises a TypeError."""
         _check_names(settings)
         return object.__new__(cls)
 
@@ -71,12 +70,13 @@ class FsdpConfig(FlagValues):
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> FsdpConfig:
-        """Return the config that parsed arguments ask for, of ``add_megatron_fsdp_args`` or of Megatron-LM itself.
+        """Return the config of parsed arguments, from ``add_megatron_fsdp_args`` or from Megatron-LM itself.
 
-        Attributes that the namespace lacks take their defaults; those that are no flags of this engine are left alone.
+        Attributes that the namespace lacks get their defaults; attributes that are not flags of this engine are
+        ignored.
 
         Raises:
-            ConfigError: see the class; also CUDA_DEVICE_MAX_CONNECTIONS=1 in a job on GPUs.
+            ConfigError: see the class; also if CUDA_DEVICE_MAX_CONNECTIONS is 1 in a job on GPUs.
         """
         given = vars(args)
         config = cls(**{flag.dest: given[flag.dest] for flag in FLAGS if flag.dest in given})
@@ -86,27 +86,29 @@ class FsdpConfig(FlagValues):
 
     @classmethod
     def from_hf(cls, source: Mapping[str, Any] | str | os.PathLike[str]) -> FsdpConfig:
-        """Return the config of Hugging Face's FSDP settings; docs/huggingface.md says what each key does here.
+        """Return the config of Hugging Face's FSDP settings; docs/huggingface.md describes the effect of each key.
 
         Args:
-            source: ``TrainingArguments.fsdp_config`` as a dict or JSON file, or the dict or YAML file of accelerate.
+            source: ``TrainingArguments.fsdp_config`` as a dict or JSON file, or accelerate's config as a dict or YAML
+                file.
         Raises:
-            ConfigError: an unknown key (the nearest one is named), a wrong value, or keys that contradict each other.
+            ConfigError: a key is unknown (the error names the nearest one), a value is wrong, or keys contradict each
+                other.
         """
         settings = read_hf_settings(source if isinstance(source, Mapping) else os.fspath(source))
         return cls(hugging_face=settings, **settings.flags())
 
-    # ------------------------------------------------------------------ what fully_shard needs
+    # ------------------------------------------------------------------ arguments of fully_shard
 
     def fully_shard_kwargs(self, mesh: DeviceMesh) -> dict[str, Any]:
-        """Return keyword arguments for every ``fully_shard`` call of the model, ``mesh`` itself aside.
+        """Return keyword arguments for every ``fully_shard`` call of the model, except ``mesh``.
 
         Args:
             mesh: data-parallel mesh: one axis, or (outer, inner) for hybrid sharding.
         Returns:
-            ``placements``, ``mp_policy`` and ``reshard_after_forward``; ``offload_policy`` to offload.
+            ``placements``, ``mp_policy`` and ``reshard_after_forward``; also ``offload_policy`` if flags ask for it.
         Raises:
-            ConfigError: the mesh does not have the axes that the flags ask for, or is of GPUs and
+            ConfigError: the mesh does not have the axes that the flags need; or it is a GPU mesh and
                 CUDA_DEVICE_MAX_CONNECTIONS is 1.
         """
         if mesh.device_type == "cuda":
@@ -121,19 +123,19 @@ class FsdpConfig(FlagValues):
         }
 
     def apply(self, model: nn.Module, *, num_microbatches: int | None = None) -> None:
-        """Set what the flags ask of a model beyond ``fully_shard``; call it once, when all units are made.
+        """Apply the flags that ``fully_shard`` does not take; call it once, after sharding all units.
 
-        How far gathers run ahead (``--suggested-communication-unit-size``), whether buffers stay
-        (``--fsdp-double-buffer`` and its like), and that gradients are summed instead of averaged
-        (``--calculate-per-token-loss``), for the caller to divide by the number of tokens.
+        They are: how far gathers are prefetched (``--suggested-communication-unit-size``), permanent buffers
+        (``--fsdp-double-buffer`` and related flags), and that gradients are summed instead of averaged
+        (``--calculate-per-token-loss``), so that the caller divides by the number of tokens.
 
         Args:
-            num_microbatches: of a step on all data-parallel ranks together, whose gradients are averaged with
-                ``--fsdp-invariant-reduction``; the caller does not divide their losses.
+            num_microbatches: microbatches per step of all data-parallel ranks together. With
+                ``--fsdp-invariant-reduction`` gradients are averaged over them, so the caller must not divide losses.
         Raises:
             ConfigError: ``--fsdp-invariant-reduction`` without ``num_microbatches`` or ``--calculate-per-token-loss``.
             StateError: no module of ``model`` is sharded.
-            StorageError: buffers that stay, and a PyTorch that has none (before 2.13).
+            StorageError: permanent buffers are requested, but this PyTorch does not support them (before 2.13).
         """
         for unit in units_below(model):
             choice = SlotChoice.of_megatron(
@@ -154,20 +156,20 @@ class FsdpConfig(FlagValues):
                     module.set_gradient_divide_factor(divisor)
 
     def _gradient_divisor(self, num_microbatches: int | None) -> float | None:
-        """Return what reduced gradients are divided by, None for the number of ranks."""
+        """Return the divisor of reduced gradients; None: the number of ranks."""
         if self.calculate_per_token_loss:
             return 1.0
         if not self.fsdp_invariant_reduction:
             return None
         if num_microbatches is None:
             raise ConfigError(
-                "--fsdp-invariant-reduction averages over the microbatches of a step on all ranks together: give their "
-                "number, FsdpConfig.apply(model, num_microbatches=...), or --calculate-per-token-loss"
+                "--fsdp-invariant-reduction averages over the microbatches of a step on all ranks together. fix: give "
+                "their number, FsdpConfig.apply(model, num_microbatches=...), or --calculate-per-token-loss"
             )
         return float(num_microbatches)
 
     def placements(self, *, num_axes: int) -> Placements:
-        """Return where weights, gradients and optimizer state rest, on a mesh of one axis or of two (outer, inner)."""
+        """Return the placements of weights, gradients and optimizer state on a mesh of one axis or (outer, inner)."""
         inner: Placements = getattr(Placements, self.data_parallel_sharding_strategy)(num_axes - 1)
         if num_axes == 1:
             return inner
@@ -181,7 +183,7 @@ class FsdpConfig(FlagValues):
         )
 
     def mixed_precision_policy(self) -> MixedPrecisionPolicy:
-        """Return the dtypes. As in Megatron-LM, gradients of bf16 weights are FP32 unless a flag asks for less."""
+        """Return the dtypes. As in Megatron-LM, gradients of bf16 weights are FP32 unless a flag says otherwise."""
         main_grads = self._main_grads_dtype()
         return MixedPrecisionPolicy(
             param_dtype=self._compute_dtype(),
@@ -189,26 +191,26 @@ class FsdpConfig(FlagValues):
             main_params_dtype=DTYPES.get(self.megatron_fsdp_main_params_dtype, self._compute_dtype()),
             main_grads_dtype=main_grads,
             accumulate_dtype=torch.float32 if self.ddp_reduce_scatter_with_fp32_accumulation else None,
-            # As Megatron's kernel does: FP32 gradients of 16-bit weights are sums of products that were never rounded.
+            # As in Megatron's kernel: FP32 gradients of 16-bit weights are sums of products without 16-bit rounding.
             fuse_weight_gradients="wide" if self.gradient_accumulation_fusion else False,
             reduction="invariant" if self.fsdp_invariant_reduction else "default",
         )
 
     @property
     def is_zero3(self) -> bool:
-        """Whether weights are sharded between uses."""
+        """True if weights are sharded between uses."""
         return self.data_parallel_sharding_strategy == "optim_grads_params"
 
     @property
     def is_sharded_over_outer_axis(self) -> bool:
-        """Whether optimizer state and main weights are sharded over both axes of a 2-D mesh."""
+        """True if optimizer state and main weights are sharded over both axes of a 2-D mesh."""
         return self.outer_dp_sharding_strategy == "optim" or self.enable_full_sharding_in_hsdp
 
     def _compute_dtype(self) -> torch.dtype | None:
         return torch.bfloat16 if self.bf16 else torch.float16 if self.fp16 else None
 
     def _main_grads_dtype(self) -> torch.dtype:
-        # Megatron-LM's own rule for "the model's gradient dtype": with --bf16 it switches to FP32 gradients by itself.
+        # Megatron-LM's rule for "the model's gradient dtype": with --bf16 it sets FP32 gradients itself.
         automatic = torch.float16 if self.fp16 else torch.bfloat16 if self._reduces_in_bf16 else torch.float32
         return DTYPES.get(self.megatron_fsdp_main_grads_dtype, automatic)
 
@@ -223,7 +225,8 @@ class FsdpConfig(FlagValues):
         instances = self.num_distributed_optimizer_instances
         if mesh.ndim not in (1, 2):
             raise ConfigError(
-                f"the mesh has {mesh.ndim} axes; pass its data-parallel part: one axis, mesh['dp'], or (outer, inner)"
+                f"the mesh has {mesh.ndim} axes. fix: pass its data-parallel part: one axis, mesh['dp'], or (outer, "
+                "inner)"
             )
         if mesh.ndim == 1 and (instances > 1 or self.is_sharded_over_outer_axis):
             raise ConfigError(
@@ -242,10 +245,10 @@ class FsdpConfig(FlagValues):
         full = self.enable_full_sharding_in_hsdp
         return _spell(self, "enable_full_sharding_in_hsdp" if full else "num_distributed_optimizer_instances")
 
-    # ------------------------------------------------------------------ what to tell the user
+    # ------------------------------------------------------------------ messages for the user
 
     def explain(self) -> str:
-        """Return a line for every decision: the dtypes, each flag that acts, and "(default)" where it was not given."""
+        """Return one line per decision: the dtypes and each flag with an effect; "(default)" marks flags not given."""
         policy = self.mixed_precision_policy()
         wire = policy.main_grads_dtype if self._rests_partial else policy.reduce_dtype
         dtypes = {
@@ -262,7 +265,7 @@ class FsdpConfig(FlagValues):
         return "\n".join((*lines, *(self.hugging_face.decisions() if self.hugging_face else ())))
 
     def notices(self) -> tuple[str, ...]:
-        """Return one line, with the reason, for every flag that was given and does nothing here."""
+        """Return one line, with the reason, for each flag that was given and does nothing here."""
         lines = []
         for flag in (flag for flag in FLAGS if getattr(self, flag.dest) != flag.default):
             given = flag.spell(getattr(self, flag.dest))
@@ -273,7 +276,7 @@ class FsdpConfig(FlagValues):
         return (*lines, *(self.hugging_face.notices if self.hugging_face else ()))
 
     def _why_without_effect(self, flag: Flag) -> str:
-        """Return why a flag that is acted on does nothing beside the others, or nothing where it does something."""
+        """Return why a flag has no effect with the other flags given; empty if it has an effect."""
         if flag.dest == "grad_reduce_in_bf16" and not self.bf16:
             return "it belongs to --bf16; --megatron-fsdp-grad-comm-dtype bf16 reduces in bf16 without it"
         policy = self.mixed_precision_policy()
@@ -299,7 +302,7 @@ class FsdpConfig(FlagValues):
 
 
 def _spell(config: FsdpConfig, field: str) -> str:
-    """Return the flag of a field with its value, as given or as the default."""
+    """Return the flag of a field with its value, and "(default)" if that is the default."""
     flag, value = flag_of(field), getattr(config, field)
     return flag.spell(value) + (" (default)" if value == flag.default else "")
 
@@ -313,7 +316,7 @@ def _check_names(settings: Mapping[str, object]) -> None:
 
 
 def _normal_value(flag: Flag, value: object) -> object:
-    """Return a value as the command line has it: Megatron makes dtypes torch's, and auto None; JSON has lists."""
+    """Return a value in its command-line form: Megatron has torch dtypes and None for auto; JSON has lists."""
     if isinstance(value, torch.dtype):
         return DTYPE_NAMES.get(value, str(value))
     if value is None and "auto" in flag.choices:
@@ -322,7 +325,7 @@ def _normal_value(flag: Flag, value: object) -> object:
 
 
 def _check_value(flag: Flag, value: object) -> None:
-    """Refuse a value of another type, none of the choices, or out of range; name the flag and what is legal."""
+    """Raise if a value has the wrong type, is no legal choice, or is out of range; name the flag and legal values."""
     name = f"{flag.name} ({flag.dest})"
     if value is None and flag.default is None:
         return
@@ -340,32 +343,32 @@ def _check_value(flag: Flag, value: object) -> None:
 
 
 def _check_connections() -> None:
-    """Refuse an environment in which nothing would overlap on a GPU."""
+    """Raise if the environment prevents all overlap on a GPU."""
     if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         raise ConfigError(
             "CUDA_DEVICE_MAX_CONNECTIONS=1 contradicts --use-megatron-fsdp: with one queue to the GPU gathers and "
-            "reductions wait for compute instead of overlapping with it; unset the variable"
+            "reductions wait for compute instead of overlapping with it. fix: unset the variable"
         )
 
 
-# ---------------------------------------------------------------- gathers ahead, by size instead of by units
+# ---------------------------------------------------------------- prefetching by size instead of by units
 
 
 def prefetch_elements(model: nn.Module, num_elements: int) -> None:
-    """Let each unit start the gathers of as many units ahead as hold ``num_elements`` elements together.
+    """Make each unit prefetch the next units until these have ``num_elements`` elements together.
 
-    What ``--suggested-communication-unit-size`` asks for: many small units are then in flight at a time, as one large
-    one would be. The last unit started may exceed the number, and there is always one. They take memory for as long
-    as they wait for their turn.
+    This implements ``--suggested-communication-unit-size``: many small units are then in flight at once, like one large
+    unit. At least one unit is prefetched, and the last one may exceed the number. Prefetched units take memory until
+    they are used.
 
-    The order is that of registration, backwards in backward, alike on all ranks whatever each of them computes.
-    Calling ``set_modules_to_forward_prefetch`` or ``set_modules_to_backward_prefetch`` afterwards replaces it.
-    Elements are those of parameters, whatever their dtype.
+    The order is the order of registration, reversed in backward. It is the same on all ranks, whatever each of them
+    computes. Later calls of ``set_modules_to_forward_prefetch`` or ``set_modules_to_backward_prefetch`` replace it.
+    Elements are counted regardless of their dtype.
     """
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
-        raise StateError(f"{type(model).__name__} holds no sharded module; call fully_shard on it first")
+        raise StateError(f"{type(model).__name__} holds no sharded module. fix: call fully_shard on it first")
     forward = _with_parameters(model.modules())
-    # A unit around others is the last to end in forward, and so the first in backward.
+    # A unit around others ends last in forward, so it is first in backward.
     backward = _with_parameters(_children_first(model, set()))[::-1]
     for position, unit in enumerate(forward):
         unit.set_modules_to_forward_prefetch(_as_many(forward[position + 1 :], num_elements))
@@ -374,7 +377,7 @@ def prefetch_elements(model: nn.Module, num_elements: int) -> None:
 
 
 def _with_parameters(modules: Iterable[nn.Module]) -> list[FSDPModule]:
-    """Return one module of each unit that owns parameters, in the order given."""
+    """Return one module of each unit that owns parameters, in the given order."""
     units: dict[int, FSDPModule] = {}
     for module in modules:
         if isinstance(module, FSDPModule) and unit_of(module).groups:
@@ -391,7 +394,7 @@ def _children_first(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
 
 
 def _as_many(units: Sequence[FSDPModule], num_elements: int) -> list[FSDPModule]:
-    """Return the first units that together hold so many elements, or all of them."""
+    """Return the first units that together have ``num_elements`` elements, or all units."""
     sizes = [sum(p.numel() for group in unit_of(unit).groups for p in group.parameters.values()) for unit in units]
     before = itertools.accumulate(sizes, initial=0)
     return [unit for unit, total in zip(units, before, strict=False) if total < num_elements]

@@ -1,4 +1,4 @@
-"""Hugging Face's FSDP settings: ``TrainingArguments.fsdp_config``, and the same section of accelerate's file."""
+"""Hugging Face's FSDP settings: ``TrainingArguments.fsdp_config``, and the same section of accelerate's config."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_fsdp.policy.offload import CPUOffloadPolicy
 
 __all__ = ["HfSettings", "read_hf_settings"]
 
-# Of each of PyTorch's older sharding strategies: Megatron's strategy, and whether weights are released after forward.
+# PyTorch's older sharding strategies: Megatron's equivalent, and whether weights are released after forward.
 _MEANINGS: Mapping[str, tuple[str, bool]] = {
     "FULL_SHARD": ("optim_grads_params", True),
     "SHARD_GRAD_OP": ("optim_grads_params", False),
@@ -24,10 +24,10 @@ _MEANINGS: Mapping[str, tuple[str, bool]] = {
 }
 _MIXED_PRECISION = {"no": None, "fp32": None, "bf16": "bf16", "fp16": "fp16"}
 _TRUE, _FALSE = ("true", "yes", "on", "1", "y", "t"), ("false", "no", "off", "0", "n", "f", "none")
-# What acts; a spelling of accelerate's.
+# Keys with an effect; and accelerate's spelling of one.
 _ACTING = ("version", "reshard_after_forward", "sharding_strategy", "cpu_offload")
 _OTHERS = {"offload_params": "cpu_offload"}
-# Why a key does nothing here.
+# Keys without an effect, and why.
 _CALLED = "units are the modules that fully_shard is called on; inside of accelerate_fsdp2() accelerate follows it"
 _WITHOUT_EFFECT = {
     **dict.fromkeys(("auto_wrap_policy", "min_num_params"), _CALLED),
@@ -38,7 +38,7 @@ _WITHOUT_EFFECT = {
     "use_orig_params": "parameters always keep their names and shapes",
     "limit_all_gathers": "gathers of two units at a time are always the limit",
 }
-# What to do instead of a key that is set, to anything that is not false or empty.
+# Keys that are refused unless false or empty, and what to do instead.
 _LOADING = "read a folder by import_safetensors(model, folder), or prepare inside of accelerate_fsdp2()"
 _XLA = "it is for PyTorch/XLA, which has a sharding engine of its own; leave it out"
 _REFUSED = {
@@ -52,13 +52,13 @@ _REFUSED = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HfSettings:
-    """What an ``fsdp_config`` asks for beyond Megatron's flags; made by ``FsdpConfig.from_hf``.
+    """Settings of an ``fsdp_config`` beyond Megatron's flags; made by ``FsdpConfig.from_hf``.
 
     Attributes:
-        sharding_strategy: one of PyTorch's older names, whichever version the settings were written for.
-        reshard_after_forward: whether units are released between forward and backward.
-        mixed_precision: "bf16", "fp16" or None; from the top level of accelerate's file.
-        notices: a line, with the reason, for each key that was given and does nothing here.
+        sharding_strategy: one of PyTorch's older names, whichever version the settings are written for.
+        reshard_after_forward: whether weights are released between forward and backward.
+        mixed_precision: "bf16", "fp16" or None; from the top level of accelerate's config.
+        notices: one line, with the reason, for each given key that does nothing here.
     """
 
     sharding_strategy: str = "FULL_SHARD"
@@ -68,12 +68,12 @@ class HfSettings:
     notices: tuple[str, ...] = ()
 
     def flags(self) -> dict[str, Any]:
-        """Return the fields of ``FsdpConfig`` that say the same."""
+        """Return the equivalent fields of ``FsdpConfig``."""
         flags: dict[str, Any] = {"data_parallel_sharding_strategy": _MEANINGS[self.sharding_strategy][0]}
         return flags | ({self.mixed_precision: True} if self.mixed_precision else {})
 
     def fully_shard_kwargs(self, num_axes: int) -> dict[str, Any]:
-        """Return the keyword arguments of ``fully_shard`` on a mesh that Megatron's flags have no say in."""
+        """Return the keyword arguments of ``fully_shard`` on a mesh that no Megatron flag sets."""
         if self.sharding_strategy.startswith("HYBRID") and num_axes != 2:
             raise ConfigError(
                 f"sharding_strategy {self.sharding_strategy} shards inside of each host: wanted a mesh of two axes "
@@ -83,19 +83,19 @@ class HfSettings:
         return {"reshard_after_forward": self.reshard_after_forward, **offload}
 
     def decisions(self) -> list[str]:
-        """Return a line for each key that is acted on."""
+        """Return one line per key with an effect."""
         return [f"{name} {getattr(self, name)}" for name in _ACTING[1:]]
 
 
 def read_hf_settings(source: Mapping[str, Any] | str | Path) -> HfSettings:
     """Read settings from a mapping, a JSON file or accelerate's YAML file.
 
-    Keys may have the prefix ``fsdp_``. A file or mapping of accelerate has them in its section ``fsdp_config``; of the
-    rest of it ``distributed_type`` and ``mixed_precision`` count.
+    Keys may have the prefix ``fsdp_``. In accelerate's config they are in the section ``fsdp_config``; outside of it,
+    only ``distributed_type`` and ``mixed_precision`` are read.
 
     Raises:
-        ConfigError: an unknown key (the nearest valid one is named), a wrong value, keys that contradict each other,
-            or a file that cannot be read.
+        ConfigError: a key is unknown (the error names the nearest valid one), a value is wrong, keys contradict each
+            other, or the file cannot be read.
     """
     content = source if isinstance(source, Mapping) else _read_file(Path(source))
     precision = None
@@ -141,8 +141,8 @@ def _read_file(path: Path) -> Mapping[str, Any]:
         try:
             yaml = importlib.import_module("yaml")
         except ImportError:
-            cure = "pip install pyyaml, or write the section fsdp_config as JSON"
-            raise ConfigError(f"reading {path} needs PyYAML: {cure}") from None
+            cure = "fix: pip install pyyaml, or write the section fsdp_config as JSON"
+            raise ConfigError(f"reading {path} needs PyYAML. {cure}") from None
         parse, failures = yaml.safe_load, (*failures, yaml.YAMLError)
     try:
         content = parse(path.read_text(encoding="utf-8"))
@@ -154,12 +154,12 @@ def _read_file(path: Path) -> Mapping[str, Any]:
 
 
 def _accelerate_precision(content: Mapping[str, Any]) -> str | None:
-    """Return the compute dtype of accelerate's file, after a look at what it is for."""
+    """Return the compute dtype in accelerate's config, after checking that the config is for FSDP."""
     kind = content.get("distributed_type", "FSDP")
     if kind != "FSDP":
         raise ConfigError(f"distributed_type: found {kind!r}, wanted 'FSDP'; this file is for another engine")
     precision = str(content.get("mixed_precision", "no")).lower()
-    # YAML reads an unquoted no as False.
+    # YAML reads an unquoted ``no`` as False.
     precision = "no" if precision in ("false", "none") else precision
     if precision not in _MIXED_PRECISION:
         raise ConfigError(f"mixed_precision: found {precision!r}, wanted one of {', '.join(_MIXED_PRECISION)}")
@@ -170,7 +170,7 @@ def _accelerate_precision(content: Mapping[str, Any]) -> str | None:
 
 
 def _named(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys that were given, without their prefix, and their values; null counts as not given."""
+    """Return the given keys, without prefix, and their values; null counts as not given."""
     known, values = (*_ACTING, *_OTHERS, *_WITHOUT_EFFECT, *_REFUSED), dict[str, Any]()
     for given, value in content.items():
         prefix = "fsdp_" if str(given).startswith("fsdp_") else ""
@@ -196,7 +196,7 @@ def _boolean(name: str, value: Any) -> bool:
 
 
 def _strategy(name: str, values: Mapping[str, Any], *, can_be_true: bool = False) -> str | bool | None:
-    """Return one of PyTorch's older strategies by its name or number, or a truth value; None for nothing given."""
+    """Return an older PyTorch strategy from its name or number, or a boolean; None if the key is not given."""
     value, names = values.get(name), list(_MEANINGS)
     text = str(value).upper()
     if value is None or text in names:

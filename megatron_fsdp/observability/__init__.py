@@ -1,1 +1,1 @@
-"""What a step did: timelines, the watch over ranks, checksums, the scale of gradients."""
+"""Observers of training steps: timelines, a watch over ranks, checksums, and a check of the gradients' scale."""

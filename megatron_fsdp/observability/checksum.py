@@ -1,4 +1,4 @@
-"""``checksum``: 64 bits that say what weights and moments are, however these are sharded (docs/design/checksums.md)."""
+"""``checksum``: 64 bits of weights and moments that do not depend on sharding (docs/design/checksums.md)."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ _SCALES = "_scales"
 
 
 def checksum(model: nn.Module, optimizer: Optimizer | None = None) -> int:
-    """Return 64 bits over a model's weights, and an optimizer's moments: the same for every strategy and rank count.
+    """Return a 64-bit checksum of a model's weights and an optimizer's moments; the same for all strategies and ranks.
 
-    Every rank calls it, between steps. Weights are main weights, so a model in FP32, sharded or not, has one checksum,
-    and compute in bf16 does not change it. Moments in 8 bits count by their codes and scales; counters of steps,
-    buffers and gradients do not count. A tied parameter counts once. Replicas are not compared: each sums its own.
-    One all-reduce of 8 bytes a parameter for each set of axes over which elements are spread.
+    Every rank must call this, between steps. It reads main weights, so a model in FP32 has one checksum, sharded or
+    not, and computing in bf16 does not change it. Moments in 8 bits are read as codes and scales. Step counters,
+    buffers and gradients are not included. A tied parameter counts once. Replicas are not compared: each rank sums its
+    own replica. For each set of axes that shard elements it runs one all-reduce of 8 bytes per parameter.
 
     Raises:
-        ConfigError: a parameter is cut by tensor or expert parallelism, is a DTensor that ``fully_shard`` did not make,
-            or has optimizer state that is not laid out like it.
-        StateError: something else is registered in the place of a parameter.
+        ConfigError: a parameter is divided by tensor or expert parallelism, is a DTensor that ``fully_shard`` did not
+            make, or has optimizer state in another layout than its own.
+        StateError: a parameter of a unit was replaced by another object.
 
     Example:
         print(f"{checksum(model, optimizer):016x}")
@@ -48,7 +48,7 @@ def checksum(model: nn.Module, optimizer: Optimizer | None = None) -> int:
 
 
 def parameter_checksums(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, int]:
-    """Return the checksum of each parameter by its name, of which ``checksum`` is the sum; raises as that."""
+    """Return the checksum of each parameter by name; ``checksum`` is their sum. Raises the same errors."""
     names: list[str] = []
     sums: list[tuple[list[MeshAxis], torch.Tensor]] = []
     values: dict[int, DBuffer] = {}
@@ -66,7 +66,7 @@ def parameter_checksums(model: nn.Module, optimizer: Optimizer | None = None) ->
 
 
 def unit_checksums(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, int]:
-    """Return the checksum of each unit by its module's name ("" is the root), of which ``checksum`` is the sum.
+    """Return the checksum of each unit by its module's name ("" is the root); ``checksum`` is their sum.
 
     Raises:
         ConfigError, StateError: as ``checksum``.
@@ -86,7 +86,7 @@ def unit_checksums(model: nn.Module, optimizer: Optimizer | None = None) -> dict
 
 
 class _Piece(NamedTuple):
-    """What this rank holds of a parameter ("weight") or of a key of its state, and where it begins in the whole one."""
+    """This rank's part of a parameter ("weight") or of one state key, and its first element's index in the whole."""
 
     kind: str
     values: torch.Tensor
@@ -94,10 +94,10 @@ class _Piece(NamedTuple):
 
 
 def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield each parameter that rests sharded, or is plain, with the first of its names."""
+    """Yield each parameter with its first name; units are resharded first."""
     for unit in units_below(model):
         unit.refuse_replaced_params()
-        # Between uses modules show sharded parameters, which optimizers know.
+        # After resharding, modules hold the sharded parameters that the optimizer knows.
         unit.reshard()
     for name, parameter in unwrapped(model).named_parameters():
         yield canonical(name), parameter
@@ -110,15 +110,15 @@ def _pieces(
     optimizer: Optimizer | None,
     values: dict[int, DBuffer],
 ) -> Iterator[_Piece]:
-    """Yield this rank's part of the weight, and of its state.
+    """Yield this rank's part of the weight and of its optimizer state.
 
-    ``values`` keeps main weights by the group's ``id``, which are copies where they are split.
+    ``values`` caches main weights by the group's ``id``, because split main weights are copied.
     """
     if group is None:
         if isinstance(parameter, DTensor):
             raise ConfigError(
-                f"checksum: parameter {name!r} is a DTensor that fully_shard did not make; shard it with fully_shard, "
-                "or take the checksum of full_state_dict(model)"
+                f"checksum: parameter {name!r} is a DTensor that fully_shard did not make. fix: shard it with "
+                "fully_shard, or take the checksum of full_state_dict(model)"
             )
         first = 0
         yield _Piece("weight", parameter.detach().contiguous(), first)
@@ -126,7 +126,7 @@ def _pieces(
         if group.owned[0].split is not None:
             raise ConfigError(
                 f"checksum: parameter {name!r} of unit {group.name!r} is cut by tensor or expert parallelism; wanted "
-                "parameters that data-parallel axes alone share out. Compare full_state_dict(model) instead"
+                "parameters that only data-parallel axes shard. fix: compare full_state_dict(model) instead"
             )
         index = next(index for index, param in enumerate(group.parameters.values()) if param is parameter)
         if id(group) not in values:
@@ -142,12 +142,12 @@ def _pieces(
 def _state_piece(name: str, key: str, value: torch.Tensor, parameter: torch.Tensor, first: int) -> _Piece:
     local, own = local_of(value.detach()), local_of(parameter.detach())
     if key.endswith(_SCALES):
-        # A block is never cut: the shard's first one is its first element's.
+        # Shards never cut a block, so the shard's first scale belongs to its first element's block.
         return _Piece(key, local.contiguous(), first // QUANT_BLOCK)
     if value.shape != parameter.shape or local.numel() != own.numel():
         raise ConfigError(
             f"checksum: state {key!r} of parameter {name!r} has shape {tuple(value.shape)}, {local.numel()} elements "
-            f"here; wanted the parameter's {tuple(parameter.shape)} and {own.numel()}. Leave the optimizer out"
+            f"here; wanted the parameter's {tuple(parameter.shape)} and {own.numel()}. fix: leave the optimizer out"
         )
     return _Piece(key, local.contiguous(), first)
 

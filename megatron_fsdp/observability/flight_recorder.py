@@ -1,4 +1,4 @@
-"""Journal: what this rank did, in order, short enough to compare with what the others did."""
+"""Journal: records this rank's actions in order, in a form short enough to compare with other ranks' journals."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from megatron_fsdp.formatting import rank_list
 __all__ = ["TRANSCRIBED", "Journal", "RankState", "verdict"]
 
 TRANSCRIBED = frozenset(("gather", "use", "reshard", "reduce", "fold", "final"))
-"""The events (``dbuffer.events``) that make up a transcript: those of one step, in host order."""
+"""The events (``dbuffer.events``) of a transcript: those of one step, in host order."""
 
-# What every rank does in the same order; reshards and folds depend on when a rank's gradients arrive.
+# Actions that every rank does in the same order. The order of reshards and folds depends on when gradients arrive.
 _SHARED = ("gather ", "reduce ", "final ")
 
 _NUM_KEPT = 4096
@@ -27,13 +27,13 @@ _NUM_SHOWN = 256
 
 @dataclass(frozen=True, slots=True)
 class RankState:
-    """Where a rank stands.
+    """The state of a rank.
 
     Attributes:
         count: number of shared actions so far. recent: the last of them, oldest first.
         latest: the last action of any kind. idle_s: seconds since then.
         waits: whether the rank waits for a collective of the engine.
-        place: where the thread stands that trains, outside of this package and PyTorch, or why it is gone.
+        place: source line of the training thread, outside of this package and PyTorch, or why the thread ended.
         digest: a checksum of all shared actions.
     """
 
@@ -46,26 +46,26 @@ class RankState:
     digest: int
 
     def to_json(self) -> str:
-        """Return it as text for a store, which ``from_json`` reads."""
+        """Return the state as text, which ``from_json`` reads."""
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> RankState:
-        """Return what ``to_json`` wrote."""
+        """Return the state from the text of ``to_json``."""
         fields = json.loads(text)
         return cls(**{**fields, "recent": tuple(fields["recent"])})
 
     def action(self, number: int) -> str | None:
-        """Return a shared action by its number, from 0 on; None where it is not kept or has not happened."""
+        """Return a shared action by its number, counted from 0; None if it is no longer kept or has not happened."""
         first = self.count - len(self.recent)
         return self.recent[number - first] if first <= number < self.count else None
 
 
 class Journal:
-    """Records "action unit" lines: how many every rank has to have (``count``), and a CRC-32 over these (``digest``).
+    """Records actions as lines "action unit". ``count`` and ``digest`` (CRC-32) cover those that all ranks must share.
 
     Actions: ``gather`` (issued), ``use`` (compute waits for the gather), ``reshard``, ``reduce`` (issued), ``fold``
-    (compute waits for the reduction, which is in main_grad then), ``final`` (the optimizer may read the gradients).
+    (compute waits for the reduction; its result is then in main_grad), ``final`` (the optimizer may read gradients).
     """
 
     def __init__(self) -> None:
@@ -95,16 +95,16 @@ class Journal:
         return time.monotonic() - self._moved_at
 
     def state(self, *, waits: bool, place: str) -> RankState:
-        """Return where this rank stands."""
+        """Return the current state of this rank."""
         first = max(self.count - _NUM_SHOWN, 0)
         recent = tuple(self._kept[number % _NUM_KEPT] for number in range(first, self.count))
         return RankState(self.count, recent, self._latest, self.idle_s, waits, place, self.digest)
 
 
 def verdict(states: Mapping[int, RankState | None], reason: str) -> str:
-    """Return what went wrong, for an error message: the unit concerned and what each side did or was about to do.
+    """Return what went wrong, for an error message: the unit, and what each rank did last or was about to do.
 
-    ``states`` are of every rank, None where one did not answer; ``reason`` is why somebody asked.
+    ``states`` has every rank; None for a rank that did not answer. ``reason`` is why the states were collected.
     """
     known = {rank: state for rank, state in states.items() if state is not None}
     missing = [rank for rank, state in states.items() if state is None]
@@ -124,7 +124,7 @@ def _grouped(texts: Mapping[int, str]) -> dict[str, list[int]]:
 
 
 def _difference(states: Mapping[int, RankState]) -> list[str]:
-    """Return lines about the first action that is not the same on all ranks, if there is one."""
+    """Return lines about the first action that differs between ranks; empty if there is none."""
     oldest = max(state.count - len(state.recent) for state in states.values())
     for number in range(oldest, min(state.count for state in states.values())):
         actions = {rank: state.action(number) or "" for rank, state in states.items()}
@@ -142,7 +142,7 @@ def _difference(states: Mapping[int, RankState]) -> list[str]:
 
 
 def _laggards(states: Mapping[int, RankState], *, all_answered: bool) -> list[str]:
-    """Return lines about who waits for whom."""
+    """Return lines about which ranks wait and which are behind."""
     furthest = max(states.values(), key=lambda state: state.count)
     lines = []
     stands = {rank: _stand(state, furthest) for rank, state in states.items()}

@@ -1,7 +1,7 @@
-"""check_gradient_scale: what a reduced gradient is of the sum of what the ranks computed, measured on one microbatch.
+"""check_gradient_scale: measure the ratio of reduced gradients to the sum over the ranks, on one microbatch.
 
-The gradients that autograd hands out on each rank are added up beside the engine, by other collectives than its own,
-and the gradients that the optimizer would see are compared with that sum (docs/gradient_scale.md).
+The gradients that autograd computes on each rank are summed outside of the engine, by other collectives, and compared
+with the gradients that the optimizer would see (docs/gradient_scale.md).
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from megatron_fsdp.errors import ConfigError, GradientScaleError, StateError
 
 __all__ = ["GradientScale", "ParameterScale", "check_gradient_scale"]
 
-# The least, and that beyond which rounding hides what is looked for: a factor of two.
+# The smallest limit; and the limit at which rounding would hide an error by a factor of two.
 _SMALLEST_LIMIT, _USELESS_LIMIT = 1e-6, 0.25
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterScale:
-    """What was measured of one parameter.
+    """The measurement of one parameter.
 
     Attributes:
-        name: in the model. unit: the unit that owns it. place: the axes that it is reduced over, in words.
-        expected: what the factor has to be.
-        factor: found; NaN where no rank had a gradient. limit: how far rounding may move it, relative to itself.
-        accumulated: what two equal microbatches give of what one gives.
-        is_finite: whether there was neither NaN nor infinity in its gradients.
+        name: in the model. unit: the unit that owns it. place: the axes that its gradient is reduced over, in words.
+        expected: the correct factor.
+        factor: the measured factor; NaN if no rank had a gradient. limit: relative error that rounding may cause.
+        accumulated: gradient of two equal microbatches, relative to the gradient of one.
+        is_finite: whether its gradients have neither NaN nor infinity.
     """
 
     name: str
@@ -58,37 +58,38 @@ class ParameterScale:
 
     @property
     def is_measured(self) -> bool:
-        """Whether there was a gradient, and more of it than rounding."""
+        """True if there was a gradient, and it was larger than its rounding errors."""
         return not math.isnan(self.factor) and self.limit < _USELESS_LIMIT
 
     @property
     def complaint(self) -> str:
-        """What is wrong with it, the first thing; empty for nothing."""
+        """The first error found, in words; empty if there is none."""
         if not self.is_finite:
-            return "there is NaN or infinity in its gradient; take another batch, or look for where it is from"
+            return "there is NaN or infinity in its gradient. fix: take another batch, or find where it comes from"
         if not self.is_measured:
             return ""
         if abs(self.factor - self.expected) > self.limit * abs(self.expected):
             times = self.factor / self.expected if self.expected else math.inf
             return (
                 f"the reduced gradient is {self.factor:.7g} x the sum of all ranks' gradients, expected "
-                f"{self.expected:.7g}: {times:.7g} x as large as it has to be. Look at set_gradient_divide_factor, "
-                "reduction hooks, what scales gradients after backward; expected=1.0 for a loss per token of all ranks."
+                f"{self.expected:.7g}: {times:.7g} x as large as it has to be. fix: check set_gradient_divide_factor, "
+                "reduction hooks, and code that scales gradients after backward; expected=1.0 for a loss per token of "
+                "all ranks."
             )
         if not abs(self.accumulated - 2) <= 4 * self.limit:
             return (
                 f"the same microbatch twice gives {self.accumulated:.7g} x the gradient of one, expected 2: "
-                "accumulation, or a weight gradient's product into the buffer, scales what it should add."
+                "gradient accumulation, or the fused weight gradient, scales the gradients that it should only add."
             )
         return ""
 
 
 @dataclass(frozen=True, slots=True)
 class GradientScale:
-    """What ``check_gradient_scale`` found; ``print`` shows it on a page.
+    """The result of ``check_gradient_scale``; ``print`` shows it on a page.
 
     Attributes:
-        parameters: all that are trained, in the order of their units.
+        parameters: all trained parameters, in the order of their units.
 
     Example:
         found = check_gradient_scale(model, lambda model, batch: model(batch).square().mean(), batch)
@@ -98,13 +99,13 @@ class GradientScale:
     parameters: tuple[ParameterScale, ...]
 
     def complaints(self) -> list[str]:
-        """Return what is wrong: a sentence for each parameter."""
+        """Return one sentence per parameter with an error."""
         wrong = [each for each in self.parameters if each.complaint]
         if wrong or any(each.is_measured for each in self.parameters):
             return [f"parameter {e.name!r} (unit {e.unit!r}, over {e.place}): {e.complaint}" for e in wrong]
         return [
-            "no parameter has a gradient to measure: the loss reaches none, or the ranks' gradients cancel. Call it "
-            "with the loss and the data of training, other data on every rank"
+            "no parameter has a gradient to measure: the loss reaches none, or the ranks' gradients cancel. fix: call "
+            "it with the loss and the data of training, with different data on every rank"
         ]
 
     def __str__(self) -> str:
@@ -125,33 +126,32 @@ def check_gradient_scale(
     expected: float | Callable[[str], float] | None = None,
     finish: Callable[[], object] | None = None,
 ) -> GradientScale:
-    """Run one microbatch, and measure for each parameter what its reduced gradient is of the sum over ranks.
+    """Run one microbatch, and measure each parameter's reduced gradient relative to the sum over the ranks.
 
-    With S the sum over all ranks that hold the parameter of what autograd hands out, and R what ``.grad`` shows in the
-    end, the factor is <R, S> / <S, S>. Every rank of the model's mesh calls it after ``zero_grad()``, with data of its
-    own. It takes three forwards and backwards, and memory for one unit's
-    gradients in FP32 and for three gradient shards; whole gradients where they rest whole. Weights, buffers, random
-    state and optimizers are left as they were; generators that the model holds itself are not known here. Parameters
-    that are not sharded are not looked at.
+    Let S be the sum of autograd's gradients over all ranks that hold the parameter, and R the final ``.grad``. The
+    factor is <R, S> / <S, S>. Every rank of the model's mesh must call this after ``zero_grad()``, with its own data.
+    It runs three forwards and backwards. It takes memory for one unit's gradients in FP32 and for three gradient shards
+    (whole gradients if gradients are not sharded). Weights, buffers, random state and optimizers are unchanged
+    afterwards, except generators that the model holds itself. Unsharded parameters are not measured.
 
     Args:
-        model: has units below it, or is one; outside of ``no_sync``, without gradients.
-        loss_fn: ``loss_fn(model, batch)`` returns what training calls ``backward()`` on for one microbatch.
-        expected: what every factor has to be, or a function of the parameter's name; 1.0 where losses are divided by
-            the tokens of all ranks. None: 1 / (ranks of the mesh of the first unit that has parameters).
-        finish: called after each backward, before gradients are read, for loops in which something happens to them
-            there (Megatron's ``finish_grad_sync`` and ``scale_gradients``).
+        model: a unit, or a module with units below it; outside ``no_sync``, and without gradients.
+        loss_fn: ``loss_fn(model, batch)`` returns the loss on which training calls ``backward()`` for one microbatch.
+        expected: the correct factor, or a function of the parameter's name; 1.0 if losses are divided by the tokens of
+            all ranks. None: 1 / (number of ranks in the mesh of the first unit that has parameters).
+        finish: called after each backward, before gradients are read, for training loops that process gradients there
+            (Megatron's ``finish_grad_sync`` and ``scale_gradients``).
     Raises:
-        GradientScaleError: a factor is wrong, on all ranks; it has the ``report``.
-        ConfigError: no module of the model is sharded, or nothing in it is trained.
-        StateError: there are gradients already, or a sum of them is under way.
+        GradientScaleError: a factor is wrong; raised on all ranks, with the ``report``.
+        ConfigError: no module of the model is sharded, or no sharded parameter is trained.
+        StateError: a gradient exists already, or gradient accumulation is in progress.
 
     Example:
         print(check_gradient_scale(model, lambda model, batch: model(batch).square().mean(), batch))
     """
 
     def gradients_of(*batches: Any) -> list[DBuffer]:
-        """Run the microbatches of one optimizer step, up to its gradients."""
+        """Run the microbatches of one optimizer step, and return its gradients."""
         for index, each in enumerate(batches):
             if index:
                 restore_random_state(random)
@@ -168,7 +168,9 @@ def check_gradient_scale(
     ]
     if not probes:
         what = "sharded parameter of the model requires a gradient" if groups else "module of the model is sharded"
-        raise ConfigError(f"check_gradient_scale: no {what}; call fully_shard first, and train something")
+        raise ConfigError(
+            f"check_gradient_scale: no {what}. fix: call fully_shard first, on a model with trained parameters"
+        )
     random = random_state()
     with _rehearsal(model) as rewind:
         with contextlib.ExitStack() as hooks:
@@ -203,7 +205,7 @@ def _raise_together(report: GradientScale, probes: Sequence[_Probe]) -> None:
 
 @contextlib.contextmanager
 def _rehearsal(model: nn.Module) -> Iterator[Callable[[], None]]:
-    """Let a step be run only to look at it: yield what goes back to the beginning, as the end of the block does.
+    """Allow trial steps that leave no trace. Yields a function that restores the initial state; exit restores it too.
 
     Hooks that wait for gradients (optimizers in backward) are not called.
     """
@@ -239,16 +241,16 @@ def _rehearsal(model: nn.Module) -> Iterator[Callable[[], None]]:
 def _refuse_gradients(model: nn.Module, units: Sequence[Unit]) -> None:
     for unit in units:
         if not unit.requires_gradient_sync or not unit.requires_all_reduce:
-            raise StateError(f"unit {unit.name!r} is in no_sync: call this outside, between steps")
+            raise StateError(f"unit {unit.name!r} is in no_sync. fix: call this outside, between steps")
         if any(gradients.binding.is_under_way for gradients in unit.gradients):
-            raise StateError(f"unit {unit.name!r}: gradients are a sum under way; call zero_grad() first")
+            raise StateError(f"unit {unit.name!r}: gradient accumulation is under way. fix: call zero_grad() first")
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
-            raise StateError(f"parameter {name!r} has a gradient already; call zero_grad() first")
+            raise StateError(f"parameter {name!r} has a gradient already. fix: call zero_grad() first")
 
 
 class _Probe:
-    """One group: what autograd hands out for it, added up over the ranks beside the engine, in ``total``."""
+    """Sums one group's autograd gradients over the ranks, outside of the engine, in ``total``."""
 
     def __init__(self, unit: str, group: ParameterGroup, names: Mapping[int, str]) -> None:
         self.unit, self.group = unit, group
@@ -258,14 +260,14 @@ class _Probe:
         self.axes = group.main_weight.axes
         self.num_ranks = math.prod(axis.size for axis in self.axes)
         self.place = " x ".join(f"{axis.name} of {axis.size}" for axis in self.axes)
-        # Axes along which ranks hold gradients of their own: the data-parallel ones and those of a split.
+        # Axes whose ranks have different gradients: the data-parallel axes, and the axes of tensor parallelism.
         split = group.owned[0].split
         self.all_axes = self.axes if split is None else (*self.axes, *split.sharded_axes)
         self._whole: DBuffer | None = None
         self.squares = [torch.zeros((), dtype=torch.float64, device=group.spec.device) for _ in self.trained]
         assert group.gradients is not None
         self._gradients, self.final = group.gradients, group.gradients.binding.final
-        # Wide enough for what follows, and no wider than gradients that are large already.
+        # At least FP32, or the gradients' own dtype if that is wider.
         self._dtype = torch.promote_types(torch.float32, self.final.dtype)
         self.total = self._buffer(self.final.placements)
         self.spread = tuple(group.spread_over(self.final.placements))
@@ -276,7 +278,7 @@ class _Probe:
 
     def listen(self, hooks: contextlib.ExitStack) -> None:
         for index in self.trained:
-            # Not as a method: gathered weights refuse what reads them while they are released.
+            # Called on the class: a method call on released gathered weights would raise an error.
             handle = torch.Tensor.register_hook(
                 self.group.fsdp_params.unsharded_params[index],
                 functools.partial(self._take, index),  # type: ignore[no-untyped-call]  # torch's stub
@@ -292,8 +294,8 @@ class _Probe:
         self._whole.get_local_tensor(index).add_(mine if mine.layout is torch.strided else mine.to_dense())
 
     def _hear(self, action: str, subject: object) -> None:
-        # All ranks are here at the same point of their collectives: none of them would have reduced the group before
-        # others had, and those that have no gradient of it reduce zeros.
+        # All ranks get here at the same point in their order of collectives, because the engine reduces a group on all
+        # ranks together; a rank without a gradient reduces zeros.
         if action == "reducing" and subject is self._gradients:
             self.add_up()
 
@@ -306,14 +308,14 @@ class _Probe:
         whole, self._whole = self._whole or self._buffer([Partial("sum") for _ in self.axes]), None
         for square, index in zip(self.squares, self.trained, strict=True):
             square += whole.get_local_tensor(index).double().square().sum()
-        # Not reduce-scatters, and the whole buffer: another way than that of the engine, whose errors it is to show.
+        # By all-reduces of the whole buffer, a different way from the engine's, so that the engine's errors show.
         for axis in self.axes:
             all_reduce(whole.local_buffer, axis, "sum")
         self.total.local_buffer.add_(whole.slice_view(self.final.placements).local_buffer)
 
     @torch.no_grad()
     def reduced(self) -> DBuffer:
-        """Return a copy of what the optimizer would read now, on the device of compute; zeros where it has nothing."""
+        """Return a copy of the gradients that the optimizer would read now, in compute's memory; zeros if none."""
         settled, copy = self._gradients.binding.settled(), self._buffer(self.final.placements)
         if settled is not None:
             copy.local_buffer.copy_(settled.local_buffer)
@@ -321,7 +323,7 @@ class _Probe:
 
 
 def _against(probes: Sequence[_Probe], bases: Sequence[DBuffer], found: Sequence[DBuffer]) -> list[ParameterScale]:
-    """Measure what gradients are of others, for all trained parameters in their order; every rank calls it."""
+    """Measure ``found`` relative to ``bases`` for all trained parameters in order. Every rank must call this."""
     numbers: list[tuple[Sequence[MeshAxis], torch.Tensor]] = []
     for probe, base, other in zip(probes, bases, found, strict=True):
         for index, square in zip(probe.trained, probe.squares, strict=True):
@@ -333,15 +335,15 @@ def _against(probes: Sequence[_Probe], bases: Sequence[DBuffer], found: Sequence
 
 
 def _measured(probe: _Probe, name: str, product: float, base: float, other: float, own: float) -> ParameterScale:
-    """Measure R of S, from <R, S>, <S, S>, <R, R> and the sum of what the ranks' own parts have of <S, S>."""
+    """Measure R relative to S, from <S, R>, <S, S>, <R, R>, and the sum of the squares of the ranks' own gradients."""
     is_finite = math.isfinite(product + base + other)
     factor = limit = math.nan
     if is_finite and base:
         factor = product / base
         dtypes = probe.group.spec.dtypes
         epsilon = max(torch.finfo(dtype).eps for dtype in (dtypes.reduce, dtypes.main_grad, probe.final.dtype))
-        # Each rank's part is rounded once, and so is each of the sums on the way, whose errors are independent. Where
-        # the ranks' gradients cancel, what is left of them is small beside what was rounded.
+        # Each rank's gradient is rounded once, and so is each partial sum; these errors are independent. If the ranks'
+        # gradients cancel, the sum is small relative to the rounding errors.
         limit = max(_SMALLEST_LIMIT, 2 * epsilon * math.sqrt(probe.num_ranks) * max(1.0, math.sqrt(own / base)))
     elif is_finite and other:
         factor, limit = math.inf, 0.0

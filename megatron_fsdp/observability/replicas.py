@@ -1,4 +1,4 @@
-"""Replicas: weights that several ranks hold alike, compared by checksums (docs/design/watch.md)."""
+"""Replicas: compare weights that several ranks hold in full, by checksums (docs/design/watch.md)."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ __all__ = ["Gathered", "find_difference", "gather_checksums"]
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """Checksums of weights that the same ranks hold alike.
+    """Checksums of weights that the same set of ranks replicates.
 
-    ``places`` has each weight's number in the model and its name; ``sums`` is (ranks, 1 + weights) int64, a rank's
-    number first, on the device of the weights.
+    ``places`` has each weight's number in the model and its name. ``sums`` is (ranks, 1 + weights) int64, on the
+    weights' device; the first column is the rank.
     """
 
     places: list[tuple[int, str]]
@@ -32,10 +32,10 @@ class Gathered:
 
 
 def gather_checksums(units: Iterable[Unit]) -> list[Gathered]:
-    """Return the checksums of all main weights that other ranks hold too, theirs and this rank's.
+    """Return the checksums of all replicated main weights, of all ranks that hold them.
 
-    Every rank calls it, between steps or at the end of a backward. 8 bytes a weight for each replica go over the wire;
-    nothing waits for a device. A group whose weights are split into bf16 and 16 bits is joined meanwhile.
+    Every rank must call this, between steps or at the end of a backward. It sends 8 bytes per weight and replica, and
+    does not wait for the device. Split main weights are joined into an FP32 copy meanwhile.
     """
     by_axes: dict[tuple[int, ...], tuple[list[MeshAxis], list[tuple[int, str]], list[torch.Tensor]]] = {}
     number = 0
@@ -54,7 +54,7 @@ def gather_checksums(units: Iterable[Unit]) -> list[Gathered]:
 
 
 def find_difference(found: Iterable[Gathered]) -> tuple[int, str] | None:
-    """Return the number of the first weight that differs between replicas, and who holds what; waits for the device."""
+    """Return the number of the first weight that differs between replicas, and a description. Waits for the device."""
     differences: list[tuple[int, str]] = []
     for one in found:
         ranks, *columns = one.sums.t().tolist()
@@ -80,7 +80,7 @@ def _replicated_over(group: ParameterGroup) -> list[MeshAxis]:
 def _checksums(group: ParameterGroup) -> list[torch.Tensor]:
     values = group.weights.values()
     pieces = (values.layout.piece(index, values.local_buffer) for index in range(len(group.parameters)))
-    # Shards of replicas begin at the same element, so where that lies in the parameter does not matter.
+    # Replicated shards start at the same element, so the start need not be part of the checksum.
     return [dbuffer_kernels.checksum(piece, key=0).to(group.spec.device) for piece in pieces]
 
 
@@ -95,7 +95,7 @@ def _gathered(sums: torch.Tensor, axes: Iterable[MeshAxis]) -> torch.Tensor:
 
 
 def _sides(sums: dict[int, int]) -> str:
-    """Say which ranks hold the same bits; the fewest first, which are wrong where there are three or more."""
+    """Describe which ranks hold the same bits, the smallest group first: with three ranks or more, it is wrong."""
     holders: dict[int, list[int]] = {}
     for rank, number in sorted(sums.items()):
         holders.setdefault(number, []).append(rank)

@@ -1,4 +1,4 @@
-"""Timeline: what a torch.profiler trace says of gathers and reductions, and how long compute waited for them."""
+"""Timeline: gathers and reductions in a torch.profiler trace, and how long compute waited for them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_fsdp.errors import ConfigError
 
 __all__ = ["Interval", "Timeline", "UnitTimes"]
 
-# FSDP2's names, which the engine's ranges have too: "FSDP::all_gather (blocks.0)".
+# FSDP2's range names, which the engine uses too: "FSDP::all_gather (blocks.0)".
 _RANGE = re.compile(r"FSDP::(all_gather|post_backward_reduce|all_gather_wait|post_backward_rs_wait) \((.*)\)")
 _LANES = {"all_gather": "gather", "post_backward_reduce": "reduce"}
 _WAITS = {"all_gather_wait": "gather", "post_backward_rs_wait": "reduce"}
@@ -24,7 +24,7 @@ _DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """From ``start`` to ``stop``, in seconds since the trace began."""
+    """The time from ``start`` to ``stop``, in seconds since the trace began."""
 
     start: float
     stop: float
@@ -32,7 +32,7 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class UnitTimes:
-    """One unit's communication; each interval of ``*_waited`` is time that compute waited for it."""
+    """The communication of one unit. Each interval in ``*_waited`` is time that compute waited for it."""
 
     unit: str
     gathers: tuple[Interval, ...]
@@ -43,11 +43,11 @@ class UnitTimes:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """The communication of one rank's trace.
+    """The communication in one rank's trace.
 
-    On CPU a gather or reduction lasts from its issue to the end of the wait for it, and what is exposed is the ranges
-    of waits. On CUDA it lasts as its kernels on the stream of its lane do, and exposed is what of it no other kernel
-    covers, as in Holistic Trace Analysis.
+    On CPU, a gather or reduction lasts from its issue to the end of the wait for it, and the exposed time is the time
+    of the waits. On CUDA, it lasts as long as its kernels on the lane's stream, and the exposed time is the part that
+    no other kernel covers, as in Holistic Trace Analysis.
 
     Example:
         with torch.profiler.profile() as profiler:
@@ -68,7 +68,7 @@ class Timeline:
         """Read a Chrome trace that torch.profiler exported.
 
         Raises:
-            ConfigError: it is no such file, or no forward of a sharded model ran under the profiler.
+            ConfigError: the file is not a Chrome trace, or no forward of a sharded model ran under the profiler.
         """
         try:
             events = json.loads(Path(path).read_text(encoding="utf-8"))["traceEvents"]
@@ -78,8 +78,8 @@ class Timeline:
         matches = ((event, _RANGE.fullmatch(str(event.get("name")))) for event in events)
         ranges = [(*match.groups(), event) for event, match in matches if match]
         if not ranges:
-            cure = "record a whole step of a sharded model, forward included"
-            raise ConfigError(f"timeline: {os.fspath(path)} has no range of a gather or a reduction; {cure}")
+            cure = "fix: record a whole step of a sharded model, forward included"
+            raise ConfigError(f"timeline: {os.fspath(path)} has no range of a gather or a reduction. {cure}")
         on_device = [each for each in ranges if each[2]["cat"] == "gpu_user_annotation"]
         start = min(float(event["ts"]) for event in events)
         seconds = max(_interval(event, start).stop for event in events)
@@ -92,7 +92,7 @@ class Timeline:
         return cls(seconds, tuple(units))
 
     def waited(self, lane: str | None = None) -> float:
-        """Return the seconds that compute waited for "gather", for "reduce", or (None) for either."""
+        """Return the seconds that compute waited for "gather", for "reduce", or for both (None)."""
         found: list[Interval] = []
         for unit in self.units:
             found += unit.gather_waited if lane != "reduce" else ()
@@ -101,11 +101,11 @@ class Timeline:
 
     @property
     def exposed_share(self) -> float:
-        """The part of the time that compute waited for communication, from 0 to 1."""
+        """The share of the time in which compute waited for communication, from 0 to 1."""
         return self.waited() / self.seconds if self.seconds else 0.0
 
     def __str__(self) -> str:
-        """Return a headline and a row for each unit."""
+        """Return a headline, and one row per unit."""
         lines = [
             f"{1e3 * self.seconds:.1f} ms, exposed communication {self.exposed_share:.1%} (waited "
             f"{1e3 * self.waited('gather'):.1f} ms for gathers, {1e3 * self.waited('reduce'):.1f} ms for reductions)",
@@ -122,7 +122,7 @@ class Timeline:
 
 
 _Found = tuple[str, str, bool, Interval]
-# Phase, unit, event.
+# (phase, unit, event).
 _Range = tuple[Any, ...]
 
 
@@ -132,7 +132,7 @@ def _interval(event: dict[str, Any], start: float) -> Interval:
 
 
 def _on_host(ranges: Sequence[_Range], start: float) -> Iterable[_Found]:
-    """A wait ends the oldest collective of its kind and unit; one without an issue is a collective that blocks."""
+    """Pair each wait with the oldest collective of its kind and unit. A wait without an issue is a blocking call."""
     issued: dict[tuple[str, str], list[float]] = {}
     for phase, unit, event in ranges:
         interval = _interval(event, start)
@@ -146,7 +146,7 @@ def _on_host(ranges: Sequence[_Range], start: float) -> Iterable[_Found]:
 
 
 def _on_device(events: Sequence[dict[str, Any]], ranges: Sequence[_Range], start: float) -> Iterable[_Found]:
-    """Kernels of no lane's stream are compute."""
+    """Pair ranges with kernels. Kernels on a stream that no lane uses are compute."""
     issues = [(_LANES[phase], unit, event) for phase, unit, event in ranges if phase in _LANES]
     lanes = {(event["pid"], event["tid"]) for *_, event in issues}
     compute = [
@@ -162,7 +162,7 @@ def _on_device(events: Sequence[dict[str, Any]], ranges: Sequence[_Range], start
 
 
 def _uncovered(interval: Interval, by: Iterable[Interval]) -> Iterable[Interval]:
-    """Yield what of an interval none of some others covers; they come sorted by start."""
+    """Yield the parts of an interval that no interval in ``by`` covers; ``by`` is sorted by start."""
     at = interval.start
     for other in by:
         if other.stop <= at or other.start >= interval.stop:
@@ -175,7 +175,7 @@ def _uncovered(interval: Interval, by: Iterable[Interval]) -> Iterable[Interval]
 
 
 def _covered(intervals: Iterable[Interval]) -> float:
-    """Return the seconds in which at least one of the intervals is under way."""
+    """Return the seconds that at least one of the intervals covers."""
     total, end = 0.0, float("-inf")
     for one in sorted(intervals, key=lambda one: one.start):
         total += max(one.stop - max(one.start, end), 0.0)

@@ -1,9 +1,9 @@
-"""Watch: ranks that do different things, or nothing, raise an error that names the unit instead of hanging.
+"""Watch: ranks that issue different collectives, or stall, raise an error that names the unit instead of hanging.
 
-Two means. Every step the ranks compare a checksum of what they did: 16 bytes each way on a gloo communicator of its
-own, looked at one step later, so nothing waits for it. And a thread per rank looks whether the rank has waited for a
-collective for longer than a limit; if so all ranks write where they stand into the job's store, one of them puts it
-together, and all raise that.
+It works in two ways. First, in every step the ranks compare a checksum of their actions: 16 bytes each way on a gloo
+communicator of its own. The result is read one step later, so no rank waits for it. Second, a thread on each rank
+checks whether the rank has waited for a collective longer than a limit. If so, all ranks write their state to the job's
+store, one rank combines the states into an error message, and all ranks raise it.
 """
 
 from __future__ import annotations
@@ -45,28 +45,29 @@ _LIBRARIES = tuple(
 
 
 class Watch:
-    """Watches over the collectives of a sharded model while a ``with`` block runs.
+    """Watches the collectives of a sharded model while a ``with`` block runs.
 
-    Every rank of the model's mesh enters it, at the same time; it may be entered once. Inside, every rank raises an
-    ``AgreementError`` that names the units concerned, what each side did last and what it waits for
+    Every rank of the model's mesh must enter it at the same time, once. Inside, every rank raises an ``AgreementError``
+    that names the units, what each rank did last and what it waits for, in these cases:
+    - the ranks issued different collectives, even if these had the same size and completed; one step later;
+    - weights that several ranks hold in full (the outer axis of HSDP, ZeRO-0, parameters that tensor parallelism does
+      not divide) differ, because a rank's memory or arithmetic is broken or one rank alone wrote to them; one step
+      later;
+    - a rank has waited for ``timeout`` in a collective of the engine;
+    - a collective fails because another rank ended.
 
-    - one step after the ranks' collectives were not the same, even if these were of the same size and ended;
-    - one step after weights that several ranks hold alike (the outer axis of HSDP, ZeRO-0, what tensor parallelism
-      leaves whole) were found to differ: memory or arithmetic of a rank is broken, or somebody wrote on one rank alone;
-    - when a rank has waited for ``timeout`` in a collective of the engine;
-    - when a collective fails because another rank is gone.
-
-    A rank that is stuck in code of its own raises as soon as Python runs there again, and logs the error at once. A
-    wait in a collective that the engine did not issue (``dist.all_reduce(loss)``) is not interrupted: give it to
-    ``wait`` with ``async_op=True``. On CUDA, where the host does not wait for collectives, the thread looks at the
-    newest event of the lanes, and the error is raised where Python runs next.
+    A rank that is stuck in the user's code logs the error at once, and raises it as soon as Python runs there again. A
+    wait in a collective that the engine did not issue (``dist.all_reduce(loss)``) is not interrupted. To have it
+    watched, issue the collective with ``async_op=True``, and pass its handle to ``wait``. On CUDA the host does not
+    wait for collectives, so the thread polls the newest event of the lanes, and the error is raised where Python runs
+    next.
 
     Args:
-        model: has units below it, or is one.
-        timeout: how long a rank may wait; longer than any checkpoint or evaluation that one rank does alone.
-        interval: steps from one comparison to the next; 0 compares only when somebody waits too long.
-        replica_interval: steps from one comparison of replicas to the next, of which each reads main weights once; 0
-            never compares them. Moments count as soon as they have made a weight differ.
+        model: a unit, or a module with units below it.
+        timeout: how long a rank may wait; longer than any checkpoint or evaluation that only one rank runs.
+        interval: steps between two comparisons; 0: compare only after a rank has waited too long.
+        replica_interval: steps between two comparisons of replicas, each of which reads main weights once; 0: never.
+            Different moments are detected when they have made a weight differ.
     Raises:
         ConfigError: no module of the model is sharded.
 
@@ -91,7 +92,7 @@ class Watch:
         self._units = units
         self._root = units[0].root
         self._ranks: list[int] = mesh.mesh.flatten().tolist()
-        # Or in a job of fake ranks, where nobody else can come.
+        # The same in a job of fake ranks, where no other process would answer.
         self._is_alone = len(self._ranks) == 1 or job_store() is None
         self._timeout_s = timeout.total_seconds()
         self._poll_s = min(1.0, self._timeout_s / 10)
@@ -106,7 +107,7 @@ class Watch:
         self._has_verdict = threading.Event()
         self._wake = threading.Event()
         self._is_stopped = False
-        # What the thread that trains has to say. It never asks the store itself, which may not answer.
+        # Messages of the training thread. It never accesses the store itself, because the store may not answer.
         self._alarm: str | None = None
         self._departure: str | None = None
         self._steps = 0
@@ -122,7 +123,7 @@ class Watch:
         token = meet(self._ranks, "enters a Watch")
         self._group = new_group(self._ranks, "megatron_fsdp watch", backend="gloo")
         self._prefix = f"megatron_fsdp watch {token}/"
-        # A clone has a connection of its own: the thread must not keep others from the store.
+        # A clone has its own connection, so that the thread does not block other users of the store.
         store: Any = dist.distributed_c10d._get_default_store()
         self._store = store.clone()
         self._watched = threading.get_ident()
@@ -147,16 +148,16 @@ class Watch:
                 self._departure = f"gone with {type(error).__name__}: {_first_line(error)}"
             self._is_stopped = True
             self._wake.set()
-            # Not for ever: a store that cannot be reached does not answer.
+            # With a timeout, because a store that cannot be reached never answers.
             self._thread.join(2 * self._grace_s)
 
-    # ------------------------------------------------------------------ on the thread that trains
+    # ------------------------------------------------------------------ on the training thread
 
     def wait(self, work: dist.Work) -> None:
-        """Let the host wait for a collective, at most until the ranks are found to differ.
+        """Wait for a collective on the host, at most until the ranks are found to differ.
 
         Raises:
-            AgreementError: they do, or the collective failed.
+            AgreementError: the ranks differ, or the collective failed.
         """
         self._waiting_since = time.monotonic()
         deadline = self._waiting_since + self._timeout_s + 4 * self._grace_s
@@ -172,9 +173,9 @@ class Watch:
             self._waiting_since = None
 
     def _fail(self, reason: str | None, cause: BaseException | None = None) -> NoReturn:
-        """Raise what the ranks find together, or what is known here where the store does not answer.
+        """Raise the error that the ranks agree on, or this rank's own state if the store does not answer.
 
-        ``reason`` is None where another rank says it.
+        ``reason`` is None if another rank gives the reason.
         """
         self._alarm = reason
         self._wake.set()
@@ -185,9 +186,9 @@ class Watch:
         raise AgreementError(self._verdict) from cause
 
     def _is_done(self, work: dist.Work) -> bool:
-        """Wait for a while; tell whether the collective is complete."""
+        """Wait for a short time, and return whether the collective has completed."""
         if self._looks and type(work) is dist.Work:
-            # NCCL aborts its communicator when a wait's time is over; to look does nothing.
+            # NCCL aborts its communicator when a timed wait expires; polling has no such effect.
             if not work.is_completed():
                 time.sleep(_LOOK_S)
                 return False
@@ -202,10 +203,10 @@ class Watch:
         return True
 
     def check(self) -> None:
-        """Compare what the ranks did so far, now, and the replicas if asked for; every rank calls it between steps.
+        """Compare the ranks' actions now, and the replicas if enabled. Every rank must call this between steps.
 
         Raises:
-            AgreementError: it was not the same.
+            AgreementError: the ranks differ.
         """
         if not self._is_alone:
             self._compare()
@@ -230,7 +231,7 @@ class Watch:
 
     def _start_comparison(self) -> None:
         mine = self._journal.digest << 32 | self._journal.count & 0xFFFFFFFF
-        # The largest of x and of -x are the same number but for the sign only where all ranks have one x.
+        # max(x) == -max(-x) only if all ranks have the same x.
         extremes = torch.tensor([mine >> 1, -(mine >> 1)])
         self._pending = start_maximum(extremes, self._group), extremes
 
@@ -245,7 +246,7 @@ class Watch:
             self._fail("the ranks did not issue the same collectives, so gradients or weights may be wrong:")
 
     def _compare_replicas(self) -> None:
-        """Look at what was gathered, if anything; ranks whose replicas agree raise what the others say."""
+        """Compare gathered replicas. A rank whose replicas agree raises the error of a rank whose replicas differ."""
         gathered, self._replicas = self._replicas, None
         if gathered is None:
             return
@@ -257,7 +258,7 @@ class Watch:
         if first.item() != -_NOWHERE:
             self._fail(None)
 
-    # ------------------------------------------------------------------ on the thread that watches
+    # ------------------------------------------------------------------ on the watching thread
 
     @property
     def _grace_s(self) -> float:
@@ -270,7 +271,7 @@ class Watch:
             try:
                 if self._is_stopped:
                     if self._departure is not None:
-                        # Ranks that will wait for this one are told why it does not come.
+                        # Tells ranks that will wait for this one why it does not come.
                         state = self._journal.state(waits=False, place=self._departure)
                         self._store.set(self._key(f"rank {dist.get_rank()}"), state.to_json())
                     return
@@ -297,7 +298,7 @@ class Watch:
         return self._prefix + name
 
     def _conclude(self) -> None:
-        """Say where this rank stands, let one rank put it together, and raise the result."""
+        """Publish this rank's state, have one rank combine all states, and raise the result."""
         self._store.set(self._key(f"rank {dist.get_rank()}"), self._state().to_json())
         if self._store.add(self._key("reporter"), 1) == 1:
             reason = self._store.get(self._key("alarm")).decode()
@@ -339,7 +340,7 @@ class Watch:
 
 
 def _place(thread: int) -> str:
-    """Return where a thread stands: the innermost line outside of PyTorch and this package."""
+    """Return where a thread is: the innermost source line outside of PyTorch and this package."""
     frame = sys._current_frames().get(thread)
     while frame is not None and frame.f_back is not None and _is_library(frame.f_code.co_filename):
         frame = frame.f_back
@@ -354,8 +355,8 @@ def _is_library(path: str) -> bool:
 
 
 def _raise_in(thread: int, text: str) -> None:
-    """Make a thread raise an AgreementError when it runs Python next."""
-    # What is raised so is made without arguments.
+    """Raise an AgreementError in a thread as soon as it runs Python again."""
+    # Python creates an exception raised in this way without arguments.
     stalled = type("AgreementError", (AgreementError,), {"__init__": lambda self: AgreementError.__init__(self, text)})
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(stalled))
 

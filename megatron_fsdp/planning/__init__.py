@@ -1,1 +1,1 @@
-"""What a model takes to train, from shapes or from a live model: memory, collectives, time."""
+"""Predicted memory, collectives and time of training, from a model's shapes or from a live model."""

@@ -1,4 +1,4 @@
-"""Cost: how long a step takes on a machine: the engine's own run in time, and the time of each unit's collectives."""
+"""Cost model: predict the time of a step on given hardware from the engine's own recorded step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Hardware", "Link", "StepTime", "play_in_time", "predict_step", "tran
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What one rank sends and receives along a mesh axis: its rate, and seconds per hop between neighbours."""
+    """The link of one rank along a mesh axis: bytes per second, and seconds of latency per hop between neighbours."""
 
     bytes_per_second: float
     latency_seconds: float = 0.0
@@ -24,15 +24,15 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """Nodes of accelerators; the defaults are the line rates of eight H100 in a node with a 400 Gb/s port each.
+    """Nodes of accelerators. The defaults are the line rates of eight H100 per node with a 400 Gb/s port each.
 
     Attributes:
-        flops: operations per second that training achieves on one accelerator.
-        memory_bandwidth: of an accelerator's memory.
-        gpus_per_node: accelerators of one node; consecutive ranks fill it.
-        node_bandwidth, network_bandwidth: bytes per second and direction of one accelerator inside its node, and of
-            its port to the network. node_latency, network_latency: seconds per hop.
-        links: what a rank has on each axis of the mesh.
+        flops: floating-point operations per second that training achieves on one accelerator.
+        memory_bandwidth: bytes per second of an accelerator's memory.
+        gpus_per_node: accelerators per node; consecutive ranks fill a node.
+        node_bandwidth, network_bandwidth: bytes per second and direction of one accelerator, inside its node and
+            through its network port. node_latency, network_latency: seconds per hop.
+        links: the link of a rank along each mesh axis.
     """
 
     flops: float = 400e12
@@ -45,10 +45,10 @@ class Hardware:
     links: Mapping[str, Link] = field(default_factory=dict)
 
     def link(self, size: int, stride: int, rate: float | None = None) -> Link:
-        """Return the link of a ring of ``size`` ranks that lie ``stride`` apart; ``rate``: bytes per second, measured.
+        """Return the link of a ring of ``size`` ranks that are ``stride`` apart; ``rate``: measured bytes per second.
 
-        Of k members in each node one hop in k leaves the node, and the ring is spread over the ports of all k, so it
-        runs at k times a port's rate, or at the node's own if that is less. Rings of other ranks use other ports.
+        If a node has k ranks of the ring, one hop in k leaves the node, and the ring uses the ports of all k ranks. It
+        therefore runs at k times a port's rate, or at the node's own rate if that is less. Other rings use other ports.
         """
         members = max(1, min(size, self.gpus_per_node // stride))
         if members == size:
@@ -59,12 +59,12 @@ class Hardware:
 
 
 def transfer_seconds(transfer: CollectiveCall, link: Link) -> float:
-    """Return how long one collective takes on a ring of n ranks.
+    """Return the seconds that one collective takes on a ring of n ranks.
 
     All-gather and reduce-scatter of S bytes (the full side) take n - 1 hops of S / n bytes: (n - 1) latency +
-    (n - 1) / n S / bandwidth. An all-reduce is both in turn. Source: Thakur, Rabenseifner and Gropp 2005, sections 4.1
-    and 4.4 (the time to add is left out: it is hidden behind the hops on an accelerator). An all-to-all of S bytes from
-    each rank leaves 1 / n of them where they are; a send is one hop of S bytes.
+    (n - 1) / n S / bandwidth. An all-reduce is a reduce-scatter and an all-gather. Source: Thakur, Rabenseifner and
+    Gropp 2005, sections 4.1 and 4.4; the time of the additions is omitted, because accelerators hide it behind the
+    hops. An all-to-all of S bytes per rank keeps 1 / n of them local. A send is one hop of S bytes.
     """
     if transfer.kind == "send":
         return link.latency_seconds + transfer.num_bytes / link.bytes_per_second
@@ -75,16 +75,16 @@ def transfer_seconds(transfer: CollectiveCall, link: Link) -> float:
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """Seconds of one optimizer step on every rank.
+    """The seconds of one optimizer step; equal on all ranks.
 
     Attributes:
-        compute: of forward and backward. communication: of all collectives, hidden or not.
-        exposed: in which compute waits, most of it for communication, in the engine's own step on this hardware.
-        copying: of the engine's passes over memory on the compute stream.
-        optimizer: the step over this rank's part.
-        causes: what compute waits for in at most three microbatches, the longest first.
-        model_parallel: of collectives inside the model, none of which is taken to be hidden.
-        bubble: waiting for other stages of a pipeline.
+        compute: forward and backward. communication: all collectives, hidden or not.
+        exposed: time that compute waits, mostly for communication, in the engine's own step on this hardware.
+        copying: the engine's copies on the compute stream.
+        optimizer: the optimizer step on this rank's shards.
+        causes: pairs of what compute waits for and the seconds, in at most three microbatches, longest first.
+        model_parallel: collectives inside the model; all are assumed to be exposed.
+        bubble: waiting for other pipeline stages.
     """
 
     compute: float
@@ -97,28 +97,28 @@ class StepTime:
     causes: tuple[tuple[str, float], ...] = field(repr=False, default=())
 
     def extended(self, more: StepTime, times: int) -> StepTime:
-        """Return the time with ``times`` more layers, where ``more`` is that with one more."""
+        """Return the time with ``times`` more layers; ``more`` is the time with one more layer."""
         pairs = ((getattr(self, each.name), getattr(more, each.name)) for each in fields(self) if each.name != "causes")
         return StepTime(*(max(few + times * (many - few), 0.0) for few, many in pairs))
 
     @property
     def busy(self) -> float:
-        """What other stages may wait for."""
+        """The time without bubble and optimizer: what other pipeline stages may wait for."""
         return self.compute + self.exposed + self.copying + self.model_parallel
 
     @property
     def total(self) -> float:
-        """The predicted length of the step."""
+        """The predicted seconds of the step."""
         return self.busy + self.optimizer + self.bubble
 
 
-# What is computed again first, as a share of what backward computes of a kind beside the weight's gradient.
+# Recomputed operations, relative to backward's operations of the same kind without the weight gradient.
 _AGAIN = {"attention in a layer": 0.5, "matrix in a layer": 1.0}
 
 
 @dataclass(frozen=True, slots=True)
 class _Speeds:
-    """The hardware for a recorded step, whose operations are those of one token."""
+    """The speed of the hardware for a recorded step; the recorded operations are those of one token."""
 
     hardware: Hardware
     workload: Workload
@@ -127,7 +127,7 @@ class _Speeds:
     launch: float = 5e-6
 
     def seconds(self, work: Work) -> float:
-        """Return how long it takes alone."""
+        """Return the seconds that a piece of work takes when it runs alone."""
         if work.ranks:
             transfer = CollectiveCall(work.kind, work.axis, len(work.ranks), work.num_bytes)
             return transfer_seconds(transfer, self.hardware.links[work.axis])
@@ -137,17 +137,17 @@ class _Speeds:
         return (1 + again) * work.flops * self.workload.tokens / self.hardware.flops
 
     def link(self, work: Work) -> str:
-        """Return the axis: each has links of its own."""
+        """Return the axis name: each mesh axis has its own links."""
         return work.axis
 
 
 def play_in_time(played: PlayedStep, workload: Workload, hardware: Hardware) -> Playback:
-    """Return when forward and backward do what on this hardware, of at most three microbatches."""
+    """Return the timeline of forward and backward on this hardware, for at most three microbatches."""
     return play(played.items.get(workload.num_microbatches) or played.items[3], _Speeds(hardware, workload))
 
 
 def predict_step(played: PlayedStep, workload: Workload, hardware: Hardware) -> StepTime:
-    """Predict an optimizer step; ``played`` knows steps of as many microbatches."""
+    """Predict the time of an optimizer step; ``played`` must have steps of as many microbatches."""
     count = workload.num_microbatches
     found = play_in_time(played, workload, hardware)
     quantities = _quantities(found)
@@ -167,7 +167,7 @@ def predict_step(played: PlayedStep, workload: Workload, hardware: Hardware) -> 
 
 
 def _quantities(found: Playback) -> list[float]:
-    """Return the seconds of a step, of its collectives, and of its copies on compute."""
+    """Return the seconds of a step, of its collectives, and of the copies on the compute stream."""
     sent = sum(found.machine.seconds(each.work) for each in found.runs if each.work.ranks)
     copied = (each for each in found.runs if each.work.kind == "memory" and each.stream == "compute")
     return [found.seconds, sent, sum(each.end - each.start for each in copied)]

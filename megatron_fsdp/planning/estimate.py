@@ -1,4 +1,4 @@
-"""Projection: memory and time of one way to train a model, from shapes."""
+"""Projection: predicted memory and time of training a model with a given setup, from shapes."""
 
 from __future__ import annotations
 
@@ -29,13 +29,14 @@ __all__ = ["Projection", "Setup", "memory_of", "play_setup", "project", "project
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """How a model is trained.
+    """A way to train a model.
 
     Attributes:
-        strategy: name of it, for tables. moments_dtype: of AdamW's two; None: the main weights'.
-        activation_bytes: of one microbatch, where the caller knows them; else they are derived or left out.
-        reserve_bytes: for what no plan sees: the CUDA context, communication buffers, the allocator's rounding.
-        parallelism: how the model is divided besides.
+        strategy: its name, for tables. moments_dtype: dtype of AdamW's moments; None: the main weights' dtype.
+        activation_bytes: activations of one microbatch, if the caller knows them; None: derived from the architecture,
+            or omitted if that is unknown.
+        reserve_bytes: memory that a plan does not count: the CUDA context, communication buffers, fragmentation.
+        parallelism: how the model is divided beyond data parallelism.
     """
 
     strategy: str
@@ -50,11 +51,11 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """What one setup takes on one rank.
+    """The memory and time of one setup on one rank.
 
     Attributes:
-        memory: bytes of one rank, by what they are. played: the engine's own step, which the time is that of.
-        stage: which part of the model the rank has; None: all of it. transfers: what it sends inside of the model.
+        memory: bytes of one rank by category. played: the engine's own step, from which the time is predicted.
+        stage: this rank's part of the model; None: all of it. transfers: collectives of model parallelism.
     """
 
     subject: Subject
@@ -67,7 +68,7 @@ class Projection:
 
     @property
     def memory_bytes(self) -> int:
-        """The most bytes held at once: the highest transient buffers and all activations are taken to coincide."""
+        """The most bytes held at once, assuming that the peaks of transient buffers and activations coincide."""
         return sum(self.memory.values())
 
     @property
@@ -77,23 +78,27 @@ class Projection:
         return workload.num_microbatches * workload.tokens / self.time.total
 
     def report(self) -> Report:
-        """Return the report of units, buffers, padding and collectives."""
+        """Return the report on units, buffers, padding and collectives."""
         return report_of(self.played, self.setup.workload.num_microbatches)
 
 
 def play_setup(subject: Subject, setup: Setup, counts: Sequence[int]) -> PlayedStep:
-    """Return steps of a sharding, of so many microbatches; neither their size nor recomputation changes them.
+    """Run the engine's steps for a setup's sharding, with the given counts of microbatches, on a virtual device.
 
-    LayoutError: the planner refuses the padding.
+    The result does not depend on the micro-batch size or on recomputation.
+
+    Raises:
+        LayoutError: the planner refuses the padding.
     """
     stand_ins = subject.stand_ins(setup.sharding, setup.workload.sequence_length)
     return play_step(stand_ins, counts, moments_dtype=setup.moments_dtype)
 
 
 def project(subject: Subject, setup: Setup, played: PlayedStep | None = None) -> Projection:
-    """Return what training a model in one way takes; ``played``: its step, where that is known.
+    """Return the memory and time of training a model with a setup; ``played``: its step, if already known.
 
-    LayoutError: the planner refuses the padding.
+    Raises:
+        LayoutError: the planner refuses the padding.
     """
     played = played or play_setup(subject, setup, [setup.workload.num_microbatches])
     time = predict_step(played, setup.workload, setup.hardware)
@@ -101,19 +106,19 @@ def project(subject: Subject, setup: Setup, played: PlayedStep | None = None) ->
 
 
 def project_stages(subject: Subject, setup: Setup, number: int | None = None) -> tuple[Projection, ...]:
-    """Return what training takes on a rank of each pipeline stage, with the time that stages wait for each other.
+    """Return the projection of a rank of each pipeline stage, including the time that stages wait for each other.
 
-    Stages that are alike are played once, and told with the names of the first of them, but for stage ``number``.
+    Equal stages are run once and have the unit names of the first of them, except stage ``number``.
 
     Raises:
-        ConfigError: a model that is not of the catalog, or sizes that do not divide it.
+        ConfigError: the model is not from the catalog, or the parallel sizes do not divide it.
         LayoutError: the planner refuses the padding.
     """
     parallelism, workload = setup.parallelism, setup.workload
     if subject.transformer is None:
         raise ConfigError(
-            "--tp, --ep, --pp and --cp divide models of the catalog and of --hf-config, whose layers are known; with "
-            "--factory build what one rank of a stage has"
+            "--tp, --ep, --pp and --cp divide models of the catalog and of --hf-config, whose layers are known. fix: "
+            "with --factory, build the part of the model that one rank of a stage has"
         )
     played: dict[Architecture | int, PlayedStep] = {}
     stages = []
@@ -137,11 +142,11 @@ def _project_stage(subject: Subject, setup: Setup, stage: Stage, played: PlayedS
 
 
 def memory_of(subject: Subject, setup: Setup, steps: Sequence[PlayedStep], times: int = 0) -> dict[str, int]:
-    """Return the bytes that a rank holds at the highest, by what they are; without activations that nobody knows.
+    """Return a rank's peak memory in bytes by category; unknown activations are omitted.
 
     Args:
-        steps: what ``play_setup`` returned of the model; or of few of its layers, and of one more.
-        times: how many layers it has beyond the few.
+        steps: the results of ``play_setup`` for the model; or for the model with a few layers and with one layer more.
+        times: in the second case, how many layers the model has beyond the few.
     """
     count = setup.workload.num_microbatches
     few, more = (_memory(subject, setup, each) for each in (steps[0], steps[-1]))
@@ -151,7 +156,7 @@ def memory_of(subject: Subject, setup: Setup, steps: Sequence[PlayedStep], times
 
 
 def _memory(subject: Subject, setup: Setup, played: PlayedStep) -> dict[str, int]:
-    """Return the parts, of transient buffers what is above them at the highest point of the step, which is missing."""
+    """Return the bytes by category; "gathered and packed" is a correction to be added to the transient peak."""
     groups = [group for unit in played.units for group in unit.groups]
     sums = played.forecasts[setup.workload.num_microbatches].counter_bytes
     activations = setup.activation_bytes or 0
@@ -162,7 +167,8 @@ def _memory(subject: Subject, setup: Setup, played: PlayedStep) -> dict[str, int
         "main weights": sum(group.num_bytes("main_weight", "remainder") for group in groups),
         "gradients": sum(group.num_bytes("main_grad") for group in groups),
         "AdamW moments": played.optimizer_bytes,
-        # The optimizer's step has all gradients, so no peak is smaller.
+        # Subtracted from the peak, because "gradients" counts them. The optimizer step has all of them, so no peak is
+        # smaller.
         "gathered and packed": -sum(unit.transient_bytes("main_grad") for unit in played.units) - sums,
         "sums": sums,
         "activations": activations,

@@ -1,4 +1,4 @@
-"""Subject: the model that a plan is for, from a catalog, a config file or a function that builds it."""
+"""Subject: the model to plan for, from the catalog, a config file or a function that builds it."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A model as far as a plan has to know it.
+    """A model, as far as planning needs it.
 
     Attributes:
-        num_parameters, num_active_parameters: all, and those that one token uses.
-        module: on the meta device. blocks: its units below the root.
-        transformer: what it computes and keeps, where it is one of the catalog or of a stage; of others each parameter
-            is taken to be used twice for a token, and only running them would tell what they keep.
-        notes: what is not known of it.
+        num_parameters, num_active_parameters: all parameters, and those that one token uses.
+        module: the model on the meta device. blocks: its units below the root.
+        transformer: computation and activations, for models of the catalog and their stages. None: each parameter is
+            assumed to be used in two operations per token, and activations are unknown.
+        notes: notes on what is unknown.
     """
 
     name: str
@@ -55,12 +55,12 @@ class Subject:
     notes: tuple[str, ...] = ()
 
     def stand_ins(self, sharding: Sharding, sequence_length: int, *, has_streams: bool = True) -> StandIns:
-        """Return what makes stand-ins for it under a way of sharding it."""
+        """Return a function that makes stand-ins for the model under a sharding."""
         works = self.transformer.work(sequence_length) if self.transformer is not None else {}
         return partial(shaped_stand_ins, self.module, self.blocks, sharding, works, has_streams=has_streams)
 
     def shortened(self, num_layers: int) -> Subject | None:
-        """Return it with so many layers; None where these are not alike, but for few of another kind, or not known."""
+        """Return the model with ``num_layers`` layers; None if its layers are unknown or several kinds have more."""
         units = self.transformer.architecture.units if self.transformer is not None else ()
         if self.transformer is None or sum(each.count > num_layers for each in units if each.is_layer) != 1:
             return None
@@ -73,19 +73,19 @@ class Subject:
 
 
 def named_subject(name: str) -> Subject:
-    """Return a model of the catalog. ConfigError: there is none of that name."""
+    """Return a model of the catalog. ConfigError: the catalog has no such model."""
     return _catalog_subject(name, catalog.load(name))
 
 
 def file_subject(path: str) -> Subject:
     """Return the model of a Hugging Face config.json.
 
-    ConfigError: no such file, no JSON object, or a family that the catalog does not know.
+    ConfigError: the file does not exist, is not a JSON object, or is of a family that the catalog does not have.
     """
     try:
         config = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ConfigError(f"--hf-config {path}: {error}; give the config.json of a Hugging Face model") from error
+        raise ConfigError(f"--hf-config {path}: {error}. fix: give the config.json of a Hugging Face model") from error
     if not isinstance(config, dict):
         raise ConfigError(f"--hf-config {path}: it holds a {type(config).__name__}, wanted a JSON object")
     return _catalog_subject(Path(path).stem if Path(path).stem != "config" else str(config.get("model_type")), config)
@@ -98,7 +98,7 @@ def _catalog_subject(name: str, config: Mapping[str, Any]) -> Subject:
 
 
 def stage_subject(subject: Subject, stage: Stage, parallelism: Parallelism, num_microbatches: int) -> Subject:
-    """Return what one rank of a stage has, as a model of its own; the name and the counts are the whole model's."""
+    """Return the part of one rank of a stage as a model; its name and counts are those of the whole model."""
     num_held = in_flight(stage, parallelism, num_microbatches)
     transformer = Transformer(stage.architecture, stage.has_head, parallelism.stream_ranks, num_held)
     module, blocks = shaped_module(stage.architecture, stage.layers[0])
@@ -106,19 +106,19 @@ def stage_subject(subject: Subject, stage: Stage, parallelism: Parallelism, num_
 
 
 def shaped_module(architecture: Architecture, first_layer: int = 0) -> tuple[nn.Module, list[nn.Module]]:
-    """Return a module with the parameters of an architecture on the meta device, and its units inside a bare root.
+    """Return a module with an architecture's parameters on the meta device, and its units below the root.
 
-    The class of a unit is its kind. Routed experts are a unit inside of their layer. Where the output matrix is tied,
-    the unit of the embedding holds the last norm too, and is around the layers: its call ends with the model's.
+    The class name of a unit is its kind. Routed experts are a unit inside their layer. If the output matrix is tied,
+    the embedding's unit also holds the last norm and encloses the layers, because it is used until the model's end.
 
     Args:
-        first_layer: the number in the whole model of the first layer here.
+        first_layer: index of this module's first layer in the whole model.
     """
     root, blocks = _made("model", ""), list[nn.Module]()
     around, last = root, list[tuple[str, tuple[int, ...]]]()
     layer = first_layer
     for shapes, nested in architecture.kinds():
-        # Registration order: norms come after the modules that hold nested units, in layers and in whole models.
+        # Registration order: norms follow the modules that hold nested units, both in layers and in whole models.
         inner = max((at for at, (each, _) in enumerate(shapes.parameters) if not catalog.is_norm(each)), default=-1) + 1
         is_layer = shapes.name not in ("embedding", "head")
         is_around = architecture.tied and shapes is architecture.units[0]
@@ -151,18 +151,18 @@ def _register(module: nn.Module, parameters: Sequence[tuple[str, tuple[int, ...]
         put(module, name, nn.Parameter(torch.empty(shape, device="meta")))
 
 
-# ---------------------------------------------------------------------- a function that builds it
+# ---------------------------------------------------------------------- models from a factory function
 
 
 def factory_subject(target: str, unit_classes: tuple[str, ...] = ()) -> Subject:
-    """Return the model that a function builds, on the meta device.
+    """Return the model that a function builds on the meta device.
 
     Args:
         target: ``package.module:function``, called without arguments.
-        unit_classes: names of the classes whose modules are units; empty: the repeated blocks of the outermost
+        unit_classes: names of the classes whose modules are units; empty: the repeated blocks in the outermost
             ``ModuleList``s.
     Raises:
-        ConfigError: it cannot be imported or built, or has no module of those classes.
+        ConfigError: the function cannot be imported, fails, or its model has no module of those classes.
     """
     model = build_on_meta(_imported(target))
     blocks = repeated_blocks(model)
@@ -181,7 +181,7 @@ def factory_subject(target: str, unit_classes: tuple[str, ...] = ()) -> Subject:
 
 
 def repeated_blocks(model: nn.Module) -> tuple[nn.Module, ...]:
-    """Return the modules of every ``ModuleList`` of two or more that lies in no other one: a model's usual units."""
+    """Return a model's usual units: the modules of each outermost ``ModuleList`` with at least two modules."""
     lists: list[tuple[str, nn.ModuleList]] = []
     for path, module in model.named_modules():
         is_inside = any(path.startswith(f"{outer}.") for outer, _ in lists)
@@ -191,17 +191,17 @@ def repeated_blocks(model: nn.Module) -> tuple[nn.Module, ...]:
 
 
 def build_on_meta(factory: Callable[[], object]) -> nn.Module:
-    """Return the module that ``factory`` makes, with all parameters on the meta device: no memory is taken.
+    """Return the module that ``factory`` builds, with all parameters on the meta device, without allocating memory.
 
-    ConfigError: it returns something else than a module, or fails on the meta device.
+    ConfigError: the factory does not return a module, or fails on the meta device.
     """
     try:
         with torch.device("meta"):
             model = factory()
     except Exception as error:
         raise ConfigError(
-            f"the factory failed on the meta device: {type(error).__name__}: {error}. Parameters have no values there: "
-            "build modules only, and leave initialisation that reads values to reset_parameters"
+            f"the factory failed on the meta device: {type(error).__name__}: {error}. Parameters have no values there. "
+            "fix: build modules only, and leave initialisation that reads values to reset_parameters"
         ) from error
     if not isinstance(model, nn.Module):
         raise ConfigError(f"the factory returned {type(model).__name__}, wanted the nn.Module to plan for")
@@ -212,7 +212,7 @@ def _imported(target: str) -> Callable[[], nn.Module]:
     module, _, name = target.partition(":")
     if not module or not name:
         raise ConfigError(f"--factory {target}: wanted package.module:function")
-    # As `python -m` has it; the script that starts the command has its own folder there.
+    # `python -m` puts the current folder on sys.path; a console script puts its own folder there.
     folder = str(Path.cwd())
     if folder not in sys.path and "" not in sys.path:
         sys.path.insert(0, folder)

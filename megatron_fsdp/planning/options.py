@@ -1,4 +1,4 @@
-"""What the options of ``megatron-fsdp plan`` mean: the setup to plan for."""
+"""Options: turn the options of ``megatron-fsdp plan`` into the setup to plan for."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ _AXES = {1: ("dp",), 2: ("outer", "inner")}
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Parsed options; what was not given has its default, and is known as such."""
+    """Parsed options. An option that the user did not give returns its default, and ``given`` tells so."""
 
     values: argparse.Namespace
 
     def given(self, name: str) -> bool:
-        """Whether an option was given, by its attribute's name."""
+        """Return whether the user gave an option, by its attribute name."""
         return getattr(self.values, name) is not None
 
     def __getitem__(self, name: str) -> Any:
@@ -45,31 +45,31 @@ class Options:
         return "bf16" if name == "main_grads_dtype" and self.values.split_main_params else DEFAULTS.get(name)
 
     def check(self) -> None:
-        """Refuse options that belong to a search, or to a plan alone. ConfigError: the others were asked for."""
+        """Raise ConfigError if options of ``--fit`` and of a single plan are combined."""
         if self.given("fit"):
             for name in filter(self.given, _OF_PARALLELISM):
                 raise ConfigError(
-                    f"{_flag(name)} is not searched over: --fit tries data-parallel meshes alone. Leave --fit out, and "
-                    "compare the totals of the plans"
+                    f"{_flag(name)} is not searched over: --fit only tries data-parallel meshes. fix: leave --fit out, "
+                    "and compare the totals of the plans"
                 )
         for name in () if self.given("fit") else filter(self.given, _OF_SEARCH):
-            raise ConfigError(f"{_flag(name)} {self[name]} belongs to --fit SIZE")
+            raise ConfigError(f"{_flag(name)} {self[name]} belongs to --fit SIZE. fix: add --fit, or leave it out")
 
     def subject(self) -> Subject:
-        """Return the model that the options name. ConfigError: none or several are named, or it cannot be found."""
+        """Return the model that the options name. ConfigError: not exactly one is named, or it cannot be found."""
         named = [name for name in ("model", "hf_config", "factory") if self.given(name)]
         if len(named) != 1:
             found = " and ".join(map(_flag, named)) or "none"
             raise ConfigError(f"found {found}; give exactly one of --model, --hf-config and --factory")
         classes = self["unit_class"] or ()
         if classes and named != ["factory"]:
-            raise ConfigError(f"--unit-class {classes[0]} belongs to --factory; catalog models have their units")
+            raise ConfigError(f"--unit-class {classes[0]} belongs to --factory; catalog models have their own units")
         if named == ["factory"]:
             return factory_subject(self["factory"], tuple(classes))
         return named_subject(self["model"]) if named == ["model"] else file_subject(self["hf_config"])
 
     def policy(self) -> MixedPrecisionPolicy:
-        """Return the dtypes."""
+        """Return the mixed-precision policy."""
         return MixedPrecisionPolicy(
             _DTYPES[self["dtype"]],
             _DTYPES[self["reduce_dtype"]],
@@ -82,7 +82,7 @@ class Options:
         )
 
     def workload(self) -> Workload:
-        """Return what a rank computes."""
+        """Return the work of one rank in a step."""
         return Workload(
             micro_batch=self["micro_batch"],
             sequence_length=self["seq_length"],
@@ -92,20 +92,20 @@ class Options:
         )
 
     def parallelism(self) -> Parallelism:
-        """Return how the model is divided besides the data-parallel ranks."""
+        """Return how the model is divided beyond data parallelism."""
         tensor, expert, pipeline, context = (self[name] or 1 for name in ("tp", "ep", "pp", "cp"))
         return Parallelism(tensor, expert, pipeline, context, self["etp"] or 0, bool(self["sequence_parallel"]))
 
     def data_parallel_sizes(self) -> tuple[int, ...]:
-        """Return the mesh of dense weights: ``--mesh``, or what ``--world`` leaves of the ranks.
+        """Return the data-parallel mesh of dense weights: ``--mesh``, or the ranks that ``--world`` leaves.
 
-        ConfigError: none or both are given, or sizes that do not divide the ranks.
+        ConfigError: neither or both are given, or the parallel sizes do not divide the ranks.
         """
         mesh: tuple[int, ...] | None = self["mesh"]
         if mesh is None and not self.given("world"):
             raise ConfigError(
-                "--mesh is missing: give the data-parallel ranks, such as --mesh 64 or --mesh 8x128, or all ranks, "
-                "such as --world 2048 --pp 16"
+                "--mesh is missing. fix: give the data-parallel ranks, such as --mesh 64 or --mesh 8x128, or all "
+                "ranks, such as --world 2048 --pp 16"
             )
         if mesh is None:
             return (self.parallelism().data_ranks(self["world"]),)
@@ -116,9 +116,9 @@ class Options:
         return mesh
 
     def setup(self, sizes: tuple[int, ...], strategy: str, workload: Workload) -> Setup:
-        """Return the setup of a mesh and a strategy.
+        """Return the setup of a mesh, a strategy and a workload.
 
-        ConfigError: they do not go together, or the options contradict the mesh.
+        ConfigError: strategy and mesh do not fit together, or an option contradicts the mesh.
         """
         axes, parallelism = mesh_axes_of(sizes), self.parallelism()
         expert_axes = _expert_axes(axes, parallelism) if parallelism.is_any else None
@@ -135,14 +135,14 @@ class Options:
         )
 
     def _hardware(self, axes: Axes, expert_axes: Axes | None, parallelism: Parallelism) -> Hardware:
-        """Return the links of all axes; ranks are ordered tp, cp, ep, dp, pp, neighbours first, as Megatron's are."""
+        """Return the links of all axes. Ranks are ordered tp, cp, ep, dp, pp, neighbours first, as in Megatron-LM."""
         rates = tuple(self["bandwidth"] or ())
         if rates and len(rates) not in (1, len(axes)):
             raise ConfigError(
-                f"--bandwidth has {len(rates)} values, --mesh {len(axes)} axes; give one for each, or one for all"
+                f"--bandwidth has {len(rates)} values, --mesh {len(axes)} axes. fix: give one per axis, or one for all"
             )
         rates *= 1 if len(rates) == len(axes) else len(axes)
-        # Fields of the machine are called as the options that give them.
+        # Fields of Hardware have the names of their options.
         names = (each.name for each in fields(Hardware) if hasattr(self.values, each.name))
         machine = Hardware(**{name: self[name] for name in names if self.given(name)})
         stride, within = parallelism.tensor, parallelism.ranks_of_expert * parallelism.expert
@@ -163,7 +163,7 @@ class Options:
         return replace(machine, links=links)
 
     def strategy_for(self, sizes: Sequence[int]) -> str:
-        """Return the strategy given, or the default of a mesh."""
+        """Return the given strategy, or the default for a mesh."""
         return self["strategy"] or ("hsdp" if len(sizes) == 2 else "optim_grads_params")
 
 
@@ -177,22 +177,22 @@ def mesh_axes_of(sizes: Sequence[int]) -> Axes:
 
 
 def _expert_axes(axes: Axes, parallelism: Parallelism) -> Axes | None:
-    """Return the axes over which the weights of one expert are sharded; None where they are those of all others."""
+    """Return the axes over which an expert's weights are sharded; None if they are the same as for dense weights."""
     *outer, inner = axes
     size = parallelism.expert_data_ranks(inner.size)
     return None if size == inner.size else (*outer, Axis(f"expert {inner.name}", size, 0))
 
 
 def placements_of(strategy: str, sizes: Sequence[int]) -> Placements:
-    """Return the placements of a strategy; one for a single axis keeps replicas on the outer of two.
+    """Return the placements of a strategy. A non-hybrid strategy on two axes replicates over the outer one.
 
-    ConfigError: hybrid sharding on one axis.
+    ConfigError: a hybrid strategy on one axis.
     """
     if strategy in HYBRID:
         if len(sizes) != 2:
             width = next((size for size in (8, 4, 2) if sizes[0] > size and sizes[0] % size == 0), sizes[0])
             raise ConfigError(
-                f"--strategy {strategy} shards over two axes, --mesh {sizes[0]} has one; write --mesh OUTERxINNER, "
+                f"--strategy {strategy} shards over two axes, --mesh {sizes[0]} has one. fix: --mesh OUTERxINNER, "
                 f"such as --mesh {sizes[0] // width}x{width}"
             )
         return Placements.hsdp(0, 1) if strategy == "hsdp" else Placements.hfsdp(0, 1)

@@ -1,9 +1,9 @@
-"""Parallelism inside a model: what one rank of a tensor, expert, context and pipeline parallel job holds and sends.
+"""Model parallelism: one rank's part of a tensor-, expert-, context- and pipeline-parallel job, and what it sends.
 
-Layers are divided as Megatron-LM divides them: attention heads, the first layers of MLPs and the vocabulary by outputs,
-what follows them by inputs; norms, routers and the narrow projections of latent attention are whole on every
-tensor-parallel rank. Experts are whole experts of some ranks, and each of these may be cut like an MLP. Sequences are
-cut over context-parallel ranks, which have the same weights.
+Layers are divided as in Megatron-LM. Attention heads, the first layers of MLPs and the vocabulary are divided by
+outputs, the layers after them by inputs. Norms, routers and the narrow projections of latent attention are whole on
+every tensor-parallel rank. Expert-parallel ranks hold whole experts, each of which may be divided like an MLP.
+Context-parallel ranks share a sequence and have the same weights.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ __all__ = ["ModelTransfer", "Parallelism", "Stage", "bubble_share", "in_flight",
 
 @dataclass(frozen=True, slots=True)
 class Parallelism:
-    """Over how many ranks a model is divided, besides the data-parallel ones.
+    """The number of ranks over which a model is divided, beyond data parallelism.
 
     Attributes:
         tensor: ranks that share each layer. expert: ranks that share the experts of a layer.
-        pipeline: stages. context: ranks that share each sequence; for weights they are data-parallel ranks.
+        pipeline: stages. context: ranks that share each sequence; for weights they count as data-parallel ranks.
         expert_tensor: ranks that share each expert; 0: as many as ``tensor``.
-        is_sequence_parallel: what lies between the tensor-parallel parts of layers is divided too, by tokens.
+        is_sequence_parallel: activations between the tensor-parallel parts of layers are divided too, by tokens.
     """
 
     tensor: int = 1
@@ -44,24 +44,24 @@ class Parallelism:
 
     @property
     def is_any(self) -> bool:
-        """Whether anything is divided."""
+        """True if the model is divided at all."""
         return max(self.tensor, self.expert, self.pipeline, self.context, self.ranks_of_expert) > 1
 
     @property
     def stream_ranks(self) -> int:
-        """Ranks that share the residual stream of a sequence's part."""
+        """Ranks that share the residual stream of a sequence part."""
         return self.tensor if self.is_sequence_parallel else 1
 
     def data_ranks(self, world: int) -> int:
-        """Return over how many of all ranks dense weights are sharded, data times context parallel, or ConfigError."""
+        """Return the number of ranks over which dense weights are sharded: data x context parallel. Or ConfigError."""
         _share(world, self.tensor * self.pipeline * self.context, "--tp x --pp x --cp", f"--world {world}")
         _share(world, self.ranks_of_expert * self.expert * self.pipeline, "--etp x --ep x --pp", f"--world {world}")
         return world // (self.tensor * self.pipeline)
 
     def expert_data_ranks(self, data_ranks: int) -> int:
-        """Return over how many of the dense ranks the weights of one expert are sharded, or ConfigError.
+        """Return the number of ranks over which one expert's weights are sharded, or raise ConfigError.
 
-        That is world / (etp x ep x pp), as Megatron-LM's ``parallel_state`` has it.
+        It is world / (etp x ep x pp), as in Megatron-LM's ``parallel_state``.
         """
         ranks = data_ranks * self.tensor
         return _share(
@@ -77,12 +77,12 @@ def _share(number: int, size: int, flags: str, of_what: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """What one rank of a pipeline stage has.
+    """The part of the model that one rank of a pipeline stage has.
 
     Attributes:
-        number: from 0. layers: the first of its layers in the model, and how many.
+        number: from 0. layers: index of its first layer in the model, and its number of layers.
         architecture: the stage's units, with the shapes of one rank.
-        has_head: whether the loss is computed here.
+        has_head: whether the loss is computed on this stage.
     """
 
     number: int
@@ -92,11 +92,13 @@ class Stage:
 
 
 def stages_of(architecture: Architecture, parallelism: Parallelism) -> tuple[Stage, ...]:
-    """Return what a rank of each stage has; ConfigError: fewer layers than stages, or shapes that sizes do not divide.
+    """Return what a rank of each stage has.
 
-    Layers are shared out in runs of equal length; where stages do not divide them, the stages after the first have one
-    more each, as far as they go: the first has the embedding. A tied output matrix is there twice, on the first and the
-    last stage.
+    Each stage gets a run of consecutive layers. If the layers do not divide evenly, the stages after the first get one
+    more each until none is left, because the first stage has the embedding. A tied output matrix is on both the first
+    and the last stage.
+
+    ConfigError: the model has fewer layers than stages, or a parallel size does not divide its shapes.
     """
     _check(architecture, parallelism)
     units = tuple(_sliced(unit, architecture, parallelism) for unit in architecture.units)
@@ -125,7 +127,9 @@ def _check(architecture: Architecture, parallelism: Parallelism) -> None:
     if parallelism.expert > 1 and not architecture.num_routed_parameters:
         raise ConfigError(f"--ep {parallelism.expert}: {architecture.model_type} has no routed experts")
     if parallelism.tensor * parallelism.pipeline * parallelism.context > 1 and not architecture.vocab_size:
-        raise ConfigError(f"--tp, --pp and --cp divide language models; {architecture.model_type} is none")
+        raise ConfigError(
+            f"--tp, --pp and --cp divide language models; {architecture.model_type} is not one. fix: leave them out"
+        )
     heads, groups = architecture.num_attention_heads, architecture.num_key_value_heads
     if heads % parallelism.tensor or (groups % parallelism.tensor and parallelism.tensor % groups):
         raise ConfigError(
@@ -134,7 +138,7 @@ def _check(architecture: Architecture, parallelism: Parallelism) -> None:
 
 
 def _ends(units: Sequence[UnitShapes], *, is_split: bool) -> tuple[Sequence[UnitShapes], Sequence[UnitShapes]]:
-    """Return what the first stage has before its layers and the last one behind them."""
+    """Return the units of the first stage before its layers, and those of the last stage after its layers."""
     first, last = ([unit for unit in units if unit.name == name] for name in ("embedding", "head"))
     if not is_split:
         return first, last
@@ -157,13 +161,13 @@ def _architecture(
         num_key_value_heads=max(whole.num_key_value_heads // parallelism.tensor, 1),
         vocab_size=-(-whole.vocab_size // parallelism.tensor),
     )
-    # Experts compute the tokens of all ranks that share them, each rank's as often as it would with all experts.
+    # Each rank computes its experts for the tokens of all ranks that share them: as many tokens as with all experts.
     routed = divided.num_routed_parameters
     used = round(routed * whole.expert_share * parallelism.expert)
     return replace(divided, num_active_parameters=divided.num_parameters - routed + used)
 
 
-# Along which dim a matrix of a module is divided; None: whole. GPT-2 stores (inputs, outputs).
+# The dim along which a module's matrix is divided; None: it is whole. GPT-2 stores (inputs, outputs).
 _DIMS: dict[str, int | None] = {
     **dict.fromkeys("q_proj k_proj v_proj q_b_proj kv_b_proj gate_proj up_proj sinks".split(), 0),
     **dict.fromkeys(("o_proj", "down_proj"), 1),
@@ -171,15 +175,15 @@ _DIMS: dict[str, int | None] = {
     **dict.fromkeys(("c_attn", "c_fc"), -1),
     "c_proj": 0,
 }
-# Their biases are added to what is summed over the ranks.
+# Their biases are added after the sum over the ranks.
 _SUMMED = ("o_proj", "down_proj", "c_proj")
 _TABLES = ("embed_tokens", "wte", "lm_head")
 
 
 def _sliced(unit: UnitShapes, architecture: Architecture, parallelism: Parallelism) -> UnitShapes:
-    """Return the shapes that one rank has of a unit."""
+    """Return a unit with the shapes that one rank has."""
     found: Parameters = ()
-    # (experts, outputs, inputs), but for gpt_oss, which multiplies from the other side.
+    # (experts, outputs, inputs), except gpt_oss, which stores the transpose.
     outputs, inputs = (2, 1) if architecture.model_type == "gpt_oss" else (1, 2)
     dims = {"gate_up_proj": outputs, "down_proj": inputs, "gate_up_proj_bias": 1}
     for name, shape in unit.parameters:
@@ -202,7 +206,7 @@ def _sliced_shape(
     if is_bias and module in _SUMMED:
         return shape
     if module in _TABLES or (unit.name == "embedding" and len(words) == 1):
-        # Megatron pads the vocabulary so that it divides.
+        # Megatron pads the vocabulary to a multiple of the ranks.
         return (-(-shape[0] // tensor), *shape[1:])
     where = f"unit {unit.name!r}, parameter {name!r}"
     dim = _DIMS.get(module)
@@ -210,7 +214,7 @@ def _sliced_shape(
         if len(shape) == 1 or module in _DIMS:
             return shape
         raise ConfigError(f"--tp {tensor}: nothing is known of how {where} of shape {shape} is divided")
-    # Fewer heads of keys and values than ranks: several ranks have the same.
+    # With fewer key and value heads than ranks, several ranks hold the same head.
     size = min(tensor, num_key_value_heads) if module in ("k_proj", "v_proj") else tensor
     return _divided(where, shape, dim % len(shape), size, "--tp")
 
@@ -223,7 +227,7 @@ def _divided(where: str, shape: tuple[int, ...], dim: int, size: int, flag: str)
 
 @dataclass(frozen=True, slots=True)
 class ModelTransfer:
-    """One kind of collective inside the model, over an axis that is not data-parallel, of one optimizer step."""
+    """Equal collectives of model parallelism in one optimizer step, over an axis that is not data-parallel."""
 
     what: str
     transfer: CollectiveCall
@@ -233,20 +237,20 @@ class ModelTransfer:
 def model_transfers(
     stage: Stage, parallelism: Parallelism, workload: Workload, itemsize: int
 ) -> tuple[ModelTransfer, ...]:
-    """Return what a rank of a stage sends in a step besides weights and gradients of the sharding engine.
+    """Return what a rank of a stage communicates in a step for model parallelism.
 
-    Tensor parallelism: two all-reduces of the residual stream per layer and pass (Shoeybi et al. 2019, section 3), or
-    with sequence parallelism an all-gather and a reduce-scatter in place of each (Korthikanti et al. 2022, section
-    4.2). Experts: two all-to-alls of the tokens' copies per layer and pass. Context: keys and values of all ranks,
-    gathered in forward and in backward, where their gradients are scattered. Pipeline: the stream to the next stage,
-    its gradient back. With full recomputation the layers' share of forward is sent twice.
+    Tensor parallelism: two all-reduces of the residual stream per layer and pass (Shoeybi et al. 2019, section 3). With
+    sequence parallelism each is replaced by an all-gather and a reduce-scatter (Korthikanti et al. 2022, section 4.2).
+    Experts: two all-to-alls of the tokens' copies per layer and pass. Context: keys and values are gathered in forward
+    and in backward; their gradients are reduce-scattered. Pipeline: the stream is sent to the next stage, its gradient
+    back. With full recomputation the layers' forward communication runs twice.
     """
     passes, layers = 2 + workload.recomputes, Transformer(stage.architecture).layers
     stream = workload.tokens * stage.architecture.hidden_size * itemsize
     width = stage.architecture.num_key_value_heads * stage.architecture.head_dim
     found = list[tuple[str, CollectiveCall, int]]()
     if (ranks := parallelism.tensor) > 1:
-        # The look-up of a divided table is summed in forward, the gradient of the output matrix's input in backward.
+        # The lookup in a divided table is summed in forward, the gradient of the output matrix's input in backward.
         count = 2 * passes * sum(layer.count for layer in layers) + (stage.number == 0) + stage.has_head
         kinds = ("all_gather", "reduce_scatter") if parallelism.is_sequence_parallel else ("all_reduce",)
         found += [("layers", CollectiveCall(kind, "tp", ranks, stream), count) for kind in kinds]
@@ -266,10 +270,10 @@ def model_transfers(
 
 
 def in_flight(stage: Stage, parallelism: Parallelism, num_microbatches: int) -> int:
-    """Return of how many microbatches a stage holds activations at once, in the order one forward, one backward."""
+    """Return for how many microbatches a stage holds activations at once, if it alternates forward and backward."""
     return min(parallelism.pipeline - stage.number, num_microbatches)
 
 
 def bubble_share(parallelism: Parallelism, num_microbatches: int) -> float:
-    """Return how long stages wait for each other, as a share of what they compute (Narayanan et al. 2021, eq. 1)."""
+    """Return the time that stages wait for each other, relative to their compute (Narayanan et al. 2021, eq. 1)."""
     return (parallelism.pipeline - 1) / num_microbatches

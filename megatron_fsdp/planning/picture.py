@@ -1,4 +1,4 @@
-"""Picture: the memory of a rank by category, and the time line of a step with its exposed communication."""
+"""Picture: draw a rank's memory by category and the timeline of a step with its exposed communication."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["LANES", "Bar", "draw", "save", "time_line"]
 
 LANES = ("gather lane", "compute", "reduce lane")
-"""The streams of a step, from the top of the picture down."""
+"""The streams of a step, from top to bottom of the picture."""
 
 _COLOURS = {
     "all-gather": "#7aa6d8",
@@ -53,7 +53,7 @@ class Bar:
 
 
 def time_line(played: Playback) -> list[Bar]:
-    """Return the bars of a step in time order; neighbours of the same kind and unit are merged into one bar."""
+    """Return the bars of a step in time order; adjacent bars of the same kind and unit are merged."""
     found = [Bar(run.stream, _kind(run), _unit(run), run.start, run.end) for run in played.runs]
     found += [
         Bar("compute", "waits", stall.unit, stall.start, stall.start + stall.seconds)
@@ -86,16 +86,16 @@ def _kind(run: Run) -> str:
 
 
 def _unit(run: Run) -> str:
-    """Return the unit that the work is for: a lane works ahead of, or behind, the unit that computes."""
+    """Return the unit that the work is for; a lane works ahead of or behind the unit that computes."""
     return run.work.label.partition(" of ")[2] or run.unit
 
 
 def draw(title: str, memory: Mapping[str, int], bars: Sequence[Bar], seconds: float, adamw: float = 0.0) -> Figure:
-    """Return a picture: above the memory of one rank by category, below the time line of its step.
+    """Return a figure: the memory of one rank by category on top, the timeline of its step below.
 
     Args:
-        memory: bytes by category. bars: of forward and backward. seconds: their length. adamw: seconds of the
-            optimizer step, which follows.
+        memory: bytes by category. bars: the bars of forward and backward. seconds: their duration. adamw: seconds of
+            the optimizer step that follows.
     Raises:
         ConfigError: matplotlib is not installed.
     """
@@ -104,7 +104,7 @@ def draw(title: str, memory: Mapping[str, int], bars: Sequence[Bar], seconds: fl
     except ImportError as error:
         raise ConfigError("a picture needs matplotlib, which is not installed. fix: pip install matplotlib") from error
     figure = Figure(figsize=(11, 5), dpi=110, layout="constrained")
-    # Jupyter shows a figure that was made without pyplot only through this method.
+    # Jupyter displays a figure made without pyplot only through this method.
     vars(figure)["_repr_png_"] = partial(_png, figure)
     figure.suptitle(title, fontsize=11)
     above, below = figure.subplots(2, 1, height_ratios=(1, 2.2))
@@ -115,9 +115,9 @@ def draw(title: str, memory: Mapping[str, int], bars: Sequence[Bar], seconds: fl
 
 
 def save(figure: Figure, path: str | PathLike[str]) -> None:
-    """Write a picture to a file, whose name says the format: .png, .svg or .pdf.
+    """Write a figure to a file; its name gives the format: .png, .svg or .pdf.
 
-    ConfigError: the file cannot be written, or matplotlib does not know the format.
+    ConfigError: the file cannot be written, or matplotlib does not support the format.
     """
     try:
         figure.savefig(path)
@@ -135,7 +135,7 @@ def _png(figure: Figure) -> bytes:
 
 
 def _draw_memory(axes: Axes, memory: Mapping[str, int]) -> None:
-    """Draw one bar, divided by category."""
+    """Draw one horizontal bar, divided by category."""
     left = 0.0
     for position, (name, size) in enumerate((name, size) for name, size in memory.items() if size > 0):
         colour = _MEMORY_COLOURS[position % len(_MEMORY_COLOURS)]
@@ -148,7 +148,7 @@ def _draw_memory(axes: Axes, memory: Mapping[str, int]) -> None:
 
 
 def _draw_time(axes: Axes, bars: Sequence[Bar], seconds: float) -> None:
-    """Draw a row for each stream."""
+    """Draw one row per stream."""
     lanes = [lane for lane in LANES if any(bar.lane == lane for bar in bars)]
     for kind, colour in _COLOURS.items():
         for lane in lanes:

@@ -1,4 +1,4 @@
-"""The options of ``megatron-fsdp plan``, their defaults and help, without torch: ``--help`` answers at once."""
+"""Options of ``megatron-fsdp plan``, with defaults and help. Does not import torch, so ``--help`` answers at once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = [
     "seconds",
 ]
 
-# ---------------------------------------------------------------------- quantities as people write them
+# ---------------------------------------------------------------------- quantities as users write them
 
 _SCALES: dict[str, float] = {"": 1, **{prefix: 1000**power for power, prefix in enumerate("KMGTP", start=1)}}
 _SCALES |= {f"{prefix}i": 1024**power for power, prefix in enumerate("KMGTP", start=1)}
@@ -29,34 +29,34 @@ _TIMES = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6}
 
 
 def positive_integer(text: str) -> int:
-    """Return an integer of at least 1."""
+    """Parse an integer of at least 1."""
     if not text.strip().isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least 1")
     return int(text)
 
 
 def byte_count(text: str) -> int:
-    """Return bytes: ``80GiB`` is 80 * 2**30, ``80GB`` 80 * 10**9; a number without a unit is refused."""
+    """Parse bytes: ``80GiB`` is 80 * 2**30, ``80GB`` is 80 * 10**9. The unit is required."""
     return round(_amount(text, {unit: scale for unit, scale in _units("B").items() if unit}, "80GiB or 80GB"))
 
 
 def bytes_per_second(text: str) -> float:
-    """Return bytes per second: ``50GB/s`` or, without the unit, ``50G``; bits are refused."""
+    """Parse bytes per second: ``50GB/s``, or ``50G`` without the unit. Bits are refused."""
     return _amount(text, _units("B/s"), "50GB/s")
 
 
 def operations_per_second(text: str) -> float:
-    """Return operations per second: ``400T``, ``400TFLOPS`` or ``4e14``."""
+    """Parse operations per second: ``400T``, ``400TFLOPS`` or ``4e14``."""
     return _amount(text, _units("FLOPS"), "400T")
 
 
 def seconds(text: str) -> float:
-    """Return seconds from ``5us``, ``0.1ms`` or ``0``."""
+    """Parse seconds from ``5us``, ``0.1ms`` or ``0``."""
     return _amount(text, _TIMES, "5us")
 
 
 def mesh_sizes(text: str) -> tuple[int, ...]:
-    """Return the axes of a mesh: ``64`` is one axis, ``8x128`` two (outer, inner)."""
+    """Parse a mesh: ``64`` is one axis, ``8x128`` is two (outer, inner)."""
     parts = re.split(r"[x,*]", text.strip().lower())
     if not all(part.isdecimal() and int(part) for part in parts) or len(parts) > 2:
         raise argparse.ArgumentTypeError(f"{text!r} is no mesh: write 64 for one axis, 8x128 for outer x inner")
@@ -83,7 +83,7 @@ _DTYPES = ("fp32", "bf16", "fp16")
 
 
 class _Option(NamedTuple):
-    """An option: what it takes (a function that reads it, its choices, or None for a switch), and its default."""
+    """A command-line option. ``takes`` is a parser function, a list of choices, or None for a switch."""
 
     flag: str
     takes: Callable[[str], Any] | Sequence[str] | None
@@ -158,7 +158,7 @@ _SEVERAL: dict[str, dict[str, Any]] = {"--unit-class": {"action": "append"}, "--
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options. One that was not given is None, so that who chose what can be told."""
+    """Add the options to a parser. An option that the user does not give is None, not its default."""
     for title, options in OPTIONS.items():
         group = parser.add_argument_group(title)
         for flag, takes, words, default, metavar in options:

@@ -1,4 +1,4 @@
-"""The page of ``megatron-fsdp plan``: what one setup takes, as tables and as plain data."""
+"""The output of ``megatron-fsdp plan`` for one setup, as tables and as plain data."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from megatron_fsdp.planning.report import folded
 __all__ = ["FORMAT", "headline", "plan_tables", "to_dict"]
 
 FORMAT = 2
-"""Of the JSON; it grows by one whenever a key changes its meaning or goes away."""
+"""Version of the JSON output. It grows by one whenever a key changes its meaning or is removed."""
 
 _MOST_WAITS = 20
 
 
 def plan_tables(best: Projection, limit_bytes: int | None, stages: Sequence[Projection]) -> Iterator[Table]:
-    """Yield what a page shows, in order; ``stages``: of a pipeline."""
+    """Yield the tables of the page in order; ``stages``: the projections of all pipeline stages."""
     report = best.report()
     *tables, notes = report.tables()
     yield _memory_table(best, limit_bytes)
@@ -37,7 +37,7 @@ def plan_tables(best: Projection, limit_bytes: int | None, stages: Sequence[Proj
 
 
 def headline(projection: Projection) -> str:
-    """Return the title: model, mesh, strategy."""
+    """Return the title line: model, mesh and strategy."""
     subject, setup, inside = projection.subject, projection.setup, projection.setup.parallelism
     active = subject.num_active_parameters
     chosen = "" if active == subject.num_parameters else f", {format_count(active)} active"
@@ -55,7 +55,7 @@ def headline(projection: Projection) -> str:
 
 
 def _memory_table(projection: Projection, limit_bytes: int | None) -> Table:
-    """Return what a rank takes, and all of them."""
+    """Return the table of memory, of one rank and of all ranks."""
     total, inside = projection.memory_bytes, projection.setup.parallelism
     num_ranks = projection.setup.sharding.num_ranks * inside.tensor
     ranks = "all_of_the_stage_bytes" if inside.pipeline > 1 else "all_ranks_bytes"
@@ -98,14 +98,14 @@ def _time_table(projection: Projection) -> Table:
 
 
 def _errors() -> dict[str, Any]:
-    """Return how far such predictions were off, in percent, where they were compared: on CPUs, with measured speeds."""
+    """Return the errors of such predictions, in percent, measured on CPUs with measured speeds."""
     text = files("megatron_fsdp.planning").joinpath("error_bar.json").read_text(encoding="utf-8")
     found: dict[str, Any] = json.loads(text)
     return found
 
 
 def to_dict(projection: Projection, stages: Sequence[Projection] = ()) -> dict[str, Any]:
-    """Return the plan as plain data; docs/planning.md describes the keys."""
+    """Return the plan as plain data; docs/planning.md describes its keys."""
     report, setup, time, subject = projection.report(), projection.setup, projection.time, projection.subject
     plain = report.to_dict()
     units = []

@@ -1,4 +1,4 @@
-"""The engine's own step on a virtual device, by stand-ins for a model: what it allocates, sends and computes."""
+"""PlayedStep: the engine's own step on a virtual device: its allocations, collectives and computations."""
 
 from __future__ import annotations
 
@@ -29,19 +29,20 @@ from megatron_fsdp.virtual.recording import Item
 __all__ = ["PlayedStep", "StandIns", "play_step"]
 
 StandIns = Callable[[], AbstractContextManager[Model]]
-"""Makes stand-ins for a model, which are there while the context is."""
+"""A function that makes stand-ins for a model; they exist while its context is open."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlayedStep:
-    """What a model takes, and what the engine did in steps of it.
+    """The result of running the engine's steps on stand-ins for a model.
 
     Attributes:
-        units: in order; nothing is said of their collectives. works: operations of a token in each.
-        items: what a step of as many microbatches asked of the device, two and three of them where there are more,
-            which do what the one before the last does. forecasts: what a step holds and sends.
-        optimizer_bytes: of its state. moved_bytes: what its step reads and writes.
-        compute_itemsize: of the first weights. arenas: of slots that have a plan.
+        units: reports on the units, in order, without collectives. works: operations per token in each unit.
+        items: by number of microbatches, what the step asked of the device. For more than three microbatches only the
+            steps of two and three are kept, because each further one repeats the one before the last.
+        forecasts: by number of microbatches, the memory and collectives of a step.
+        optimizer_bytes: bytes of the optimizer's state. moved_bytes: bytes that its step reads and writes.
+        compute_itemsize: itemsize of the first unit's compute dtype. arenas: planned arenas of slots.
     """
 
     units: tuple[UnitReport, ...]
@@ -56,16 +57,16 @@ class PlayedStep:
 
 @contextlib.contextmanager
 def _aside() -> Iterator[None]:
-    """Let a job that asks in the middle of a step go on as if nothing was, and take no time to look for garbage."""
+    """Keep the simulation from disturbing the caller's job, which may be within a step; pause garbage collection."""
     meter, heard, was_on, knows_frozen = memory_meter(), listeners[:], gc.isenabled(), gc.get_freeze_count() > 0
     peak_bytes, num_allocations = meter.peak_bytes, meter.num_allocations
     with torch.inference_mode(False), torch.enable_grad(), warnings.catch_warnings():
-        # Whoever asks for the plan is told of padding by it.
+        # The caller's report mentions padding itself.
         warnings.simplefilter("ignore", PaddingWarning)
         listeners.clear()
         gc.disable()
-        # What was there before need not be looked through. Where some of it is frozen already, as Python 3.12 does
-        # itself at its start, the rest could not be told from it afterwards, and would never be collected again.
+        # Freezing exempts existing objects from collection. Not done if some are frozen already, as Python 3.12 does at
+        # startup: unfreezing would then unfreeze those too, or the new ones would never be collected.
         if not knows_frozen:
             gc.freeze()
         try:
@@ -84,12 +85,12 @@ def _aside() -> Iterator[None]:
 def play_step(
     stand_ins: StandIns, counts: Sequence[int] = (1,), moments_dtype: torch.dtype | None = None
 ) -> PlayedStep:
-    """Run the engine on stand-ins, and return what it did in optimizer steps.
+    """Run the engine's optimizer steps on stand-ins, and return what it did.
 
     Args:
-        counts: of microbatches.
-        moments_dtype: of the optimizer's two moments. None: the main weights', as ``torch.optim.AdamW`` has them; FP32
-            where these are split.
+        counts: numbers of microbatches, one step for each.
+        moments_dtype: dtype of the optimizer's two moments. None: the main weights' dtype, as in ``torch.optim.AdamW``;
+            FP32 if the main weights are split.
     """
     items: dict[int, tuple[Item, ...]] = {}
     forecasts: dict[int, Forecast] = {}
@@ -97,13 +98,13 @@ def play_step(
         units = [each.unit for each in model.units]
         groups = [group for unit in units for group in unit.groups]
         adds_up = any(unit.policy.reduction == "invariant" for unit in units)
-        # Sums of reduction="invariant" hold more the more microbatches there are, so that all of them run.
+        # With reduction="invariant", memory grows with the number of microbatches, so all of them are run.
         chosen = sorted(set(counts) if adds_up else {min(count, 3) for count in counts})
         if not adds_up and 3 in chosen:
-            # Two are three without the one in the middle.
+            # The step of two microbatches is the step of three without the middle one.
             chosen = [count for count in chosen if count != 2]
         optimizer = _optimizer(model, groups)
-        # The first step finds the order of units; arenas are planned for what comes in a second one.
+        # The first step records the order of units; arenas are planned in the second step.
         has_slots = any(unit.slots.sizing for unit in units)
         for _ in range(1 + has_slots):
             _step(model, optimizer, listener, chosen[0] if has_slots or adds_up else 1)
@@ -138,7 +139,7 @@ def _optimizer(model: Model, groups: Sequence[ParameterGroup]) -> torch.optim.Op
     if not trained:
         return None
     is_split = any(group.spec.dtypes.is_split for group in groups)
-    # What its own arithmetic is does not matter here; SGD's is the least.
+    # The optimizer's own arithmetic does not matter here; SGD's is the smallest.
     return AdamW(trained) if is_split else fully_shard_optimizer(torch.optim.SGD(trained))
 
 
@@ -150,7 +151,7 @@ def _step(
     *,
     is_recorded: bool = False,
 ) -> list[int]:
-    """Run a step, and return how many items were noted when each microbatch began."""
+    """Run a step, and return the number of recorded items at the start of each microbatch."""
     recording = model.device.recording
     recording.is_on = is_recorded
     starts = []
@@ -172,7 +173,7 @@ def _step(
 
 
 def _moved_bytes(groups: Sequence[ParameterGroup], optimizer_bytes: int) -> int:
-    """Return what the optimizer's step reads and writes: gradients once, weights and its state twice."""
+    """Return the bytes that the optimizer step moves: gradients once, weights and optimizer state twice."""
     trained = [group for group in groups if group.requires_grad]
     dtypes = ((group.main_weight.local_buffer.numel(), group.spec.dtypes) for group in trained)
     moved = sum(numel * (each.main_grad.itemsize + 2 * each.stepped.itemsize) for numel, each in dtypes)

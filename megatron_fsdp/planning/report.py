@@ -1,4 +1,4 @@
-"""Report: what a sharded model takes, known before it is trained: buffers, padding, transient memory and traffic."""
+"""Report: memory, padding and communication of a sharded model, predicted before training."""
 
 from __future__ import annotations
 
@@ -34,28 +34,32 @@ if TYPE_CHECKING:
 __all__ = ["Report", "explain", "folded", "report_of", "shortened"]
 
 _OWNING_ROOT = (
-    "the root owns parameters itself: where forward uses some of them first and some last, as an embedding and a head, "
-    "{} of packed gradients stay from the head's to the end of backward, and nothing hides their reduction; give such "
-    "layers units: fully_shard(model.embedding), fully_shard(model.head)"
+    "the root owns parameters itself. If forward uses some of them first and some last, as an embedding and a head, {} "
+    "of packed gradients stay allocated from the head's to the end of backward, and nothing hides their reduction. "
+    "fix: make such layers units: fully_shard(model.embedding), fully_shard(model.head)"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a sharded model takes. All bytes are one rank's; ``str()`` gives a page to read, ``to_dict`` plain data.
+    """The memory and communication of a sharded model. All bytes are one rank's.
+
+    ``str(report)`` is a page of tables; ``to_dict`` returns plain data.
 
     Attributes:
-        persistent_bytes: what the buffers take at rest, as ``dbuffer.memory_meter`` counts it. padding_bytes: the part
-            of it that holds no parameter.
-        gradient_bytes: what gradients take from a unit's backward until ``zero_grad`` sets them to None.
-        optimizer_bytes: what ``torch.optim.AdamW`` will add: two moments, and 4 bytes per parameter for its step count.
-        largest_unit, largest_unit_bytes: the unit with most bytes of gathered weights in compute dtype.
+        persistent_bytes: bytes of the buffers at rest, as ``dbuffer.memory_meter`` counts them. padding_bytes: the
+            part of them that holds no parameter.
+        gradient_bytes: bytes of gradients, from a unit's backward until ``zero_grad`` sets them to None.
+        optimizer_bytes: bytes that ``torch.optim.AdamW`` will add: two moments, and 4 bytes per parameter for its step
+            count.
+        largest_unit, largest_unit_bytes: the unit with the most bytes of gathered weights in compute dtype.
         forward_peak, backward_peak, step_peak: the most bytes held beyond ``persistent_bytes``, and at which unit.
-        slot_bytes: of these, what is held in all phases once the first step is over: slots (``set_slot_pool``).
-        arenas: those among these, of ``set_slot_pool("static")``; nothing is said of where buffers lie in them.
-        counter_bytes: of the peaks, what ``reduction="invariant"`` adds microbatches up in, from the first step on.
-        num_roots: units with no unit around them; each has a schedule of its own.
-        unsharded_bytes: parameters that belong to no unit, named in ``unsharded``.
+        slot_bytes: the part of the peaks in slots (``set_slot_pool``), which stay allocated after the first step.
+        arenas: the slots' arenas under ``set_slot_pool("static")``, without offsets.
+        counter_bytes: the part of the peaks in which ``reduction="invariant"`` sums microbatches, from the first step
+            on.
+        num_roots: units that are inside no other unit; each has a schedule of its own.
+        unsharded_bytes: bytes of the parameters that belong to no unit, named in ``unsharded``.
 
     Example:
         report = explain(model)
@@ -84,7 +88,7 @@ class Report:
     _play_on_gpu: Callable[[], PlayedStep] | None = field(default=None, repr=False, compare=False)
 
     def __reduce__(self) -> tuple[type[Report], tuple[Any, ...]]:
-        """Pickle the numbers alone: a copy in another process plots nothing, as the model is not there."""
+        """Pickle the numbers only. The copy cannot plot, because the model does not travel with it."""
         return type(self), tuple(getattr(self, each.name) for each in fields(self) if each.name != "_play_on_gpu")
 
     def to_dict(self) -> dict[str, Any]:
@@ -95,7 +99,7 @@ class Report:
 
     @property
     def memory(self) -> dict[str, int]:
-        """The most bytes that one rank holds at once, by category, without activations."""
+        """The most bytes that one rank holds at once, by category; activations are not included."""
         highest = max(peak.num_bytes for peak in (self.forward_peak, self.backward_peak, self.step_peak))
         return {
             "buffers at rest": self.persistent_bytes,
@@ -107,19 +111,19 @@ class Report:
     def plot(
         self, path: str | PathLike[str] | None = None, *, tokens: int = 4096, hardware: Hardware | None = None
     ) -> Figure:
-        """Draw the memory of one rank by category, and the predicted time line of a step on GPUs.
+        """Draw the memory of one rank by category, and the predicted timeline of a step on GPUs.
 
-        The time line shows the all-gathers, compute and reduce-scatters of at most three microbatches, and where
-        compute waits for communication. The engine's own step is played for it, on streams as on a GPU.
+        The timeline shows the all-gathers, compute and reduce-scatters of at most three microbatches, and where
+        compute waits for communication. It is made by running the engine's own step on a virtual device.
 
         Args:
-            path: file to write, such as "plan.png". None: write none.
-            tokens: of one microbatch on one rank.
-            hardware: speeds; None: eight H100 in a node, at line rates.
+            path: file to write, such as "plan.png". None: write no file.
+            tokens: tokens of one microbatch on one rank.
+            hardware: speeds; None: eight H100 in one node, at line rates.
         Returns:
             a matplotlib figure.
         Raises:
-            StateError: the report is not one of a live model, or the model is gone.
+            StateError: ``explain(model)`` did not return this report, or the model was deleted.
             ConfigError: matplotlib is not installed, or the file cannot be written.
 
         Example:
@@ -145,7 +149,7 @@ class Report:
         return figure
 
     def tables(self) -> tuple[Table, ...]:
-        """Return what the page shows."""
+        """Return the tables of the page."""
         return (
             _unit_table(self),
             _total_table(self),
@@ -170,13 +174,14 @@ def explain(model: Optimizer, num_microbatches: int = 1) -> tuple[OwnershipRepor
 
 
 def explain(model: nn.Module | Optimizer, num_microbatches: int = 1) -> Report | tuple[OwnershipReport, ...]:
-    """Report on the sharded modules in ``model``: nothing is run, communicated or changed.
+    """Return a report on the sharded modules in ``model``, without running, communicating or changing anything.
 
     Args:
-        model: or a ``Muon`` optimizer, of which every rank asks who owns which matrix (``explain_ownership``).
+        model: a sharded model; or a ``Muon`` optimizer, whose report says which rank owns which matrix
+            (``explain_ownership``; every rank must call it).
         num_microbatches: forward and backward passes per optimizer step, each inside ``microbatch(model, is_last)``.
     Raises:
-        StateError: ``model`` holds no sharded module.
+        StateError: ``model`` contains no sharded module.
         ConfigError: ``num_microbatches`` is less than 1.
 
     Example:
@@ -191,16 +196,16 @@ def explain(model: nn.Module | Optimizer, num_microbatches: int = 1) -> Report |
     units = list(units_below(model))
     if not units:
         raise StateError(
-            f"{type(model).__name__} holds no sharded module; call fully_shard on its blocks and on it first"
+            f"{type(model).__name__} holds no sharded module. fix: call fully_shard on its blocks and on it first"
         )
     played = play_step(partial(live_stand_ins, model, units), [num_microbatches])
     report = report_of(played, num_microbatches, unsharded(model, units))
-    # A report that is kept does not keep the model.
+    # A weak reference, so that keeping a report does not keep the model alive.
     return replace(report, _play_on_gpu=partial(_play_live, weakref.ref(model), num_microbatches))
 
 
 def _play_live(model: weakref.ref[nn.Module], num_microbatches: int) -> PlayedStep:
-    """Play a step of a live model on streams, whatever device it is on."""
+    """Run a step of a live model on a virtual device with streams, whatever device the model is on."""
     found = model()
     if found is None:
         raise StateError("plot: the model of this report is gone. fix: call explain(model).plot(path) while it lives")
@@ -209,7 +214,7 @@ def _play_live(model: weakref.ref[nn.Module], num_microbatches: int) -> PlayedSt
 
 
 def with_links(hardware: Hardware, played: PlayedStep) -> Hardware:
-    """Return the hardware with a link for each mesh axis that the step communicates on and that has none."""
+    """Return the hardware with a link added for each mesh axis that the step communicates on."""
     links = dict(hardware.links)
     for work in (item.work for items in played.items.values() for item in items):
         if work is not None and work.ranks and work.axis not in links:
@@ -219,7 +224,7 @@ def with_links(hardware: Hardware, played: PlayedStep) -> Hardware:
 
 
 def report_of(played: PlayedStep, num_microbatches: int, left: Mapping[str, nn.Parameter] | None = None) -> Report:
-    """Return the report on a step that was played; ``left``: parameters that belong to no unit."""
+    """Return the report on a step that ``play_step`` ran; ``left``: the parameters that belong to no unit."""
     left = left or {}
     forecast = played.forecasts[num_microbatches]
     units = played.units
@@ -248,7 +253,7 @@ def report_of(played: PlayedStep, num_microbatches: int, left: Mapping[str, nn.P
 
 
 def _collectives(forecast: Forecast) -> Iterator[CollectiveReport]:
-    """Yield what is sent, alike collectives of a phase as one."""
+    """Yield the collectives by phase; equal ones are combined."""
     phases = list(Phase)
     order = sorted(forecast.issues.items(), key=lambda each: (phases.index(each[0][0]), *astuple(each[0][1])))
     for (phase, call), count in order:
@@ -256,7 +261,7 @@ def _collectives(forecast: Forecast) -> Iterator[CollectiveReport]:
 
 
 def folded(report: Report) -> list[tuple[str, list[int], UnitReport]]:
-    """Return units that are alike but for their names as one: the first and last name, the positions, the first."""
+    """Return groups of units that differ only in their names: (first and last name, positions, first unit)."""
     alike: dict[UnitReport, list[int]] = {}
     for position, unit in enumerate(report.units):
         alike.setdefault(replace(unit, name=""), []).append(position)
@@ -301,7 +306,7 @@ def _amounts(groups: Sequence[GroupReport], persistent_bytes: int) -> dict[str, 
 
 
 def _dtype_text(group: GroupReport) -> str:
-    """Return compute/main/reduce/main_grad, or the one dtype that they all are."""
+    """Return compute/main/reduce/main_grad dtypes, or a single dtype if all are equal."""
     dtypes = [group.compute_dtype, group.main_dtype, group.reduce_dtype, group.main_grad_dtype]
     short = [dtype.replace("float", "fp").replace("bfp", "bf") for dtype in dtypes]
     return f"{short[0]} frozen" if not group.requires_grad else "/".join(short if len(set(short)) > 1 else short[:1])
@@ -354,15 +359,15 @@ def _traffic_table(report: Report) -> Table:
 
 
 def _notes(report: Report) -> Iterator[str]:
-    """Yield what is worth knowing of single units, each with the units of which it is said."""
+    """Yield notes on single units, each followed by the units that it applies to."""
     said: dict[str, list[str]] = {}
     for words, name in _remarks(report):
         said.setdefault(words, []).append(name)
     yield from (f"{words}: {shortened(names)}" for words, names in said.items())
     if report.num_roots > 1:
         yield (
-            f"{report.num_roots} units have no unit around them, so nothing is gathered ahead and each keeps its "
-            f"weights until its backward; call fully_shard on the outermost module too"
+            f"{report.num_roots} units are inside no other unit, so nothing is prefetched and each keeps its weights "
+            f"until its backward. fix: call fully_shard on the outermost module too"
         )
     if report.unsharded:
         yield (
@@ -372,7 +377,7 @@ def _notes(report: Report) -> Iterator[str]:
 
 
 def _remarks(report: Report) -> Iterator[tuple[str, str]]:
-    hooks = "counted as plain weights in their compute dtype, though all-gather hooks of their own say what travels"
+    hooks = "counted as plain weights in compute dtype, although their own all-gather hooks decide what is sent"
     is_sharded = any(group.is_cut for unit in report.units for group in unit.groups)
     for unit in report.units:
         for group in unit.groups:
@@ -389,19 +394,19 @@ def _remarks(report: Report) -> Iterator[tuple[str, str]]:
 
 
 def _wide(group: GroupReport) -> str:
-    """Say where gradients are reduced in more bytes than weights compute in, which a policy that is silent chooses."""
+    """Return a note if gradients are reduced in a wider dtype than compute, which is the default of some policies."""
     compute, wire = getattr(torch, group.compute_dtype), getattr(torch, group.reduce_dtype)
     if not group.requires_grad or wire.itemsize <= compute.itemsize:
         return ""
     return (
-        f"gradients of {group.compute_dtype} weights are reduced in {group.reduce_dtype}, which is the default "
-        "(reduce_dtype=None) where that is the parameters' grad_dtype, as in PyTorch 2.15; "
+        f"gradients of {group.compute_dtype} weights are reduced in {group.reduce_dtype}: the default "
+        "(reduce_dtype=None) is the parameters' grad_dtype, as in PyTorch 2.15; "
         f"reduce_dtype={compute} sends {compute.itemsize / wire.itemsize:.0%} of the bytes"
     )
 
 
 def shortened(names: Iterable[str]) -> str:
-    """Return different names, three of them where there are more."""
+    """Return the distinct names; of more than three, the first three and the number of the rest."""
     different = list(dict.fromkeys(names))
     shown = ", ".join(different[:3])
     return shown if len(different) <= 3 else f"{shown} and {len(different) - 3:,} more"

@@ -1,4 +1,4 @@
-"""Fit: which ways to train a model fit a number of accelerators, and which of them is fastest."""
+"""Search for ``--fit``: find the setups that fit the accelerators' memory, and the fastest of them."""
 
 from __future__ import annotations
 
@@ -21,27 +21,28 @@ from megatron_fsdp.planning.transformer import Workload
 
 __all__ = ["fit_tables", "search"]
 
-# Sequences of a rank and step when no batch is given; rows of the table.
+# Default number of sequences per rank and step; rows of the table of fitting setups.
 _PER_RANK, _ROWS = 8, 12
-# Packed gathers need weights that rest sharded.
+# The strategies with sharded resting weights, which a low-precision gather requires.
 _PACKED = ("optim_grads_params", "hsdp")
-# Layers of which each half comes to do what all between the ends do: gathers run two ahead, reductions two behind.
+# With this many layers, the middle layers of both halves behave as in a deep model: gathers run two layers ahead,
+# reductions two behind.
 _FEW = 8
 
 
 def search(
     subject: Subject, options: Options, progress: Callable[[str], None] = lambda _: None
 ) -> tuple[Projection | None, dict[str, Any]]:
-    """Try strategies, splits of the ranks into a mesh, micro-batches and recomputation; options that are given stay.
+    """Try strategies, meshes, micro-batch sizes and recomputation; options that the user gave are kept.
+
+    All setups train on the same number of sequences per step, so that their step times compare. ``progress`` is called
+    with a line of text before each sharding is tried.
 
     Returns:
-        The plan of the fastest that fits, and what was found as plain data, which docs/planning.md describes.
-
-    All setups train on the same number of sequences per step, so their step times compare. ``progress`` is called with
-    a line of text before each way to shard.
+        The plan of the fastest setup that fits, or None, and the results as plain data (docs/planning.md).
 
     Raises:
-        ConfigError: no number of ranks is given, or a batch that they do not divide.
+        ConfigError: the number of ranks is missing, or does not divide the batch.
     """
     limit_bytes, num_ranks = options["fit"], _num_ranks(options)
     per_rank = _sequences_per_rank(options, num_ranks)
@@ -62,7 +63,7 @@ def search(
             rejected.append({**place, "memory_bytes": 0, "reason": f"no layout: {str(error).partition('. ')[0]}"})
             continue
         tried = [(setup, memory_of(subject, setup, steps, times)) for setup in setups]
-        # Time is told of what fits alone: it takes longer than memory.
+        # Only setups that fit are timed, because timing takes longer than counting memory.
         fits = [(setup, memory) for setup, memory in tried if sum(memory.values()) <= limit_bytes]
         found += [(setup, {**place, **_plain(setup, memory, _time(setup, steps, times))}) for setup, memory in fits]
         if not fits:
@@ -85,7 +86,7 @@ def search(
 
 
 def fit_tables(found: dict[str, Any]) -> Iterator[Table]:
-    """Yield how many setups fit with the fastest of them, and why the rest does not."""
+    """Yield a table of the fastest setups that fit, and a table of why the others do not."""
     fitting, limit = found["fitting"], format_bytes(found["limit_bytes"])
     unknown = "" if found["counts_activations"] else "; activations are not known and not counted"
     verb = "fits" if found["num_tried"] == 1 else "fit"
@@ -93,17 +94,17 @@ def fit_tables(found: dict[str, Any]) -> Iterator[Table]:
         f"{len(fitting):,} of {counted(found['num_tried'], 'setup')} {verb} {limit} on "
         f"{counted(found['num_ranks'], 'rank')}, {counted(found['sequences_per_step'], 'sequence')} per step{unknown}"
     )
-    # One rank's, as in the plan below: the ranks train on different sequences.
+    # Of one rank, as in the plan below it: the ranks train on different sequences.
     renamed = {"tokens_per_second": "tokens/s and rank"}
     yield Table.of([{renamed.get(key, key): each[key] for key in each} for each in fitting[:_ROWS]], title)
     yield Table.of(found["rejected"], "what does not fit")
 
 
 def _models(subject: Subject, options: Options) -> tuple[tuple[Subject, ...], int]:
-    """Return what is played for a model: a few of its layers, and one more, of which the rest follows; or all of it.
+    """Return the models to run, and how many layers to extrapolate.
 
-    And how many layers it has beyond the few. In which turns the sums of ``--reduction`` are held is another matter
-    with each layer.
+    If layers are alike, these are the model with a few layers and with one layer more; otherwise the whole model and 0.
+    ``--reduction`` needs the whole model, because its sums are held in an order that differs for each layer.
     """
     few, more = (subject.shortened(number) for number in (_FEW, _FEW + 1))
     if few is None or more is None or options.given("reduction"):
@@ -132,7 +133,7 @@ def _plain(setup: Setup, memory: Mapping[str, int], time: StepTime) -> dict[str,
 def _num_ranks(options: Options) -> int:
     gpus, mesh = options["gpus"], options["mesh"]
     if gpus is None and mesh is None:
-        raise ConfigError("--fit needs --gpus N, or a --mesh to keep")
+        raise ConfigError("--fit needs --gpus N, the number of ranks. fix: add --gpus N, or --mesh to keep one mesh")
     if mesh is not None and gpus not in (None, math.prod(mesh)):
         raise ConfigError(f"--gpus {gpus} contradicts --mesh {'x'.join(map(str, mesh))}, which has {math.prod(mesh)}")
     return int(gpus) if mesh is None else math.prod(mesh)
@@ -146,7 +147,7 @@ def _sequences_per_rank(options: Options, num_ranks: int) -> int:
         return product if given else math.lcm(_PER_RANK, product)
     if batch % num_ranks:
         raise ConfigError(
-            f"--global-batch {batch} is no multiple of the {num_ranks} ranks; the nearest is "
+            f"--global-batch {batch} is no multiple of the {num_ranks} ranks. fix: --global-batch "
             f"{max(round(batch / num_ranks), 1) * num_ranks}"
         )
     return int(batch) // num_ranks
@@ -164,7 +165,7 @@ def _workloads(subject: Subject, options: Options, per_rank: int) -> Iterator[Wo
     if not sizes:
         raise ConfigError(
             f"{per_rank} sequences per rank and step cannot be split with --micro-batch {base.micro_batch} and "
-            f"--num-microbatches {base.num_microbatches}; change --global-batch or leave one of them out"
+            f"--num-microbatches {base.num_microbatches}. fix: change --global-batch, or leave one of them out"
         )
     kinds = [base.recompute]
     if not options.given("recompute") and subject.transformer is not None and not options.given("activation_bytes"):
@@ -178,7 +179,7 @@ def _shardings(options: Options, num_ranks: int) -> Iterator[tuple[str, tuple[in
     splits = [(num_ranks // inner, inner) for inner in range(2, num_ranks) if num_ranks % inner == 0]
     for strategy in (given,) if given else _PACKED if options.given("gather_dtype") else STRATEGIES:
         if mesh is not None:
-            # On two axes ZeRO-3 with replicas is hsdp, and hybrids need two.
+            # On two axes, ZeRO-3 with replicas is the same as hsdp, and hybrid strategies need two axes.
             is_twin = not given and strategy == "optim_grads_params" and len(mesh) == 2
             if not is_twin and (given or len(mesh) == 2 or strategy not in HYBRID):
                 yield strategy, mesh

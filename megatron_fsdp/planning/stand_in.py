@@ -1,7 +1,7 @@
-"""Stand-ins: modules with the units and parameters of a model, which note what using them would compute.
+"""Stand-ins: modules with a model's units and parameters that record which operations each use would take.
 
-Everything else, every buffer, gather, wait and reduction, is what the engine does with them. The model may be a live
-one, whose units are built again, or one of shapes alone (on the meta device), whose stand-ins ``fully_shard`` shards.
+Everything else is the engine's own: buffers, gathers, waits and reductions. The model may be live, and then its units
+are rebuilt; or it may have only shapes (on the meta device), and then ``fully_shard`` shards its stand-ins.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ __all__ = [
 
 
 class Axis(NamedTuple):
-    """One axis of the mesh: its name, its number of ranks, and the place of the rank that is reported on."""
+    """One axis of the mesh: its name, its number of ranks, and the position of the simulated rank."""
 
     name: str
     size: int
@@ -65,11 +65,11 @@ Axes = tuple[Axis, ...]
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """How every unit of a model of shapes is sharded.
+    """How to shard every unit of a model that has only shapes.
 
     Attributes:
-        axes: of the data-parallel mesh, outermost first. expert_axes: of routed experts, which fewer ranks may hold;
-            None: as all else.
+        axes: axes of the data-parallel mesh, outermost first. expert_axes: axes of routed experts, which may be
+            sharded over fewer ranks; None: as all other units.
     """
 
     axes: Axes
@@ -83,18 +83,18 @@ class Sharding:
         return math.prod(axis.size for axis in self.axes)
 
     def axes_of(self, module: nn.Module) -> Axes:
-        """Return over what a module's unit is sharded."""
+        """Return the axes over which a module's unit is sharded."""
         return self.expert_axes if self.expert_axes and type(module).__name__ == "experts" else self.axes
 
 
 # ---------------------------------------------------------------------- modules
 
-# How often each kind of operation of forward comes again: a product has two in backward, one of them for the weight.
+# How often each kind of forward operation runs: a matrix product has two in backward, one for the weight gradient.
 _TIMES = {"forward": {"matrix": 1, "attention": 1}, "backward": {"matrix": 1, "attention": 2}, "weight": {"matrix": 1}}
 
 
 class _Use(torch.autograd.Function):
-    """A use of a weight: its products, and gradients without values."""
+    """One use of a weight: records its products, and returns gradients without values."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, module: StandIn) -> torch.Tensor:
@@ -106,7 +106,7 @@ class _Use(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor | None, ...]:
-        # Where weights are read they are gathered by now.
+        # Reading the saved weight raises an error if it is not gathered by now.
         _ = ctx.saved_tensors
         ctx.module._note("backward", ctx.shape.numel())
         x = torch.empty(1) if ctx.needs_input_grad[0] else None
@@ -119,41 +119,42 @@ class _Use(torch.autograd.Function):
 
 
 class StandIn(nn.Module):
-    """Uses parameters of a unit, and calls the units in it, in the order in which they were added.
+    """Uses a unit's parameters and calls its inner units, in the order in which they were added.
 
     Args:
-        path: of the module below the model.
+        path: path of the module within the model.
     """
 
     def __init__(self, path: str, recording: Recording) -> None:
         super().__init__()
-        # Other names are the model's. The operations of one token are shared out among the weights by their size.
+        # Names with an underscore, because the model's names are used too. Each weight gets a share of the unit's
+        # operations in proportion to its size.
         self._path, self._work, self._recording, self._reads = path, UnitWork(0), recording, True
         self._numel, self._order = 0, list[tuple[nn.Module, str]]()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Pass a token through everything; values mean nothing."""
+        """Run a token through all parts; its values are meaningless."""
         for module, name in self._order:
             part = getattr(module, name)
             x = part(x) if isinstance(part, nn.Module) else _Use.apply(x, part, self)  # type: ignore[no-untyped-call]
         return x
 
     def _add(self, name: str, part: nn.Parameter | StandIn, *, is_used: bool = True) -> None:
-        """Have a parameter or an inner unit of this name, which may have dots, and use or call it next."""
+        """Register a parameter or inner unit under a name, which may have dots; forward uses it next if ``is_used``."""
         place = put(self, name, part)
         if is_used:
             self._order.append(place)
             self._numel += part.numel() if isinstance(part, nn.Parameter) else 0
 
     def _note(self, what: str, numel: int) -> None:
-        """Note the operations of a use of so many weights: their share of the unit's own."""
+        """Record the operations of using ``numel`` weights: their share of the unit's operations."""
         share, where = numel / self._numel, " in a layer" if self._work.is_layer else ""
         for kind, times in _TIMES[what].items():
             self._recording.work(Work(what, kind + where, int(share * times * getattr(self._work, kind))))
 
 
 def put(module: nn.Module, name: str, part: nn.Parameter | nn.Module) -> tuple[nn.Module, str]:
-    """Register something below a module under a name with dots; return the module that has it, and its name there."""
+    """Register ``part`` below a module under a dotted name; return the module that holds it, and its name there."""
     *path, attribute = name.split(".")
     for each in path:
         if each not in module._modules:
@@ -173,13 +174,13 @@ def _class(name: str) -> type[StandIn]:
 
 @dataclass(frozen=True, slots=True)
 class StoodIn:
-    """A unit of the model.
+    """A unit of the model, and the unit of stand-ins that represents it.
 
     Attributes:
-        modules: class names. work: of a token.
-        unit: of stand-ins, as the engine builds the model's; its name is the path of its (first) module below the
-            model, the class name where that is the model itself. has_hooks: parameters whose class says what is
-            gathered, which stand-ins do not know.
+        modules: class names of the model's modules. work: operations per token.
+        unit: the stand-ins' unit, built by the engine like the model's. Its name is the path of its first module in the
+            model, or the class name if that is the model itself.
+        has_hooks: parameters whose class has its own all-gather hooks, which stand-ins do not have.
     """
 
     modules: tuple[str, ...]
@@ -189,7 +190,7 @@ class StoodIn:
 
     @classmethod
     def of(cls, unit: Unit, modules: Sequence[nn.Module], has_hooks: tuple[str, ...] = ()) -> StoodIn:
-        """Describe a unit of stand-ins for modules."""
+        """Describe a unit of stand-ins for ``modules``, and name it."""
         parts = [part for module in unit.modules if isinstance(part := module(), StandIn)]
         kinds = tuple(type(module).__name__.removeprefix("FSDP") for module in modules)
         rename_unit(unit, next((part._path for part in parts if part._path), kinds[0]))
@@ -197,18 +198,18 @@ class StoodIn:
 
     @property
     def name(self) -> str:
-        """The unit's."""
+        """The unit's name."""
         return self.unit.name
 
     def names(self, group: ParameterGroup) -> tuple[str, ...]:
-        """Return what the parameters of a group are called in the model's unit."""
+        """Return the names of a group's parameters in the model's unit."""
         prefixed = len(self.unit.modules) > 1
         return tuple(name.partition(".")[2] if prefixed else name for name in group.parameters)
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """Stand-ins for a model: the outermost one, and the units in the order in which modules are registered."""
+    """Stand-ins for a model: the device, the outermost module, and all units in order of registration."""
 
     device: VirtualDevice
     module: nn.Module
@@ -222,10 +223,10 @@ def _copied(
     works: Mapping[str, UnitWork],
     recording: Recording,
 ) -> dict[int, StandIn]:
-    """Return stand-ins for a model and for the modules of units below it, by the identity of the module.
+    """Return stand-ins for a model and for the modules of units below it, keyed by the identity of the module.
 
     Args:
-        copy: returns what stands for a parameter of a module, always the same; None where nobody shards it.
+        copy: returns the stand-in of a module's parameter, always the same one; None if the parameter is unsharded.
         works: as in ``shaped_stand_ins``.
     """
     chosen = {id(module) for module in (*units, model)}
@@ -245,7 +246,7 @@ def _copied(
         for name, parameter in module._parameters.items():
             copied = None if parameter is None else copy(module, parameter)
             if copied is not None:
-                # A tied parameter gets its gradient when backward reaches the first place that used it.
+                # A tied parameter is used once, where backward reaches it last.
                 around._add(prefix + name, copied, is_used=id(parameter) not in seen)
                 seen.add(id(parameter))
         for name, child in module.named_children():
@@ -262,18 +263,18 @@ def _copied(
 def _virtual_meshes(
     meshes: Sequence[Axes], *, has_streams: bool
 ) -> Iterator[tuple[VirtualDevice, dict[Axes, DeviceMesh]]]:
-    """Make this process a rank of a job that has these meshes, with the place on each that its axes say."""
+    """Make this process a rank of a virtual job with these meshes, at the position that their axes give."""
     meshes = list(dict.fromkeys(meshes))
     sizes = [math.prod(axis.size for axis in axes) for axes in meshes]
     places = [functools.reduce(lambda place, axis: place * axis.size + axis.rank, axes, 0) for axes in meshes]
-    # Ranks are numbered so that it is the same one everywhere.
+    # Ranks are numbered so that this process has the same rank in all meshes.
     rank = max(places, default=0)
     firsts = [rank - place for place in places]
     num_ranks = max((first + size for first, size in zip(firsts, sizes, strict=True)), default=1)
     with contextlib.ExitStack() as stack:
         device = stack.enter_context(virtual_device(num_ranks, rank, has_streams=has_streams))
         if not has_streams:
-            # On a CPU kernels are operators, many and small ones of large tensors.
+            # On a CPU, kernels run as torch operators, which need many launches; here each is recorded once.
             stack.enter_context(launch_with(device.launch))
         made = {}
         for axes, first, size in zip(meshes, firsts, sizes, strict=True):
@@ -291,16 +292,16 @@ def shaped_stand_ins(
     *,
     has_streams: bool = True,
 ) -> Iterator[Model]:
-    """Call ``fully_shard`` on what stands for each block, and then on what stands for ``model``.
+    """Make stand-ins for a model of shapes, and call ``fully_shard`` on those of each block and of the model.
 
     Args:
-        model: its parameters may be on any device, meta included; nothing is done to it.
-        blocks: modules below ``model``; the root owns what no block does.
-        works: operations of a token in a unit, by the class of its module; else two for each of its parameters.
+        model: its parameters may be on any device, including meta; it is not changed.
+        blocks: modules below ``model``; the root owns the parameters that are in no block.
+        works: operations per token of a unit, by its module's class name; default: two per parameter.
         has_streams: lanes are streams, as on a GPU.
     Raises:
-        ConfigError, OwnershipError: parameters that cannot be sharded so.
-        LayoutError: the planner refuses the padding of a unit.
+        ConfigError, OwnershipError: the parameters cannot be sharded in this way.
+        LayoutError: the planner refuses a unit's padding.
     """
     chosen = {id(block) for block in blocks if not is_no_shard(block)} | {id(model)}
     units = [module for module in model.modules() if id(module) in chosen]
@@ -316,7 +317,7 @@ def shaped_stand_ins(
     with _virtual_meshes(list(map(sharding.axes_of, units)), has_streams=has_streams) as (device, meshes):
         copies = _copied(model, units, copy, works, device.recording)
         made.clear()
-        # Inner units come after those around them.
+        # Reversed, because inner units must be sharded before the units around them.
         for module in reversed(units):
             stand_in = copies[id(module)]
             try:
@@ -324,7 +325,7 @@ def shaped_stand_ins(
             except LayoutError as error:
                 name = stand_in._path or type(stand_in).__name__
                 raise LayoutError(f"unit {name!r}: {error}") from error
-            # It is of no account here, but reduction="invariant" wants to be told one.
+            # The value does not matter here, but reduction="invariant" requires one.
             FSDPModule.set_gradient_divide_factor(stand_in, 1.0)  # type: ignore[arg-type]  # it is one now
         stood = tuple(StoodIn.of(unit_of(copies[id(module)]), [module]) for module in units)
         yield Model(device, copies[id(model)], stood)
@@ -335,7 +336,7 @@ def shaped_stand_ins(
 
 @contextlib.contextmanager
 def live_stand_ins(model: nn.Module, units: Sequence[Unit], *, has_streams: bool | None = None) -> Iterator[Model]:
-    """Stand in for a live model, whose ``units`` are in the order in which modules are registered.
+    """Make stand-ins for a live model; ``units`` are in order of module registration.
 
     Args:
         has_streams: lanes are streams, as on a GPU. None: as on the model's own device.
@@ -355,12 +356,12 @@ def live_stand_ins(model: nn.Module, units: Sequence[Unit], *, has_streams: bool
         return stand_in(*places[id(parameter)]) if id(parameter) in places else None
 
     def build(unit: Unit) -> Unit:
-        """Do what ``fully_shard`` does when it has planned the groups, with those of the unit."""
+        """Do what ``fully_shard`` does after planning, with the groups of ``unit``."""
         stood = [copies[id(each)] for each in modules[id(unit)] if id(each) in copies]
         for group in unit.groups:
             for index, name in enumerate(group.parameters):
                 if (id(group), index) not in made:
-                    # Of a module of the unit that is not below the one that was asked about.
+                    # It belongs to a module of the unit that is outside the given model.
                     stood[0]._add(f"elsewhere.{name}", stand_in(group, index), is_used=False)
         owned = collect_parameters(stood, ())
         by_identity = {id(each.parameter): each for each in owned}
@@ -388,19 +389,19 @@ def live_stand_ins(model: nn.Module, units: Sequence[Unit], *, has_streams: bool
 
 
 def unsharded(model: nn.Module, units: Sequence[Unit]) -> dict[str, nn.Parameter]:
-    """Return the parameters of a live model that belong to no unit."""
+    """Return the parameters of a live model that belong to no unit, by name."""
     owned = {id(each) for unit in units for group in unit.groups for each in _registered(group)}
     return {name: parameter for name, parameter in model.named_parameters() if id(parameter) not in owned}
 
 
 def reshard_asked(unit: Unit) -> bool | int | None:
-    """Return what was asked of ``fully_shard`` as ``reshard_after_forward``."""
+    """Return the ``reshard_after_forward`` that the user gave to ``fully_shard``."""
     parts = [part.axis.size for group in unit.groups if (part := group.weights.post_forward) is not None]
     return parts[0] if parts else unit.reshard_after_forward
 
 
 def _registered(group: ParameterGroup) -> list[torch.Tensor | None]:
-    """Return what is registered now as the parameters of a group: the sharded or the unsharded ones."""
+    """Return the tensors that modules currently hold for a group's parameters, sharded or unsharded."""
     places = (each.param_module_infos[0] for each in group.owned)
     return [place.module._parameters.get(place.attribute) for place in places]
 
@@ -418,12 +419,12 @@ def _hooks(unit: Unit) -> tuple[str, ...]:
 
 
 def _was_trained(group: ParameterGroup) -> bool:
-    # The parameters' own flags: the group takes notice of a change in the next forward.
+    # Read from the parameters, because the group only notices a changed flag in its next forward.
     return group.gradients is not None or any(each.requires_grad for each in group.parameters.values())
 
 
 def _settle(units: Sequence[Unit], built: Sequence[Unit]) -> None:
-    """Set what is set on units and parameters after ``fully_shard``."""
+    """Copy settings that users made on units and parameters after ``fully_shard``."""
     references = {id(unit): stood.reference for unit, stood in zip(units, built, strict=True)}
     for unit, stood in zip(units, built, strict=True):
         stood.reshard_after_backward = unit.reshard_after_backward
@@ -438,7 +439,7 @@ def _settle(units: Sequence[Unit], built: Sequence[Unit]) -> None:
         for group, copy in zip(unit.groups, stood.groups, strict=True):
             _settle_group(group, copy)
         if unit.slots.sizing is not None:
-            # A stand-in has neither communicator nor GPU; slots take the same bytes wherever they come from.
+            # Stand-ins have no communicator and no GPU; slots take as many bytes from the device's allocator.
             use_slots(stood, replace(unit.slots, source="device"))
 
 

@@ -1,4 +1,4 @@
-"""What the engine holds and sends in an optimizer step, as it tells it: peaks, lifetimes and collectives."""
+"""StepListener: records the memory peaks, buffer lifetimes and collectives of an optimizer step from engine events."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class Phase(str, enum.Enum):
 
 
 Issue = tuple[Phase, CollectiveCall]
-"""A collective, and when it is sent."""
+"""A collective, and the phase in which it is issued."""
 
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The most bytes held in a phase beyond what rests, the gradients among them, and the unit that reached it."""
+    """The most bytes held in a phase beyond the resting buffers, the unit that reached it, and the gradients' part."""
 
     num_bytes: int = 0
     unit: str = ""
@@ -46,15 +46,15 @@ class Peak:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What one optimizer step takes.
+    """The memory and collectives of one optimizer step.
 
     Attributes:
-        issues: how often each collective is sent.
-        lifetimes: of gathered weights, packed gradients, parts kept after forward and scratch, in the order in which
-            they come.
-        counter_bytes: what ``reduction="invariant"`` adds up in, in all phases.
-        slot_bytes: likewise, of slots.
-        heights: the bytes held when some were added, in each phase of each microbatch.
+        issues: how often each collective is issued.
+        lifetimes: lifetimes of gathered weights, packed gradients, parts kept after forward and scratch, in order of
+            allocation.
+        counter_bytes: bytes of the sums of ``reduction="invariant"``, which are held in all phases.
+        slot_bytes: bytes of slots, which are held in all phases.
+        heights: the bytes held after each allocation, one tuple per phase and microbatch.
     """
 
     peaks: dict[Phase, Peak]
@@ -65,14 +65,14 @@ class Forecast:
     heights: tuple[tuple[int, ...], ...] = field(repr=False)
 
     def highest(self, more: Forecast, times: int) -> int:
-        """Return the most bytes held beyond what rests, of a model with ``times`` more layers.
+        """Return the most bytes held beyond the resting buffers, for a model with ``times`` more layers.
 
-        Layers between the first and the last ones do all the same, so each height grows by as much with each of them
-        more as it does from here to ``more``: those of the first half counted from the begin of their phase, those of
-        the second half from its end.
+        Layers between the first and the last ones all behave alike. Each further layer therefore raises each height by
+        the difference to ``more``. Heights of the first half of a phase are matched from its start, those of the second
+        half from its end.
 
         Args:
-            more: the step of a model with one layer more.
+            more: the step of a model with one more layer.
         """
         pairs = list(zip(self.heights, more.heights, strict=True))
         pairs += [(few[::-1], many[::-1]) for few, many in pairs]
@@ -81,7 +81,7 @@ class Forecast:
 
 
 class _Owner(NamedTuple):
-    """Whose a buffer is, by position, -1 for nobody's; and its kind."""
+    """The owner of a buffer: positions of its unit and group, -1 for none; and the buffer's kind."""
 
     unit: int
     group: int
@@ -93,10 +93,10 @@ _LIVES = frozenset(("gathered weights", "packed gradients", "post-forward shard"
 
 
 class StepListener:
-    """Hears what the engine does with stand-ins, and notes what a step takes; ``begin`` begins a step.
+    """Records memory and collectives of the engine's steps on stand-ins; ``begin`` starts a step.
 
     Args:
-        units: of the model, at rest.
+        units: the units of the model, at rest.
     """
 
     def __init__(self, units: Sequence[StoodIn]) -> None:
@@ -109,16 +109,16 @@ class StepListener:
             for number, group in enumerate(each.unit.groups):
                 for kind, storage in storages_of(group):
                     self._owners[id(storage)] = _Owner(position, number, kind)
-        # Of whom the host does the work.
+        # The unit that the host currently works for.
         self._unit = -1
-        # What nobody need tell the end of.
+        # Memory whose end no event tells; its weak references expire.
         self._passing: dict[StorageWeakRef, tuple[_Owner, int]] = {}
         self._held: Counter[_Owner] = Counter()
         self._kinds: Counter[str] = Counter()
         self.begin()
 
     def begin(self) -> None:
-        """Begin to note a step. The optimizer's state, which is there, is counted elsewhere."""
+        """Start recording a step. The optimizer's state is counted elsewhere."""
         for memory, (owner, _) in list(self._passing.items()):
             if owner.what == "scratch":
                 self._end(memory)
@@ -132,7 +132,7 @@ class StepListener:
             self._lifetimes.begin(owner, num_bytes)
 
     def forecast(self, num_microbatches: int) -> Forecast:
-        """Return what the noted step takes with other microbatches: the one before the last comes again."""
+        """Return the forecast for a number of microbatches; further ones repeat the one before the last."""
         self._settle()
         issues: Counter[Issue] = sum(self._sent, Counter())
         for issue, count in self._sent[-2].items() if num_microbatches != len(self._sent) else ():
@@ -144,7 +144,7 @@ class StepListener:
         )  # fmt: skip
 
     def enter(self, phase: Phase | None) -> None:
-        """Go on with another phase of the step; a forward begins a microbatch."""
+        """Enter a phase of the step; FORWARD starts a microbatch."""
         self._settle()
         if phase is Phase.FORWARD:
             self._sent.append(Counter())
@@ -153,11 +153,11 @@ class StepListener:
         self._note("")
 
     def __call__(self, action: str, subject: Any) -> None:
-        """Hear of an event; what takes or gives memory has a method of its name."""
+        """Handle an event; events about memory have a method with their name."""
         if action == "issue":
             self._unit = self._positions.get(subject.owner, -1)
         elif action == "collective" and self._phase is not None and self._sent:
-            # What the optimizer's step sends is no microbatch's.
+            # Collectives of the optimizer step belong to no microbatch, so they count once.
             self._sent[0 if self._phase is Phase.STEP else -1][self._phase, subject] += 1
         elif action in ("allocated", "released", "computed"):
             getattr(self, f"_{action}")(subject)
@@ -172,7 +172,7 @@ class StepListener:
         what = "sums" if storage.name.endswith(": sums") else "scratch"
         named = re.match("unit '(.*?)'", storage.name)
         unit = self._names.get(named[1], self._unit) if named is not None else self._unit
-        # Tensors may have the memory when the one that it was allocated for is gone.
+        # The memory is tracked, because tensors may keep it after the FlatStorage was deleted.
         self._pass(storage.tensor, _Owner(unit, -1, what))
 
     def _released(self, memory: torch.UntypedStorage) -> None:
@@ -185,7 +185,7 @@ class StepListener:
     def _computed(self, found: tuple[ParameterGroup, torch.Tensor]) -> None:
         group, gradient = found
         if group.gradients is not None and group.gradients.packs_late:
-            # Autograd has it until a lane packs it.
+            # Autograd holds the gradient until a lane packs it.
             self._pass(gradient, self._owners[id(group.main_weight.storage)]._replace(what="waiting gradients"))
 
     def _pass(self, tensor: torch.Tensor, owner: _Owner) -> None:
@@ -197,7 +197,7 @@ class StepListener:
         self._add(owner, -num_bytes)
 
     def _settle(self) -> None:
-        """Note what has gone since, and what slots have come."""
+        """Record memory that was freed since the last call, and slots that were added."""
         for memory in [memory for memory in self._passing if memory.expired()]:
             self._end(memory)
         if self._pools and (more := sum(each.num_bytes for each in self._pools) - self._held[_SLOTS]):
@@ -216,7 +216,7 @@ class StepListener:
             self._lifetimes.end(owner)
 
     def _note(self, unit: str) -> None:
-        """Note the highest point of a phase."""
+        """Record the held bytes, and the peak of the phase."""
         total = self._kinds.total()
         if self._phase is None:
             return

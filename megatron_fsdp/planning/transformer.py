@@ -1,4 +1,4 @@
-"""What a transformer computes and keeps for backward, from its shapes: floating-point operations and activations.
+"""Floating-point operations and activations of a transformer, from its shapes.
 
 Sources: Kaplan et al. 2020 (6 operations per weight and token), Chowdhery et al. 2022, appendix B (attention on top of
 it), Korthikanti et al. 2022, section 4 (activations), whose GPT is adapted term by term to gated MLPs, grouped queries,
@@ -17,12 +17,12 @@ __all__ = ["Layer", "Transformer", "UnitWork", "Workload"]
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What one rank computes in an optimizer step.
+    """The work of one rank in an optimizer step.
 
     Attributes:
-        micro_batch: sequences in one forward pass. sequence_length: tokens in each.
-        recompute: "none", or "full": backward computes each layer again from its input.
-        context_ranks: so many ranks share each sequence; every token attends to all of it.
+        micro_batch: sequences per forward pass. sequence_length: tokens per sequence.
+        recompute: "none", or "full": backward recomputes each layer from its input.
+        context_ranks: number of ranks that share each sequence; every token attends to the whole sequence.
     """
 
     micro_batch: int = 1
@@ -38,17 +38,17 @@ class Workload:
 
     @property
     def recomputes(self) -> bool:
-        """Whether layers are computed again."""
+        """True if backward recomputes layers."""
         return self.recompute == "full"
 
 
 @dataclass(frozen=True, slots=True)
 class UnitWork:
-    """Floating-point operations of one unit and token in forward.
+    """Floating-point operations of one unit per token in forward.
 
     Attributes:
-        matrix: 2 per weight that the token uses. attention: 4 per query element and token attended to.
-        is_layer: whether recomputation covers it.
+        matrix: 2 per weight that the token uses. attention: 4 per query element and attended token.
+        is_layer: whether recomputation covers the unit.
     """
 
     matrix: int
@@ -56,7 +56,7 @@ class UnitWork:
     is_layer: bool = False
 
     def microbatch(self, workload: Workload) -> int:
-        """Return those of forward and backward of all tokens: backward's are twice forward's, and what comes again."""
+        """Return forward and backward operations for all tokens; backward costs twice forward, plus recompute."""
         return (3 + (workload.recomputes and self.is_layer)) * workload.tokens * (self.matrix + self.attention)
 
 
@@ -65,8 +65,8 @@ class Layer:
     """One kind of layer.
 
     Attributes:
-        count: how many. elements: what one keeps of a token for its backward.
-        copies: experts that a token is sent to; 0 without routing.
+        count: number of such layers. elements: elements kept per token for one layer's backward.
+        copies: number of experts that a token is sent to; 0 without routing.
     """
 
     count: int
@@ -76,12 +76,12 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Transformer:
-    """What a catalog architecture computes and keeps.
+    """The computation and activations of a catalog architecture.
 
     Attributes:
-        has_head: whether the loss is computed, not on another stage of a pipeline.
-        stream_ranks: so many tensor-parallel ranks share the residual stream of a token.
-        num_held: of so many microbatches, whose backward is still to come, a stage of a pipeline keeps what it needs.
+        has_head: whether the loss is computed here; False on earlier pipeline stages.
+        stream_ranks: number of tensor-parallel ranks that share a token's residual stream.
+        num_held: number of microbatches whose activations a pipeline stage holds at once.
     """
 
     architecture: Architecture
@@ -91,15 +91,15 @@ class Transformer:
 
     @property
     def layers(self) -> tuple[Layer, ...]:
-        """The kinds of layers; routed experts count with the share of them that one token uses."""
+        """The kinds of layers. Routed experts count with the share of them that one token uses."""
         kinds = self.architecture.kinds()
         return tuple(self._layer(unit, experts) for unit, experts in kinds if unit.is_layer)
 
     def work(self, sequence_length: int) -> dict[str, UnitWork]:
         """Return the work of each kind of unit, by its name.
 
-        An embedding that is only looked up costs nothing; a tied one is the output matrix too. Attention is counted
-        over the whole sequence, as in the sources, whatever its mask leaves out.
+        An embedding that is only looked up costs nothing; a tied one is also the output matrix. As in the sources,
+        attention is counted over the whole sequence, whatever the mask excludes.
         """
         shape = self.architecture
         attention = 4 * shape.num_attention_heads * shape.head_dim * sequence_length
@@ -113,11 +113,11 @@ class Transformer:
         return kinds
 
     def activation_bytes(self, workload: Workload, itemsize: int) -> int:
-        """Return the activations that one rank holds at the highest, when the loss of a microbatch is there.
+        """Return the most activation bytes that one rank holds, reached when a microbatch's loss has been computed.
 
-        With recomputation each layer keeps its input, and while one is computed again all that it would keep. On
-        top come the inputs of the last norm and of the output matrix, and the logits: in compute dtype, in FP32, and
-        their log-probabilities, as PyTorch's cross entropy keeps them (Korthikanti et al. count 4 bytes per logit).
+        With recomputation each layer keeps its input, and the layer being recomputed keeps everything. Added to these
+        are the inputs of the last norm and of the output matrix, and the logits: in compute dtype, in FP32, and their
+        log-probabilities, as PyTorch's cross entropy keeps them (Korthikanti et al. count 4 bytes per logit).
         """
         hidden, vocab = self.architecture.hidden_size, self.architecture.vocab_size
         kept = sum(layer.count * layer.elements for layer in self.layers) * self.num_held
@@ -128,12 +128,13 @@ class Transformer:
         return workload.tokens * (kept * itemsize + self.has_head * (2 * hidden * itemsize + vocab * (copies + 4)))
 
     def _layer(self, unit: UnitShapes, experts: UnitShapes | None) -> Layer:
-        """Describe a kind of layer.
+        """Return the activations of a kind of layer.
 
-        A token leaves the input of each norm; that of the three attention projections and that of the MLP; queries,
-        keys, values and the input of the output projection; in the MLP, as wide as the experts that it uses together,
-        the activation's input and the last matrix's input (gated: also both factors); with routing, the copies that go
-        to experts and come back. Of GPT these are the 34 s b h bytes of Korthikanti et al., but for 2 of dropout masks.
+        Per token, these are kept: the input of each norm; the shared input of the three attention projections, and that
+        of the MLP; queries, keys, values and the input of the output projection. In the MLP, the inputs of the
+        activation and of the last matrix are kept (gated: also both factors), with the total width of the experts that
+        the token uses; with routing, also the copies that are sent to experts and back. For GPT these are the 34 s b h
+        bytes of Korthikanti et al., except 2 for dropout masks.
         """
         shape, hidden = self.architecture, self.architecture.hidden_size
         routed = experts.parameters if experts is not None else ()

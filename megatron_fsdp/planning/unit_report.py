@@ -1,4 +1,4 @@
-"""UnitReport: what a unit of the engine and its parameter groups hold, and how they are laid out."""
+"""UnitReport: the buffers of a unit and its parameter groups, with sizes, dtypes and placements."""
 
 from __future__ import annotations
 
@@ -33,10 +33,11 @@ class BufferReport:
     """One flat buffer on one rank.
 
     Attributes:
-        kind: main_weight, remainder, model_weight, main_grad; gathered weights, packed gradients (allocated while in
-            use).
-        dtype: as PyTorch names it, such as float32. placement: on each mesh axis.
-        num_bytes: of this rank's part. shares: the buffer whose memory it is a part of; empty when it has its own.
+        kind: main_weight, remainder, model_weight or main_grad; or, allocated only while in use, gathered weights or
+            packed gradients.
+        dtype: PyTorch's name, such as float32. placement: the placement on each mesh axis.
+        num_bytes: bytes of this rank's part. shares: the kind of the buffer whose memory it is part of; empty if it has
+            its own.
     """
 
     kind: str
@@ -48,9 +49,9 @@ class BufferReport:
 
 @dataclass(frozen=True, slots=True)
 class CollectiveReport:
-    """Alike collectives of a phase in an optimizer step; there are none on axes of one rank.
+    """Equal collectives of one phase of an optimizer step. Axes of one rank have none.
 
-    ``num_bytes`` sums their full (unsharded) sides: what an all-gather fills, what a reduction reads.
+    ``num_bytes`` is the sum of their full (unsharded) sides: the output of an all-gather, the input of a reduction.
     """
 
     phase: str
@@ -65,14 +66,13 @@ class CollectiveReport:
 class GroupReport:
     """One parameter group.
 
-    Attributes:
-        num_parameters, numel: what it holds. buffer_numel: with padding, over all shards.
-        compute_dtype, main_dtype, reduce_dtype, main_grad_dtype: of the weights used, the weights stepped, the
-            reduction, and the gradient accumulator.
-        padding_ratio, lower_bound_numel, gap, binding: the plan's certificate, see ``dbuffer.Plan``.
-        resting: buffers that are always there. transient: those that come and go.
-        padding_bytes: of those that rest, on this rank.
-        wire: how its weights travel where that is in 8 bits; else empty.
+    num_parameters, numel: parameters and elements of the group. buffer_numel: elements of all shards with padding.
+    compute_dtype, main_dtype, reduce_dtype, main_grad_dtype: dtypes of the weights in compute, of the weights that
+        the optimizer steps, of the reduction, and of the gradient accumulator.
+    padding_ratio, lower_bound_numel, gap, binding: see ``dbuffer.Plan``.
+    resting: buffers that are always allocated. transient: buffers that are allocated while in use.
+    padding_bytes: padding in the resting buffers on this rank.
+    wire: how weights are gathered in 8 bits; empty if they are not.
     """
 
     num_parameters: int
@@ -94,11 +94,11 @@ class GroupReport:
 
     @property
     def is_cut(self) -> bool:
-        """Whether ranks share what the optimizer steps."""
+        """True if the weights that the optimizer steps are sharded."""
         return "Flat" in self.resting[0].placement
 
     def num_bytes(self, *kinds: str) -> int:
-        """Return the bytes of buffers of these kinds; memory that two of them share counts once."""
+        """Return the bytes of the buffers of these kinds; shared memory counts once."""
         buffers = (*self.resting, *self.transient)
         return sum(buffer.num_bytes for buffer in buffers if buffer.kind in kinds and not buffer.shares)
 
@@ -108,10 +108,10 @@ class UnitReport:
     """One unit.
 
     Attributes:
-        modules: class names of its modules. is_root: no unit is around it.
-        reason: what becomes of gathered weights after forward ("released", "kept"), and why.
-        whole_bytes: of all of its weights in compute dtype.
-        has_hooks: parameters whose class says what is gathered, which are counted as plain ones.
+        modules: class names of its modules. is_root: the unit is inside no other unit.
+        reason: whether weights are released or kept after forward, and why.
+        whole_bytes: bytes of all its weights in compute dtype.
+        has_hooks: parameters whose class has its own all-gather hooks; they are counted as plain weights.
     """
 
     name: str
@@ -124,7 +124,7 @@ class UnitReport:
 
     @property
     def persistent_bytes(self) -> int:
-        """Bytes of its buffers at rest; memory that two of them share counts once."""
+        """Bytes of its buffers at rest; shared memory counts once."""
         return sum(buffer.num_bytes for group in self.groups for buffer in group.resting if not buffer.shares)
 
     def transient_bytes(self, kind: str) -> int:
@@ -133,7 +133,7 @@ class UnitReport:
 
 
 def unit_report(stood: StoodIn) -> UnitReport:
-    """Return what a unit holds."""
+    """Return the report on one unit."""
     unit = stood.unit
     is_root = unit is unit.root.outermost()
     asked = reshard_asked(unit)
@@ -149,7 +149,7 @@ def unit_report(stood: StoodIn) -> UnitReport:
 
 
 def _reason(unit: Unit, asked: bool | int | None, *, is_root: bool) -> str:
-    """Say in words why a unit keeps or releases its weights after forward."""
+    """Return why a unit keeps or releases its weights after forward, in words."""
     if not unit.groups:
         return "nothing to release: it has no parameters of its own"
     if all(group.rests_whole for group in unit.groups):
@@ -169,7 +169,7 @@ def _reason(unit: Unit, asked: bool | int | None, *, is_root: bool) -> str:
 
 
 def storages_of(group: ParameterGroup) -> Iterator[tuple[str, FlatStorage]]:
-    """Yield the storages of a group by the kind of what lies there."""
+    """Yield the storages of a group, each with the kind of its buffer."""
     for kind, buffer, _ in _buffers(group):
         yield kind, buffer.storage
     part = group.weights.post_forward
@@ -178,7 +178,7 @@ def storages_of(group: ParameterGroup) -> Iterator[tuple[str, FlatStorage]]:
 
 
 def _buffers(group: ParameterGroup) -> Iterator[tuple[str, DBuffer, bool]]:
-    """Yield each buffer of a group: its kind, itself, and whether it rests."""
+    """Yield each buffer of a group: its kind, the buffer, and whether it is at rest."""
     weights, gradients = group.weights, group.gradients
     yield "main_weight", weights.main, True
     if weights.remainder is not None:
@@ -231,7 +231,7 @@ def _group_report(group: ParameterGroup, names: Sequence[str]) -> GroupReport:
 
 
 def _named_binding(plan: Plan, names: Sequence[str]) -> str:
-    """Put parameters' names to the tensors that the plan's certificate gives by number and shape."""
+    """Return the plan's ``binding`` with parameter names instead of tensor numbers."""
     named = (names[tensor] for tensor in plan.binding_tensors)
     return re.sub(r"tensor \d+ of shape", lambda _: next(named), plan.binding)
 
@@ -249,17 +249,17 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 def adamw_bytes(group: ParameterGroup, moments_dtype: torch.dtype | None = None) -> int:
-    """Return what two moments and a step count per trained parameter take on this rank.
+    """Return the bytes of AdamW's state on this rank: two moments, and a step count per trained parameter.
 
     Args:
-        moments_dtype: None: the main weights', as ``torch.optim.AdamW`` has them; FP32 where these are split.
+        moments_dtype: None: the main weights' dtype, as in ``torch.optim.AdamW``; FP32 if the main weights are split.
     """
     main, dtypes = group.main_weight, group.spec.dtypes
     owned = [main.get_local_tensor(index).numel() for index in range(len(group.parameters))]
     parameters = group.parameters.values()
     trained = [numel for numel, parameter in zip(owned, parameters, strict=True) if parameter.requires_grad]
     if dtypes.moments == "int8" and trained:
-        # Codes and scales of the whole buffer, FP32 moments of small parameters.
+        # Codes and scales for the whole buffer, and FP32 moments for small parameters.
         local = main.local_buffer.numel()
         small = sum(numel for numel, shape in zip(owned, group.plan.shapes, strict=True) if not is_coded(shape))
         return 2 * (local + 4 * num_blocks(local) + 4 * small) + 4 * len(owned)

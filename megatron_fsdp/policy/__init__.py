@@ -1,1 +1,1 @@
-"""What a user asks for: strategy, precision, offload, mesh. Plain data, and the checks of it."""
+"""The user's choices for a unit: strategy, precision, offload and mesh, as checked plain data."""

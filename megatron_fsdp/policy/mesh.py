@@ -1,4 +1,4 @@
-"""Which device mesh a unit is sharded over."""
+"""Mesh: find the device mesh that a unit is sharded over."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ __all__ = [
 
 @dataclass(frozen=True)
 class DataParallelMeshDims:
-    """Names the data-parallel axes of a larger mesh, for ``fully_shard(dp_mesh_dims=...)``.
+    """Names of the data-parallel axes of a larger mesh, for ``fully_shard(dp_mesh_dims=...)``.
 
     Args:
-        shard: the axis, or axes to be flattened into one, over which weights are sharded.
-        replicate: the axis, or axes to be flattened into one, of replicas.
+        shard: the axis to shard weights over, or several axes, which are flattened into one.
+        replicate: the axis of replicas, or several axes, which are flattened into one.
     Raises:
-        ConfigError: neither is given, or an axis is named twice.
+        ConfigError: no axis is named, or an axis is named twice.
 
     Example:
         mesh = init_device_mesh("cpu", (1, 1, 1), mesh_dim_names=("replicas", "shards", "tp"))
@@ -61,12 +61,12 @@ class DataParallelMeshDims:
 
 @dataclass(frozen=True, slots=True)
 class ShardingTarget:
-    """Over what a unit is sharded, and how.
+    """The mesh and the strategy that a unit is sharded with.
 
     Attributes:
-        mesh: of the data-parallel axes alone. placements: the strategy on it.
-        root: the mesh that these axes are part of, and axis_names their names there; several may have been flattened
-            into one axis of ``mesh``.
+        mesh: a mesh of only the data-parallel axes. placements: the strategy on it.
+        root: the mesh that these axes belong to. axis_names: their names there; several may be flattened into one axis
+            of ``mesh``.
     """
 
     mesh: DeviceMesh
@@ -76,16 +76,16 @@ class ShardingTarget:
 
     @property
     def num_weight_shards(self) -> int:
-        """Into how many parts weights at rest are cut."""
+        """The number of shards of resting weights."""
         placed = zip(self.mesh.shape, self.placements.parameter, strict=True)
         return math.prod(size for size, placement in placed if placement == Flat())
 
 
 def sharding_target(mesh: DeviceMesh | None, placements: Placements | None, dp_mesh_dims: Any) -> ShardingTarget:
-    """Return the mesh and strategy for the arguments of ``fully_shard``.
+    """Return mesh and strategy for the arguments of ``fully_shard``.
 
     Raises:
-        ConfigError: axes that the mesh does not have, or a mesh whose axes have no obvious meaning.
+        ConfigError: the mesh lacks a named axis, or its axes have no obvious meaning.
     """
     mesh = _default_mesh() if mesh is None else mesh
     root, names = mesh._get_root_mesh(), None
@@ -105,14 +105,14 @@ def _named_axes(mesh: DeviceMesh, dims: Any) -> DeviceMesh:
     return part_of_mesh(mesh, parts)
 
 
-# By the identity of a mesh, an entry goes with it.
+# Keyed by `id(mesh)`; the entry is removed when the mesh is collected.
 _PARTS: dict[tuple[int, tuple[tuple[str, ...], ...]], DeviceMesh] = {}
 
 
 def part_of_mesh(mesh: DeviceMesh, parts: tuple[tuple[str, ...], ...]) -> DeviceMesh:
-    """Return the mesh of some axes of another one, those of each part flattened into one.
+    """Return the mesh of some axes of another mesh; the axes of each part are flattened into one.
 
-    It is the same object each time: units of one model share it, and with it their communicators.
+    The same object is returned each time, so that the units of a model share it and its communicators.
     """
     key = (id(mesh), parts)
     if key not in _PARTS:
@@ -137,8 +137,8 @@ def _make_part(mesh: DeviceMesh, parts: tuple[tuple[str, ...], ...]) -> DeviceMe
     )
 
 
-# By the job's group: another one comes with another mesh. Those of destroyed groups are dropped by hand: a mesh refers
-# to its group, so a weak key would live as long as the entry, and with it the threads of the group.
+# Keyed by the job's group, because another group needs another mesh. Entries of destroyed groups are deleted
+# explicitly: a weak key would never expire, as the mesh refers to its group, and the group's threads would run on.
 _DEFAULT_MESHES: dict[dist.ProcessGroup, DeviceMesh] = {}
 
 
@@ -146,7 +146,7 @@ def _default_mesh() -> DeviceMesh:
     device_type = _device_type()
     if not dist.is_initialized():
         join_job(device_type)
-    # One mesh for all units without one: meshes made anew would each bring communicators of their own.
+    # Units without a mesh share one, because each new mesh would create its own communicators.
     world: Any = dist.group.WORLD
     for other in [group for group in _DEFAULT_MESHES if group is not world and not is_alive(group)]:
         del _DEFAULT_MESHES[other]
@@ -156,10 +156,10 @@ def _default_mesh() -> DeviceMesh:
 
 
 def _device_type() -> str:
-    """Return "cuda" where there is one, unless the job's group was made for CPUs."""
+    """Return "cuda" if a GPU is available, unless the job's group was made for CPUs only."""
     if not torch.cuda.is_available():
         return "cpu"
-    # gloo takes CUDA tensors, too, by way of the host: who chose it alone trains on CPUs.
+    # gloo also accepts CUDA tensors, through host memory. A user who chose only gloo trains on CPUs.
     pairs = dist.get_backend_config().split(",") if dist.is_initialized() else ["cuda:nccl"]
     backends = dict(pair.split(":") for pair in pairs)
     return "cpu" if backends.get("cuda", "gloo") == "gloo" else "cuda"
@@ -173,7 +173,7 @@ def _default_placements(mesh: DeviceMesh, dp_mesh_dims: Any) -> Placements:
     if mesh.ndim == 2:
         return Placements.hsdp(0, 1)
     raise ConfigError(
-        f"the mesh has {mesh.ndim} axes; pass its data-parallel axes alone, mesh['dp'], or give placements="
+        f"the mesh has {mesh.ndim} axes. fix: pass its data-parallel axes alone, mesh['dp'], or give placements="
     )
 
 
@@ -191,25 +191,25 @@ def _data_parallel_mesh(mesh: DeviceMesh, placements: Placements) -> DeviceMesh:
     if positions != sorted(positions) or not names:
         raise ConfigError(
             f"placements use axes {placements.dp_axes} of a mesh with axes {names or mesh.ndim}; a part of a mesh "
-            f"needs named axes, outermost first"
+            f"needs named axes, outermost first. fix: init_device_mesh(..., mesh_dim_names=...)"
         )
     return mesh[tuple(names[position] for position in positions)]
 
 
 def buffer_device(mesh: DeviceMesh) -> torch.device:
-    """Return this rank's device on a mesh: of GPUs the one that the job's group is bound to, else the current one."""
+    """Return this rank's device on a mesh: on GPUs the device bound to the job's group, or else the current one."""
     if mesh.device_type == "cuda":
         world = dist.group.WORLD
         bound = None if world is None else world.bound_device_id
         if bound is not None and bound.type == "cuda":
-            # NCCL serves no other, whatever the current device is.
+            # NCCL only supports this device, whatever the current one is.
             return bound
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device(mesh.device_type)
 
 
 def warn_of_one_queue(mesh: DeviceMesh) -> None:
-    """Warn where the environment allows a GPU one queue only, which some Megatron and Transformer Engine images set."""
+    """Warn if the environment gives GPUs a single queue, as some Megatron and Transformer Engine images do."""
     if mesh.device_type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         warnings.warn(
             "CUDA_DEVICE_MAX_CONNECTIONS=1: with one queue to the GPU, gathers and reductions wait for compute and do "

@@ -1,4 +1,4 @@
-"""Offload: what rests in CPU memory while the GPU computes; the policies are PyTorch's."""
+"""Offload: keep weights, gradients and optimizer state in CPU memory. The policy classes are PyTorch's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["CPUOffloadPolicy", "OffloadPolicy", "offload_of", "warn_without_gloo
 
 
 def warn_without_gloo(mesh: DeviceMesh) -> None:
-    """Warn where parameters in CPU memory have a mesh of GPUs and no backend that communicates CPU tensors."""
+    """Warn if parameters are offloaded from a GPU mesh, but no backend communicates CPU tensors."""
     if mesh.device_type != "cpu" and cannot_send_cpu_tensors(mesh_axes(mesh)[0].gather_group):
         warnings.warn(
             "offload_policy=CPUOffloadPolicy() in a job without a backend for CPU tensors: training works, but "
@@ -29,13 +29,14 @@ def warn_without_gloo(mesh: DeviceMesh) -> None:
 
 
 def offload_of(policy: Any, placements: Placements) -> CPUOffloadPolicy | None:
-    """Return the policy where it asks for main weights, gradients and the optimizer's step in CPU memory; else None.
+    """Return ``policy`` if it offloads main weights, gradients and the optimizer step to the CPU; else None.
 
-    A unit's shard is copied to the device and cast there just before the gather, and its reduced gradient back just
-    after the reduction, both on the lanes of those collectives.
+    A unit's shard is copied to the GPU and cast there just before its gather, and its reduced gradient is copied back
+    just after the reduction; both copies run on the lanes of those collectives.
 
     Raises:
-        ConfigError: it is none, or weights or gradients rest whole on every rank, where compute needs them.
+        ConfigError: ``policy`` is not an offload policy; or weights or gradients are not sharded at rest, so compute
+            uses them where they are.
     """
     if policy is None or type(policy) is OffloadPolicy:
         return None

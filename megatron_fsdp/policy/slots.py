@@ -1,4 +1,4 @@
-"""SlotChoice: where the memory of gathered weights and packed gradients comes from."""
+"""SlotChoice: the source of the memory of gathered weights and packed gradients."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ __all__ = ["SlotChoice"]
 
 @dataclass(frozen=True, slots=True)
 class SlotChoice:
-    """Where a unit's gathered weights and packed gradients come from.
+    """The source of the memory of a unit's gathered weights and packed gradients.
 
     Attributes:
-        sizing: of the slots, see ``SlotPool``; None: no slots, each buffer comes from the allocator and goes back.
-        source: of the slots' memory: "device", "communicator" (its own allocator, where it has one), or the name of a
-            backend of symmetric memory.
+        sizing: how slots are sized, see ``SlotPool``; None: no slots, buffers are allocated and freed.
+        source: where slots are allocated: "device", "communicator" (its own allocator, if it has one), or the name of a
+            symmetric-memory backend.
     """
 
     sizing: str | None = None
@@ -24,13 +24,13 @@ class SlotChoice:
     def of_megatron(
         cls, *, double_buffer: bool, max_pool: bool, user_buffers: bool, is_symmetric: bool, device_type: str
     ) -> SlotChoice:
-        """Return what Megatron's switches ask for.
+        """Return the choice for Megatron's flags.
 
         Args:
-            double_buffer: ``fsdp_double_buffer``: units of equal size take turns in two slots; others have their own.
-            max_pool: all units take turns in slots of the largest one's size. user_buffers: ``nccl_ub``, slots that
-                NCCL has registered. Each of the two turns ``double_buffer`` on.
-            is_symmetric: register them as symmetric windows. device_type: only GPUs have such memory.
+            double_buffer: ``fsdp_double_buffer``: units of equal size share two slots; others have their own.
+            max_pool: all units share slots of the largest unit's size; turns on ``double_buffer``. user_buffers:
+                ``nccl_ub``: NCCL registers the slots; turns on ``double_buffer``.
+            is_symmetric: register slots as symmetric windows. device_type: only "cuda" has registered memory.
         """
         if not (double_buffer or max_pool or user_buffers):
             return cls()

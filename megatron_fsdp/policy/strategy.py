@@ -1,4 +1,4 @@
-"""Where weights, gradients and optimizer state rest: the sharding strategy as a triple of placements."""
+"""Placements: the sharding strategy, as placements of weights, gradients and optimizer state."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ Axis = int | str
 
 @dataclass(frozen=True, slots=True)
 class Placements:
-    """The placements, per data-parallel axis, of the three kinds of buffer.
+    """The placements of the three kinds of buffer, per data-parallel axis.
 
     Args:
         dp_axes: the axes of the mesh, by name or number, outermost first.
-        parameter: of the compute weights between uses: ``Replicate`` or ``Flat``.
-        gradient: of the gradients between microbatches: ``Partial`` or ``Flat``. ``Partial("avg")`` is taken as
-            ``Partial()``: sums are reduced, and divided by the number of ranks unless ``set_gradient_divide_factor``
-            says otherwise.
-        optimizer: of main weights, final gradients and optimizer state: ``Replicate`` or ``Flat``.
+        parameter: placements of the compute weights between uses: ``Replicate`` or ``Flat``.
+        gradient: placements of the gradients between microbatches: ``Partial`` or ``Flat``. ``Partial("avg")`` is
+            treated as ``Partial()``: gradients are summed, and divided by the number of ranks, or by
+            ``set_gradient_divide_factor``.
+        optimizer: placements of main weights, final gradients and optimizer state: ``Replicate`` or ``Flat``.
     Raises:
-        PlacementError: a triple that has no meaning, naming the axis and the legal choices.
+        PlacementError: the three placements of an axis do not fit; names the axis and the legal choices.
 
     Example:
         mesh = init_device_mesh("cpu", (1,))
@@ -44,7 +44,7 @@ class Placements:
             value = getattr(self, name)
             found = tuple(value) if isinstance(value, (tuple, list)) else (value,)
             if name == "gradient":
-                # Megatron-FSDP v2 writes the mean, which is what becomes of sums here in any case.
+                # Megatron-FSDP v2 writes the mean. Gradients are averaged here in any case.
                 found = tuple(Partial() if placement == Partial("avg") else placement for placement in found)
             object.__setattr__(self, name, found)
         lengths = {len(self.dp_axes), len(self.parameter), len(self.gradient), len(self.optimizer)}
@@ -71,16 +71,13 @@ class Placements:
         if optimizer == Replicate() and Flat() in (parameter, gradient):
             raise PlacementError(
                 f"axis {axis!r}: parameter {parameter} and gradient {gradient} with optimizer Replicate(): what the "
-                "optimizer replicates must not be sharded elsewhere; use optimizer=Flat() or parameter=Replicate(), "
-                "gradient=Partial()"
+                "optimizer replicates must not be sharded elsewhere. fix: use optimizer=Flat() or "
+                "parameter=Replicate(), gradient=Partial()"
             )
 
     @classmethod
     def no_shard(cls, *axes: Axis) -> Placements:
-        """Everything replicated, over axis 0 unless told otherwise; gradients are all-reduced on the last microbatch.
-
-        That is DDP.
-        """
+        """DDP: everything is replicated, over axis 0 by default; gradients are all-reduced on the last microbatch."""
         whole = (Replicate(),) * len(axes or (0,))
         return cls(axes or (0,), whole, (Partial(),) * len(whole), whole)
 
@@ -110,5 +107,5 @@ class Placements:
         return cls((outer, inner), (Replicate(), Flat()), (Partial(), Flat()), (Flat(), Flat()))
 
     def num_shards(self, sizes: Sequence[int]) -> int:
-        """Return into how many shards the most finely cut buffer is cut, for axes of the given sizes."""
+        """Return the number of shards of the most finely sharded buffer, for axes of these sizes."""
         return math.prod(size for size, placement in zip(sizes, self.optimizer, strict=True) if placement == Flat())

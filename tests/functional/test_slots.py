@@ -309,4 +309,4 @@ def test_orders_that_find_no_place_give_the_same_numbers_with_one_warning_at_mos
         assert len(said) <= 1
     log.removeHandler(listener)
     assert misses > 0
-    assert "finds no place is allocated" in said[0]
+    assert "without a place are allocated" in said[0]

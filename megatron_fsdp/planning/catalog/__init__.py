@@ -1,15 +1,15 @@
-"""Catalog: the shapes of published models, and of any model whose Hugging Face config belongs to a known family.
+"""Catalog: shapes of published models, and of any model whose Hugging Face config belongs to a known family.
 
-``architecture(load("llama3-8b"))`` gives its FSDP units; nothing is downloaded and no model is built. The data of a
-model are the fields of its published config.json that decide shapes, with the place of publication under "source".
+``architecture(load("llama3-8b"))`` returns a model's FSDP units; it downloads nothing and builds no model. A model's
+file has those fields of its published config.json that determine shapes, and the place of publication as "source".
 
-``families.json`` describes what models of one ``model_type`` are made of: ``layer``, or ``moe_layer`` and ``experts``;
-``embedding``, ``last`` and ``head`` before and behind the layers. The names and shapes are those of the modeling files
-of transformers 5, where routed experts are stored fused: one (experts, outputs, inputs) tensor for a projection of all
-experts of a layer. Each line there is a parameter with its dims, or a module: ``linear`` with outputs and inputs, or
-``norm`` with its width, and then a flag with which it has a bias. A dim is an expression of numbers and fields of the
-config, ``if`` begins a condition, and ``@`` names lines that families share. ``defaults`` are expressions for fields
-that a config may leave out, or calls otherwise; ``fixed`` is what configs cannot say.
+``families.json`` describes the models of each ``model_type``. ``layer``, or ``moe_layer`` and ``experts``, are the
+layers; ``embedding`` comes before them, ``last`` and ``head`` after them. Names and shapes are those of transformers 5,
+which stores routed experts fused: one (experts, outputs, inputs) tensor per projection for all experts of a layer. Each
+line is a parameter with its dims, or a module: ``linear`` with outputs and inputs, or ``norm`` with its width,
+optionally followed by the flag that gives it a bias. A dim is an expression of numbers and config fields, ``if`` starts
+a condition, and ``@`` names lines that families share. ``defaults`` are expressions for fields that a config may omit
+or name differently. ``fixed`` are values that configs do not contain.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class UnitShapes:
 
     Attributes:
         name: ``layer``, ``dense_layer``, ``moe_layer``, ``experts``, ``embedding``, ``head``.
-        count: how often the unit occurs in the model.
-        parameters: name and shape of each, in order of registration. Names are those of Hugging Face transformers below
-            the unit's module; in a unit of several modules (``head``) each name starts with its module.
+        count: how many such units the model has.
+        parameters: name and shape of each, in order of registration. The names are those of Hugging Face transformers
+            within the unit's module; in a unit of several modules (``head``) each name starts with its module.
     """
 
     name: str
@@ -49,30 +49,30 @@ class UnitShapes:
 
     @property
     def is_layer(self) -> bool:
-        """Whether it is one of the layers, without routed experts."""
+        """True if it is a layer (routed experts are not)."""
         return self.name.endswith("layer")
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Shapes alone, as ``dbuffer.plan`` takes them."""
+        """The shapes without names, as ``dbuffer.plan`` takes them."""
         return tuple(shape for _, shape in self.parameters)
 
     @property
     def num_parameters(self) -> int:
-        """Elements of one such unit."""
+        """Number of elements in one such unit."""
         return sum(math.prod(shape) for shape in self.shapes)
 
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """A model as its units and the sizes that decide its shapes and its arithmetic, in Hugging Face's words.
+    """A model's units, and the sizes that determine its shapes and arithmetic, under Hugging Face's names.
 
     Attributes:
         units: in order of the forward pass; every parameter is in one unit.
-        tied: the output matrix is the embedding; both are counted once.
+        tied: the output matrix is the embedding; it is counted once.
         vocab_size: rows of the embedding; 0 for a vision model.
-        num_active_parameters: those that one token uses: all but the routed experts that it is not sent to. The
-            embedding counts as a whole.
+        num_active_parameters: parameters that one token uses: all except the routed experts that it is not sent to. The
+            whole embedding counts.
     """
 
     model_type: str
@@ -89,12 +89,12 @@ class Architecture:
 
     @property
     def num_parameters(self) -> int:
-        """All of them."""
+        """Number of all parameters."""
         return sum(unit.count * unit.num_parameters for unit in self.units)
 
     @property
     def num_routed_parameters(self) -> int:
-        """Those of routed experts."""
+        """Number of parameters in routed experts."""
         return sum(unit.count * unit.num_parameters for unit in self.units if unit.name == "experts")
 
     @property
@@ -104,7 +104,7 @@ class Architecture:
         return 1 - (self.num_parameters - self.num_active_parameters) / routed if routed else 0.0
 
     def kinds(self) -> Iterator[tuple[UnitShapes, UnitShapes | None]]:
-        """Yield each kind of unit with the one inside of it: routed experts follow their layer, with the same count."""
+        """Yield each kind of unit, paired with the routed experts inside it or None; both have the same count."""
         for unit, following in zip(self.units, (*self.units[1:], None), strict=True):
             if unit.name != "experts":
                 yield unit, following if following is not None and following.name == "experts" else None
@@ -117,9 +117,9 @@ def names() -> tuple[str, ...]:
 
 
 def load(name: str) -> dict[str, Any]:
-    """Return the config of a model in the catalog, in Hugging Face's words.
+    """Return the config of a model in the catalog, with Hugging Face's field names.
 
-    ConfigError: the catalog has no such model; the message names the nearest.
+    ConfigError: the catalog has no such model; the message names the nearest one.
     """
     if name not in names():
         raise ConfigError(
@@ -131,7 +131,7 @@ def load(name: str) -> dict[str, Any]:
 
 
 def is_norm(name: str) -> bool:
-    """Whether a parameter belongs to a normalisation, by its name."""
+    """Return whether a parameter belongs to a normalisation layer, by its name."""
     return "norm" in name or name.startswith("ln_")
 
 
@@ -139,10 +139,10 @@ def architecture(config: Mapping[str, Any]) -> Architecture:
     """Return the units and sizes of a model from its Hugging Face config.
 
     Args:
-        config: the content of a config.json. Of a gemma3 config the text model is taken, of a siglip config the vision
-            model. DeepSeek's extra layer that predicts one token more (MTP) is left out, as transformers does.
+        config: the content of a config.json. A gemma3 config gives its text model, a siglip config its vision model.
+            DeepSeek's extra layer for multi-token prediction (MTP) is left out, as in transformers.
     Raises:
-        ConfigError: a family that is not known here, or a config that lacks a field.
+        ConfigError: the family is not in the catalog, or the config lacks a field.
     """
     model_type = config.get("model_type")
     part, inner_type = _DATA["inside"].get(model_type, ("", ""))
@@ -150,8 +150,8 @@ def architecture(config: Mapping[str, Any]) -> Architecture:
         return architecture({"model_type": inner_type, **config[part]})
     if not isinstance(model_type, str) or model_type not in _DATA["families"]:
         raise ConfigError(
-            f"model_type {model_type!r} is not in the catalog, which knows {', '.join(SUPPORTED)}; for another model "
-            "pass a function that builds it (--factory package.module:function)"
+            f"model_type {model_type!r} is not in the catalog, which knows {', '.join(SUPPORTED)}. fix: for another "
+            "model pass a function that builds it (--factory package.module:function)"
         )
     family = {**_DATA["usual"], **_DATA["families"][model_type]}
     fields = _Fields(config, family)
@@ -170,14 +170,14 @@ def architecture(config: Mapping[str, Any]) -> Architecture:
 
 
 class _Fields(dict[str, Any]):
-    """A config with what is fixed for its family; what it leaves out is worked out when it is asked for."""
+    """A config with its family's fixed values; omitted fields are computed on access."""
 
     def __init__(self, config: Mapping[str, Any], family: Mapping[str, Any]) -> None:
         super().__init__({name: each for name, each in config.items() if each is not None} | family.get("fixed", {}))
         self._defaults = {**_DATA["defaults"], **family.get("defaults", {})}
 
     def flag(self, name: str) -> bool:
-        """Return a field that is true or false; absent ones are false."""
+        """Return a boolean field; absent ones are false."""
         default = self._defaults.get(name)
         return bool(self.get(name, self.flag(default) if isinstance(default, str) else default))
 
@@ -191,7 +191,7 @@ class _Fields(dict[str, Any]):
         return value
 
     def number(self, expression: str | int) -> int:
-        """Return what an expression of families.json gives."""
+        """Return the value of an expression of families.json."""
         return int(eval(str(expression), {"__builtins__": {}}, self))
 
 
@@ -199,10 +199,10 @@ def _units(fields: _Fields, family: Mapping[str, Any]) -> Iterator[UnitShapes]:
     embedding, last = _parameters(family["embedding"], fields), _parameters(family["last"], fields)
     tied = fields.flag("tie_word_embeddings")
     if tied:
-        # Its unit has what comes last too, and is gathered at both ends.
+        # The tied unit also has the last norm, and is used at both ends.
         embedding += last
     elif len(embedding) == 1:
-        # The unit is the module itself.
+        # The unit is the embedding module itself, so its parameter has no prefix.
         embedding = (("weight", embedding[0][1]),)
     yield UnitShapes("embedding", 1, embedding)
     num_layers = fields["num_hidden_layers"]

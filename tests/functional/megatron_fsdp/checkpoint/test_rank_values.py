@@ -94,7 +94,7 @@ def test_on_another_number_of_ranks_all_get_the_first_ones_and_the_names_are_sai
         assert [name for name in first if not torch.equal(first[name], loaded[name])] == []
         texts += said
     (text,) = texts
-    assert "did not hold the same in norm.running_mean, norm.running_var, own:" in text
+    assert "had different values of norm.running_mean, norm.running_var, own:" in text
     assert "the first rank's values are taken on all ranks" in text
 
 

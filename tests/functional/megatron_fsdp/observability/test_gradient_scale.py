@@ -222,10 +222,10 @@ def refused(which: str) -> str:
 @pytest.mark.parametrize(
     ("which", "words"),
     [
-        ("pending", "gradients are a sum under way; call zero_grad() first"),
-        ("gradients", "parameter 'layers.0.norm.weight' has a gradient already; call zero_grad() first"),
-        ("no_sync", "call this outside, between steps"),
-        ("plain", "no module of the model is sharded; call fully_shard first"),
+        ("pending", "gradient accumulation is under way. fix: call zero_grad() first"),
+        ("gradients", "parameter 'layers.0.norm.weight' has a gradient already. fix: call zero_grad() first"),
+        ("no_sync", "fix: call this outside, between steps"),
+        ("plain", "no module of the model is sharded. fix: call fully_shard first"),
         ("frozen", "no sharded parameter of the model requires a gradient"),
     ],
 )

@@ -358,7 +358,7 @@ def test_explain_says_which_gradients_travel_in_more_than_weights_compute_in() -
     (silent, asked, same) = [[line for line in page if "reduced in" in line] for page in pages]
     assert (asked, same) == ([], [])
     (line,) = silent
-    assert "gradients of bfloat16 weights are reduced in float32, which is the default (reduce_dtype=None)" in line
+    assert "gradients of bfloat16 weights are reduced in float32: the default (reduce_dtype=None)" in line
     assert "reduce_dtype=torch.bfloat16 sends 50% of the bytes: Weights" in line
 
 

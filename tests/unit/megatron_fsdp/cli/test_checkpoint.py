@@ -88,8 +88,8 @@ def test_export_replaces_files_with_force_alone(checkpoint: Path, capsys: pytest
     written = (output / "model.safetensors").read_bytes()
     assert command("export", checkpoint, output, "--dtype", "bfloat16") == 1
     assert capsys.readouterr().err == (
-        f"megatron-fsdp checkpoint export: {output} holds model.safetensors already; --force replaces it, or name "
-        "another folder\n"
+        f"megatron-fsdp checkpoint export: {output} holds model.safetensors already. fix: add --force, or "
+        "name another folder\n"
     )
     assert (output / "model.safetensors").read_bytes() == written
     assert command("export", checkpoint, output, "--dtype", "bfloat16", "--force") == 0

@@ -165,7 +165,7 @@ def test_on_two_axes_the_strategy_is_the_inner_one_s(line: str, placements: Plac
         ("--outer-dp-sharding-strategy optim", (6,), "--outer-dp-sharding-strategy optim needs a mesh .* of 6 ranks"),
         ("--enable-full-sharding-in-hsdp", (6,), r"--enable-full-sharding-in-hsdp needs .*instances \(found 1\)"),
         ("--num-distributed-optimizer-instances 2", (3, 2), "an outer axis of 2 ranks, found a mesh of 3 x 2"),
-        ("", (1, 2, 3), r"the mesh has 3 axes; pass its data-parallel part"),
+        ("", (1, 2, 3), r"the mesh has 3 axes. fix: pass its data-parallel part"),
     ],
 )
 def test_a_mesh_of_other_axes_than_the_flags_ask_for_is_refused(

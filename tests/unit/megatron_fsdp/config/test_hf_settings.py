@@ -159,7 +159,7 @@ def test_a_yaml_file_without_pyyaml_is_refused_with_the_cure(tmp_path: Path, mon
     path = tmp_path / "default_config.yaml"
     path.write_text(json.dumps(ACCELERATE))
     monkeypatch.setitem(sys.modules, "yaml", None)
-    with pytest.raises(ConfigError, match=r"PyYAML: pip install pyyaml, or write the section fsdp_config as JSON"):
+    with pytest.raises(ConfigError, match=r"PyYAML. fix: pip install pyyaml, or write the section fsdp_config as JSON"):
         FsdpConfig.from_hf(path)
 
 

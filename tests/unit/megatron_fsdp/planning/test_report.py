@@ -272,7 +272,9 @@ def test_a_root_that_owns_as_much_as_a_block_is_named_with_the_price(mesh: Devic
     root = next(unit for unit in report.units if unit.is_root)
     held = format_bytes(root.transient_bytes("packed gradients"))
     assert "the root owns parameters itself" in str(report)
-    assert f"{held} of packed gradients stay from the head's to the end of backward" in " ".join(str(report).split())
+    assert f"{held} of packed gradients stay allocated from the head's to the end of backward" in " ".join(
+        str(report).split()
+    )
     units = Model(2)
     for part in (units.embedding, *units.blocks, units.head, units):
         fully_shard(part, mesh)
