@@ -4,11 +4,12 @@ import io
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.utils import prune
+from torch.nn.utils import parametrizations, parametrize, prune
 
 from megatron_fsdp import PlacementError, StateError, fully_shard
 from tests.harness import on_ranks
@@ -174,6 +175,36 @@ def test_data_of_another_shape_is_refused_by_parameter_and_unit() -> None:
         model[0].weight.data = torch.zeros(13, 3)
     with pytest.raises(PlacementError, match=r"unit 'Sequential': parameter '0\.weight'.*fix: "):
         model[0].weight.resize_(13, 3)
+
+
+@pytest.mark.parametrize("way", ["numpy", "asarray", "of its gradient"])
+@on_ranks(2)
+def test_an_array_of_a_sharded_parameter_is_refused_by_name(way: str) -> None:
+    model: Any = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1))
+    fully_shard(model)
+    model(torch.ones(2, 3)).sum().backward()
+    wanted = r"an array cannot share the memory of .*'0\.weight'.*fix: call p\.detach\(\)\.full_tensor\(\)\.numpy\(\)"
+    weight = model[0].weight
+    with pytest.raises(PlacementError, match=wanted):
+        if way == "numpy":
+            weight.numpy(force=True)
+        elif way == "asarray":
+            np.asarray(weight)
+        else:
+            weight.grad.numpy()
+    assert weight.detach().full_tensor().numpy().shape == (5, 3)
+    assert float(weight.norm().numpy(force=True)) == pytest.approx(float(weight.full_tensor().norm()))
+
+
+@pytest.mark.parametrize("parametrization", [parametrizations.spectral_norm, parametrizations.orthogonal])
+@on_ranks(2)
+def test_removing_a_parametrization_of_a_sharded_weight_is_refused_by_name(parametrization: Any) -> None:
+    model: Any = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1))
+    parametrization(model[0])
+    fully_shard(model)
+    wanted = r"set_ cannot be right on .*original.*Call remove_parametrizations before fully_shard"
+    with pytest.raises(PlacementError, match=wanted):
+        parametrize.remove_parametrizations(model[0], "weight")
 
 
 @on_ranks(2)
