@@ -210,6 +210,5 @@ def refuse(operator: Operator, args: Arguments, options: Options) -> Any:
     whose = "a sharded tensor" if target is None else words_of(target)
     raise PlacementError(
         f"{operator.name} cannot be right on {whose}, whose memory is a piece of a flat buffer. fix: work on "
-        "p.to_local(), this rank's rows, or on p.full_tensor(), a whole copy. To give it other values, call p.copy_(). "
-        "Call remove_parametrizations before fully_shard"
+        "p.to_local(), this rank's rows, or on p.full_tensor(), a whole copy"
     )

@@ -82,7 +82,7 @@ _NATIVE = frozenset(
 )
 _RESHAPES = frozenset({"t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_"})
 _REFUSED = frozenset(
-    {"resize_", "resize_as_", "as_strided_", "set_", "share_memory_", "pin_memory", "__dlpack__", "module_load"}
+    {"resize_", "resize_as_", "as_strided_", "share_memory_", "pin_memory", "__dlpack__", "module_load"}
 )
 _SPECIAL: dict[str, Handler] = {
     "data_ptr": run_data_ptr,

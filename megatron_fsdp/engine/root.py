@@ -31,7 +31,7 @@ from megatron_fsdp.engine.streams import (
     wait_for_event,
 )
 from megatron_fsdp.engine.unit import Call, Unit, WeightState, alive, is_in_backward, units_below
-from megatron_fsdp.errors import AgreementError
+from megatron_fsdp.errors import AgreementError, StateError
 
 __all__ = ["Schedule", "after_forward", "before_forward", "caster"]
 
@@ -390,6 +390,13 @@ def before_forward(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Gather a unit's weights for the call of one of its modules; return the arguments, cast, where that is asked."""
     if torch.compiler.is_dynamo_compiling():
+        if torch.compiler.is_exporting():
+            raise StateError(
+                f"unit {unit.name!r} is sharded, and torch.export cannot record the hooks that gather its weights. "
+                "fix: export a plain model with these weights: "
+                "plain.load_state_dict(megatron_fsdp.full_state_dict(model)) on every rank, then "
+                "torch.export.export(plain, inputs)"
+            )
         # The compiler would trace hooks into a unit's graph, and with them the switch to unsharded parameters.
         return _untraced_before(unit, module, args, kwargs)  # type: ignore[no-any-return]  # as this
     if _innermost_transform() is not None:

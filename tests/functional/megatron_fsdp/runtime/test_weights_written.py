@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.utils import parametrizations, parametrize, prune
+from torch.nn.utils import prune
 
 from megatron_fsdp import PlacementError, StateError, fully_shard
 from tests.harness import on_ranks
@@ -164,6 +164,16 @@ def test_torch_export_is_refused_by_parameter_and_unit() -> None:
     torch.testing.assert_close(exported(torch.ones(2, 3)), model(torch.ones(2, 3)))
 
 
+@on_ranks(1)
+def test_strict_export_names_the_unit_and_the_fix() -> None:
+    model: Any = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1))
+    fully_shard(model)
+    # Dynamo puts its own text around the error.
+    wanted = r"unit 'Sequential' is sharded, and torch\.export.*fix: export a plain model"
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=wanted):
+        torch.export.export(model, (torch.ones(2, 3),), strict=True)
+
+
 @on_ranks(2)
 def test_data_of_another_shape_is_refused_by_parameter_and_unit() -> None:
     model: Any = nn.Sequential(nn.Embedding(11, 3), nn.Linear(3, 1))
@@ -177,34 +187,25 @@ def test_data_of_another_shape_is_refused_by_parameter_and_unit() -> None:
         model[0].weight.resize_(13, 3)
 
 
-@pytest.mark.parametrize("way", ["numpy", "asarray", "of its gradient"])
+ARRAYS = {
+    "numpy": lambda weight: weight.numpy(force=True),
+    "asarray": lambda weight: np.asarray(weight.detach()),
+    "of its gradient": lambda weight: weight.grad.numpy(),
+}
+
+
+@pytest.mark.parametrize("way", ARRAYS)
 @on_ranks(2)
 def test_an_array_of_a_sharded_parameter_is_refused_by_name(way: str) -> None:
     model: Any = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1))
     fully_shard(model)
     model(torch.ones(2, 3)).sum().backward()
-    wanted = r"an array cannot share the memory of .*'0\.weight'.*fix: call p\.detach\(\)\.full_tensor\(\)\.numpy\(\)"
+    wanted = r"an array cannot share the memory of .*0\.weight'.*fix: call p\.detach\(\)\.full_tensor\(\)\.numpy\(\)"
     weight = model[0].weight
     with pytest.raises(PlacementError, match=wanted):
-        if way == "numpy":
-            weight.numpy(force=True)
-        elif way == "asarray":
-            np.asarray(weight)
-        else:
-            weight.grad.numpy()
+        ARRAYS[way](weight)
     assert weight.detach().full_tensor().numpy().shape == (5, 3)
-    assert float(weight.norm().numpy(force=True)) == pytest.approx(float(weight.full_tensor().norm()))
-
-
-@pytest.mark.parametrize("parametrization", [parametrizations.spectral_norm, parametrizations.orthogonal])
-@on_ranks(2)
-def test_removing_a_parametrization_of_a_sharded_weight_is_refused_by_name(parametrization: Any) -> None:
-    model: Any = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1))
-    parametrization(model[0])
-    fully_shard(model)
-    wanted = r"set_ cannot be right on .*original.*Call remove_parametrizations before fully_shard"
-    with pytest.raises(PlacementError, match=wanted):
-        parametrize.remove_parametrizations(model[0], "weight")
+    assert weight.detach().norm().numpy() == pytest.approx(weight.detach().full_tensor().norm().item())
 
 
 @on_ranks(2)
