@@ -51,10 +51,20 @@ def run_get_data(operator: Operator, args: Arguments, options: Options) -> Any:
 
 
 def run_numbers(operator: Operator, args: Arguments, options: Options) -> Any:
-    """Format a number, or convert to an array, where every rank holds the whole value; otherwise run natively."""
+    """Format a number, or convert to an array, where every rank holds the whole value.
+
+    Raises:
+        PlacementError: an array of a sharded tensor. It would be a copy, and what is written into it would be lost.
+    """
     source, *rest = args
-    if not isinstance(source, PlacedTensor) or not source.is_whole or (operator.name == "__format__" and source.ndim):
+    if not isinstance(source, PlacedTensor) or (operator.name == "__format__" and (source.ndim or not source.is_whole)):
         return run_native(operator, args, options)
+    if not source.is_whole:
+        raise PlacementError(
+            f"an array cannot share the memory of {words_of(source)}, which is sharded. fix: call "
+            "p.detach().full_tensor().numpy() on every rank for a copy of all values, p.detach().to_local().numpy() "
+            "for this rank's"
+        )
     return operator.function(source.whole().detach(), *rest, **options)
 
 

@@ -3,12 +3,16 @@
 ``DTensor.from_local(local, p.device_mesh, p.placements)``, ``DTensor(local, p._spec, ...)``, ``redistribute`` and
 ``zeros(..., placements=...)`` all end in ``DTensor.__new__``. It is replaced, to make a ``FlatDTensor`` if a placement
 is a ``RaggedShard``. PyTorch's own operators would lose the rows (docs/design/facade.md, "Made by hand").
+
+``torch.tensor(p)``, ``torch.as_tensor(p, dtype=...)`` and ``torch.asarray(p)`` copy without asking the class of ``p``.
+Their two operators get a handler in DTensor's own table of them.
 """
 
 from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,6 +32,26 @@ def keep_rows_of_placements() -> None:
     """Make ``DTensor`` create a ``FlatDTensor`` for placements with a ``RaggedShard``, from now on."""
     kind: Any = DTensor
     kind.__new__ = staticmethod(_make_by_placements)
+    for operator in (torch.ops.aten._to_copy.default, torch.ops.aten.clone.default):
+        _handlers()[operator] = _copy_rows
+
+
+def _handlers() -> dict[Any, Callable[..., Any]]:
+    """Return DTensor's table of operators that run by a function of their own instead of by placements."""
+    handlers: dict[Any, Callable[..., Any]] = DTensor._op_dispatcher._custom_op_handlers
+    return handlers
+
+
+def _copy_rows(operator: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """Copy a sharded tensor row by row; any other DTensor as PyTorch does it, without this handler."""
+    source, *rest = args
+    if isinstance(source, PlacedTensor):
+        return source.with_local(operator(source._local_tensor, *rest, **options))
+    _handlers().pop(operator, None)
+    try:
+        return operator(*args, **options)
+    finally:
+        _handlers()[operator] = _copy_rows
 
 
 def _make_by_placements(cls: type[DTensor], local_tensor: torch.Tensor, spec: DTensorSpec, **options: Any) -> DTensor:

@@ -25,6 +25,7 @@ from megatron_fsdp.engine.streams import (
     wait_for_event,
 )
 from megatron_fsdp.engine.unit import Call, Root, Unit, WeightState, is_in_backward
+from megatron_fsdp.errors import StateError
 
 __all__ = ["caster", "post_forward", "pre_forward"]
 
@@ -38,6 +39,13 @@ def pre_forward(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Gather a unit's weights for the call of one of its modules; return the arguments, cast, where that is asked."""
     if torch.compiler.is_dynamo_compiling():
+        if torch.compiler.is_exporting():
+            raise StateError(
+                f"unit {unit.name!r} is sharded, and torch.export cannot record the hooks that gather its weights. "
+                "fix: export a plain model with these weights: "
+                "plain.load_state_dict(megatron_fsdp.full_state_dict(model)) on every rank, then "
+                "torch.export.export(plain, inputs)"
+            )
         # The compiler would trace hooks into a unit's graph, and with them the switch to unsharded parameters.
         return _untraced_pre_forward(unit, module, args, kwargs)  # type: ignore[no-any-return]  # as this
     if _innermost_transform() is not None:

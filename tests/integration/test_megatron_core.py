@@ -46,7 +46,7 @@ def compare(task: Task, meshes: list[Mesh]) -> list[Figures]:
         return [run_steps(task, *build(task, mesh), range(4))[0] for mesh in meshes]
 
 
-def check(num_ranks: int, task: Task, *meshes: Mesh, digits: float = 1e-5) -> None:
+def assert_trains_as_ddp(num_ranks: int, task: Task, *meshes: Mesh, digits: float = 1e-5) -> None:
     """Train a task under DistributedDataParallel, set up as the first mesh, and then on each of the meshes."""
     results = run_ranks(num_ranks, compare, task, [replace(meshes[0], strategy=None), *meshes])
     assert all(result == results[0] for result in results)
@@ -62,7 +62,7 @@ def check(num_ranks: int, task: Task, *meshes: Mesh, digits: float = 1e-5) -> No
 def test_losses_and_gradient_norms_are_those_of_megatrons_ddp(
     name: str, num_ranks: int, strategies: tuple[str, ...]
 ) -> None:
-    check(num_ranks, TASKS[name], *(Mesh(strategy=strategy) for strategy in strategies))
+    assert_trains_as_ddp(num_ranks, TASKS[name], *(Mesh(strategy=strategy) for strategy in strategies))
 
 
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -81,11 +81,11 @@ RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "re
     ids=["per-token", "average", "no-overlap", "clip", "sgd", "recompute"],
 )
 def test_megatrons_settings_change_training_as_under_its_ddp(task: Task, ddp: dict[str, Any]) -> None:
-    check(2, task, Mesh(strategy="no_shard", ddp=ddp), Mesh(ddp=ddp))
+    assert_trains_as_ddp(2, task, Mesh(strategy="no_shard", ddp=ddp), Mesh(ddp=ddp))
 
 
 def test_bf16_models_train_on_fp32_main_weights_as_under_megatrons_mixed_precision_optimizer() -> None:
-    check(2, Task({"bf16": True, "params_dtype": torch.bfloat16}), Mesh(), digits=2e-2)
+    assert_trains_as_ddp(2, Task({"bf16": True, "params_dtype": torch.bfloat16}), Mesh(), digits=2e-2)
 
 
 def look_at_mesh(outer: str) -> tuple[tuple[str, ...], list[list[int]], int]:

@@ -63,7 +63,7 @@ def write(prefix: str, num_documents: int, first: int = 0) -> str:
 
 def arguments(data_path: object, **changes: object) -> argparse.Namespace:
     given = {"seq_length": 4, "seed": 3, "split": None, "eval_iters": 1, "padded_vocab_size": 256}
-    sizes = {"train_iters": 40, "global_batch_size": 5}
+    sizes = {"train_iters": 40, "global_batch_size": 5, "num_workers": 0}
     return argparse.Namespace(data_path=data_path, tokenizer_model=None, **(given | sizes | changes))
 
 

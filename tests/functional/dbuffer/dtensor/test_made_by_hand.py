@@ -78,6 +78,38 @@ def test_other_ways_to_make_a_tensor_have_the_rows_too(layout: str) -> None:
         assert torch.equal(back.to_local(), plain)
 
 
+COPIES = {
+    "tensor": lambda tensor: torch.tensor(tensor),
+    "tensor of another dtype": lambda tensor: torch.tensor(tensor, dtype=torch.float64),
+    "as_tensor of another dtype": lambda tensor: torch.as_tensor(tensor, dtype=torch.float64),
+    "asarray": lambda tensor: torch.asarray(tensor, copy=True),
+}
+
+
+@pytest.mark.parametrize("layout", EVERY_LAYOUT)
+@pytest.mark.parametrize("way", COPIES)
+@pytest.mark.filterwarnings("ignore:To copy construct from a tensor:UserWarning")
+@on_ranks(lambda way, layout: num_ranks(layout))
+def test_torch_tensor_of_a_sharded_tensor_has_its_rows(way: str, layout: str) -> None:
+    whole = values(1)
+    for plain, tensor in zip(whole, sharded(layout, whole, make_mesh(layout)), strict=True):
+        made = COPIES[way](tensor)
+        plain = plain.to(made.dtype)
+        assert torch.equal(made.full_tensor(), plain)
+        assert torch.equal((made * 2).full_tensor(), plain * 2)
+        assert made.to_local().data_ptr() != tensor.to_local().data_ptr() or not made.to_local().numel()
+
+
+@on_ranks(2)
+def test_torch_tensor_of_a_plain_dtensor_stays_one() -> None:
+    whole = torch.arange(15.0).view(5, 3)
+    plain = distribute_tensor(whole, make_mesh("two ranks"), [Shard(0)])
+    for _ in range(2):
+        made = torch.as_tensor(plain, dtype=torch.float64).clone()
+        assert type(made) is DTensor
+        assert torch.equal(made.full_tensor(), whole.double())
+
+
 @on_ranks(3)
 def test_zeros_with_the_placements_of_a_tensor_have_its_rows() -> None:
     (tensor,) = sharded("three ranks", [torch.arange(26.0).view(13, 2)], make_mesh("three ranks"))

@@ -122,6 +122,8 @@ def test_ignored_parameters_are_known_after_to_empty() -> None:
     model(torch.ones(2, 3)).sum().backward()
     clip_grad_norm_(model, 1.0)
     torch.optim.SGD(model.parameters(), lr=0.1).step()
+    assert not isinstance(model[1].weight, DTensor)
+    assert (whole_layer(model) < 1).all()
 
 
 @on_ranks(2)

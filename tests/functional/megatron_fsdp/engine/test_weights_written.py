@@ -4,6 +4,7 @@ import io
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -163,6 +164,16 @@ def test_torch_export_is_refused_by_parameter_and_unit() -> None:
     torch.testing.assert_close(exported(torch.ones(2, 3)), model(torch.ones(2, 3)))
 
 
+@on_ranks(1)
+def test_strict_export_names_the_unit_and_the_fix() -> None:
+    model: Any = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1))
+    fully_shard(model)
+    # Dynamo puts its own text around the error.
+    wanted = r"unit 'Sequential' is sharded, and torch\.export.*fix: export a plain model"
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=wanted):
+        torch.export.export(model, (torch.ones(2, 3),), strict=True)
+
+
 @on_ranks(2)
 def test_data_of_another_shape_is_refused_by_parameter_and_unit() -> None:
     model: Any = nn.Sequential(nn.Embedding(11, 3), nn.Linear(3, 1))
@@ -174,6 +185,27 @@ def test_data_of_another_shape_is_refused_by_parameter_and_unit() -> None:
         model[0].weight.data = torch.zeros(13, 3)
     with pytest.raises(PlacementError, match=r"unit 'Sequential': parameter '0\.weight'.*fix: "):
         model[0].weight.resize_(13, 3)
+
+
+ARRAYS = {
+    "numpy": lambda weight: weight.numpy(force=True),
+    "asarray": lambda weight: np.asarray(weight.detach()),
+    "of its gradient": lambda weight: weight.grad.numpy(),
+}
+
+
+@pytest.mark.parametrize("way", ARRAYS)
+@on_ranks(2)
+def test_an_array_of_a_sharded_parameter_is_refused_by_name(way: str) -> None:
+    model: Any = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1))
+    fully_shard(model)
+    model(torch.ones(2, 3)).sum().backward()
+    wanted = r"an array cannot share the memory of .*0\.weight'.*fix: call p\.detach\(\)\.full_tensor\(\)\.numpy\(\)"
+    weight = model[0].weight
+    with pytest.raises(PlacementError, match=wanted):
+        ARRAYS[way](weight)
+    assert weight.detach().full_tensor().numpy().shape == (5, 3)
+    assert weight.detach().norm().numpy() == pytest.approx(weight.detach().full_tensor().norm().item())
 
 
 @on_ranks(2)

@@ -218,6 +218,7 @@ def test_one_rank_has_nobody_to_agree_with() -> None:
     with Watch(model) as watch:
         step(model, draw_tokens(0))
         watch.check()
+        assert all(thread.name != "megatron_fsdp watch" for thread in threading.enumerate())
 
 
 class Timed(dist.Work):

@@ -69,7 +69,7 @@ def train_with_each(mesh_shape: tuple[int, ...], num_steps: int) -> dict[str, We
     return found
 
 
-def compare_with_whole(mesh_shape: tuple[int, ...], num_steps: int) -> None:
+def assert_equal_to_whole(mesh_shape: tuple[int, ...], num_steps: int) -> None:
     num_ranks = torch.Size(mesh_shape).numel()
     whole = Whole(OPTIONS)
     whole.train(range(num_steps), range(num_ranks))
@@ -80,13 +80,13 @@ def compare_with_whole(mesh_shape: tuple[int, ...], num_steps: int) -> None:
 
 @pytest.mark.parametrize("mesh_shape", [(3,), (2, 2)], ids=str)
 def test_weights_equal_those_of_whole_matrices_to_the_bit_on_every_strategy(mesh_shape: tuple[int, ...]) -> None:
-    compare_with_whole(mesh_shape, 4)
+    assert_equal_to_whole(mesh_shape, 4)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh_shape", [(1,), (2,), (3,), (4,), (2, 2), (1, 2), (2, 1)], ids=str)
 def test_twenty_steps_equal_those_of_whole_matrices_on_every_strategy(mesh_shape: tuple[int, ...]) -> None:
-    compare_with_whole(mesh_shape, 20)
+    assert_equal_to_whole(mesh_shape, 20)
 
 
 OTHERS: dict[str, dict[str, Any]] = {

@@ -8,7 +8,7 @@ import pytest
 from dbuffer.planner.arena import ArenaPlan, Lifetime, Recorder, plan_arena
 
 
-def check(lifetimes: list[Lifetime], plan: ArenaPlan, alignment: int) -> None:
+def assert_no_overlap(lifetimes: list[Lifetime], plan: ArenaPlan, alignment: int) -> None:
     """Look at every pair, and count the bytes at every time."""
     times = {start for lifetime in lifetimes for start, _ in lifetime.spans}
     sizes = [-(-lifetime.num_bytes // alignment) * alignment for lifetime in lifetimes]
@@ -36,7 +36,7 @@ def test_random_buffers_never_overlap_and_the_bound_is_the_most_held(seed: int) 
         spans = tuple(itertools.pairwise(starts))[::2]
         lifetimes.append(Lifetime(generator.choice([0, 1, 7, 64, 513, 4000]), spans))
     alignment = generator.choice([1, 64, 512])
-    check(lifetimes, plan_arena(lifetimes, alignment=alignment), alignment)
+    assert_no_overlap(lifetimes, plan_arena(lifetimes, alignment=alignment), alignment)
 
 
 def test_a_chain_of_unequal_units_reaches_the_bound() -> None:
@@ -54,7 +54,7 @@ def test_what_no_placement_can_reach_is_said_as_a_gap() -> None:
         Lifetime(2, ((3, 9),)), Lifetime(2, ((6, 9),)),
     ]  # fmt: skip
     plan = plan_arena(lifetimes, alignment=1)
-    check(lifetimes, plan, 1)
+    assert_no_overlap(lifetimes, plan, 1)
     least = min(
         max(offset + one.num_bytes for offset, one in zip(offsets, lifetimes, strict=True))
         for offsets in itertools.product(range(4), repeat=6)
