@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from megatron_fsdp.policy.precision import MixedPrecisionPolicy
     from megatron_fsdp.policy.strategy import Placements
     from megatron_fsdp.transfer.bucket import BucketEntry, WeightBucket, apply_bucket
+    from megatron_fsdp.transfer.delta import DeltaBucket, DeltaReport, DeltaStream, apply_delta, remember_weights
     from megatron_fsdp.transfer.local_shards import LocalShard, local_shards
     from megatron_fsdp.transfer.stream import WeightStream, weight_stream
     from megatron_fsdp.transfer.stream_plan import StreamReport
@@ -102,6 +103,7 @@ _HOMES = {
     "policy.precision": "MixedPrecisionPolicy",
     "policy.strategy": "Placements",
     "transfer.bucket": "BucketEntry WeightBucket apply_bucket",
+    "transfer.delta": "DeltaBucket DeltaReport DeltaStream apply_delta remember_weights",
     "transfer.local_shards": "LocalShard local_shards",
     "transfer.stream": "WeightStream weight_stream",
     "transfer.stream_plan": "StreamReport",
@@ -134,14 +136,15 @@ def __dir__() -> list[str]:
 
 __all__ = [
     "AdamW", "AgreementError", "BucketEntry", "CPUOffloadPolicy", "CheckpointError", "CheckpointSeries",
-    "ConfigError", "DBufferError", "DamagedCheckpointError", "DataParallelMeshDims", "FSDPModule", "FsdpConfig",
-    "FsdpError", "GradientReductionHandle", "GradientScale", "GradientScaleError", "LayoutError", "LocalShard",
-    "MeshError", "MixedPrecisionPolicy", "Muon", "NonfiniteGradientError", "OffloadPolicy", "OwnershipError",
-    "PlacementError", "Placements", "ReadError", "Report", "SaveHandle", "StateError", "StorageError",
-    "StreamReport", "Timeline", "TransferError", "UnshardHandle", "Watch", "WeightBucket", "WeightStream",
-    "add_megatron_fsdp_args", "apply_bucket", "check_gradient_scale", "check_gradients", "checksum",
+    "ConfigError", "DBufferError", "DamagedCheckpointError", "DataParallelMeshDims", "DeltaBucket", "DeltaReport",
+    "DeltaStream", "FSDPModule", "FsdpConfig", "FsdpError", "GradientReductionHandle", "GradientScale",
+    "GradientScaleError", "LayoutError", "LocalShard", "MeshError", "MixedPrecisionPolicy", "Muon",
+    "NonfiniteGradientError", "OffloadPolicy", "OwnershipError", "PlacementError", "Placements", "ReadError",
+    "Report", "SaveHandle", "StateError", "StorageError", "StreamReport", "Timeline", "TransferError",
+    "UnshardHandle", "Watch", "WeightBucket", "WeightStream",
+    "add_megatron_fsdp_args", "apply_bucket", "apply_delta", "check_gradient_scale", "check_gradients", "checksum",
     "clip_grad_norm_", "expert_matmul", "explain", "export_safetensors", "fsdp_no_shard", "full_state_dict",
     "fully_shard", "fully_shard_optimizer", "import_safetensors", "load_checkpoint", "local_shards", "materialize",
-    "microbatch", "no_sync", "register_fsdp_forward_method", "replicate", "save_checkpoint", "share_comm_ctx",
-    "unit_checksums", "weight_stream", "weight_version",
+    "microbatch", "no_sync", "register_fsdp_forward_method", "remember_weights", "replicate", "save_checkpoint",
+    "share_comm_ctx", "unit_checksums", "weight_stream", "weight_version",
 ]  # fmt: skip

@@ -129,7 +129,8 @@ def _loose(weight: LooseWeight, number: int, ranks: tuple[int, ...]) -> LocalSha
     if isinstance(weight.tensor, DTensor):
         raise TransferError(
             f"weight {weight.name!r} is a DTensor with placements {tuple(weight.tensor.placements)} that "
-            "fully_shard did not make, so its layout is another library's. fix: shard it with fully_shard, or use weight_stream(model)"
+            "fully_shard did not make, so its layout is another library's. fix: shard it with fully_shard, or "
+            "use weight_stream(model)"
         )
     shape = tuple(weight.tensor.shape)
     flat = weight.tensor.detach().reshape(-1) if math.prod(shape) else weight.tensor.detach().new_empty(0)

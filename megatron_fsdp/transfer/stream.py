@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any
+from typing import Any, overload
 
 import torch
 import torch.distributed as dist
@@ -15,12 +15,13 @@ from torch.distributed.tensor import DTensor
 
 from dbuffer.collectives import wait_for
 from megatron_fsdp.checkpoint.safetensors_model import NameMap
-from megatron_fsdp.checks.rendezvous import meet, report_failure
 from megatron_fsdp.engine.param_group import ParameterGroup, group_of_parameter
-from megatron_fsdp.errors import AgreementError, StateError, TransferError
+from megatron_fsdp.errors import AgreementError, ConfigError, StateError, TransferError
 from megatron_fsdp.transfer.bucket import WeightBucket, tensor_checksums
 from megatron_fsdp.transfer.catalog import WeightCatalog
+from megatron_fsdp.transfer.delta import DeltaStream
 from megatron_fsdp.transfer.gather import Piece, RegionGather, assemble, gather_regions
+from megatron_fsdp.transfer.handshake import Handshake
 from megatron_fsdp.transfer.lora import LoraMerge
 from megatron_fsdp.transfer.stream_plan import PlacedPiece, PlannedBucket, StreamPlan, StreamReport, plan_stream
 from megatron_fsdp.transfer.versions import refuse_steps, tracker_of
@@ -29,19 +30,37 @@ __all__ = ["WeightStream", "weight_stream"]
 
 # A tensor that owns memory, and its storage's own object.
 _USES_AT_REST = 2
-_ADVICE = "fix: call weight_stream(...) with the same arguments on every rank, and iterate it to its end on all of them"
 
 
+@overload
 def weight_stream(
+    model: nn.Module,
+    *,
+    dtype: torch.dtype | None = ...,
+    names: Mapping[str, str] | NameMap | None = ...,
+    bucket_bytes: int = ...,
+    device: torch.device | str | None = ...,
+    changed_since: None = ...,
+    merge_lora: bool = ...,
+    checksums: bool = ...,
+) -> WeightStream: ...
+
+
+@overload
+def weight_stream(model: nn.Module, *, dtype: torch.dtype | None = ..., changed_since: int) -> DeltaStream: ...
+
+
+def weight_stream(  # noqa: PLR0913  # options, each of which stands alone
     model: nn.Module,
     *,
     dtype: torch.dtype | None = torch.bfloat16,
     names: Mapping[str, str] | NameMap | None = None,
     bucket_bytes: int = 1 << 30,
     device: torch.device | str | None = None,
+    changed_since: int | None = None,
     merge_lora: bool = False,
     checksums: bool = False,
-) -> WeightStream:
+) -> WeightStream | DeltaStream:
     """Return an iterator of (name, whole tensor) over all weights of a (sharded) model, in one order on all ranks.
 
     Every rank of the model iterates it, between steps; each gets all tensors. Units are gathered from the main weights,
@@ -58,6 +77,8 @@ def weight_stream(
         names: patterns of names here and names at the receiver, as in ``export_safetensors``.
         bucket_bytes: units are gathered into buckets of this size; a larger unit is cut between its tensors.
         device: where the tensors are wanted; None leaves them where compute is.
+        changed_since: send what changed since this version instead, as ``DeltaBucket``s for ``apply_delta``. Each rank
+            has to remember that version: ``remember_weights``, or an earlier stream of changes that ended.
         merge_lora: send the weights that peft's ``merge_and_unload`` would make instead of base weights and adapters.
         checksums: compute 64 bits over each tensor, for ``WeightBucket.verify``; reads each bucket once.
     Raises:
@@ -69,6 +90,13 @@ def weight_stream(
             if dist.get_rank() == 0:
                 send(name, tensor)
     """
+    if changed_since is not None:
+        if names or merge_lora or dtype is None:
+            raise ConfigError(
+                "weight_stream(changed_since=...) sends changes under the model's own names, in one dtype. fix: leave "
+                "names= and merge_lora= out, and give a dtype"
+            )
+        return DeltaStream(model, changed_since, dtype)
     catalog = WeightCatalog.of(model)
     merge = LoraMerge.of(model) if merge_lora else None
     renamed: dict[str, str] = {}
@@ -218,14 +246,13 @@ class _Session:
         self._model = model
         self._options, self._catalog, self._merge = options, catalog, merge
         self._adapters, self._adapter_groups = adapters, adapter_groups
-        self._ranks = catalog.ranks
         self.version = self._tracker.current()
         self._num_started = 0
         self._flight: _Flight | None = None
         # Of buckets that the caller is through with; of the bucket that it has now.
         self._spare: list[torch.Tensor] = []
         self._lent: list[torch.Tensor] = []
-        self._is_cut_off = False
+        self._handshake = Handshake(catalog.ranks, "weight_stream(model)", len(plan.buckets))
         self._device = _device_of(catalog)
 
     # ------------------------------------------------------------------ what the iterators do
@@ -270,7 +297,7 @@ class _Session:
         try:
             flight.land()
         except RuntimeError as error:
-            self._is_cut_off = True
+            self._handshake.cut_off()
             AgreementError.raise_for("weight_stream", f"the gather of bucket {index}", error)
         memory, entries = flight.memory, flight.planned.entries
         num_bytes = flight.planned.num_bytes
@@ -290,10 +317,7 @@ class _Session:
         if flight is not None:
             with contextlib.suppress(RuntimeError):
                 flight.land()
-        if self._num_started < len(self.plan.buckets) and not self._is_cut_off:
-            self._is_cut_off = True
-            where = f"after {self._num_started} of {len(self.plan.buckets)} buckets"
-            report_failure(self._ranks, "leaves weight_stream(model)", StateError(f"the loop ended {where}"))
+        self._handshake.leave()
         if self._merge is not None:
             self._merge.whole.clear()
         self._spare, self._lent = [], []
@@ -319,8 +343,7 @@ class _Session:
                 refuse_steps(self, self._tracker)
                 lines = [f"version {self.version} of the weights", *self.plan.lines()]
         except BaseException as error:
-            self._is_cut_off = True
-            report_failure(self._ranks, f"gathers bucket {index} of weight_stream(model)", error)
+            self._handshake.fail(error)
             if isinstance(error, RuntimeError) and "memory" in str(error):
                 raise TransferError(
                     f"bucket {index} of weight_stream(model) needs {planned.num_bytes} bytes on {self._device}, and "
@@ -328,14 +351,7 @@ class _Session:
                     "smaller number; the model is as it was"
                 ) from error
             raise
-        try:
-            meet(
-                self._ranks, f"gathers bucket {index} of weight_stream(model)", lines,
-                "the ranks would send different weights", _ADVICE,
-            )  # fmt: skip
-        except BaseException:
-            self._is_cut_off = True
-            raise
+        self._handshake.meet(lines)
         self._num_started += 1
         if index == 0:
             self._gather_adapters()
