@@ -172,8 +172,8 @@ class DeltaStream(Iterator[DeltaBucket]):
             found = "nothing" if remembered is None else f"version {remembered.version} in {remembered.dtype}"
             raise TransferError(
                 f"weight_stream(changed_since={since}, dtype={dtype}): this rank remembers {found}, so the difference "
-                "is not known. fix: version = remember_weights(model), send all weights once, then changed_since=version; "
-                "after a receiver was lost, do so again"
+                "is not known. fix: version = remember_weights(model), send all weights once, then "
+                "changed_since=version; after a receiver was lost, do so again"
             )
         self._model, self._remembered, self.since = model, remembered, since
         self._catalog, self._tracker = WeightCatalog.of(model), tracker_of(model)
@@ -401,8 +401,8 @@ def apply_delta(state: Mapping[str, torch.Tensor], bucket: DeltaBucket, *, versi
             if number != entry.checksum:
                 raise TransferError(
                     f"tensor {entry.name!r} has checksum {number:016x} after the delta to version {bucket.version}, "
-                    f"and {entry.checksum:016x} at the trainer. fix: send all weights once: the delta arrived changed, or "
-                    "the receiver's weights were not those of the version before"
+                    f"and {entry.checksum:016x} at the trainer. fix: send all weights once: the delta arrived changed, "
+                    "or the receiver's weights were not those of the version before"
                 )
 
 

@@ -178,7 +178,8 @@ def gather_regions(gathers: Sequence[RegionGather], works: list[dist.Work]) -> N
             if len({part.numel() for part in parts}) == 1:
                 start = parts[0].storage_offset() - each.region.storage_offset()
                 whole = each.region[start : start + sum(part.numel() for part in parts)]
-                even.append(Part(axis, whole, parts[axis.rank]))
+                # As bytes: not every backend gathers every dtype.
+                even.append(Part(axis, whole.view(torch.uint8), parts[axis.rank].view(torch.uint8)))
             else:
                 uneven.append((axis, parts))
         if even:
