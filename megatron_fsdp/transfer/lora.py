@@ -110,7 +110,8 @@ class LoraMerge:
                 f"{len(adapters)} adapters are active at once ({', '.join(adapters)}), which a stream cannot merge. "
                 "fix: model.set_adapter(name) with one of them"
             )
-        return found.detach()
+        # As peft: other layers than embeddings add FP32 products to bf16 weights and round once.
+        return found.detach().to(dtype) if isinstance(module.base_layer, nn.Embedding) else found.detach()
 
     def adapters(self, model: nn.Module) -> list[nn.Parameter]:
         """Return the parameters that additions read."""
