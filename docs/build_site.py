@@ -40,8 +40,8 @@ REFERENCE: Mapping[str, Mapping[str, str]] = {
         "Plan and observe": "explain Report Timeline Watch GradientScale check_gradient_scale checksum unit_checksums",
         "Megatron flags": "add_megatron_fsdp_args FsdpConfig",
         "Errors": "FsdpError AgreementError CheckpointError ConfigError DamagedCheckpointError GradientScaleError "
-        "NonfiniteGradientError OwnershipError StateError TransferError DBufferError LayoutError MeshError PlacementError "
-        "StorageError",
+        "NonfiniteGradientError OwnershipError StateError TransferError DBufferError LayoutError MeshError "
+        "PlacementError StorageError",
     },
     "dbuffer": {},
 }
