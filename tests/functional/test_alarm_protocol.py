@@ -67,7 +67,7 @@ def made(rank: int, mode: str, store: Any) -> Watch:
     """Return the watch of a rank that waits for a collective, runs on, or has left with an error."""
     mesh = types.SimpleNamespace(device_type="cpu", size=lambda: len(RANKS), mesh=torch.tensor(RANKS))
     group = types.SimpleNamespace(main_weight=types.SimpleNamespace(mesh=mesh))
-    unit = types.SimpleNamespace(groups=[group], backward=None)
+    unit = types.SimpleNamespace(groups=[group], root=None)
     with (
         mock.patch.object(watch_module, "units_below", return_value=[unit]),
         mock.patch.object(watch_module, "job_store", return_value=store),
