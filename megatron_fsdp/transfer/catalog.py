@@ -81,8 +81,8 @@ class WeightCatalog:
                 raise ConfigError(refusal)
         plain = unwrapped(model)
         for unit in units_below(plain):
-            unit.schedule.refuse_replaced_params(unit)
-            unit.schedule.reshard(unit)
+            unit.refuse_replaced_params()
+            unit.reshard()
         by_parameter: dict[int, tuple[nn.Parameter, list[str]]] = {}
         for name, parameter in plain.named_parameters(remove_duplicate=False):
             by_parameter.setdefault(id(parameter), (parameter, []))[1].append(canonical(name))
