@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from megatron_fsdp.policy.offload import CPUOffloadPolicy, OffloadPolicy
     from megatron_fsdp.policy.precision import MixedPrecisionPolicy
     from megatron_fsdp.policy.strategy import Placements
+    from megatron_fsdp.uneven.unsharded import unsharded
 
 _check_neighbour(__file__)
 
@@ -95,6 +96,7 @@ _HOMES = {
     "policy.offload": "CPUOffloadPolicy OffloadPolicy",
     "policy.precision": "MixedPrecisionPolicy",
     "policy.strategy": "Placements",
+    "uneven.unsharded": "unsharded",
     "engine.fused_linear": "expert_matmul",
     "lifecycle.module": ("FSDPModule FsdpModule GradientReductionHandle UnshardHandle register_fsdp_forward_method"),
     "engine.param_group": "ParameterGroup",
@@ -131,5 +133,5 @@ __all__ = [
     "add_megatron_fsdp_args", "check_gradient_scale", "check_gradients", "checksum", "clip_grad_norm_", "expert_matmul",
     "explain", "export_safetensors", "fsdp_no_shard", "full_state_dict", "fully_shard", "fully_shard_optimizer",
     "import_safetensors", "load_checkpoint", "materialize", "microbatch", "no_sync", "register_fsdp_forward_method",
-    "replicate", "save_checkpoint", "share_comm_ctx", "unit_checksums",
+    "replicate", "save_checkpoint", "share_comm_ctx", "unit_checksums", "unsharded",
 ]  # fmt: skip

@@ -29,6 +29,7 @@ class AttachedGuards:
     follow_requires_grad = staticmethod(make_param_group.follow_requires_grad)
     follow_flags = staticmethod(make_param_group.follow_flags)
     walk = staticmethod(added_params.walk)
+    refuse_held_change = staticmethod(refusals.refuse_held_change)
     refuse_changed = staticmethod(unsharded_param.refuse_change)
     emit_ranges = staticmethod(profiler_ranges.emit_ranges)
     refuse_backward = staticmethod(refusals.refuse_backward)

@@ -19,10 +19,27 @@ from megatron_fsdp.build.ownership import owned_name
 from megatron_fsdp.engine.backward import is_run
 from megatron_fsdp.engine.param_group import ParameterGroup, group_of_parameter
 from megatron_fsdp.engine.params import handle_of
-from megatron_fsdp.engine.unit import Call
+from megatron_fsdp.engine.unit import Call, Unit
 from megatron_fsdp.errors import StateError
 
-__all__ = ["refuse_backward", "refuse_gathered", "refuse_sharded", "refuse_stale"]
+__all__ = ["refuse_backward", "refuse_gathered", "refuse_held_change", "refuse_sharded", "refuse_stale"]
+
+
+def refuse_held_change(unit: Unit) -> None:
+    """Refuse a forward inside ``unsharded()`` whose gathered weights are older than the main weights.
+
+    Weights that were changed in place are judged where the block ends.
+
+    Raises:
+        StateError: the main weights changed inside the block.
+    """
+    if unit.main_version() != unit.held_version:
+        names = ", ".join(repr(name) for group in unit.groups for name in group.parameters)
+        raise StateError(
+            f"unit {unit.name!r}: the main weights of {names} changed inside unsharded(), whose gathered weights are the "
+            "old ones. fix: step optimizers and load weights outside of the block; or change the gathered weights in "
+            "unsharded(model, writeback=True)"
+        )
 
 
 def refuse_backward(call: Call) -> None:

@@ -172,7 +172,7 @@ class Schedule:
         Args:
             keep_part: as in ``ParameterGroup.release``.
         """
-        if unit.weight_state is WeightState.SHARDED:
+        if unit.weight_state is WeightState.SHARDED or unit.num_holds:
             return
         if listeners:
             tell("reshard", unit)
@@ -203,6 +203,8 @@ class Schedule:
         if call is None:
             return
         if unit.weight_state is not WeightState.SHARDED and unit.is_stale():
+            if unit.num_holds:
+                self.guards.refuse_held_change(unit)
             self.reshard(unit)
         self.refuse_replaced_params(unit)
         self._release_lingering(unit)
@@ -264,6 +266,9 @@ class Schedule:
         As many as backward has packed buffers, which is as much memory: where it keeps two, the gradients of a trained
         unit are still packed while those of the unit before it come, and its weights take no more in forward.
         """
+        if unit.num_holds:
+            # It needs no gather here, and ranks may call it in any order.
+            return []
         if len(self._recorded) < _MAX_LENGTH:
             self._recorded.append(unit.reference)
         # A unit that is not where it was last time moves the cursor to the end.

@@ -127,6 +127,8 @@ class Unit:
         requires_all_reduce: whether the last backward also reduces over axes that hold partial sums.
         requires_gradient_sync: False keeps gradients here, unreduced, until a backward with True.
         weight_state: where its weights are; changed by its ``Schedule`` alone.
+        num_holds: how many ``unsharded()`` blocks keep its weights gathered; ``Schedule.reshard`` leaves them then.
+            held_version: what ``main_version`` was when the first of them began.
         gather_ticket: of the gather under way, None where all weights rest whole.
         slots: where the memory of gathered weights and packed gradients comes from.
         inner: units inside of this one, all of which were made before it.
@@ -159,6 +161,7 @@ class Unit:
         self.forward_prefetch: list[weakref.ref[Unit]] = []
         self.backward_prefetch: list[weakref.ref[Unit]] = []
         self.weight_state = WeightState.SHARDED
+        self.num_holds = self.held_version = 0
         self.gather_ticket: Ticket | None = None
         self.gradients: tuple[GradientBuffer, ...] = ()
         self.num_gradients, self.rests_final, self.is_trained = 0, True, False
@@ -177,6 +180,8 @@ class Unit:
 
     def show_sharded(self) -> None:
         """Show the sharded parameters, while gathered weights may stay for the backward that follows."""
+        if self.num_holds:
+            return
         for group in self.groups:
             group.fsdp_params.module_infos.show(is_gathered=False)
 
@@ -187,6 +192,10 @@ class Unit:
             if is_changed or group.freshness.is_stale():
                 return True
         return False
+
+    def main_version(self) -> int:
+        """Return a number that every change of the main weights that PyTorch counts makes larger."""
+        return sum(tensor._version for group in self.groups for tensor in group.fsdp_params.counted)
 
     # ------------------------------------------------------------------ calls
 

@@ -34,7 +34,7 @@ from megatron_fsdp.policy.slots import SlotChoice
 from megatron_fsdp.variants.memory_slots import communicator_has_memory, keep_gathered, reshard_to, use_slots
 
 __all__ = [
-    "FSDPModule", "FsdpModule", "GradientReductionHandle", "UnshardHandle", "convert",
+    "FSDPModule", "FsdpModule", "GradientReductionHandle", "UnshardHandle", "convert", "gather_afresh",
     "register_fsdp_forward_method", "unit_of",
 ]  # fmt: skip
 
@@ -137,7 +137,7 @@ class FSDPModule:
         """
         unit = unit_of(self)
         unit.schedule.refuse_replaced_params(unit)
-        _gather_afresh(unit)
+        gather_afresh(unit)
         handle = UnshardHandle(unit)
         if async_op:
             return handle
@@ -147,6 +147,7 @@ class FSDPModule:
     def reshard(self) -> None:
         """Release this unit's gathered weights; its parameters are sharded DTensors again."""
         unit = unit_of(self)
+        _refuse_held(unit, "reshard()")
         unit.schedule.reshard(unit)
         settle_host()
 
@@ -384,6 +385,7 @@ class FSDPModule:
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         # The module's own parameters stay in their buffers; everything else is handled as in any module.
         unit = unit_of(self)
+        _refuse_held(unit, "a conversion (to(), half(), to_empty() and the like)")
         unit.schedule.refuse_replaced_params(unit)
         unit.schedule.reshard(unit)
         settle_host()
@@ -429,8 +431,18 @@ def _is_called_by_jit() -> bool:
     return any("/torch/jit/" in each.filename for each in traceback.extract_stack(limit=12))
 
 
-def _gather_afresh(unit: Unit) -> None:
+def _refuse_held(unit: Unit, action: str) -> None:
+    if unit.num_holds:
+        raise StateError(
+            f"unit {unit.name!r}: {action} inside unsharded(), which keeps its weights gathered. fix: call it after the "
+            "block"
+        )
+
+
+def gather_afresh(unit: Unit) -> None:
     """Issue a gather of the main weights as they are now, unless what is gathered is that and was asked for."""
+    if unit.num_holds:
+        return
     if unit.weight_state is not WeightState.SHARDED and (
         unit.is_stale() or not all(group.fsdp_params.module_infos.shows_gathered for group in unit.groups)
     ):
