@@ -35,7 +35,7 @@ FOLDER_ORDER = (
     ("megatron_fsdp.lifecycle",),
     ("megatron_fsdp.checks",),
     ("megatron_fsdp.optim",),
-    ("megatron_fsdp.api", "megatron_fsdp.meta_init", "megatron_fsdp.uneven"),
+    ("megatron_fsdp.api", "megatron_fsdp.meta_init"),
     ("megatron_fsdp.virtual",),
     ("megatron_fsdp.checkpoint", "megatron_fsdp.planning", "megatron_fsdp.config"),
     ("megatron_fsdp.integrations", "megatron_fsdp.observability"),
