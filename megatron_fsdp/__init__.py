@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from megatron_fsdp.policy.offload import CPUOffloadPolicy, OffloadPolicy
     from megatron_fsdp.policy.precision import MixedPrecisionPolicy
     from megatron_fsdp.policy.strategy import Placements
+    from megatron_fsdp.uneven.join import JoinedBatches, join
     from megatron_fsdp.uneven.unsharded import unsharded
 
 _check_neighbour(__file__)
@@ -96,6 +97,7 @@ _HOMES = {
     "policy.offload": "CPUOffloadPolicy OffloadPolicy",
     "policy.precision": "MixedPrecisionPolicy",
     "policy.strategy": "Placements",
+    "uneven.join": "JoinedBatches join",
     "uneven.unsharded": "unsharded",
     "engine.fused_linear": "expert_matmul",
     "lifecycle.module": ("FSDPModule FsdpModule GradientReductionHandle UnshardHandle register_fsdp_forward_method"),
@@ -126,12 +128,12 @@ def __dir__() -> list[str]:
 __all__ = [
     "AdamW", "AgreementError", "CPUOffloadPolicy", "CheckpointError", "CheckpointSeries", "ConfigError", "DBufferError",
     "DamagedCheckpointError", "DataParallelMeshDims", "FSDPModule", "FsdpConfig", "FsdpError",
-    "GradientReductionHandle", "GradientScale", "GradientScaleError", "LayoutError", "MeshError",
+    "GradientReductionHandle", "GradientScale", "GradientScaleError", "JoinedBatches", "LayoutError", "MeshError",
     "MixedPrecisionPolicy", "Muon", "NonfiniteGradientError", "OffloadPolicy", "OwnershipError", "PlacementError",
     "Placements", "ReadError", "Report", "SaveHandle", "StateError", "StorageError", "Timeline", "UnshardHandle",
     "Watch",
     "add_megatron_fsdp_args", "check_gradient_scale", "check_gradients", "checksum", "clip_grad_norm_", "expert_matmul",
     "explain", "export_safetensors", "fsdp_no_shard", "full_state_dict", "fully_shard", "fully_shard_optimizer",
-    "import_safetensors", "load_checkpoint", "materialize", "microbatch", "no_sync", "register_fsdp_forward_method",
+    "import_safetensors", "join", "load_checkpoint", "materialize", "microbatch", "no_sync", "register_fsdp_forward_method",
     "replicate", "save_checkpoint", "share_comm_ctx", "unit_checksums", "unsharded",
 ]  # fmt: skip

@@ -69,6 +69,9 @@ class GradientBuffer:
     takes_products: bool
     packs_late = is_to_pack = False
     _copies = False
+    # Which gradients count: those of trained parameters, or none.
+    _packs: bytes | bytearray
+    _own_scale: float
     # Gradients that stay where autograd leaves them until the unit is closed.
     _waits: bytes | bytearray
     _waiting: list[int]
@@ -86,13 +89,13 @@ class GradientBuffer:
         # Whether the backward under way brought anything; hooks of gradients have the list itself.
         self._begun = fsdp_params.begun
         self._make_buffers()
-        self.divide_by(spec.divisor)
         self._views = [self.packed.get_local_tensor(index) for index in range(len(fsdp_params.sharded_params))]
+        self.divide_by(spec.divisor)
         self._filled = bytearray(len(self._views))
         self._gaps = [self.packed.local_buffer[gap.start : gap.stop] for gap in self.packed.layout.padding()]
         self._turns = turns(self._device, fsdp_params.turn)
         self._let_wait()
-        self._trained = self.binding.trained
+        self._trained = self._packs = self.binding.trained
         if self.rests_partial:
             self.binding.gaps = self._gaps
         else:
@@ -176,13 +179,13 @@ class GradientBuffer:
             self._turns.take(self._pack_waiting)
         if not self._begun[0]:
             self._begin(has_come=True)
-        if self._waits[index] and self._trained[index]:
+        if self._waits[index] and self._packs[index]:
             _set_grad(parameter, gradient)
         else:
             self._pack(index, gradient)
 
     def _pack(self, index: int, gradient: torch.Tensor) -> None:
-        if not self._trained[index]:
+        if not self._packs[index]:
             return
         if self._copies and not self._filled[index] and gradient.layout is _STRIDED:
             self._views[index].copy_(gradient)
@@ -204,7 +207,7 @@ class GradientBuffer:
             self._copies
             and 0 not in are_there
             and not any(map(self._filled.__getitem__, indices))
-            and all(map(self._trained.__getitem__, indices))
+            and all(map(self._packs.__getitem__, indices))
             and set(map(_get_layout, gradients)) == {_STRIDED}
         ):
             torch._foreach_copy_(self._waiting_views, gradients)
@@ -231,7 +234,7 @@ class GradientBuffer:
             self._turns.take(self._pack_waiting)
         if not self._begun[0]:
             self._begin(has_come=True)
-        if self._trained[index]:
+        if self._packs[index]:
             view = self._views[index]
             if self._copies and not self._filled[index] and left.dtype is view.dtype and left.ndim == 2:
                 torch.mm(left, right, out=view)
@@ -438,7 +441,17 @@ class GradientBuffer:
         if self.reduction.wire is not None:
             # What rests was divided before.
             self.reduction.wire.scale = 1.0 / half if self.reduction.wire.whole.dtype is torch.float16 else 1.0
-        self.pack_scale = 1.0 / divisor if self.rests_partial else self.wire_scale
+        self._own_scale = 1.0 / divisor if self.rests_partial else self.wire_scale
+        self.weigh(1.0)
+
+    def weigh(self, weight: float) -> None:
+        """Multiply this rank's gradients by ``weight`` from the next backward on.
+
+        Args:
+            weight: 0 drops them: this rank takes part in reductions with zeros.
+        """
+        self._packs = self.binding.trained if weight else bytes(len(self._views))
+        self.pack_scale = self._own_scale * (weight or 1.0)
         self.takes_products = math.frexp(self.pack_scale)[0] == 0.5
 
     def buffers(self) -> Iterator[tuple[str, DBuffer]]:

@@ -70,7 +70,7 @@ def unsharded(model: nn.Module, units: Iterable[nn.Module] | None = None, writeb
     except BaseException:
         _let_go(chosen)
         _drop_changes(chosen, shards)
-        _release(chosen, kept)
+        _release(chosen, kept, is_raising=True)
         raise
     _let_go(chosen)
     try:
@@ -78,7 +78,7 @@ def unsharded(model: nn.Module, units: Iterable[nn.Module] | None = None, writeb
             _write_back(chosen, shards, action)
     except BaseException:
         _drop_changes(chosen, shards)
-        _release(chosen, kept)
+        _release(chosen, kept, is_raising=True)
         raise
     _release(chosen, kept)
 
@@ -142,7 +142,7 @@ def _gather(chosen: Sequence[Unit], action: str) -> set[int]:
             gather_afresh(unit)
             unit.schedule.finish_gather(unit)
     except BaseException:
-        _release(chosen, kept)
+        _release(chosen, kept, is_raising=True)
         _free(allocated)
         raise
     return kept
@@ -164,22 +164,30 @@ def _hold(chosen: Sequence[Unit], writeback: bool) -> None:
         if not unit.num_holds:
             unit.held_version = unit.main_version()
         unit.num_holds += 1
+        for group in unit.groups:
+            group.is_writable = group.is_writable or writeback
 
 
 def _let_go(chosen: Sequence[Unit]) -> None:
+    _WRITEBACK.pop()
     for unit in chosen:
         unit.num_holds -= 1
         _HELD.remove(unit)
-    _WRITEBACK.pop()
+        for group in unit.groups:
+            group.is_writable = bool(unit.num_holds) and True in _WRITEBACK
     if not _HELD:
         CHECKS.remove(_refuse_step)
 
 
-def _release(chosen: Sequence[Unit], kept: set[int]) -> None:
-    """Release the units that nothing else keeps gathered, all of them, and raise the first error then."""
+def _release(chosen: Sequence[Unit], kept: set[int], *, is_raising: bool = False) -> None:
+    """Release the units that nothing else keeps gathered, all of them; then refuse a change that none may make.
+
+    Args:
+        is_raising: another error is on its way, which the caller is to see.
+    """
     changed: Sequence[torch.Tensor] = ()
     for unit in chosen:
-        if unit.num_holds:
+        if unit.num_holds or unit.weight_state is not WeightState.UNSHARDED:
             continue
         for group in unit.groups:
             found = group.fsdp_params.changed_in_place()
@@ -189,7 +197,7 @@ def _release(chosen: Sequence[Unit], kept: set[int]) -> None:
         if id(unit) not in kept:
             unit.schedule.reshard(unit)
     settle_host()
-    if changed:
+    if changed and not is_raising:
         refuse_change(changed)
 
 
