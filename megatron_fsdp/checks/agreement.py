@@ -229,9 +229,11 @@ def _settings(unit: Unit, ranks: tuple[int, ...]) -> Iterator[str]:
                 f"plan {group.plan.fingerprint()}, {f'frozen: {frozen}' if frozen else 'all trained'}, reduced in "
                 f"{which[0]}, gradients in {which[1]}" + (f", parts of {kept} ranks kept" if kept else "")
             )
+    order = unit.schedule.order
+    place = "" if order is None else f"place {order.place_of(unit)} in the forward order; "
     if plans:
         yield (
-            f"unit {unit.name!r} ({'; '.join(plans)}; reshard_after_forward {unit.reshard_after_forward}, "
+            f"unit {unit.name!r} ({place}{'; '.join(plans)}; reshard_after_forward {unit.reshard_after_forward}, "
             f"reshard_after_backward {unit.reshard_after_backward}, unshard_in_backward {unit.unshards_in_backward}, "
             f"forward prefetch {[other.name for other in alive(unit.forward_prefetch)]}, "
             f"backward prefetch {[other.name for other in alive(unit.backward_prefetch)]})"

@@ -147,6 +147,8 @@ class Backward:
         self.is_unfinished, self.awaited = False, 0
 
     def _abandon(self) -> None:
+        if self._schedule.order is not None:
+            self._schedule.order.forget()
         for unit in self._schedule.units():
             unit.open_call = None
             for buffer in unit.gradients if self._ending is not None else ():
@@ -189,6 +191,8 @@ class Backward:
         call.entered, call.task = self.number, task
         if not call.is_expected:
             unit.expect(call)
+        if self._schedule.order is not None:
+            self._schedule.order.enter(self, unit, call)
         # First: whatever this unit awaits, this call may bring.
         if call.begin < self.entered.setdefault(id(unit), call).begin:
             self.entered[id(unit)] = call
@@ -206,7 +210,10 @@ class Backward:
         # Reentrant checkpointing runs the first forward without a graph, so no output is watched, and this is where
         # backward is seen to move on. Units whose outputs are watched are left by the watch.
         self.begin()
-        for other in self.latest_first():
+        order = self._schedule.order
+        if order is not None:
+            order.before_recomputation(unit)
+        for other in self.latest_first() if order is None else ():
             if other is not unit and not _is_watched(self, other) and unit.reference not in other.inner:
                 self.leave_unit(other)
         if unit.open_call is not None or not _is_watched(self, unit):
@@ -229,6 +236,9 @@ class Backward:
 
     def _gather(self, call: Call, entered: Unit) -> None:
         """Start the gather of the unit entered, if need be, and of those to gather ahead."""
+        if self._schedule.order is not None:
+            self._schedule.order.gather(entered)
+            return
         units = [entered] if entered.unshards_in_backward else []
         if entered.backward_prefetch:
             for unit in units:
@@ -247,7 +257,7 @@ class Backward:
 
     def after_call(self, call: Call) -> None:
         """Leave what a call made, as backward has reached what the call was given."""
-        if self._ending is not None:
+        if self._ending is not None and self._schedule.order is None:
             for unit in self._release_passed(call.begin - 1):
                 self._close(unit)
 
@@ -280,7 +290,7 @@ class Backward:
             if (first is None or first.first_begin > end) and not self.awaits_call(unit, end):
                 self._release(unit)
                 left.append(unit)
-            elif first is not None:
+            elif first is not None and self._schedule.order is None:
                 # An earlier call of the unit has its backward still to come: weights are gathered again then.
                 self._schedule.reshard(unit)
         return left
@@ -293,8 +303,13 @@ class Backward:
             has_come: the first one is there.
         """
         self.begin()
-        if packs:
+        order = self._schedule.order
+        if packs and order is not None and not order.drains:
+            self.drain_completed()
+        elif packs:
             self.drain(self.max_packed_buffers - 1)
+        if order is not None and has_come and id(unit) in self._closed:
+            order.refuse_late(unit)
         if has_come:
             self._has_gradients = True
             if id(unit) not in self.active or id(unit) in self._closed:
@@ -373,6 +388,8 @@ class Backward:
             self.recover()
             self._settle()
         units = self._schedule.units()
+        if is_inside and self._schedule.order is not None:
+            self._schedule.order.finish(self)
         is_for_others = is_inside and not self._has_gradients
         for unit in self.latest_first():
             self.leave_unit(unit)
@@ -409,6 +426,15 @@ class Backward:
                     except RuntimeError as error:
                         AgreementError.raise_for(buffer.unit, "the reduction of its gradients", error)
             del self._reducing[0]
+
+    def drain_completed(self) -> None:
+        """Release the packed buffers of reductions that are over, without waiting for any."""
+        while self._reducing:
+            unit = self._reducing[0]()
+            buffers = () if unit is None else unit.gradients
+            if not all(ticket.is_completed() for buffer in buffers for ticket in buffer.tickets):
+                return
+            self.drain(len(self._reducing) - 1)
 
     def start_reductions(self) -> None:
         """Issue, outside of a backward, the reductions that ``finish`` completes."""

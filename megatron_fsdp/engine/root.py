@@ -53,12 +53,14 @@ class Schedule:
         step_event: recorded after an optimizer step, awaited by the next forward; None for none.
         root_ref: the outermost unit, weakly. pools: of memory slots.
         trail: the units of this forward pass that were left, in order, for each call that backward may come to.
+        order: the ``ForwardOrder`` of ``set_forward_order``; None for none.
         guards: what a step hands on to when it meets what it does not do itself (``guards/attached.py``).
     """
 
     # Of rooms above.
     guards: Any
     pools: Any
+    order: Any = None
 
     def __init__(self) -> None:
         self.step_event: Any = None
@@ -202,6 +204,8 @@ class Schedule:
         call = self.open_call(unit, module)
         if call is None:
             return
+        if self.order is not None:
+            self.order.before_call(unit)
         if unit.weight_state is not WeightState.SHARDED and unit.is_stale():
             if unit.num_holds:
                 self.guards.refuse_held_change(unit)
@@ -217,7 +221,7 @@ class Schedule:
         if not self.trail and torch.is_grad_enabled():
             # No other unit's outputs tell when backward is through with this one.
             watch_inputs(call, given)
-        if unit.forward_prefetch:
+        if unit.forward_prefetch and self.order is None:
             for reference in unit.forward_prefetch:
                 self.start_gather(reference(), check=True)
         else:
@@ -230,6 +234,8 @@ class Schedule:
             return output
         if not (torch.is_grad_enabled() and watch_output(call, output)):
             output = self.guards.without_weights(call, output)
+        if self.order is not None and torch.is_grad_enabled() and unit is self.root_ref():
+            output = self.order.lead_backward(call, output)
         if unit.pending_modules:
             return output
         if is_in_backward():
@@ -276,6 +282,9 @@ class Schedule:
             self._cursor += 1
         self._cursor += 1
         limit = unit.backward.max_packed_buffers if torch.is_grad_enabled() else 1
+        if self.order is not None:
+            found: list[Unit] = self.order.following(unit, limit)
+            return found
         ahead: list[Unit] = []
         for reference in self._expected[self._cursor : self._cursor + 2 * limit]:
             following = reference()
@@ -300,6 +309,8 @@ class Schedule:
             call.first_begin = unit.first_begin
             call.trail, call.position = self.trail, len(self.trail)
             self.trail.append(unit.reference)
+            if self.order is not None:
+                self.order.after_call(unit)
         elif unit.num_gradients and torch.is_grad_enabled():
             # This rank used no parameter here. Others may have: the order of gathers is not a rank's own affair.
             self.trail.append(unit.reference)
@@ -328,7 +339,7 @@ class Schedule:
         for unit in self.units():
             unit.open_call = None
         self._expected, self._recorded, self._cursor = self._recorded or self._expected, [], 0
-        self.trail = []
+        self.trail = [] if self.order is None else self.order.begin_pass()
         if profiler._is_profiler_enabled:
             self.guards.emit_ranges(self.units())
 
@@ -339,6 +350,8 @@ class Schedule:
         # Reshard what a wrong prediction or an exception left gathered, and without a backward the last one too.
         last = self._lingering() if torch.is_grad_enabled() else None
         awaited = last if last is not None and last.trail is self.trail else None
+        if self.order is not None and sys.exc_info()[0] is None:
+            awaited = self.order.end_pass()
         for unit in self.units():
             is_left = unit is not awaited and unit.weight_state is not WeightState.SHARDED
             if is_left and self.reshards_after_forward(unit):
