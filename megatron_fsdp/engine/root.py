@@ -328,7 +328,8 @@ class Schedule:
     def _release_lingering(self, unit: Unit) -> None:
         lingering, self._lingering = self._lingering(), _NONE
         if lingering is not None and lingering is not unit and lingering.open_call is None:
-            self.reshard(lingering)
+            if self.order is None or not self.order.stays(lingering):
+                self.reshard(lingering)
 
     def _start_pass(self) -> None:
         if self.step_event is not None:

@@ -107,11 +107,11 @@ class ForwardOrder:
                 self._is_gathered.append(is_trained)
         return self._is_gathered[place] and self._unit(place).unshards_in_backward
 
-    def _stays(self, place: int) -> bool:
+    def stays(self, unit: Unit) -> bool:
         """Whether the unit keeps its weights from forward to backward because backward begins with it."""
-        unit = self._unit(place)
-        is_first = self._backward[0] == place and unit.reshard_after_forward is None
-        return is_first and torch.is_grad_enabled() and bool(unit.num_gradients)
+        is_first = bool(self._backward) and self._units[self._backward[0]]() is unit
+        is_wanted = unit.reshard_after_forward is None and bool(unit.num_gradients)
+        return is_first and is_wanted and torch.is_grad_enabled()
 
     # ------------------------------------------------------------------ forward
 
@@ -163,18 +163,12 @@ class ForwardOrder:
             return
         if unit.weight_state is not WeightState.SHARDED and unit.is_stale():
             schedule.reshard(unit)
-        lingering = schedule._lingering()
-        if lingering is not None and not self._stays_by_unit(lingering):
-            schedule._release_lingering(unit)
+        schedule._release_lingering(unit)
         schedule.unshard(unit, check=True)
-        if unit.reshard_after_forward is False or self._stays(place):
+        if unit.reshard_after_forward is False or self.stays(unit):
             unit.show_sharded()
         else:
             schedule.reshard(unit, keep_part=torch.is_grad_enabled())
-
-    def _stays_by_unit(self, unit: Unit) -> bool:
-        place = self.place_of(unit)
-        return place is not None and self._stays(place)
 
     def following(self, unit: Unit, limit: int) -> list[Unit]:
         """Return the units to gather ahead of their use."""
@@ -192,9 +186,9 @@ class ForwardOrder:
             return None
         self._skip_to(len(self._units))
         self._is_open = False
-        if not self._units or not self._stays(self._backward[0]):
+        last = self._unit(self._backward[0]) if self._backward else None
+        if last is None or not self.stays(last):
             return None
-        last = self._unit(self._backward[0])
         self._schedule._lingering = last.reference
         return last
 
