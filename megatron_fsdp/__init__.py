@@ -128,12 +128,13 @@ def __dir__() -> list[str]:
 __all__ = [
     "AdamW", "AgreementError", "CPUOffloadPolicy", "CheckpointError", "CheckpointSeries", "ConfigError", "DBufferError",
     "DamagedCheckpointError", "DataParallelMeshDims", "FSDPModule", "FsdpConfig", "FsdpError",
-    "GradientReductionHandle", "GradientScale", "GradientScaleError", "JoinedBatches", "LayoutError", "MeshError",
+    "GradientReductionHandle", "GradientScale", "GradientScaleError", "JoinedBatches",
+    "LayoutError", "MeshError",
     "MixedPrecisionPolicy", "Muon", "NonfiniteGradientError", "OffloadPolicy", "OwnershipError", "PlacementError",
     "Placements", "ReadError", "Report", "SaveHandle", "StateError", "StorageError", "Timeline", "UnshardHandle",
     "Watch",
     "add_megatron_fsdp_args", "check_gradient_scale", "check_gradients", "checksum", "clip_grad_norm_", "expert_matmul",
     "explain", "export_safetensors", "fsdp_no_shard", "full_state_dict", "fully_shard", "fully_shard_optimizer",
-    "import_safetensors", "join", "load_checkpoint", "materialize", "microbatch", "no_sync", "register_fsdp_forward_method",
-    "replicate", "save_checkpoint", "share_comm_ctx", "unit_checksums", "unsharded",
+    "import_safetensors", "join", "load_checkpoint", "materialize", "microbatch", "no_sync",
+    "register_fsdp_forward_method", "replicate", "save_checkpoint", "share_comm_ctx", "unit_checksums", "unsharded",
 ]  # fmt: skip

@@ -36,9 +36,9 @@ def refuse_held_change(unit: Unit) -> None:
     if unit.main_version() != unit.held_version:
         names = ", ".join(repr(name) for group in unit.groups for name in group.parameters)
         raise StateError(
-            f"unit {unit.name!r}: the main weights of {names} changed inside unsharded(), whose gathered weights are the "
-            "old ones. fix: step optimizers and load weights outside of the block; or change the gathered weights in "
-            "unsharded(model, writeback=True)"
+            f"unit {unit.name!r}: the main weights of {names} changed inside unsharded(), whose gathered weights are "
+            "the old ones. fix: step optimizers and load weights outside of the block; or change the gathered weights "
+            "in unsharded(model, writeback=True)"
         )
 
 

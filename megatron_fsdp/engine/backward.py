@@ -191,11 +191,8 @@ class Backward:
         call.entered, call.task = self.number, task
         if not call.is_expected:
             unit.expect(call)
-        if self._schedule.order is not None:
-            self._schedule.order.enter(self, unit, call)
         # First: whatever this unit awaits, this call may bring.
-        if call.begin < self.entered.setdefault(id(unit), call).begin:
-            self.entered[id(unit)] = call
+        self._note_entered(unit, call)
         left = self._release_passed(call.end, entering=unit)
         self._enter(unit)
         self._gather(call, unit)
@@ -204,6 +201,12 @@ class Backward:
             self._close(each)
         if unit.unshards_in_backward:
             self._schedule.unshard(unit, check=False)
+
+    def _note_entered(self, unit: Unit, call: Call) -> None:
+        if self._schedule.order is not None:
+            self._schedule.order.enter(self, unit, call)
+        if call.begin < self.entered.setdefault(id(unit), call).begin:
+            self.entered[id(unit)] = call
 
     def before_recomputation(self, unit: Unit, module: nn.Module) -> None:
         """Gather a unit for a forward inside of backward."""
@@ -388,11 +391,8 @@ class Backward:
             self.recover()
             self._settle()
         units = self._schedule.units()
-        if is_inside and self._schedule.order is not None:
-            self._schedule.order.finish(self)
         is_for_others = is_inside and not self._has_gradients
-        for unit in self.latest_first():
-            self.leave_unit(unit)
+        self._leave_all(is_inside=is_inside)
         is_left = is_inside and self.is_manual
         if not is_left:
             self._reduce_filled(units)
@@ -412,6 +412,12 @@ class Backward:
             self._guards.refuse_gathered(group for unit in units for group in unit.groups)
         if listeners and (self.is_last or self.is_manual) and not is_left:
             tell("backward", self)
+
+    def _leave_all(self, *, is_inside: bool) -> None:
+        if is_inside and self._schedule.order is not None:
+            self._schedule.order.finish(self)
+        for unit in self.latest_first():
+            self.leave_unit(unit)
 
     def drain(self, num_kept: int) -> None:
         """Make compute wait for all reductions but the newest ``num_kept``, and release their packed buffers."""

@@ -207,9 +207,7 @@ class Schedule:
         if self.order is not None:
             self.order.before_call(unit)
         if unit.weight_state is not WeightState.SHARDED and unit.is_stale():
-            if unit.num_holds:
-                self.guards.refuse_held_change(unit)
-            self.reshard(unit)
+            self._reshard_stale(unit)
         self.refuse_replaced_params(unit)
         self._release_lingering(unit)
         for group in unit.groups:
@@ -248,6 +246,11 @@ class Schedule:
         if unit is self.root_ref():
             self._end_pass()
         return output
+
+    def _reshard_stale(self, unit: Unit) -> None:
+        if unit.num_holds:
+            self.guards.refuse_held_change(unit)
+        self.reshard(unit)
 
     def refuse_replaced_params(self, unit: Unit) -> None:
         """Refuse whatever is registered in the place of a parameter."""
@@ -327,9 +330,10 @@ class Schedule:
 
     def _release_lingering(self, unit: Unit) -> None:
         lingering, self._lingering = self._lingering(), _NONE
-        if lingering is not None and lingering is not unit and lingering.open_call is None:
-            if self.order is None or not self.order.stays(lingering):
-                self.reshard(lingering)
+        if lingering is None or lingering is unit or lingering.open_call is not None:
+            return
+        if self.order is None or not self.order.stays(lingering):
+            self.reshard(lingering)
 
     def _start_pass(self) -> None:
         if self.step_event is not None:

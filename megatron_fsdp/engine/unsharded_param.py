@@ -40,8 +40,8 @@ def refuse_change(weights: Sequence[torch.Tensor]) -> NoReturn:
     raise StateError(
         f"{first.words}{names} was changed in place while it was gathered. Each rank would change a copy of its own, "
         "which the unit drops when it reshards. Change the sharded parameter instead, outside of forward and backward: "
-        "after optimizer.step(), under torch.no_grad(); weights that a forward has to change belong into a buffer. fix: "
-        "for a change that all ranks make alike, megatron_fsdp.unsharded(model, writeback=True)"
+        "after optimizer.step(), under torch.no_grad(); weights that a forward has to change belong into a buffer. "
+        "fix: for a change that all ranks make alike, megatron_fsdp.unsharded(model, writeback=True)"
     )
 
 

@@ -466,8 +466,8 @@ def _is_called_by_jit() -> bool:
 def _refuse_held(unit: Unit, action: str) -> None:
     if unit.num_holds:
         raise StateError(
-            f"unit {unit.name!r}: {action} inside unsharded(), which keeps its weights gathered. fix: call it after the "
-            "block"
+            f"unit {unit.name!r}: {action} inside unsharded(), which keeps its weights gathered. fix: call it after "
+            "the block"
         )
 
 

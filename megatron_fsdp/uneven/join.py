@@ -59,7 +59,7 @@ class JoinedBatches:
         """Yield as many batches as the rank with most has.
 
         Raises:
-            StateError: a rank has no batch and no filler; or fewer than its ``len()``. On every rank, but for the latter.
+            StateError: a rank has no batch and no filler; or fewer than its ``len()``.
             AgreementError: another rank did not draw a batch.
         """
         own = iter(self._batches)
@@ -108,7 +108,7 @@ class JoinedBatches:
             if is_own != (me in found):
                 raise StateError(
                     f"join: len() of the batches of rank {me} is {self._lengths[me]}, but batch {self._number + 1} is "
-                    f"{'there' if is_own else 'missing'}. fix: give an iterator, iter(batches), whose length is not asked"
+                    f"{'there' if is_own else 'missing'}. fix: give iter(batches), whose length is not asked"
                 )
             return found
         return [rank for rank, (has_own,) in self._sum_over_ranks([int(is_own)]).items() if has_own]

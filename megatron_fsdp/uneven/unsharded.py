@@ -90,8 +90,8 @@ def _check(model: nn.Module, chosen: Sequence[Unit], writeback: bool) -> None:
         )
     if is_in_backward():
         raise StateError(
-            f"unsharded: unit {chosen[0].name!r} was entered in a backward, whose gathers follow an order of their own. "
-            "fix: enter the block after backward() has returned"
+            f"unsharded: unit {chosen[0].name!r} was entered in a backward, whose gathers follow an order of their "
+            "own. fix: enter the block after backward() has returned"
         )
     if writeback and _WRITEBACK and True not in _WRITEBACK:
         raise StateError(
@@ -102,9 +102,10 @@ def _check(model: nn.Module, chosen: Sequence[Unit], writeback: bool) -> None:
         for group in (group for unit in chosen for group in unit.groups):
             if group.fsdp_params.subclass or any(owned.split is not None for owned in group.owned):
                 raise StateError(
-                    f"unsharded(writeback=True): unit {group.name!r} has parameters {', '.join(map(repr, group.parameters))} "
-                    "whose gathered values do not map back to main weights (tensor subclasses, tensor parallelism). fix: "
-                    "change the sharded parameters outside of the block, under torch.no_grad()"
+                    f"unsharded(writeback=True): unit {group.name!r} has parameters "
+                    f"{', '.join(map(repr, group.parameters))} whose gathered values do not map back to main weights "
+                    "(tensor subclasses, tensor parallelism). fix: change the sharded parameters outside of "
+                    "the block, under torch.no_grad()"
                 )
 
 
@@ -214,8 +215,8 @@ def _refuse_step(optimizer: Optimizer) -> None:
         group = group_of_parameter(parameter)
         if group is not None and id(group) in held:
             raise StateError(
-                f"unit {group.name!r}: {type(optimizer).__name__}.step() of {owned_name(parameter)} inside unsharded(), "
-                "whose gathered weights would be older than the main weights. fix: step after the block"
+                f"unit {group.name!r}: {type(optimizer).__name__}.step() of {owned_name(parameter)} inside "
+                "unsharded(), whose gathered weights would be older than the main weights. fix: step after the block"
             )
 
 
@@ -237,7 +238,7 @@ def _write_back(chosen: Sequence[Unit], shards: dict[int, torch.Tensor], action:
     """Take changed elements of the gathered weights over into main weights, if all ranks changed them alike."""
     for ranks in sorted({mesh_ranks(group.spec.mesh) for unit in chosen for group in unit.groups}):
         lines = [
-            f"parameter {name!r} of unit {unit.name!r} with checksum {int(checksum(used.detach().contiguous(), key=1)):x}"
+            f"parameter {name!r} of unit {unit.name!r} with checksum {_checksum(used):x}"
             for unit in chosen
             for group in unit.groups
             if mesh_ranks(group.spec.mesh) == ranks
@@ -259,6 +260,10 @@ def _write_back(chosen: Sequence[Unit], shards: dict[int, torch.Tensor], action:
         target.copy_(torch.where(is_changed.to(target.device), now.to(target), target))
         group.weights.store(values)
         _are_new(group)
+
+
+def _checksum(weight: torch.Tensor) -> int:
+    return int(checksum(weight.detach().contiguous(), key=1))
 
 
 def _drop_changes(chosen: Sequence[Unit], shards: dict[int, torch.Tensor]) -> None:

@@ -67,7 +67,9 @@ class ForwardOrder:
         self._units = [unit.reference for unit in given]
         self._places = {id(unit): place for place, unit in enumerate(given)}
         # Places of the units inside of each unit.
-        self._inner = [{self._places[id(other)] for other in alive(unit.inner) if id(other) in self._places} for unit in given]
+        self._inner = [
+            {self._places[id(other)] for other in alive(unit.inner) if id(other) in self._places} for unit in given
+        ]
         self._backward = self._ends()[::-1]
         self._turns = {place: turn for turn, place in enumerate(self._backward)}
         self._num_flags_set = -1
@@ -140,15 +142,15 @@ class ForwardOrder:
     def _refuse(self, unit: Unit) -> None:
         if not self._is_open:
             raise StateError(
-                f"unit {unit.name!r} was called outside of the root's forward, where the other ranks cannot know of it. "
-                "fix: call it inside the root's forward; megatron_fsdp.register_fsdp_forward_method(root, name) makes "
-                "another method of the root count as one; in evaluation, `with megatron_fsdp.unsharded(model):`"
+                f"unit {unit.name!r} was called outside of the root's forward, where the other ranks cannot know of "
+                "it. fix: call it inside the root's forward; megatron_fsdp.register_fsdp_forward_method(root, name) "
+                "makes another method of the root count as one; in evaluation, `with megatron_fsdp.unsharded(model):`"
             )
         last = self._unit(self._pass.reached - 1)
         raise StateError(
-            f"unit {unit.name!r} was called when the forward order had reached unit {last.name!r}: it comes before that, "
-            "or was called twice. fix: root.set_forward_order([...]) with the units in the order of their first calls; "
-            "set_reshard_after_forward(False) on a unit that is called several times keeps it gathered for that"
+            f"unit {unit.name!r} was called when the forward order had reached unit {last.name!r}: it comes before "
+            "that, or was called twice. fix: root.set_forward_order([...]) with the units in the order of their first "
+            "calls; set_reshard_after_forward(False) on a unit that is called several times keeps it gathered for that"
         )
 
     def _skip_to(self, place: int) -> None:
@@ -333,8 +335,8 @@ class ForwardOrder:
     def refuse_late(self, unit: Unit) -> None:
         """Refuse a gradient of a unit whose gradients are reduced already."""
         raise StateError(
-            f"unit {unit.name!r}: a gradient came after backward had passed the unit's place in the forward order, by a "
-            "tensor that the unit did not return. fix: return that tensor from the unit"
+            f"unit {unit.name!r}: a gradient came after backward had passed the unit's place in the forward order, by "
+            "a tensor that the unit did not return. fix: return that tensor from the unit"
         )
 
 

@@ -12,9 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_fsdp import ConfigError, StateError, fully_shard, microbatch, unsharded
 from tests.harness import on_ranks
-from tests.harness.models import Block, inputs
+from tests.harness.models import Block, inputs, make_mesh
 from tests.harness.oracle import STRATEGIES
-from tests.harness.models import make_mesh
 from tests.harness.twins import Twins
 
 WORLDS = {"optim": 2, "optim_grads": 3, "optim_grads_params": 3, "hsdp": 4}
@@ -88,9 +87,7 @@ def shard(model: Any, strategy: str, **options: Any) -> Any:
     placements = STRATEGIES[strategy]
     mesh = make_mesh((2, world // 2) if len(placements.dp_axes) == 2 else (world,))
     parts = (
-        model.parts
-        if hasattr(model, "parts")
-        else [part for layer in model.layers for part in (*layer.experts, layer)]
+        model.parts if hasattr(model, "parts") else [part for layer in model.layers for part in (*layer.experts, layer)]
     )
     for part in (*parts, model):
         fully_shard(part, mesh, placements, **options)

@@ -100,9 +100,9 @@ def test_a_rank_without_any_batch_takes_part_with_its_filler() -> None:
 @on_ranks(2)
 def test_a_rank_without_any_batch_or_filler_is_an_error_on_all_ranks() -> None:
     twins = Twins()
-    with pytest.raises(StateError, match=r"rank 1 has no batch at all.*filler="):
-        with join(twins.model, range(2 - 2 * dist.get_rank())) as joined:
-            list(joined)
+    words = r"rank 1 has no batch at all.*filler="
+    with pytest.raises(StateError, match=words), join(twins.model, range(2 - 2 * dist.get_rank())) as joined:
+        list(joined)
     twins.backward(0)
     assert twins.gradients_apart() < 1e-6
 
@@ -173,15 +173,18 @@ def test_microbatches_are_joined_inside_joined_batches() -> None:
             twins.zero_grad()
 
 
+def run_until_last(model: Any, joined: Any) -> None:
+    for mine in joined:
+        if joined.is_last:
+            raise KeyError
+        squared(model, dist.get_rank(), mine).backward()
+
+
 @on_ranks(2)
 def test_an_exception_inside_leaves_gradients_with_their_weight() -> None:
     twins = Twins()
     with pytest.raises(KeyError), join(twins.model, range(1 + dist.get_rank())) as joined:
-        for mine in joined:
-            if not joined.is_last:
-                squared(twins.model, dist.get_rank(), mine).backward()
-            else:
-                raise KeyError
+        run_until_last(twins.model, joined)
     twins.zero_grad()
     twins.backward(0)
     assert twins.gradients_apart() < 1e-6
@@ -197,10 +200,9 @@ def test_fewer_batches_than_their_length_are_refused_by_name() -> None:
             return iter([0])
 
     twins = Twins()
-    with pytest.raises(StateError, match=r"len\(\).* is 2, but batch 2 is missing"):
-        with join(twins.model, Short()) as joined:
-            for mine in joined:
-                squared(twins.model, dist.get_rank(), mine).backward()
+    words = r"len\(\).* is 2, but batch 2 is missing"
+    with pytest.raises(StateError, match=words), join(twins.model, Short()) as joined:
+        list(joined)
 
 
 def test_another_mean_is_refused() -> None:

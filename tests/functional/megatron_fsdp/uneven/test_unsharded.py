@@ -192,9 +192,9 @@ def test_writeback_keeps_the_remainder_of_split_main_weights() -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, split_main_params=True)
     twins = Twins(mp_policy=policy)
     with torch.no_grad(), unsharded(twins.model, writeback=True):
-        list(twins.model.parameters())[0][0] = 3.0
+        next(iter(twins.model.parameters()))[0] = 3.0
     with torch.no_grad():
-        list(twins.plain.parameters())[0][0] = 3.0
+        next(iter(twins.plain.parameters()))[0] = 3.0
     for group in (group for part in twins.model.modules() for group in getattr(part, "parameter_groups", ())):
         values = group.weights.values()
         for index, name in enumerate(group.parameters):
@@ -206,12 +206,17 @@ def test_writeback_keeps_the_remainder_of_split_main_weights() -> None:
 @ON_THEIR_RANKS
 def test_changes_that_differ_between_ranks_are_dropped_by_name(strategy: str) -> None:
     twins = Twins(strategy=strategy)
-    with pytest.raises(MeshError, match="the ranks changed weights differently"):
-        with torch.no_grad(), unsharded(twins.model, writeback=True):
-            next(iter(twins.model.parameters())).add_(float(dist.get_rank()))
+    words = "the ranks changed weights differently"
+    with pytest.raises(MeshError, match=words), torch.no_grad(), unsharded(twins.model, writeback=True):
+        next(iter(twins.model.parameters())).add_(float(dist.get_rank()))
     assert twins.weights_apart() == 0
     twins.backward(1)
     assert twins.gradients_apart() < 1e-6
+
+
+def change_and_raise(model: Any) -> None:
+    next(iter(model.parameters())).add_(1.0)
+    raise KeyError
 
 
 @all_strategies
@@ -219,8 +224,7 @@ def test_changes_that_differ_between_ranks_are_dropped_by_name(strategy: str) ->
 def test_an_exception_inside_leaves_the_model_sharded_and_unchanged(strategy: str) -> None:
     twins = Twins(strategy=strategy)
     with pytest.raises(KeyError), torch.no_grad(), unsharded(twins.model, writeback=True):
-        next(iter(twins.model.parameters())).add_(1.0)
-        raise KeyError
+        change_and_raise(twins.model)
     assert twins.weights_apart() == 0
     twins.backward(0)
     assert twins.gradients_apart() < 1e-6
@@ -244,20 +248,22 @@ def test_another_models_step_inside_is_allowed() -> None:
     with torch.no_grad(), unsharded(twins.model):
         other.weight.grad = torch.ones(1, 3)
         optimizer.step()
-        torch.testing.assert_close(
-            squared(twins.model, dist.get_rank(), 0), squared(twins.plain, dist.get_rank(), 0)
-        )
+        torch.testing.assert_close(squared(twins.model, dist.get_rank(), 0), squared(twins.plain, dist.get_rank(), 0))
+
+
+def change_and_run(model: Any, sharded: list[torch.Tensor]) -> None:
+    for parameter in sharded:
+        parameter.mul_(2.0)
+    squared(model, dist.get_rank(), 0)
 
 
 @on_ranks(2)
 def test_a_change_of_main_weights_inside_is_refused_in_the_next_forward() -> None:
     twins = Twins()
     kept = list(twins.model.parameters())
-    with pytest.raises(StateError, match="main weights of .* changed inside"), torch.no_grad():
-        with unsharded(twins.model):
-            for parameter in kept:
-                parameter.mul_(2.0)
-            squared(twins.model, dist.get_rank(), 0)
+    words = r"main weights of .* changed inside"
+    with pytest.raises(StateError, match=words), torch.no_grad(), unsharded(twins.model):
+        change_and_run(twins.model, kept)
 
 
 @pytest.mark.parametrize("action", ["reshard", "double", "state_dict"])
