@@ -240,7 +240,7 @@ class Backward:
     def _gather(self, call: Call, entered: Unit) -> None:
         """Start the gather of the unit entered, if need be, and of those to gather ahead."""
         if self._schedule.order is not None:
-            self._schedule.order.gather(entered)
+            self._schedule.order.gather(entered, call)
             return
         units = [entered] if entered.unshards_in_backward else []
         if entered.backward_prefetch:
@@ -260,7 +260,7 @@ class Backward:
 
     def after_call(self, call: Call) -> None:
         """Leave what a call made, as backward has reached what the call was given."""
-        if self._ending is not None and self._schedule.order is None:
+        if self._ending is not None:
             for unit in self._release_passed(call.begin - 1):
                 self._close(unit)
 
@@ -283,7 +283,10 @@ class Backward:
         Returns:
             Those that are to be closed.
         """
-        left = []
+        left: list[Unit] = []
+        if self._schedule.order is not None:
+            # It closes units in its own order.
+            return left
         for unit in self.latest_first():
             if unit is entering:
                 continue
@@ -293,7 +296,7 @@ class Backward:
             if (first is None or first.first_begin > end) and not self.awaits_call(unit, end):
                 self._release(unit)
                 left.append(unit)
-            elif first is not None and self._schedule.order is None:
+            elif first is not None:
                 # An earlier call of the unit has its backward still to come: weights are gathered again then.
                 self._schedule.reshard(unit)
         return left

@@ -167,9 +167,7 @@ class ForwardOrder:
             schedule.reshard(unit)
         schedule._release_lingering(unit)
         schedule.unshard(unit, check=True)
-        if unit.reshard_after_forward is False or self.stays(unit):
-            unit.show_sharded()
-        else:
+        if unit.reshard_after_forward is not False and not self.stays(unit):
             schedule.reshard(unit, keep_part=torch.is_grad_enabled())
 
     def following(self, unit: Unit, limit: int) -> list[Unit]:
@@ -235,7 +233,7 @@ class ForwardOrder:
             self.finish(backward)
             self._entered = trail
         place = self.place_of(unit)
-        if place is not None:
+        if place is not None and not _is_further(unit, call):
             self._pass_by(backward, trail, place)
 
     def _pass_by(self, backward: Backward, trail: ForwardPass, place: int) -> None:
@@ -273,9 +271,11 @@ class ForwardOrder:
             backward._closed.add(id(unit))
             backward._reduce(unit)
 
-    def gather(self, entered: Unit) -> None:
+    def gather(self, entered: Unit, call: Call) -> None:
         """Issue the gather of the unit that backward has entered, and of the one that comes next."""
         trail, place = self._entered, self.place_of(entered)
+        if _is_further(entered, call):
+            return
         if place is None:
             if entered.unshards_in_backward:
                 self._schedule.start_gather(entered, check=False)
@@ -352,6 +352,11 @@ class _Attached(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, None]:
         """Give no gradient to anything."""
         return None, None
+
+
+def _is_further(unit: Unit, call: Call) -> bool:
+    """Whether backward has its place at an earlier call of a unit that stays gathered, and not at this one."""
+    return call.begin > call.first_begin and unit.weight_state is WeightState.UNSHARDED
 
 
 def order_of(schedule: Schedule, units: Iterable[Unit] | None) -> ForwardOrder:
