@@ -1,5 +1,6 @@
 """set_forward_order: ranks that run other units train as the plain model does on the data of all of them."""
 
+import itertools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -10,14 +11,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from dbuffer import MeshError
 from megatron_fsdp import ConfigError, StateError, fully_shard, microbatch, unsharded
 from tests.harness import on_ranks
+from tests.harness.grids import covering, nightly_but
 from tests.harness.models import Block, inputs, make_mesh
 from tests.harness.oracle import STRATEGIES
 from tests.harness.twins import Twins
 
 WORLDS = {"optim": 2, "optim_grads": 3, "optim_grads_params": 3, "hsdp": 4}
-ON_THEIR_RANKS: Any = on_ranks(lambda strategy, **_: WORLDS[strategy])
+ON_THEIR_RANKS: Any = on_ranks(lambda strategy: WORLDS[strategy])
 
 Route = list[int]
 
@@ -150,9 +153,10 @@ def train(twins: Twins, route: Callable[[int, int], Route], steps: int, size: tu
     assert twins.weights_apart() < 1e-5
 
 
-@pytest.mark.parametrize("checkpoints", [0, 1, 3])
-@pytest.mark.parametrize("route", list(ROUTES))
-@pytest.mark.parametrize("strategy", list(WORLDS))
+GRID = list(itertools.product(WORLDS, ROUTES, (0, 1, 3)))
+
+
+@pytest.mark.parametrize(("strategy", "route", "checkpoints"), nightly_but(covering(GRID), GRID))
 @ON_THEIR_RANKS
 def test_routes_of_each_rank_train_as_the_plain_model(strategy: str, route: str, checkpoints: int) -> None:
     twins = Twins(lambda: Routed(4, checkpoints), strategy, shard)
@@ -261,3 +265,15 @@ def test_an_order_has_to_name_every_unit_once() -> None:
         twins.model.set_forward_order([twins.model.parts[0], *twins.model.parts])
     with pytest.raises(StateError, match="root"):
         twins.model.parts[0].set_forward_order()
+
+
+@on_ranks(2)
+def test_without_an_order_the_error_names_it_as_the_fix() -> None:
+    twins = Twins(lambda: Routed(4), "optim_grads_params", shard_without_order)
+    with pytest.raises(MeshError, match=r"fix: root\.set_forward_order\(\).*unsharded\(model\).*join\(model"):
+        twins.model(inputs(0, 0, 2, 5), [0, 1] if dist.get_rank() else [1])
+
+
+def shard_without_order(model: Any, strategy: str) -> None:
+    """Make each part a unit."""
+    shard(model, strategy).__dict__["_fsdp_unit"].schedule.order = None

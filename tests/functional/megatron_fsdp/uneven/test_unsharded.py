@@ -23,7 +23,7 @@ from tests.harness.models import Made, inputs, squared
 from tests.harness.twins import Twins
 
 WORLDS = {"optim": 3, "optim_grads": 2, "optim_grads_params": 3, "hsdp": 4}
-ON_THEIR_RANKS: Any = on_ranks(lambda strategy, **_: WORLDS[strategy])
+ON_THEIR_RANKS: Any = on_ranks(lambda strategy: WORLDS[strategy])
 all_strategies = pytest.mark.parametrize("strategy", list(WORLDS))
 
 
