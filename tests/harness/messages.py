@@ -62,9 +62,15 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class Clean:
-    """The worker is ready for the next task; complaints are exceptions that finalizers or threads swallowed."""
+    """The worker is ready for the next task.
+
+    Attributes:
+        complaints: exceptions that finalizers or threads swallowed.
+        num_groups_left: process groups of the call that live on; the threads of each wake up a hundred times a second.
+    """
 
     complaints: tuple[str, ...]
+    num_groups_left: int
 
 
 def send(connection: Connection, message: object) -> None:

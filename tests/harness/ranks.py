@@ -87,11 +87,13 @@ class CallReport:
         failures: the likely cause first; empty when every rank returned.
         values: each rank's pickled value; complete when there is no failure.
         outputs: what each rank wrote to stdout and stderr.
+        num_groups_left: process groups that live on in the workers, with their threads.
     """
 
     failures: tuple[RankFailure, ...]
     values: tuple[bytes, ...]
     outputs: tuple[str, ...]
+    num_groups_left: int
 
 
 class WorkerPool:
@@ -108,11 +110,15 @@ class WorkerPool:
         try:
             workers = self._members(world_size)
             self._num_calls += 1
-            return _converse(workers, Task(call, self._num_calls, world_size, backend, timeout))
+            report = _converse(workers, Task(call, self._num_calls, world_size, backend, timeout))
         except BaseException:
             # Workers left in the middle of a conversation would take the next call's messages for this one's.
             self.close()
             raise
+        if report.num_groups_left:
+            # After a MeshError the engine keeps the job's groups. Their threads would slow down all later calls.
+            self.close()
+        return report
 
     def close(self) -> None:
         """End all workers; a later call starts new ones."""
@@ -152,14 +158,17 @@ def _converse(workers: Sequence[WorkerProcess], task: Task) -> CallReport:
         RankFailure(rank, FailureKind.RAISED, outcomes[rank].error or "", workers[rank].output())
         for rank in earliest_failure_first(outcomes)
     ]
+    num_groups_left = 0
     if not replies.failures:
-        failures += _clean_up(workers)
+        unclean, num_groups_left = _clean_up(workers)
+        failures += unclean
     order = list(FailureKind)
     failures.sort(key=lambda failure: order.index(failure.kind))
     return CallReport(
         failures=tuple(failures),
         values=tuple(outcome.value for _, outcome in sorted(outcomes.items()) if outcome.value is not None),
         outputs=tuple(worker.output() for worker in workers),
+        num_groups_left=num_groups_left,
     )
 
 
@@ -168,18 +177,20 @@ def earliest_failure_first(outcomes: Mapping[int, Outcome]) -> list[int]:
     return [rank for _, rank in sorted((one.finished_at, rank) for rank, one in outcomes.items() if one.error)]
 
 
-def _clean_up(workers: Sequence[WorkerProcess]) -> list[RankFailure]:
-    """Let the workers close their process groups, and return what came to light thereby."""
+def _clean_up(workers: Sequence[WorkerProcess]) -> tuple[list[RankFailure], int]:
+    """Let the workers close their process groups; return what came to light thereby, and how many groups are left."""
     for worker in workers:
         # One that has died since its outcome is found below, when it does not reply.
         with contextlib.suppress(OSError):
             send(worker.connection, Release())
     replies = _await_replies(workers, CLEANUP_TIMEOUT_S, "end of the clean-up")
-    return replies.failures + [
+    cleans = {rank: message for rank, message in replies.messages.items() if isinstance(message, Clean)}
+    unclean = [
         RankFailure(rank, FailureKind.UNCLEAN, "\n".join(message.complaints))
-        for rank, message in replies.messages.items()
-        if isinstance(message, Clean) and message.complaints
+        for rank, message in cleans.items()
+        if message.complaints
     ]
+    return replies.failures + unclean, sum(message.num_groups_left for message in cleans.values())
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ import threading
 import time
 import traceback
 import warnings
+import weakref
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from types import TracebackType
@@ -64,15 +65,16 @@ def main(start: Start) -> None:
             task = receive(connection)
             assert isinstance(task, Task)
             outcome = _run(task, start.rank, store)
+            closed = []
             if outcome.error is not None:
                 # Closing the connections now makes peers that wait for this rank fail at once instead of timing out.
-                _close_process_groups()
+                closed = _close_process_groups()
             send(connection, outcome)
             release = receive(connection)
             assert isinstance(release, Release)
-            _restore(environment)
+            closed += _restore(environment)
             num_modules = _freeze_what_was_imported(num_modules)
-            send(connection, Clean(tuple(complaints)))
+            send(connection, Clean(tuple(complaints), sum(group() is not None for group in closed)))
             complaints.clear()
 
 
@@ -156,18 +158,21 @@ def _join(task: Task, rank: int, store: Store) -> None:
     )
 
 
-def _close_process_groups() -> None:
+def _close_process_groups() -> list["weakref.ref[dist.ProcessGroup]"]:
+    """Destroy the process groups, and return what is left of each once nothing refers to it."""
     # Cycles first: a model or mesh that one of them holds may own a reference to a group.
     gc.collect()
+    closed = [weakref.ref(group) for group in dist.distributed_c10d._world.pg_map]
     if dist.is_initialized():
         dist.destroy_process_group()
     # Groups are called by their number: one that could not be made has been counted, on the ranks that got so far.
     dist.distributed_c10d._world.group_count = 0
+    return closed
 
 
-def _restore(environment: dict[str, str]) -> None:
-    """Undo what a call may have changed for the whole process, as far as torch lets it be undone."""
-    _close_process_groups()
+def _restore(environment: dict[str, str]) -> list["weakref.ref[dist.ProcessGroup]"]:
+    """Undo what a call may have changed for the whole process; return its process groups, as the function above."""
+    closed = _close_process_groups()
     _forget_meshes()
     os.environ.clear()
     os.environ.update(environment)
@@ -178,6 +183,7 @@ def _restore(environment: dict[str, str]) -> None:
     torch.use_deterministic_algorithms(False)
     torch.set_num_threads(1)
     gc.collect()
+    return closed
 
 
 def _freeze_what_was_imported(num_modules: int) -> int:
