@@ -236,6 +236,13 @@ class Backward:
             for reference in entered.backward_prefetch:
                 self._schedule.start_gather(reference(), check=False)
             return
+        if self._schedule.prefetch_bytes is not None:
+            earlier = alive(reversed(call.trail[: call.position]))
+            units += self._schedule.within_budget(
+                unit for unit in earlier if unit is not entered and unit.unshards_in_backward
+            )
+            self._schedule.gather_ahead(units, check=False)
+            return
         for position in range(call.position - 1, -1, -1):
             before = call.trail[position]()
             if before is not None and before.groups and before is not entered and before.unshards_in_backward:

@@ -10,6 +10,7 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -54,6 +55,7 @@ class Schedule:
         root_ref: the outermost unit, weakly. pools: of memory slots.
         trail: the units of this forward pass that were left, in order, for each call that backward may come to.
         guards: what a step hands on to when it meets what it does not do itself (``guards/attached.py``).
+        prefetch_bytes: how many bytes of gathered weights may be gathered ahead of their use; None counts units.
     """
 
     # Of rooms above.
@@ -62,6 +64,7 @@ class Schedule:
 
     def __init__(self) -> None:
         self.step_event: Any = None
+        self.prefetch_bytes: int | None = None
         self.trail: list[weakref.ref[Unit]] = []
         self._units: list[weakref.ref[Unit]] = []
         self.root_ref: weakref.ref[Unit] = _NONE
@@ -123,6 +126,20 @@ class Schedule:
             if unit.weight_state is WeightState.SHARDED:
                 self.start_gather(unit, check=check)
             self._ahead.append(unit.reference)
+
+    def within_budget(self, following: Iterable[Unit]) -> list[Unit]:
+        """Return the first of the units that use weights next: one, and more while they fit into ``prefetch_bytes``."""
+        assert self.prefetch_bytes is not None
+        ahead: list[Unit] = []
+        left = self.prefetch_bytes
+        for unit in following:
+            if not unit.groups or unit in ahead:
+                continue
+            left -= unit.gathered_bytes
+            if ahead and left < 0:
+                break
+            ahead.append(unit)
+        return ahead
 
     def gathers_ahead(self) -> list[Ticket]:
         """Return the tickets of predicted gathers that are on their way."""
@@ -270,6 +287,8 @@ class Schedule:
         while self._cursor < len(self._expected) and self._expected[self._cursor]() is not unit:
             self._cursor += 1
         self._cursor += 1
+        if self.prefetch_bytes is not None:
+            return self.within_budget(alive(islice(self._expected, self._cursor, None)))
         limit = unit.backward.max_packed_buffers if torch.is_grad_enabled() else 1
         ahead: list[Unit] = []
         for reference in self._expected[self._cursor : self._cursor + 2 * limit]:

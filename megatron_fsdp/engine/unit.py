@@ -175,6 +175,11 @@ class Unit:
         self.is_trained = self.num_gradients == sum(len(group.parameters) for group in self.groups)
         self.rests_final = all(buffer.rests_final for buffer in self.gradients)
 
+    @property
+    def gathered_bytes(self) -> int:
+        """The bytes of the weights that are released between uses, while they are gathered."""
+        return sum(group.gathered.nbytes for group in self.groups if not group.rests_whole)
+
     def show_sharded(self) -> None:
         """Show the sharded parameters, while gathered weights may stay for the backward that follows."""
         for group in self.groups:
