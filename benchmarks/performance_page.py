@@ -46,12 +46,8 @@ class Claim:
     most: float | None = None
 
 
-def _host(model: str, words: str, time: float, calls: float | None) -> list[Claim]:
-    case = {"model": model}
-    return [
-        Claim(f"{what}, {words}", "host", f"{what} over FSDP2's", case, most)
-        for what, most in (("host time", time), ("calls", calls))
-    ]
+def _calls(model: str, words: str, most: float | None) -> Claim:
+    return Claim(f"calls, {words}", "host", "calls over FSDP2's", {"model": model}, most)
 
 
 def _step(
@@ -96,13 +92,13 @@ _PRECISIONS = ("fp32", "bf16", "bf16, reduced in fp32")
 
 TABLES: Mapping[str, Sequence[Claim]] = {
     "host": [
-        *_host("hf-llama", "Hugging Face's Llama", 0.3, 0.25),
-        *_host("hf-qwen3", "Hugging Face's Qwen3", 0.3, 0.25),
-        *_host("hf-gpt2", "Hugging Face's GPT-2", 0.3, 0.25),
-        *_host("megatron-like", "layers shaped like Megatron's", 0.3, 0.25),
-        *_host("llama-like", "layers shaped like Llama's", 0.3, 0.25),
-        *_host("vectors-9", "9 vectors a layer", 0.15, None),
-        *_host("vectors-36", "36 vectors a layer", 0.15, None),
+        _calls("hf-llama", "Hugging Face's Llama", 0.25),
+        _calls("hf-qwen3", "Hugging Face's Qwen3", 0.25),
+        _calls("hf-gpt2", "Hugging Face's GPT-2", 0.25),
+        _calls("megatron-like", "layers shaped like Megatron's", 0.25),
+        _calls("llama-like", "layers shaped like Llama's", 0.25),
+        _calls("vectors-9", "9 vectors a layer", None),
+        _calls("vectors-36", "36 vectors a layer", None),
     ],
     "host-cuda": [
         Claim(f"{what}, Llama 3.2 1B, {words}", "host-cuda", f"{what} over FSDP2's", {"precision": precision}, most)
@@ -213,7 +209,14 @@ def _whole_table(name: str, folder: Path) -> str:
     """Return all rows of a file as its bench shows them."""
     environment, rows = read_rows(folder / f"{name}.json")
     shown = importlib.import_module(f"benchmarks.bench_{name}").rows_text(rows)
-    return f"{shown}\n\nRows: `{name}.json` ({environment['commit']}).\n"
+    return f"{shown}\n\nRows: {_source(name, environment)}.\n"
+
+
+def _source(name: str, environment: Mapping[str, Any]) -> str:
+    """Return the file of rows, and the machine, the version of PyTorch and the commit that they are of."""
+    machine = environment["machine"]
+    where = [machine["processor"], f"{machine['num_cores']} cores", *machine["devices"]]
+    return f"`{name}.json` ({', '.join(where)}; PyTorch {environment['versions']['torch']}; {environment['commit']})"
 
 
 def error_bar(folder: Path = RESULTS) -> dict[str, Any]:
@@ -227,7 +230,7 @@ def error_bar(folder: Path = RESULTS) -> dict[str, Any]:
 
 
 def table_of(claims: Sequence[Claim], folder: Path) -> str:
-    """Return a Markdown table of what was wanted and what was measured, with the commit of each file below.
+    """Return a Markdown table of what was wanted and what was measured, with machine and commit of each file below.
 
     Raises:
         LookupError: no row, or several, answer to a claim.
@@ -241,7 +244,7 @@ def table_of(claims: Sequence[Claim], folder: Path) -> str:
         mark = "" if claim.most is None or row.samples.median <= claim.most else " (missed)"
         spread, rounds = ("exact", "") if exact else (f"{row.samples.spread:.0%}", str(len(row.samples.values)))
         lines.append(f"| {claim.words} | {wanted} | {row.samples.median:.2f}{mark} | {spread} | {rounds} |")
-    sources = [f"`{name}.json` ({environment['commit']})" for name, (environment, _) in files.items()]
+    sources = [_source(name, environment) for name, (environment, _) in files.items()]
     return "\n".join([*lines, "", f"Rows: {', '.join(sources)}.", ""])
 
 

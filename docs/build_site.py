@@ -35,11 +35,13 @@ REFERENCE: Mapping[str, Mapping[str, str]] = {
         "GradientReductionHandle",
         "Save and load": "save_checkpoint load_checkpoint CheckpointSeries SaveHandle full_state_dict "
         "export_safetensors import_safetensors",
+        "Send weights": "weight_stream WeightStream StreamReport WeightBucket BucketEntry apply_bucket local_shards "
+        "LocalShard weight_version remember_weights DeltaStream DeltaBucket DeltaReport apply_delta",
         "Plan and observe": "explain Report Timeline Watch GradientScale check_gradient_scale checksum unit_checksums",
         "Megatron flags": "add_megatron_fsdp_args FsdpConfig",
         "Errors": "FsdpError AgreementError CheckpointError ConfigError DamagedCheckpointError GradientScaleError "
-        "NonfiniteGradientError OwnershipError StateError DBufferError LayoutError MeshError PlacementError "
-        "StorageError",
+        "NonfiniteGradientError OwnershipError StateError TransferError DBufferError LayoutError MeshError "
+        "PlacementError StorageError",
     },
     "dbuffer": {},
 }
@@ -50,6 +52,7 @@ NAVIGATION: Mapping[str, Sequence[str]] = {
     "Guides": (
         "docs/planning.md",
         "docs/checkpoints.md",
+        "docs/weights_to_inference.md",
         "docs/reliability.md",
         "docs/huggingface.md",
         "docs/megatron.md",

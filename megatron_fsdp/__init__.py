@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         NonfiniteGradientError,
         OwnershipError,
         StateError,
+        TransferError,
     )
     from megatron_fsdp.integrations.megatron.fully_shard_model import fully_shard_model as fully_shard_model
     from megatron_fsdp.lifecycle.module import (
@@ -60,6 +61,12 @@ if TYPE_CHECKING:
     from megatron_fsdp.policy.offload import CPUOffloadPolicy, OffloadPolicy
     from megatron_fsdp.policy.precision import MixedPrecisionPolicy
     from megatron_fsdp.policy.strategy import Placements
+    from megatron_fsdp.transfer.bucket import BucketEntry, WeightBucket, apply_bucket
+    from megatron_fsdp.transfer.delta import DeltaBucket, DeltaReport, DeltaStream, apply_delta, remember_weights
+    from megatron_fsdp.transfer.local_shards import LocalShard, local_shards
+    from megatron_fsdp.transfer.stream import WeightStream, weight_stream
+    from megatron_fsdp.transfer.stream_plan import StreamReport
+    from megatron_fsdp.transfer.versions import weight_version
 
 _check_neighbour(__file__)
 
@@ -77,7 +84,7 @@ _HOMES = {
     "dbuffer": "DBufferError LayoutError MeshError PlacementError ReadError StorageError",
     "errors": (
         "AgreementError CheckpointError ConfigError FsdpError GradientScaleError NonfiniteGradientError OwnershipError "
-        "StateError"
+        "StateError TransferError"
     ),
     "integrations.megatron.fully_shard_model": "fully_shard_model",
     "meta_init": "materialize",
@@ -95,6 +102,12 @@ _HOMES = {
     "policy.offload": "CPUOffloadPolicy OffloadPolicy",
     "policy.precision": "MixedPrecisionPolicy",
     "policy.strategy": "Placements",
+    "transfer.bucket": "BucketEntry WeightBucket apply_bucket",
+    "transfer.delta": "DeltaBucket DeltaReport DeltaStream apply_delta remember_weights",
+    "transfer.local_shards": "LocalShard local_shards",
+    "transfer.stream": "WeightStream weight_stream",
+    "transfer.stream_plan": "StreamReport",
+    "transfer.versions": "weight_version",
     "engine.fused_linear": "expert_matmul",
     "lifecycle.module": ("FSDPModule FsdpModule GradientReductionHandle UnshardHandle register_fsdp_forward_method"),
     "engine.param_group": "ParameterGroup",
@@ -122,14 +135,16 @@ def __dir__() -> list[str]:
 
 
 __all__ = [
-    "AdamW", "AgreementError", "CPUOffloadPolicy", "CheckpointError", "CheckpointSeries", "ConfigError", "DBufferError",
-    "DamagedCheckpointError", "DataParallelMeshDims", "FSDPModule", "FsdpConfig", "FsdpError",
-    "GradientReductionHandle", "GradientScale", "GradientScaleError", "LayoutError", "MeshError",
-    "MixedPrecisionPolicy", "Muon", "NonfiniteGradientError", "OffloadPolicy", "OwnershipError", "PlacementError",
-    "Placements", "ReadError", "Report", "SaveHandle", "StateError", "StorageError", "Timeline", "UnshardHandle",
-    "Watch",
-    "add_megatron_fsdp_args", "check_gradient_scale", "check_gradients", "checksum", "clip_grad_norm_", "expert_matmul",
-    "explain", "export_safetensors", "fsdp_no_shard", "full_state_dict", "fully_shard", "fully_shard_optimizer",
-    "import_safetensors", "load_checkpoint", "materialize", "microbatch", "no_sync", "register_fsdp_forward_method",
-    "replicate", "save_checkpoint", "share_comm_ctx", "unit_checksums",
+    "AdamW", "AgreementError", "BucketEntry", "CPUOffloadPolicy", "CheckpointError", "CheckpointSeries",
+    "ConfigError", "DBufferError", "DamagedCheckpointError", "DataParallelMeshDims", "DeltaBucket", "DeltaReport",
+    "DeltaStream", "FSDPModule", "FsdpConfig", "FsdpError", "GradientReductionHandle", "GradientScale",
+    "GradientScaleError", "LayoutError", "LocalShard", "MeshError", "MixedPrecisionPolicy", "Muon",
+    "NonfiniteGradientError", "OffloadPolicy", "OwnershipError", "PlacementError", "Placements", "ReadError",
+    "Report", "SaveHandle", "StateError", "StorageError", "StreamReport", "Timeline", "TransferError",
+    "UnshardHandle", "Watch", "WeightBucket", "WeightStream",
+    "add_megatron_fsdp_args", "apply_bucket", "apply_delta", "check_gradient_scale", "check_gradients", "checksum",
+    "clip_grad_norm_", "expert_matmul", "explain", "export_safetensors", "fsdp_no_shard", "full_state_dict",
+    "fully_shard", "fully_shard_optimizer", "import_safetensors", "load_checkpoint", "local_shards", "materialize",
+    "microbatch", "no_sync", "register_fsdp_forward_method", "remember_weights", "replicate", "save_checkpoint",
+    "share_comm_ctx", "unit_checksums", "weight_stream", "weight_version",
 ]  # fmt: skip

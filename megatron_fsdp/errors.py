@@ -17,6 +17,7 @@ __all__ = [
     "NonfiniteGradientError",
     "OwnershipError",
     "StateError",
+    "TransferError",
     "nearest",
 ]
 
@@ -155,4 +156,15 @@ class CheckpointError(FsdpError):
             load_checkpoint(model, optimizer, "runs/step_0000100")
         except CheckpointError as error:
             print(f"starting anew: {error}")
+    """
+
+
+class TransferError(FsdpError):
+    """Weights that did not arrive as they were sent, or that cannot be sent or received as asked.
+
+    Example:
+        try:
+            weight_stream(model, changed_since=-1)  # a version that this rank does not remember
+        except TransferError as error:
+            print(error)  # "... this rank remembers nothing ... fix: version = remember_weights(model) ..."
     """

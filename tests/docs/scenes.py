@@ -99,6 +99,7 @@ SCENES = {
     "docs/planning.md": Scene(files={"config.json": _CONFIG, "mymodel.py": _FACTORY}),
     "docs/reliability.md": Scene(given=_SHARDED),
     "docs/timeline.md": Scene(given=_SHARDED),
+    "docs/weights_to_inference.md": Scene(given=_SHARDED),
     "docs/training_script.md": Scene(
         shorter=(("--train-iters 300", "--train-iters 90"),),
         elsewhere=(("--data-path 0.3 data/code", "it needs megatron-core"),),

@@ -38,6 +38,7 @@ FOLDER_ORDER = (
     ("megatron_fsdp.api", "megatron_fsdp.meta_init"),
     ("megatron_fsdp.virtual",),
     ("megatron_fsdp.checkpoint", "megatron_fsdp.planning", "megatron_fsdp.config"),
+    ("megatron_fsdp.transfer",),
     ("megatron_fsdp.integrations", "megatron_fsdp.observability"),
     ("megatron_fsdp.certify",),
     ("megatron_fsdp.cli",),

@@ -59,9 +59,9 @@ def calls(start: int = 0) -> list[Call]:
     return [Call(KINDS[e.kind], e.capture, e.stream, e.object, (e.a, e.b, e.c, e.d)) for e in found]
 
 
-def stream_id(stream: torch.cuda.Stream) -> int:
+def stream_id(stream: torch.Stream) -> int:
     """Return the number by which the log calls a stream."""
-    return int(LIBRARY.nullcuda_stream_id(stream.cuda_stream))
+    return int(LIBRARY.nullcuda_stream_id(stream.native_handle))
 
 
 @contextmanager

@@ -1,0 +1,61 @@
+"""What verl's engines ask of a trainer: whole parameters one by one, and local shards with their place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from dbuffer.mesh import mesh_axes
+from dbuffer.placements import flat_axes
+from megatron_fsdp.errors import TransferError
+from megatron_fsdp.transfer.catalog import WeightCatalog
+from megatron_fsdp.transfer.local_shards import local_shards
+from megatron_fsdp.transfer.stream import weight_stream
+
+__all__ = ["get_per_tensor_param", "get_per_tensor_param_shard"]
+
+
+def get_per_tensor_param(model: nn.Module, **options: Any) -> tuple[Iterator[tuple[str, torch.Tensor]], dict | None]:  # type: ignore[type-arg]  # verl's
+    """Return an iterator of (name, whole tensor) and the peft config, None: body of the engine's method of this name.
+
+    Args:
+        options: of ``weight_stream``. With adapters give ``merge_lora=True``: no peft config is handed over.
+    """
+    return weight_stream(model, **options), None
+
+
+def get_per_tensor_param_shard(
+    model: nn.Module, *, dtype: torch.dtype = torch.bfloat16
+) -> tuple[Iterator[tuple[str, torch.Tensor, Any]], dict | None]:  # type: ignore[type-arg]  # verl's
+    """Return an iterator of (name, flat local tensor, ``ShardSpec``) and the peft config, None.
+
+    ``ShardSpec.place`` is the flat offset of the local tensor, which is exact for every layout of the flat buffer.
+
+    Raises:
+        TransferError: parameters that two data-parallel axes or tensor parallelism cut, which one group cannot gather.
+    """
+    return _shards(model, dtype), None
+
+
+def _shards(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor, Any]]:
+    from verl.workers.engine.spec import ShardSpec
+
+    groups = {weight.name: each.group for each in WeightCatalog.of(model).groups for weight in each.weights}
+    for name, shard in local_shards(model).items():
+        local = shard.local.to(dtype) if shard.local.is_floating_point() else shard.local
+        group = groups.get(name)
+        if group is None:
+            yield name, local.view(shard.shape), ShardSpec(full_shape=shard.shape)
+            continue
+        cut = flat_axes(group.weights.main.placements)
+        if group.owned[0].split is not None or len(cut) > 1:
+            raise TransferError(
+                f"unit {group.name!r}: parameter {name!r} is cut along several axes of its mesh, and verl gathers a "
+                "shard over one group. fix: use get_per_tensor_param, or shard over one data-parallel axis"
+            )
+        gather = mesh_axes(group.weights.main.mesh)[cut[0]].gather_group if cut else None
+        # Every group of replicas gathers for itself: all of its ranks have a part of their own.
+        yield name, local, ShardSpec(full_shape=shard.shape, place=shard.offset, gather_group=gather)

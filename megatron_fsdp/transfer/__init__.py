@@ -1,0 +1,1 @@
+"""Weights on the move: to inference engines, to peers in another layout, without disk."""

@@ -1,0 +1,140 @@
+"""WeightCatalog: every weight of a model, in one order on all ranks, and where its values lie."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron_fsdp.checkpoint.model_state import canonical, unwrapped
+from megatron_fsdp.engine.param_group import ParameterGroup, group_of_parameter
+from megatron_fsdp.engine.unit import units_below
+from megatron_fsdp.errors import ConfigError, StateError
+
+__all__ = ["CatalogGroup", "LooseWeight", "ShardedWeight", "WeightCatalog"]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedWeight:
+    """A parameter in a group's flat buffer.
+
+    Attributes:
+        name: its first name in the model. aliases: its other names.
+        index: its position in the group's plan. shape: of the whole parameter, tensor-parallel parts put together.
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    index: int
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LooseWeight:
+    """A parameter that no flat buffer holds (ignored, outside of all units), or a persistent buffer of a module.
+
+    Attributes:
+        tensor: the value: plain and whole on every rank, or a DTensor that ``fully_shard`` did not make.
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    tensor: torch.Tensor
+    is_buffer: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CatalogGroup:
+    """A parameter group and its weights, in the order in which they lie in the flat buffer."""
+
+    group: ParameterGroup
+    weights: tuple[ShardedWeight, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightCatalog:
+    """All weights of a model: parameter groups in the order of their first parameter, then loose weights.
+
+    Attributes:
+        groups: groups of one unit follow each other. loose: in the order of the state dict.
+        ranks: the ranks that hold parts of the model, ascending.
+    """
+
+    groups: tuple[CatalogGroup, ...]
+    loose: tuple[LooseWeight, ...]
+    ranks: tuple[int, ...]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> WeightCatalog:
+        """Look at a model between steps; its units are resharded, nothing else changes, nothing is sent.
+
+        Raises:
+            StateError: parameters are on the meta device, or something else is registered in their place.
+            ConfigError: a parameter that has no whole value of its own (packed subclasses, Megatron's own tensor
+                parallelism).
+        """
+        for module in model.modules():
+            if isinstance(refusal := vars(module).get("checkpoint_refusal"), str):
+                raise ConfigError(refusal)
+        plain = unwrapped(model)
+        for unit in units_below(plain):
+            unit.refuse_replaced_params()
+            unit.reshard()
+        by_parameter: dict[int, tuple[nn.Parameter, list[str]]] = {}
+        for name, parameter in plain.named_parameters(remove_duplicate=False):
+            by_parameter.setdefault(id(parameter), (parameter, []))[1].append(canonical(name))
+        found: dict[int, tuple[ParameterGroup, list[ShardedWeight]]] = {}
+        loose: list[LooseWeight] = []
+        for parameter, names in by_parameter.values():
+            owner = group_of_parameter(parameter)
+            if owner is None:
+                loose.append(LooseWeight(names[0], tuple(names[1:]), parameter.detach(), False))
+            else:
+                found.setdefault(id(owner), (owner, []))[1].append(_sharded(owner, parameter, names))
+        loose += [LooseWeight(name, (), value, True) for name, value in _persistent_buffers(plain)]
+        by_unit: dict[int, list[CatalogGroup]] = {}
+        for group, weights in found.values():
+            weights.sort(key=lambda weight, plan=group.plan: plan.offsets[weight.index])  # type: ignore[misc]
+            by_unit.setdefault(group.unit, []).append(CatalogGroup(group, tuple(weights)))
+        groups = tuple(each for same in by_unit.values() for each in same)
+        return cls(groups, tuple(loose), _ranks_of(each.group for each in groups))
+
+
+def _sharded(group: ParameterGroup, parameter: torch.Tensor, names: list[str]) -> ShardedWeight:
+    index = next(index for index, param in enumerate(group.parameters.values()) if param is parameter)
+    if group.is_meta:
+        raise StateError(
+            f"unit {group.name!r}: parameter {names[0]!r} is on the meta device still, so it has no value to send. "
+            "fix: call materialize(model), or load a checkpoint, first"
+        )
+    owned = group.owned[index]
+    if owned.extension is not None and owned.extension.is_packed:
+        raise ConfigError(
+            f"unit {group.name!r}: parameter {names[0]!r} is a {owned.extension.kind.__name__}, which rests as packed "
+            "bytes and has no whole tensor in a floating-point dtype. fix: list it in ignored_params= of fully_shard, "
+            "and send it with the functions of its own package"
+        )
+    return ShardedWeight(names[0], tuple(names[1:]), index, tuple(parameter.shape))
+
+
+def _persistent_buffers(model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, value in module._buffers.items():
+            if value is not None and name not in module._non_persistent_buffers_set:
+                yield canonical(f"{prefix}.{name}" if prefix else name), value.detach()
+
+
+def _ranks_of(groups: Iterable[ParameterGroup]) -> tuple[int, ...]:
+    """Return the ranks that gather together, the same on each of them: those of the largest mesh of a parameter."""
+    meshes = [parameter.device_mesh for group in groups for parameter in group.parameters.values()]  # type: ignore[attr-defined]  # DTensors
+    ranks = {tuple(sorted(mesh.mesh.flatten().tolist())): mesh for mesh in meshes}
+    if not ranks:
+        return tuple(range(dist.get_world_size())) if dist.is_initialized() else (0,)
+    largest = max(ranks, key=len)
+    if all(set(each) <= set(largest) for each in ranks):
+        return largest
+    root = ranks[largest]._get_root_mesh()
+    return tuple(sorted(root.mesh.flatten().tolist()))

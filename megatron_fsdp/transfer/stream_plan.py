@@ -1,0 +1,293 @@
+"""StreamPlan: which weights travel in which bucket, made on every rank alike, without communication."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from megatron_fsdp.errors import ConfigError
+from megatron_fsdp.formatting import counted, format_bytes
+from megatron_fsdp.transfer.bucket import BucketEntry
+from megatron_fsdp.transfer.catalog import CatalogGroup, LooseWeight, ShardedWeight, WeightCatalog
+from megatron_fsdp.transfer.gather import Addition, Piece, Shards
+
+__all__ = ["PlacedPiece", "PlannedBucket", "StreamPlan", "StreamReport", "plan_stream"]
+
+_ALIGNMENT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedPiece:
+    """A piece of a bucket.
+
+    Attributes:
+        offset: of its first byte. entries: of its weights, in order.
+        is_whole: tensor-parallel parts are put together behind the gather, so the gather goes to memory of its own.
+    """
+
+    piece: Piece
+    offset: int
+    entries: tuple[BucketEntry, ...]
+
+    @property
+    def is_assembled(self) -> bool:
+        """Whether tensor-parallel parts are put together behind the gather, which then needs memory of its own."""
+        return self.piece.split is not None
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes of that memory: this rank's parts, those of all ranks of an axis, and the whole weights."""
+        if not self.is_assembled:
+            return 0
+        split = self.piece.split
+        whole = sum(entry.num_bytes for entry in self.entries)
+        own = self.piece.numel * self.piece.dtype.itemsize
+        return own + (2 * whole if split is not None and split.sharded_axes else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedBucket:
+    """One bucket.
+
+    Attributes:
+        units: the pieces of each unit, which are gathered together. loose: weights that are copied, with their places.
+        num_bytes: of the bucket.
+    """
+
+    units: tuple[tuple[PlacedPiece, ...], ...]
+    loose: tuple[tuple[LooseWeight, BucketEntry], ...]
+    num_bytes: int
+
+    @property
+    def pieces(self) -> Iterator[PlacedPiece]:
+        """All pieces."""
+        return (piece for unit in self.units for piece in unit)
+
+    @property
+    def entries(self) -> list[BucketEntry]:
+        """The table, by offset."""
+        return [entry for piece in self.pieces for entry in piece.entries] + [entry for _, entry in self.loose]
+
+
+@dataclass(frozen=True, slots=True)
+class StreamReport:
+    """What a weight stream will take, of each rank.
+
+    Attributes:
+        num_tensors, tensor_bytes: of what the receiver gets.
+        num_buckets, largest_bucket_bytes: of the buckets.
+        received_bytes: what this rank receives from others, paddings included.
+        num_gathers: collectives of whole units; windows of units larger than a bucket count each.
+        peak_bytes: memory above rest: two buckets, and what ``scratch_bytes`` and ``adapter_bytes`` say.
+        scratch_bytes: to put tensor-parallel parts together. adapter_bytes: of LoRA weights that are merged.
+
+    Example:
+        report = weight_stream(model).explain()  # sends nothing
+        print(report.num_buckets, report.received_bytes, report.peak_bytes)
+    """
+
+    num_tensors: int
+    tensor_bytes: int
+    num_buckets: int
+    largest_bucket_bytes: int
+    received_bytes: int
+    num_gathers: int
+    scratch_bytes: int
+    adapter_bytes: int
+
+    @property
+    def peak_bytes(self) -> int:
+        """Memory above rest."""
+        return min(2, self.num_buckets) * self.largest_bucket_bytes + self.scratch_bytes + self.adapter_bytes
+
+    def __str__(self) -> str:
+        more = "".join(
+            f", {format_bytes(size)} {what}"
+            for size, what in (
+                (self.scratch_bytes, "to put tensor-parallel parts together"),
+                (self.adapter_bytes, "of LoRA weights to merge"),
+            )
+            if size
+        )
+        return (
+            f"weight stream: {counted(self.num_tensors, 'tensor')}, {format_bytes(self.tensor_bytes)}, in "
+            f"{counted(self.num_buckets, 'bucket')} of at most {format_bytes(self.largest_bucket_bytes)}\n"
+            f"  this rank receives {format_bytes(self.received_bytes)} in {counted(self.num_gathers, 'gather')}\n"
+            f"  memory above rest: at most {format_bytes(self.peak_bytes)} "
+            f"(two buckets{more}), while the receiver keeps no tensor"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StreamPlan:
+    """All buckets of a stream."""
+
+    buckets: tuple[PlannedBucket, ...]
+    report: StreamReport
+
+    def lines(self) -> list[str]:
+        """Return what has to be the same on all ranks, one fact each."""
+        return [
+            f"{entry.name}: {entry.dtype} {entry.shape} in bucket {index}"
+            for index, bucket in enumerate(self.buckets)
+            for entry in bucket.entries
+        ]
+
+
+@dataclass(slots=True)
+class _Packing:
+    """Packs units into buckets of a limited size."""
+
+    limit: int
+    done: list[PlannedBucket] = field(default_factory=list)
+    units: list[tuple[PlacedPiece, ...]] = field(default_factory=list)
+    loose: list[tuple[LooseWeight, BucketEntry]] = field(default_factory=list)
+    num_bytes: int = 0
+
+    def make_room(self, num_bytes: int) -> None:
+        """Begin another bucket unless so many bytes still fit into this one."""
+        if self.num_bytes and self.num_bytes + num_bytes > self.limit:
+            self.end()
+
+    def end(self) -> None:
+        if self.units or self.loose:
+            self.done.append(PlannedBucket(tuple(self.units), tuple(self.loose), self.num_bytes))
+        self.units, self.loose, self.num_bytes = [], [], 0
+
+    def take(self, num_bytes: int) -> int:
+        """Return the offset of the next bytes of the bucket."""
+        offset = self.num_bytes
+        self.num_bytes += _aligned(num_bytes)
+        return offset
+
+
+def plan_stream(
+    catalog: WeightCatalog,
+    *,
+    dtype: torch.dtype | None,
+    rename: Callable[[str], str],
+    bucket_bytes: int,
+    additions: Mapping[str, Addition],
+    adapter_bytes: int = 0,
+) -> StreamPlan:
+    """Put units into buckets one after the other; one that is larger than a bucket is cut between its tensors.
+
+    Args:
+        dtype: of floating-point parameters in the buckets; None leaves each in its own. Buffers keep theirs.
+        rename: returns a weight's name at the receiver.
+        bucket_bytes: size of a bucket; one tensor that is larger has a bucket of its own.
+        additions: by a weight's name in the model, what is added to it. adapter_bytes: held for these.
+    Raises:
+        ConfigError: ``bucket_bytes`` is no positive number.
+    """
+    if bucket_bytes < 1:
+        raise ConfigError(f"weight_stream(bucket_bytes={bucket_bytes}): give the size of a bucket in bytes, above 0")
+    packing = _Packing(bucket_bytes)
+    for unit in _units(catalog.groups):
+        pieces = [_piece(each, each.weights, dtype, additions) for each in unit if each.weights]
+        size = sum(_aligned(_bucket_bytes(piece)) for piece in pieces)
+        if size > bucket_bytes:
+            # Windows of one tensor or more, whose parts come from the ranks that have them.
+            for window in (window for each in unit for window in _windows(each, dtype, additions, bucket_bytes)):
+                packing.make_room(_aligned(_bucket_bytes(window)))
+                packing.units.append((_placed(window, packing, rename),))
+            continue
+        packing.make_room(size)
+        packing.units.append(tuple(_placed(piece, packing, rename) for piece in pieces))
+    for weight in catalog.loose:
+        kept = weight.is_buffer or dtype is None or not weight.tensor.is_floating_point()
+        wire = weight.tensor.dtype if kept or dtype is None else dtype
+        size = math.prod(weight.tensor.shape) * wire.itemsize
+        packing.make_room(_aligned(size))
+        names = tuple(map(rename, weight.aliases))
+        entry = BucketEntry(rename(weight.name), wire, tuple(weight.tensor.shape), packing.take(size), names)
+        packing.loose.append((weight, entry))
+    packing.end()
+    return StreamPlan(tuple(packing.done), _report(packing.done, adapter_bytes))
+
+
+def _units(groups: Sequence[CatalogGroup]) -> Iterator[list[CatalogGroup]]:
+    unit: list[CatalogGroup] = []
+    for each in groups:
+        if unit and unit[0].group.unit != each.group.unit:
+            yield unit
+            unit = []
+        unit.append(each)
+    if unit:
+        yield unit
+
+
+def _piece(
+    each: CatalogGroup,
+    weights: Sequence[ShardedWeight],
+    dtype: torch.dtype | None,
+    additions: Mapping[str, Addition],
+) -> Piece:
+    group, plan = each.group, each.group.plan
+    values = torch.float32 if group.weights.remainder is not None else group.weights.main.dtype
+    wire = values if dtype is None or not values.is_floating_point else dtype
+    start, stop = 0, plan.numel
+    if len(weights) < len(each.weights):
+        last = weights[-1].index
+        start, stop = plan.offsets[weights[0].index], plan.offsets[last] + plan.tensor_numel(last)
+    added = {weight.index: additions[weight.name] for weight in weights if weight.name in additions}
+    return Piece(group, tuple(weights), start, stop, wire, added)
+
+
+def _windows(
+    each: CatalogGroup, dtype: torch.dtype | None, additions: Mapping[str, Addition], bucket_bytes: int
+) -> Iterator[Piece]:
+    window: list[ShardedWeight] = []
+    for weight in each.weights:
+        if window and _bucket_bytes(_piece(each, [*window, weight], dtype, additions)) > bucket_bytes:
+            yield _piece(each, window, dtype, additions)
+            window = []
+        window.append(weight)
+    if window:
+        yield _piece(each, window, dtype, additions)
+
+
+def _bucket_bytes(piece: Piece) -> int:
+    """Return the bytes that a piece takes in a bucket."""
+    if piece.split is None:
+        return piece.numel * piece.dtype.itemsize
+    return sum(_aligned(math.prod(weight.shape) * piece.dtype.itemsize) for weight in piece.weights)
+
+
+def _placed(piece: Piece, packing: _Packing, rename: Callable[[str], str]) -> PlacedPiece:
+    start = packing.take(_bucket_bytes(piece))
+    entries, offset = [], start
+    for weight in piece.weights:
+        if piece.split is None:
+            offset = start + (piece.group.plan.offsets[weight.index] - piece.start) * piece.dtype.itemsize
+        names = tuple(map(rename, weight.aliases))
+        entries.append(BucketEntry(rename(weight.name), piece.dtype, weight.shape, offset, names))
+        offset += _aligned(entries[-1].num_bytes)
+    return PlacedPiece(piece, start, tuple(entries))
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _report(buckets: Sequence[PlannedBucket], adapter_bytes: int) -> StreamReport:
+    entries = [entry for bucket in buckets for entry in bucket.entries]
+    pieces = [placed.piece for bucket in buckets for placed in bucket.pieces]
+    received = 0
+    for piece in pieces:
+        shards = Shards.of(piece.group.weights.main)
+        bounds = shards.bounds(piece.start, piece.stop)
+        received += (piece.numel - (bounds[shards.index + 1] - bounds[shards.index])) * piece.dtype.itemsize
+    return StreamReport(
+        num_tensors=len(entries),
+        tensor_bytes=sum(entry.num_bytes for entry in entries),
+        num_buckets=len(buckets),
+        largest_bucket_bytes=max((bucket.num_bytes for bucket in buckets), default=0),
+        received_bytes=received,
+        num_gathers=sum(len(bucket.units) for bucket in buckets),
+        scratch_bytes=max((sum(each.scratch_bytes for each in bucket.pieces) for bucket in buckets), default=0),
+        adapter_bytes=adapter_bytes,
+    )

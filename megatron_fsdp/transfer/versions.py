@@ -1,0 +1,138 @@
+"""``weight_version``: a number that grows with every change of a model's weights; steps of open streams are refused."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+from torch._compile import _disable_dynamo
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from megatron_fsdp.checkpoint.model_state import unwrapped
+from megatron_fsdp.engine.freshness import CHECKS
+from megatron_fsdp.engine.param_group import ParameterGroup
+from megatron_fsdp.engine.unit import units_below
+from megatron_fsdp.errors import StateError
+
+__all__ = ["WeightTracker", "refuse_steps", "tracker_of", "weight_version"]
+
+
+def weight_version(model: nn.Module) -> int:
+    """Return the version of a model's weights: 0 at the first call, and higher after every change of them.
+
+    Every step of an optimizer that has parameters of the model adds 1. Other changes of sharded parameters that PyTorch
+    counts (a load, an in-place operator) add 1 together, when the version is asked for next. Changes of buffers of
+    modules, and changes through ``.data``, do not count. Every rank gets the same number if it did the same.
+
+    Example:
+        version = weight_version(model)
+        optimizer.step()
+        assert weight_version(model) == version + 1
+    """
+    return tracker_of(model).current()
+
+
+class WeightTracker:
+    """The version of one model's weights.
+
+    Attributes:
+        parameters: the identities of the model's parameters, sharded and plain.
+        num_steps: of optimizers that step any of them.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        plain = unwrapped(model)
+        self._groups = [weakref.ref(group) for unit in units_below(plain) for group in unit.groups]
+        groups = list(self._alive())
+        sharded = (parameter for group in groups for parameter in group.parameters.values())
+        self.parameters = frozenset(map(id, (*sharded, *plain.parameters())))
+        self.num_steps = 0
+        self._version = self._steps_seen = 0
+        self._counted = self._counters()
+
+    def current(self) -> int:
+        """Return the version, after a look at the counters of changes."""
+        counted, steps = self._counters(), self.num_steps - self._steps_seen
+        if steps or counted != self._counted:
+            self._version += max(steps, 1)
+        self._counted, self._steps_seen = counted, self.num_steps
+        return self._version
+
+    def has_any(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer has any parameter of the model."""
+        return any(
+            id(parameter) in self.parameters for group in optimizer.param_groups for parameter in group["params"]
+        )
+
+    def _alive(self) -> Iterable[ParameterGroup]:
+        return (group for reference in self._groups if (group := reference()) is not None)
+
+    def _counters(self) -> tuple[int, ...]:
+        return tuple(
+            sum(tensor._version for tensor in (group.weights.main.local_buffer, *group.fsdp_params.counted))
+            for group in self._alive()
+            if not group.is_meta and group.weights.main.storage.is_allocated
+        )
+
+
+_TRACKERS: weakref.WeakKeyDictionary[nn.Module, WeightTracker] = weakref.WeakKeyDictionary()
+# Which of them an optimizer steps, and how many parameters it had then.
+_STEPPED: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[weakref.ref[WeightTracker]]]] = (
+    weakref.WeakKeyDictionary()
+)
+_hook: list[Any] = []
+
+
+def tracker_of(model: nn.Module) -> WeightTracker:
+    """Return the tracker of a model, which counts steps from the first call on."""
+    key = unwrapped(model)
+    known = _TRACKERS.get(key)
+    if known is None:
+        known = _TRACKERS[key] = WeightTracker(model)
+        _STEPPED.clear()
+        if not _hook:
+            _hook.append(register_optimizer_step_post_hook(_count_step))
+    return known
+
+
+@_disable_dynamo
+def _count_step(optimizer: Optimizer, *_: object) -> None:
+    num_params = sum(len(group["params"]) for group in optimizer.param_groups)
+    known = _STEPPED.get(optimizer)
+    if known is None or known[0] != num_params:
+        found = [weakref.ref(tracker) for tracker in _TRACKERS.values() if tracker.has_any(optimizer)]
+        known = _STEPPED[optimizer] = num_params, found
+    for reference in known[1]:
+        tracker = reference()
+        if tracker is not None:
+            tracker.num_steps += 1
+
+
+# ---------------------------------------------------------------- no steps while weights are on their way
+
+_CLOSED_TO_STEPS: weakref.WeakKeyDictionary[object, WeightTracker] = weakref.WeakKeyDictionary()
+
+
+def refuse_steps(holder: object, tracker: WeightTracker | None) -> None:
+    """Refuse steps of a tracker's model while ``holder`` lives; None allows them again."""
+    if tracker is None:
+        _CLOSED_TO_STEPS.pop(holder, None)
+    else:
+        _CLOSED_TO_STEPS[holder] = tracker
+    if _CLOSED_TO_STEPS and _refuse_step not in CHECKS:
+        CHECKS.append(_refuse_step)
+    elif not _CLOSED_TO_STEPS and _refuse_step in CHECKS:
+        CHECKS.remove(_refuse_step)
+
+
+def _refuse_step(optimizer: Optimizer) -> None:
+    for tracker in list(_CLOSED_TO_STEPS.values()):
+        if tracker.has_any(optimizer):
+            raise StateError(
+                f"{type(optimizer).__name__}.step() while a weight_stream of the same model is open: the receiver "
+                "would get weights of two steps. Nothing was stepped. fix: iterate the stream to its end "
+                "before the step, or call stream.close()"
+            )
