@@ -26,7 +26,7 @@ from benchmarks.harness import Row, Samples
 from benchmarks.virtual_models import MODELS, VirtualModel, make_model
 from megatron_fsdp.virtual.device import virtual_device
 from megatron_fsdp.virtual.playback import Playback, play
-from megatron_fsdp.virtual.recording import Event, Recording
+from megatron_fsdp.virtual.recording import Event, Recording, Stream
 
 MESHES = {"8": (8,), "8x8": (64,), "hsdp 2x8": (2, 8)}
 REDUCE = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -128,7 +128,7 @@ def _torch_cpu_by(recording: Recording) -> Iterator[None]:
     """Give FSDP2 virtual streams where it asks torch.cpu for streams, as it does for tensors in CPU memory."""
     names = iter(("copy-in", "gather", "reduce", "all-reduce"))
     doubles = {
-        "Stream": lambda *_, **__: recording.new(None, next(names, "")),
+        "Stream": lambda *_, **options: _stream(recording, next(names, ""), **options),
         "Event": lambda *_, **__: Event(recording),
         "stream": recording.use,
         "current_stream": recording.current,
@@ -144,6 +144,12 @@ def _torch_cpu_by(recording: Recording) -> Iterator[None]:
                 setattr(torch.cpu, name, saved[name])
             else:
                 delattr(torch.cpu, name)
+
+
+def _stream(recording: Recording, name: str, device: object = None, priority: int = 0) -> Stream:
+    made = recording.new(None, name)
+    made.priority = priority
+    return made
 
 
 def _fsdp2_parts() -> dict[Any, Callable[..., Any]]:
