@@ -32,7 +32,15 @@ MESHES = {"8": (8,), "8x8": (64,), "hsdp 2x8": (2, 8)}
 REDUCE = {"bf16": torch.bfloat16, "fp32": torch.float32}
 # The host's time of Python around a collective, in calls of operators: a third of 350 us for a unit and step of ours
 # (docs/performance.md, "Host time"), and twice as much of FSDP2's, as benchmarks/results/host.json has it.
-CALLS = {"ours": 24, "ours, 1 buffer": 24, "ours, 2 buffers": 24, "FSDP2": 50}
+CALLS = {
+    "ours": 24,
+    "ours, 1 buffer": 24,
+    "ours, 2 buffers": 24,
+    "ours, prefetch of 6 GiB": 24,
+    "ours, 4 buffers": 24,
+    "ours, prefetch of 6 GiB, 4 buffers": 24,
+    "FSDP2": 50,
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -108,9 +116,13 @@ def _shard(model: VirtualModel, mesh: DeviceMesh, reduce: torch.dtype, engine: s
     ours = megatron_fsdp.MixedPrecisionPolicy(torch.bfloat16, reduce, cast_forward_inputs=False)
     for unit in units:
         megatron_fsdp.fully_shard(unit, mesh, mp_policy=ours)
-    if engine != "ours":
-        root: Any = model
-        root.set_reduce_scatter_max_input_buffers(int(engine.split()[1]))
+    root: Any = model
+    for option in engine.split(", ")[1:]:
+        words = option.split()
+        if words[0] == "prefetch":
+            root.set_prefetch_bytes(int(words[2]) << 30)
+        else:
+            root.set_reduce_scatter_max_input_buffers(int(words[0]))
 
 
 def _placement(mesh: DeviceMesh) -> Callable[[nn.Parameter], Shard | None]:
