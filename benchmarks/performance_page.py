@@ -239,10 +239,10 @@ def table_of(claims: Sequence[Claim], folder: Path) -> str:
     lines = ["| ratio | wanted | measured | spread | rounds |", "|---|---:|---:|---:|---:|"]
     for claim in claims:
         row = _row_of(claim, files[claim.file][1])
-        exact = len(row.samples.values) == 1
+        exact = row.samples.rounds == 1
         wanted = "" if claim.most is None else f"<= {claim.most:g}"
         mark = "" if claim.most is None or row.samples.median <= claim.most else " (missed)"
-        spread, rounds = ("exact", "") if exact else (f"{row.samples.spread:.0%}", str(len(row.samples.values)))
+        spread, rounds = ("exact", "") if exact else (f"{row.samples.spread:.0%}", str(row.samples.rounds))
         lines.append(f"| {claim.words} | {wanted} | {row.samples.median:.2f}{mark} | {spread} | {rounds} |")
     sources = [_source(name, environment) for name, (environment, _) in files.items()]
     return "\n".join([*lines, "", f"Rows: {', '.join(sources)}.", ""])
