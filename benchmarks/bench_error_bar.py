@@ -2,7 +2,7 @@
 
 24 settings (shapes, strategies, microbatches, dtypes, on 1, 2 and 4 gloo ranks) are trained for real and predicted by
 the engine's own step on a virtual device. Of them 8 calibrate the device (``CpuSpeeds``), the other 16 are never
-fitted. ``plan`` prints the error of these 16 beside its times, from the rows that docs/performance.md shows
+fitted. ``plan`` prints the error of these 16 beside its times, from the rows that benchmarks/RESULTS.md shows
 (``python -m benchmarks.performance_page`` hands them on). A machine that does other things at the same time has
 larger errors: they are this machine's too.
 """

@@ -31,7 +31,7 @@ from megatron_fsdp.virtual.recording import Event, Recording
 MESHES = {"8": (8,), "8x8": (64,), "hsdp 2x8": (2, 8)}
 REDUCE = {"bf16": torch.bfloat16, "fp32": torch.float32}
 # The host's time of Python around a collective, in calls of operators: a third of 350 us for a unit and step of ours
-# (docs/performance.md, "Host time"), and twice as much of FSDP2's, as benchmarks/results/host.json has it.
+# (benchmarks/RESULTS.md, "Host time"), and twice as much of FSDP2's, as benchmarks/results/host.json has it.
 CALLS = {"ours": 24, "ours, 1 buffer": 24, "ours, 2 buffers": 24, "FSDP2": 50}
 
 

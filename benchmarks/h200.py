@@ -84,4 +84,4 @@ H200 = Machine(
     flops={torch.bfloat16: 620e12, torch.float16: 620e12, torch.float32: 50e12},
     memory=4.3e12,
 )
-"""Estimates, not measurements: see docs/performance.md, "Predicted"."""
+"""Estimates, not measurements: see benchmarks/RESULTS.md, "Predicted"."""
