@@ -36,9 +36,7 @@ CALLS = {
     "ours": 24,
     "ours, 1 buffer": 24,
     "ours, 2 buffers": 24,
-    "ours, prefetch of 6 GiB": 24,
-    "ours, 4 buffers": 24,
-    "ours, prefetch of 6 GiB, 4 buffers": 24,
+    "ours, prefetch of 3 GiB, 3 buffers": 24,
     "FSDP2": 50,
 }
 
