@@ -1,6 +1,9 @@
 """Resident memory of a process that trains on CPU: what collectives leave behind does not break up its heap."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -59,3 +62,27 @@ def test_a_hundred_steps_add_less_than_10_mib_to_what_is_resident() -> None:
 def test_nothing_is_kept_of_the_collectives_of_a_step() -> None:
     Training().step()
     assert json.loads(torch._C._distributed_c10d._dump_fr_trace_json()).get("entries", []) == []
+
+
+def printed(program: str, **variables: str) -> str:
+    """Return the output of a program in a process of its own, with these environment variables on top."""
+    environment = {name: value for name, value in os.environ.items() if name != "TORCH_FR_BUFFER_SIZE"} | variables
+    command = [sys.executable, "-c", program]
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=120)
+    return found.stdout.strip()
+
+
+def test_importing_the_library_sets_one_environment_variable_at_most() -> None:
+    program = """
+import os, torch
+before = dict(os.environ)
+import megatron_fsdp
+print({name: value for name, value in os.environ.items() if before.get(name) != value})
+"""
+    expected = {} if torch.backends.cuda.is_built() else {"TORCH_FR_BUFFER_SIZE": "0"}
+    assert printed(program) == str(expected)
+
+
+def test_a_size_that_the_user_gave_the_flight_recorder_is_kept() -> None:
+    program = "import os, megatron_fsdp; print(os.environ['TORCH_FR_BUFFER_SIZE'])"
+    assert printed(program, TORCH_FR_BUFFER_SIZE="7") == "7"
