@@ -33,8 +33,8 @@ _NO_TIMEOUT = datetime.timedelta(0)
 if not torch.backends.cuda.is_built():
     # Turns off PyTorch's flight recorder, which makes a training process grow by 2 MB a step on CPUs, to twice the size
     # (docs/design/storage.md, "Memory on CPU"). Set at import because PyTorch reads the variable once, when the first
-    # process group is made, and has no function to change it later. A user's own value wins, and builds with CUDA, where
-    # people read these records, are left alone.
+    # process group is made, and has no function to change it later. A user's own value is kept. Builds with CUDA, where
+    # these records are of use, are left alone.
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
 
 

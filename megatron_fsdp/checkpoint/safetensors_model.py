@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -110,11 +110,12 @@ def export_checkpoint(
     name_map: NameMap | None = None,
     dtype: torch.dtype | None = None,
     max_file_bytes: int = DEFAULT_FILE_BYTES,
+    progress: Callable[[str], None] = lambda _: None,
 ) -> int:
     """Write a checkpoint's weights to a folder of safetensors files, in one process and without the model.
 
     Memory holds the content of one file at a time. Names are those of the model, without the ``module.`` prefixes of
-    wrappers. Returns the number of tensors.
+    wrappers. ``progress`` is called with a line before each tensor is read. Returns the number of tensors.
     """
     opened = open_checkpoint(path, CheckpointRanks(None), verify=True)
     saved = tensors_of(opened.metadata)
@@ -125,7 +126,13 @@ def export_checkpoint(
     names = (name_map or NameMap({})).translate(_names_once(list(entries), opened.state.get("ties", ())))
     by_name = {there: entries[here] for here, there in names.items()}
     likes = {name: _like(saved[entry].size, saved[entry].properties.dtype, dtype) for name, entry in by_name.items()}
-    write_folder(folder, likes, lambda name: read_values(opened, [by_name[name]])[0], max_file_bytes)
+    number_of = {name: number for number, name in enumerate(likes, 1)}
+
+    def read(name: str) -> torch.Tensor:
+        progress(f"tensor {number_of[name]} of {len(likes)}: {name}")
+        return read_values(opened, [by_name[name]])[0]
+
+    write_folder(folder, likes, read, max_file_bytes)
     return len(likes)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_fsdp.cli.progress import show_progress
 from megatron_fsdp.command_parser import CommandParser
 from megatron_fsdp.errors import CheckpointError, FsdpError
 from megatron_fsdp.planning.plan_arguments import byte_count
@@ -158,8 +159,14 @@ def _export(args: argparse.Namespace) -> int:
         raise CheckpointError(f"{args.output} holds {found[0]} already. fix: add --force, or name another folder")
     dtype = getattr(torch, args.dtype) if args.dtype else None
     num_tensors = export_checkpoint(
-        args.path, args.output, name_map=_name_map(args), dtype=dtype, max_file_bytes=args.max_file_size
+        args.path,
+        args.output,
+        name_map=_name_map(args),
+        dtype=dtype,
+        max_file_bytes=args.max_file_size,
+        progress=show_progress,
     )
+    show_progress("")
     print(f"{args.output}: {num_tensors} tensors")
     return 0
 

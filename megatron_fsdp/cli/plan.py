@@ -8,6 +8,7 @@ import sys
 import warnings
 from typing import TYPE_CHECKING, Any
 
+from megatron_fsdp.cli.progress import show_progress
 from megatron_fsdp.errors import ConfigError, FsdpError
 from megatron_fsdp.planning import catalog
 from megatron_fsdp.planning.plan_arguments import add_plan_arguments as add_arguments
@@ -63,8 +64,8 @@ def _run(options: Options) -> int:
     tables: list[Table] = []
     title, plain = "", dict[str, Any]()
     if options.given("fit"):
-        best, plain["fit"] = search(subject, options, _show_progress)
-        _show_progress("")
+        best, plain["fit"] = search(subject, options, show_progress)
+        show_progress("")
         tables += fit_tables(plain["fit"])
     else:
         best, stages = _planned(subject, options)
@@ -87,12 +88,6 @@ def _draw(best: Projection, title: str, path: str) -> None:
 
     found = play_in_time(best.played, best.setup.workload, best.setup.hardware)
     save(draw(title, best.memory, time_line(found), found.seconds, best.time.optimizer), path)
-
-
-def _show_progress(line: str) -> None:
-    """Show a line on a terminal, replacing the previous one. Prints nothing to a file or a pipe."""
-    if sys.stderr.isatty():
-        print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
 
 
 def _planned(subject: Subject, options: Options) -> tuple[Projection, tuple[Projection, ...]]:

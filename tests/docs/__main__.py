@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from megatron_fsdp.cli.progress import show_progress
 from megatron_fsdp.command_parser import CommandParser
 from tests.docs.blocks import ROOT, SILENT, Block, blocks_of, pages
 from tests.docs.scenes import SCENES, Scene, reason_against, shortened
@@ -32,9 +33,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = CommandParser("python -m tests.docs", __doc__ or "", EXAMPLES)
     parser.add_argument("pages", nargs="*", metavar="PAGE", help="paths below the repository's root (default all)")
     chosen = parser.parse_args(arguments).pages or pages()
+    begun = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="docs-") as folder:
         copy = copied(Path(folder) / "repository")
-        failed = [block for page in chosen for block in run_page(page, copy)]
+        failed = []
+        for number, page in enumerate(chosen, 1):
+            print(f"page {number} of {len(chosen)}, after {time.monotonic() - begun:.0f} s: {page}", flush=True)
+            failed += run_page(page, copy)
     print(f"{len(failed)} blocks failed" + "".join(f"\n  {block.page}:{block.line}" for block in failed))
     return 1 if failed else 0
 
@@ -73,6 +78,7 @@ def run_page(page: str, copy: Path) -> Iterator[Block]:
             print(f"{page}:{block.line}: not here, {reason}", flush=True)
             continue
         begin = time.monotonic()
+        show_progress(f"{page}:{block.line}: running")
         code = shortened(block)
         command = shell(code) if block.language == "bash" else python(code, before, copy)
         ended = subprocess.run(
@@ -86,6 +92,7 @@ def run_page(page: str, copy: Path) -> Iterator[Block]:
             check=False,
         )
         seconds = time.monotonic() - begin
+        show_progress("")
         print(f"{page}:{block.line}: {'failed' if ended.returncode else 'ran'}, {seconds:.0f} s", flush=True)
         if ended.returncode:
             print(ended.stdout[-6000:], flush=True)

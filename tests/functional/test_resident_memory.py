@@ -76,7 +76,7 @@ def test_importing_the_library_sets_one_environment_variable_at_most() -> None:
     program = """
 import os, torch
 before = dict(os.environ)
-import megatron_fsdp
+from megatron_fsdp import fully_shard
 print({name: value for name, value in os.environ.items() if before.get(name) != value})
 """
     expected = {} if torch.backends.cuda.is_built() else {"TORCH_FR_BUFFER_SIZE": "0"}
@@ -84,5 +84,5 @@ print({name: value for name, value in os.environ.items() if before.get(name) != 
 
 
 def test_a_size_that_the_user_gave_the_flight_recorder_is_kept() -> None:
-    program = "import os, megatron_fsdp; print(os.environ['TORCH_FR_BUFFER_SIZE'])"
+    program = "import os; from megatron_fsdp import fully_shard; print(os.environ['TORCH_FR_BUFFER_SIZE'])"
     assert printed(program, TORCH_FR_BUFFER_SIZE="7") == "7"
