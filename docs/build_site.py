@@ -36,7 +36,8 @@ REFERENCE: Mapping[str, Mapping[str, str]] = {
         "Save and load": "save_checkpoint load_checkpoint CheckpointSeries SaveHandle full_state_dict "
         "export_safetensors import_safetensors",
         "Send weights": "weight_stream WeightStream StreamReport WeightBucket BucketEntry apply_bucket local_shards "
-        "LocalShard weight_version remember_weights DeltaStream DeltaBucket DeltaReport apply_delta",
+        "LocalShard weight_version remember_weights DeltaStream DeltaBucket DeltaReport apply_delta weight_layout "
+        "TransferLayout plan_transfer TransferPlan",
         "Plan and observe": "explain Report Timeline Watch GradientScale check_gradient_scale checksum unit_checksums",
         "Megatron flags": "add_megatron_fsdp_args FsdpConfig",
         "Errors": "FsdpError AgreementError CheckpointError ConfigError DamagedCheckpointError GradientScaleError "

@@ -63,10 +63,14 @@ if TYPE_CHECKING:
     from megatron_fsdp.policy.strategy import Placements
     from megatron_fsdp.transfer.bucket import BucketEntry, WeightBucket, apply_bucket
     from megatron_fsdp.transfer.delta import DeltaBucket, DeltaReport, DeltaStream, apply_delta, remember_weights
+    from megatron_fsdp.transfer.layouts import TransferLayout
     from megatron_fsdp.transfer.local_shards import LocalShard, local_shards
+    from megatron_fsdp.transfer.reshard import reshard_
     from megatron_fsdp.transfer.stream import WeightStream, weight_stream
     from megatron_fsdp.transfer.stream_plan import StreamReport
+    from megatron_fsdp.transfer.transfer_plan import TransferPlan, plan_transfer
     from megatron_fsdp.transfer.versions import weight_version
+    from megatron_fsdp.transfer.weight_layout import weight_layout
 
 _check_neighbour(__file__)
 
@@ -104,10 +108,14 @@ _HOMES = {
     "policy.strategy": "Placements",
     "transfer.bucket": "BucketEntry WeightBucket apply_bucket",
     "transfer.delta": "DeltaBucket DeltaReport DeltaStream apply_delta remember_weights",
+    "transfer.layouts": "TransferLayout",
     "transfer.local_shards": "LocalShard local_shards",
+    "transfer.reshard": "reshard_",
     "transfer.stream": "WeightStream weight_stream",
     "transfer.stream_plan": "StreamReport",
+    "transfer.transfer_plan": "TransferPlan plan_transfer",
     "transfer.versions": "weight_version",
+    "transfer.weight_layout": "weight_layout",
     "engine.fused_linear": "expert_matmul",
     "lifecycle.module": ("FSDPModule FsdpModule GradientReductionHandle UnshardHandle register_fsdp_forward_method"),
     "engine.param_group": "ParameterGroup",
@@ -141,10 +149,10 @@ __all__ = [
     "GradientScaleError", "LayoutError", "LocalShard", "MeshError", "MixedPrecisionPolicy", "Muon",
     "NonfiniteGradientError", "OffloadPolicy", "OwnershipError", "PlacementError", "Placements", "ReadError",
     "Report", "SaveHandle", "StateError", "StorageError", "StreamReport", "Timeline", "TransferError",
-    "UnshardHandle", "Watch", "WeightBucket", "WeightStream",
+    "TransferLayout", "TransferPlan", "UnshardHandle", "Watch", "WeightBucket", "WeightStream",
     "add_megatron_fsdp_args", "apply_bucket", "apply_delta", "check_gradient_scale", "check_gradients", "checksum",
     "clip_grad_norm_", "expert_matmul", "explain", "export_safetensors", "fsdp_no_shard", "full_state_dict",
     "fully_shard", "fully_shard_optimizer", "import_safetensors", "load_checkpoint", "local_shards", "materialize",
-    "microbatch", "no_sync", "register_fsdp_forward_method", "remember_weights", "replicate", "save_checkpoint",
-    "share_comm_ctx", "unit_checksums", "weight_stream", "weight_version",
+    "microbatch", "no_sync", "plan_transfer", "register_fsdp_forward_method", "remember_weights", "replicate",
+    "reshard_", "save_checkpoint", "share_comm_ctx", "unit_checksums", "weight_layout", "weight_stream", "weight_version",
 ]  # fmt: skip

@@ -52,6 +52,8 @@ class GroupSpec:
         is_meta: the parameters are on the meta device: nothing is allocated before ``materialize``.
         fuses_weight_gradients: as the policy's ``fuse_weight_gradients``.
         keeps_gathered: the memory of gathered weights stays when they are resharded.
+        has_own_granularity: the user said where shards may be cut.
+        has_own_divisor: the user set ``divisor`` itself, whatever the number of ranks.
     """
 
     mesh: DeviceMesh
@@ -64,6 +66,8 @@ class GroupSpec:
     is_meta: bool = False
     fuses_weight_gradients: bool | str = True
     keeps_gathered: bool = False
+    has_own_granularity: bool = False
+    has_own_divisor: bool = False
 
     @property
     def gathers_main_weights(self) -> bool:
@@ -172,6 +176,7 @@ def _spec(first: OwnedParameter, wishes: Wishes) -> GroupSpec:
         is_pinned=offload is not None and offload.pin_memory,
         is_meta=own.is_meta,
         fuses_weight_gradients=is_fused and wishes.policy.fuse_weight_gradients,
+        has_own_granularity=wishes.granularity is not None,
     )
 
 

@@ -155,10 +155,9 @@ class Unit:
     ) -> None:
         self.name = name
         self.reference: weakref.ref[Unit] = weakref.ref(self)
-        self.groups, self.policy = tuple(groups), policy
+        self.policy = policy
         self.modules = [weakref.ref(module) for module in modules]
-        for group in groups:
-            group.unit, group.module = id(self), self.modules[0]
+        self.hold(groups)
         self.module_ids = frozenset(map(id, modules))
         self.trees: dict[int, Tree] = {}
         self.inner: list[weakref.ref[Unit]] = []
@@ -177,6 +176,12 @@ class Unit:
         self.first_begin = 0
         self.open_call: Call | None = None
         self.pending_modules: set[int] = set()
+
+    def hold(self, groups: Sequence[ParameterGroup]) -> None:
+        """Have these parameter groups from now on."""
+        self.groups = tuple(groups)
+        for group in groups:
+            group.unit, group.module = id(self), self.modules[0]
 
     def count_gradients(self) -> None:
         """Take notice of gradient buffers that were made, and of parameters that were frozen or unfrozen."""

@@ -46,9 +46,9 @@ from megatron_fsdp.variants.invariant_reduction import InvariantGradients
 from megatron_fsdp.variants.memory_slots import place_unit
 
 __all__ = [
-    "follow_grad_dtypes", "follow_gradients", "follow_requires_grad", "forget_originals",
-    "make_param_group", "make_unit", "materialize_group", "materialize_unit", "rebuild", "rename_unit", "set_divisor",
-    "set_reduction", "shown_over",
+    "follow_grad_dtypes", "follow_gradients", "follow_requires_grad", "forget_originals", "make_over",
+    "make_param_group", "make_unit", "make_weights", "materialize_group", "materialize_unit", "rebuild", "rename_unit",
+    "restore_group", "set_divisor", "set_reduction", "shown_over",
 ]  # fmt: skip
 
 
@@ -63,18 +63,28 @@ def make_param_group(owned: Sequence[OwnedParameter], plan: Plan, spec: GroupSpe
     return group
 
 
-def _build(group: ParameterGroup, spec: GroupSpec, known: Sequence[nn.Parameter] = ()) -> None:
+def make_weights(owned: Sequence[OwnedParameter], plan: Plan, spec: GroupSpec, name: str) -> WeightBuffers:
+    """Return the weight buffers of a group, with zeros for main weights."""
+    if owned[0].extension is not None:
+        return ExtensionWeights(owned[0], plan, spec, name)
+    return (WeightBuffers if spec.dtypes.gather is None else PackedWeights)(plan, spec, name)
+
+
+def _build(
+    group: ParameterGroup,
+    spec: GroupSpec,
+    known: Sequence[nn.Parameter] = (),
+    weights: WeightBuffers | None = None,
+) -> None:
     """Make the buffers and the parameters of a group.
 
     Args:
         known: sharded parameters that stay the same objects, over other memory.
+        weights: weight buffers that exist already.
     """
     group.spec, group.is_meta = spec, spec.is_meta
-    weights: WeightBuffers
-    if group.owned[0].extension is not None:
-        weights = ExtensionWeights(group.owned[0], group.plan, spec, group.name)
-    else:
-        weights = (WeightBuffers if spec.dtypes.gather is None else PackedWeights)(group.plan, spec, group.name)
+    if weights is None:
+        weights = make_weights(group.owned, group.plan, spec, group.name)
     weights.keeps_gathered = spec.keeps_gathered
     group.weights, group.rests_whole = weights, weights.rests_whole
     group.main_weight, group.model_weight, group.gathered = weights.main, weights.model, weights.gathered
@@ -234,6 +244,43 @@ def rebuild(group: ParameterGroup, spec: GroupSpec) -> None:
     group.fsdp_params.module_infos.register()
 
 
+def make_over(  # noqa: PLR0913  # what a group is made of
+    params: Sequence[nn.Parameter],
+    owned: Sequence[OwnedParameter],
+    plan: Plan,
+    spec: GroupSpec,
+    like: ParameterGroup,
+    weights: WeightBuffers,
+) -> ParameterGroup:
+    """Return a group over other weight buffers, under sharded parameters that stay the same objects.
+
+    Args:
+        params: the sharded parameters, in plan order. like: whose name, and what users installed on reductions, it takes.
+    """
+    group = ParameterGroup(owned, plan, spec, like.name)
+    weakref.finalize(group, join_lanes).atexit = False
+    group.reduce_hook, group.reduce_function = like.reduce_hook, like.reduce_function
+    weights.gather_function = like.weights.gather_function
+    for each, param in zip(owned, params, strict=True):
+        # A parameter that was materialized has the one on the meta device there.
+        each.parameter = param
+    _build(group, spec, params, weights)
+    return group
+
+
+def restore_group(group: ParameterGroup, values: Sequence[nn.Parameter]) -> None:
+    """Put the sharded parameters of a group back over its buffers, after ``make_over`` took them.
+
+    Args:
+        values: tensors over the group's main weights, in plan order.
+    """
+    for param, value in zip(group.fsdp_params.sharded_params, values, strict=True):
+        rebind(param, value)  # type: ignore[arg-type]  # both are sharded
+    note_params(group)
+    if group.gradients is not None:
+        make_gradients(group)
+
+
 def forget_originals(group: ParameterGroup) -> None:
     """Let go of the parameters that the group was built from: their memory is the whole unit's."""
     for owned, param in zip(group.owned, group.fsdp_params.sharded_params, strict=True):
@@ -264,7 +311,7 @@ def _refuse_original(words: str, original: torch.Tensor) -> None:
 
 def set_divisor(group: ParameterGroup, divisor: float) -> None:
     """Divide summed gradients by ``divisor`` from now on."""
-    group.spec = replace(group.spec, divisor=divisor)
+    group.spec = replace(group.spec, divisor=divisor, has_own_divisor=True)
     if group.gradients is not None:
         group.gradients.divide_by(divisor)
 

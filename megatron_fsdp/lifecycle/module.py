@@ -35,7 +35,7 @@ from megatron_fsdp.variants.memory_slots import communicator_has_memory, keep_ga
 
 __all__ = [
     "FSDPModule", "FsdpModule", "GradientReductionHandle", "UnshardHandle", "convert",
-    "register_fsdp_forward_method", "unit_of",
+    "register_fsdp_forward_method", "unit_of", "watch_inner_modules",
 ]  # fmt: skip
 
 
@@ -485,13 +485,7 @@ def convert(modules: Sequence[nn.Module], unit: Unit) -> None:
         if group.spec.fuses_weight_gradients:
             fuse_linear_layers(group.owned)
         group.fsdp_params.module_infos.register()
-    owned: dict[nn.Module, dict[str, ParameterGroup]] = {}
-    for group in unit.groups:
-        for info in (info for parameter in group.owned for info in parameter.param_module_infos):
-            owned.setdefault(info.module, {})[info.attribute] = group
-    for module, names in owned.items():
-        if module not in modules:
-            vars(module)["_apply"] = InnerApply(unit, module, names)
+    watch_inner_modules(modules, unit)
     for module in modules:
         module.__class__ = _sharded_class(type(module))  # type: ignore[arg-type]  # classes are hashable
         module._fsdp_unit = unit  # type: ignore[assignment]  # not a submodule or tensor: lands in the instance dictionary
@@ -502,6 +496,17 @@ def convert(modules: Sequence[nn.Module], unit: Unit) -> None:
         module.register_forward_hook(functools.partial(post_forward, unit), always_call=True)
         module.register_state_dict_pre_hook(functools.partial(before_state_dict, unit))
         module.register_load_state_dict_pre_hook(functools.partial(before_load_state_dict, unit))
+
+
+def watch_inner_modules(modules: Sequence[nn.Module], unit: Unit) -> None:
+    """Hear of ``.to()`` and the like of modules inside of the unit that have its parameters."""
+    owned: dict[nn.Module, dict[str, ParameterGroup]] = {}
+    for group in unit.groups:
+        for info in (info for parameter in group.owned for info in parameter.param_module_infos):
+            owned.setdefault(info.module, {})[info.attribute] = group
+    for module, names in owned.items():
+        if module not in modules:
+            vars(module)["_apply"] = InnerApply(unit, module, names)
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

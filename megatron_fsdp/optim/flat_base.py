@@ -140,6 +140,10 @@ class FlatBase(Optimizer):
             self._binding = self._bind(parameters, flags)
         return self._binding
 
+    def forget_memory(self) -> None:
+        """Look for parameters and their state anew in the next step: they lie elsewhere now."""
+        self._binding = None
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load state in the dtypes that it has here, in the parameters' rows; all ranks call it."""
         # After the user's hooks, which may replace the state, and before torch casts it to the parameters' dtypes.

@@ -30,7 +30,7 @@ from megatron_fsdp.engine.passes import grads_of
 from megatron_fsdp.optim.flat_plan import FlatPlan, local_of, spec_of
 from megatron_fsdp.optim.loaded_state import SEEN, WHOLE, lay_out_loaded_state, refuse_split_weights
 
-__all__ = ["attend_optimizers"]
+__all__ = ["attend_optimizers", "forget_memory", "optimizers_of"]
 
 KINDS: frozenset[type[Optimizer]] = frozenset({Adam, AdamW, SGD})
 """Classes that treat every element alike; a subclass of one may not."""
@@ -47,6 +47,24 @@ def attend_optimizers() -> None:
     # A compiled step calls the first one as it is; the second one is traced, and finds that it is.
     register_optimizer_step_pre_hook(_disable_dynamo(_look_at))
     register_optimizer_step_pre_hook(step_flat)
+
+
+def optimizers_of(parameters: Iterable[torch.Tensor]) -> list[Optimizer]:
+    """Return the optimizers that have stepped, or loaded state of, any of these sharded parameters."""
+    wanted = set(map(id, parameters))
+    known = {id(each): each for each in (*_COMMUNICATORS, *SEEN)}
+    return [
+        each for each in known.values() if any(id(p) in wanted for group in each.param_groups for p in group["params"])
+    ]
+
+
+def forget_memory(optimizer: Optimizer) -> None:
+    """Look for parameters and their state anew in the next step: they lie elsewhere now."""
+    _STAND_INS.pop(optimizer, None)
+    _COMMUNICATORS.pop(optimizer, None)
+    forget = getattr(optimizer, "forget_memory", None)
+    if callable(forget):
+        forget()
 
 
 def _look_at(optimizer: Optimizer, *_: Any) -> None:

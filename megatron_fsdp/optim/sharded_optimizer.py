@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
-from collections.abc import Iterable
 from typing import Any, TypeVar
 
 from torch.optim import Optimizer
@@ -19,9 +17,7 @@ from megatron_fsdp.optim.loaded_state import (
     show_fresh_state,
 )
 
-__all__ = [
-    "fully_shard_optimizer",
-]
+__all__ = ["follow_groups", "fully_shard_optimizer"]
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 
@@ -46,27 +42,39 @@ def fully_shard_optimizer(optimizer: AnyOptimizer) -> AnyOptimizer:
         optimizer.step()
     """
     refuse_split_weights(optimizer)
+    _GROUPS[optimizer] = []
+    follow_groups(optimizer)
+    if not _GROUPS[optimizer]:
+        raise ConfigError(
+            "fully_shard_optimizer: none of the optimizer's parameters is sharded. Build the optimizer after "
+            "fully_shard, from model.parameters()."
+        )
+    refreshes_itself(optimizer)
+    show_fresh_state(optimizer)
+    optimizer.register_load_state_dict_post_hook(lay_out_loaded_state)
+    optimizer.register_step_pre_hook(_before_step)
+    optimizer.register_step_post_hook(_after_step)
+    return optimizer
+
+
+# The parameter groups that each optimizer given to ``fully_shard_optimizer`` steps.
+_GROUPS: weakref.WeakKeyDictionary[Optimizer, list[weakref.ref[ParameterGroup]]] = weakref.WeakKeyDictionary()
+
+
+def follow_groups(optimizer: Optimizer) -> None:
+    """Note which parameter groups an optimizer steps now, if it was given to ``fully_shard_optimizer``."""
+    if optimizer not in _GROUPS:
+        return
     groups: dict[int, weakref.ref[ParameterGroup]] = {}
     for parameter in parameters_of(optimizer):
         group = group_of_parameter(parameter)
         if group is not None:
             groups[id(group)] = weakref.ref(group)
-    if not groups:
-        raise ConfigError(
-            "fully_shard_optimizer: none of the optimizer's parameters is sharded. Build the optimizer after "
-            "fully_shard, from model.parameters()."
-        )
-    references = list(groups.values())
-    refreshes_itself(optimizer)
-    show_fresh_state(optimizer)
-    optimizer.register_load_state_dict_post_hook(lay_out_loaded_state)
-    optimizer.register_step_pre_hook(functools.partial(_before_step, references))
-    optimizer.register_step_post_hook(functools.partial(_after_step, references))
-    return optimizer
+    _GROUPS[optimizer] = list(groups.values())
 
 
-def _before_step(references: Iterable[weakref.ref[ParameterGroup]], optimizer: Optimizer, *_: Any) -> None:
-    groups = [group for reference in references if (group := reference()) is not None]
+def _before_step(optimizer: Optimizer, *_: Any) -> None:
+    groups = [group for reference in _GROUPS[optimizer] if (group := reference()) is not None]
     announce_step(groups)
     # The flat AdamW reads gradients of any dtype, and those of split weights may be wider than the parameters.
     for group in groups if not getattr(optimizer, "steps_split_weights", False) else ():
@@ -74,8 +82,8 @@ def _before_step(references: Iterable[weakref.ref[ParameterGroup]], optimizer: O
             group.gradients.binding.match_parameter_dtype()
 
 
-def _after_step(references: Iterable[weakref.ref[ParameterGroup]], *_: Any) -> None:
-    for reference in references:
+def _after_step(optimizer: Optimizer, *_: Any) -> None:
+    for reference in _GROUPS[optimizer]:
         group = reference()
         if group is not None and group.gradients is not None:
             group.gradients.binding.restore_dtype()

@@ -146,6 +146,11 @@ def remember_weights(model: nn.Module, *, dtype: torch.dtype = torch.bfloat16) -
     return version
 
 
+def forget_weights(model: nn.Module) -> None:
+    """Remember no version of a model's weights: this rank has another part of them now."""
+    _REMEMBERED.pop(unwrapped(model), None)
+
+
 def _own_shard(group: ParameterGroup, dtype: torch.dtype) -> torch.Tensor:
     main = group.weights.main
     wire = dtype if main.dtype.is_floating_point else main.dtype

@@ -17,7 +17,7 @@ from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.engine.unit import units_below
 from megatron_fsdp.errors import StateError
 
-__all__ = ["WeightTracker", "refuse_steps", "tracker_of", "weight_version"]
+__all__ = ["WeightTracker", "is_being_sent", "refuse_steps", "tracker_of", "weight_version"]
 
 
 def weight_version(model: nn.Module) -> int:
@@ -60,6 +60,12 @@ class WeightTracker:
             self._version += max(steps, 1)
         self._counted, self._steps_seen = counted, self.num_steps
         return self._version
+
+    def follow(self, model: nn.Module) -> None:
+        """Count changes of the parameter groups that the model has now; that they are others is no change."""
+        version = self.current()
+        self._groups = [weakref.ref(group) for unit in units_below(unwrapped(model)) for group in unit.groups]
+        self._counted, self._version = self._counters(), version
 
     def has_any(self, optimizer: Optimizer) -> bool:
         """Whether an optimizer has any parameter of the model."""
@@ -126,6 +132,12 @@ def refuse_steps(holder: object, tracker: WeightTracker | None) -> None:
         CHECKS.append(_refuse_step)
     elif not _CLOSED_TO_STEPS and _refuse_step in CHECKS:
         CHECKS.remove(_refuse_step)
+
+
+def is_being_sent(model: nn.Module) -> bool:
+    """Return whether a weight stream of a model is open."""
+    tracker = _TRACKERS.get(unwrapped(model))
+    return any(each is tracker for each in _CLOSED_TO_STEPS.values()) if tracker is not None else False
 
 
 def _refuse_step(optimizer: Optimizer) -> None:
