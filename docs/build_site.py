@@ -37,7 +37,7 @@ REFERENCE: Mapping[str, Mapping[str, str]] = {
         "export_safetensors import_safetensors",
         "Send weights": "weight_stream WeightStream StreamReport WeightBucket BucketEntry apply_bucket local_shards "
         "LocalShard weight_version remember_weights DeltaStream DeltaBucket DeltaReport apply_delta weight_layout "
-        "TransferLayout plan_transfer TransferPlan",
+        "TransferLayout plan_transfer TransferPlan send_weights receive_weights reshard_",
         "Plan and observe": "explain Report Timeline Watch GradientScale check_gradient_scale checksum unit_checksums",
         "Megatron flags": "add_megatron_fsdp_args FsdpConfig",
         "Errors": "FsdpError AgreementError CheckpointError ConfigError DamagedCheckpointError GradientScaleError "

@@ -5,6 +5,9 @@
 In the first round the generator gets all weights, in each later one what a step has changed of their bf16 values. It
 compares checksums before it generates: a run that ends has sent every round's weights to the bit. The reward of a text
 is the share of its tokens that are even, so the generator's texts become even.
+
+Nobody waits for ever: a process that fails ends the others, and one that hears nothing for ``--timeout`` seconds
+raises an error that says what did not come.
 """
 
 from __future__ import annotations
@@ -13,7 +16,8 @@ import argparse
 import pickle
 import sys
 import tempfile
-from multiprocessing.connection import Connection
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
@@ -75,13 +79,13 @@ def reward_of(texts: torch.Tensor) -> torch.Tensor:
 # ---------------------------------------------------------------- the generator
 
 
-def generate(connection: Connection) -> None:
+def generate(connection: Connection, timeout_s: float) -> None:
     """Answer each round's weights with texts, until the trainer sends None."""
     torch.set_num_threads(1)
     policy = make_policy().to(torch.bfloat16)
     # As an engine does: the memory of the weights stays, the values change.
     state, version = policy.state_dict(), 0
-    while (message := pickle.loads(connection.recv_bytes())) is not None:
+    while (message := receive(connection, "the trainer's weights", timeout_s)) is not None:
         kind, payload, new_version = message
         if kind == "bucket":
             apply_bucket(state, payload)
@@ -103,22 +107,42 @@ def sample(policy: Policy, seed: int) -> torch.Tensor:
     return tokens
 
 
+def receive(connection: Connection, what: str, timeout_s: float) -> Any:
+    """Return the next message of the other process.
+
+    Raises:
+        TimeoutError: it does not come in time. RuntimeError: the other process has ended.
+    """
+    if not connection.poll(timeout_s):
+        raise TimeoutError(f"{what} did not come within {timeout_s:.0f} s; give a slow machine a longer --timeout")
+    try:
+        return pickle.loads(connection.recv_bytes())
+    except EOFError:
+        raise RuntimeError(f"{what} will not come: the process that sends them has ended") from None
+
+
 # ---------------------------------------------------------------- the trainer
 
 
-def train(rank: int, folder: str, rounds: int, lr: float, connection: Connection | None) -> None:
+def train(rank: int, folder: str, args: argparse.Namespace, connection: Connection | None) -> None:
     """Train one rank; rank 0 talks to the generator."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=NUM_RANKS)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=NUM_RANKS,
+        timeout=timedelta(seconds=args.timeout),
+    )
     model: Any = make_policy()
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     version = -1
-    for number in range(rounds):
+    for number in range(args.rounds):
         version, sent = send_weights(model, version, connection)
-        texts = receive_texts(connection)
+        texts = receive_texts(connection, args.timeout)
         rewards = reward_of(texts[:, 1:])
         if rank == 0:
             print(f"round {number}: version {version}, {sent}, mean reward {rewards.mean():.3f}", flush=True)
@@ -157,11 +181,11 @@ def send(connection: Connection | None, kind: str, payload: object, version: int
         connection.send_bytes(pickle.dumps((kind, payload, version)))
 
 
-def receive_texts(connection: Connection | None) -> torch.Tensor:
+def receive_texts(connection: Connection | None, timeout_s: float) -> torch.Tensor:
     """Return the generator's texts on all ranks."""
     texts = torch.empty(NUM_RANKS * BATCH, LENGTH + 1, dtype=torch.int64)
     if connection is not None:
-        texts = pickle.loads(connection.recv_bytes())
+        texts = receive(connection, "the generator's texts", timeout_s)
     dist.broadcast(texts, 0)
     return texts
 
@@ -171,23 +195,38 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=10, help="of generation and training")
     parser.add_argument("--lr", type=float, default=1e-3, help="of AdamW; fewer bf16 values change at a smaller one")
+    parser.add_argument("--timeout", type=float, default=240, help="seconds to wait for another process")
     args = parser.parse_args()
     context = mp.get_context("spawn")
     ours, theirs = context.Pipe()
     with tempfile.TemporaryDirectory() as folder:
-        processes = [context.Process(target=generate, args=(theirs,))]
+        processes = [context.Process(name="the generator", target=generate, args=(theirs, args.timeout))]
         for rank in range(NUM_RANKS):
             connection = ours if rank == 0 else None
-            processes.append(context.Process(target=train, args=(rank, folder, args.rounds, args.lr, connection)))
+            arguments = (rank, folder, args, connection)
+            processes.append(context.Process(name=f"rank {rank} of the trainer", target=train, args=arguments))
         for process in processes:
             process.start()
-        for process in processes[1:]:
+        # Only then does one of the two that talk see that the other has ended.
+        ours.close()
+        theirs.close()
+        return wait_for(processes)
+
+
+def wait_for(processes: list[Any]) -> int:
+    """Wait until all have ended, and return 0; the first that fails is named and ends the others."""
+    running = {process.sentinel: process for process in processes}
+    while running:
+        for sentinel in wait(list(running)):
+            process = running.pop(sentinel)
             process.join()
-        failed = any(process.exitcode for process in processes[1:])
-        if failed:
-            processes[0].terminate()
-        processes[0].join()
-    return int(failed)
+            if process.exitcode:
+                print(f"{process.name} failed with exit code {process.exitcode}", file=sys.stderr)
+                for other in running.values():
+                    other.terminate()
+                    other.join()
+                return 1
+    return 0
 
 
 if __name__ == "__main__":

@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     from megatron_fsdp.transfer.layouts import TransferLayout
     from megatron_fsdp.transfer.local_shards import LocalShard, local_shards
     from megatron_fsdp.transfer.reshard import reshard_
+    from megatron_fsdp.transfer.send import receive_weights, send_weights
     from megatron_fsdp.transfer.stream import WeightStream, weight_stream
     from megatron_fsdp.transfer.stream_plan import StreamReport
     from megatron_fsdp.transfer.transfer_plan import TransferPlan, plan_transfer
@@ -111,6 +112,7 @@ _HOMES = {
     "transfer.layouts": "TransferLayout",
     "transfer.local_shards": "LocalShard local_shards",
     "transfer.reshard": "reshard_",
+    "transfer.send": "receive_weights send_weights",
     "transfer.stream": "WeightStream weight_stream",
     "transfer.stream_plan": "StreamReport",
     "transfer.transfer_plan": "TransferPlan plan_transfer",
@@ -153,6 +155,7 @@ __all__ = [
     "add_megatron_fsdp_args", "apply_bucket", "apply_delta", "check_gradient_scale", "check_gradients", "checksum",
     "clip_grad_norm_", "expert_matmul", "explain", "export_safetensors", "fsdp_no_shard", "full_state_dict",
     "fully_shard", "fully_shard_optimizer", "import_safetensors", "load_checkpoint", "local_shards", "materialize",
-    "microbatch", "no_sync", "plan_transfer", "register_fsdp_forward_method", "remember_weights", "replicate",
-    "reshard_", "save_checkpoint", "share_comm_ctx", "unit_checksums", "weight_layout", "weight_stream", "weight_version",
+    "microbatch", "no_sync", "plan_transfer", "receive_weights", "register_fsdp_forward_method", "remember_weights",
+    "replicate", "reshard_", "save_checkpoint", "send_weights", "share_comm_ctx", "unit_checksums", "weight_layout",
+    "weight_stream", "weight_version",
 ]  # fmt: skip

@@ -244,7 +244,7 @@ def rebuild(group: ParameterGroup, spec: GroupSpec) -> None:
     group.fsdp_params.module_infos.register()
 
 
-def make_over(  # noqa: PLR0913  # what a group is made of
+def make_over(
     params: Sequence[nn.Parameter],
     owned: Sequence[OwnedParameter],
     plan: Plan,
@@ -255,7 +255,8 @@ def make_over(  # noqa: PLR0913  # what a group is made of
     """Return a group over other weight buffers, under sharded parameters that stay the same objects.
 
     Args:
-        params: the sharded parameters, in plan order. like: whose name, and what users installed on reductions, it takes.
+        params: the sharded parameters, in plan order. owned: what they were made from.
+        like: whose name, and what users installed on reductions, it takes.
     """
     group = ParameterGroup(owned, plan, spec, like.name)
     weakref.finalize(group, join_lanes).atexit = False

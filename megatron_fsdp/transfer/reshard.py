@@ -24,7 +24,7 @@ from megatron_fsdp.engine.hooks import StepHooks
 from megatron_fsdp.engine.param_group import ParameterGroup, WeightBuffers
 from megatron_fsdp.engine.streams import settle_host
 from megatron_fsdp.engine.unit import Call, Root, Unit, units_below
-from megatron_fsdp.errors import AgreementError, ConfigError, StateError, TransferError
+from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.lifecycle.make_param_group import follow_gradients, make_over, make_weights, restore_group
 from megatron_fsdp.lifecycle.module import watch_inner_modules
 from megatron_fsdp.optim.flat_step import optimizers_of
@@ -167,7 +167,9 @@ def _check_group(group: ParameterGroup, *, is_awaited: bool) -> None:
     first = next(iter(group.parameters))
     obstacles = {
         "is on the meta device; fix: call materialize(model) first": group.is_meta,
-        "has a gradient; fix: call optimizer.step() and model.zero_grad() first": any(p.grad is not None for p in params)
+        "has a gradient; fix: call optimizer.step() and model.zero_grad() first": any(
+            p.grad is not None for p in params
+        )
         or (group.gradients is not None and group.gradients.binding.is_under_way),
         "is awaited by a backward of an earlier forward; fix: run it, or delete the outputs": is_awaited,
     }
@@ -213,7 +215,8 @@ class _Place:
     """Where one parameter lies before and after.
 
     Attributes:
-        param: the sharded one. old, old_index: its group, and its position there. new, new_index: the same of the planned group.
+        param: the sharded one. old, old_index: its group, and its position there.
+        new, new_index: its planned group, and its position there.
     """
 
     name: str
@@ -376,7 +379,9 @@ class _Prepared:
         self._moves, self._state, self._is_here = moves, state, is_here
         rank = dist.get_rank() if dist.is_initialized() else 0
         device = moves[0].plan.spec.device
-        old_values = {id(group): group.weights.values() for group in {id(p.old): p.old for p in _places(moves)}.values()}
+        old_values = {
+            id(group): group.weights.values() for group in {id(p.old): p.old for p in _places(moves)}.values()
+        }
         sources, targets = [], []
         if rank in plan.source.parts:
             for place in _places(moves):

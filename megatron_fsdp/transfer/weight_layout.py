@@ -16,7 +16,7 @@ from megatron_fsdp.checkpoint.safetensors_model import NameMap
 from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.errors import TransferError
 from megatron_fsdp.transfer.bucket import BucketEntry
-from megatron_fsdp.transfer.catalog import ShardedWeight, WeightCatalog
+from megatron_fsdp.transfer.catalog import LooseWeight, ShardedWeight, WeightCatalog
 from megatron_fsdp.transfer.gather import Piece, own_values
 from megatron_fsdp.transfer.layouts import Parts, TransferLayout, box_ranges, place_tensors, size_of
 
@@ -69,18 +69,33 @@ def weight_layout(
     return TransferLayout(size_of(table), parts, table)
 
 
-def own_weights(model: nn.Module, dtype: torch.dtype | None) -> list[torch.Tensor]:
-    """Return this rank's weights in the order of ``weight_layout``: views where no cast is needed, else copies."""
+def own_weights(model: nn.Module, tensors: Sequence[BucketEntry]) -> list[torch.Tensor]:
+    """Return this rank's part of each weight: views where no cast is needed, else copies.
+
+    Args:
+        tensors: of ``weight_layout(model)``, which say in which dtypes weights travel.
+    Raises:
+        TransferError: they are those of another model.
+    """
     catalog, found = WeightCatalog.of(model), []
+    shapes = [weight.shape for each in catalog.groups for weight in each.weights]
+    shapes += [tuple(weight.tensor.shape) for weight in catalog.loose]
+    if shapes != [entry.shape for entry in tensors]:
+        raise TransferError(
+            f"the model has {len(shapes)} weights, and the plan's source layout has {len(tensors)}, or theirs have "
+            "other shapes. fix: plan_transfer(weight_layout(model), ...) with this model"
+        )
+    left = iter(tensors)
     for each in catalog.groups:
-        main = each.group.weights.main
+        main, entries = each.group.weights.main, [next(left) for _ in each.weights]
         values = main.local_buffer.detach()
-        wire = _wire(each.group, dtype)
-        if wire is not main.dtype or each.group.weights.remainder is not None:
-            values = torch.empty(main.layout.numel, dtype=wire, device=main.device)
-            own_values(Piece(each.group, (), 0, each.group.plan.numel, wire, {}), values)
+        if entries[0].dtype is not main.dtype or each.group.weights.remainder is not None:
+            values = torch.empty(main.layout.numel, dtype=entries[0].dtype, device=main.device)
+            own_values(Piece(each.group, (), 0, each.group.plan.numel, entries[0].dtype, {}), values)
         found += [main.layout.piece(weight.index, values) for weight in each.weights]
-    return found + [weight.tensor.to(_loose_wire(weight, dtype)).contiguous() for weight in catalog.loose]
+    return found + [
+        w.tensor.detach().to(entry.dtype).contiguous() for w, entry in zip(catalog.loose, left, strict=True)
+    ]
 
 
 def _wire(group: ParameterGroup, dtype: torch.dtype | None) -> torch.dtype:
@@ -88,9 +103,9 @@ def _wire(group: ParameterGroup, dtype: torch.dtype | None) -> torch.dtype:
     return values if dtype is None or not values.is_floating_point else dtype
 
 
-def _loose_wire(weight: object, dtype: torch.dtype | None) -> torch.dtype:
-    own: torch.dtype = weight.tensor.dtype  # type: ignore[attr-defined]  # a LooseWeight
-    is_kept = weight.is_buffer or dtype is None or not own.is_floating_point  # type: ignore[attr-defined]  # as above
+def _loose_wire(weight: LooseWeight, dtype: torch.dtype | None) -> torch.dtype:
+    own = weight.tensor.dtype
+    is_kept = weight.is_buffer or dtype is None or not own.is_floating_point
     return own if is_kept or dtype is None else dtype
 
 
