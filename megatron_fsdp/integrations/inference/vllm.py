@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from megatron_fsdp.errors import TransferError
+from megatron_fsdp.transfer.local_shards import local_shards
 from megatron_fsdp.transfer.stream import WeightStream, weight_stream
 
-__all__ = ["StreamWeightSource"]
+__all__ = ["ManifestEntry", "ManifestSource", "StreamWeightSource"]
 
 
 class StreamWeightSource:
@@ -37,3 +40,67 @@ class StreamWeightSource:
         """Return a new pass over the weights as they are now."""
         stream: WeightStream = weight_stream(self._model, **self._options)
         return stream
+
+
+@dataclass(frozen=True, slots=True)
+class ManifestEntry:
+    """One piece of a weight on this rank, for engines that read shards where they lie (vLLM's ``M2NManifestEntry``).
+
+    Attributes:
+        name, dtype, global_shape: of the whole weight. offset: of the piece's first element in the flattened weight.
+        start, stop: elements of this rank's part of the weight, which this rank offers. address: of the first one.
+    """
+
+    name: str
+    dtype: torch.dtype
+    global_shape: tuple[int, ...]
+    offset: int
+    start: int
+    stop: int
+    address: int
+
+
+class ManifestSource:
+    """Local shards of a model with their places, for vLLM's ``ManifestM2NWeightSource``; nothing is copied.
+
+    Each element of the model is in the manifest of one rank: of replicas, one offers it. Addresses and manifest stay
+    until the model is sharded or materialized again; the values change with each step.
+
+    Raises:
+        TransferError: tensor parallelism cuts a weight: its pieces are no ranges of the flattened weight.
+
+    Example:
+        source = ManifestSource(model)
+        for entry in source.manifest():
+            register(entry.address, source.tensor(entry.name))
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._shards = local_shards(model)
+        for name, shard in self._shards.items():
+            if shard.part_shape != shard.shape:
+                raise TransferError(
+                    f"weight {name!r} of shape {shard.shape} is cut by tensor parallelism into parts of shape "
+                    f"{shard.part_shape}, which are no ranges of the flattened weight. fix: StreamWeightSource, or "
+                    "send_weights with a transfer plan"
+                )
+
+    def manifest(self) -> list[ManifestEntry]:
+        """Return the pieces that this rank offers."""
+        return [
+            ManifestEntry(
+                name,
+                shard.local.dtype,
+                shard.shape,
+                shard.offset,
+                0,
+                shard.local.numel(),
+                shard.local.data_ptr(),
+            )
+            for name, shard in self._shards.items()
+            if shard.contributes
+        ]
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return this rank's part of a weight, 1-D: the memory that the optimizer updates."""
+        return self._shards[name].local

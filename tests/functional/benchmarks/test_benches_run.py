@@ -19,6 +19,7 @@ TINY = {
     "virtual": "--models llama3-8b mixtral-8x7b --meshes 8 --tokens 1024 --reduce fp32 --layers 2",
     "error_bar": "--blocks 1 --rounds 1",
     "checkpoint": "--layers 1 --width 32 --vocabulary 64 --rounds 1",
+    "weights": "--layers 2 --width 32 --vocabulary 64 --rounds 1 --bucket-bytes 20000",
 }
 
 
