@@ -43,15 +43,17 @@ def _handlers() -> dict[Any, Callable[..., Any]]:
 
 
 def _copy_rows(operator: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """Copy a sharded tensor row by row; any other DTensor as PyTorch does it, without this handler."""
+    """Copy a sharded tensor row by row; any other DTensor as DTensor's own dispatch does it."""
     source, *rest = args
     if isinstance(source, PlacedTensor):
         return source.with_local(operator(source._local_tensor, *rest, **options))
-    _handlers().pop(operator, None)
-    try:
-        return operator(*args, **options)
-    finally:
-        _handlers()[operator] = _copy_rows
+    # These are the steps that DTensor takes for an operator without a handler. Taking the handler out of the table for
+    # a moment would give other threads wrong rows.
+    dispatcher: Any = DTensor._op_dispatcher
+    call = dispatcher.unwrap_to_op_info(operator, args, options)
+    dispatcher.sharding_propagator.propagate(call)
+    local = dispatcher._dispatch_get_local_results_slow_path(operator, args, call)
+    return dispatcher.wrap(local, call.output_sharding.output_spec)
 
 
 def _make_by_placements(cls: type[DTensor], local_tensor: torch.Tensor, spec: DTensorSpec, **options: Any) -> DTensor:

@@ -2,11 +2,15 @@
 
 import copy
 import pickle
+import threading
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, zeros
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, zeros
+from torch.distributed.tensor.placement_types import Placement
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dbuffer import PlacementError
 from tests.functional.dbuffer.dtensor.operator_cases import LAYOUTS, make_mesh, num_ranks, sharded, values
@@ -108,6 +112,53 @@ def test_torch_tensor_of_a_plain_dtensor_stays_one() -> None:
         made = torch.as_tensor(plain, dtype=torch.float64).clone()
         assert type(made) is DTensor
         assert torch.equal(made.full_tensor(), whole.double())
+
+
+class _CopyMeanwhile(TorchDispatchMode):
+    """While PyTorch copies the local part of a plain DTensor, copy a sharded tensor in another thread."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        super().__init__()
+        self.tensor, self.copies = tensor, []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if DTensor not in types and func.overloadpacket in (torch.ops.aten.clone, torch.ops.aten._to_copy):
+            thread = threading.Thread(target=lambda: self.copies.append(torch.tensor(self.tensor)))
+            thread.start()
+            thread.join()
+        return NotImplemented if DTensor in types else func(*args, **(kwargs or {}))
+
+
+@pytest.mark.filterwarnings("ignore:To copy construct from a tensor:UserWarning")
+@on_ranks(3)
+def test_threads_copy_plain_and_sharded_dtensors_at_once() -> None:
+    mesh = make_mesh("three ranks")
+    (tensor,) = sharded("three ranks", [torch.arange(26.0).view(13, 2)], mesh)
+    plain = distribute_tensor(torch.arange(15.0).view(5, 3), mesh, [Shard(0)])
+    for copy_plain in (torch.clone, lambda each: each.to(torch.float64)):
+        with _CopyMeanwhile(tensor) as meanwhile:
+            made = copy_plain(plain)
+        assert meanwhile.copies, "no copy in the other thread"
+        assert torch.equal(made.full_tensor(), plain.full_tensor().to(made.dtype))
+        for each in meanwhile.copies:
+            assert torch.equal(each.full_tensor(), torch.arange(26.0).view(13, 2))
+
+
+@pytest.mark.parametrize("placement", [Shard(1), Replicate(), Partial()], ids=str)
+@pytest.mark.parametrize("way", COPIES)
+@pytest.mark.filterwarnings("ignore:To copy construct from a tensor:UserWarning")
+@on_ranks(3)
+def test_copies_of_a_plain_dtensor_keep_its_placement(way: str, placement: Placement) -> None:
+    whole = torch.arange(15.0).view(5, 3)
+    mesh = make_mesh("three ranks")
+    if placement.is_partial():
+        plain = DTensor.from_local(whole * (dist.get_rank() == 1), mesh, [placement])
+    else:
+        plain = distribute_tensor(whole, mesh, [placement])
+    made = COPIES[way](plain)
+    # PyTorch's clone of a partial tensor is the sum.
+    assert made.placements == (Replicate() if placement.is_partial() and way == "asarray" else placement,)
+    assert torch.equal(made.full_tensor(), whole.to(made.dtype))
 
 
 @on_ranks(3)
