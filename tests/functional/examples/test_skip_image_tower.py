@@ -1,9 +1,9 @@
 """The example whose ranks get different modalities."""
 
-import skip_image_tower as example
 import torch
 from torch import nn
 
+import skip_image_tower as example
 from tests.harness import run_ranks
 
 
