@@ -81,7 +81,7 @@ RULES = (
     Rule("--fsdp-invariant-reduction", "needs", "--use-megatron-fsdp", "no other engine keeps an order of sums",
          lambda c: c.fsdp_invariant_reduction and not c.use_megatron_fsdp),
     Rule("--fsdp-forward-order", "needs", "--use-megatron-fsdp", "with other engines all ranks run all units",
-         lambda c: c.fsdp_forward_order and not (c.use_megatron_fsdp or c.hugging_face)),
+         lambda c: c.fsdp_forward_order and not (c.use_megatron_fsdp or getattr(c, "hugging_face", None))),
     Rule("--async-save", "needs", "--ckpt-format fsdp_dtensor or torch_dist", "the others write in the foreground only",
          lambda c: c.async_save and c.ckpt_format not in ("fsdp_dtensor", "torch_dist")),
 )

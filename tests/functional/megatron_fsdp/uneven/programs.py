@@ -220,6 +220,11 @@ def called_again(twins: Twins) -> None:
     train(twins, lambda rank, step: [[1, 2, 1, 3, 1], [0, 1], [2, 3], [1, 1]][(rank + step) % 4])
 
 
+def order_given(twins: Twins) -> None:
+    twins.model.set_forward_order([twins.model.parts[number] for number in (3, 2, 1, 0)])
+    train(twins, lambda rank, step: [3, 1, 0] if (rank + step) % 2 else [2, 1])
+
+
 def uneven_evaluation(twins: Twins) -> None:
     rank = dist.get_rank()
     train(twins, layer_drop, 1)
@@ -291,7 +296,15 @@ PROGRAMS: dict[str, Program] = {
     **{each.__name__: Program(Mixture, each) for each in (few_experts, no_expert_on_one, an_expert_for_nobody)},
     **{
         each.__name__: Program(_routed, do=each)
-        for each in (frozen_tower, called_again, uneven_evaluation, generation, uneven_batches, uneven_microbatches)
+        for each in (
+            frozen_tower,
+            called_again,
+            order_given,
+            uneven_evaluation,
+            generation,
+            uneven_batches,
+            uneven_microbatches,
+        )
     },
 }
 
