@@ -166,6 +166,12 @@ def _check_modules(modules: Sequence[nn.Module]) -> None:
                 f"{name} has no forward, so there is no moment to gather its weights; call fully_shard on each of its "
                 "modules, or on the module that calls them"
             )
+        ordered = next((unit for unit in units_below(module) if unit.root.order is not None), None)
+        if ordered is not None:
+            raise ConfigError(
+                f"{name} is around unit {ordered.name!r}, whose root has a forward order already. fix: call "
+                "set_forward_order() after the last fully_shard, on the outermost module"
+            )
 
 
 def _owned_below(modules: Sequence[nn.Module]) -> list[OwnedParameter]:

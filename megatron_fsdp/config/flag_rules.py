@@ -80,6 +80,8 @@ RULES = (
          lambda c: c.grad_reduce_in_bf16 and c.megatron_fsdp_grad_comm_dtype in ("fp32", "fp16")),
     Rule("--fsdp-invariant-reduction", "needs", "--use-megatron-fsdp", "no other engine keeps an order of sums",
          lambda c: c.fsdp_invariant_reduction and not c.use_megatron_fsdp),
+    Rule("--fsdp-forward-order", "needs", "--use-megatron-fsdp", "with other engines all ranks run all units",
+         lambda c: c.fsdp_forward_order and not (c.use_megatron_fsdp or getattr(c, "hugging_face", None))),
     Rule("--async-save", "needs", "--ckpt-format fsdp_dtensor or torch_dist", "the others write in the foreground only",
          lambda c: c.async_save and c.ckpt_format not in ("fsdp_dtensor", "torch_dist")),
 )

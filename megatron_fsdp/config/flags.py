@@ -177,6 +177,9 @@ class FlagValues:
     fsdp_invariant_reduction: bool = _flag(False, Effect.ACTS,
         "this engine's own: the same bits on any number of ranks",
         "gradients of microbatches are exchanged one by one and added up in FP32 in the order of their numbers")
+    fsdp_forward_order: bool = _flag(False, Effect.ACTS,
+        "this engine's own: ranks may skip units",
+        "all ranks gather and reduce units in the order in which modules are registered (docs/ranks_that_differ.md)")
     high_priority_stream_groups: tuple[str, ...] = _flag((), Effect.ALWAYS,
         "groups whose collectives get high-priority streams", "gathers and reductions run on high-priority streams")
 

@@ -24,6 +24,7 @@ from megatron_fsdp.policy.offload import CPUOffloadPolicy
 from megatron_fsdp.policy.precision import MixedPrecisionPolicy
 from megatron_fsdp.policy.slots import SlotChoice
 from megatron_fsdp.policy.strategy import Placements
+from megatron_fsdp.variants.forward_order import share_forward_order
 from megatron_fsdp.variants.memory_slots import use_slots
 
 __all__ = ["FsdpConfig", "prefetch_elements"]
@@ -126,7 +127,8 @@ class FsdpConfig(FlagValues):
         """Apply the flags that ``fully_shard`` does not take; call it once, after sharding all units.
 
         They are: how far gathers are prefetched (``--suggested-communication-unit-size``), permanent buffers
-        (``--fsdp-double-buffer`` and related flags), and that gradients are summed instead of averaged
+        (``--fsdp-double-buffer`` and related flags), one order of units on all ranks (``--fsdp-forward-order``, or
+        ``forward_order`` in Hugging Face's settings), and that gradients are summed instead of averaged
         (``--calculate-per-token-loss``), so that the caller divides by the number of tokens.
 
         Args:
@@ -149,6 +151,8 @@ class FsdpConfig(FlagValues):
                 use_slots(unit, choice)
         if self.suggested_communication_unit_size is not None:
             prefetch_elements(model, self.suggested_communication_unit_size)
+        if self.fsdp_forward_order:
+            share_forward_order(model)
         divisor = self._gradient_divisor(num_microbatches)
         if divisor is not None:
             for module in model.modules():

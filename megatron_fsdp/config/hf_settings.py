@@ -25,7 +25,7 @@ _MEANINGS: Mapping[str, tuple[str, bool]] = {
 _MIXED_PRECISION = {"no": None, "fp32": None, "bf16": "bf16", "fp16": "fp16"}
 _TRUE, _FALSE = ("true", "yes", "on", "1", "y", "t"), ("false", "no", "off", "0", "n", "f", "none")
 # Keys with an effect; and accelerate's spelling of one.
-_ACTING = ("version", "reshard_after_forward", "sharding_strategy", "cpu_offload")
+_ACTING = ("version", "reshard_after_forward", "sharding_strategy", "cpu_offload", "forward_order")
 _OTHERS = {"offload_params": "cpu_offload"}
 # Keys without an effect, and why.
 _CALLED = "units are the modules that fully_shard is called on; inside of accelerate_fsdp2() accelerate follows it"
@@ -57,6 +57,8 @@ class HfSettings:
     Attributes:
         sharding_strategy: one of PyTorch's older names, whichever version the settings are written for.
         reshard_after_forward: whether weights are released between forward and backward.
+        forward_order: whether all ranks gather and reduce units in one order, so that a rank may skip units; a key of
+            this engine's own. ``FsdpConfig.apply`` sets it.
         mixed_precision: "bf16", "fp16" or None; from the top level of accelerate's config.
         notices: one line, with the reason, for each given key that does nothing here.
     """
@@ -64,12 +66,14 @@ class HfSettings:
     sharding_strategy: str = "FULL_SHARD"
     reshard_after_forward: bool = True
     cpu_offload: bool = False
+    forward_order: bool = False
     mixed_precision: str | None = None
     notices: tuple[str, ...] = ()
 
     def flags(self) -> dict[str, Any]:
         """Return the equivalent fields of ``FsdpConfig``."""
         flags: dict[str, Any] = {"data_parallel_sharding_strategy": _MEANINGS[self.sharding_strategy][0]}
+        flags |= {"fsdp_forward_order": True} if self.forward_order else {}
         return flags | ({self.mixed_precision: True} if self.mixed_precision else {})
 
     def fully_shard_kwargs(self, num_axes: int) -> dict[str, Any]:
@@ -126,6 +130,7 @@ def read_hf_settings(source: Mapping[str, Any] | str | Path) -> HfSettings:
         sharding_strategy=strategy,
         reshard_after_forward=resharding if isinstance(resharding, bool) else _MEANINGS[strategy][1],
         cpu_offload=offload,
+        forward_order=_boolean("forward_order", values.get("forward_order")),
         mixed_precision=precision,
         notices=tuple(f"{key} does nothing here: {why}" for key, why in _WITHOUT_EFFECT.items() if key in values),
     )

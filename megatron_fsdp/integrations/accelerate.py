@@ -22,7 +22,7 @@ __all__ = ["accelerate_fsdp2"]
 
 
 @contextmanager
-def accelerate_fsdp2() -> Iterator[None]:
+def accelerate_fsdp2(*, forward_order: bool = False) -> Iterator[None]:
     """Make ``Accelerator.prepare`` shard with this engine inside of the block, on its FSDP2 path.
 
     A ``transformers.Trainer`` calls it in ``train``, so ``with accelerate_fsdp2(): trainer.train()`` is all that a
@@ -31,6 +31,9 @@ def accelerate_fsdp2() -> Iterator[None]:
     ``backward``, ``clip_grad_norm_``, ``accumulate``, ``save_state`` and ``get_state_dict`` work on it outside of the
     block.
 
+    Args:
+        forward_order: call ``set_forward_order()`` on each model that ``prepare`` shards, so that a rank may skip units
+            (an image tower without images).
     Raises:
         ConfigError: accelerate is not installed, or does not have that path; from ``prepare``, that it takes another
             one, on which nothing would be sharded by this engine. A process started alone is warned only.
@@ -60,6 +63,8 @@ def accelerate_fsdp2() -> Iterator[None]:
                     module._is_fsdp_managed_module = True  # type: ignore[assignment]
                 # It gathers what belongs to the model around its units.
                 register_fsdp_forward_method(each, "generate")
+            if forward_order and isinstance(each, FSDPModule):
+                each.set_forward_order()
         return prepared
 
     lent = {"fully_shard": fully_shard, "FSDPModule": FSDPModule}

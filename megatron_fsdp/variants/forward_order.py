@@ -13,14 +13,15 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from dbuffer.dtensor.placed_tensor import NUM_FLAGS_SET
 from megatron_fsdp.engine.backward import post_backward, pre_backward, release
 from megatron_fsdp.engine.outputs import map_tensors, watch_output
-from megatron_fsdp.engine.unit import Call, Root, Unit, WeightState, alive
+from megatron_fsdp.engine.unit import Call, Root, Unit, WeightState, alive, units_below
 from megatron_fsdp.errors import ConfigError, StateError
 
-__all__ = ["ForwardOrder", "order_of"]
+__all__ = ["ForwardOrder", "order_of", "share_forward_order"]
 
 
 class ForwardPass(list[weakref.ref[Unit]]):
@@ -372,3 +373,18 @@ def _is_further(unit: Unit, call: Call) -> bool:
 def order_of(root: Root, units: Iterable[Unit] | None) -> ForwardOrder:
     """Return the order of some units; None: as their modules are registered."""
     return ForwardOrder(root, root.units() if units is None else list(units))
+
+
+def share_forward_order(module: nn.Module) -> None:
+    """Give the units of a module the order in which modules are registered, each root an order of its own.
+
+    Raises:
+        StateError: the module holds no unit.
+    """
+    roots = {id(unit.root): unit.root for unit in units_below(module)}
+    if not roots:
+        raise StateError(
+            f"{type(module).__name__} holds no unit whose order ranks could share. fix: call fully_shard on it first"
+        )
+    for root in roots.values():
+        root.order = order_of(root, None)

@@ -77,6 +77,8 @@ QUICK = [
     Sweep("optim, refreshed", "calls", 401, num_ranks=2),
     *(Sweep(setup, BACKWARD, 5, num_ranks=2) for setup in ("no_shard", "optim_grads_params")),
     *(Sweep(setup, GATHERS, 5, num_ranks=2) for setup in ("optim", "optim_grads", "optim_grads_params")),
+    Sweep("ordered", r"forward_order\.py", 7),
+    Sweep("ordered", "memory", 17),
     Sweep("frozen", r"gloo\.py sort ", 3, num_ranks=2),
     *(Sweep(setup, r"storage\.py reallocate ", 1) for setup in ZERO),
     Sweep("adamw", r"adamw_update\.py run ", 1),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,8 +31,19 @@ from megatron_fsdp.integrations.megatron.module import MegatronFSDP
 from megatron_fsdp.integrations.megatron.names import WholeNames
 from megatron_fsdp.integrations.megatron.settings import policy_of
 from megatron_fsdp.policy.mesh import buffer_device
+from megatron_fsdp.variants.forward_order import share_forward_order
 
-__all__ = ["DataParallelMethods", "shard_for_megatron"]
+__all__ = ["OWN_FLAGS", "DataParallelMethods", "OwnFlags", "shard_for_megatron"]
+
+
+@dataclass
+class OwnFlags:
+    """Flags that the launcher was given and that Megatron's configs have no field for."""
+
+    fsdp_forward_order: bool = False
+
+
+OWN_FLAGS = OwnFlags()
 
 
 def _of_model(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -176,6 +188,8 @@ def shard_for_megatron(
         _check_cut(parameter, groups)
     if (num_elements := getattr(ddp_config, "suggested_communication_unit_size", None)) is not None:
         prefetch_elements(model, num_elements)
+    if getattr(ddp_config, "fsdp_forward_order", OWN_FLAGS.fsdp_forward_order):
+        share_forward_order(model)
     return model
 
 

@@ -15,6 +15,7 @@ from megatron_fsdp.config.flags import FLAGS, Effect, add_megatron_fsdp_args
 from megatron_fsdp.config.fsdp_config import FsdpConfig
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.integrations.megatron.adapter import install
+from megatron_fsdp.integrations.megatron.data_parallel import OWN_FLAGS
 from megatron_fsdp.integrations.megatron.settings import (
     DDP_RULES,
     MODEL_RULES,
@@ -72,9 +73,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         lines = [f"{script.name} runs on this engine; changed: {', '.join(changed)}", *notices]
         print("\n".join(f"megatron_fsdp: {line}" for line in lines), flush=True)
     # One engine serves both versions, and a Megatron before version 2 does not know the flag.
-    versions = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    versions.add_argument("--megatron-fsdp-version")
-    sys.argv = [str(script), *versions.parse_known_args(given.flags)[1]]
+    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    own.add_argument("--megatron-fsdp-version")
+    # No Megatron knows this one.
+    own.add_argument("--fsdp-forward-order", action="store_true")
+    asked, flags = own.parse_known_args(given.flags)
+    OWN_FLAGS.fsdp_forward_order = asked.fsdp_forward_order
+    sys.argv = [str(script), *flags]
     runpy.run_path(str(script), run_name="__main__")
     return 0
 

@@ -23,8 +23,8 @@ _BY_DEFAULT: list[tuple[Any, str]] = [
         disable_symmetric_registration fsdp_manual_registration use_torch_fsdp2 overlap_grad_reduce overlap_param_gather
         overlap_param_gather_with_optimizer_step ddp_pad_buckets_for_high_nccl_busbw
         ddp_reduce_scatter_with_fp32_accumulation ddp_average_in_collective grad_reduce_in_bf16
-        calculate_per_token_loss use_distributed_optimizer use_sharp fsdp_invariant_reduction bf16 fp16
-        use_precision_aware_optimizer fp8_param_gather fp4_param_gather optimizer_cpu_offload
+        calculate_per_token_loss use_distributed_optimizer use_sharp fsdp_invariant_reduction fsdp_forward_order bf16
+        fp16 use_precision_aware_optimizer fp8_param_gather fp4_param_gather optimizer_cpu_offload
         overlap_cpu_optimizer_d2h_h2d optimizer_cuda_graph async_save check_for_large_grads fake_process_group""",
     ),
     (
@@ -207,6 +207,9 @@ LINES = """
 --fsdp-invariant-reduction
   --fsdp-invariant-reduction needs --use-megatron-fsdp:
   --fsdp-invariant-reduction --use-megatron-fsdp
+--fsdp-forward-order
+  --fsdp-forward-order needs --use-megatron-fsdp:
+  --fsdp-forward-order --use-megatron-fsdp
 --async-save --ckpt-format torch
   --async-save needs --ckpt-format fsdp_dtensor or torch_dist (found torch):
   --async-save --ckpt-format fsdp_dtensor
