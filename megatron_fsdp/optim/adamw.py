@@ -104,7 +104,7 @@ class AdamW(FlatBase, torch.optim.AdamW):
         refreshes_itself(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters with hyperparameters of their own; as in ``torch.optim``.
+        """Add a param group with its own hyperparameters, as in ``torch.optim``.
 
         Raises:
             ConfigError: the group asks for ``amsgrad`` or ``differentiable``.

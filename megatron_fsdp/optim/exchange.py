@@ -36,7 +36,7 @@ class OwnerRanks:
 
     Attributes:
         shards: the axis over which elements are spread, in the order of the shards; None where all are whole.
-        replicas: the axis over which they are repeated; None for none.
+        replicas: the mesh axis of replicas; None without one.
         shard, num_shards, replica, num_replicas: this rank's places on these axes, and their sizes.
     """
 
@@ -89,7 +89,7 @@ def _make_joined(mesh: DeviceMesh, all_axes: Sequence[MeshAxis], axes: tuple[int
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where this rank holds its piece of one matrix's parameter.
+    """The place of this rank's piece of a matrix in its flat buffer.
 
     Attributes:
         flat: number of the flat buffer. base: where in it the piece begins. held: the parameter's elements in it.
@@ -175,9 +175,9 @@ class Exchange:
         self.ranks = ranks
         self._buckets: list[_Bucket] = []
         self._local = _Bucket.of(ranks.num_shards)
-        # By replica: what of this rank's pieces its owners update.
+        # By replica: the parts of this rank's pieces that the replica's owners update.
         self._of_replicas: Parts = [[] for _ in range(ranks.num_replicas)]
-        # Of each owner: the number of its last bucket, and the elements in it.
+        # By owner: the number of its last bucket, and the elements in that bucket.
         filled = [(0, 0)] * len(ownership.load_flops)
         for work, owner, source in zip(ownership.works, ownership.owners, sources, strict=True):
             bucket = self._local

@@ -34,7 +34,7 @@ spec_of = operator.attrgetter("_spec")
 
 
 class _State(dict[torch.Tensor, Any]):
-    """State of flat tensors, and of the optimizer's own parameters where it is asked for that of these."""
+    """State of flat tensors. Lookups of the optimizer's own parameters are passed on to their state."""
 
     def __init__(self, owner: Mapping[torch.Tensor, Any]) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ class FlatPlan:
         self.note(owner)
 
     def _note_members(self) -> None:
-        # As lists: every parameter is looked at in every step.
+        # Lists, because every step reads every parameter.
         self.positions = [member.position for _, member in self.members]
         self.flat_parameters = [member.parameter for _, member in self.members]
         self.specs = list(map(spec_of, self.flat_parameters))
@@ -163,7 +163,7 @@ class FlatPlan:
         counted = [(run, member) for run, member in self.members if "step" in run.state]
         self.steps = torch.empty(0)
         if counted:
-            # One operator then gives all members what the step made of each leader's.
+            # One operator then copies the leaders' step counters to all members.
             self.steps = torch.stack([owner.state[member.parameter]["step"] for _, member in counted])
             number = {id(member): number for number, (_, member) in enumerate(counted)}
             # Pinned, because a copy from pageable memory would make the host wait for the stream.

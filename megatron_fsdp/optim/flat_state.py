@@ -46,8 +46,8 @@ def state_values(
 def adopt_together(wanted: Iterable[tuple[FlatState, Sequence[bool]]], state: State) -> None:
     """Make ``state`` show flat memory for the wanted parameters, with the values that it held or zeros.
 
-    What it shows of a parameter in the memory of another one is copied before any is overwritten: whoever exchanges
-    records or moments of parameters means their values.
+    Values that lie in another parameter's memory are copied before that memory is overwritten. So users can exchange
+    the records or moments of two parameters.
     """
     new = [(each, index) for each, flags in wanted for index in each.unshown(state, flags)]
     memory = {_address(flat) for each in {id(each): each for each, _ in new}.values() for flat in each.flat()}
@@ -90,7 +90,7 @@ class FlatState:
         return KEYS
 
     def flat(self) -> tuple[torch.Tensor, ...]:
-        """Return the flat tensors of which ``state`` shows parts."""
+        """Return the flat tensors whose slices ``state`` contains."""
         raise NotImplementedError
 
     def _make_views(self, index: int) -> tuple[Any, ...]:
@@ -108,7 +108,7 @@ class FlatState:
         return [i for i, (param, is_wanted) in enumerate(pairs) if is_wanted and not self._shows(state.get(param), i)]
 
     def held(self, state: State) -> list[bool]:
-        """Return for which parameters ``state`` holds something."""
+        """Return for each parameter whether ``state`` has entries."""
         return [bool(state.get(param)) for param in self.memory.params]
 
     def set_apart(self, state: State, index: int, memory: Collection[int]) -> None:

@@ -113,7 +113,7 @@ def step_flat(
     if first is None or any(group.get("differentiable") for group in groups):
         return None
     if len(groups) > 1 and len({(group.get("capturable"), group.get("fused")) for group in groups}) > 1:
-        # Their counts of steps may lie on two devices.
+        # Their step counters may be on two devices.
         return None
     if optimizer not in _STAND_INS:
         kind: Any = type(optimizer)
@@ -166,7 +166,7 @@ class _StandIn(Optimizer):
 def _fits(
     plan: FlatPlan, owner: Optimizer, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
 ) -> bool:
-    """Whether nothing has changed but values, and no step was broken off."""
+    """Return whether only values have changed, and no step was interrupted."""
     if not plan.is_settled or len(parameters) != len(plan.parameters) or not _same(parameters, plan.parameters):
         return False
     seen = _seen(plan, owner)
@@ -189,7 +189,7 @@ def _seen(plan: FlatPlan, owner: Optimizer) -> list[Any]:
 
 
 def _fits_gradients(plan: FlatPlan, gradients: Sequence[Any]) -> bool:
-    # What is seen through a window has a layout of its own, so it has not the parameter's.
+    # A gradient over part of the flat memory has its own layout, not the parameter's.
     if not _same(map(type, gradients), repeat(FlatDTensor)) or not _same(map(spec_of, gradients), plan.specs):
         return False
     rows = list(map(local_of, gradients))
@@ -203,7 +203,7 @@ def _fits_gradients(plan: FlatPlan, gradients: Sequence[Any]) -> bool:
 
 
 def _settle(plan: FlatPlan, owner: Optimizer) -> None:
-    """Take the gradients back, and show what the step did to the state."""
+    """Remove the gradients from the flat parameters, and update the visible state."""
     for run in plan.runs:
         run.weight.grad = None
     if plan.steps.numel():
@@ -211,7 +211,7 @@ def _settle(plan: FlatPlan, owner: Optimizer) -> None:
     plan.version = plan.steps._version
     new = [run for run in plan.runs if len(run.state) != len(run.shown) or not _same(run.state.values(), run.shown)]
     for run in new:
-        # Nothing is read: what a run got is alike for all of its members.
+        # Nothing is read back: all members of a run get the same value.
         run.show(owner.state)
     if new:
         plan.note(owner)
@@ -220,7 +220,7 @@ def _settle(plan: FlatPlan, owner: Optimizer) -> None:
 
 
 def _same(these: Iterable[Any], those: Iterable[Any]) -> bool:
-    """Whether two lists of one length have the same objects."""
+    """Return whether two lists of equal length have the same objects."""
     return all(map(operator.is_, these, those))
 
 

@@ -123,7 +123,7 @@ def _combine(parts: list[torch.Tensor], order: float) -> torch.Tensor:
 
 
 def by_axes(pairs: Iterable[tuple[Iterable[MeshAxis], Each]]) -> Collection[tuple[Iterable[MeshAxis], list[Each]]]:
-    """Bring together what is spread over the ranks of the same axes."""
+    """Group the items by the mesh axes over which they are sharded."""
     split: dict[tuple[int, ...], tuple[Iterable[MeshAxis], list[Each]]] = {}
     for axes, each in pairs:
         split.setdefault(tuple(id(axis.gather_group) for axis in axes), (axes, []))[1].append(each)

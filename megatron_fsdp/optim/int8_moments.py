@@ -44,7 +44,7 @@ _PLAIN_ALIGNMENT = 4
 
 
 def is_coded(shape: Sequence[int]) -> bool:
-    """Whether moments of a parameter of this (whole) shape are kept in 8 bits."""
+    """Return whether moments of a parameter of this full shape are stored in 8 bits."""
     return math.prod(shape) >= MIN_NUMEL
 
 
@@ -153,7 +153,7 @@ class Int8State(Moments):
             self._shown[index].pop(key, None)
 
     def _found(self, values: Mapping[str, Any], views: Sequence[Any], index: int) -> tuple[Any, ...]:
-        """Take codes as they are, and encode moments that have none."""
+        """Load codes unchanged; encode moments that were saved without codes."""
         if not self._is_coded[index]:
             return super()._found(values, views, index)
         name, held = self.memory.names[index], self.memory.held[index]

@@ -1,4 +1,4 @@
-"""State of any optimizer over sharded parameters: as it is loaded, and as it is shown before the first step.
+"""Load the state of any optimizer over sharded parameters, and show it before the first step.
 
 State that an optimizer makes has the rows of its parameters, whichever operator makes it (docs/design/facade.md). State
 that ``load_state_dict`` brings may be whole, or a DTensor that PyTorch cut by its own rule.
@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 SEEN: weakref.WeakKeyDictionary[Optimizer, dict[Any, Any]] = weakref.WeakKeyDictionary()
 # The empty state that the last state dict of an optimizer had.
 _EMPTY: weakref.WeakKeyDictionary[Optimizer, dict[Any, Any]] = weakref.WeakKeyDictionary()
-# The zeros that state dicts have shown, while somebody has them.
+# The zeros in state dicts that are still referenced.
 _SHOWN: WeakIdKeyDictionary = WeakIdKeyDictionary()
 # How many parameters the groups of each optimizer had when all of them were found to be whole weights.
 WHOLE: weakref.WeakKeyDictionary[Optimizer, list[int]] = weakref.WeakKeyDictionary()

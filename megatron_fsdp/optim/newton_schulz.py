@@ -119,7 +119,7 @@ def coefficients(given: str | Sequence[float], num_steps: int) -> tuple[Coeffici
 
 
 def scale_factor(rows: int, columns: int, mode: str | None) -> float:
-    """Return what the learning rate of a matrix is multiplied by.
+    """Return the factor on the learning rate of a matrix.
 
     ``original`` (the default) and ``shape_scaling``: sqrt(max(1, rows / columns)), Jordan et al. 2024;
     ``match_rms_adamw``: 0.2 sqrt(max(rows, columns)), Moonshot, "Muon is scalable for LLM training" (2025);

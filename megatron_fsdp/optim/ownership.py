@@ -106,7 +106,7 @@ def _received(works: Sequence[MatrixWork], owners: Sequence[int], num_shards: in
             overlap = work.block.overlap(held)
             on_shard[shard] += overlap
             if shard == owner % num_shards:
-                # It neither sends to itself what it holds, nor gets the update of that from anybody.
+                # An owner does not send its own shard to itself, and receives no update for it.
                 received[owner] -= 2 * overlap
     return [numel + on_shard[rank % num_shards] for rank, numel in enumerate(received)]
 
