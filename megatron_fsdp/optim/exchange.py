@@ -35,7 +35,7 @@ class OwnerRanks:
     """The ranks that share the matrices of some groups.
 
     Attributes:
-        shards: the axis over which elements are spread, in the order of the shards; None where all are whole.
+        shards: the mesh axis that shards elements, in the order of shards; None if nothing is sharded.
         replicas: the mesh axis of replicas; None without one.
         shard, num_shards, replica, num_replicas: this rank's places on these axes, and their sizes.
     """
@@ -247,7 +247,7 @@ class Exchange:
     # ------------------------------------------------------------------ messages
 
     def _send(self, sent: Parts, memories: Sequence[torch.Tensor], received: Parts, like: torch.Tensor) -> _Message:
-        """Pack what lies at the places ``sent`` and send it; what belongs at ``received`` is under way then."""
+        """Pack the elements at the places ``sent`` and start the exchange that fills the places ``received``."""
         assert self.ranks.shards is not None
         sizes = [list(map(_numel, received)), list(map(_numel, sent))]
         message = _Message(like.new_empty(sum(sizes[0])), like.new_empty(sum(sizes[1])), [])
@@ -291,7 +291,7 @@ def _numel(places: Iterable[_Place]) -> int:
 def _copy(
     message: torch.Tensor, places: Iterable[_Place], memories: Sequence[torch.Tensor], *, is_packing: bool
 ) -> None:
-    """Copy what lies at the places into a message, one after the other, or back."""
+    """Copy the elements at these places into a message, in order, or back."""
     found = [place.of(memories) for place in places]
     sizes = [each.numel() for each in found]
     parts = message[: sum(sizes)].split(sizes)

@@ -1,4 +1,4 @@
-"""What AdamW and Muon over flat memory have in common: gradients, clipping, whether to step, loading and pickling."""
+"""The common base of AdamW and Muon over flat memory: gradients, clipping, NaN checks, loading and pickling."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Binding:
     """The flat memory of an optimizer's parameters.
 
     Attributes:
-        parameters, flags: what was bound, in order, and what of the param groups decided how.
+        parameters, flags: the parameters in order, and the entries of param groups that decided the layout.
         states: of sharded groups, then of other parameters.
     """
 
@@ -38,7 +38,7 @@ class Binding:
     states: tuple[FlatState, ...]
 
     def fits(self, parameters: Sequence[torch.Tensor], flags: tuple[Any, ...]) -> bool:
-        """Whether these are the same parameters, to be stepped in the same way."""
+        """Return whether parameters and flags are the same as when the memory was bound."""
         if self.flags != flags or len(self.parameters) != len(parameters):
             return False
         return all(map(operator.is_, self.parameters, parameters))

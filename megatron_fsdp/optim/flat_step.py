@@ -44,7 +44,7 @@ _COMMUNICATORS = weakref.WeakKeyDictionary()
 @functools.cache
 def attend_optimizers() -> None:
     """From now on look at sharded parameters before any optimizer steps them, and step them on flat memory."""
-    # A compiled step calls the first one as it is; the second one is traced, and finds that it is.
+    # A compiled step runs the first function uncompiled. The second one is traced and detects that.
     register_optimizer_step_pre_hook(_disable_dynamo(_look_at))
     register_optimizer_step_pre_hook(step_flat)
 
@@ -96,7 +96,7 @@ def step_flat(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Have a step run on flat memory, where its values are those of the step over the parameters, to the bit.
 
-    Other classes' steps, those with closures, ``differentiable=True``, fused in some groups alone, and compiled ones
+    Steps of other classes, steps with closures, ``differentiable=True``, fused in some groups alone, and compiled ones
     run as they are.
 
     Args:
@@ -124,7 +124,7 @@ def step_flat(
 
 
 class _StandIn(Optimizer):
-    """An optimizer over flat tensors for the length of another one's step; of anything else it knows what that does."""
+    """An optimizer over flat tensors that runs during another optimizer's step and shares its other attributes."""
 
     _owner: weakref.ref[Optimizer]
     _plan: FlatPlan | None

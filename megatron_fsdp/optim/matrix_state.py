@@ -71,7 +71,7 @@ class StepRows(Rows):
 
 
 class MatrixState(FlatState):
-    """State of parameters some of which Muon steps, AdamW others.
+    """The state of parameters, some stepped by Muon and the others by AdamW.
 
     Args:
         memory, members, dtype: as in ``FlatState``.
@@ -153,7 +153,7 @@ class MatrixState(FlatState):
     def prepare(self, gradient: FlatGradient, out: torch.Tensor, rows: StepRows, factor: torch.Tensor | None) -> None:
         """Update the momentum of the matrices and write to ``out`` what Newton-Schulz is to see, in its dtype.
 
-        Pieces of matrices without a gradient stay as they are, and so does their momentum.
+        Matrices without a gradient do not change, and neither does their momentum.
         """
         self._written = self.memory.weights()
         segments, clip = self._of_matrices(gradient.present, is_apply=False), rows.clip_on(factor, out.device)

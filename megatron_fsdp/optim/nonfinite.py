@@ -29,7 +29,7 @@ class Reading:
 
     Attributes:
         name: of the parameter, for messages. gradient: this rank's part; None for none.
-        axes, device: over which the elements are spread, and where collectives over them run.
+        axes, device: the mesh axes that shard the elements, and the device of collectives over them.
     """
 
     name: str

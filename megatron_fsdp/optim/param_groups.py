@@ -46,7 +46,7 @@ def muon_param_groups(
     Returns:
         Dicts with ``params``, ``use_muon`` and, for matrices, ``view``; vectors are not decayed.
     Raises:
-        ConfigError: a parameter of which nothing is known, a pattern that matches nothing, or no matrix at all.
+        ConfigError: a parameter that no rule covers, a pattern without a match, or no matrix at all.
 
     Example:
         groups = muon_param_groups(model, adamw=("head.*",))

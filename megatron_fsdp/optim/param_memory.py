@@ -1,4 +1,4 @@
-"""What optimizers over flat memory step as one: a parameter group on its buffers, or a plain parameter on its own."""
+"""Memory that an optimizer steps in one launch: the buffers of a parameter group, or one plain parameter."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class FlatGradient:
 
 
 class GroupMemory:
-    """The buffers of one parameter group, which is held weakly, as far as an optimizer is concerned with them.
+    """The buffers of one parameter group that an optimizer uses. The group is referenced weakly.
 
     Attributes:
         params, names: of the parameters, and what messages call them.
@@ -122,7 +122,7 @@ class GroupMemory:
         return FlatGradient(self._packed(grads) if is_foreign else final.local_buffer, present)
 
     def _packed(self, grads: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        """Copy gradients that are not in the group's buffer into a flat tensor of their own."""
+        """Copy gradients that are not in the group's buffer into a separate flat tensor."""
         flat = torch.zeros(self.numel, dtype=self.dtype, device=self.device)
         for grad, name, (start, stop) in zip(grads, self.names, self.pieces, strict=True):
             if grad is None:
@@ -143,7 +143,7 @@ class GroupMemory:
         return self._storages[-1].tensor.zero_()
 
     def view(self, index: int, piece: torch.Tensor) -> Any:
-        """Return what the state of a parameter shows of flat memory: its piece in the parameter's shape and layout."""
+        """Return the slice of flat memory for a parameter's state, in the parameter's shape and layout."""
         main = self.group.main_weight
         rows = piece.view(main.get_local_tensor(index).shape)
         shown = buffer_dtensor(rows, main.layout, index, main.mesh, main.name)
@@ -171,7 +171,7 @@ class GroupMemory:
 
 
 class PlainMemory:
-    """A parameter that no sharded group owns: a plain tensor, or a DTensor of somebody else's. See ``GroupMemory``.
+    """A parameter without a sharded group: a plain tensor, or another library's DTensor. See ``GroupMemory``.
 
     Args:
         name: what messages call it.
