@@ -1,4 +1,4 @@
-"""What Hugging Face's users call: accelerate and Trainer over this engine."""
+"""Use this engine with Hugging Face's accelerate and Trainer."""
 
 from megatron_fsdp.integrations.accelerate import accelerate_fsdp2
 

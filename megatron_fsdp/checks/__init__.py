@@ -1,1 +1,1 @@
-"""What is refused by name, and what ranks compare with each other."""
+"""Checks that raise errors with the names of parameter and unit, and comparisons between ranks."""

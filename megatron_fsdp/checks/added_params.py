@@ -1,4 +1,4 @@
-"""Parameters that were added below a sharded module, and that nobody shards."""
+"""Detect parameters that were added to a sharded module and belong to no unit."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class AddedParams(StepHooks[Unit, Call]):
         """Look through everything below the module, if modules or parameters were added there.
 
         Raises:
-            StateError: a parameter that nobody shards is trained.
+            StateError: a trained parameter belongs to no unit.
         """
         tree = unit.trees[id(module)]
         if tree.is_changed():
@@ -48,10 +48,10 @@ class AddedParams(StepHooks[Unit, Call]):
 
 
 def _walk(tree: Tree, module: nn.Module, units: Sequence[Unit]) -> None:
-    """Look through everything below a module for parameters that nobody shards, and remember what is there.
+    """Search the submodules for parameters without a unit, and record the tree that was checked.
 
     Raises:
-        StateError: one is trained.
+        StateError: one of them is trained.
     """
     infos = [group.fsdp_params.module_infos for unit in units for group in unit.groups]
     owned = {(id(registry), name) for each in infos for registry, name, *_ in each.places}

@@ -1,4 +1,4 @@
-"""Agreement: every rank of a mesh has to make the same units, or gathers would mix up tensors in silence."""
+"""Agreement: check that all ranks of a mesh make the same units; all-gathers would silently mix up tensors."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ __all__ = ["FirstUse", "Wrapping", "mesh_ranks"]
 
 
 class Wrapping:
-    """One ``fully_shard`` call on all ranks of a mesh: either all of them get through it or none.
+    """One ``fully_shard`` call on all ranks of a mesh: it succeeds on all ranks or on none.
 
-    As a context it tells the other ranks of an exception that is raised inside; they would wait for this one otherwise.
+    As a context manager it reports an exception of this rank to the other ranks, which would wait for it otherwise.
     """
 
     def __init__(self, mesh: DeviceMesh | None) -> None:
@@ -34,7 +34,7 @@ class Wrapping:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
-        # Whoever is told of an exception, or differs from the others, has nothing to tell them.
+        # The exception came from another rank or from a difference, so the other ranks know it.
         if error is None or self._is_agreeing:
             return
         if self._ranks is None:
@@ -42,7 +42,7 @@ class Wrapping:
         report_failure(self._ranks, self._action, error)
 
     def begin(self, unit: str, mesh: DeviceMesh) -> None:
-        """Say what is wrapped, and over which ranks."""
+        """Set the unit and its ranks, for messages."""
         self._action, self._ranks = f"calls fully_shard on unit {unit!r}", mesh_ranks(mesh)
 
     def agree(self, unit: str, groups: Sequence[ParameterGroup], reshard_after_forward: object) -> None:
@@ -71,10 +71,10 @@ _MOST_COMPARED = 1 << 12
 
 
 class FirstUse(StepHooks[Unit, Call]):
-    """The time until a root's third backward, in which the ranks are held to the same units.
+    """Compare the units of all ranks until the third backward of a root.
 
-    Before the first collective they agree on what the units are. From then on each rank says before each collective,
-    in the job's store, of which unit it is; afterwards it detaches itself from the root.
+    Before the first collective the ranks agree on the list of units. After that each rank writes the unit of each
+    collective to the job's store before it issues it. After the third backward this check detaches itself.
 
     Not the first forward: where weights rest whole, one rank may run the model alone.
 
@@ -106,10 +106,10 @@ class FirstUse(StepHooks[Unit, Call]):
             self._compare("reduction", unit)
 
     def _compare(self, kind: str, unit: Unit) -> None:
-        """Say in the job's store of which unit the next collective is, and see whether the first rank said the same.
+        """Compare the unit of the next collective with that of the first rank, through the job's store.
 
-        One request to compare and one to look for a verdict; nobody waits. A rank that differs issues nothing: the
-        others wait for it, and find its verdict (``dbuffer.whereabouts``).
+        Takes one request to compare and one to look for a verdict, without waiting. A rank that differs does not issue
+        the collective: the other ranks wait for it and find its verdict (``dbuffer.whereabouts``).
 
         Raises:
             MeshError: another rank issued a collective of another unit in this place, or has raised this.
@@ -133,7 +133,7 @@ class FirstUse(StepHooks[Unit, Call]):
                 store.set(alarm, words)
                 raise_difference(words)
             if number >= _MOST_COMPARED:
-                # A model that no backward comes to.
+                # A model that runs no backward.
                 self._end(unit.root)
 
     def _ranks_of(self, unit: Unit) -> set[tuple[int, ...]]:
@@ -147,7 +147,7 @@ class FirstUse(StepHooks[Unit, Call]):
         ALARMS.difference_update(map(_alarm_of, self.tokens.values()))
         store: Any = job_store()
         for ranks, token in self.tokens.items():
-            # The last rank to come here removes what was compared; no rank reads it any more.
+            # The last rank deletes the compared keys, which no rank reads any more.
             if token and store.add(f"{token} compared", 1) == len(ranks):
                 for kind in ("gather", "reduction"):
                     for number in range(1, self._counts[kind, ranks] + 1):

@@ -1,4 +1,4 @@
-"""What is attached to every root: checks, and variants that follow its steps."""
+"""Attach checks and step variants to every root."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NAMERS.append(read_names.name_of)
 
 
 def attach_root(outermost: Unit, units: Iterable[Unit]) -> None:
-    """Put units under a root of their own, of which ``outermost`` is the root unit."""
+    """Make ``outermost`` the root of these units."""
     hear_of_steps(refusals.refuse_stale)
     first_use = FirstUse()
     Root(outermost, units).attach(

@@ -1,4 +1,4 @@
-"""Tensors that a unit returns inside of objects: sets, distributions, closures, generators, classes of the user.
+"""Find tensors that a unit returns inside sets, distributions, closures, generators and user classes.
 
 Backward has to gather the unit's weights before it reaches them, and PyTorch's pytree does not look into such objects.
 """
@@ -49,7 +49,7 @@ def _tensors_in(objects: Iterable[Any]) -> Iterator[torch.Tensor]:
             yield each
             waiting.extend(vars(each).values())
         elif issubclass(kind, types.FunctionType):
-            # What it was made with. Its globals are no output.
+            # Closure, defaults and attributes may hold outputs; globals do not.
             waiting.extend((each.__closure__, each.__defaults__, each.__kwdefaults__, vars(each)))
         elif issubclass(kind, types.GeneratorType):
             waiting.extend(() if each.gi_frame is None else each.gi_frame.f_locals.values())

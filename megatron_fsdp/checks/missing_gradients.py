@@ -1,7 +1,7 @@
-"""MissingGradients: whether a parameter that got no gradient on this rank got one on any.
+"""MissingGradients: find out whether a parameter without a gradient on this rank has one on another rank.
 
-If one did, this rank takes part in the mean with zeros; if none did, ``.grad`` is None as in any model. Who misses some
-says so in the job's store; if all have, they vote on which, now and until nobody misses any
+If it has, this rank contributes zeros to the mean. If no rank has one, ``.grad`` is None as in a plain model. A rank
+with missing gradients says so in the job's store. If all ranks do, they vote on which, until no gradient is missing
 (docs/design/missing_gradients.md).
 """
 
@@ -26,7 +26,7 @@ __all__ = ["MissingGradients"]
 
 
 class MissingGradients(StepHooks[Unit, Call]):
-    """What the ranks of one model know of each other's missing gradients.
+    """The missing gradients of one model, as far as its ranks know those of each other.
 
     Args:
         tokens: by ranks, the names of their agreements on this model, empty for a rank alone; see ``FirstUse``.
@@ -59,7 +59,7 @@ class MissingGradients(StepHooks[Unit, Call]):
         self.number += bool(groups)
 
     def _settle(self, final: Sequence[ParameterGroup], units: Iterable[Unit]) -> None:
-        """Leave in ``missing`` of reduced buffers what no rank has.
+        """Reduce ``missing`` of the reduced buffers to the gradients that no rank has.
 
         A rank that misses none need not, unless it ``has_question``.
 
@@ -79,7 +79,7 @@ class MissingGradients(StepHooks[Unit, Call]):
             if circle.asks:
                 circle.vote(reduced, [one for unit in units for one in unit.groups if self._circle(one) is circle])
             else:
-                # What is missing here was zeros for the others.
+                # Other ranks had gradients here; this rank contributed zeros.
                 for buffer in reduced:
                     buffer.binding.missing = bytearray(len(buffer.binding.missing))
         self.has_question = any(circle.has_said or circle.asks for circle in self._circles.values())
@@ -107,14 +107,14 @@ class _Circle:
     old_keys: tuple[str, ...] = ()
 
     def all_have_said(self, name: str) -> bool:
-        """Whether every rank has left word in the accumulation of that name."""
-        # Reductions that are done have waited for every rank, and every rank has spoken before its own.
+        """Return whether every rank has reported missing gradients in this accumulation."""
+        # A finished reduction has waited for every rank, and every rank reports before its own reduction.
         wait_on_host(self.device)
         store: Any = job_store()
         said, verdict = f"{name} missing", f"{name} verdict"
         # The first look counts for all who look. Who has said nothing does not, but then it is this very answer.
         found = store.compare_set(verdict, "", "all" if store.add(said, 0) == len(self.ranks) else "some").decode()
-        # Nobody reads the last ones any more: this reduction has waited for all to have begun with it.
+        # No rank reads the previous keys any more: all ranks have started this reduction.
         for key in self.old_keys:
             store.delete_key(key)
         self.old_keys = (said, verdict)
@@ -131,7 +131,7 @@ class _Circle:
         known = [group.gradients.binding for group in groups if group.gradients is not None]
         is_wanted = [id(group.gradients) in wanted for group in groups if group.gradients is not None]
         mine = [one * asked for binding, asked in zip(known, is_wanted, strict=True) for one in binding.missing]
-        # The maximum of "is there" is whether any rank has it. The last one: whether any misses something.
+        # The maximum over ranks says whether any rank has a gradient; the last vote, whether any rank misses one.
         votes = torch.tensor([*(1 - one for one in mine), max(mine, default=0)], dtype=torch.int32, device=self.device)
         for axis in groups[0].main_weight.axes:
             all_reduce(votes, axis, "max")

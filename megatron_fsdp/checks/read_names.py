@@ -10,7 +10,7 @@ __all__ = ["name_of"]
 
 
 def name_of(tensor: torch.Tensor) -> str | None:
-    """Return the unit and name of a sharded parameter, or of the one whose gradient a tensor is; None for others."""
+    """Return unit and name of a sharded parameter or of the owner of a gradient; None for other tensors."""
     parameter: torch.Tensor | None = tensor
     words = ""
     reference = getattr(tensor, "gradient_of", None)
@@ -19,6 +19,6 @@ def name_of(tensor: torch.Tensor) -> str | None:
     group = None if parameter is None else group_of_parameter(parameter)
     if group is None:
         return None
-    # By identity: comparing parameters would be an operator.
+    # `is`, because == on parameters would run an operator.
     name = next((name for name, each in group.parameters.items() if each is parameter), "a parameter")
     return f"{words}{name!r} of unit {group.name!r}"

@@ -1,7 +1,7 @@
-"""Backwards that are refused by name: recorded ones, those through other weights than forward's, and by parameters.
+"""Refuse backwards that record a graph, that use weights changed since forward, or that name parameters.
 
-Of the sharded parameters that somebody asks ``torch.autograd.grad`` or ``backward(inputs=...)`` for autograd knows
-nothing where forward used gathered weights, and of those it has this rank's gradients.
+The graph contains gathered weights, not sharded parameters. So ``torch.autograd.grad`` and ``backward(inputs=...)``
+would find no gradient of a sharded parameter, and of a gathered weight only the one of this rank.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Refusals(StepHooks[Unit, Call]):
     """Refuses backwards of one root."""
 
     def on_late_backward(self, call: Call) -> None:
-        """Refuse a recorded backward, and one through weights that were stepped since forward: ``StateError``."""
+        """Raise ``StateError`` for a backward that records a graph, or whose weights were stepped since forward."""
         _refuse_backward(call)
 
     def on_stale_hold(self, unit: Unit) -> None:
@@ -38,7 +38,7 @@ class Refusals(StepHooks[Unit, Call]):
         _refuse_held_change(unit)
 
     def on_no_gradients(self, units: Sequence[Unit]) -> None:
-        """Refuse a backward that was asked for gradients of gathered weights by name: ``StateError``."""
+        """Raise ``StateError`` if the backward was asked for gradients of gathered weights."""
         _refuse_gathered([group for unit in units for group in unit.groups])
 
 
@@ -60,9 +60,9 @@ def _refuse_held_change(unit: Unit) -> None:
 
 
 def _refuse_backward(call: Call) -> None:
-    """Refuse a backward that is itself recorded, and that of a call whose unit's weights changed after it.
+    """Raise for a backward that records a graph, or whose unit's weights changed after the call.
 
-    Asked where gradients are on, or an optimizer has stepped since.
+    Called only if gradients are enabled or an optimizer has stepped since the call.
 
     Raises:
         StateError: it is, or they did.
@@ -85,7 +85,7 @@ def _refuse_backward(call: Call) -> None:
 
 
 def refuse_sharded(roots: Sequence[torch.Tensor], asked: Iterable[torch.Tensor]) -> None:
-    """Refuse to be asked for gradients of sharded parameters whose gathered weights the graph leads to.
+    """Raise if autograd is asked for gradients of sharded parameters whose gathered weights are in the graph.
 
     Raises:
         StateError: they are.
@@ -109,7 +109,7 @@ def refuse_sharded(roots: Sequence[torch.Tensor], asked: Iterable[torch.Tensor])
 
 
 def _refuse_gathered(groups: Sequence[ParameterGroup]) -> None:
-    """Refuse, at the end of a backward, that it was asked for gradients of gathered weights by name.
+    """Raise, at the end of a backward, if it was asked for gradients of gathered weights.
 
     Raises:
         StateError: it was: these are this rank's alone. Or the backward is the first half of one that a pipeline
@@ -132,7 +132,7 @@ def _refuse_gathered(groups: Sequence[ParameterGroup]) -> None:
 
 
 def _is_split_by_pipeline() -> bool:
-    """Whether a thread is in the first half of a split backward. A GPU's backward runs in a thread of autograd's."""
+    """Return whether a thread runs the first half of a split backward; on GPUs it is a thread of autograd."""
     for innermost in sys._current_frames().values():
         frame: Any = innermost
         while frame is not None:
@@ -167,7 +167,7 @@ def refuse_stale(optimizer: Optimizer) -> None:
         if name is None:
             continue
         group = group_of_parameter(parameter)
-        # A sharded one without a group is of a model that is gone.
+        # A sharded parameter without a group belongs to a deleted model.
         is_current = isinstance(parameter, FlatDTensor) if group is None else parameter is group.parameters.get(name)
         if not is_current:
             raise StateError(

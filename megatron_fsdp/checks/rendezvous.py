@@ -1,4 +1,4 @@
-"""Rendezvous: ranks say in the job's store what they are about to do, and go on when all of them do the same.
+"""Rendezvous: ranks write their next action to the job's store, and continue when all of them agree.
 
 No collective: a collective that one rank never joins can be neither ended nor taken back, and making a communicator for
 it may be the very thing that hangs. In the store the others learn within a second why a rank does not come
@@ -38,7 +38,7 @@ _NUM_SHOWN = 3
 
 
 def meet(ranks: Sequence[int], action: str, lines: Sequence[str] = (), complaint: str = "", advice: str = "") -> str:
-    """Wait until all of ``ranks`` have come for the same; a few requests to the store each.
+    """Wait until all of ``ranks`` have arrived with the same action. Takes a few requests to the store.
 
     Args:
         action: a verb phrase that follows "rank 3": "calls fully_shard on unit 'Block'".
@@ -71,14 +71,14 @@ def meet(ranks: Sequence[int], action: str, lines: Sequence[str] = (), complaint
 
 
 def report_failure(ranks: Sequence[int], action: str, error: BaseException) -> None:
-    """Tell the others that this rank does not come to their next rendezvous, and why: they raise instead of waiting."""
+    """Report to the other ranks why this rank skips their next rendezvous; they raise instead of waiting."""
     rendezvous = _Rendezvous.enter(ranks)
     if rendezvous is not None:
         rendezvous.fail(action, error)
 
 
 class _Rendezvous(dist.Work):
-    """One rendezvous, as this rank sees it; as a ``Work`` it is the wait for the verdict, which a ``Watch`` can do too.
+    """One rendezvous of this rank. As a ``Work`` it waits for the verdict, so a ``Watch`` can wait for it too.
 
     Args:
         number: how many rendezvous of just these ranks there were in the store, with this one.
@@ -94,16 +94,16 @@ class _Rendezvous(dist.Work):
 
     @classmethod
     def enter(cls, ranks: Iterable[int]) -> _Rendezvous | None:
-        """Return the next rendezvous of some ranks; None where this process is the only one, or stands for all."""
+        """Return the next rendezvous of ``ranks``; None if this process is the only one or represents all of them."""
         ranks = tuple(sorted(ranks))
         if len(ranks) < 2 or not dist.is_initialized() or dist.get_rank() not in ranks:
             return None
         store = job_store()
-        # Each rank counts its own in the store, which outlives process groups that are made anew over it.
+        # Each rank counts its rendezvous in the store, which survives new process groups.
         return None if store is None else cls(store, ranks, store.add(f"{_prefix(ranks)} of {dist.get_rank()}", 1))
 
     def join(self, said: Sequence[str], complaint: str, advice: str) -> None:
-        """Take part: the last to come, or the first who says something else than the first of all, ends it."""
+        """Take part. The last rank to arrive, or the first rank that differs, writes the verdict."""
         digest = hashlib.sha256("\n".join(said).encode()).hexdigest()[:32]
         rank, first = self.store.compare_set("first", "", f"{self.rank} {digest}").decode().split()
         if int(rank) == self.rank:
@@ -115,8 +115,8 @@ class _Rendezvous(dist.Work):
             self.end("agreed")
 
     def fail(self, action: str, error: BaseException) -> None:
-        """Let all who are here, or come later, know that this rank has given up."""
-        # Where the store is out of reach, the error itself is all there is.
+        """Report to all ranks that this rank has failed."""
+        # If the store is unreachable, only the error itself is reported.
         with contextlib.suppress(RuntimeError):
             self.end(f"gone rank {self.rank}, which {action}, raised {type(error).__name__}: {error}")
 
@@ -125,19 +125,19 @@ class _Rendezvous(dist.Work):
         self.store.compare_set("verdict", "", verdict)
 
     def is_completed(self) -> bool:
-        """Whether there is a verdict."""
+        """Return whether a verdict exists."""
         return bool(self.store.check(["verdict"]))
 
     def wait(self, timeout: datetime.timedelta = _NO_TIMEOUT) -> bool:
         """Wait for the verdict; after the job's timeout, make one.
 
         Raises:
-            RuntimeError: there is none within ``timeout``.
+            RuntimeError: no verdict within ``timeout``.
         """
         limit_s = (timeout or job_timeout() or _DEFAULT_TIMEOUT).total_seconds()
         begin = time.monotonic()
         look_s, pause_s = _LOOK_S, 0.001
-        # The store's own wait leaves warnings in the log each time that nothing comes.
+        # The store's own wait logs a warning at each timeout.
         while not self.is_completed():
             waited_s = time.monotonic() - begin
             if waited_s >= min(look_s, limit_s):
@@ -179,7 +179,7 @@ def _attempt() -> str:
 
 @atexit.register
 def _leave_word() -> None:
-    """Tell ranks that wait for this one of the exception that ends its process, if it is one."""
+    """Report the exception that ends this process, if any, to ranks that wait for it."""
     error = getattr(sys, "last_value", None)
     if error is None or not dist.is_initialized():
         return
@@ -190,7 +190,7 @@ def _leave_word() -> None:
 
 
 def _difference(heard: dict[int, list[str]], complaint: str, advice: str) -> str:
-    """Return what is not the same on two ranks, of what each is about to do and its details."""
+    """Return the first difference between two ranks, in their actions or in their details."""
     if len({action for action, *_ in heard.values()}) > 1:
         sides = "; ".join(f"rank {rank} {action}" for rank, (action, *_) in heard.items())
         return (

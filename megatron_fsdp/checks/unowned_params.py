@@ -1,4 +1,4 @@
-"""Parameters that are trained beside sharded ones and that nobody reduces: a root that was forgotten."""
+"""Detect trained parameters in no unit, whose gradients are not reduced (``fully_shard`` not called on the root)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron_fsdp.errors import StateError
 __all__ = ["refuse_unowned", "refuse_unowned_steps"]
 
 _CLEARED: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""Parameters that were found to be in order, with True."""
+"""Parameters that were checked and are allowed, with True."""
 
 
 def refuse_unowned_steps(optimizer: Optimizer) -> None:
@@ -40,10 +40,10 @@ def refuse_unowned_steps(optimizer: Optimizer) -> None:
 
 
 def refuse_unowned(params: Iterable[torch.Tensor], what: str, names: dict[int, str] | None = None) -> None:
-    """Refuse plain parameters with gradients that nobody averages over ranks: the ranks' weights would drift apart.
+    """Raise for plain parameters whose gradients are not averaged over ranks: the ranks' weights would diverge.
 
-    In order are those of ``ignored_params``, those with a hook on their gradient, which may reduce it, and those of a
-    ``DistributedDataParallel`` or PyTorch's first FSDP.
+    Allowed are ``ignored_params``, parameters with a gradient hook, which may reduce it, and parameters of
+    ``DistributedDataParallel`` or FSDP1.
 
     Args:
         params: that are trained together with sharded ones. what: the call, for the message. names: of some, by id.

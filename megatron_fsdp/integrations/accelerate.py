@@ -61,7 +61,7 @@ def accelerate_fsdp2(*, forward_order: bool = False) -> Iterator[None]:
                 # Ranks run as many forwards as each other where transformers asks: generating, and dropping layers.
                 for module in each.modules():
                     module._is_fsdp_managed_module = True  # type: ignore[assignment]
-                # It gathers what belongs to the model around its units.
+                # ``generate`` uses the root's own parameters, so it gathers them.
                 register_fsdp_forward_method(each, "generate")
             if forward_order and isinstance(each, FSDPModule):
                 each.set_forward_order()

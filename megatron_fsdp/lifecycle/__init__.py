@@ -1,1 +1,1 @@
-"""How groups and units are made and converted, and what is called between steps."""
+"""Make and convert parameter groups and units; methods that users call between steps."""

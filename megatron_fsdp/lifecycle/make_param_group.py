@@ -53,7 +53,7 @@ __all__ = [
 
 
 def make_param_group(owned: Sequence[OwnedParameter], plan: Plan, spec: GroupSpec, name: str) -> ParameterGroup:
-    """Return the group of some parameters, filled with their values; ``register`` of its parameters is left to do."""
+    """Return a group with the values of these parameters. The caller must still call ``register``."""
     group = ParameterGroup(owned, plan, spec, name)
     # Before the buffers: their memory goes back to an allocator that knows nothing of lanes.
     weakref.finalize(group, join_lanes).atexit = False
@@ -95,7 +95,7 @@ def _build(
     if weights.remainder is not None:
         weights.remainder.watch(params.sharded_params)
     if not group.rests_whole:
-        # Only now: PyTorch makes views on memory that is there.
+        # Not earlier, because PyTorch makes views on allocated memory only.
         params.released()
         group.weights.release()
     group.gradients = None
@@ -140,14 +140,14 @@ def _sharded_kind(sharded: type, kind: type[nn.Parameter]) -> Any:
 
 
 def _with_attributes(owned: OwnedParameter, param: nn.Parameter) -> nn.Parameter:
-    """Set on a parameter what users set on the one that it stands for; a subclass has its inner tensors there."""
+    """Copy the attributes that users set on the original parameter. A subclass keeps inner tensors there: skip it."""
     for name, attribute in vars(owned.parameter).items() if owned.extension is None else ():
         setattr(param, name, attribute)
     return param
 
 
 def set_requires_grad(params: FSDPParams, index: int, requires_grad: bool) -> None:
-    """Make the unsharded parameter require a gradient, and hear of it, or not."""
+    """Set ``requires_grad`` of an unsharded parameter; if True, also add the hook that receives its gradient."""
     used = params.unsharded_params[index]
     used.requires_grad_(requires_grad)
     params.required[index] = requires_grad
@@ -221,7 +221,7 @@ def make_gradients(group: ParameterGroup) -> None:
     group.gradients.rename(group.name)
     set_reduction(group)
     if dtypes.reduce.itemsize > dtypes.compute.itemsize:
-        # What autograd's functions give in more than the compute dtype is not rounded to it.
+        # Keep autograd functions' gradients in their own dtype when it is wider than the compute dtype.
         for param in group.fsdp_params.unsharded_params:
             param.grad_dtype = None
 
@@ -283,11 +283,11 @@ def restore_group(group: ParameterGroup, values: Sequence[nn.Parameter]) -> None
 
 
 def forget_originals(group: ParameterGroup) -> None:
-    """Let go of the parameters that the group was built from: their memory is the whole unit's."""
+    """Free the original parameters, which take the memory of the whole unit, and make later uses raise."""
     for owned, param in zip(group.owned, group.fsdp_params.sharded_params, strict=True):
         mark_owned(owned.parameter, group.name, owned.name)
         if owned.parameter.requires_grad:
-            # It is freed here, unless somebody keeps it and computes with it.
+            # Freed here, unless the user keeps a reference and computes with it.
             words = f"unit {group.name!r}, parameter {owned.name!r}"
             owned.parameter.register_post_accumulate_grad_hook(partial(_refuse_original, words))
             if not group.is_meta and owned.extension is None:
@@ -320,7 +320,7 @@ def set_divisor(group: ParameterGroup, divisor: float) -> None:
 def set_reduction(
     group: ParameterGroup, *, hook: Callable[[torch.Tensor], None] | None = None, function: ReduceFunction | None = None
 ) -> None:
-    """Install a hook on reduced gradients, or a replacement of the reduce-scatter; None leaves what is there.
+    """Set the hook on reduced gradients or the function that replaces the reduce-scatter; None keeps the current one.
 
     Raises:
         ConfigError: a replacement, or a hook, where the policy has the engine add up itself.
@@ -347,7 +347,7 @@ def set_reduction(
 def make_module_infos(
     owned: Sequence[OwnedParameter], sharded: Sequence[nn.Parameter], unsharded: Sequence[nn.Parameter]
 ) -> ParamModuleInfos:
-    """Return the places of parameters, and what is to be registered there."""
+    """Return the modules and names of parameters, with the sharded and unsharded parameter of each."""
     places: list[Place] = []
     indices: list[int] = []
     modules: list[tuple[weakref.ref[nn.Module], str]] = []
@@ -387,7 +387,7 @@ def make_unit(
 
 
 def follow_gradients(unit: Unit) -> None:
-    """Take notice of gradient buffers that were made or changed: after materialization, freezing, unfreezing."""
+    """Update the unit after gradient buffers were made or changed (materialization, freezing, unfreezing)."""
     if unit.slots.sizing is not None:
         place_unit(unit)
     unit.count_gradients()
@@ -396,7 +396,7 @@ def follow_gradients(unit: Unit) -> None:
 
 
 def follow_requires_grad(unit: Unit, group: ParameterGroup, changed: Sequence[int]) -> None:
-    """Take notice of parameters that were frozen or unfrozen, or of gradients that users have kept.
+    """Update the unit after parameters were frozen or unfrozen, or after users kept gradients.
 
     Raises:
         StateError: an unfrozen parameter has no main weight of the dtype that the policy wants.

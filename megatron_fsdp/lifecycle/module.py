@@ -1,4 +1,4 @@
-"""FSDPModule: what a module becomes, and the hooks by which PyTorch tells that it runs."""
+"""FSDPModule, the class of a sharded module, and the forward hooks of its unit."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class FSDPModule:
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
-        """What DDP asks for before it broadcasts the first rank's parameters over all ranks' shards; torch.jit, too."""
+        """Raise: DDP and torch.jit read this attribute. DDP would overwrite all ranks' shards with the first rank's."""
         if _is_called_by_jit():
             raise ConfigError(
                 f"{type(self).__name__} is sharded, and torch.jit.trace and torch.jit.script cannot compile the hooks "
@@ -129,12 +129,12 @@ class FSDPModule:
         return unit_of(self).groups
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather this unit's weights as they are now (not those of nested units), and show them.
+        """All-gather this unit's current weights (not those of nested units), and make them the module's parameters.
 
         Args:
             async_op: return a handle at once; the weights may be used after its ``wait()``.
         Raises:
-            StateError: something else is registered in the place of a parameter.
+            StateError: another tensor replaced a parameter of the module.
         """
         unit = unit_of(self)
         unit.refuse_replaced_params()
@@ -153,9 +153,9 @@ class FSDPModule:
         settle_host()
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
-        """True: gathered weights have their memory from now on, whether gathered or not, so that their addresses stay.
+        """Keep the memory of gathered weights allocated, so that their addresses stay the same (True).
 
-        For steps that a CUDA graph holds. What lies there after ``reshard`` may not be read.
+        CUDA graphs of a step need this. Reading the memory after ``reshard`` raises an error.
         """
         for unit in self._units(recurse):
             for group in unit.groups:
@@ -195,7 +195,7 @@ class FSDPModule:
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
         """Make the gradients of all backwards so far final, after ``set_manual_backward_finalization(True)``.
 
-        No-op before the first backward. All but the last may run with ``set_requires_gradient_sync(False)``.
+        Does nothing before the first backward. Earlier backwards may run with ``set_requires_gradient_sync(False)``.
 
         Args:
             async_op: issue the reductions and return a handle; ``.grad`` may be read after its ``wait()``.
@@ -237,7 +237,7 @@ class FSDPModule:
             unit.reshard_after_backward = reshard_after_backward
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
-        """Gather these units when this one's forward starts, instead of those that followed last time."""
+        """All-gather these units when this unit's forward starts, instead of those that followed last time."""
         unit_of(self).forward_prefetch = [unit_of(module).reference for module in modules]
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
@@ -317,7 +317,7 @@ class FSDPModule:
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """False: backward does not gather this unit's weights, for a module whose backward does not read them.
 
-        An embedding's look-up, for instance. One that does read them is refused by autograd (docs/design/order.md).
+        Use it for an embedding, for example. If backward does read the weights, autograd raises (docs/design/order.md).
         """
         unit_of(self).unshards_in_backward = unshard_in_backward
 
@@ -326,9 +326,9 @@ class FSDPModule:
         unit_of(self).root.step_event = event
 
     def reset_iter_state(self) -> None:
-        """Forget a forward or backward that raised: weights are released, gradients that it left incomplete dropped.
+        """Reset after a forward or backward that raised: release weights and drop incomplete gradients.
 
-        With them goes what was accumulated before, and what ``finalize_backward`` was to make final.
+        This also drops gradients accumulated before, and those that wait for ``finalize_backward``.
         """
         reset(unit_of(self).root)
 
@@ -339,9 +339,9 @@ class FSDPModule:
         """Accept FSDP2's switch: parameters without a gradient here always take part, with zeros."""
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """Allow this many packed gradient buffers at once. More of them let backward run further ahead of reductions.
+        """Limit the number of packed gradient buffers. More buffers let backward run further ahead of reductions.
 
-        Forward gathers as many units ahead, as far as they are trained: that takes no more memory.
+        Forward prefetches as many trained units, which needs no additional memory.
 
         Raises:
             TypeError: not an int. ConfigError: below one.
@@ -376,7 +376,7 @@ class FSDPModule:
         root.prefetch_bytes = num_bytes
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Reduce on a communicator of its own (the default), or on the one that gathers, which saves its memory."""
+        """Use a separate communicator for reductions (the default); False shares the one of all-gathers."""
         for unit in self._units(recurse):
             for axis in (axis for group in unit.groups for axis in group.main_weight.axes):
                 axis.separate_reductions(enable)
@@ -415,7 +415,7 @@ class FSDPModule:
         use_slots(unit, SlotChoice(unit.slots.sizing or "by_size", backend))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset the gradients of all parameters, also of those that are gathered now."""
+        """Reset the gradients of all parameters, including gathered ones."""
         unit = unit_of(self)
         for each in (unit, *alive(unit.inner)):
             for group in each.groups:
@@ -430,7 +430,7 @@ class FSDPModule:
         super().zero_grad(set_to_none)  # type: ignore[misc]  # of nn.Module, which comes next in every class of ours
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
-        """Accept FSDP2's switch: gathers are always asynchronous, whether or not somebody prefetches."""
+        """Accept FSDP2's switch: all-gathers are always asynchronous."""
 
     def _get_fsdp_state(self) -> Unit:
         """Return the unit: what ``fully_shard.state(module)`` returns."""
@@ -477,7 +477,7 @@ class FSDPModule:
 
 
 def _check_count(method: str, count: object) -> None:
-    """Refuse what is no whole number of at least one, with FSDP2's classes of errors."""
+    """Raise FSDP2's errors unless ``count`` is an int of at least one."""
     if isinstance(count, bool) or not isinstance(count, int):
         raise TypeError(f"{method}({count!r}): found a {type(count).__name__}. fix: give an int of at least one")
     if count < 1:
@@ -497,7 +497,7 @@ def _refuse_held(unit: Unit, action: str) -> None:
 
 
 def gather_afresh(unit: Unit) -> None:
-    """Issue a gather of the main weights as they are now, unless what is gathered is that and was asked for."""
+    """All-gather the current main weights, unless the module already shows up-to-date gathered weights."""
     if unit.num_holds:
         return
     if unit.weight_state is not WeightState.SHARDED and (
@@ -509,7 +509,7 @@ def gather_afresh(unit: Unit) -> None:
     unit.unshard(check=True)
 
 
-# The name that this project's interface has for the class, beside FSDP2's.
+# This project's own name for the class.
 FsdpModule = FSDPModule
 
 

@@ -1,7 +1,7 @@
-"""What users do to sharded parameters between steps: convert, save and load them.
+"""Convert, save and load sharded parameters between steps.
 
-``nn.Module.to`` and its like and ``load_state_dict(assign=True)`` mean parameters that are views of a flat buffer, and
-stay so; anything else in the place of one is refused (docs/design/facade.md).
+``nn.Module.to``, similar calls and ``load_state_dict(assign=True)`` change the values of sharded parameters, which
+remain views of the flat buffer. Any other tensor registered as a parameter raises an error (docs/design/facade.md).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def apply_to_group(
     ``to_empty`` materializes a group that is on the meta device.
 
     Args:
-        is_awaited: whether a backward may still come for which the weights have to stay as they are.
+        is_awaited: whether a pending backward still needs the current weights.
     Raises:
         StateError: the function changes the device, or the dtype at a time when it cannot, or shares the memory with
             other processes.
@@ -77,8 +77,8 @@ def apply_to_group(
 class InnerApply:
     """``module._apply`` of a module inside of a unit: ``.to()``, ``.cpu()``, ``.float()`` and the like.
 
-    Its parameters are pieces of the unit's buffer, and PyTorch would exchange their objects. A function that changes
-    neither dtype nor device is applied to the values; any other is refused.
+    The parameters are views of the unit's buffer, and PyTorch would replace them with other objects. A function that
+    keeps dtype and device is applied to the values; any other raises a StateError.
     """
 
     def __init__(self, unit: Unit, module: nn.Module, owned: Mapping[str, ParameterGroup]) -> None:
@@ -184,19 +184,19 @@ def _convert(group: ParameterGroup, dtype: torch.dtype, *, is_awaited: bool) -> 
 
 
 class ParamChanges(StepHooks[Unit, Call]):
-    """Takes over what users changed on parameters, and refuses what cannot be taken over."""
+    """Apply users' changes of parameters to their group; raise for changes that cannot be applied."""
 
     def on_changed(self, unit: Unit, group: ParameterGroup, changed: Sequence[int]) -> None:
         """Follow parameters that were frozen or unfrozen, and gradients that users keep."""
         follow_requires_grad(unit, group, changed)
 
     def on_replaced(self, group: ParameterGroup) -> None:
-        """Refuse what is registered in the place of a sharded parameter: ``StateError``."""
+        """Raise ``StateError`` if another tensor replaced a sharded parameter in its module."""
         _refuse_replaced(group)
 
 
 def _refuse_replaced(group: ParameterGroup) -> None:
-    """Refuse what is registered in the place of a sharded parameter and is not that, nor the gathered weight.
+    """Raise if a module's parameter is neither the sharded nor the gathered one of this group.
 
     Raises:
         StateError: there is such a thing, or nothing.
@@ -258,7 +258,7 @@ def _saved_by_save_pretrained() -> nn.Module | None:
 def refuse_sharded_save(model: nn.Module, found: str) -> NoReturn:
     """Refuse ``save_pretrained`` without whole weights: files of sharded tensors would hold one rank's rows.
 
-    Reading whole ones takes all ranks, each of which would write the same files.
+    Reading full weights needs all ranks, and each of them would write the same files.
     """
     raise CheckpointError(
         f"save_pretrained(...) of the sharded {type(model).__name__} was given {found}; it saves whole weights only. "
@@ -270,9 +270,9 @@ def refuse_sharded_save(model: nn.Module, found: str) -> NoReturn:
 def before_load_state_dict(
     unit: Unit, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any
 ) -> None:
-    """Bring what is loaded into the rows of each rank: whole tensors, and what torch.distributed.tensor cut.
+    """Cut loaded values to the rows of this rank: full tensors, and DTensors with PyTorch's own layout.
 
-    By ``assign=True`` parameters take the values, without their gradients, and stay.
+    With ``assign=True`` the values are copied into the existing parameters, and gradients are dropped.
     """
     is_assigned = metadata.get("assign_to_params_buffers", False)
     for below in units_below(module):
@@ -293,8 +293,8 @@ def before_load_state_dict(
         if not is_laid_out_like(value, parameter):
             state_dict[prefix + name] = laid_out(owner.fsdp_params, parameter, value)
         elif isinstance(parameter, FlatDTensor) and isinstance(value, DTensor) and not isinstance(value, FlatDTensor):
-            # PyTorch made a DTensor of the parameter's placements. Its own operators, a detach of torch 2.14 even, take
-            # the rows of such a one for those of a plain Shard(0).
+            # PyTorch made a plain DTensor with the parameter's placements. Its operators, even detach in torch 2.14,
+            # assume the rows of Shard(0), which this rank does not have.
             state_dict[prefix + name] = parameter.with_local(value.to_local())
         if is_assigned:
             assert isinstance(parameter, DTensor)
@@ -305,7 +305,7 @@ def before_load_state_dict(
 
 
 def _materialize_for(module: nn.Module, prefix: str, state_dict: dict[str, Any]) -> None:
-    """Allocate the units on the meta device that the state dictionary fills; what is missing must not become zeros."""
+    """Allocate meta-device units that the state dictionary fills completely; missing values must not become zeros."""
     names = {id(parameter): prefix + name for name, parameter in module.named_parameters()}
     is_loaded = False
     for unit in units_below(module):

@@ -1,7 +1,7 @@
 """Ranges in torch.profiler's traces around gathers, reductions and the waits for them, under FSDP2's names.
 
-The first forward of a root that a profiler sees begins to listen; without a profiler nothing of this is imported. Under
-``torch.autograd.profiler.emit_nvtx()`` the same ranges are NVTX's.
+The first forward of a root under a profiler starts the listener; without a profiler this module is never imported.
+``torch.autograd.profiler.emit_nvtx()`` makes the same ranges NVTX ranges.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["ProfilerRanges"]
 
 ISSUES = {"gather": "FSDP::all_gather", "reduce": "FSDP::post_backward_reduce"}
 WAITS = {"gather": "FSDP::all_gather_wait", "reduce": "FSDP::post_backward_rs_wait"}
-# What is reduced last is a reduction.
+# The last reduction counts as a reduction.
 _BEGINS = {action: {**of, "last": of["reduce"]} for action, of in (("issue", ISSUES), ("wait", WAITS))}
 _ENDS = {"issued", "waited"}
 # On a CPU the host waits for a gather of weights that rest whole, and for the last reduction that no lane does.
@@ -70,9 +70,9 @@ class ProfilerRanges(StepHooks[Unit, Call]):
 
 
 def _emit_ranges(units: Iterable[Unit]) -> None:
-    """Emit ranges for what becomes of these units, until no profiler records any more."""
+    """Emit ranges for the gathers and reductions of these units until the profiler stops."""
     _ranges.names |= {id(each): unit.name for unit in units for each in (unit, *unit.groups)}
-    # What an exception left open has no end.
+    # Ranges that an exception interrupted have no end event.
     _ranges.open.clear()
     _ranges.blocking, _ranges.is_blocked = "", False
     if _ranges.hear not in listeners:

@@ -1,7 +1,7 @@
-"""What a parameter was before ``fully_shard``: lists, closures and shadow copies may still hold it.
+"""The original parameter after ``fully_shard``, which lists, closures and shadow copies may still reference.
 
-Nobody trains that tensor any more, so what is done to it has no effect, and what is read of it is old after the next
-step. It is the same object for whoever holds it; its class is what changes.
+The optimizer no longer trains this tensor: writes to it have no effect, and its values are outdated after the next
+step. The object stays the same, and its class changes so that such uses raise.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _REFUSED = frozenset({"data", "grad", "requires_grad"})
 class ReplacedParameter:
     """Mixed into the class of a trained parameter that a sharded one has replaced.
 
-    Its values may be read while the sharded parameter still has the same ones. ``.data``, ``.grad`` and changes in
-    place are refused at once: ``clip_grad_norm_``, scaling and averages over a list of such parameters.
+    Its values can be read until the sharded parameter changes. ``.data``, ``.grad`` and in-place changes raise at once,
+    and so do ``clip_grad_norm_``, scaling and averaging over a list of such parameters.
     """
 
     _fsdp_words: str
@@ -61,7 +61,7 @@ class ReplacedParameter:
             result = func(*args, **(kwargs or {}))
             changed = [each for each, version in zip(operands, versions, strict=True) if each._version != version]
         if changed:
-            # By a function of Python, such as those of torch.nn.init. The change is without effect, as before.
+            # A Python function such as those of torch.nn.init changed it. The change has no effect on training.
             raise _error(changed[0], name)
         return result
 

@@ -1,7 +1,7 @@
-"""Buffers of a model from the meta device that were allocated and that nobody wrote, or that are on meta still.
+"""Uninitialized buffers of a model that was built on the meta device.
 
-A full state dictionary has no non-persistent buffers (tables of rotary embeddings, masks), so they stay as ``to_empty``
-allocated them. They are filled with NaN, or the smallest integer, so that a value that nobody wrote is known later.
+A full state dictionary lacks non-persistent buffers (tables of rotary embeddings, masks), so loading it leaves them as
+``to_empty`` allocated them. They are filled with NaN, or the smallest integer, to detect later that they are unset.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _UNWRITTEN: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def is_to_empty(function: Callable[[torch.Tensor], torch.Tensor]) -> bool:
-    """Whether ``nn.Module.to_empty`` has passed a function to ``_apply``."""
+    """Return whether ``function`` is the one that ``nn.Module.to_empty`` passes to ``_apply``."""
     return getattr(function, "__qualname__", "").startswith("Module.to_empty.")
 
 
@@ -38,7 +38,7 @@ def meta_buffers(module: nn.Module) -> list[tuple[nn.Module, str]]:
 
 
 def note_unwritten(root: nn.Module, places: Iterable[tuple[nn.Module, str]]) -> None:
-    """Fill buffers that were just allocated, and warn in the first forward of ``root`` of those that nobody wrote."""
+    """Fill new buffers with NaN; the first forward of ``root`` warns about those still unset."""
     allocated = [buffer for child, name in places if (buffer := child._buffers[name]) is not None]
     for buffer in allocated:
         mark = _mark_of(buffer)
@@ -51,7 +51,7 @@ def note_unwritten(root: nn.Module, places: Iterable[tuple[nn.Module, str]]) -> 
 
 
 def allocate_buffers(root: nn.Module, names: Collection[str], prefix: str, device: torch.device) -> None:
-    """Allocate the buffers on the meta device that a state dictionary fills; refuse a forward while others are there.
+    """Allocate meta-device buffers that a state dictionary fills; a forward raises while others remain.
 
     Args:
         names: the keys of the state dictionary. prefix: of ``root`` in these.
@@ -72,7 +72,7 @@ def _mark_of(buffer: torch.Tensor) -> float | int | None:
 
 
 def _is_unwritten(buffer: torch.Tensor) -> bool:
-    """Whether nobody wrote a buffer; its values are read where ``.data`` may have been written unseen."""
+    """Return whether a buffer is unset. Compares values too, because writes through ``.data`` are not counted."""
     if _UNWRITTEN.get(buffer) != buffer._version:
         return False
     has_nan = buffer.is_floating_point() or buffer.is_complex()

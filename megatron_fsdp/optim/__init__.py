@@ -1,1 +1,1 @@
-"""Optimizers over sharded weights, norms and clipping, and what happens to steps with NaN."""
+"""Optimizers of sharded weights, gradient norms and clipping, and the handling of NaN gradients."""

@@ -104,7 +104,7 @@ class AdamW(FlatBase, torch.optim.AdamW):
         refreshes_itself(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters with hyperparameters of their own; as in ``torch.optim``.
+        """Add a param group with its own hyperparameters, as in ``torch.optim``.
 
         Raises:
             ConfigError: the group asks for ``amsgrad`` or ``differentiable``.
@@ -157,7 +157,7 @@ class AdamW(FlatBase, torch.optim.AdamW):
     def fresh_keys(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         """Return the keys of the zeros that a new optimizer's ``state_dict()`` shows (``show_fresh_state``).
 
-        None for codes: zeros of whole moments would take more memory than the codes that training keeps.
+        None for codes, because zeros for full moments would take more memory than the codes.
         """
         return KEYS if self.moments is None else ()
 

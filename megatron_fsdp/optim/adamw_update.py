@@ -25,7 +25,7 @@ __all__ = ["Rows", "Update"]
 
 
 class Rows:
-    """The hyperparameters of one step, a row for each combination in use, numbered as they are asked for.
+    """The hyperparameters of one step: a row per combination in use, in order of first use.
 
     Args:
         param_groups: of the optimizer.

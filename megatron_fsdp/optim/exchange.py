@@ -35,8 +35,8 @@ class OwnerRanks:
     """The ranks that share the matrices of some groups.
 
     Attributes:
-        shards: the axis over which elements are spread, in the order of the shards; None where all are whole.
-        replicas: the axis over which they are repeated; None for none.
+        shards: the mesh axis that shards elements, in the order of shards; None if nothing is sharded.
+        replicas: the mesh axis of replicas; None without one.
         shard, num_shards, replica, num_replicas: this rank's places on these axes, and their sizes.
     """
 
@@ -89,7 +89,7 @@ def _make_joined(mesh: DeviceMesh, all_axes: Sequence[MeshAxis], axes: tuple[int
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where this rank holds its piece of one matrix's parameter.
+    """The place of this rank's piece of a matrix in its flat buffer.
 
     Attributes:
         flat: number of the flat buffer. base: where in it the piece begins. held: the parameter's elements in it.
@@ -175,9 +175,9 @@ class Exchange:
         self.ranks = ranks
         self._buckets: list[_Bucket] = []
         self._local = _Bucket.of(ranks.num_shards)
-        # By replica: what of this rank's pieces its owners update.
+        # By replica: the parts of this rank's pieces that the replica's owners update.
         self._of_replicas: Parts = [[] for _ in range(ranks.num_replicas)]
-        # Of each owner: the number of its last bucket, and the elements in it.
+        # By owner: the number of its last bucket, and the elements in that bucket.
         filled = [(0, 0)] * len(ownership.load_flops)
         for work, owner, source in zip(ownership.works, ownership.owners, sources, strict=True):
             bucket = self._local
@@ -247,7 +247,7 @@ class Exchange:
     # ------------------------------------------------------------------ messages
 
     def _send(self, sent: Parts, memories: Sequence[torch.Tensor], received: Parts, like: torch.Tensor) -> _Message:
-        """Pack what lies at the places ``sent`` and send it; what belongs at ``received`` is under way then."""
+        """Pack the elements at the places ``sent`` and start the exchange that fills the places ``received``."""
         assert self.ranks.shards is not None
         sizes = [list(map(_numel, received)), list(map(_numel, sent))]
         message = _Message(like.new_empty(sum(sizes[0])), like.new_empty(sum(sizes[1])), [])
@@ -291,7 +291,7 @@ def _numel(places: Iterable[_Place]) -> int:
 def _copy(
     message: torch.Tensor, places: Iterable[_Place], memories: Sequence[torch.Tensor], *, is_packing: bool
 ) -> None:
-    """Copy what lies at the places into a message, one after the other, or back."""
+    """Copy the elements at these places into a message, in order, or back."""
     found = [place.of(memories) for place in places]
     sizes = [each.numel() for each in found]
     parts = message[: sum(sizes)].split(sizes)

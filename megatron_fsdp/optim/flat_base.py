@@ -1,4 +1,4 @@
-"""What AdamW and Muon over flat memory have in common: gradients, clipping, whether to step, loading and pickling."""
+"""The common base of AdamW and Muon over flat memory: gradients, clipping, NaN checks, loading and pickling."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ Found = Sequence[tuple[Any, FlatGradient]]
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """Where the parameters of an optimizer live.
+    """The flat memory of an optimizer's parameters.
 
     Attributes:
-        parameters, flags: what was bound, in order, and what of the param groups decided how.
+        parameters, flags: the parameters in order, and the entries of param groups that decided the layout.
         states: of sharded groups, then of other parameters.
     """
 
@@ -38,7 +38,7 @@ class Binding:
     states: tuple[FlatState, ...]
 
     def fits(self, parameters: Sequence[torch.Tensor], flags: tuple[Any, ...]) -> bool:
-        """Whether these are the same parameters, to be stepped in the same way."""
+        """Return whether parameters and flags are the same as when the memory was bound."""
         if self.flags != flags or len(self.parameters) != len(parameters):
             return False
         return all(map(operator.is_, self.parameters, parameters))
@@ -71,7 +71,7 @@ class FlatBase(Optimizer):
     steps_split_weights = True
     grad_norm: torch.Tensor | None = None
     _binding: Any = None
-    # What is pickled beside param groups and state.
+    # Attributes that are pickled in addition to param groups and state.
     _kept: ClassVar[tuple[str, ...]] = ("moments_dtype", "max_norm", "nonfinite", "num_skipped")
 
     def _set_up(self, max_norm: float | None, nonfinite: str, moments_dtype: torch.dtype | None) -> None:
@@ -83,7 +83,7 @@ class FlatBase(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, max_norm: float | None = None) -> Any:
-        """Take one step; parameters whose ``.grad`` is None are left alone.
+        """Take one step. Parameters whose ``.grad`` is None do not change.
 
         With a maximal norm the gradients' global norm is measured in one pass over them and the factor applied inside
         the update: ``.grad`` keeps its values, and no further pass is made. Every rank calls it then, as the norm is
@@ -92,9 +92,9 @@ class FlatBase(Optimizer):
 
         Args:
             closure: computes and returns the loss, with gradients enabled.
-            max_norm: as in ``clip_grad_norm_``; ``float("inf")`` only measures. None: the constructor's.
+            max_norm: as in ``clip_grad_norm_``; ``float("inf")`` only measures. None: the constructor's value.
         Returns:
-            What the closure returned, else None.
+            The closure's result, or None without a closure.
         """
         with torch.enable_grad():
             loss = None if closure is None else closure()
@@ -102,7 +102,7 @@ class FlatBase(Optimizer):
         pairs = [(state, state.memory.gradient(state.members)) for state in binding.states]
         found = [(state, gradient) for state, gradient in pairs if gradient is not None]
         if max_norm is not None or self.nonfinite != "ignore":
-            # That of plain parameters counts as it is on this rank.
+            # The norm of plain parameters is computed on this rank alone.
             devices = [state.memory.compute_device for state, _ in found] or [torch.device("cpu")]
             spread = by_axes((state.memory.axes, gradient.flat) for state, gradient in found)
             is_invariant = any(state.memory.is_invariant for state, _ in found)
@@ -168,7 +168,7 @@ class FlatBase(Optimizer):
         return {**state_dict, "state": state}
 
     def _mend_loaded(self) -> None:
-        """Make loaded state what this class steps with."""
+        """Convert loaded state to the form that this class steps."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), **{name: getattr(self, name) for name in self._kept}}

@@ -1,4 +1,4 @@
-"""Which flat tensors stand for an optimizer's parameters while it steps, and how their state comes to lie so.
+"""Choose the flat tensors that replace an optimizer's parameters in a step, and move their state into flat memory.
 
 Made when a step finds other parameters, gradients or state than the last one (``flat_step``).
 """
@@ -34,7 +34,7 @@ spec_of = operator.attrgetter("_spec")
 
 
 class _State(dict[torch.Tensor, Any]):
-    """State of flat tensors, and of the optimizer's own parameters where it is asked for that of these."""
+    """State of flat tensors. Lookups of the optimizer's own parameters are passed on to their state."""
 
     def __init__(self, owner: Mapping[torch.Tensor, Any]) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Run:
         self.members, self.leader = members, _leader(members)
         self.weight = main[self.leader.start : max(self.leader.start, *(member.stop for member in members))]
         records = [owner.get(member.parameter) or {} for member in members]
-        # The leader's own, of what lies nowhere in flat memory: the count of steps.
+        # The leader's own state that is not in flat memory: the step counter.
         self.state: dict[str, Any] = dict(records[members.index(self.leader)])
         for key, value in self.state.items():
             if isinstance(value, FlatDTensor):
@@ -146,7 +146,7 @@ class FlatPlan:
         self.note(owner)
 
     def _note_members(self) -> None:
-        # As lists: every parameter is looked at in every step.
+        # Lists, because every step reads every parameter.
         self.positions = [member.position for _, member in self.members]
         self.flat_parameters = [member.parameter for _, member in self.members]
         self.specs = list(map(spec_of, self.flat_parameters))
@@ -159,11 +159,11 @@ class FlatPlan:
         self.distances = [0 if leader is member else run.distance(member) for run, leader, member in held]
 
     def note(self, owner: Optimizer) -> None:
-        """Bring the counts of steps side by side, and note what the members' state shows."""
+        """Stack the step counters, and record the tensors in the members' state."""
         counted = [(run, member) for run, member in self.members if "step" in run.state]
         self.steps = torch.empty(0)
         if counted:
-            # One operator then gives all members what the step made of each leader's.
+            # One operator then copies the leaders' step counters to all members.
             self.steps = torch.stack([owner.state[member.parameter]["step"] for _, member in counted])
             number = {id(member): number for number, (_, member) in enumerate(counted)}
             # Pinned, because a copy from pageable memory would make the host wait for the stream.
@@ -217,7 +217,7 @@ class FlatPlan:
 
 
 def _likenesses(owner: Optimizer) -> list[Hashable]:
-    """Return for each parameter what it must share to be stepped with others, None where its state is the user's."""
+    """Return for each parameter the key it must share with others of a run; None if the user replaced its state."""
     pairs = [(number, param) for number, group in enumerate(owner.param_groups) for param in group["params"]]
     records = [owner.state.get(parameter) or {} for _, parameter in pairs]
     steps = {id(record): record["step"] for record in records if _is_number(record.get("step"))}
@@ -268,7 +268,7 @@ def _has_rows_of(parameter: FlatDTensor, value: Any) -> bool:
 
 
 def _is_ahead(first: torch.Tensor, local: torch.Tensor, distance: int) -> bool:
-    """Whether a tensor lies in the storage of another, so many elements behind its beginning."""
+    """Return whether a tensor is in the storage of another one, at this offset in elements."""
     is_there = local.data_ptr() - first.data_ptr() == distance * first.itemsize
     end = (first.storage_offset() + distance + local.numel()) * first.itemsize
     return is_there and first.untyped_storage().nbytes() >= end

@@ -46,8 +46,8 @@ def state_values(
 def adopt_together(wanted: Iterable[tuple[FlatState, Sequence[bool]]], state: State) -> None:
     """Make ``state`` show flat memory for the wanted parameters, with the values that it held or zeros.
 
-    What it shows of a parameter in the memory of another one is copied before any is overwritten: whoever exchanges
-    records or moments of parameters means their values.
+    Values that lie in another parameter's memory are copied before that memory is overwritten. So users can exchange
+    the records or moments of two parameters.
     """
     new = [(each, index) for each, flags in wanted for index in each.unshown(state, flags)]
     memory = {_address(flat) for each in {id(each): each for each, _ in new}.values() for flat in each.flat()}
@@ -58,13 +58,14 @@ def adopt_together(wanted: Iterable[tuple[FlatState, Sequence[bool]]], state: St
 
 
 class FlatState:
-    """What all kinds of state share: a kind says under which ``keys`` it shows each parameter, and makes the tensors.
+    """The common base of optimizer states. A subclass says under which ``keys`` it shows each parameter, and makes the
+    tensors.
 
     Args:
         memory: where the parameters lie.
         members: for each of them the number of its param group in the optimizer, or ``ABSENT``.
         dtype: of moments; None: that of the weights, FP32 where these are split.
-        is_capturable: whether step counters live beside the weights, to be read by device work alone.
+        is_capturable: whether step counters are on the device of the weights and only device work reads them.
     """
 
     title = "AdamW"
@@ -81,7 +82,7 @@ class FlatState:
         # The dictionary of ``state`` that shows each parameter, an empty one where none does yet.
         self._shown: list[dict[str, Any]] = [{} for _ in members]
         self._views: list[tuple[Any, ...]] = [()] * len(members)
-        # Members whose steps are counted, and what was worked out for each pattern of their rows.
+        # Members whose steps are counted, and the cached result for each pattern of their rows.
         self._counted = self.members
         self._patterns: dict[tuple[int, ...], tuple[Any, torch.Tensor]] = {}
 
@@ -90,7 +91,7 @@ class FlatState:
         return KEYS
 
     def flat(self) -> tuple[torch.Tensor, ...]:
-        """Return the flat tensors of which ``state`` shows parts."""
+        """Return the flat tensors whose slices ``state`` contains."""
         raise NotImplementedError
 
     def _make_views(self, index: int) -> tuple[Any, ...]:
@@ -108,7 +109,7 @@ class FlatState:
         return [i for i, (param, is_wanted) in enumerate(pairs) if is_wanted and not self._shows(state.get(param), i)]
 
     def held(self, state: State) -> list[bool]:
-        """Return for which parameters ``state`` holds something."""
+        """Return for each parameter whether ``state`` has entries."""
         return [bool(state.get(param)) for param in self.memory.params]
 
     def set_apart(self, state: State, index: int, memory: Collection[int]) -> None:
@@ -124,7 +125,7 @@ class FlatState:
         return [operator.itemgetter(*self.keys(index)) for index in range(len(self.members))]
 
     def is_shown(self) -> bool:
-        """Whether the dictionaries that were adopted show this memory for every parameter, still and all of it.
+        """Return whether the adopted dictionaries still show all of this memory, for every parameter.
 
         Quicker than ``unshown``, for a caller that knows that the dictionaries are those.
         """
@@ -150,7 +151,7 @@ class FlatState:
             if value is None:
                 local.zero_()
             elif value is not view:
-                # Counters not by way of the host: that of a captured step lies on the device.
+                # Counters are copied without the host, because a captured step has them on the device.
                 local.copy_(self._rows(value, local, index))
         values = {} if values is None else values
         values.update(zip(keys, views, strict=True))
@@ -158,7 +159,7 @@ class FlatState:
         self._views[index] = views
 
     def _found(self, values: Mapping[str, Any], views: Sequence[Any], index: int) -> tuple[Any, ...]:
-        """Return what a parameter's state holds, in the order of its keys."""
+        """Return the values of a parameter's state in the order of its keys."""
         return state_values(values, self.memory.names[index], self.keys(index), self.title)
 
     def _rows(self, value: Any, target: torch.Tensor, index: int) -> torch.Tensor:
@@ -196,7 +197,7 @@ class FlatState:
             pairs = zip(members, present, strict=True)
             members = tuple(member if is_present else ABSENT for member, is_present in pairs)
         if self.is_capturable:
-            # Counters must not be looked at: each parameter has a row of its own.
+            # The host must not read counters here, so each parameter has its own row.
             return tuple(ABSENT if member == ABSENT else index for index, member in enumerate(members))
         keys = list(zip(members, self.steps.tolist(), strict=True))
         found = {

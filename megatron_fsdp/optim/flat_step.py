@@ -44,7 +44,7 @@ _COMMUNICATORS = weakref.WeakKeyDictionary()
 @functools.cache
 def attend_optimizers() -> None:
     """From now on look at sharded parameters before any optimizer steps them, and step them on flat memory."""
-    # A compiled step calls the first one as it is; the second one is traced, and finds that it is.
+    # A compiled step runs the first function uncompiled. The second one is traced and detects that.
     register_optimizer_step_pre_hook(_disable_dynamo(_look_at))
     register_optimizer_step_pre_hook(step_flat)
 
@@ -114,7 +114,7 @@ def step_flat(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Have a step run on flat memory, where its values are those of the step over the parameters, to the bit.
 
-    Other classes' steps, those with closures, ``differentiable=True``, fused in some groups alone, and compiled ones
+    Steps of other classes, steps with closures, ``differentiable=True``, fused in some groups alone, and compiled ones
     run as they are.
 
     Args:
@@ -131,7 +131,7 @@ def step_flat(
     if first is None or any(group.get("differentiable") for group in groups):
         return None
     if len(groups) > 1 and len({(group.get("capturable"), group.get("fused")) for group in groups}) > 1:
-        # Their counts of steps may lie on two devices.
+        # Their step counters may be on two devices.
         return None
     if optimizer not in _STAND_INS:
         kind: Any = type(optimizer)
@@ -142,7 +142,7 @@ def step_flat(
 
 
 class _StandIn(Optimizer):
-    """An optimizer over flat tensors for the length of another one's step; of anything else it knows what that does."""
+    """An optimizer over flat tensors that runs during another optimizer's step and shares its other attributes."""
 
     _owner: weakref.ref[Optimizer]
     _plan: FlatPlan | None
@@ -184,7 +184,7 @@ class _StandIn(Optimizer):
 def _fits(
     plan: FlatPlan, owner: Optimizer, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
 ) -> bool:
-    """Whether nothing has changed but values, and no step was broken off."""
+    """Return whether only values have changed, and no step was interrupted."""
     if not plan.is_settled or len(parameters) != len(plan.parameters) or not _same(parameters, plan.parameters):
         return False
     seen = _seen(plan, owner)
@@ -207,7 +207,7 @@ def _seen(plan: FlatPlan, owner: Optimizer) -> list[Any]:
 
 
 def _fits_gradients(plan: FlatPlan, gradients: Sequence[Any]) -> bool:
-    # What is seen through a window has a layout of its own, so it has not the parameter's.
+    # A gradient over part of the flat memory has its own layout, not the parameter's.
     if not _same(map(type, gradients), repeat(FlatDTensor)) or not _same(map(spec_of, gradients), plan.specs):
         return False
     rows = list(map(local_of, gradients))
@@ -221,7 +221,7 @@ def _fits_gradients(plan: FlatPlan, gradients: Sequence[Any]) -> bool:
 
 
 def _settle(plan: FlatPlan, owner: Optimizer) -> None:
-    """Take the gradients back, and show what the step did to the state."""
+    """Remove the gradients from the flat parameters, and update the visible state."""
     for run in plan.runs:
         run.weight.grad = None
     if plan.steps.numel():
@@ -229,7 +229,7 @@ def _settle(plan: FlatPlan, owner: Optimizer) -> None:
     plan.version = plan.steps._version
     new = [run for run in plan.runs if len(run.state) != len(run.shown) or not _same(run.state.values(), run.shown)]
     for run in new:
-        # Nothing is read: what a run got is alike for all of its members.
+        # Nothing is read back: all members of a run get the same value.
         run.show(owner.state)
     if new:
         plan.note(owner)
@@ -238,7 +238,7 @@ def _settle(plan: FlatPlan, owner: Optimizer) -> None:
 
 
 def _same(these: Iterable[Any], those: Iterable[Any]) -> bool:
-    """Whether two lists of one length have the same objects."""
+    """Return whether two lists of equal length have the same objects."""
     return all(map(operator.is_, these, those))
 
 

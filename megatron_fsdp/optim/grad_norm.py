@@ -43,8 +43,8 @@ def clip_grad_norm_(
 
     Args:
         model: a module with sharded modules in it, after the last microbatch's backward.
-        max_norm: ``float("inf")`` only measures. Gradients whose norm is NaN or infinite are left as they are, for
-            ``check_gradients`` to say which are concerned; ``AdamW(max_norm=)`` does the same.
+        max_norm: ``float("inf")`` only measures. Gradients with a NaN or infinite norm are not scaled, so that
+            ``check_gradients`` can name them; ``AdamW(max_norm=)`` does the same.
         norm_type: above 0, ``float("inf")`` among them.
         error_if_nonfinite: raise where the norm is NaN or infinite; it is read on the host then.
     Returns:
@@ -67,7 +67,7 @@ def clip_grad_norm_(
     for unit in units:
         unit.refuse_replaced_params()
     held = [each for unit in units for group in unit.groups for each in _held_by(group)]
-    # Of a weight that is gathered now the gradient is among those held.
+    # The gradient of a currently gathered weight is among the group's gradients.
     own = (p for p in model.parameters() if group_of_parameter(p) is None and not isinstance(p, GatheredWeight))
     trained = [p for p in own if p.grad is not None]
     if trained and any(group.spec.mesh.size() > 1 for unit in units for group in unit.groups):
@@ -90,7 +90,7 @@ def clip_grad_norm_(
 
 
 def total_norm(spread: Spread, order: float, device: torch.device, *, is_invariant: bool) -> torch.Tensor:
-    """Return the norm over all ranks of what is spread over axes; ``is_invariant``: as ``exact_norm``, to the bit."""
+    """Return the norm over all ranks of sharded gradients; ``is_invariant``: as ``exact_norm``, to the bit."""
     if is_invariant:
         return exact_norm(list(spread), order, device)
     total = torch.zeros((), dtype=torch.float32, device=device)
@@ -123,7 +123,7 @@ def _combine(parts: list[torch.Tensor], order: float) -> torch.Tensor:
 
 
 def by_axes(pairs: Iterable[tuple[Iterable[MeshAxis], Each]]) -> Collection[tuple[Iterable[MeshAxis], list[Each]]]:
-    """Bring together what is spread over the ranks of the same axes."""
+    """Group the items by the mesh axes over which they are sharded."""
     split: dict[tuple[int, ...], tuple[Iterable[MeshAxis], list[Each]]] = {}
     for axes, each in pairs:
         split.setdefault(tuple(id(axis.gather_group) for axis in axes), (axes, []))[1].append(each)

@@ -1,4 +1,4 @@
-"""What clipping meets seldom: norms that no sharding changes, gradients of frozen parameters, refused calls."""
+"""Rare cases of clipping: norms with the same bits under any sharding, gradients of frozen parameters, errors."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class HeldGradients:
 
 
 def of_frozen(group: ParameterGroup) -> Iterator[HeldGradients]:
-    """Yield what the user put in ``.grad`` of a group that is frozen, which has no buffer for it."""
+    """Yield the gradients that the user put in ``.grad`` of a group that is frozen, which has no buffer for it."""
     for index, gradient in enumerate(grads_of(group.fsdp_params.sharded_params)):
         if gradient is not None:
             rows, placements = own_rows(group.fsdp_params, index, gradient), group.main_weight.placements
@@ -112,7 +112,7 @@ def exact_norm(
 
 
 def _largest(spread: Iterable[tuple[Iterable[MeshAxis], list[torch.Tensor]]], device: torch.device) -> torch.Tensor:
-    """Return the largest magnitude, FP64; NaN where there is one, as its bits are those of the largest number."""
+    """Return the largest magnitude in FP64. A NaN wins, because its bits are the largest."""
     largest = torch.zeros((), dtype=torch.int64, device=device)
     for axes, tensors in spread:
         bits = largest.clone()

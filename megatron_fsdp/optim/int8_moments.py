@@ -44,7 +44,7 @@ _PLAIN_ALIGNMENT = 4
 
 
 def is_coded(shape: Sequence[int]) -> bool:
-    """Whether moments of a parameter of this (whole) shape are kept in 8 bits."""
+    """Return whether moments of a parameter of this full shape are stored in 8 bits."""
     return math.prod(shape) >= MIN_NUMEL
 
 
@@ -100,7 +100,7 @@ class Int8State(Moments):
         _check(memory)
         super().__init__(memory, members, torch.uint8, is_capturable=is_capturable)
         self._is_coded = tuple(is_coded(param.shape) for param in memory.params)
-        # Where each small parameter's FP32 moments begin on this rank; None for one that has codes.
+        # The offset of each small parameter's FP32 moments on this rank; None for parameters with codes.
         self._offsets: list[int | None] = []
         self._num_small = 0
         for (start, stop), coded in zip(memory.pieces, self._is_coded, strict=True):
@@ -115,7 +115,7 @@ class Int8State(Moments):
 
     @functools.cached_property
     def _scales(self) -> list[tuple[torch.Tensor, DBuffer | None]]:
-        """The scales of both moments, with the buffer of those of a sharded group."""
+        """The scales of both moments, and their buffer if the group is sharded."""
         if not isinstance(self.memory, GroupMemory):
             return [
                 (self.memory.zeros(torch.float32, name, num_blocks(self.memory.numel)), None) for name, _ in _MOMENTS
@@ -153,7 +153,7 @@ class Int8State(Moments):
             self._shown[index].pop(key, None)
 
     def _found(self, values: Mapping[str, Any], views: Sequence[Any], index: int) -> tuple[Any, ...]:
-        """Take codes as they are, and encode moments that have none."""
+        """Load codes unchanged; encode moments that were saved without codes."""
         if not self._is_coded[index]:
             return super()._found(values, views, index)
         name, held = self.memory.names[index], self.memory.held[index]

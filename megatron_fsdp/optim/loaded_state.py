@@ -1,4 +1,4 @@
-"""State of any optimizer over sharded parameters: as it is loaded, and as it is shown before the first step.
+"""Load the state of any optimizer over sharded parameters, and show it before the first step.
 
 State that an optimizer makes has the rows of its parameters, whichever operator makes it (docs/design/facade.md). State
 that ``load_state_dict`` brings may be whole, or a DTensor that PyTorch cut by its own rule.
@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 SEEN: weakref.WeakKeyDictionary[Optimizer, dict[Any, Any]] = weakref.WeakKeyDictionary()
 # The empty state that the last state dict of an optimizer had.
 _EMPTY: weakref.WeakKeyDictionary[Optimizer, dict[Any, Any]] = weakref.WeakKeyDictionary()
-# The zeros that state dicts have shown, while somebody has them.
+# The zeros in state dicts that are still referenced.
 _SHOWN: WeakIdKeyDictionary = WeakIdKeyDictionary()
 # How many parameters the groups of each optimizer had when all of them were found to be whole weights.
 WHOLE: weakref.WeakKeyDictionary[Optimizer, list[int]] = weakref.WeakKeyDictionary()
@@ -56,13 +56,13 @@ def parameters_of(optimizer: Optimizer) -> Iterable[torch.Tensor]:
 
 
 def parameters_by_index(optimizer: Optimizer, document: Mapping[str, Any]) -> dict[Any, torch.Tensor]:
-    """Return the parameters by what a state dict of the optimizer calls them, whose groups ``torch.optim`` compares."""
+    """Return the parameters by their keys in a state dict of the optimizer, whose groups ``torch.optim`` compares."""
     indices = itertools.chain.from_iterable(group["params"] for group in document["param_groups"])
     return dict(zip(indices, parameters_of(optimizer), strict=False))
 
 
 def state_dtype(optimizer: Optimizer, parameter: torch.Tensor) -> torch.dtype:
-    """Return the dtype of state that the optimizer makes: its own choice, else that of what it steps."""
+    """Return the dtype of the optimizer's state: its own choice, else the dtype of the parameters."""
     chosen: torch.dtype | None = getattr(optimizer, "moments_dtype", None)
     group = group_of_parameter(parameter)
     return chosen or (parameter.dtype if group is None else group.spec.dtypes.stepped)
@@ -87,7 +87,7 @@ def lay_out_loaded_state(optimizer: Optimizer, *_: Any) -> None:
                 and value.window is None
                 and value.device_mesh is not parameter.device_mesh
             ):
-                # An equal mesh has process groups of its own: ranks must not differ in whose they gather over.
+                # Equal meshes have different process groups, and all ranks must gather over the same one.
                 values[key] = parameter.with_local(value._local_tensor)
     SEEN[optimizer] = optimizer.state
 
@@ -129,7 +129,7 @@ def without_fresh_state(optimizer: Optimizer, document: Mapping[str, Any]) -> di
 
 
 def was_only_shown(values: Mapping[str, Any]) -> bool:
-    """Whether these are zeros of a parameter that a state dict showed, into which nothing was read since."""
+    """Return whether these are zeros that a state dict showed, with no values loaded into them since."""
     moments = [value for value in values.values() if isinstance(value, FlatDTensor) and value._local_tensor.numel()]
     return bool(moments) and all(value in _SHOWN and value._local_tensor._version == 0 for value in moments)
 

@@ -1,7 +1,7 @@
-"""MatrixState: the state of parameters some of which Muon steps, AdamW others, on flat memory laid out like them.
+"""MatrixState: the optimizer state of parameters that Muon or AdamW steps, in flat memory with their layout.
 
-One flat tensor holds the momentum of the matrices and the first moments of what AdamW steps beside them; second moments
-exist for the latter alone. ``state`` shows them per parameter, as ``torch.optim.Muon`` and ``torch.optim.AdamW`` would.
+One flat tensor holds the momentum of the matrices and the first moments of AdamW's parameters. Second moments exist for
+AdamW's parameters only. ``state`` shows them per parameter, as ``torch.optim.Muon`` and ``torch.optim.AdamW`` would.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class StepRows(Rows):
 
 
 class MatrixState(FlatState):
-    """State of parameters some of which Muon steps, AdamW others.
+    """The state of parameters, some stepped by Muon and the others by AdamW.
 
     Args:
         memory, members, dtype: as in ``FlatState``.
@@ -95,8 +95,8 @@ class MatrixState(FlatState):
         self._runs = self._find_runs()
         self._blocks = {index: list(self._cut(index, member, row_of)) for index, member in self.matrices.items()}
         self._matrix_segments: dict[tuple[bool, tuple[bool, ...]], Segments] = {}
-        # What the step under way writes to: looked at once, as its own writes would look like somebody else's to a
-        # remainder.
+        # The weights that the current step writes. Checked for outside changes once per step, because later checks
+        # would see the step's own writes.
         self._written = MuonWeights(torch.empty(0))
 
     def _find_runs(self) -> list[_Run]:
@@ -153,7 +153,7 @@ class MatrixState(FlatState):
     def prepare(self, gradient: FlatGradient, out: torch.Tensor, rows: StepRows, factor: torch.Tensor | None) -> None:
         """Update the momentum of the matrices and write to ``out`` what Newton-Schulz is to see, in its dtype.
 
-        Pieces of matrices without a gradient stay as they are, and so does their momentum.
+        Matrices without a gradient do not change, and neither does their momentum.
         """
         self._written = self.memory.weights()
         segments, clip = self._of_matrices(gradient.present, is_apply=False), rows.clip_on(factor, out.device)

@@ -28,7 +28,7 @@ class MatrixPiece:
 
 @dataclass(frozen=True, slots=True)
 class MatrixBlock:
-    """One matrix inside a parameter that is seen as (all leading dims, last dim).
+    """One matrix of a parameter with shape (all leading dims, last dim).
 
     Attributes:
         columns: of both. row_ranges: the matrix's rows, (start, stop) in the parameter, in order.

@@ -69,7 +69,7 @@ def _qkv_views(model: nn.Module, config: Any) -> Iterator[tuple[str, MatrixView]
 
 def _parts(group: Mapping[str, Any], views: Mapping[int, dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Yield a group for each view among a group's parameters, and one of the rest."""
-    # Megatron's Adam put its own defaults in, of which Muon has others.
+    # Megatron's Adam added its defaults, which differ from Muon's.
     kept = {key: value for key, value in group.items() if key not in ("params", "betas", "eps", "bias_correction")}
     found: dict[str, dict[str, Any]] = {}
     for parameter in group["params"]:

@@ -27,12 +27,12 @@ from megatron_fsdp.optim.param_memory import ABSENT, GroupMemory, find_owned
 
 __all__ = ["Domain", "Muon", "explain_ownership"]
 
-# Of the matrices that an owner takes at once; two such buckets are in flight.
+# The size of a bucket of matrices; two buckets are in flight.
 BUCKET_BYTES = 64 * 2**20
 _ADAMW = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2, "maximize": False, "capturable": False}
 # Keys of a param group that say what its parameters are; a state dict does not change them.
 _STRUCTURE = ("use_muon", "view")
-# What else of it decides how matrices are stepped.
+# The other entries of a param group that decide how matrices are stepped.
 _BINDING = ("view", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn", "extra_scale_factor")
 
 
@@ -112,7 +112,7 @@ class Muon(FlatBase):
         refreshes_itself(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters with hyperparameters of their own; as in ``torch.optim``.
+        """Add a param group with its own hyperparameters, as in ``torch.optim``.
 
         Raises:
             ConfigError: a parameter that is no matrix, hyperparameters out of range, or options that AdamW has not.
@@ -154,7 +154,7 @@ class Muon(FlatBase):
             step()
 
     def _before_loading(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        # State of torch.optim.Muon has no views; what is live says what parameters are, whatever is loaded.
+        # State of torch.optim.Muon has no views. The live param groups decide, not the loaded ones.
         groups = [dict(group) for group in state_dict["param_groups"]]
         for group, live in zip(groups, self.param_groups, strict=False):
             structure = {key: live[key] for key in _STRUCTURE if key in live}
@@ -180,7 +180,7 @@ class Muon(FlatBase):
         factors: dict[tuple[int, float], int] = {}
 
         def row_of(group: int, factor: float) -> int:
-            # Rows of ``StepRows.apply`` are numbered as they are asked for.
+            # Numbers a row of ``StepRows.apply`` at its first use.
             return factors.setdefault((group, factor), len(factors))
 
         states: list[FlatState] = []
@@ -266,7 +266,7 @@ class Domain:
 
 @dataclass(frozen=True, slots=True)
 class _Binding(Binding):
-    """Where the parameters of an optimizer live, and who steps matrices.
+    """The flat memory of an optimizer's parameters, and the owner of each matrix.
 
     Attributes:
         domains: of the groups with matrices, by their ranks. factors: see ``StepRows``.

@@ -53,7 +53,7 @@ COEFFICIENT_SETS: dict[str, tuple[Coefficients, ...]] = {
 2024; ``quintic``: the tuned five of modded-nanogpt; ``polar_express``: Amsel et al. 2025, for singular values from
 1e-3; ``deepseekv4``: eight simple steps, then two that converge."""
 
-# Sets whose last step goes on where there are more steps; the others begin again.
+# Coefficient sets that repeat their last entry for further steps; the other sets start again.
 _REPEATS_LAST = ("polar_express", "deepseekv4")
 
 
@@ -78,7 +78,7 @@ class Iteration:
         is_tall = matrices.shape[1] > matrices.shape[2]
         x = matrices.mT if is_tall else matrices
         if matrices.device.type == "cpu":
-            # Memory of its own for each: how a product is rounded may depend on where a matrix begins.
+            # Separate memory for each matrix, because the rounding of a product may depend on the alignment.
             singles = (matrix.clone() for matrix in x)
             x = torch.stack([self._iterate(each.div_(each.norm().clamp(min=self.eps))) for each in singles])
         else:
@@ -119,7 +119,7 @@ def coefficients(given: str | Sequence[float], num_steps: int) -> tuple[Coeffici
 
 
 def scale_factor(rows: int, columns: int, mode: str | None) -> float:
-    """Return what the learning rate of a matrix is multiplied by.
+    """Return the factor on the learning rate of a matrix.
 
     ``original`` (the default) and ``shape_scaling``: sqrt(max(1, rows / columns)), Jordan et al. 2024;
     ``match_rms_adamw``: 0.2 sqrt(max(rows, columns)), Moonshot, "Muon is scalable for LLM training" (2025);

@@ -29,7 +29,7 @@ class Reading:
 
     Attributes:
         name: of the parameter, for messages. gradient: this rank's part; None for none.
-        axes, device: over which the elements are spread, and where collectives over them run.
+        axes, device: the mesh axes that shard the elements, and the device of collectives over them.
     """
 
     name: str
@@ -102,7 +102,7 @@ def readings_of(model: nn.Module) -> list[Reading]:
 
 
 def _describe(readings: Sequence[Reading]) -> str:
-    # By name: what there is on any rank.
+    # For each name, the worst kind of value on any rank.
     mine = ((reading.axes, _kind(reading.gradient, reading.device)) for reading in readings)
     kinds = map(int, reduce_numbers(mine, "max"))
     bad = [(reading.name, kind) for reading, kind in zip(readings, kinds, strict=True) if kind]

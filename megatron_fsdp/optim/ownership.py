@@ -48,7 +48,8 @@ class Ownership:
     Attributes:
         works: the matrices. owners: the rank of each.
         num_shards, num_replicas: of the ranks. load_flops: of each rank.
-        received_numel: elements that each rank receives in a step: matrices that it owns, updates of what it holds.
+        received_numel: elements that each rank receives in a step: the matrices that it owns and the updates of its
+            shards.
     """
 
     works: tuple[MatrixWork, ...]
@@ -77,7 +78,7 @@ def plan_ownership(works: Sequence[MatrixWork], num_shards: int, num_replicas: i
     """
     costs, num_ranks = [work.flops for work in works], num_shards * num_replicas
     loads, numels, owners = [0] * num_ranks, [0] * num_ranks, [0] * len(works)
-    # Entries of (load, elements, rank), most of which are older than the loads.
+    # Entries of (load, elements, rank). Most entries are outdated: the loads have grown since.
     heap = [(0, 0, rank) for rank in range(num_ranks)]
     for index in sorted(range(len(works)), key=lambda index: (-costs[index], -works[index].block.numel, index)):
         # Loads only grow, so an entry that is still true is the least.
@@ -106,7 +107,7 @@ def _received(works: Sequence[MatrixWork], owners: Sequence[int], num_shards: in
             overlap = work.block.overlap(held)
             on_shard[shard] += overlap
             if shard == owner % num_shards:
-                # It neither sends to itself what it holds, nor gets the update of that from anybody.
+                # An owner does not send its own shard to itself, and receives no update for it.
                 received[owner] -= 2 * overlap
     return [numel + on_shard[rank % num_shards] for rank, numel in enumerate(received)]
 
@@ -115,7 +116,7 @@ def _received(works: Sequence[MatrixWork], owners: Sequence[int], num_shards: in
 
 
 class OwnershipReport:
-    """What one step of Muon takes from ranks that share matrices; ``str()`` gives a page.
+    """Cost of one Muon step for ranks that share matrices; ``str()`` gives a page.
 
     Attributes:
         num_ranks, num_replicas: who shares, and in how many replicas they hold the shards.

@@ -1,4 +1,4 @@
-"""Param groups for Muon: which parameters of a model are matrices, by what is said of them and never by shape alone."""
+"""Param groups for Muon: decide which parameters are matrices by module type and marks, never by shape alone."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def muon_param_groups(
     Returns:
         Dicts with ``params``, ``use_muon`` and, for matrices, ``view``; vectors are not decayed.
     Raises:
-        ConfigError: a parameter of which nothing is known, a pattern that matches nothing, or no matrix at all.
+        ConfigError: a parameter that no rule covers, a pattern without a match, or no matrix at all.
 
     Example:
         groups = muon_param_groups(model, adamw=("head.*",))
@@ -78,7 +78,7 @@ def muon_param_groups(
 
 
 def _said_by_modules(model: nn.Module) -> dict[int, bool]:
-    """Return of which parameters the modules say what they are: weights of linear layers, or embeddings and outputs."""
+    """Return by id which parameters are weights of linear layers (True) and which embeddings or outputs (False)."""
     said: dict[int, bool] = {}
     for module in model.modules():
         weight = id(module._parameters.get("weight"))
@@ -100,7 +100,7 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
 def _is_muons(
     name: str, parameter: torch.Tensor, view: MatrixView | None, adamw: Sequence[str], by_modules: Mapping[int, bool]
 ) -> bool:
-    """Return what is said of a parameter, rules aside."""
+    """Return whether a parameter is a matrix, without the user's rules."""
     if view is not None:
         return True
     if parameter.ndim < 2 or _matches(name, adamw) or getattr(parameter, "is_embedding_or_output_parameter", False):

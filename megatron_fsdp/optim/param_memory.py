@@ -1,4 +1,4 @@
-"""What optimizers over flat memory step as one: a parameter group on its buffers, or a plain parameter on its own."""
+"""Memory that an optimizer steps in one launch: the buffers of a parameter group, or one plain parameter."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class FlatGradient:
 
 
 class GroupMemory:
-    """The buffers of one parameter group, which is held weakly, as far as an optimizer is concerned with them.
+    """The buffers of one parameter group that an optimizer uses. The group is referenced weakly.
 
     Attributes:
         params, names: of the parameters, and what messages call them.
@@ -72,13 +72,13 @@ class GroupMemory:
         self.is_invariant = group.spec.dtypes.reduction is not None
         self._group = weakref.ref(group)
         self._storages: list[FlatStorage] = []
-        # By identity: the group keeps them, and sees by references whether anybody else does.
+        # Ids, not references: the group counts references to see whether users keep a gradient.
         self._own_gradients: list[int] = []
         self._all_present = (True,) * len(self.params)
 
     @property
     def owner(self) -> ParameterGroup | None:
-        """The group, None where its model is gone."""
+        """The parameter group; None if its model was deleted."""
         return self._group()
 
     @property
@@ -94,7 +94,7 @@ class GroupMemory:
         return found
 
     def gradient(self, members: Sequence[int]) -> FlatGradient | None:
-        """Return the gradients of those that are not ``ABSENT``, None where there are none."""
+        """Return the gradients of this optimizer's parameters; None for parameters without one."""
         with torch._C.DisableTorchFunctionSubclass():
             grads = list(map(_gradient_of, self.params))
         group = self._group()
@@ -104,7 +104,7 @@ class GroupMemory:
         if is_final and self._own_gradients and list(map(id, grads)) == self._own_gradients:
             assert gradients is not None
             return FlatGradient(gradients.binding.final.local_buffer, self._all_present)
-        # What is not this optimizer's must not count in the norm.
+        # Gradients of other optimizers' parameters must not count in the norm.
         is_foreign = any(m == ABSENT and grad is not None for m, grad in zip(members, grads, strict=True))
         grads = [None if member == ABSENT else grad for grad, member in zip(grads, members, strict=True)]
         if group is None or all(grad is None for grad in grads):
@@ -122,7 +122,7 @@ class GroupMemory:
         return FlatGradient(self._packed(grads) if is_foreign else final.local_buffer, present)
 
     def _packed(self, grads: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        """Copy gradients that are not in the group's buffer into a flat tensor of their own."""
+        """Copy gradients that are not in the group's buffer into a separate flat tensor."""
         flat = torch.zeros(self.numel, dtype=self.dtype, device=self.device)
         for grad, name, (start, stop) in zip(grads, self.names, self.pieces, strict=True):
             if grad is None:
@@ -143,7 +143,7 @@ class GroupMemory:
         return self._storages[-1].tensor.zero_()
 
     def view(self, index: int, piece: torch.Tensor) -> Any:
-        """Return what the state of a parameter shows of flat memory: its piece in the parameter's shape and layout."""
+        """Return the slice of flat memory for a parameter's state, in the parameter's shape and layout."""
         main = self.group.main_weight
         rows = piece.view(main.get_local_tensor(index).shape)
         shown = buffer_dtensor(rows, main.layout, index, main.mesh, main.name)
@@ -165,13 +165,13 @@ class GroupMemory:
         return MuonWeights(weight, copy, None if remainder is None else remainder.current())
 
     def settle(self) -> None:
-        """Say that all launches of a step were made: what they wrote belongs together."""
+        """Mark the step complete: all its launches were made."""
         if (remainder := self.group.weights.remainder) is not None:
             remainder.accept()
 
 
 class PlainMemory:
-    """A parameter that no sharded group owns: a plain tensor, or a DTensor of somebody else's. See ``GroupMemory``.
+    """A parameter without a sharded group: a plain tensor, or another library's DTensor. See ``GroupMemory``.
 
     Args:
         name: what messages call it.
@@ -239,10 +239,10 @@ ParamMemory: TypeAlias = GroupMemory | PlainMemory
 
 @dataclass(frozen=True, slots=True)
 class Owned:
-    """Memory in which an optimizer has parameters.
+    """Memory that holds parameters of an optimizer.
 
     Attributes:
-        members: for each parameter the number of its param group; ``ABSENT`` for one that the optimizer has not.
+        members: for each parameter the number of its param group; ``ABSENT`` for one that the optimizer lacks.
     """
 
     memory: ParamMemory
@@ -268,7 +268,7 @@ def find_owned(param_groups: Sequence[dict[str, Any]]) -> list[Owned]:
 
 
 def local_of(tensor: Any) -> Any:
-    """Return this rank's part of a DTensor, and anything else as it is."""
+    """Return the local tensor of a DTensor; any other value unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

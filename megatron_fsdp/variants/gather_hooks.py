@@ -1,7 +1,7 @@
-"""ExtensionWeights: parameters whose class says what is gathered, by FSDP2's two hooks.
+"""ExtensionWeights: parameters of tensor subclasses with FSDP2's two all-gather hooks.
 
-Every such parameter is a group of its own, of the bytes that ``fsdp_pre_all_gather`` returns, whatever their
-sizes and dtypes (docs/design/low_precision.md).
+Each such parameter is a group of its own, which gathers the bytes that ``fsdp_pre_all_gather`` returns, of any sizes
+and dtypes (docs/design/low_precision.md).
 """
 
 from __future__ import annotations
@@ -38,31 +38,31 @@ def _storages(tree: Any) -> dict[int, torch.UntypedStorage]:
 
 
 class ExtensionWeights(HookedWeights):
-    """Weight buffers of one parameter of a subclass: its part at rest, the bytes on their way, what compute uses.
+    """Weight buffers of one parameter of a tensor subclass: its shard, the bytes to gather, the gathered parameter.
 
     Attributes:
-        part: this rank's part as the subclass; its hook is asked at every gather.
-        used: the whole parameter that ``fsdp_post_all_gather`` made; the same object in every gather.
+        part: this rank's shard as the subclass. Its hook is called in every all-gather.
+        used: the gathered parameter from ``fsdp_post_all_gather``; the same object in every all-gather.
     Raises:
-        ConfigError: as ``HookedWeights``, or a hook returns something else than it should.
+        ConfigError: as ``HookedWeights``, or a hook returned a value of the wrong type.
     """
 
     def __init__(self, owned: OwnedParameter, plan: Plan, spec: GroupSpec, name: str) -> None:
         assert owned.extension is not None
-        # Whose values go to the buffers, and nowhere else.
+        # Without values: the buffers hold them.
         self._extension: Extension = owned.extension.emptied()
         self._owned = owned
         self._module = weakref.ref(owned.param_module_infos[0].module)
         self._metadata: Any = None
-        # How what the hook returned last lies on the wire; the gathered tensors of all ranks.
+        # The byte layout of the hook's last result, and the gathered tensors of all ranks.
         self._sent_as: ByteLayout | None = None
         self._outputs: tuple[FlatStorage, ...] = ()
         who = f"unit {name!r}, parameter {owned.name!r} ({self._extension.kind.__name__})"
         super().__init__(plan, spec, name, who=who, cure="list it in ignored_params")
         self.remainder = None
-        # Memory that the hook named as its own, which goes and comes with the gathered tensors, and its bytes.
+        # Storages that the hook allocated, with their sizes; released and reallocated with the gathered tensors.
         self._made: list[tuple[torch.UntypedStorage, int]] = []
-        # Whether the gathered tensors may go once the hook has made the parameter of them (PyTorch 2.15).
+        # Whether to release the gathered tensors once the hook has made the parameter (PyTorch 2.15).
         self._drops_outputs = getattr(self.part, _DROP_HOOK, lambda: False)()
         if not isinstance(self._drops_outputs, bool):
             raise ConfigError(f"{who}: {_DROP_HOOK} returned {self._drops_outputs!r}; wanted True or False")
@@ -71,21 +71,21 @@ class ExtensionWeights(HookedWeights):
     def _buffer(self, placements: tuple[BufferPlacement, ...], dtype: torch.dtype, device: torch.device) -> DBuffer:
         if Flat() in placements:
             return super()._buffer(placements, dtype, device)
-        # Gathered are the bytes of the hook, which is asked for their sizes with the parameter's values already.
+        # The hook's bytes are gathered. Calling it with the parameter's values tells their sizes.
         self.main.write_tensor(0, self._owned.local_tensor)
         self.part = self._extension.part(self.main.get_local_tensor(0))
         self.pre_all_gather()
         return self.arrived
 
     def agreed(self) -> Iterator[str]:
-        """Yield what the hook sends: another size on another rank is refused before the first gather."""
+        """Yield the shapes and dtypes that the hook sends; ranks that differ raise before the first all-gather."""
         assert self._sent_as is not None
         yield f"fsdp_pre_all_gather of {self._who} returns {self._sent_as.shapes} of {self._sent_as.dtypes}"
 
     def pre_all_gather(self) -> None:
-        """Ask the hook, in the form that its signature has, and send what it returned as bytes."""
+        """Call the hook with the arguments of its signature, and copy the returned tensors to the send buffer."""
         hook, spec, own = self.part.fsdp_pre_all_gather, self._spec, self._extension  # type: ignore[attr-defined]
-        # Of the axis alone over which it is sharded.
+        # The hook gets the mesh of the sharded axis only.
         names, axis = spec.mesh.mesh_dim_names, spec.placements.parameter.index(Flat())
         arguments: list[Any] = [spec.mesh if spec.mesh.ndim == 1 or names is None else spec.mesh[names[axis]]]
         if len(inspect.signature(hook).parameters) > 1:
@@ -126,7 +126,7 @@ class ExtensionWeights(HookedWeights):
         return tuple(found[0]), found[1]
 
     def post_all_gather(self) -> None:
-        """Sort what was gathered by tensors, and let ``fsdp_post_all_gather`` put the parameter together."""
+        """Split the gathered bytes into tensors and call ``fsdp_post_all_gather``, which makes the parameter."""
         for made, num_bytes in self._made:
             made.resize_(num_bytes)
         self._finish(out=self.used)

@@ -1,7 +1,7 @@
-"""HookedWeights: weights of which a pair of all-gather hooks says what travels, and makes weights of what arrived.
+"""HookedWeights: weights with a pair of all-gather hooks that encode and decode the gathered bytes.
 
-The first hook fills this rank's run of bytes; the second one runs in the lane of the gather, behind it. The pairs are
-that of ``gather_dtype``, below, and those of tensor subclasses (extension_hooks.py; docs/design/low_precision.md).
+The first hook fills this rank's bytes. The second one makes weights of the gathered bytes, on the stream of the
+all-gather. ``gather_dtype`` uses such a pair (below), and so do tensor subclasses (docs/design/low_precision.md).
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ class HookedWeights(WeightBuffers):
     """Weight buffers with a pair of hooks.
 
     Args:
-        who: begins messages. cure: ends that of weights that do not rest as they should.
+        who: the start of error messages. cure: the end of the error about weights with unsuitable placements.
     Attributes:
-        sent: the bytes of this rank, which rest beside main weights. arrived: those of all ranks, which come and go;
-            they may be ``gathered`` itself.
-        num_ranks: over which the weights are sharded.
+        sent: the bytes of this rank, allocated permanently. arrived: the bytes of all ranks, released after use; it may
+            be ``gathered`` itself.
+        num_ranks: the number of ranks that shard the weights.
     Raises:
-        ConfigError: the weights rest whole, finer than main weights or in CPU memory.
+        ConfigError: the weights are replicated, cut finer than the main weights, or in CPU memory.
     """
 
     sent: DBuffer
     arrived: DBuffer
     lands = True
-    # Of each kind: what fills ``sent``, and what makes weights of ``arrived``.
+    # The first fills ``sent``, the second makes weights of ``arrived``.
     pre_all_gather: Callable[[], None]
     post_all_gather: Callable[[], None]
 
@@ -55,7 +55,7 @@ class HookedWeights(WeightBuffers):
         super().__init__(plan, spec, name)
 
     def _make_wire(self, num_bytes: int) -> None:
-        """Make room for so many bytes of each rank."""
+        """Allocate the buffers for ``num_bytes`` bytes of each rank."""
         spec, resting = self._spec, self._spec.placements.parameter
         plan = Plan(((self.num_ranks * num_bytes,),), (Element(),), self.num_ranks, (0,), num_bytes)
         self.sent, self.arrived = (
@@ -65,7 +65,7 @@ class HookedWeights(WeightBuffers):
         self._wire = Route(self.sent, self.arrived)
 
     def gather(self, works: list[dist.Work] | None) -> list[Part]:
-        """Return the gather of the bytes; or of the part kept after forward, of the bytes or of what they became."""
+        """Return the all-gather of the bytes, or of the part that was kept after forward."""
         self.gathered.storage.reallocate()
         if self.is_from_part and self.post_forward is not None:
             self._has_arrived = self.arrived is self.gathered
@@ -79,12 +79,12 @@ class HookedWeights(WeightBuffers):
 
     @torch.no_grad()
     def land(self, weights: Sequence[WeightBuffers]) -> None:
-        """Do what follows the gather of a unit's weights, in its lane; what was interrupted may be done again."""
+        """Decode the gathered bytes of a unit, on the all-gather's stream. Safe to repeat after an interruption."""
         for each in weights:
             if isinstance(each, HookedWeights) and each._has_arrived:
                 each.post_all_gather()
                 each._has_arrived = False
-                # Of bytes a part may be kept after forward; and slots are given back where compute does so.
+                # Keep bytes of which a part stays after forward, and bytes in slots, which the compute stream returns.
                 is_kept = each.post_forward is not None or each.arrived.storage.takes_slots
                 if each.arrived is not each.gathered or not is_kept:
                     each.arrived.release_storage()
@@ -93,10 +93,10 @@ class HookedWeights(WeightBuffers):
 class PackedWeights(HookedWeights):
     """Weight buffers of a group whose weights are gathered as int8 codes, with a scale for 256 elements.
 
-    After a step each rank quantizes its shard of the main weights, once; one kernel makes weights of what arrives.
+    After a step each rank quantizes its shard of the main weights once. One kernel decodes the gathered codes.
 
     Attributes:
-        refreshes_locally: False: what is quantized is not looked at again in every forward, as a cast is.
+        refreshes_locally: False, because codes are not recomputed in every forward, unlike a cast.
     """
 
     def __init__(self, plan: Plan, spec: GroupSpec, name: str) -> None:
@@ -112,8 +112,8 @@ class PackedWeights(HookedWeights):
         return []
 
     def pre_all_gather(self) -> None:
-        """The codes rest."""
+        """Do nothing: the codes are in ``sent`` already."""
 
     def post_all_gather(self) -> None:
-        """Turn the codes into the compute dtype."""
+        """Decode the codes to the compute dtype."""
         decode_rows(self.arrived.local_buffer, self.main.layout.numel, self.gathered.local_buffer)

@@ -1,8 +1,8 @@
-"""Gradients whose bits do not depend on the number of ranks: every microbatch's is added up in an order of its own.
+"""Sum gradients in an order that does not depend on the number of ranks, so that the result has the same bits.
 
-Microbatch t of rank r of W is number ``t * W + r`` of its step. Ranks exchange their parts, and the owner of a shard
-adds them in the order of these numbers into a binary counter: number i merges with its neighbours as its bits carry,
-so that the shape of the sum depends on how many there are alone (docs/design/invariance.md).
+Microbatch t of rank r of W has number ``t * W + r`` in its step. Ranks exchange slices of gradients. The owner of a
+shard adds them in the order of these numbers, as a binary counter carries: two partial sums of equal size are added as
+soon as both exist. So the order depends only on the number of microbatches (docs/design/invariance.md).
 """
 
 from __future__ import annotations
@@ -55,18 +55,18 @@ def _refuse_fused(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 class BinaryCounter:
-    """A sum of tensors, added in the order in which a binary counter carries.
+    """Sum tensors in the order of a binary counter: partial sums of equal size are added.
 
-    Its memory, as many tensors as ``count`` has bits, stays for the next sum.
+    The memory (one tensor per bit of ``count``) is kept for the next sum.
 
     Attributes:
-        count: of the tensors that are in it.
+        count: the number of tensors added.
     """
 
     def __init__(self, dtype: torch.dtype, name: str = "") -> None:
         self.count = 0
         self._dtype, self._name = dtype, name
-        # By the power of two of the tensors that each adds up.
+        # Maps a power of two to the partial sum of that many tensors.
         self._levels: dict[int, torch.Tensor] = {}
         self._memory: dict[int, FlatStorage] = {}
         self._free: list[torch.Tensor] = []
@@ -77,7 +77,7 @@ class BinaryCounter:
         self._levels, self.count = {}, 0
 
     def push(self, *leaves: torch.Tensor) -> None:
-        """Add the next tensors, 1-D, which are copied at the end if they are left."""
+        """Add 1-D tensors to the sum. A tensor that stays a partial sum of its own is copied."""
         for leaf in leaves:
             carried, level = leaf, 0
             while self.count >> level & 1:
@@ -90,7 +90,7 @@ class BinaryCounter:
                 self._levels[level] = self._take(held).copy_(held)
 
     def _merged(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-        """Return the sum of two, in the memory of one that has some; leaves stay as they are."""
+        """Add two partial sums in the memory of one of them. Tensors passed to ``push`` are not modified."""
         if id(first) not in self._memory:
             first, second = second, first
         if id(first) in self._memory:
@@ -110,7 +110,7 @@ class BinaryCounter:
         return self._free.pop()
 
     def write(self, out: torch.Tensor, scale: float) -> None:
-        """Write what is left, added from the smallest up, times ``scale``."""
+        """Add the partial sums from the smallest to the largest and write the result times ``scale``."""
         held = [level for _, level in sorted(self._levels.items())]
         is_direct = out.dtype is self._dtype and out.device == held[0].device
         total = out if is_direct else self._take(held[0])
@@ -124,11 +124,11 @@ class BinaryCounter:
 
 
 class _Step:
-    """The step that the backwards of one root belong to.
+    """The current step of one root: its backwards until the optimizer steps.
 
     Attributes:
         first: the number of its first backward.
-        last: the number of the backward that each group was in last; its gradients may have been made anew since.
+        last: by group, the number of the last backward that used it; its gradients may be new since.
     """
 
     def __init__(self) -> None:
@@ -140,7 +140,7 @@ _STEPS: weakref.WeakKeyDictionary[Root, _Step] = weakref.WeakKeyDictionary()
 
 
 class InvariantGradients(GradientBuffer):
-    """The gradients of one parameter group, exchanged in every backward, whatever the strategy."""
+    """The gradients of one parameter group. Ranks exchange them in every backward, with every strategy."""
 
     reduction: _InvariantReduction
 
@@ -151,7 +151,7 @@ class InvariantGradients(GradientBuffer):
         self.packed = self._buffer(partial, dtypes.reduce, "packed gradients", self._device)
         main_grad = self._buffer(placements.optimizer, dtypes.main_grad, "main_grad", self._template.device)
         self._bind(GradBinding(main_grad, main_grad, self._fsdp_params, self._template.dtype))
-        # What the optimizer holds whole is gathered in place. Norms are those that clip_grad_norm_ asks for.
+        # Gradients of a replicated optimizer are all-gathered in place. clip_grad_norm_ computes exact norms.
         self.binding.is_sent_last = self.binding.has_exact_norms = True
         self.reduction = _InvariantReduction(self.packed, main_grad)
         if not _HOOKS:
@@ -178,7 +178,7 @@ class InvariantGradients(GradientBuffer):
         number = unit.root.backward.number
         if self.binding.state is GradState.EMPTY:
             if step.last.get(self._fsdp_params, 0) >= step.first:
-                # What it had of this step is dropped, or the step is over: a new one begins.
+                # Its gradients were dropped, or the step is over: a new step begins.
                 step.first = number
             self.reduction.counter.clear()
         step.last[self._fsdp_params] = number
@@ -187,13 +187,13 @@ class InvariantGradients(GradientBuffer):
 
 
 class _InvariantReduction(Reduction):
-    """Exchanges packed gradients, adds them up in a counter, and writes the sum into ``main_grad``.
+    """Exchange packed gradients, sum them in a counter, and write the sum to ``main_grad``.
 
     Args:
-        packed: receives autograd's gradients. main_grad: what the optimizer reads.
+        packed: buffer of autograd's gradients. main_grad: buffer that the optimizer reads.
     """
 
-    # What is added up last gathers as well.
+    # The last sum also issues an all-gather.
     finishes_on_lane = False
 
     def __init__(self, packed: DBuffer, main_grad: DBuffer) -> None:
@@ -205,16 +205,16 @@ class _InvariantReduction(Reduction):
         self._whole = [axes[index] for index in order if main_grad.placements[index] != Flat()]
         self._axis = axes[order[0] if len(order) == 1 else 0]
         self._num_ranks = math.prod(sizes)
-        # What each rank adds up, in the order in which ranks are counted.
+        # The slice that each rank sums, in the order of ranks.
         places = itertools.product(*map(range, sizes))
         self._pieces = [owned_piece(packed.plan.numel, sizes, order, place) for place in places]
         room = (self._num_ranks - 1) * max(piece.stop - piece.start for piece in self._pieces)
         self._received = FlatStorage(room, packed.dtype, packed.device, name="gradients that others sent")
 
     def begin_microbatch(self, microbatch: int) -> None:
-        """Count zeros for microbatches in which no rank has used the group; receive from now on until ``release``."""
+        """Count zeros for microbatches without gradients of this group on any rank; allocate the receive buffer."""
         if self._axis.size < self._num_ranks:
-            # Made when all ranks are here.
+            # Creating the group is collective, so it waits until all ranks come here.
             group = flattened_mesh(self._packed.mesh).get_group()
             self._axis = MeshAxis(self._axis.name, self._num_ranks, dist.get_rank(group), group)
             make_groups([self._axis])
@@ -225,11 +225,11 @@ class _InvariantReduction(Reduction):
         self._received.reallocate()
 
     def release(self) -> None:
-        """Release what was received, which is folded."""
+        """Release the receive buffer, whose content has been added."""
         self._received.release()
 
     def prepare(self, scale: float, *, overwrites: bool) -> None:
-        """Get ready for the exchange of the packed buffer."""
+        """Prepare the exchange of the packed buffer."""
         if scale == 0.0:
             raise StateError(
                 f"{self._packed.name}: {_FLAG} divides once, after the last addition, and by what does not depend on "
@@ -245,18 +245,18 @@ class _InvariantReduction(Reduction):
         return []
 
     def fold(self) -> None:
-        """Add up what came."""
+        """Add the received slices to the sum."""
         self.counter.push(*self._rows()[0])
 
     def _rows(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return each rank's part of what this one adds up, and what it sends to each."""
+        """Return the slices that this rank receives from each rank, and those that it sends to each."""
         sent = [self._packed.local_buffer[piece] for piece in self._pieces]
         mine, others = sent[self._axis.rank], self._num_ranks - 1
         rooms = self._received.tensor[: others * mine.numel()].view(others, mine.numel()).unbind()
         return [*rooms[: self._axis.rank], mine, *rooms[self._axis.rank :]], sent
 
     def start_last(self, on_all: list[Part], scattered: list[Part], works: list[dist.Work] | None) -> None:
-        """Write the sum, and gather what the optimizer holds whole."""
+        """Write the sum, and all-gather it over the axes on which the optimizer is replicated."""
         target = self._main_grad.local_buffer
         if listeners:
             tell("summing", self._main_grad)
@@ -268,14 +268,14 @@ class _InvariantReduction(Reduction):
         self._version = target._version
 
     def _held(self, target: torch.Tensor) -> list[torch.Tensor]:
-        """Return what is cut over each axis that the optimizer holds whole, and last what this rank adds up."""
+        """Return the slices of the target, one per replicated axis; the last one is the slice that this rank sums."""
         pieces = [target]
         for axis in self._whole:
             pieces.append(pieces[-1][piece_of(pieces[-1].numel(), axis.size, axis.rank)])
         return pieces
 
     def look_for_changes(self, binding: GradBinding) -> None:
-        """Begin anew where the sum so far, which users are shown, was set to zero.
+        """Start a new sum if the user set the visible partial sum to zero.
 
         Raises:
             StateError: it was changed into anything else.
@@ -291,22 +291,19 @@ class _InvariantReduction(Reduction):
 
 
 def piece_of(numel: int, size: int, rank: int) -> slice:
-    """Return which elements one rank of an axis adds up, of so many: the last ranks have fewer, or none."""
+    """Return the elements that one rank of an axis sums. The last ranks have fewer, or none."""
     share = -(-numel // size)
     return slice(min(rank * share, numel), min((rank + 1) * share, numel))
 
 
 def cut_order(sizes: Sequence[int], placements: Sequence[BufferPlacement]) -> list[int]:
-    """Return the axes that a buffer is cut over: those of shards first, from major to minor.
-
-    What the optimizer holds whole is cut after them.
-    """
+    """Return the axes over which a buffer is cut, from major to minor: sharded axes, then replicated ones."""
     axes = (index for index in range(len(sizes)) if sizes[index] > 1)
     return sorted(axes, key=lambda index: (placements[index] != Flat(), -index))
 
 
 def owned_piece(numel: int, sizes: Sequence[int], order: Iterable[int], place: Sequence[int]) -> slice:
-    """Return which elements of a buffer the rank at a place of a mesh adds up."""
+    """Return the elements of a buffer that the rank at these mesh coordinates sums."""
     start, length = 0, numel
     for index in order:
         piece = piece_of(length, sizes[index], place[index])

@@ -1,4 +1,4 @@
-"""Memory slots: which buffers of a model take turns in memory that stays (dbuffer/slot_pool.py)."""
+"""Assign the buffers of a model to memory slots, which are allocated once and reused (dbuffer/slot_pool.py)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class BufferPools(StepHooks[Unit, Call]):
     """The pools of one root: units that ask for the same kind of slots share them.
 
     Attributes:
-        planned: those that plan ahead, which are told at the end of each backward.
+        planned: pools that plan ahead; they are notified at the end of each backward.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class BufferPools(StepHooks[Unit, Call]):
         """Return the pool for one use of memory by a parameter group.
 
         Args:
-            use: "weights" or "gradients", which have pools of their own, since their sizes differ.
+            use: "weights" or "gradients". Each has its own pools, because their sizes differ.
             placements: of the buffer at rest; its collectives run along the first ``Flat`` axis.
         Raises:
             StorageError: memory that this machine or this PyTorch does not have.
@@ -87,7 +87,7 @@ def use_slots(unit: Unit, choice: SlotChoice) -> None:
 
 
 def communicator_has_memory(unit: Unit) -> bool:
-    """Whether the communicators of the unit have an allocator of their own, as NCCL's have."""
+    """Return whether the unit's communicators have their own allocator, as NCCL's do."""
     axes = [(axis, group.spec.device) for group in unit.groups for axis in group.main_weight.axes]
     return bool(axes) and all(from_communicator(axis.gather_group, device) is not None for axis, device in axes)
 
@@ -102,25 +102,25 @@ def place_unit(unit: Unit) -> None:
     for group in unit.groups:
         placements, weights, gradients = group.spec.placements, group.weights, group.gradients
         if not group.rests_whole:
-            # What stays takes no turns.
+            # Weights that stay gathered need no slot.
             pool = None
             if pools is not None and not weights.keeps_gathered:
                 pool = pools.get("weights", of_weights, group, placements.parameter)
             group.gathered.storage.use_pool(pool)
             if weights.post_forward is not None:
-                # One for each unit would be held for as long as the allocator's; in an arena it costs nothing.
+                # A slot per unit would be held as long as allocated memory; in an arena it costs nothing.
                 weights.post_forward.storage.use_pool(pool if choice.sizing == "static" else None)
         if gradients is not None:
             pool = None
             if pools is not None and not gradients.rests_partial:
                 pool = pools.get("gradients", choice, group, placements.gradient)
             gradients.take_from(pool)
-            # With slots a step calls no allocator.
+            # With slots, a step allocates nothing.
             gradients.keep(pools is not None or group.spec.is_offloaded)
 
 
 def keep_gathered(group: ParameterGroup, *, keeps: bool, is_sharded: bool) -> None:
-    """Have the memory of gathered weights from now on also while they are resharded, as they may be, or no more."""
+    """Keep the memory of gathered weights allocated while they are resharded (True), or stop doing so (False)."""
     group.spec = replace(group.spec, keeps_gathered=keeps)
     group.weights.keeps_gathered = keeps
     if is_sharded and not group.rests_whole:
@@ -131,7 +131,7 @@ def keep_gathered(group: ParameterGroup, *, keeps: bool, is_sharded: bool) -> No
 
 
 def reshard_to(unit: Unit, choice: bool | int | None) -> None:
-    """Choose what happens to weights between forward and backward; see ``fully_shard(reshard_after_forward=...)``.
+    """Set whether weights stay gathered between forward and backward; see ``fully_shard(reshard_after_forward=...)``.
 
     Raises:
         ConfigError: as ``check_reshard``.
@@ -139,7 +139,7 @@ def reshard_to(unit: Unit, choice: bool | int | None) -> None:
     size = check_reshard(unit, choice)
     for group in unit.groups:
         group.weights.keep_part_for(size)
-    # Groups of one rank hold the weights whole.
+    # With one rank, the weights are not sharded.
     unit.reshard_after_forward = choice if choice is None or isinstance(choice, bool) else size != 1
     if unit.slots.sizing is not None:
         place_unit(unit)
@@ -149,7 +149,7 @@ def check_reshard(unit: Unit, choice: bool | int | None) -> int:
     """Return on how many ranks ``reshard_to`` would keep the weights, 0 for none.
 
     Raises:
-        ConfigError: an int that does not divide the axis over which weights are sharded.
+        ConfigError: an int that does not divide the number of ranks that shard the weights.
     """
     if choice is not None and not isinstance(choice, int):
         raise ConfigError(f"reshard_after_forward={choice!r}; give None, True, False or a number of ranks")

@@ -1,4 +1,4 @@
-"""What verl's engines ask of a trainer: whole parameters one by one, and local shards with their place."""
+"""Provide what verl's engines need from a trainer: full parameters one by one, and local shards with their offsets."""
 
 from __future__ import annotations
 
@@ -57,5 +57,5 @@ def _shards(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, torch.T
                 "shard over one group. fix: use get_per_tensor_param, or shard over one data-parallel axis"
             )
         gather = mesh_axes(group.weights.main.mesh)[cut[0]].gather_group if cut else None
-        # Every group of replicas gathers for itself: all of its ranks have a part of their own.
+        # Each group of replicas gathers its own weights, because its ranks hold all shards.
         yield name, local, ShardSpec(full_shape=shard.shape, place=shard.offset, gather_group=gather)

@@ -19,7 +19,7 @@ __all__ = ["ManifestEntry", "ManifestSource", "StreamWeightSource"]
 class StreamWeightSource:
     """vLLM's ``WeightSource`` over a sharded model: ``metadata()``, and iteration over names and whole tensors.
 
-    Every rank of the trainer iterates it, as ``send_weights`` does; vLLM packs the tensors into buffers of its own.
+    Every rank of the trainer must iterate it, as ``send_weights`` does; vLLM packs the tensors into buffers of its own.
 
     Args:
         options: of ``weight_stream``: ``dtype``, ``names``, ``bucket_bytes``, ``merge_lora``.
@@ -37,7 +37,7 @@ class StreamWeightSource:
         yield from weight_stream(self._model, **self._options).metadata()
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Return a new pass over the weights as they are now."""
+        """Return a new iterator over the current weights."""
         stream: WeightStream = weight_stream(self._model, **self._options)
         return stream
 

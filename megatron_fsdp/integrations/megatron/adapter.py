@@ -98,7 +98,7 @@ def _groups(ddp_config: Any, pg_collection: Any) -> ModelGroups:
     found: dict[str, Any] = {ours: getattr(pg_collection, theirs, None) for ours, theirs in fields.items()}
     for ours, theirs in fields.items():
         if found[ours] is None:
-            # Where parallel_state was not set up, the groups of a collection are all there is.
+            # Without parallel_state, only the groups of the collection exist.
             with contextlib.suppress(AssertionError):
                 found[ours] = getattr(ProcessGroupCollection.use_mpu_process_groups([theirs]), theirs, None)
     if found["data"] is None:
@@ -170,7 +170,7 @@ def get_megatron_optimizer(config: Any, model_chunks: Sequence[Any], *positional
         )
     from megatron.core import optimizer as megatron_optimizers
 
-    # Its own Muon takes whole weights; the groups that it makes for Adam are what is needed of it.
+    # Megatron's Muon needs full weights. Only the param groups that it makes for Adam are used.
     kind = "adam" if config.optimizer in MUON_NAMES else config.optimizer
     plain = dataclasses.replace(config, optimizer=kind, bf16=False, fp16=False, use_distributed_optimizer=False)
     make = megatron_optimizers.get_megatron_optimizer
@@ -228,7 +228,7 @@ def install() -> list[str]:
     if _INSTALLED:
         return []
     changed: list[str] = []
-    # All of them are made before the first name changes: what fails leaves Megatron as it was.
+    # All replacements are made before the first name changes, so that a failure leaves Megatron unchanged.
     for found, wanted in list(_replacements()):
         changed += assign_everywhere(found, wanted)
         _INSTALLED.append((found, wanted))
@@ -236,7 +236,7 @@ def install() -> list[str]:
 
 
 def uninstall() -> None:
-    """Give all names back to Megatron's own classes and functions; models that were built stay as they are.
+    """Restore Megatron's own classes and functions. Existing models do not change.
 
     Example:
         install()
@@ -252,7 +252,7 @@ _INSTALLED: list[tuple[Any, Any]] = []
 
 
 def _replacements() -> Iterator[tuple[Any, Any]]:
-    """Yield what is Megatron's, and what takes its place."""
+    """Yield each of Megatron's classes and functions with its replacement."""
     try:
         from megatron.core import optimizer as megatron_optimizers
     except ImportError as error:
@@ -261,7 +261,7 @@ def _replacements() -> Iterator[tuple[Any, Any]]:
         yield cls, _data_parallel_class(cls)  # type: ignore[arg-type]  # classes are hashable
     make = megatron_optimizers.get_megatron_optimizer
     yield make, _in_place_of(make, _make_optimizer)
-    # A wheel of megatron.core may lack the training scripts' package, or what that imports.
+    # A wheel of megatron.core may lack the package of training scripts, or its dependencies.
     with contextlib.suppress(ImportError):
         scripts = importlib.import_module("megatron.training.checkpointing")
         measure = importlib.import_module("megatron.training.utils").calc_params_l2_norm
@@ -271,7 +271,7 @@ def _replacements() -> Iterator[tuple[Any, Any]]:
 
 
 def _adapter_classes() -> list[type[Any]]:
-    """Return Megatron's wrappers for Megatron-FSDP: what is made there of the wrappers' base class."""
+    """Return Megatron's wrappers for Megatron-FSDP: the subclasses of their base class."""
     from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 
     place = "megatron.core.distributed.fsdp"
@@ -337,7 +337,7 @@ def assign_everywhere(found: Any, wanted: Any) -> list[str]:
     into a class, a function's default or a container keeps ``found``.
     """
     loaded: list[object] = list(sys.modules.values())
-    # A module may have put another object in its place.
+    # A module may have bound another object to this name.
     modules = [module for module in loaded if isinstance(module, ModuleType)]
     places = [(module, name) for module in modules for name, value in list(vars(module).items()) if value is found]
     for module, name in places:

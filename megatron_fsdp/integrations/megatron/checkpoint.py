@@ -33,9 +33,9 @@ _log = logging.getLogger(__name__)
 _WRAPPER = "module."
 _WRAPPERS = re.compile(r"^(module\.)*")
 _EXTRA_STATE = "_extra_state"
-# What is to be read into a hyperparameter that the checkpoint may lack.
+# Placeholder for a hyperparameter that the checkpoint may lack.
 _UNKNOWN_STEP = -1
-# By innermost module: what the last state dict that was laid out for Megatron hands to torch.distributed.checkpoint.
+# By innermost module: the tensors that its last state dict passed to torch.distributed.checkpoint.
 _LAID_OUT: weakref.WeakKeyDictionary[nn.Module, dict[str, Part]] = weakref.WeakKeyDictionary()
 _MAX_LISTED = 20
 # Steps are loaded into each parameter's state, and who is an expert depends on the mesh.
@@ -94,7 +94,7 @@ def lay_out_for_megatron(state: Mapping[str, Any], model: nn.Module, *, is_gated
 
 
 def check_was_read(model: nn.Module, *, strict: bool) -> None:
-    """Look whether the last load found all of the model in the checkpoint; Megatron's own skips what is not there."""
+    """Check that the last load found the whole model in the checkpoint; Megatron skips missing tensors."""
     parts = _LAID_OUT.pop(innermost(model), {})
     missing = [name for name, part in parts.items() if not part.was_found]
     if not missing or any(part.was_saved for part in parts.values()):
@@ -149,7 +149,7 @@ def describe_by_name(chunks: Sequence[nn.Module], optimizer: Optimizer, *, is_lo
         for index in group["params"]:
             name = names[index]
             meta[name] = dict(values)
-            # Where TransformerEngine's and Apex's Adam count steps.
+            # The key of the step counter in TransformerEngine's and Apex's Adam.
             step = state.get(name, {}).get("step")
             if step is not None:
                 meta[name]["step"] = _UNKNOWN_STEP if is_loading else int(step)

@@ -142,7 +142,7 @@ def shard_for_megatron(
     Args:
         config, ddp_config: see ``refuse_configs``.
         groups: over which dense weights and experts are sharded. device_type: "cpu" or "cuda".
-        units: classes of modules that become units, besides modules of experts.
+        units: classes of modules that become units, in addition to modules of experts.
     """
     _check_initialisers(module, config)
     _unfuse(module)
@@ -151,7 +151,7 @@ def shard_for_megatron(
         # their gradients shard by shard.
         parameter.fsdp_own_group = True  # type: ignore[attr-defined]
     mesh, expert_mesh = groups.dense_mesh(device_type), groups.expert_mesh(device_type)
-    # Those on the meta device get their values later, alike on all ranks.
+    # Parameters on the meta device get their values later, equal on all ranks.
     held = [pair for pair in module.named_parameters() if not pair[1].is_meta]
     _make_alike([pair for pair in held if not is_expert(pair[1])], mesh)
     _make_alike([pair for pair in held if is_expert(pair[1])], expert_mesh or mesh)

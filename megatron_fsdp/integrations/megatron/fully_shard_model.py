@@ -35,7 +35,7 @@ _STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
 
 class Accepted(NamedTuple):
-    """One argument of Megatron-FSDP's, its default, which needs no notice, and why another value does nothing here."""
+    """One argument of Megatron-FSDP: its default, and the reason why another value does nothing here."""
 
     name: str
     default: bool | None
@@ -275,7 +275,7 @@ def _make_units(
 def _units_wanted(
     model: nn.Module, wanted: Sequence[type[nn.Module] | str], experts: Container[int]
 ) -> list[nn.Module]:
-    """Return the modules to make units of, children first; what is a unit already, or part of one, is left out."""
+    """Return the modules that become units, children first, without modules that are units or parts of one."""
     entries = (wanted,) if isinstance(wanted, (str, type)) else wanted
     modules = list(model.modules())
     for entry in entries:
@@ -306,13 +306,13 @@ def _experts(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _is_expert(module: nn.Module) -> bool:
-    """Whether all parameters of a module are marked as Megatron marks those of experts."""
+    """Return whether all parameters of a module have Megatron's mark of experts."""
     parameters = list(module.parameters())
     return bool(parameters) and all(is_expert(parameter) for parameter in parameters)
 
 
 def _check_experts(model: nn.Module, experts: Container[int]) -> None:
-    """Refuse a module that holds a weight of an expert beside one that is none: it is gathered over one mesh."""
+    """Raise if a module has expert and dense weights: it is gathered over one mesh."""
     taken = {id(below) for module in model.modules() if id(module) in experts for below in module.modules()}
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):

@@ -27,8 +27,8 @@ class ModelGroups:
         expert_data: ranks with the same part of the same experts (``expt_dp``).
         data_inner, expert_data_inner, outer: hybrid sharding: the ranks of this rank's optimizer instance, and those at
             its place in each instance. All three None without instances.
-        tensor, expert_tensor: ranks over which dense weights, and those of experts, are cut. expert: over which experts
-            are spread. pipeline: stages.
+        tensor, expert_tensor: tensor-parallel ranks of dense and of expert weights. expert: expert-parallel ranks.
+            pipeline: stages.
         model: ranks that together hold one replica of the dense weights (``mp``, tensor times pipeline).
         embedding: stages that hold the same embedding; None on others, too.
     """
@@ -60,11 +60,11 @@ class ModelGroups:
 
     @property
     def is_data_parallel_only(self) -> bool:
-        """Whether every rank has the same whole weights."""
+        """Return whether all ranks have the same full weights."""
         return all(size_of(group) == 1 for group in (self.tensor, self.expert_tensor, self.expert, self.pipeline))
 
     def scopes(self) -> list[ProcessGroup]:
-        """Return the groups over which a number that each rank counts its part of is summed, one after the other."""
+        """Return the groups over which to sum a number that each rank counts for its own part."""
         wanted = (self.data, self.model) if self.model is not None else (self.data, self.tensor, self.pipeline)
         return [group for group in wanted if group is not None and group.size() > 1]
 
@@ -85,7 +85,7 @@ class ModelGroups:
             vars(parameter).pop("main_grad", None)
 
     def counts(self, parameter: torch.Tensor) -> bool:
-        """Whether this rank counts a parameter that other model-parallel ranks may hold the same of.
+        """Return whether this rank counts a parameter of which other model-parallel ranks may hold a copy.
 
         A weight that tensor-parallel ranks hold alike counts on the first of them, and a tied embedding on the first
         stage, as in Megatron's norms.
@@ -141,10 +141,10 @@ def rank_in(group: ProcessGroup | None) -> int:
 
 
 def is_expert(parameter: torch.Tensor) -> bool:
-    """Whether Megatron marked a parameter as one of experts: not to be reduced over all data-parallel ranks."""
+    """Return whether Megatron marked a parameter as an expert's: not reduced over all data-parallel ranks."""
     return getattr(parameter, "allreduce", True) is False
 
 
 def is_cut(parameter: torch.Tensor) -> bool:
-    """Whether Megatron marked a parameter as cut over tensor-parallel ranks."""
+    """Return whether Megatron marked a parameter as tensor-parallel."""
     return bool(getattr(parameter, "tensor_model_parallel", False))

@@ -43,7 +43,7 @@ is the script's own; flags that this engine cannot follow are refused before any
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the script that the arguments (default: those of the process) name in this process, and return 0.
 
-    What is wrong with the arguments ends the process with status 2 before anything starts.
+    Wrong arguments end the process with status 2 before training starts.
 
     Example:
         main(["Megatron-LM/pretrain_gpt.py", "--use-megatron-fsdp", "--ckpt-format", "fsdp_dtensor"])
@@ -100,12 +100,12 @@ _OF_THE_MODEL: dict[str, dict[str, Any]] = {
     },
 }
 
-# What a flag without effect is said for: others are done in any case, or by Megatron.
+# Flags whose lack of effect is logged. The engine or Megatron acts on the other flags anyway.
 _MISSING = (Effect.LATER, Effect.PACKAGE, Effect.HARDWARE)
 
 
 def check_flags(flags: Sequence[str]) -> FsdpConfig:
-    """Return what the flags of a training script ask of this engine; the others are Megatron's to check.
+    """Return the settings of this engine from the flags of a training script. Megatron checks the other flags.
 
     Raises:
         ConfigError: no ``--use-megatron-fsdp``; flags that contradict each other; a setting that this engine does not

@@ -55,9 +55,9 @@ class MegatronFSDP(FSDPModule, nn.Module):
     def no_sync(self) -> AbstractContextManager[None]:
         """Run all but the last microbatch of a step: forward and backward go inside.
 
-        As in Megatron-FSDP, gradients that rest sharded are reduced all the same; what waits for the last microbatch
-        is the reduction of those that rest whole (ZeRO-0 and 1), and over the outer axis. Where nothing waits (ZeRO-2
-        and 3 on one axis, or with one replica), ``.grad`` shows the sum so far.
+        As in Megatron-FSDP, sharded gradients are reduced in every backward. Reductions of replicated gradients (ZeRO-0
+        and 1) and over the outer axis wait for the last microbatch. If no reduction waits (ZeRO-2 and 3 on one axis, or
+        with one replica), ``.grad`` shows the sum so far.
         """
         return self._auto_sync(False)
 
@@ -83,7 +83,7 @@ class MegatronFSDP(FSDPModule, nn.Module):
     # ------------------------------------------------------------------ gradients
 
     def start_grad_sync(self, *unused: Any) -> None:
-        """Do nothing: backward starts each unit's reduction when its last gradient is there."""
+        """Do nothing: backward starts each unit's reduction after its last gradient."""
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
         """Make the gradients of all microbatches so far final, over all axes, and show them as ``.grad``."""
@@ -144,7 +144,7 @@ class MegatronFSDP(FSDPModule, nn.Module):
             group.freshness.has_changed = True
 
     def broadcast_params(self) -> None:
-        """Give all replicas the weights of the first one; rows that one rank alone holds stay as they are.
+        """Copy the first replica's weights to all replicas. Rows that only one rank has do not change.
 
         A rank's rows come from its own copy of the model, so models that differ between ranks have to be made equal
         before they are sharded.

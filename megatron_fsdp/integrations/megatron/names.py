@@ -96,7 +96,7 @@ class WholeNames:
         }
 
     def part(self, name: str, value: Any) -> Any:
-        """Return a value of a parameter, of its own shape, as what it is of the whole; any other value as it is."""
+        """Return a value with the parameter's shape as its part of the whole tensor; other values unchanged."""
         parameter = self._parameters.get(name)
         if parameter is None or not is_cut(parameter) or not isinstance(value, torch.Tensor):
             return value

@@ -1,4 +1,4 @@
-"""What changes in Megatron's FP32 optimizer when its parameters are sharded; imports no Megatron."""
+"""Changes to Megatron's FP32 optimizer for sharded parameters. Imports no Megatron."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class OptimizerMethods:
     def clip_grad_norm(self, clip_grad: float) -> float:
         """Scale gradients so that their norm is at most ``clip_grad``; return the norm before.
 
-        Gradients whose norm is not finite stay as they are.
+        Gradients with a non-finite norm are not scaled.
         """
         norm = self._sum_of_gradients(_square).sqrt().float()
         factor = clip_factor(norm, clip_grad)
@@ -158,7 +158,7 @@ class OptimizerMethods:
 
 
 def weight_norm(chunks: Sequence[MegatronFSDP], groups: ModelGroups) -> torch.Tensor:
-    """Return the norm of all main weights of a model, of which these chunks are this rank's: 0-d FP32."""
+    """Return the norm of all main weights of the model, 0-d FP32. ``chunks`` are those of this rank."""
     return _sum(chunks, groups, lambda group: group.main_weight, _square).sqrt().float()
 
 

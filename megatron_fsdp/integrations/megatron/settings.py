@@ -1,4 +1,4 @@
-"""What Megatron's configs and flags ask for: what of it is refused, and the dtypes; imports no Megatron."""
+"""Check Megatron's configs and flags, and derive the dtypes from them. Imports no Megatron."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = [
     "refuse_configs", "refuse_optimizer", "spell_field", "spell_flag",
 ]  # fmt: skip
 
-# Field, what it may be, and why it is nothing else, with what to do.
+# Field, allowed values, and the reason with the fix.
 _Rules = tuple[tuple[str, Callable[[Any], bool], str], ...]
 # Rows stay rows: the formatter would give every field a line of its own.
 # fmt: off
@@ -119,6 +119,6 @@ def policy_of(ddp_config: Any) -> MixedPrecisionPolicy:
         main_params_dtype=getattr(ddp_config, "megatron_fsdp_main_params_dtype", preserved),
         main_grads_dtype=main_grads,
         accumulate_dtype=torch.float32 if getattr(ddp_config, "reduce_scatter_with_fp32_accumulation", False) else None,
-        # Float16Module casts what goes into the model; positions and masks are nobody's to cast.
+        # Float16Module casts the model's inputs. The engine must not cast positions and masks.
         cast_forward_inputs=False,
     )

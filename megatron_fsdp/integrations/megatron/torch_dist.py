@@ -30,10 +30,10 @@ __all__ = ["load_torch_dist"]
 _MAIN_NAMES = ("param", "fp32_param")
 _STATE = re.compile(r"^(?:chained_\d+\.)*optimizer\.state\.([^.]+)\.(.+)$")
 _BY_BUCKET = re.compile(r"optimizer\.distributed\.")
-# What tells one group of Megatron's optimizers from another.
+# Settings that identify a param group of Megatron's optimizers.
 _GROUP_KEYS = ("wd_mult", "lr_mult", "is_decoupled_lr", "is_expert_parallel")
 _MAX_LISTED = 5
-# What Megatron's modules are told of how to name layers and gates.
+# Metadata that tells Megatron's modules how to name layers and gates.
 _LAYOUT_KEYS = ("non_homogeneous_layers", "singleton_local_shards")
 # Megatron's ShardedTensors without values, by (name of the optimizer's state, or nothing; weight).
 _Found = Mapping[tuple[str, str], Any]
@@ -47,7 +47,7 @@ class _Region(NamedTuple):
 
 
 class _Layout(NamedTuple):
-    """What Megatron's modules say of the chunks of this rank: boxes by parameter's id; buffers and objects by names."""
+    """The layout of this rank's chunks as Megatron states it: boxes by parameter id; buffers and objects by name."""
 
     regions: dict[int, list[_Region]]
     others: dict[str, Any]
@@ -85,7 +85,7 @@ def load_torch_dist(chunks: Sequence[Any], optimizer: Any, folder: str | Path) -
             parameters = _states(optimizer, described)
         wanted = [target for parameter, state in parameters for target in _wanted(layout, parameter, state, found)]
 
-    # What one rank misses is raised by all: the others would wait for it.
+    # All ranks raise if one rank finds a tensor missing; they would wait for it otherwise.
     checkpoint_ranks("calls load_torch_dist").check(f"loading {folder}", plan)
     buffers = {name: entry for name, entry in layout.others.items() if isinstance(entry.data, torch.Tensor)}
     numbered = {str(number): entry for number, (entry, _) in enumerate(wanted)}

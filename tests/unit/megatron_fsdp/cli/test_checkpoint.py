@@ -1,6 +1,7 @@
 """The command in one process: what it prints, its exit status, and weights on the way to safetensors and back."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -124,3 +125,13 @@ def test_export_splits_and_converts_as_asked(checkpoint: Path) -> None:
     files = sorted(output.glob("model-*-of-00003.safetensors"))
     assert len(files) == 3
     assert {tensor.dtype for file in files for tensor in load_file(file).values()} == {torch.bfloat16}
+
+
+def test_export_names_the_tensor_that_it_writes_on_a_terminal(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert command("export", checkpoint, checkpoint.parent / "hf") == 0
+    shown = capsys.readouterr().err
+    assert "\r\x1b[Ktensor 1 of 5: " in shown
+    assert shown.endswith("\r\x1b[K")
