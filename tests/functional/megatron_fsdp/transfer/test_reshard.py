@@ -95,7 +95,7 @@ def twin(model: nn.Module, optimizer: torch.optim.Optimizer, kind: Kind, **layou
 
 def plans(model: nn.Module) -> list[str]:
     return [
-        f"{group.plan.fingerprint()} {group.spec.placements} {group.spec.divisor} {list(group.parameters)}"
+        f"{group.plan.fingerprint()} {group.spec.placements} {float(group.spec.divisor)} {list(group.parameters)}"
         for unit in units_of(model)
         for group in unit.parameter_groups
     ]
