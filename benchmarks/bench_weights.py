@@ -9,6 +9,7 @@ seconds of the slowest rank, bytes of all gathers of a rank over the bf16 weight
 from __future__ import annotations
 
 import argparse
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -70,14 +71,14 @@ def gather_in_turn(shape: Shape, bucket_bytes: int, rounds: int) -> Measured:
         with observe_collectives(counter.hear), counter:
             way()
         dist.barrier()
-        phases = dict(phases_of(lambda begin, way=way: _in_phase(begin, way)))
+        phases = dict(phases_of(functools.partial(_in_phase, way)))
         costs[name] = counter.num_bytes, phases["gather"].peak - phases["gather"].start
         dist.barrier()
     weights = 2 * sum(parameter.numel() for parameter in make_model(shape, "meta").parameters())
     return {name: tuple(times) for name, times in seconds.items()}, costs, weights
 
 
-def _in_phase(begin: Callable[[str], None], way: Way) -> None:
+def _in_phase(way: Way, begin: Callable[[str], None]) -> None:
     begin("gather")
     way()
 
@@ -94,7 +95,8 @@ def _ways(shape: Shape, bucket_bytes: int) -> dict[str, Way]:
             _receive(bucket.data)
 
     def state_dict() -> None:
-        for value in get_model_state_dict(models["FSDP2"], options=StateDictOptions(full_state_dict=True)).values():
+        whole: dict[str, Any] = get_model_state_dict(models["FSDP2"], options=StateDictOptions(full_state_dict=True))
+        for value in whole.values():
             _receive(value.bfloat16())
 
     return {

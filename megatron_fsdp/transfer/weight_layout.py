@@ -56,10 +56,10 @@ def weight_layout(
     for (each, weight), entry in zip(sharded, table, strict=False):
         for rank, found in _ranges(each.group, weight, entry):
             ranges.setdefault(rank, []).append(found)
-    for weight, entry in zip(catalog.loose, table[len(sharded) :], strict=True):
-        if isinstance(weight.tensor, DTensor):
+    for loose, entry in zip(catalog.loose, table[len(sharded) :], strict=True):
+        if isinstance(loose.tensor, DTensor):
             raise TransferError(
-                f"weight {weight.name!r} is a DTensor with placements {tuple(weight.tensor.placements)} that "
+                f"weight {loose.name!r} is a DTensor with placements {tuple(loose.tensor.placements)} that "
                 "fully_shard did not make, so its layout is another library's. fix: shard it with fully_shard, or use "
                 "weight_stream(model)"
             )

@@ -43,9 +43,12 @@ def get_per_tensor_param_shard(
 def _shards(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor, Any]]:
     from verl.workers.engine.spec import ShardSpec
 
-    groups = {weight.name: each.group for each in WeightCatalog.of(model).groups for weight in each.weights}
+    catalog = WeightCatalog.of(model)
+    groups = {weight.name: each.group for each in catalog.groups for weight in each.weights}
+    # As in a stream, buffers of modules keep their dtype.
+    kept = {weight.name for weight in catalog.loose if weight.is_buffer}
     for name, shard in local_shards(model).items():
-        local = shard.local.to(dtype) if shard.local.is_floating_point() else shard.local
+        local = shard.local.to(dtype) if shard.local.is_floating_point() and name not in kept else shard.local
         group = groups.get(name)
         if group is None:
             yield name, local.view(shard.shape), ShardSpec(full_shape=shard.shape)

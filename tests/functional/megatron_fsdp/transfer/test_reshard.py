@@ -2,6 +2,8 @@
 
 import contextlib
 import copy
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -93,7 +95,7 @@ def twin(model: nn.Module, optimizer: torch.optim.Optimizer, kind: Kind, **layou
 
 def plans(model: nn.Module) -> list[str]:
     return [
-        f"{group.plan.fingerprint()} {group.spec.placements} {group.spec.divisor} {list(group.parameters)}"
+        f"{group.plan.fingerprint()} {group.spec.placements} {float(group.spec.divisor)} {list(group.parameters)}"
         for unit in units_of(model)
         for group in unit.parameter_groups
     ]
@@ -325,7 +327,10 @@ def test_versions_freezing_and_streams_go_on_after_a_move() -> None:
     version = weight_version(model)
     before = dict(weight_stream(model, dtype=None))
     model.blocks[0].requires_grad_(False)
+    old = [weakref.ref(group) for unit in units_of(model) for group in unit.parameter_groups]
     reshard_(model, placements=Placements.optim_grads(0), optimizer=optimizer)
+    gc.collect()
+    assert all(reference() is None for reference in old)
     assert weight_version(model) == version
     assert_same(dict(weight_stream(model, dtype=None)), before)
     frozen = [whole(param.detach()) for param in model.blocks[0].parameters()]

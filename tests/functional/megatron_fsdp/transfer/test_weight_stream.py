@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.allocations import phases_of
 from dbuffer.events import CollectiveCall, observe_collectives
 from megatron_fsdp import (
     AdamW,
@@ -228,6 +229,21 @@ def test_at_most_two_buckets_have_memory_and_it_is_used_again(by_bucket: bool) -
             addresses.add(tensor.untyped_storage().data_ptr())
     assert stream.explain().num_buckets >= 8
     assert len(addresses) == 2
+
+
+@on_ranks(2)
+def test_memory_above_rest_is_what_the_report_says_to_the_byte() -> None:
+    model = sharded(Stack(*(Block(hidden=64) for _ in range(4))))
+    stream = weight_stream(model, bucket_bytes=2100)
+
+    def run(begin: Callable[[str], None]) -> None:
+        begin("stream")
+        for _ in stream.buckets():
+            pass
+
+    (_, phase), *_ = phases_of(run)
+    assert phase.peak - phase.start == stream.explain().peak_bytes
+    assert phase.end == phase.start
 
 
 @on_ranks(2)

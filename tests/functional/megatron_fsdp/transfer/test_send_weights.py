@@ -1,0 +1,150 @@
+"""``send_weights`` and ``receive_weights``: an engine's slices get the trainer's weights to the bit."""
+
+import copy
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from dbuffer.mesh import new_group
+from megatron_fsdp import (
+    AgreementError,
+    MeshError,
+    MixedPrecisionPolicy,
+    TransferError,
+    TransferLayout,
+    fully_shard,
+    plan_transfer,
+    receive_weights,
+    send_weights,
+    weight_layout,
+)
+from tests.harness import on_ranks
+from tests.harness.models import Block, Stack, make_model
+from tests.harness.oracle import STRATEGIES, sharded, token_loss
+
+
+def slices(
+    plain: nn.Module, dtype: torch.dtype | None, dims: dict[str, int], number: int, place: int
+) -> dict[str, Any]:
+    """Return one engine rank's part of the plain model's state dict."""
+    parameters = dict(plain.named_parameters())
+    found = {}
+    for name, value in plain.state_dict().items():
+        if dtype is not None and name in parameters:
+            value = value.to(dtype)
+        found[name] = value
+        if name in dims:
+            parts = value.chunk(number, dims[name])
+            found[name] = parts[place] if place < len(parts) else value.narrow(dims[name], 0, 0)
+    return found
+
+
+def deliver(model: nn.Module, plain: nn.Module, engine: list[int], seed: int, dtype: torch.dtype | None) -> None:
+    """Send a model to an engine that cuts some weights, and compare each rank's slices with the plain model's."""
+    dice = random.Random(seed)
+    source = weight_layout(model, dtype=dtype)
+    dims = {name: dice.randrange(len(shape)) for name, _, shape in source.metadata() if shape and dice.random() < 0.7}
+    plan = plan_transfer(source, TransferLayout.sliced(source.metadata(), engine, dims), staging_bytes=1500)
+    into: dict[str, torch.Tensor] = {}
+    rank = dist.get_rank()
+    if rank in engine:
+        wanted = slices(plain, dtype, dims, len(engine), engine.index(rank))
+        into = {name: torch.full(each.shape, -1).to(each.dtype) for name, each in wanted.items()}
+    send_weights(model, plan, into=into)
+    for name, value in into.items():
+        assert torch.equal(value, wanted[name]), name
+
+
+@on_ranks(4)
+def test_engine_slices_equal_the_plain_models_to_the_bit() -> None:
+    plain = make_model()
+    split = MixedPrecisionPolicy(torch.bfloat16, torch.float32, split_main_params=True)
+    for seed, strategy in enumerate(STRATEGIES):
+        model = sharded(copy.deepcopy(plain), strategy)
+        deliver(model, plain, [[0, 1, 2, 3], [2, 1], [3]][seed % 3], seed, torch.bfloat16 if seed % 2 else None)
+    deliver(sharded(copy.deepcopy(plain), mp_policy=split), plain, [0, 3, 1], 11, None)
+    deliver(sharded(copy.deepcopy(plain), mp_policy=split), plain, [1, 2], 12, torch.bfloat16)
+
+
+@on_ranks(4)
+def test_tensor_parallel_weights_go_to_another_degree() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(1)
+    plain = Stack(Block(), Block(hidden=6))
+    model = copy.deepcopy(plain)
+    for layer in model.layers:
+        for linear, dim in ((layer.up, 0), (layer.down, 1)):
+            linear.weight = nn.Parameter(distribute_tensor(linear.weight.detach(), mesh["tp"], [Shard(dim)]))
+        fully_shard(layer, mesh["dp"])
+    fully_shard(model, mesh["dp"])
+    for seed, engine in enumerate(([0, 1, 2, 3], [1], [3, 0, 2])):
+        deliver(model, plain, engine, seed, torch.bfloat16)
+
+
+@on_ranks(3)
+def test_ranks_of_the_trainer_send_to_ranks_of_the_engine() -> None:
+    plain = make_model()
+    trainer = DeviceMesh.from_group(new_group([0, 1], "trainer"), "cpu") if dist.get_rank() < 2 else None
+    layouts: list[Any] = [None]
+    if trainer is not None:
+        model = sharded(copy.deepcopy(plain), mesh=trainer)
+        layouts = [weight_layout(model)]
+    dist.broadcast_object_list(layouts)
+    source: TransferLayout = layouts[0]
+    plan = plan_transfer(source, TransferLayout.sliced(source.metadata(), [2]))
+    wanted = slices(plain, torch.bfloat16, {}, 1, 0)
+    if trainer is not None:
+        send_weights(model, plan)
+    else:
+        state = {name: torch.empty_like(value) for name, value in wanted.items()}
+        receive_weights(state, plan)
+        assert all(torch.equal(state[name], value) for name, value in wanted.items())
+        assert plan.received == {2: plan.num_bytes}
+
+
+@on_ranks(3)
+def test_a_receiver_that_fails_is_named_and_training_goes_on() -> None:
+    model = sharded(make_model())
+    source = weight_layout(model)
+    plan = plan_transfer(source, TransferLayout.sliced(source.metadata(), [2]))
+    state = {name: torch.empty(shape, dtype=dtype) for name, dtype, shape in source.metadata()}
+    if dist.get_rank() == 2:
+        name = next(iter(state))
+        for wrong, words in (
+            ({**state, name: state[name].float()}, rf"tensor '{name}' is .* of torch.float32 .* fix: "),
+            ({key: value for key, value in state.items() if key != name}, rf"has no tensor '{name}'.* fix: "),
+        ):
+            with pytest.raises(TransferError, match=words):
+                send_weights(model, plan, into=wrong)
+    else:
+        for _ in range(2):
+            with pytest.raises(
+                AgreementError, match="rank 2, which moves weights by a transfer plan, raised TransferErr"
+            ):
+                send_weights(model, plan)
+    other = plan_transfer(source, TransferLayout.sliced(source.metadata(), [2]), staging_bytes=1000 + dist.get_rank())
+    with pytest.raises(MeshError, match="the ranks have different transfer plans"):
+        send_weights(model, other, into=state)
+    token_loss(model, dist.get_rank(), 0).backward()
+    send_weights(model, plan, into=state)
+    if dist.get_rank() == 2:
+        with pytest.raises(TransferError, match=r"holds weights in the plan's source layout.* fix: "):
+            receive_weights(state, plan)
+    else:
+        with pytest.raises(AgreementError, match="rank 2"):
+            send_weights(model, plan)
+
+
+@on_ranks(2)
+def test_a_plan_of_another_model_is_refused() -> None:
+    model, other = sharded(make_model()), sharded(Stack(Block()))
+    source = weight_layout(other)
+    plan = plan_transfer(source, TransferLayout.sliced(source.metadata(), [0]))
+    with pytest.raises(TransferError, match=r"the model has .* weights, and the plan's source layout has .* fix: "):
+        send_weights(model, plan)
