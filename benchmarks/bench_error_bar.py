@@ -87,8 +87,12 @@ class CpuSpeeds:
         return (self.call + self.product * work.flops + self.memory * work.num_bytes) / self.share
 
     def link(self, work: Work) -> str:
-        """Return the one there is."""
-        return "gloo"
+        """Return the one link there is; a rank's kernels share nothing."""
+        return "gloo" if work.ranks else ""
+
+    def occupied(self, work: Work) -> float:
+        """A collective of gloo takes nothing from kernels: ``share`` counts what ranks take from each other."""
+        return 0.0
 
 
 def _sent(work: Work) -> float:
