@@ -218,11 +218,14 @@ PREDICTED = ("virtual", "error_bar")
 
 def page(text: str, folder: Path = RESULTS) -> str:
     """Return the text of a page with its tables made again."""
-    tables = {name: lambda claims=claims: table_of(claims, folder) for name, claims in TABLES.items()}
-    tables |= {name: lambda name=name: _whole_table(name, folder) for name in PREDICTED}
-    tables["summary"] = lambda: table_of(SUMMARY, folder, has_sources=False)
+
+    def table(name: str) -> str:
+        if name == "summary":
+            return table_of(SUMMARY, folder, has_sources=False)
+        return _whole_table(name, folder) if name in PREDICTED else table_of(TABLES[name], folder)
+
     pattern = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
-    return pattern.sub(lambda found: found[1] + tables[found[2]]() + found[3], text)
+    return pattern.sub(lambda found: found[1] + table(found[2]) + found[3], text)
 
 
 def picture_of(name: str) -> Path:

@@ -130,7 +130,8 @@ def export_checkpoint(
 
     def read(name: str) -> torch.Tensor:
         progress(f"tensor {number_of[name]} of {len(likes)}: {name}")
-        return read_values(opened, [by_name[name]])[0]
+        value: torch.Tensor = read_values(opened, [by_name[name]])[0]
+        return value
 
     write_folder(folder, likes, read, max_file_bytes)
     return len(likes)

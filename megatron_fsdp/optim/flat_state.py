@@ -58,8 +58,7 @@ def adopt_together(wanted: Iterable[tuple[FlatState, Sequence[bool]]], state: St
 
 
 class FlatState:
-    """The common base of optimizer states. A subclass says under which ``keys`` it shows each parameter, and makes the
-    tensors.
+    """The common base of optimizer states. A subclass names the ``keys`` of a parameter's state and makes the tensors.
 
     Args:
         memory: where the parameters lie.

@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     begun = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="docs-") as folder:
         copy = copied(Path(folder) / "repository")
-        failed = []
+        failed: list[Block] = []
         for number, page in enumerate(chosen, 1):
             print(f"page {number} of {len(chosen)}, after {time.monotonic() - begun:.0f} s: {page}", flush=True)
             failed += run_page(page, copy)

@@ -7,14 +7,13 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from dbuffer import StorageError, memory_meter
 from megatron_fsdp import MixedPrecisionPolicy, ParameterGroup, fully_shard_optimizer
 from tests.harness import on_ranks
-from tests.harness.models import WIDTH, Block, CheckpointedStack, ShuffledStack, Stack, inputs
+from tests.harness.models import WIDTH, Block, CheckpointedStack, ShuffledStack, Stack, loss_of_rank
 from tests.harness.oracle import units_of
 from tests.harness.storage_guard import guard_released_storage
 from tests.harness.twins import sharded
@@ -31,10 +30,6 @@ def sharded_stack(
 
 def groups_of(model: nn.Module) -> list[ParameterGroup]:
     return [group for unit in units_of(model) for group in unit.parameter_groups]
-
-
-def loss_of(model: nn.Module, step: int) -> torch.Tensor:
-    return model(inputs(dist.get_rank(), step).requires_grad_()).float().square().mean()
 
 
 @dataclass(frozen=True)
@@ -71,7 +66,7 @@ def test_a_step_holds_two_gathered_units_and_a_packed_gradient_at_most_and_alloc
         for microbatch in range(setting.microbatches):
             rest = meter.current_bytes
             meter.reset_peak()
-            loss = loss_of(model, 2 * step + microbatch)
+            loss = loss_of_rank(model, 2 * step + microbatch)
             forward = max(forward, (meter.peak_bytes - rest) / largest if step else 0.0)
             loss.backward()
             backward = max(backward, (meter.peak_bytes - rest) / largest if step else 0.0)
@@ -100,7 +95,7 @@ def test_a_rank_holds_main_weights_at_rest_and_gradients_from_backward_to_zero_g
     shards = 4 * sum(group.main_weight.layout.numel for group in groups_of(model))
     phases = [meter.current_bytes]
     for step in range(3):
-        loss_of(model, step).backward()
+        loss_of_rank(model, step).backward()
         phases = [*phases[:1], meter.current_bytes]
         optimizer.step()
         phases.append(meter.current_bytes)
@@ -125,7 +120,7 @@ def test_gradients_that_are_kept_have_their_values_after_the_next_backward(strat
     kept: list[tuple[torch.Tensor, torch.Tensor]] = []
     for step in range(5):
         optimizer.zero_grad()
-        loss_of(model, step).backward()
+        loss_of_rank(model, step).backward()
         assert all(torch.equal(rows_of(one), values) for one, values in kept)
         gradients = [p.grad if step % 2 else rows_of(p.grad).view(-1) for p in model.parameters()]
         kept = [(gradient, rows_of(gradient).clone()) for gradient in gradients]
@@ -137,7 +132,7 @@ def test_gradients_that_are_kept_have_their_values_after_the_next_backward(strat
 @on_ranks(2)
 def test_gradients_are_saved_without_the_buffer_and_parameters_load_safely() -> None:
     model = sharded_stack()
-    loss_of(model, 0).backward()
+    loss_of_rank(model, 0).backward()
     parameter = min(model.parameters(), key=torch.Tensor.numel)
     gradient = parameter.grad
     for tensor in (parameter, gradient):

@@ -1,6 +1,6 @@
 """Checks of the rules that hold between and within files, made on syntax trees: nothing is imported.
 
-Each rule takes sources and returns one line per violation: where it is, what was found, what was wanted.
+Each rule takes sources and returns one line per violation: place, found, wanted.
 """
 
 import ast
@@ -107,7 +107,7 @@ RESERVED = (
         tuple(f"megatron_fsdp/integrations/megatron/{name}.py" for name in ("adapter", "torch_dist")),
         "a function of megatron_fsdp/integrations/megatron/adapter.py",
     ),
-    # They run in the process that collects them.
+    # Unit tests run in the process that collects them.
     Reserved(
         r"\b(import subprocess|from subprocess|subprocess\.|os\.fork|os\.posix_spawn|multiprocessing\.(Process|get_con)"
         r"|run_ranks|on_ranks)",

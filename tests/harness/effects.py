@@ -1,4 +1,4 @@
-"""Effects on the disk, recorded while real code runs: what a crash before each of them leaves, or an error in it.
+"""Record effects on the disk while real code runs, and the folder that a crash before each effect would leave.
 
 The interpreter's audit events tell of every change of a name and of every file that is opened for writing, whatever
 code does it; ``os.fsync``, which has none, is wrapped. Just before each the folder under observation is copied. Such a
@@ -39,7 +39,7 @@ class Recording:
 
     Attributes:
         root: the folder. fault: what to raise at one effect instead of it, counted from 0, and where.
-        effects: what was done, in words: "os.rename step". killed: the folder before each effect, and at the end.
+        effects: descriptions of the effects: "os.rename step". killed: the folder before each effect, and at the end.
         unpowered: for the same moments, what a loss of power leaves when nothing, or half, of each content that was
             not brought to the disk has reached it.
     """
@@ -75,7 +75,7 @@ class Recording:
         self.unpowered.append((none, half))
 
     def hear(self, effect: str, path: str) -> None:
-        """Take notice of an effect that is about to happen; raise the fault instead of it where it has its turn."""
+        """Record the next effect, or raise the fault instead if its number is reached."""
         with _LOCK:
             if self._is_looking or not os.path.abspath(path).startswith(str(self.root)):
                 return
@@ -114,10 +114,10 @@ class Recording:
 
 @contextlib.contextmanager
 def record(root: Path, fault: tuple[int, BaseException] | None = None) -> Iterator[Recording]:
-    """Record what happens in a folder, on all threads. What lies there counts as on the disk.
+    """Record changes in a folder, on all threads. Existing files count as written to disk.
 
     Args:
-        fault: the number of an effect, and what is raised instead of it.
+        fault: the number of an effect, and the exception raised instead of it.
     """
     _hook()
     recording = Recording(root, fault)
@@ -137,7 +137,7 @@ def key_of(tree: Tree) -> int:
 
 
 def restore(root: Path, tree: Tree) -> None:
-    """Make a folder what a crash left of it."""
+    """Restore a folder to its content after a crash."""
     shutil.rmtree(root, ignore_errors=True)
     root.mkdir(parents=True)
     for name, content in tree.items():
@@ -158,7 +158,7 @@ def _watched(fsync: Callable[[int], None], recording: Recording) -> Callable[[in
 
 
 def _hook() -> None:
-    # It cannot be taken away again.
+    # An audit hook cannot be removed.
     global _is_hooked
     if not _is_hooked:
         _is_hooked = True

@@ -1,4 +1,4 @@
-"""What can go wrong on a rank, and the error that tells the calling test about it."""
+"""The ways in which a rank can fail, and the error that the calling test gets."""
 
 import signal
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from enum import Enum
 
 
 class FailureKind(Enum):
-    """How a rank failed to return a value; the members are in the order in which they explain each other."""
+    """How a rank failed. Earlier members are likelier causes of later ones."""
 
     DIED = "died"
     RAISED = "raised"
@@ -23,7 +23,7 @@ class RankFailure:
         rank: the rank in the failed call, which is also the worker's position in the pool.
         kind: how it failed.
         report: traceback, exit reason or stack of the hung rank; several lines.
-        output: what the rank wrote to stdout and stderr during the call.
+        output: the rank's stdout and stderr during the call.
         exit_code: of a rank that DIED, as ``subprocess`` gives it (-9 for SIGKILL); None for the other kinds.
     """
 

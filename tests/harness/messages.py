@@ -1,4 +1,4 @@
-"""What the calling process and a worker say to each other, pickled: ready, task, outcome, release, clean, task, ...
+"""The pickled messages between the calling process and a worker: ready, task, outcome, release, clean, task, ...
 
 Plain pickle and not ``Connection.send``: torch registers reductions with multiprocessing's pickler that pass tensors
 as shared-memory handles, which die with the worker. Here a tensor travels by value.
@@ -40,7 +40,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What the function did on one rank: exactly one of ``value`` (pickled) and ``error`` (a traceback) is set.
+    """The outcome of the function on one rank: exactly one of ``value`` (pickled) and ``error`` (a traceback) is set.
 
     ``finished_at`` is on the clock that all processes of a machine share, so the earliest failure can be named first.
     """
@@ -57,7 +57,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """All ranks have reported: a rank may now close its connections without cutting off a peer."""
+    """All ranks have reported, so a rank may close its connections."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,14 +33,14 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """Layers of one width, one after the other; without parameters of its own."""
+    """A sequence of layers of one width, without parameters of its own."""
 
     def __init__(self, *layers: nn.Module) -> None:
         super().__init__()
         self.layers = nn.ModuleList(layers)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what the last layer returns."""
+        """Return the last layer's output."""
         for layer in self.layers:
             x = layer(x)
         return x
@@ -78,7 +78,7 @@ class CheckpointedStack(Stack):
     """Keeps the inputs of its layers only."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what the last layer returns."""
+        """Return the last layer's output."""
         for layer in self.layers:
             x = checkpoint(layer, x, use_reentrant=False)
         return x
@@ -90,7 +90,7 @@ class ShuffledStack(Stack):
     num_calls = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what the last layer returns."""
+        """Return the last layer's output."""
         self.num_calls += 1
         for index in range(len(self.layers)):
             x = self.layers[self.num_calls * (index + 1) % 7 - 1](x)
@@ -112,6 +112,12 @@ def squared(model: nn.Module, rank: int, step: int) -> torch.Tensor:
     """Return the mean square of the model's output on one rank's data."""
     output: torch.Tensor = model(inputs(rank, step))
     return output.square().mean()
+
+
+def loss_of_rank(model: nn.Module, step: int) -> torch.Tensor:
+    """Return the FP32 mean square of the model's output on this rank's data, which requires a gradient."""
+    output: torch.Tensor = model(inputs(dist.get_rank(), step).requires_grad_())
+    return output.float().square().mean()
 
 
 class ExpertBlock(nn.Module):

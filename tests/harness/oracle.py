@@ -27,7 +27,7 @@ from tests.harness.models import Model, Stack, draw_tokens, loss_of, make_mesh, 
 from tests.harness.storage_guard import guard_released_storage
 
 _REPLICATED, _SUMS, _CUT = (Replicate(), Replicate()), (Partial(), Partial()), (Flat(), Flat())
-# By what tests call them; the names are classmethods of ``Placements`` but for the last two.
+# By their names in tests, which are classmethods of ``Placements`` but for the last two.
 STRATEGIES = {
     "no_shard": Placements.no_shard(0),
     "optim": Placements.optim(0),
@@ -175,7 +175,7 @@ def differing(
 
 
 def whole(tensor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-    """Return a full copy of a tensor that may be sharded; zeros where there is none."""
+    """Return a full copy of a tensor that may be sharded; zeros for None."""
     if tensor is None:
         return torch.zeros(like.shape)
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
@@ -189,7 +189,7 @@ Losses: TypeAlias = torch.Tensor | tuple[torch.Tensor, ...]
 
 @dataclass(frozen=True)
 class Case:
-    """One model to train both ways.
+    """A model to train sharded and whole.
 
     Attributes:
         build: makes the model.

@@ -1,4 +1,4 @@
-"""Whether a plan is a legal zero-copy layout, knowing nothing of how it was found."""
+"""Check that a plan is a legal zero-copy layout, independently of the planner."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""What nearly every test imports on its ranks: done once, in the process whose forks the ranks are.
+"""Import the modules that most tests need, once, in the process from which ranks are forked.
 
 ``import megatron_fsdp`` alone loads no engine; names of its are what loads it.
 """

@@ -1,4 +1,4 @@
-"""The calling process's handle on one worker process: starting it, talking to it, reading what it wrote, ending it."""
+"""Start, message, read and end one worker process, from the calling process."""
 
 import contextlib
 import functools
@@ -14,8 +14,7 @@ from tests.harness.messages import Ready, Task, receive, send
 
 START_TIMEOUT_S = 120.0
 EXIT_TIMEOUT_S = 5.0
-# What nearly every test imports on its ranks takes seconds of processor time; a fork of the process that has it,
-# milliseconds.
+# The imports of most tests take seconds of processor time; a fork of a process with these imports takes milliseconds.
 PRELOADED = "tests.harness.preloaded"
 
 
@@ -59,7 +58,7 @@ class WorkerProcess:
             send(self.connection, task)
 
     def output(self) -> str:
-        """Return what the worker has written since its latest task began, or since its start."""
+        """Return the worker's output since its latest task began, or since its start."""
         descriptor = self._output.fileno()
         size = os.fstat(descriptor).st_size - self._output_start
         # pread leaves alone the file position, which this process shares with the worker that writes there.
@@ -77,7 +76,7 @@ class WorkerProcess:
         """End a worker that hangs and return its failure; the output ends with the stack on which it hung.
 
         Args:
-            waited_for: what it did not do and for how long, a whole sentence.
+            waited_for: a sentence that says what the worker did not do, and for how long.
         """
         self.process.terminate()
         self.process.join(EXIT_TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""A test whose body every rank runs: what it asserts is asserted on each of them."""
+"""A test whose body runs on every rank, with its assertions."""
 
 import functools
 import importlib
@@ -14,11 +14,12 @@ Test = Callable[..., None]
 def on_ranks(world_size: int | Callable[..., int], **options: Any) -> Callable[[Test], Test]:
     """Make a test of a function that every rank of a new process group is to run, from its first line to its last.
 
-    What pytest passes it (parameters, ``tmp_path``) travels to the ranks, so it must be picklable. Of an assertion that
+    The arguments from pytest (parameters, ``tmp_path``) travels to the ranks, so it must be picklable. Of an assertion
+    that
     fails, the error shows the local variables. Write it below marks: they belong to the test.
 
     Args:
-        world_size: number of ranks, or a function of those of the test's parameters that it names.
+        world_size: number of ranks, or a function of some of the test's parameters.
         options: those of ``run_ranks``.
     """
 
@@ -38,7 +39,7 @@ def on_ranks(world_size: int | Callable[..., int], **options: Any) -> Callable[[
 
 
 class _Body:
-    """What a decorator has wrapped; a rank finds it by its name, which is that of the wrapper."""
+    """The function inside a decorator. A rank finds it by its name, which equals the wrapper's."""
 
     def __init__(self, function: Test) -> None:
         self.module, self.__qualname__ = function.__module__, function.__qualname__

@@ -75,7 +75,7 @@ def run_ranks(
     if report.failures:
         raise RankError(name, world_size, report.failures)
     _show_output(report)
-    # The type is the function's own word for what it returns.
+    # The type is the function's annotation.
     return [pickle.loads(value) for value in report.values]
 
 
@@ -151,7 +151,7 @@ def _converse(workers: Sequence[WorkerProcess], task: Task) -> CallReport:
     """Have the workers run a task and clean up after it."""
     for worker in workers:
         worker.begin(task)
-    # With the grace on top, a collective that times out gets to say so itself.
+    # The grace period lets a collective that times out raise its own error first.
     replies = _await_replies(workers, task.timeout_s + GRACE_S, "outcome")
     outcomes = {rank: message for rank, message in replies.messages.items() if isinstance(message, Outcome)}
     failures = replies.failures + [
@@ -178,9 +178,9 @@ def earliest_failure_first(outcomes: Mapping[int, Outcome]) -> list[int]:
 
 
 def _clean_up(workers: Sequence[WorkerProcess]) -> tuple[list[RankFailure], int]:
-    """Let the workers close their process groups; return what came to light thereby, and how many groups are left."""
+    """Let the workers close their process groups; return their failures and the number of groups left."""
     for worker in workers:
-        # One that has died since its outcome is found below, when it does not reply.
+        # A worker that died after its outcome is found below, because it does not reply.
         with contextlib.suppress(OSError):
             send(worker.connection, Release())
     replies = _await_replies(workers, CLEANUP_TIMEOUT_S, "end of the clean-up")
@@ -219,7 +219,7 @@ def _await_replies(workers: Sequence[WorkerProcess], timeout_s: float, what: str
 
 
 def _take_reply(worker: WorkerProcess, replies: _Replies) -> bool:
-    """File a worker's message, or its death where there is none; tells whether all is well with it."""
+    """Record a worker's message, or its death; return whether the worker succeeded."""
     try:
         message = receive(worker.connection)
     except (EOFError, OSError):
@@ -230,7 +230,7 @@ def _take_reply(worker: WorkerProcess, replies: _Replies) -> bool:
 
 
 def _show_output(report: CallReport) -> None:
-    """Print what the ranks wrote, for the test runner to show should the calling test fail on their values."""
+    """Print the ranks' output, which the test runner shows if the calling test fails."""
     for rank, output in enumerate(report.outputs):
         for line in output.splitlines():
             print(f"[rank {rank}] {line}")

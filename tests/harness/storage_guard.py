@@ -14,7 +14,7 @@ from dbuffer.storage import KNOWN
 
 __all__ = ["guard_released_storage"]
 
-# They read no data and no storage size.
+# These operators read neither data nor the storage size.
 _HARMLESS = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 
@@ -35,5 +35,5 @@ def guard_released_storage() -> AbstractContextManager[Any]:
 
 
 def _has_plain_storage(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is no wrapper around others."""
+    """Return whether a tensor is not a wrapper subclass."""
     return bool(type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__)

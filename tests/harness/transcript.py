@@ -1,4 +1,4 @@
-"""What the runtime did in a block, as text."""
+"""Record the engine's actions in a block, as text."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ __all__ = ["record_transcript"]
 
 @contextmanager
 def record_transcript() -> Iterator[list[str]]:
-    """Record what the runtime does, in host order, one "action unit" string each; see ``Journal``."""
+    """Record the engine's actions in host order, one "action unit" string each; see ``Journal``."""
     transcript: list[str] = []
 
     def hear(action: str, subject: Any) -> None:

@@ -1,4 +1,4 @@
-"""A sharded model beside the same one whole, which sees the data of all ranks: for tests that meddle with training."""
+"""A sharded model and its whole copy, which gets the data of all ranks, for tests that change a training step."""
 
 import copy
 import math

@@ -29,19 +29,19 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore  # torch.dis
 from tests.harness.messages import Call, Clean, Outcome, Ready, Release, Task, receive, send
 
 SEED = 20_260_101
-# How much of a variable is shown beside an assertion that failed.
+# The most characters of a variable shown beside a failed assertion.
 MAX_REPR = 500
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What a worker is told when it is started.
+    """The arguments of a worker's start.
 
     Attributes:
         connection: to the calling process.
         store_port: port of the calling process's ``TCPStore`` on 127.0.0.1.
         rank: this worker's rank in every call it takes part in.
-        output: path of the file that gets what it writes to stdout and stderr.
+        output: path of the file for its stdout and stderr.
         environment: its environment variables.
     """
 
@@ -159,7 +159,7 @@ def _join(task: Task, rank: int, store: Store) -> None:
 
 
 def _close_process_groups() -> list["weakref.ref[dist.ProcessGroup]"]:
-    """Destroy the process groups, and return what is left of each once nothing refers to it."""
+    """Destroy the process groups, and return those that are still referenced."""
     # Cycles first: a model or mesh that one of them holds may own a reference to a group.
     gc.collect()
     closed = [weakref.ref(group) for group in dist.distributed_c10d._world.pg_map]
@@ -171,7 +171,7 @@ def _close_process_groups() -> list["weakref.ref[dist.ProcessGroup]"]:
 
 
 def _restore(environment: dict[str, str]) -> list["weakref.ref[dist.ProcessGroup]"]:
-    """Undo what a call may have changed for the whole process; return its process groups, as the function above."""
+    """Reset the process after a call; return its process groups, as the function above."""
     closed = _close_process_groups()
     _forget_meshes()
     os.environ.clear()
@@ -187,9 +187,9 @@ def _restore(environment: dict[str, str]) -> list["weakref.ref[dist.ProcessGroup
 
 
 def _freeze_what_was_imported(num_modules: int) -> int:
-    """Keep the garbage collector off what imports made, if there were any, and return how many modules there are now.
+    """Exclude imported objects from garbage collection after new imports; return the number of modules.
 
-    It lives as long as the process; looked through after each call, it costs more than the calls of most tests.
+    These objects live as long as the process. Collecting them after each call takes longer than most tests.
 
     Args:
         num_modules: how many there were before. Garbage is frozen too, so collect it first.

@@ -6,18 +6,13 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from dbuffer import memory_meter
 from megatron_fsdp import FsdpModule, fully_shard_optimizer
 from tests.harness import on_ranks
-from tests.harness.models import Block, Stack, inputs
+from tests.harness.models import Block, Stack, loss_of_rank
 from tests.harness.oracle import shard_each
-
-
-def loss_of(model: nn.Module, step: int) -> torch.Tensor:
-    return model(inputs(dist.get_rank(), step).requires_grad_()).float().square().mean()
 
 
 class Failing(Block):
@@ -58,12 +53,12 @@ def failing(model: nn.Module, mode: str) -> Iterator[None]:
 
 def run_to_failure(model: nn.Module, mode: str, step: int = 0) -> None:
     with failing(model, mode), pytest.raises(RuntimeError, match="out of memory, say"):
-        loss_of(model, step).backward()
+        loss_of_rank(model, step).backward()
 
 
 def train_a_step(model: nn.Module, step: int = 0) -> None:
     optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters()))
-    loss_of(model, step).backward()
+    loss_of_rank(model, step).backward()
     optimizer.step()
 
 
@@ -74,13 +69,13 @@ def gather_a_unit(model: nn.Module) -> None:
 # What a model goes through before it is deleted; what is returned lives on.
 LIVES: dict[str, Callable[[nn.Module], object]] = {
     "nothing": lambda model: None,
-    "a forward": lambda model: loss_of(model, 0).item(),
-    "a forward without gradients": lambda model: torch.no_grad()(loss_of)(model, 0).item(),
+    "a forward": lambda model: loss_of_rank(model, 0).item(),
+    "a forward without gradients": lambda model: torch.no_grad()(loss_of_rank)(model, 0).item(),
     "a training step": train_a_step,
     "an exception in forward": lambda model: run_to_failure(model, "forward"),
     "an exception in backward": lambda model: run_to_failure(model, "backward"),
     "an unshard": gather_a_unit,
-    "a backward whose loss is kept": lambda model: ((loss := loss_of(model, 0)).backward(), loss),
+    "a backward whose loss is kept": lambda model: ((loss := loss_of_rank(model, 0)).backward(), loss),
 }
 
 
@@ -111,7 +106,7 @@ def test_a_step_after_an_exception_leaves_nothing_allocated_from_an_exception_in
     for step in range(3):
         run_to_failure(model, mode, step)
         model.zero_grad()
-        loss_of(model, step).backward()
+        loss_of_rank(model, step).backward()
         model.zero_grad()
         held.append(memory_meter().current_bytes)
     assert held == [held[0]] * 4
