@@ -64,7 +64,8 @@ def trained(strategy: str, kind: Kind, steps: int = 2, **options: Any) -> tuple[
 
 
 def whole(value: Any) -> Any:
-    return value.full_tensor() if isinstance(value, DTensor) else copy.deepcopy(value)
+    # A replicated DTensor gives its own memory.
+    return value.full_tensor().clone() if isinstance(value, DTensor) else copy.deepcopy(value)
 
 
 def contents(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -128,7 +128,8 @@ def test_a_receiver_that_fails_is_named_and_training_goes_on() -> None:
                 AgreementError, match="rank 2, which moves weights by a transfer plan, raised TransferErr"
             ):
                 send_weights(model, plan)
-    other = plan_transfer(source, TransferLayout.sliced(source.metadata(), [2]), staging_bytes=500 + 300 * dist.get_rank())
+    staging_bytes = 500 + 300 * dist.get_rank()
+    other = plan_transfer(source, TransferLayout.sliced(source.metadata(), [2]), staging_bytes=staging_bytes)
     with pytest.raises(MeshError, match="the ranks have different transfer plans"):
         send_weights(model, other, into=state)
     token_loss(model, dist.get_rank(), 0).backward()
