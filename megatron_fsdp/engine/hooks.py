@@ -96,6 +96,9 @@ class SharedOrder(Protocol[UnitT, CallT_contra]):
     def drains(self) -> bool:
         """Whether compute may wait for reductions in backward: no rank waits there for a gather."""
 
+    def units(self) -> list[UnitT]:
+        """Return its units, in this order."""
+
     def place_of(self, unit: UnitT) -> int | None:
         """Return the place of a unit; None for the root."""
 

@@ -38,6 +38,7 @@ from megatron_fsdp.transfer.optimizer_move import OptimizerMove
 from megatron_fsdp.transfer.transfer_plan import TransferPlan, plan_transfer
 from megatron_fsdp.transfer.versions import is_being_sent, tracker_of
 from megatron_fsdp.transfer.weight_layout import held_elements, shards_by_rank
+from megatron_fsdp.variants.forward_order import order_of
 from megatron_fsdp.variants.memory_slots import reshard_to
 
 __all__ = ["reshard_"]
@@ -147,6 +148,11 @@ def _check(model: nn.Module, units: Sequence[Unit], optimizers: Sequence[Optimiz
             raise ConfigError(refusal)
     for unit in units:
         unit.refuse_replaced_params()
+        if unit.num_holds:
+            raise StateError(
+                f"reshard_: an unsharded() block keeps the weights of unit {unit.name!r} gathered. fix: call reshard_ "
+                "after the block"
+            )
         unit.reshard()
         for group in unit.groups:
             _check_group(group, is_awaited=any(call() is not None for call in unit.calls))
@@ -502,7 +508,9 @@ def _follow(units: Sequence[Unit], before: _Before) -> None:
 def _keep_settings(new: Root, old: Root) -> None:
     new.backward.is_last, new.backward.is_manual = old.backward.is_last, old.backward.is_manual
     new.backward.max_packed_buffers, new.step_event = old.backward.max_packed_buffers, old.step_event
-    new.backward.reducing = old.backward.reducing
+    new.backward.reducing, new.prefetch_bytes = old.backward.reducing, old.prefetch_bytes
+    if old.order is not None:
+        new.order = order_of(new, old.order.units())
 
 
 def _attend(units: Sequence[Unit]) -> None:

@@ -99,6 +99,10 @@ class ForwardOrder:
         assert root is not None
         return root
 
+    def units(self) -> list[Unit]:
+        """Return its units, in this order."""
+        return alive(self._units)
+
     def place_of(self, unit: Unit) -> int | None:
         """Return the place of a unit; None for the root."""
         return self._places.get(id(unit))

@@ -76,7 +76,7 @@ def test_engine_slices_equal_the_plain_models_to_the_bit() -> None:
 def test_tensor_parallel_weights_go_to_another_degree() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(1)
-    plain = Stack(Block(), Block(hidden=6))
+    plain = Stack(Block(hidden=10), Block(hidden=6))
     model = copy.deepcopy(plain)
     for layer in model.layers:
         for linear, dim in ((layer.up, 0), (layer.down, 1)):
@@ -128,7 +128,8 @@ def test_a_receiver_that_fails_is_named_and_training_goes_on() -> None:
                 AgreementError, match="rank 2, which moves weights by a transfer plan, raised TransferErr"
             ):
                 send_weights(model, plan)
-    other = plan_transfer(source, TransferLayout.sliced(source.metadata(), [2]), staging_bytes=1000 + dist.get_rank())
+    staging_bytes = 500 + 300 * dist.get_rank()
+    other = plan_transfer(source, TransferLayout.sliced(source.metadata(), [2]), staging_bytes=staging_bytes)
     with pytest.raises(MeshError, match="the ranks have different transfer plans"):
         send_weights(model, other, into=state)
     token_loss(model, dist.get_rank(), 0).backward()
