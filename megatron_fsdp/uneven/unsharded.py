@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,9 +25,17 @@ from megatron_fsdp.lifecycle.module import gather_afresh, unit_of
 
 __all__ = ["unsharded"]
 
-_HELD: list[Unit] = []
-_WRITEBACK: list[bool] = []
-"""What each open block does with changes, outermost first."""
+
+@dataclass(eq=False)
+class _Block:
+    """A block that is open: the units that it keeps gathered, and whether it keeps changes."""
+
+    units: Sequence[Unit]
+    writeback: bool
+
+
+_BLOCKS: list[_Block] = []
+"""Outermost first."""
 
 
 @contextmanager
@@ -60,24 +69,24 @@ def unsharded(model: nn.Module, units: Iterable[nn.Module] | None = None, writeb
     chosen = list(units_below(model)) if units is None else [unit_of(module) for module in units]
     chosen = list({id(unit): unit for unit in chosen if unit.groups}.values())
     _check(model, chosen, writeback)
-    owns_changes = writeback and True not in _WRITEBACK
+    # Changes of the others are an outer block's to keep.
+    owned = [unit for unit in chosen if writeback and not unit.num_holds]
     action = f"enters unsharded({type(model).__name__}, writeback={writeback})"
     kept = _gather(chosen, action)
-    shards = _own_shards(chosen) if owns_changes else {}
-    _hold(chosen, writeback)
+    block, shards, is_alone = _Block(chosen, writeback), dict[int, torch.Tensor](), True
     try:
+        shards = _own_shards(owned)
+        _hold(block)
         yield
-    except BaseException:
-        _let_go(chosen)
-        _drop_changes(chosen, shards)
-        _release(chosen, kept, is_raising=True)
-        raise
-    _let_go(chosen)
-    try:
-        if owns_changes:
-            _write_back(chosen, shards, action)
-    except BaseException:
-        _drop_changes(chosen, shards)
+        _let_go(block)
+        is_alone = False
+        _write_back(owned, shards, action)
+    except BaseException as error:
+        for ranks in _ranks_of(owned) if is_alone else ():
+            # They wait for this one where the block ends.
+            report_failure(ranks, f"leaves the block that it {action}", error)
+        _let_go(block)
+        _drop_changes(owned, shards)
         _release(chosen, kept, is_raising=True)
         raise
     _release(chosen, kept)
@@ -93,7 +102,7 @@ def _check(model: nn.Module, chosen: Sequence[Unit], writeback: bool) -> None:
             f"unsharded: unit {chosen[0].name!r} was entered in a backward, whose gathers follow an order of their "
             "own. fix: enter the block after backward() has returned"
         )
-    if writeback and _WRITEBACK and True not in _WRITEBACK:
+    if writeback and any(not block.writeback and set(block.units) & set(chosen) for block in _BLOCKS):
         raise StateError(
             "unsharded(writeback=True) inside unsharded(writeback=False), which keeps no change. fix: give the outer "
             "block writeback=True"
@@ -111,9 +120,9 @@ def _check(model: nn.Module, chosen: Sequence[Unit], writeback: bool) -> None:
 
 def _gather(chosen: Sequence[Unit], action: str) -> set[int]:
     """Gather units once all ranks have the memory for it; return those, by identity, that stay gathered afterwards."""
-    ranks = sorted({mesh_ranks(group.spec.mesh) for unit in chosen for group in unit.groups})
+    ranks = _ranks_of(chosen)
     kept: set[int] = set()
-    allocated: list[ParameterGroup] = []
+    allocated: list[tuple[Unit, ParameterGroup]] = []
     try:
         for unit in chosen:
             unit.refuse_replaced_params()
@@ -123,7 +132,7 @@ def _gather(chosen: Sequence[Unit], action: str) -> set[int]:
             for group in unit.groups:
                 # Before any collective, so that a rank without memory keeps no other rank waiting in one.
                 if not group.rests_whole and not group.gathered.storage.is_allocated:
-                    allocated.append(group)
+                    allocated.append((unit, group))
                     group.gathered.storage.reallocate()
     except BaseException as error:
         _free(allocated)
@@ -149,35 +158,42 @@ def _gather(chosen: Sequence[Unit], action: str) -> set[int]:
     return kept
 
 
-def _free(groups: Iterable[ParameterGroup]) -> None:
+def _ranks_of(units: Iterable[Unit]) -> list[tuple[int, ...]]:
+    """Return the ranks of each mesh of some units."""
+    return sorted({mesh_ranks(group.spec.mesh) for unit in units for group in unit.groups})
+
+
+def _free(allocated: Iterable[tuple[Unit, ParameterGroup]]) -> None:
     """Give back the memory of gathered weights that no gather came for."""
-    for group in groups:
-        if not group.weights.keeps_gathered:
+    for unit, group in allocated:
+        if unit.weight_state is WeightState.SHARDED and not group.weights.keeps_gathered:
             group.gathered.storage.release()
 
 
-def _hold(chosen: Sequence[Unit], writeback: bool) -> None:
-    if not _HELD:
-        CHECKS.append(_refuse_step)
-    _HELD.extend(chosen)
-    _WRITEBACK.append(writeback)
-    for unit in chosen:
+def _hold(block: _Block) -> None:
+    for unit in block.units:
         if not unit.num_holds:
             unit.held_version = unit.main_version()
-        unit.num_holds += 1
-        for group in unit.groups:
-            group.is_writable = group.is_writable or writeback
+    _BLOCKS.append(block)
+    _follow_blocks(block.units)
 
 
-def _let_go(chosen: Sequence[Unit]) -> None:
-    _WRITEBACK.pop()
-    for unit in chosen:
-        unit.num_holds -= 1
-        _HELD.remove(unit)
+def _let_go(block: _Block) -> None:
+    """Forget a block, however much of it has begun."""
+    if block in _BLOCKS:
+        _BLOCKS.remove(block)
+    _follow_blocks(block.units)
+
+
+def _follow_blocks(units: Sequence[Unit]) -> None:
+    """Let units, and optimizers' steps, know which blocks are open."""
+    for unit in units:
+        around = [block for block in _BLOCKS if unit in block.units]
+        unit.num_holds = len(around)
         for group in unit.groups:
-            group.is_writable = bool(unit.num_holds) and True in _WRITEBACK
-    if not _HELD:
-        CHECKS.remove(_refuse_step)
+            group.is_writable = any(block.writeback for block in around)
+    if bool(_BLOCKS) is not (_refuse_step in CHECKS):
+        (CHECKS.append if _BLOCKS else CHECKS.remove)(_refuse_step)
 
 
 def _release(chosen: Sequence[Unit], kept: set[int], *, is_raising: bool = False) -> None:
@@ -188,9 +204,9 @@ def _release(chosen: Sequence[Unit], kept: set[int], *, is_raising: bool = False
     """
     changed: Sequence[torch.Tensor] = ()
     for unit in chosen:
-        if unit.num_holds or unit.weight_state is not WeightState.UNSHARDED:
+        if unit.num_holds:
             continue
-        for group in unit.groups:
+        for group in unit.groups if unit.weight_state is WeightState.UNSHARDED else ():
             found = group.fsdp_params.changed_in_place()
             if found:
                 changed = changed or found
@@ -210,7 +226,7 @@ def _forget_changes(group: ParameterGroup) -> None:
 
 
 def _refuse_step(optimizer: Optimizer) -> None:
-    held = {id(group) for unit in _HELD for group in unit.groups}
+    held = {id(group) for block in _BLOCKS for unit in block.units for group in unit.groups}
     for parameter in (parameter for each in optimizer.param_groups for parameter in each["params"]):
         group = group_of_parameter(parameter)
         if group is not None and id(group) in held:
@@ -236,7 +252,7 @@ def _own_shard(group: ParameterGroup) -> torch.Tensor:
 @torch.no_grad()
 def _write_back(chosen: Sequence[Unit], shards: dict[int, torch.Tensor], action: str) -> None:
     """Take changed elements of the gathered weights over into main weights, if all ranks changed them alike."""
-    for ranks in sorted({mesh_ranks(group.spec.mesh) for unit in chosen for group in unit.groups}):
+    for ranks in _ranks_of(chosen):
         lines = [
             f"parameter {name!r} of unit {unit.name!r} with checksum {_checksum(used):x}"
             for unit in chosen

@@ -28,7 +28,7 @@ __all__ = ["PROGRAMS", "Route", "Routed", "random_routes", "run_program", "run_p
 
 Route = list[int]
 Routes = Callable[[int, int], Route]
-NUM_STEPS = 3
+NUM_STEPS = 2
 
 
 class Routed(nn.Module):

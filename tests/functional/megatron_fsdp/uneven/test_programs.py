@@ -27,10 +27,10 @@ IN_EACH_RUN = [(2, "optim_grads_params", 0), (3, "optim_grads", 1), (2, "optim",
     [pytest.param(*row, marks=() if row in IN_EACH_RUN else pytest.mark.slow) for row in GRID],
 )
 def test_programs_in_which_ranks_differ_equal_the_plain_model(world: int, strategy: str, checkpoints: int) -> None:
-    run_ranks(world, run_programs, strategy, checkpoints, timeout=200)
+    run_ranks(world, run_programs, strategy, checkpoints, timeout=600)
 
 
-@on_ranks(3, timeout=200)
+@on_ranks(3, timeout=600)
 def test_routes_that_ranks_draw_by_themselves_equal_the_plain_model() -> None:
     random_routes(range(10), "optim_grads_params")
 
