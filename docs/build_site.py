@@ -31,8 +31,8 @@ REFERENCE: Mapping[str, Mapping[str, str]] = {
         "Shard a model": "fully_shard FSDPModule Placements MixedPrecisionPolicy DataParallelMeshDims OffloadPolicy "
         "CPUOffloadPolicy replicate fsdp_no_shard materialize register_fsdp_forward_method share_comm_ctx "
         "expert_matmul",
-        "Train": "microbatch no_sync fully_shard_optimizer AdamW Muon clip_grad_norm_ check_gradients UnshardHandle "
-        "GradientReductionHandle",
+        "Train": "microbatch no_sync join JoinedBatches unsharded fully_shard_optimizer AdamW Muon clip_grad_norm_ "
+        "check_gradients UnshardHandle GradientReductionHandle",
         "Save and load": "save_checkpoint load_checkpoint CheckpointSeries SaveHandle full_state_dict "
         "export_safetensors import_safetensors",
         "Send weights": "weight_stream WeightStream StreamReport WeightBucket BucketEntry apply_bucket local_shards "
@@ -53,6 +53,7 @@ NAVIGATION: Mapping[str, Sequence[str]] = {
         "docs/planning.md",
         "docs/checkpoints.md",
         "docs/weights_to_inference.md",
+        "docs/ranks_that_differ.md",
         "docs/reliability.md",
         "docs/huggingface.md",
         "docs/megatron.md",
@@ -63,7 +64,13 @@ NAVIGATION: Mapping[str, Sequence[str]] = {
         "docs/first_gpu_run.md",
     ),
     "Concepts": ("docs/architecture.md", "docs/padding.md", "docs/design/states.md", "docs/design/order.md"),
-    "Reference": ("docs/features.md", "docs/flags.md", "docs/compatibility.md", "docs/performance.md"),
+    "Reference": (
+        "docs/features.md",
+        "docs/flags.md",
+        "docs/compatibility.md",
+        "docs/performance.md",
+        "benchmarks/RESULTS.md",
+    ),
     "Design": ("CONTRIBUTING.md", "CHANGELOG.md"),
 }
 
@@ -148,7 +155,7 @@ def stage() -> None:
 
 def source_pages() -> list[Path]:
     """Return the pages of the repository."""
-    names = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
+    names = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/RESULTS.md")
     return [*(ROOT / name for name in names), *sorted((ROOT / "docs").rglob("*.md"))]
 
 

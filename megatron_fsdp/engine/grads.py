@@ -88,6 +88,10 @@ class GradientBuffer:
     takes_products: bool
     packs_late = is_to_pack = False
     _copies = False
+    # Which gradients count: those of trained parameters, or none (``weigh``).
+    _packs: bytes | bytearray
+    _own_scale: float
+    _weight = 1.0
     # Gradients that stay where autograd leaves them until the unit is closed.
     _waits: bytes | bytearray
     _waiting: list[int]
@@ -105,8 +109,8 @@ class GradientBuffer:
         # Whether the backward under way brought anything; hooks of gradients have the list itself.
         self._begun = fsdp_params.begun
         self._make_buffers()
-        self.divide_by(spec.divisor)
         self._views = [self.packed.get_local_tensor(index) for index in range(len(fsdp_params.sharded_params))]
+        self.divide_by(spec.divisor)
         self._filled = bytearray(len(self._views))
         self._gaps = [self.packed.local_buffer[gap.start : gap.stop] for gap in self.packed.layout.padding()]
         self._turns = turns(self._device, fsdp_params.turn)
@@ -195,13 +199,13 @@ class GradientBuffer:
             self._turns.take(self._pack_waiting)
         if not self._begun[0]:
             self._begin(has_come=True)
-        if self._waits[index] and self._trained[index]:
+        if self._waits[index] and self._packs[index]:
             _set_grad(parameter, gradient)
         else:
             self._pack(index, gradient)
 
     def _pack(self, index: int, gradient: torch.Tensor) -> None:
-        if not self._trained[index]:
+        if not self._packs[index]:
             return
         if self._copies and not self._filled[index] and gradient.layout is _STRIDED:
             self._views[index].copy_(gradient)
@@ -223,7 +227,7 @@ class GradientBuffer:
             self._copies
             and len(found) == len(gradients)
             and not any(map(self._filled.__getitem__, indices))
-            and all(map(self._trained.__getitem__, indices))
+            and all(map(self._packs.__getitem__, indices))
             and set(map(_get_layout, found)) == {_STRIDED}
         ):
             torch._foreach_copy_(self._waiting_views, found)
@@ -250,7 +254,7 @@ class GradientBuffer:
             self._turns.take(self._pack_waiting)
         if not self._begun[0]:
             self._begin(has_come=True)
-        if self._trained[index]:
+        if self._packs[index]:
             view = self._views[index]
             if self._copies and not self._filled[index] and left.dtype is view.dtype and left.ndim == 2:
                 torch.mm(left, right, out=view)
@@ -453,7 +457,18 @@ class GradientBuffer:
         if self.reduction.wire is not None:
             # What rests was divided before.
             self.reduction.wire.scale = 1.0 / half if self.reduction.wire.whole.dtype is torch.float16 else 1.0
-        self.pack_scale = 1.0 / divisor if self.rests_partial else self.wire_scale
+        self._own_scale = 1.0 / divisor if self.rests_partial else self.wire_scale
+        self.weigh(self._weight)
+
+    def weigh(self, weight: float) -> None:
+        """Multiply this rank's gradients by ``weight`` from the next backward on.
+
+        Args:
+            weight: 0 drops them: this rank takes part in reductions with zeros.
+        """
+        self._weight = weight
+        self._packs = self.binding.trained if weight else bytes(len(self._views))
+        self.pack_scale = self._own_scale * (weight or 1.0)
         self.takes_products = math.frexp(self.pack_scale)[0] == 0.5
 
     def buffers(self) -> Iterator[tuple[str, DBuffer]]:
