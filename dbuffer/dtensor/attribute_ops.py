@@ -134,7 +134,9 @@ def refuse_collective(operator: Operator, args: Arguments, options: Options) -> 
     Raises:
         NotImplementedError: a rank does not hold all of each tensor. FSDP2's parameters raise the same class.
     """
-    placed = [each for each in tensors_in(args, options) if isinstance(each, PlacedTensor)]
+    tensors: list[torch.Tensor] = []
+    map_tensors([args, options], tensors.append)
+    placed = [each for each in tensors if isinstance(each, PlacedTensor)]
     tensor = next((each for each in placed if not each.is_whole or each.window is not None), None)
     if placed and tensor is None:
         return operator.function(*map_tensors(args, _local), **{k: map_tensors(v, _local) for k, v in options.items()})

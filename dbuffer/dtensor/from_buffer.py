@@ -15,6 +15,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils.dlpack import from_dlpack
 
+from dbuffer.dtensor.c10d_operators import refuse_sharded_tensors
 from dbuffer.dtensor.distribution import Distribution, FlatRows, contiguous_stride, ragged_shard
 from dbuffer.dtensor.flat_dtensor import FlatDTensor
 from dbuffer.dtensor.made_by_hand import keep_rows_of_placements
@@ -30,6 +31,7 @@ _DLPACK_DTYPES = frozenset(
 
 # Here, because only this file creates placements with rows.
 keep_rows_of_placements()
+refuse_sharded_tensors()
 
 
 def buffer_dtensor(

@@ -33,10 +33,10 @@ def keep_rows_of_placements() -> None:
     kind: Any = DTensor
     kind.__new__ = staticmethod(_make_by_placements)
     for operator in (torch.ops.aten._to_copy.default, torch.ops.aten.clone.default):
-        _handlers()[operator] = _copy_rows
+        operator_handlers()[operator] = _copy_rows
 
 
-def _handlers() -> dict[Any, Callable[..., Any]]:
+def operator_handlers() -> dict[Any, Callable[..., Any]]:
     """Return DTensor's table of operators that run by a function of their own instead of by placements."""
     handlers: dict[Any, Callable[..., Any]] = DTensor._op_dispatcher._custom_op_handlers
     return handlers
@@ -47,8 +47,14 @@ def _copy_rows(operator: Any, args: tuple[Any, ...], options: dict[str, Any]) ->
     source, *rest = args
     if isinstance(source, PlacedTensor):
         return source.with_local(operator(source._local_tensor, *rest, **options))
-    # These are the steps that DTensor takes for an operator without a handler. Taking the handler out of the table for
-    # a moment would give other threads wrong rows.
+    return run_without_handler(operator, args, options)
+
+
+def run_without_handler(operator: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """Run an operator on plain DTensors in the steps that DTensor takes for operators that are not in its table.
+
+    The table stays as it is: another thread may be using it.
+    """
     dispatcher: Any = DTensor._op_dispatcher
     call = dispatcher.unwrap_to_op_info(operator, args, options)
     dispatcher.sharding_propagator.propagate(call)

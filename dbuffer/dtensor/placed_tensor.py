@@ -297,6 +297,11 @@ def words_of(tensor: torch.Tensor | None) -> str:
         return named.words()
     if not isinstance(tensor, DTensor):
         return "which has no name"
+    # A tensor that was read from .data has the memory of its parameter; without rows, its layout.
+    memory = tensor._local_tensor
+    for known, named in _LABELS.items():
+        if known._local_tensor.data_ptr() == memory.data_ptr() if memory.numel() else known._spec is tensor._spec:
+            return str(named.words())
     return f"which was computed from sharded ones and has shape {tuple(tensor.shape)}"
 
 

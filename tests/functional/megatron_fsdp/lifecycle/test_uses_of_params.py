@@ -27,6 +27,44 @@ COLLECTIVES: dict[str, Callable[[torch.Tensor], object]] = {
 }
 
 
+def like(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a plain tensor of the same shape."""
+    return torch.zeros(tuple(tensor.shape))
+
+
+def each(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the same tensor for every rank."""
+    return [tensor] * dist.get_world_size()
+
+
+def group() -> dist.ProcessGroup:
+    """Return the group of all ranks."""
+    return dist.distributed_c10d._get_default_group()
+
+
+# Each rank is its own root, so that every rank has the list.
+LISTS: dict[str, Callable[[torch.Tensor], object]] = {
+    "all_gather outputs": lambda tensor: dist.all_gather(each(tensor), like(tensor)),
+    "all_gather_single output": lambda tensor: dist.all_gather_single(tensor, torch.zeros(3)),
+    "all_to_all outputs": lambda tensor: dist.all_to_all(each(tensor), each(like(tensor))),
+    "all_to_all inputs": lambda tensor: dist.all_to_all(each(like(tensor)), each(tensor)),
+    "all_to_all_single output": lambda tensor: dist.all_to_all_single(tensor, like(tensor)),
+    "gather outputs": lambda tensor: dist.gather(like(tensor), each(tensor), dist.get_rank()),
+    "scatter inputs": lambda tensor: dist.scatter(like(tensor), each(tensor), dist.get_rank()),
+    "reduce_scatter inputs": lambda tensor: dist.reduce_scatter(like(tensor), each(tensor)),
+    "reduce_scatter_single output": lambda tensor: dist.reduce_scatter_single(tensor, torch.cat(each(like(tensor)))),
+    "batch_isend_irecv": lambda tensor: dist.batch_isend_irecv(
+        [dist.P2POp(dist.irecv, tensor, (dist.get_rank() + 1) % dist.get_world_size())]
+    ),
+    "group.allreduce": lambda tensor: group().allreduce([like(tensor), tensor]),
+    "group.allgather": lambda tensor: group().allgather([each(tensor)], [like(tensor)]),
+    "group.allgather of it": lambda tensor: group().allgather([each(like(tensor))], [tensor]),
+    "group.reduce_scatter": lambda tensor: group().reduce_scatter([like(tensor)], [each(tensor)]),
+    "group.allgather_coalesced": lambda tensor: group().allgather_coalesced([each(tensor)], [like(tensor)]),
+    "group.send": lambda tensor: group().send([tensor], (dist.get_rank() + 1) % dist.get_world_size(), 0),
+}
+
+
 def trained() -> tuple[nn.Linear, DTensor]:
     """Return a sharded layer with gradients, and its weight."""
     torch.manual_seed(0)
@@ -53,6 +91,39 @@ def test_a_collective_of_a_sharded_parameter_names_it(name: str) -> None:
     counted = weight.to_local().detach().clone().sum()
     dist.all_reduce(counted)
     torch.testing.assert_close(counted, before.sum())
+
+
+@pytest.mark.parametrize("is_in_inference_mode", [False, True])
+@pytest.mark.parametrize("name", LISTS)
+@on_ranks(3)
+def test_a_sharded_parameter_in_a_list_of_a_collective_is_named(name: str, is_in_inference_mode: bool) -> None:
+    _, weight = trained()
+    assert weight.grad is not None
+    before = weight.full_tensor()
+    for tensor in (weight, weight.data, weight.grad):
+        with (
+            pytest.raises(NotImplementedError, match=r"'weight'.*fix: "),
+            torch.inference_mode() if is_in_inference_mode else torch.no_grad(),
+        ):
+            LISTS[name](tensor)
+    assert torch.equal(weight.full_tensor(), before)
+
+
+@on_ranks(3)
+def test_whole_norms_and_plain_tensors_travel_in_lists() -> None:
+    _, weight = trained()
+    norm = get_total_norm([weight.grad])
+    rank = dist.get_rank()
+    found = [torch.zeros(()) for _ in range(3)]
+    dist.all_gather(found, torch.tensor(float(rank)))
+    assert torch.stack(found).tolist() == [0, 1, 2]
+    received = torch.zeros(())
+    dist.scatter(received, [norm, norm * 2, norm * 3] if rank == 0 else None)
+    assert received.item() == pytest.approx(norm.item() * (rank + 1))
+    dist.gather(received, found if rank == 2 else None, 2)
+    assert rank != 2 or torch.stack(found).tolist() == pytest.approx([norm.item() * (each + 1) for each in range(3)])
+    dist.reduce_scatter(received, [torch.tensor(1.0), torch.tensor(10.0), torch.tensor(100.0)])
+    assert received.item() == 3 * 10**rank
 
 
 @on_ranks(3)
