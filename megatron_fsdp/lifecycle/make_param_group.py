@@ -36,7 +36,7 @@ from megatron_fsdp.engine.params import (
 from megatron_fsdp.engine.reduce import ReduceFunction
 from megatron_fsdp.engine.streams import compute_of, join_lanes
 from megatron_fsdp.engine.unit import Unit
-from megatron_fsdp.engine.unsharded_param import KINDS, GatheredWeight
+from megatron_fsdp.engine.unsharded_param import KINDS, UnshardedParam
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.lifecycle.replaced_params import replace_original
 from megatron_fsdp.policy.precision import MixedPrecisionPolicy, grad_dtype_of, set_grad_dtype
@@ -106,7 +106,7 @@ def _make_params(group: ParameterGroup, weights: WeightBuffers, known: Sequence[
     unsharded, reference = [], weakref.ref(group)
     for index, each in enumerate(group.owned):
         weight = weights.unsharded(index, each)
-        if not isinstance(weight, GatheredWeight):
+        if not isinstance(weight, UnshardedParam):
             _with_attributes(each, weight)
         weight._fsdp_handle = WeightHandle(reference, each.name)  # type: ignore[attr-defined]  # an attribute of its own
         unsharded.append(weight)

@@ -62,7 +62,6 @@ OPEN_SEAMS = {
     "Reduction: heirs outside": "_InvariantReduction: the same",
     "WeightBuffers: heirs outside": "HookedWeights: hold what fills the wire and what lands",
     "WeightBuffers: one heir": "the same",
-    "GatheredWeight: one heir": "ReleasedWeight: the class of an object says whether its memory is there",
 }
 
 COLLECTIVES = """all_gather all_gather_coalesced all_gather_into_tensor all_gather_object all_gather_single all_reduce
