@@ -40,8 +40,8 @@ from megatron_fsdp.engine.unsharded_param import KINDS, UnshardedParam
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.lifecycle.replaced_params import replace_original
 from megatron_fsdp.policy.precision import MixedPrecisionPolicy, grad_dtype_of, set_grad_dtype
-from megatron_fsdp.variants.gather_hooks import ExtensionWeights
-from megatron_fsdp.variants.hooked_weights import PackedWeights
+from megatron_fsdp.variants.gather_hooks import ExtensionHooks, extension_weights
+from megatron_fsdp.variants.hooked_weights import packed_weights
 from megatron_fsdp.variants.invariant_reduction import InvariantGradients
 from megatron_fsdp.variants.memory_slots import place_unit
 
@@ -70,11 +70,12 @@ def _build(group: ParameterGroup, spec: GroupSpec, known: Sequence[nn.Parameter]
         known: sharded parameters that stay the same objects, over other memory.
     """
     group.spec, group.is_meta = spec, spec.is_meta
-    weights: WeightBuffers
     if group.owned[0].extension is not None:
-        weights = ExtensionWeights(group.owned[0], group.plan, spec, group.name)
+        weights = extension_weights(group.owned[0], group.plan, spec, group.name)
+    elif spec.dtypes.gather is not None:
+        weights = packed_weights(group.plan, spec, group.name)
     else:
-        weights = (WeightBuffers if spec.dtypes.gather is None else PackedWeights)(group.plan, spec, group.name)
+        weights = WeightBuffers(group.plan, spec, group.name)
     weights.keeps_gathered = spec.keeps_gathered
     group.weights, group.rests_whole = weights, weights.rests_whole
     group.main_weight, group.model_weight, group.gathered = weights.main, weights.model, weights.gathered
@@ -95,8 +96,13 @@ def _build(group: ParameterGroup, spec: GroupSpec, known: Sequence[nn.Parameter]
 
 
 def _make_params(group: ParameterGroup, weights: WeightBuffers, known: Sequence[nn.Parameter]) -> FSDPParams:
+    extension = weights.hooks if isinstance(weights.hooks, ExtensionHooks) else None
     sharded = [
-        _standing_for(each, weights.resting(index, each), each.parameter.requires_grad)
+        _standing_for(
+            each,
+            weights.resting(index, each) if extension is None else extension.resting(),
+            each.parameter.requires_grad,
+        )
         for index, each in enumerate(group.owned)
     ]
     for old, new in zip(known, sharded, strict=True) if known else ():
@@ -105,14 +111,14 @@ def _make_params(group: ParameterGroup, weights: WeightBuffers, known: Sequence[
         rebind(old, new)
     unsharded, reference = [], weakref.ref(group)
     for index, each in enumerate(group.owned):
-        weight = weights.unsharded(index, each)
+        weight = weights.unsharded(index, each) if extension is None else extension.used
         if not isinstance(weight, UnshardedParam):
             _with_attributes(each, weight)
         weight._fsdp_handle = WeightHandle(reference, each.name)  # type: ignore[attr-defined]  # an attribute of its own
         unsharded.append(weight)
     params = FSDPParams(group.owned, weights.main, list(known) or sharded, unsharded, KINDS)
-    if isinstance(weights, ExtensionWeights):
-        params.subclass = weights.take_part(sharded[0])
+    if extension is not None:
+        params.subclass = extension.take_part(sharded[0])
     return params
 
 

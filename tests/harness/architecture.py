@@ -60,8 +60,6 @@ HOOK_CLASSES = ("StepHooks",)
 OPEN_SEAMS = {
     "GradientBuffer: heirs outside": "InvariantGradients: hold the reduction that a variant makes",
     "Reduction: heirs outside": "_InvariantReduction: the same",
-    "WeightBuffers: heirs outside": "HookedWeights: hold what fills the wire and what lands",
-    "WeightBuffers: one heir": "the same",
 }
 
 COLLECTIVES = """all_gather all_gather_coalesced all_gather_into_tensor all_gather_object all_gather_single all_reduce
