@@ -22,7 +22,7 @@ from megatron_fsdp.build.builder import GroupSpec
 from megatron_fsdp.build.ownership import OwnedParameter, mark_owned, settle_grad_dtypes
 from megatron_fsdp.engine.backward import GradientsOfUnit
 from megatron_fsdp.engine.freshness import Freshness
-from megatron_fsdp.engine.grads import GradientBuffer, LateGradients, packs_late
+from megatron_fsdp.engine.grads import GradientBuffer, LanePacker, packs_late
 from megatron_fsdp.engine.param_group import ParameterGroup, WeightBuffers, note_group
 from megatron_fsdp.engine.params import (
     FSDPParams,
@@ -33,7 +33,7 @@ from megatron_fsdp.engine.params import (
     gradient_hook_on_streams,
     handle_of,
 )
-from megatron_fsdp.engine.reduce import ReduceFunction
+from megatron_fsdp.engine.reduce import ReduceFunction, make_reduction
 from megatron_fsdp.engine.streams import compute_of, join_lanes
 from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.engine.unsharded_param import KINDS, UnshardedParam
@@ -42,7 +42,7 @@ from megatron_fsdp.lifecycle.replaced_params import replace_original
 from megatron_fsdp.policy.precision import MixedPrecisionPolicy, grad_dtype_of, set_grad_dtype
 from megatron_fsdp.variants.gather_hooks import ExtensionHooks, extension_weights
 from megatron_fsdp.variants.hooked_weights import packed_weights
-from megatron_fsdp.variants.invariant_reduction import InvariantGradients
+from megatron_fsdp.variants.invariant_reduction import InvariantReduction, invariant_gradients
 from megatron_fsdp.variants.memory_slots import place_unit
 
 __all__ = [
@@ -210,10 +210,12 @@ def _no_conversion(handle: WeightHandle) -> str:
 def make_gradients(group: ParameterGroup) -> None:
     """Make gradient buffers for parameters that are trained."""
     spec, dtypes = group.spec, group.spec.dtypes
-    make = LateGradients if packs_late(spec, group.fsdp_params) else GradientBuffer
-    if dtypes.reduction is not None:
-        make = InvariantGradients
-    group.gradients = make(group.main_weight, spec, group.fsdp_params)
+    if dtypes.reduction is None:
+        packer = LanePacker() if packs_late(spec, group.fsdp_params) else None
+        reduction = make_reduction(group.main_weight, spec)
+        group.gradients = GradientBuffer(group.main_weight, spec, group.fsdp_params, reduction, packer)
+    else:
+        group.gradients = invariant_gradients(group.main_weight, spec, group.fsdp_params)
     group.gradients.rename(group.name)
     set_reduction(group)
     if dtypes.reduce.itemsize > dtypes.compute.itemsize:
@@ -351,6 +353,8 @@ def follow_gradients(unit: Unit) -> None:
     unit.count_gradients()
     for buffer in unit.gradients:
         buffer.listener = GradientsOfUnit(unit)
+        if isinstance(buffer.reduction, InvariantReduction):
+            buffer.reduction.unit = unit.reference
 
 
 def follow_requires_grad(unit: Unit, group: ParameterGroup, changed: Sequence[int]) -> None:
