@@ -31,8 +31,8 @@ REFERENCE: Mapping[str, Mapping[str, str]] = {
         "Shard a model": "fully_shard FSDPModule Placements MixedPrecisionPolicy DataParallelMeshDims OffloadPolicy "
         "CPUOffloadPolicy replicate fsdp_no_shard materialize register_fsdp_forward_method share_comm_ctx "
         "expert_matmul",
-        "Train": "microbatch no_sync fully_shard_optimizer AdamW Muon clip_grad_norm_ check_gradients UnshardHandle "
-        "GradientReductionHandle",
+        "Train": "microbatch no_sync join JoinedBatches unsharded fully_shard_optimizer AdamW Muon clip_grad_norm_ "
+        "check_gradients UnshardHandle GradientReductionHandle",
         "Save and load": "save_checkpoint load_checkpoint CheckpointSeries SaveHandle full_state_dict "
         "export_safetensors import_safetensors",
         "Send weights": "weight_stream WeightStream StreamReport WeightBucket BucketEntry apply_bucket local_shards "
@@ -53,6 +53,7 @@ NAVIGATION: Mapping[str, Sequence[str]] = {
         "docs/planning.md",
         "docs/checkpoints.md",
         "docs/weights_to_inference.md",
+        "docs/ranks_that_differ.md",
         "docs/reliability.md",
         "docs/huggingface.md",
         "docs/megatron.md",

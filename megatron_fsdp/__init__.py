@@ -67,6 +67,8 @@ if TYPE_CHECKING:
     from megatron_fsdp.transfer.stream import WeightStream, weight_stream
     from megatron_fsdp.transfer.stream_plan import StreamReport
     from megatron_fsdp.transfer.versions import weight_version
+    from megatron_fsdp.uneven.join import JoinedBatches, join
+    from megatron_fsdp.uneven.unsharded import unsharded
 
 _check_neighbour(__file__)
 
@@ -108,6 +110,8 @@ _HOMES = {
     "transfer.stream": "WeightStream weight_stream",
     "transfer.stream_plan": "StreamReport",
     "transfer.versions": "weight_version",
+    "uneven.join": "JoinedBatches join",
+    "uneven.unsharded": "unsharded",
     "engine.fused_linear": "expert_matmul",
     "lifecycle.module": ("FSDPModule FsdpModule GradientReductionHandle UnshardHandle register_fsdp_forward_method"),
     "engine.param_group": "ParameterGroup",
@@ -138,13 +142,13 @@ __all__ = [
     "AdamW", "AgreementError", "BucketEntry", "CPUOffloadPolicy", "CheckpointError", "CheckpointSeries",
     "ConfigError", "DBufferError", "DamagedCheckpointError", "DataParallelMeshDims", "DeltaBucket", "DeltaReport",
     "DeltaStream", "FSDPModule", "FsdpConfig", "FsdpError", "GradientReductionHandle", "GradientScale",
-    "GradientScaleError", "LayoutError", "LocalShard", "MeshError", "MixedPrecisionPolicy", "Muon",
+    "GradientScaleError", "JoinedBatches", "LayoutError", "LocalShard", "MeshError", "MixedPrecisionPolicy", "Muon",
     "NonfiniteGradientError", "OffloadPolicy", "OwnershipError", "PlacementError", "Placements", "ReadError",
     "Report", "SaveHandle", "StateError", "StorageError", "StreamReport", "Timeline", "TransferError",
     "UnshardHandle", "Watch", "WeightBucket", "WeightStream",
     "add_megatron_fsdp_args", "apply_bucket", "apply_delta", "check_gradient_scale", "check_gradients", "checksum",
     "clip_grad_norm_", "expert_matmul", "explain", "export_safetensors", "fsdp_no_shard", "full_state_dict",
-    "fully_shard", "fully_shard_optimizer", "import_safetensors", "load_checkpoint", "local_shards", "materialize",
-    "microbatch", "no_sync", "register_fsdp_forward_method", "remember_weights", "replicate", "save_checkpoint",
-    "share_comm_ctx", "unit_checksums", "weight_stream", "weight_version",
+    "fully_shard", "fully_shard_optimizer", "import_safetensors", "join", "load_checkpoint", "local_shards",
+    "materialize", "microbatch", "no_sync", "register_fsdp_forward_method", "remember_weights", "replicate",
+    "save_checkpoint", "share_comm_ctx", "unit_checksums", "unsharded", "weight_stream", "weight_version",
 ]  # fmt: skip

@@ -191,10 +191,10 @@ def _other_order(place: str, first: tuple[str, str], second: tuple[str, str]) ->
     sides = " and ".join(f"of {name!r} on rank {rank}" for rank, name in sorted((first, second)))
     return (
         f"the ranks of a mesh run other units, or in another order: {place} is {sides}. Their weights would be "
-        "mixed up. fix: run the same units in the same order on all ranks, also those that a rank's own data does "
-        "not need (an expert without tokens, an image tower without images: run it on zeros, and add 0 * "
-        "output.sum() to the loss), and loops of evaluation or generation equally often; or call fully_shard on the "
-        "module around them alone, so that they are one unit"
+        "mixed up. fix: root.set_forward_order() where a rank's own data does not need a unit (an expert without "
+        "tokens, an image tower without images, a dropped layer); `with megatron_fsdp.unsharded(model):` around "
+        "evaluation or generation of different lengths; `with megatron_fsdp.join(model, batches) as joined:` for "
+        "different numbers of batches. Otherwise run the same units in the same order on all ranks"
     )
 
 
@@ -227,9 +227,11 @@ def _settings(unit: Unit, ranks: tuple[int, ...]) -> Iterator[str]:
                 f"plan {group.plan.fingerprint()}, {f'frozen: {frozen}' if frozen else 'all trained'}, reduced in "
                 f"{which[0]}, gradients in {which[1]}" + (f", parts of {kept} ranks kept" if kept else "")
             )
+    order = unit.root.order
+    place = "" if order is None else f"place {order.place_of(unit)} in the forward order; "
     if plans:
         yield (
-            f"unit {unit.name!r} ({'; '.join(plans)}; reshard_after_forward {unit.reshard_after_forward}, "
+            f"unit {unit.name!r} ({place}{'; '.join(plans)}; reshard_after_forward {unit.reshard_after_forward}, "
             f"reshard_after_backward {unit.reshard_after_backward}, unshard_in_backward {unit.unshards_in_backward}, "
             f"forward prefetch {[other.name for other in alive(unit.forward_prefetch)]}, "
             f"backward prefetch {[other.name for other in alive(unit.backward_prefetch)]})"

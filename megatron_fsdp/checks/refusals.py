@@ -33,9 +33,30 @@ class Refusals(StepHooks[Unit, Call]):
         """Refuse a recorded backward, and one through weights that were stepped since forward: ``StateError``."""
         _refuse_backward(call)
 
+    def on_stale_hold(self, unit: Unit) -> None:
+        """Refuse a forward inside ``unsharded()`` whose main weights changed in the block: ``StateError``."""
+        _refuse_held_change(unit)
+
     def on_no_gradients(self, units: Sequence[Unit]) -> None:
         """Refuse a backward that was asked for gradients of gathered weights by name: ``StateError``."""
         _refuse_gathered([group for unit in units for group in unit.groups])
+
+
+def _refuse_held_change(unit: Unit) -> None:
+    """Refuse a forward inside ``unsharded()`` whose gathered weights are older than the main weights.
+
+    Weights that were changed in place are judged where the block ends.
+
+    Raises:
+        StateError: the main weights changed inside the block.
+    """
+    if unit.main_version() != unit.held_version:
+        names = ", ".join(repr(name) for group in unit.groups for name in group.parameters)
+        raise StateError(
+            f"unit {unit.name!r}: the main weights of {names} changed inside unsharded(), whose gathered weights are "
+            "the old ones. fix: step optimizers and load weights outside of the block; or change the gathered weights "
+            "in unsharded(model, writeback=True)"
+        )
 
 
 def _refuse_backward(call: Call) -> None:

@@ -38,7 +38,7 @@ from megatron_fsdp.errors import AgreementError
 
 __all__ = [
     "GradientsOfUnit", "after_call", "drain", "final_callback", "is_run", "post_backward", "pre_backward",
-    "pre_recomputation", "recover", "reset", "share_reductions", "start_pending_reductions",
+    "pre_recomputation", "recover", "release", "reset", "share_reductions", "start_pending_reductions",
 ]  # fmt: skip
 
 
@@ -72,15 +72,20 @@ def pre_backward(call: Call) -> None:  # noqa: C901  # in order of time
     call.entered, call.task = state.number, task
     if not call.is_expected:
         unit.expect(call)
+    order = root.order
+    if order is not None:
+        order.enter(unit, call)
     # First: whatever this unit awaits, this call may bring.
     if call.begin < state.entered.setdefault(id(unit), call).begin:
         state.entered[id(unit)] = call
     # 1. Release the weights of units that backward has left.
-    left = _release_passed(root, call.end, entering=unit)
+    left = _release_passed(root, call.end, entering=unit) if order is None else []
     state.active[id(unit)] = unit.reference
     state.closed.discard(id(unit))
     # 2. Issue this unit's gather, if need be, and those of the units that come next.
-    if unit.backward_prefetch:
+    if order is not None:
+        order.gather(unit, call)
+    elif unit.backward_prefetch:
         if unit.unshards_in_backward:
             unit.unshard(check=False)
         for reference in unit.backward_prefetch:
@@ -166,7 +171,7 @@ def _release_passed(root: Root, end: int, *, entering: Unit | None = None) -> li
         if first is not None and first.begin <= end:
             continue
         if (first is None or first.first_begin > end) and not _awaits_call(unit, end):
-            _release(unit)
+            release(unit)
             left.append(unit)
         elif first is not None:
             # An earlier call of the unit has its backward still to come: weights are gathered again then.
@@ -185,7 +190,8 @@ def _latest_first(root: Root) -> list[Unit]:
     return sorted(alive(root.backward.active.values()), key=begin_of, reverse=True)
 
 
-def _release(unit: Unit) -> None:
+def release(unit: Unit) -> None:
+    """Note that backward has left a unit, and release its weights unless they are to stay."""
     state = unit.root.backward
     state.active.pop(id(unit), None)
     unit.forget(state.number)
@@ -199,9 +205,11 @@ def pre_recomputation(unit: Unit, module: nn.Module) -> None:
     # backward is seen to move on. Units whose outputs are watched are left by the watch.
     root, state = unit.root, unit.root.backward
     begin(root)
-    for other in _latest_first(root):
+    if root.order is not None:
+        root.order.before_recomputation(unit)
+    for other in _latest_first(root) if root.order is None else ():
         if other is not unit and not _is_watched(other) and unit.reference not in other.inner:
-            _release(other)
+            release(other)
             post_backward(other)
     if unit.open_call is not None or not _is_watched(unit):
         unit.begin_call(module)
@@ -218,7 +226,7 @@ def pre_recomputation(unit: Unit, module: nn.Module) -> None:
 def after_call(call: Call) -> None:
     """Leave what ran inside of a call, as backward has reached what the call was given."""
     root = call.unit.root
-    if root.backward.ending is not None:
+    if root.backward.ending is not None and root.order is None:
         for unit in _release_passed(root, call.begin - 1):
             post_backward(unit)
 
@@ -258,8 +266,13 @@ class GradientsOfUnit:
         root, state = unit.root, unit.root.backward
         begin(root)
         if packs:
-            drain(root, state.max_packed_buffers - 1)
+            if root.order is None or root.order.drains:
+                drain(root, state.max_packed_buffers - 1)
+            else:
+                _drain_completed(root)
         if has_come:
+            if root.order is not None and id(unit) in state.closed:
+                root.order.refuse_late(unit)
             state.has_gradients = True
             if id(unit) not in state.active or id(unit) in state.closed:
                 state.active[id(unit)] = unit.reference
@@ -354,6 +367,17 @@ def drain(root: Root, num_kept: int) -> None:
         del reducing[0]
 
 
+def _drain_completed(root: Root) -> None:
+    """Release the packed buffers of reductions that are over, without waiting for any."""
+    reducing = root.backward.reducing
+    while reducing:
+        unit = reducing[0]()
+        buffers = () if unit is None else unit.gradients
+        if not all(ticket.is_completed() for buffer in buffers for ticket in buffer.tickets):
+            return
+        drain(root, len(reducing) - 1)
+
+
 # ---------------------------------------------------------------- backward ends
 
 
@@ -371,9 +395,7 @@ def final_callback(root: Root) -> None:
         _settle(root)
     units = root.units()
     is_for_others = is_inside and not state.has_gradients
-    for unit in _latest_first(root):
-        _release(unit)
-        post_backward(unit)
+    _leave_all(root, is_inside=is_inside)
     is_left = is_inside and state.is_manual
     if not is_left:
         _reduce_filled(units)
@@ -393,6 +415,14 @@ def final_callback(root: Root) -> None:
         hook.on_no_gradients(units)
     if listeners and (state.is_last or state.is_manual) and not is_left:
         tell("backward", root)
+
+
+def _leave_all(root: Root, *, is_inside: bool) -> None:
+    if is_inside and root.order is not None:
+        root.order.finish()
+    for unit in _latest_first(root):
+        release(unit)
+        post_backward(unit)
 
 
 def _reduce_filled(units: Iterable[Unit]) -> None:
@@ -511,6 +541,8 @@ def reset(root: Root) -> None:
 
 def _abandon(root: Root) -> None:
     state = root.backward
+    if root.order is not None:
+        root.order.forget()
     for unit in root.units():
         unit.open_call = None
         for buffer in unit.gradients if state.ending is not None else ():

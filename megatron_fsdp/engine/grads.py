@@ -82,6 +82,10 @@ class GradientBuffer:
     pack_scale: float
     takes_products: bool
     _copies = False
+    # Which gradients count: those of trained parameters, or none (``weigh``).
+    _packs: bytes | bytearray
+    _own_scale: float
+    _weight = 1.0
 
     def __init__(
         self,
@@ -104,8 +108,8 @@ class GradientBuffer:
         self.binding = GradBinding(reduction.main_grad, reduction.final, fsdp_params, main_weight.dtype)
         # Memory of the host is plentiful, and pages that a GPU writes are slow to come by.
         self.binding.keeps = spec.is_offloaded
-        self.divide_by(spec.divisor)
         self._views = [self.packed.get_local_tensor(index) for index in range(len(fsdp_params.sharded_params))]
+        self.divide_by(spec.divisor)
         self._filled = bytearray(len(self._views))
         self._gaps = [self.packed.local_buffer[gap.start : gap.stop] for gap in self.packed.layout.padding()]
         self._turns = turns(self._device, fsdp_params.turn)
@@ -158,13 +162,13 @@ class GradientBuffer:
             self._turns.take(self._pack_waiting)
         if not self._begun[0]:
             self._begin(has_come=True)
-        if self._waits[index] and self._trained[index]:
+        if self._waits[index] and self._packs[index]:
             _set_grad(parameter, gradient)
         else:
             self._pack(index, gradient)
 
     def _pack(self, index: int, gradient: torch.Tensor) -> None:
-        if not self._trained[index]:
+        if not self._packs[index]:
             return
         if self._copies and not self._filled[index] and gradient.layout is _STRIDED:
             self._views[index].copy_(gradient)
@@ -189,7 +193,7 @@ class GradientBuffer:
             self._copies
             and len(found) == len(gradients)
             and not any(map(self._filled.__getitem__, indices))
-            and all(map(self._trained.__getitem__, indices))
+            and all(map(self._packs.__getitem__, indices))
             and set(map(_get_layout, found)) == {_STRIDED}
         ):
             torch._foreach_copy_(self._waiting_views, found)
@@ -216,7 +220,7 @@ class GradientBuffer:
             self._turns.take(self._pack_waiting)
         if not self._begun[0]:
             self._begin(has_come=True)
-        if self._trained[index]:
+        if self._packs[index]:
             view = self._views[index]
             if self._copies and not self._filled[index] and left.dtype is view.dtype and left.ndim == 2:
                 torch.mm(left, right, out=view)
@@ -450,7 +454,18 @@ class GradientBuffer:
         if self.reduction.wire is not None:
             # What rests was divided before.
             self.reduction.wire.scale = 1.0 / half if self.reduction.wire.whole.dtype is torch.float16 else 1.0
-        self.pack_scale = 1.0 / divisor if self.rests_partial else self.wire_scale
+        self._own_scale = 1.0 / divisor if self.rests_partial else self.wire_scale
+        self.weigh(self._weight)
+
+    def weigh(self, weight: float) -> None:
+        """Multiply this rank's gradients by ``weight`` from the next backward on.
+
+        Args:
+            weight: 0 drops them: this rank takes part in reductions with zeros.
+        """
+        self._weight = weight
+        self._packs = self.binding.trained if weight else bytes(len(self._views))
+        self.pack_scale = self._own_scale * (weight or 1.0)
         self.takes_products = math.frexp(self.pack_scale)[0] == 0.5
 
     def buffers(self) -> Iterator[tuple[str, DBuffer]]:

@@ -1,4 +1,4 @@
-"""StepHooks: what a step of one root tells the objects that were attached to it, and asks them.
+"""What a step of one root tells the objects that were attached to it (StepHooks), and asks them (SharedOrder).
 
 Checks and variants derive from ``StepHooks`` and override what they need; ``checks/attached.py`` makes them. A step
 without any of them computes the same. Units and calls are type parameters because ``unit.py``, which defines them,
@@ -7,17 +7,19 @@ holds the hooks.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from torch import nn
 
 from megatron_fsdp.engine.param_group import ParameterGroup
 
-__all__ = ["StepHooks", "sees_collectives"]
+__all__ = ["SharedOrder", "StepHooks", "sees_collectives"]
 
 UnitT = TypeVar("UnitT")
 CallT = TypeVar("CallT")
+CallT_contra = TypeVar("CallT_contra", contravariant=True)
 
 
 class StepHooks(Generic[UnitT, CallT]):
@@ -49,6 +51,9 @@ class StepHooks(Generic[UnitT, CallT]):
             changed: the parameters whose ``requires_grad`` is another; none for a kept gradient.
         """
 
+    def on_stale_hold(self, unit: UnitT) -> None:
+        """A unit runs inside ``unsharded()``, and its main weights or its gathered weights changed in the block."""
+
     def on_opaque_output(self, call: CallT, objects: Sequence[Any]) -> None:
         """A call returned objects that may hold tensors where the engine does not look."""
 
@@ -79,3 +84,60 @@ def sees_collectives(hook: StepHooks[Any, Any]) -> bool:
     """Whether a hook overrides one of the methods that are called for every unit."""
     kind = type(hook)
     return kind.before_gather is not StepHooks.before_gather or kind.before_reduce is not StepHooks.before_reduce
+
+
+class SharedOrder(Protocol[UnitT, CallT_contra]):
+    """An order of collectives that does not depend on what this rank runs (``variants/forward_order.py``).
+
+    ``Root.order`` holds it. Where that is None, each rank issues collectives in the order in which its units run.
+    """
+
+    @property
+    def drains(self) -> bool:
+        """Whether compute may wait for reductions in backward: no rank waits there for a gather."""
+
+    def place_of(self, unit: UnitT) -> int | None:
+        """Return the place of a unit; None for the root."""
+
+    # ------------------------------------------------------------------ forward
+
+    def begin_pass(self) -> list[weakref.ref[UnitT]]:
+        """Return the trail of a forward pass of the root."""
+
+    def before_call(self, unit: UnitT) -> None:
+        """Gather the units before this one that this rank has skipped."""
+
+    def following(self, limit: int) -> list[UnitT]:
+        """Return at most ``limit`` units to gather ahead of their use."""
+
+    def after_call(self, unit: UnitT) -> None:
+        """Refuse a call through which backward will come, although no rank gathers its unit for it."""
+
+    def stays(self, unit: UnitT) -> bool:
+        """Whether the unit keeps its weights from forward to backward because backward begins with it."""
+
+    def lead_backward(self, call: CallT_contra, output: Any) -> Any:
+        """Return outputs of the root that lead backward into it, where this rank used no trained parameter."""
+
+    def end_pass(self) -> UnitT | None:
+        """Take part in the rest, unless forward raised; return the unit that stays gathered for backward."""
+
+    # ------------------------------------------------------------------ backward
+
+    def enter(self, unit: UnitT, call: CallT_contra) -> None:
+        """Take part in what comes before this unit in backward, and reduce what backward has passed."""
+
+    def gather(self, entered: UnitT, call: CallT_contra) -> None:
+        """Issue the gather of the unit that backward has entered, and of the one that comes next."""
+
+    def before_recomputation(self, unit: UnitT) -> None:
+        """Issue the gathers of all units whose turn in backward is before this one's, which is computed again."""
+
+    def refuse_late(self, unit: UnitT) -> None:
+        """Refuse a gradient of a unit whose gradients are reduced already."""
+
+    def finish(self) -> None:
+        """Take part in what is left of the pass that backward is in."""
+
+    def forget(self) -> None:
+        """Forget a backward that raised."""

@@ -516,6 +516,7 @@ class ParameterGroup:
         fsdp_params: the two sets of parameter objects.
         rests_whole: whether compute weights are whole on every rank all the time.
         is_meta: whether nothing is allocated yet: the parameters were on the meta device.
+        is_writable: whether gathered weights may be changed: inside ``unsharded(model, writeback=True)``.
         freshness: how old the compute weights are.
         reduce_hook, reduce_function: see ``set_reduction``.
     """
@@ -530,6 +531,7 @@ class ParameterGroup:
     freshness: Freshness
     rests_whole: bool
     is_meta: bool
+    is_writable = False
     module: weakref.ref[nn.Module]
 
     def __init__(self, owned: Sequence[OwnedParameter], plan: Plan, spec: GroupSpec, name: str) -> None:

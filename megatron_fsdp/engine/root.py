@@ -85,8 +85,12 @@ def _pre_forward(unit: Unit, module: nn.Module, given: Any) -> None:  # noqa: C9
     if call is None:
         # The next module of a unit that was given several.
         return
+    if root.order is not None:
+        root.order.before_call(unit)
     # What users changed since the last forward.
     if unit.weight_state is not WeightState.SHARDED and unit.is_stale():
+        for hook in root.hooks if unit.num_holds else ():
+            hook.on_stale_hold(unit)
         unit.reshard()
     unit.refuse_replaced_params()
     root.release_lingering(unit)
@@ -102,7 +106,7 @@ def _pre_forward(unit: Unit, module: nn.Module, given: Any) -> None:  # noqa: C9
     if not root.trail and torch.is_grad_enabled():
         # No other unit's outputs tell when backward is through with this one.
         watch_inputs(call, given, after_call)
-    if unit.forward_prefetch:
+    if unit.forward_prefetch and root.order is None:
         for reference in unit.forward_prefetch:
             other = reference()
             if other is not None:
@@ -121,7 +125,7 @@ def _start_pass(root: Root) -> None:
     for unit in root.units():
         unit.open_call = None
     root.expected, root.recorded, root.cursor = root.recorded or root.expected, [], 0
-    root.trail = []
+    root.trail = [] if root.order is None else root.order.begin_pass()
 
 
 def _record(root: Root, unit: Unit) -> list[Unit]:
@@ -130,6 +134,9 @@ def _record(root: Root, unit: Unit) -> list[Unit]:
     As many as backward has packed buffers, which is as much memory: where it keeps two, the gradients of a trained
     unit are still packed while those of the unit before it come, and its weights take no more in forward.
     """
+    if unit.num_holds:
+        # It needs no gather here, and ranks may call it in any order.
+        return []
     if len(root.recorded) < _MAX_LENGTH:
         root.recorded.append(unit.reference)
     # A unit that is not where it was last time moves the cursor to the end.
@@ -137,6 +144,8 @@ def _record(root: Root, unit: Unit) -> list[Unit]:
         root.cursor += 1
     root.cursor += 1
     limit = root.backward.max_packed_buffers if torch.is_grad_enabled() else 1
+    if root.order is not None:
+        return root.order.following(limit)
     ahead: list[Unit] = []
     for reference in root.expected[root.cursor : root.cursor + 2 * limit]:
         following = reference()
@@ -164,6 +173,8 @@ def post_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output: A
     # The hooks on outputs by which backward comes here.
     if not (torch.is_grad_enabled() and watch_output(call, output, pre_backward)):
         output = without_weights(call, output, pre_backward)
+    if unit.root.order is not None and torch.is_grad_enabled() and unit is unit.root.outermost():
+        output = unit.root.order.lead_backward(call, output)
     if unit.pending_modules:
         return output
     if is_in_backward():
@@ -189,6 +200,8 @@ def _close_call(unit: Unit, call: Call) -> None:
         call.first_begin = unit.first_begin
         call.trail, call.position = root.trail, len(root.trail)
         root.trail.append(unit.reference)
+        if root.order is not None:
+            root.order.after_call(unit)
     elif unit.num_gradients and has_grad:
         # This rank used no parameter here. Others may have: the order of gathers is not a rank's own affair.
         root.trail.append(unit.reference)
@@ -213,6 +226,8 @@ def _end_pass(root: Root) -> None:
     has_grad = torch.is_grad_enabled()
     last = root.lingering() if has_grad and root.lingering is not None else None
     awaited = last if last is not None and last.trail is root.trail else None
+    if root.order is not None:
+        awaited = root.order.end_pass()
     for unit in root.units():
         is_left = unit is not awaited and unit.weight_state is not WeightState.SHARDED
         if is_left and unit.reshards_after_forward():

@@ -313,6 +313,12 @@ class Ticket:
         if listeners:
             tell("waited", self)
 
+    def is_completed(self) -> bool:
+        """Whether ``wait`` would not have to wait."""
+        if self._event is not None:
+            return bool(self._event.query())
+        return all(work.is_completed() for work in self.works)
+
     def give_up(self) -> None:
         """Wait until nothing is written any more; whether it failed or not, there will be no result."""
         self._then = self._on_host = None

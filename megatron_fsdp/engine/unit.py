@@ -24,7 +24,7 @@ from dbuffer.errors import MeshError
 from dbuffer.events import listeners, tell
 from megatron_fsdp.engine.freshness import MOMENTS
 from megatron_fsdp.engine.grads import GradientBuffer, LanePacker
-from megatron_fsdp.engine.hooks import StepHooks, sees_collectives
+from megatron_fsdp.engine.hooks import SharedOrder, StepHooks, sees_collectives
 from megatron_fsdp.engine.param_group import ParameterGroup, start_gathers
 from megatron_fsdp.engine.streams import Event, Ticket, turns
 from megatron_fsdp.engine.unsharded_param import refuse_change
@@ -139,6 +139,8 @@ class Unit:
         requires_all_reduce: whether the last backward also reduces over axes that hold partial sums.
         requires_gradient_sync: False keeps gradients here, unreduced, until a backward with True.
         weight_state: where its weights are; changed by ``unshard``, ``wait_for_unshard`` and ``reshard`` alone.
+        num_holds: how many ``unsharded()`` blocks keep its weights gathered; ``reshard`` leaves them there then.
+            held_version: what ``main_version`` was when the first of them began.
         gather_ticket: of the gather under way, None where all weights rest whole.
         slots: where the memory of gathered weights and packed gradients comes from.
         inner: units inside of this one, all of which were made before it.
@@ -169,6 +171,7 @@ class Unit:
         self.forward_prefetch: list[weakref.ref[Unit]] = []
         self.backward_prefetch: list[weakref.ref[Unit]] = []
         self.weight_state = WeightState.SHARDED
+        self.num_holds = self.held_version = 0
         self.gather_ticket: Ticket | None = None
         self.gradients: tuple[GradientBuffer, ...] = ()
         self.num_gradients, self.rests_final, self.is_trained = 0, True, False
@@ -187,6 +190,8 @@ class Unit:
 
     def show_sharded(self) -> None:
         """Show the sharded parameters, while gathered weights may stay for the backward that follows."""
+        if self.num_holds:
+            return
         for group in self.groups:
             group.fsdp_params.module_infos.show(is_gathered=False)
 
@@ -197,6 +202,10 @@ class Unit:
             if is_changed or group.freshness.is_stale():
                 return True
         return False
+
+    def main_version(self) -> int:
+        """Return a number that every change of the main weights that PyTorch counts makes larger."""
+        return sum(tensor._version for group in self.groups for tensor in group.fsdp_params.counted)
 
     def refuse_replaced_params(self) -> None:
         """Refuse whatever is registered in the place of a parameter."""
@@ -268,7 +277,7 @@ class Unit:
         Args:
             keep_part: as in ``ParameterGroup.release``.
         """
-        if self.weight_state is WeightState.SHARDED:
+        if self.weight_state is WeightState.SHARDED or self.num_holds:
             return
         if listeners:
             tell("reshard", self)
@@ -393,6 +402,7 @@ class Root:
     Attributes:
         outermost: weakly.
         hooks: what is told of the steps; empty for none. collective_hooks: those of them that see each collective.
+        order: an order of collectives that all ranks share (``set_forward_order``); None for the order of calls.
         backward: how far backward is.
         step_event: recorded after an optimizer step, awaited by the next forward; None for none.
         trail: the units of this forward pass that were left, in order, for each call that backward may come to.
@@ -410,6 +420,7 @@ class Root:
         self._units = [unit.reference for unit in units]
         self.hooks: tuple[StepHooks[Unit, Call], ...] = ()
         self.collective_hooks: tuple[StepHooks[Unit, Call], ...] = ()
+        self.order: SharedOrder[Unit, Call] | None = None
         self.backward = BackwardState(units)
         self.step_event: Event | None = None
         self.trail: list[weakref.ref[Unit]] = []
@@ -451,7 +462,9 @@ class Root:
         """Reshard the unit that forward left last, now that another one runs."""
         if self.lingering is not None:
             lingering, self.lingering = self.lingering(), None
-            if lingering is not None and lingering is not unit and lingering.open_call is None:
+            if lingering is None or lingering is unit or lingering.open_call is not None:
+                return
+            if self.order is None or not self.order.stays(lingering):
                 lingering.reshard()
 
 

@@ -43,7 +43,8 @@ def refuse_change(weights: Sequence[torch.Tensor]) -> NoReturn:
     raise StateError(
         f"{first.words}{names} was changed in place while it was gathered. Each rank would change a copy of its own, "
         "which the unit drops when it reshards. Change the sharded parameter instead, outside of forward and backward: "
-        "after optimizer.step(), under torch.no_grad(); weights that a forward has to change belong into a buffer."
+        "after optimizer.step(), under torch.no_grad(); weights that a forward has to change belong into a buffer. "
+        "fix: for a change that all ranks make alike, megatron_fsdp.unsharded(model, writeback=True)"
     )
 
 
@@ -105,8 +106,16 @@ class UnshardedParam(nn.Parameter):
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         # Routers of Megatron assign their own values, moved to the device where they are.
-        if value.dtype is not self.dtype or not value.is_set_to(self):
+        if value.dtype is self.dtype and value.is_set_to(self):
+            return
+        if not self._is_writable() or value.shape != self.shape:
             refuse_change((self,))
+        self.detach().copy_(value)
+
+    def _is_writable(self) -> bool:
+        handle: WeightHandle | None = vars(self).get("_fsdp_handle")
+        group = None if handle is None else handle.group()
+        return group is not None and group.is_writable
 
     def _sharded(self) -> nn.Parameter | None:
         handle: WeightHandle | None = vars(self).get("_fsdp_handle")
@@ -186,14 +195,22 @@ class ReleasedWeight(UnshardedParam):
         return f"GatheredWeight({self._fsdp_handle.words}, released, size={tuple(self.shape)}, dtype={self.dtype})"
 
 
-def _refuse_in_place(self: UnshardedParam, *_: Any, **__: Any) -> NoReturn:
-    refuse_change((self,))
+def _in_place(name: str) -> Callable[..., Any]:
+    change = getattr(torch.Tensor, name)
+
+    def change_in_place(self: UnshardedParam, *args: Any, **options: Any) -> Any:
+        if not self._is_writable():
+            refuse_change((self,))
+        return change(self, *args, **options)
+
+    change_in_place.__name__ = name
+    return change_in_place
 
 
 _OPERATORS = "iadd isub imul itruediv ifloordiv imod idiv ipow iand ior ixor ilshift irshift setitem"
 _IN_PLACE = {name for name in dir(torch.Tensor) if name.endswith("_") and name[0] != "_"} - {"rename_"}
 for _name in (*_IN_PLACE, *(f"__{name}__" for name in _OPERATORS.split())):
-    setattr(UnshardedParam, _name, _refuse_in_place)
+    setattr(UnshardedParam, _name, _in_place(_name))
 for _name in ("requires_grad_", "detach_"):
     setattr(UnshardedParam, _name, _counting(_name))
 

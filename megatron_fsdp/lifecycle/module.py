@@ -31,10 +31,11 @@ from megatron_fsdp.lifecycle.param_changes import (
 )
 from megatron_fsdp.lifecycle.unwritten_buffers import is_to_empty, meta_buffers, note_unwritten
 from megatron_fsdp.policy.slots import SlotChoice
+from megatron_fsdp.variants.forward_order import order_of
 from megatron_fsdp.variants.memory_slots import communicator_has_memory, keep_gathered, reshard_to, use_slots
 
 __all__ = [
-    "FSDPModule", "FsdpModule", "GradientReductionHandle", "UnshardHandle", "convert",
+    "FSDPModule", "FsdpModule", "GradientReductionHandle", "UnshardHandle", "convert", "gather_afresh",
     "register_fsdp_forward_method", "unit_of",
 ]  # fmt: skip
 
@@ -137,7 +138,7 @@ class FSDPModule:
         """
         unit = unit_of(self)
         unit.refuse_replaced_params()
-        _gather_afresh(unit)
+        gather_afresh(unit)
         handle = UnshardHandle(unit)
         if async_op:
             return handle
@@ -147,6 +148,7 @@ class FSDPModule:
     def reshard(self) -> None:
         """Release this unit's gathered weights; its parameters are sharded DTensors again."""
         unit = unit_of(self)
+        _refuse_held(unit, "reshard()")
         unit.reshard()
         settle_host()
 
@@ -281,6 +283,37 @@ class FSDPModule:
         for group in unit_of(self).groups:
             set_reduction(group, function=comm)
 
+    def set_forward_order(self, units: Sequence[nn.Module] | None = None) -> None:
+        """Let all ranks gather and reduce units in one order, whether or not a rank runs them.
+
+        For models that run other units on other ranks: an image tower without images, an expert without tokens, a
+        dropped layer. A rank that skips a unit takes part in its gather, gives the weights back at once, and takes part
+        in its reduction with zeros. Call it on the root, on every rank, before the first forward or between steps.
+
+        Units are entered at most once in a forward of the root, in this order. A unit that is called several times
+        needs ``set_reshard_after_forward(False)``. Choices of ``set_modules_to_forward_prefetch`` and its like do not
+        count: the next unit of the order is gathered ahead.
+
+        Args:
+            units: the modules given to ``fully_shard``, all but the root, in the order of their calls. None: the order
+                in which modules are registered.
+        Raises:
+            StateError: this is not the root, or a backward is under way.
+            ConfigError: a unit is missing, or comes twice, or belongs to another root.
+
+        Example:
+            for block in model.blocks:
+                fully_shard(block)
+            fully_shard(model).set_forward_order()
+        """
+        unit = unit_of(self)
+        self._check_root("set_forward_order")
+        if is_in_backward() or unit.open_call is not None:
+            raise StateError(
+                f"unit {unit.name!r}: set_forward_order() inside a forward or backward. fix: call it between steps"
+            )
+        unit.root.order = order_of(unit.root, None if units is None else [unit_of(each) for each in units])
+
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """False: backward does not gather this unit's weights, for a module whose backward does not read them.
 
@@ -384,6 +417,7 @@ class FSDPModule:
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         # The module's own parameters stay in their buffers; everything else is handled as in any module.
         unit = unit_of(self)
+        _refuse_held(unit, "a conversion (to(), half(), to_empty() and the like)")
         unit.refuse_replaced_params()
         unit.reshard()
         settle_host()
@@ -429,8 +463,18 @@ def _is_called_by_jit() -> bool:
     return any("/torch/jit/" in each.filename for each in traceback.extract_stack(limit=12))
 
 
-def _gather_afresh(unit: Unit) -> None:
+def _refuse_held(unit: Unit, action: str) -> None:
+    if unit.num_holds:
+        raise StateError(
+            f"unit {unit.name!r}: {action} inside unsharded(), which keeps its weights gathered. fix: call it after "
+            "the block"
+        )
+
+
+def gather_afresh(unit: Unit) -> None:
     """Issue a gather of the main weights as they are now, unless what is gathered is that and was asked for."""
+    if unit.num_holds:
+        return
     if unit.weight_state is not WeightState.SHARDED and (
         unit.is_stale() or not all(group.fsdp_params.module_infos.shows_gathered for group in unit.groups)
     ):

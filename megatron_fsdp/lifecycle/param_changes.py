@@ -236,6 +236,12 @@ def before_state_dict(unit: Unit, module: nn.Module, prefix: str, keep_vars: boo
     saved = _saved_by_save_pretrained()
     if saved is not None:
         refuse_sharded_save(saved, f"no state_dict, and {unit.name!r} is one of its units")
+    if unit.num_holds:
+        raise StateError(
+            f"unit {unit.name!r}: state_dict() inside unsharded() would return weights whose memory goes when the "
+            "block ends. fix: call model.state_dict() or full_state_dict(model) outside of the block; inside, "
+            "{name: p.detach().clone() for name, p in model.named_parameters()} copies whole weights"
+        )
     unit.reshard()
 
 

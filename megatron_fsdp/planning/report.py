@@ -53,6 +53,7 @@ class Report:
         optimizer_bytes: bytes that ``torch.optim.AdamW`` will add: two moments, and 4 bytes per parameter for its step
             count.
         largest_unit, largest_unit_bytes: the unit with the most bytes of gathered weights in compute dtype.
+        all_gathered_bytes: bytes that ``unsharded(model)`` adds: the gathered weights of all units at once.
         forward_peak, backward_peak, step_peak: the most bytes held beyond ``persistent_bytes``, and at which unit.
         slot_bytes: the part of the peaks in slots (``set_slot_pool``), which stay allocated after the first step.
         arenas: the slots' arenas under ``set_slot_pool("static")``, without offsets.
@@ -85,6 +86,7 @@ class Report:
     gradient_bytes: int = 0
     arenas: tuple[ArenaPlan, ...] = ()
     counter_bytes: int = 0
+    all_gathered_bytes: int = 0
     _play_on_gpu: Callable[[], PlayedStep] | None = field(default=None, repr=False, compare=False)
 
     def __reduce__(self) -> tuple[type[Report], tuple[Any, ...]]:
@@ -248,6 +250,7 @@ def report_of(played: PlayedStep, num_microbatches: int, left: Mapping[str, nn.P
         unsharded_bytes=sum(parameter.nbytes for parameter in left.values()),
         slot_bytes=forecast.slot_bytes,
         counter_bytes=forecast.counter_bytes,
+        all_gathered_bytes=sum(unit.transient_bytes("gathered weights") for unit in units),
         arenas=tuple(replace(arena, offsets=()) for arena in played.arenas),
     )
 
@@ -320,6 +323,7 @@ def _total_table(report: Report) -> Table:
         ("optimizer state (expected)", report.optimizer_bytes, "AdamW: two moments and a step count"),
         ("gradients", report.gradient_bytes, "from a unit's backward until zero_grad()"),
         ("largest unit, gathered", largest, f"{report.largest_unit}, weights in compute dtype"),
+        ("all units, gathered", report.all_gathered_bytes, "inside unsharded(model)"),
     ]
     for name, peak in zip(("forward", "backward", "optimizer step"), peaks, strict=True):
         buffers = peak.num_bytes - peak.gradient_bytes

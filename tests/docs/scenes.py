@@ -97,6 +97,9 @@ SCENES = {
     "docs/megatron.md": Scene(elsewhere=(("cd ~/Megatron-LM", "it needs a checkout of Megatron-LM"),)),
     "docs/muon.md": Scene(shorter=(("--train-iters 600", "--train-iters 60"),)),
     "docs/planning.md": Scene(files={"config.json": _CONFIG, "mymodel.py": _FACTORY}),
+    "docs/ranks_that_differ.md": Scene(
+        given=_MODEL + "import megatron_fsdp\nmodel.blocks = [model[0], model[2]]\n",
+    ),
     "docs/reliability.md": Scene(given=_SHARDED),
     "docs/timeline.md": Scene(given=_SHARDED),
     "docs/weights_to_inference.md": Scene(given=_SHARDED),

@@ -34,7 +34,7 @@ FOLDER_ORDER = (
     ("megatron_fsdp.variants",),
     ("megatron_fsdp.lifecycle",),
     ("megatron_fsdp.checks",),
-    ("megatron_fsdp.optim",),
+    ("megatron_fsdp.optim", "megatron_fsdp.uneven"),
     ("megatron_fsdp.api", "megatron_fsdp.meta_init"),
     ("megatron_fsdp.virtual",),
     ("megatron_fsdp.checkpoint", "megatron_fsdp.planning", "megatron_fsdp.config"),

@@ -1,0 +1,192 @@
+"""join: train or evaluate on ranks that have different numbers of batches, or of microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dbuffer.collectives import all_reduce
+from megatron_fsdp.checks.agreement import mesh_ranks
+from megatron_fsdp.engine.param_group import ParameterGroup
+from megatron_fsdp.engine.unit import units_below
+from megatron_fsdp.errors import AgreementError, ConfigError, StateError
+from megatron_fsdp.formatting import rank_list
+
+__all__ = ["JoinedBatches", "join"]
+
+MeanOver = Literal["ranks with data", "all ranks"]
+_OPEN: list[JoinedBatches] = []
+_NOTHING = object()
+_NO_LENGTH = -1
+
+
+class JoinedBatches:
+    """The batches of one rank, and then the last of them again until every rank has had all of its own.
+
+    ``join`` makes it. Iterate over it once, on every rank.
+
+    Attributes:
+        has_data: whether the current batch is this rank's own. False: it is a repetition, whose loss and gradients
+            count for nothing.
+        num_with_data: how many ranks have a batch of their own now.
+        is_last: whether no rank has another batch: what ``microbatch(model, is_last=...)`` needs.
+    """
+
+    def __init__(
+        self, models: Sequence[nn.Module], batches: Iterable[Any], filler: object, mean_over: MeanOver
+    ) -> None:
+        self.has_data, self.num_with_data, self.is_last = True, 0, False
+        self._groups: list[ParameterGroup] = [
+            group for model in models for unit in units_below(model) for group in unit.groups
+        ]
+        self._unit, self._mean_over = self._groups[0].name, mean_over
+        self._ranks = mesh_ranks(self._groups[0].spec.mesh)
+        # Inside of another join: whether this rank has data there.
+        self._outer = _OPEN[-1] if _OPEN else None
+        self._batches, self._filler, self._number = batches, filler, 0
+        self._lengths: dict[int, int] = {}
+
+    @property
+    def _counts(self) -> bool:
+        return self._outer is None or self._outer.has_data
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield as many batches as the rank with most has.
+
+        Raises:
+            StateError: a rank has no batch and no filler; or fewer than its ``len()``.
+            AgreementError: another rank did not draw a batch.
+        """
+        own = iter(self._batches)
+        following = next(own, _NOTHING)
+        self._exchange_lengths(following)
+        with_data = self._ranks_with_data(following)
+        while with_data:
+            current, following = following, (_NOTHING if following is _NOTHING else next(own, _NOTHING))
+            has_own = current is not _NOTHING
+            if has_own:
+                self._filler = current
+            self._number += 1
+            self.has_data, self.num_with_data = has_own and self._counts, len(with_data)
+            with_data = self._ranks_with_data(following)
+            self.is_last = not with_data
+            self._weigh()
+            yield self._filler
+
+    def _exchange_lengths(self, first: object) -> None:
+        """Learn how many batches each rank has; raise where one has none and nothing to repeat."""
+        try:
+            length = len(self._batches)  # type: ignore[arg-type]  # those that have no length raise
+        except TypeError:
+            length = _NO_LENGTH
+        is_empty = first is _NOTHING
+        length = length if self._counts or length == _NO_LENGTH else 0
+        can_fill = not is_empty or self._filler is not _NOTHING
+        # Shifted, so that a rank that says nothing adds nothing.
+        said = self._sum_over_ranks([length - _NO_LENGTH, int(not can_fill)])
+        lost = [rank for rank, (_, is_lost) in said.items() if is_lost]
+        if lost:
+            raise StateError(
+                f"join: {rank_list(lost)} has no batch at all, so nothing to take part with. fix: "
+                "join(model, batches, filler=batch) with any batch of the right shape, on every rank"
+            )
+        lengths = {rank: value + _NO_LENGTH for rank, (value, _) in said.items()}
+        # Without a length on one rank all of them ask before each batch.
+        self._lengths = {} if _NO_LENGTH in lengths.values() else lengths
+
+    def _ranks_with_data(self, following: object) -> list[int]:
+        """Return the ranks that have a batch of their own next."""
+        is_own = following is not _NOTHING and self._counts
+        if self._lengths:
+            me = dist.get_rank() if dist.is_initialized() else 0
+            found = [rank for rank, length in self._lengths.items() if length > self._number]
+            if is_own != (me in found):
+                raise StateError(
+                    f"join: len() of the batches of rank {me} is {self._lengths[me]}, but batch {self._number + 1} is "
+                    f"{'there' if is_own else 'missing'}. fix: give iter(batches), whose length is not asked"
+                )
+            return found
+        return [rank for rank, (has_own,) in self._sum_over_ranks([int(is_own)]).items() if has_own]
+
+    def _sum_over_ranks(self, numbers: list[int]) -> dict[int, list[int]]:
+        """Return what each rank says."""
+        me = dist.get_rank() if dist.is_initialized() else self._ranks[0]
+        group = self._groups[0]
+        said = torch.zeros(len(self._ranks), len(numbers), dtype=torch.int64, device=group.spec.compute_device)
+        said[self._ranks.index(me)] = torch.tensor(numbers, device=said.device)
+        try:
+            for axis in group.main_weight.axes:
+                all_reduce(said, axis, "sum")
+            return dict(zip(self._ranks, said.tolist(), strict=True))
+        except RuntimeError as error:
+            AgreementError.raise_for(self._unit, f"join() before batch {self._number + 1}", error)
+
+    def _weigh(self) -> None:
+        """Let this rank's gradients count as much as they should in the mean."""
+        weight = 0.0
+        if self.has_data:
+            weight = len(self._ranks) / self.num_with_data if self._mean_over == "ranks with data" else 1.0
+        weigh(self._groups, weight)
+
+
+@contextmanager
+def join(
+    model: nn.Module | Sequence[nn.Module],
+    batches: Iterable[Any],
+    *,
+    filler: Any = _NOTHING,
+    mean_over: MeanOver = "ranks with data",
+) -> Generator[JoinedBatches, None, None]:
+    """Run the same number of batches on all ranks, where they have different numbers of them.
+
+    A rank whose batches are used up gets its last batch again until all ranks are through. It runs the same code, so
+    every collective has its partner: gathers, reductions, clipping, ``optimizer.step()``, metrics. Its gradients do not
+    count: it takes part with zeros.
+
+    Draw a batch, then run its backward, before the next one is drawn. Buffers that a forward changes (running
+    statistics) see repeated batches, too; ``has_data`` says which those are. Where every rank's ``batches`` has a
+    ``len()``, lengths are exchanged once. Otherwise a small all-reduce, for which the host waits, precedes each batch.
+
+    Args:
+        model: a sharded model, or several that are trained together.
+        batches: this rank's own.
+        filler: what a rank without any batch uses in the place of its last one.
+        mean_over: over which ranks gradients are averaged: those that have a batch of their own now, or all of them.
+    Raises:
+        ConfigError: another ``mean_over``. StateError: no sharded module in ``model``; see ``JoinedBatches`` for more.
+
+    Example:
+        optimizer = torch.optim.AdamW(model.parameters())
+        own = batches[:1] if torch.distributed.get_rank() else batches
+        with join(model, own) as joined:
+            for part in joined:
+                model(part).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    """
+    models = [model] if isinstance(model, nn.Module) else list(model)
+    if mean_over not in ("ranks with data", "all ranks"):
+        raise ConfigError(f"join: mean_over={mean_over!r}. fix: 'ranks with data' or 'all ranks'")
+    if not any(unit.groups for each in models for unit in units_below(each)):
+        raise StateError("join: the model holds no sharded parameters. fix: call fully_shard on it first")
+    joined = JoinedBatches(models, batches, filler, mean_over)
+    _OPEN.append(joined)
+    try:
+        yield joined
+    finally:
+        _OPEN.pop()
+        weigh(joined._groups, 1.0)
+        for outer in _OPEN:
+            outer._weigh()
+
+
+def weigh(groups: Iterable[ParameterGroup], weight: float) -> None:
+    """Multiply this rank's gradients of some groups; 0 stands for zeros."""
+    for group in groups:
+        if group.gradients is not None:
+            group.gradients.weigh(weight)

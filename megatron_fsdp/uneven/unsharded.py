@@ -1,0 +1,283 @@
+"""unsharded: keep the weights of a model gathered for a while, so that ranks may run different numbers of forwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from dbuffer_kernels import checksum
+from megatron_fsdp.build.ownership import owned_name
+from megatron_fsdp.checks.agreement import mesh_ranks
+from megatron_fsdp.checks.rendezvous import meet, report_failure
+from megatron_fsdp.engine.freshness import CHECKS
+from megatron_fsdp.engine.param_group import ParameterGroup, group_of_parameter
+from megatron_fsdp.engine.streams import settle_host
+from megatron_fsdp.engine.unit import Unit, WeightState, is_in_backward, units_below
+from megatron_fsdp.engine.unsharded_param import refuse_change
+from megatron_fsdp.errors import StateError
+from megatron_fsdp.lifecycle.module import gather_afresh, unit_of
+
+__all__ = ["unsharded"]
+
+_HELD: list[Unit] = []
+_WRITEBACK: list[bool] = []
+"""What each open block does with changes, outermost first."""
+
+
+@contextmanager
+def unsharded(model: nn.Module, units: Iterable[nn.Module] | None = None, writeback: bool = False) -> Iterator[None]:
+    """Keep the weights of a model gathered inside the block: forwards there need no collective.
+
+    Each rank may run as many forwards as it likes, of any units in any order: ``generate()`` that stops earlier on one
+    rank, or validation sets of different lengths. All ranks of the mesh enter and leave the block together. The weights
+    of all units are gathered once, at the beginning, and released at the end. ``explain(model)`` says how many bytes
+    that takes (``all_gathered_bytes``).
+
+    Inside, ``model.parameters()`` are plain whole tensors. A backward reduces gradients as usual, so ranks have to run
+    the same backwards.
+
+    Args:
+        units: modules below ``model`` that were given to ``fully_shard``: gather these alone. Forwards of the other
+            units gather as usual, so that all ranks have to run them. None: all units.
+        writeback: keep changes of the weights that all ranks make alike. Elements that did not change keep the
+            precision of their main weights. False: a change is an error when the block ends.
+    Raises:
+        StateError: ``model`` holds no sharded module; a backward is under way; weights were changed without
+            ``writeback``; an optimizer steps these weights, or a method would release them, inside the block.
+        MeshError: ranks gather other units, or changed weights differently. The changes are dropped.
+        AgreementError: another rank raised at the beginning or end (out of memory, for instance), or did not come.
+
+    Example:
+        model.eval()
+        with torch.no_grad(), unsharded(model):
+            losses = [model(part).square().mean() for part in batches]
+    """
+    chosen = list(units_below(model)) if units is None else [unit_of(module) for module in units]
+    chosen = list({id(unit): unit for unit in chosen if unit.groups}.values())
+    _check(model, chosen, writeback)
+    owns_changes = writeback and True not in _WRITEBACK
+    action = f"enters unsharded({type(model).__name__}, writeback={writeback})"
+    kept = _gather(chosen, action)
+    shards = _own_shards(chosen) if owns_changes else {}
+    _hold(chosen, writeback)
+    try:
+        yield
+    except BaseException:
+        _let_go(chosen)
+        _drop_changes(chosen, shards)
+        _release(chosen, kept, is_raising=True)
+        raise
+    _let_go(chosen)
+    try:
+        if owns_changes:
+            _write_back(chosen, shards, action)
+    except BaseException:
+        _drop_changes(chosen, shards)
+        _release(chosen, kept, is_raising=True)
+        raise
+    _release(chosen, kept)
+
+
+def _check(model: nn.Module, chosen: Sequence[Unit], writeback: bool) -> None:
+    if not chosen:
+        raise StateError(
+            f"unsharded: {type(model).__name__} holds no sharded parameters. fix: call fully_shard on it first"
+        )
+    if is_in_backward():
+        raise StateError(
+            f"unsharded: unit {chosen[0].name!r} was entered in a backward, whose gathers follow an order of their "
+            "own. fix: enter the block after backward() has returned"
+        )
+    if writeback and _WRITEBACK and True not in _WRITEBACK:
+        raise StateError(
+            "unsharded(writeback=True) inside unsharded(writeback=False), which keeps no change. fix: give the outer "
+            "block writeback=True"
+        )
+    if writeback:
+        for group in (group for unit in chosen for group in unit.groups):
+            if group.fsdp_params.subclass or any(owned.split is not None for owned in group.owned):
+                raise StateError(
+                    f"unsharded(writeback=True): unit {group.name!r} has parameters "
+                    f"{', '.join(map(repr, group.parameters))} whose gathered values do not map back to main weights "
+                    "(tensor subclasses, tensor parallelism). fix: change the sharded parameters outside of "
+                    "the block, under torch.no_grad()"
+                )
+
+
+def _gather(chosen: Sequence[Unit], action: str) -> set[int]:
+    """Gather units once all ranks have the memory for it; return those, by identity, that stay gathered afterwards."""
+    ranks = sorted({mesh_ranks(group.spec.mesh) for unit in chosen for group in unit.groups})
+    kept: set[int] = set()
+    allocated: list[ParameterGroup] = []
+    try:
+        for unit in chosen:
+            unit.refuse_replaced_params()
+            shown = all(group.fsdp_params.module_infos.shows_gathered for group in unit.groups)
+            if unit.num_holds or unit.open_call is not None or (unit.weight_state is WeightState.UNSHARDED and shown):
+                kept.add(id(unit))
+            for group in unit.groups:
+                # Before any collective, so that a rank without memory keeps no other rank waiting in one.
+                if not group.rests_whole and not group.gathered.storage.is_allocated:
+                    allocated.append(group)
+                    group.gathered.storage.reallocate()
+    except BaseException as error:
+        _free(allocated)
+        for each in ranks:
+            report_failure(each, action, error)
+        raise
+    try:
+        for each in ranks:
+            meet(
+                each,
+                action,
+                [f"unit {unit.name!r}" for unit in chosen],
+                "unsharded(): the ranks of a mesh gather other units",
+                "fix: give the same units on every rank",
+            )
+        for unit in chosen:
+            gather_afresh(unit)
+            unit.wait_for_unshard()
+    except BaseException:
+        _release(chosen, kept, is_raising=True)
+        _free(allocated)
+        raise
+    return kept
+
+
+def _free(groups: Iterable[ParameterGroup]) -> None:
+    """Give back the memory of gathered weights that no gather came for."""
+    for group in groups:
+        if not group.weights.keeps_gathered:
+            group.gathered.storage.release()
+
+
+def _hold(chosen: Sequence[Unit], writeback: bool) -> None:
+    if not _HELD:
+        CHECKS.append(_refuse_step)
+    _HELD.extend(chosen)
+    _WRITEBACK.append(writeback)
+    for unit in chosen:
+        if not unit.num_holds:
+            unit.held_version = unit.main_version()
+        unit.num_holds += 1
+        for group in unit.groups:
+            group.is_writable = group.is_writable or writeback
+
+
+def _let_go(chosen: Sequence[Unit]) -> None:
+    _WRITEBACK.pop()
+    for unit in chosen:
+        unit.num_holds -= 1
+        _HELD.remove(unit)
+        for group in unit.groups:
+            group.is_writable = bool(unit.num_holds) and True in _WRITEBACK
+    if not _HELD:
+        CHECKS.remove(_refuse_step)
+
+
+def _release(chosen: Sequence[Unit], kept: set[int], *, is_raising: bool = False) -> None:
+    """Release the units that nothing else keeps gathered, all of them; then refuse a change that none may make.
+
+    Args:
+        is_raising: another error is on its way, which the caller is to see.
+    """
+    changed: Sequence[torch.Tensor] = ()
+    for unit in chosen:
+        if unit.num_holds or unit.weight_state is not WeightState.UNSHARDED:
+            continue
+        for group in unit.groups:
+            found = group.fsdp_params.changed_in_place()
+            if found:
+                changed = changed or found
+                _forget_changes(group)
+        if id(unit) not in kept:
+            unit.reshard()
+    settle_host()
+    if changed and not is_raising:
+        refuse_change(changed)
+
+
+def _forget_changes(group: ParameterGroup) -> None:
+    """Have the gathered weights written again before their next use."""
+    group.freshness.lose()
+    if group.weights.can_restore_gathered:
+        group.fsdp_params.accept_versions()
+
+
+def _refuse_step(optimizer: Optimizer) -> None:
+    held = {id(group) for unit in _HELD for group in unit.groups}
+    for parameter in (parameter for each in optimizer.param_groups for parameter in each["params"]):
+        group = group_of_parameter(parameter)
+        if group is not None and id(group) in held:
+            raise StateError(
+                f"unit {group.name!r}: {type(optimizer).__name__}.step() of {owned_name(parameter)} inside "
+                "unsharded(), whose gathered weights would be older than the main weights. fix: step after the block"
+            )
+
+
+# ---------------------------------------------------------------- changes that are kept
+
+
+def _own_shards(chosen: Sequence[Unit]) -> dict[int, torch.Tensor]:
+    """Return copies of what this rank's main weights are in compute dtype, by the identity of the group."""
+    return {id(group): _own_shard(group).clone() for unit in chosen for group in unit.groups}
+
+
+def _own_shard(group: ParameterGroup) -> torch.Tensor:
+    """Return the part of the gathered weights that this rank's main weights are."""
+    return group.gathered.slice_view(group.main_weight.placements).local_buffer.detach()
+
+
+@torch.no_grad()
+def _write_back(chosen: Sequence[Unit], shards: dict[int, torch.Tensor], action: str) -> None:
+    """Take changed elements of the gathered weights over into main weights, if all ranks changed them alike."""
+    for ranks in sorted({mesh_ranks(group.spec.mesh) for unit in chosen for group in unit.groups}):
+        lines = [
+            f"parameter {name!r} of unit {unit.name!r} with checksum {_checksum(used):x}"
+            for unit in chosen
+            for group in unit.groups
+            if mesh_ranks(group.spec.mesh) == ranks
+            for name, used in zip(group.parameters, group.fsdp_params.unsharded_params, strict=True)
+        ]
+        meet(
+            ranks,
+            f"leaves the block that it {action}",
+            lines,
+            "unsharded(writeback=True): the ranks changed weights differently",
+            "All changes in the block were dropped. fix: make the same change on every rank, or broadcast it",
+        )
+    for group in (group for unit in chosen for group in unit.groups):
+        now, before = _own_shard(group), shards[id(group)]
+        values = group.weights.values()
+        target = values.local_buffer.detach()
+        # By bits, as a NaN differs from itself.
+        is_changed = (now != before) & ~(now.isnan() & before.isnan())
+        target.copy_(torch.where(is_changed.to(target.device), now.to(target), target))
+        group.weights.store(values)
+        _are_new(group)
+
+
+def _checksum(weight: torch.Tensor) -> int:
+    return int(checksum(weight.detach().contiguous(), key=1))
+
+
+def _drop_changes(chosen: Sequence[Unit], shards: dict[int, torch.Tensor]) -> None:
+    """Give main weights that share memory with gathered ones their values from before the block."""
+    for group in (group for unit in chosen for group in unit.groups):
+        before: Any = shards.get(id(group))
+        if before is not None and group.fsdp_params.changed_in_place():
+            if not group.weights.can_restore_gathered:
+                _own_shard(group).copy_(before)
+            _are_new(group)
+
+
+def _are_new(group: ParameterGroup) -> None:
+    """Have the gathered weights made again from the main weights, whatever was done to them."""
+    group.freshness.lose()
+    group.freshness.has_changed = True
+    group.fsdp_params.accept_versions()

@@ -1,0 +1,374 @@
+"""ForwardOrder: one order of units on all ranks, which take part in the collectives of units that they skip.
+
+In forward a rank that enters a unit first gathers the units before it that it skipped. At the end of the root's forward
+it gathers the rest. In backward units are gathered in the reverse order of the ends of their calls, and reduced in the
+reverse order of their beginnings; a skipped unit is reduced with zeros (docs/design/order.md, "A forward order").
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from dbuffer.dtensor.placed_tensor import NUM_FLAGS_SET
+from megatron_fsdp.engine.backward import post_backward, pre_backward, release
+from megatron_fsdp.engine.outputs import map_tensors, watch_output
+from megatron_fsdp.engine.unit import Call, Root, Unit, WeightState, alive
+from megatron_fsdp.errors import ConfigError, StateError
+
+__all__ = ["ForwardOrder", "order_of"]
+
+
+class ForwardPass(list[weakref.ref[Unit]]):
+    """The trail of one forward pass, and how far forward and backward have come in the order.
+
+    Attributes:
+        reached: how many units of the order have been gathered in forward.
+        issued: places whose gather in backward was issued, or is not needed. closed: places that are reduced.
+    """
+
+    __slots__ = ("closed", "issued", "reached")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reached = 0
+        self.issued: set[int] = set()
+        self.closed: set[int] = set()
+
+
+class ForwardOrder:
+    """The order of the units below one root.
+
+    Args:
+        units: all units with parameters but the root, in the order in which forward enters them.
+    Raises:
+        ConfigError: a unit is missing, or comes twice, or does not belong to this root.
+    """
+
+    def __init__(self, root: Root, units: Sequence[Unit]) -> None:
+        outermost = root.outermost()
+        wanted = [unit for unit in root.units() if unit.groups and unit is not outermost]
+        given = [unit for unit in units if unit.groups and unit is not outermost]
+        missing = [unit.name for unit in wanted if unit not in given]
+        others = [unit.name for unit in given if unit not in wanted]
+        twice = [unit.name for place, unit in enumerate(given) if unit in given[:place]]
+        for names, what in ((missing, "are missing"), (others, "belong to another root"), (twice, "come twice")):
+            if names:
+                raise ConfigError(
+                    f"set_forward_order: units {', '.join(map(repr, names))} {what}. fix: name each unit with "
+                    "parameters below the root once, in the order of their calls; or leave units out for the order in "
+                    "which modules are registered"
+                )
+        # Weakly, as it holds this order.
+        self._root_reference = weakref.ref(root)
+        self._units = [unit.reference for unit in given]
+        self._places = {id(unit): place for place, unit in enumerate(given)}
+        # Places of the units inside of each unit.
+        self._inner = [
+            {self._places[id(other)] for other in alive(unit.inner) if id(other) in self._places} for unit in given
+        ]
+        self._backward = self._ends()[::-1]
+        self._turns = {place: turn for turn, place in enumerate(self._backward)}
+        self._num_flags_set = -1
+        self._is_gathered: list[bool] = []
+        self._pass = ForwardPass()
+        self._is_open = False
+        # What was being handled when the pass began: a user may retry inside of ``except``.
+        self._handled: BaseException | None = None
+        # The pass that backward is in.
+        self._entered: ForwardPass | None = None
+
+    def _ends(self) -> list[int]:
+        """Return places in the order in which calls end: a unit after the units inside of it."""
+        ended: list[int] = []
+        opened: list[int] = []
+        for place in range(len(self._units)):
+            while opened and place not in self._inner[opened[-1]]:
+                ended.append(opened.pop())
+            opened.append(place)
+        return ended + opened[::-1]
+
+    @property
+    def _root(self) -> Root:
+        root = self._root_reference()
+        assert root is not None
+        return root
+
+    def place_of(self, unit: Unit) -> int | None:
+        """Return the place of a unit; None for the root."""
+        return self._places.get(id(unit))
+
+    def _unit(self, place: int) -> Unit:
+        unit = self._units[place]()
+        assert unit is not None
+        return unit
+
+    def _gathers_in_backward(self, place: int) -> bool:
+        """Whether all ranks gather this unit in backward: it is trained, or something before it is."""
+        if self._num_flags_set != NUM_FLAGS_SET[0]:
+            self._num_flags_set, self._is_gathered = NUM_FLAGS_SET[0], []
+            outermost = self._root.outermost()
+            is_trained = outermost is not None and bool(outermost.num_gradients)
+            for unit in alive(self._units):
+                is_trained = is_trained or bool(unit.num_gradients)
+                self._is_gathered.append(is_trained)
+        return self._is_gathered[place] and self._unit(place).unshards_in_backward
+
+    def stays(self, unit: Unit) -> bool:
+        """Whether the unit keeps its weights from forward to backward because backward begins with it."""
+        is_first = bool(self._backward) and self._units[self._backward[0]]() is unit
+        is_wanted = unit.reshard_after_forward is None and bool(unit.num_gradients)
+        return is_first and is_wanted and torch.is_grad_enabled()
+
+    # ------------------------------------------------------------------ forward
+
+    def begin_pass(self) -> ForwardPass:
+        """Return the trail of a forward pass of the root."""
+        self._pass, self._is_open, self._handled = ForwardPass(), True, sys.exc_info()[1]
+        return self._pass
+
+    def before_call(self, unit: Unit) -> None:
+        """Gather the units before this one that this rank has skipped.
+
+        Raises:
+            StateError: the unit was passed already, or the root is not running.
+        """
+        place = self.place_of(unit)
+        if place is None or unit.num_holds:
+            return
+        if place < self._pass.reached or not self._is_open:
+            if unit.weight_state is WeightState.UNSHARDED and not unit.is_stale():
+                # It needs no collective.
+                return
+            self._refuse(unit)
+        self._skip_to(place)
+        self._pass.reached = place + 1
+
+    def _refuse(self, unit: Unit) -> None:
+        if not self._is_open:
+            raise StateError(
+                f"unit {unit.name!r} was called outside of the root's forward, where the other ranks cannot know of "
+                "it. fix: call it inside the root's forward; megatron_fsdp.register_fsdp_forward_method(root, name) "
+                "makes another method of the root count as one; in evaluation, `with megatron_fsdp.unsharded(model):`"
+            )
+        last = self._unit(self._pass.reached - 1)
+        raise StateError(
+            f"unit {unit.name!r} was called when the forward order had reached unit {last.name!r}: it comes before "
+            "that, or was called twice. fix: root.set_forward_order([...]) with the units in the order of their first "
+            "calls; set_reshard_after_forward(False) on a unit that is called several times keeps it gathered for that"
+        )
+
+    def _skip_to(self, place: int) -> None:
+        for skipped in range(self._pass.reached, place):
+            self._pass.reached = skipped + 1
+            self._take_part(skipped)
+
+    def _take_part(self, place: int) -> None:
+        """Gather a unit that this rank skips, and give the weights back as the other ranks do."""
+        unit = self._unit(place)
+        if unit.num_holds:
+            return
+        if unit.weight_state is not WeightState.SHARDED and unit.is_stale():
+            unit.reshard()
+        self._root.release_lingering(unit)
+        unit.unshard(check=True)
+        unit.wait_for_unshard()
+        if unit.reshard_after_forward is not False and not self.stays(unit):
+            unit.reshard(keep_part=torch.is_grad_enabled())
+
+    def following(self, limit: int) -> list[Unit]:
+        """Return the units to gather ahead of their use."""
+        ahead: list[Unit] = []
+        for place in range(self._pass.reached, min(len(self._units), self._pass.reached + limit)):
+            following = self._unit(place)
+            if ahead and not following.is_trained:
+                break
+            ahead.append(following)
+        return ahead
+
+    def end_pass(self) -> Unit | None:
+        """Take part in the rest, unless forward raised; return the unit that stays gathered for backward."""
+        has_raised, self._handled = sys.exc_info()[1] is not self._handled, None
+        is_open, self._is_open = self._is_open, False
+        if has_raised or not is_open:
+            return None
+        self._skip_to(len(self._units))
+        last = self._unit(self._backward[0]) if self._backward else None
+        if last is None or not self.stays(last):
+            return None
+        self._root.lingering = last.reference
+        return last
+
+    def after_call(self, unit: Unit) -> None:
+        """Refuse a call through which backward will come, although no rank gathers its unit for it."""
+        place = self.place_of(unit)
+        if place is None or self._gathers_in_backward(place) or not unit.unshards_in_backward:
+            return
+        if unit.reshards_after_forward():
+            raise StateError(
+                f"unit {unit.name!r} is frozen and comes before all trained units in the forward order, but its input "
+                "requires a gradient, for which the other ranks would not gather it again. fix: "
+                "set_reshard_after_forward(False) on it, or detach its input"
+            )
+
+    def lead_backward(self, call: Call, output: Any) -> Any:
+        """Return outputs of the root that lead backward into it, where this rank used no trained parameter."""
+        if call.is_expected or not any(unit.num_gradients for unit in self._root.units()):
+            return output
+        anchor = torch.zeros((), requires_grad=True)
+
+        def attach(tensor: torch.Tensor) -> torch.Tensor:
+            if not tensor.is_floating_point():
+                return tensor
+            attached: torch.Tensor = _Attached.apply(tensor, anchor)  # type: ignore[no-untyped-call]  # of torch
+            return attached
+
+        output = map_tensors(attach, output)
+        watch_output(call, output, pre_backward)
+        return output
+
+    # ------------------------------------------------------------------ backward
+
+    def enter(self, unit: Unit, call: Call) -> None:
+        """Take part in what comes before this unit in backward, and reduce what backward has passed."""
+        # Other ranks may have gradients, so that nothing waits for this one's first.
+        self._root.backward.has_gradients = True
+        trail = call.trail
+        if not isinstance(trail, ForwardPass):
+            return
+        if self._entered is not trail:
+            self.finish()
+            self._entered = trail
+        place = self.place_of(unit)
+        if place is not None and not _is_further(unit, call):
+            self._pass_by(trail, place)
+
+    def _pass_by(self, trail: ForwardPass, place: int) -> None:
+        for earlier in self._backward[: self._turns[place]]:
+            if earlier not in trail.issued:
+                self._issue(trail, earlier)
+                # Nothing of this rank's needs it, or backward would have come to it before.
+                self._give_back(self._unit(earlier))
+        for later in range(len(self._units) - 1, place, -1):
+            if later not in self._inner[place]:
+                self._close(trail, later)
+
+    def _issue(self, trail: ForwardPass, place: int) -> None:
+        """Issue the gather of a unit in its turn, unless its weights were kept."""
+        if place not in trail.issued:
+            trail.issued.add(place)
+            if self._gathers_in_backward(place):
+                self._unit(place).unshard(check=False)
+
+    def _give_back(self, unit: Unit) -> None:
+        """Release weights that this rank does not need, or keep them where all ranks do."""
+        if unit.reshard_after_backward:
+            unit.reshard()
+        else:
+            unit.wait_for_unshard()
+            unit.show_sharded()
+
+    def _close(self, trail: ForwardPass, place: int) -> None:
+        if place not in trail.closed:
+            trail.closed.add(place)
+            unit = self._unit(place)
+            release(unit)
+            # Of each pass in a backward there is one reduction, also where this rank entered the unit in one alone.
+            self._root.backward.closed.discard(id(unit))
+            post_backward(unit)
+
+    def gather(self, entered: Unit, call: Call) -> None:
+        """Issue the gather of the unit that backward has entered, and of the one that comes next."""
+        trail, place = self._entered, self.place_of(entered)
+        if _is_further(entered, call):
+            return
+        if place is None:
+            if entered.unshards_in_backward:
+                entered.unshard(check=False)
+        elif trail is not None:
+            self._issue(trail, place)
+        following = -1 if place is None else self._turns[place]
+        if trail is not None:
+            for earlier in self._backward[following + 1 :]:
+                if self._gathers_in_backward(earlier):
+                    self._issue(trail, earlier)
+                    break
+                trail.issued.add(earlier)
+
+    def before_recomputation(self, unit: Unit) -> None:
+        """Issue the gathers of all units whose turn in backward is before this one's, which is computed again.
+
+        Raises:
+            StateError: by a reentrant checkpoint.
+        """
+        trail, place = self._entered, self.place_of(unit)
+        if place is None:
+            return
+        if trail is None:
+            raise StateError(
+                f"unit {unit.name!r} is computed again before backward has come to an output of a unit, as in a "
+                "reentrant checkpoint; its gathers have no place in the forward order. fix: "
+                "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+            )
+        for earlier in self._backward[: self._turns[place] + 1]:
+            if earlier not in trail.issued:
+                self._issue(trail, earlier)
+                other = self._unit(earlier)
+                calls = other.calls_not_entered(self._root.backward.number)
+                if earlier != place and not any(call.trail is trail for call in calls):
+                    self._give_back(other)
+
+    def finish(self) -> None:
+        """Take part in what is left of the pass that backward is in."""
+        trail, self._entered = self._entered, None
+        if trail is not None:
+            for place in self._backward:
+                if place not in trail.issued:
+                    self._issue(trail, place)
+                    self._give_back(self._unit(place))
+            for place in range(len(self._units) - 1, -1, -1):
+                self._close(trail, place)
+
+    def forget(self) -> None:
+        """Forget a backward that raised."""
+        self._entered = None
+
+    @property
+    def drains(self) -> bool:
+        """Whether compute may wait for reductions in backward: no rank waits there for a gather."""
+        return all(group.rests_whole for unit in alive(self._units) for group in unit.groups)
+
+    def refuse_late(self, unit: Unit) -> None:
+        """Refuse a gradient of a unit whose gradients are reduced already."""
+        raise StateError(
+            f"unit {unit.name!r}: a gradient came after backward had passed the unit's place in the forward order, by "
+            "a tensor that the unit did not return. fix: return that tensor from the unit"
+        )
+
+
+class _Attached(torch.autograd.Function):
+    """A tensor as it is, whose backward does nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
+        """Return a view of the tensor."""
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, None]:
+        """Give no gradient to anything."""
+        return None, None
+
+
+def _is_further(unit: Unit, call: Call) -> bool:
+    """Whether backward has its place at an earlier call of a unit that stays gathered, and not at this one."""
+    return call.begin > call.first_begin and unit.weight_state is WeightState.UNSHARDED
+
+
+def order_of(root: Root, units: Iterable[Unit] | None) -> ForwardOrder:
+    """Return the order of some units; None: as their modules are registered."""
+    return ForwardOrder(root, root.units() if units is None else list(units))
