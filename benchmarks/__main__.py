@@ -8,13 +8,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.harness import Row, markdown, write_rows
+from benchmarks.harness import Row, markdown, write_rows, write_samples
 from megatron_fsdp.command_parser import CommandParser
 
 FOLDER = Path(__file__).parent
 EXAMPLES = """\
   python -m benchmarks host                                   processor time per step, beside FSDP2
-  python -m benchmarks memory --results benchmarks/results    write the rows that docs/performance.md cites"""
+  python -m benchmarks memory --results benchmarks/results    write the rows behind docs/performance.md"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -27,8 +27,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     for name, summary in found.items():
         bench = commands.add_parser(name, help=summary, description=summary)
-        bench.add_argument("--out", type=Path, help="write the rows to this file, as JSON")
-        bench.add_argument("--results", type=Path, help="write the rows to a file named after the bench in this folder")
+        bench.add_argument("--out", type=Path, help="write a summary of the rows to this file, as JSON")
+        bench.add_argument("--results", type=Path, help="the same, in a file of this folder named after the bench")
+        bench.add_argument("--samples", type=Path, help="write every sample to this file, as JSON")
         # Only the bench that runs is imported: another may need what this machine lacks.
         module = importlib.import_module(f"benchmarks.bench_{name}") if name == chosen else None
         if module is not None and hasattr(module, "add_arguments"):
@@ -42,11 +43,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # A bench may have a table of its own, and a name for its results that depends on what it ran on.
     print(getattr(module, "rows_text", rows_text)(rows))
     name = module.result_name(args) if hasattr(module, "result_name") else args.command
-    given = {name: value for name, value in vars(args).items() if name not in ("out", "results")}
+    given = {name: value for name, value in vars(args).items() if name not in ("out", "results", "samples")}
     for path in (args.out, args.results and args.results / f"{name}.json"):
         if path:
             write_rows(path, rows, given)
             print(f"{len(rows)} rows in {path}")
+    if args.samples:
+        write_samples(args.samples, rows)
     return 0
 
 
@@ -63,7 +66,7 @@ def rows_text(rows: Sequence[Row]) -> str:
     """Return rows as a Markdown table: medians, and spreads where there are several samples."""
     cells = [["quantity", "median", "unit", "spread"]]
     for row in rows:
-        spread = f"{row.samples.spread:.1%}" if len(row.samples.values) > 1 else ""
+        spread = f"{row.samples.spread:.1%}" if row.samples.rounds > 1 else ""
         cells.append([row.key, f"{row.samples.median:.4g}", row.unit, spread])
     return markdown(cells)
 

@@ -2,7 +2,7 @@
 
 24 settings (shapes, strategies, microbatches, dtypes, on 1, 2 and 4 gloo ranks) are trained for real and predicted by
 the engine's own step on a virtual device. Of them 8 calibrate the device (``CpuSpeeds``), the other 16 are never
-fitted. ``plan`` prints the error of these 16 beside its times, from the rows that docs/performance.md shows
+fitted. ``plan`` prints the error of these 16 beside its times, from the rows that benchmarks/RESULTS.md shows
 (``python -m benchmarks.performance_page`` hands them on). A machine that does other things at the same time has
 larger errors: they are this machine's too.
 """
@@ -87,8 +87,12 @@ class CpuSpeeds:
         return (self.call + self.product * work.flops + self.memory * work.num_bytes) / self.share
 
     def link(self, work: Work) -> str:
-        """Return the one there is."""
-        return "gloo"
+        """Return the one link there is; a rank's kernels share nothing."""
+        return "gloo" if work.ranks else ""
+
+    def occupied(self, work: Work) -> float:
+        """A collective of gloo takes nothing from kernels: ``share`` counts what ranks take from each other."""
+        return 0.0
 
 
 def _sent(work: Work) -> float:

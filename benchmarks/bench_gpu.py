@@ -168,7 +168,7 @@ def rows_text(rows: Sequence[Row]) -> str:
         about = ", ".join(value if isinstance(value, str) else f"{name} {value}" for name, value in row.case.items())
         for target in [target for target in TARGETS if target.is_about(row)][:1]:
             verdict = "met" if target.is_met_by(row) else "MISSED"
-            spread = f"{row.samples.spread:.0%}" if len(row.samples.values) > 1 else "-"
+            spread = f"{row.samples.spread:.0%}" if row.samples.rounds > 1 else "-"
             measured = f"{row.samples.median:.3f}"
             cells.append([f"{row.bench}: {row.metric} ({about})", str(target), measured, spread, verdict])
         if row.bench == "gpu":

@@ -26,13 +26,19 @@ from benchmarks.harness import Row, Samples
 from benchmarks.virtual_models import MODELS, VirtualModel, make_model
 from megatron_fsdp.virtual.device import virtual_device
 from megatron_fsdp.virtual.playback import Playback, play
-from megatron_fsdp.virtual.recording import Event, Recording
+from megatron_fsdp.virtual.recording import Event, Recording, Stream
 
 MESHES = {"8": (8,), "8x8": (64,), "hsdp 2x8": (2, 8)}
 REDUCE = {"bf16": torch.bfloat16, "fp32": torch.float32}
 # The host's time of Python around a collective, in calls of operators: a third of 350 us for a unit and step of ours
-# (docs/performance.md, "Host time"), and twice as much of FSDP2's, as benchmarks/results/host.json has it.
-CALLS = {"ours": 24, "ours, 1 buffer": 24, "ours, 2 buffers": 24, "FSDP2": 50}
+# (benchmarks/RESULTS.md, "Host time"), and twice as much of FSDP2's, as benchmarks/results/host.json has it.
+CALLS = {
+    "ours": 24,
+    "ours, 1 buffer": 24,
+    "ours, 2 buffers": 24,
+    "ours, prefetch of 3 GiB, 3 buffers": 24,
+    "FSDP2": 50,
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -108,9 +114,13 @@ def _shard(model: VirtualModel, mesh: DeviceMesh, reduce: torch.dtype, engine: s
     ours = megatron_fsdp.MixedPrecisionPolicy(torch.bfloat16, reduce, cast_forward_inputs=False)
     for unit in units:
         megatron_fsdp.fully_shard(unit, mesh, mp_policy=ours)
-    if engine != "ours":
-        root: Any = model
-        root.set_reduce_scatter_max_input_buffers(int(engine.split()[1]))
+    root: Any = model
+    for option in engine.split(", ")[1:]:
+        words = option.split()
+        if words[0] == "prefetch":
+            root.set_prefetch_bytes(int(words[2]) << 30)
+        else:
+            root.set_reduce_scatter_max_input_buffers(int(words[0]))
 
 
 def _placement(mesh: DeviceMesh) -> Callable[[nn.Parameter], Shard | None]:
@@ -128,7 +138,7 @@ def _torch_cpu_by(recording: Recording) -> Iterator[None]:
     """Give FSDP2 virtual streams where it asks torch.cpu for streams, as it does for tensors in CPU memory."""
     names = iter(("copy-in", "gather", "reduce", "all-reduce"))
     doubles = {
-        "Stream": lambda *_, **__: recording.new(None, next(names, "")),
+        "Stream": lambda *_, **options: _stream(recording, next(names, ""), **options),
         "Event": lambda *_, **__: Event(recording),
         "stream": recording.use,
         "current_stream": recording.current,
@@ -144,6 +154,12 @@ def _torch_cpu_by(recording: Recording) -> Iterator[None]:
                 setattr(torch.cpu, name, saved[name])
             else:
                 delattr(torch.cpu, name)
+
+
+def _stream(recording: Recording, name: str, device: object = None, priority: int = 0) -> Stream:
+    made = recording.new(None, name)
+    made.priority = priority
+    return made
 
 
 def _fsdp2_parts() -> dict[Any, Callable[..., Any]]:

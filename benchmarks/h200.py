@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from megatron_fsdp.virtual.playback import DEVICE
 from megatron_fsdp.virtual.recording import Work
 
 __all__ = ["H200", "Machine"]
@@ -26,6 +27,8 @@ class Machine:
         ranks_per_node: consecutive ranks. node, network: bytes per second that one rank sends in a collective, inside
             a node and to another. node_hop, network_hop: seconds per step of a collective.
         collective: seconds that one takes beside its steps.
+        collective_share: part of the device that a collective takes from kernels: 24 of 132 multiprocessors. NCCL takes
+            16 with in-switch sums and up to 32 with rings.
         call, stream_call, launch: as in ``megatron_fsdp.virtual.playback.Speeds``.
     """
 
@@ -41,6 +44,7 @@ class Machine:
     node_hop: float = 1 * _MICRO
     network_hop: float = 5 * _MICRO
     collective: float = 10 * _MICRO
+    collective_share: float = 24 / 132
     call: float = 5 * _MICRO
     stream_call: float = 1.5 * _MICRO
     launch: float = 5 * _MICRO
@@ -56,8 +60,14 @@ class Machine:
         rate *= self.attention if work.kind == "attention" else min(1.0, work.least / self.full_size)
         return max(self.kernel, moving, work.flops / rate)
 
+    def occupied(self, work: Work) -> float:
+        """Return the part of the device that a collective takes from kernels."""
+        return self.collective_share
+
     def link(self, work: Work) -> str:
-        """Return what a collective goes through: "node" or "network"."""
+        """Return what work shares: a collective the links of the node or the network, a kernel the device."""
+        if not work.ranks:
+            return DEVICE
         return "node" if self._num_nodes(work) == 1 else "network"
 
     def _num_nodes(self, work: Work) -> int:
@@ -84,4 +94,4 @@ H200 = Machine(
     flops={torch.bfloat16: 620e12, torch.float16: 620e12, torch.float32: 50e12},
     memory=4.3e12,
 )
-"""Estimates, not measurements: see docs/performance.md, "Predicted"."""
+"""Estimates, not measurements: see benchmarks/RESULTS.md, "Predicted"."""

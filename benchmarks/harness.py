@@ -7,8 +7,8 @@ A bench is a file ``bench_NAME.py`` in this folder with a docstring, whose first
     def rows_text(rows: Sequence[Row]) -> str                        # optional: its own table
     def result_name(args: argparse.Namespace) -> str                 # optional: its own name for --results
 
-``python -m benchmarks NAME`` runs it, prints its rows, and with ``--out FILE`` writes them as JSON together with the
-machine, the versions and the commit.
+``python -m benchmarks NAME`` runs it and prints its rows. ``--out FILE`` writes a summary of each row as JSON (median,
+spread and number of rounds), with the machine, the versions and the commit; ``--samples FILE`` writes every sample.
 
 One way to measure: several functions run in turn (``interleaved``; ``ranks_in_turn`` on ranks), so that a machine that
 warms up or gets busy slows all of them, and their ratio still means something. A claim about speed is a ratio of such
@@ -24,7 +24,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,6 +35,7 @@ import torch.distributed as dist
 __all__ = [
     "Row",
     "Samples",
+    "Summary",
     "Times",
     "beside_peers",
     "both",
@@ -48,6 +49,7 @@ __all__ = [
     "read_rows",
     "table",
     "write_rows",
+    "write_samples",
 ]
 
 Thing = TypeVar("Thing")
@@ -81,6 +83,20 @@ class Samples:
         """Quartile distance over the median."""
         return (self.high - self.low) / abs(self.median) if self.median else 0.0
 
+    @property
+    def rounds(self) -> int:
+        """The number of values."""
+        return len(self.values)
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What a file of results has of samples: their median, their spread and how many they are."""
+
+    median: float
+    spread: float
+    rounds: int
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -91,14 +107,14 @@ class Row:
         case: what was measured, as in ``{"model": "llama3-8b", "shards": 64}``; with ``metric`` it identifies the row.
         metric: the quantity, as in ``"time"`` or ``"padding"``.
         unit: of the values: ``"s"``, ``"B"``, ``"%"``, ``"B/s"``.
-        samples: the values; a single one where the quantity is exact.
+        samples: the values; a single one where the quantity is exact. A row read from a file has their summary.
     """
 
     bench: str
     case: Mapping[str, str | int | float]
     metric: str
     unit: str
-    samples: Samples = Samples(())
+    samples: Samples | Summary = Samples(())
     notes: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -242,14 +258,43 @@ def environment() -> dict[str, Any]:
 
 
 def write_rows(path: Path, rows: Iterable[Row], arguments: Mapping[str, Any] | None = None) -> None:
-    """Write rows as JSON with the environment, and the medians and spreads for those who read it without Python."""
+    """Write the summary of each row as JSON, one row per line, with the environment."""
     written = [
-        {**asdict(row), "case": dict(row.case), "median": row.samples.median, "spread": row.samples.spread}
+        {
+            "bench": row.bench,
+            "case": dict(row.case),
+            "metric": row.metric,
+            "unit": row.unit,
+            "median": _short(row.samples.median),
+            "spread": _short(row.samples.spread),
+            "rounds": row.samples.rounds,
+            **({"notes": dict(row.notes)} if row.notes else {}),
+        }
         for row in rows
     ]
-    content = {"environment": environment(), "arguments": dict(arguments or {}), "rows": written}
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=1, default=str) + "\n", encoding="utf-8")
+    path.write_text(results_text(environment(), dict(arguments or {}), written), encoding="utf-8")
+
+
+def results_text(
+    environment: Mapping[str, Any], arguments: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]
+) -> str:
+    """Return the text of a file of results: JSON with one row per line."""
+    head = json.dumps({"environment": environment, "arguments": arguments}, default=str)
+    lines = ",\n".join(json.dumps(row, default=str) for row in rows)
+    return f'{head[:-1]},\n"rows": [\n{lines}\n]}}\n'
+
+
+def _short(value: float) -> float:
+    """Return a whole number as it is, and another number to six digits."""
+    return int(value) if float(value).is_integer() else float(f"{value:.6g}")
+
+
+def write_samples(path: Path, rows: Iterable[Row]) -> None:
+    """Write every sample as JSON: a list of values by the key of its row."""
+    values = {row.key: row.samples.values for row in rows if isinstance(row.samples, Samples)}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
 
 
 def read_rows(path: Path) -> tuple[dict[str, Any], list[Row]]:
@@ -257,8 +302,9 @@ def read_rows(path: Path) -> tuple[dict[str, Any], list[Row]]:
     content = json.loads(path.read_text(encoding="utf-8"))
     rows = [
         Row(
-            **{name: row[name] for name in ("bench", "case", "metric", "unit", "notes")},
-            samples=Samples(tuple(row["samples"]["values"])),
+            **{name: row[name] for name in ("bench", "case", "metric", "unit")},
+            samples=Summary(row["median"], row["spread"], row["rounds"]),
+            notes=row.get("notes", {}),
         )
         for row in content["rows"]
     ]

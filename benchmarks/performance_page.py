@@ -1,6 +1,7 @@
-"""Write the tables of docs/performance.md, and the error bar of ``plan``, from the rows in benchmarks/results.
+"""Write the tables and pictures of the pages of results, and the error bar of ``plan``, from benchmarks/results.
 
-``python -m benchmarks.performance_page`` replaces what stands between ``<!-- table: NAME -->`` and ``<!-- end -->``.
+``python -m benchmarks.performance_page`` replaces the text between ``<!-- table: NAME -->`` and ``<!-- end -->`` in
+docs/performance.md and benchmarks/RESULTS.md, and draws the charts of docs/performance.md. It takes a second.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import Row, read_rows
+from benchmarks.performance_charts import CHARTS, svg
 
-__all__ = ["TABLES", "Claim", "error_bar", "page", "table_of"]
+__all__ = ["PAGES", "SUMMARY", "TABLES", "TABLES_PAGE", "Claim", "error_bar", "page", "picture_of", "table_of"]
 
 _STEP = "host time over peer's"
 _STEP_AND_ZERO_GRAD = "host time with zero_grad over peer's"
@@ -24,8 +26,10 @@ _REPLICAS = "wall time, one comparison of replicas over a step"
 _WORST = "arena over the most bytes held, worst"
 _RISE = "most resident memory over the first"
 RESULTS = Path(__file__).parent / "results"
-DOCUMENT = Path(__file__).parents[1] / "docs" / "performance.md"
-# What `plan` prints; a part of the package, for an installed one has no results of benches.
+DOCS = Path(__file__).parents[1] / "docs"
+TABLES_PAGE = Path(__file__).parent / "RESULTS.md"
+PAGES = (DOCS / "performance.md", TABLES_PAGE)
+# Part of the package, because an installed package has no results of benches.
 ERROR_BAR = Path(__file__).parents[1] / "megatron_fsdp" / "planning" / "error_bar.json"
 
 
@@ -190,19 +194,40 @@ TABLES: Mapping[str, Sequence[Claim]] = {
     ],
 }
 
-# Benches whose own tables stand on the page whole.
+SUMMARY: Sequence[Claim] = [
+    *_step("training step, 2 x 64 tokens, fp32, over FSDP2", "2x64-long", "fp32", "FSDP2", 0.65, 0.78),
+    *_step("training step, 2 x 64 tokens, bf16, over FSDP2", "2x64-long", "bf16", "FSDP2", 0.7, None)[:1],
+    *_step("training step, mixture of experts, fp32, over FSDP2", "moe", "fp32", "FSDP2")[:1],
+    *_step("training step, 2 x 64 tokens, fp32, over DDP", "2x64", "fp32", "DDP")[:1],
+    *TABLES["optimizer"][:1],
+    replace(TABLES["link"][1], words="waiting for collectives over the least possible, forward as long as a gather"),
+    *TABLES["resident"][-1:],
+    replace(TABLES["watch"][0], words="training step with Watch over the same without, width 64, wall time"),
+    *(
+        replace(claim, words='step with reduction="invariant" over the default, 4 ranks, processor time')
+        for claim in TABLES["invariance"]
+        if claim.words == "processor time over the default's, 4 ranks, fp32 on the wire"
+    ),
+    *(claim for claim in TABLES["checkpoint"] if claim.case["peer"] == "torch DCP"),
+]
+"""The lines of docs/performance.md that no picture shows. RESULTS.md has all lines."""
+
+# Benches whose own tables are on the page of tables.
 PREDICTED = ("virtual", "error_bar")
 
 
 def page(text: str, folder: Path = RESULTS) -> str:
-    """Return the document with all tables made anew."""
-    for name, claims in TABLES.items():
-        pattern = re.compile(rf"(<!-- table: {name} -->\n).*?(<!-- end -->)", re.DOTALL)
-        text = pattern.sub(lambda found, claims=claims: found[1] + table_of(claims, folder) + found[2], text)  # type: ignore[misc]
-    for name in PREDICTED:
-        pattern = re.compile(rf"(<!-- table: {name} -->\n).*?(<!-- end -->)", re.DOTALL)
-        text = pattern.sub(lambda found, name=name: found[1] + _whole_table(name, folder) + found[2], text)  # type: ignore[misc]
-    return text
+    """Return the text of a page with its tables made again."""
+    tables = {name: lambda claims=claims: table_of(claims, folder) for name, claims in TABLES.items()}
+    tables |= {name: lambda name=name: _whole_table(name, folder) for name in PREDICTED}
+    tables["summary"] = lambda: table_of(SUMMARY, folder, has_sources=False)
+    pattern = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+    return pattern.sub(lambda found: found[1] + tables[found[2]]() + found[3], text)
+
+
+def picture_of(name: str) -> Path:
+    """Return the file of a picture that ``CHARTS`` names."""
+    return DOCS / f"{name}.svg"
 
 
 def _whole_table(name: str, folder: Path) -> str:
@@ -229,8 +254,8 @@ def error_bar(folder: Path = RESULTS) -> dict[str, Any]:
     return {"settings": median.case["settings"], "clock": arguments["clock"], **values}
 
 
-def table_of(claims: Sequence[Claim], folder: Path) -> str:
-    """Return a Markdown table of what was wanted and what was measured, with machine and commit of each file below.
+def table_of(claims: Sequence[Claim], folder: Path, *, has_sources: bool = True) -> str:
+    """Return a Markdown table of targets and measurements, and below it machine and commit of each file of results.
 
     Raises:
         LookupError: no row, or several, answer to a claim.
@@ -239,11 +264,13 @@ def table_of(claims: Sequence[Claim], folder: Path) -> str:
     lines = ["| ratio | wanted | measured | spread | rounds |", "|---|---:|---:|---:|---:|"]
     for claim in claims:
         row = _row_of(claim, files[claim.file][1])
-        exact = len(row.samples.values) == 1
+        exact = row.samples.rounds == 1
         wanted = "" if claim.most is None else f"<= {claim.most:g}"
         mark = "" if claim.most is None or row.samples.median <= claim.most else " (missed)"
-        spread, rounds = ("exact", "") if exact else (f"{row.samples.spread:.0%}", str(len(row.samples.values)))
+        spread, rounds = ("exact", "") if exact else (f"{row.samples.spread:.0%}", str(row.samples.rounds))
         lines.append(f"| {claim.words} | {wanted} | {row.samples.median:.2f}{mark} | {spread} | {rounds} |")
+    if not has_sources:
+        return "\n".join([*lines, ""])
     sources = [_source(name, environment) for name, (environment, _) in files.items()]
     return "\n".join([*lines, "", f"Rows: {', '.join(sources)}.", ""])
 
@@ -257,10 +284,14 @@ def _row_of(claim: Claim, rows: Sequence[Row]) -> Row:
 
 
 def main() -> int:
-    """Write the document and the error bar of ``plan``, and return the exit status."""
-    DOCUMENT.write_text(page(DOCUMENT.read_text(encoding="utf-8")), encoding="utf-8")
+    """Write the pages, the pictures and the error bar of ``plan``, and return the exit status."""
+    for path in PAGES:
+        path.write_text(page(path.read_text(encoding="utf-8")), encoding="utf-8")
+    for name, charts in CHARTS.items():
+        picture_of(name).write_text(svg(charts()), encoding="utf-8")
     ERROR_BAR.write_text(json.dumps(error_bar()) + "\n", encoding="utf-8")
-    print(f"tables in {DOCUMENT}, and what plan prints in {ERROR_BAR}")
+    written = ", ".join(str(path) for path in (*PAGES, *map(picture_of, CHARTS), ERROR_BAR))
+    print(f"written: {written}")
     return 0
 
 

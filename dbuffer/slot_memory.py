@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,7 @@ def from_communicator(group: dist.ProcessGroup, device: torch.device) -> Allocat
     backend = group._get_backend(device)
     if not backend.supports_tensor_alloc(device):
         return None
-    backend.eager_connect_single_device(device)
+    _connect(backend, device)
     return lambda num_bytes: backend.allocate_tensor(num_bytes, dtype=torch.uint8, device=device)
 
 
@@ -40,7 +41,7 @@ def from_symmetric_memory(group: dist.ProcessGroup, device: torch.device, backen
         raise StorageError(
             f"symmetric memory is memory of GPUs, found {device}. fix: do not ask for symmetric memory on this device"
         )
-    group._get_backend(device).eager_connect_single_device(device)
+    _connect(group._get_backend(device), device)
     symmetric_memory.set_backend(backend)  # type: ignore[arg-type]  # torch checks the name
 
     def allocate(num_bytes: int) -> torch.Tensor:
@@ -50,3 +51,13 @@ def from_symmetric_memory(group: dist.ProcessGroup, device: torch.device, backen
         return slot
 
     return allocate
+
+
+def _connect(backend: Any, device: torch.device) -> None:
+    """Connect a communicator that is not connected yet.
+
+    If it is connected, ``eager_connect_single_device`` makes a second communicator. Memory would be registered with the
+    second one, and collectives would go on to use the first.
+    """
+    if not backend._is_initialized():
+        backend.eager_connect_single_device(device)

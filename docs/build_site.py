@@ -70,7 +70,13 @@ NAVIGATION: Mapping[str, Sequence[str]] = {
         "docs/design/states.md",
         "docs/design/order.md",
     ),
-    "Reference": ("docs/features.md", "docs/flags.md", "docs/compatibility.md", "docs/performance.md"),
+    "Reference": (
+        "docs/features.md",
+        "docs/flags.md",
+        "docs/compatibility.md",
+        "docs/performance.md",
+        "benchmarks/RESULTS.md",
+    ),
     "Design": ("CONTRIBUTING.md", "CHANGELOG.md"),
 }
 
@@ -155,7 +161,7 @@ def stage() -> None:
 
 def source_pages() -> list[Path]:
     """Return the pages of the repository."""
-    names = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
+    names = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/RESULTS.md")
     return [*(ROOT / name for name in names), *sorted((ROOT / "docs").rglob("*.md"))]
 
 

@@ -165,7 +165,7 @@ class TransferError(FsdpError):
 
     Example:
         try:
-            apply_bucket(generator.state_dict(), bucket)
+            weight_stream(model, changed_since=-1)  # a version that this rank does not remember
         except TransferError as error:
-            print(error)  # names the tensor, and both checksums
+            print(error)  # "... this rank remembers nothing ... fix: version = remember_weights(model) ..."
     """

@@ -92,6 +92,8 @@ def pre_backward(call: Call) -> None:  # noqa: C901  # in order of time
             other = reference()
             if other is not None:
                 other.unshard(check=False)
+    elif root.prefetch_bytes is not None:
+        _prefetch_by_bytes(unit, call)
     else:
         units = [unit] if unit.unshards_in_backward else []
         for position in range(call.position - 1, -1, -1):
@@ -108,6 +110,13 @@ def pre_backward(call: Call) -> None:  # noqa: C901  # in order of time
     if unit.unshards_in_backward:
         unit.unshard(check=False)
         unit.wait_for_unshard()
+
+
+def _prefetch_by_bytes(unit: Unit, call: Call) -> None:
+    root, units = unit.root, [unit] if unit.unshards_in_backward else []
+    earlier = [each for each in alive(reversed(call.trail[: call.position])) if each.unshards_in_backward]
+    units += root.within_budget(each for each in earlier if each is not unit)
+    root.prefetch(units, check=False)
 
 
 def begin(root: Root) -> None:

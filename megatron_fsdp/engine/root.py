@@ -24,7 +24,7 @@ from megatron_fsdp.engine.streams import (
     settle_host,
     wait_for_event,
 )
-from megatron_fsdp.engine.unit import Call, Root, Unit, WeightState, is_in_backward
+from megatron_fsdp.engine.unit import Call, Root, Unit, WeightState, alive, is_in_backward
 from megatron_fsdp.errors import StateError
 
 __all__ = ["caster", "post_forward", "pre_forward"]
@@ -146,6 +146,8 @@ def _record(root: Root, unit: Unit) -> list[Unit]:
     limit = root.backward.max_packed_buffers if torch.is_grad_enabled() else 1
     if root.order is not None:
         return root.order.following(limit)
+    if root.prefetch_bytes is not None:
+        return root.within_budget(alive(root.expected[root.cursor :]))
     ahead: list[Unit] = []
     for reference in root.expected[root.cursor : root.cursor + 2 * limit]:
         following = reference()

@@ -188,6 +188,11 @@ class Unit:
         self.is_trained = self.num_gradients == sum(len(group.parameters) for group in self.groups)
         self.rests_final = all(buffer.rests_final for buffer in self.gradients)
 
+    @property
+    def gathered_bytes(self) -> int:
+        """The bytes of the weights that are released between uses, while they are gathered."""
+        return sum(group.gathered.nbytes for group in self.groups if not group.rests_whole)
+
     def show_sharded(self) -> None:
         """Show the sharded parameters, while gathered weights may stay for the backward that follows."""
         if self.num_holds:
@@ -405,6 +410,7 @@ class Root:
         order: an order of collectives that all ranks share (``set_forward_order``); None for the order of calls.
         backward: how far backward is.
         step_event: recorded after an optimizer step, awaited by the next forward; None for none.
+        prefetch_bytes: of gathered weights that may be gathered ahead of their use; None counts units instead.
         trail: the units of this forward pass that were left, in order, for each call that backward may come to.
         clock: counts beginnings and ends of calls.
         recorded, expected: the units of this pass and of the last one, in the order of their calls. cursor: where this
@@ -423,6 +429,7 @@ class Root:
         self.order: SharedOrder[Unit, Call] | None = None
         self.backward = BackwardState(units)
         self.step_event: Event | None = None
+        self.prefetch_bytes: int | None = None
         self.trail: list[weakref.ref[Unit]] = []
         self.clock = 0
         self.recorded: list[weakref.ref[Unit]] = []
@@ -453,6 +460,20 @@ class Root:
             if unit.weight_state is WeightState.SHARDED:
                 unit.unshard(check=check)
             self.ahead.append(unit.reference)
+
+    def within_budget(self, following: Iterable[Unit]) -> list[Unit]:
+        """Return the first of the units that use weights next: one, and more while they fit into ``prefetch_bytes``."""
+        assert self.prefetch_bytes is not None
+        units: list[Unit] = []
+        left = self.prefetch_bytes
+        for unit in following:
+            if not unit.groups or unit in units:
+                continue
+            left -= unit.gathered_bytes
+            if units and left < 0:
+                break
+            units.append(unit)
+        return units
 
     def prefetched(self) -> list[Ticket]:
         """Return the tickets of predicted gathers that are on their way."""

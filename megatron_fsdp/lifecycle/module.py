@@ -350,6 +350,31 @@ class FSDPModule:
         for unit in self._units(recurse):
             unit.root.backward.max_packed_buffers = max_input_buffers
 
+    def set_prefetch_bytes(self, num_bytes: int | None) -> None:
+        """Gather as many units ahead of their use as take ``num_bytes`` of gathered weights, at least one.
+
+        Call it on the root, with the same number on every rank. For models whose units differ in size: between two
+        units of experts lies one of attention, which is too short to hide their gather. More bytes let gathers run
+        further ahead, forward and backward, and that memory is held beside the weights of the unit that computes.
+        ``set_modules_to_forward_prefetch`` and ``set_modules_to_backward_prefetch`` win, for their unit, and
+        ``set_forward_order`` for all.
+
+        Args:
+            num_bytes: None, the default, counts units: one in backward, as FSDP2 does, and in forward as many as
+                ``set_reduce_scatter_max_input_buffers`` allows.
+        Raises:
+            TypeError: not an int. ConfigError: below one, or called on a unit that is not the root.
+        """
+        if num_bytes is not None:
+            _check_count("set_prefetch_bytes", num_bytes)
+        root = unit_of(self).root
+        if root.outermost() is not unit_of(self):
+            raise ConfigError(
+                f"set_prefetch_bytes on unit {unit_of(self).name!r}: the memory is that of all units together. fix: "
+                "call it on the root module, after its fully_shard"
+            )
+        root.prefetch_bytes = num_bytes
+
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Reduce on a communicator of its own (the default), or on the one that gathers, which saves its memory."""
         for unit in self._units(recurse):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from dbuffer import CollectiveCall
 from megatron_fsdp.planning.played_step import PlayedStep
 from megatron_fsdp.planning.transformer import Workload
-from megatron_fsdp.virtual.playback import Playback, play
+from megatron_fsdp.virtual.playback import DEVICE, Playback, play
 from megatron_fsdp.virtual.recording import Work
 
 __all__ = ["Hardware", "Link", "StepTime", "play_in_time", "predict_step", "transfer_seconds"]
@@ -137,8 +137,12 @@ class _Speeds:
         return (1 + again) * work.flops * self.workload.tokens / self.hardware.flops
 
     def link(self, work: Work) -> str:
-        """Return the axis name: each mesh axis has its own links."""
-        return work.axis
+        """Return what work shares: each mesh axis has its own links, and kernels share the device."""
+        return work.axis if work.ranks else DEVICE
+
+    def occupied(self, work: Work) -> float:
+        """Collectives take nothing from kernels here: ``Hardware.flops`` is what a model reaches beside them."""
+        return 0.0
 
 
 def play_in_time(played: PlayedStep, workload: Workload, hardware: Hardware) -> Playback:

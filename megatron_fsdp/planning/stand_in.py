@@ -436,6 +436,7 @@ def _settle(units: Sequence[Unit], built: Sequence[Unit]) -> None:
             setattr(stood, ahead, [references[id(each())] for each in getattr(unit, ahead) if id(each()) in references])
         if unit.root.backward.max_packed_buffers:
             stood.root.backward.max_packed_buffers = unit.root.backward.max_packed_buffers
+        stood.root.prefetch_bytes = unit.root.prefetch_bytes
         for group, copy in zip(unit.groups, stood.groups, strict=True):
             _settle_group(group, copy)
         if unit.slots.sizing is not None:

@@ -26,6 +26,11 @@ class BucketEntry:
         name: of the tensor. aliases: its other names, where weights are tied.
         dtype, shape: of the whole tensor. offset: of its first byte in the bucket.
         checksum: 64 bits over its values; None where the sender was not asked for checksums.
+
+    Example:
+        for bucket in weight_stream(model).buckets():
+            for entry in bucket.entries:
+                print(entry.name, entry.view(bucket.data).sum())
     """
 
     name: str
@@ -55,6 +60,11 @@ class WeightBucket:
         data: 1-D, uint8. entries: where each tensor lies in it; bytes that belong to no entry are undefined.
         version: of the model's weights (``weight_version``). index: of the bucket in its stream, from 0.
         num_buckets: of the stream.
+
+    Example:
+        for bucket in weight_stream(model, checksums=True).buckets():
+            bucket.verify()
+            print(bucket.index, bucket.num_buckets, bucket.data.numel(), "bytes")
     """
 
     def __init__(
@@ -126,6 +136,11 @@ def apply_bucket(state: Mapping[str, torch.Tensor], bucket: WeightBucket, *, ver
         verify: compare the checksums first, if the table has any. Nothing is written when one differs.
     Raises:
         TransferError: a tensor has no place in ``state``, or another shape there; or it arrived changed.
+
+    Example:
+        generator = Model()
+        for bucket in weight_stream(model, checksums=True).buckets():
+            apply_bucket(generator.state_dict(), bucket)
     """
     if verify and any(entry.checksum is not None for entry in bucket.entries):
         bucket.verify()

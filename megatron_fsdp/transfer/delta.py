@@ -62,6 +62,12 @@ class DeltaBucket:
         kind: "sparse": ``values`` belong at ``indices``; "xor": ``values`` are the exclusive or of old and new bits;
             "whole": ``values`` are those of the tensor.
         since, version: of the weights before and after the change.
+
+    Example:
+        version = remember_weights(model)
+        optimizer.step()
+        deltas = list(weight_stream(model, changed_since=version))
+        assert all(delta.since == version and delta.version == version + 1 for delta in deltas)
     """
 
     kind: str
@@ -84,6 +90,11 @@ class DeltaReport:
     Attributes:
         num_elements, num_changed: elements of sharded parameters, and how many have another value now.
         delta_bytes: of all payloads. whole_bytes: of the weights themselves.
+
+    Example:
+        stream = weight_stream(model, changed_since=remember_weights(model))
+        for delta in stream:
+            print(stream.report)  # the part that changed, bytes to send
     """
 
     num_elements: int
@@ -126,11 +137,11 @@ def remember_weights(model: nn.Module, *, dtype: torch.dtype = torch.bfloat16) -
         ConfigError, StateError: as ``weight_stream``; and for tensor-parallel parameters.
 
     Example:
-        version = remember_weights(model)
-        send_all(weight_stream(model))
+        version = remember_weights(model)  # and send all weights once
+        model(batch).sum().backward()
         optimizer.step()
-        for bucket in weight_stream(model, changed_since=version):
-            send(bucket)
+        for delta in weight_stream(model, changed_since=version):
+            print(delta.kind, len(delta.entries), "tensors")
     """
     catalog = WeightCatalog.of(model)
     for each in catalog.groups:
@@ -164,6 +175,13 @@ class DeltaStream(Iterator[DeltaBucket]):
 
     Attributes:
         since, version: of the weights before and after the change.
+
+    Example:
+        version = remember_weights(model)
+        optimizer.step()
+        stream = weight_stream(model, changed_since=version)
+        assert (stream.since, stream.version) == (version, version + 1)
+        stream.close()
     """
 
     def __init__(self, model: nn.Module, since: int, dtype: torch.dtype) -> None:
@@ -378,6 +396,12 @@ def apply_delta(state: Mapping[str, torch.Tensor], bucket: DeltaBucket, *, versi
     Raises:
         TransferError: the receiver has another version, a tensor has no place, another shape or dtype, or the result
             differs from the trainer's weights.
+
+    Example:
+        state, version = dict(weight_stream(model)), remember_weights(model)  # what a receiver has
+        optimizer.step()
+        for delta in weight_stream(model, changed_since=version):
+            apply_delta(state, delta, version=version)
     """
     if version != bucket.since:
         raise TransferError(

@@ -36,6 +36,10 @@ class LocalShard:
         replica_ranks: the ranks that hold just these elements, this one among them, ascending.
         sender: which of them sends the elements where each is to be sent once; spread over the replicas.
         mesh, placements: of the sharded parameter, a DTensor; None for a plain tensor.
+
+    Example:
+        for name, shard in local_shards(model).items():
+            print(name, shard.shape, shard.offset, shard.local.numel(), shard.replica_ranks)
     """
 
     name: str
@@ -69,7 +73,7 @@ def local_shards(model: nn.Module) -> dict[str, LocalShard]:
     Example:
         for name, shard in local_shards(model).items():
             if shard.contributes:
-                put(name, shard.local, at=shard.offset)
+                print(name, shard.local.data_ptr(), shard.offset, shard.local.numel())
     """
     catalog = WeightCatalog.of(model)
     found = [_shard(each, weight) for each in catalog.groups for weight in each.weights]

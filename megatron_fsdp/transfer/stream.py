@@ -88,7 +88,7 @@ def weight_stream(  # noqa: PLR0913  # options, each of which stands alone
     Example:
         for name, tensor in weight_stream(model):
             if dist.get_rank() == 0:
-                send(name, tensor)
+                print(name, tensor.shape)
     """
     if changed_since is not None:
         if names or merge_lora or dtype is None:
@@ -131,6 +131,11 @@ class WeightStream(Iterator[tuple[str, torch.Tensor]]):
     Attributes:
         aliases: of each tied weight that is sent once, its other names.
         version: of the weights that are sent (``weight_version``).
+
+    Example:
+        with weight_stream(model, bucket_bytes=1 << 20) as stream:
+            print(stream.explain())
+            print(stream.version, [name for name, tensor in stream])
     """
 
     def __init__(self, session: _Session) -> None:

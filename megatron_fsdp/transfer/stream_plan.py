@@ -83,6 +83,10 @@ class StreamReport:
         num_gathers: collectives of whole units; windows of units larger than a bucket count each.
         peak_bytes: memory above rest: two buckets, and what ``scratch_bytes`` and ``adapter_bytes`` say.
         scratch_bytes: to put tensor-parallel parts together. adapter_bytes: of LoRA weights that are merged.
+
+    Example:
+        report = weight_stream(model).explain()  # sends nothing
+        print(report.num_buckets, report.received_bytes, report.peak_bytes)
     """
 
     num_tensors: int

@@ -35,6 +35,12 @@ class JoinedBatches:
             count for nothing.
         num_with_data: how many ranks have a batch of their own now.
         is_last: whether no rank has another batch: what ``microbatch(model, is_last=...)`` needs.
+
+    Example:
+        with join(model, batches) as joined:
+            for part in joined:
+                model(part).sum().backward()
+                print(joined.has_data, joined.num_with_data, joined.is_last)
     """
 
     def __init__(
@@ -161,9 +167,7 @@ def join(
         ConfigError: another ``mean_over``. StateError: no sharded module in ``model``; see ``JoinedBatches`` for more.
 
     Example:
-        optimizer = torch.optim.AdamW(model.parameters())
-        own = batches[:1] if torch.distributed.get_rank() else batches
-        with join(model, own) as joined:
+        with join(model, batches[: 2 - dist.get_rank()]) as joined:
             for part in joined:
                 model(part).square().mean().backward()
                 optimizer.step()

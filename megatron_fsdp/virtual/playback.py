@@ -1,7 +1,10 @@
 """Playback: when everything of a recording would happen on a machine, and what waits for what.
 
 A discrete-event simulation. The host issues items in order and each takes it a moment; a stream does its items one
-after another, none before it was issued; collectives share their link in equal parts, as communicators do.
+after another, none before it was issued. What runs at once on one link, or on the one device, shares it: collectives
+share a link in equal parts, as communicators do, and kernels share the part of the device that collectives leave to
+them. Of kernels those of the highest stream priority run and the others stand still, as blocks of a device are given
+out by priority. Sharing is the careful assumption: a copy beside a product costs the product the copy's whole time.
 """
 
 from __future__ import annotations
@@ -14,7 +17,16 @@ from typing import Protocol
 
 from megatron_fsdp.virtual.recording import Item, Stream, Work
 
-__all__ = ["Playback", "Run", "Speeds", "Stall", "play"]
+__all__ = ["DEVICE", "SHARING", "Playback", "Run", "Speeds", "Stall", "play"]
+
+DEVICE = "device"
+"""What ``Speeds.link`` returns for kernels that share the device."""
+
+SHARING = "what shares the device with it"
+"""The cause in ``Playback.exposed`` for kernels that took longer than alone."""
+
+# Seconds below which a difference is one of rounding.
+_NOTHING = 1e-12
 
 
 class Speeds(Protocol):
@@ -36,7 +48,13 @@ class Speeds(Protocol):
         """Return how long work takes that has the device, or its link, to itself."""
 
     def link(self, work: Work) -> str:
-        """Return the name of what a collective goes through; those on one link share it."""
+        """Return the name of what work shares with other work of that name: a collective's link, or a kernel's device.
+
+        Empty for work that shares nothing.
+        """
+
+    def occupied(self, work: Work) -> float:
+        """Return the part of the device, 0 to 1, that a collective takes from kernels while it is under way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,15 +94,20 @@ class Playback:
     stalls: tuple[Stall, ...] = field(repr=False)
 
     def busy(self, stream: str = "compute") -> float:
-        """Return the seconds in which a stream works; collectives on it are no work."""
-        return sum(run.end - run.start for run in self.runs if run.stream == stream and not run.work.ranks)
+        """Return the seconds of a stream's kernels, each as long as it takes alone; collectives are no work."""
+        return sum(self.machine.seconds(run.work) for run in self.runs if run.stream == stream and not run.work.ranks)
+
+    def slowed(self, stream: str = "compute") -> float:
+        """Return by how many seconds a stream's kernels took longer than alone, as they shared the device."""
+        kernels = [run for run in self.runs if run.stream == stream and not run.work.ranks]
+        return sum(run.end - run.start - self.machine.seconds(run.work) for run in kernels)
 
     def waiting(self) -> float:
-        """Return the seconds in which compute does nothing but communicate, at the ends too."""
+        """Return the seconds that compute loses to communication, at the ends too: it waits, or shares the device."""
         return self.seconds - self.busy()
 
     def exposed(self) -> dict[tuple[str, str], float]:
-        """Return how long compute waits, by the unit that it waits in and by what for, the longest first."""
+        """Return the seconds that compute loses, by the unit that it is in and by what they are lost to, most first."""
         found: dict[tuple[str, str], float] = {}
         for stall in self.stalls:
             if stall.stream == "compute":
@@ -94,6 +117,9 @@ class Playback:
             if run.stream == "compute" and run.work.ranks:
                 key = (run.unit, f"{run.work.name} on compute")
                 found[key] = found.get(key, 0.0) + run.end - run.start
+            elif run.stream == "compute" and (lost := run.end - run.start - self.machine.seconds(run.work)) > _NOTHING:
+                key = (run.unit, SHARING)
+                found[key] = found.get(key, 0.0) + lost
         return dict(sorted(found.items(), key=lambda each: -each[1]))
 
 
@@ -109,18 +135,46 @@ class _Queue:
 
 
 @dataclass(slots=True)
-class _Link:
-    """Collectives under way, by what is left of each in seconds alone."""
+class _Shared:
+    """Work under way that shares a link or the device, by what is left of each in seconds alone.
+
+    Attributes:
+        priority: of each work's stream; less comes first. version: goes up with each change.
+        free: the part that is there to be shared, 0 to 1.
+    """
 
     left: dict[int, float] = field(default_factory=dict)
+    priority: dict[int, int] = field(default_factory=dict)
     time: float = 0.0
     version: int = 0
+    free: float = 1.0
+
+    def running(self) -> list[int]:
+        """Return the work that goes on now: that of the first priority. The other stands still."""
+        first = min(self.priority.values(), default=0)
+        return [key for key, priority in self.priority.items() if priority == first]
 
     def advance(self, now: float) -> None:
-        for key in self.left:
-            self.left[key] -= (now - self.time) / len(self.left)
+        """Let the running work go on until now, in equal parts."""
+        running = self.running()
+        for key in running:
+            self.left[key] -= (now - self.time) * self.free / len(running)
         self.time = now
         self.version += 1
+
+    def add(self, key: int, seconds: float, priority: int) -> None:
+        self.left[key], self.priority[key] = seconds, priority
+
+    def remove(self, key: int) -> None:
+        del self.left[key], self.priority[key]
+
+    def next_end(self) -> tuple[float, int] | None:
+        """Return when the next work ends, if nothing changes before, and which; None where there is none."""
+        running = self.running()
+        if not running:
+            return None
+        first = min(running, key=self.left.__getitem__)
+        return self.time + max(self.left[first], 0.0) * len(running) / self.free, first
 
 
 class _Player:
@@ -131,7 +185,9 @@ class _Player:
         # When each point is passed, and what ended there; one from before the recording is over.
         self._to_come = {item.point for item in items if item.is_record}
         self._passed: dict[object, tuple[float, str]] = {}
-        self._links: dict[str, _Link] = {}
+        self._shared: dict[str, _Shared] = {}
+        # The part of the device that each collective under way takes.
+        self._occupied: dict[int, float] = {}
         self._moments: list[tuple[float, int, str, int]] = []
         self._under_way: dict[int, tuple[_Queue, Item, Work, float]] = {}
         self._count = 0
@@ -204,7 +260,7 @@ class _Player:
         return moved
 
     def _begin(self, queue: _Queue, item: Item, work: Work, start: float) -> None:
-        if not work.ranks:
+        if not self._machine.link(work):
             queue.time = start + self._seconds_of(work)
             self._finish(queue, item, work, start)
             return
@@ -224,24 +280,41 @@ class _Player:
         return found
 
     def _next_moment(self) -> None:
-        """Go to when the next collective begins or ends."""
+        """Go to when the next work that shares something begins or ends."""
         now, key, what, version = heapq.heappop(self._moments)
         if key not in self._under_way:
             return
         queue, item, work, start = self._under_way[key]
-        link = self._links.setdefault(self._machine.link(work), _Link())
-        if what == "end" and version != link.version:
+        shared = self._shared.setdefault(self._machine.link(work), _Shared())
+        if what == "end" and version != shared.version:
             return
-        link.advance(now)
+        shared.advance(now)
         if what == "start":
-            link.left[key] = self._seconds_of(work)
+            shared.add(key, self._seconds_of(work), item.stream.priority if item.stream and not work.ranks else 0)
         else:
-            del link.left[key], self._under_way[key]
+            shared.remove(key)
+            del self._under_way[key]
             queue.time, queue.is_busy = now, False
             self._finish(queue, item, work, start)
-        if link.left:
-            first = min(link.left, key=link.left.__getitem__)
-            heapq.heappush(self._moments, (now + link.left[first] * len(link.left), first, "end", link.version))
+        self._foresee(shared)
+        if work.ranks:
+            self._occupy(key, self._machine.occupied(work) if what == "start" else 0.0, now)
+
+    def _foresee(self, shared: _Shared) -> None:
+        found = shared.next_end()
+        if found is not None:
+            heapq.heappush(self._moments, (*found, "end", shared.version))
+
+    def _occupy(self, key: int, part: float, now: float) -> None:
+        """Let a collective take a part of the device from now on; 0 gives it back."""
+        if part:
+            self._occupied[key] = part
+        elif self._occupied.pop(key, None) is None:
+            return
+        device = self._shared.setdefault(DEVICE, _Shared())
+        device.advance(now)
+        device.free = max(1.0 - sum(self._occupied.values()), 0.0)
+        self._foresee(device)
 
 
 def play(items: Sequence[Item], machine: Speeds) -> Playback:

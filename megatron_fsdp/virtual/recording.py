@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from dbuffer_kernels.switches import is_off
+
 __all__ = ["Event", "Item", "Recording", "Stream", "Work"]
 
 
@@ -159,8 +161,9 @@ class Recording:
     # ------------------------------------------------------------------ what lanes ask
 
     def new(self, device: Any = None, name: str = "") -> Stream:
-        """Return a new stream."""
-        self.streams.append(Stream(f"{name} lane" if name else f"stream {len(self.streams)}", self))
+        """Return a new stream, of the priority that lanes have on CUDA."""
+        priority = 0 if is_off("priority") else -1
+        self.streams.append(Stream(f"{name} lane" if name else f"stream {len(self.streams)}", self, priority))
         return self.streams[-1]
 
     def current(self, device: Any = None) -> Stream:

@@ -1,7 +1,11 @@
-"""docs/compatibility.md has a row for everything that PyTorch and Megatron-FSDP offer, and names tests that exist."""
+"""docs/compatibility.md has a row for every name of FSDP2, FSDP1 and Megatron-FSDP, and each row has tests.
+
+``compatibility_tests.json`` lists the tests of each row: the head of the table, then the row's first cell.
+"""
 
 import functools
 import inspect
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass
@@ -22,7 +26,8 @@ __all__ = ["compatibility_differences", "compatibility_programs"]
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "compatibility.md"
-VERDICTS = ("same", "differs:", "refused", "no effect:")
+TESTS = ROOT / "tests" / "functional" / "compatibility_tests.json"
+VERDICTS = ("same", "differs", "refused", "no effect")
 # Of Megatron-FSDP's fully_shard_model and MegatronFSDP, as its documentation lists them.
 MEGATRON_ARGUMENTS = """
     module device_mesh dp_shard_dim dp_outer_dim tp_dim hybrid_fsdp_group hybrid_fsdp_expt_group expt_device_mesh
@@ -40,11 +45,11 @@ MEGATRON_METHODS = """no_sync sync set_model_auto_sync start_param_sync start_gr
 
 @dataclass(frozen=True)
 class Row:
-    """One row: what its first cell says, what happens here, and the tests that show it."""
+    """One row of a table, cell by cell."""
 
     name: str
-    here: str
-    tests: tuple[str, ...]
+    verdict: str
+    note: str
 
 
 @functools.cache
@@ -53,14 +58,19 @@ def tables() -> dict[str, list[Row]]:
     found: dict[str, list[Row]] = {}
     rows: list[Row] = []
     for line in PAGE.read_text(encoding="utf-8").splitlines():
-        cells = [cell.strip() for cell in line.strip("|").split(" | ")]
         if not line.startswith("|") or line.startswith("|---"):
             continue
-        assert len(cells) == 3, line
-        if cells[1:] == ["Here", "Shown by"]:
-            rows = found.setdefault(cells[0].strip("`"), [])
+        name, verdict, note = (cell.strip() for cell in line.removeprefix("|").removesuffix("|").split("|"))
+        if (verdict, note) == ("Here", "What to know"):
+            rows = found.setdefault(name.strip("`"), [])
         else:
-            rows.append(Row(cells[0], cells[1], tuple(re.findall(r"`([^`]+)`", cells[2]))))
+            rows.append(Row(name, verdict, note))
+    return found
+
+
+def listed_tests() -> dict[str, dict[str, list[str]]]:
+    """Return the tests of each row, by its table and its first cell."""
+    found: dict[str, dict[str, list[str]]] = json.loads(TESTS.read_text(encoding="utf-8"))
     return found
 
 
@@ -148,20 +158,31 @@ def test_every_argument_and_method_of_megatron_fsdp_has_a_row() -> None:
 
 
 def test_the_page_gives_the_reason_that_the_log_gives() -> None:
-    found = {row.name: row.here for row in tables()["fully_shard_model"]}
+    found = {row.name: (row.verdict, row.note.replace("`", "").lower()) for row in tables()["fully_shard_model"]}
     assert {each.name: found[f"`{each.name}`"] for each in ACCEPTED} == {
-        each.name: f"no effect: {each.reason}" for each in ACCEPTED
+        each.name: ("no effect", f"{each.reason.lower()}.") for each in ACCEPTED
     }
 
 
-def test_every_row_has_a_verdict_and_tests_that_exist_and_every_program_a_row() -> None:
+def test_every_row_has_one_of_four_verdicts_and_says_what_differs() -> None:
+    rows = [row for rows in tables().values() for row in rows]
+    assert [row for row in rows if row.verdict not in VERDICTS] == []
+    assert [row for row in rows if row.verdict != "same" and not row.note] == []
+
+
+def test_every_row_has_tests() -> None:
+    listed = {table: list(rows) for table, rows in listed_tests().items()}
+    assert listed == {table: [row.name for row in rows] for table, rows in tables().items()}
+    assert [row for rows in listed_tests().values() for row, tests in rows.items() if not tests] == []
+
+
+def test_every_test_of_a_row_exists_and_every_program_has_a_row() -> None:
     texts = [path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py")]
     existing = {name for text in texts for name in re.findall(r"^ *def (test_\w+)\(", text, re.MULTILINE)}
     programs = {
         f"test_{'both_engines_agree' if one.differs is None else 'engines_do_as_documented'}[{name}]"
         for name, one in PROGRAMS.items()
     }
-    rows = [row for rows in tables().values() for row in rows]
-    assert [row for row in rows if not row.here.startswith(VERDICTS)] == []
-    assert [row for row in rows if not row.tests or not all(test in existing | programs for test in row.tests)] == []
-    assert programs - {test for row in rows for test in row.tests} == set()
+    listed = {test for rows in listed_tests().values() for tests in rows.values() for test in tests}
+    assert listed - existing - programs == set()
+    assert programs - listed == set()

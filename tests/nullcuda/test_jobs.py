@@ -11,11 +11,14 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_fsdp import CPUOffloadPolicy
-from tests.functional.test_gpu_ranks import build, data, loss_of
+from tests.functional.test_gpu_ranks import BF16, _symmetric, build, data, loss_of
 from tests.harness import run_ranks
 from tests.harness.models import Block
 from tests.harness.twins import sharded
 from tests.nullcuda import machine
+
+# Of ``c/nccl.c``.
+ALL_GATHER = 1
 
 
 def in_job(function: Callable[..., Any], *args: object) -> Any:
@@ -73,6 +76,72 @@ def test_every_communicator_has_the_options_of_the_job() -> None:
     # The job, two axes, reductions over each of them, and both axes as one.
     assert len(found) >= 6
     assert set(found) == {7}
+
+
+def gathers_of_copy_engines() -> tuple[list[int], int, int]:
+    """Train with NCCL's zero-CTA policy and slots in symmetric windows.
+
+    Returns the CTA policy of each communicator of a gather, the number of gathers, and how many of them send from this
+    rank's place in a window of their communicator and receive in the whole of it.
+    """
+    dist.destroy_process_group()
+    torch.cuda.set_device(0)
+    device = torch.device("cuda", 0)
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.cta_policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO
+    with machine.logged():
+        dist.init_process_group(
+            "nccl", store=dist.HashStore(), rank=0, world_size=8, device_id=device, pg_options=options
+        )
+        mesh = init_device_mesh("cuda", (8,))
+        model: Any = sharded(build(Block).to(device), "optim_grads_params", mesh=mesh, mp_policy=BF16)
+        _symmetric(model, "cuda")
+        for _ in range(2):
+            loss_of(model, data(0, 0, 0).to(device)).backward()
+    found = machine.calls()
+    policies = {call.object: call.values[1] for call in found if call.kind == "communicator"}
+    windows = [(call.object, call.values[0], call.values[1]) for call in found if call.kind == "register"]
+    gathers = [call for call in found if call.kind == "collective" and call.object % 256 == ALL_GATHER]
+    inside = [
+        call
+        for call in gathers
+        for address, size, communicator in windows
+        if communicator == call.object // 256
+        and call.values[0] == call.values[2]
+        and address <= call.values[2]
+        and call.values[2] + call.values[3] <= address + size
+    ]
+    return [policies[call.object // 256] for call in gathers], len(gathers), len(inside)
+
+
+def test_gathers_can_use_copy_engines_where_the_user_asks_nccl_for_zero_ctas() -> None:
+    policies, number, number_in_windows = in_job(gathers_of_copy_engines)
+    assert number > 0
+    assert set(policies) == {dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO}
+    assert number_in_windows == number
+
+
+def communicators_with_windows(is_bound: bool) -> tuple[set[int], set[int]]:
+    """Return the communicators that collectives used, and those with which slots were registered."""
+    dist.destroy_process_group()
+    torch.cuda.set_device(0)
+    device = torch.device("cuda", 0)
+    with machine.logged():
+        bound = {"device_id": device} if is_bound else {}
+        dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=8, **bound)
+        model: Any = sharded(build(Block).to(device), "optim_grads_params", mesh=init_device_mesh("cuda", (8,)))
+        _symmetric(model, "cuda")
+        loss_of(model, data(0, 0, 0).to(device)).backward()
+    found = machine.calls()
+    used = {call.object // 256 for call in found if call.kind == "collective"}
+    return used, {call.values[1] for call in found if call.kind == "register"}
+
+
+@pytest.mark.parametrize("is_bound", [True, False], ids=["bound to a device", "connected later"])
+def test_slots_are_registered_with_the_communicators_that_are_used(is_bound: bool) -> None:
+    used, registered = in_job(communicators_with_windows, is_bound)
+    assert used == registered
+    assert len(used) == 2
 
 
 def offloaded_without_gloo() -> tuple[list[str], str]:

@@ -45,19 +45,19 @@ class Accepted(NamedTuple):
 # Rows stay rows: the formatter would give every field a line of its own.
 # fmt: off
 ACCEPTED = (
-    Accepted("tp_dim", None, "parameters that are tensor-parallel DTensors say themselves over which axes"),
-    Accepted("hybrid_fsdp_group", None, "the groups of outer and inner axis come from device_mesh"),
-    Accepted("hybrid_fsdp_expt_group", None, "the groups of outer and inner axis come from expt_device_mesh"),
-    Accepted("fsdp_group_ag", None, "gathers and reductions have a communicator each in any case"),
-    Accepted("expt_fsdp_group_ag", None, "gathers and reductions have a communicator each in any case"),
+    Accepted("tp_dim", None, "tensor-parallel DTensors name their mesh dimensions themselves"),
+    Accepted("hybrid_fsdp_group", None, "device_mesh gives the groups of its dimensions"),
+    Accepted("hybrid_fsdp_expt_group", None, "expt_device_mesh gives the groups of its dimensions"),
+    Accepted("fsdp_group_ag", None, "all-gathers and reductions always have separate communicators"),
+    Accepted("expt_fsdp_group_ag", None, "all-gathers and reductions always have separate communicators"),
     Accepted("overlap_grad_reduce", True, "reductions always overlap with backward"),
-    Accepted("overlap_param_gather", True, "gathers always overlap with compute"),
+    Accepted("overlap_param_gather", True, "all-gathers always overlap with compute"),
     Accepted("preproc_state_dict_for_dcp_ckpt", True, "state dicts hold DTensors of true shapes and need no "
              "preparation for torch.distributed.checkpoint"),
-    Accepted("average_in_collective", False, "sums are reduced, and the division is part of the accumulation"),
+    Accepted("average_in_collective", False, "the engine reduces sums and divides when it accumulates"),
     Accepted("disable_bucketing", False, "units are the buckets"),
     Accepted("keep_fp8_transpose_cache", False, "FP8 weights need Transformer Engine, which is not used"),
-    Accepted("fsdp_db_use_persist_buf_on_alloc_fail", False, "units that fit no buffer always have one of their own"),
+    Accepted("fsdp_db_use_persist_buf_on_alloc_fail", False, "a unit that fits no slot always gets memory of its own"),
     Accepted("enable_fine_grained_param_gather", False, "a unit is gathered as a whole; make smaller units"),
     Accepted("cuda_graph_mode", False, "nothing is captured"),
 )

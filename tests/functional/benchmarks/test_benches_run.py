@@ -38,5 +38,5 @@ def rows(request: pytest.FixtureRequest, tmp_path: Path) -> list[Row]:
 
 def test_a_bench_measures_finite_numbers_each_under_a_key_of_its_own(rows: list[Row]) -> None:
     assert len({row.key for row in rows}) == len(rows) > 3
-    assert all(math.isfinite(value) for row in rows for value in row.samples.values)
+    assert all(math.isfinite(row.samples.median) and math.isfinite(row.samples.spread) for row in rows)
     assert any("over" in row.metric for row in rows)

@@ -121,11 +121,15 @@ def test_memory_comes_from_the_allocator_again_once_the_pool_is_left() -> None:
 class _Backend:
     """A communicator's backend with or without memory of its own."""
 
-    def __init__(self, *, has_memory: bool) -> None:
+    def __init__(self, *, has_memory: bool, is_connected: bool = False) -> None:
         self._has_memory = has_memory
-        self._is_connected = False
+        self._is_connected = is_connected
+
+    def _is_initialized(self) -> bool:
+        return self._is_connected
 
     def eager_connect_single_device(self, device: torch.device) -> None:
+        assert not self._is_connected, "NCCL would make a second communicator"
         self._is_connected = True
 
     def _get_backend(self, device: torch.device) -> "_Backend":
@@ -143,6 +147,8 @@ def test_a_communicator_gives_the_memory_that_it_has_and_leaves_it_to_the_device
     allocate = from_communicator(_Backend(has_memory=True), CPU)  # type: ignore[arg-type]  # stands in for a group
     assert allocate is not None
     assert allocate(3).tolist() == [7, 7, 7]
+    connected = from_communicator(_Backend(has_memory=True, is_connected=True), CPU)  # type: ignore[arg-type]
+    assert connected is not None
     assert from_communicator(_Backend(has_memory=False), CPU) is None  # type: ignore[arg-type]  # stands in for a group
 
 
@@ -151,9 +157,12 @@ def test_symmetric_memory_of_a_cpu_is_refused() -> None:
         from_symmetric_memory(_Backend(has_memory=True), CPU, "NCCL")  # type: ignore[arg-type]  # stands in for a group
 
 
-def test_a_communicator_is_made_before_its_ranks_map_memory() -> None:
+@pytest.mark.parametrize("is_connected", [False, True])
+def test_a_communicator_is_made_once_before_its_ranks_map_memory(is_connected: bool) -> None:
     group, device = mock.Mock(), torch.device("cuda", 0)
+    backend = group._get_backend.return_value
+    backend._is_initialized.return_value = is_connected
     with mock.patch.object(symmetric_memory, "set_backend"):
         from_symmetric_memory(group, device, "NCCL")
     group._get_backend.assert_called_once_with(device)
-    group._get_backend.return_value.eager_connect_single_device.assert_called_once_with(device)
+    assert backend.eager_connect_single_device.call_args_list == ([] if is_connected else [mock.call(device)])

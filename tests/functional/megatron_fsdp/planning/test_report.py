@@ -169,6 +169,8 @@ MODELS: dict[str, Callable[[Shard], nn.Module]] = {
     },
     # Gradients of one unit are packed while those of another are still being reduced.
     "two_packed_buffers": with_setting("set_reduce_scatter_max_input_buffers", 2),
+    "prefetch_by_bytes": with_setting("set_prefetch_bytes", 3000),
+    "prefetch_of_everything": with_setting("set_prefetch_bytes", 1 << 30),
     **{build.__name__: build for build in (partly_frozen, nested_units, no_common_root, explicit_prefetch)},
     "weights_kept_after_backward": with_setting("set_reshard_after_backward", False),
     "memory_kept_after_reshard": with_setting("set_keep_unsharded_storage", True),

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from megatron_fsdp.virtual.playback import play
-from megatron_fsdp.virtual.recording import Recording, Work
+from megatron_fsdp.virtual.playback import DEVICE, SHARING, play
+from megatron_fsdp.virtual.recording import Recording, Stream, Work
 
 
 @dataclass(frozen=True)
@@ -19,8 +19,27 @@ class Plain:
         return float(work.flops)
 
     def link(self, work: Work) -> str:
-        """Return the kind of the collective, as if each had links of its own."""
-        return work.kind
+        """Return the kind of the collective, as if each had links of its own; kernels share nothing."""
+        return work.kind if work.ranks else ""
+
+    def occupied(self, work: Work) -> float:
+        """A collective takes nothing from kernels."""
+        return 0.0
+
+
+@dataclass(frozen=True)
+class OneDevice(Plain):
+    """The same, with kernels that share the device; a collective takes ``part`` of it."""
+
+    part: float = 0.0
+
+    def link(self, work: Work) -> str:
+        """Return the kind of a collective, or the device."""
+        return work.kind if work.ranks else DEVICE
+
+    def occupied(self, work: Work) -> float:
+        """Return what a collective takes."""
+        return self.part
 
 
 def compute(seconds: int) -> Work:
@@ -119,3 +138,43 @@ def test_the_host_waits_for_an_event_and_issues_nothing_meanwhile() -> None:
     with recording.use(other):
         recording.work(compute(1))
     assert play(recording.items, Plain()).seconds == 6
+
+
+def test_kernels_that_run_at_once_share_the_device_in_equal_parts() -> None:
+    recording = Recording()
+    recording.unit = "layer 1"
+    recording.work(compute(4))
+    with recording.use(Stream("beside", recording)):
+        recording.work(compute(1))
+    found = play(recording.items, OneDevice())
+    # Each has half of the device until the short one is through, at 2; the long one then has 3 left.
+    assert {run.stream: run.end for run in found.runs} == {"beside": 2, "compute": 5}
+    assert (found.busy(), found.slowed(), found.waiting()) == (4, 1, 1)
+    assert found.exposed() == {("layer 1", SHARING): 1}
+
+
+def test_a_kernel_of_higher_priority_has_the_device_to_itself() -> None:
+    recording = Recording()
+    recording.work(compute(4))
+    with recording.use(Stream("before", recording, priority=-1)):
+        recording.work(compute(1))
+    assert {run.stream: run.end for run in play(recording.items, OneDevice()).runs} == {"before": 1, "compute": 5}
+
+
+def test_a_collective_takes_its_part_of_the_device_while_it_is_under_way() -> None:
+    recording = Recording()
+    with recording.use(recording.new()):
+        recording.work(collective(2))
+    recording.work(compute(4))
+    # At three quarters of its speed for 2 seconds, then alone: 1.5 of 4 are done at 2.
+    assert play(recording.items, OneDevice(part=0.25)).seconds == 4.5
+
+
+def test_a_part_of_the_device_comes_back_when_the_last_of_two_collectives_ends() -> None:
+    recording = Recording()
+    for seconds, kind in ((1, "all_gather"), (2, "reduce_scatter")):
+        with recording.use(recording.new()):
+            recording.work(collective(seconds, kind))
+    recording.work(compute(2))
+    # Half of the device for 1 second, three quarters for the next; 0.75 of 2 are left then.
+    assert play(recording.items, OneDevice(part=0.25)).seconds == 2.75
