@@ -24,11 +24,11 @@ from dbuffer.placements import BufferPlacement, Flat, Partial, Replicate, flat_a
 from dbuffer.planner.granularity import Granularity
 from dbuffer.planner.plan import Plan
 from dbuffer.planner.regions import plan as make_plan
-from dbuffer.storage import FlatStorage, StoredPart
+from dbuffer.storage import FlatStorage
 from dbuffer_kernels import cast_copy
 
 
-class DBuffer(StoredPart):
+class DBuffer:
     """A flat buffer on a device mesh that holds tensors of given shapes; collectives change its placements.
 
     Attributes:
@@ -36,8 +36,12 @@ class DBuffer(StoredPart):
         plan: where each tensor lies in the buffer.
         layout: the range of the buffer that this rank holds under its placements.
         dtype: element type of the buffer. device: where this rank's part is stored.
+        storage: the memory of the part; a sliced buffer has the storage of the buffer it was sliced from.
         name: the buffer's name in errors.
     """
+
+    storage: FlatStorage
+    _base: torch.Tensor | None
 
     def __init__(
         self,
@@ -180,6 +184,34 @@ class DBuffer(StoredPart):
     def nbytes(self) -> int:
         """Size of this rank's part in bytes, while it is allocated."""
         return self.layout.numel * self.dtype.itemsize
+
+    # ---------------------------------------------------------------- memory, which can be released and reallocated
+
+    @property
+    def local_buffer(self) -> torch.Tensor:
+        """This rank's part as a 1-D tensor.
+
+        Raises:
+            StorageError: the storage is released.
+        """
+        storage = self.storage
+        whole = storage._tensor if storage.is_allocated else storage.tensor  # saves a call per access
+        return whole if self._base is None else self._base
+
+    @property
+    def is_allocated(self) -> bool:
+        """True if the memory is allocated."""
+        return self.storage.is_allocated
+
+    def release_storage(self) -> None:
+        """Free the memory. Tensors and views keep their identity, but must not be used until reallocation."""
+        self.storage.release()
+
+    def reallocate_storage(self) -> None:
+        """Allocate the memory again under the same views, with undefined content."""
+        self.storage.reallocate()
+
+    # ---------------------------------------------------------------- the tensors in it
 
     def rename(self, name: str) -> None:
         """Change the name of this buffer and its storage in errors."""

@@ -149,38 +149,3 @@ class FlatStorage:
                 self.name,
                 self.nbytes,
             )
-
-
-class StoredPart:
-    """This rank's part of a buffer, in memory that can be released and reallocated.
-
-    Attributes:
-        storage: the memory of the part; a sliced buffer has the storage of the buffer it was sliced from.
-    """
-
-    storage: FlatStorage
-    _base: torch.Tensor | None
-
-    @property
-    def local_buffer(self) -> torch.Tensor:
-        """This rank's part as a 1-D tensor.
-
-        Raises:
-            StorageError: the storage is released.
-        """
-        storage = self.storage
-        whole = storage._tensor if storage.is_allocated else storage.tensor  # saves a call per access
-        return whole if self._base is None else self._base
-
-    @property
-    def is_allocated(self) -> bool:
-        """True if the memory is allocated."""
-        return self.storage.is_allocated
-
-    def release_storage(self) -> None:
-        """Free the memory. Tensors and views keep their identity, but must not be used until reallocation."""
-        self.storage.release()
-
-    def reallocate_storage(self) -> None:
-        """Allocate the memory again under the same views, with undefined content."""
-        self.storage.reallocate()

@@ -64,7 +64,13 @@ NAVIGATION: Mapping[str, Sequence[str]] = {
         "docs/gradient_scale.md",
         "docs/first_gpu_run.md",
     ),
-    "Concepts": ("docs/architecture.md", "docs/padding.md", "docs/design/states.md", "docs/design/order.md"),
+    "Concepts": (
+        "docs/how_a_step_works.md",
+        "docs/architecture.md",
+        "docs/padding.md",
+        "docs/design/states.md",
+        "docs/design/order.md",
+    ),
     "Reference": (
         "docs/features.md",
         "docs/flags.md",

@@ -21,9 +21,9 @@ from dbuffer.dtensor.placed_tensor import NUM_FLAGS_SET
 from dbuffer.events import listeners, tell
 from megatron_fsdp.engine.accumulation import GradState
 from megatron_fsdp.engine.freshness import MOMENTS
-from megatron_fsdp.engine.grads import GradientBuffer, LateGradients
+from megatron_fsdp.engine.grads import GradientBuffer, LanePacker, pack_on_lane
 from megatron_fsdp.engine.param_group import ParameterGroup
-from megatron_fsdp.engine.reduce import Reduction, complete_last, start_last
+from megatron_fsdp.engine.reduce import GradientReduction, complete_last, start_last
 from megatron_fsdp.engine.streams import (
     HOST_READS,
     join_lanes,
@@ -288,11 +288,11 @@ class GradientsOfUnit:
                 state.closed.discard(id(unit))
         return state.number
 
-    def lend(self, buffer: LateGradients) -> None:
-        """Note that a lane reads gradients of autograd's that ``buffer`` holds."""
+    def lend(self, packer: LanePacker) -> None:
+        """Note that a lane reads gradients of autograd's that ``packer`` holds."""
         unit = self.unit()
         if unit is not None:
-            unit.root.backward.lenders.append(weakref.ref(buffer))
+            unit.root.backward.lenders.append(weakref.ref(packer))
 
     def take_back_lent(self) -> None:
         """Make room for gradients that wait: one unit's and one wide buffer take what two narrow ones do."""
@@ -337,8 +337,8 @@ def _reduce(unit: Unit) -> None:  # noqa: C901  # in order of time
     # 1. Close the buffers: those that are to be reduced are packed, or on their lane to be.
     complete = [buffer for buffer in unit.gradients if buffer.close(reduce=unit.requires_gradient_sync)]
     for buffer in complete:
-        if buffer.is_to_pack:
-            LateGradients.pack(complete)
+        if buffer.packer is not None and buffer.packer.is_due:
+            pack_on_lane(complete)
             break
     for buffer in complete:
         if 1 in buffer.binding.missing:
@@ -640,7 +640,9 @@ def _finish_last_here(units: Sequence[Sequence[ParameterGroup]]) -> None:
         wait_on_host(device)
 
 
-def _left_of(groups: Sequence[ParameterGroup], *, on_lane: bool) -> tuple[list[Reduction], list[GradientBuffer]]:
+def _left_of(
+    groups: Sequence[ParameterGroup], *, on_lane: bool
+) -> tuple[list[GradientReduction], list[GradientBuffer]]:
     """Return what is left to reduce of groups of a unit, on a lane or not, and is not issued yet; and tell of it."""
     reductions, buffers = [], []
     for group in groups:

@@ -10,9 +10,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from dbuffer import DBuffer, Partial, SlotPool
+from dbuffer import DBuffer, SlotPool
 from dbuffer.events import listeners, tell
-from dbuffer.placements import BufferPlacement
 from dbuffer_kernels import accumulate
 from dbuffer_kernels.products import add_product
 from megatron_fsdp.build.builder import GroupSpec
@@ -20,10 +19,10 @@ from megatron_fsdp.engine.accumulation import GradBinding, GradState
 from megatron_fsdp.engine.fused_linear import offer_products
 from megatron_fsdp.engine.params import FSDPParams
 from megatron_fsdp.engine.passes import clear_grads, grads_of
-from megatron_fsdp.engine.reduce import OffloadedReduction, Reduction, Wire, fold, fold_on_host, start_reductions
+from megatron_fsdp.engine.reduce import GradientReduction, fold, fold_on_host, start_reductions
 from megatron_fsdp.engine.streams import Ticket, lane, turns
 
-__all__ = ["GradientBuffer", "GradientListener", "LateGradients", "packs_late"]
+__all__ = ["GradientBuffer", "GradientListener", "LanePacker", "pack_on_lane", "packs_late"]
 
 # Looked up for every gradient.
 _BASE: Any = torch._C.TensorBase
@@ -46,8 +45,8 @@ class GradientListener(Protocol):
     def begin_gradients(self, *, packs: bool, has_come: bool) -> int:
         """Gradients begin to come, or zeros stand for them; return the number of the backward."""
 
-    def lend(self, buffer: LateGradients) -> None:
-        """A lane reads gradients of autograd's that ``buffer`` holds."""
+    def lend(self, packer: LanePacker) -> None:
+        """A lane reads gradients of autograd's that ``packer`` holds."""
 
     def take_back_lent(self) -> None:
         """Gradients are about to wait: make room for them."""
@@ -57,16 +56,18 @@ class GradientBuffer:
     """The gradients of one parameter group in a backward, and the buffers that they lie in.
 
     Args:
-        main_weight: the group's main weights; gradients share its plan and mesh.
+        main_weight: the group's main weights.
         fsdp_params: the parameters.
+        reduction: the way from packed gradients to ``main_grad``, with the buffers.
+        packer: packs them on the lane that reduces them; None where compute packs each when it comes.
 
     Attributes:
         binding: ``main_grad``, and what the parameters show of it.
         packed: receives autograd's gradients; ``main_grad`` itself where they rest as whole partial sums
             (``rests_partial``), which are accumulated in place and reduced once, at the end.
         rests_final: whether each microbatch's reduction gives what the optimizer reads.
-        reduction: the way from packed gradients to ``main_grad``.
-        packs_late: a lane packs them (``LateGradients``). is_to_pack: which is still to be asked of it.
+        packer: as given, but None while the packed buffer takes memory from slots, into which each gradient goes at
+            once: slots are few, or NCCL's own, so whoever asked for them has their number in mind.
         divisor: the sum over ranks is divided by it. wire_scale: what of that is done before the sum.
         pack_scale: what gradients are multiplied by where they are packed. takes_products: whether that is a power of
             two, so that a scaled product is rounded as an unscaled one.
@@ -76,45 +77,44 @@ class GradientBuffer:
         tickets: of reductions that nobody has waited for. last_tickets: of what is left to reduce once a step.
     """
 
-    binding: GradBinding
-    reduction: Reduction
-    packed: DBuffer
-    wide: DBuffer | None = None
-    rests_partial: bool
-    rests_final: bool
     divisor: float
     wire_scale: float
     pack_scale: float
     takes_products: bool
-    packs_late = is_to_pack = False
     _copies = False
     # Which gradients count: those of trained parameters, or none (``weigh``).
     _packs: bytes | bytearray
     _own_scale: float
     _weight = 1.0
-    # Gradients that stay where autograd leaves them until the unit is closed.
-    _waits: bytes | bytearray
-    _waiting: list[int]
-    _waiting_params: list[torch.nn.Parameter]
-    _waiting_views: list[torch.Tensor]
 
-    def __init__(self, main_weight: DBuffer, spec: GroupSpec, fsdp_params: FSDPParams) -> None:
+    def __init__(
+        self,
+        main_weight: DBuffer,
+        spec: GroupSpec,
+        fsdp_params: FSDPParams,
+        reduction: GradientReduction,
+        packer: LanePacker | None,
+    ) -> None:
         self.unit, self.backward = "", 0
         self.tickets: list[Ticket] = []
         self.last_tickets: list[Ticket] = []
         # From when the unit is made.
         self.listener: GradientListener | None = None
-        self._device = spec.compute_device
-        self._spec, self._template, self._fsdp_params = spec, main_weight, fsdp_params
+        self._device, self._fsdp_params = spec.compute_device, fsdp_params
         # Whether the backward under way brought anything; hooks of gradients have the list itself.
         self._begun = fsdp_params.begun
-        self._make_buffers()
+        self.reduction, self.packed, self.wide = reduction, reduction.packed, reduction.wide
+        self.rests_partial, self.rests_final = reduction.rests_partial, reduction.rests_final
+        self.binding = GradBinding(reduction.main_grad, reduction.final, fsdp_params, main_weight.dtype)
+        # Memory of the host is plentiful, and pages that a GPU writes are slow to come by.
+        self.binding.keeps = spec.is_offloaded
         self._views = [self.packed.get_local_tensor(index) for index in range(len(fsdp_params.sharded_params))]
         self.divide_by(spec.divisor)
         self._filled = bytearray(len(self._views))
         self._gaps = [self.packed.local_buffer[gap.start : gap.stop] for gap in self.packed.layout.padding()]
         self._turns = turns(self._device, fsdp_params.turn)
-        self._let_wait()
+        self._lane_packer = packer
+        self._choose_packer()
         self._trained = self.binding.trained
         if self.rests_partial:
             self.binding.gaps = self._gaps
@@ -126,50 +126,13 @@ class GradientBuffer:
             is_wide = spec.fuses_weight_gradients == "wide"
             offer_products(fsdp_params.unsharded_params, self._views, self, is_wide=is_wide)
 
-    def _make_buffers(self) -> None:
-        spec, dtypes, placements = self._spec, self._spec.dtypes, self._spec.placements
-        partial: tuple[BufferPlacement, ...] = (Partial("sum"),) * len(placements.gradient)
-        self.rests_partial = placements.gradient == partial
-        left = zip(self._template.axes, placements.gradient, placements.optimizer, strict=True)
-        # Replicas of one rank, say: what a microbatch's reduction leaves here is final.
-        is_alone = all(axis.size == 1 for axis, now, last in left if now != last)
-        self.rests_final = is_alone and not self.rests_partial
-        resting = placements.optimizer if self.rests_final else placements.gradient
-        main_grad = self._buffer(resting, dtypes.main_grad, "main_grad", self._template.device)
-        self.packed = reduced = final = main_grad
-        if not self.rests_partial:
-            self.packed = self._buffer(partial, dtypes.reduce, "packed gradients", self._device)
-            if dtypes.accumulate is None:
-                reduced = self.packed.slice_view(placements.gradient)
-            else:
-                reduced = self._buffer(placements.gradient, dtypes.accumulate, "reduced gradients", self._device)
-                self.wide = reduced
-        if resting != placements.optimizer:
-            final = main_grad.slice_view(placements.optimizer)
-        self._bind(GradBinding(main_grad, final, self._fsdp_params, self._template.dtype))
-        wire, sent = None, dtypes.accumulate or dtypes.reduce
-        if not is_alone and (sent is not main_grad.dtype or main_grad.device != self._device):
-            wire = Wire(main_grad, final, sent, self._device)
-        make = OffloadedReduction if spec.is_offloaded else Reduction
-        self.reduction = make(self.packed, reduced, main_grad, final, wire)
-
-    def _bind(self, binding: GradBinding) -> None:
-        # Memory of the host is plentiful, and pages that a GPU writes are slow to come by.
-        self.binding, binding.keeps = binding, self._spec.is_offloaded
-
-    def _buffer(
-        self, placements: tuple[BufferPlacement, ...], dtype: torch.dtype, what: str, device: torch.device
-    ) -> DBuffer:
-        like, is_pinned = self._template, self._spec.is_pinned and device.type == "cpu"
-        return DBuffer.from_plan(like.plan, like.mesh, placements, dtype, device, name=what, pin_memory=is_pinned)
-
-    def _let_wait(self) -> None:
-        self._wait_for(self._fsdp_params.waits)
-
-    def _wait_for(self, waits: bytes | bytearray) -> None:
-        """Leave gradients of these parameters (nonzero) where autograd leaves them until the unit is closed."""
-        self._waits = waits
-        self._waiting = [index for index, waits in enumerate(waits) if waits]
+    def _choose_packer(self) -> None:
+        """Choose who packs, and so which gradients stay where autograd leaves them until the unit is closed."""
+        is_slotted = self.rests_partial or self.packed.storage.takes_slots
+        self.packer = None if is_slotted else self._lane_packer
+        waits = self._fsdp_params.waits
+        self._waits: bytes | bytearray = waits if self.packer is None else bytes([1]) * len(waits)
+        self._waiting = [index for index, waits in enumerate(self._waits) if waits]
         self._waiting_params = [self._fsdp_params.unsharded_params[index] for index in self._waiting]
         self._waiting_views = [self._views[index] for index in self._waiting]
 
@@ -214,9 +177,12 @@ class GradientBuffer:
         self._filled[index], self.binding.missing[index] = 1, 0
 
     def _pack_waiting(self) -> None:
-        """Take over the small gradients that are there."""
+        """Take over the gradients that wait and are there: the small ones, or all of them where a lane packs."""
         if not self._begun[0]:
             return
+        if self.packer is not None and not self.packed.is_allocated:
+            # Another stream has the next turn, or the next microbatch is to add to these.
+            self._take_packed()
         params, indices = self._waiting_params, self._waiting
         gradients = grads_of(params)
         found = [gradient for gradient in gradients if gradient is not None]
@@ -262,7 +228,7 @@ class GradientBuffer:
                 add_product(left, right, view, scale=self.pack_scale, overwrite=not self._filled[index])
             self._filled[index], self.binding.missing[index] = 1, 0
 
-    def _begin(self, *, has_come: bool = False) -> bool:
+    def _begin(self, *, has_come: bool = False) -> bool:  # noqa: C901  # in order of time
         """Have room for this backward's gradients, if any is wanted; return whether one is.
 
         Parameters that were frozen since forward accumulate nothing, as in any model.
@@ -283,17 +249,21 @@ class GradientBuffer:
         self.wait()
         if self.last_tickets:
             self._set_aside()
-        self._begin_sum()
+        self.reduction.begin_sum(self.binding)
         if self.rests_partial:
             self.binding.hold()
             is_empty = self.binding.state is GradState.EMPTY
             self._filled = bytearray(b"\0" if is_empty else b"\1") * len(self._views)
-        elif not (self.packs_late or self.packed.storage.is_allocated):
+        elif self.packer is None and not self.packed.storage.is_allocated:
             self.packed.storage.reallocate()
             if self._gaps:
                 torch._foreach_zero_(self._gaps)
         self._copies = self.pack_scale == 1.0 and not self._fsdp_params.has_splits
         self._begun[0] = has_come
+        if self._lane_packer is not None:
+            if listener is not None:
+                listener.take_back_lent()
+            self._fsdp_params.begun_all[0] = has_come and self.packer is not None
         return True
 
     def _set_aside(self) -> None:
@@ -302,9 +272,6 @@ class GradientBuffer:
             ticket.wait()
         self.binding.set_aside()
         self.last_tickets.clear()
-
-    def _begin_sum(self) -> None:
-        self.binding.begin_sum()
 
     # ------------------------------------------------------------------ reduce
 
@@ -317,6 +284,14 @@ class GradientBuffer:
         Returns:
             Whether ``reduce`` is to be called now.
         """
+        packer = self.packer
+        if packer is not None:
+            self._fsdp_params.begun_all[0] = False
+            if reduce and not self.packed.is_allocated:
+                if not self._begun[0] and not self._begin():
+                    return False
+                packer.is_due = True
+                return True
         if self._turns is not None:
             self._turns.take(self._pack_waiting)
         self._pack_waiting()
@@ -336,6 +311,20 @@ class GradientBuffer:
         for index, filled in enumerate(self._filled):
             if not filled:
                 self._views[index].zero_()
+
+    def _take_packed(self) -> None:
+        self.packed.reallocate_storage()
+        for gap in self._gaps:
+            gap.zero_()
+
+    def pack(self, packer: LanePacker) -> None:
+        """Pack all gradients of a closed buffer, on the lane."""
+        packer.is_due = False
+        self._take_packed()
+        packer.lent = [gradient for gradient in grads_of(self._waiting_params) if gradient is not None]
+        self._pack_waiting()
+        self._fill_up()
+        self._begun[0], self._filled = False, bytearray(len(self._views))
 
     @staticmethod
     def reduce(buffers: Sequence[GradientBuffer], owner: int = 0, after: Sequence[Ticket] = ()) -> None:
@@ -371,6 +360,9 @@ class GradientBuffer:
     def _prepare(self) -> None:
         self.binding.hold()
         self.reduction.prepare(1.0 / (self.divisor * self.wire_scale), overwrites=self.binding.state is GradState.EMPTY)
+        if self._lane_packer is not None:
+            # Where it was allocated, and is allocated next: on the lane.
+            self.reduction.frees_packed = bool(self._lane_packer.tickets)
 
     def wait(self) -> None:
         """Make compute wait for the reduction, if one is under way, and release the packed buffer."""
@@ -380,6 +372,8 @@ class GradientBuffer:
             self.packed.release_storage()
             self.reduction.release()
             self.tickets.clear()
+        if self._lane_packer is not None:
+            self._lane_packer.forget()
 
     def end_backward(self) -> None:
         """Expect gradients of all parameters again."""
@@ -416,6 +410,8 @@ class GradientBuffer:
             self.binding.end_sum(clears=True)
 
     def _empty(self) -> None:
+        if self._lane_packer is not None:
+            self._lane_packer.give_up()
         for ticket in (*self.tickets, *self.last_tickets):
             ticket.give_up()
         self._filled = bytearray(len(self._views))
@@ -444,6 +440,7 @@ class GradientBuffer:
         """Take the memory of the packed buffer from the slots of a pool from now on, or from the allocator again."""
         if not self.rests_partial:
             self.packed.storage.use_pool(pool)
+        self._choose_packer()
 
     def divide_by(self, divisor: float) -> None:
         """Divide sums by ``divisor``, partly before they are made.
@@ -490,111 +487,58 @@ def packs_late(spec: GroupSpec, params: FSDPParams) -> bool:
     )
 
 
-def _pack(buffers: Sequence[LateGradients], _: list[dist.Work] | None) -> None:
-    for buffer in buffers:
-        buffer._pack_on_lane()
-
-
-class LateGradients(GradientBuffer):
-    """The gradients of one parameter group, cast into their packed buffer on the lane that reduces them.
+class LanePacker:
+    """Casts the gradients of one group into their packed buffer on the lane that reduces them.
 
     Where sums are of a wider dtype than gradients, two packed buffers, one that is reduced behind the backward that
     fills the other, would hold more than FSDP2 does. So gradients stay autograd's until their unit is closed, and the
     packed buffer is the lane's: it takes the memory when the one before is reduced, without a word to compute
     (docs/design/order.md, "Streams").
+
+    Attributes:
+        is_due: whether the group is closed and the lane is still to be asked. tickets: of what the lane was asked.
+        lent: autograd's gradients that the lane reads.
     """
 
-    def __init__(self, main_weight: DBuffer, spec: GroupSpec, fsdp_params: FSDPParams) -> None:
-        # Autograd's gradients that the lane reads, and its tickets for that.
-        self._lent: Sequence[torch.Tensor] = ()
-        self._packings: list[Ticket] = []
-        super().__init__(main_weight, spec, fsdp_params)
-
-    def _let_wait(self) -> None:
-        super()._let_wait()
-        # Slots are few, or NCCL's own: whoever asks for them has their number in mind.
-        self.packs_late = not self.rests_partial and not self.packed.storage.takes_slots
-        if self.packs_late:
-            self._wait_for(bytes([1]) * len(self._waits))
-
-    def take_from(self, pool: SlotPool | None) -> None:
-        """Take the memory of the packed buffer from slots, into which each gradient goes at once; None: as it was."""
-        super().take_from(pool)
-        self._let_wait()
-
-    def _pack_waiting(self) -> None:
-        if self._begun[0] and not self.packed.is_allocated:
-            # Another stream has the next turn, or the next microbatch is to add to these.
-            self._take_packed()
-        super()._pack_waiting()
-
-    def close(self, *, reduce: bool) -> bool:
-        """End this backward's part of the group, as ``GradientBuffer.close`` does; the lane packs."""
-        self._fsdp_params.begun_all[0] = False
-        if not reduce or not self.packs_late or self.packed.is_allocated:
-            return super().close(reduce=reduce)
-        if not self._begun[0] and not self._begin():
-            return False
-        self.is_to_pack = True
-        return True
-
-    @staticmethod
-    def pack(buffers: Sequence[GradientBuffer]) -> None:
-        """Let the lane pack, in one submission, the gradients of those closed buffers of a unit that it is to pack."""
-        late = [buffer for buffer in buffers if isinstance(buffer, LateGradients) and buffer.is_to_pack]
-        listener = late[0].listener
-        # After all that any stream of compute has brought, so nobody takes a turn.
-        lane("reduce", late[0]._device).submit(
-            functools.partial(_pack, late),
-            owner=0 if listener is None else listener.owner,
-            tickets=[buffer._packings for buffer in late],
-        )
-        for buffer in late:
-            if listener is not None:
-                listener.lend(buffer)
-
-    def _take_packed(self) -> None:
-        self.packed.reallocate_storage()
-        for gap in self._gaps:
-            gap.zero_()
-
-    def _pack_on_lane(self) -> None:
-        self.is_to_pack = False
-        self._take_packed()
-        self._lent = [gradient for gradient in grads_of(self._waiting_params) if gradient is not None]
-        super()._pack_waiting()
-        self._fill_up()
-        self._begun[0], self._filled = False, bytearray(len(self._views))
-
-    def _prepare(self) -> None:
-        super()._prepare()
-        # Where it was allocated, and is allocated next: on the lane.
-        self.reduction.frees_packed = bool(self._packings)
-
-    def _begin(self, *, has_come: bool = False) -> bool:
-        if not super()._begin(has_come=has_come):
-            return False
-        if self.listener is not None:
-            self.listener.take_back_lent()
-        self._fsdp_params.begun_all[0] = has_come and self.packs_late
-        return True
+    def __init__(self) -> None:
+        self.is_due = False
+        self.tickets: list[Ticket] = []
+        self.lent: Sequence[torch.Tensor] = ()
 
     def take_back(self) -> None:
         """Make compute come after the packing, and give back what autograd left for it."""
-        for ticket in self._packings if self._lent else ():
+        for ticket in self.tickets if self.lent else ():
             ticket.wait()
-        self._lent = ()
+        self.lent = ()
 
-    def wait(self) -> None:
-        """Make compute wait for the reduction, and with it for the packing."""
-        super().wait()
-        self._lent = ()
-        self._packings.clear()
+    def forget(self) -> None:
+        """Note that compute has waited for the reduction, and with it for the packing."""
+        self.lent = ()
+        self.tickets.clear()
 
-    def _empty(self) -> None:
-        for ticket in self._packings:
+    def give_up(self) -> None:
+        """Wait for nothing of what the lane was asked, and do not ask it for more."""
+        for ticket in self.tickets:
             ticket.give_up()
-        self.is_to_pack = False
-        self._lent = ()
-        self._packings.clear()
-        super()._empty()
+        self.is_due = False
+        self.forget()
+
+
+def pack_on_lane(buffers: Sequence[GradientBuffer]) -> None:
+    """Let the lane pack, in one submission, the gradients of those closed buffers of a unit that it is to pack."""
+    due = [(buffer, packer) for buffer in buffers if (packer := buffer.packer) is not None and packer.is_due]
+    first = due[0][0]
+    # After all that any stream of compute has brought, so nobody takes a turn.
+    lane("reduce", first._device).submit(
+        functools.partial(_pack, due),
+        owner=0 if first.listener is None else first.listener.owner,
+        tickets=[packer.tickets for _, packer in due],
+    )
+    for buffer, packer in due:
+        if buffer.listener is not None:
+            buffer.listener.lend(packer)
+
+
+def _pack(due: Sequence[tuple[GradientBuffer, LanePacker]], _: list[dist.Work] | None) -> None:
+    for buffer, packer in due:
+        buffer.pack(packer)

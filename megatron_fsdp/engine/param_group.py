@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -40,6 +40,7 @@ from megatron_fsdp.errors import ConfigError, StateError
 
 __all__ = [
     "GatherFunction",
+    "GatherHooks",
     "ParameterGroup",
     "WeightBuffers",
     "announce_step",
@@ -74,8 +75,8 @@ def start_gathers(groups: Sequence[ParameterGroup], *, check: bool, owner: int =
         group.freshness.gathered = generation
         if not group.rests_whole:
             weights.append(group.weights)
-            if group.weights.lands:
-                then = functools.partial(group.weights.land, weights)
+            if group.weights.hooks is not None:
+                then = functools.partial(_land, weights)
         part = group.weights.post_forward
         if part is not None:
             group.weights.is_from_part = part.holds(generation)
@@ -95,6 +96,20 @@ def _gather(stale: Sequence[ParameterGroup], weights: Sequence[WeightBuffers], w
         all_gather(parts[0].whole, parts[0].shard, parts[0].axis, works)
     else:
         gather_together(parts, works)
+
+
+@torch.no_grad()
+def _land(weights: Sequence[WeightBuffers]) -> None:
+    """Make weights of what arrived, on the lane of the gather; a call that was interrupted may be repeated."""
+    for each in weights:
+        hooks = each.hooks
+        if hooks is not None and hooks.has_arrived:
+            hooks.post_all_gather()
+            hooks.has_arrived = False
+            # Of bytes a part may be kept after forward; and slots are given back where compute does so.
+            is_kept = each.post_forward is not None or hooks.arrived.storage.takes_slots
+            if hooks.arrived is not each.gathered or not is_kept:
+                hooks.arrived.release_storage()
 
 
 def _find_stale(groups: Sequence[ParameterGroup]) -> list[ParameterGroup]:
@@ -163,10 +178,44 @@ class PostForwardShard:
         self.storage.release()
 
 
+class GatherHooks(Protocol):
+    """What is gathered in place of the main weights of a group, and how it becomes weights (``variants/``).
+
+    Attributes:
+        sent: the bytes of this rank, beside main weights. arrived: those of all ranks, which come and go; they may be
+            the gathered weights themselves.
+        has_arrived: whether the last gather brought bytes, of which weights are still to be made.
+    """
+
+    sent: DBuffer
+    arrived: DBuffer
+    has_arrived: bool
+
+    def attach(self, weights: WeightBuffers) -> DBuffer:
+        """Make ``sent`` and ``arrived`` for these main weights; return the buffer of gathered weights."""
+
+    def refresh(self) -> None:
+        """Follow a change of main weights."""
+
+    def pre_all_gather(self, works: list[dist.Work] | None) -> list[Part]:
+        """Fill ``sent``, and return its gather into ``arrived``, as ``WeightBuffers.gather`` does."""
+
+    def post_all_gather(self) -> None:
+        """Make weights of ``arrived``, on the lane of the gather."""
+
+    def release(self, *, keeps_gathered: bool) -> None:
+        """Release what came with the gathered weights, which are released unless ``keeps_gathered``."""
+
+    def agreed(self) -> Iterator[str]:
+        """Yield what all ranks must have in common."""
+
+
 class WeightBuffers:
     """Main weights, weights at rest, and gathered weights, and how the last ones come and go.
 
-    These are the ordinary ones, which a cast, or nothing, turns into compute weights; ``variants/`` has others.
+    Args:
+        hooks: what is gathered in place of the main weights; None for these, which a cast at most makes compute
+            weights.
 
     Attributes:
         main: what the optimizer updates.
@@ -181,7 +230,6 @@ class WeightBuffers:
         keeps_gathered: ``release`` leaves the memory of gathered weights where it is.
         refreshes_locally: whether a refresh is a cast of this rank's shard, without communication.
         can_restore_gathered: whether a refresh and a gather write all of the gathered weights again.
-        lands: whether ``land`` has anything to do.
     """
 
     main: DBuffer
@@ -190,11 +238,10 @@ class WeightBuffers:
     is_from_part = False
     gather_function: GatherFunction | None = None
     keeps_gathered = False
-    lands = False
     _route: Route | None = None
 
-    def __init__(self, plan: Plan, spec: GroupSpec, name: str) -> None:
-        self._spec, self._plan = spec, plan
+    def __init__(self, plan: Plan, spec: GroupSpec, name: str, *, hooks: GatherHooks | None = None) -> None:
+        self._spec, self._plan, self.hooks = spec, plan, hooks
         placements, dtypes = spec.placements, spec.dtypes
         resting, stepped = placements.parameter, placements.optimizer
         whole: tuple[BufferPlacement, ...] = (Replicate(),) * len(resting)
@@ -214,7 +261,7 @@ class WeightBuffers:
         self.gathered = self.model
         if not self.rests_whole:
             # PyTorch makes views only on memory that is there; ``release`` follows when the views exist.
-            self.gathered = self._buffer(whole, dtypes.compute, spec.compute_device)
+            self.gathered = self.make_gathered() if hooks is None else hooks.attach(self)
         # .data gives the views a version counter of their own. Gathering again must not look to autograd like a change
         # of the tensors it saved: the values are the same.
         self._views = self.gathered.local_buffer.data
@@ -223,6 +270,11 @@ class WeightBuffers:
         self.remainder = Remainder(self.main, pin_memory=spec.is_pinned) if dtypes.is_split else None
         self.rename(name)
         self.main.zero_()
+
+    def make_gathered(self) -> DBuffer:
+        """Return a new buffer for gathered weights of the compute dtype."""
+        whole: tuple[BufferPlacement, ...] = (Replicate(),) * len(self._spec.placements.parameter)
+        return self._buffer(whole, self._spec.dtypes.compute, self._spec.compute_device)
 
     def _buffer(self, placements: tuple[BufferPlacement, ...], dtype: torch.dtype, device: torch.device) -> DBuffer:
         spec = self._spec
@@ -250,8 +302,14 @@ class WeightBuffers:
     def gather(self, works: list[dist.Work] | None) -> list[Part]:
         """Allocate the gathered weights and return the gather into them; one that is no single collective is issued."""
         self.gathered.storage.reallocate()
+        hooks = self.hooks
         if self.is_from_part and self.post_forward is not None:
+            if hooks is not None:
+                # A part of the bytes, or of the weights that were made of them.
+                hooks.has_arrived = hooks.arrived is self.gathered
             return [self.post_forward.gather()]
+        if hooks is not None:
+            return self._gather_bytes(hooks, works)
         source = self.model
         if self._spec.is_offloaded or source.dtype is not self.gathered.dtype:
             source = self._gathered_shard
@@ -273,8 +331,14 @@ class WeightBuffers:
             works.append(work)
         return []
 
-    def land(self, weights: Sequence[WeightBuffers]) -> None:
-        """Do what follows the gather of a unit's weights, in its lane; nothing for ordinary weights."""
+    def _gather_bytes(self, hooks: GatherHooks, works: list[dist.Work] | None) -> list[Part]:
+        if self.gather_function is not None:
+            raise ConfigError(
+                f"{self.main.name}: all-gather hooks and a custom all-gather function; give one of the two"
+            )
+        parts = hooks.pre_all_gather(works)
+        hooks.has_arrived = True
+        return parts
 
     def release(self, *, keep_generation: int | None = None) -> None:
         """Release the gathered weights; where a part is kept after forward, note the generation it is of."""
@@ -284,6 +348,8 @@ class WeightBuffers:
             self.post_forward.keep(keep_generation)
         if not self.keeps_gathered:
             self.gathered.storage.release()
+        if self.hooks is not None:
+            self.hooks.release(keeps_gathered=self.keeps_gathered)
 
     # ------------------------------------------------------------------ main weights that have changed
 
@@ -326,6 +392,8 @@ class WeightBuffers:
             The gather that is left to do where weights rest coarser; one that is no single collective is done.
         """
         main, model = self.main, self.model
+        if self.hooks is not None:
+            self.hooks.refresh()
         if main is model:
             return []
         if self.remainder is not None:
@@ -406,7 +474,8 @@ class WeightBuffers:
 
     def agreed(self) -> Iterator[str]:
         """Yield what ranks must have in common beside plan and dtypes."""
-        yield from ()
+        if self.hooks is not None:
+            yield from self.hooks.agreed()
 
     def rename(self, name: str) -> None:
         """Take another unit name, for messages."""

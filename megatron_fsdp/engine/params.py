@@ -66,7 +66,7 @@ class FSDPParams:
         module_infos: where the parameters are registered.
         subclass: the name of the class of a parameter that says itself what is gathered; empty for plain ones.
         begun: whether the backward under way brought gradients, by which hooks of small ones see that nothing is to be
-            done. begun_all: the same for hooks of all others, where all wait (``LateGradients``). turn: the number of
+            done. begun_all: the same for hooks of all others, where all wait (``LanePacker``). turn: the number of
             the stream that had the last turn at the packed buffer (``streams.Turns``).
         came: of which parameters autograd has added up all that it brings. waits: which are small.
         required: which of the unsharded ones require a gradient, as compute last used them.

@@ -23,7 +23,7 @@ from torch import nn
 from dbuffer.errors import MeshError
 from dbuffer.events import listeners, tell
 from megatron_fsdp.engine.freshness import MOMENTS
-from megatron_fsdp.engine.grads import GradientBuffer, LateGradients
+from megatron_fsdp.engine.grads import GradientBuffer, LanePacker
 from megatron_fsdp.engine.hooks import SharedOrder, StepHooks, sees_collectives
 from megatron_fsdp.engine.param_group import ParameterGroup, start_gathers
 from megatron_fsdp.engine.streams import Event, Ticket, turns
@@ -396,7 +396,7 @@ class BackwardState:
         self.has_sums = False
         self.num_flags_set = -1
         self.reducing: list[weakref.ref[Unit]] = []
-        self.lenders: list[weakref.ref[LateGradients]] = []
+        self.lenders: list[weakref.ref[LanePacker]] = []
         self.wired: Ticket | None = None
 
 

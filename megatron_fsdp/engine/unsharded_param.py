@@ -1,8 +1,10 @@
-"""GatheredWeight: the parameter that compute uses while a unit is gathered, which nobody may change or keep.
+"""UnshardedParam: the parameter that compute uses between ``unshard`` and ``reshard``.
 
-It is a copy that every rank has and that goes when the unit reshards, so a change of it would be lost, or differ from
-rank to rank (docs/design/freshness.md). Reading it costs what reading an ``nn.Parameter`` costs. While its memory is
-released it refuses to be read at all: PyTorch would end the process (docs/design/storage.md).
+Every rank has a copy of its own, which ``reshard`` releases. An in-place change would be lost, or differ from rank to
+rank, so it raises (docs/design/freshness.md). The object lives as long as its group and changes its class: it is a
+``GatheredWeight`` while its memory is there, and reading it costs what reading an ``nn.Parameter`` costs; it is a
+``ReleasedWeight`` while it is not, and every read raises, because PyTorch would end the process
+(docs/design/storage.md).
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ __all__ = [
     "KINDS",
     "GatheredWeight",
     "ReleasedWeight",
+    "UnshardedParam",
     "refuse_change",
 ]
 
@@ -48,7 +51,7 @@ def refuse_change(weights: Sequence[torch.Tensor]) -> NoReturn:
 def _counting(name: str) -> Callable[..., Any]:
     def count(self: Any, *args: Any, **options: Any) -> Any:
         NUM_FLAGS_SET[0] += 1
-        return getattr(super(GatheredWeight, self), name)(*args, **options)
+        return getattr(super(UnshardedParam, self), name)(*args, **options)
 
     count.__name__ = name
     return count
@@ -58,7 +61,7 @@ _OF_SHARDS = ("main_grad", "main_param", "decoupled_grad")
 """Attributes of sharded parameters that have the shard's shape."""
 
 
-class GatheredWeight(nn.Parameter):
+class UnshardedParam(nn.Parameter):
     """A plain parameter over gathered weights. Attributes that users set on it are those of the sharded parameter."""
 
     _fsdp_handle: WeightHandle
@@ -70,7 +73,7 @@ class GatheredWeight(nn.Parameter):
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "requires_grad":
             NUM_FLAGS_SET[0] += 1
-        is_own = name.startswith("_fsdp_") or name in _OF_SHARDS or hasattr(GatheredWeight, name)
+        is_own = name.startswith("_fsdp_") or name in _OF_SHARDS or hasattr(UnshardedParam, name)
         sharded = None if is_own else self._sharded()
         if sharded is None:
             super().__setattr__(name, value)
@@ -163,11 +166,12 @@ _SHAPE = frozenset(
 _VALUES = frozenset({"data", "real", "imag", "T", "mT", "H", "mH"})
 
 
-class ReleasedWeight(GatheredWeight):
-    """What a ``GatheredWeight`` is between ``reshard`` and the next ``unshard``: a shape and a name.
+class GatheredWeight(UnshardedParam):
+    """An unsharded parameter from ``unshard`` to ``reshard``: its memory is there."""
 
-    The object stays: its class is what changes.
-    """
+
+class ReleasedWeight(UnshardedParam):
+    """An unsharded parameter from ``reshard`` to the next ``unshard``: a shape and a name, which has no values."""
 
     @classmethod
     def __torch_function__(
@@ -194,7 +198,7 @@ class ReleasedWeight(GatheredWeight):
 def _in_place(name: str) -> Callable[..., Any]:
     change = getattr(torch.Tensor, name)
 
-    def change_in_place(self: GatheredWeight, *args: Any, **options: Any) -> Any:
+    def change_in_place(self: UnshardedParam, *args: Any, **options: Any) -> Any:
         if not self._is_writable():
             refuse_change((self,))
         return change(self, *args, **options)
@@ -206,12 +210,12 @@ def _in_place(name: str) -> Callable[..., Any]:
 _OPERATORS = "iadd isub imul itruediv ifloordiv imod idiv ipow iand ior ixor ilshift irshift setitem"
 _IN_PLACE = {name for name in dir(torch.Tensor) if name.endswith("_") and name[0] != "_"} - {"rename_"}
 for _name in (*_IN_PLACE, *(f"__{name}__" for name in _OPERATORS.split())):
-    setattr(GatheredWeight, _name, _in_place(_name))
+    setattr(UnshardedParam, _name, _in_place(_name))
 for _name in ("requires_grad_", "detach_"):
-    setattr(GatheredWeight, _name, _counting(_name))
+    setattr(UnshardedParam, _name, _counting(_name))
 
-KINDS: tuple[type[GatheredWeight], ...] = (GatheredWeight, ReleasedWeight)
-"""The exact types of gathered weights, while their memory is there and while it is not."""
+KINDS: tuple[type[UnshardedParam], ...] = (GatheredWeight, ReleasedWeight)
+"""The exact types of unsharded parameters: with memory, without."""
 
 
 def _released(args: Iterable[Any], kwargs: dict[str, Any], name: str) -> StorageError:

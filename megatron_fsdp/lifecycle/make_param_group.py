@@ -22,7 +22,7 @@ from megatron_fsdp.build.builder import GroupSpec
 from megatron_fsdp.build.ownership import OwnedParameter, mark_owned, settle_grad_dtypes
 from megatron_fsdp.engine.backward import GradientsOfUnit
 from megatron_fsdp.engine.freshness import Freshness
-from megatron_fsdp.engine.grads import GradientBuffer, LateGradients, packs_late
+from megatron_fsdp.engine.grads import GradientBuffer, LanePacker, packs_late
 from megatron_fsdp.engine.param_group import ParameterGroup, WeightBuffers, note_group
 from megatron_fsdp.engine.params import (
     FSDPParams,
@@ -33,16 +33,16 @@ from megatron_fsdp.engine.params import (
     gradient_hook_on_streams,
     handle_of,
 )
-from megatron_fsdp.engine.reduce import ReduceFunction
+from megatron_fsdp.engine.reduce import ReduceFunction, make_reduction
 from megatron_fsdp.engine.streams import compute_of, join_lanes
 from megatron_fsdp.engine.unit import Unit
-from megatron_fsdp.engine.unsharded_param import KINDS, GatheredWeight
+from megatron_fsdp.engine.unsharded_param import KINDS, UnshardedParam
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.lifecycle.replaced_params import replace_original
 from megatron_fsdp.policy.precision import MixedPrecisionPolicy, grad_dtype_of, set_grad_dtype
-from megatron_fsdp.variants.gather_hooks import ExtensionWeights
-from megatron_fsdp.variants.hooked_weights import PackedWeights
-from megatron_fsdp.variants.invariant_reduction import InvariantGradients
+from megatron_fsdp.variants.gather_hooks import ExtensionHooks, extension_weights
+from megatron_fsdp.variants.hooked_weights import packed_weights
+from megatron_fsdp.variants.invariant_reduction import InvariantReduction, invariant_gradients
 from megatron_fsdp.variants.memory_slots import place_unit
 
 __all__ = [
@@ -66,8 +66,10 @@ def make_param_group(owned: Sequence[OwnedParameter], plan: Plan, spec: GroupSpe
 def make_weights(owned: Sequence[OwnedParameter], plan: Plan, spec: GroupSpec, name: str) -> WeightBuffers:
     """Return the weight buffers of a group, with zeros for main weights."""
     if owned[0].extension is not None:
-        return ExtensionWeights(owned[0], plan, spec, name)
-    return (WeightBuffers if spec.dtypes.gather is None else PackedWeights)(plan, spec, name)
+        return extension_weights(owned[0], plan, spec, name)
+    if spec.dtypes.gather is not None:
+        return packed_weights(plan, spec, name)
+    return WeightBuffers(plan, spec, name)
 
 
 def _build(
@@ -105,8 +107,13 @@ def _build(
 
 
 def _make_params(group: ParameterGroup, weights: WeightBuffers, known: Sequence[nn.Parameter]) -> FSDPParams:
+    extension = weights.hooks if isinstance(weights.hooks, ExtensionHooks) else None
     sharded = [
-        _standing_for(each, weights.resting(index, each), each.parameter.requires_grad)
+        _standing_for(
+            each,
+            weights.resting(index, each) if extension is None else extension.resting(),
+            each.parameter.requires_grad,
+        )
         for index, each in enumerate(group.owned)
     ]
     for old, new in zip(known, sharded, strict=True) if known else ():
@@ -115,14 +122,14 @@ def _make_params(group: ParameterGroup, weights: WeightBuffers, known: Sequence[
         rebind(old, new)
     unsharded, reference = [], weakref.ref(group)
     for index, each in enumerate(group.owned):
-        weight = weights.unsharded(index, each)
-        if not isinstance(weight, GatheredWeight):
+        weight = weights.unsharded(index, each) if extension is None else extension.used
+        if not isinstance(weight, UnshardedParam):
             _with_attributes(each, weight)
         weight._fsdp_handle = WeightHandle(reference, each.name)  # type: ignore[attr-defined]  # an attribute of its own
         unsharded.append(weight)
     params = FSDPParams(group.owned, weights.main, list(known) or sharded, unsharded, KINDS)
-    if isinstance(weights, ExtensionWeights):
-        params.subclass = weights.take_part(sharded[0])
+    if extension is not None:
+        params.subclass = extension.take_part(sharded[0])
     return params
 
 
@@ -214,10 +221,12 @@ def _no_conversion(handle: WeightHandle) -> str:
 def make_gradients(group: ParameterGroup) -> None:
     """Make gradient buffers for parameters that are trained."""
     spec, dtypes = group.spec, group.spec.dtypes
-    make = LateGradients if packs_late(spec, group.fsdp_params) else GradientBuffer
-    if dtypes.reduction is not None:
-        make = InvariantGradients
-    group.gradients = make(group.main_weight, spec, group.fsdp_params)
+    if dtypes.reduction is None:
+        packer = LanePacker() if packs_late(spec, group.fsdp_params) else None
+        reduction = make_reduction(group.main_weight, spec)
+        group.gradients = GradientBuffer(group.main_weight, spec, group.fsdp_params, reduction, packer)
+    else:
+        group.gradients = invariant_gradients(group.main_weight, spec, group.fsdp_params)
     group.gradients.rename(group.name)
     set_reduction(group)
     if dtypes.reduce.itemsize > dtypes.compute.itemsize:
@@ -393,6 +402,8 @@ def follow_gradients(unit: Unit) -> None:
     unit.count_gradients()
     for buffer in unit.gradients:
         buffer.listener = GradientsOfUnit(unit)
+        if isinstance(buffer.reduction, InvariantReduction):
+            buffer.reduction.unit = unit.reference
 
 
 def follow_requires_grad(unit: Unit, group: ParameterGroup, changed: Sequence[int]) -> None:

@@ -15,7 +15,7 @@ from megatron_fsdp.checks.unowned_params import refuse_unowned
 from megatron_fsdp.engine.accumulation import GradState
 from megatron_fsdp.engine.param_group import ParameterGroup, group_of_parameter
 from megatron_fsdp.engine.unit import units_below
-from megatron_fsdp.engine.unsharded_param import GatheredWeight
+from megatron_fsdp.engine.unsharded_param import UnshardedParam
 from megatron_fsdp.optim.grad_norm_rare import HeldGradients, exact_norm, of_frozen, refuse_norm, refuse_pending
 from megatron_fsdp.optim.nonfinite import may_step, readings_of
 
@@ -68,7 +68,7 @@ def clip_grad_norm_(
         unit.refuse_replaced_params()
     held = [each for unit in units for group in unit.groups for each in _held_by(group)]
     # The gradient of a currently gathered weight is among the group's gradients.
-    own = (p for p in model.parameters() if group_of_parameter(p) is None and not isinstance(p, GatheredWeight))
+    own = (p for p in model.parameters() if group_of_parameter(p) is None and not isinstance(p, UnshardedParam))
     trained = [p for p in own if p.grad is not None]
     if trained and any(group.spec.mesh.size() > 1 for unit in units for group in unit.groups):
         names = {id(parameter): name for name, parameter in model.named_parameters()}

@@ -184,7 +184,7 @@ class StepListener:
 
     def _computed(self, found: tuple[ParameterGroup, torch.Tensor]) -> None:
         group, gradient = found
-        if group.gradients is not None and group.gradients.packs_late:
+        if group.gradients is not None and group.gradients.packer is not None:
             # Autograd holds the gradient until a lane packs it.
             self._pass(gradient, self._owners[id(group.main_weight.storage)]._replace(what="waiting gradients"))
 

@@ -15,7 +15,6 @@ from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.optim.int8_moments import is_coded
 from megatron_fsdp.planning.stand_in import StoodIn, reshard_asked
-from megatron_fsdp.variants.hooked_weights import HookedWeights
 
 __all__ = [
     "BufferReport",
@@ -185,8 +184,8 @@ def _buffers(group: ParameterGroup) -> Iterator[tuple[str, DBuffer, bool]]:
         yield "remainder", weights.remainder.buffer, True
     if weights.model is not weights.main:
         yield "model_weight", weights.model, True
-    if isinstance(weights, HookedWeights):
-        yield "packed weights", weights.sent, True
+    if weights.hooks is not None:
+        yield "packed weights", weights.hooks.sent, True
     if not weights.rests_whole:
         yield "gathered weights", weights.gathered, weights.keeps_gathered
     if gradients is not None:

@@ -1,4 +1,4 @@
-"""ExtensionWeights: parameters of tensor subclasses with FSDP2's two all-gather hooks.
+"""ExtensionHooks: parameters whose class says what is gathered, by FSDP2's two hooks.
 
 Each such parameter is a group of its own, which gathers the bytes that ``fsdp_pre_all_gather`` returns, of any sizes
 and dtypes (docs/design/low_precision.md).
@@ -12,20 +12,23 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._pytree import tree_iter
 
-from dbuffer import BufferPlacement, DBuffer, Flat, FlatDTensor, Plan
+from dbuffer import DBuffer, Flat, FlatDTensor, Plan
+from dbuffer.collectives import Part
 from dbuffer.storage import FlatStorage
 from megatron_fsdp.build.builder import GroupSpec
 from megatron_fsdp.build.extension import ByteLayout, Extension
 from megatron_fsdp.build.ownership import OwnedParameter
+from megatron_fsdp.engine.param_group import WeightBuffers
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.policy.precision import MixedPrecisionPolicy
-from megatron_fsdp.variants.hooked_weights import HookedWeights
+from megatron_fsdp.variants.hooked_weights import ByteWire, check_resting
 
-__all__ = ["ExtensionWeights"]
+__all__ = ["ExtensionHooks", "extension_weights"]
 
 _DROP_HOOK = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
 
@@ -37,19 +40,43 @@ def _storages(tree: Any) -> dict[int, torch.UntypedStorage]:
     return {each._cdata: each for each in storages}
 
 
-class ExtensionWeights(HookedWeights):
-    """Weight buffers of one parameter of a tensor subclass: its shard, the bytes to gather, the gathered parameter.
+def extension_weights(owned: OwnedParameter, plan: Plan, spec: GroupSpec, name: str) -> WeightBuffers:
+    """Return the weight buffers of one parameter of a subclass, which ``ExtensionHooks`` gathers.
+
+    Raises:
+        ConfigError: as ``check_resting``, or a hook returns something else than it should.
+    """
+    hooks = ExtensionHooks(owned, spec, name)
+    weights = WeightBuffers(plan, spec, name, hooks=hooks)
+    weights.remainder = None
+    hooks.make_first_use()
+    return weights
+
+
+class ExtensionHooks:
+    """The pair of hooks of one parameter of a subclass: its part at rest, the bytes on their way, what compute uses.
+
+    See ``GatherHooks``. What is gathered are the bytes.
 
     Attributes:
         part: this rank's shard as the subclass. Its hook is called in every all-gather.
         used: the gathered parameter from ``fsdp_post_all_gather``; the same object in every all-gather.
     Raises:
-        ConfigError: as ``HookedWeights``, or a hook returned a value of the wrong type.
+        ConfigError: as ``check_resting``.
     """
 
-    def __init__(self, owned: OwnedParameter, plan: Plan, spec: GroupSpec, name: str) -> None:
+    sent: DBuffer
+    arrived: DBuffer
+    has_arrived = False
+    part: torch.Tensor
+    used: nn.Parameter
+    _wire: ByteWire
+    _main: DBuffer
+
+    def __init__(self, owned: OwnedParameter, spec: GroupSpec, name: str) -> None:
         assert owned.extension is not None
-        # Without values: the buffers hold them.
+        self._spec = spec
+        # Whose values go to the buffers, and nowhere else.
         self._extension: Extension = owned.extension.emptied()
         self._owned = owned
         self._module = weakref.ref(owned.param_module_infos[0].module)
@@ -57,33 +84,47 @@ class ExtensionWeights(HookedWeights):
         # The byte layout of the hook's last result, and the gathered tensors of all ranks.
         self._sent_as: ByteLayout | None = None
         self._outputs: tuple[FlatStorage, ...] = ()
-        who = f"unit {name!r}, parameter {owned.name!r} ({self._extension.kind.__name__})"
-        super().__init__(plan, spec, name, who=who, cure="list it in ignored_params")
-        self.remainder = None
-        # Storages that the hook allocated, with their sizes; released and reallocated with the gathered tensors.
+        self._who = f"unit {name!r}, parameter {owned.name!r} ({self._extension.kind.__name__})"
+        # Memory that the hook named as its own, which goes and comes with the gathered tensors, and its bytes.
         self._made: list[tuple[torch.UntypedStorage, int]] = []
-        # Whether to release the gathered tensors once the hook has made the parameter (PyTorch 2.15).
+        self._drops_outputs = False
+        check_resting(spec, self._who, "list it in ignored_params")
+
+    def attach(self, weights: WeightBuffers) -> DBuffer:
+        """Make room for the bytes of the hook, which is asked for their sizes with the parameter's values already."""
+        self._main = weights.main
+        self._main.write_tensor(0, self._owned.local_tensor)
+        self.part = self._extension.part(self._main.get_local_tensor(0))
+        self._fill()
+        return self.arrived
+
+    def make_first_use(self) -> None:
+        """Ask the hooks for the parameter that compute uses.
+
+        Raises:
+            ConfigError: a hook returns something else than it should.
+        """
+        # Whether the gathered tensors may go once the hook has made the parameter of them (PyTorch 2.15).
         self._drops_outputs = getattr(self.part, _DROP_HOOK, lambda: False)()
         if not isinstance(self._drops_outputs, bool):
-            raise ConfigError(f"{who}: {_DROP_HOOK} returned {self._drops_outputs!r}; wanted True or False")
+            raise ConfigError(f"{self._who}: {_DROP_HOOK} returned {self._drops_outputs!r}; wanted True or False")
         self.used = self._first_use()
 
-    def _buffer(self, placements: tuple[BufferPlacement, ...], dtype: torch.dtype, device: torch.device) -> DBuffer:
-        if Flat() in placements:
-            return super()._buffer(placements, dtype, device)
-        # The hook's bytes are gathered. Calling it with the parameter's values tells their sizes.
-        self.main.write_tensor(0, self._owned.local_tensor)
-        self.part = self._extension.part(self.main.get_local_tensor(0))
-        self.pre_all_gather()
-        return self.arrived
+    def refresh(self) -> None:
+        """Do nothing: the hook is asked at every gather."""
 
     def agreed(self) -> Iterator[str]:
         """Yield the shapes and dtypes that the hook sends; ranks that differ raise before the first all-gather."""
         assert self._sent_as is not None
         yield f"fsdp_pre_all_gather of {self._who} returns {self._sent_as.shapes} of {self._sent_as.dtypes}"
 
-    def pre_all_gather(self) -> None:
-        """Call the hook with the arguments of its signature, and copy the returned tensors to the send buffer."""
+    def pre_all_gather(self, works: list[dist.Work] | None) -> list[Part]:
+        """Ask the hook, and return the gather of what it returned, as bytes."""
+        self._fill()
+        return self._wire.parts(works)
+
+    def _fill(self) -> None:
+        """Ask the hook, in the form that its signature has, and write what it returned to ``sent``."""
         hook, spec, own = self.part.fsdp_pre_all_gather, self._spec, self._extension  # type: ignore[attr-defined]
         # The hook gets the mesh of the sharded axis only.
         names, axis = spec.mesh.mesh_dim_names, spec.placements.parameter.index(Flat())
@@ -101,9 +142,10 @@ class ExtensionWeights(HookedWeights):
             ) from error
         layout, known = ByteLayout.of(tensors), self._sent_as
         if known is None:
-            self._make_wire(layout.num_bytes)
+            self._wire = ByteWire(spec, layout.num_bytes, self._who)
+            self.sent, self.arrived = self._wire.sent, self._wire.arrived
             self._outputs = tuple(
-                FlatStorage(self.num_ranks * tensor.numel(), tensor.dtype, tensor.device, name=self._who)
+                FlatStorage(self._wire.num_ranks * tensor.numel(), tensor.dtype, tensor.device, name=self._who)
                 for tensor in tensors
             )
         elif (layout.spans, layout.dtypes) != (known.spans, known.dtypes):
@@ -136,7 +178,7 @@ class ExtensionWeights(HookedWeights):
 
     def _finish(self, *, out: torch.Tensor | None) -> Any:
         assert self._sent_as is not None
-        outputs, rows = [], self.arrived.local_buffer.view(self.num_ranks, -1)
+        outputs, rows = [], self.arrived.local_buffer.view(self._wire.num_ranks, -1)
         for storage, shape, span in zip(self._outputs, self._sent_as.shapes, self._sent_as.spans, strict=True):
             storage.reallocate()
             storage.tensor.view(torch.uint8).view(len(rows), -1).copy_(rows[:, span])
@@ -147,7 +189,7 @@ class ExtensionWeights(HookedWeights):
             return hook(tuple(outputs), self._metadata, dtype, out=out)
 
     def _first_use(self) -> nn.Parameter:
-        self.gathered.local_buffer.zero_()
+        self.arrived.local_buffer.zero_()
         found = self._finish(out=None)
         whole = found[0] if isinstance(found, tuple) and found else None
         if not isinstance(whole, torch.Tensor) or whole.shape != self._extension.shape:
@@ -164,9 +206,9 @@ class ExtensionWeights(HookedWeights):
         self._made = [(each, each.nbytes()) for key, each in others.items() if key not in given]
         return nn.Parameter(whole, requires_grad=False)
 
-    def resting(self, index: int, owned: OwnedParameter) -> DTensor:
-        """Return a DTensor whose local tensor is the part."""
-        main, whole = self.main, self._extension
+    def resting(self) -> DTensor:
+        """Return the sharded parameter: a DTensor whose local tensor is the part."""
+        main, whole = self._main, self._extension
         if not whole.is_packed:
             rows = main.get_dtensor(0)
             assert isinstance(rows, FlatDTensor)
@@ -176,21 +218,16 @@ class ExtensionWeights(HookedWeights):
             self.part, main.mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride
         )
 
-    def unsharded(self, index: int, owned: OwnedParameter) -> nn.Parameter:
-        """Return what the hook made."""
-        return self.used
-
     def take_part(self, sharded: nn.Parameter) -> str:
         """Ask the part that users reach by the sharded parameter from now on; return the name of its class."""
         # A parameter is a detached copy of the wrappers, over the same memory.
         self.part = sharded._local_tensor  # type: ignore[attr-defined]
         return str(self._extension.kind.__name__)
 
-    def release(self, *, keep_generation: int | None = None) -> None:
-        """Release the gathered tensors; see ``WeightBuffers``."""
-        super().release(keep_generation=keep_generation)
+    def release(self, *, keeps_gathered: bool) -> None:
+        """Release the bytes; and, unless ``keeps_gathered``, the gathered tensors."""
         self.arrived.release_storage()
-        if not self.keeps_gathered:
+        if not keeps_gathered:
             for storage in self._outputs:
                 storage.release()
             for made, _ in self._made:

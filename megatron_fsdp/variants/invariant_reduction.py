@@ -26,16 +26,16 @@ from dbuffer.events import listeners, tell
 from dbuffer.mesh import MeshAxis, flattened_mesh, make_groups
 from dbuffer.placements import BufferPlacement
 from dbuffer.storage import FlatStorage
+from megatron_fsdp.build.builder import GroupSpec
 from megatron_fsdp.engine.accumulation import GradBinding, GradState
-from megatron_fsdp.engine.backward import GradientsOfUnit
 from megatron_fsdp.engine.grads import GradientBuffer
 from megatron_fsdp.engine.param_group import group_of_parameter
 from megatron_fsdp.engine.params import FSDPParams
-from megatron_fsdp.engine.reduce import Reduction
+from megatron_fsdp.engine.reduce import Hook, ReduceFunction, Wire, gradient_buffer
 from megatron_fsdp.engine.unit import Root, Unit
 from megatron_fsdp.errors import StateError
 
-__all__ = ["InvariantGradients"]
+__all__ = ["InvariantReduction", "invariant_gradients"]
 
 # The kernel of ``fused=True`` on CPU treats the last elements of a tensor, which are others in each sharding, by other
 # instructions than those before.
@@ -47,10 +47,12 @@ def _refuse_fused(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for options in optimizer.param_groups if optimizer.defaults.get("fused") else ():
         for parameter in options["params"]:
             group = group_of_parameter(parameter)
-            if group is not None and isinstance(group.gradients, InvariantGradients) and parameter.is_cpu:
+            gradients = None if group is None else group.gradients
+            if gradients is not None and isinstance(gradients.reduction, InvariantReduction) and parameter.is_cpu:
                 raise StateError(
-                    f"unit {group.name!r}: {type(optimizer).__name__}(fused=True) on CPU rounds the last elements of "
-                    f"each shard in another way than the others, and {_FLAG} promises the same bits; give foreach=True"
+                    f"unit {gradients.unit!r}: {type(optimizer).__name__}(fused=True) on CPU rounds the last elements "
+                    f"of each shard in another way than the others, and {_FLAG} promises the same bits; give "
+                    "foreach=True"
                 )
 
 
@@ -139,65 +141,46 @@ class _Step:
 _STEPS: weakref.WeakKeyDictionary[Root, _Step] = weakref.WeakKeyDictionary()
 
 
-class InvariantGradients(GradientBuffer):
-    """The gradients of one parameter group. Ranks exchange them in every backward, with every strategy."""
-
-    reduction: _InvariantReduction
-
-    def _make_buffers(self) -> None:
-        dtypes, placements = self._spec.dtypes, self._spec.placements
-        self.rests_partial = self.rests_final = False
-        partial: tuple[BufferPlacement, ...] = (Partial("sum"),) * len(placements.gradient)
-        self.packed = self._buffer(partial, dtypes.reduce, "packed gradients", self._device)
-        main_grad = self._buffer(placements.optimizer, dtypes.main_grad, "main_grad", self._template.device)
-        self._bind(GradBinding(main_grad, main_grad, self._fsdp_params, self._template.dtype))
-        # Gradients of a replicated optimizer are all-gathered in place. clip_grad_norm_ computes exact norms.
-        self.binding.is_sent_last = self.binding.has_exact_norms = True
-        self.reduction = _InvariantReduction(self.packed, main_grad)
-        if not _HOOKS:
-            _HOOKS.append(register_optimizer_step_pre_hook(_refuse_fused))
-
-    def _unit(self) -> Unit | None:
-        return self.listener.unit() if isinstance(self.listener, GradientsOfUnit) else None
-
-    def _begin_sum(self) -> None:
-        unit = self._unit()
-        if unit is not None and not unit.requires_gradient_sync:
-            raise StateError(
-                f"{self.binding.name}: no_sync() or set_requires_gradient_sync(False) adds up microbatches on a rank "
-                f"before others' are seen, and {_FLAG} adds them up one by one. Leave it out; "
-                "set_is_last_backward(False) says that more microbatches follow."
-            )
-        super()._begin_sum()
-        self.reduction.look_for_changes(self.binding)
-
-    def _prepare(self) -> None:
-        unit = self._unit()
-        assert unit is not None
-        step = _STEPS.setdefault(unit.root, _Step())
-        number = unit.root.backward.number
-        if self.binding.state is GradState.EMPTY:
-            if step.last.get(self._fsdp_params, 0) >= step.first:
-                # Its gradients were dropped, or the step is over: a new step begins.
-                step.first = number
-            self.reduction.counter.clear()
-        step.last[self._fsdp_params] = number
-        self.reduction.begin_microbatch(number - step.first)
-        super()._prepare()
+def invariant_gradients(main_weight: DBuffer, spec: GroupSpec, fsdp_params: FSDPParams) -> GradientBuffer:
+    """Return gradient buffers of one parameter group that are exchanged in every backward, whatever the strategy."""
+    dtypes, placements = spec.dtypes, spec.placements
+    partial: tuple[BufferPlacement, ...] = (Partial("sum"),) * len(placements.gradient)
+    device, stepped = spec.compute_device, placements.optimizer
+    packed = gradient_buffer(main_weight, spec, partial, dtypes.reduce, "packed gradients", device)
+    main_grad = gradient_buffer(main_weight, spec, stepped, dtypes.main_grad, "main_grad", main_weight.device)
+    reduction = InvariantReduction(packed, main_grad, fsdp_params)
+    gradients = GradientBuffer(main_weight, spec, fsdp_params, reduction, None)
+    # What the optimizer holds whole is gathered in place. Norms are those that clip_grad_norm_ asks for.
+    gradients.binding.is_sent_last = gradients.binding.has_exact_norms = True
+    if not _HOOKS:
+        _HOOKS.append(register_optimizer_step_pre_hook(_refuse_fused))
+    return gradients
 
 
-class _InvariantReduction(Reduction):
-    """Exchange packed gradients, sum them in a counter, and write the sum to ``main_grad``.
+class InvariantReduction:
+    """Exchanges packed gradients, adds them up in a counter, and writes the sum into ``main_grad``.
+
+    See ``GradientReduction``.
 
     Args:
-        packed: buffer of autograd's gradients. main_grad: buffer that the optimizer reads.
+        packed: receives autograd's gradients. main_grad: what the optimizer reads. fsdp_params: whose gradients.
+
+    Attributes:
+        unit: the unit of the group, from when it is made.
     """
 
-    # The last sum also issues an all-gather.
-    finishes_on_lane = False
-
-    def __init__(self, packed: DBuffer, main_grad: DBuffer) -> None:
-        super().__init__(packed, packed, main_grad, main_grad, wire=None)
+    def __init__(self, packed: DBuffer, main_grad: DBuffer, fsdp_params: FSDPParams) -> None:
+        self.packed, self.main_grad, self.final = packed, main_grad, main_grad
+        self.wide: DBuffer | None = None
+        self.wire: Wire | None = None
+        self.hook: Hook | None = None
+        self.function: ReduceFunction | None = None
+        self.rests_partial = self.rests_final = False
+        self.keeps = self.frees_packed = self.adds_on_host = False
+        # What is added up last gathers as well.
+        self.finishes_on_lane = False
+        self.unit: weakref.ref[Unit] | None = None
+        self._params, self._scale = fsdp_params, 1.0
         self.counter = BinaryCounter(torch.promote_types(torch.float32, packed.dtype), packed.name)
         self._version = -1
         axes, sizes = packed.axes, [axis.size for axis in packed.axes]
@@ -211,14 +194,55 @@ class _InvariantReduction(Reduction):
         room = (self._num_ranks - 1) * max(piece.stop - piece.start for piece in self._pieces)
         self._received = FlatStorage(room, packed.dtype, packed.device, name="gradients that others sent")
 
-    def begin_microbatch(self, microbatch: int) -> None:
-        """Count zeros for microbatches without gradients of this group on any rank; allocate the receive buffer."""
+    def _unit(self) -> Unit | None:
+        return None if self.unit is None else self.unit()
+
+    def begin_sum(self, binding: GradBinding) -> None:
+        """Begin a sum of microbatches, or go on with it, which nobody may have changed meanwhile.
+
+        Raises:
+            StateError: microbatches would be added up on this rank first; or the sum was changed, but not to zero.
+        """
+        unit = self._unit()
+        if unit is not None and not unit.requires_gradient_sync:
+            raise StateError(
+                f"{binding.name}: no_sync() or set_requires_gradient_sync(False) adds up microbatches on a rank "
+                f"before others' are seen, and {_FLAG} adds them up one by one. Leave it out; "
+                "set_is_last_backward(False) says that more microbatches follow."
+            )
+        binding.begin_sum()
+        self._look_for_changes(binding)
+
+    def prepare(self, scale: float, *, overwrites: bool) -> None:
+        """Get ready for the exchange of the packed buffer: count this microbatch, receive until ``release``."""
+        unit = self._unit()
+        assert unit is not None
+        step = _STEPS.setdefault(unit.root, _Step())
+        number = unit.root.backward.number
+        if overwrites:
+            if step.last.get(self._params, 0) >= step.first:
+                # What it had of this step is dropped, or the step is over: a new one begins.
+                step.first = number
+            self.counter.clear()
+        step.last[self._params] = number
+        self._begin_microbatch(number - step.first)
+        if scale == 0.0:
+            raise StateError(
+                f"{self.packed.name}: {_FLAG} divides once, after the last addition, and by what does not depend on "
+                "the number of ranks: call set_gradient_divide_factor(G) of every unit, where G is the number of "
+                "microbatches of a step on all ranks together, and do not divide their losses"
+            )
+        self._scale = scale
+        self._version = self.main_grad.local_buffer._version
+
+    def _begin_microbatch(self, microbatch: int) -> None:
+        """Count zeros for microbatches in which no rank has used the group."""
         if self._axis.size < self._num_ranks:
-            # Creating the group is collective, so it waits until all ranks come here.
-            group = flattened_mesh(self._packed.mesh).get_group()
+            # Made when all ranks are here.
+            group = flattened_mesh(self.packed.mesh).get_group()
             self._axis = MeshAxis(self._axis.name, self._num_ranks, dist.get_rank(group), group)
             make_groups([self._axis])
-        piece, packed = self._pieces[self._axis.rank], self._packed
+        piece, packed = self._pieces[self._axis.rank], self.packed
         zeros = torch.zeros((), dtype=packed.dtype, device=packed.device).expand(piece.stop - piece.start)
         while self.counter.count < microbatch * self._num_ranks:
             self.counter.push(zeros)
@@ -228,16 +252,14 @@ class _InvariantReduction(Reduction):
         """Release the receive buffer, whose content has been added."""
         self._received.release()
 
-    def prepare(self, scale: float, *, overwrites: bool) -> None:
-        """Prepare the exchange of the packed buffer."""
-        if scale == 0.0:
-            raise StateError(
-                f"{self._packed.name}: {_FLAG} divides once, after the last addition, and by what does not depend on "
-                "the number of ranks: call set_gradient_divide_factor(G) of every unit, where G is the number of "
-                "microbatches of a step on all ranks together, and do not divide their losses"
-            )
-        self._scale = scale
-        self._version = self._main_grad.local_buffer._version
+    def keep(self, keeps: bool) -> None:
+        """Release what was received: it has memory while it is in use."""
+        self.keeps = keeps
+        self.release()
+
+    def discard(self) -> None:
+        """Release what was received."""
+        self.release()
 
     def start(self, works: list[dist.Work] | None) -> list[Part]:
         """Issue the exchange."""
@@ -248,18 +270,24 @@ class _InvariantReduction(Reduction):
         """Add the received slices to the sum."""
         self.counter.push(*self._rows()[0])
 
+    def fold_on_host(self) -> None:
+        """Do nothing: sums are where gradients are."""
+
+    def complete_last(self) -> None:
+        """Do nothing: the sum was written where the optimizer reads it."""
+
     def _rows(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return the slices that this rank receives from each rank, and those that it sends to each."""
-        sent = [self._packed.local_buffer[piece] for piece in self._pieces]
+        """Return each rank's part of what this one adds up, and what it sends to each."""
+        sent = [self.packed.local_buffer[piece] for piece in self._pieces]
         mine, others = sent[self._axis.rank], self._num_ranks - 1
         rooms = self._received.tensor[: others * mine.numel()].view(others, mine.numel()).unbind()
         return [*rooms[: self._axis.rank], mine, *rooms[self._axis.rank :]], sent
 
     def start_last(self, on_all: list[Part], scattered: list[Part], works: list[dist.Work] | None) -> None:
-        """Write the sum, and all-gather it over the axes on which the optimizer is replicated."""
-        target = self._main_grad.local_buffer
+        """Write the sum, and gather what the optimizer holds whole."""
+        target = self.main_grad.local_buffer
         if listeners:
-            tell("summing", self._main_grad)
+            tell("summing", self.main_grad)
         held = self._held(target)
         self.counter.write(held[-1], self._scale)
         for axis, whole in zip(reversed(self._whole), reversed(held[:-1]), strict=True):
@@ -274,8 +302,8 @@ class _InvariantReduction(Reduction):
             pieces.append(pieces[-1][piece_of(pieces[-1].numel(), axis.size, axis.rank)])
         return pieces
 
-    def look_for_changes(self, binding: GradBinding) -> None:
-        """Start a new sum if the user set the visible partial sum to zero.
+    def _look_for_changes(self, binding: GradBinding) -> None:
+        """Begin anew where the sum so far, which users are shown, was set to zero.
 
         Raises:
             StateError: it was changed into anything else.

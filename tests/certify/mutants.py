@@ -108,7 +108,6 @@ EQUIVALENT: dict[str, str] = {
     "final_callback: `drain(root, 0)` at the end of its block": (
         "compute has joined the lanes before anything reads what they reduced"
     ),
-    "LateGradients.wait: `super().wait()` at the end of its block": "nothing is allocated between the two places",
     "_finish_last: without `ticket.wait()`": ("compute joins the lanes right after; on a CPU the host has to wait"),
     "_issue_last: without `state.wired.wait()`": "there is one where there are no streams",
     "_issue_last: `state.wired.wait()` at the end of its block": "there is one where there are no streams",

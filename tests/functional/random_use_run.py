@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from dbuffer import FlatDTensor
 from megatron_fsdp import CPUOffloadPolicy, Placements, fsdp_no_shard, fully_shard
-from megatron_fsdp.engine.unsharded_param import GatheredWeight
+from megatron_fsdp.engine.unsharded_param import UnshardedParam
 from tests.functional.random_models import GRANULARITIES, POLICIES, SIDE_KINDS, build, parts_with_paths
 from tests.functional.random_use import RAISED, Program, Trainee, whole
 from tests.harness import run_ranks
@@ -251,7 +251,7 @@ class _Run:
             mine, kept = shown.get(name), self.sharded.kept.get(names.get(id(wanted), name))
             # While weights are gathered the model shows other tensors, which "look" looks at.
             is_gathered = isinstance(kept, DTensor) and not isinstance(mine, DTensor)
-            is_own = mine is self.sharded.late.get(name) and not isinstance(mine, GatheredWeight)
+            is_own = mine is self.sharded.late.get(name) and not isinstance(mine, UnshardedParam)
             holder = kept if is_gathered and not is_own else mine
             yield f"weight of {name}", holder, wanted
             if self.plain.is_synced and not self.plain.is_doubtful and holder is not None:

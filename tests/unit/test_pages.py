@@ -144,6 +144,13 @@ def module_of_docs(name: str) -> ModuleType:
     return module
 
 
+def test_the_picture_of_a_unit_in_a_step_names_functions_that_exist() -> None:
+    step = module_of_docs("step_picture")
+    drawn: str = step.step_svg()
+    assert step.PICTURE.read_text(encoding="utf-8") == drawn, "run: python docs/step_picture.py"
+    module_of_docs("rooms").check_links((ROOT / "docs/how_a_step_works.md").read_text(encoding="utf-8"))
+
+
 def test_the_picture_of_the_schedule_is_what_the_engine_does() -> None:
     schedule = module_of_docs("schedule")
     drawn: str = schedule.schedule_svg(schedule.bars())

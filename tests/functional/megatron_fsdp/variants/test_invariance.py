@@ -29,7 +29,7 @@ from megatron_fsdp import (
     no_sync,
 )
 from megatron_fsdp.optim.grad_norm_rare import exact_norm
-from megatron_fsdp.variants.invariant_reduction import _InvariantReduction
+from megatron_fsdp.variants.invariant_reduction import InvariantReduction
 from tests.harness import on_ranks, run_ranks
 from tests.harness.models import Headed, make_mesh, squared, three_blocks
 from tests.harness.oracle import units_of, whole
@@ -380,7 +380,7 @@ def test_bytes_held_and_sent_are_those_that_explain_says(mesh: tuple[int, ...], 
     model = Twins(lambda: Headed(three_blocks(), outputs=3), strategy, mesh=make_mesh(mesh), mp_policy=policy).model
     for unit in units_of(model):
         unit.set_gradient_divide_factor(NUM_MICROBATCHES)
-    meter, memory, start_last = memory_meter(), NewMemory(), _InvariantReduction.start_last
+    meter, memory, start_last = memory_meter(), NewMemory(), InvariantReduction.start_last
     calls: list[CollectiveCall] = []
     at_rest = meter.current_bytes
 
@@ -392,7 +392,7 @@ def test_bytes_held_and_sent_are_those_that_explain_says(mesh: tuple[int, ...], 
         calls.clear()
         meter.reset_peak()
         memory.num_bytes = 0
-        with observe_collectives(calls.append), mock.patch.object(_InvariantReduction, "start_last", watched):
+        with observe_collectives(calls.append), mock.patch.object(InvariantReduction, "start_last", watched):
             for number in range(dist.get_rank(), NUM_MICROBATCHES, dist.get_world_size()):
                 model.set_is_last_backward(number + dist.get_world_size() >= NUM_MICROBATCHES)
                 squared(model, number, step).backward()
