@@ -151,7 +151,7 @@ EQUIVALENT: dict[str, str] = {
     "keep_gathered: without `group.gathered.reallocate_storage()`": "a gather takes the memory where it is not there",
     "ArenaPool.take: `if slot is None` taken as True": "it costs memory, which test_arena_pool.py counts",
     "wait_for_event: `if compute is not None` taken as True": ("on a device with streams it is never None"),
-    "GradientsOfUnit.begin_gradients: `if packs` taken as False": (
+    "GradientsOfUnit.begin_gradients: `if root.order is None or root.order.drains` taken as False": (
         "it bounds memory; the end of the backward waits for the same reductions"
     ),
 }
@@ -160,8 +160,8 @@ EQUIVALENT: dict[str, str] = {
 OPEN: dict[str, str] = {
     "Ticket.give_up: `if self._event is not None` taken as True": "an interrupt before a lane waited for compute",
     "Turns.take: without `leave()`": "a stream that allocates, before it follows any lane, what another one has copied",
-    "GradientsOfUnit.begin_gradients: `if packs` taken as True": (
-        "a wait for reductions before there is need: lost overlap"
+    "GradientsOfUnit.begin_gradients: `if root.order is None or root.order.drains` taken as True": (
+        "a forward order whose ranks skip units: tests/functional/megatron_fsdp/uneven"
     ),
     "Lane.settle: `if self._last is not None and (not self._is_last_captured)` taken as True": (
         "a captured evaluation of offloaded weights"
