@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from dbuffer import BufferPlacement, Plan
@@ -31,7 +32,8 @@ def weight_layout(
 ) -> TransferLayout:
     """Return which rank of a model has which bytes of its weights, of all ranks; nothing is sent.
 
-    The tensors are those of ``weight_stream(model, dtype=dtype, names=names)``, in its order.
+    Where a mesh is a slice of a larger one, plain weights are taken to be the same on all slices, as with tensor
+    parallelism. The tensors are those of ``weight_stream(model, dtype=dtype, names=names)``, in its order.
 
     Raises:
         ConfigError, StateError: as ``weight_stream``.
@@ -128,13 +130,25 @@ def held_elements(plan: Plan, index: int, shard: tuple[int, int]) -> range:
     return range(first, min(max((shard[0] + 1) * part - offset, first), numel))
 
 
+def _slices(mesh: DeviceMesh) -> list[torch.Tensor]:
+    """Return the ranks of a mesh and of its other slices: tensor-parallel ranks hold the same plain weights."""
+    root = mesh._get_root_mesh()
+    names, known = mesh.mesh_dim_names or (), root.mesh_dim_names or ()
+    if root is mesh or not names or not set(names) <= set(known):
+        return [mesh.mesh]
+    own = [known.index(name) for name in names]
+    others = [dim for dim in range(root.ndim) if dim not in own]
+    return list(root.mesh.permute(*others, *own).reshape(-1, *mesh.mesh.shape))
+
+
 def _ranges(group: ParameterGroup, weight: ShardedWeight, entry: BucketEntry) -> Iterator[tuple[int, torch.Tensor]]:
     """Yield what each rank has of one weight."""
     main, split, plan = group.weights.main, group.owned[weight.index].split, group.plan
     if split is None:
         box = [range(size) for size in entry.shape]
-        for rank, shard in shards_by_rank(main.mesh.mesh, main.placements).items():
-            yield rank, box_ranges(entry, box, held_elements(plan, weight.index, shard))
+        for ranks in _slices(main.mesh):
+            for rank, shard in shards_by_rank(ranks, main.placements).items():
+                yield rank, box_ranges(entry, box, held_elements(plan, weight.index, shard))
         return
     parameter = group.fsdp_params.sharded_params[weight.index]
     assert isinstance(parameter, DTensor)
