@@ -1,6 +1,7 @@
 """What hides the collectives of a step, on streams of CUDA's meaning: compute between their issue and the wait."""
 
 import contextlib
+import gc
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -110,12 +111,17 @@ def test_with_one_packed_buffer_compute_waits_at_the_first_gradient() -> None:
 
 
 class Peak(TorchDispatchMode):
-    """Sums up all memory that operators have seen and that is still there, before and after each of them."""
+    """Sums up all memory that operators have seen and that is still there, before and after each of them.
 
-    def __init__(self) -> None:
+    Args:
+        others: keys of ``KNOWN`` that belong to models of other tests, which may not have been collected yet.
+    """
+
+    def __init__(self, others: set[int]) -> None:
         super().__init__()
         # What is gathered ahead is held although no operator has seen it.
-        self.storages = {storage._bytes._cdata: weakref.ref(storage._bytes) for storage in KNOWN.values()}
+        known = [storage._bytes for key, storage in KNOWN.items() if key not in others]
+        self.storages = {storage._cdata: weakref.ref(storage) for storage in known}
         self.num_bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -132,11 +138,14 @@ class Peak(TorchDispatchMode):
 def peak_of_backward(shard: Callable[..., Any], policy: Any) -> int:
     with null_world(8), drive_with(VirtualStreams()):
         mesh = init_device_mesh("cpu", (8,))
+        # As they are collected others could take their keys.
+        gc.collect()
+        others = set(KNOWN)
         model = nn.Sequential(*(Block() for _ in range(NUM_BLOCKS)))
         for part in (*model, model):
             shard(part, mesh=mesh, mp_policy=policy)
         for _ in range(2):
-            peak = Peak()
+            peak = Peak(others)
             loss = model(torch.ones(2, WIDTH, dtype=policy.param_dtype or FP32)).sum()
             with peak:
                 loss.backward()

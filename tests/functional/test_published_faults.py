@@ -43,8 +43,8 @@ def double_in_groups_of_one() -> AbstractContextManager[Any]:
 
     def twice(self: Reduction, works: Any) -> list[Part]:
         parts = original(self, works)
-        if self._packed.mesh.size() == 1:
-            self._packed.local_buffer.mul_(2)
+        if self.packed.mesh.size() == 1:
+            self.packed.local_buffer.mul_(2)
         return parts
 
     return mock.patch.object(Reduction, "start", twice)
