@@ -2,6 +2,7 @@
 
 import fnmatch
 import importlib.util
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,12 +39,33 @@ def measured(ratio: str) -> str:
     [
         ("bytes moved over FSDP2, bf16, 64 ranks", "bf16, 64 ranks | {} of FSDP2's |"),
         ("backward peak over FSDP2, bf16, 64 ranks", "in the same step | {} of FSDP2's |"),
-        ("processor time over the default's, 4 ranks, fp32 on the wire", "| {} of the default's on 4 ranks |"),
         ("save speed over torch DCP (more is better)", "are saved at {} of the speed of PyTorch's own"),
     ],
 )
 def test_a_ratio_of_the_readme_is_that_of_the_tables(ratio: str, sentence: str) -> None:
     assert sentence.format(measured(ratio)) in README
+
+
+def weights_over(peer: str, ranks: int, metric: str) -> str:
+    """Return a ratio of the stream of weights to another way to get them."""
+    rows = json.loads((ROOT / "benchmarks/results/weights.json").read_text(encoding="utf-8"))["rows"]
+    of_peer = [row for row in rows if row["case"].get("peer") == peer and row["case"]["ranks"] == ranks]
+    (value,) = [row["median"] for row in of_peer if row["metric"] == f"{metric} over peer's"]
+    return f"{value:.2f}"
+
+
+def test_what_a_stream_of_weights_costs_is_what_was_measured() -> None:
+    time, memory = (weights_over("FSDP2, full_tensor", 2, metric) for metric in ("wall time", "peak memory"))
+    assert f"| {time} of `full_tensor()` of each parameter, at {memory} of its memory |" in README
+    page = (ROOT / "docs/weights_to_inference.md").read_text(encoding="utf-8")
+    for peer, name in (
+        ("FSDP2, full_tensor", "`full_tensor()` of each parameter, FSDP2"),
+        ("FSDP2, full state dict", "`get_model_state_dict(full_state_dict=True)`, FSDP2"),
+    ):
+        for ranks in (2, 4):
+            metrics = ("wall time", "bytes gathered over the weights", "peak memory")
+            values = " | ".join(weights_over(peer, ranks, metric) for metric in metrics)
+            assert f"| {name} | {ranks} | {values} |" in page
 
 
 def test_the_peak_of_backward_is_that_of_the_tables() -> None:
