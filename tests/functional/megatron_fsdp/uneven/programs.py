@@ -341,7 +341,20 @@ def run_programs(strategy: str, checkpoints: int, names: Sequence[str] = tuple(P
 
 
 def random_routes(seeds: Sequence[int], strategy: str) -> None:
-    """Train on routes that each rank draws by itself, of one seed after the other."""
+    """Train on routes that each rank draws by itself, of one seed after the other.
+
+    In FP64: AdamW divides a gradient by its own size, so that in FP32 what rounding leaves of a gradient that is nearly
+    zero decides over a whole step, in one of a few hundred seeds.
+    """
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        _random_routes(seeds, strategy)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _random_routes(seeds: Sequence[int], strategy: str) -> None:
     for seed in seeds:
 
         def routes(rank: int, step: int, seed: int = seed) -> Route:
