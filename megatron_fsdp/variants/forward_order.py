@@ -29,14 +29,16 @@ class ForwardPass(list[weakref.ref[Unit]]):
 
     Attributes:
         reached: how many units of the order have been gathered in forward.
-        issued: places whose gather in backward was issued, or is not needed. closed: places that are reduced.
+        passed: places that backward has entered or passed by. issued: those whose gather in backward was issued, or is
+            not needed. closed: those that are reduced.
     """
 
-    __slots__ = ("closed", "issued", "reached")
+    __slots__ = ("closed", "issued", "passed", "reached")
 
     def __init__(self) -> None:
         super().__init__()
         self.reached = 0
+        self.passed: set[int] = set()
         self.issued: set[int] = set()
         self.closed: set[int] = set()
 
@@ -253,11 +255,25 @@ class ForwardOrder:
             self._pass_by(trail, place)
 
     def _pass_by(self, trail: ForwardPass, place: int) -> None:
+        """Do what the other ranks do for the units whose turn was before that of ``place``, and reduce what it ends."""
         for earlier in self._backward[: self._turns[place]]:
-            if earlier not in trail.issued:
-                self._issue(trail, earlier)
-                # Nothing of this rank's needs it, or backward would have come to it before.
-                self._give_back(self._unit(earlier))
+            self._skip(trail, earlier)
+        trail.passed.add(place)
+        self._close_after(trail, place)
+
+    def _skip(self, trail: ForwardPass, place: int) -> None:
+        """Issue the collectives of a rank that enters this unit, in its order, unless this rank has entered it."""
+        if place in trail.passed:
+            return
+        trail.passed.add(place)
+        self._close_after(trail, place)
+        self._issue(trail, place)
+        self._issue_next(trail, place)
+        # Nothing of this rank's needs it, or backward would have come to it before.
+        self._give_back(self._unit(place))
+
+    def _close_after(self, trail: ForwardPass, place: int) -> None:
+        """Reduce the units that backward has left when it is at ``place``."""
         for later in range(len(self._units) - 1, place, -1):
             if later not in self._inner[place]:
                 self._close(trail, later)
@@ -296,13 +312,17 @@ class ForwardOrder:
                 entered.unshard(check=False)
         elif trail is not None:
             self._issue(trail, place)
-        following = -1 if place is None else self._turns[place]
         if trail is not None:
-            for earlier in self._backward[following + 1 :]:
-                if self._gathers_in_backward(earlier):
-                    self._issue(trail, earlier)
-                    break
-                trail.issued.add(earlier)
+            self._issue_next(trail, place)
+
+    def _issue_next(self, trail: ForwardPass, place: int | None) -> None:
+        """Issue the gather of the unit whose turn follows that of ``place``; None is the root's."""
+        following = -1 if place is None else self._turns[place]
+        for earlier in self._backward[following + 1 :]:
+            if self._gathers_in_backward(earlier):
+                self._issue(trail, earlier)
+                break
+            trail.issued.add(earlier)
 
     def before_recomputation(self, unit: Unit) -> None:
         """Issue the gathers of all units whose turn in backward is before this one's, which is computed again.
@@ -332,9 +352,7 @@ class ForwardOrder:
         trail, self._entered = self._entered, None
         if trail is not None:
             for place in self._backward:
-                if place not in trail.issued:
-                    self._issue(trail, place)
-                    self._give_back(self._unit(place))
+                self._skip(trail, place)
             for place in range(len(self._units) - 1, -1, -1):
                 self._close(trail, place)
 

@@ -8,9 +8,10 @@ import torch.distributed as dist
 from torch import nn
 
 from dbuffer import MeshError
-from megatron_fsdp import ConfigError, FsdpConfig, StateError, fully_shard, unsharded
+from megatron_fsdp import ConfigError, CPUOffloadPolicy, FsdpConfig, StateError, fully_shard, unsharded
+from megatron_fsdp.certify.certificate import certify
 from megatron_fsdp.variants.forward_order import share_forward_order
-from tests.functional.megatron_fsdp.uneven.programs import Route, Routed, alternating, layer_drop, shard, train
+from tests.functional.megatron_fsdp.uneven.programs import Route, Routed, alternating, layer_drop, loss_of, shard, train
 from tests.harness import on_ranks
 from tests.harness.models import inputs
 from tests.harness.twins import Twins
@@ -36,6 +37,43 @@ def test_a_frozen_tower_trains_the_rest_as_the_plain_model() -> None:
     for model in twins:
         model.parts[:2].requires_grad_(False)
     train(twins, alternating)
+
+
+@on_ranks(2)
+def test_offloaded_units_train_as_the_plain_model() -> None:
+    train(Twins(lambda: Routed(4), "optim_grads_params", shard, offload_policy=CPUOffloadPolicy()), layer_drop)
+
+
+def shard_compiled(model: Any, strategy: str) -> None:
+    """Compile each part, then make units of them."""
+    for part in model.parts:
+        part.compile(backend="aot_eager")
+    shard(model, strategy)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+@on_ranks(2, timeout=300)
+def test_compiled_units_train_as_the_plain_model() -> None:
+    train(Twins(lambda: Routed(4), "optim_grads_params", shard_compiled), layer_drop)
+
+
+@pytest.mark.parametrize("strategy", ["optim_grads", "optim_grads_params"])
+@on_ranks(2)
+def test_streams_are_in_order_where_ranks_skip_units(strategy: str) -> None:
+    model = Twins(lambda: Routed(4), strategy, shard).model
+    rank = dist.get_rank()
+    # The ranks agree on what they use first, once.
+    loss_of(model, rank, 0, layer_drop(rank, 0)).backward()
+    model.zero_grad()
+    with certify(model) as check:
+        for step in range(3):
+            loss_of(model, rank, step, layer_drop(rank, step)).backward()
+            model.zero_grad()
+    certificate = check.certificate()
+    assert certificate.num_conflicts > 5
+    # Whether a parameter that this rank did not use has a gradient is known when all ranks have said so.
+    assert certificate.is_clean(["a wait for an event"]), list(certificate.lines())
 
 
 @on_ranks(2)
