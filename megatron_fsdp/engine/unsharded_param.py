@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch._guards import TracingContext
 from torch.distributed.tensor import DTensor
 
 from dbuffer import StorageError
@@ -124,7 +125,12 @@ class UnshardedParam(nn.Parameter):
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """The sharded parameter's, averaged over ranks: what autograd leaves here is taken over at once."""
+        """The sharded parameter's, averaged over ranks: what autograd leaves here is taken over at once.
+
+        None while torch.compile traces: it would take the gradient, which has another shape, for a part of this weight.
+        """
+        if TracingContext.try_get() is not None:
+            return None
         sharded = self._sharded()
         return None if sharded is None else sharded.grad
 

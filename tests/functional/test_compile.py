@@ -20,7 +20,7 @@ from tests.harness import on_ranks, run_ranks
 from tests.harness.grids import nightly_but
 from tests.harness.models import Block, CheckpointedStack, Stack, inputs, make_model, squared, three_blocks
 from tests.harness.oracle import Case, compare, differing, sharded_model, token_loss, train, whole_state
-from tests.harness.twins import sharded
+from tests.harness.twins import Twins, sharded
 
 BACKEND = "aot_eager"
 # What the compiler itself does.
@@ -109,6 +109,16 @@ def test_steps_after_the_first_compile_nothing_anew() -> None:
         train(model, optimizer, [step], loss=squared)
         counts.append(len(compiled))
     assert counts == [max(counts[0], 1)] * 4
+
+
+@on_ranks(2, timeout=200)
+def test_a_unit_is_compiled_anew_while_gradients_are_there() -> None:
+    torch._dynamo.reset()
+    twins = Twins(lambda: equal_blocks(), "optim_grads_params", lambda model, _: compiled_layers(model, then=False))
+    for step, rows in enumerate((2, 5, 3)):
+        # Another number of rows makes the second microbatch compile with dynamic shapes.
+        twins.backward(step, lambda model, rank, step, rows=rows: model(inputs(rank, step, rows, 7)).square().mean())
+    assert twins.gradients_apart() < 1e-5
 
 
 @on_ranks(2, timeout=200)
