@@ -104,6 +104,7 @@ class _Rendezvous(dist.Work):
 
     def join(self, said: Sequence[str], complaint: str, advice: str) -> None:
         """Take part. The last rank to arrive, or the first rank that differs, writes the verdict."""
+        self.store.set(f"came {self.rank}", "")
         digest = hashlib.sha256("\n".join(said).encode()).hexdigest()[:32]
         rank, first = self.store.compare_set("first", "", f"{self.rank} {digest}").decode().split()
         if int(rank) == self.rank:
@@ -143,14 +144,13 @@ class _Rendezvous(dist.Work):
             if waited_s >= min(look_s, limit_s):
                 look_s = waited_s + min(waited_s, _LONGEST_LOOK_S)
                 self.look_for_ended()
-                self.store.set(f"waits {self.rank}", "")
             if waited_s < limit_s:
                 time.sleep(min(pause_s, limit_s - waited_s))
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
             elif timeout:
                 raise RuntimeError("some ranks have not come yet")
             else:
-                missing = rank_list([rank for rank in self.ranks if not self.store.check([f"waits {rank}"])])
+                missing = rank_list([rank for rank in self.ranks if not self.store.check([f"came {rank}"])])
                 self.end(
                     f"gone {missing} did not come within {limit_s:.0f} s. Every rank of the mesh "
                     f"({rank_list(self.ranks)}) has to; look at {missing} for another number of units, for work that "

@@ -14,6 +14,7 @@ from megatron_fsdp.checkpoint.ranks import checkpoint_ranks
 from megatron_fsdp.checkpoint.safetensors_model import export_safetensors, import_safetensors
 from megatron_fsdp.checkpoint.series import CheckpointSeries
 from tests.harness import on_ranks
+from tests.harness.timeouts import give_up_after
 
 CALLS: dict[str, Callable[[nn.Module, Path], object]] = {
     "save_checkpoint": lambda model, path: save_checkpoint(model, None, path / "step"),
@@ -23,14 +24,6 @@ CALLS: dict[str, Callable[[nn.Module, Path], object]] = {
     "import_safetensors": lambda model, path: import_safetensors(model, path / "out"),
     "full_state_dict": lambda model, _: full_state_dict(model),
 }
-
-
-def give_up_after(seconds: float) -> None:
-    """Give the job's group, and what is made after it, another timeout."""
-    world = dist.group.WORLD
-    assert world is not None
-    for device in world._device_types:
-        world._get_backend(device)._set_default_timeout(timedelta(seconds=seconds))
 
 
 @pytest.mark.parametrize("is_first", [True, False], ids=["the first call", "a later call"])

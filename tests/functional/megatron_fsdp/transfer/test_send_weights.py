@@ -2,6 +2,7 @@
 
 import copy
 import random
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from megatron_fsdp import (
 from tests.harness import on_ranks
 from tests.harness.models import Block, Stack, make_model
 from tests.harness.oracle import STRATEGIES, sharded, token_loss
+from tests.harness.timeouts import give_up_after
 
 
 def slices(
@@ -140,6 +142,29 @@ def test_a_receiver_that_fails_is_named_and_training_goes_on() -> None:
     else:
         with pytest.raises(AgreementError, match="rank 2"):
             send_weights(model, plan)
+
+
+@on_ranks(3)
+def test_a_receiver_that_never_comes_is_named_and_training_goes_on() -> None:
+    trainer = DeviceMesh.from_group(new_group([0, 1], "trainer"), "cpu") if dist.get_rank() < 2 else None
+    model = sharded(make_model(), mesh=trainer) if trainer is not None else None
+    layouts = [weight_layout(model) if model is not None else None]
+    dist.broadcast_object_list(layouts)
+    source = layouts[0]
+    assert source is not None
+    plan = plan_transfer(source, TransferLayout.sliced(source.metadata(), [2]))
+    store = dist.distributed_c10d._get_default_store()
+    if model is None:
+        # The engine's rank lives, but never calls receive_weights.
+        store.wait(["over 0", "over 1"], timedelta(seconds=60))
+        return
+    give_up_after(2.0)
+    with pytest.raises(AgreementError, match="but rank 2 did not come within 2 s"):
+        send_weights(model, plan)
+    token_loss(model, dist.get_rank(), 0).backward()
+    for name, param in model.named_parameters():
+        assert param.grad is not None or not param.requires_grad, name
+    store.set(f"over {dist.get_rank()}", "")
 
 
 @on_ranks(2)

@@ -1,0 +1,15 @@
+"""The timeout of a job's process groups, changed while the job runs."""
+
+from datetime import timedelta
+
+import torch.distributed as dist
+
+__all__ = ["give_up_after"]
+
+
+def give_up_after(seconds: float) -> None:
+    """Give the job's group, and what is made after it, another timeout."""
+    world = dist.group.WORLD
+    assert world is not None
+    for device in world._device_types:
+        world._get_backend(device)._set_default_timeout(timedelta(seconds=seconds))
