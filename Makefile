@@ -83,8 +83,9 @@ test-nightly: $(STAMP) ## Run what `make test` leaves out: whole grids, kills, m
 	$(if $(filter $(FIRST_TORCH),$(TORCH)),$(MAKE) test TORCH=$(NEWEST_TORCH))
 	$(if $(filter $(FIRST_TORCH),$(TORCH)),$(MAKE) test-nullcuda)
 
-test-integrations: $(STAMP) ## Run the tests with Hugging Face, torchtitan and megatron-core, which it installs (pinned).
+test-integrations: $(STAMP) ## Run the tests with Hugging Face, torchtitan, megatron-core, vLLM, ..., which it installs.
 	$(BIN) -m pip install -qq --disable-pip-version-check $(PIP_ARGS) $(addprefix --constraint ,$(CONSTRAINTS) constraints/integrations.txt) --editable '.[integrations]'
+	$(BIN) -m pip install -qq --disable-pip-version-check $(PIP_ARGS) --no-deps --upgrade --target build/inference --requirement constraints/inference.txt
 	$(BIN) -m pytest tests/integration --durations=15 $(TEST_ARGS)
 
 test-docs: $(STAMP) ## Run the code of README, CONTRIBUTING and docs, block by block, in a copy.

@@ -24,6 +24,7 @@ __all__ = [
     "HOST_WRITES",
     "LANES",
     "LATEST",
+    "CallerStreams",
     "Compute",
     "Event",
     "Lane",
@@ -468,6 +469,54 @@ def end_of_compute(device: torch.device) -> Callable[[], None]:
     event.record(compute.streams.current(device))
     wait: Callable[[], None] = event.synchronize
     return wait
+
+
+class CallerStreams:
+    """Orders the gathers of a stream of weights and the device streams on which its caller takes the tensors.
+
+    The caller may take each tensor on another device stream: vLLM packs one buffer after the other on streams of its
+    own. A tensor may be used on the stream that was current when it was handed over. Does nothing on a CPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._compute = compute_of(device)
+        self._landed: Any = None
+        # Streams, by number, that follow the arrival of the bucket that the caller has now.
+        self._following: set[int] = set()
+
+    def before_gather(self) -> None:
+        """Let the current stream, which gathers follow, follow all others: they trained, or read earlier buckets."""
+        if self._compute is not None:
+            current = self._compute.streams.current(self._device)
+            for stream in self._compute.all():
+                if stream != current:
+                    current.wait_stream(stream)
+
+    def bucket_landed(self) -> None:
+        """Note that what the current stream has been given so far fills a bucket."""
+        if self._compute is not None:
+            self._landed = self._compute.streams.event()
+            self._landed.record(self._compute.streams.current(self._device))
+            self._following = set()
+
+    def hand_over(self, memory: torch.Tensor) -> None:
+        """Let the current stream follow the arrival of the bucket, of which a tensor is handed over."""
+        if self._compute is None or (number := self._compute.streams.current_id(self._device)) in self._following:
+            return
+        self._following.add(number)
+        self._compute.note()
+        stream = self._compute.streams.current(self._device)
+        stream.wait_event(self._landed)
+        # The bucket may have been allocated for another stream, while the one before it was used.
+        if memory.is_cuda:
+            memory.record_stream(stream)
+
+    def end(self) -> None:
+        """Let all streams follow the last gather: an optimizer that steps on one of them writes what it reads."""
+        if self._compute is not None and self._landed is not None:
+            for stream in self._compute.all():
+                stream.wait_event(self._landed)
 
 
 HOST_READS: set[torch.device] = set()

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from dbuffer.collectives import wait_for
 from megatron_fsdp.checkpoint.safetensors_model import NameMap
 from megatron_fsdp.engine.param_group import ParameterGroup, group_of_parameter
+from megatron_fsdp.engine.streams import CallerStreams
 from megatron_fsdp.errors import AgreementError, ConfigError, StateError, TransferError
 from megatron_fsdp.transfer.bucket import WeightBucket, tensor_checksums
 from megatron_fsdp.transfer.catalog import WeightCatalog
@@ -259,6 +260,7 @@ class _Session:
         self._lent: list[torch.Tensor] = []
         self._handshake = Handshake(catalog.ranks, "weight_stream(model)", len(plan.buckets))
         self._device = _device_of(catalog)
+        self._caller = CallerStreams(self._device)
 
     # ------------------------------------------------------------------ what the iterators do
 
@@ -270,6 +272,7 @@ class _Session:
         for bucket in self._run():
             is_first = True
             for name, tensor in bucket.tensors():
+                self._caller.hand_over(tensor)
                 yield name, tensor
                 del tensor
                 if is_first:
@@ -281,6 +284,7 @@ class _Session:
         """Yield buckets; the next one is gathered while a bucket is used."""
         for bucket in self._run():
             self._start_next()
+            self._caller.hand_over(bucket.data)
             yield bucket
 
     def _run(self) -> Iterator[WeightBucket]:
@@ -304,6 +308,7 @@ class _Session:
         except RuntimeError as error:
             self._handshake.cut_off()
             AgreementError.raise_for("weight_stream", f"the gather of bucket {index}", error)
+        self._caller.bucket_landed()
         memory, entries = flight.memory, flight.planned.entries
         num_bytes = flight.planned.num_bytes
         self._lent.append(memory)
@@ -322,7 +327,9 @@ class _Session:
         if flight is not None:
             with contextlib.suppress(RuntimeError):
                 flight.land()
+                self._caller.bucket_landed()
         self._handshake.leave()
+        self._caller.end()
         if self._merge is not None:
             self._merge.whole.clear()
         self._spare, self._lent = [], []
@@ -338,6 +345,7 @@ class _Session:
         lines: list[str] = []
         try:
             self._check_version()
+            self._caller.before_gather()
             memory = self._allocate(planned.num_bytes)
             scratch = {
                 id(placed): torch.empty(placed.piece.numel, dtype=placed.piece.dtype, device=self._device)

@@ -2,6 +2,8 @@
 
 import importlib.util
 
+from tests.integration.engine_files import FOLDER
+
 _NEEDS = {
     "test_transformers*": "transformers",
     "test_accelerate*": "peft",
@@ -15,3 +17,5 @@ _NEEDS = {
 }
 
 collect_ignore_glob = [files for files, package in _NEEDS.items() if importlib.util.find_spec(package) is None]
+if not FOLDER.is_dir():
+    collect_ignore_glob.append("test_inference_engines*")

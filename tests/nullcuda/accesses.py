@@ -48,10 +48,14 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """The allocator handed out a block, on a stream, or took it back, when the log had ``at`` calls."""
+    """What happened to a block of the allocator when the log had ``at`` calls.
+
+    Attributes:
+        kind: "allocated", for work on ``stream``; "freed"; "used", on ``stream`` too, by ``Tensor.record_stream``.
+    """
 
     at: int
-    is_new: bool
+    kind: str
     address: int
     stream: int
 
@@ -87,6 +91,10 @@ class _Operations(TorchDispatchMode):
         begin = log_size()
         result = func(*args, **kwargs)
         end = log_size()
+        if func is torch.ops.aten.record_stream.default:
+            address = args[0].untyped_storage().data_ptr()
+            self._record.allocations.append(Allocation(end, "used", address, stream_id(args[1])))
+            return result
         # Collectives tell themselves what they read and write; is_pinned reads nothing.
         if func.is_view or str(func).startswith(("c10d", "aten.is_pinned")):
             return result
@@ -191,11 +199,11 @@ def _trace_allocator() -> None:
     def allocated(address: int) -> None:
         for record in _SINKS:
             stream = stream_id(torch.cuda.current_stream())
-            record.allocations.append(Allocation(log_size(), True, address, stream))
+            record.allocations.append(Allocation(log_size(), "allocated", address, stream))
 
     def freed(address: int) -> None:
         for record in _SINKS:
-            record.allocations.append(Allocation(log_size(), False, address, 0))
+            record.allocations.append(Allocation(log_size(), "freed", address, 0))
 
     _gpu_trace.register_callback_for_memory_allocation(allocated)
     _gpu_trace.register_callback_for_memory_deallocation(freed)

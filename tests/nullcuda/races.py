@@ -92,10 +92,12 @@ class _Checker:
     def _catch_up(self, at: int) -> None:
         while self._allocations and self._allocations[-1].at <= at:
             one = self._allocations.pop()
-            if one.is_new:
+            if one.kind == "allocated":
                 self._memory.allocate(one.address, one.stream)
-            else:
+            elif one.kind == "freed":
                 self._memory.free(one.address)
+            else:
+                self._memory.use(one.address, one.stream)
         while self._on_host and self._on_host[-1].end <= at:
             self._access(HOST, self._on_host.pop())
 
@@ -145,6 +147,8 @@ class _Memory:
         self._known, self._races, self._names = known, races, names
         self._starts: list[int] = []
         self._stream_of: dict[int, int] = {}
+        # By block: streams that the allocator waits for before it hands the block out again.
+        self._users: dict[int, set[int]] = defaultdict(set)
         self._accesses: dict[int, list[Access]] = defaultdict(list)
         # By stream of the allocator: what was done to blocks that were handed back, which that stream may get again.
         self._freed: dict[int, list[Access]] = defaultdict(list)
@@ -161,7 +165,13 @@ class _Memory:
         if address in self._stream_of:
             stream = self._stream_of.pop(address)
             self._starts.remove(address)
-            self._freed[stream] += self._accesses.pop(address, [])
+            users = self._users.pop(address, set())
+            self._freed[stream] += [one for one in self._accesses.pop(address, []) if one.stream not in users]
+
+    def use(self, address: int, stream: int) -> None:
+        """A block is used on another stream, too."""
+        if address in self._stream_of:
+            self._users[address].add(stream)
 
     def access(self, new: Access) -> None:
         place = bisect.bisect_right(self._starts, new.span.start) - 1

@@ -1,5 +1,6 @@
 """A stream of whole weights on GPUs: what it asks of the host, and how many collectives it issues."""
 
+import itertools
 from collections import Counter
 from typing import Any
 
@@ -10,7 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_fsdp import fully_shard, weight_stream
 from tests.harness import run_ranks
-from tests.nullcuda import machine
+from tests.nullcuda import accesses, machine, races
+from tests.nullcuda.test_settings import stream_names
 
 NUM_LAYERS, NUM_RANKS = 4, 2
 WAITS = ("event_sync", "stream_sync", "device_sync")
@@ -43,3 +45,60 @@ def test_the_host_waits_for_no_tensor_and_a_unit_is_one_collective(monkeypatch: 
         assert num_tensors == 6 * NUM_LAYERS
         assert calls["collective"] == num_gathers == NUM_LAYERS
         assert sum(calls[kind] for kind in WAITS) <= num_buckets
+
+
+def model_on_gpus() -> Any:
+    torch.cuda.set_device(torch.distributed.get_rank())
+    mesh = init_device_mesh("cuda", (NUM_RANKS,))
+    with torch.device("cuda"):
+        model: Any = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+    for layer in (*model, model):
+        fully_shard(layer, mesh)
+    return model
+
+
+def races_of_a_packing_receiver(bucket_bytes: int, by_bucket: bool) -> list[str]:
+    """Pack tensors on several streams in turn, as vLLM does on two, between two optimizer steps."""
+    model = model_on_gpus()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    packers = [torch.cuda.Stream() for _ in range(5)]
+    x = torch.randn(4, 64, device="cuda")
+    for _ in weight_stream(model, bucket_bytes=bucket_bytes):
+        pass
+    with machine.logged(), accesses.recorded() as record:
+        for _ in range(2):
+            model(x).sum().backward()
+            optimizer.step()
+            stream = weight_stream(model, bucket_bytes=bucket_bytes)
+            arriving = stream.buckets() if by_bucket else stream
+            is_over, turn = False, 0
+            while not is_over:
+                packer = packers[turn % 5]
+                with torch.cuda.stream(packer):
+                    # Chunks of three, so that they end within buckets.
+                    chunk = list(itertools.islice(arriving, 1 if by_bucket else 3))
+                    parts = [each.data if by_bucket else each[1].reshape(-1) for each in chunk]
+                    is_over = not parts
+                    if parts:
+                        torch.cat(parts)
+                    del chunk, parts
+                turn += 1
+            # It writes what the last gather reads.
+            optimizer.step()
+            optimizer.zero_grad()
+    names = {machine.stream_id(packer): f"packer {index}" for index, packer in enumerate(packers)} | stream_names()
+    found = races.check(machine.calls(), record, names)
+    assert found.num_accesses > 100
+    return [*found.races, *found.illegal]
+
+
+@pytest.mark.parametrize("by_bucket", [False, True], ids=["tensors", "buckets"])
+@pytest.mark.parametrize("bucket_bytes", [9_000, 20_000, 40_000])
+def test_tensors_may_be_taken_on_another_stream_each(
+    bucket_bytes: int, by_bucket: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NULLCUDA_DEVICES", "2")
+    found = run_ranks(
+        NUM_RANKS, races_of_a_packing_receiver, bucket_bytes, by_bucket, backend="nccl", fresh=True, timeout=200
+    )
+    assert found == [[], []]

@@ -1,106 +1,60 @@
-"""A source of weights for vLLM's weight transfer: it describes the weights, and iterates them anew in each update."""
+"""A source of weights for vLLM's weight transfer."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
 
-from megatron_fsdp.errors import TransferError
-from megatron_fsdp.transfer.local_shards import local_shards
 from megatron_fsdp.transfer.stream import WeightStream, weight_stream
 
-__all__ = ["ManifestEntry", "ManifestSource", "StreamWeightSource"]
+__all__ = ["weight_source"]
 
 
-class StreamWeightSource:
-    """vLLM's ``WeightSource`` over a sharded model: ``metadata()``, and iteration over names and whole tensors.
+def weight_source(model: nn.Module, **options: Any) -> Any:
+    """Return vLLM's ``WeightSource`` over a sharded model, for ``trainer_init(..., source=)`` of its transfer engines.
 
-    Every rank of the trainer must iterate it, as ``send_weights`` does; vLLM packs the tensors into buffers of its own.
+    It is made of the classes of the vLLM that is installed: with vLLM 0.33 it has ``metadata``, a list, and
+    ``iter_full()``; with 0.28 to 0.32 it has ``metadata()`` and is iterated itself. Each pass streams the current
+    weights. Every rank of the trainer takes part, as vLLM's ``send_weights`` does, and each is said to own all weights.
 
     Args:
         options: of ``weight_stream``: ``dtype``, ``names``, ``bucket_bytes``, ``merge_lora``.
 
     Example:
-        source = StreamWeightSource(model, names={"blocks.*.project.weight": "model.layers.*.mlp.weight"})
-        engine.send_weights(source)
+        source = weight_source(model, names={"blocks.*.project.weight": "model.layers.*.mlp.weight"})
+        engine = NCCLTrainerWeightTransferEngine.trainer_init(init_info, client=client, source=source)
+        engine.send_weights()
     """
+    from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 
-    def __init__(self, model: nn.Module, **options: Any) -> None:
-        self._model, self._options = model, options
+    def described() -> list[Any]:
+        return [ParamMeta(name, dtype, tuple(shape)) for name, dtype, shape in stream().metadata()]
 
-    def metadata(self) -> Iterator[tuple[str, torch.dtype, tuple[int, ...]]]:
-        """Yield the name, dtype and shape of each tensor in the order of the iteration; nothing is sent."""
-        yield from weight_stream(self._model, **self._options).metadata()
+    def stream() -> WeightStream:
+        made: WeightStream = weight_stream(model, **options)
+        return made
 
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Return a new iterator over the current weights."""
-        stream: WeightStream = weight_stream(self._model, **self._options)
-        return stream
+    if hasattr(WeightSource, "iter_full"):
 
+        class FullSource(WeightSource):  # type: ignore[misc,unused-ignore]
+            @cached_property
+            def metadata(self) -> list[Any]:
+                return described()
 
-@dataclass(frozen=True, slots=True)
-class ManifestEntry:
-    """One piece of a weight on this rank, for engines that read shards where they lie (vLLM's ``M2NManifestEntry``).
+            def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
+                return stream()
 
-    Attributes:
-        name, dtype, global_shape: of the whole weight. offset: of the piece's first element in the flattened weight.
-        start, stop: elements of this rank's part of the weight, which this rank offers. address: of the first one.
-    """
+        return FullSource()
 
-    name: str
-    dtype: torch.dtype
-    global_shape: tuple[int, ...]
-    offset: int
-    start: int
-    stop: int
-    address: int
+    class IteratedSource(WeightSource):  # type: ignore[misc,unused-ignore]
+        def metadata(self) -> list[Any]:
+            return described()
 
+        def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+            return stream()
 
-class ManifestSource:
-    """Local shards of a model with their places, for vLLM's ``ManifestM2NWeightSource``; nothing is copied.
-
-    Each element of the model is in the manifest of one rank: of replicas, one offers it. Addresses and manifest stay
-    until the model is sharded or materialized again; the values change with each step.
-
-    Raises:
-        TransferError: tensor parallelism cuts a weight: its pieces are no ranges of the flattened weight.
-
-    Example:
-        source = ManifestSource(model)
-        for entry in source.manifest():
-            register(entry.address, source.tensor(entry.name))
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._shards = local_shards(model)
-        for name, shard in self._shards.items():
-            if shard.part_shape != shard.shape:
-                raise TransferError(
-                    f"weight {name!r} of shape {shard.shape} is cut by tensor parallelism into parts of shape "
-                    f"{shard.part_shape}, which are no ranges of the flattened weight. fix: StreamWeightSource, or "
-                    "send_weights with a transfer plan"
-                )
-
-    def manifest(self) -> list[ManifestEntry]:
-        """Return the pieces that this rank offers."""
-        return [
-            ManifestEntry(
-                name,
-                shard.local.dtype,
-                shard.shape,
-                shard.offset,
-                0,
-                shard.local.numel(),
-                shard.local.data_ptr(),
-            )
-            for name, shard in self._shards.items()
-            if shard.contributes
-        ]
-
-    def tensor(self, name: str) -> torch.Tensor:
-        """Return this rank's part of a weight, 1-D: the memory that the optimizer updates."""
-        return self._shards[name].local
+    return IteratedSource()

@@ -6,6 +6,8 @@
 
 import argparse
 import random
+import re
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -20,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from dbuffer.events import listen
 from megatron_fsdp import fully_shard, join, microbatch, unsharded
 from tests.harness import RankError, run_ranks
+from tests.harness.failures import FailureKind, RankFailure
 from tests.harness.models import Block, inputs, make_mesh
 from tests.harness.oracle import STRATEGIES
 from tests.harness.twins import Twins
@@ -391,7 +394,17 @@ def fsdp2_ends() -> Iterator[tuple[str, str]]:
                 run_ranks(2, run_with_fsdp2, name, timeout=20, fresh=True)
                 yield name, "trains"
             except RankError as error:
-                yield name, f"{error.failures[0].kind.name}: {error.failures[0].text.strip().splitlines()[-1][:90]}"
+                yield name, "; ".join(sorted({in_short(failure) for failure in error.failures}))
+
+
+def in_short(failure: RankFailure) -> str:
+    """Return how a rank failed, in one line."""
+    if failure.kind is FailureKind.STUCK:
+        return "a rank waits for ever"
+    if failure.exit_code is not None and failure.exit_code < 0:
+        return f"a process ends by {signal.Signals(-failure.exit_code).name}"
+    kind = re.findall(r"^(?:\w+\.)*(\w*(?:Error|Exception))\b", failure.report, re.MULTILINE)[-1]
+    return "a rank has other numbers than the plain model" if kind == "AssertionError" else f"a rank raises {kind}"
 
 
 def run_with_fsdp2(name: str) -> None:

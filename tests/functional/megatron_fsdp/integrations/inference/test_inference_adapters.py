@@ -6,6 +6,7 @@ vLLM, verl and SGLang are not installed here. Stand-ins with the names and field
 import copy
 import sys
 import types
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +20,7 @@ from megatron_fsdp import MixedPrecisionPolicy
 from megatron_fsdp.errors import ConfigError, TransferError
 from megatron_fsdp.integrations.inference.sglang import flattened_bucket
 from megatron_fsdp.integrations.inference.verl import get_per_tensor_param, get_per_tensor_param_shard
-from megatron_fsdp.integrations.inference.vllm import ManifestSource, StreamWeightSource
+from megatron_fsdp.integrations.inference.vllm import weight_source
 from megatron_fsdp.transfer.stream import weight_stream
 from tests.harness import on_ranks
 from tests.harness.models import Block, Stack, make_model
@@ -42,59 +43,72 @@ def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor])
 # ---------------------------------------------------------------- vLLM
 
 
-def packed_receiver(source: Any) -> dict[str, torch.Tensor]:
-    """Do as vLLM's packed broadcast: metadata first, then all tensors in that order through one buffer."""
-    metadata = list(source.metadata())
-    buffer = torch.empty(
-        sum(dtype.itemsize * torch.Size(shape).numel() for _, dtype, shape in metadata), dtype=torch.uint8
-    )
-    place, found = 0, {}
-    for (name, dtype, shape), (sent, tensor) in zip(metadata, source, strict=True):
-        assert (name, dtype, tuple(shape)) == (sent, tensor.dtype, tuple(tensor.shape))
-        size = tensor.nbytes
-        buffer[place : place + size].copy_(tensor.contiguous().view(-1).view(torch.uint8))
-        found[name] = buffer[place : place + size].clone().view(dtype).view(shape)
-        place += size
+@dataclass(frozen=True)
+class ParamMeta:
+    """vLLM's, by the fields that a source of whole tensors gives."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class FullSource(ABC):
+    """``WeightSource`` of vLLM 0.33."""
+
+    @property
+    @abstractmethod
+    def metadata(self) -> list[ParamMeta]: ...
+
+    def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
+        raise NotImplementedError
+
+
+class IteratedSource(ABC):
+    """``WeightSource`` of vLLM 0.28 to 0.32."""
+
+    @abstractmethod
+    def metadata(self) -> list[ParamMeta]: ...
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]: ...
+
+
+def packed_receiver(metadata: list[ParamMeta], pairs: Iterator[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Do as vLLM's packed broadcast: a chunk keeps its tensors until it is full, and is then copied together."""
+    found: dict[str, torch.Tensor] = {}
+    chunk: list[tuple[ParamMeta, torch.Tensor]] = []
+    for meta, (name, tensor) in zip(metadata, pairs, strict=True):
+        assert (meta.name, meta.dtype, meta.shape) == (name, tensor.dtype, tuple(tensor.shape))
+        chunk.append((meta, tensor.contiguous().view(-1).view(torch.uint8)))
+        if sum(each.numel() for _, each in chunk) > 1500 or len(found) + len(chunk) == len(metadata):
+            packed = torch.cat([each for _, each in chunk]).split([each.numel() for _, each in chunk])
+            for (of, _), part in zip(chunk, packed, strict=True):
+                found[of.name] = part.contiguous().view(of.dtype).view(of.shape)
+            chunk = []
     return found
 
 
 @on_ranks(2)
 def test_a_vllm_source_describes_what_it_yields_and_may_be_iterated_in_each_update() -> None:
     plain = Stack(Block(), Block(hidden=1), Block(hidden=17))
-    source = StreamWeightSource(sharded(copy.deepcopy(plain)), names=NAMES, bucket_bytes=500)
+    model = sharded(copy.deepcopy(plain))
     wanted = {
         f"model.layers.{name.split('.')[1]}.mlp.weight" if name.endswith("up.weight") else name: value
         for name, value in expected(plain).items()
     }
-    for _ in range(2):
-        assert_same(packed_receiver(source), wanted)
-
-
-def put_together(source: ManifestSource) -> dict[str, torch.Tensor]:
-    """Do as an engine that pulls shards: every rank's manifest is known to all; what senders name is put in place."""
-    pieces = [(entry, source.tensor(entry.name)[entry.start : entry.stop].clone()) for entry in source.manifest()]
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, pieces)
-    found: dict[str, torch.Tensor] = {}
-    times: dict[str, torch.Tensor] = {}
-    for entry, piece in (item for rank in every for item in rank):
-        whole = found.setdefault(entry.name, torch.zeros(entry.global_shape, dtype=entry.dtype))
-        count = times.setdefault(entry.name, torch.zeros(entry.global_shape))
-        whole.view(-1)[entry.offset : entry.offset + piece.numel()] = piece
-        count.view(-1)[entry.offset : entry.offset + piece.numel()] += 1
-    assert all(bool((each == 1).all()) for each in times.values())
-    return found
-
-
-@on_ranks(4)
-def test_a_vllm_manifest_names_every_element_once_at_a_stable_address() -> None:
-    for strategy in ("optim_grads_params", "hsdp", "optim"):
-        plain = make_model()
-        model = sharded(copy.deepcopy(plain), strategy)
-        source = ManifestSource(model)
-        assert_same(put_together(source), dict(plain.state_dict()))
-        addresses = [(entry.name, entry.address) for entry in source.manifest()]
-        assert addresses == [(entry.name, entry.address) for entry in ManifestSource(model).manifest()]
+    for kind in (FullSource, IteratedSource):
+        patch = pytest.MonkeyPatch()
+        stand_in(patch, "vllm.distributed.weight_transfer.base", ParamMeta=ParamMeta, WeightSource=kind)
+        try:
+            source = weight_source(model, names=NAMES, bucket_bytes=500)
+        finally:
+            patch.undo()
+        assert isinstance(source, kind)
+        for _ in range(2):
+            if kind is FullSource:
+                assert_same(packed_receiver(source.metadata, source.iter_full()), wanted)
+            else:
+                assert_same(packed_receiver(source.metadata(), iter(source)), wanted)
 
 
 # ---------------------------------------------------------------- verl
