@@ -481,7 +481,7 @@ class CallerStreams:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._compute = compute_of(device)
-        self._landed: Any = None
+        self._landed: Event | None = None
         # Streams, by number, that follow the arrival of the bucket that the caller has now.
         self._following: set[int] = set()
 
@@ -502,7 +502,10 @@ class CallerStreams:
 
     def hand_over(self, memory: torch.Tensor) -> None:
         """Let the current stream follow the arrival of the bucket, of which a tensor is handed over."""
-        if self._compute is None or (number := self._compute.streams.current_id(self._device)) in self._following:
+        if self._compute is None or self._landed is None:
+            return
+        number = self._compute.streams.current_id(self._device)
+        if number in self._following:
             return
         self._following.add(number)
         self._compute.note()
