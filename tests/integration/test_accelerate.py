@@ -26,6 +26,9 @@ from dbuffer import observe_collectives
 from megatron_fsdp import FsdpModule
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.huggingface import accelerate_fsdp2
+from tests.functional.megatron_fsdp.uneven.programs import PROGRAMS
+from tests.functional.megatron_fsdp.uneven.programs import train as train_on_routes
+from tests.harness.twins import Twins
 from tests.integration.adapters import QUIET, make_lora
 from tests.integration.ranks import run_ranks
 from tests.integration.tiny_models import (
@@ -132,6 +135,26 @@ def test_a_prepared_model_trains_as_the_whole_one(kind: str, settings: dict[str,
     for apart, movement, _ in results:
         assert apart < 2e-5
         assert movement > 1e-2
+
+
+def prepare_and_skip() -> None:
+    """Train a prepared model of which each rank runs other parts."""
+    program = PROGRAMS["early_exit"]
+    assert program.routes is not None
+
+    def prepared(model: Any) -> None:
+        with fsdp_on_cpu():
+            plugin = plugin_of(transformer_cls_names_to_wrap=["Block"])
+            accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+            with accelerate_fsdp2(forward_order=True):
+                optimizer = torch.optim.SGD(model.parameters())
+                assert accelerator.prepare(model, optimizer)[0] is model
+
+    train_on_routes(Twins(lambda: program.build(0), None, prepared), program.routes)
+
+
+def test_ranks_of_a_prepared_model_may_skip_units() -> None:
+    run_ranks(2, prepare_and_skip)
 
 
 # ---------------------------------------------------------------- Trainer.train

@@ -24,6 +24,7 @@ from megatron.core.distributed import DistributedDataParallelConfig, finalize_mo
 from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel as megatron_FSDP
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
+from megatron_fsdp.engine.unit import units_below
 from tests.integration.megatron_meshes import Mesh, Task, config_of, make_chunk, megatron_processes, run_steps
 
 parser = argparse.ArgumentParser(allow_abbrev=False)
@@ -46,6 +47,7 @@ with megatron_processes():
     figures, _ = run_steps(Task(), [wrapped], optimizer, range(3))
     state = {
         "figures": figures,
+        "has_order": [unit.root.order is not None for unit in units_below(wrapped)],
         "engine": [cls.__module__ for cls in type(wrapped).__mro__[1:3]],
         "name": __name__,
         "arguments": sys.argv,
@@ -81,7 +83,8 @@ def test_a_script_of_a_checkout_trains_on_this_engine_as_under_megatrons_ddp(che
              "--data-parallel-sharding-strategy", "optim_grads_params"]  # fmt: skip
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-         "-m", "megatron_fsdp.megatron", str(checkout / "pretrain_tiny.py"), *flags, "--megatron-fsdp-version", "2"],
+         "-m", "megatron_fsdp.megatron", str(checkout / "pretrain_tiny.py"), *flags,
+         "--megatron-fsdp-version", "2", "--fsdp-forward-order"],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}",
              "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
@@ -93,11 +96,13 @@ def test_a_script_of_a_checkout_trains_on_this_engine_as_under_megatrons_ddp(che
     assert done.stdout.count("megatron_fsdp: pretrain_tiny.py runs on this engine") == 1
     found = json.loads(result.read_text(encoding="utf-8"))
     assert found["name"] == "__main__"
-    # The version is nothing that a script sees.
+    # The version and the order are nothing that a script sees.
     assert found["arguments"] == [str(checkout / "pretrain_tiny.py"), *flags]
     assert found["engine"] == [
         "megatron_fsdp.integrations.megatron.data_parallel",
         "megatron.core.distributed.fsdp.mcore_fsdp_adapter",
     ]
+    assert len(found["has_order"]) > 2
+    assert all(found["has_order"])
     for pair, wanted in zip(found["figures"], run_ranks(2, figures_of_ddp)[0], strict=True):
         assert pair == pytest.approx(wanted, rel=1e-5)
