@@ -63,25 +63,25 @@ def pre_backward(call: Call) -> None:  # noqa: C901  # in order of time
     if call.entered == state.number:
         if unit.unshards_in_backward and unit.groups and unit.weight_state is not WeightState.UNSHARDED:
             # Left, or even closed: whoever ends the backward releases it once more.
-            state.active[id(unit)] = unit.reference
+            state.active[unit.reference] = None
             unit.unshard(check=False)
             unit.wait_for_unshard()
         return
     if listeners:
         tell("enter", call)
     call.entered, call.task = state.number, task
-    if not call.is_expected:
-        unit.expect(call)
+    if not call.is_pending:
+        unit.add_pending(call)
     order = root.order
     if order is not None:
         order.enter(unit, call)
     # First: whatever this unit awaits, this call may bring.
-    if call.begin < state.entered.setdefault(id(unit), call).begin:
-        state.entered[id(unit)] = call
+    if call.begin < state.entered.setdefault(unit.reference, call).begin:
+        state.entered[unit.reference] = call
     # 1. Release the weights of units that backward has left.
     left = _release_passed(root, call.end, entering=unit) if order is None else []
-    state.active[id(unit)] = unit.reference
-    state.closed.discard(id(unit))
+    state.active[unit.reference] = None
+    state.closed.discard(unit.reference)
     # 2. Issue this unit's gather, if need be, and those of the units that come next.
     if order is not None:
         order.gather(unit, call)
@@ -97,7 +97,7 @@ def pre_backward(call: Call) -> None:  # noqa: C901  # in order of time
     else:
         units = [unit] if unit.unshards_in_backward else []
         for position in range(call.position - 1, -1, -1):
-            before = call.trail[position]()
+            before = call.forward_pass.ended[position]()  # type: ignore[union-attr]  # it has a position there
             if before is not None and before.groups and before is not unit and before.unshards_in_backward:
                 units.append(before)
                 break
@@ -114,7 +114,8 @@ def pre_backward(call: Call) -> None:  # noqa: C901  # in order of time
 
 def _prefetch_by_bytes(unit: Unit, call: Call) -> None:
     root, units = unit.root, [unit] if unit.unshards_in_backward else []
-    earlier = [each for each in alive(reversed(call.trail[: call.position])) if each.unshards_in_backward]
+    ended = [] if call.forward_pass is None else call.forward_pass.ended[: call.position]
+    earlier = [each for each in alive(reversed(ended)) if each.unshards_in_backward]
     units += root.within_budget(each for each in earlier if each is not unit)
     root.prefetch(units, check=False)
 
@@ -176,10 +177,10 @@ def _release_passed(root: Root, end: int, *, entering: Unit | None = None) -> li
     for unit in _latest_first(root):
         if unit is entering:
             continue
-        first = root.backward.entered.get(id(unit))
+        first = root.backward.entered.get(unit.reference)
         if first is not None and first.begin <= end:
             continue
-        if (first is None or first.first_begin > end) and not _awaits_call(unit, end):
+        if (first is None or first.first_begin() > end) and not _awaits_call(unit, end):
             release(unit)
             left.append(unit)
         elif first is not None:
@@ -193,17 +194,17 @@ def _latest_first(root: Root) -> list[Unit]:
     entered = root.backward.entered
 
     def begin_of(unit: Unit) -> int:
-        first = entered.get(id(unit))
+        first = entered.get(unit.reference)
         return 0 if first is None else first.begin
 
-    return sorted(alive(root.backward.active.values()), key=begin_of, reverse=True)
+    return sorted(alive(root.backward.active), key=begin_of, reverse=True)
 
 
 def release(unit: Unit) -> None:
     """Note that backward has left a unit, and release its weights unless they are to stay."""
     state = unit.root.backward
-    state.active.pop(id(unit), None)
-    unit.forget(state.number)
+    state.active.pop(unit.reference, None)
+    unit.drop_entered(state.number)
     if unit.reshard_after_backward:
         unit.reshard()
 
@@ -223,11 +224,11 @@ def pre_recomputation(unit: Unit, module: nn.Module) -> None:
     if unit.open_call is not None or not _is_watched(unit):
         unit.begin_call(module)
         if unit.open_call is not None:
-            state.repeated[id(unit)] = unit.open_call
+            state.repeated[unit.reference] = unit.open_call
             # Not reentrant, the call in the graph is the first one.
-            unit.open_call.is_due = not unit.calls_not_entered(state.number)
+            unit.open_call.is_due = not unit.calls_to_come(state.number)
         unit.refuse_replaced_params()
-    state.active[id(unit)] = unit.reference
+    state.active[unit.reference] = None
     unit.unshard(check=False)
     unit.wait_for_unshard()
 
@@ -280,12 +281,12 @@ class GradientsOfUnit:
             else:
                 _drain_completed(root)
         if has_come:
-            if root.order is not None and id(unit) in state.closed:
+            if root.order is not None and unit.reference in state.closed:
                 root.order.refuse_late(unit)
             state.has_gradients = True
-            if id(unit) not in state.active or id(unit) in state.closed:
-                state.active[id(unit)] = unit.reference
-                state.closed.discard(id(unit))
+            if unit.reference not in state.active or unit.reference in state.closed:
+                state.active[unit.reference] = None
+                state.closed.discard(unit.reference)
         return state.number
 
     def lend(self, packer: LanePacker) -> None:
@@ -312,9 +313,9 @@ class GradientsOfUnit:
 def post_backward(unit: Unit) -> None:
     """Reduce the gradients of a unit that backward has left, once per backward; its weights are released already."""
     state = unit.root.backward
-    if id(unit) in state.closed or not unit.num_gradients:
+    if unit.reference in state.closed or not unit.num_gradients:
         return
-    state.closed.add(id(unit))
+    state.closed.add(unit.reference)
     # Without a gradient so far, either this rank used none of these parameters, and others may have; or this is a
     # backward that asks for no parameter's gradient at all. Only the latter waits: the others reduce it now. It has
     # no graph of a checkpoint inside, which PyTorch refuses there.
@@ -499,7 +500,7 @@ def _end(root: Root) -> None:
     outermost = root.outermost()
     if outermost is None or outermost.open_call is None:
         # Where units are called and their root is not, nothing else begins a pass.
-        root.trail = []
+        root.forward_pass = root.forward_pass.after_backward()
     for unit in root.units():
         if unit.reshard_after_backward or unit.weight_state is not WeightState.UNSHARDED:
             if unit.weight_state is not WeightState.SHARDED:
@@ -663,15 +664,15 @@ def _left_of(
 def _awaits_call(unit: Unit, end: float = math.inf) -> bool:
     """Whether the graph that autograd is going through leads to a call of the unit that it has not entered yet."""
     state = unit.root.backward
-    repeated = state.repeated.get(id(unit)) if state.repeated else None
+    repeated = state.repeated.get(unit.reference) if state.repeated else None
     if repeated is not None and repeated.is_due and not repeated.entered and repeated.begin <= end:
         return True
-    calls = unit.calls_not_entered(state.number, end)
+    calls = unit.calls_to_come(state.number, end)
     return bool(calls) and _is_to_come(calls, unit, end, state.entered, unit.root.units())
 
 
 def _is_to_come(
-    calls: Sequence[Call], unit: Unit, end: float, entered: Mapping[int, Call], units: Iterable[Unit]
+    calls: Sequence[Call], unit: Unit, end: float, entered: Mapping[weakref.ref[Unit], Call], units: Iterable[Unit]
 ) -> bool:
     """Whether the graph that autograd is going through leads to calls of a unit that it has not entered yet.
 
@@ -686,13 +687,13 @@ def _is_to_come(
     """
     if _awaits_gradients(unit):
         return True
-    passes = {id(call.trail) for call in calls}
+    passes = {call.forward_pass for call in calls if call.forward_pass is not None}
     return any(
         _awaits_gradients(other)
         for other in units
-        if id(other) in entered
-        and entered[id(other)].first_begin > end
-        and any(id(call.trail) in passes for call in other.calls_not_entered(other.root.backward.number)[-1:])
+        if other.reference in entered
+        and entered[other.reference].first_begin() > end
+        and any(call.forward_pass in passes for call in other.calls_to_come(other.root.backward.number)[-1:])
     )
 
 
@@ -748,8 +749,8 @@ def _is_watched(unit: Unit) -> bool:
 def _is_inside(unit: Unit) -> bool:
     """Whether backward is in a call that it has come to in the graph under way, or comes to one computed again."""
     state = unit.root.backward
-    repeated = state.repeated.get(id(unit))
+    repeated = state.repeated.get(unit.reference)
     if repeated is not None and not repeated.entered:
         return True
-    first = state.entered.get(id(unit))
-    return first is not None and id(unit) in state.active and first.task <= task_id()
+    first = state.entered.get(unit.reference)
+    return first is not None and unit.reference in state.active and first.task <= task_id()

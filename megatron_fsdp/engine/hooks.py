@@ -7,7 +7,6 @@ holds the hooks.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -104,8 +103,8 @@ class SharedOrder(Protocol[UnitT, CallT_contra]):
 
     # ------------------------------------------------------------------ forward
 
-    def begin_pass(self) -> list[weakref.ref[UnitT]]:
-        """Return the trail of a forward pass of the root."""
+    def begin_pass(self) -> None:
+        """Begin with ``Root.forward_pass``, a new one, as the root's forward begins."""
 
     def before_call(self, unit: UnitT) -> None:
         """Gather the units before this one that this rank has skipped."""

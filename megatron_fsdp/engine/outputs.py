@@ -140,8 +140,8 @@ def _watch(call: Call, tensor: torch.Tensor, enter: Enter) -> None:
             node._register_hook_dict(tensor)
     if call not in calls:
         calls.append(call)
-    if not call.is_expected:
-        call.unit.expect(call)
+    if not call.is_pending:
+        call.unit.add_pending(call)
 
 
 def _enter_calls(calls: list[Call], enter: Enter, gradient: torch.Tensor) -> None:

@@ -103,7 +103,7 @@ def _pre_forward(unit: Unit, module: nn.Module, given: Any) -> None:  # noqa: C9
     unit.unshard(check=True)
     unit.wait_for_unshard()
     following = _record(root, unit)
-    if not root.trail and torch.is_grad_enabled():
+    if not root.forward_pass.ended and torch.is_grad_enabled():
         # No other unit's outputs tell when backward is through with this one.
         watch_inputs(call, given, after_call)
     if unit.forward_prefetch and root.order is None:
@@ -124,8 +124,9 @@ def _start_pass(root: Root) -> None:
     forget_unused_streams()
     for unit in root.units():
         unit.open_call = None
-    root.expected, root.recorded, root.cursor = root.recorded or root.expected, [], 0
-    root.trail = [] if root.order is None else root.order.begin_pass()
+    root.forward_pass = root.forward_pass.next()
+    if root.order is not None:
+        root.order.begin_pass()
 
 
 def _record(root: Root, unit: Unit) -> list[Unit]:
@@ -137,19 +138,20 @@ def _record(root: Root, unit: Unit) -> list[Unit]:
     if unit.num_holds:
         # It needs no gather here, and ranks may call it in any order.
         return []
-    if len(root.recorded) < _MAX_LENGTH:
-        root.recorded.append(unit.reference)
+    current = root.forward_pass
+    if len(current.begun) < _MAX_LENGTH:
+        current.begun.append(unit.reference)
     # A unit that is not where it was last time moves the cursor to the end.
-    while root.cursor < len(root.expected) and root.expected[root.cursor]() is not unit:
-        root.cursor += 1
-    root.cursor += 1
+    while current.cursor < len(current.predicted) and current.predicted[current.cursor]() is not unit:
+        current.cursor += 1
+    current.cursor += 1
     limit = root.backward.max_packed_buffers if torch.is_grad_enabled() else 1
     if root.order is not None:
         return root.order.following(limit)
     if root.prefetch_bytes is not None:
-        return root.within_budget(alive(root.expected[root.cursor :]))
+        return root.within_budget(alive(current.predicted[current.cursor :]))
     ahead: list[Unit] = []
-    for reference in root.expected[root.cursor : root.cursor + 2 * limit]:
+    for reference in current.predicted[current.cursor : current.cursor + 2 * limit]:
         following = reference()
         if following is not None and following.groups:
             if ahead and not following.is_trained:
@@ -196,17 +198,17 @@ def _close_call(unit: Unit, call: Call) -> None:
     """Note for backward where the call was in its pass, and reshard, unless the weights stay."""
     unit.end_call(call)
     root, has_grad = unit.root, torch.is_grad_enabled()
-    if unit.calls and unit.calls[-1]() is call:
-        if unit.trail is not root.trail:
-            unit.trail, unit.first_begin = root.trail, call.begin
-        call.first_begin = unit.first_begin
-        call.trail, call.position = root.trail, len(root.trail)
-        root.trail.append(unit.reference)
+    current = root.forward_pass
+    if call.is_pending:
+        if unit.reference not in current.first_begins:
+            current.first_begins[unit.reference] = call.begin
+        call.forward_pass, call.position = current, len(current.ended)
+        current.ended.append(unit.reference)
         if root.order is not None:
             root.order.after_call(unit)
     elif unit.num_gradients and has_grad:
         # This rank used no parameter here. Others may have: the order of gathers is not a rank's own affair.
-        root.trail.append(unit.reference)
+        current.ended.append(unit.reference)
     outermost = root.outermost()
     if unit.reshard_after_forward is None and outermost is not None and outermost.open_call is not None:
         # A call below the root: whoever runs next takes its place, and the end of the pass settles the last one.
@@ -227,7 +229,7 @@ def _end_pass(root: Root) -> None:
     # Without a backward the last one too.
     has_grad = torch.is_grad_enabled()
     last = root.lingering() if has_grad and root.lingering is not None else None
-    awaited = last if last is not None and last.trail is root.trail else None
+    awaited = last if last is not None and last.reference in root.forward_pass.first_begins else None
     if root.order is not None:
         awaited = root.order.end_pass()
     for unit in root.units():

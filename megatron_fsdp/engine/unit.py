@@ -33,7 +33,8 @@ from megatron_fsdp.policy.precision import MixedPrecisionPolicy
 from megatron_fsdp.policy.slots import SlotChoice
 
 __all__ = [
-    "BackwardState", "Call", "Root", "Tree", "Unit", "WeightState", "alive", "is_in_backward", "units_below",
+    "BackwardState", "Call", "ForwardPass", "Root", "Tree", "Unit", "WeightState", "alive", "is_in_backward",
+    "units_below",
 ]  # fmt: skip
 
 
@@ -48,36 +49,67 @@ class WeightState(enum.Enum):
 _next_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 
+class ForwardPass:
+    """The order in which units ran in one forward of their root, and outside of the root until a backward ended.
+
+    Attributes:
+        begun: the units in the order in which their calls began. It predicts the gathers of the next pass.
+        predicted: ``begun`` of an earlier pass. cursor: how many of its units this pass has run or passed by.
+        ended: the units in the order in which those calls ended that backward may come to. Backward gathers them from
+            the last to the first.
+        first_begins: for each unit in ``ended``, when its first call in this pass began that has a ``position``.
+    """
+
+    __slots__ = ("__weakref__", "begun", "cursor", "ended", "first_begins", "predicted")
+
+    def __init__(
+        self, predicted: list[weakref.ref[Unit]], begun: list[weakref.ref[Unit]] | None = None, cursor: int = 0
+    ) -> None:
+        self.predicted, self.cursor = predicted, cursor
+        self.begun: list[weakref.ref[Unit]] = [] if begun is None else begun
+        self.ended: list[weakref.ref[Unit]] = []
+        self.first_begins: dict[weakref.ref[Unit], int] = {}
+
+    def next(self) -> ForwardPass:
+        """Return the pass after this one, as the root's next forward begins."""
+        return ForwardPass(self.begun or self.predicted)
+
+    def after_backward(self) -> ForwardPass:
+        """Return a pass for calls outside of the root, as a backward has ended; the root's next forward comes later."""
+        return ForwardPass(self.predicted, self.begun, self.cursor)
+
+
 class Call:
     """One forward call of a unit, kept alive by the autograd hooks on its outputs.
 
+    The root's clock counts the beginnings and ends of calls (docs/design/order.md, "The clock").
+
     Attributes:
-        begin, end: ticks of the root's clock; calls nest or follow each other, so these intervals do too.
-        trail, position: the root's list of finished calls of that forward pass, and the place in it.
-        first_begin: when the unit's first watched call in the same pass began.
+        begin: the clock when the call began. end: when it ended; ``begin`` until then.
+        moment: ``freshness.MOMENTS`` when the call began.
+        first_node: autograd's sequence number for the first node that the call's thread made in it.
+        forward_pass: in which the call ended; None for a call in a backward, and for one whose outputs backward does
+            not come through. position: its place in ``forward_pass.ended``.
+        is_pending: whether the call is in ``Unit.pending_calls``.
+        is_due: whether backward comes to this call because a reentrant checkpoint made it.
         entered: the number of the last backward that reached its outputs; 0 for none so far. task: autograd's number of
-            the graph in which it did; that of one inside of another is higher.
-        moment: of optimizers' steps when it began (``freshness.MOMENTS``).
-        first_node: autograd's sequence number of the first node that the call's thread made in it.
-        is_expected: whether the unit has it among the calls whose backward may still come. is_due: whether it was
-            computed in a backward for that backward alone, by a reentrant checkpoint.
+            the graph in which it did; a graph inside of another has the higher number.
     """
 
     __slots__ = (
-        "__weakref__", "_unit", "begin", "end", "entered", "first_begin", "first_node", "is_due", "is_expected",
-        "moment", "position", "task", "trail",
+        "__weakref__", "_unit", "begin", "end", "entered", "first_node", "forward_pass", "is_due", "is_pending",
+        "moment", "position", "task",
     )  # fmt: skip
 
     def __init__(self, unit: Unit, begin: int) -> None:
         self._unit = unit.reference
-        self.begin = self.first_begin = begin
-        self.end = begin
-        self.position = 0
-        self.trail: list[weakref.ref[Unit]] = []
-        self.entered = self.task = 0
+        self.begin = self.end = begin
         self.moment = MOMENTS[0]
         self.first_node = _next_sequence_number()
-        self.is_due = self.is_expected = False
+        self.forward_pass: ForwardPass | None = None
+        self.position = 0
+        self.is_pending = self.is_due = False
+        self.entered = self.task = 0
 
     @property
     def unit(self) -> Unit:
@@ -92,6 +124,10 @@ class Call:
                 "backward through the output of a sharded model that was deleted; keep the model until then"
             )
         return unit
+
+    def first_begin(self) -> int:
+        """Return when the unit's first call in the same forward pass began."""
+        return self.begin if self.forward_pass is None else self.forward_pass.first_begins[self._unit]
 
 
 _values: Callable[[dict[str, Any]], Iterable[Any]] = dict.values
@@ -144,8 +180,7 @@ class Unit:
         gather_ticket: of the gather under way, None where all weights rest whole.
         slots: where the memory of gathered weights and packed gradients comes from.
         inner: units inside of this one, all of which were made before it.
-        calls: whose backward may still come. trail, first_begin: the pass of its last watched call, and when its first
-            one in that pass began.
+        pending_calls: whose backward may still come, in the order in which they began.
         open_call: that runs; pending_modules: which modules, by identity, have still to run in it.
         trees: by the id of the module.
     """
@@ -174,9 +209,7 @@ class Unit:
         self.gather_ticket: Ticket | None = None
         self.gradients: tuple[GradientBuffer, ...] = ()
         self.num_gradients, self.rests_final, self.is_trained = 0, True, False
-        self.calls: list[weakref.ref[Call]] = []
-        self.trail: list[weakref.ref[Unit]] | None = None
-        self.first_begin = 0
+        self.pending_calls: list[weakref.ref[Call]] = []
         self.open_call: Call | None = None
         self.pending_modules: set[int] = set()
 
@@ -323,32 +356,33 @@ class Unit:
         self.root.clock += 1
         call.end = self.root.clock
 
-    def calls_not_entered(self, backward: int, end: float = math.inf) -> list[Call]:
-        """Return the calls that a backward has not entered and may still enter, or not, that began until ``end``."""
+    def calls_to_come(self, backward: int, end: float = math.inf) -> list[Call]:
+        """Return the pending calls that began at or before ``end`` and that this backward has not entered."""
         return [
             call
-            for reference in self.calls
+            for reference in self.pending_calls
             if (call := reference()) is not None and call.entered != backward and call.begin <= end
         ]
 
-    def forget(self, backward: int) -> None:
-        """Expect no further backward of the calls entered in the given one; a retained graph may bring it anyway."""
+    def drop_entered(self, backward: int) -> None:
+        """Drop the pending calls that this backward has entered; with a retained graph another may enter them again."""
         kept = []
-        for reference in self.calls:
+        for reference in self.pending_calls:
             call = reference()
             if call is not None:
-                call.is_expected = call.entered != backward
-                if call.is_expected:
+                call.is_pending = call.entered != backward
+                if call.is_pending:
                     kept.append(reference)
-        self.calls = kept
+        self.pending_calls = kept
 
-    def expect(self, call: Call) -> None:
-        """Expect a backward of ``call``, as long as the hooks on its outputs keep it alive."""
-        if not call.is_expected:
-            call.is_expected = True
-            self.calls.append(weakref.ref(call))
-            if len(self.calls) > 1:
-                self.calls = sorted((reference for reference in self.calls if reference() is not None), key=_begin)
+    def add_pending(self, call: Call) -> None:
+        """Add a call to the pending ones, where it stays as long as the hooks on its outputs keep it alive."""
+        if not call.is_pending:
+            call.is_pending = True
+            self.pending_calls.append(weakref.ref(call))
+            if len(self.pending_calls) > 1:
+                living = [reference for reference in self.pending_calls if reference() is not None]
+                self.pending_calls = sorted(living, key=_begin)
 
 
 class BackwardState:
@@ -363,7 +397,7 @@ class BackwardState:
         is_unfinished: whether that is still to come. awaited: identity of the handle to be waited for.
         active: units that this backward is in, or whose weights it has gathered once more. Weak, so that a model whose
             backward raised is freed when it is deleted. entered: the oldest call of each unit that it has come to.
-            repeated: the last one of each unit that it has computed again. All by identity.
+            repeated: the last one of each unit that it has computed again.
         closed: units whose gradients it has done with. deferred: those that were closed when nothing had a gradient
             yet.
         has_gradients: whether anything has a gradient, or will have. task: autograd's number of the graph that it
@@ -385,10 +419,10 @@ class BackwardState:
         self.max_packed_buffers = 2 if self.has_streams else 1
         self.is_manual = self.is_unfinished = False
         self.awaited = 0
-        self.active: dict[int, weakref.ref[Unit]] = {}
-        self.entered: dict[int, Call] = {}
-        self.repeated: dict[int, Call] = {}
-        self.closed: set[int] = set()
+        self.active: dict[weakref.ref[Unit], None] = {}
+        self.entered: dict[weakref.ref[Unit], Call] = {}
+        self.repeated: dict[weakref.ref[Unit], Call] = {}
+        self.closed: set[weakref.ref[Unit]] = set()
         self.deferred: list[weakref.ref[Unit]] = []
         self.has_gradients = False
         self.task = -1
@@ -416,10 +450,8 @@ class Root:
         backward: how far backward is.
         step_event: recorded after an optimizer step, awaited by the next forward; None for none.
         prefetch_bytes: of gathered weights that may be gathered ahead of their use; None counts units instead.
-        trail: the units of this forward pass that were left, in order, for each call that backward may come to.
+        forward_pass: the pass that runs, or ran last.
         clock: counts beginnings and ends of calls.
-        recorded, expected: the units of this pass and of the last one, in the order of their calls. cursor: where this
-            pass is in ``expected``.
         lingering: the unit that forward left last, whose weights stay until the next one is needed: backward may be
             next.
         ahead: the units that were gathered ahead of their use last.
@@ -435,11 +467,8 @@ class Root:
         self.backward = BackwardState(units)
         self.step_event: Event | None = None
         self.prefetch_bytes: int | None = None
-        self.trail: list[weakref.ref[Unit]] = []
+        self.forward_pass = ForwardPass([])
         self.clock = 0
-        self.recorded: list[weakref.ref[Unit]] = []
-        self.expected: list[weakref.ref[Unit]] = []
-        self.cursor = 0
         self.lingering: weakref.ref[Unit] | None = None
         self.ahead: list[weakref.ref[Unit]] = []
         for unit in units:

@@ -454,7 +454,7 @@ class FSDPModule:
                     registry[attribute] = None
             result = super()._apply(fn, recurse)  # type: ignore[misc]
             for group in unit.groups:
-                apply_to_group(group, fn, is_awaited=any(call() is not None for call in unit.calls))
+                apply_to_group(group, fn, is_awaited=any(call() is not None for call in unit.pending_calls))
         finally:
             for group in unit.groups:
                 group.fsdp_params.module_infos.register()
