@@ -16,8 +16,9 @@ import torch
 from torch import nn
 
 from dbuffer.dtensor.placed_tensor import NUM_FLAGS_SET
-from megatron_fsdp.engine.backward import post_backward, pre_backward, release
+from megatron_fsdp.engine.backward import pre_backward
 from megatron_fsdp.engine.outputs import map_tensors, watch_output
+from megatron_fsdp.engine.post_backward import post_backward, release
 from megatron_fsdp.engine.unit import Call, ForwardPass, Root, Unit, WeightState, alive, units_below
 from megatron_fsdp.errors import ConfigError, StateError
 
