@@ -65,7 +65,7 @@ def pre_backward(call: Call) -> None:  # noqa: C901  # in order of time
     left = _release_passed(root, call.end, entering=unit) if order is None else []
     state.active[unit.reference] = None
     state.closed.discard(unit.reference)
-    # 3. Issue the gather of this unit, unless its weights are there, and the gathers of the units that come next.
+    # 3. Issue the gather of this unit, unless its weights stayed, and the gathers of the units that come next.
     if order is not None:
         order.gather(unit, call)
     elif unit.backward_prefetch:
@@ -146,7 +146,7 @@ def pre_recomputation(unit: Unit, module: nn.Module) -> None:
     begin_backward(root)
     if root.order is not None:
         root.order.before_recomputation(unit)
-    # A reentrant checkpoint ran the first forward without a graph, so no output was watched. Its recomputation shows
+    # A reentrant checkpoint ran the first forward without a graph, so no output was watched. The recomputation shows
     # that backward has left the other units, except the units whose outputs are watched and the units around this one.
     for other in active_units(root) if root.order is None else ():
         if other is not unit and not is_watched(other) and unit.reference not in other.inner:
@@ -190,7 +190,7 @@ class GradientsOfUnit:
         Args:
             packs: the group is about to pack its gradients, or zeros for them. The oldest reductions are completed
                 until there is room for one more packed buffer.
-            has_come: whether the first gradient is there.
+            has_come: whether the first gradient has come.
         Returns:
             The number of the backward; 0 if the unit was deleted.
         """
@@ -209,7 +209,7 @@ class GradientsOfUnit:
                 root.order.refuse_late(unit)
             state.has_gradients = True
             if unit.reference not in state.active or unit.reference in state.closed:
-                # Gradients come to a unit that was closed before: it is closed once more.
+                # The unit was closed before these gradients came, and is closed again.
                 state.active[unit.reference] = None
                 state.closed.discard(unit.reference)
         return state.number

@@ -69,7 +69,7 @@ def _drop_discarded_sums(root: Root) -> None:
 def _update_requires_grad(root: Root) -> None:
     """Tell the hooks which parameters were frozen or unfrozen since their unit's forward.
 
-    Autograd reads a leaf's flag when a gradient arrives, not when forward uses the leaf. So the flag at the backward
+    Autograd reads a leaf's flag when a gradient arrives, not when forward uses the leaf. The flag at the backward
     counts: peft freezes adapters for a reference model's forward, and unfreezes them before the backward.
     """
     for unit in root.units():
@@ -216,8 +216,8 @@ def _end(root: Root) -> None:
 def _raised(root: weakref.ref[Root], ending: weakref.ref[functools.partial[None]]) -> None:
     """Make ``.grad`` refuse to be read, because the backward of this callback has raised.
 
-    Runs before the caller of backward sees the error. It releases nothing, because that may wait for collectives of
-    other ranks, which wait for this one; ``recover`` does it later.
+    Runs before the caller of backward sees the error. ``recover`` releases memory later, because a release may wait for
+    collectives of other ranks, which wait for this one.
     """
     found = root()
     if found is not None and found.backward.ending is ending:

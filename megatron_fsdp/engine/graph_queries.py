@@ -18,7 +18,7 @@ __all__ = ["awaits_call", "brings_gradients", "is_run", "is_watched"]
 
 
 def awaits_call(unit: Unit, end: float = math.inf) -> bool:
-    """Whether this backward will reach another call of the unit that began at or before ``end``."""
+    """Return whether this backward will reach another call of the unit that began at or before ``end``."""
     state = unit.root.backward
     repeated = state.repeated.get(unit.reference) if state.repeated else None
     if repeated is not None and repeated.is_due and not repeated.entered and repeated.begin <= end:
@@ -34,12 +34,12 @@ def _reaches_one(
     entered: Mapping[weakref.ref[Unit], Call],
     units: Iterable[Unit],
 ) -> bool:
-    """Whether the graph leads to one of these calls.
+    """Return whether the graph leads to one of these calls.
 
-    A living call proves nothing: one rank alone may keep it in a log, a cycle or a traceback. A gradient that has not
-    come yet proves it, of the unit itself. This rank may have used none of the unit's parameters in these calls. Then
-    the gradient of another unit proves it, if backward has passed that unit, and if the latest pending call of that
-    unit ran in the same forward pass as one of these calls.
+    A living call proves nothing: one rank alone may keep it in a log, a cycle or a traceback. A gradient of the unit
+    that has not come yet proves it. If this rank used none of the unit's parameters in these calls, such a gradient of
+    another unit proves it: of a unit that backward has passed, and that had its latest pending call in the same forward
+    pass as one of these calls.
 
     Args:
         calls: pending calls of ``unit`` that began at or before ``end``; at least one.
@@ -59,18 +59,18 @@ def _reaches_one(
 
 
 def is_watched(unit: Unit) -> bool:
-    """Whether a hook on an output tells, now or later, that backward is in a call of the unit."""
+    """Return whether a hook on an output tells, now or later, that backward is in a call of the unit."""
     return _is_inside(unit) or awaits_call(unit)
 
 
 def _is_inside(unit: Unit) -> bool:
-    """Whether backward is inside a call of the unit, or about to enter a recomputed one."""
+    """Return whether backward is inside a call of the unit, or about to enter a recomputed one."""
     state = unit.root.backward
     repeated = state.repeated.get(unit.reference)
     if repeated is not None and not repeated.entered:
         return True
     first = state.entered.get(unit.reference)
-    # A call that was entered in a graph inside of this one has a higher number: backward has left it.
+    # Backward has left a call that it entered in a graph inside of this one, which has a higher number.
     return first is not None and unit.reference in state.active and first.task <= task_id()
 
 
@@ -78,12 +78,12 @@ def _is_inside(unit: Unit) -> bool:
 
 
 def brings_gradients(units: Iterable[Unit]) -> bool:
-    """Whether the graph brings, or may bring, a gradient of these units that has not come yet."""
+    """Return whether the graph brings, or may bring, a gradient of these units that has not come yet."""
     return any(map(_awaits_gradients, units)) or _leads_to_checkpoint()
 
 
 def _awaits_gradients(unit: Unit) -> bool:
-    """Whether the graph accumulates a gradient of the unit that has not come yet."""
+    """Return whether the graph accumulates a gradient of the unit that has not come yet."""
     return any(
         not came and param.requires_grad and is_run(param) is True
         for group in unit.groups
@@ -93,10 +93,10 @@ def _awaits_gradients(unit: Unit) -> bool:
 
 
 def is_run(leaf: torch.Tensor) -> bool | None:
-    """Whether the graph accumulates a gradient of a leaf.
+    """Return whether the graph accumulates a gradient of a leaf.
 
     Returns:
-        None if the graph returns the gradient instead: ``torch.autograd.grad`` was asked for it.
+        None if the graph returns the gradient instead, to a caller of ``torch.autograd.grad``.
     """
     # Autograd finds the node through a view that is never read, so the leaf may be without memory now.
     with torch._C.DisableTorchFunctionSubclass(), torch._C._DisableTorchDispatch():
@@ -108,7 +108,7 @@ def is_run(leaf: torch.Tensor) -> bool | None:
 
 
 def _leads_to_checkpoint() -> bool:
-    """Whether a reentrant checkpoint is still to come, PyTorch's or Megatron's, which may bring any gradient."""
+    """Return whether the graph leads to a reentrant checkpoint, PyTorch's or Megatron's. Its gradients are unknown."""
     to_see: list[torch.autograd.graph.Node | None] = [torch._C._current_autograd_node()]
     seen: set[torch.autograd.graph.Node] = set()
     while to_see:

@@ -45,10 +45,10 @@ def post_backward(unit: Unit) -> None:
     if unit.reference in state.closed or not unit.num_gradients:
         return
     state.closed.add(unit.reference)
-    # No gradient has come so far. Either this rank used none of these parameters, and other ranks may have: they reduce
-    # now, so this rank must. Or the backward computes no parameter's gradient at all (``torch.autograd.grad`` for
-    # inputs), and must not reduce zeros: the unit is deferred. PyTorch refuses a reentrant checkpoint in such a
-    # backward, so a graph with one is not of this kind.
+    # Without a gradient so far there are two cases. This rank used none of these parameters, but other ranks may have
+    # used them and reduce now, so this rank must. Or the backward computes no parameter's gradient at all
+    # (``torch.autograd.grad`` for inputs) and must not reduce zeros, so the unit is deferred. A graph that leads to a
+    # reentrant checkpoint is not of the second kind, because PyTorch refuses that.
     if not state.has_gradients and (state.deferred or not brings_gradients(unit.root.units())):
         state.deferred.append(unit.reference)
         return
@@ -65,7 +65,7 @@ def reduce(unit: Unit) -> None:  # noqa: C901  # in order of time
     root, state = unit.root, unit.root.backward
     for hook in root.collective_hooks:
         hook.before_reduce(unit)
-    # 1. Close the buffers. Those to be reduced are packed now, or packed by their lane.
+    # 1. Close the buffers. Gradients to be reduced are packed now, or a lane packs them.
     complete = [buffer for buffer in unit.gradients if buffer.close(reduce=unit.requires_gradient_sync)]
     for buffer in complete:
         if buffer.packer is not None and buffer.packer.is_due:
