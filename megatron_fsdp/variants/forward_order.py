@@ -79,13 +79,13 @@ class ForwardOrder:
         self._turns = {place: turn for turn, place in enumerate(self._backward)}
         self._num_flags_set = -1
         self._is_gathered: list[bool] = []
-        # Of the passes that a backward may still come to, and of the one that runs or ran last.
+        # One for each pass that a living call belongs to; ``_forward`` is that of the pass that began last.
         self._progress: weakref.WeakKeyDictionary[ForwardPass, Progress] = weakref.WeakKeyDictionary()
         self._forward = Progress()
         self._is_open = False
-        # What was being handled when the pass began: a user may retry inside of ``except``.
+        # The exception that was being handled when the pass began, because a user may retry inside of ``except``.
         self._handled: BaseException | None = None
-        # Of the pass that backward is in.
+        # The progress of the pass that backward is in; None outside of backward.
         self._entered: Progress | None = None
 
     def _ends(self) -> list[int]:
@@ -118,7 +118,7 @@ class ForwardOrder:
         return unit
 
     def _gathers_in_backward(self, place: int) -> bool:
-        """Whether all ranks gather this unit in backward: it is trained, or something before it is."""
+        """Return whether all ranks gather this unit in backward: it is trained, or a unit before it is."""
         if self._num_flags_set != NUM_FLAGS_SET[0]:
             self._num_flags_set, self._is_gathered = NUM_FLAGS_SET[0], []
             outermost = self._root.outermost()
@@ -129,7 +129,7 @@ class ForwardOrder:
         return self._is_gathered[place] and self._unit(place).unshards_in_backward
 
     def stays(self, unit: Unit) -> bool:
-        """Whether the unit keeps its weights from forward to backward because backward begins with it."""
+        """Return whether the unit keeps its weights from forward to backward because backward begins with it."""
         is_first = bool(self._backward) and self._units[self._backward[0]]() is unit
         is_wanted = unit.reshard_after_forward is None and bool(unit.num_gradients)
         return is_first and is_wanted and torch.is_grad_enabled()
@@ -137,7 +137,7 @@ class ForwardOrder:
     # ------------------------------------------------------------------ forward
 
     def begin_pass(self) -> None:
-        """Begin with ``Root.forward_pass``, a new one, as the root's forward begins."""
+        """Begin to follow ``Root.forward_pass``, which has just begun."""
         self._forward = self._progress[self._root.forward_pass] = Progress()
         self._is_open, self._handled = True, sys.exc_info()[1]
 
@@ -201,7 +201,11 @@ class ForwardOrder:
         return ahead
 
     def end_pass(self) -> Unit | None:
-        """Take part in the rest, unless forward raised; return the unit that stays gathered for backward."""
+        """Gather the units that this rank has skipped, unless forward raised.
+
+        Returns:
+            The unit that stays gathered for backward.
+        """
         has_raised, self._handled = sys.exc_info()[1] is not self._handled, None
         is_open, self._is_open = self._is_open, False
         if has_raised or not is_open:
@@ -244,7 +248,7 @@ class ForwardOrder:
     # ------------------------------------------------------------------ backward
 
     def enter(self, unit: Unit, call: Call) -> None:
-        """Take part in what comes before this unit in backward, and reduce what backward has passed."""
+        """Issue the collectives of the units before this one in backward that this rank has skipped."""
         # Other ranks may have gradients, so that nothing waits for this one's first.
         self._root.backward.has_gradients = True
         progress = self._progress_of(call)
@@ -262,7 +266,7 @@ class ForwardOrder:
         return None if call.forward_pass is None else self._progress.get(call.forward_pass)
 
     def _pass_by(self, progress: Progress, place: int) -> None:
-        """Do what the other ranks do for the units whose turn was before that of ``place``, and reduce what it ends."""
+        """Issue the collectives of the units before ``place`` in backward, and reduce the units that it has left."""
         for earlier in self._backward[: self._turns[place]]:
             self._skip(progress, earlier)
         progress.passed.add(place)
@@ -305,7 +309,7 @@ class ForwardOrder:
             progress.closed.add(place)
             unit = self._unit(place)
             release(unit)
-            # Of each pass in a backward there is one reduction, also where this rank entered the unit in one alone.
+            # All ranks reduce once for each pass in a backward, even if this rank ran the unit in one pass only.
             self._root.backward.closed.discard(unit.reference)
             post_backward(unit)
 
@@ -355,7 +359,7 @@ class ForwardOrder:
                     self._give_back(other)
 
     def finish(self) -> None:
-        """Take part in what is left of the pass that backward is in."""
+        """Issue the remaining collectives of the pass that backward is in."""
         progress, self._entered = self._entered, None
         if progress is not None:
             for place in self._backward:
@@ -369,7 +373,7 @@ class ForwardOrder:
 
     @property
     def drains(self) -> bool:
-        """Whether compute may wait for reductions in backward: no rank waits there for a gather."""
+        """Return whether compute may wait for reductions in backward: no rank waits for a gather there."""
         return all(group.rests_whole for unit in alive(self._units) for group in unit.groups)
 
     def refuse_late(self, unit: Unit) -> None:
@@ -381,7 +385,7 @@ class ForwardOrder:
 
 
 class _Attached(torch.autograd.Function):
-    """A tensor as it is, whose backward does nothing."""
+    """An identity function whose backward gives no gradient."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
@@ -395,7 +399,7 @@ class _Attached(torch.autograd.Function):
 
 
 def _is_further(unit: Unit, call: Call) -> bool:
-    """Whether backward has its place at an earlier call of a unit that stays gathered, and not at this one."""
+    """Return whether the place of the unit in backward is an earlier call, because the unit stays gathered."""
     return call.begin > call.first_begin() and unit.weight_state is WeightState.UNSHARDED
 
 
@@ -405,7 +409,7 @@ def order_of(root: Root, units: Iterable[Unit] | None) -> ForwardOrder:
 
 
 def share_forward_order(module: nn.Module) -> None:
-    """Give the units of a module the order in which modules are registered, each root an order of its own.
+    """Set the forward order of each root in a module to the order in which modules are registered.
 
     Raises:
         StateError: the module holds no unit.
