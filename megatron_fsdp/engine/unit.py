@@ -9,13 +9,9 @@ from __future__ import annotations
 import enum
 import functools
 import math
-import operator
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import chain, repeat
-from typing import Any
 
 import torch
 from torch import nn
@@ -25,6 +21,7 @@ from dbuffer.events import listeners, tell
 from megatron_fsdp.engine.freshness import MOMENTS
 from megatron_fsdp.engine.grads import GradientBuffer, LanePacker
 from megatron_fsdp.engine.hooks import SharedOrder, StepHooks, sees_collectives
+from megatron_fsdp.engine.module_tree import ModuleTree
 from megatron_fsdp.engine.param_group import ParameterGroup, start_gathers
 from megatron_fsdp.engine.streams import Event, Ticket, turns
 from megatron_fsdp.engine.unsharded_param import refuse_change
@@ -33,7 +30,7 @@ from megatron_fsdp.policy.precision import MixedPrecisionPolicy
 from megatron_fsdp.policy.slots import SlotChoice
 
 __all__ = [
-    "BackwardState", "Call", "ForwardPass", "Root", "Tree", "Unit", "WeightState", "alive", "is_in_backward",
+    "BackwardState", "Call", "ForwardPass", "Root", "Unit", "WeightState", "alive", "is_in_backward",
     "units_below",
 ]  # fmt: skip
 
@@ -130,38 +127,6 @@ class Call:
         return self.begin if self.forward_pass is None else self.forward_pass.first_begins[self._unit]
 
 
-_values: Callable[[dict[str, Any]], Iterable[Any]] = dict.values
-
-
-@dataclass(eq=False)
-class Tree:
-    """The modules and parameters below one module of a unit, as ``checks/added_params.py`` found them last.
-
-    Attributes:
-        ignored: the places of ``ignored_params``, each the identity of a dictionary and a name.
-        modules, parameters: the ``_modules`` and ``_parameters`` dictionaries of all modules below.
-        children: the values of ``modules``; None before the first look.
-        absent: for each value of ``parameters``, True if the value is None.
-        frozen: the places of parameters that are neither sharded nor trained.
-    """
-
-    ignored: dict[tuple[int, str], Any]
-    modules: list[dict[str, nn.Module | None]] = field(default_factory=list)
-    children: list[nn.Module | None] | None = None
-    parameters: list[dict[str, nn.Parameter | None]] = field(default_factory=list)
-    absent: list[bool] = field(default_factory=list)
-    frozen: list[tuple[dict[str, nn.Parameter | None], str]] = field(default_factory=list)
-
-    def is_changed(self) -> bool:
-        """Return whether a module or parameter was added since the last look, or a frozen parameter was unfrozen."""
-        modules = list(chain.from_iterable(map(_values, self.modules)))
-        absent = list(map(operator.is_, chain.from_iterable(map(_values, self.parameters)), repeat(None)))
-        if modules != self.children or absent != self.absent:
-            return True
-        found = (registry.get(name) for registry, name in self.frozen)
-        return any(parameter is not None and parameter.requires_grad for parameter in found)
-
-
 class Unit:
     """Modules that are gathered, resharded and reduced together.
 
@@ -198,7 +163,7 @@ class Unit:
         self.modules = [weakref.ref(module) for module in modules]
         self.hold(groups)
         self.module_ids = frozenset(map(id, modules))
-        self.trees: dict[int, Tree] = {}
+        self.trees: dict[int, ModuleTree] = {}
         self.inner: list[weakref.ref[Unit]] = []
         self.slots = SlotChoice()
         self.reshard_after_forward: bool | None = None
