@@ -31,7 +31,6 @@ from megatron_fsdp.errors import StateError
 __all__ = ["caster", "post_forward", "pre_forward"]
 
 
-_MAX_LENGTH = 65_536
 _innermost_transform = torch._C._functorch.peek_interpreter_stack
 
 
@@ -73,15 +72,14 @@ def _pre_forward(unit: Unit, module: nn.Module, given: Any) -> None:  # noqa: C9
         given: the module's arguments.
     """
     root = unit.root
-    is_again = is_in_backward()
+    is_recomputed = is_in_backward()
     is_root = unit is root.outermost()
     if is_root:
-        if not is_again:
+        if not is_recomputed:
             recover(root)
         for hook in root.hooks:
             hook.on_root_forward(unit, module)
-    if is_again:
-        # A checkpoint recomputes the module in a backward.
+    if is_recomputed:
         pre_recomputation(unit, module)
         return
     if is_root and (unit.open_call is None or id(module) not in unit.pending_modules):
@@ -107,16 +105,14 @@ def _pre_forward(unit: Unit, module: nn.Module, given: Any) -> None:  # noqa: C9
     # 2. Gather this unit's weights.
     unit.unshard(check=True)
     unit.wait_for_unshard()
-    following = _record(root, unit)
+    following = _record_beginning(unit)
     if not root.forward_pass.ended and torch.is_grad_enabled():
         # No unit ended before this one, so no outputs of another unit tell when backward leaves it.
         watch_inputs(call, given, after_call)
     # 3. Issue the gathers of the next units.
     if unit.forward_prefetch and root.order is None:
-        for reference in unit.forward_prefetch:
-            other = reference()
-            if other is not None:
-                other.unshard(check=True)
+        for other in alive(unit.forward_prefetch):
+            other.unshard(check=True)
     else:
         root.prefetch(following, check=True)
 
@@ -135,8 +131,8 @@ def _start_pass(root: Root) -> None:
         root.order.begin_pass()
 
 
-def _record(root: Root, unit: Unit) -> list[Unit]:
-    """Record that a unit runs, and return the units to gather ahead of their use.
+def _record_beginning(unit: Unit) -> list[Unit]:
+    """Record that a call of a unit begins, and return the units to gather ahead of their use.
 
     Forward gathers as many units ahead as backward has packed buffers, so that forward needs no more memory than
     backward (docs/design/order.md, "Streams").
@@ -144,28 +140,14 @@ def _record(root: Root, unit: Unit) -> list[Unit]:
     if unit.num_holds:
         # The unit needs no gather inside ``unsharded()``, and ranks may call it in any order there.
         return []
-    current = root.forward_pass
-    if len(current.begun) < _MAX_LENGTH:
-        current.begun.append(unit.reference)
-    # A unit that the last pass did not run moves the cursor to the end, so nothing more is predicted.
-    while current.cursor < len(current.predicted) and current.predicted[current.cursor]() is not unit:
-        current.cursor += 1
-    current.cursor += 1
+    root, current = unit.root, unit.root.forward_pass
+    current.begin_call(unit.reference)
     limit = root.backward.max_packed_buffers if torch.is_grad_enabled() else 1
     if root.order is not None:
         return root.order.following(limit)
     if root.prefetch_bytes is not None:
         return root.within_budget(alive(current.predicted[current.cursor :]))
-    ahead: list[Unit] = []
-    for reference in current.predicted[current.cursor : current.cursor + 2 * limit]:
-        following = reference()
-        if following is not None and following.groups:
-            if ahead and not following.is_trained:
-                break
-            ahead.append(following)
-            if len(ahead) == limit:
-                break
-    return ahead
+    return current.following(limit)
 
 
 def post_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -205,17 +187,13 @@ def _close_call(unit: Unit, call: Call) -> None:
     """Record for backward the place of the call in its pass, and reshard the unit unless its weights stay."""
     unit.end_call(call)
     root, has_grad = unit.root, torch.is_grad_enabled()
-    current = root.forward_pass
     if call.is_pending:
-        if unit.reference not in current.first_begins:
-            current.first_begins[unit.reference] = call.begin
-        call.forward_pass, call.position = current, len(current.ended)
-        current.ended.append(unit.reference)
+        root.forward_pass.end_call(unit.reference, call)
         if root.order is not None:
             root.order.after_call(unit)
     elif unit.num_gradients and has_grad:
         # This rank used no parameter of the unit, but other ranks may have, and all ranks gather it in backward.
-        current.ended.append(unit.reference)
+        root.forward_pass.end_call(unit.reference, None)
     outermost = root.outermost()
     if unit.reshard_after_forward is None and outermost is not None and outermost.open_call is not None:
         # The weights stay until the next unit runs, because backward begins with the last unit of forward.

@@ -43,11 +43,15 @@ class WeightState(enum.Enum):
     UNSHARDED = "unsharded"
 
 
+_MAX_BEGUN = 65_536
+"""The limit on the length of ``ForwardPass.begun``, where units run without their root and no pass ends."""
 _next_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 
 class ForwardPass:
     """The order of calls in one forward of the root, and in calls outside of the root until a backward has ended.
+
+    Units are weak references (``Unit.reference``), so that a recording keeps no model alive.
 
     Attributes:
         begun: the units in the order of the beginnings of calls; the next pass gathers ahead in this order.
@@ -66,6 +70,43 @@ class ForwardPass:
         self.begun: list[weakref.ref[Unit]] = [] if begun is None else begun
         self.ended: list[weakref.ref[Unit]] = []
         self.first_begins: dict[weakref.ref[Unit], int] = {}
+
+    def begin_call(self, unit: weakref.ref[Unit]) -> None:
+        """Record that a call of a unit begins, and move the cursor behind the unit."""
+        if len(self.begun) < _MAX_BEGUN:
+            self.begun.append(unit)
+        # A unit that is not predicted moves the cursor to the end, so the rest of the pass has no prediction.
+        while self.cursor < len(self.predicted) and self.predicted[self.cursor] is not unit:
+            self.cursor += 1
+        self.cursor += 1
+
+    def following(self, limit: int) -> list[Unit]:
+        """Return the units with parameters that are predicted next, at most ``limit``, which is 1 or more.
+
+        From the second unit on all parameters must be trained (docs/design/order.md, "Streams").
+        """
+        ahead: list[Unit] = []
+        for reference in self.predicted[self.cursor : self.cursor + 2 * limit]:
+            unit = reference()
+            if unit is not None and unit.groups:
+                if ahead and not unit.is_trained:
+                    break
+                ahead.append(unit)
+                if len(ahead) == limit:
+                    break
+        return ahead
+
+    def end_call(self, unit: weakref.ref[Unit], call: Call | None) -> None:
+        """Record that a call of a unit has ended, which backward may come to.
+
+        Args:
+            call: None if backward comes to the call on other ranks only.
+        """
+        if call is not None:
+            if unit not in self.first_begins:
+                self.first_begins[unit] = call.begin
+            call.forward_pass, call.position = self, len(self.ended)
+        self.ended.append(unit)
 
     def next(self) -> ForwardPass:
         """Return the pass after this one, as the root's next forward begins."""

@@ -165,3 +165,17 @@ def test_units_that_run_without_their_root_are_reduced_as_early_in_every_step() 
     assert steps[0] == steps[1] == steps[2]
     # When backward comes to the first, before the end.
     assert steps[0].index("reduce second") < steps[0].index("reshard first", steps[0].index("reduce second"))
+
+
+def test_a_pass_gathers_ahead_in_the_order_of_the_last_one(calls: list[Call]) -> None:
+    model, gathered = sharded(), list[tuple[str, int]]()
+
+    def note(action: str, subject: Any) -> None:
+        if action == "gather":
+            gathered.append((subject.name, len(calls)))
+
+    with listen(note), torch.no_grad():
+        for _ in range(2):
+            model(torch.ones(1, 8))
+    # In the second pass "first" is gathered when its root begins, the fourth call, and "second" when "first" does.
+    assert gathered == [("first", 2), ("second", 3), ("first", 4), ("second", 5)]
