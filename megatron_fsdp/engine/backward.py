@@ -8,6 +8,7 @@ released and their gradients reduced (``post_backward.py``; docs/design/order.md
 
 from __future__ import annotations
 
+import itertools
 import weakref
 
 import torch
@@ -70,16 +71,8 @@ def pre_backward(call: Call) -> None:  # noqa: C901  # in order of time
         order.gather(unit, call)
     elif unit.backward_prefetch:
         _prefetch_as_asked(unit)
-    elif root.prefetch_bytes is not None:
-        _prefetch_by_bytes(unit, call)
     else:
-        units = [unit] if unit.unshards_in_backward else []
-        for position in range(call.position - 1, -1, -1):
-            before = call.forward_pass.ended[position]()  # type: ignore[union-attr]  # it has a position there
-            if before is not None and before.groups and before is not unit and before.unshards_in_backward:
-                units.append(before)
-                break
-        root.prefetch(units, check=False)
+        _prefetch(unit, call)
     # 4. Reduce the gradients of the units that backward has left. After the gathers, because compute waits for those
     # first. Before the host waits for a gather.
     for each in left:
@@ -98,12 +91,12 @@ def _prefetch_as_asked(unit: Unit) -> None:
         other.unshard(check=False)
 
 
-def _prefetch_by_bytes(unit: Unit, call: Call) -> None:
-    """Gather the unit, and the units before it that fit into ``Root.prefetch_bytes``."""
-    root, units = unit.root, [unit] if unit.unshards_in_backward else []
-    ended = [] if call.forward_pass is None else call.forward_pass.ended[: call.position]
-    earlier = [each for each in alive(reversed(ended)) if each.unshards_in_backward]
-    units += root.within_budget(each for each in earlier if each is not unit)
+def _prefetch(unit: Unit, call: Call) -> None:
+    """Gather the unit, and ahead of use the unit before it, or the units that fit into ``Root.prefetch_bytes``."""
+    root = unit.root
+    units = [unit] if unit.unshards_in_backward else []
+    before = (each for each in call.units_before() if each.groups and each is not unit and each.unshards_in_backward)
+    units += itertools.islice(before, 1) if root.prefetch_bytes is None else root.within_budget(before)
     root.prefetch(units, check=False)
 
 

@@ -163,6 +163,14 @@ class Call:
             )
         return unit
 
+    def units_before(self) -> Iterator[Unit]:
+        """Yield the units whose calls ended before this one in the same forward pass, the latest first."""
+        if self.forward_pass is not None:
+            for position in range(self.position - 1, -1, -1):
+                unit = self.forward_pass.ended[position]()
+                if unit is not None:
+                    yield unit
+
     def first_begin(self) -> int:
         """Return when the unit's first call in the same forward pass began."""
         return self.begin if self.forward_pass is None else self.forward_pass.first_begins[self._unit]
