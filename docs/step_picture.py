@@ -49,11 +49,12 @@ MOMENTS = (
     Moment("compute", "backward", "backward of N; gradients are packed", ("grads.receive",), ()),
     Moment("host", "host", "N is left: its weights are released", ("backward._release_passed", "unit.reshard"),
            ("_fsdp_param_group.post_backward", "_fsdp_param_group.reshard")),
-    Moment("reduce", "reduce", "reduce-scatter of N, added to main_grad", ("backward.post_backward", "grads.reduce"),
+    Moment("reduce", "reduce", "reduce-scatter of N, added to main_grad",
+           ("post_backward.post_backward", "grads.reduce"),
            ("_fsdp_param_group.post_backward", "_fsdp_collectives.foreach_reduce")),
     Moment("host", "host", "two units later: N's packed buffer released",
-           ("backward.begin_gradients", "backward.drain"), ("_fsdp_param_group.post_backward",)),
-    Moment("host", "host", "end of backward: .grad is shown", ("backward.final_callback", "accumulation.show"),
+           ("backward.begin_gradients", "post_backward.drain"), ("_fsdp_param_group.post_backward",)),
+    Moment("host", "host", "end of backward: .grad is shown", ("final_callback.final_callback", "accumulation.show"),
            ("_fsdp_state._root_post_backward_final_callback", "_fsdp_param_group.finalize_backward")),
 )  # fmt: skip
 

@@ -21,8 +21,8 @@ from megatron_fsdp.checks.added_params import make_tree
 from megatron_fsdp.checks.agreement import Wrapping
 from megatron_fsdp.checks.attached import attach_root
 from megatron_fsdp.checks.unowned_params import refuse_unowned_steps
-from megatron_fsdp.engine.backward import share_reductions
 from megatron_fsdp.engine.freshness import hear_of_first_steps
+from megatron_fsdp.engine.post_backward import share_reductions
 from megatron_fsdp.engine.unit import Unit, units_below
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.installation import check_torch

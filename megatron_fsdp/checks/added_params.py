@@ -9,7 +9,8 @@ from typing import Any
 from torch import nn
 
 from megatron_fsdp.engine.hooks import StepHooks
-from megatron_fsdp.engine.unit import Call, Tree, Unit, units_below
+from megatron_fsdp.engine.module_tree import ModuleTree
+from megatron_fsdp.engine.unit import Call, Unit, units_below
 from megatron_fsdp.errors import StateError
 
 __all__ = ["AddedParams", "make_tree"]
@@ -17,13 +18,13 @@ __all__ = ["AddedParams", "make_tree"]
 _values: Callable[[dict[str, Any]], Iterable[Any]] = dict.values
 
 
-def make_tree(module: nn.Module, ignored: Container[int]) -> Tree:
+def make_tree(module: nn.Module, ignored: Container[int]) -> ModuleTree:
     """Return the tree below a module of a unit, which owns it; it refers to the dictionaries below, not to modules.
 
     Args:
         ignored: ids of the parameters that the caller asked to leave alone.
     """
-    return Tree(
+    return ModuleTree(
         {
             (id(child._parameters), name): child._parameters
             for child in module.modules()
@@ -47,7 +48,7 @@ class AddedParams(StepHooks[Unit, Call]):
             _walk(tree, module, list(units_below(module)))
 
 
-def _walk(tree: Tree, module: nn.Module, units: Sequence[Unit]) -> None:
+def _walk(tree: ModuleTree, module: nn.Module, units: Sequence[Unit]) -> None:
     """Search the submodules for parameters without a unit, and record the tree that was checked.
 
     Raises:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from dbuffer import FlatDTensor
 from megatron_fsdp.build.ownership import owned_name
-from megatron_fsdp.engine.backward import is_run
+from megatron_fsdp.engine.graph_queries import is_run
 from megatron_fsdp.engine.hooks import StepHooks
 from megatron_fsdp.engine.param_group import ParameterGroup, group_of_parameter
 from megatron_fsdp.engine.params import handle_of

@@ -1,8 +1,8 @@
-"""Freshness: whether compute weights are as new as main weights, and how anybody learns that these have changed.
+"""Freshness: are compute weights as new as main weights?
 
-Fused and foreach optimizers change a DTensor's memory without touching any version counter, so every step of any
-torch.optim.Optimizer in the process counts as a change (docs/design/freshness.md). Optimizers are heard of from the
-first ``fully_shard`` on, and asked before each step whether they would step copies.
+Fused and foreach optimizers change a DTensor's memory without a change of any version counter. So every step of any
+``torch.optim.Optimizer`` in the process counts as a change of all main weights (docs/design/freshness.md). The first
+``fully_shard`` registers hooks on all optimizers, which also check before a step that the optimizer steps no copies.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ __all__ = ["CHECKS", "MOMENTS", "Freshness", "hear_of_first_steps", "hear_of_ste
 
 
 MOMENTS = [0]
-"""How many beginnings and ends of optimizer steps there were: where it is the same twice, nothing stepped between."""
+"""How many optimizer steps began or ended so far. Two equal readings mean that no optimizer stepped in between."""
 CHECKS: list[Callable[[Optimizer], None]] = []
-"""What is called before each step of an optimizer while there is anything that it may not step."""
+"""Functions that are called before each step of an optimizer, and raise if it must not step now."""
 _FIRST_CHECKS: list[Callable[[Optimizer], None]] = []
 _num_steps = [0]
 _REFRESHING: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -34,16 +34,16 @@ _CHECKED: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary(
 class Freshness:
     """How old the compute weights of one parameter group are.
 
-    Weights at rest are of a generation, which ends when main weights change; gathered ones are of that of their gather.
+    Every refresh of the weights at rest begins a generation. Gathered weights have the generation of their gather.
 
     Args:
-        tensors: a list of those whose versions grow with every change of main weights that PyTorch counts.
+        tensors: the main weights. Their version counters grow with every change that PyTorch counts.
 
     Attributes:
-        generation: of the weights at rest. gathered: of those that were gathered last.
-        changed_at: what ``MOMENTS`` was when a look found that ``version`` had moved.
-        has_changed: main weights are known to have changed since the last refresh. is_suspect: they may have, in a way
-            that shows nowhere.
+        generation: of the weights at rest. gathered: of the weights that were gathered last.
+        changed_at: ``MOMENTS`` when a change of the version counters was found last.
+        has_changed: True if main weights have changed since the last refresh.
+        is_suspect: True if main weights may have changed without a trace.
     """
 
     __slots__ = ("_seen", "_steps", "_tensors", "changed_at", "gathered", "generation", "has_changed", "is_suspect")
@@ -56,12 +56,12 @@ class Freshness:
         self.generation = self.gathered = 0
 
     def lose(self) -> None:
-        """Gathered weights were changed: nobody may use them, or what was kept of them, again."""
+        """Mark the gathered weights, and the parts kept of them, as changed, so that they are not used again."""
         self.is_suspect = True
         self.generation += 1
 
     def is_changed(self) -> bool:
-        """Look whether main weights have changed since the last refresh."""
+        """Return whether main weights have changed since the last refresh."""
         version = sum(map(version_of, self._tensors))
         if version != self._seen:
             self.has_changed = True
@@ -72,16 +72,16 @@ class Freshness:
         return self.has_changed
 
     def refreshed(self) -> None:
-        """Weights at rest are those of main weights: told last, so that a refresh that raised is made again."""
+        """Mark the weights at rest as fresh; called last, so that a refresh that raised is made again."""
         self.generation += 1
         self.has_changed = self.is_suspect = False
 
     def look_again(self) -> None:
-        """The memory of main weights was written with the values that it had, which is no change of theirs."""
+        """Resynchronize the version counters after a write that did not change the main weights."""
         self._seen, self._steps = sum(map(version_of, self._tensors)), _num_steps[0]
 
     def is_stale(self) -> bool:
-        """Whether gathered weights are older than main weights."""
+        """Return whether gathered weights are older than main weights."""
         return self.is_changed() or self.gathered != self.generation
 
 
@@ -93,7 +93,10 @@ def _count_step(optimizer: Optimizer) -> None:
 
 @functools.cache
 def hear_of_steps(check: Callable[[Optimizer], None]) -> None:
-    """Hear of all steps from now on; ``check`` is called before an optimizer's first one, and when it has got more."""
+    """Register hooks on the steps of all optimizers.
+
+    ``check`` is called before an optimizer's first step, and again when the optimizer has got more parameters.
+    """
 
     def before(optimizer: Optimizer, *_: object) -> None:
         num_params = sum(len(group["params"]) for group in optimizer.param_groups)
@@ -106,30 +109,30 @@ def hear_of_steps(check: Callable[[Optimizer], None]) -> None:
             for each in _FIRST_CHECKS:
                 each(optimizer)
             _CHECKED[optimizer] = num_params
-        # As after the step: one that raises has changed some of the weights, and no hook is called then.
+        # Counted before the step too: a step that raises has changed some weights, and PyTorch calls no hook after it.
         _count_step(optimizer)
 
     def after(optimizer: Optimizer, *_: object) -> None:
         _count_step(optimizer)
         if optimizer.defaults.get("fused"):
-            # The one kind of step that DTensors do not count.
+            # A fused step does not change the version counters of DTensors.
             stepped = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
             torch.autograd.graph.increment_version(p._local_tensor for p in stepped if isinstance(p, DTensor))
 
-    # A compiled step calls them as they are: traced, the count would be a constant of the compiled code.
+    # Not traced into a compiled step, where the count would be a constant.
     register_optimizer_step_post_hook(_disable_dynamo(after))
     register_optimizer_step_pre_hook(_disable_dynamo(before))
 
 
 def hear_of_first_steps(check: Callable[[Optimizer], None]) -> None:
-    """Call ``check`` too before an optimizer's first step, and when it has got more parameters."""
+    """Add a check before an optimizer's first step, and when the optimizer has got more parameters."""
     if check not in _FIRST_CHECKS:
         _FIRST_CHECKS.append(check)
 
 
 def refreshes_itself(optimizer: Optimizer) -> None:
-    """Say that ``optimizer`` tells its groups of each step, so that it needs no other notice.
+    """Do not count the steps of ``optimizer`` as changes of all main weights.
 
-    It calls ``announce_step`` before it changes anything.
+    The optimizer calls ``announce_step`` of its parameter groups before it changes them.
     """
     _REFRESHING.add(optimizer)

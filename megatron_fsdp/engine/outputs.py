@@ -1,6 +1,6 @@
-"""The tensors by which backward reaches a call of a unit, and the hooks on them that gather its weights in time.
+"""Hooks on the outputs of a unit: through them backward reaches a call and gathers its weights in time.
 
-What a module returns is the way (docs/design/order.md, "Whatever leads backward into a unit").
+Only tensors that a module returns have such hooks (docs/design/order.md, "How backward enters a unit").
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ __all__ = ["iterate_tensors", "map_tensors", "parts_of_dual", "watch_inputs", "w
 Enter = Callable[[Call], None]
 
 _WATCHERS = "_fsdp_watchers"
-"""Under this and its output's number a node's metadata has the calls that a tensor is an output of."""
+"""A node's metadata holds, under this name and a tensor's ``output_nr``, the calls that returned the tensor."""
 
 
 def watch_output(call: Call, output: Any, enter: Enter) -> bool:
-    """Enter ``call`` when backward reaches any tensor of what its module returned.
+    """Call ``enter(call)`` when backward reaches any tensor in the output of the call's module.
 
     Args:
         enter: ``backward.pre_backward``.
     Returns:
-        Whether operators made all of these tensors, in memory of their own. Others may be views of gathered weights.
+        True if operators made all of these tensors, none of them a view. Another tensor may lie in gathered weights.
     """
     is_new = True
     opaque: list[Any] = []
@@ -54,24 +54,26 @@ def watch_output(call: Call, output: Any, enter: Enter) -> bool:
 
 
 def _watch_base(call: Call, base: torch.Tensor, enter: Enter) -> None:
-    """Enter ``call`` when backward reaches what an output is a view of.
+    """Call ``enter(call)`` when backward reaches the base of an output that is a view.
 
-    After an in-place change of the view, backward goes from the change straight to the node that made ``base``: the
-    node of the view, with its hook, is no longer on the way.
+    After an in-place change of the view, backward goes from the change to the node that made ``base``, and skips the
+    node of the view with its hook.
     """
     node: Any = base.grad_fn
-    # A base that was made before the call is not the unit's: another rank may not return a view of it.
+    # Only a base that the call made counts. Another rank may not return a view of an older one.
     if node is not None and node._sequence_nr() >= call.first_node:
         earlier = node.metadata.get((_WATCHERS, base.output_nr), ())
-        # What another unit returned before is this unit's input. Backward comes there after it has left this call.
+        # A tensor that another unit returned before is an input of this unit: backward reaches it after it has left
+        # this call.
         if all(other.end >= call.begin or other is call for other in earlier):
             _watch(call, base, enter)
 
 
 def watch_inputs(call: Call, given: Any, leave: Callable[[Call], None]) -> None:
-    """Leave ``call`` when backward reaches any tensor that was computed for it.
+    """Call ``leave(call)`` when backward reaches any input of the call that an operator made.
 
     Args:
+        given: the arguments of the module.
         leave: ``backward.after_call``.
     """
     hook: Any = functools.partial(_leave_call, weakref.ref(call), leave)
@@ -82,10 +84,10 @@ def watch_inputs(call: Call, given: Any, leave: Callable[[Call], None]) -> None:
 
 
 def without_weights(call: Call, output: Any, enter: Enter) -> Any:
-    """Return the output of a call, with copies of the tensors that lie in gathered weights which will be released.
+    """Return the output of a call, with clones of the tensors that lie in gathered weights.
 
-    A unit may return its weight, or a slice or transpose of it. A plain model may use such an output as long as it
-    likes, so it gets memory of its own: autograd's clone, through which gradients come to the weight.
+    A unit may return its weight, or a view of it. The caller may use the output after the gathered weights are
+    released. Gradients reach the weight through the clone.
     """
     buffers = [group.gathered for group in call.unit.groups if not group.rests_whole]
     if not buffers or output is None:
@@ -102,7 +104,7 @@ def without_weights(call: Call, output: Any, enter: Enter) -> Any:
 
 
 def _storage_of(tensor: torch.Tensor) -> int:
-    """Return the identity of the storage of a tensor; 0 where it has none, as wrappers have."""
+    """Return the identity of a tensor's storage; 0 for a wrapper without storage."""
     local = getattr(tensor, "_local_tensor", tensor)
     return local.untyped_storage()._cdata if torch._C._has_storage(local) else 0
 
@@ -114,17 +116,16 @@ def _leave_call(reference: weakref.ref[Call], leave: Callable[[Call], None], gra
 
 
 def _watch(call: Call, tensor: torch.Tensor, enter: Enter) -> None:
-    """Add a call to those that a tensor is an output of, which a hook on it enters.
+    """Add a call to the calls that the hook on this tensor enters.
 
-    There are several where a unit returns its very input, or its last child's output: backward has to enter the later
-    call first, while hooks of their own would run in the order of registration. A tensor that was changed in place
-    since has another node, which backward reaches before the old one and its hook.
+    Several calls return the same tensor if a unit returns its input, or the output of its last child. Backward must
+    enter the latest call first, but autograd runs hooks in the order of registration. So one hook enters them all.
     """
     node = tensor.grad_fn
     if node is None:
-        # Of a leaf no operator of the call's is on the way.
+        # A leaf: backward reaches it through no operator of the call.
         return
-    # With the node, so that the tensor can be pickled as any other: hooks on saved tensors do so.
+    # The list is kept with the node and not with the tensor, which hooks on saved tensors may pickle.
     known: Any = node.metadata
     key = (_WATCHERS, tensor.output_nr)
     calls = known.get(key)
@@ -135,13 +136,13 @@ def _watch(call: Call, tensor: torch.Tensor, enter: Enter) -> None:
         if tensor._backward_hooks is not None or type(tensor) is not torch.Tensor:
             tensor.register_hook(hook)
         else:
-            # What ``register_hook`` does first, without a handle.
+            # The first half of ``register_hook``, without the cost of a handle.
             tensor._backward_hooks = collections.OrderedDict(fsdp=hook)
             node._register_hook_dict(tensor)
     if call not in calls:
         calls.append(call)
-    if not call.is_expected:
-        call.unit.expect(call)
+    if not call.is_pending:
+        call.unit.add_pending(call)
 
 
 def _enter_calls(calls: list[Call], enter: Enter, gradient: torch.Tensor) -> None:
@@ -151,7 +152,7 @@ def _enter_calls(calls: list[Call], enter: Enter, gradient: torch.Tensor) -> Non
 
 # ---------------------------------------------------------------- tensors in nested structures
 #
-# What PyTorch's pytree knows, mappings and dataclasses.
+# The containers of PyTorch's pytree, other mappings, and dataclasses.
 
 
 _MAX_DEPTH = 8
@@ -164,13 +165,13 @@ def iterate_tensors(value: Any, depth: int = 0, opaque: list[Any] | None = None)
     """Yield every tensor in a nested structure, in a fixed order.
 
     Args:
-        opaque: gets the objects in it that may hold tensors in a way that is not known here.
+        opaque: a list that gets the objects that are no known container and may hold tensors.
     """
     for leaf in tree_leaves(value):
         if isinstance(leaf, torch.Tensor):
             yield leaf
         elif depth < _MAX_DEPTH:
-            # By their types: objects such as the configs of frameworks run Python when asked for ``__class__``.
+            # ``type`` and not ``isinstance``: objects such as frameworks' configs run Python to give ``__class__``.
             names = getattr(type(leaf), "__dataclass_fields__", ())
             others = leaf.values() if issubclass(type(leaf), Mapping) else ()
             for member in (*others, *(getattr(leaf, name, None) for name in names)):
@@ -180,7 +181,7 @@ def iterate_tensors(value: Any, depth: int = 0, opaque: list[Any] | None = None)
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """Return the structure with ``function`` applied to every tensor; the same object where nothing changed."""
+    """Return the structure with ``function`` applied to every tensor; the same object if no tensor changed."""
     leaves, structure = tree_flatten(value)
     mapped = [_map_leaf(function, leaf) for leaf in leaves]
     if all(new is old for new, old in zip(mapped, leaves, strict=True)):
@@ -200,7 +201,7 @@ def _map_leaf(function: Callable[[torch.Tensor], torch.Tensor], leaf: Any) -> An
 
 
 def parts_of_dual(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield what autograd knows of a tensor of forward mode: its value without wrappers, and its tangent."""
+    """Yield the tensors that autograd tracks for a dual tensor of forward mode: its value unwrapped, its tangent."""
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         if torch._C._functorch.is_gradtrackingtensor(tensor):
             tangent = forward_ad.unpack_dual(tensor).tangent

@@ -1,7 +1,7 @@
-"""pre_forward and post_forward: what PyTorch calls when the modules of a unit run, in order of time.
+"""pre_forward and post_forward: the hooks that PyTorch calls before and after the modules of a unit run.
 
-Every rank's order of collectives is decided here and in ``backward.py`` (docs/design/order.md). FSDP2 has the same two
-functions in ``FSDPState``.
+This file and ``backward.py`` decide in which order a rank issues collectives (docs/design/order.md). FSDP2 has
+``_pre_forward`` and ``_post_forward`` in ``FSDPState``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from torch import nn
 from torch._compile import _disable_dynamo
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-from megatron_fsdp.engine.backward import after_call, pre_backward, pre_recomputation, recover
+from megatron_fsdp.engine.backward import after_call, pre_backward, pre_recomputation
+from megatron_fsdp.engine.final_callback import recover
 from megatron_fsdp.engine.outputs import map_tensors, watch_inputs, watch_output, without_weights
 from megatron_fsdp.engine.streams import (
     HOST_READS,
@@ -30,14 +31,17 @@ from megatron_fsdp.errors import StateError
 __all__ = ["caster", "post_forward", "pre_forward"]
 
 
-_MAX_LENGTH = 65_536
 _innermost_transform = torch._C._functorch.peek_interpreter_stack
 
 
 def pre_forward(
     unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Gather a unit's weights for the call of one of its modules; return the arguments, cast, where that is asked."""
+    """Gather a unit's weights for the call of one of its modules.
+
+    Returns:
+        The arguments cast to the compute dtype; None if the policy does not ask for a cast.
+    """
     if torch.compiler.is_dynamo_compiling():
         if torch.compiler.is_exporting():
             raise StateError(
@@ -46,10 +50,10 @@ def pre_forward(
                 "plain.load_state_dict(megatron_fsdp.full_state_dict(model)) on every rank, then "
                 "torch.export.export(plain, inputs)"
             )
-        # The compiler would trace hooks into a unit's graph, and with them the switch to unsharded parameters.
+        # The compiler must not trace these hooks into the unit's graph: they switch to unsharded parameters.
         return _untraced_pre_forward(unit, module, args, kwargs)  # type: ignore[no-any-return]  # as this
     if _innermost_transform() is not None:
-        # It would wrap buffers and what collectives return.
+        # A transform of torch.func would wrap the buffers, and the tensors that collectives return.
         with temporarily_clear_interpreter_stack():
             _pre_forward(unit, module, ())
     else:
@@ -62,32 +66,31 @@ def pre_forward(
 
 
 def _pre_forward(unit: Unit, module: nn.Module, given: Any) -> None:  # noqa: C901  # in order of time
-    """Gather the unit for its forward, and start the gathers of the units that followed it last time.
+    """Gather the unit for its forward, and start the gathers of the units that followed it in the last pass.
 
     Args:
-        given: to the module, tensors in any structure.
+        given: the module's arguments.
     """
     root = unit.root
-    is_again = is_in_backward()
+    is_recomputed = is_in_backward()
     is_root = unit is root.outermost()
     if is_root:
-        if not is_again:
+        if not is_recomputed:
             recover(root)
         for hook in root.hooks:
             hook.on_root_forward(unit, module)
-    if is_again:
-        # A checkpoint computes again.
+    if is_recomputed:
         pre_recomputation(unit, module)
         return
     if is_root and (unit.open_call is None or id(module) not in unit.pending_modules):
         _start_pass(root)
     call = unit.begin_call(module)
     if call is None:
-        # The next module of a unit that was given several.
+        # The call began with another module of this unit.
         return
     if root.order is not None:
         root.order.before_call(unit)
-    # What users changed since the last forward.
+    # 1. Look for changes that users made since the last forward.
     if unit.weight_state is not WeightState.SHARDED and unit.is_stale():
         for hook in root.hooks if unit.num_holds else ():
             hook.on_stale_hold(unit)
@@ -99,24 +102,23 @@ def _pre_forward(unit: Unit, module: nn.Module, given: Any) -> None:  # noqa: C9
         if changed or (gradients is not None and gradients.binding.is_taken):
             for hook in root.hooks:
                 hook.on_changed(unit, group, changed)
-    # This unit's weights, and then those of the next ones.
+    # 2. Gather this unit's weights.
     unit.unshard(check=True)
     unit.wait_for_unshard()
-    following = _record(root, unit)
-    if not root.trail and torch.is_grad_enabled():
-        # No other unit's outputs tell when backward is through with this one.
+    following = _record_beginning(unit)
+    if not root.forward_pass.ended and torch.is_grad_enabled():
+        # No unit ended before this one, so no outputs of another unit tell when backward leaves it.
         watch_inputs(call, given, after_call)
+    # 3. Issue the gathers of the next units.
     if unit.forward_prefetch and root.order is None:
-        for reference in unit.forward_prefetch:
-            other = reference()
-            if other is not None:
-                other.unshard(check=True)
+        for other in alive(unit.forward_prefetch):
+            other.unshard(check=True)
     else:
         root.prefetch(following, check=True)
 
 
 def _start_pass(root: Root) -> None:
-    """Begin a forward pass: the last one is the prediction."""
+    """Begin a forward pass of the root; the last pass predicts its order."""
     if root.step_event is not None:
         for device in {group.spec.device for unit in root.units() for group in unit.groups}:
             wait_for_event(root.step_event, device)
@@ -124,46 +126,35 @@ def _start_pass(root: Root) -> None:
     forget_unused_streams()
     for unit in root.units():
         unit.open_call = None
-    root.expected, root.recorded, root.cursor = root.recorded or root.expected, [], 0
-    root.trail = [] if root.order is None else root.order.begin_pass()
+    root.forward_pass = root.forward_pass.next()
+    if root.order is not None:
+        root.order.begin_pass()
 
 
-def _record(root: Root, unit: Unit) -> list[Unit]:
-    """Record that a unit runs; return the ones with parameters to gather ahead of their use, where they are known.
+def _record_beginning(unit: Unit) -> list[Unit]:
+    """Record that a call of a unit begins, and return the units to gather ahead of their use.
 
-    As many as backward has packed buffers, which is as much memory: where it keeps two, the gradients of a trained
-    unit are still packed while those of the unit before it come, and its weights take no more in forward.
+    Forward gathers as many units ahead as backward has packed buffers, so that forward needs no more memory than
+    backward (docs/design/order.md, "Streams").
     """
     if unit.num_holds:
-        # It needs no gather here, and ranks may call it in any order.
+        # The unit needs no gather inside ``unsharded()``, and ranks may call it in any order there.
         return []
-    if len(root.recorded) < _MAX_LENGTH:
-        root.recorded.append(unit.reference)
-    # A unit that is not where it was last time moves the cursor to the end.
-    while root.cursor < len(root.expected) and root.expected[root.cursor]() is not unit:
-        root.cursor += 1
-    root.cursor += 1
+    root, current = unit.root, unit.root.forward_pass
+    current.begin_call(unit.reference)
     limit = root.backward.max_packed_buffers if torch.is_grad_enabled() else 1
     if root.order is not None:
         return root.order.following(limit)
     if root.prefetch_bytes is not None:
-        return root.within_budget(alive(root.expected[root.cursor :]))
-    ahead: list[Unit] = []
-    for reference in root.expected[root.cursor : root.cursor + 2 * limit]:
-        following = reference()
-        if following is not None and following.groups:
-            if ahead and not following.is_trained:
-                break
-            ahead.append(following)
-            if len(ahead) == limit:
-                break
-    return ahead
+        return root.within_budget(alive(current.predicted[current.cursor :]))
+    return current.following(limit)
 
 
 def post_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    """Watch what the call of a module leaves for backward, and reshard; return its output, cast where that is asked.
+    """Put hooks for backward on the output of a module, and reshard the unit after its last module.
 
-    Views of gathered weights are returned as copies.
+    Returns:
+        The output, cast if the policy has an ``output_dtype``; views of gathered weights are copied.
     """
     if torch.compiler.is_dynamo_compiling():
         return _untraced_post_forward(unit, module, args, output)
@@ -172,7 +163,7 @@ def post_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output: A
     call = unit.open_call
     if call is None:
         return output
-    # The hooks on outputs by which backward comes here.
+    # Backward calls ``pre_backward`` through these hooks.
     if not (torch.is_grad_enabled() and watch_output(call, output, pre_backward)):
         output = without_weights(call, output, pre_backward)
     if unit.root.order is not None and torch.is_grad_enabled() and unit is unit.root.outermost():
@@ -180,12 +171,12 @@ def post_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output: A
     if unit.pending_modules:
         return output
     if is_in_backward():
-        # Computed again inside of a backward.
+        # A checkpoint recomputed it in a backward, which reshards the unit.
         unit.end_call(call)
         return output
     _close_call(unit, call)
     if output is None:
-        # Forward raised, or returned nothing.
+        # Forward raised, or returned None.
         unit.reshard()
     if unit is unit.root.outermost():
         _end_pass(unit.root)
@@ -193,41 +184,37 @@ def post_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output: A
 
 
 def _close_call(unit: Unit, call: Call) -> None:
-    """Note for backward where the call was in its pass, and reshard, unless the weights stay."""
+    """Record for backward the place of the call in its pass, and reshard the unit unless its weights stay."""
     unit.end_call(call)
     root, has_grad = unit.root, torch.is_grad_enabled()
-    if unit.calls and unit.calls[-1]() is call:
-        if unit.trail is not root.trail:
-            unit.trail, unit.first_begin = root.trail, call.begin
-        call.first_begin = unit.first_begin
-        call.trail, call.position = root.trail, len(root.trail)
-        root.trail.append(unit.reference)
+    if call.is_pending:
+        root.forward_pass.end_call(unit.reference, call)
         if root.order is not None:
             root.order.after_call(unit)
     elif unit.num_gradients and has_grad:
-        # This rank used no parameter here. Others may have: the order of gathers is not a rank's own affair.
-        root.trail.append(unit.reference)
+        # This rank used no parameter of the unit, but other ranks may have, and all ranks gather it in backward.
+        root.forward_pass.end_call(unit.reference, None)
     outermost = root.outermost()
     if unit.reshard_after_forward is None and outermost is not None and outermost.open_call is not None:
-        # A call below the root: whoever runs next takes its place, and the end of the pass settles the last one.
+        # The weights stay until the next unit runs, because backward begins with the last unit of forward.
         root.release_lingering(unit)
         root.lingering = unit.reference
     elif unit.reshards_after_forward() or not (has_grad or unit.reshard_after_forward is False):
         unit.reshard(keep_part=has_grad)
     if HOST_READS and not has_grad and (outermost is None or outermost.open_call is None):
-        # No backward follows, at whose end the host waits.
+        # No backward follows, so the host waits now.
         settle_host()
 
 
 def _end_pass(root: Root) -> None:
-    """End a forward pass: reshard what a wrong prediction or an exception left gathered."""
+    """End a forward pass: reshard the units that a wrong prediction or an exception left gathered."""
     for unit in root.units():
         if unit.open_call is not None:
             _close_call(unit, unit.open_call)
-    # Without a backward the last one too.
+    # A backward that follows begins with the unit that ran last, so that one stays.
     has_grad = torch.is_grad_enabled()
     last = root.lingering() if has_grad and root.lingering is not None else None
-    awaited = last if last is not None and last.trail is root.trail else None
+    awaited = last if last is not None and last.reference in root.forward_pass.first_begins else None
     if root.order is not None:
         awaited = root.order.end_pass()
     for unit in root.units():
@@ -235,10 +222,10 @@ def _end_pass(root: Root) -> None:
         if is_left and unit.reshards_after_forward():
             unit.reshard(keep_part=has_grad)
     if awaited is not None:
-        # Whoever asks for parameters between forward and backward gets those that can be trained and changed.
+        # Between forward and backward users find the sharded parameters, which can be trained and changed.
         awaited.show_sharded()
     if not has_grad:
-        # With a backward, its end joins lanes.
+        # No backward follows, whose end would join the lanes.
         join_captured()
 
 

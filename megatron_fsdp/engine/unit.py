@@ -1,7 +1,7 @@
-"""Unit and Root: the state of one ``fully_shard`` call, and what the units of one model share.
+"""Unit and Root: the state of one ``fully_shard`` call, and the state that all units of a model share.
 
-A unit unshards and reshards its parameter groups together (FSDP2's ``FSDPState`` and ``FSDPParamGroup``). Nothing else
-does, so that all of it is told (``dbuffer.events``). When, is decided in ``root.py`` and ``backward.py``.
+A unit unshards and reshards its parameter groups together (FSDP2's ``FSDPState`` and ``FSDPParamGroup``), and announces
+both as events (``dbuffer.events``). ``root.py`` and ``backward.py`` decide when.
 """
 
 from __future__ import annotations
@@ -9,13 +9,9 @@ from __future__ import annotations
 import enum
 import functools
 import math
-import operator
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import chain, repeat
-from typing import Any
 
 import torch
 from torch import nn
@@ -25,6 +21,7 @@ from dbuffer.events import listeners, tell
 from megatron_fsdp.engine.freshness import MOMENTS
 from megatron_fsdp.engine.grads import GradientBuffer, LanePacker
 from megatron_fsdp.engine.hooks import SharedOrder, StepHooks, sees_collectives
+from megatron_fsdp.engine.module_tree import ModuleTree
 from megatron_fsdp.engine.param_group import ParameterGroup, start_gathers
 from megatron_fsdp.engine.streams import Event, Ticket, turns
 from megatron_fsdp.engine.unsharded_param import refuse_change
@@ -33,58 +30,131 @@ from megatron_fsdp.policy.precision import MixedPrecisionPolicy
 from megatron_fsdp.policy.slots import SlotChoice
 
 __all__ = [
-    "BackwardState", "Call", "Root", "Tree", "Unit", "WeightState", "alive", "is_in_backward", "units_below",
+    "BackwardState", "Call", "ForwardPass", "Root", "Unit", "WeightState", "alive", "is_in_backward",
+    "units_below",
 ]  # fmt: skip
 
 
 class WeightState(enum.Enum):
-    """Where a unit's compute weights are: at rest alone; on their way, as a gather was issued; usable."""
+    """The weights of a unit: sharded; GATHERING, from the issue of a gather until compute waits for it; unsharded."""
 
     SHARDED = "sharded"
     GATHERING = "gathering"
     UNSHARDED = "unsharded"
 
 
+_MAX_BEGUN = 65_536
+"""The limit on the length of ``ForwardPass.begun``, where units run without their root and no pass ends."""
 _next_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 
-class Call:
-    """One forward call of a unit, kept alive by the autograd hooks on its outputs.
+class ForwardPass:
+    """The order of calls in one forward of the root, and in calls outside of the root until a backward has ended.
+
+    Units are weak references (``Unit.reference``), so that a recording keeps no model alive.
 
     Attributes:
-        begin, end: ticks of the root's clock; calls nest or follow each other, so these intervals do too.
-        trail, position: the root's list of finished calls of that forward pass, and the place in it.
-        first_begin: when the unit's first watched call in the same pass began.
+        begun: the units in the order of the beginnings of calls; the next pass gathers ahead in this order.
+        predicted: ``begun`` of an earlier pass. cursor: how many units of ``predicted`` this pass has run or skipped.
+        ended: the units in the order of the ends of calls, without calls that backward does not come to. Backward
+            gathers ahead from the last to the first.
+        first_begins: the clock when the first call of each unit began, of the calls with a ``position`` here.
+    """
+
+    __slots__ = ("__weakref__", "begun", "cursor", "ended", "first_begins", "predicted")
+
+    def __init__(
+        self, predicted: list[weakref.ref[Unit]], begun: list[weakref.ref[Unit]] | None = None, cursor: int = 0
+    ) -> None:
+        self.predicted, self.cursor = predicted, cursor
+        self.begun: list[weakref.ref[Unit]] = [] if begun is None else begun
+        self.ended: list[weakref.ref[Unit]] = []
+        self.first_begins: dict[weakref.ref[Unit], int] = {}
+
+    def begin_call(self, unit: weakref.ref[Unit]) -> None:
+        """Record that a call of a unit begins, and move the cursor behind the unit."""
+        if len(self.begun) < _MAX_BEGUN:
+            self.begun.append(unit)
+        # A unit that is not predicted moves the cursor to the end, so the rest of the pass has no prediction.
+        while self.cursor < len(self.predicted) and self.predicted[self.cursor] is not unit:
+            self.cursor += 1
+        self.cursor += 1
+
+    def following(self, limit: int) -> list[Unit]:
+        """Return the units with parameters that are predicted next, at most ``limit``, which is 1 or more.
+
+        From the second unit on all parameters must be trained (docs/design/order.md, "Streams").
+        """
+        ahead: list[Unit] = []
+        for reference in self.predicted[self.cursor : self.cursor + 2 * limit]:
+            unit = reference()
+            if unit is not None and unit.groups:
+                if ahead and not unit.is_trained:
+                    break
+                ahead.append(unit)
+                if len(ahead) == limit:
+                    break
+        return ahead
+
+    def end_call(self, unit: weakref.ref[Unit], call: Call | None) -> None:
+        """Record that a call of a unit has ended, which backward may come to.
+
+        Args:
+            call: None if backward comes to the call on other ranks only.
+        """
+        if call is not None:
+            if unit not in self.first_begins:
+                self.first_begins[unit] = call.begin
+            call.forward_pass, call.position = self, len(self.ended)
+        self.ended.append(unit)
+
+    def next(self) -> ForwardPass:
+        """Return the pass after this one, as the root's next forward begins."""
+        return ForwardPass(self.begun or self.predicted)
+
+    def after_backward(self) -> ForwardPass:
+        """Return a pass for calls outside of the root after a backward, until the root's next forward."""
+        return ForwardPass(self.predicted, self.begun, self.cursor)
+
+
+class Call:
+    """A forward call of a unit; the autograd hooks on the outputs keep it alive.
+
+    The root's clock counts the beginnings and ends of calls (docs/design/order.md, "The clock").
+
+    Attributes:
+        begin: the clock when the call began. end: when it ended; ``begin`` until then.
+        moment: ``freshness.MOMENTS`` when the call began.
+        first_node: autograd's sequence number for the first node that the call's thread made after its beginning.
+        forward_pass: the pass that the call ended in; None if the call ran in a backward, or if backward does not
+            come through its outputs. position: the place of the call in ``forward_pass.ended``.
+        is_pending: True while the call is in ``Unit.pending_calls``.
+        is_due: True for a call that a reentrant checkpoint made in a backward, which will come to this call.
         entered: the number of the last backward that reached its outputs; 0 for none so far. task: autograd's number of
-            the graph in which it did; that of one inside of another is higher.
-        moment: of optimizers' steps when it began (``freshness.MOMENTS``).
-        first_node: autograd's sequence number of the first node that the call's thread made in it.
-        is_expected: whether the unit has it among the calls whose backward may still come. is_due: whether it was
-            computed in a backward for that backward alone, by a reentrant checkpoint.
+            the graph in which it did; a graph inside of another has the higher number.
     """
 
     __slots__ = (
-        "__weakref__", "_unit", "begin", "end", "entered", "first_begin", "first_node", "is_due", "is_expected",
-        "moment", "position", "task", "trail",
+        "__weakref__", "_unit", "begin", "end", "entered", "first_node", "forward_pass", "is_due", "is_pending",
+        "moment", "position", "task",
     )  # fmt: skip
 
     def __init__(self, unit: Unit, begin: int) -> None:
         self._unit = unit.reference
-        self.begin = self.first_begin = begin
-        self.end = begin
-        self.position = 0
-        self.trail: list[weakref.ref[Unit]] = []
-        self.entered = self.task = 0
+        self.begin = self.end = begin
         self.moment = MOMENTS[0]
         self.first_node = _next_sequence_number()
-        self.is_due = self.is_expected = False
+        self.forward_pass: ForwardPass | None = None
+        self.position = 0
+        self.is_pending = self.is_due = False
+        self.entered = self.task = 0
 
     @property
     def unit(self) -> Unit:
         """The unit that was called; graphs do not keep models alive.
 
         Raises:
-            StateError: it is gone.
+            StateError: the unit was deleted.
         """
         unit = self._unit()
         if unit is None:
@@ -93,61 +163,42 @@ class Call:
             )
         return unit
 
+    def units_before(self) -> Iterator[Unit]:
+        """Yield the units whose calls ended before this one in the same forward pass, the latest first."""
+        if self.forward_pass is not None:
+            for position in range(self.position - 1, -1, -1):
+                unit = self.forward_pass.ended[position]()
+                if unit is not None:
+                    yield unit
 
-_values: Callable[[dict[str, Any]], Iterable[Any]] = dict.values
-
-
-@dataclass(eq=False)
-class Tree:
-    """The modules and the places of parameters below one module of a unit, as ``added_params.py`` found them last.
-
-    Attributes:
-        ignored: where the parameters are that the caller asked to leave alone: a dictionary's identity and a name.
-        modules, parameters: the dictionaries of all modules below. children, absent: what was in these, None
-            before the first look, and whether.
-        frozen: places of parameters that nobody shards and nobody trains.
-    """
-
-    ignored: dict[tuple[int, str], Any]
-    modules: list[dict[str, nn.Module | None]] = field(default_factory=list)
-    children: list[nn.Module | None] | None = None
-    parameters: list[dict[str, nn.Parameter | None]] = field(default_factory=list)
-    absent: list[bool] = field(default_factory=list)
-    frozen: list[tuple[dict[str, nn.Parameter | None], str]] = field(default_factory=list)
-
-    def is_changed(self) -> bool:
-        """Whether modules or parameters were added since the last look, or what was frozen is trained."""
-        modules = list(chain.from_iterable(map(_values, self.modules)))
-        absent = list(map(operator.is_, chain.from_iterable(map(_values, self.parameters)), repeat(None)))
-        if modules != self.children or absent != self.absent:
-            return True
-        found = (registry.get(name) for registry, name in self.frozen)
-        return any(parameter is not None and parameter.requires_grad for parameter in found)
+    def first_begin(self) -> int:
+        """Return when the unit's first call in the same forward pass began."""
+        return self.begin if self.forward_pass is None else self.forward_pass.first_begins[self._unit]
 
 
 class Unit:
     """Modules that are gathered, resharded and reduced together.
 
     Attributes:
-        name: path of the (first) module below the root, for messages.
-        reference: weak, for whoever must not keep the unit alive.
-        groups: the parameter groups; empty for a module without parameters of its own.
-        root: what it shares with the other units of its model.
-        reshard_after_forward: as asked; None means when the next unit runs, but not for the root. Groups that keep a
-            part for backward know it themselves.
-        rests_final: whether no axis is left to reduce when the last backward has closed it.
-        requires_all_reduce: whether the last backward also reduces over axes that hold partial sums.
-        requires_gradient_sync: False keeps gradients here, unreduced, until a backward with True.
-        weight_state: where its weights are; changed by ``unshard``, ``wait_for_unshard`` and ``reshard`` alone.
-        num_holds: how many ``unsharded()`` blocks keep its weights gathered; ``reshard`` leaves them there then.
-            held_version: what ``main_version`` was when the first of them began.
-        gather_ticket: of the gather under way, None where all weights rest whole.
-        slots: where the memory of gathered weights and packed gradients comes from.
-        inner: units inside of this one, all of which were made before it.
-        calls: whose backward may still come. trail, first_begin: the pass of its last watched call, and when its first
-            one in that pass began.
-        open_call: that runs; pending_modules: which modules, by identity, have still to run in it.
-        trees: by the id of the module.
+        name: the path of the unit's (first) module below the root, for messages.
+        reference: a weak reference to the unit, for objects that must not keep it alive.
+        groups: the parameter groups; empty if other units have all parameters of the module.
+        root: the state that all units of the model share.
+        reshard_after_forward: the user's setting. None reshards a unit below the root when the next unit runs, and
+            does not reshard the root. Groups store an int k (``ParameterGroup``).
+        rests_final: True if the reductions in backward leave no axis to reduce once per step.
+        requires_all_reduce: True if the last backward also reduces over axes that hold partial sums.
+        requires_gradient_sync: False keeps gradients unreduced on this rank until a backward with True.
+        weight_state: changed only by ``unshard``, ``wait_for_unshard`` and ``reshard``.
+        num_holds: how many ``unsharded()`` blocks the unit is in; ``reshard`` does nothing then.
+        held_version: ``main_version`` when the first of these blocks began.
+        gather_ticket: the ticket of a gather that compute has not waited for; None without a gather, or if all weights
+            rest whole.
+        slots: the source of memory for gathered weights and packed gradients.
+        inner: the units inside of this unit, which were made before it.
+        pending_calls: weak references to the calls that a backward may still enter, the oldest first.
+        open_call: the call that runs, or None. pending_modules: the ids of the modules that have still to run in it.
+        trees: for each module of the unit, by its id, the modules and parameters below it.
     """
 
     root: Root
@@ -161,7 +212,7 @@ class Unit:
         self.modules = [weakref.ref(module) for module in modules]
         self.hold(groups)
         self.module_ids = frozenset(map(id, modules))
-        self.trees: dict[int, Tree] = {}
+        self.trees: dict[int, ModuleTree] = {}
         self.inner: list[weakref.ref[Unit]] = []
         self.slots = SlotChoice()
         self.reshard_after_forward: bool | None = None
@@ -174,20 +225,18 @@ class Unit:
         self.gather_ticket: Ticket | None = None
         self.gradients: tuple[GradientBuffer, ...] = ()
         self.num_gradients, self.rests_final, self.is_trained = 0, True, False
-        self.calls: list[weakref.ref[Call]] = []
-        self.trail: list[weakref.ref[Unit]] | None = None
-        self.first_begin = 0
+        self.pending_calls: list[weakref.ref[Call]] = []
         self.open_call: Call | None = None
         self.pending_modules: set[int] = set()
 
     def hold(self, groups: Sequence[ParameterGroup]) -> None:
-        """Have these parameter groups from now on."""
+        """Replace the parameter groups of the unit."""
         self.groups = tuple(groups)
         for group in groups:
             group.unit, group.module = id(self), self.modules[0]
 
     def count_gradients(self) -> None:
-        """Take notice of gradient buffers that were made, and of parameters that were frozen or unfrozen."""
+        """Update the attributes that depend on which parameters are trained and which groups have gradient buffers."""
         self.gradients = tuple(group.gradients for group in self.groups if group.gradients is not None)
         self.num_gradients = sum(sum(buffer.binding.trained) for buffer in self.gradients)
         self.is_trained = self.num_gradients == sum(len(group.parameters) for group in self.groups)
@@ -195,18 +244,18 @@ class Unit:
 
     @property
     def gathered_bytes(self) -> int:
-        """The bytes of the weights that are released between uses, while they are gathered."""
+        """The bytes that a gather of the unit allocates; weights that rest whole do not count."""
         return sum(group.gathered.nbytes for group in self.groups if not group.rests_whole)
 
     def show_sharded(self) -> None:
-        """Show the sharded parameters, while gathered weights may stay for the backward that follows."""
+        """Register the sharded parameters in the modules without releasing the gathered weights."""
         if self.num_holds:
             return
         for group in self.groups:
             group.fsdp_params.module_infos.show(is_gathered=False)
 
     def is_stale(self) -> bool:
-        """Whether weights that are gathered, or on their way, are older than the main weights, or were changed."""
+        """Return whether the gathered weights are older than the main weights, or were changed in place."""
         for group in self.groups:
             is_changed = self.weight_state is WeightState.UNSHARDED and group.fsdp_params.changed_in_place()
             if is_changed or group.freshness.is_stale():
@@ -214,20 +263,20 @@ class Unit:
         return False
 
     def main_version(self) -> int:
-        """Return a number that every change of the main weights that PyTorch counts makes larger."""
+        """Return the sum of the version counters of the main weights."""
         return sum(tensor._version for group in self.groups for tensor in group.fsdp_params.counted)
 
     def refuse_replaced_params(self) -> None:
-        """Refuse whatever is registered in the place of a parameter."""
+        """Call ``on_replaced`` of the hooks if a module has another tensor registered under a parameter's name."""
         for group in self.groups:
             if group.fsdp_params.module_infos.is_replaced():
                 for hook in self.root.hooks:
                     hook.on_replaced(group)
 
     def reshards_after_forward(self) -> bool:
-        """Whether the unit gives its gathered weights back between forward and backward.
+        """Return whether the unit releases its gathered weights between forward and backward.
 
-        One that was not told to does so when the next unit runs, so the last one of a forward keeps its weights.
+        By default a unit below the root does so when the next unit runs; the last unit of a forward keeps its weights.
         """
         if self.reshard_after_forward is None:
             return self is not self.root.outermost()
@@ -236,10 +285,13 @@ class Unit:
     # ------------------------------------------------------------------ weights
 
     def unshard(self, *, check: bool) -> None:
-        """Issue the gather of the weights, unless they are there or on their way; ``wait_for_unshard`` shows them.
+        """Issue the gather of the weights, unless they are gathered or a gather was issued.
+
+        ``wait_for_unshard`` shows the weights in the modules.
 
         Args:
-            check: look whether main weights changed since the last gather; backward need not, as nothing steps between.
+            check: True in forward, to look whether main weights changed since the last gather. False in backward,
+                because no optimizer steps between a forward and its backward.
         """
         if self.weight_state is not WeightState.SHARDED or not self.groups:
             return
@@ -248,17 +300,17 @@ class Unit:
         if listeners:
             tell("gather", self)
         self.gather_ticket = start_gathers(self.groups, check=check, owner=id(self))
-        # Last, so that whatever is raised before (an interrupt, out of memory) leaves nothing that looks gathered.
+        # Last: after an error above (an interrupt, out of memory) the unit must not look gathered.
         self.weight_state = WeightState.GATHERING
 
     def wait_for_unshard(self) -> None:
-        """Make compute wait for a gather that was issued, and show the gathered weights in the modules.
+        """Make compute wait for the gather that was issued, and show the gathered weights in the modules.
 
         Raises:
-            AgreementError: the gather did not end.
+            AgreementError: the gather failed or timed out.
         """
         if self.weight_state is WeightState.UNSHARDED:
-            # They may rest for a while, or ``functional_call`` has put back what it found.
+            # Modules may show the sharded parameters, after ``show_sharded`` or ``functional_call``.
             for group in self.groups:
                 group.fsdp_params.module_infos.show(is_gathered=True)
         if self.weight_state is not WeightState.GATHERING:
@@ -269,7 +321,7 @@ class Unit:
             try:
                 self.gather_ticket.wait()
             except (AgreementError, MeshError, RuntimeError) as error:
-                # No use waits for this gather once more.
+                # The next use must issue another gather.
                 self.weight_state = WeightState.SHARDED
                 if not isinstance(error, RuntimeError):
                     raise
@@ -282,7 +334,7 @@ class Unit:
             tell("unsharded", self)
 
     def reshard(self, *, keep_part: bool = False) -> None:
-        """Show the sharded parameters and release the gathered weights, which are there or on their way.
+        """Show the sharded parameters, and release the gathered weights.
 
         Args:
             keep_part: as in ``ParameterGroup.release``.
@@ -296,7 +348,7 @@ class Unit:
         for group in self.groups:
             group.fsdp_params.module_infos.show(is_gathered=False)
         self.weight_state = WeightState.SHARDED
-        # An error that is being handled is what should be seen; the next reshard finds the change as well.
+        # The user must see the error that is being handled. The next reshard reports the change in place.
         is_raising = sys.exc_info()[0] is not None
         changed: Sequence[torch.Tensor] = ()
         for group in self.groups:
@@ -307,7 +359,11 @@ class Unit:
     # ------------------------------------------------------------------ calls
 
     def begin_call(self, module: nn.Module) -> Call | None:
-        """Note that a module of the unit runs; return the call of the unit that begins with it; None for none."""
+        """Record that a module of the unit runs.
+
+        Returns:
+            The unit's call that begins with this module; None if the call began with another module.
+        """
         if self.open_call is not None and id(module) in self.pending_modules:
             self.pending_modules.discard(id(module))
             return None
@@ -318,62 +374,71 @@ class Unit:
         return call
 
     def end_call(self, call: Call) -> None:
-        """Note that the last module of a call has run."""
+        """Record that the last module of a call has run."""
         self.open_call = None
         self.root.clock += 1
         call.end = self.root.clock
 
-    def calls_not_entered(self, backward: int, end: float = math.inf) -> list[Call]:
-        """Return the calls that a backward has not entered and may still enter, or not, that began until ``end``."""
+    def calls_to_come(self, backward: int, end: float = math.inf) -> list[Call]:
+        """Return the pending calls that began at or before ``end`` and that this backward has not entered."""
         return [
             call
-            for reference in self.calls
+            for reference in self.pending_calls
             if (call := reference()) is not None and call.entered != backward and call.begin <= end
         ]
 
-    def forget(self, backward: int) -> None:
-        """Expect no further backward of the calls entered in the given one; a retained graph may bring it anyway."""
+    def drop_entered(self, backward: int) -> None:
+        """Drop the pending calls that this backward has entered; with a retained graph another may enter them again."""
         kept = []
-        for reference in self.calls:
+        for reference in self.pending_calls:
             call = reference()
             if call is not None:
-                call.is_expected = call.entered != backward
-                if call.is_expected:
+                call.is_pending = call.entered != backward
+                if call.is_pending:
                     kept.append(reference)
-        self.calls = kept
+        self.pending_calls = kept
 
-    def expect(self, call: Call) -> None:
-        """Expect a backward of ``call``, as long as the hooks on its outputs keep it alive."""
-        if not call.is_expected:
-            call.is_expected = True
-            self.calls.append(weakref.ref(call))
-            if len(self.calls) > 1:
-                self.calls = sorted((reference for reference in self.calls if reference() is not None), key=_begin)
+    def add_pending(self, call: Call) -> None:
+        """Add a call to the pending ones, where it stays as long as the hooks on its outputs keep it alive."""
+        if not call.is_pending:
+            call.is_pending = True
+            self.pending_calls.append(weakref.ref(call))
+            if len(self.pending_calls) > 1:
+                living = [reference for reference in self.pending_calls if reference() is not None]
+                self.pending_calls = sorted(living, key=_begin)
 
 
 class BackwardState:
-    """How far the backwards of one root are; ``backward.py`` changes it. FSDP2's ``FSDPStateContext``.
+    """The state of the backwards of one root (FSDP2's ``FSDPStateContext``).
 
-    Attributes:
-        is_last: whether the next backward ends an optimizer step's gradient accumulation.
-        number: how many backwards there were so far. is_under_way: whether the last one of them has not ended.
-        has_streams: whether a unit's device has them. max_packed_buffers: how many units' packed gradients may live at
-            once.
-        is_manual: whether a backward leaves it to a ``final_callback`` outside of it to complete the gradients.
-        is_unfinished: whether that is still to come. awaited: identity of the handle to be waited for.
-        active: units that this backward is in, or whose weights it has gathered once more. Weak, so that a model whose
-            backward raised is freed when it is deleted. entered: the oldest call of each unit that it has come to.
-            repeated: the last one of each unit that it has computed again. All by identity.
-        closed: units whose gradients it has done with. deferred: those that were closed when nothing had a gradient
-            yet.
-        has_gradients: whether anything has a gradient, or will have. task: autograd's number of the graph that it
-            began in.
-        ending: what autograd calls at the end; dead when the backward has raised, None where none is under way.
-        has_sums: whether ``.grad`` of a parameter may show a sum under way.
+    Attributes that the user's settings determine:
+        is_last: True if the next backward is the last of an optimizer step; ``set_is_last_backward``.
+        is_manual: True if ``finalize_backward`` completes the gradients, and not the backward itself.
+        has_streams: True if the device of a unit has streams.
+        max_packed_buffers: how many units may have packed gradients at once.
+
+    Attributes that belong to one backward, from ``begin_backward`` to ``final_callback``:
+        is_under_way: True during a backward.
+        ending: a weak reference to the callback that autograd calls at the end; None outside of a backward. The
+            callback dies with a backward that raises.
+        task: autograd's number for the graph that the backward began with.
+        has_gradients: True once a parameter has got a gradient, or will get one for certain.
+        active: the units that backward is in, and units gathered again after backward left them. The references are
+            weak: a model is freed when it is deleted, even if its backward raised.
+        entered: for each unit, the oldest call that this backward has reached.
+        repeated: for each unit, the last call that a checkpoint made in this backward.
+        closed: the units that were reduced, or need not be.
+        deferred: the units that were closed before any parameter had a gradient, and are not reduced yet.
+
+    Attributes that go from one backward to the next:
+        number: how many backwards have begun.
+        is_unfinished: True if ``finalize_backward`` has still to complete gradients. awaited: the id of the
+            ``GradientReductionHandle`` that was not waited for; 0 for none.
+        has_sums: True if ``.grad`` of a parameter may show a sum that is not final.
         num_flags_set: ``NUM_FLAGS_SET`` when the last backward began.
-        reducing: units whose gradients are being reduced, in the order of issue.
-        lenders: whose gradients a lane still reads, oldest first.
-        wired: of the reduction issued last whose wire has memory until the host has waited.
+        reducing: the units whose reductions compute has not waited for, oldest first.
+        lenders: the packers that hold gradients which a lane reads, oldest first.
+        wired: without streams, the ticket of the last reduction that uses the buffer in the reduce dtype.
     """
 
     def __init__(self, units: Iterable[Unit]) -> None:
@@ -385,10 +450,10 @@ class BackwardState:
         self.max_packed_buffers = 2 if self.has_streams else 1
         self.is_manual = self.is_unfinished = False
         self.awaited = 0
-        self.active: dict[int, weakref.ref[Unit]] = {}
-        self.entered: dict[int, Call] = {}
-        self.repeated: dict[int, Call] = {}
-        self.closed: set[int] = set()
+        self.active: dict[weakref.ref[Unit], None] = {}
+        self.entered: dict[weakref.ref[Unit], Call] = {}
+        self.repeated: dict[weakref.ref[Unit], Call] = {}
+        self.closed: set[weakref.ref[Unit]] = set()
         self.deferred: list[weakref.ref[Unit]] = []
         self.has_gradients = False
         self.task = -1
@@ -401,28 +466,26 @@ class BackwardState:
 
 
 class Root:
-    """What the units below one root share: the order in which they run, and who is told of it.
+    """The state that all units below one root share.
 
-    Each forward pass is recorded and predicts the next one. A pass that takes another way is met by gathers on demand,
-    and becomes the next prediction.
+    Each forward pass is recorded and predicts the next pass. A unit that was not predicted is gathered when it runs.
 
     Args:
-        outermost: the root unit. units: all units that are served, with that one.
+        outermost: the root unit.
+        units: all units of the root, the root unit included.
 
     Attributes:
-        outermost: weakly.
-        hooks: what is told of the steps; empty for none. collective_hooks: those of them that see each collective.
+        outermost: a weak reference to the root unit.
+        hooks: the attached checks and variants. collective_hooks: the hooks that are called for each collective.
         order: an order of collectives that all ranks share (``set_forward_order``); None for the order of calls.
-        backward: how far backward is.
-        step_event: recorded after an optimizer step, awaited by the next forward; None for none.
-        prefetch_bytes: of gathered weights that may be gathered ahead of their use; None counts units instead.
-        trail: the units of this forward pass that were left, in order, for each call that backward may come to.
-        clock: counts beginnings and ends of calls.
-        recorded, expected: the units of this pass and of the last one, in the order of their calls. cursor: where this
-            pass is in ``expected``.
-        lingering: the unit that forward left last, whose weights stay until the next one is needed: backward may be
+        backward: the state of backwards.
+        step_event: recorded after an optimizer step; the next forward waits for it. None if no step was recorded.
+        prefetch_bytes: the limit on weights gathered ahead; None limits the number of units instead.
+        forward_pass: the forward pass that runs, or ran last.
+        clock: how many beginnings and ends of calls there were (docs/design/order.md, "The clock").
+        lingering: the unit that ran last in forward. The weights stay until the next unit runs, because backward may be
             next.
-        ahead: the units that were gathered ahead of their use last.
+        ahead: the units of the last prefetch.
     """
 
     def __init__(self, outermost: Unit, units: Iterable[Unit]) -> None:
@@ -435,27 +498,24 @@ class Root:
         self.backward = BackwardState(units)
         self.step_event: Event | None = None
         self.prefetch_bytes: int | None = None
-        self.trail: list[weakref.ref[Unit]] = []
+        self.forward_pass = ForwardPass([])
         self.clock = 0
-        self.recorded: list[weakref.ref[Unit]] = []
-        self.expected: list[weakref.ref[Unit]] = []
-        self.cursor = 0
         self.lingering: weakref.ref[Unit] | None = None
         self.ahead: list[weakref.ref[Unit]] = []
         for unit in units:
             unit.root = self
 
     def attach(self, hooks: Iterable[StepHooks[Unit, Call]]) -> None:
-        """Tell these objects of the steps from now on, and no others."""
+        """Replace the hooks."""
         self.hooks = tuple(hooks)
         self.collective_hooks = tuple(hook for hook in self.hooks if sees_collectives(hook))
 
     def units(self) -> list[Unit]:
-        """Return the units served, in the order in which the root's modules are registered."""
+        """Return the units in the registration order of the root's modules."""
         return alive(self._units)
 
     def prefetch(self, units: Sequence[Unit], *, check: bool) -> None:
-        """Issue predicted gathers, unless another one predicted is still unused: memory is for these alone."""
+        """Issue gathers ahead of use, unless an earlier prefetch is still unused: its weights take the memory."""
         for reference in self.ahead:
             ahead = reference()
             if ahead is not None and ahead.weight_state is WeightState.GATHERING and ahead not in units:
@@ -467,7 +527,7 @@ class Root:
             self.ahead.append(unit.reference)
 
     def within_budget(self, following: Iterable[Unit]) -> list[Unit]:
-        """Return the first of the units that use weights next: one, and more while they fit into ``prefetch_bytes``."""
+        """Return the leading units of ``following``, as many as fit into ``prefetch_bytes``, and at least one."""
         assert self.prefetch_bytes is not None
         units: list[Unit] = []
         left = self.prefetch_bytes
@@ -481,11 +541,11 @@ class Root:
         return units
 
     def prefetched(self) -> list[Ticket]:
-        """Return the tickets of predicted gathers that are on their way."""
+        """Return the tickets of the last prefetch's gathers that compute has not waited for."""
         return [unit.gather_ticket for unit in alive(self.ahead) if unit.gather_ticket is not None]
 
     def release_lingering(self, unit: Unit | None = None) -> None:
-        """Reshard the unit that forward left last, now that another one runs."""
+        """Reshard the unit that ran last in forward, because ``unit`` runs now."""
         if self.lingering is not None:
             lingering, self.lingering = self.lingering(), None
             if lingering is None or lingering is unit or lingering.open_call is not None:
@@ -495,7 +555,7 @@ class Root:
 
 
 def alive(references: Iterable[weakref.ref[Unit]]) -> list[Unit]:
-    """Return the units that still exist."""
+    """Return the units that were not deleted."""
     return [unit for reference in references if (unit := reference()) is not None]
 
 
@@ -511,11 +571,11 @@ def units_below(module: object) -> Iterator[Unit]:
 
 
 task_id: Callable[[], int] = torch._C._current_graph_task_id
-"""Autograd's number of the graph that it is going through in this thread; -1 for none."""
+"""Return autograd's number for the graph that this thread is running; -1 outside of backward."""
 
 
 def is_in_backward() -> bool:
-    """Whether autograd is running a backward in this thread."""
+    """Return whether autograd is running a backward in this thread."""
     return task_id() != -1
 
 

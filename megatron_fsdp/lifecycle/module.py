@@ -15,7 +15,7 @@ from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 
-from megatron_fsdp.engine.backward import final_callback, reset, start_pending_reductions
+from megatron_fsdp.engine.final_callback import final_callback, reset, start_pending_reductions
 from megatron_fsdp.engine.fused_linear import fuse_linear_layers
 from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.engine.root import post_forward, pre_forward
@@ -454,7 +454,7 @@ class FSDPModule:
                     registry[attribute] = None
             result = super()._apply(fn, recurse)  # type: ignore[misc]
             for group in unit.groups:
-                apply_to_group(group, fn, is_awaited=any(call() is not None for call in unit.calls))
+                apply_to_group(group, fn, is_awaited=any(call() is not None for call in unit.pending_calls))
         finally:
             for group in unit.groups:
                 group.fsdp_params.module_infos.register()

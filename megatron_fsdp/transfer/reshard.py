@@ -155,7 +155,7 @@ def _check(model: nn.Module, units: Sequence[Unit], optimizers: Sequence[Optimiz
             )
         unit.reshard()
         for group in unit.groups:
-            _check_group(group, is_awaited=any(call() is not None for call in unit.calls))
+            _check_group(group, is_awaited=any(call() is not None for call in unit.pending_calls))
     settle_host()
     parameters = [param for unit in units for group in unit.groups for param in group.parameters.values()]
     given = set(map(id, optimizers))

@@ -16,16 +16,17 @@ import torch
 from torch import nn
 
 from dbuffer.dtensor.placed_tensor import NUM_FLAGS_SET
-from megatron_fsdp.engine.backward import post_backward, pre_backward, release
+from megatron_fsdp.engine.backward import pre_backward
 from megatron_fsdp.engine.outputs import map_tensors, watch_output
-from megatron_fsdp.engine.unit import Call, Root, Unit, WeightState, alive, units_below
+from megatron_fsdp.engine.post_backward import post_backward, release
+from megatron_fsdp.engine.unit import Call, ForwardPass, Root, Unit, WeightState, alive, units_below
 from megatron_fsdp.errors import ConfigError, StateError
 
 __all__ = ["ForwardOrder", "order_of", "share_forward_order"]
 
 
-class ForwardPass(list[weakref.ref[Unit]]):
-    """The trail of one forward pass, and how far forward and backward have come in the order.
+class Progress:
+    """How far one forward pass and its backward have come in the order.
 
     Attributes:
         reached: how many units of the order have been gathered in forward.
@@ -36,7 +37,6 @@ class ForwardPass(list[weakref.ref[Unit]]):
     __slots__ = ("closed", "issued", "passed", "reached")
 
     def __init__(self) -> None:
-        super().__init__()
         self.reached = 0
         self.passed: set[int] = set()
         self.issued: set[int] = set()
@@ -69,21 +69,24 @@ class ForwardOrder:
         # Weakly, as it holds this order.
         self._root_reference = weakref.ref(root)
         self._units = [unit.reference for unit in given]
-        self._places = {id(unit): place for place, unit in enumerate(given)}
+        self._places = {unit.reference: place for place, unit in enumerate(given)}
         # Places of the units inside of each unit.
         self._inner = [
-            {self._places[id(other)] for other in alive(unit.inner) if id(other) in self._places} for unit in given
+            {self._places[other.reference] for other in alive(unit.inner) if other.reference in self._places}
+            for unit in given
         ]
         self._backward = self._ends()[::-1]
         self._turns = {place: turn for turn, place in enumerate(self._backward)}
         self._num_flags_set = -1
         self._is_gathered: list[bool] = []
-        self._pass = ForwardPass()
+        # One for each pass that a living call belongs to; ``_forward`` is that of the pass that began last.
+        self._progress: weakref.WeakKeyDictionary[ForwardPass, Progress] = weakref.WeakKeyDictionary()
+        self._forward = Progress()
         self._is_open = False
-        # What was being handled when the pass began: a user may retry inside of ``except``.
+        # The exception that was being handled when the pass began, because a user may retry inside of ``except``.
         self._handled: BaseException | None = None
-        # The pass that backward is in.
-        self._entered: ForwardPass | None = None
+        # The progress of the pass that backward is in; None outside of backward.
+        self._entered: Progress | None = None
 
     def _ends(self) -> list[int]:
         """Return places in the order in which calls end: a unit after the units inside of it."""
@@ -107,7 +110,7 @@ class ForwardOrder:
 
     def place_of(self, unit: Unit) -> int | None:
         """Return the place of a unit; None for the root."""
-        return self._places.get(id(unit))
+        return self._places.get(unit.reference)
 
     def _unit(self, place: int) -> Unit:
         unit = self._units[place]()
@@ -115,7 +118,7 @@ class ForwardOrder:
         return unit
 
     def _gathers_in_backward(self, place: int) -> bool:
-        """Whether all ranks gather this unit in backward: it is trained, or something before it is."""
+        """Return whether all ranks gather this unit in backward: it is trained, or a unit before it is."""
         if self._num_flags_set != NUM_FLAGS_SET[0]:
             self._num_flags_set, self._is_gathered = NUM_FLAGS_SET[0], []
             outermost = self._root.outermost()
@@ -126,17 +129,17 @@ class ForwardOrder:
         return self._is_gathered[place] and self._unit(place).unshards_in_backward
 
     def stays(self, unit: Unit) -> bool:
-        """Whether the unit keeps its weights from forward to backward because backward begins with it."""
+        """Return whether the unit keeps its weights from forward to backward because backward begins with it."""
         is_first = bool(self._backward) and self._units[self._backward[0]]() is unit
         is_wanted = unit.reshard_after_forward is None and bool(unit.num_gradients)
         return is_first and is_wanted and torch.is_grad_enabled()
 
     # ------------------------------------------------------------------ forward
 
-    def begin_pass(self) -> ForwardPass:
-        """Return the trail of a forward pass of the root."""
-        self._pass, self._is_open, self._handled = ForwardPass(), True, sys.exc_info()[1]
-        return self._pass
+    def begin_pass(self) -> None:
+        """Begin to follow ``Root.forward_pass``, which has just begun."""
+        self._forward = self._progress[self._root.forward_pass] = Progress()
+        self._is_open, self._handled = True, sys.exc_info()[1]
 
     def before_call(self, unit: Unit) -> None:
         """Gather the units before this one that this rank has skipped.
@@ -147,13 +150,13 @@ class ForwardOrder:
         place = self.place_of(unit)
         if place is None or unit.num_holds:
             return
-        if place < self._pass.reached or not self._is_open:
+        if place < self._forward.reached or not self._is_open:
             if unit.weight_state is WeightState.UNSHARDED and not unit.is_stale():
                 # It needs no collective.
                 return
             self._refuse(unit)
         self._skip_to(place)
-        self._pass.reached = place + 1
+        self._forward.reached = place + 1
 
     def _refuse(self, unit: Unit) -> None:
         if not self._is_open:
@@ -162,7 +165,7 @@ class ForwardOrder:
                 "it. fix: call it inside the root's forward; megatron_fsdp.register_fsdp_forward_method(root, name) "
                 "makes another method of the root count as one; in evaluation, `with megatron_fsdp.unsharded(model):`"
             )
-        last = self._unit(self._pass.reached - 1)
+        last = self._unit(self._forward.reached - 1)
         raise StateError(
             f"unit {unit.name!r} was called when the forward order had reached unit {last.name!r}: it comes before "
             "that, or was called twice. fix: root.set_forward_order([...]) with the units in the order of their first "
@@ -170,8 +173,8 @@ class ForwardOrder:
         )
 
     def _skip_to(self, place: int) -> None:
-        for skipped in range(self._pass.reached, place):
-            self._pass.reached = skipped + 1
+        for skipped in range(self._forward.reached, place):
+            self._forward.reached = skipped + 1
             self._take_part(skipped)
 
     def _take_part(self, place: int) -> None:
@@ -190,7 +193,7 @@ class ForwardOrder:
     def following(self, limit: int) -> list[Unit]:
         """Return the units to gather ahead of their use."""
         ahead: list[Unit] = []
-        for place in range(self._pass.reached, min(len(self._units), self._pass.reached + limit)):
+        for place in range(self._forward.reached, min(len(self._units), self._forward.reached + limit)):
             following = self._unit(place)
             if ahead and not following.is_trained:
                 break
@@ -198,7 +201,11 @@ class ForwardOrder:
         return ahead
 
     def end_pass(self) -> Unit | None:
-        """Take part in the rest, unless forward raised; return the unit that stays gathered for backward."""
+        """Gather the units that this rank has skipped, unless forward raised.
+
+        Returns:
+            The unit that stays gathered for backward.
+        """
         has_raised, self._handled = sys.exc_info()[1] is not self._handled, None
         is_open, self._is_open = self._is_open, False
         if has_raised or not is_open:
@@ -224,7 +231,7 @@ class ForwardOrder:
 
     def lead_backward(self, call: Call, output: Any) -> Any:
         """Return outputs of the root that lead backward into it, where this rank used no trained parameter."""
-        if call.is_expected or not any(unit.num_gradients for unit in self._root.units()):
+        if call.is_pending or not any(unit.num_gradients for unit in self._root.units()):
             return output
         anchor = torch.zeros((), requires_grad=True)
 
@@ -241,47 +248,51 @@ class ForwardOrder:
     # ------------------------------------------------------------------ backward
 
     def enter(self, unit: Unit, call: Call) -> None:
-        """Take part in what comes before this unit in backward, and reduce what backward has passed."""
+        """Issue the collectives of the units before this one in backward that this rank has skipped."""
         # Other ranks may have gradients, so that nothing waits for this one's first.
         self._root.backward.has_gradients = True
-        trail = call.trail
-        if not isinstance(trail, ForwardPass):
+        progress = self._progress_of(call)
+        if progress is None:
             return
-        if self._entered is not trail:
+        if self._entered is not progress:
             self.finish()
-            self._entered = trail
+            self._entered = progress
         place = self.place_of(unit)
         if place is not None and not _is_further(unit, call):
-            self._pass_by(trail, place)
+            self._pass_by(progress, place)
 
-    def _pass_by(self, trail: ForwardPass, place: int) -> None:
-        """Do what the other ranks do for the units whose turn was before that of ``place``, and reduce what it ends."""
+    def _progress_of(self, call: Call) -> Progress | None:
+        """Return the progress of the pass of a call; None for a call in a backward or outside of the root's forward."""
+        return None if call.forward_pass is None else self._progress.get(call.forward_pass)
+
+    def _pass_by(self, progress: Progress, place: int) -> None:
+        """Issue the collectives of the units before ``place`` in backward, and reduce the units that it has left."""
         for earlier in self._backward[: self._turns[place]]:
-            self._skip(trail, earlier)
-        trail.passed.add(place)
-        self._close_after(trail, place)
+            self._skip(progress, earlier)
+        progress.passed.add(place)
+        self._close_after(progress, place)
 
-    def _skip(self, trail: ForwardPass, place: int) -> None:
+    def _skip(self, progress: Progress, place: int) -> None:
         """Issue the collectives of a rank that enters this unit, in its order, unless this rank has entered it."""
-        if place in trail.passed:
+        if place in progress.passed:
             return
-        trail.passed.add(place)
-        self._close_after(trail, place)
-        self._issue(trail, place)
-        self._issue_next(trail, place)
+        progress.passed.add(place)
+        self._close_after(progress, place)
+        self._issue(progress, place)
+        self._issue_next(progress, place)
         # Nothing of this rank's needs it, or backward would have come to it before.
         self._give_back(self._unit(place))
 
-    def _close_after(self, trail: ForwardPass, place: int) -> None:
+    def _close_after(self, progress: Progress, place: int) -> None:
         """Reduce the units that backward has left when it is at ``place``."""
         for later in range(len(self._units) - 1, place, -1):
             if later not in self._inner[place]:
-                self._close(trail, later)
+                self._close(progress, later)
 
-    def _issue(self, trail: ForwardPass, place: int) -> None:
+    def _issue(self, progress: Progress, place: int) -> None:
         """Issue the gather of a unit in its turn, unless its weights were kept."""
-        if place not in trail.issued:
-            trail.issued.add(place)
+        if place not in progress.issued:
+            progress.issued.add(place)
             if self._gathers_in_backward(place):
                 self._unit(place).unshard(check=False)
 
@@ -293,36 +304,36 @@ class ForwardOrder:
             unit.wait_for_unshard()
             unit.show_sharded()
 
-    def _close(self, trail: ForwardPass, place: int) -> None:
-        if place not in trail.closed:
-            trail.closed.add(place)
+    def _close(self, progress: Progress, place: int) -> None:
+        if place not in progress.closed:
+            progress.closed.add(place)
             unit = self._unit(place)
             release(unit)
-            # Of each pass in a backward there is one reduction, also where this rank entered the unit in one alone.
-            self._root.backward.closed.discard(id(unit))
+            # All ranks reduce once for each pass in a backward, even if this rank ran the unit in one pass only.
+            self._root.backward.closed.discard(unit.reference)
             post_backward(unit)
 
     def gather(self, entered: Unit, call: Call) -> None:
         """Issue the gather of the unit that backward has entered, and of the one that comes next."""
-        trail, place = self._entered, self.place_of(entered)
+        progress, place = self._entered, self.place_of(entered)
         if _is_further(entered, call):
             return
         if place is None:
             if entered.unshards_in_backward:
                 entered.unshard(check=False)
-        elif trail is not None:
-            self._issue(trail, place)
-        if trail is not None:
-            self._issue_next(trail, place)
+        elif progress is not None:
+            self._issue(progress, place)
+        if progress is not None:
+            self._issue_next(progress, place)
 
-    def _issue_next(self, trail: ForwardPass, place: int | None) -> None:
+    def _issue_next(self, progress: Progress, place: int | None) -> None:
         """Issue the gather of the unit whose turn follows that of ``place``; None is the root's."""
         following = -1 if place is None else self._turns[place]
         for earlier in self._backward[following + 1 :]:
             if self._gathers_in_backward(earlier):
-                self._issue(trail, earlier)
+                self._issue(progress, earlier)
                 break
-            trail.issued.add(earlier)
+            progress.issued.add(earlier)
 
     def before_recomputation(self, unit: Unit) -> None:
         """Issue the gathers of all units whose turn in backward is before this one's, which is computed again.
@@ -330,31 +341,31 @@ class ForwardOrder:
         Raises:
             StateError: by a reentrant checkpoint.
         """
-        trail, place = self._entered, self.place_of(unit)
+        progress, place = self._entered, self.place_of(unit)
         if place is None:
             return
-        if trail is None:
+        if progress is None:
             raise StateError(
                 f"unit {unit.name!r} is computed again before backward has come to an output of a unit, as in a "
                 "reentrant checkpoint; its gathers have no place in the forward order. fix: "
                 "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
             )
         for earlier in self._backward[: self._turns[place] + 1]:
-            if earlier not in trail.issued:
-                self._issue(trail, earlier)
+            if earlier not in progress.issued:
+                self._issue(progress, earlier)
                 other = self._unit(earlier)
-                calls = other.calls_not_entered(self._root.backward.number)
-                if earlier != place and not any(call.trail is trail for call in calls):
+                calls = other.calls_to_come(self._root.backward.number)
+                if earlier != place and all(self._progress_of(call) is not progress for call in calls):
                     self._give_back(other)
 
     def finish(self) -> None:
-        """Take part in what is left of the pass that backward is in."""
-        trail, self._entered = self._entered, None
-        if trail is not None:
+        """Issue the remaining collectives of the pass that backward is in."""
+        progress, self._entered = self._entered, None
+        if progress is not None:
             for place in self._backward:
-                self._skip(trail, place)
+                self._skip(progress, place)
             for place in range(len(self._units) - 1, -1, -1):
-                self._close(trail, place)
+                self._close(progress, place)
 
     def forget(self) -> None:
         """Forget a backward that raised."""
@@ -362,7 +373,7 @@ class ForwardOrder:
 
     @property
     def drains(self) -> bool:
-        """Whether compute may wait for reductions in backward: no rank waits there for a gather."""
+        """Return whether compute may wait for reductions in backward: no rank waits for a gather there."""
         return all(group.rests_whole for unit in alive(self._units) for group in unit.groups)
 
     def refuse_late(self, unit: Unit) -> None:
@@ -374,7 +385,7 @@ class ForwardOrder:
 
 
 class _Attached(torch.autograd.Function):
-    """A tensor as it is, whose backward does nothing."""
+    """An identity function whose backward gives no gradient."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
@@ -388,8 +399,8 @@ class _Attached(torch.autograd.Function):
 
 
 def _is_further(unit: Unit, call: Call) -> bool:
-    """Whether backward has its place at an earlier call of a unit that stays gathered, and not at this one."""
-    return call.begin > call.first_begin and unit.weight_state is WeightState.UNSHARDED
+    """Return whether the place of the unit in backward is an earlier call, because the unit stays gathered."""
+    return call.begin > call.first_begin() and unit.weight_state is WeightState.UNSHARDED
 
 
 def order_of(root: Root, units: Iterable[Unit] | None) -> ForwardOrder:
@@ -398,7 +409,7 @@ def order_of(root: Root, units: Iterable[Unit] | None) -> ForwardOrder:
 
 
 def share_forward_order(module: nn.Module) -> None:
-    """Give the units of a module the order in which modules are registered, each root an order of its own.
+    """Set the forward order of each root in a module to the order in which modules are registered.
 
     Raises:
         StateError: the module holds no unit.

@@ -27,6 +27,9 @@ MODULES = (
     "megatron_fsdp.engine.streams",
     "megatron_fsdp.engine.root",
     "megatron_fsdp.engine.backward",
+    "megatron_fsdp.engine.post_backward",
+    "megatron_fsdp.engine.last_reduction",
+    "megatron_fsdp.engine.final_callback",
     "megatron_fsdp.engine.unit",
     "megatron_fsdp.engine.param_group",
     "megatron_fsdp.lifecycle.make_param_group",
@@ -108,10 +111,10 @@ EQUIVALENT: dict[str, str] = {
     "final_callback: `drain(root, 0)` at the end of its block": (
         "compute has joined the lanes before anything reads what they reduced"
     ),
-    "_finish_last: without `ticket.wait()`": ("compute joins the lanes right after; on a CPU the host has to wait"),
-    "_issue_last: without `state.wired.wait()`": "there is one where there are no streams",
-    "_issue_last: `state.wired.wait()` at the end of its block": "there is one where there are no streams",
-    "_issue_last: `if state.wired is not None` taken as False": "there is one where there are no streams",
+    "finish_last: without `ticket.wait()`": ("compute joins the lanes right after; on a CPU the host has to wait"),
+    "_issue: without `state.wired.wait()`": "there is one where there are no streams",
+    "_issue: `state.wired.wait()` at the end of its block": "there is one where there are no streams",
+    "_issue: `if state.wired is not None` taken as False": "there is one where there are no streams",
     "Reduction.keep: `self.release()` at the start of its block": "nothing is issued between the two places",
     "Reduction.keep: without `self._reduced.reallocate_storage()`": (
         "a reduction takes the memory where it is not there"

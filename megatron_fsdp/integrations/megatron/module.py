@@ -13,7 +13,7 @@ from torch import nn
 from dbuffer import Replicate
 from dbuffer.collectives_rare import broadcast
 from megatron_fsdp.engine.accumulation import GradState
-from megatron_fsdp.engine.backward import final_callback
+from megatron_fsdp.engine.final_callback import final_callback
 from megatron_fsdp.engine.grads import GradientBuffer
 from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.engine.unit import Root, WeightState, units_below

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp import StateError, clip_grad_norm_, no_sync
-from megatron_fsdp.engine import backward as engine_backward
+from megatron_fsdp.engine import final_callback
 from megatron_fsdp.engine.unit import Root
 from tests.harness import on_ranks
 from tests.harness.models import Block, Headed, make_mesh, squared
@@ -95,7 +95,7 @@ def test_a_backward_that_raised_is_over_for_the_next_forward_while_a_thread_stil
     twins = Twins(build, strategy, **({"mesh": make_mesh((2, 1))} if strategy == "hsdp" else {}))
     model = twins.model
     held: list[Any] = []
-    queue = engine_backward._queue_final_callback
+    queue = final_callback._queue_final_callback
 
     def keep(root: Root) -> Any:
         reference = queue(root)
@@ -103,7 +103,7 @@ def test_a_backward_that_raised_is_over_for_the_next_forward_while_a_thread_stil
         held.append(reference())
         return reference
 
-    with mock.patch.object(engine_backward, "_queue_final_callback", keep):
+    with mock.patch.object(final_callback, "_queue_final_callback", keep):
         fail(model, 0)
     assert held[0] is not None
     # The task's end had not been seen when somebody may have dropped the gradients, so they are to be dropped now.

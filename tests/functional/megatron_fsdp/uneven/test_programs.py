@@ -42,15 +42,15 @@ def no_gather(self: Any, place: int) -> None:
     """Skip a unit without its gather."""
 
 
-def no_reduction(self: Any, trail: Any, place: int) -> None:
+def no_reduction(self: Any, progress: Any, place: int) -> None:
     """Leave out the reduction of a unit that this rank did not run."""
-    if id(self._unit(place)) in self._root.backward.entered:
-        _CLOSE(self, trail, place)
+    if self._unit(place).reference in self._root.backward.entered:
+        _CLOSE(self, progress, place)
 
 
 def no_rest(self: Any) -> Any:
     """End a forward without the units that come after the last one that ran."""
-    self._pass.reached = len(self._units)
+    self._forward.reached = len(self._units)
     return _END_PASS(self)
 
 
