@@ -19,7 +19,6 @@ from torch import nn
 
 from dbuffer.dtensor.placed_tensor import NUM_FLAGS_SET
 from dbuffer.events import listeners, tell
-from megatron_fsdp.engine.accumulation import GradState
 from megatron_fsdp.engine.freshness import MOMENTS
 from megatron_fsdp.engine.grads import GradientBuffer, LanePacker, pack_on_lane
 from megatron_fsdp.engine.param_group import ParameterGroup
@@ -341,7 +340,8 @@ def _reduce(unit: Unit) -> None:  # noqa: C901  # in order of time
             pack_on_lane(complete)
             break
     for buffer in complete:
-        if 1 in buffer.binding.missing:
+        under_way = buffer.binding.sum
+        if under_way is not None and 1 in under_way.missing:
             for hook in root.hooks:
                 hook.on_missing(unit.groups)
             break
@@ -412,9 +412,9 @@ def final_callback(root: Root) -> None:
         settle_host_writes()
         _finalize(root, units)
     for buffer in _buffers(root):
-        if buffer.binding.is_under_way:
+        if buffer.binding.sum is not None:
             # ``.grad`` shows which sums are still to be completed.
-            buffer.binding.show_pending()
+            buffer.binding.show_pending(buffer.binding.sum)
             state.has_sums = True
     _end(root)
     for hook in root.hooks:
@@ -449,7 +449,8 @@ def _finalize(root: Root, units: list[Unit]) -> None:
     is_last = root.backward.is_last or root.backward.is_manual
     finals = [found for unit in units if unit.requires_gradient_sync and (found := _final(unit, is_last))]
     final = list(itertools.chain.from_iterable(finals))
-    is_missing = 1 in b"".join([group.gradients.binding.missing for group in final if group.gradients is not None])
+    sums = [group.gradients.binding.sum for group in final if group.gradients is not None]
+    is_missing = 1 in b"".join([each.missing for each in sums if each is not None])
     for hook in root.hooks if is_missing else ():
         hook.on_missing(final)
     is_left = False in [unit.rests_final for unit in units]
@@ -482,8 +483,10 @@ def _final(unit: Unit, is_last: bool) -> list[ParameterGroup]:
     found = []
     for group in unit.groups:
         buffer = group.gradients
-        is_summed = buffer is not None and buffer.binding.state is GradState.PARTIAL
-        if is_summed and (buffer.rests_final or (is_last and unit.requires_all_reduce)):  # type: ignore[union-attr]
+        under_way = None if buffer is None else buffer.binding.sum
+        if buffer is None or under_way is None or not under_way.is_in_main_grad:
+            continue
+        if buffer.rests_final or (is_last and unit.requires_all_reduce):
             found.append(group)
     return found
 
@@ -543,7 +546,8 @@ def reset(root: Root) -> None:
     """Forget a forward or backward that raised, and the gradients that are incomplete or not finished."""
     _abandon(root)
     for buffer in _buffers(root):
-        if buffer.binding.is_void or root.backward.is_unfinished:
+        under_way = buffer.binding.sum
+        if root.backward.is_unfinished or (under_way is not None and under_way.is_void):
             buffer.discard()
     root.backward.is_unfinished, root.backward.awaited = False, 0
 
@@ -556,7 +560,7 @@ def _abandon(root: Root) -> None:
         unit.open_call = None
         for buffer in unit.gradients if state.ending is not None else ():
             buffer.abandon(state.number)
-            state.has_sums = state.has_sums or buffer.binding.is_under_way
+            state.has_sums = state.has_sums or buffer.binding.sum is not None
         unit.reshard()
     _end(root)
 
@@ -647,7 +651,10 @@ def _left_of(
     reductions, buffers = [], []
     for group in groups:
         buffer = group.gradients
-        if buffer is None or buffer.rests_final or buffer.last_tickets or buffer.binding.state is not GradState.PARTIAL:
+        under_way = None if buffer is None else buffer.binding.sum
+        if buffer is None or under_way is None or not under_way.is_in_main_grad:
+            continue
+        if buffer.rests_final or buffer.last_tickets:
             continue
         if buffer.reduction.finishes_on_lane is on_lane:
             reductions.append(buffer.reduction)

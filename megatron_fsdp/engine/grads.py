@@ -15,7 +15,7 @@ from dbuffer.events import listeners, tell
 from dbuffer_kernels import accumulate
 from dbuffer_kernels.products import add_product
 from megatron_fsdp.build.builder import GroupSpec
-from megatron_fsdp.engine.accumulation import GradBinding, GradState
+from megatron_fsdp.engine.accumulation import GradBinding
 from megatron_fsdp.engine.fused_linear import offer_products
 from megatron_fsdp.engine.params import FSDPParams
 from megatron_fsdp.engine.passes import clear_grads, grads_of
@@ -107,21 +107,23 @@ class GradientBuffer:
         self.rests_partial, self.rests_final = reduction.rests_partial, reduction.rests_final
         self.binding = GradBinding(reduction.main_grad, reduction.final, fsdp_params, main_weight.dtype)
         # Memory of the host is plentiful, and pages that a GPU writes are slow to come by.
-        self.binding.keeps = spec.is_offloaded
+        self.binding.memory.keeps = spec.is_offloaded
         self._views = [self.packed.get_local_tensor(index) for index in range(len(fsdp_params.sharded_params))]
         self.divide_by(spec.divisor)
         self._filled = bytearray(len(self._views))
+        # Of the sum under way; see ``Accumulation``.
+        self._missing = bytearray()
         self._gaps = [self.packed.local_buffer[gap.start : gap.stop] for gap in self.packed.layout.padding()]
         self._turns = turns(self._device, fsdp_params.turn)
         self._lane_packer = packer
         self._choose_packer()
         self._trained = self.binding.trained
         if self.rests_partial:
-            self.binding.gaps = self._gaps
+            self.binding.memory.gaps = self._gaps
         else:
             self.packed.release_storage()
         self.reduction.release()
-        self.binding.let_go()
+        self.binding.memory.release()
         if spec.fuses_weight_gradients:
             is_wide = spec.fuses_weight_gradients == "wide"
             offer_products(fsdp_params.unsharded_params, self._views, self, is_wide=is_wide)
@@ -174,7 +176,7 @@ class GradientBuffer:
             self._views[index].copy_(gradient)
         else:
             self._add(index, gradient)
-        self._filled[index], self.binding.missing[index] = 1, 0
+        self._filled[index], self._missing[index] = 1, 0
 
     def _pack_waiting(self) -> None:
         """Take over the gradients that wait and are there: the small ones, or all of them where a lane packs."""
@@ -199,7 +201,7 @@ class GradientBuffer:
             torch._foreach_copy_(self._waiting_views, found)
             for index in indices:
                 self._filled[index] = 1
-                self.binding.missing[index] = 0
+                self._missing[index] = 0
             return
         for index, gradient in zip(indices, gradients, strict=True):
             if gradient is not None:
@@ -226,7 +228,7 @@ class GradientBuffer:
                 torch.mm(left, right, out=view)
             else:
                 add_product(left, right, view, scale=self.pack_scale, overwrite=not self._filled[index])
-            self._filled[index], self.binding.missing[index] = 1, 0
+            self._filled[index], self._missing[index] = 1, 0
 
     def _begin(self, *, has_come: bool = False) -> bool:  # noqa: C901  # in order of time
         """Have room for this backward's gradients, if any is wanted; return whether one is.
@@ -249,11 +251,11 @@ class GradientBuffer:
         self.wait()
         if self.last_tickets:
             self._set_aside()
-        self.reduction.begin_sum(self.binding)
+        under_way = self.reduction.begin_sum(self.binding)
+        self._missing = under_way.missing
         if self.rests_partial:
-            self.binding.hold()
-            is_empty = self.binding.state is GradState.EMPTY
-            self._filled = bytearray(b"\0" if is_empty else b"\1") * len(self._views)
+            self.binding.memory.allocate()
+            self._filled = bytearray(b"\1" if under_way.is_in_main_grad else b"\0") * len(self._views)
         elif self.packer is None and not self.packed.storage.is_allocated:
             self.packed.storage.reallocate()
             if self._gaps:
@@ -304,7 +306,8 @@ class GradientBuffer:
             self._fill_up()
         self._filled = bytearray(len(self._views))
         if self.rests_partial:
-            self.binding.state = GradState.PARTIAL
+            assert self.binding.sum is not None
+            self.binding.sum.is_in_main_grad = True
         return reduce
 
     def _fill_up(self) -> None:
@@ -353,13 +356,17 @@ class GradientBuffer:
             after=after,
         )
         for buffer in packed:
-            buffer.binding.state = GradState.PARTIAL
+            assert buffer.binding.sum is not None
+            buffer.binding.sum.is_in_main_grad = True
             if listeners:
                 tell("reducing", buffer)
 
     def _prepare(self) -> None:
-        self.binding.hold()
-        self.reduction.prepare(1.0 / (self.divisor * self.wire_scale), overwrites=self.binding.state is GradState.EMPTY)
+        self.binding.memory.allocate()
+        under_way = self.binding.sum
+        assert under_way is not None
+        scale = 1.0 / (self.divisor * self.wire_scale)
+        self.reduction.prepare(scale, overwrites=not under_way.is_in_main_grad)
         if self._lane_packer is not None:
             # Where it was allocated, and is allocated next: on the lane.
             self.reduction.frees_packed = bool(self._lane_packer.tickets)
@@ -383,13 +390,13 @@ class GradientBuffer:
 
     def settle(self) -> None:
         """Throw away, before a backward, a sum under way whose ``.grad`` users have dropped; see ``settle_sum``."""
-        if self.binding.settle_sum():
+        if self.binding.is_dropped():
             self._empty()
-            self.binding.end_sum(clears=False)
+            self.binding.end_sum()
 
     def void(self, backward: int) -> None:
         """Let ``.grad`` refuse to be read until it is dropped, if a backward that has raised brought some of it."""
-        if self.backward == backward and self.binding.is_under_way:
+        if self.backward == backward:
             self.binding.void()
 
     def abandon(self, backward: int) -> None:
@@ -405,9 +412,9 @@ class GradientBuffer:
 
     def discard(self) -> None:
         """Drop a sum under way, and ``.grad`` with it."""
-        if self.binding.is_under_way:
+        if self.binding.sum is not None:
             self._empty()
-            self.binding.end_sum(clears=True)
+            self.binding.discard_sum()
 
     def _empty(self) -> None:
         if self._lane_packer is not None:
@@ -420,8 +427,7 @@ class GradientBuffer:
         self.reduction.discard()
         self.tickets.clear()
         self.last_tickets.clear()
-        if self.binding.is_under_way:
-            self.binding.empty()
+        self.binding.empty()
 
     # ------------------------------------------------------------------ between steps
 

@@ -21,7 +21,7 @@ from dbuffer.layout import only_flat_axis
 from dbuffer.route import Route
 from dbuffer_kernels import accumulate
 from megatron_fsdp.build.builder import GroupSpec
-from megatron_fsdp.engine.accumulation import GradBinding
+from megatron_fsdp.engine.accumulation import Accumulation, GradBinding
 from megatron_fsdp.engine.streams import HOST_WRITES
 from megatron_fsdp.errors import ConfigError
 
@@ -123,8 +123,8 @@ class GradientReduction(Protocol):
     wire: Wire | None
     finishes_on_lane: bool
 
-    def begin_sum(self, binding: GradBinding) -> None:
-        """Begin a sum of microbatches, or go on with it, before this backward's gradients are packed."""
+    def begin_sum(self, binding: GradBinding) -> Accumulation:
+        """Begin a sum, or continue it, before gradients of this backward are packed; ``GradBinding.begin_sum``."""
 
     def prepare(self, scale: float, *, overwrites: bool) -> None:
         """Get ready for the next ``start``.
@@ -246,9 +246,9 @@ class Reduction:
         self._last = Route(main_grad, final) if wire is None else Route(wire.whole, wire.part)
         self._scale, self._overwrites = 1.0, True
 
-    def begin_sum(self, binding: GradBinding) -> None:
-        """Begin a sum of microbatches, or go on with it; see ``GradBinding.begin_sum``."""
-        binding.begin_sum()
+    def begin_sum(self, binding: GradBinding) -> Accumulation:
+        """Begin a sum or continue it; see ``GradBinding.begin_sum``."""
+        return binding.begin_sum()
 
     def prepare(self, scale: float, *, overwrites: bool) -> None:
         """Get ready for the next ``start``.

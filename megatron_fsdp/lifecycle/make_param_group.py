@@ -413,9 +413,9 @@ def follow_requires_grad(unit: Unit, group: ParameterGroup, changed: Sequence[in
         StateError: an unfrozen parameter has no main weight of the dtype that the policy wants.
     """
     is_changed, params, main = bool(changed), group.fsdp_params, group.spec.dtypes.main
-    if group.gradients is not None and group.gradients.binding.is_taken:
+    if group.gradients is not None and group.gradients.binding.memory.is_taken:
         group.gradients.binding.dropped()
-        if group.gradients.binding.is_taken:
+        if group.gradients.binding.memory.is_taken:
             # Who took gradients before ``zero_grad`` keeps their memory.
             make_gradients(group)
             is_changed = True

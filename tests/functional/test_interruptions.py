@@ -61,8 +61,8 @@ def test_weights_that_an_interrupted_step_has_changed_are_those_of_the_next_forw
 
 # What is reduced while backward runs, and weights that come and go.
 BACKWARD = (
-    r"gradients\.py (wait|fold) |grad_binding\.py begin_sum |backward\.py (begin|finish|drain) "
-    r"|fsdp_params\.py brought_back "
+    r"grads\.py wait |reduce\.py fold |accumulation\.py begin_sum |backward\.py (begin|final_callback|drain) "
+    r"|params\.py brought_back "
 )
 GATHERS = r"collectives\.py (all_gather|wait_for) "
 QUICK = [
