@@ -318,7 +318,7 @@ class GradBinding:
             self.sum.carry = None
             self.sum.is_in_main_grad = False
             self.has_final = False
-            self.memory.release()
+            self.memory.release_unless_held()
 
     def discard_sum(self) -> None:
         """Forget the sum under way, and set ``.grad`` to None."""
@@ -454,7 +454,7 @@ class GradBinding:
             if gradient is not None:
                 self._drops.last = weakref.ref(parameter)
                 return
-        if self.memory.release():
+        if self.memory.release_unless_held():
             self.has_final = False
 
 
@@ -484,15 +484,15 @@ def _either(ones: Sequence[int], others: Sequence[int]) -> bytearray:
     return bytearray(one | other for one, other in zip(ones, others, strict=True))
 
 
-# How often, and at which intervals, ``GradMemory.release`` looks again while a gloo thread may hold the memory.
+# How often, and at which intervals, ``GradMemory`` looks again while a gloo thread may hold the memory.
 _LOOKS, _PAUSE_S = 10, 0.001
 
 
 class GradMemory:
     """The memory of ``main_grad``: allocated while gradients exist, released when every ``.grad`` is None.
 
-    Gradients of a plain model live as long as a reference to them, and so does this memory: ``release`` compares
-    reference counts with those that were counted when only the engine had references.
+    Gradients of a plain model live as long as a reference to them, and so does this memory: ``release_unless_held``
+    compares reference counts with those that were counted when only the engine had references.
 
     Args:
         main_grad: the buffer.
@@ -501,7 +501,7 @@ class GradMemory:
 
     Attributes:
         keeps: the memory stays allocated without gradients too.
-        is_taken: ``release`` found that the user has a tensor that lies in the memory.
+        is_taken: ``release_unless_held`` found that the user has a tensor that lies in the memory.
         gaps: views of the padding, which no gradient is written to and which stays zero.
     """
 
@@ -530,7 +530,7 @@ class GradMemory:
             self._references = self._count_references()
         return True
 
-    def release(self) -> bool:
+    def release_unless_held(self) -> bool:
         """Release the memory unless it is to stay or the user has a tensor in it; return whether it was released."""
         storage = self._main_grad.storage
         if self.keeps or not storage.is_allocated or not storage.nbytes:
