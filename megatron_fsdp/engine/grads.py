@@ -63,7 +63,7 @@ class GradientBuffer:
 
     | state | how it shows |
     |---|---|
-    | empty | ``_begun`` and ``_filled`` are 0, ``tickets`` is empty |
+    | empty | ``_begun`` is not set, ``_filled`` is all 0, ``tickets`` is empty |
     | receives gradients of a backward | ``_begun`` is set; ``_filled`` says of which parameters |
     | keeps gradients for the next microbatch | ``_begun`` is not set, ``is_filled`` |
     | is reduced | ``tickets`` has the reduction, until ``wait`` |
@@ -114,7 +114,7 @@ class GradientBuffer:
         # Set when the unit is made.
         self.listener: GradientListener | None = None
         self._device, self._fsdp_params = spec.compute_device, fsdp_params
-        # Whether the backward has packed a gradient: one element, a list that the gradient hooks share.
+        # Set while the backward has packed a gradient; the gradient hooks read it.
         self._begun = fsdp_params.begun
         self.reduction, self.packed, self.wide = reduction, reduction.packed, reduction.wide
         self.rests_partial, self.rests_final = reduction.rests_partial, reduction.rests_final
@@ -127,7 +127,7 @@ class GradientBuffer:
         # ``missing`` of the sum under way, the same object.
         self._missing = bytearray()
         self._gaps = [self.packed.local_buffer[gap.start : gap.stop] for gap in self.packed.layout.padding()]
-        self._turns = turns(self._device, fsdp_params.turn)
+        self._turns = turns(self._device, fsdp_params.last_turn)
         self._lane_packer = packer
         self._choose_packer()
         self._trained = self.binding.trained
@@ -176,7 +176,7 @@ class GradientBuffer:
         _set_grad(parameter, None)
         if self._turns is not None:
             self._turns.take(self._pack_waiting)
-        if not self._begun[0]:
+        if not self._begun.is_set:
             self._begin(has_come=True)
         if self._waits[index] and self._packs[index]:
             _set_grad(parameter, gradient)
@@ -194,7 +194,7 @@ class GradientBuffer:
 
     def _pack_waiting(self) -> None:
         """Pack the gradients that wait in ``.grad``: small ones, or with a ``LanePacker`` all."""
-        if not self._begun[0]:
+        if not self._begun.is_set:
             return
         if self.packer is not None and not self.packed.is_allocated:
             # Another stream gets the next turn, or the next microbatch will add to these gradients.
@@ -234,7 +234,7 @@ class GradientBuffer:
         """Add ``left @ right`` to the packed gradient of a parameter."""
         if self._turns is not None:
             self._turns.take(self._pack_waiting)
-        if not self._begun[0]:
+        if not self._begun.is_set:
             self._begin(has_come=True)
         if self._packs[index]:
             view = self._views[index]
@@ -277,11 +277,11 @@ class GradientBuffer:
             if self._gaps:
                 torch._foreach_zero_(self._gaps)
         self._copies = self.pack_scale == 1.0 and not self._fsdp_params.has_splits
-        self._begun[0] = has_come
+        self._begun.is_set = has_come
         if self._lane_packer is not None:
             if listener is not None:
                 listener.take_back_lent()
-            self._fsdp_params.begun_all[0] = has_come and self.packer is not None
+            self._fsdp_params.begun_all.is_set = has_come and self.packer is not None
         return True
 
     def _set_aside(self) -> None:
@@ -304,16 +304,16 @@ class GradientBuffer:
         """
         packer = self.packer
         if packer is not None:
-            self._fsdp_params.begun_all[0] = False
+            self._fsdp_params.begun_all.is_set = False
             if reduce and not self.packed.is_allocated:
-                if not self._begun[0] and not self._begin():
+                if not self._begun.is_set and not self._begin():
                     return False
                 packer.is_due = True
                 return True
         if self._turns is not None:
             self._turns.take(self._pack_waiting)
         self._pack_waiting()
-        has_begun, self._begun[0] = self._begun[0], False
+        has_begun, self._begun.is_set = self._begun.is_set, False
         if not reduce and not self.rests_partial:
             return False
         if not has_begun and not self.is_filled and not self._begin():
@@ -343,7 +343,7 @@ class GradientBuffer:
         packer.lent = [gradient for gradient in grads_of(self._waiting_params) if gradient is not None]
         self._pack_waiting()
         self._fill_up()
-        self._begun[0], self._filled = False, bytearray(len(self._views))
+        self._begun.is_set, self._filled = False, bytearray(len(self._views))
 
     @staticmethod
     def reduce(buffers: Sequence[GradientBuffer], owner: int = 0, after: Sequence[Ticket] = ()) -> None:
@@ -419,7 +419,7 @@ class GradientBuffer:
     def abandon(self, backward: int) -> None:
         """Discard the gradients of a backward that raised; a sum that it has not touched stays."""
         self.void(backward)
-        self._begun[0] = self._fsdp_params.begun_all[0] = False
+        self._begun.is_set = self._fsdp_params.begun_all.is_set = False
         # Autograd may have accumulated into any of them without calling its hook.
         with torch._C.DisableTorchFunctionSubclass():
             for parameter in self._fsdp_params.unsharded_params:

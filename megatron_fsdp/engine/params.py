@@ -19,12 +19,15 @@ from dbuffer.dtensor.flat_dtensor import FlatDTensor
 from dbuffer.dtensor.placed_tensor import NUM_FLAGS_SET
 from megatron_fsdp.build.ownership import OwnedParameter
 from megatron_fsdp.engine.passes import flags_of, set_classes, set_versions, version_of, versions_of
+from megatron_fsdp.engine.streams import LastTurn
 from megatron_fsdp.errors import StateError
 
 __all__ = [
+    "NEVER",
     "NO_BUFFER",
     "SMALL_NUMEL",
     "FSDPParams",
+    "Flag",
     "ParamModuleInfos",
     "Place",
     "WeightHandle",
@@ -48,6 +51,19 @@ RELEASED_VERSION = 1_000_000_000
 _MARK = 2 * RELEASED_VERSION
 
 
+class Flag:
+    """A flag that the gradient buffer sets and gradient hooks read, without a call."""
+
+    __slots__ = ("is_set",)
+
+    def __init__(self) -> None:
+        self.is_set = False
+
+
+NEVER = Flag()
+"""The flag of hooks whose gradient never waits in ``.grad``; nothing sets it."""
+
+
 class FSDPParams:
     """The sharded and the unsharded parameters of one group.
 
@@ -67,9 +83,9 @@ class FSDPParams:
         counted: tensors whose versions grow with every in-place change of sharded parameters that PyTorch counts.
         module_infos: where the parameters are registered.
         subclass: the name of a parameter class with all-gather hooks; empty for plain parameters.
-        begun: one element, True while a backward has begun to pack gradients: hooks of small gradients return at once.
+        begun: set while a backward packs gradients of the group; then hooks of small gradients return at once.
         begun_all: the same for hooks of larger gradients, if a ``LanePacker`` packs them.
-        turn: one element, the number of the stream that had the last turn at the packed buffer (``streams.Turns``).
+        last_turn: the stream that had the last turn at the packed buffer (``streams.Turns``).
         came: one byte per parameter, 1 if autograd has accumulated its gradient in this backward.
         waits: one byte per parameter, 1 if it has at most ``SMALL_NUMEL`` elements.
         required: per parameter, ``requires_grad`` at compute's last use.
@@ -103,8 +119,8 @@ class FSDPParams:
         self._released = (RELEASED_VERSION,) * len(self._versioned)
         self._versions = self._kept_versions = versions_of(self._versioned)
         self.counted: list[torch.Tensor] = []
-        self.begun, self.begun_all = [False], [False]
-        self.turn: list[int | None] = [None]
+        self.begun, self.begun_all = Flag(), Flag()
+        self.last_turn = LastTurn()
         self.came = bytearray(len(owned))
         self.waits = bytearray(int(param.numel() <= SMALL_NUMEL) for param in unsharded_params)
         self.required = [False] * len(owned)
@@ -203,18 +219,18 @@ def _counters_of(tensors: Iterable[torch.Tensor]) -> tuple[tuple[torch.Tensor, .
 
 
 def gradient_hook(
-    receiver: weakref.ref[Any], index: int, begun: list[bool], came: bytearray
+    receiver: weakref.ref[Any], index: int, begun: Flag, came: bytearray
 ) -> Callable[[torch.Tensor], None]:
     """Return the hook on an unsharded parameter that hands its gradient to the gradient buffer of its group.
 
     Args:
         receiver: the group. came: ``FSDPParams.came``.
-        begun: ``FSDPParams.begun`` for a gradient that waits in ``.grad``; ``[False]`` for one that is packed at once.
+        begun: ``FSDPParams.begun`` for a gradient that waits in ``.grad``; ``NEVER`` for one that is packed at once.
     """
 
     def receive(parameter: torch.Tensor) -> None:
         came[index] = 1
-        if begun[0]:
+        if begun.is_set:
             return
         owner = receiver()
         gradients = None if owner is None else owner.gradients
@@ -227,9 +243,9 @@ def gradient_hook(
 def gradient_hook_on_streams(
     receiver: weakref.ref[Any],
     index: int,
-    begun: list[bool],
+    begun: Flag,
     came: bytearray,
-    turn: list[int | None],
+    last_turn: LastTurn,
     current: Callable[[], int],
 ) -> Callable[[torch.Tensor], None]:
     """Return ``gradient_hook`` for a device with streams, where a gradient may wait if its stream has the turn.
@@ -237,12 +253,12 @@ def gradient_hook_on_streams(
     The check in the hook itself saves two thirds of the host's time for a gradient that waits.
 
     Args:
-        turn: see ``FSDPParams``. current: returns the number of the current stream.
+        last_turn: see ``FSDPParams``. current: returns the number of the current stream.
     """
-    receive_first = gradient_hook(receiver, index, [False], came)
+    receive_first = gradient_hook(receiver, index, NEVER, came)
 
     def receive(parameter: torch.Tensor) -> None:
-        if begun[0] and turn[0] == current():
+        if begun.is_set and last_turn.stream == current():
             came[index] = 1
         else:
             receive_first(parameter)

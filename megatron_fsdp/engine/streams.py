@@ -28,6 +28,7 @@ __all__ = [
     "Compute",
     "Event",
     "Lane",
+    "LastTurn",
     "Streams",
     "Ticket",
     "Turns",
@@ -142,19 +143,27 @@ class Compute:
             return self.streams.is_capturing()
 
 
+class LastTurn:
+    """The number of the stream that had the last turn at a buffer; None before the first turn."""
+
+    __slots__ = ("stream",)
+
+    def __init__(self) -> None:
+        self.stream: int | None = None
+
+
 class Turns:
     """Orders the writes of several compute streams to one buffer as the host issues them.
 
     Autograd runs the backward of a branch, and the hooks on its gradients, on the stream of its forward.
 
     Args:
-        last: one element: the number of the stream that had the last turn, or None. Gradient hooks read the list
-            before they call ``take``.
+        last: the last turn, which gradient hooks read before they call ``take``.
     """
 
-    def __init__(self, compute: Compute, last: list[int | None]) -> None:
+    def __init__(self, compute: Compute, last: LastTurn) -> None:
         self._compute = compute
-        last[0] = None
+        last.stream = None
         self._last = last
         self._stream: torch.Stream | None = None
 
@@ -167,7 +176,7 @@ class Turns:
         compute = self._compute
         streams = compute.streams
         number = streams.current_id(compute.device)
-        if number == self._last[0]:
+        if number == self._last.stream:
             return
         stream, before = streams.current(compute.device), self._stream
         if before is not None and compute.is_captured(before) is streams.is_capturing():
@@ -175,7 +184,7 @@ class Turns:
                 leave()
             stream.wait_stream(before)
         compute.note()
-        self._last[0], self._stream = number, stream
+        self._last.stream, self._stream = number, stream
 
 
 COMPUTES: dict[torch.device, Compute] = {}
@@ -195,10 +204,10 @@ def compute_of(device: torch.device) -> Compute | None:
     return COMPUTES[device]
 
 
-def turns(device: torch.device, last: list[int | None] | None = None) -> Turns | None:
+def turns(device: torch.device, last: LastTurn | None = None) -> Turns | None:
     """Return a new ``Turns`` for a buffer; None on a device without streams. ``last``: see ``Turns``."""
     compute = compute_of(device)
-    return None if compute is None else Turns(compute, [None] if last is None else last)
+    return None if compute is None else Turns(compute, last or LastTurn())
 
 
 def is_capturing(device: torch.device) -> bool:
