@@ -1,8 +1,8 @@
 """Gradient accumulation: the sum of a group's gradients, and how ``.grad`` of the sharded parameters shows it.
 
 A user may set ``.grad`` to None, set it to zero, add to it, assign another tensor, freeze its parameter or step too
-early, at any time between two backwards. The next backward adds its gradients to whatever a plain model would have in
-``.grad`` by then.
+early, at any time between two backwards. The next backward adds its gradients to the values that ``.grad`` of a plain
+model would have by then.
 
 In order of time: ``begin_sum`` at the first gradient of a backward, ``complete`` when all axes are reduced, ``show``
 when ``.grad`` is set. Until then ``.grad`` is None or a ``PendingGradient``, which raises when it is read.
@@ -112,7 +112,7 @@ class GradBinding:
         self._pending: list[PendingGradient] = []
         self._dtype = dtype
         self._last_one: weakref.ref[torch.Tensor] = weakref.ref(self.parameters[-1])
-        # What ``match_parameter_dtype`` has replaced: parameter, gradient, and the ``grad_dtype`` that was allowed.
+        # Replaced by ``match_parameter_dtype``: parameter, gradient, and the parameter's ``grad_dtype`` before.
         self._replaced: list[tuple[torch.Tensor, torch.Tensor, torch.dtype | None]] = []
         self.watch()
 
@@ -134,7 +134,7 @@ class GradBinding:
             if gradient is not None:
                 had[index] = 1
         begun = Accumulation(self.trained, had)
-        # Where ``.grad`` is all the user's own, ``complete`` adds it.
+        # Without final gradients ``.grad`` is the user's own, and ``complete`` adds it.
         continues = self.has_final and 1 in had
         if continues:
             self._adopt_user_gradients(shown)
@@ -143,7 +143,7 @@ class GradBinding:
             clear_grads(self.parameters)
             begun.is_in_main_grad = True
             if self.final is not self.main_grad:
-                # ``main_grad`` outside of the final slice holds what the last reduction left there.
+                # Outside of the final slice ``main_grad`` holds values of the last reduction.
                 self.set_aside()
         self.has_final = False
         return begun
@@ -172,7 +172,7 @@ class GradBinding:
         self.memory.count_users_of(self._gradients)
 
     def _tell_owners(self) -> None:
-        # A function of its own: a local name for a gradient would count as a reference to it.
+        # A separate function, because a local variable would count as a reference to a gradient.
         for gradient, parameter in zip(self._gradients, self.parameters, strict=True):
             if isinstance(gradient, FlatDTensor):
                 gradient.gradient_of = weakref.ref(parameter)
@@ -243,10 +243,10 @@ class GradBinding:
             self.dropped()
 
     def _show_wanted(self, under_way: Accumulation) -> bytearray:
-        """Return which parameters' ``.grad`` to set; set those of ``missing`` parameters to what they had."""
+        """Return the parameters whose ``.grad`` to set, one byte each; restore ``.grad`` of ``missing`` ones."""
         wanted = bytearray(self.trained)
         if 0 in wanted:
-            # A parameter that was frozen since the sum began shows what was accumulated before.
+            # A parameter that was frozen since the sum began shows the gradients accumulated before.
             wanted = _either(self.trained, under_way.wanted)
         for index, is_missing in enumerate(under_way.missing):
             if is_missing:
@@ -568,10 +568,11 @@ class GradMemory:
 class PendingGradient(torch.Tensor):
     """The ``.grad`` of a sharded parameter while its gradient is a sum under way: every use of it raises.
 
-    ``.grad`` is one between microbatches that keep gradients on this rank, and after a backward that raised. None would
-    hide what users do in between: setting ``.grad`` to None drops the sum, and an optimizer would step without it.
+    ``.grad`` is a pending gradient between microbatches that keep gradients on this rank, and after a backward that
+    raised. With None, a user could not drop the sum by setting ``.grad`` to None, and an optimizer would step without
+    an error.
 
-    It refers to the ``GradBinding`` weakly.
+    The reference to the ``GradBinding`` is weak.
     """
 
     _fsdp_binding: weakref.ref[GradBinding]
