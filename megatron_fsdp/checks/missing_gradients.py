@@ -16,6 +16,7 @@ import torch
 from dbuffer.collectives import all_reduce
 from megatron_fsdp.checks.agreement import mesh_ranks
 from megatron_fsdp.checks.rendezvous import job_store
+from megatron_fsdp.engine.accumulation import Accumulation
 from megatron_fsdp.engine.grads import GradientBuffer
 from megatron_fsdp.engine.hooks import StepHooks
 from megatron_fsdp.engine.param_group import ParameterGroup
@@ -44,7 +45,8 @@ class MissingGradients(StepHooks[Unit, Call]):
     def on_missing(self, groups: Iterable[ParameterGroup]) -> None:
         """Tell the other ranks, before gradients are reduced, if some are missing here."""
         for group in groups:
-            if group.gradients is not None and 1 in group.gradients.binding.missing:
+            under_way = None if group.gradients is None else group.gradients.binding.sum
+            if under_way is not None and 1 in under_way.missing:
                 circle = self._circle(group)
                 token, is_heard = self.tokens.get(circle.ranks), circle.has_said or circle.asks
                 if token and not is_heard and not is_capturing(circle.device):
@@ -81,7 +83,9 @@ class MissingGradients(StepHooks[Unit, Call]):
             else:
                 # Other ranks had gradients here; this rank contributed zeros.
                 for buffer in reduced:
-                    buffer.binding.missing = bytearray(len(buffer.binding.missing))
+                    under_way = buffer.binding.sum
+                    assert under_way is not None
+                    under_way.missing = bytearray(len(under_way.missing))
         self.has_question = any(circle.has_said or circle.asks for circle in self._circles.values())
 
     def _circle(self, group: ParameterGroup) -> _Circle:
@@ -128,15 +132,22 @@ class _Circle:
                 which one a rank met first is its own affair: the vote runs over those of the first group.
         """
         wanted = {id(buffer) for buffer in reduced}
-        known = [group.gradients.binding for group in groups if group.gradients is not None]
-        is_wanted = [id(group.gradients) in wanted for group in groups if group.gradients is not None]
-        mine = [one * asked for binding, asked in zip(known, is_wanted, strict=True) for one in binding.missing]
+        # For each group its number of parameters, and its sum if that is among the reduced ones.
+        entries: list[tuple[int, Accumulation | None]] = []
+        for group in groups:
+            if group.gradients is not None:
+                binding = group.gradients.binding
+                entries.append((len(binding.parameters), binding.sum if id(group.gradients) in wanted else None))
+        mine: list[int] = []
+        for num_params, under_way in entries:
+            mine += bytes(num_params) if under_way is None else under_way.missing
         # The maximum over ranks says whether any rank has a gradient; the last vote, whether any rank misses one.
         votes = torch.tensor([*(1 - one for one in mine), max(mine, default=0)], dtype=torch.int32, device=self.device)
         for axis in groups[0].main_weight.axes:
             all_reduce(votes, axis, "max")
         *is_there, self.asks = map(bool, votes.tolist())
         left = iter(is_there)
-        for binding, asked in zip(known, is_wanted, strict=True):
-            missing = bytearray(not next(left) for _ in binding.missing)
-            binding.missing = missing if asked else binding.missing
+        for num_params, under_way in entries:
+            missing = bytearray(not next(left) for _ in range(num_params))
+            if under_way is not None:
+                under_way.missing = missing

@@ -1,16 +1,16 @@
-"""Gradient accumulation: ``main_grad`` as the ``.grad`` of the sharded parameters, and what users do to it.
+"""Gradient accumulation: the sum of a group's gradients, and how ``.grad`` of the sharded parameters shows it.
 
-A user may set ``.grad`` to None, set it to zero, add to it, assign another one, freeze its parameter or step too early,
-at any time between two backwards. What a backward brings is added to what a plain model would have by then.
+A user may set ``.grad`` to None, set it to zero, add to it, assign another tensor, freeze its parameter or step too
+early, at any time between two backwards. The next backward adds its gradients to the values that ``.grad`` of a plain
+model would have by then.
 
-While a sum is not reduced over all ranks, ``.grad`` shows a ``PendingGradient``, which raises when it is read.
+In order of time: ``begin_sum`` at the first gradient of a backward, ``complete`` when all axes are reduced, ``show``
+when ``.grad`` is set. Until then ``.grad`` is None or a ``PendingGradient``, which raises when it is read.
 """
 
 from __future__ import annotations
 
-import enum
 import functools
-import itertools
 import operator
 import sys
 import time
@@ -32,300 +32,234 @@ from megatron_fsdp.engine.streams import compute_of
 from megatron_fsdp.errors import StateError
 from megatron_fsdp.policy.precision import grad_dtype_of
 
-__all__ = ["GradBinding", "GradState", "PendingGradient", "refuse_pending"]
+__all__ = ["Accumulation", "GradBinding", "GradMemory", "PendingGradient", "refuse_pending"]
 
 
-_LOOKS, _PAUSE_S = 10, 0.001
+class Accumulation:
+    """The sum of one group's gradients, from the first gradient until ``.grad`` shows it.
 
+    ``GradBinding.sum`` is this object, or None while no sum is under way:
 
-class GradState(enum.Enum):
-    """What ``main_grad`` holds: nothing, a sum not reduced over all axes yet, or what the optimizer may read."""
+    | ``sum`` | flags | ``main_grad`` holds |
+    |---|---|---|
+    | None | ``has_final`` is False | nothing; ``.grad`` is None or the user's own |
+    | None | ``has_final`` is True | the final gradients, which ``.grad`` shows |
+    | a sum | ``is_in_main_grad`` is False | nothing of it: the next reduction overwrites |
+    | a sum | ``is_in_main_grad`` is True | a partial sum; from ``complete`` to ``show`` the whole sum |
+    | a sum | ``is_void`` is True | nothing of use: a backward raised, and ``.grad`` refuses to be read |
 
-    EMPTY = "empty"
-    PARTIAL = "partial"
-    FINAL = "final"
+    The arrays have one byte per parameter, 0 or 1.
+
+    Attributes:
+        wanted: the parameters that the sum covers: trained ones, and those that had a ``.grad``.
+        missing: the trained parameters without a gradient so far (``checks/missing_gradients.py``).
+        had: the parameters that had a ``.grad`` before the sum began.
+        carry: an earlier part of the sum that ``complete`` adds, copied from ``main_grad`` before that is overwritten.
+        is_pending: ``.grad`` of the covered parameters shows a ``PendingGradient``.
+    """
+
+    __slots__ = ("carry", "had", "is_in_main_grad", "is_pending", "is_void", "missing", "wanted")
+
+    def __init__(self, trained: bytearray, had: bytearray) -> None:
+        self.wanted = _either(trained, had) if 1 in had else bytearray(trained)
+        self.missing = bytearray(trained)
+        self.had = had
+        self.carry: torch.Tensor | None = None
+        self.is_in_main_grad = self.is_pending = self.is_void = False
+
+    def include(self, trained: Sequence[int]) -> None:
+        """Cover the parameters that were unfrozen since the sum began."""
+        for index, is_trained in enumerate(trained):
+            if is_trained and not self.wanted[index]:
+                self.missing[index] = self.wanted[index] = 1
 
 
 class GradBinding:
-    """What the gradients of one parameter group are between backwards.
+    """Binds ``main_grad`` of one parameter group to ``.grad`` of its sharded parameters.
+
+    ``GradientBuffer`` calls it when a backward brings gradients; ``final_callback`` when the backward ends; optimizers
+    and gradient clipping when they read gradients.
 
     Args:
-        main_grad: the accumulator. final: the slice of it that the optimizer reads.
-        fsdp_params: the parameters; the sharded ones' ``.grad`` is set when gradients are final, and read to see
-            ``zero_grad``.
+        main_grad: the buffer that gradients are accumulated in. final: the slice of it that the optimizer reads.
+        fsdp_params: the parameters. The engine sets ``.grad`` of the sharded ones when gradients are final, and reads
+            it to see ``zero_grad``.
         dtype: of the main weights.
 
     Attributes:
-        state: what ``main_grad`` holds. name: of the unit, for messages.
-        gaps: views of what no sum writes, which is zeros.
-        keeps: the memory of ``main_grad`` stays when every ``.grad`` is None.
-        is_taken: every ``.grad`` is None, but somebody has a tensor that lies in ``main_grad``.
-        is_under_way: gradients are accumulated that are not final. wanted: of these parameters (nonzero).
-        trained: by parameter, whether a gradient of it is expected in each backward (nonzero).
-        missing: parameters of which this sum has no gradient so far (``missing_gradients.py``).
-        had: parameters that had a gradient before this sum began.
-        is_void: that sum is none any more, because a backward raised.
-        carry: what ``final`` held when this sum began, where its memory takes part in the sum.
-        is_shown: whether ``.grad`` shows sums under way, or ever did.
-        is_sent_last: whether the last collective of a step sends ``main_grad`` itself, though it is ``final``.
-        has_exact_norms: whether norms of the gradients are the same however they are sharded.
+        sum: the sum under way, or None; the table of states is in ``Accumulation``.
+        has_final: ``main_grad`` holds final gradients.
+        memory: allocates and releases ``main_grad``.
+        name: of the unit, for messages.
+        trained: one byte per parameter: 1 if each backward is expected to bring a gradient of it.
+        has_exact_norms: norms of the gradients have the same bits for any sharding.
     """
 
-    is_void = False
-    is_shown = is_sent_last = has_exact_norms = False
-    carry: torch.Tensor | None = None
+    has_exact_norms = False
 
     def __init__(self, main_grad: DBuffer, final: DBuffer, fsdp_params: FSDPParams, dtype: torch.dtype) -> None:
         self.name = main_grad.name
-        self.state = GradState.EMPTY
+        self.sum: Accumulation | None = None
+        self.has_final = False
         self.main_grad, self.final = main_grad, final
+        # After a backward that set every ``.grad``, zero_grad drops them in order, and only the last drop is reported.
+        self._drops = GradDrops(functools.partial(_drop, weakref.ref(self)))
+        self.memory = GradMemory(main_grad, self._drops, is_sent_last=final is not main_grad)
         self.fsdp_params, self.parameters = fsdp_params, tuple(fsdp_params.sharded_params)
         self.trained = bytearray(int(parameter.requires_grad) for parameter in self.parameters)
-        self.missing, self.had, self.wanted = (bytearray(len(self.parameters)) for _ in range(3))
-        self.gaps: Sequence[torch.Tensor] = ()
-        self.keeps = self.is_taken = self.is_under_way = False
+        # Made at the first sum.
         self._gradients: list[DTensor] = []
-        self._locals: list[torch.Tensor] = []
-        self._dtype = dtype
-        self._compute = compute_of(main_grad.device)
-        # All of them are looked at when the last one that had a gradient drops it.
-        self._drops = GradDrops(functools.partial(_drop, weakref.ref(self)))
-        self._last_one: weakref.ref[torch.Tensor] = weakref.ref(self.parameters[-1])
-        # What ``_count_references`` returns while nobody has any.
-        self._references: tuple[int, ...] = ()
-        # What ``.grad`` shows of sums under way; nothing where nothing has had to be shown yet.
         self._pending: list[PendingGradient] = []
-        self._refuses_steps = False
-        # What ``match_parameter_dtype`` has replaced: parameter, gradient, and the ``grad_dtype`` that was allowed.
+        self._dtype = dtype
+        self._last_one: weakref.ref[torch.Tensor] = weakref.ref(self.parameters[-1])
+        # Replaced by ``match_parameter_dtype``: parameter, gradient, and the parameter's ``grad_dtype`` before.
         self._replaced: list[tuple[torch.Tensor, torch.Tensor, torch.dtype | None]] = []
         self.watch()
 
-    # ------------------------------------------------------------------ memory
+    # ------------------------------------------------------------------ a sum begins, or goes on
 
-    def keep(self, keeps: bool) -> None:
-        """Have the memory of ``main_grad`` from now on also while there are no gradients, or no more."""
-        self.keeps = keeps
-        if keeps:
-            self.hold()
-        else:
-            self.dropped()
+    def begin_sum(self) -> Accumulation:
+        """Begin a sum at the first gradient of a backward, or continue the sum under way, and return it.
 
-    def hold(self) -> bool:
-        """Bring the memory of ``main_grad`` back, with zeros in ``gaps`` alone; return whether it was away."""
-        storage = self.main_grad.storage
-        if self._compute is not None and self._compute.streams.is_capturing():
-            # A graph writes to the same memory whenever it is replayed.
-            self.keeps = True
-        if storage.is_allocated:
-            return False
-        storage.reallocate()
-        self._drops.last = None
-        for gap in self.gaps:
-            gap.zero_()
-        if not self._references:
-            self._references = self._count_references()
-        return True
-
-    def let_go(self) -> None:
-        """Give the memory of ``main_grad`` back, unless somebody has a tensor that lies in it.
-
-        A plain model's gradients live as long as anybody refers to them, and so does this memory.
+        Gradients that ``.grad`` shows by then become a part of a new sum.
         """
-        storage = self.main_grad.storage
-        if self.keeps or not storage.is_allocated or not storage.nbytes:
-            return
-        self.is_taken = bool(self._references) and self._is_held()
-        if not self.is_taken:
-            self.state = GradState.EMPTY
-            storage.release()
-
-    def watch(self) -> None:
-        """Hear of each ``.grad`` of the parameters that is set to None, in place of whoever did."""
-        self._drops.last = None
-        for parameter in self.parameters:
-            if isinstance(parameter, FlatDTensor):
-                parameter.on_grad_dropped = self._drops
-
-    def dropped(self) -> None:
-        """Take notice that a ``.grad`` was set to None."""
-        if self.state is GradState.PARTIAL or self.is_under_way:
-            return
-        for parameter, gradient in zip(reversed(self.parameters), reversed(grads_of(self.parameters)), strict=True):
+        if self.sum is not None:
+            self.sum.include(self.trained)
+            return self.sum
+        if not self._gradients:
+            self._make_gradients()
+        shown = grads_of(self.parameters)
+        had = bytearray(len(shown))
+        for index, gradient in enumerate(shown):
             if gradient is not None:
-                self._drops.last = weakref.ref(parameter)
-                return
-        self.let_go()
+                had[index] = 1
+        begun = Accumulation(self.trained, had)
+        # Without final gradients ``.grad`` is the user's own, and ``complete`` adds it.
+        continues = self.has_final and 1 in had
+        if continues:
+            self._adopt_user_gradients(shown)
+        self.sum = begun
+        if continues:
+            clear_grads(self.parameters)
+            begun.is_in_main_grad = True
+            if self.final is not self.main_grad:
+                # Outside of the final slice ``main_grad`` holds values of the last reduction.
+                self.set_aside()
+        self.has_final = False
+        return begun
 
-    def _is_held(self) -> bool:
-        """Whether somebody has a tensor that lies in the memory."""
-        found = self._count_references()
-        is_reduced_last = (
-            self.is_sent_last or self.final is not self.main_grad
-        ) and self.main_grad.device.type == "cpu"
-        for _ in range(_LOOKS if is_reduced_last else 0):
-            if found == self._references or found[1:] != self._references[1:]:
-                break
-            # A thread of gloo's may have ended the last reduction and not let go of its tensors yet.
-            time.sleep(_PAUSE_S)
-            found = self._count_references()
-        return found != self._references
+    def set_aside(self) -> None:
+        """Copy the values of ``final`` to ``carry``, so that the next reduction may overwrite ``main_grad``."""
+        under_way = self.sum
+        assert under_way is not None
+        kept = self.final.local_buffer.clone()
+        under_way.carry = kept if under_way.carry is None else kept.add_(under_way.carry)
+        under_way.is_in_main_grad = False
 
     def _make_gradients(self) -> None:
-        self.hold()
+        """Make the tensors that ``.grad`` of the parameters will show, views of ``final``."""
+        self.memory.allocate()
         if self.final.dtype is not self._dtype:
             for parameter in self.parameters:
                 if grad_dtype_of(parameter) == "own":
-                    # A gradient of any dtype may be assigned where the user did not say which.
+                    # The user did not choose a dtype, so a gradient of any dtype may be assigned.
                     parameter.grad_dtype = None
         indices = range(len(self.parameters))
         self._gradients = [
             self.fsdp_params.wrap(index, self.final.get_dtensor(index, is_view=True)) for index in indices
         ]
-        self._locals = [gradient._local_tensor for gradient in self._gradients]
         self._tell_owners()
-        self._references = self._count_references()
+        self.memory.count_users_of(self._gradients)
 
     def _tell_owners(self) -> None:
-        # Apart, as a name for a gradient would count as a reference to it.
+        # A separate function, because a local variable would count as a reference to a gradient.
         for gradient, parameter in zip(self._gradients, self.parameters, strict=True):
             if isinstance(gradient, FlatDTensor):
                 gradient.gradient_of = weakref.ref(parameter)
             if self.has_exact_norms and isinstance(gradient, PlacedTensor):
                 gradient.has_exact_norms = True
 
-    def _count_references(self) -> tuple[int, ...]:
-        """Return how many tensors lie in the memory, and how often each that was ever shown is referred to."""
-        storage = self.main_grad.storage.tensor.untyped_storage()
-        shown = itertools.chain(self._gradients, self._locals)
-        return torch._C._storage_Use_Count(storage._cdata), *map(sys.getrefcount, shown)
+    def show_pending(self, under_way: Accumulation) -> None:
+        """Make ``.grad`` of the covered parameters a ``PendingGradient``, and make optimizers refuse to step them.
 
-    # ------------------------------------------------------------------ a sum begins, or goes on
-
-    def begin_sum(self) -> None:
-        """Begin a sum, or go on with it: what ``.grad`` was counts as a part of it."""
-        if self.is_under_way:
-            self._go_on()
-            return
-        if not self._gradients:
-            self._make_gradients()
-        shown = grads_of(self.parameters)
-        self.missing, self.wanted = bytearray(self.trained), bytearray(self.trained)
-        for gradient in shown:
-            if gradient is not None:
-                self._begin_with(shown)
-                return
-        self.had = bytearray(len(shown))
-        self.state = GradState.EMPTY
-        self.is_under_way = True
-
-    def _go_on(self) -> None:
-        for index, is_trained in enumerate(self.trained):
-            if is_trained and not self.wanted[index]:
-                # Unfrozen since the sum began.
-                self.missing[index] = self.wanted[index] = 1
-
-    def _begin_with(self, shown: Sequence[torch.Tensor | None]) -> None:
-        """Begin a sum where ``.grad`` holds something."""
-        self.had = bytearray(gradient is not None for gradient in shown)
-        self.wanted = _either(self.trained, self.had)
-        if self.state is GradState.EMPTY:
-            # The user's own, which ``complete`` adds.
-            self.is_under_way = True
-            return
-        self._adopt_user_gradients(shown)
-        self.is_under_way = True
-        clear_grads(self.parameters)
-        self.state = GradState.PARTIAL
-        if self.final is not self.main_grad:
-            # The memory around the final slice holds what the last reduction left.
-            self.set_aside()
-
-    def set_aside(self) -> None:
-        """Keep what ``final`` holds for ``complete`` to add, and start over."""
-        kept = self.final.local_buffer.clone()
-        self.carry = kept if self.carry is None else kept.add_(self.carry)
-        self.state = GradState.EMPTY
-
-    def show_pending(self) -> None:
-        """Let ``.grad`` of the parameters whose sum is under way say so, which no optimizer may step.
-
-        What lies there beside the sum stays beneath, until ``complete`` adds it.
+        The ``.grad`` that the user set before stays underneath, until ``complete`` adds it.
         """
         if not self._pending:
             me, indices = weakref.ref(self), range(len(self.parameters))
             self._pending = [PendingGradient.of(me, index) for index in indices]
-        self.is_shown = True
-        if not self._refuses_steps:
+        if not under_way.is_pending:
             CHECKS.append(refuse_pending)
-            self._refuses_steps = True
-        for parameter, pending, is_wanted in zip(self.parameters, self._pending, self.wanted, strict=True):
+            under_way.is_pending = True
+        for parameter, pending, is_wanted in zip(self.parameters, self._pending, under_way.wanted, strict=True):
             if is_wanted:
                 parameter.pending_grad = pending  # type: ignore[attr-defined]  # a PlacedTensor's
+
+    def _end_pending(self, under_way: Accumulation) -> None:
+        CHECKS.remove(refuse_pending)
+        under_way.is_pending = False
+        for parameter in self.parameters:
+            parameter.pending_grad = None  # type: ignore[attr-defined]  # a PlacedTensor's
 
     # ------------------------------------------------------------------ a sum ends
 
     def complete(self) -> None:
-        """Take notice that no axis holds partial sums; ``show`` sets ``.grad`` of the sharded parameters then."""
-        if self.carry is not None:
-            self.final.local_buffer.add_(self.carry)
-            self.carry = None
-        shown = grads_of(self.parameters)
-        for gradient in shown:
+        """Add ``carry`` and the user's own ``.grad`` to ``final``, after the reduction over all axes."""
+        under_way = self.sum
+        assert under_way is not None
+        if under_way.carry is not None:
+            self.final.local_buffer.add_(under_way.carry)
+            under_way.carry = None
+        for index, gradient in enumerate(grads_of(self.parameters)):
             if gradient is not None:
-                self._add_direct(shown)
-                break
-        self.state = GradState.FINAL
-
-    def _add_direct(self, shown: Sequence[torch.Tensor | None]) -> None:
-        """Add what autograd or the user put into ``.grad`` beside the sum, which is complete."""
-        for index, gradient in enumerate(shown):
-            if gradient is not None:
-                self.wanted[index] = self.had[index] = 1
+                # Set by autograd or by the user while the sum was under way, or before it began.
+                under_way.wanted[index] = under_way.had[index] = 1
                 rows = own_rows(self.fsdp_params, index, gradient)
                 self.final.get_local_tensor(index).view(-1).add_(rows.reshape(-1))
 
     def show(self) -> None:
-        """Set ``.grad`` of every sharded parameter to its part of the final gradients, but of those in ``missing``."""
-        if not self._gradients:
-            self._make_gradients()
+        """End the sum: set ``.grad`` of each parameter to its part of ``final``, and call its post-accumulate hooks.
+
+        Parameters in ``missing`` keep the ``.grad`` that they had.
+        """
+        under_way = self.sum
+        assert under_way is not None
         wanted = self.trained
-        # Who drops all of them in order is heard of once.
+        # If all parameters have a gradient, only a drop of the last one is reported.
         self._drops.last = self._last_one if 0 not in wanted else None
-        is_sum = self.is_under_way
-        if 1 in self.missing or (is_sum and 0 in self.trained):
-            self._drops.last, wanted = None, self._show_wanted()
+        if 0 in wanted or 1 in under_way.missing:
+            self._drops.last, wanted = None, self._show_wanted(under_way)
         try:
             hooks = _assign_grads(self.parameters, self._gradients, wanted)
         except RuntimeError as error:
             self._refuse_late(error)
             raise
-        if is_sum:
-            self.end_sum(clears=False)
+        self.sum, self.has_final = None, True
+        if under_way.is_pending:
+            self._end_pending(under_way)
         # Autograd accumulates into the gathered parameters, so it calls no hook of the sharded ones.
         for call_hook in hooks:
             call_hook()
         if 1 not in wanted:
             self.dropped()
 
-    def _show_wanted(self) -> bytearray:
-        """Return which parameters' ``.grad`` is to be set; set those of parameters that keep what they had."""
+    def _show_wanted(self, under_way: Accumulation) -> bytearray:
+        """Return the parameters whose ``.grad`` to set, one byte each; restore ``.grad`` of ``missing`` ones."""
         wanted = bytearray(self.trained)
-        if self.is_under_way and 0 in self.trained:
-            # One that was frozen in between keeps what was accumulated before.
-            wanted = _either(self.trained, self.wanted)
-        if 1 in self.missing:
-            # They keep what they had, and nothing was accumulated of which hooks could be told.
-            for index, is_missing in enumerate(self.missing):
-                if is_missing:
-                    wanted[index] = 0
-                    self.parameters[index].grad = self._gradients[index] if self.had[index] else None
+        if 0 in wanted:
+            # A parameter that was frozen since the sum began shows the gradients accumulated before.
+            wanted = _either(self.trained, under_way.wanted)
+        for index, is_missing in enumerate(under_way.missing):
+            if is_missing:
+                # Nothing was accumulated, so no hook is called.
+                wanted[index] = 0
+                self.parameters[index].grad = self._gradients[index] if under_way.had[index] else None
         return wanted
 
     def _refuse_late(self, error: RuntimeError) -> None:
-        """Name the parameter to which no gradient could be assigned, and take back what was set.
+        """Name the parameter whose ``grad_dtype`` did not allow its gradient, and restore that ``grad_dtype``.
 
         Raises:
-            StateError: its ``grad_dtype`` is another one; nothing is raised where that of none is.
+            StateError: a parameter's ``grad_dtype`` is not the gradients' dtype; nothing is raised if all are.
         """
         dtype = self.final.dtype
         for owned, parameter in zip(self.fsdp_params.owned, self.fsdp_params.sharded_params, strict=True):
@@ -336,37 +270,29 @@ class GradBinding:
                     f"{dtype} were laid out for it; set it before the first forward"
                 ) from error
 
-    def end_sum(self, *, clears: bool) -> None:
-        """Have no sum under way any more; ``clears``: where ``.grad`` says that there is one."""
-        if clears:
-            clear_grads(self.parameters)
-        self.is_under_way = self.is_void = False
-        if self.is_shown:
-            self._end_pending()
-
-    def _end_pending(self) -> None:
-        if self._refuses_steps:
-            CHECKS.remove(refuse_pending)
-        self._refuses_steps = False
-        for parameter in self.parameters:
-            parameter.pending_grad = None  # type: ignore[attr-defined]  # a PlacedTensor's
+    def end_sum(self) -> None:
+        """Forget the sum under way."""
+        under_way, self.sum = self.sum, None
+        if under_way is not None and under_way.is_pending:
+            self._end_pending(under_way)
 
     # ------------------------------------------------------------------ a sum is given up
 
-    def settle_sum(self) -> bool:
-        """Return whether users have dropped ``.grad`` of a sum under way, which is looked at before a backward.
+    def is_dropped(self) -> bool:
+        """Return whether the user has dropped ``.grad`` of all parameters of the sum under way; False without a sum.
 
         Raises:
-            StateError: of some parameters alone, or not after a backward that raised.
+            StateError: ``.grad`` of some of the parameters was dropped, or a backward that raised left the sum void.
         """
-        if not self.is_under_way:
+        under_way = self.sum
+        if under_way is None:
             return False
         kept = self._shows_pending()
-        if 1 not in [is_kept for is_kept, is_wanted in zip(kept, self.wanted, strict=True) if is_wanted]:
+        if 1 not in [is_kept for is_kept, is_wanted in zip(kept, under_way.wanted, strict=True) if is_wanted]:
             return True
-        if self.is_void:
+        if under_way.is_void:
             raise StateError(self.describe(kept.index(1)))
-        dropped = [int(is_wanted > is_kept) for is_wanted, is_kept in zip(self.wanted, kept, strict=True)]
+        dropped = [int(is_wanted > is_kept) for is_wanted, is_kept in zip(under_way.wanted, kept, strict=True)]
         if 1 in dropped:
             first, other = (self.fsdp_params.owned[each.index(1)].name for each in (dropped, kept))
             raise StateError(
@@ -377,32 +303,39 @@ class GradBinding:
         return False
 
     def _shows_pending(self) -> bytearray:
-        """Return, by parameter, whether ``.grad`` says that its sum is under way (nonzero)."""
+        """Return one byte per parameter: 1 if its ``.grad`` is a ``PendingGradient``."""
         return bytearray(getattr(parameter, "pending_grad", None) is not None for parameter in self.parameters)
 
     def void(self) -> None:
-        """Let ``.grad`` of a sum that a backward left incomplete refuse to be read until it is dropped."""
-        if not self.is_void:
-            self.show_pending()
-            self.is_void = True
+        """Mark the sum under way incomplete: ``.grad`` refuses to be read until the user drops it."""
+        if self.sum is not None and not self.sum.is_void:
+            self.show_pending(self.sum)
+            self.sum.is_void = True
 
     def empty(self) -> None:
-        """Hold nothing of a sum under way."""
-        self.carry = None
-        self.state = GradState.EMPTY
-        self.let_go()
+        """Discard the values of the sum under way, and release the memory of ``main_grad``."""
+        if self.sum is not None:
+            self.sum.carry = None
+            self.sum.is_in_main_grad = False
+            self.has_final = False
+            self.memory.release_unless_held()
+
+    def discard_sum(self) -> None:
+        """Forget the sum under way, and set ``.grad`` to None."""
+        clear_grads(self.parameters)
+        self.end_sum()
 
     def clear(self) -> None:
-        """Set every ``.grad`` to None."""
+        """Set every ``.grad`` to None, as ``zero_grad`` does; the next backward finds that a sum was dropped."""
         clear_grads(self.parameters)
-        if self.is_shown:
-            self._end_pending()
+        if self.sum is not None and self.sum.is_pending:
+            self._end_pending(self.sum)
         self.dropped()
 
     def describe(self, index: int) -> str:
-        """Return the words of the error for who reads the ``.grad`` of a parameter while it is such a sum."""
+        """Return the message for reading ``.grad`` of parameter ``index`` while its sum is under way."""
         name = f"{self.name}: the gradient of parameter {self.fsdp_params.owned[index].name!r}"
-        if self.is_void:
+        if self.sum is not None and self.sum.is_void:
             return (
                 f"{name} is incomplete, because the last backward raised. Drop it, with what was accumulated before: "
                 "call zero_grad() of the optimizer or the model, or model.reset_iter_state()."
@@ -416,33 +349,37 @@ class GradBinding:
     # ------------------------------------------------------------------ the optimizer reads
 
     def settled(self) -> DBuffer | None:
-        """Return the final gradients, with what the user did to ``.grad`` taken over; None where there are none.
+        """Return the final gradients, after copying the user's own ``.grad`` into them; None if there are none.
 
-        ``.grad`` may be the user's own although no backward made any.
+        ``.grad`` may be the user's own without any backward.
 
         Raises:
             StateError: a sum is under way.
         """
-        if self.is_under_way or not self._gradients or self.state is GradState.PARTIAL:
+        if self.sum is not None or not self._gradients:
             return self._settle_others()
         if not all(map(operator.is_, grads_of(self.parameters), self._gradients)):
             return self._settle_others()
-        self.hold()
+        self.memory.allocate()
         return self.final
 
     def _settle_others(self) -> DBuffer | None:
-        """Return the final gradients where some of ``.grad`` may be others; see ``settled``."""
+        """Return the final gradients where ``.grad`` may be the user's own; see ``settled``."""
         shown = grads_of(self.parameters)
-        if self.is_under_way and 1 in (pending := self._shows_pending()):
-            raise StateError(self.describe(pending.index(1)))
-        if self.state is GradState.PARTIAL or all(gradient is None for gradient in shown):
+        if self.sum is not None:
+            if 1 in (pending := self._shows_pending()):
+                raise StateError(self.describe(pending.index(1)))
+            if self.sum.is_in_main_grad:
+                return None
+        if all(gradient is None for gradient in shown):
             return None
-        if self.hold():
+        if self.memory.allocate():
             self.main_grad.zero_()
         self._adopt_user_gradients(shown)
         return self.final
 
     def _adopt_user_gradients(self, shown: Sequence[torch.Tensor | None]) -> None:
+        """Copy the user's own gradients into ``final``; zeros for None."""
         for index, gradient in enumerate(shown):
             if gradient is not None and self._gradients and gradient is self._gradients[index]:
                 continue
@@ -455,7 +392,7 @@ class GradBinding:
                     mine.view(-1).copy_(rows.reshape(-1))
 
     def scale(self, factor: torch.Tensor | float) -> None:
-        """Multiply the gradients that ``settled`` returned, and the user's own tensors where they are not those."""
+        """Multiply the gradients that ``settled`` returned, and the user's own tensors that lie elsewhere."""
         scaled, shown = [self.final.local_buffer], grads_of(self.parameters)
         if not self._gradients or not all(map(operator.is_, shown, self._gradients)):
             for index, gradient in enumerate(shown):
@@ -469,9 +406,9 @@ class GradBinding:
     def match_parameter_dtype(self) -> None:
         """Show gradients in the parameters' dtype, which PyTorch's optimizers need; ``restore_dtype`` undoes it.
 
-        Those of the buffer by one cast, the user's own one by one.
+        The buffer is cast as a whole, the user's own gradients one by one.
         """
-        if self.final.dtype is self._dtype or self.state is not GradState.FINAL:
+        if self.final.dtype is self._dtype or not self.has_final:
             return
         cast: DBuffer | None = None
         for index, (parameter, gradient) in enumerate(zip(self.parameters, grads_of(self.parameters), strict=True)):
@@ -486,11 +423,39 @@ class GradBinding:
                 parameter.grad = gradient.to(self._dtype)
 
     def restore_dtype(self) -> None:
-        """Show the gradients themselves again after ``match_parameter_dtype``, but where the step dropped them."""
+        """Show the original gradients again after ``match_parameter_dtype``, except those that the step dropped."""
         replaced, self._replaced = self._replaced, []
         for parameter, gradient, allowed in replaced:
             parameter.grad = gradient if parameter.grad is not None else None
             parameter.grad_dtype = allowed
+
+    # ------------------------------------------------------------------ memory
+
+    def keep(self, keeps: bool) -> None:
+        """Keep ``main_grad`` allocated permanently (True) or only while gradients exist (False)."""
+        self.memory.keeps = keeps
+        if keeps:
+            self.memory.allocate()
+        else:
+            self.dropped()
+
+    def watch(self) -> None:
+        """Call ``dropped`` when Python code sets ``.grad`` of a parameter to None."""
+        self._drops.last = None
+        for parameter in self.parameters:
+            if isinstance(parameter, FlatDTensor):
+                parameter.on_grad_dropped = self._drops
+
+    def dropped(self) -> None:
+        """Release ``main_grad`` if no sum is under way and every ``.grad`` is None."""
+        if self.sum is not None:
+            return
+        for parameter, gradient in zip(reversed(self.parameters), reversed(grads_of(self.parameters)), strict=True):
+            if gradient is not None:
+                self._drops.last = weakref.ref(parameter)
+                return
+        if self.memory.release_unless_held():
+            self.has_final = False
 
 
 def _drop(binding: weakref.ref[GradBinding]) -> None:
@@ -519,14 +484,95 @@ def _either(ones: Sequence[int], others: Sequence[int]) -> bytearray:
     return bytearray(one | other for one, other in zip(ones, others, strict=True))
 
 
+# How often, and at which intervals, ``GradMemory`` looks again while a gloo thread may hold the memory.
+_LOOKS, _PAUSE_S = 10, 0.001
+
+
+class GradMemory:
+    """The memory of ``main_grad``: allocated while gradients exist, released when every ``.grad`` is None.
+
+    Gradients of a plain model live as long as a reference to them, and so does this memory: ``release_unless_held``
+    compares reference counts with those that were counted when only the engine had references.
+
+    Args:
+        main_grad: the buffer.
+        drops: reports when ``.grad`` is set to None; from an allocation on, for any parameter.
+        is_sent_last: the last collective of a step sends ``main_grad`` itself.
+
+    Attributes:
+        keeps: the memory stays allocated without gradients too.
+        is_taken: ``release_unless_held`` found that the user has a tensor that lies in the memory.
+        gaps: views of the padding, which no gradient is written to and which stays zero.
+    """
+
+    def __init__(self, main_grad: DBuffer, drops: GradDrops, *, is_sent_last: bool) -> None:
+        self._drops = drops
+        self.keeps = self.is_taken = False
+        self.gaps: Sequence[torch.Tensor] = ()
+        self.is_sent_last = is_sent_last
+        self._main_grad, self._compute = main_grad, compute_of(main_grad.device)
+        self._users: list[torch.Tensor] = []
+        self._references: tuple[int, ...] = ()
+
+    def allocate(self) -> bool:
+        """Allocate the memory, with zeros in ``gaps`` alone; return whether it was released before."""
+        storage = self._main_grad.storage
+        if self._compute is not None and self._compute.streams.is_capturing():
+            # A graph writes to the same memory whenever it is replayed.
+            self.keeps = True
+        if storage.is_allocated:
+            return False
+        storage.reallocate()
+        self._drops.last = None
+        for gap in self.gaps:
+            gap.zero_()
+        if not self._references:
+            self._references = self._count_references()
+        return True
+
+    def release_unless_held(self) -> bool:
+        """Release the memory unless it is to stay or the user has a tensor in it; return whether it was released."""
+        storage = self._main_grad.storage
+        if self.keeps or not storage.is_allocated or not storage.nbytes:
+            return False
+        self.is_taken = bool(self._references) and self._is_held()
+        if self.is_taken:
+            return False
+        storage.release()
+        return True
+
+    def count_users_of(self, gradients: Sequence[DTensor]) -> None:
+        """Count the references to the tensors that ``.grad`` will show, before a user can have any."""
+        self._users = [*gradients, *[gradient._local_tensor for gradient in gradients]]
+        self._references = self._count_references()
+
+    def _is_held(self) -> bool:
+        """Return whether the user has a tensor that lies in the memory."""
+        found = self._count_references()
+        looks = _LOOKS if self.is_sent_last and self._main_grad.device.type == "cpu" else 0
+        for _ in range(looks):
+            if found == self._references or found[1:] != self._references[1:]:
+                break
+            # A gloo thread that ended the last reduction may not have dropped its tensors yet. Seen at 2 of 1,600
+            # calls on two idle cores; one pause was enough.
+            time.sleep(_PAUSE_S)
+            found = self._count_references()
+        return found != self._references
+
+    def _count_references(self) -> tuple[int, ...]:
+        """Return how many tensors lie in the memory, and the number of references to each that ``.grad`` shows."""
+        storage = self._main_grad.storage.tensor.untyped_storage()
+        return torch._C._storage_Use_Count(storage._cdata), *map(sys.getrefcount, self._users)
+
+
 class PendingGradient(torch.Tensor):
     """The ``.grad`` of a sharded parameter while its gradient is a sum under way: every use of it raises.
 
-    Between microbatches that keep gradients on this rank, and after a backward that raised, there is nothing that a
-    reader of ``.grad`` could be shown. None would hide what users do meanwhile: who sets ``.grad`` to None drops the
-    sum, and who steps an optimizer would step without it.
+    ``.grad`` is a pending gradient between microbatches that keep gradients on this rank, and after a backward that
+    raised. With None, a user could not drop the sum by setting ``.grad`` to None, and an optimizer would step without
+    an error.
 
-    It does not keep the buffer of gradients alive.
+    The reference to the ``GradBinding`` is weak.
     """
 
     _fsdp_binding: weakref.ref[GradBinding]
@@ -534,13 +580,13 @@ class PendingGradient(torch.Tensor):
 
     @staticmethod
     def of(binding: weakref.ref[GradBinding], index: int) -> PendingGradient:
-        """Make the one of a parameter."""
+        """Make the pending gradient of parameter ``index``."""
         made = torch.empty(0).as_subclass(PendingGradient)
         made._fsdp_binding, made._fsdp_index = binding, index
         return made
 
     def describe(self) -> str:
-        """Return the words of the error."""
+        """Return the message of the error."""
         owner = self._fsdp_binding()
         return "the model of this gradient is gone" if owner is None else owner.describe(self._fsdp_index)
 
@@ -560,7 +606,7 @@ def refuse_pending(optimizer: Optimizer) -> None:
     """Refuse to step parameters whose gradients are sums under way, before anything is changed.
 
     Raises:
-        StateError: there is one; it names the first.
+        StateError: names the first such parameter.
     """
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
         if isinstance(parameter.grad, PendingGradient):

@@ -16,7 +16,6 @@ import torch
 
 from dbuffer.dtensor.placed_tensor import NUM_FLAGS_SET
 from dbuffer.events import listeners, tell
-from megatron_fsdp.engine.accumulation import GradState
 from megatron_fsdp.engine.grads import GradientBuffer
 from megatron_fsdp.engine.last_reduction import finish_last, finish_last_on_compute
 from megatron_fsdp.engine.param_group import ParameterGroup
@@ -107,8 +106,8 @@ def final_callback(root: Root) -> None:
         _finalize(root, units)
     # 3. Sums that are not final refuse to be read: ``.grad`` shows a ``PendingGradient``.
     for buffer in _buffers(root):
-        if buffer.binding.is_under_way:
-            buffer.binding.show_pending()
+        if buffer.binding.sum is not None:
+            buffer.binding.show_pending(buffer.binding.sum)
             state.has_sums = True
     # 4. Release the weights, and forget this backward.
     _end(root)
@@ -145,7 +144,8 @@ def _finalize(root: Root, units: list[Unit]) -> None:
     is_last = root.backward.is_last or root.backward.is_manual
     finals = [found for unit in units if unit.requires_gradient_sync and (found := _final(unit, is_last))]
     final = list(itertools.chain.from_iterable(finals))
-    is_missing = 1 in b"".join([group.gradients.binding.missing for group in final if group.gradients is not None])
+    sums = [group.gradients.binding.sum for group in final if group.gradients is not None]
+    is_missing = 1 in b"".join([each.missing for each in sums if each is not None])
     for hook in root.hooks if is_missing else ():
         hook.on_missing(final)
     has_last = False in [unit.rests_final for unit in units]
@@ -178,8 +178,10 @@ def _final(unit: Unit, is_last: bool) -> list[ParameterGroup]:
     found = []
     for group in unit.groups:
         buffer = group.gradients
-        is_summed = buffer is not None and buffer.binding.state is GradState.PARTIAL
-        if is_summed and (buffer.rests_final or (is_last and unit.requires_all_reduce)):  # type: ignore[union-attr]
+        under_way = None if buffer is None else buffer.binding.sum
+        if buffer is None or under_way is None or not under_way.is_in_main_grad:
+            continue
+        if buffer.rests_final or (is_last and unit.requires_all_reduce):
             found.append(group)
     return found
 
@@ -240,7 +242,8 @@ def reset(root: Root) -> None:
     """Drop a forward or backward that raised, and all gradients that are incomplete or not finalized."""
     _abandon(root)
     for buffer in _buffers(root):
-        if buffer.binding.is_void or root.backward.is_unfinished:
+        under_way = buffer.binding.sum
+        if root.backward.is_unfinished or (under_way is not None and under_way.is_void):
             buffer.discard()
     root.backward.is_unfinished, root.backward.awaited = False, 0
 
@@ -254,7 +257,7 @@ def _abandon(root: Root) -> None:
         unit.open_call = None
         for buffer in unit.gradients if state.ending is not None else ():
             buffer.abandon(state.number)
-            state.has_sums = state.has_sums or buffer.binding.is_under_way
+            state.has_sums = state.has_sums or buffer.binding.sum is not None
         unit.reshard()
     _end(root)
 

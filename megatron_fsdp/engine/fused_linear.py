@@ -1,9 +1,8 @@
 """FusedLinear: linear layers whose backward multiplies the weight's gradient straight into its unit's packed buffer.
 
-Without it autograd makes a tensor of the gradient, which is then copied into the packed buffer: four bytes moved per
-bf16 parameter, and memory for both. Here the matrix product writes into the buffer, or adds to what lies there, and
-autograd is handed no gradient for the weight. It still tells the weight when all of its uses are through, as for any
-parameter (docs/design/fused_gradients.md).
+Otherwise autograd makes a tensor of the gradient, which is then copied into the packed buffer: four bytes moved per
+bf16 parameter, and memory for both. Here the matrix product writes into the buffer or adds to it, and autograd gets no
+gradient for the weight. Autograd still calls the weight's hook after all of its uses (docs/design/fused_gradients.md).
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ __all__ = [
 
 
 class FusedLinear(nn.Linear):
-    """Mixed into the class of the linear layers of a unit; it keeps the class's name, and computes what that does.
+    """A mixin for the class of a unit's linear layers, with the same name and the same results.
 
-    ``type(layer).__mro__`` shows it. A copied or unpickled layer is of the original class again.
+    ``type(layer).__mro__`` shows it. A copied or unpickled layer has the original class again.
     """
 
     _plain_class: type[nn.Linear]
@@ -45,11 +44,11 @@ class FusedLinear(nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return ``input @ weight.T + bias``, as ``nn.Linear`` does."""
         try:
-            # As ``self.weight`` finds them, without a call for each.
+            # Faster than ``self.weight``, which calls ``nn.Module.__getattr__``.
             parameters: Any = self._parameters
             weight, bias = parameters["weight"], parameters["bias"]
         except KeyError:
-            # Parametrizations compute them.
+            # A parametrization computes the weight or the bias.
             weight, bias = self.weight, self.bias
         if torch.compiler.is_dynamo_compiling():
             return functional.linear(input, weight, bias)
@@ -57,9 +56,9 @@ class FusedLinear(nn.Linear):
             handle: WeightHandle = weight._fsdp_handle
         except AttributeError:
             return functional.linear(input, weight, bias)
-        # On CPU also where no buffer takes the weight's gradient: PyTorch's operator makes that before the input's, and
-        # holds it beside the copy of the weight that oneDNN makes for the latter. Elsewhere that would only cost the
-        # host: PyTorch's own operator takes a third of the time for a forward and a backward.
+        # On CPU the fused function saves memory even without a buffer: PyTorch's operator computes the weight's
+        # gradient first, and holds it while oneDNN copies the weight for the input's gradient. On other devices it
+        # would only cost host time: PyTorch's operator takes a third of it for a forward and a backward.
         if handle.gradients is NO_BUFFER and not input.is_cpu:
             return functional.linear(input, weight, bias)
         if not torch.is_grad_enabled() or has_transforms() or forward_ad._current_level >= 0:
@@ -82,12 +81,12 @@ has_transforms: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
 def as_factor(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
-    """Return what the weight is multiplied with: the input, cast as autocast casts it; None where they do not fit."""
+    """Return the input cast as autocast casts it, to multiply the weight with; None if their dtypes differ."""
     if type(input) not in _PLAIN or input.layout is not torch.strided:
         return None
     if torch.is_autocast_enabled(weight.device.type):
         if torch.get_autocast_dtype(weight.device.type) is not weight.dtype or input.dtype is torch.float64:
-            # The weight is cast too, and the gradient that is a matrix product is that of the cast weight.
+            # Autocast casts the weight too, and the matrix product would be the gradient of the cast weight.
             return None
         input = input.to(weight.dtype)
     return input if input.dtype is weight.dtype else None
@@ -96,14 +95,14 @@ def as_factor(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
 class _ProductIntoBuffer(torch.autograd.Function):
     """``functional.linear``, or ``torch.bmm`` for a weight of three axes.
 
-    The gradient of the weight is added to its unit's buffer, where that takes products.
+    Backward adds the gradient of the weight to its unit's buffer if that takes products.
     """
 
     @staticmethod
     def forward(
         ctx: Any, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, handle: WeightHandle
     ) -> torch.Tensor:
-        # What ``save_for_backward`` does.
+        # The same as ``save_for_backward``, without the call.
         ctx.to_save = (input, weight if ctx.needs_input_grad[0] else None)
         ctx.handle, ctx.is_batched = handle, weight.ndim == 3
         ctx.materialize_grads = False
@@ -131,11 +130,10 @@ class _ProductIntoBuffer(torch.autograd.Function):
 
 
 def _weight_gradient(ctx: Any, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor | None:
-    """Return the gradient ``left @ right`` of a weight for autograd; None where the buffer took it, or none is wanted.
+    """Return the gradient ``left @ right`` of a weight for autograd; None if the buffer took it or none is wanted.
 
     Args:
-        ctx: whose next node but one is the end of the weight in the graph: it accumulates, and then calls the hook that
-            counts arrivals.
+        ctx: of the backward. Its second next function is the weight's AccumulateGrad node.
     """
     handle: WeightHandle = ctx.handle
     buffer = handle.gradients()
@@ -144,24 +142,24 @@ def _weight_gradient(ctx: Any, left: torch.Tensor, right: torch.Tensor) -> torch
     node = ctx.next_functions[1][0]
     weight = node.variable
     if not weight.requires_grad:
-        # Frozen since forward.
+        # The user has frozen the weight since forward.
         return None
     try:
         if not torch._C._will_engine_execute_node(node):
-            # torch.autograd.grad, or backward(inputs=...), for other tensors: nothing may be accumulated.
+            # torch.autograd.grad or backward(inputs=...) for other tensors must accumulate nothing here.
             return None
     except RuntimeError:
         # torch.autograd.grad for this very weight, or a call of the node by hand: the caller gets the gradient.
         return left @ right
     if weight._backward_hooks:
-        # Whoever has a hook wants to see the gradient.
+        # The user's hook must see the gradient.
         return left @ right
     buffer.receive_product(handle.index, left, right)
     return None
 
 
-# Its ``apply``, without what callers have seen to and what only other functions need: PyTorch's own looks for
-# transforms first, as callers here do, and for another way to call its backward.
+# ``_ProductIntoBuffer.apply`` without two checks: for functorch transforms, which callers here have made, and for a
+# ``vjp`` instead of a ``backward``.
 _ProductIntoBuffer._backward_cls.apply = _ProductIntoBuffer.backward  # type: ignore[attr-defined]
 product_into_buffer: Any = super(torch.autograd.Function, _ProductIntoBuffer).apply
 
@@ -171,13 +169,13 @@ product_into_buffer: Any = super(torch.autograd.Function, _ProductIntoBuffer).ap
 
 _WEIGHTS = (torch.Tensor, nn.Parameter, *KINDS)
 MIN_NUMEL = SMALL_NUMEL + 1
-"""Weights of fewer elements are not worth the Python of a fused layer: their gradients wait and are copied together."""
+"""Smaller weights are not fused, which would cost more host time than copying their gradients in one call."""
 
 
 def fuse_linear_layers(owned: Iterable[OwnedParameter]) -> None:
-    """Mix ``FusedLinear`` into the linear layers that hold one of the parameters as their weight.
+    """Mix ``FusedLinear`` into the linear layers whose weight is one of the parameters.
 
-    Left alone are layers with a ``forward`` of their own, small weights, and those that are sharded over further axes.
+    Skip layers that override ``forward``, small weights, and weights that tensor parallelism has sharded.
     """
     for parameter in owned:
         if parameter.parameter.numel() < MIN_NUMEL:
@@ -190,7 +188,7 @@ def fuse_linear_layers(owned: Iterable[OwnedParameter]) -> None:
 
 @functools.cache
 def _fused_class(kind: type[nn.Linear]) -> type[FusedLinear]:
-    # The name is the class's own, as models are printed by it and units named after it; the qualified name differs.
+    # Models print the class name and units are named after it, so it stays; the qualified name differs.
     namespace = {"__module__": kind.__module__, "__qualname__": f"FusedLinear.{kind.__name__}", "_plain_class": kind}
     return type(kind.__name__, (FusedLinear, kind), namespace)
 
@@ -202,12 +200,12 @@ def offer_products(
     *,
     is_wide: bool = False,
 ) -> None:
-    """Let backward multiply gradients of gathered weights into ``views``, where a product of theirs has the dtype.
+    """Let backward multiply gradients of weights into ``views``, if a weight and its view have the same dtype.
 
     Args:
-        weights: the gathered parameters, in plan order. views: of their packed buffer.
-        receiver: the ``GradientBuffer`` that keeps it.
-        is_wide: also into FP32 views of 16-bit weights.
+        weights: the unsharded parameters, in plan order. views: their slices of the packed buffer.
+        receiver: the ``GradientBuffer`` of these views.
+        is_wide: also multiply gradients of 16-bit weights into FP32 views.
     """
     for index, (weight, view) in enumerate(zip(weights, views, strict=True)):
         is_plain = type(weight) in _WEIGHTS and weight.ndim in (2, 3) and weight.is_floating_point()
@@ -220,9 +218,9 @@ def offer_products(
 def expert_matmul(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Return ``torch.bmm(input, weight)``; backward multiplies the gradient of an expert weight into its unit's buffer.
 
-    For models that compute their experts in batches of equal size. An ordinary ``torch.bmm`` makes a tensor of the
-    gradients of all experts first. It is one where the weight is not gathered, or the conditions of ``nn.Linear``'s
-    fusion do not hold (docs/design/fused_gradients.md).
+    For models that compute their experts in batches of equal size. ``torch.bmm`` would first make a tensor of the
+    gradients of all experts. If the weight is not gathered, or the conditions for fusing ``nn.Linear`` do not hold,
+    this function calls ``torch.bmm`` (docs/design/fused_gradients.md).
 
     Args:
         input: (experts, tokens, in). weight: (experts, in, out).
@@ -235,7 +233,7 @@ def expert_matmul(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         output = expert_matmul(tokens, experts)
     """
     handle: WeightHandle | None = getattr(weight, "_fsdp_handle", None)
-    # Recorded by autograd alone, not by a transform of functions or forward mode.
+    # Neither a functorch transform nor forward mode may record the product.
     is_plain = torch.is_grad_enabled() and not has_transforms() and forward_ad._current_level < 0
     if torch.compiler.is_compiling() or handle is None or not is_plain:
         return torch.bmm(input, weight)

@@ -1,4 +1,8 @@
-"""The way of one group's gradients in a backward: received, packed, reduced, folded into ``main_grad``."""
+"""GradientBuffer: the gradients of one parameter group in a backward, from autograd to ``main_grad``.
+
+In order of time: ``receive`` (autograd's hook), ``_pack``, ``close`` (``post_backward``), ``reduce``, ``wait``. Then
+``accumulation.py`` completes the sum in ``main_grad`` and shows it in ``.grad``.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ from dbuffer.events import listeners, tell
 from dbuffer_kernels import accumulate
 from dbuffer_kernels.products import add_product
 from megatron_fsdp.build.builder import GroupSpec
-from megatron_fsdp.engine.accumulation import GradBinding, GradState
+from megatron_fsdp.engine.accumulation import GradBinding
 from megatron_fsdp.engine.fused_linear import offer_products
 from megatron_fsdp.engine.params import FSDPParams
 from megatron_fsdp.engine.passes import clear_grads, grads_of
@@ -31,50 +35,59 @@ _STRIDED = torch.strided
 
 
 class GradientListener(Protocol):
-    """What gradient buffers tell the backward of their unit: ``backward.GradientsOfUnit``, which lies above this file.
+    """Calls from a gradient buffer to the backward of its unit; ``backward.GradientsOfUnit`` implements them.
 
     Attributes:
-        owner: as in ``Lane.submit``.
+        owner: the identity of the unit; see ``Lane.submit``.
     """
 
     owner: int
 
     def count_gradients(self) -> None:
-        """A parameter was frozen."""
+        """Count the unit's gradients again, because a parameter was frozen."""
 
     def begin_gradients(self, *, packs: bool, has_come: bool) -> int:
-        """Gradients begin to come, or zeros stand for them; return the number of the backward."""
+        """Note that the first gradient, or zeros in place of gradients, is packed; return the backward's number."""
 
     def lend(self, packer: LanePacker) -> None:
-        """A lane reads gradients of autograd's that ``packer`` holds."""
+        """Note that a lane reads autograd's gradients, which ``packer`` holds."""
 
     def take_back_lent(self) -> None:
-        """Gradients are about to wait: make room for them."""
+        """Release older gradients that lanes have read, before more gradients wait to be packed."""
 
 
 class GradientBuffer:
-    """The gradients of one parameter group in a backward, and the buffers that they lie in.
+    """Packs the gradients of one parameter group and reduces them into ``main_grad``.
+
+    The packed buffer (``packed``, the reduce-scatter input) is in one of these states:
+
+    | state | how it shows |
+    |---|---|
+    | empty | ``_begun`` is not set, ``_filled`` is all 0, ``tickets`` is empty |
+    | receives gradients of a backward | ``_begun`` is set; ``_filled`` says of which parameters |
+    | keeps gradients for the next microbatch | ``_begun`` is not set, ``is_filled`` |
+    | is reduced | ``tickets`` has the reduction, until ``wait`` |
 
     Args:
         main_weight: the group's main weights.
         fsdp_params: the parameters.
-        reduction: the way from packed gradients to ``main_grad``, with the buffers.
-        packer: packs them on the lane that reduces them; None where compute packs each when it comes.
+        reduction: owns the buffers, and reduces packed gradients into ``main_grad``.
+        packer: packs gradients on the lane that reduces them; None if the compute stream packs each on arrival.
 
     Attributes:
-        binding: ``main_grad``, and what the parameters show of it.
-        packed: receives autograd's gradients; ``main_grad`` itself where they rest as whole partial sums
-            (``rests_partial``), which are accumulated in place and reduced once, at the end.
-        rests_final: whether each microbatch's reduction gives what the optimizer reads.
-        packer: as given, but None while the packed buffer takes memory from slots, into which each gradient goes at
-            once: slots are few, or NCCL's own, so whoever asked for them has their number in mind.
-        divisor: the sum over ranks is divided by it. wire_scale: what of that is done before the sum.
-        pack_scale: what gradients are multiplied by where they are packed. takes_products: whether that is a power of
-            two, so that a scaled product is rounded as an unscaled one.
-        wide: sums of a wider dtype than is sent; None where they lie in ``packed``.
-        backward: which backward left something here that is void if it raises, by the schedule's count.
-        listener: is told when gradients begin to come; None for nobody.
-        tickets: of reductions that nobody has waited for. last_tickets: of what is left to reduce once a step.
+        binding: the sum in ``main_grad``, and ``.grad`` of the parameters.
+        packed: receives autograd's gradients. With ``rests_partial`` it is ``main_grad`` itself: whole partial sums
+            are accumulated in place, and reduced once at the end of a step.
+        rests_final: each microbatch's reduction leaves final gradients in ``main_grad``.
+        packer: as given, but None while the packed buffer takes memory from a slot. Slots are few, or memory of NCCL,
+            so each gradient is packed into its slot on arrival.
+        divisor: the sum over ranks is divided by it. wire_scale: the part of the division before the reduction.
+        pack_scale: factor for gradients when they are packed. takes_products: the factor is a power of two, so that a
+            scaled matrix product has the bits of an unscaled one.
+        wide: holds reduced gradients of a wider dtype than ``packed``; None if reductions stay in ``packed``.
+        backward: number of the last backward that brought gradients. If it raises, the sum is void.
+        listener: the backward of the unit; None outside of a unit.
+        tickets: reductions to wait for. last_tickets: reductions over the remaining axes, once per step.
     """
 
     divisor: float
@@ -82,7 +95,7 @@ class GradientBuffer:
     pack_scale: float
     takes_products: bool
     _copies = False
-    # Which gradients count: those of trained parameters, or none (``weigh``).
+    # One byte per parameter, 1 to pack its gradient: if it is trained and this rank's weight is not 0 (``weigh``).
     _packs: bytes | bytearray
     _own_scale: float
     _weight = 1.0
@@ -98,36 +111,38 @@ class GradientBuffer:
         self.unit, self.backward = "", 0
         self.tickets: list[Ticket] = []
         self.last_tickets: list[Ticket] = []
-        # From when the unit is made.
+        # Set when the unit is made.
         self.listener: GradientListener | None = None
         self._device, self._fsdp_params = spec.compute_device, fsdp_params
-        # Whether the backward under way brought anything; hooks of gradients have the list itself.
+        # Set while the backward has packed a gradient; the gradient hooks read it.
         self._begun = fsdp_params.begun
         self.reduction, self.packed, self.wide = reduction, reduction.packed, reduction.wide
         self.rests_partial, self.rests_final = reduction.rests_partial, reduction.rests_final
         self.binding = GradBinding(reduction.main_grad, reduction.final, fsdp_params, main_weight.dtype)
-        # Memory of the host is plentiful, and pages that a GPU writes are slow to come by.
-        self.binding.keeps = spec.is_offloaded
+        # Host memory is plentiful, and pinned pages are slow to allocate.
+        self.binding.memory.keeps = spec.is_offloaded
         self._views = [self.packed.get_local_tensor(index) for index in range(len(fsdp_params.sharded_params))]
         self.divide_by(spec.divisor)
         self._filled = bytearray(len(self._views))
+        # ``missing`` of the sum under way, the same object.
+        self._missing = bytearray()
         self._gaps = [self.packed.local_buffer[gap.start : gap.stop] for gap in self.packed.layout.padding()]
-        self._turns = turns(self._device, fsdp_params.turn)
+        self._turns = turns(self._device, fsdp_params.last_turn)
         self._lane_packer = packer
         self._choose_packer()
         self._trained = self.binding.trained
         if self.rests_partial:
-            self.binding.gaps = self._gaps
+            self.binding.memory.gaps = self._gaps
         else:
             self.packed.release_storage()
         self.reduction.release()
-        self.binding.let_go()
+        self.binding.memory.release_unless_held()
         if spec.fuses_weight_gradients:
             is_wide = spec.fuses_weight_gradients == "wide"
             offer_products(fsdp_params.unsharded_params, self._views, self, is_wide=is_wide)
 
     def _choose_packer(self) -> None:
-        """Choose who packs, and so which gradients stay where autograd leaves them until the unit is closed."""
+        """Choose the packer, and with it the gradients that wait in ``.grad`` until the unit is closed."""
         is_slotted = self.rests_partial or self.packed.storage.takes_slots
         self.packer = None if is_slotted else self._lane_packer
         waits = self._fsdp_params.waits
@@ -138,21 +153,22 @@ class GradientBuffer:
 
     @property
     def main_grad(self) -> DBuffer:
-        """The accumulator, at the gradients' placement."""
+        """The buffer that gradients are accumulated in, with the strategy's placement of gradients."""
         return self.binding.main_grad
 
     @property
     def is_filled(self) -> bool:
-        """Whether the packed buffer holds gradients that are not reduced yet."""
+        """True while the packed buffer holds gradients that are not reduced yet."""
         return 1 in self._filled
 
     # ------------------------------------------------------------------ receive
 
     def receive(self, index: int, parameter: torch.Tensor) -> None:
-        """Take notice of ``parameter.grad``, when autograd has added up what one graph brings.
+        """Pack ``parameter.grad``; autograd calls this when it has accumulated all of the parameter's gradient.
 
-        A small one stays there until ``close``, to be copied with the others in one call; a larger one is packed at
-        once, so that autograd's memory is free. It is None where autograd has none, or all of it came as products.
+        A small gradient stays in ``.grad`` until ``close``, which copies all small ones in one call. A larger one is
+        packed at once, so that its memory is free. ``.grad`` is None if the graph brought none, or matrix products
+        alone (``receive_product``).
         """
         gradient = _get_grad(parameter)
         if gradient is None:
@@ -160,7 +176,7 @@ class GradientBuffer:
         _set_grad(parameter, None)
         if self._turns is not None:
             self._turns.take(self._pack_waiting)
-        if not self._begun[0]:
+        if not self._begun.is_set:
             self._begin(has_come=True)
         if self._waits[index] and self._packs[index]:
             _set_grad(parameter, gradient)
@@ -174,14 +190,14 @@ class GradientBuffer:
             self._views[index].copy_(gradient)
         else:
             self._add(index, gradient)
-        self._filled[index], self.binding.missing[index] = 1, 0
+        self._filled[index], self._missing[index] = 1, 0
 
     def _pack_waiting(self) -> None:
-        """Take over the gradients that wait and are there: the small ones, or all of them where a lane packs."""
-        if not self._begun[0]:
+        """Pack the gradients that wait in ``.grad``: small ones, or with a ``LanePacker`` all."""
+        if not self._begun.is_set:
             return
         if self.packer is not None and not self.packed.is_allocated:
-            # Another stream has the next turn, or the next microbatch is to add to these.
+            # Another stream gets the next turn, or the next microbatch will add to these gradients.
             self._take_packed()
         params, indices = self._waiting_params, self._waiting
         gradients = grads_of(params)
@@ -199,7 +215,7 @@ class GradientBuffer:
             torch._foreach_copy_(self._waiting_views, found)
             for index in indices:
                 self._filled[index] = 1
-                self.binding.missing[index] = 0
+                self._missing[index] = 0
             return
         for index, gradient in zip(indices, gradients, strict=True):
             if gradient is not None:
@@ -208,7 +224,7 @@ class GradientBuffer:
     def _add(self, index: int, gradient: torch.Tensor) -> None:
         split = self._fsdp_params.owned[index].split
         if split is not None:
-            # Whole along the data-parallel axes alone.
+            # The part of this rank along the tensor-parallel axis, whole along the data-parallel axes.
             gradient = split.local_gradient(gradient)
         if gradient.layout is not torch.strided:
             gradient = gradient.to_dense()
@@ -218,7 +234,7 @@ class GradientBuffer:
         """Add ``left @ right`` to the packed gradient of a parameter."""
         if self._turns is not None:
             self._turns.take(self._pack_waiting)
-        if not self._begun[0]:
+        if not self._begun.is_set:
             self._begin(has_come=True)
         if self._packs[index]:
             view = self._views[index]
@@ -226,15 +242,17 @@ class GradientBuffer:
                 torch.mm(left, right, out=view)
             else:
                 add_product(left, right, view, scale=self.pack_scale, overwrite=not self._filled[index])
-            self._filled[index], self.binding.missing[index] = 1, 0
+            self._filled[index], self._missing[index] = 1, 0
 
     def _begin(self, *, has_come: bool = False) -> bool:  # noqa: C901  # in order of time
-        """Have room for this backward's gradients, if any is wanted; return whether one is.
+        """Prepare for the gradients of a backward; return False if no parameter is trained.
 
-        Parameters that were frozen since forward accumulate nothing, as in any model.
+        In order: freeze parameters that the user has frozen since forward (autograd accumulates nothing for them);
+        tell the backward, which makes room; wait for the last reduction of this buffer; begin or continue the sum;
+        allocate the packed buffer.
 
         Args:
-            has_come: the first one is there.
+            has_come: a gradient has arrived; False if ``close`` fills the buffer with zeros.
         """
         listener = self.listener
         for index in self._fsdp_params.freeze():
@@ -249,25 +267,25 @@ class GradientBuffer:
         self.wait()
         if self.last_tickets:
             self._set_aside()
-        self.reduction.begin_sum(self.binding)
+        under_way = self.reduction.begin_sum(self.binding)
+        self._missing = under_way.missing
         if self.rests_partial:
-            self.binding.hold()
-            is_empty = self.binding.state is GradState.EMPTY
-            self._filled = bytearray(b"\0" if is_empty else b"\1") * len(self._views)
+            self.binding.memory.allocate()
+            self._filled = bytearray(b"\1" if under_way.is_in_main_grad else b"\0") * len(self._views)
         elif self.packer is None and not self.packed.storage.is_allocated:
             self.packed.storage.reallocate()
             if self._gaps:
                 torch._foreach_zero_(self._gaps)
         self._copies = self.pack_scale == 1.0 and not self._fsdp_params.has_splits
-        self._begun[0] = has_come
+        self._begun.is_set = has_come
         if self._lane_packer is not None:
             if listener is not None:
                 listener.take_back_lent()
-            self._fsdp_params.begun_all[0] = has_come and self.packer is not None
+            self._fsdp_params.begun_all.is_set = has_come and self.packer is not None
         return True
 
     def _set_aside(self) -> None:
-        """Have what the last reduction gives, which was issued already, added at the end."""
+        """Save the result of a last reduction that was issued early; ``complete`` adds it."""
         for ticket in self.last_tickets:
             ticket.wait()
         self.binding.set_aside()
@@ -276,26 +294,26 @@ class GradientBuffer:
     # ------------------------------------------------------------------ reduce
 
     def close(self, *, reduce: bool) -> bool:
-        """End this backward's part of the group.
+        """End this backward for the group: pack gradients that wait, and zeros for parameters without a gradient.
 
         Args:
-            reduce: zeros stand for gradients that did not come (other ranks may have one). False keeps what came for
-                the next backward to add to.
+            reduce: False keeps the gradients in the packed buffer, for the next microbatch to add to. True writes
+                zeros for missing gradients, because other ranks may have them.
         Returns:
-            Whether ``reduce`` is to be called now.
+            True if the caller must call ``reduce`` now.
         """
         packer = self.packer
         if packer is not None:
-            self._fsdp_params.begun_all[0] = False
+            self._fsdp_params.begun_all.is_set = False
             if reduce and not self.packed.is_allocated:
-                if not self._begun[0] and not self._begin():
+                if not self._begun.is_set and not self._begin():
                     return False
                 packer.is_due = True
                 return True
         if self._turns is not None:
             self._turns.take(self._pack_waiting)
         self._pack_waiting()
-        has_begun, self._begun[0] = self._begun[0], False
+        has_begun, self._begun.is_set = self._begun.is_set, False
         if not reduce and not self.rests_partial:
             return False
         if not has_begun and not self.is_filled and not self._begin():
@@ -304,7 +322,8 @@ class GradientBuffer:
             self._fill_up()
         self._filled = bytearray(len(self._views))
         if self.rests_partial:
-            self.binding.state = GradState.PARTIAL
+            assert self.binding.sum is not None
+            self.binding.sum.is_in_main_grad = True
         return reduce
 
     def _fill_up(self) -> None:
@@ -318,22 +337,23 @@ class GradientBuffer:
             gap.zero_()
 
     def pack(self, packer: LanePacker) -> None:
-        """Pack all gradients of a closed buffer, on the lane."""
+        """Pack all gradients of a closed buffer; runs on the reduce lane."""
         packer.is_due = False
         self._take_packed()
         packer.lent = [gradient for gradient in grads_of(self._waiting_params) if gradient is not None]
         self._pack_waiting()
         self._fill_up()
-        self._begun[0], self._filled = False, bytearray(len(self._views))
+        self._begun.is_set, self._filled = False, bytearray(len(self._views))
 
     @staticmethod
     def reduce(buffers: Sequence[GradientBuffer], owner: int = 0, after: Sequence[Ticket] = ()) -> None:
-        """Issue the reductions of packed buffers and their folds into ``main_grad``, for which ``wait`` waits.
+        """Issue one reduction of a unit's packed buffers and the folds into ``main_grad``; ``wait`` waits for both.
 
         FSDP2's ``foreach_reduce``.
 
         Args:
-            buffers: of one unit. owner, after: as in ``Lane.submit``.
+            buffers: closed buffers of one unit; those with ``rests_partial`` are skipped.
+            owner, after: see ``Lane.submit``.
         """
         packed = [buffer for buffer in buffers if not buffer.rests_partial]
         if not packed:
@@ -353,19 +373,23 @@ class GradientBuffer:
             after=after,
         )
         for buffer in packed:
-            buffer.binding.state = GradState.PARTIAL
+            assert buffer.binding.sum is not None
+            buffer.binding.sum.is_in_main_grad = True
             if listeners:
                 tell("reducing", buffer)
 
     def _prepare(self) -> None:
-        self.binding.hold()
-        self.reduction.prepare(1.0 / (self.divisor * self.wire_scale), overwrites=self.binding.state is GradState.EMPTY)
+        self.binding.memory.allocate()
+        under_way = self.binding.sum
+        assert under_way is not None
+        scale = 1.0 / (self.divisor * self.wire_scale)
+        self.reduction.prepare(scale, overwrites=not under_way.is_in_main_grad)
         if self._lane_packer is not None:
-            # Where it was allocated, and is allocated next: on the lane.
+            # Released on the lane because it was allocated there (docs/design/order.md, "Streams").
             self.reduction.frees_packed = bool(self._lane_packer.tickets)
 
     def wait(self) -> None:
-        """Make compute wait for the reduction, if one is under way, and release the packed buffer."""
+        """Make the compute stream wait for the reduction, and release the packed buffer."""
         if self.tickets:
             for ticket in self.tickets:
                 ticket.wait()
@@ -376,27 +400,27 @@ class GradientBuffer:
             self._lane_packer.forget()
 
     def end_backward(self) -> None:
-        """Expect gradients of all parameters again."""
+        """Expect gradients of all parameters in the next backward."""
         self._fsdp_params.came[:] = bytes(len(self._views))
 
     # ------------------------------------------------------------------ sums that are given up
 
     def settle(self) -> None:
-        """Throw away, before a backward, a sum under way whose ``.grad`` users have dropped; see ``settle_sum``."""
-        if self.binding.settle_sum():
+        """Discard, before a backward, a sum whose ``.grad`` the user has dropped; see ``GradBinding.is_dropped``."""
+        if self.binding.is_dropped():
             self._empty()
-            self.binding.end_sum(clears=False)
+            self.binding.end_sum()
 
     def void(self, backward: int) -> None:
-        """Let ``.grad`` refuse to be read until it is dropped, if a backward that has raised brought some of it."""
-        if self.backward == backward and self.binding.is_under_way:
+        """Make ``.grad`` refuse to be read if the backward that raised brought a part of the sum."""
+        if self.backward == backward:
             self.binding.void()
 
     def abandon(self, backward: int) -> None:
-        """Forget what a backward that raised left here; what earlier ones keep for the next stays."""
+        """Discard the gradients of a backward that raised; a sum that it has not touched stays."""
         self.void(backward)
-        self._begun[0] = self._fsdp_params.begun_all[0] = False
-        # Autograd may have been about to tell of any of them.
+        self._begun.is_set = self._fsdp_params.begun_all.is_set = False
+        # Autograd may have accumulated into any of them without calling its hook.
         with torch._C.DisableTorchFunctionSubclass():
             for parameter in self._fsdp_params.unsharded_params:
                 _set_grad(parameter, None)
@@ -404,10 +428,10 @@ class GradientBuffer:
             self._empty()
 
     def discard(self) -> None:
-        """Drop a sum under way, and ``.grad`` with it."""
-        if self.binding.is_under_way:
+        """Discard the sum under way, and set ``.grad`` to None."""
+        if self.binding.sum is not None:
             self._empty()
-            self.binding.end_sum(clears=True)
+            self.binding.discard_sum()
 
     def _empty(self) -> None:
         if self._lane_packer is not None:
@@ -420,39 +444,38 @@ class GradientBuffer:
         self.reduction.discard()
         self.tickets.clear()
         self.last_tickets.clear()
-        if self.binding.is_under_way:
-            self.binding.empty()
+        self.binding.empty()
 
     # ------------------------------------------------------------------ between steps
 
     def rename(self, name: str) -> None:
-        """Take another unit name, for messages."""
+        """Change the unit's name in messages and reports."""
         self.unit, self.binding.name = name, f"unit {name!r}"
         self.packed.rename(f"unit {name!r}: packed gradients")
         self.main_grad.rename(f"unit {name!r}: main_grad")
 
     def keep(self, keeps: bool) -> None:
-        """Have the memory of what comes with gradients all the time, or while there are any."""
+        """Keep gradient memory allocated permanently (True) or only while gradients exist (False)."""
         self.binding.keep(keeps)
         self.reduction.keep(keeps)
 
     def take_from(self, pool: SlotPool | None) -> None:
-        """Take the memory of the packed buffer from the slots of a pool from now on, or from the allocator again."""
+        """Allocate the packed buffer from the slots of a pool; None: from the allocator."""
         if not self.rests_partial:
             self.packed.storage.use_pool(pool)
         self._choose_packer()
 
     def divide_by(self, divisor: float) -> None:
-        """Divide sums by ``divisor``, partly before they are made.
+        """Divide sums over ranks by ``divisor``.
 
-        fp16 sums of many ranks overflow and fp16 averages underflow, so half of the division (in powers of two) is done
-        before.
+        fp16 sums of many ranks overflow and fp16 averages underflow, so for fp16 half of the division (in powers of
+        two) comes before the sum.
         """
         self.divisor = divisor
         half = 2.0 ** -(math.frexp(max(divisor, 1.0))[1] // 2)
         self.wire_scale = half if self.packed.dtype is torch.float16 else 1.0
         if self.reduction.wire is not None:
-            # What rests was divided before.
+            # Values in ``main_grad`` were divided already.
             self.reduction.wire.scale = 1.0 / half if self.reduction.wire.whole.dtype is torch.float16 else 1.0
         self._own_scale = 1.0 / divisor if self.rests_partial else self.wire_scale
         self.weigh(self._weight)
@@ -461,7 +484,7 @@ class GradientBuffer:
         """Multiply this rank's gradients by ``weight`` from the next backward on.
 
         Args:
-            weight: 0 drops them: this rank takes part in reductions with zeros.
+            weight: 0 drops the gradients, and this rank reduces zeros.
         """
         self._weight = weight
         self._packs = self.binding.trained if weight else bytes(len(self._views))
@@ -469,7 +492,7 @@ class GradientBuffer:
         self.takes_products = math.frexp(self.pack_scale)[0] == 0.5
 
     def buffers(self) -> Iterator[tuple[str, DBuffer]]:
-        """Yield what lies where, each kind by its name in reports."""
+        """Yield the buffers, each with its name in reports."""
         if self.packed is not self.main_grad:
             yield "packed gradients", self.packed
         if self.wide is not None:
@@ -478,7 +501,7 @@ class GradientBuffer:
 
 
 def packs_late(spec: GroupSpec, params: FSDPParams) -> bool:
-    """Whether a lane is to pack gradients: on a device with streams, where packing casts them."""
+    """Return True if a lane should pack gradients: on a device with streams, if packing casts to a wider dtype."""
     return (
         turns(spec.compute_device) is not None
         and spec.dtypes.reduce.itemsize > params.unsharded_params[0].itemsize
@@ -488,16 +511,16 @@ def packs_late(spec: GroupSpec, params: FSDPParams) -> bool:
 
 
 class LanePacker:
-    """Casts the gradients of one group into their packed buffer on the lane that reduces them.
+    """Casts the gradients of one group into the packed buffer on the lane that reduces it.
 
-    Where sums are of a wider dtype than gradients, two packed buffers, one that is reduced behind the backward that
-    fills the other, would hold more than FSDP2 does. So gradients stay autograd's until their unit is closed, and the
-    packed buffer is the lane's: it takes the memory when the one before is reduced, without a word to compute
+    With bf16 gradients and FP32 reduction, two FP32 packed buffers (one reduced while backward fills the other) would
+    take more memory than FSDP2 does. With a packer, gradients stay in autograd's memory until their unit is closed.
+    The lane allocates and releases the packed buffer, so the memory of the last reduction serves the next one
     (docs/design/order.md, "Streams").
 
     Attributes:
-        is_due: whether the group is closed and the lane is still to be asked. tickets: of what the lane was asked.
-        lent: autograd's gradients that the lane reads.
+        is_due: the group is closed, and ``pack_on_lane`` has not submitted it yet.
+        tickets: submitted packings. lent: autograd's gradients that the lane reads.
     """
 
     def __init__(self) -> None:
@@ -506,18 +529,18 @@ class LanePacker:
         self.lent: Sequence[torch.Tensor] = ()
 
     def take_back(self) -> None:
-        """Make compute come after the packing, and give back what autograd left for it."""
+        """Make the compute stream wait for the packing, and release autograd's gradients."""
         for ticket in self.tickets if self.lent else ():
             ticket.wait()
         self.lent = ()
 
     def forget(self) -> None:
-        """Note that compute has waited for the reduction, and with it for the packing."""
+        """Release gradients and tickets after the compute stream has waited for the reduction."""
         self.lent = ()
         self.tickets.clear()
 
     def give_up(self) -> None:
-        """Wait for nothing of what the lane was asked, and do not ask it for more."""
+        """Cancel packings that were submitted or are due."""
         for ticket in self.tickets:
             ticket.give_up()
         self.is_due = False
@@ -525,10 +548,10 @@ class LanePacker:
 
 
 def pack_on_lane(buffers: Sequence[GradientBuffer]) -> None:
-    """Let the lane pack, in one submission, the gradients of those closed buffers of a unit that it is to pack."""
+    """Submit the packing of a unit's closed buffers to the reduce lane, as one submission."""
     due = [(buffer, packer) for buffer in buffers if (packer := buffer.packer) is not None and packer.is_due]
     first = due[0][0]
-    # After all that any stream of compute has brought, so nobody takes a turn.
+    # The lane waits for all compute streams, so no compute stream takes a turn.
     lane("reduce", first._device).submit(
         functools.partial(_pack, due),
         owner=0 if first.listener is None else first.listener.owner,

@@ -11,7 +11,6 @@ import itertools
 from collections.abc import Sequence
 
 from dbuffer.events import listeners, tell
-from megatron_fsdp.engine.accumulation import GradState
 from megatron_fsdp.engine.grads import GradientBuffer
 from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.engine.reduce import GradientReduction, complete_last, start_last
@@ -97,7 +96,10 @@ def _partial_sums(
     reductions, buffers = [], []
     for group in groups:
         buffer = group.gradients
-        if buffer is None or buffer.rests_final or buffer.last_tickets or buffer.binding.state is not GradState.PARTIAL:
+        under_way = None if buffer is None else buffer.binding.sum
+        if buffer is None or under_way is None or not under_way.is_in_main_grad:
+            continue
+        if buffer.rests_final or buffer.last_tickets:
             continue
         if buffer.reduction.finishes_on_lane is on_lane:
             reductions.append(buffer.reduction)

@@ -1,8 +1,8 @@
-"""ParameterGroup: the buffers of one unit's parameters of one dtype in a step, and their switch.
+"""ParameterGroup: the weight and gradient buffers of one unit's parameters of one dtype, and the gather of weights.
 
-Between uses a module shows its parameters as DTensors over ``main_weight``; from ``unshard`` to ``reshard`` it shows
-plain tensors, views of gathered storage, which the forward and backward compute with. Both sets of objects live as
-long as the group: switching is a few dictionary writes, and nothing is built on the hot path.
+A group moves through the states of its unit (``unit.WeightState``). In order of time: ``start_gathers`` issues the
+all-gather, ``use_gathered`` registers the unsharded parameters in the modules, and ``release`` releases the gathered
+weights after the sharded parameters are registered again. A step makes no tensors here.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ GatherFunction = Callable[[torch.Tensor, torch.Tensor, dist.ProcessGroup, bool],
 
 
 def start_gathers(groups: Sequence[ParameterGroup], *, check: bool, owner: int = 0) -> Ticket | None:
-    """Issue the gathers of the groups of one unit together, on their lane; return None where nothing has to come.
+    """Issue the gathers of one unit's groups as one submission to the gather lane; return None if none is needed.
 
     FSDP2's ``FSDPParamGroup.unshard``.
 
     Args:
-        check: look whether main weights changed since the last gather. Backward has no need to: nothing steps between.
-        owner: as in ``Lane.submit``.
+        check: check whether main weights changed since the last gather. Backward does not: no step comes before it.
+        owner: see ``Lane.submit``.
     """
     stale = _find_stale(groups) if check else []
     weights: list[WeightBuffers] = []
@@ -100,29 +100,29 @@ def _gather(stale: Sequence[ParameterGroup], weights: Sequence[WeightBuffers], w
 
 @torch.no_grad()
 def _land(weights: Sequence[WeightBuffers]) -> None:
-    """Make weights of what arrived, on the lane of the gather; a call that was interrupted may be repeated."""
+    """Make weights from gathered bytes, on the gather lane; an interrupted call may be repeated."""
     for each in weights:
         hooks = each.hooks
         if hooks is not None and hooks.has_arrived:
             hooks.post_all_gather()
             hooks.has_arrived = False
-            # Of bytes a part may be kept after forward; and slots are given back where compute does so.
+            # The bytes stay if a part of them is kept after forward. Slots are returned by compute, not on the lane.
             is_kept = each.post_forward is not None or hooks.arrived.storage.takes_slots
             if hooks.arrived is not each.gathered or not is_kept:
                 hooks.arrived.release_storage()
 
 
 def _find_stale(groups: Sequence[ParameterGroup]) -> list[ParameterGroup]:
-    """Return the groups whose weights at rest are older than main weights."""
+    """Return the groups whose resting weights are older than their main weights."""
     stale = []
     for group in groups:
         if not group.weights.has_copy:
-            # A gather takes main weights as they are now.
+            # Gathers read main weights directly.
             group.freshness.is_changed()
             group.freshness.refreshed()
             continue
-        # No counter shows a change through .data or by a foreach operator (clipped or averaged weights), so before a
-        # forward a refresh that needs no communication is always done, and in evaluation every one.
+        # A change through .data or by a foreach operator (clipped or averaged weights) is not counted. So a refresh
+        # without communication is done before every forward, and any refresh before every forward in evaluation.
         if group.weights.refreshes_locally or not torch.is_grad_enabled():
             group.freshness.is_suspect = True
         if group.freshness.is_changed() or group.freshness.is_suspect:
@@ -134,15 +134,16 @@ def _find_stale(groups: Sequence[ParameterGroup]) -> list[ParameterGroup]:
 
 
 class PostForwardShard:
-    """This rank's part of a group's gathered weights while forward is over and backward has not begun.
+    """This rank's part of a group's gathered weights, kept from forward to backward.
 
     With ``reshard_after_forward=8`` on 64 ranks, eight neighbours hold the whole weights together, so backward gathers
     within them (one machine) instead of over all ranks, for eight times the shard's memory in between.
 
     Args:
-        axis: over which the weights are sharded. size: of the smaller groups.
+        gathered: the buffer of gathered weights.
+        axis: the axis that the weights are sharded over. size: number of ranks that hold the whole weights together.
     Attributes:
-        axis: the smaller group. storage: what the part lies in.
+        axis: the axis of these ranks. storage: the memory of the part.
     """
 
     def __init__(self, gathered: DBuffer, axis: MeshAxis, size: int) -> None:
@@ -158,13 +159,13 @@ class PostForwardShard:
         return self._gathered.local_buffer.narrow(0, self.axis.rank * numel, numel)
 
     def keep(self, generation: int) -> None:
-        """Copy this rank's part of the gathered weights, which are of a certain generation."""
+        """Copy this rank's part of the gathered weights, whose generation the caller gives."""
         self.storage.reallocate()
         self.storage.tensor.copy_(self._mine())
         self._generation = generation
 
     def holds(self, generation: int) -> bool:
-        """Whether it holds weights of that generation."""
+        """Return True if the part is allocated and has weights of ``generation``."""
         return self.storage.is_allocated and self._generation == generation
 
     def gather(self) -> Part:
@@ -179,12 +180,12 @@ class PostForwardShard:
 
 
 class GatherHooks(Protocol):
-    """What is gathered in place of the main weights of a group, and how it becomes weights (``variants/``).
+    """Gathers bytes instead of the main weights of a group, and makes weights from them (``variants/``).
 
     Attributes:
-        sent: the bytes of this rank, beside main weights. arrived: those of all ranks, which come and go; they may be
-            the gathered weights themselves.
-        has_arrived: whether the last gather brought bytes, of which weights are still to be made.
+        sent: the bytes of this rank. arrived: the bytes of all ranks, allocated during a gather; may be the buffer of
+            gathered weights itself.
+        has_arrived: the last gather brought bytes, and ``post_all_gather`` has not made weights from them yet.
     """
 
     sent: DBuffer
@@ -195,41 +196,44 @@ class GatherHooks(Protocol):
         """Make ``sent`` and ``arrived`` for these main weights; return the buffer of gathered weights."""
 
     def refresh(self) -> None:
-        """Follow a change of main weights."""
+        """Update ``sent`` after a change of main weights."""
 
     def pre_all_gather(self, works: list[dist.Work] | None) -> list[Part]:
         """Fill ``sent``, and return its gather into ``arrived``, as ``WeightBuffers.gather`` does."""
 
     def post_all_gather(self) -> None:
-        """Make weights of ``arrived``, on the lane of the gather."""
+        """Make weights from ``arrived``, on the gather lane."""
 
     def release(self, *, keeps_gathered: bool) -> None:
-        """Release what came with the gathered weights, which are released unless ``keeps_gathered``."""
+        """Release memory other than the gathered weights, which the caller releases unless ``keeps_gathered``."""
 
     def agreed(self) -> Iterator[str]:
-        """Yield what all ranks must have in common."""
+        """Yield descriptions that must be equal on all ranks."""
 
 
 class WeightBuffers:
-    """Main weights, weights at rest, and gathered weights, and how the last ones come and go.
+    """Main weights, resting weights and gathered weights of one group.
+
+    Per use of the unit: ``gather`` reads resting weights and writes gathered weights; ``release`` frees those. After
+    a step: ``refresh`` copies main weights to resting weights, if they are two buffers.
 
     Args:
-        hooks: what is gathered in place of the main weights; None for these, which a cast at most makes compute
-            weights.
+        hooks: gathers bytes instead of the main weights; None to gather the weights.
 
     Attributes:
-        main: what the optimizer updates.
-        model: what gathers start from: ``main`` itself where placements agree, which a gather casts on its way; else
-            compute weights at rest, which share the memory of ``main`` where the dtype is one.
-        remainder: what ``main`` lacks of FP32 weights; None unless these are split.
-        gathered: what compute uses; ``model`` itself where that rests whole on every rank.
-        rests_whole: whether it does.
-        post_forward: the part kept from forward to backward, if any. is_from_part: whether the next gather takes it.
-        gather_function: used instead of the all-gather.
-        has_copy: whether gathers start from anything but ``main`` itself, which a refresh brings up to date.
-        keeps_gathered: ``release`` leaves the memory of gathered weights where it is.
-        refreshes_locally: whether a refresh is a cast of this rank's shard, without communication.
-        can_restore_gathered: whether a refresh and a gather write all of the gathered weights again.
+        main: the main weights, which the optimizer updates.
+        model: the resting weights, which gathers read. ``main`` itself if the strategy shards both alike; the gather
+            casts it to the compute dtype. Otherwise a buffer of the compute dtype, with ``main`` as a slice of it if
+            the dtypes are equal.
+        remainder: the low bits of FP32 main weights, if ``main`` has only the high ones (split weights); else None.
+        gathered: the gathered weights, which compute uses; ``model`` itself with ``rests_whole``.
+        rests_whole: every rank has the whole resting weights, so nothing is gathered.
+        post_forward: the part kept from forward to backward, or None. is_from_part: the next gather reads that part.
+        gather_function: called instead of the all-gather; None for the all-gather.
+        has_copy: ``model`` is not ``main``, so a changed ``main`` needs a refresh.
+        keeps_gathered: ``release`` keeps the memory of gathered weights.
+        refreshes_locally: a refresh casts this rank's shard, without communication.
+        can_restore_gathered: a refresh and a gather write all of the gathered weights again.
     """
 
     main: DBuffer
@@ -255,15 +259,15 @@ class WeightBuffers:
                 self.main = self.model.slice_view(stepped)
             else:
                 self.main = self._buffer(stepped, dtypes.main, spec.resting_device)
-        # A group on the meta device has no weights to gather, which its refresh says.
+        # A group on the meta device has no weights to gather; its refresh raises the error.
         self.has_copy = self.main is not self.model or spec.is_meta
         self.refreshes_locally = self.main.placements == self.model.placements
         self.gathered = self.model
         if not self.rests_whole:
-            # PyTorch makes views only on memory that is there; ``release`` follows when the views exist.
+            # PyTorch makes views on allocated memory only; ``release`` follows when the views exist.
             self.gathered = self.make_gathered() if hooks is None else hooks.attach(self)
-        # .data gives the views a version counter of their own. Gathering again must not look to autograd like a change
-        # of the tensors it saved: the values are the same.
+        # .data gives the views a separate version counter: autograd must not take another gather, which writes the
+        # same values, for a change of the tensors that it saved.
         self._views = self.gathered.local_buffer.data
         self._gathered_shard = self.gathered.slice_view(resting)
         self.can_restore_gathered = self.gathered is not self.model or self.main.dtype is not self.model.dtype
@@ -281,17 +285,17 @@ class WeightBuffers:
         return DBuffer.from_plan(self._plan, spec.mesh, placements, dtype, device, pin_memory=spec.is_pinned)
 
     def resting(self, index: int, owned: OwnedParameter) -> DTensor:
-        """Return the sharded parameter, over ``main``."""
+        """Return the sharded parameter, a DTensor over ``main``."""
         rows = self.main.get_dtensor(index)
         return rows if owned.split is None else owned.split.resting(rows)
 
     def unsharded(self, index: int, owned: OwnedParameter) -> nn.Parameter:
-        """Return the parameter that compute uses, over ``gathered``."""
+        """Return the unsharded parameter, a view of ``gathered``."""
         like = self.gathered.get_local_tensor(index)
         view = self._views.as_strided(like.shape, like.stride(), like.storage_offset())
         if owned.split is not None:
             return nn.Parameter(owned.split.gathered(view), requires_grad=False)
-        # A parameter that is made has a version counter of its own.
+        # ``nn.Parameter(view)`` would have a separate version counter, so the class of a view is changed instead.
         param: Any = view.detach()
         param.__class__ = GatheredWeight
         assert isinstance(param, GatheredWeight)
@@ -300,12 +304,15 @@ class WeightBuffers:
     # ------------------------------------------------------------------ gather and release
 
     def gather(self, works: list[dist.Work] | None) -> list[Part]:
-        """Allocate the gathered weights and return the gather into them; one that is no single collective is issued."""
+        """Allocate the gathered weights, and return the gather into them for the caller to issue.
+
+        A gather of more than one collective is issued here.
+        """
         self.gathered.storage.reallocate()
         hooks = self.hooks
         if self.is_from_part and self.post_forward is not None:
             if hooks is not None:
-                # A part of the bytes, or of the weights that were made of them.
+                # The part is one of the bytes, or of the weights that were made from them.
                 hooks.has_arrived = hooks.arrived is self.gathered
             return [self.post_forward.gather()]
         if hooks is not None:
@@ -318,7 +325,7 @@ class WeightBuffers:
             else:
                 main = self.model.local_buffer
                 if self._spec.is_offloaded:
-                    # First to the device, where the cast costs nothing (FSDP2's ``all_gather_inputs``).
+                    # Copy to the device before the cast, which is cheap there (FSDP2's ``all_gather_inputs``).
                     main = main.to(source.device, non_blocking=True)
                 cast_copy(main, source.local_buffer)
         if self.gather_function is None:
@@ -341,7 +348,11 @@ class WeightBuffers:
         return parts
 
     def release(self, *, keep_generation: int | None = None) -> None:
-        """Release the gathered weights; where a part is kept after forward, note the generation it is of."""
+        """Release the gathered weights.
+
+        Args:
+            keep_generation: the weights' generation, to keep a part of them after forward; None to keep no part.
+        """
         if self.rests_whole:
             return
         if keep_generation is not None and self.post_forward is not None:
@@ -351,16 +362,16 @@ class WeightBuffers:
         if self.hooks is not None:
             self.hooks.release(keeps_gathered=self.keeps_gathered)
 
-    # ------------------------------------------------------------------ main weights that have changed
+    # ------------------------------------------------------------------ main weights have changed
 
     def refresh(self, groups: Sequence[ParameterGroup]) -> None:
-        """Bring weights at rest of groups of one unit up to date, this one's among them: casts, and one gather.
+        """Copy main weights to resting weights, for several groups of one unit: casts, and one gather.
 
-        On a CPU the host waits for it: who looks for changes of main weights sees nothing of a gather into their
-        memory.
+        On a CPU the gather is complete on return, so that a gather into the memory of main weights is not taken for a
+        change of them.
 
         Raises:
-            StateError: their parameters are on the meta device still.
+            StateError: the parameters are still on the meta device.
         """
         for group in groups:
             if group.is_meta:
@@ -376,7 +387,7 @@ class WeightBuffers:
             if parts:
                 gather_together(parts)
         finally:
-            # Where both share memory the gather writes the main weights' bytes too, with the values that they have.
+            # With shared memory the gather also writes main weights, with the same values.
             share_memory = [group for group in groups if group.weights.end_refresh()]
         for group in groups:
             group.freshness.refreshed()
@@ -386,10 +397,11 @@ class WeightBuffers:
             tell("refreshed", group)
 
     def start_refresh(self) -> list[Part]:
-        """Begin to bring weights at rest up to date with main weights: cast them.
+        """Cast this rank's main weights into the resting weights.
 
         Returns:
-            The gather that is left to do where weights rest coarser; one that is no single collective is done.
+            The gather for the caller to issue, if resting weights are sharded less than main weights. A gather of more
+            than one collective is issued here.
         """
         main, model = self.main, self.model
         if self.hooks is not None:
@@ -399,7 +411,7 @@ class WeightBuffers:
         if self.remainder is not None:
             self.remainder.current()
         if self._spec.is_offloaded:
-            # Collectives run where compute does, and so does the cast.
+            # The collective and the cast run on the compute device.
             staged = self._buffer(main.placements, model.dtype, self._spec.compute_device)
             cast_copy(main.local_buffer.to(staged.device, non_blocking=True), staged.local_buffer)
             model.local_buffer.copy_(staged.redistribute(model.placements).local_buffer, non_blocking=True)
@@ -410,23 +422,23 @@ class WeightBuffers:
         return [] if shard is model else Route(shard, model).parts(None)
 
     def end_refresh(self) -> bool:
-        """Return whether the refresh wrote main weights' own memory (with the values it had)."""
+        """Return True if the refresh wrote the memory of main weights (with the same values)."""
         if self.remainder is not None and self.main is not self.model:
-            # The remainder stays theirs.
+            # The remainder still belongs to these main weights.
             self.remainder.accept()
         return not self.refreshes_locally
 
     # ------------------------------------------------------------------ between steps
 
     def values(self) -> DBuffer:
-        """Return main weights in the dtype in which they are stepped: ``main``, or an FP32 copy where they are split.
+        """Return main weights in the optimizer's dtype: ``main``, or an FP32 copy of split weights.
 
-        Changes of a copy count when ``store`` has taken it.
+        Changes of a copy take effect with ``store``.
         """
         return self.main if self.remainder is None else self.remainder.join()
 
     def store(self, values: DBuffer) -> None:
-        """Take over what ``values`` returned, with what was written to it since."""
+        """Write back the buffer that ``values`` returned, after the caller has changed it."""
         if self.remainder is not None:
             self.remainder.split(values)
 
@@ -438,12 +450,12 @@ class WeightBuffers:
         self.store(values)
 
     def keep_part_for(self, size: int) -> None:
-        """Keep, from forward to backward, a part of the weights such that ``size`` neighbours hold them together.
+        """Keep a part of the weights from forward to backward, so that ``size`` neighbours hold them together.
 
         Args:
-            size: of the smaller group; 0 goes back to one shard per rank.
+            size: number of these neighbours; 0 keeps no part.
         Raises:
-            ConfigError: as ``check_part``.
+            ConfigError: see ``check_part``.
         """
         axis = self.check_part(size)
         self.post_forward = None
@@ -451,7 +463,7 @@ class WeightBuffers:
             self.post_forward = PostForwardShard(self.gathered, axis, size)
 
     def check_part(self, size: int) -> MeshAxis | None:
-        """Return the axis that ``keep_part_for`` would cut into groups of ``size``; None for none.
+        """Return the axis that ``keep_part_for`` would cut into groups of ``size``; None if it keeps no part.
 
         Raises:
             ConfigError: weights are not sharded over exactly one axis, or ``size`` does not divide it.
@@ -473,51 +485,51 @@ class WeightBuffers:
         return axis
 
     def agreed(self) -> Iterator[str]:
-        """Yield what ranks must have in common beside plan and dtypes."""
+        """Yield descriptions that must be equal on all ranks, in addition to plan and dtypes."""
         if self.hooks is not None:
             yield from self.hooks.agreed()
 
     def rename(self, name: str) -> None:
-        """Take another unit name, for messages."""
+        """Change the unit's name in messages and reports."""
         named = {"main_weight": self.main, "model_weight": self.model}
         if self.remainder is not None:
             named["remainder"] = self.remainder.buffer
         if not self.rests_whole:
             named["gathered weights"] = self.gathered
-        for what, buffer in named.items():
-            buffer.rename(f"unit {name!r}: {what}")
+        for kind, buffer in named.items():
+            buffer.rename(f"unit {name!r}: {kind}")
 
 
 _GROUPS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def group_of_parameter(parameter: torch.Tensor) -> ParameterGroup | None:
-    """Return the group that a sharded parameter belongs to, None for any other tensor."""
+    """Return the group of a sharded parameter; None for any other tensor."""
     reference = _GROUPS.get(parameter)
     return None if reference is None else reference()
 
 
 def note_group(parameter: torch.Tensor, group: ParameterGroup) -> None:
-    """Let ``group_of_parameter`` find the group of a sharded parameter."""
+    """Record the group of a sharded parameter for ``group_of_parameter``."""
     _GROUPS[parameter] = weakref.ref(group)
 
 
 class ParameterGroup:
     """Buffers for parameters of one dtype, ``requires_grad`` and strategy, laid out by one plan.
 
-    FSDP2's ``FSDPParamGroup``; ``make_param_group`` makes it.
+    FSDP2's ``FSDPParamGroup``; ``make_param_group`` makes it. ``Unit`` calls it in a step.
 
     Attributes:
-        name: the unit's name, for messages. unit: its identity. module: the first of its modules.
-        owned: what it was built from. parameters: the sharded ones by name within the unit, in plan order.
-        plan: where the tensors sit. spec: what else it was built from.
-        weights: its weight buffers; ``main_weight``, ``model_weight`` and ``gathered`` are the three of them.
-        gradients: its gradient buffers; None for a frozen group.
-        fsdp_params: the two sets of parameter objects.
-        rests_whole: whether compute weights are whole on every rank all the time.
-        is_meta: whether nothing is allocated yet: the parameters were on the meta device.
-        is_writable: whether gathered weights may be changed: inside ``unsharded(model, writeback=True)``.
-        freshness: how old the compute weights are.
+        name: the unit's name, for messages. unit: the unit's identity. module: the first module of the unit.
+        owned: descriptions of the parameters. parameters: sharded parameters by name within the unit, in plan order.
+        plan: where the tensors lie in the buffers. spec: mesh, placements, dtypes and devices.
+        weights: the weight buffers; ``main_weight``, ``model_weight`` and ``gathered`` are three of them.
+        gradients: the gradient buffers; None for a frozen group.
+        fsdp_params: the sharded and the unsharded parameters.
+        rests_whole: every rank has the whole resting weights, so nothing is gathered.
+        is_meta: nothing is allocated yet, because the parameters were on the meta device.
+        is_writable: gathered weights may be changed, inside ``unsharded(model, writeback=True)``.
+        freshness: the age of the compute weights.
         reduce_hook, reduce_function: see ``set_reduction``.
     """
 
@@ -541,7 +553,7 @@ class ParameterGroup:
         self.reduce_function: ReduceFunction | None = None
 
     def unshard(self) -> None:
-        """Gather the weights of the unit, whose groups move together, and show them: ``FSDPModule.unshard``."""
+        """Gather the weights of the whole unit, and register the unsharded parameters: ``FSDPModule.unshard``."""
         module: Any = self.module()
         module.unshard()
 
@@ -552,25 +564,25 @@ class ParameterGroup:
 
     @property
     def main_grad(self) -> DBuffer | None:
-        """The gradient accumulator, at the gradient placement; None for a frozen group."""
+        """The buffer that gradients are accumulated in; None for a frozen group."""
         return None if self.gradients is None else self.gradients.main_grad
 
     @property
     def requires_grad(self) -> bool:
-        """Whether any of its parameters is trained."""
+        """True if one of the parameters is trained."""
         return self.gradients is not None and 1 in self.gradients.binding.trained
 
     def spread_over(self, placements: Sequence[BufferPlacement]) -> list[MeshAxis]:
-        """Return the axes whose ranks hold different elements of a buffer of this group that is placed so.
+        """Return the axes whose ranks hold different elements of a buffer of this group with these placements.
 
-        These are the ``Flat`` data-parallel axes, and those along which the parameters were sharded before.
+        These are the ``Flat`` data-parallel axes and the tensor-parallel axes of the parameters.
         """
         flat = [axis for axis, placement in zip(self.main_weight.axes, placements, strict=True) if placement == Flat()]
         split = self.owned[0].split
         return flat if split is None else flat + split.sharded_axes
 
     def use_gathered(self) -> None:
-        """Show the gathered weights, which compute has been made to wait for; it may be done again."""
+        """Register the unsharded parameters in the modules, after compute waits for the gather; may be repeated."""
         if self.weights.post_forward is not None:
             self.weights.post_forward.drop()
         if not self.rests_whole:
@@ -578,17 +590,17 @@ class ParameterGroup:
         self.fsdp_params.module_infos.show(is_gathered=True)
 
     def release(self, *, keep_part: bool, is_raising: bool) -> Sequence[torch.Tensor]:
-        """Release the gathered weights, which no module shows any more.
+        """Release the gathered weights, after the modules have the sharded parameters again.
 
         Args:
-            keep_part: of a group with ``reshard_to``, keep a part for the gather of the backward that follows.
-            is_raising: do not look whether they were changed.
+            keep_part: keep a part for backward's gather, if the group has ``reshard_after_forward=N``.
+            is_raising: an exception is being handled, so do not check for in-place changes.
         Returns:
-            Weights of which one was changed in place; none where none was.
+            Unsharded parameters of which one was changed in place; empty without a change.
         """
         changed = () if is_raising else self.fsdp_params.changed_in_place()
         if changed:
-            # They are written again before they are used.
+            # A gather writes the weights again before their next use.
             self.freshness.lose()
             if self.weights.can_restore_gathered:
                 self.fsdp_params.accept_versions()
@@ -602,9 +614,9 @@ class ParameterGroup:
 
 
 def announce_step(groups: Iterable[ParameterGroup]) -> None:
-    """Take notice that main weights are changed, or about to be: what rests is made again before its next use.
+    """Note that main weights have changed or are about to change, so that resting weights are refreshed before use.
 
-    An optimizer says so before it steps: one that raises has changed some of them.
+    Optimizers call this before they step, because a step that raises may have changed some weights.
     """
     for group in groups:
         group.freshness.has_changed = True

@@ -1,7 +1,8 @@
-"""FSDPParams: the two sets of parameter objects of a group, and what users did to them.
+"""FSDPParams: the sharded and the unsharded parameters of a group, where they are registered, and their versions.
 
-At rest a module shows DTensors over ``main_weight``; while its weights are gathered it shows plain tensors, views of
-that storage. Both sets live as long as the group, so switching is a few dictionary writes."""
+A resharded module has the sharded parameters, DTensors over ``main_weight``. An unsharded module has the unsharded
+parameters, views of the gathered weights. Both sets live as long as the group, so switching is a few dictionary writes.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +19,15 @@ from dbuffer.dtensor.flat_dtensor import FlatDTensor
 from dbuffer.dtensor.placed_tensor import NUM_FLAGS_SET
 from megatron_fsdp.build.ownership import OwnedParameter
 from megatron_fsdp.engine.passes import flags_of, set_classes, set_versions, version_of, versions_of
+from megatron_fsdp.engine.streams import LastTurn
 from megatron_fsdp.errors import StateError
 
 __all__ = [
+    "NEVER",
     "NO_BUFFER",
     "SMALL_NUMEL",
     "FSDPParams",
+    "Flag",
     "ParamModuleInfos",
     "Place",
     "WeightHandle",
@@ -37,39 +41,54 @@ __all__ = [
 
 
 SMALL_NUMEL = 1 << 14
-"""Gradients of so few elements are copied together: one copy costs a launch as that of many does."""
+"""Gradients of at most this many elements are copied in one call, because each copy costs a kernel launch."""
 
 RELEASED_VERSION = 1_000_000_000
-"""What autograd's message gives as the version of a weight that was released."""
+"""The version counter of a released weight; autograd's error message shows it."""
 
 
 # A version that no tensor has.
 _MARK = 2 * RELEASED_VERSION
 
 
-class FSDPParams:
-    """The sharded and the gathered parameters of one group.
+class Flag:
+    """A flag that the gradient buffer sets and gradient hooks read, without a call."""
 
-    Autograd compares the version of a saved tensor with the one that it had when it was saved, and refuses before it
-    computes. Released weights get a version that no operator has seen, gathered ones the version that they had before,
-    so a backward that reaches them unannounced is an error of autograd's instead of a read of other memory. Weights
-    that are views of one tensor share its version (docs/design/order.md).
+    __slots__ = ("is_set",)
+
+    def __init__(self) -> None:
+        self.is_set = False
+
+
+NEVER = Flag()
+"""The flag of hooks whose gradient never waits in ``.grad``; nothing sets it."""
+
+
+class FSDPParams:
+    """The sharded and the unsharded parameters of one group.
+
+    Unsharded parameters are in one of two states: gathered (``brought_back``) and released (``released``). Autograd
+    compares the version of a saved tensor with the version when it was saved, and raises if they differ. ``released``
+    sets a version that no operator has seen, and ``brought_back`` restores the one before. So a backward that needs a
+    released weight raises autograd's error instead of reading other memory. Weights that are views of one tensor share
+    its version (docs/design/order.md).
 
     Args:
         sharded_params: DTensors over ``main_weight``, in plan order. unsharded_params: views of the gathered weights.
-        owned: what they were made from. main_weight: what the sharded ones lie in.
-        kinds: the classes of an unsharded parameter that says itself whether its memory is there: while it is, and not.
+        owned: the descriptions that both were made from. main_weight: the buffer of the sharded parameters.
+        kinds: the classes of a gathered and of a released unsharded parameter (``unsharded_param.KINDS``).
 
     Attributes:
-        has_splits: whether parameters were sharded along another axis before.
-        counted: tensors whose versions grow with every in-place change of the sharded ones that PyTorch counts.
+        has_splits: some parameters are also sharded over another axis (tensor parallelism).
+        counted: tensors whose versions grow with every in-place change of sharded parameters that PyTorch counts.
         module_infos: where the parameters are registered.
-        subclass: the name of the class of a parameter that says itself what is gathered; empty for plain ones.
-        begun: whether the backward under way brought gradients, by which hooks of small ones see that nothing is to be
-            done. begun_all: the same for hooks of all others, where all wait (``LanePacker``). turn: the number of
-            the stream that had the last turn at the packed buffer (``streams.Turns``).
-        came: of which parameters autograd has added up all that it brings. waits: which are small.
-        required: which of the unsharded ones require a gradient, as compute last used them.
+        subclass: the name of a parameter class with all-gather hooks; empty for plain parameters.
+        begun: set while a backward packs gradients of the group; then hooks of small gradients return at once.
+        begun_all: the same for hooks of larger gradients, if a ``LanePacker`` packs them.
+        last_turn: the stream that had the last turn at the packed buffer (``streams.Turns``).
+        came: one byte per parameter, 1 if autograd has accumulated its gradient in this backward.
+        waits: one byte per parameter, 1 if it has at most ``SMALL_NUMEL`` elements.
+        required: per parameter, ``requires_grad`` at compute's last use.
     """
 
     module_infos: ParamModuleInfos
@@ -90,9 +109,9 @@ class FSDPParams:
         self._kinds = kinds
         self._guarded = [param for param in unsharded_params if isinstance(param, kinds[0])]
         wrappers = [param for param in unsharded_params if isinstance(param, DTensor)]
-        # Where all of them say when they are frozen, none has to be asked.
+        # If the classes of all parameters count changes of requires_grad, no flag has to be read.
         self._says_flags = len(self._guarded) == len(unsharded_params)
-        # Of a DTensor the local part is guarded too.
+        # The version of a DTensor's local part is guarded too.
         self._versioned, self._counters = _counters_of(
             (*unsharded_params, *(param._local_tensor for param in wrappers))
         )
@@ -100,17 +119,17 @@ class FSDPParams:
         self._released = (RELEASED_VERSION,) * len(self._versioned)
         self._versions = self._kept_versions = versions_of(self._versioned)
         self.counted: list[torch.Tensor] = []
-        self.begun, self.begun_all = [False], [False]
-        self.turn: list[int | None] = [None]
+        self.begun, self.begun_all = Flag(), Flag()
+        self.last_turn = LastTurn()
         self.came = bytearray(len(owned))
         self.waits = bytearray(int(param.numel() <= SMALL_NUMEL) for param in unsharded_params)
         self.required = [False] * len(owned)
         self._num_flags_set = -1
 
-    # ------------------------------------------------------------------ memory of the gathered ones
+    # ------------------------------------------------------------------ memory of unsharded parameters
 
     def released(self, *, is_unchanged: bool = False) -> None:
-        """Refuse reads of the gathered weights, by name and by autograd: their memory is gone.
+        """Make reads of unsharded parameters raise, in Python and in autograd, because their memory is released.
 
         Args:
             is_unchanged: ``changed_in_place`` has just found no change.
@@ -120,12 +139,15 @@ class FSDPParams:
         set_classes(self._guarded, self._kinds[1])
 
     def brought_back(self) -> None:
-        """Allow reads of the gathered weights again, and backwards of what saved them since their last change."""
+        """Allow reads of unsharded parameters again, and backwards that saved them since their last change."""
         set_versions(self._versioned, self._kept_versions)
         set_classes(self._guarded, self._kinds[0])
 
     def changed_in_place(self) -> Sequence[torch.Tensor]:
-        """Return gathered weights of which an operator that PyTorch counts has changed one; none where none was."""
+        """Return weights of which PyTorch counted an in-place change; nothing if there was no change.
+
+        All weights that share a changed version counter are returned.
+        """
         versions = versions_of(self._versioned)
         if versions == self._versions:
             return ()
@@ -134,13 +156,13 @@ class FSDPParams:
         return [weight for weight, counter in counters if versions[counter] != before[counter]]
 
     def accept_versions(self) -> None:
-        """Forget of changes in place: the values will be written again."""
+        """Accept in-place changes that the next gather overwrites."""
         self._versions = versions_of(self._versioned)
 
     # ------------------------------------------------------------------ requires_grad
 
     def changed_requires_grad(self) -> list[int]:
-        """Return which parameters were frozen or unfrozen since compute last used them, on either object."""
+        """Return the indices of parameters that were frozen or unfrozen since compute's last use, on either object."""
         if NUM_FLAGS_SET[0] == self._num_flags_set and self._says_flags:
             return []
         required = self.required
@@ -158,14 +180,14 @@ class FSDPParams:
         return changed
 
     def freeze(self) -> list[int]:
-        """Freeze, on both objects, the parameters that were frozen on either since compute last used them.
+        """Freeze both objects of each parameter that the user has frozen on one since compute's last use.
 
         Returns:
-            Which these are.
+            The indices of these parameters.
         """
         changed = self.changed_requires_grad()
         if changed:
-            # What was unfrozen counts from the next forward on.
+            # Unfrozen parameters count from the next forward on, which looks again.
             self._num_flags_set = -1
         frozen = [index for index in changed if self.required[index]]
         for index in frozen:
@@ -180,7 +202,7 @@ class FSDPParams:
 
 
 def _counters_of(tensors: Iterable[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], list[int]]:
-    """Return one tensor of each version counter that tensors share, and, for each tensor, which counter it has."""
+    """Return one tensor per version counter, and for each tensor the index of its counter."""
     found: list[torch.Tensor] = []
     before: list[int] = []
     counters = []
@@ -197,17 +219,18 @@ def _counters_of(tensors: Iterable[torch.Tensor]) -> tuple[tuple[torch.Tensor, .
 
 
 def gradient_hook(
-    receiver: weakref.ref[Any], index: int, begun: list[bool], came: bytearray
+    receiver: weakref.ref[Any], index: int, begun: Flag, came: bytearray
 ) -> Callable[[torch.Tensor], None]:
-    """Return the hook on a gathered parameter that hands its gradient to the gradient buffer of its group.
+    """Return the hook on an unsharded parameter that hands its gradient to the gradient buffer of its group.
 
     Args:
-        receiver: the group. begun: of its parameters; or a list of False, for a gradient that may not wait.
+        receiver: the group. came: ``FSDPParams.came``.
+        begun: ``FSDPParams.begun`` for a gradient that waits in ``.grad``; ``NEVER`` for one that is packed at once.
     """
 
     def receive(parameter: torch.Tensor) -> None:
         came[index] = 1
-        if begun[0]:
+        if begun.is_set:
             return
         owner = receiver()
         gradients = None if owner is None else owner.gradients
@@ -220,22 +243,22 @@ def gradient_hook(
 def gradient_hook_on_streams(
     receiver: weakref.ref[Any],
     index: int,
-    begun: list[bool],
+    begun: Flag,
     came: bytearray,
-    turn: list[int | None],
+    last_turn: LastTurn,
     current: Callable[[], int],
 ) -> Callable[[torch.Tensor], None]:
     """Return ``gradient_hook`` for a device with streams, where a gradient may wait if its stream has the turn.
 
-    Looking here, before anything is called, takes a third of the host's time for a gradient that waits.
+    The check in the hook itself saves two thirds of the host's time for a gradient that waits.
 
     Args:
-        turn: see ``FSDPParams``. current: returns the number of the current stream.
+        last_turn: see ``FSDPParams``. current: returns the number of the current stream.
     """
-    receive_first = gradient_hook(receiver, index, [False], came)
+    receive_first = gradient_hook(receiver, index, NEVER, came)
 
     def receive(parameter: torch.Tensor) -> None:
-        if begun[0] and turn[0] == current():
+        if begun.is_set and last_turn.stream == current():
             came[index] = 1
         else:
             receive_first(parameter)
@@ -244,20 +267,20 @@ def gradient_hook_on_streams(
 
 
 Place = tuple[dict[str, nn.Parameter | None], str, nn.Parameter, nn.Parameter]
-"""A module's dictionary of parameters, a name in it, and what is registered there at rest, and in use."""
+"""A module's dictionary of parameters, a name in it, and the sharded and the unsharded parameter for that name."""
 
 
 class ParamModuleInfos:
-    """Where the parameters of a group are registered, and the two sets of objects to register there.
+    """The places in modules where the parameters of a group are registered; ``show`` switches them.
 
     Args:
-        places: all of them. Dictionaries, not modules: they do not refer back to anything that owns this group.
-        indices: the parameter of each.
-        modules: of places in modules with a ``__setattr__`` of their own, as recurrent ones have, which keep further
-            references to their weights: module and name.
+        places: dictionaries and names. Dictionaries instead of modules, because a module refers to the group.
+        indices: for each place, the index of its parameter.
+        modules: module and name of places in modules that keep further references to their weights, as recurrent
+            modules do in ``__setattr__``.
 
     Attributes:
-        shows_gathered: whether compute's are registered.
+        shows_gathered: the unsharded parameters are registered.
     """
 
     def __init__(
@@ -272,14 +295,14 @@ class ParamModuleInfos:
         self.shows_gathered = False
 
     def is_replaced(self) -> bool:
-        """Whether another tensor may be registered somewhere than those that rest."""
+        """Return True if a place holds anything else than its sharded parameter."""
         for registry, attribute, resting in zip(self._registries, self._attributes, self._resting, strict=True):
             if attribute not in registry or registry[attribute] is not resting:
                 return True
         return False
 
     def show(self, *, is_gathered: bool) -> None:
-        """Register one set of parameters in the places of the other; replaced ones stay."""
+        """Register the unsharded (True) or the sharded parameters; leave places whose parameter the user replaced."""
         found, wanted = (self._resting, self._used) if is_gathered else (self._used, self._resting)
         for registry, attribute, old, new in zip(self._registries, self._attributes, found, wanted, strict=True):
             if attribute in registry and registry[attribute] is old:
@@ -289,14 +312,14 @@ class ParamModuleInfos:
         self.shows_gathered = is_gathered
 
     def register(self) -> None:
-        """Register the sharded parameters, whatever was there."""
+        """Register the sharded parameters in all places, also where the user replaced a parameter."""
         for registry, attribute, resting, _ in self.places:
             registry[attribute] = resting
         self.tell_modules()
         self.shows_gathered = False
 
     def tell_modules(self) -> None:
-        """Let modules that keep further references to their weights have those that are registered."""
+        """Set the registered parameters on modules that keep further references to their weights."""
         for reference, attribute in self._modules:
             module = reference()
             shown = None if module is None else module._parameters.get(attribute)
@@ -306,16 +329,16 @@ class ParamModuleInfos:
 
 _NOTHING: weakref.ref[Any] = weakref.ref(set())
 NO_BUFFER = _NOTHING
-"""``WeightHandle.gradients`` where no buffer takes products."""
+"""``WeightHandle.gradients`` of a weight without a gradient buffer that takes products."""
 
 
 class WeightHandle:
-    """What a gathered weight belongs to; it keeps nothing alive.
+    """Weak references from an unsharded parameter to its group and its gradient buffer.
 
     Attributes:
         group: its ``ParameterGroup``. parameter: its name within the unit.
-        gradients: the ``GradientBuffer`` into which backward may multiply its gradient; nothing where it may not.
-        index: of the parameter there.
+        gradients: the ``GradientBuffer`` that backward multiplies its gradient into; ``NO_BUFFER`` for autograd's way.
+        index: the parameter's index in that buffer.
     """
 
     __slots__ = ("gradients", "group", "index", "parameter")
@@ -327,26 +350,26 @@ class WeightHandle:
 
     @property
     def words(self) -> str:
-        """The unit and the parameter."""
+        """The names of the unit and of the parameter, for messages."""
         group = self.group()
         return f"unit {'(deleted)' if group is None else group.name!r}: parameter {self.parameter!r}"
 
 
 def handle_of(weight: torch.Tensor) -> WeightHandle:
-    """Return the handle of a gathered weight, which gets one if it has none."""
+    """Return the handle of an unsharded parameter; make one if it has none."""
     handle: WeightHandle | None = getattr(weight, "_fsdp_handle", None)
     if handle is None:
         handle = weight._fsdp_handle = WeightHandle()  # type: ignore[attr-defined]  # an attribute of its own
     return handle
 
 
-# ---------------------------------------------------------------- tensors that users give
+# ---------------------------------------------------------------- tensors from users
 
 
 def laid_out(params: FSDPParams, param: torch.Tensor, value: torch.Tensor) -> DTensor:
     """Return ``value``, a whole tensor or a DTensor of any placement, as a DTensor laid out like a parameter.
 
-    Every rank of the mesh calls it. One whole tensor exists at a time.
+    All ranks of the mesh must call it, because it gathers a DTensor.
     """
     index = next(position for position, other in enumerate(params.sharded_params) if other is param)
     template, split = params.sharded_params[index], params.owned[index].split
@@ -363,10 +386,10 @@ def laid_out(params: FSDPParams, param: torch.Tensor, value: torch.Tensor) -> DT
 
 
 def own_rows(params: FSDPParams, index: int, gradient: torch.Tensor) -> torch.Tensor:
-    """Return this rank's rows of a gradient that autograd or the user gave a sharded parameter.
+    """Return this rank's rows of a ``.grad`` that autograd or the user set on a sharded parameter.
 
     Raises:
-        StateError: it is a plain tensor.
+        StateError: the gradient is a plain tensor.
     """
     if not isinstance(gradient, DTensor):
         raise StateError(
@@ -379,12 +402,12 @@ def own_rows(params: FSDPParams, index: int, gradient: torch.Tensor) -> torch.Te
 
 
 def is_laid_out_like(value: torch.Tensor, param: torch.Tensor) -> bool:
-    """Whether ``value`` may stand beside a sharded parameter as it is: a DTensor with the very rows of its ranks."""
+    """Return True if ``value`` is a DTensor with the same rows on each rank as a sharded parameter."""
     if not isinstance(value, DTensor) or not isinstance(param, DTensor):
         return False
     return value.to_local().numel() == param.to_local().numel() and _placed(value) == _placed(param)
 
 
 def _placed(value: DTensor) -> list[str]:
-    # With the rows of each rank, which take no part in the comparison of placements.
+    # repr shows the rows of each rank, which comparing placements ignores.
     return [repr(placement) for placement in value.placements]

@@ -72,7 +72,8 @@ def reduce(unit: Unit) -> None:  # noqa: C901  # in order of time
             pack_on_lane(complete)
             break
     for buffer in complete:
-        if 1 in buffer.binding.missing:
+        under_way = buffer.binding.sum
+        if under_way is not None and 1 in under_way.missing:
             for hook in root.hooks:
                 hook.on_missing(unit.groups)
             break

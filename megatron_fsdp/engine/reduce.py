@@ -1,9 +1,9 @@
-"""How packed gradients reach ``main_grad``, and ``main_grad`` the optimizer.
+"""Reduction: from the packed gradients of a group to ``main_grad``, and from ``main_grad`` to final gradients.
 
-Every microbatch's packed gradients are reduced and folded into ``main_grad`` (FSDP2's ``foreach_reduce``). Gradients
-that rest as partial sums over some axis (all of them in ZeRO-0 and 1, the outer one in HSDP and HFSDP) are reduced over
-it once a step, in the order in which units are closed (docs/design/order.md, "Streams"). Microbatches are added up in
-the dtype of ``main_grad``, and travel in that of the other reductions.
+Each microbatch's packed gradients are reduced and folded into ``main_grad`` (FSDP2's ``foreach_reduce``). Some
+strategies leave partial sums over an axis in ``main_grad``: over all axes in ZeRO-0 and 1, over the outer axis in HSDP
+and HFSDP. These axes are reduced once per step, in the order in which units are closed (docs/design/order.md,
+"Streams"). Microbatches are accumulated in the dtype of ``main_grad`` and sent in the reduce dtype.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dbuffer.layout import only_flat_axis
 from dbuffer.route import Route
 from dbuffer_kernels import accumulate
 from megatron_fsdp.build.builder import GroupSpec
-from megatron_fsdp.engine.accumulation import GradBinding
+from megatron_fsdp.engine.accumulation import Accumulation, GradBinding
 from megatron_fsdp.engine.streams import HOST_WRITES
 from megatron_fsdp.errors import ConfigError
 
@@ -50,14 +50,16 @@ ReduceFunction = Callable[
 
 
 class Wire:
-    """Partial sums while they travel, in a dtype or on a device of their own; memory is there from ``load`` on.
+    """The send buffer of a step's last reduction, if ``main_grad`` has another dtype or device than the collective.
+
+    Its memory is allocated from ``load`` to ``unload``.
 
     Args:
-        main_grad: the sums. final: the slice of them that is wanted.
+        main_grad: partial sums. final: the slice of ``main_grad`` that the optimizer reads.
 
     Attributes:
-        whole: what travels. part: the slice of it that becomes ``final``.
-        scale: sums are multiplied by it on the wire, a power of two.
+        whole: the send buffer. part: the slice of it that becomes ``final``.
+        scale: factor for the sums in ``whole``, a power of two.
     """
 
     def __init__(self, main_grad: DBuffer, final: DBuffer, dtype: torch.dtype, device: torch.device) -> None:
@@ -69,7 +71,7 @@ class Wire:
         self.whole.release_storage()
 
     def load(self) -> None:
-        """Cast the sums."""
+        """Allocate ``whole``, and cast or copy ``main_grad`` into it."""
         self.whole.reallocate_storage()
         source, out = self._main_grad.local_buffer, self.whole.local_buffer
         if source.device == out.device:
@@ -78,7 +80,11 @@ class Wire:
             out.copy_(source if self.scale == 1.0 else source * self.scale)
 
     def unload(self, hook: Hook | None) -> None:
-        """Write what came of them to ``final``, which a hook sees first, where it was reduced."""
+        """Write the reduced ``part`` to ``final``, and release ``whole``.
+
+        Args:
+            hook: called before, with the average on the device of the collective.
+        """
         part, final = self.part.local_buffer, self._final.local_buffer
         averaged = final if part.device == final.device else torch.empty_like(part, dtype=final.dtype)
         accumulate(part, averaged, scale=1.0 / self.scale, overwrite=True)
@@ -90,23 +96,27 @@ class Wire:
 
 
 class GradientReduction(Protocol):
-    """How the gradients of one group get from the packed buffer to the optimizer.
+    """Reduces the packed gradients of one group into ``main_grad``, and ``main_grad`` into final gradients.
 
-    A group holds one, chosen when its gradient buffers are made: a ``Reduction``; or, for
-    ``MixedPrecisionPolicy(reduction="invariant")``, that of variants/invariant_reduction.py.
+    A gradient buffer holds one, chosen when the buffer is made: a ``Reduction``, or an ``InvariantReduction`` of
+    variants/ for ``MixedPrecisionPolicy(reduction="invariant")``.
+
+    Per microbatch: ``begin_sum``, ``prepare``, ``start``, ``fold``, ``fold_on_host``, ``release``. Once per step:
+    ``start_last``, ``complete_last``.
 
     Attributes:
-        packed: receives autograd's gradients. main_grad: the accumulator. final: the slice of it that the optimizer
-            reads. wide: sums of a wider dtype than is sent; None where they lie in ``packed``.
-        rests_partial: whether ``packed`` is ``main_grad``, which is reduced once, at the end. rests_final: whether each
-            microbatch's reduction gives what the optimizer reads.
+        packed: receives autograd's gradients. main_grad: the buffer that gradients are accumulated in. final: the slice
+            of it that the optimizer reads.
+        wide: holds reduced gradients of a wider dtype than ``packed``; None if reductions stay in ``packed``.
+        rests_partial: ``packed`` is ``main_grad``, which is reduced once per step. rests_final: each microbatch's
+            reduction leaves final gradients.
         hook: called with each reduced gradient (1-D, averaged) before it is accumulated, to reduce it further.
-        function: used instead of the reduce-scatter.
-        keeps: what is reduced into has memory all the time, where it has its own.
-        adds_on_host: whether ``fold_on_host`` has anything to do.
-        frees_packed: the packed buffer is the lane's, which gives it back.
-        wire: what travels in the place of ``main_grad`` at the end of a step; None for nothing else.
-        finishes_on_lane: whether what is left to reduce may be issued on a lane; the host's own memory is not.
+        function: called instead of the reduce-scatter; None for the reduce-scatter.
+        keeps: ``wide`` stays allocated.
+        adds_on_host: ``fold_on_host`` has work to do.
+        frees_packed: the lane releases the packed buffer after the fold, because a ``LanePacker`` allocated it there.
+        wire: the send buffer of a step's last reduction; None if ``main_grad`` itself is sent.
+        finishes_on_lane: the last reduction may run on a lane; False if ``main_grad`` is in CPU memory.
     """
 
     packed: DBuffer
@@ -123,49 +133,53 @@ class GradientReduction(Protocol):
     wire: Wire | None
     finishes_on_lane: bool
 
-    def begin_sum(self, binding: GradBinding) -> None:
-        """Begin a sum of microbatches, or go on with it, before this backward's gradients are packed."""
+    def begin_sum(self, binding: GradBinding) -> Accumulation:
+        """Begin a sum, or continue it, before gradients of this backward are packed; ``GradBinding.begin_sum``."""
 
     def prepare(self, scale: float, *, overwrites: bool) -> None:
-        """Get ready for the next ``start``.
+        """Prepare the next ``start``.
 
         Args:
-            scale: the sum over ranks is multiplied by it.
-            overwrites: ``main_grad`` holds nothing yet.
+            scale: factor for the sum over ranks.
+            overwrites: ``fold`` overwrites ``main_grad``; False: ``fold`` adds to it.
         """
 
     def start(self, works: list[dist.Work] | None) -> list[Part]:
-        """Return the reduction to be issued; one that is no single collective is issued."""
+        """Return the reduction for the caller to issue; issue it here if it takes more than one collective."""
 
     def fold(self) -> None:
-        """Do the device's work on its result."""
+        """Accumulate the reduced gradients in ``main_grad``, on the device."""
 
     def fold_on_host(self) -> None:
-        """Do the CPU's work after that."""
+        """Accumulate the reduced gradients in ``main_grad``, on the CPU, after ``fold``."""
 
     def release(self) -> None:
-        """Release what the reduction left, which is folded."""
+        """Release the memory of the reduced gradients, which are folded."""
 
     def keep(self, keeps: bool) -> None:
-        """Keep the memory of what is reduced into all the time, or while it is in use."""
+        """Keep the memory of reduced gradients allocated permanently (True) or only during a reduction (False)."""
 
     def discard(self) -> None:
-        """Release what the reductions left, that of sums on the wire included."""
+        """Release the memory of reduced gradients and of the send buffer ``wire``."""
 
     def start_last(self, on_all: list[Part], scattered: list[Part], works: list[dist.Work] | None) -> None:
-        """Add what is left to reduce to one of the two lists; what is no single collective is issued."""
+        """Append the last reduction to one of two lists, or issue it here if it takes more than one collective.
+
+        Args:
+            on_all: all-reduces. scattered: reduce-scatters.
+        """
 
     def complete_last(self) -> None:
-        """Bring what is reduced to ``final``, and let the hook reduce it further."""
+        """Write the last reduction's result to ``final``, and call the hook."""
 
 
 def make_reduction(main_weight: DBuffer, spec: GroupSpec) -> Reduction:
-    """Make the gradient buffers of a group, and the way from one to the next; see ``GradientReduction``."""
+    """Make the gradient buffers of a group and the ``Reduction`` over them."""
     dtypes, placements = spec.dtypes, spec.placements
     partial: tuple[BufferPlacement, ...] = (Partial("sum"),) * len(placements.gradient)
     rests_partial = placements.gradient == partial
     left = zip(main_weight.axes, placements.gradient, placements.optimizer, strict=True)
-    # Replicas of one rank, say: what a microbatch's reduction leaves here is final.
+    # The remaining axes have one rank each (one replica, say), so a microbatch's reduction is final.
     is_alone = all(axis.size == 1 for axis, now, last in left if now != last)
     rests_final = is_alone and not rests_partial
     resting = placements.optimizer if rests_final else placements.gradient
@@ -199,24 +213,24 @@ def gradient_buffer(
     name: str,
     device: torch.device,
 ) -> DBuffer:
-    """Make a buffer with the plan and the mesh of main weights."""
+    """Make a buffer with the plan and the mesh of the main weights."""
     is_pinned = spec.is_pinned and device.type == "cpu"
     plan, mesh = main_weight.plan, main_weight.mesh
     return DBuffer.from_plan(plan, mesh, placements, dtype, device, name=name, pin_memory=is_pinned)
 
 
 class Reduction:
-    """The ordinary ``GradientReduction``: one reduce-scatter, and a fold of its result into ``main_grad``.
+    """The ordinary ``GradientReduction``: one reduce-scatter, and a fold of the result into ``main_grad``.
 
     Args:
-        packed: receives autograd's gradients. reduced: the slice of it that its reduction leaves to this rank; or, of a
-            wider dtype, memory of its own.
-        main_grad: the accumulator. final: the slice of it that the optimizer reads.
-        wire: what travels in the place of ``main_grad`` at the end of a step. host: adds up in CPU memory; None where
-            sums lie on the device.
+        packed: receives autograd's gradients.
+        reduced: this rank's result of the reduce-scatter: a slice of ``packed``, or a buffer of a wider dtype.
+        main_grad: the buffer that gradients are accumulated in. final: the slice of it that the optimizer reads.
+        wire: the send buffer of a step's last reduction; None if ``main_grad`` itself is sent.
+        host: accumulates in CPU memory; None if ``main_grad`` is on the device.
 
     Attributes:
-        is_last: whether ``main_grad`` is what the optimizer reads, so that nothing is left to reduce.
+        is_last: ``main_grad`` is ``final``, so no reduction follows at the end of a step.
     """
 
     def __init__(
@@ -238,7 +252,7 @@ class Reduction:
         self.keeps = self.frees_packed = self.adds_on_host = False
         self.finishes_on_lane = host is None
         self._host, self._reduced = host, reduced
-        # The reduction into memory of its own, where sums are of a wider dtype.
+        # The reduction into ``reduced`` if that has a wider dtype, else nothing.
         self._wide: list[Part] = [] if self.wide is None else _wide_part(packed, reduced)
         self._route = Route(packed, reduced)
         self.is_last = final is main_grad
@@ -246,16 +260,16 @@ class Reduction:
         self._last = Route(main_grad, final) if wire is None else Route(wire.whole, wire.part)
         self._scale, self._overwrites = 1.0, True
 
-    def begin_sum(self, binding: GradBinding) -> None:
-        """Begin a sum of microbatches, or go on with it; see ``GradBinding.begin_sum``."""
-        binding.begin_sum()
+    def begin_sum(self, binding: GradBinding) -> Accumulation:
+        """Begin a sum or continue it; see ``GradBinding.begin_sum``."""
+        return binding.begin_sum()
 
     def prepare(self, scale: float, *, overwrites: bool) -> None:
-        """Get ready for the next ``start``.
+        """Prepare the next ``start``.
 
         Args:
-            scale: the sum over ranks is multiplied by it.
-            overwrites: ``main_grad`` holds nothing yet.
+            scale: factor for the sum over ranks.
+            overwrites: ``fold`` overwrites ``main_grad``; False: ``fold`` adds to it.
         """
         self._scale, self._overwrites = scale, overwrites
         if self._wide:
@@ -266,7 +280,7 @@ class Reduction:
                 HOST_WRITES.add(self.packed.device)
 
     def start(self, works: list[dist.Work] | None) -> list[Part]:
-        """Return the reduction to be issued; one that is no single collective is issued."""
+        """Return the reduction for the caller to issue; issue it here if it takes more than one collective."""
         if self.function is None:
             return self._wide or self._route.ready or self._route.parts(works)
         reduced = self._reduced
@@ -278,7 +292,7 @@ class Reduction:
         return []
 
     def fold(self) -> None:
-        """Add its result to ``main_grad``, or copy it to CPU memory."""
+        """Accumulate the result in ``main_grad``, or copy it to CPU memory."""
         averaged = self._averaged()
         if self._host is None:
             accumulate(averaged, self.main_grad.local_buffer, scale=self._scale, overwrite=self._overwrites)
@@ -286,39 +300,43 @@ class Reduction:
             self._host.fold(averaged, self._scale, overwrites=self._overwrites)
 
     def _averaged(self) -> torch.Tensor:
-        """Return what came of it, still to be scaled, but for a hook, which sees averages."""
+        """Return the reduced gradients; if the hook's turn is now, after scaling and the hook."""
         source = self._reduced.local_buffer
-        # Where axes are left to reduce at the end, the hook's turn comes after them.
+        # If a last reduction follows, ``complete_last`` calls the hook.
         if self.hook is not None and self.is_last:
             self.hook(source.mul_(self._scale))
             self._scale = 1.0
         return source
 
     def fold_on_host(self) -> None:
-        """Add what was copied to CPU memory to ``main_grad`` there."""
+        """Add the copy in CPU memory to ``main_grad``."""
         if self._host is not None and not self._overwrites:
             self._host.add(self._scale)
 
     def release(self) -> None:
-        """Release what the reduction left, which is folded."""
+        """Release the memory of the reduced gradients, which are folded."""
         if self._wide and not self.keeps:
             self._reduced.release_storage()
 
     def keep(self, keeps: bool) -> None:
-        """Have the memory of what is reduced into all the time, or while it is in use."""
+        """Keep the memory of reduced gradients allocated permanently (True) or only during a reduction (False)."""
         self.keeps = keeps
         if keeps and self._wide:
             self._reduced.reallocate_storage()
         self.release()
 
     def discard(self) -> None:
-        """Release what the reductions left, that of sums on the wire included."""
+        """Release the memory of reduced gradients and of the send buffer ``wire``."""
         self.release()
         if self.wire is not None:
             self.wire.whole.release_storage()
 
     def start_last(self, on_all: list[Part], scattered: list[Part], works: list[dist.Work] | None) -> None:
-        """Add what is left to reduce to one of the two lists; what is no single collective is issued."""
+        """Append the last reduction to one of two lists, or issue it here if it takes more than one collective.
+
+        Args:
+            on_all: all-reduces. scattered: reduce-scatters.
+        """
         part = self._last.part_on_all()
         if part is not None:
             on_all.append(part)
@@ -326,7 +344,7 @@ class Reduction:
             scattered += self._last.parts(works)
 
     def complete_last(self) -> None:
-        """Bring what is reduced to ``final``, and let the hook reduce it further."""
+        """Write the last reduction's result to ``final``, and call the hook."""
         if self.wire is not None:
             self.wire.unload(self.hook)
         elif self.hook is not None:
@@ -334,11 +352,11 @@ class Reduction:
 
 
 class HostSums:
-    """Sums in CPU memory of gradients that are reduced on a device.
+    """Accumulates gradients that are reduced on a device in ``main_grad`` in CPU memory (offload).
 
-    Those of the first microbatch are scaled and cast on the device and copied to ``main_grad``; those of later ones are
-    copied to a buffer beside it, from which the CPU adds them once the copy is over. Only for these the host waits unit
-    by unit; for the first ones it waits once, at the end of the backward (``settle_host_writes``).
+    Gradients of the first microbatch are scaled and cast on the device and copied to ``main_grad``; the host waits once
+    for all units, at the end of the backward (``settle_host_writes``). Gradients of later microbatches are copied to a
+    staging buffer, and the CPU adds them to ``main_grad``; the host waits for each unit's copy.
     """
 
     def __init__(self, main_grad: DBuffer) -> None:
@@ -346,7 +364,7 @@ class HostSums:
         self._staging: torch.Tensor | None = None
 
     def fold(self, source: torch.Tensor, scale: float, *, overwrites: bool) -> None:
-        """Copy what was reduced to CPU memory."""
+        """Copy reduced gradients to CPU memory: to ``main_grad`` if it is overwritten, else to the staging buffer."""
         sums = self._main_grad.local_buffer
         if overwrites:
             averaged = torch.empty_like(source, dtype=sums.dtype)
@@ -354,18 +372,18 @@ class HostSums:
             sums.copy_(averaged, non_blocking=True)
             return
         if self._staging is None:
-            # In pages that a GPU writes, as ``main_grad`` is.
+            # Pinned if ``main_grad`` is, so that the copy is asynchronous.
             self._staging = torch.empty(source.numel(), dtype=source.dtype, pin_memory=sums.is_pinned())
         self._staging.copy_(source, non_blocking=True)
 
     def add(self, scale: float) -> None:
-        """Add it up there."""
+        """Add the staging buffer to ``main_grad``."""
         if self._staging is not None:
             accumulate(self._staging, self._main_grad.local_buffer, scale=scale)
 
 
 def _wide_part(packed: DBuffer, reduced: DBuffer) -> list[Part]:
-    """Return the reduction of one axis whose sum is of a wider dtype.
+    """Return the reduce-scatter from ``packed`` to ``reduced``, which has a wider dtype.
 
     Raises:
         ConfigError: gradients are sharded over several axes, or none.
@@ -381,7 +399,7 @@ def _wide_part(packed: DBuffer, reduced: DBuffer) -> list[Part]:
 
 
 def start_reductions(reductions: Sequence[GradientReduction], works: list[dist.Work] | None) -> None:
-    """Issue the reductions of packed buffers of one unit, as one collective where they allow it."""
+    """Issue the reductions of one unit's packed buffers, as one collective if they allow it."""
     parts: list[Part] = []
     for reduction in reductions:
         parts += reduction.start(works)
@@ -392,7 +410,7 @@ def start_reductions(reductions: Sequence[GradientReduction], works: list[dist.W
 
 
 def fold(reductions: Sequence[GradientReduction]) -> None:
-    """Add what was reduced to ``main_grad``, on the device."""
+    """Accumulate the reduced gradients in ``main_grad``, on the device."""
     for reduction in reductions:
         reduction.fold()
         if reduction.frees_packed:
@@ -400,13 +418,13 @@ def fold(reductions: Sequence[GradientReduction]) -> None:
 
 
 def fold_on_host(reductions: Sequence[GradientReduction]) -> None:
-    """Add what was copied to CPU memory to ``main_grad`` there."""
+    """Accumulate the reduced gradients in ``main_grad``, on the CPU."""
     for reduction in reductions:
         reduction.fold_on_host()
 
 
 def start_last(reductions: Sequence[GradientReduction], works: list[dist.Work] | None) -> None:
-    """Reduce ``main_grad`` of groups of one unit over the axes that still hold partial sums, or issue it."""
+    """Issue the reduction of one unit's ``main_grad`` over the axes that still hold partial sums."""
     on_all: list[Part] = []
     scattered: list[Part] = []
     for reduction in reductions:
@@ -419,6 +437,6 @@ def start_last(reductions: Sequence[GradientReduction], works: list[dist.Work] |
 
 
 def complete_last(reductions: Sequence[GradientReduction]) -> None:
-    """Bring what was reduced last to what the optimizer reads."""
+    """Write the results of the last reductions to ``final``."""
     for reduction in reductions:
         reduction.complete_last()

@@ -99,7 +99,7 @@ def _pre_forward(unit: Unit, module: nn.Module, given: Any) -> None:  # noqa: C9
     root.release_lingering(unit)
     for group in unit.groups:
         changed, gradients = group.fsdp_params.changed_requires_grad(), group.gradients
-        if changed or (gradients is not None and gradients.binding.is_taken):
+        if changed or (gradients is not None and gradients.binding.memory.is_taken):
             for hook in root.hooks:
                 hook.on_changed(unit, group, changed)
     # 2. Gather this unit's weights.

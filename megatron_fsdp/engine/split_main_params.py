@@ -1,4 +1,4 @@
-"""Remainder: the 16 bits that bf16 main weights lack of the FP32 weights that the optimizer steps."""
+"""Remainder: the low 16 bits of FP32 main weights whose high 16 bits are bf16 main weights."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ __all__ = ["Remainder"]
 
 
 class Remainder:
-    """The lower halves of one group's FP32 main weights, and whether they still belong to the upper ones.
+    """The low halves of one group's FP32 main weights.
 
-    The upper halves are the group's ``main_weight``, which a load, an initialiser or a user may write to. What is
-    written is bf16 and meant as it is, so the lower half of a parameter that anything but the optimizer changed counts
-    as zero from then on (docs/design/adamw.md, "FP32 weights in 4 bytes").
+    The high halves are the group's ``main_weight``, a bf16 buffer that a load, an initialiser or a user may write to.
+    After such a write the parameter has exactly the bf16 value, so ``current`` sets its low half to zero
+    (docs/design/adamw.md, "FP32 weights in 4 bytes").
 
     Args:
-        main: the bf16 main weights. pin_memory: as theirs.
+        main: the bf16 main weights. pin_memory: pin the low halves too.
     Attributes:
         buffer: int16, laid out like ``main``.
     """
@@ -38,22 +38,22 @@ class Remainder:
         return DBuffer.from_plan(*placed, dtype, main.device, name=main.name, pin_memory=pin_memory)
 
     def watch(self, params: Sequence[nn.Parameter]) -> None:
-        """See changes of the parameters' memory by these DTensors over it, in plan order, from now on."""
+        """Notice changes through these parameters, DTensors over ``main`` in plan order."""
         self._params = tuple(params)
         self.accept()
 
     def accept(self) -> None:
-        """Say that both halves belong together as they are."""
+        """Record that the low halves belong to the present high halves."""
         self._seen = self._versions()
 
     def _versions(self) -> tuple[int, ...]:
-        """Return the version counters of the whole buffer and of each parameter, which in-place changes move."""
+        """Return the version counters of the whole buffer and of each parameter; in-place changes increase them."""
         with torch._C.DisableTorchFunctionSubclass():
             own = [param._version + param._local_tensor._version for param in self._params]  # type: ignore[attr-defined]
         return self._main.local_buffer._version, *own
 
     def current(self) -> torch.Tensor:
-        """Return this rank's lower halves, 1-D, with zeros for what others changed since ``accept``."""
+        """Return this rank's low halves, 1-D, with zeros for parameters that were written since ``accept``."""
         found = self._versions()
         if found[:1] != self._seen[:1]:
             self.buffer.zero_()
@@ -71,6 +71,6 @@ class Remainder:
         return values
 
     def split(self, values: DBuffer) -> None:
-        """Take FP32 weights over, to the bit."""
+        """Write FP32 weights into both halves, bit for bit."""
         split_weight(values.local_buffer, self._main.local_buffer, self.buffer.local_buffer)
         self.accept()

@@ -1,7 +1,8 @@
-"""Streams: what the engine asks of a device that has them, and the streams on which it was called; a CPU has none.
+"""Streams and lanes: the order of work on a device's compute streams and on the engine's communication streams.
 
-The only file that touches streams and events, all of them by way of ``Streams``, in whose place a
-test puts a double that notes what waits for what (docs/design/order.md, "Streams").
+This is the only file that uses streams and events, through ``Streams``. Tests replace ``Streams`` by a double that
+records every wait (``drive_with``; docs/design/order.md, "Streams"). A CPU has no streams: a lane issues a collective
+at once, and ``Ticket.wait`` blocks.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ __all__ = [
     "Compute",
     "Event",
     "Lane",
+    "LastTurn",
     "Streams",
     "Ticket",
     "Turns",
@@ -52,33 +54,33 @@ Event = torch.Event
 
 
 class Streams:
-    """What lanes ask of a device with streams, here of CUDA; a double has the same methods.
+    """The stream operations of CUDA that lanes use; a test's double has the same methods.
 
-    Streams and events are ``torch.Stream`` and ``torch.Event``, whose methods are C++. Those of ``torch.cuda`` do the
-    same by way of Python: 5.4 us instead of 0.8 for ``wait_stream``, 10 to 29 instead of 3 to issue work on another
-    stream, 3.6 instead of 1.7 for a new event and its record (torch 2.13 on the host alone; docs/performance.md).
+    Streams and events are ``torch.Stream`` and ``torch.Event``, whose methods are C++. The methods of ``torch.cuda``
+    are Python: 5.4 us instead of 0.8 for ``wait_stream``, 10 to 29 instead of 3 to issue work on another stream, 3.6
+    instead of 1.7 for a new event and its record (torch 2.13 on the host alone; docs/performance.md).
     """
 
     def new(self, device: torch.device, name: str) -> Any:
-        """Return a new stream of high priority, for the lane of that name."""
+        """Return a new high-priority stream for the lane ``name``."""
         return torch.Stream(device=device, priority=0 if is_off("priority") else -1)
 
     def current(self, device: torch.device) -> Any:
-        """Return the stream on which this thread issues work."""
+        """Return the current stream of this thread."""
         return torch.accelerator.current_stream(device)
 
     def current_id(self, device: torch.device) -> int:
-        """Return a number for that stream; asked for every gradient."""
+        """Return a number that identifies the current stream; called for every gradient."""
         number: int = torch._C._cuda_getCurrentRawStream(device.index)
         return number
 
     def use(self, stream: Any) -> AbstractContextManager[Any]:
-        """Issue work on another stream, and on its device, while the block runs."""
+        """Make ``stream`` and its device current inside a ``with`` block."""
         context: AbstractContextManager[Any] = stream
         return context
 
     def on_host(self) -> AbstractContextManager[Any]:
-        """Run what the host does to memory of its own, on what a lane has copied there."""
+        """Enclose the host's work on memory that a lane has copied to; a double records it."""
         return nullcontext()
 
     def event(self) -> Any:
@@ -86,26 +88,26 @@ class Streams:
         return torch.Event("cuda")
 
     def is_capturing(self) -> bool:
-        """Whether the current stream is being captured into a graph."""
+        """Return True if the current stream is being captured into a graph."""
         return torch.cuda.is_current_stream_capturing()
 
 
 class Compute:
-    """The streams of one device on which the engine was called. Together they are what lanes call compute.
+    """The compute streams of one device: all streams on which the engine was called.
 
-    A model may run a branch on a stream of its own. Weights that one branch has done with, and packed gradients, go
-    back to an allocator that serves all of them; so lanes wait for all, and all wait for lanes.
+    A model may run a branch on a separate stream. All compute streams share one allocator, which may hand out memory
+    that another branch has released. So a lane waits for all compute streams, and all compute streams wait for a lane.
     """
 
     def __init__(self, device: torch.device, streams: Any = None) -> None:
         self.device = device
         self.streams = streams or Streams()
         self._known: dict[int, Any] = {}
-        # Those of them that a pass has used since it began.
+        # Numbers of the streams that were used since the forward pass began.
         self._used: set[int] = set()
 
     def note(self) -> None:
-        """Count the current stream in."""
+        """Add the current stream to the compute streams."""
         number = self.streams.current_id(self.device)
         if number in self._used:
             return
@@ -114,9 +116,10 @@ class Compute:
             self._known[number] = self.streams.current(self.device)
 
     def forget_unused(self) -> None:
-        """Count out the streams on which nothing was asked for since the last call, as a pass begins.
+        """Remove the streams that were not used since the last call; called when a forward pass begins.
 
-        The current one follows them a last time. Each costs every submission and every wait for a ticket a wait.
+        The current stream waits for each removed one. Every compute stream costs one wait per submission and per
+        ``Ticket.wait``.
         """
         current, is_capturing = self.streams.current(self.device), self.streams.is_capturing()
         for number in self._known.keys() - self._used:
@@ -124,11 +127,11 @@ class Compute:
                 stream = self._known.pop(number)
                 current.wait_stream(stream)
         self._used.clear()
-        # Weights that stayed gathered may be all that the pass uses: it asks lanes for nothing then.
+        # The pass may submit nothing to a lane, if all of its weights are still gathered.
         self.note()
 
     def all(self) -> list[Any]:
-        """Return them, the current one included; in a capture those alone that are captured, out of it the others."""
+        """Return the compute streams with the current one: during a capture the captured ones, else the others."""
         self.note()
         if len(self._known) == 1:
             return list(self._known.values())
@@ -136,33 +139,45 @@ class Compute:
         return [stream for stream in self._known.values() if self.is_captured(stream) is is_capturing]
 
     def is_captured(self, stream: Any) -> bool:
-        """Whether a stream is being captured."""
+        """Return True if ``stream`` is being captured."""
         with self.streams.use(stream):
             return self.streams.is_capturing()
 
 
+class LastTurn:
+    """The number of the stream that had the last turn at a buffer; None before the first turn."""
+
+    __slots__ = ("stream",)
+
+    def __init__(self) -> None:
+        self.stream: int | None = None
+
+
 class Turns:
-    """Keeps what compute streams do to one buffer in the order in which the host says it.
+    """Orders the writes of several compute streams to one buffer as the host issues them.
 
     Autograd runs the backward of a branch, and the hooks on its gradients, on the stream of its forward.
 
     Args:
-        last: one element, the number of the stream that had the last turn, for whoever looks before it takes one; None
-            for no stream yet.
+        last: the last turn, which gradient hooks read before they call ``take``.
     """
 
-    def __init__(self, compute: Compute, last: list[int | None]) -> None:
+    def __init__(self, compute: Compute, last: LastTurn) -> None:
         self._compute = compute
-        last[0] = None
+        last.stream = None
         self._last = last
         self._stream: torch.Stream | None = None
 
     def take(self, leave: Callable[[], None]) -> None:
-        """Order the current stream after the one that had the last turn; ``leave`` ends that turn, on that stream."""
+        """Make the current stream wait for the stream that had the last turn.
+
+        Args:
+            leave: called on that stream before, to finish its work on the buffer.
+        """
         compute = self._compute
         streams = compute.streams
         number = streams.current_id(compute.device)
-        if number == self._last[0]:
+        if number == self._last.stream:
             return
         stream, before = streams.current(compute.device), self._stream
         if before is not None and compute.is_captured(before) is streams.is_capturing():
@@ -170,19 +185,19 @@ class Turns:
                 leave()
             stream.wait_stream(before)
         compute.note()
-        self._last[0], self._stream = number, stream
+        self._last.stream, self._stream = number, stream
 
 
 COMPUTES: dict[torch.device, Compute] = {}
 LANES: dict[tuple[str, torch.device], Any] = {}
-"""The process's lanes, by name and device (``lanes.lane``)."""
+"""The process's lanes, by name and device (``lane``)."""
 LATEST: list[Any] = []
-"""The event at the end of what was submitted last to any lane of a device; empty for none."""
+"""The event after the last submission to any lane of a device; empty if there was none."""
 _DOUBLES: list[Any] = []
 
 
 def compute_of(device: torch.device) -> Compute | None:
-    """Return the compute streams of a device; None where it has none."""
+    """Return the compute streams of a device; None for a CPU."""
     if device not in COMPUTES:
         if not _DOUBLES and device.type != "cuda":
             return None
@@ -190,20 +205,20 @@ def compute_of(device: torch.device) -> Compute | None:
     return COMPUTES[device]
 
 
-def turns(device: torch.device, last: list[int | None] | None = None) -> Turns | None:
-    """Return what keeps a new buffer's writers in order; None on a device without streams. ``last``: see ``Turns``."""
+def turns(device: torch.device, last: LastTurn | None = None) -> Turns | None:
+    """Return a new ``Turns`` for a buffer; None on a device without streams. ``last``: see ``Turns``."""
     compute = compute_of(device)
-    return None if compute is None else Turns(compute, [None] if last is None else last)
+    return None if compute is None else Turns(compute, last or LastTurn())
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether what is issued now is captured into a graph."""
+    """Return True if work issued now is captured into a graph."""
     compute = compute_of(device)
     return compute is not None and compute.streams.is_capturing()
 
 
 def wait_on_host(device: torch.device) -> None:
-    """Let the host wait until compute has done all that it was given; nothing to do on CPU."""
+    """Block the host until the current stream has finished; do nothing on CPU."""
     compute = compute_of(device)
     if compute is not None:
         event = compute.streams.event()
@@ -212,23 +227,23 @@ def wait_on_host(device: torch.device) -> None:
 
 
 def wait_for_event(event: torch.Event, device: torch.device) -> None:
-    """Order the current stream, and with it all lanes' later work, after an event; nothing to do on CPU."""
+    """Make the current stream, and later work of all lanes, wait for an event; do nothing on CPU."""
     compute = compute_of(device)
     if compute is not None:
         compute.streams.current(device).wait_event(event)
 
 
 def latest_submission() -> Any:
-    """Return the event at the end of what was submitted last to any lane of a device, which any thread may query.
+    """Return the event after the last submission to any lane of a device; any thread may query it.
 
-    None where there is none, and where that was captured into a graph: such an event tells nothing of the replays.
+    None before the first submission, and after one that was captured into a graph: its event does not follow replays.
     """
     return LATEST[0] if LATEST else None
 
 
 @contextmanager
 def drive_with(streams: Any) -> Iterator[None]:
-    """Let ``streams`` stand for those of every device while the block runs; models are made and used inside of it."""
+    """Use the double ``streams`` for every device inside a ``with`` block; make and use models inside of the block."""
     known: tuple[dict[Any, Any], ...] = (LANES, COMPUTES)
     before, latest = [dict(each) for each in known], list(LATEST)
     for each in known:
@@ -246,19 +261,19 @@ def drive_with(streams: Any) -> Iterator[None]:
 
 # ---------------------------------------------------------------- lanes
 #
-# Ordered queues of collectives and what follows them, beside compute: for gathers, for reductions, and for what is left
-# to reduce last.
+# A lane is an ordered queue of collectives and of the device work on their results, parallel to compute. There are
+# three per device: "gather", "reduce", and "last" for the reductions at the end of a step.
 
 
 Operation = Callable[[list[dist.Work] | None], None]
 
 
 class Ticket:
-    """Work that was submitted to a lane.
+    """A submission to a lane; ``wait`` makes its result visible to compute.
 
     Attributes:
-        lane: the name of the lane. owner: the identity of the object whose work it is, 0 for none.
-        works: handles of its collectives, on CPU, until somebody waits.
+        lane: the name of the lane. owner: the identity of the unit that submitted the work; 0 for no unit.
+        works: on CPU, handles of the collectives, until ``wait``.
     """
 
     __slots__ = ("_compute", "_event", "_followed", "_on_host", "_then", "lane", "owner", "works")
@@ -269,13 +284,13 @@ class Ticket:
         self._then: Callable[[], None] | None = None
         self._on_host, self._compute = on_host, compute
         self._event: Event | None = None
-        # Streams that wait already, by identity: groups of a unit share a ticket, and each waits for it.
+        # Identities of the streams that wait already: the groups of a unit share a ticket, and each calls ``wait``.
         self._followed: frozenset[int] = frozenset()
 
     def wait(self) -> None:
-        """Make all later compute see the result. On CUDA this orders streams; the host waits where it has work to do.
+        """Make the result visible to all later compute: order streams on CUDA, block on CPU.
 
-        One that was interrupted is not over: it may be made again.
+        On CUDA the host blocks too if it has work on the result (``on_host``). Call it again after an interruption.
         """
         if self._compute is not None:
             self._wait_on_streams(self._compute)
@@ -315,13 +330,13 @@ class Ticket:
             tell("waited", self)
 
     def is_completed(self) -> bool:
-        """Whether ``wait`` would not have to wait."""
+        """Return True if ``wait`` would not block or order anything."""
         if self._event is not None:
             return bool(self._event.query())
         return all(work.is_completed() for work in self.works)
 
     def give_up(self) -> None:
-        """Wait until nothing is written any more; whether it failed or not, there will be no result."""
+        """Cancel the work on the result, and wait until the collectives no longer write; ignore their failures."""
         self._then = self._on_host = None
         if self._event is not None:
             self.wait()
@@ -332,16 +347,16 @@ class Ticket:
 
 
 class Lane:
-    """A queue beside compute.
+    """An ordered queue of collectives, on a stream of its own if the device has streams.
 
     Args:
-        compute: the streams of its device; None where that has none.
+        compute: the compute streams of the device; None for a CPU.
     """
 
     def __init__(self, name: str, compute: Compute | None = None) -> None:
         self._name, self._compute = name, compute
         self._stream = None if compute is None else compute.streams.new(compute.device, name)
-        # The end of what was submitted last, and whether that was captured: an event lives in its capture alone.
+        # The event after the last submission, and whether it was captured: an event is valid in its capture only.
         self._last: Event | None = None
         self._is_last_captured = False
 
@@ -358,12 +373,13 @@ class Lane:
         """Queue ``operation`` after all compute issued so far, and ``then`` after it.
 
         Args:
-            operation: issues collectives; it is given a list for their handles, or None where stream order suffices.
-            then: device work on their result; on CPU it runs in ``Ticket.wait``.
-            on_host: work of the CPU on what ``then`` copied to it; ``Ticket.wait`` blocks the host for it.
-            owner: told to listeners with the ticket.
-            after: of other lanes, on a device with streams: compute need not have come after them.
-            tickets: these get the ticket before anything is issued: if that raises, ``give_up`` is left to call.
+            operation: issues collectives. Called with a list for their handles, or with None if stream order suffices.
+            then: device work on the result; on CPU it runs in ``Ticket.wait``.
+            on_host: the CPU's work on memory that ``then`` copied to; ``Ticket.wait`` blocks the host for it.
+            owner: ``Ticket.owner``, for listeners.
+            tickets: lists that get the ticket before anything is issued. If ``operation`` raises, the caller calls
+                ``give_up`` of the ticket.
+            after: tickets of other lanes to wait for, on a device with streams; compute does not wait for them.
         """
         ticket = Ticket(self._name, owner, self._compute, on_host)
         for known in tickets:
@@ -387,10 +403,10 @@ class Lane:
         then: Callable[[], None] | None,
         after: Iterable[Ticket],
     ) -> None:
-        """Run the operation on the lane's stream, after what compute streams hold now."""
+        """Run the operation on the lane's stream, after all work of the compute streams so far."""
         streams, mine = compute.streams, self._stream
         assert mine is not None
-        # The wait also covers memory: a block that compute has finished with may be handed out again on this stream.
+        # The wait also covers memory: the allocator may hand out, on this stream, a block that compute has released.
         for stream in compute.all():
             mine.wait_stream(stream)
         for other in after:
@@ -414,23 +430,23 @@ class Lane:
             tell("issued", ticket)
 
     def join(self) -> None:
-        """Order compute after all that was submitted, where there are streams."""
+        """Make the compute streams wait for all submissions; do nothing on CPU."""
         compute = self._compute
         if compute is not None and self._last is not None and self._is_last_captured is compute.streams.is_capturing():
             for stream in compute.all():
                 stream.wait_event(self._last)
             if self._is_last_captured:
-                # The next capture may not wait for it, and nothing tells one capture from another.
+                # The next capture must not wait for this event, and cannot be told from this capture.
                 self._last = None
 
     def settle(self) -> None:
-        """Let the host wait until all that was submitted is done, where there are streams."""
+        """Block the host until all submissions have finished; do nothing on CPU."""
         if self._last is not None and not self._is_last_captured:
             self._last.synchronize()
 
 
 def lane(name: str, device: torch.device) -> Lane:
-    """Return the process's lane of that name ("gather", "reduce" or "last") on a device."""
+    """Return the process's lane ``name`` ("gather", "reduce" or "last") on a device; make it at the first call."""
     key = (name, device)
     if key not in LANES:
         LANES[key] = Lane(name, compute_of(device))
@@ -439,15 +455,16 @@ def lane(name: str, device: torch.device) -> Lane:
 
 
 def join_lanes() -> None:
-    """Order compute after everything that was submitted to lanes; nothing to do on CPU."""
+    """Make the compute streams wait for all submissions to all lanes; do nothing on CPU."""
     for each in LANES.values():
         each.join()
 
 
 def join_captured() -> None:
-    """Order compute after what this capture submitted to lanes, and forget its events; outside of captures do nothing.
+    """Make the compute streams wait for the submissions of this capture, and forget their events.
 
-    A later capture may not wait for them, and would when a model is deleted in it.
+    Outside of captures it does nothing. A later capture must not wait for these events, which deleting a model in it
+    would do.
     """
     for each in LANES.values():
         if each._is_last_captured:
@@ -455,13 +472,13 @@ def join_captured() -> None:
 
 
 def forget_unused_streams() -> None:
-    """Let lanes wait no more for streams that were not used since the last call; nothing to do on CPU."""
+    """Remove compute streams that were not used since the last call; do nothing on CPU."""
     for compute in COMPUTES.values():
         compute.forget_unused()
 
 
 def end_of_compute(device: torch.device) -> Callable[[], None]:
-    """Return what lets any thread wait until the current stream has done all that it was given before this call."""
+    """Return a function that blocks any thread until the current stream has finished the work issued before."""
     compute = compute_of(device)
     if compute is None:
         return lambda: None
@@ -523,15 +540,15 @@ class CallerStreams:
 
 
 HOST_READS: set[torch.device] = set()
-"""Devices to which gathers may still copy main weights: the host must not write these before ``settle_host``."""
+"""Devices whose gathers may still read main weights in CPU memory, which is not written before ``settle_host``."""
 
 
 HOST_WRITES: set[torch.device] = set()
-"""Devices whose reductions may still copy sums to CPU memory; the host may use these after ``settle_host_writes``."""
+"""Devices whose reductions may still write ``main_grad`` in CPU memory; ``settle_host_writes`` waits for them."""
 
 
 def settle_host_writes() -> None:
-    """Let the host use sums in CPU memory: it waits, once for all units, until reductions have copied them there."""
+    """Block the host until reductions have written ``main_grad`` in CPU memory, once for all units."""
     while HOST_WRITES:
         reductions = LANES.get(("reduce", HOST_WRITES.pop()))
         if reductions is not None:
@@ -539,7 +556,7 @@ def settle_host_writes() -> None:
 
 
 def settle_host(_: object = None) -> None:
-    """Let the host write main weights in CPU memory again: it waits until no gather reads them."""
+    """Block the host until no gather reads main weights in CPU memory, so that they may be written."""
     while HOST_READS:
         gathers = LANES.get(("gather", HOST_READS.pop()))
         if gathers is not None:

@@ -1,10 +1,11 @@
 """UnshardedParam: the parameter that compute uses between ``unshard`` and ``reshard``.
 
-Every rank has a copy of its own, which ``reshard`` releases. An in-place change would be lost, or differ from rank to
-rank, so it raises (docs/design/freshness.md). The object lives as long as its group and changes its class: it is a
-``GatheredWeight`` while its memory is there, and reading it costs what reading an ``nn.Parameter`` costs; it is a
-``ReleasedWeight`` while it is not, and every read raises, because PyTorch would end the process
-(docs/design/storage.md).
+Every rank has a copy, which ``reshard`` releases. An in-place change would be lost, or differ from rank to rank, so it
+raises (docs/design/freshness.md).
+
+The object lives as long as its group, and its class says its state. A ``GatheredWeight`` has memory; reading it costs
+as much as reading an ``nn.Parameter``. A ``ReleasedWeight`` has none, and every read raises, because PyTorch would end
+the process (docs/design/storage.md).
 """
 
 from __future__ import annotations
@@ -32,12 +33,13 @@ __all__ = [
 
 
 def refuse_change(weights: Sequence[torch.Tensor]) -> NoReturn:
-    """Refuse a change of one of some weights; what PyTorch does to them behind Python the unit finds when it reshards.
+    """Raise the error for an in-place change of one of ``weights``, found by Python or by ``reshard``.
 
     Raises:
         StateError: always.
     """
-    # Weights share a counter; changed by way of .data was one of those of which that was taken.
+    # All weights of a buffer share one version counter. Name only those whose .data was read, if any: the change was
+    # made through one of them.
     taken = [weight for weight in weights if getattr(weight, "_fsdp_data_taken", False)]
     first, *others = [handle_of(weight) for weight in taken or weights]
     names = "".join(f" or {handle.parameter!r}" for handle in others)
@@ -63,7 +65,7 @@ _OF_SHARDS = ("main_grad", "main_param", "decoupled_grad")
 
 
 class UnshardedParam(nn.Parameter):
-    """A plain parameter over gathered weights. Attributes that users set on it are those of the sharded parameter."""
+    """A plain parameter over gathered weights; attributes that users set on it are set on the sharded parameter."""
 
     _fsdp_handle: WeightHandle
     _fsdp_data_taken = False
@@ -79,11 +81,11 @@ class UnshardedParam(nn.Parameter):
         if sharded is None:
             super().__setattr__(name, value)
         else:
-            # A plain model has one parameter object: what a hook notes on it in forward is read of it after the step.
+            # A plain model has one parameter object: users read after the step an attribute that a forward hook set.
             setattr(sharded, name, value)
 
     def __getattr__(self, name: str) -> Any:
-        # Megatron marks what it does not offload.
+        # Megatron marks parameters that it does not offload by an attribute.
         sharded = None if name.startswith("_fsdp_") or name in _OF_SHARDS else self._sharded()
         noted = {} if sharded is None or hasattr(type(sharded), name) else vars(sharded)
         if name not in noted:
@@ -99,14 +101,14 @@ class UnshardedParam(nn.Parameter):
 
     @property
     def data(self) -> torch.Tensor:
-        """The values without history."""
+        """The values, detached from autograd's graph."""
         self._fsdp_data_taken = True
-        # Unlike PyTorch's own .data this shares the version counter, so that changes are seen.
+        # Unlike PyTorch's .data, a detached tensor shares the version counter, so changes are noticed.
         return self.detach()
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        # Routers of Megatron assign their own values, moved to the device where they are.
+        # Routers of Megatron assign a parameter's own values, moved to the device that they are on.
         if value.dtype is self.dtype and value.is_set_to(self):
             return
         if not self._is_writable() or value.shape != self.shape:
@@ -125,9 +127,9 @@ class UnshardedParam(nn.Parameter):
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """The sharded parameter's, averaged over ranks: what autograd leaves here is taken over at once.
+        """``.grad`` of the sharded parameter, averaged over ranks.
 
-        None while torch.compile traces: it would take the gradient, which has another shape, for a part of this weight.
+        None while torch.compile traces, which would expect a gradient of this weight's shape.
         """
         if TracingContext.try_get() is not None:
             return None
@@ -147,7 +149,7 @@ class UnshardedParam(nn.Parameter):
         self.grad = None
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> Any:
-        """Register a hook on the sharded parameter: its ``.grad`` is the mean over ranks; this one's is taken away."""
+        """Register a hook on the sharded parameter, whose ``.grad`` is the mean over ranks."""
         sharded = self._sharded()
         assert sharded is not None
         return sharded.register_post_accumulate_grad_hook(hook)
@@ -160,7 +162,7 @@ class UnshardedParam(nn.Parameter):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle a copy, not the memory of the whole unit around it."""
+        """Pickle a copy, without the rest of the unit's memory."""
         return nn.Parameter(self.detach().clone(), self.requires_grad).__reduce_ex__(protocol)
 
 
@@ -173,11 +175,11 @@ _VALUES = frozenset({"data", "real", "imag", "T", "mT", "H", "mH"})
 
 
 class GatheredWeight(UnshardedParam):
-    """An unsharded parameter from ``unshard`` to ``reshard``: its memory is there."""
+    """An unsharded parameter from ``unshard`` to ``reshard``, with memory."""
 
 
 class ReleasedWeight(UnshardedParam):
-    """An unsharded parameter from ``reshard`` to the next ``unshard``: a shape and a name, which has no values."""
+    """An unsharded parameter from ``reshard`` to the next ``unshard``: a shape and a name without values."""
 
     @classmethod
     def __torch_function__(

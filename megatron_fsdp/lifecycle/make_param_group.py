@@ -25,6 +25,7 @@ from megatron_fsdp.engine.freshness import Freshness
 from megatron_fsdp.engine.grads import GradientBuffer, LanePacker, packs_late
 from megatron_fsdp.engine.param_group import ParameterGroup, WeightBuffers, note_group
 from megatron_fsdp.engine.params import (
+    NEVER,
     FSDPParams,
     ParamModuleInfos,
     Place,
@@ -161,11 +162,11 @@ def set_requires_grad(params: FSDPParams, index: int, requires_grad: bool) -> No
     if requires_grad and not used._post_accumulate_grad_hooks:
         group, compute = handle_of(used).group, compute_of(used.device)
         if compute is None:
-            hook = gradient_hook(group, index, params.begun if params.waits[index] else [False], params.came)
+            hook = gradient_hook(group, index, params.begun if params.waits[index] else NEVER, params.came)
         else:
             begun = params.begun if params.waits[index] else params.begun_all
             current = partial(compute.streams.current_id, compute.device)
-            hook = gradient_hook_on_streams(group, index, begun, params.came, params.turn, current)
+            hook = gradient_hook_on_streams(group, index, begun, params.came, params.last_turn, current)
         torch.Tensor.register_post_accumulate_grad_hook(used, hook)  # type: ignore[no-untyped-call]  # torch's stub
 
 
@@ -413,9 +414,9 @@ def follow_requires_grad(unit: Unit, group: ParameterGroup, changed: Sequence[in
         StateError: an unfrozen parameter has no main weight of the dtype that the policy wants.
     """
     is_changed, params, main = bool(changed), group.fsdp_params, group.spec.dtypes.main
-    if group.gradients is not None and group.gradients.binding.is_taken:
+    if group.gradients is not None and group.gradients.binding.memory.is_taken:
         group.gradients.binding.dropped()
-        if group.gradients.binding.is_taken:
+        if group.gradients.binding.memory.is_taken:
             # Who took gradients before ``zero_grad`` keeps their memory.
             make_gradients(group)
             is_changed = True

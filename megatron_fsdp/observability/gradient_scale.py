@@ -242,7 +242,7 @@ def _refuse_gradients(model: nn.Module, units: Sequence[Unit]) -> None:
     for unit in units:
         if not unit.requires_gradient_sync or not unit.requires_all_reduce:
             raise StateError(f"unit {unit.name!r} is in no_sync. fix: call this outside, between steps")
-        if any(gradients.binding.is_under_way for gradients in unit.gradients):
+        if any(gradients.binding.sum is not None for gradients in unit.gradients):
             raise StateError(f"unit {unit.name!r}: gradient accumulation is under way. fix: call zero_grad() first")
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:

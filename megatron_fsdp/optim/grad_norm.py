@@ -12,7 +12,6 @@ from torch import nn
 from dbuffer.dtensor.reads import reduce_norm
 from dbuffer.mesh import MeshAxis
 from megatron_fsdp.checks.unowned_params import refuse_unowned
-from megatron_fsdp.engine.accumulation import GradState
 from megatron_fsdp.engine.param_group import ParameterGroup, group_of_parameter
 from megatron_fsdp.engine.unit import units_below
 from megatron_fsdp.engine.unsharded_param import UnshardedParam
@@ -136,7 +135,8 @@ def _held_by(group: ParameterGroup) -> Iterable[HeldGradients]:
     if gradients is None:
         return of_frozen(group)
     binding = gradients.binding
-    if binding.state is GradState.PARTIAL or gradients.is_filled:
+    is_partial = binding.sum is not None and binding.sum.is_in_main_grad
+    if is_partial or gradients.is_filled:
         refuse_pending(binding.name)
     final = binding.settled()
     return [] if final is None else [HeldGradients(group, final.local_buffer, final.placements, binding.scale)]

@@ -14,7 +14,6 @@ from dbuffer import DBuffer
 from dbuffer.dtensor.from_buffer import buffer_dtensor
 from dbuffer.storage import FlatStorage
 from dbuffer_kernels import MuonWeights, cast_copy
-from megatron_fsdp.engine.accumulation import GradState
 from megatron_fsdp.engine.param_group import ParameterGroup, group_of_parameter
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.optim.ownership import holders_of
@@ -99,7 +98,7 @@ class GroupMemory:
             grads = list(map(_gradient_of, self.params))
         group = self._group()
         gradients = None if group is None else group.gradients
-        is_final = gradients is not None and gradients.binding.state is GradState.FINAL
+        is_final = gradients is not None and gradients.binding.has_final
         # The objects that lay in the group's buffer once still do: nothing has to be looked at again.
         if is_final and self._own_gradients and list(map(id, grads)) == self._own_gradients:
             assert gradients is not None

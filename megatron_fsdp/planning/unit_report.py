@@ -189,7 +189,7 @@ def _buffers(group: ParameterGroup) -> Iterator[tuple[str, DBuffer, bool]]:
     if not weights.rests_whole:
         yield "gathered weights", weights.gathered, weights.keeps_gathered
     if gradients is not None:
-        rests = {"main_grad": gradients.binding.keeps, "reduced gradients": gradients.reduction.keeps}
+        rests = {"main_grad": gradients.binding.memory.keeps, "reduced gradients": gradients.reduction.keeps}
         for kind, buffer in gradients.buffers():
             yield kind, buffer, rests.get(kind, kind != "packed gradients")
 

@@ -27,7 +27,7 @@ from dbuffer.mesh import MeshAxis, flattened_mesh, make_groups
 from dbuffer.placements import BufferPlacement
 from dbuffer.storage import FlatStorage
 from megatron_fsdp.build.builder import GroupSpec
-from megatron_fsdp.engine.accumulation import GradBinding, GradState
+from megatron_fsdp.engine.accumulation import Accumulation, GradBinding
 from megatron_fsdp.engine.grads import GradientBuffer
 from megatron_fsdp.engine.param_group import group_of_parameter
 from megatron_fsdp.engine.params import FSDPParams
@@ -151,7 +151,7 @@ def invariant_gradients(main_weight: DBuffer, spec: GroupSpec, fsdp_params: FSDP
     reduction = InvariantReduction(packed, main_grad, fsdp_params)
     gradients = GradientBuffer(main_weight, spec, fsdp_params, reduction, None)
     # What the optimizer holds whole is gathered in place. Norms are those that clip_grad_norm_ asks for.
-    gradients.binding.is_sent_last = gradients.binding.has_exact_norms = True
+    gradients.binding.memory.is_sent_last = gradients.binding.has_exact_norms = True
     if not _HOOKS:
         _HOOKS.append(register_optimizer_step_pre_hook(_refuse_fused))
     return gradients
@@ -197,7 +197,7 @@ class InvariantReduction:
     def _unit(self) -> Unit | None:
         return None if self.unit is None else self.unit()
 
-    def begin_sum(self, binding: GradBinding) -> None:
+    def begin_sum(self, binding: GradBinding) -> Accumulation:
         """Begin a sum of microbatches, or go on with it, which nobody may have changed meanwhile.
 
         Raises:
@@ -210,8 +210,9 @@ class InvariantReduction:
                 f"before others' are seen, and {_FLAG} adds them up one by one. Leave it out; "
                 "set_is_last_backward(False) says that more microbatches follow."
             )
-        binding.begin_sum()
-        self._look_for_changes(binding)
+        under_way = binding.begin_sum()
+        self._look_for_changes(binding, under_way)
+        return under_way
 
     def prepare(self, scale: float, *, overwrites: bool) -> None:
         """Get ready for the exchange of the packed buffer: count this microbatch, receive until ``release``."""
@@ -302,20 +303,20 @@ class InvariantReduction:
             pieces.append(pieces[-1][piece_of(pieces[-1].numel(), axis.size, axis.rank)])
         return pieces
 
-    def _look_for_changes(self, binding: GradBinding) -> None:
+    def _look_for_changes(self, binding: GradBinding, under_way: Accumulation) -> None:
         """Begin anew where the sum so far, which users are shown, was set to zero.
 
         Raises:
             StateError: it was changed into anything else.
         """
-        if binding.state is GradState.EMPTY or binding.main_grad.local_buffer._version == self._version:
+        if not under_way.is_in_main_grad or binding.main_grad.local_buffer._version == self._version:
             return
         if binding.main_grad.local_buffer.any():
             raise StateError(
                 f"{binding.name}: a gradient was changed between two microbatches, and {_FLAG} goes on with the sum as "
                 "it was. Change gradients after the last microbatch, or set them to zero"
             )
-        binding.state = GradState.EMPTY
+        under_way.is_in_main_grad = False
 
 
 def piece_of(numel: int, size: int, rank: int) -> slice:

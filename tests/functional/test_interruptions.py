@@ -1,6 +1,9 @@
 """A step that is broken off anywhere, by an interrupt or for want of memory, and what a model is worth after it."""
 
+import ast
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -83,6 +86,22 @@ QUICK = [
     *(Sweep(setup, r"storage\.py reallocate ", 1) for setup in ZERO),
     Sweep("adamw", r"adamw_update\.py run ", 1),
 ]
+
+
+@pytest.mark.parametrize("pattern", sorted({sweep.kind for sweep in (*QUICK, *SWEEPS) if ".py" in sweep.kind}))
+def test_a_pattern_of_calls_names_functions_of_the_library(pattern: str) -> None:
+    root = Path(__file__).parents[2]
+    for file, several, one in re.findall(r"(\w+)\\\.py(?: \(([\w|]+)\) | (\w+) |$)", pattern):
+        names = {
+            node.name
+            for folder in ("dbuffer", "megatron_fsdp")
+            for path in (root / folder).rglob(f"{file}.py")
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+            if isinstance(node, ast.FunctionDef)
+        }
+        assert names, f"no file {file}.py"
+        assert {name for name in (*several.split("|"), one) if name} <= names
+    assert pattern.count(".py") == len(re.findall(r"\w+\\\.py(?: \([\w|]+\) | \w+ |$)", pattern))
 
 
 @pytest.mark.parametrize("sweep", nightly_but(QUICK, [*QUICK, *SWEEPS]), ids=str)

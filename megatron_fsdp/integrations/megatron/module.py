@@ -12,7 +12,6 @@ from torch import nn
 
 from dbuffer import Replicate
 from dbuffer.collectives_rare import broadcast
-from megatron_fsdp.engine.accumulation import GradState
 from megatron_fsdp.engine.final_callback import final_callback
 from megatron_fsdp.engine.grads import GradientBuffer
 from megatron_fsdp.engine.param_group import ParameterGroup
@@ -106,7 +105,7 @@ class MegatronFSDP(FSDPModule, nn.Module):
             StateError: gradients are not final yet.
         """
         for buffer in self._gradients():
-            if buffer.binding.state is GradState.PARTIAL:
+            if buffer.binding.sum is not None and buffer.binding.sum.is_in_main_grad:
                 raise StateError(f"{buffer.binding.name}: gradients are not final; call finish_grad_sync() first")
             if buffer.binding.settled() is not None:
                 buffer.binding.scale(scaling_factor)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_fsdp import Placements, fully_shard
-from megatron_fsdp.engine import accumulation as grad_binding
+from megatron_fsdp.engine import accumulation
 
 
 @pytest.fixture(autouse=True)
@@ -31,6 +31,6 @@ def test_zero_grad_waits_a_moment_for_who_holds_the_last_reductions_memory(is_le
         if is_let_go:
             held.clear()
 
-    with mock.patch.object(grad_binding.time, "sleep", pause):
+    with mock.patch.object(accumulation.time, "sleep", pause):
         model.zero_grad()
     assert group.main_grad.is_allocated is not is_let_go
