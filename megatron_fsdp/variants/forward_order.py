@@ -1,8 +1,9 @@
-"""ForwardOrder: one order of units on all ranks, which take part in the collectives of units that they skip.
+"""ForwardOrder: one order of units on all ranks. A rank that skips a unit still joins the unit's collectives.
 
-In forward a rank that enters a unit first gathers the units before it that it skipped. At the end of the root's forward
-it gathers the rest. In backward units are gathered in the reverse order of the ends of their calls, and reduced in the
-reverse order of their beginnings; a skipped unit is reduced with zeros (docs/design/order.md, "A forward order").
+In forward, a rank that enters a unit first gathers the earlier units that it skipped. At the end of the root's forward
+it gathers the remaining units. In backward, units are gathered in the reverse order of the ends of their calls and
+reduced in the reverse order of their beginnings. A rank that skipped a unit contributes zeros to its reduction
+(docs/design/order.md, "A forward order").
 """
 
 from __future__ import annotations
@@ -25,12 +26,15 @@ __all__ = ["ForwardOrder", "order_of", "share_forward_order"]
 
 
 class ForwardPass(list[weakref.ref[Unit]]):
-    """The trail of one forward pass, and how far forward and backward have come in the order.
+    """The calls of one forward pass, and the progress of forward and backward through the order.
+
+    A "place" is the index of a unit in the order.
 
     Attributes:
         reached: how many units of the order have been gathered in forward.
-        passed: places that backward has entered or passed by. issued: those whose gather in backward was issued, or is
-            not needed. closed: those that are reduced.
+        passed: places that backward has entered or skipped.
+        issued: places whose gather in backward was issued or is not needed.
+        closed: places whose gradients were reduced.
     """
 
     __slots__ = ("closed", "issued", "passed", "reached")
@@ -66,7 +70,7 @@ class ForwardOrder:
                     "parameters below the root once, in the order of their calls; or leave units out for the order in "
                     "which modules are registered"
                 )
-        # Weakly, as it holds this order.
+        # The root holds this order, so the reference back is weak.
         self._root_reference = weakref.ref(root)
         self._units = [unit.reference for unit in given]
         self._places = {id(unit): place for place, unit in enumerate(given)}
@@ -80,13 +84,13 @@ class ForwardOrder:
         self._is_gathered: list[bool] = []
         self._pass = ForwardPass()
         self._is_open = False
-        # What was being handled when the pass began: a user may retry inside of ``except``.
+        # The exception being handled when the pass began: a user may retry inside ``except``.
         self._handled: BaseException | None = None
         # The pass that backward is in.
         self._entered: ForwardPass | None = None
 
     def _ends(self) -> list[int]:
-        """Return places in the order in which calls end: a unit after the units inside of it."""
+        """Return the places in the order in which the calls end: a unit ends after its inner units."""
         ended: list[int] = []
         opened: list[int] = []
         for place in range(len(self._units)):
@@ -115,7 +119,7 @@ class ForwardOrder:
         return unit
 
     def _gathers_in_backward(self, place: int) -> bool:
-        """Whether all ranks gather this unit in backward: it is trained, or something before it is."""
+        """Whether all ranks gather this unit in backward: the unit or an earlier unit is trained."""
         if self._num_flags_set != NUM_FLAGS_SET[0]:
             self._num_flags_set, self._is_gathered = NUM_FLAGS_SET[0], []
             outermost = self._root.outermost()
@@ -126,7 +130,7 @@ class ForwardOrder:
         return self._is_gathered[place] and self._unit(place).unshards_in_backward
 
     def stays(self, unit: Unit) -> bool:
-        """Whether the unit keeps its weights from forward to backward because backward begins with it."""
+        """Whether the unit keeps its weights after forward because it is the first unit of backward."""
         is_first = bool(self._backward) and self._units[self._backward[0]]() is unit
         is_wanted = unit.reshard_after_forward is None and bool(unit.num_gradients)
         return is_first and is_wanted and torch.is_grad_enabled()
@@ -158,15 +162,16 @@ class ForwardOrder:
     def _refuse(self, unit: Unit) -> None:
         if not self._is_open:
             raise StateError(
-                f"unit {unit.name!r} was called outside of the root's forward, where the other ranks cannot know of "
-                "it. fix: call it inside the root's forward; megatron_fsdp.register_fsdp_forward_method(root, name) "
-                "makes another method of the root count as one; in evaluation, `with megatron_fsdp.unsharded(model):`"
+                f"unit {unit.name!r} was called outside of the root's forward, where the other ranks cannot join its "
+                "all-gather. fix: call it inside the root's forward, or inside another method of the root after "
+                "megatron_fsdp.register_fsdp_forward_method(root, name); in evaluation, use `with "
+                "megatron_fsdp.unsharded(model):`"
             )
         last = self._unit(self._pass.reached - 1)
         raise StateError(
-            f"unit {unit.name!r} was called when the forward order had reached unit {last.name!r}: it comes before "
-            "that, or was called twice. fix: root.set_forward_order([...]) with the units in the order of their first "
-            "calls; set_reshard_after_forward(False) on a unit that is called several times keeps it gathered for that"
+            f"unit {unit.name!r} was called after unit {last.name!r}, but precedes it in the forward order, or it was "
+            "called twice. fix: root.set_forward_order([...]) with the units in the order of their first calls; on a "
+            "unit that is called several times, also set_reshard_after_forward(False)"
         )
 
     def _skip_to(self, place: int) -> None:
@@ -175,7 +180,7 @@ class ForwardOrder:
             self._take_part(skipped)
 
     def _take_part(self, place: int) -> None:
-        """Gather a unit that this rank skips, and give the weights back as the other ranks do."""
+        """Gather a unit that this rank skips, then reshard it if the other ranks do."""
         unit = self._unit(place)
         if unit.num_holds:
             return
@@ -188,7 +193,7 @@ class ForwardOrder:
             unit.reshard(keep_part=torch.is_grad_enabled())
 
     def following(self, limit: int) -> list[Unit]:
-        """Return the units to gather ahead of their use."""
+        """Return at most ``limit`` units to prefetch."""
         ahead: list[Unit] = []
         for place in range(self._pass.reached, min(len(self._units), self._pass.reached + limit)):
             following = self._unit(place)
@@ -198,7 +203,7 @@ class ForwardOrder:
         return ahead
 
     def end_pass(self) -> Unit | None:
-        """Take part in the rest, unless forward raised; return the unit that stays gathered for backward."""
+        """Gather the remaining units, unless forward raised; return the unit that stays gathered for backward."""
         has_raised, self._handled = sys.exc_info()[1] is not self._handled, None
         is_open, self._is_open = self._is_open, False
         if has_raised or not is_open:
@@ -211,19 +216,26 @@ class ForwardOrder:
         return last
 
     def after_call(self, unit: Unit) -> None:
-        """Refuse a call through which backward will come, although no rank gathers its unit for it."""
+        """Refuse a call of a frozen unit whose backward needs weights that no rank will gather.
+
+        Raises:
+            StateError: the unit and all earlier ones are frozen, and the call's input requires a gradient.
+        """
         place = self.place_of(unit)
         if place is None or self._gathers_in_backward(place) or not unit.unshards_in_backward:
             return
         if unit.reshards_after_forward():
             raise StateError(
-                f"unit {unit.name!r} is frozen and comes before all trained units in the forward order, but its input "
-                "requires a gradient, for which the other ranks would not gather it again. fix: "
-                "set_reshard_after_forward(False) on it, or detach its input"
+                f"unit {unit.name!r} is frozen and precedes all trained units in the forward order, but its input "
+                "requires a gradient, and the other ranks do not gather the unit again in backward. fix: call "
+                "set_reshard_after_forward(False) on the unit, or detach its input"
             )
 
     def lead_backward(self, call: Call, output: Any) -> Any:
-        """Return outputs of the root that lead backward into it, where this rank used no trained parameter."""
+        """Return the root's outputs; attach them to the graph if this rank used no trained parameter.
+
+        Without that, this rank's backward would not run and could not join the other ranks' collectives.
+        """
         if call.is_expected or not any(unit.num_gradients for unit in self._root.units()):
             return output
         anchor = torch.zeros((), requires_grad=True)
@@ -241,8 +253,8 @@ class ForwardOrder:
     # ------------------------------------------------------------------ backward
 
     def enter(self, unit: Unit, call: Call) -> None:
-        """Take part in what comes before this unit in backward, and reduce what backward has passed."""
-        # Other ranks may have gradients, so that nothing waits for this one's first.
+        """Join the collectives of the units whose turn in backward precedes this unit's."""
+        # Other ranks may have gradients, so a reduction does not wait for this rank's first gradient.
         self._root.backward.has_gradients = True
         trail = call.trail
         if not isinstance(trail, ForwardPass):
@@ -255,25 +267,25 @@ class ForwardOrder:
             self._pass_by(trail, place)
 
     def _pass_by(self, trail: ForwardPass, place: int) -> None:
-        """Do what the other ranks do for the units whose turn was before that of ``place``, and reduce what it ends."""
+        """Join the collectives of the units whose turn precedes that of ``place``; reduce the units that are done."""
         for earlier in self._backward[: self._turns[place]]:
             self._skip(trail, earlier)
         trail.passed.add(place)
         self._close_after(trail, place)
 
     def _skip(self, trail: ForwardPass, place: int) -> None:
-        """Issue the collectives of a rank that enters this unit, in its order, unless this rank has entered it."""
+        """Issue the collectives of a unit that other ranks enter and this rank does not."""
         if place in trail.passed:
             return
         trail.passed.add(place)
         self._close_after(trail, place)
         self._issue(trail, place)
         self._issue_next(trail, place)
-        # Nothing of this rank's needs it, or backward would have come to it before.
+        # This rank needs no weights of the unit: backward would have entered it otherwise.
         self._give_back(self._unit(place))
 
     def _close_after(self, trail: ForwardPass, place: int) -> None:
-        """Reduce the units that backward has left when it is at ``place``."""
+        """Reduce the units that backward has finished when it is at ``place``."""
         for later in range(len(self._units) - 1, place, -1):
             if later not in self._inner[place]:
                 self._close(trail, later)
@@ -286,7 +298,7 @@ class ForwardOrder:
                 self._unit(place).unshard(check=False)
 
     def _give_back(self, unit: Unit) -> None:
-        """Release weights that this rank does not need, or keep them where all ranks do."""
+        """Reshard a unit that this rank does not use, unless all ranks keep its weights after backward."""
         if unit.reshard_after_backward:
             unit.reshard()
         else:
@@ -298,7 +310,7 @@ class ForwardOrder:
             trail.closed.add(place)
             unit = self._unit(place)
             release(unit)
-            # Of each pass in a backward there is one reduction, also where this rank entered the unit in one alone.
+            # Each forward pass has its own reduction in this backward, even if this rank entered the unit in only one.
             self._root.backward.closed.discard(id(unit))
             post_backward(unit)
 
@@ -325,18 +337,18 @@ class ForwardOrder:
             trail.issued.add(earlier)
 
     def before_recomputation(self, unit: Unit) -> None:
-        """Issue the gathers of all units whose turn in backward is before this one's, which is computed again.
+        """Issue the gathers up to a unit that activation checkpointing computes again, in the order of backward.
 
         Raises:
-            StateError: by a reentrant checkpoint.
+            StateError: the recomputation is that of a reentrant checkpoint.
         """
         trail, place = self._entered, self.place_of(unit)
         if place is None:
             return
         if trail is None:
             raise StateError(
-                f"unit {unit.name!r} is computed again before backward has come to an output of a unit, as in a "
-                "reentrant checkpoint; its gathers have no place in the forward order. fix: "
+                f"unit {unit.name!r} is computed again before backward has reached an output of a unit, as in a "
+                "reentrant checkpoint, so its gathers have no place in the forward order. fix: "
                 "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
             )
         for earlier in self._backward[: self._turns[place] + 1]:
@@ -348,7 +360,7 @@ class ForwardOrder:
                     self._give_back(other)
 
     def finish(self) -> None:
-        """Take part in what is left of the pass that backward is in."""
+        """Join the remaining collectives of the current backward."""
         trail, self._entered = self._entered, None
         if trail is not None:
             for place in self._backward:
@@ -362,19 +374,19 @@ class ForwardOrder:
 
     @property
     def drains(self) -> bool:
-        """Whether compute may wait for reductions in backward: no rank waits there for a gather."""
+        """Whether compute may wait for reductions in backward: True if no unit has weights to gather."""
         return all(group.rests_whole for unit in alive(self._units) for group in unit.groups)
 
     def refuse_late(self, unit: Unit) -> None:
         """Refuse a gradient of a unit whose gradients are reduced already."""
         raise StateError(
-            f"unit {unit.name!r}: a gradient came after backward had passed the unit's place in the forward order, by "
-            "a tensor that the unit did not return. fix: return that tensor from the unit"
+            f"unit {unit.name!r}: a gradient arrived after backward had passed the unit's place in the forward order, "
+            "through a tensor that the unit did not return. fix: return that tensor from the unit's forward"
         )
 
 
 class _Attached(torch.autograd.Function):
-    """A tensor as it is, whose backward does nothing."""
+    """The identity, with a backward that returns no gradients."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
@@ -383,22 +395,22 @@ class _Attached(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, None]:
-        """Give no gradient to anything."""
+        """Return no gradients."""
         return None, None
 
 
 def _is_further(unit: Unit, call: Call) -> bool:
-    """Whether backward has its place at an earlier call of a unit that stays gathered, and not at this one."""
+    """Whether this is a later call of a unit that stays gathered; only the first call has a place in the order."""
     return call.begin > call.first_begin and unit.weight_state is WeightState.UNSHARDED
 
 
 def order_of(root: Root, units: Iterable[Unit] | None) -> ForwardOrder:
-    """Return the order of some units; None: as their modules are registered."""
+    """Return a forward order of ``units``; None: the order in which the root's modules are registered."""
     return ForwardOrder(root, root.units() if units is None else list(units))
 
 
 def share_forward_order(module: nn.Module) -> None:
-    """Give the units of a module the order in which modules are registered, each root an order of its own.
+    """Set a forward order for each root in ``module``: the order in which its modules are registered.
 
     Raises:
         StateError: the module holds no unit.
@@ -406,7 +418,7 @@ def share_forward_order(module: nn.Module) -> None:
     roots = {id(unit.root): unit.root for unit in units_below(module)}
     if not roots:
         raise StateError(
-            f"{type(module).__name__} holds no unit whose order ranks could share. fix: call fully_shard on it first"
+            f"{type(module).__name__} contains no unit, so it has no forward order. fix: call fully_shard on it first"
         )
     for root in roots.values():
         root.order = order_of(root, None)

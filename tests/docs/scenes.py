@@ -70,7 +70,8 @@ class Scene:
 SCENES = {
     "README.md": Scene(
         shorter=(
-            # By itself, and not in itself.
+            # 600 iterations take minutes, and CI runs `make test` as a command of its own.
+            ("make train ", "make train TRAIN_ITERS=60 "),
             ("make test ", "make --dry-run test "),
             ("pip install . ", "pip install --no-deps --no-build-isolation --target runs/installed . "),
             ("pip wheel --no-deps", "pip wheel --no-deps --no-build-isolation"),

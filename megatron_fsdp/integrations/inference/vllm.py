@@ -19,10 +19,12 @@ __all__ = ["ManifestEntry", "ManifestSource", "StreamWeightSource"]
 class StreamWeightSource:
     """vLLM's ``WeightSource`` over a sharded model: ``metadata()``, and iteration over names and whole tensors.
 
-    Every rank of the trainer must iterate it, as ``send_weights`` does; vLLM packs the tensors into buffers of its own.
+    Every rank of the trainer must iterate over it, as vLLM's ``send_weights`` does. vLLM copies the tensors into its
+    own buffers.
 
     Args:
-        options: of ``weight_stream``: ``dtype``, ``names``, ``bucket_bytes``, ``merge_lora``.
+        model: a sharded model.
+        options: options of ``weight_stream``: ``dtype``, ``names``, ``bucket_bytes``, ``merge_lora``.
 
     Example:
         source = StreamWeightSource(model, names={"blocks.*.project.weight": "model.layers.*.mlp.weight"})
@@ -44,11 +46,13 @@ class StreamWeightSource:
 
 @dataclass(frozen=True, slots=True)
 class ManifestEntry:
-    """One piece of a weight on this rank, for engines that read shards where they lie (vLLM's ``M2NManifestEntry``).
+    """One piece of a weight on this rank, for engines that read shards in place (vLLM's ``M2NManifestEntry``).
 
     Attributes:
-        name, dtype, global_shape: of the whole weight. offset: of the piece's first element in the flattened weight.
-        start, stop: elements of this rank's part of the weight, which this rank offers. address: of the first one.
+        name, dtype, global_shape: name, dtype and shape of the whole weight.
+        offset: position of the piece's first element in the flattened weight.
+        start, stop: the piece's elements in this rank's part of the weight.
+        address: memory address of the piece's first element.
     """
 
     name: str
@@ -61,10 +65,10 @@ class ManifestEntry:
 
 
 class ManifestSource:
-    """Local shards of a model with their places, for vLLM's ``ManifestM2NWeightSource``; nothing is copied.
+    """A model's local shards with their offsets and addresses, for vLLM's ``ManifestM2NWeightSource``.
 
-    Each element of the model is in the manifest of one rank: of replicas, one offers it. Addresses and manifest stay
-    until the model is sharded or materialized again; the values change with each step.
+    Nothing is copied. Each element of the model is in the manifest of exactly one rank, even with replicas. Addresses
+    and manifest stay valid until the model is sharded or materialized again; each optimizer step changes the values.
 
     Raises:
         TransferError: tensor parallelism cuts a weight: its pieces are no ranges of the flattened weight.
