@@ -1,4 +1,4 @@
-"""What is said at import of files in one folder with NVIDIA's megatron-fsdp, and of a torch that is not tested.
+"""Warnings and errors at import: NVIDIA's megatron-fsdp in the same folder, and an untested torch.
 
 NVIDIA's package has the same import name.
 """

@@ -1,4 +1,4 @@
-"""The training script in one process: what it logs, when, how it fails, what it saves, and what it goes on from."""
+"""The training script in one process: log, errors, checkpoints and resuming."""
 
 import dataclasses
 import json

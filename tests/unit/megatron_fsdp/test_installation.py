@@ -1,4 +1,4 @@
-"""What the package says of a torch that it is not tested with, and which ones those are."""
+"""The warning about an untested torch, and the tested versions."""
 
 import re
 import warnings

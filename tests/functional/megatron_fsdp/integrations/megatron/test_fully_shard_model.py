@@ -1,4 +1,4 @@
-"""fully_shard_model: Megatron-FSDP's one call shards like calls of fully_shard, and says what it leaves undone."""
+"""fully_shard_model shards like calls of fully_shard, and warns of arguments without effect."""
 
 import logging
 import re

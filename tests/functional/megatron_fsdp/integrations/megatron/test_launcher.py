@@ -1,4 +1,4 @@
-"""The launcher runs a script in its place, and says what is wrong before anything starts."""
+"""The launcher runs a script, and reports wrong arguments before it starts."""
 
 import subprocess
 import sys
