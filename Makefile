@@ -14,11 +14,13 @@ PIP_ARGS ?=
 # An extra package index for torch. Empty: pip's own configuration decides.
 TORCH_INDEX ?=
 NPROC ?= 2
+# Iterations of `make train`; at least 41, because the learning rate warms up for 40.
+TRAIN_ITERS ?= 600
 # Passed to examples/pretrain_gpt.py. These train a byte-level GPT to under 2 nats per byte in about two minutes on 2 CPU
 # cores, on the source code of the Python standard library (--data-path names another text).
 TRAIN_ARGS ?= --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params \
 	--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 \
-	--micro-batch-size 8 --global-batch-size 16 --train-iters 600 \
+	--micro-batch-size 8 --global-batch-size 16 --train-iters $(TRAIN_ITERS) \
 	--lr 4e-3 --min-lr 4e-4 --lr-decay-style cosine --lr-warmup-iters 40 --weight-decay 0.1 --adam-beta2 0.95 \
 	--seed 1234 --log-interval 50 --eval-iters 10 --save runs/gpt --save-interval 300
 # What `make test` runs, in how many processes (each with ranks of its own, which often wait), and flags for pytest.
@@ -62,8 +64,8 @@ help: ## List targets and variables.
 	@echo "                                     $(KNOWN_TORCH)"
 	@echo "  TORCH_INDEX=URL                    where to get torch; on a machine without a GPU"
 	@echo "                                     https://download.pytorch.org/whl/cpu saves gigabytes"
-	@echo "  NPROC=4 TRAIN_ARGS='--train-iters 10'"
-	@echo "                                     ranks and flags of make train"
+	@echo "  NPROC=4 TRAIN_ITERS=100            ranks and iterations of make train"
+	@echo "  TRAIN_ARGS='--train-iters 10'      its flags, instead of the Makefile's"
 	@echo "  TESTS=tests/unit/dbuffer TEST_ARGS='-x -k plan'"
 	@echo "                                     tests and pytest flags of make test"
 	@echo "  PAGES=docs/muon.md                 pages of make test-docs; all of them without"

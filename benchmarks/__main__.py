@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         bench.add_argument("--out", type=Path, help="write a summary of the rows to this file, as JSON")
         bench.add_argument("--results", type=Path, help="the same, in a file of this folder named after the bench")
         bench.add_argument("--samples", type=Path, help="write every sample to this file, as JSON")
-        # Only the bench that runs is imported: another may need what this machine lacks.
+        # Import only the chosen bench: another one may need packages that are not installed.
         module = importlib.import_module(f"benchmarks.bench_{name}") if name == chosen else None
         if module is not None and hasattr(module, "add_arguments"):
             module.add_arguments(bench)
@@ -38,9 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     module = importlib.import_module(f"benchmarks.bench_{args.command}")
     rows: list[Row] = module.run(args)
     if not rows:
-        # Of several ranks one has all rows.
+        # With several ranks, one rank has all rows.
         return 0
-    # A bench may have a table of its own, and a name for its results that depends on what it ran on.
+    # A bench may define its own table, and a name of its results that depends on the device.
     print(getattr(module, "rows_text", rows_text)(rows))
     name = module.result_name(args) if hasattr(module, "result_name") else args.command
     given = {name: value for name, value in vars(args).items() if name not in ("out", "results", "samples")}
@@ -63,7 +63,7 @@ def benches() -> dict[str, str]:
 
 
 def rows_text(rows: Sequence[Row]) -> str:
-    """Return rows as a Markdown table: medians, and spreads where there are several samples."""
+    """Return rows as a Markdown table: medians, and the spread of rows with several samples."""
     cells = [["quantity", "median", "unit", "spread"]]
     for row in rows:
         spread = f"{row.samples.spread:.1%}" if row.samples.rounds > 1 else ""

@@ -1,4 +1,4 @@
-"""What the allocators hand out and takes back, by phase, and the bytes that operators move."""
+"""Measure allocated memory by phase of a step, and the bytes that operators read and write."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _MARK = "phase: "
 
 @dataclass(slots=True)
 class PhaseMemory:
-    """Bytes held by a process in one phase of a run, from what was held when the run began.
+    """Bytes allocated in one phase of a run, relative to the beginning of the run.
 
     Attributes:
-        start, peak, end: when the phase began, at most, and when it was over.
+        start, peak, end: bytes at the beginning of the phase, the maximum in the phase, and bytes at its end.
     """
 
     start: int
@@ -32,21 +32,21 @@ class PhaseMemory:
 
 
 def phases_of(run: Callable[[Callable[[str], None]], object]) -> list[tuple[str, PhaseMemory]]:
-    """Return what every phase of ``run`` held, in order, as PyTorch's CPU allocator tells its profiler.
+    """Return the memory of each phase of ``run``, in order, from the profiler's events of PyTorch's CPU allocator.
 
-    That is all memory of CPU tensors, whoever asked for it, temporary ones inside of operators included.
+    The events cover all CPU tensors, including temporary tensors inside operators.
 
     Args:
-        run: is called with a function that begins a phase of the given name and ends the one before.
+        run: a function whose argument is another function: ``begin(name)`` ends the current phase and begins a new one.
     """
 
     def begin(name: str) -> None:
         with record_function(_MARK + name):
             pass
 
-    # What an earlier run left in cycles must not be freed, and counted, in this one.
+    # Free the reference cycles of earlier runs first, so that they are not counted in this one.
     gc.collect()
-    # acc_events only keeps PyTorch 2.11 from warning of cycles, of which there is one.
+    # acc_events only silences PyTorch 2.11's warning about several profiler cycles; there is one.
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as recorded:
         result = run(begin)
     results: Any = recorded.profiler
@@ -95,10 +95,10 @@ def _flattened(events: Any) -> Iterator[Any]:
         yield from _flattened(event.children)
 
 
-# They multiply matrices, or pass data to other ranks; what they move is not the engine's overhead.
+# Matrix products and collectives: the bytes that they move are not overhead of the engine.
 _MULTIPLIES = frozenset(("mm", "addmm", "bmm", "baddbmm", "_scaled_mm"))
 _COLLECTIVES = frozenset(("c10d", "_c10d_functional"))
-# They give or describe memory without touching it.
+# Operators that allocate or describe memory without reading or writing it.
 _UNTOUCHED = frozenset(
     "empty empty_like empty_strided new_empty new_empty_strided resize_ set_ _unsafe_view detach".split()
 )
@@ -118,7 +118,7 @@ class MovedBytes:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Count what runs in the block, and what it runs in backward."""
+        """Count the operators in the block, and those of its backward."""
         with _Counter(self):
             yield
 

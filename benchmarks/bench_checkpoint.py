@@ -1,8 +1,8 @@
-"""Checkpoint: bytes per second of saves and loads, beside torch.distributed.checkpoint and torch.save.
+"""Checkpoint: bytes per second of saves and loads, compared with torch.distributed.checkpoint and torch.save.
 
-A GPT with AdamW's state is saved to and loaded from a folder by gloo ranks: this project's save_checkpoint, DCP over
-FSDP2, and torch.save of the whole state by rank 0, in turn in one run. The first two flush their files to the disk, and
-this project's carry checksums; loads come from the page cache.
+Gloo ranks save and load a GPT with AdamW's state in turn, with this project's save_checkpoint, with DCP over FSDP2, and
+with torch.save of the whole state by rank 0. The first two flush their files to the disk. This project's files have
+checksums. Loads come from the page cache.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> list[Row]:
 
 
 def save_and_load(shape: Shape, folder: str, rounds: int) -> Times:
-    """Return the seconds of every save and load, in turn; the state is weights and two moments, all FP32."""
+    """Return the seconds of every save and load; the state is weights and two moments, all in FP32."""
     mine, peer = _trained(shape, "ours"), _trained(shape, "FSDP2")
     ways = {"ours": _our_calls(Path(folder) / "ours", *mine), **_peer_calls(Path(folder), *peer)}
 

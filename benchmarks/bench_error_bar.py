@@ -1,10 +1,9 @@
-"""Error bar: what a virtual device predicts of training steps on this machine's CPU, beside what they take.
+"""Error bar: predicted and measured times of training steps on this machine's CPU.
 
-24 settings (shapes, strategies, microbatches, dtypes, on 1, 2 and 4 gloo ranks) are trained for real and predicted by
-the engine's own step on a virtual device. Of them 8 calibrate the device (``CpuSpeeds``), the other 16 are never
-fitted. ``plan`` prints the error of these 16 beside its times, from the rows that benchmarks/RESULTS.md shows
-(``python -m benchmarks.performance_page`` hands them on). A machine that does other things at the same time has
-larger errors: they are this machine's too.
+The bench trains 24 settings (shapes, strategies, microbatches, dtypes, on 1, 2 and 4 gloo ranks) and predicts each by
+running the engine's step on a virtual device. 8 settings calibrate the device (``CpuSpeeds``); the other 16 are never
+fitted. ``plan`` prints the error of these 16 next to its times, from the rows in benchmarks/RESULTS.md (copied by
+``python -m benchmarks.performance_page``). Other work on the machine makes the errors larger.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ class Setting:
 
 
 def settings() -> list[Setting]:
-    """Return 24 settings, every third of which calibrates."""
+    """Return 24 settings; every third one calibrates the device."""
     found = []
     for number in range(24):
         ranks, shape = (1, 2, 4)[number // 8], list(SHAPES)[number % 4]
@@ -155,7 +154,7 @@ def run(args: argparse.Namespace) -> list[Row]:
 
 
 def rows_text(rows: Sequence[Row]) -> str:
-    """Return one line for each setting, and the errors of those that were not fitted."""
+    """Return one line for each setting, and the errors of the settings that were not fitted."""
     table: dict[tuple[str, ...], dict[str, float]] = {}
     lines = [
         "| ranks | shape | strategy | microbatches | weights | measured, ms | predicted, ms | error |",
@@ -198,7 +197,7 @@ def _step_of(setting: Setting) -> Step:
 
 
 def measure(chosen: Sequence[Setting], rounds: int, clock: str) -> list[list[float]]:
-    """Return the seconds of each setting's steps, which are taken in turn."""
+    """Return the seconds of each setting's steps; the settings take turns."""
     steps = [_step_of(each) for each in chosen]
     given = [torch.zeros(shape.batch, shape.length + 1, dtype=torch.int64) for shape in _shapes(chosen)]
     times: list[list[float]] = [[] for _ in chosen]
@@ -217,7 +216,7 @@ def _shapes(chosen: Sequence[Setting]) -> list[Shape]:
 
 
 def record(setting: Setting) -> tuple[Item, ...]:
-    """Return what the setting's step asks of a CPU."""
+    """Return the work of the setting's step on a CPU."""
     shape = SHAPES[setting.shape]
     with virtual_device(setting.ranks, has_streams=False, collective_calls=1) as device:
         step = _step_of(setting)
@@ -226,7 +225,7 @@ def record(setting: Setting) -> tuple[Item, ...]:
 
 
 def speeds_of(coefficients: dict[str, float], setting: Setting, clock: str) -> CpuSpeeds:
-    """Return the CPU of one of the setting's ranks; by the processor's clock nobody waits for a core."""
+    """Return the CPU of one of the setting's ranks; in processor time no rank waits for a core."""
     share = (torch.multiprocessing.cpu_count() or 1) / setting.ranks if clock == "wall" else 1.0
     return CpuSpeeds(**coefficients, share=min(1.0, share))
 

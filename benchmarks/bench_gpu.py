@@ -1,12 +1,12 @@
-"""GPU: everything that a single GPU can show, in one run of under eight minutes, with a verdict on each target.
+"""GPU: all measurements that need one GPU, in one run of under eight minutes, with a verdict on each target.
 
-On several, ``torchrun --nproc-per-node 8 -m benchmarks gpu`` compares whole steps with FSDP2's on real ranks instead.
+With several GPUs, ``torchrun --nproc-per-node 8 -m benchmarks gpu`` compares whole steps with FSDP2's on real ranks.
 
-Kernels beside a device copy, the optimizer's step, whole training steps of a Llama-like model beside FSDP2 as rank 0 of
-worlds whose collectives do nothing, weight gradients multiplied into place, memory by phase beside the forecast, a step
-held by a CUDA graph, and host time. One section follows another; what fails in one does not stop the next.
+Sections: kernels compared with a device copy; the optimizer's step; training steps of a Llama-like model compared with
+FSDP2, as rank 0 of worlds whose collectives do nothing; weight gradients multiplied into place; memory by phase
+compared with the forecast; a step in a CUDA graph; and host time. An error in one section does not stop the next.
 
-``--device cpu --small`` rehearses all of it with tiny sizes where there is no GPU: its numbers mean nothing.
+``--device cpu --small`` runs all sections with tiny sizes on a machine without a GPU; its numbers mean nothing.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Setup:
 
     @property
     def synchronize(self) -> Callable[[], None] | None:
-        """What waits for the device."""
+        """Return the function that waits for the device."""
         return torch.cuda.synchronize if self.device == "cuda" else None
 
     @property
@@ -67,7 +67,7 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What rows of a metric should be at most, or at least."""
+    """The target for the rows of a metric: a maximum or a minimum."""
 
     bench: str
     metric: str
@@ -162,7 +162,7 @@ def result_name(args: argparse.Namespace) -> str:
 
 
 def rows_text(rows: Sequence[Row]) -> str:
-    """Return the table of targets: what was wanted, what was measured, and whether it is met."""
+    """Return the table of targets: target value, measured value, and whether the target is met."""
     cells = [["what", "wanted", "measured", "spread", "verdict"]]
     for row in rows:
         about = ", ".join(value if isinstance(value, str) else f"{name} {value}" for name, value in row.case.items())
@@ -262,7 +262,7 @@ def _products(setup: Setup, is_fused: bool, case: Mapping[str, int]) -> Callable
 def _peak_of_products(setup: Setup, name: str, case: Mapping[str, int]) -> int:
     def measured(begin: Callable[[str], None]) -> Callable[[], None]:
         call = _products(setup, name == "fused", case)
-        # The memory that matrix products work in is there from the first call on.
+        # The first call allocates the workspace of matrix products.
         call()
         begin("steady")
         call()
@@ -287,7 +287,7 @@ def memory(setup: Setup) -> list[Row]:
 
 
 def host(setup: Setup) -> list[Row]:
-    """Compare what the engines add to a step's host time."""
+    """Compare the host time that the engines add to a step."""
     num_layers = 2 if setup.is_small else 24
     with null_world(8):
         return bench_host.measure({"model": "llama-like", "layers": num_layers, "ranks": 8}, setup.rounds, setup.device)

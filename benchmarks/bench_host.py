@@ -1,14 +1,14 @@
-"""Host: processor time and calls per step that sharding adds to real models, beside PyTorch FSDP2.
+"""Host: processor time and calls per step that sharding adds to real models, compared with PyTorch FSDP2.
 
 Models are those of benchmarks/host_models.py: Llama, Qwen3 and GPT-2 of transformers (left out where it is not
 installed), a layer shaped like Megatron's, one like Llama's, and vectors, in worlds of any size whose collectives do
-nothing (benchmarks/null_group.py). A step is forward, backward and zero_grad. What a step of the unsharded model takes
-in the same round is subtracted; rows are microseconds per step, calls of Python and C functions per step, and both over
-FSDP2's. ``--functions 40`` also prints the functions whose calls this project adds, most first.
+nothing (benchmarks/null_group.py). A step is forward, backward and zero_grad. The time of the unsharded model in the
+same round is subtracted. Rows are microseconds per step, calls of Python and C functions per step, and the ratios of
+both to FSDP2's. ``--functions 40`` also prints the functions whose calls this project adds, most first.
 
-These models are so narrow that large weights, kernels and streams cost nothing there. ``--device cuda`` measures what
-they do: models of the widths that are trained, the processor time of all threads, autograd's included. Its rows name
-the device. On a CUDA machine whose NCCL needs no other ranks, ``--group nccl`` measures PyTorch's group too.
+These models are narrow, so large weights, kernels and streams cost no time. ``--device cuda`` measures models of
+realistic widths, and the processor time of all threads including autograd's. Its rows name the device. If NCCL on the
+machine needs no other ranks, ``--group nccl`` measures PyTorch's NCCL group too.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _run_on_cuda(args: argparse.Namespace) -> list[Row]:
 
 @contextlib.contextmanager
 def _null_nccl(num_ranks: int) -> Iterator[None]:
-    """Be rank 0 of a world of NCCL's that nobody else joins."""
+    """Become rank 0 of an NCCL world without other ranks."""
     device = torch.device("cuda", torch.cuda.current_device())
     dist.init_process_group("nccl", store=HashStore(), rank=0, world_size=num_ranks, device_id=device)
     try:
@@ -117,7 +117,7 @@ def measure(case: Mapping[str, Any], rounds: int, device: str = "cpu", num_funct
         trained = {**MODELS, **WIDE_MODELS}[case["model"]](case["layers"], device)
         shard(trained.model, trained.units, mesh, PRECISIONS[case.get("precision", "fp32")])
         steps[name] = functools.partial(step, trained)
-    # The host's own seconds: what other processes take does not count.
+    # Processor time of this process; other processes do not count.
     seconds = interleaved(steps, rounds=rounds, warmup=5, clock=time.process_time)
     calls = {name: calls_of(run_step) for name, run_step in steps.items()}
     if num_functions:

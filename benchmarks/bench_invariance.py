@@ -1,6 +1,6 @@
-"""Invariance: the step of ``MixedPrecisionPolicy(reduction="invariant")`` over the default's, on gloo ranks.
+"""Invariance: time of a step with ``MixedPrecisionPolicy(reduction="invariant")`` over the default's, on gloo ranks.
 
-A GPT is trained by both in turn, in one run of the same processes; rows are seconds and ratios, round by round.
+Both policies train a GPT in turn, in the same processes. Rows are seconds and ratios of each round.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> list[Row]:
 
 
 def train(shape: Shape, sizes: Sequence[int], wire: str, microbatches: int, rounds: int) -> Times:
-    """Train both in turn, and return what each of their steps took on this rank."""
+    """Train with both policies in turn, and return the seconds of each of their steps on this rank."""
     steps = {name: step_of(name, shape, sizes, wire, microbatches) for name in REDUCTIONS}
     return train_in_turn(steps, shape, rounds)
 

@@ -1,7 +1,7 @@
-"""Kernels: bytes per second of each one, beside a device copy in the same run.
+"""Kernels: bytes per second of each kernel, compared with a device copy in the same run.
 
-On CUDA every kernel is memory bound, so the rate beside that of a copy says how far it is from the limit. Without CUDA
-the plain-torch references run: the rows then show that the bench works, and nothing about the kernels.
+On CUDA every kernel is memory bound, so the ratio to a copy shows how far it is from the limit. Without CUDA the
+plain-torch references run; the rows then only show that the bench works.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ ADAMW_CASES = {
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One call to measure, and how many bytes it has to move."""
+    """One call to measure, and the number of bytes that it must move."""
 
     call: Callable[[], object]
     num_bytes: int
@@ -60,13 +60,13 @@ def run(args: argparse.Namespace) -> list[Row]:
 
 
 def kernel_rows(numel: int, device: torch.device, rounds: int) -> list[Row]:
-    """Return the rates of all kernels on ``numel`` elements, and each over that of a copy in turn with it."""
+    """Return the rates of all kernels on ``numel`` elements, and their ratios to a copy measured in turn."""
     # Some kernels take less time on the device than their call takes on the host.
     stopwatch = device_seconds if device.type == "cuda" else None
     rows = []
     copy = copy_work(numel, device)
     for name, make in makers(numel, device).items():
-        # One kernel's buffers at a time: together they would not fit.
+        # Allocate the buffers of one kernel at a time: together they would not fit.
         work = make()
         seconds = interleaved({"copy": copy.call, name: work.call}, rounds=rounds, stopwatch=stopwatch)
         rates = [work.num_bytes / value for value in seconds[name].values]

@@ -1,14 +1,14 @@
-"""Link: communication that compute does not hide, on a simulated link, over the least that any schedule exposes.
+"""Link: exposed communication on a simulated link, over the minimum of any schedule.
 
-Layers that sleep where they would compute are trained in a world whose collectives take latency + bytes / bandwidth
-(benchmarks/simulated_link.py). Exposed is what a step waits for collectives. Where compute is long enough, no schedule
-exposes less than the first gather and the last reduce-scatter. FSDP2 reduces synchronously on CPU and overlaps on CUDA
-streams only, so its rows say nothing about GPUs.
+The layers sleep instead of computing, and collectives take latency + bytes / bandwidth (benchmarks/simulated_link.py).
+Exposed communication is the time that a step waits for collectives. If compute is long enough, the minimum is the first
+gather and the last reduce-scatter. FSDP2 overlaps reductions on CUDA streams only and reduces synchronously on a CPU,
+so its rows say nothing about GPUs.
 
-A second case is one of latency: 1,024 ranks in a ring whose hops take 20 us, so that a collective takes 20 ms however
-little it carries, and layers whose parameters are of two dtypes and partly frozen, which makes three groups of each.
-The least is that of one collective per layer and phase. Backends other than gloo reduce one dtype at a time, so
-gradients of two dtypes take two collectives there; a reduce_dtype makes them one.
+A second case is dominated by latency: in a ring of 1,024 ranks with 20 us per hop, each collective takes at least 20
+ms. The layers' parameters have two dtypes and some are frozen, so each layer has three groups. The minimum is one
+collective per layer and phase. Backends other than gloo reduce one dtype at a time, so gradients of two dtypes need two
+collectives there; with a reduce_dtype they need one.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ class _Sleep(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        # As a matrix product: twice the work of forward.
+        # Like a matrix product, whose backward is twice the work of forward.
         time.sleep(2 * ctx.seconds)
         pairs = zip(ctx.saved_tensors, ctx.needs_input_grad[2:], strict=True)
         return gradients[0], None, *(torch.zeros_like(weight) if is_wanted else None for weight, is_wanted in pairs)
 
 
 class Layer(nn.Module):
-    """One weight, and compute of a given length."""
+    """A layer with one weight, whose compute takes a given time."""
 
     def __init__(self, numel: int, seconds: float) -> None:
         super().__init__()
@@ -126,10 +126,12 @@ def overlap_rows(
     least: float,
     precision: Precision,
 ) -> list[Row]:
-    """Return what is exposed of the communication of each engine, in seconds and over the least possible.
+    """Return the exposed communication of each engine, in seconds and over the minimum.
 
     Args:
-        case: of the rows. make: returns the layers for an engine. least: seconds that no schedule hides.
+        case: the case of the rows.
+        make: function that returns the layers for an engine.
+        least: seconds that no schedule hides.
     """
     steps, mesh = {}, world_mesh()
     for name in ("ours", "FSDP2"):
@@ -145,11 +147,11 @@ def overlap_rows(
 
 
 def least_exposed(num_layers: int, collective: float, forward: float) -> float:
-    """Return the seconds that no schedule hides, where gathers and reductions have a link each.
+    """Return the seconds that no schedule hides, if gathers and reductions each have their own link.
 
-    The first gather and the last reduce-scatter; and where a layer's gather takes longer than the compute beside it,
-    the difference, for every layer but the first: in forward, and in backward, which takes twice as long and gathers as
-    many, because the last layer's weights are still there.
+    The sum of the first gather, the last reduce-scatter, and for each layer but the first the time by which its gather
+    is longer than the compute that overlaps with it. Backward computes twice as long as forward and gathers as many
+    layers, because the last layer's weights are still gathered.
     """
     others = num_layers - 1
     return 2 * collective + others * (max(collective - forward, 0.0) + max(collective - 2 * forward, 0.0))

@@ -1,9 +1,9 @@
-"""Megatron host: processor time per unit that the Megatron adapter adds to megatron-core's layers, beside FSDP2.
+"""Megatron host: processor time per unit that the Megatron adapter adds to megatron-core's layers, compared with FSDP2.
 
-A GPTModel of tiny layers, one unit each, in a world whose collectives do nothing (benchmarks/null_group.py). A step is
-forward and backward, for the adapter also what Megatron's schedule calls (``finish_grad_sync``, ``zero_grad_buffer``),
-for FSDP2 ``zero_grad``. What a step of the unsharded model takes in the same round is subtracted. It needs
-megatron-core; a stand-in for torch.cuda lets that run on a CPU.
+The model is a GPTModel of tiny layers, one unit each, in a world whose collectives do nothing
+(benchmarks/null_group.py). A step is forward and backward, plus ``finish_grad_sync`` and ``zero_grad_buffer`` for the
+adapter, or ``zero_grad`` for FSDP2. The time of the unsharded model in the same round is subtracted. The bench needs
+megatron-core, which runs on a CPU with a stand-in for torch.cuda.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> list[Row]:
 def measure(case: dict[str, int], rounds: int) -> list[Row]:
     """Return the rows of one model in the world that there is."""
     steps = {name: make(case["layers"]) for name, make in _ENGINES.items()}
-    # The host's own seconds: what other processes take does not count.
+    # Processor time of this process; other processes do not count.
     seconds = interleaved(steps, rounds=rounds, warmup=5, clock=time.process_time)
     num_units = case["layers"] + 2
     added = {
@@ -125,7 +125,7 @@ def _model(num_layers: int) -> tuple[Any, Any]:
 
 
 def _units(model: Any) -> list[nn.Module]:
-    """Return what the adapter makes units of, besides the root."""
+    """Return the modules of which the adapter makes units, without the root."""
     return [model.embedding, *model.decoder.layers]
 
 

@@ -1,9 +1,9 @@
 """Memory: peaks by phase against FSDP2's and the report's forecast, persistent bytes, and bytes moved by operators.
 
-One process is rank 0 of a world whose collectives do nothing. Peaks are those of PyTorch's CPU allocator in a step of
-a GPT on very few tokens, so that next to nothing but weights, gradients and optimizer state is held. Bytes moved are
-those that operators other than matrix products read and write in forward and backward, less what a plain model's do,
-per parameter; collectives are left out.
+One process is rank 0 of a world whose collectives do nothing. Peaks are those of PyTorch's CPU allocator in a step of a
+GPT on very few tokens, so that almost all memory is weights, gradients and optimizer state. Bytes moved are the bytes
+per parameter that operators read and write in forward and backward, without matrix products and collectives, minus
+those of a plain model.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Optimizer: host time of an AdamW step over sharded parameters, torch's and the flat one, beside torch over FSDP2's.
+"""Optimizer: host time of an AdamW step (torch's and the flat one), compared with torch's over FSDP2's parameters.
 
-Parameters are tiny, so that what is measured is the work of the host: Python, dispatch and launches. One process; no
-collectives. On the CPU the flat step's arithmetic is a dozen torch calls for each unit, where CUDA has one launch, so
-the step is measured with and without it ("flat, launches left out").
+Parameters are tiny, so the bench measures the work of the host: Python, dispatch and launches. There is one process and
+no collective. On the CPU the flat step makes a dozen torch calls per unit, on CUDA one launch, so the step is measured
+with and without these calls ("flat, launches left out").
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megatron_fsdp.optim.adamw import AdamW
 
 POLICY = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 FOREACH, FUSED, DTENSORS = "FSDP2, foreach", "FSDP2, fused", "DTensors, foreach"
-# What each step is compared with.
+# The peer of each step.
 PEERS = {
     FOREACH: FOREACH,
     FUSED: FUSED,
@@ -94,7 +94,7 @@ class _Training:
     def timed(self) -> tuple[float, float]:
         """Train once; return the seconds of the step, and of the step with zero_grad.
 
-        They are the host's own: what other processes take does not count.
+        Both are processor time of this process; other processes do not count.
         """
         self.backward()
         start = time.process_time()

@@ -47,7 +47,7 @@ The numbers are percentages of a model's parameters, weighted by how often each 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what the command line can change."""
+    """Add the bench's command-line options."""
     parser.add_argument("--document", type=Path, default=DOCUMENT, help="file for the table (default: docs/padding.md)")
     parser.add_argument("--rounds", type=int, default=5, help="repeats of each timing")
     parser.add_argument("--no-times", action="store_true", help="only write the table")

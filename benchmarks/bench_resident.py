@@ -1,8 +1,8 @@
-"""Resident: how the memory of the training script grows over many iterations on gloo ranks, beside FSDP2's.
+"""Resident: growth of the training script's memory over many iterations on gloo ranks, compared with FSDP2.
 
-Each engine trains ``examples/pretrain_gpt.py`` under torchrun with the model of ``make train`` and fewer samples a
-step, so that thousands of steps take minutes. What rank 0 holds is read from the script's own log at every ``--every``
-iterations; the first reading counts as the start, since what is loaded late and filled once is in it.
+Each engine trains ``examples/pretrain_gpt.py`` under torchrun with the model of ``make train`` and fewer samples per
+step, so that thousands of steps take minutes. The script's log has rank 0's resident memory every ``--every``
+iterations. The first reading counts as the start, because it includes late imports and caches that are filled once.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def train(engine: str, args: argparse.Namespace) -> Samples:
     """Return the bytes resident on rank 0 at each reading.
 
     Raises:
-        RuntimeError: the script failed; with the end of what it said.
+        RuntimeError: the script failed; the message has the end of its output.
     """
     flags = (
         f"{ENGINES[engine]} --num-layers {args.layers} --hidden-size {args.width} --num-attention-heads 4 "

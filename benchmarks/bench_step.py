@@ -1,11 +1,11 @@
-"""Step: wall and processor time of training steps on gloo ranks, beside FSDP2 and DDP.
+"""Step: wall and processor time of training steps on gloo ranks, compared with FSDP2 and DDP.
 
-A GPT and a mixture of experts are trained by all engines in turn, in one run of the same processes, so that what else
-the machine does slows all of them; rows are seconds and ratios, round by round. All have torch's fused AdamW; "ours,
-flat AdamW" has this project's. "bare" is the least that a sharded step can cost: local compute, collectives of the
-same bytes, and AdamW on this rank's shard.
+All engines train a GPT and a mixture of experts in turn, in the same processes, so that other work on the machine slows
+all of them. Rows are seconds and ratios of each round. All engines use torch's fused AdamW, except "ours, flat AdamW",
+which uses this project's. "bare" is the minimum of a sharded step: local compute, collectives of the same bytes, and
+AdamW on this rank's shard.
 
-``python -m benchmarks gpu`` trains a Llama-like model beside FSDP2 on one GPU.
+``python -m benchmarks gpu`` compares a Llama-like model with FSDP2 on one GPU.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PRECISIONS = {
     "bf16": Precision(torch.bfloat16, torch.float32),
     "bf16, reduced in bf16": Precision(torch.bfloat16, torch.bfloat16),
 }
-# It has no FP32 main weights beside bf16 ones.
+# DDP does not keep FP32 main weights of bf16 weights.
 FP32_ONLY = ("DDP",)
 MODELS = ("2x64", "4x256", "moe")
 LLAMA_LIKE = Shape(24, 2048, 32000, batch=4, length=2048, head_width=128, compute=None)
@@ -75,7 +75,7 @@ def shape_of(name: str, args: argparse.Namespace) -> Shape:
 
 
 def train_interleaved(engines: Sequence[str], shape: Shape, precision: Precision, rounds: int) -> Times:
-    """Train by all engines in turn, and return what each of their steps took on this rank."""
+    """Train with all engines in turn, and return the seconds of each of their steps on this rank."""
     steps = {name: TRAINERS[name](shape, precision, "cpu") for name in engines}
     return train_in_turn(steps, shape, rounds)
 
@@ -86,13 +86,14 @@ def step_rows(case: Mapping[str, str | int | float], ranks: Sequence[Times]) -> 
 
 
 def null_rows(shape: Shape, num_ranks: int, device: str, rounds: int) -> list[Row]:
-    """Train in bf16 as rank 0 of a world whose collectives do nothing: time and memory, and both over FSDP2's.
+    """Train in bf16 as rank 0 of a world whose collectives do nothing; return time and memory, and both over FSDP2's.
 
-    Memory is that of a step of an engine alone: the peak of what is allocated, and on a GPU of what the allocator has
-    reserved for it. The time is that of engines in turn.
+    Times are measured in turn. Memory is measured for one engine at a time: the peak of allocated bytes, and on a GPU
+    also the peak of bytes that the allocator has reserved.
 
     Args:
-        device: "cpu" or "cuda". rounds: measured steps.
+        device: "cpu" or "cuda".
+        rounds: number of measured steps.
     """
     case = null_case(shape, num_ranks)
     engines = ("ours, flat AdamW", "ours", "FSDP2")
@@ -116,7 +117,7 @@ def null_rows(shape: Shape, num_ranks: int, device: str, rounds: int) -> list[Ro
 
 
 def null_case(shape: Shape, num_ranks: int) -> dict[str, str | int | float]:
-    """Return what the rows of such a step have in common."""
+    """Return the common part of the case of such rows."""
     model = f"llama-like, {shape.num_layers} layers of {shape.width}"
     return {"model": model, "tokens": shape.batch * shape.length, "precision": "bf16", "ranks": num_ranks}
 

@@ -1,10 +1,10 @@
-"""Virtual: predicted forward and backward on GPUs that are not here, of this engine's code and of FSDP2's.
+"""Virtual: predicted time of forward and backward on GPUs, for this engine and for FSDP2, without a GPU.
 
-The real code of both runs in this process, as rank 0 of the mesh, on virtual devices (``megatron_fsdp.virtual``): no
-operator is computed, and no time here is measured. A row is a prediction for H200s by the numbers in
-``benchmarks/h200.py``; the bound beside it is what no engine can beat: the longer of compute and
-communication, with the first gather and the last reduction. ``python -m benchmarks virtual --models llama3-8b --tokens
-2048 --causes 8`` also names who waits for what.
+The real code of both engines runs in this process, as rank 0 of the mesh, on virtual devices
+(``megatron_fsdp.virtual``). No operator is computed and no time is measured. Each row is a prediction for H200s with
+the numbers in ``benchmarks/h200.py``. The bound in each row is a minimum for any engine: the longer of compute and
+communication, plus the first gather and the last reduction. ``python -m benchmarks virtual --models llama3-8b --tokens
+2048 --causes 8`` also prints which units wait for which collectives.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def _shard(model: VirtualModel, mesh: DeviceMesh, reduce: torch.dtype, engine: s
 
 
 def _placement(mesh: DeviceMesh) -> Callable[[nn.Parameter], Shard | None]:
-    """Have experts cut along their inner dim where there are more ranks than experts, as torchtitan does."""
+    """Cut experts along their inner dimension if there are more ranks than experts, like torchtitan."""
     num_ranks = mesh.size(mesh.ndim - 1)
 
     def placement(parameter: nn.Parameter) -> Shard | None:
@@ -169,7 +169,7 @@ def _fsdp2_parts() -> dict[Any, Callable[..., Any]]:
 
 
 def bound(found: Playback) -> float:
-    """Return what the step takes at least: the longer of compute and communication, and the two ends of the latter.
+    """Return the step's minimum time: the longer of compute and communication, plus first gather and last reduction.
 
     Compute cannot begin before the first gather, and the last reduction cannot begin before compute has ended.
     """
@@ -198,7 +198,7 @@ def _show(case: dict[str, str | int], found: Playback, args: argparse.Namespace)
 
 
 def rows_text(rows: Sequence[Row]) -> str:
-    """Return one line for each setting, with the engines side by side: ms, and the share in which compute waits."""
+    """Return one line for each setting with the values of both engines: ms, and the share in which compute waits."""
     engines = list(dict.fromkeys(str(row.case["engine"]) for row in rows))
     table: dict[tuple[Any, ...], dict[str, dict[str, float]]] = {}
     for row in rows:

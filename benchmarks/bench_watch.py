@@ -1,7 +1,7 @@
-"""Watch: what comparing the ranks' collectives adds to a training step, in blocks of steps with and without it.
+"""Watch: cost of comparing the ranks' collectives, in blocks of training steps with and without it.
 
-A small model on gloo ranks, so that communication and host work are most of the step. Rows are seconds and ratios.
-Beside it what one comparison of replicas takes, over a step of the same model that every rank holds whole (ZeRO-0).
+The model is small and runs on gloo ranks, so communication and host work are most of a step. Rows are seconds and
+ratios. Another row is the time of one comparison of replicas, over a step of the same model with ZeRO-0.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def compare(shape: Shape, rounds: int) -> list[tuple[float, float]]:
 
 
 def train(shape: Shape, rounds: int) -> Times:
-    """Return wall and processor seconds of each block of steps on this rank, watched and plain in turn."""
+    """Return wall and processor seconds of each block of steps on this rank; watched and plain blocks alternate."""
     model = make_model(shape, "cpu")
     ours(model, list(model.layers), world_mesh("cpu"), Precision())
     tokens = torch.randint(shape.vocabulary, (shape.batch, shape.length + 1))

@@ -1,9 +1,9 @@
-"""Weights: whole weights on every rank, for an inference engine: a weight stream beside what users call today.
+"""Weights: cost of whole weights on every rank for an inference engine, compared with other ways to get them.
 
-Gloo ranks gather all weights of one model in turn: ``weight_stream`` in buckets, ``full_tensor()`` of each parameter
-(of this project's model and of FSDP2's), and ``get_model_state_dict(full_state_dict=True)`` of FSDP2's. Weights rest in
-FP32 and are wanted in bf16, one after the other; a receiver that looks at each tensor stands for the engine. Rows are
-seconds of the slowest rank, bytes of all gathers of a rank over the bf16 weights, and peak memory above rest.
+Gloo ranks gather all weights of one model in turn, with ``weight_stream`` in buckets, with ``full_tensor()`` of each
+parameter (of this project's model and of FSDP2's), and with FSDP2's ``get_model_state_dict(full_state_dict=True)``.
+Weights are stored in FP32, and the receiver reads each tensor in bf16. Rows are seconds of the slowest rank, gathered
+bytes per rank over the bytes of the bf16 weights, and peak memory above the memory before the call.
 """
 
 from __future__ import annotations

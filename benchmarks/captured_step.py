@@ -1,6 +1,6 @@
-"""A training step held by a CUDA graph: whether its replays change the same bits as steps, and how long they take.
+"""A training step in a CUDA graph: compare the bits and the time of its replays with those of ordinary steps.
 
-One rank, so that every value is real. Where there is no GPU the step stands for its own replay, to rehearse the rest.
+Runs on one rank, so that all values are real. Without a GPU an ordinary step stands for the replay.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _capture(step: Callable[[], None], device: str) -> Callable[[], object]:
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Return what a step changes: this rank's weights, moments and counters."""
+    """Return the tensors that a step changes: this rank's weights, moments and counters."""
     moments = (value for values in optimizer.state.values() for value in values.values())
     every = (*model.parameters(), *moments)
     return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in every]

@@ -1,4 +1,4 @@
-"""The engines that benches compare, by their public interfaces alone, with dtypes, meshes, and steps taken in turn."""
+"""The engines that benches compare, through their public interfaces: dtypes, meshes, and steps in turn."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ class Precision:
     """Dtypes of a run.
 
     Attributes:
-        compute: of the gathered weights; None for that of the model (FP32).
-        reduce: of gradients on the wire; None for that of the model, where ``compute`` is None too: beside a
-            ``compute`` engines and versions of PyTorch choose differently.
-        main_grads: in which gradients rest; None for that of the main weights. Engines without such a choice ignore it.
-        is_split: keep main weights as compute weights and remainders. Likewise.
-        fuses: multiply weight gradients into place. Likewise.
+        compute: dtype of gathered weights. None: that of the model (FP32).
+        reduce: dtype of gradients in reductions. None: that of the model; allowed only if ``compute`` is None, because
+            engines and versions of PyTorch choose different dtypes otherwise.
+        main_grads: dtype of reduced gradients. None: that of the main weights. Ignored by engines without this option.
+        is_split: store main weights as compute weights and remainders. Ignored by engines without this option.
+        fuses: multiply weight gradients into place. Ignored by engines without this option.
     """
 
     compute: torch.dtype | None = None
@@ -84,11 +84,13 @@ def step_of(model: nn.Module, optimizer: Any) -> Step:
 
 
 def train_in_turn(steps: Mapping[str, Step], shape: Shape, rounds: int, device: str = "cpu") -> Times:
-    """Take each step in turn, and return what each of them took on this rank.
+    """Run the steps in turn, and return their seconds on this rank.
 
     Args:
-        steps: by name. shape: its tokens are drawn on this rank, the same for all steps of a round.
-        rounds: measured ones. device: where the tokens go; on "cuda" the clock is read when the device is through.
+        steps: the step functions, by name.
+        shape: shape of the token batch, which this rank draws anew for each round.
+        rounds: number of measured rounds.
+        device: device of the tokens; on "cuda" the time includes waiting for the device.
     """
     generator = torch.Generator().manual_seed(dist.get_rank())
     tokens, number = (

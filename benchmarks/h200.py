@@ -26,7 +26,7 @@ class Machine:
         memory: bytes per second. kernel: least seconds of a kernel.
         ranks_per_node: consecutive ranks. node, network: bytes per second that one rank sends in a collective, inside
             a node and to another. node_hop, network_hop: seconds per step of a collective.
-        collective: seconds that one takes beside its steps.
+        collective: seconds per collective in addition to its steps.
         collective_share: part of the device that a collective takes from kernels: 24 of 132 multiprocessors. NCCL takes
             16 with in-switch sums and up to 32 with rings.
         call, stream_call, launch: as in ``megatron_fsdp.virtual.playback.Speeds``.

@@ -1,4 +1,4 @@
-"""The harness: what a bench uses to measure, and what its rows look like.
+"""The harness of the benches: measure, and describe results as rows.
 
 A bench is a file ``bench_NAME.py`` in this folder with a docstring, whose first line ``--help`` shows, and
 
@@ -10,9 +10,8 @@ A bench is a file ``bench_NAME.py`` in this folder with a docstring, whose first
 ``python -m benchmarks NAME`` runs it and prints its rows. ``--out FILE`` writes a summary of each row as JSON (median,
 spread and number of rounds), with the machine, the versions and the commit; ``--samples FILE`` writes every sample.
 
-One way to measure: several functions run in turn (``interleaved``; ``ranks_in_turn`` on ranks), so that a machine that
-warms up or gets busy slows all of them, and their ratio still means something. A claim about speed is a ratio of such
-samples.
+To compare functions, a bench runs them in turn (``interleaved``; ``ranks_in_turn`` on ranks), so that a machine that
+warms up or gets busy slows all of them. A claim about speed is a ratio of such samples.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ _PACKAGES = ("torch", "triton", "numpy")
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """Repeated measurements of one thing, in the order in which they were taken."""
+    """Repeated measurements of one quantity, in order of time."""
 
     values: tuple[float, ...]
 
@@ -91,7 +90,7 @@ class Samples:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What a file of results has of samples: their median, their spread and how many they are."""
+    """The summary of samples in a file of results: median, spread and number."""
 
     median: float
     spread: float
@@ -104,10 +103,10 @@ class Row:
 
     Attributes:
         bench: the bench that measured it.
-        case: what was measured, as in ``{"model": "llama3-8b", "shards": 64}``; with ``metric`` it identifies the row.
-        metric: the quantity, as in ``"time"`` or ``"padding"``.
-        unit: of the values: ``"s"``, ``"B"``, ``"%"``, ``"B/s"``.
-        samples: the values; a single one where the quantity is exact. A row read from a file has their summary.
+        case: the setting, such as ``{"model": "llama3-8b", "shards": 64}``; with ``metric`` it identifies the row.
+        metric: the quantity, such as ``"time"`` or ``"padding"``.
+        unit: unit of the values: ``"s"``, ``"B"``, ``"%"``, ``"B/s"``.
+        samples: the values; one value if the quantity is exact. A row from a file has a summary instead.
     """
 
     bench: str
@@ -119,7 +118,7 @@ class Row:
 
     @property
     def key(self) -> str:
-        """What the row is about, the same in every run."""
+        """Return the row's identity, which is the same in every run."""
         case = ", ".join(f"{name}={value}" for name, value in sorted(self.case.items()))
         return f"{self.bench}: {self.metric} ({case})"
 
@@ -127,7 +126,7 @@ class Row:
 def in_turn(
     things: Mapping[str, Thing], spend: Callable[[Thing], Spent], rounds: int, warmup: int = 2
 ) -> dict[str, list[Spent]]:
-    """Return what ``spend`` says of each thing, asked in turn: forwards in one round, backwards in the next."""
+    """Return the results of ``spend`` for each item, in turn; every second round goes through them in reverse."""
     found: dict[str, list[Spent]] = {name: [] for name in things}
     for number in range(-warmup, rounds):
         for name in list(things) if number % 2 else list(things)[::-1]:
@@ -207,10 +206,11 @@ def both(ranks: Sequence[Times]) -> dict[str, dict[str, Samples]]:
 
 
 def beside_peers(row: Row, samples: Mapping[str, Samples], mine: str = "ours", key: str = "engine") -> list[Row]:
-    """Return rows like one, of all samples by name, and of ``mine`` over each other's, if there is one.
+    """Return one row per name, and rows with the ratios of ``mine`` to the other names.
 
     Args:
-        row: bench, case, metric and unit of the rows. key: of the case, for the name.
+        row: bench, case, metric and unit of the rows.
+        key: key of the name in the case.
     """
     rows = [replace(row, case={**row.case, key: name}, samples=values) for name, values in samples.items()]
     for peer in [name for name in samples if name != mine and mine in samples]:
@@ -246,7 +246,7 @@ def ratio(mine: Samples, theirs: Samples) -> Samples:
 
 
 def environment() -> dict[str, Any]:
-    """Return what a measurement depends on: the machine, the versions and the commit, with a mark if it was edited."""
+    """Return the machine, the versions and the commit; the commit has a mark if files were edited."""
     devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return {
         "machine": {"processor": _processor(), "num_cores": os.cpu_count(), "devices": devices},
@@ -286,7 +286,7 @@ def results_text(
 
 
 def _short(value: float) -> float:
-    """Return a whole number as it is, and another number to six digits."""
+    """Return whole numbers unchanged, and other numbers rounded to six digits."""
     return int(value) if float(value).is_integer() else float(f"{value:.6g}")
 
 

@@ -1,7 +1,7 @@
-"""Models for the host bench: as people train them, on a CPU so narrow that only what modules and engines do is left.
+"""Models for the host bench: usual architectures, so narrow that a step's time is the host's work.
 
-Each comes as a function of its number of layers, whose units are its layers. Models of ``transformers`` need it
-installed; none of them reads or downloads weights.
+Each model is a function of its number of layers, and each layer is a unit. Models of ``transformers`` need the package.
+No model reads or downloads weights.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ class NeedsTransformers(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """A model and how it is trained.
+    """A model and its loss.
 
     Attributes:
-        units: what to shard besides the root. loss: runs the model forward.
+        units: the modules to shard besides the root.
+        loss: function that runs a forward and returns the loss.
     """
 
     model: nn.Module
@@ -60,7 +61,7 @@ class LlamaBlock(nn.Module):
 
 
 class ParallelLinear(nn.Module):
-    """A linear layer as Megatron's: a class of its own that hands its bias back for the caller to add, or adds it."""
+    """A linear layer like Megatron's: a class that adds its bias, or returns it for the caller to add."""
 
     def __init__(self, width: int, out: int, skip_bias_add: bool) -> None:
         super().__init__()
@@ -158,7 +159,7 @@ def _of_layers(layer: type[nn.Module]) -> Callable[[int, str], Trained]:
 
 def _of_vectors(num_parameters: int) -> Callable[[int, str], Trained]:
     def make(num_layers: int, device: str) -> Trained:
-        # The root has parameters of its own, as the embedding and the head of a model.
+        # The root has parameters too, like the embedding and the head of a model.
         layers = [Vectors(num_parameters) for _ in range(num_layers)]
         model = nn.Sequential(*layers, nn.LayerNorm(VECTOR)).to(device)
         ones = torch.ones(1, VECTOR, device=device)

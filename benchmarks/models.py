@@ -89,7 +89,7 @@ class Experts(nn.Module):
         """Map (batch, length, width) to the same shape."""
         tokens = x.flatten(0, 1)
         weight, chosen = self.router(tokens).softmax(-1).max(-1)
-        # As many tokens for each expert, whatever the router says: a step takes as long on every rank then.
+        # Give each expert the same number of tokens, so that a step takes equally long on every rank.
         groups = chosen.argsort().tensor_split(len(self.up))
         up, down = self.up.to(x.dtype), self.down.to(x.dtype)
         out = torch.zeros_like(tokens)

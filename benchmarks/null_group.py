@@ -1,9 +1,9 @@
-"""Process groups without other ranks: one whose collectives do nothing, in a world of any size.
+"""A process group whose collectives do nothing, in a world of any size without other ranks.
 
-``null_world(1024)`` makes this process rank 0 of 1,024, so that what an engine does on the host can be measured
-alone. Collectives return at once and write nothing: gathered memory holds what it held before, so values mean nothing
-and may be NaN. torch's own fake group copies its input into every rank's place, a millisecond per gather at 1,024
-ranks. Works on CPU and CUDA tensors, whose memory it never touches.
+``null_world(1024)`` makes this process rank 0 of 1,024 ranks, to measure only an engine's work on the host. Collectives
+return at once and write nothing, so values mean nothing and may be NaN. torch's fake group instead copies its input
+into every rank's place, which takes a millisecond per gather with 1,024 ranks. The group works with CPU and CUDA
+tensors, and never touches their memory.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ _ProcessGroup: Any = dist.ProcessGroup
 
 
 class LocalGroup(_ProcessGroup):  # type: ignore[misc]  # of Any
-    """A group of which this process is the only real rank: what collectives do is what ``issue`` returns.
+    """A group with this process as its only real rank. Each collective calls ``issue`` and returns its result.
 
-    Every method that PyTorch 2.11 to 2.13 calls on a group, under its old name and its new one, ends there.
+    Covers all methods that PyTorch 2.11 to 2.13 calls on a group, under old and new names.
     """
 
     def __init__(self, rank: int, size: int, name: str) -> None:
@@ -72,7 +72,7 @@ class LocalGroup(_ProcessGroup):  # type: ignore[misc]  # of Any
         return self._backend
 
     def setGroupName(self, name: str) -> None:
-        """Take the name by which functional collectives find the group."""
+        """Set the name by which functional collectives find the group."""
         self._group_name = name
 
     def getGroupName(self) -> str:
@@ -106,7 +106,7 @@ class LocalGroup(_ProcessGroup):  # type: ignore[misc]  # of Any
         return self.issue(sum(map(self._remote, tensors)))
 
     def barrier(self, opts: Any = None) -> dist.Work:
-        """Wait for nobody."""
+        """Return at once."""
         return self.issue(0)
 
     def alltoall_base(

@@ -121,7 +121,7 @@ def _text(x: float, y: float, words: str, anchor: str = "middle", weight: str = 
     return f'<text x="{x:.0f}" y="{y:.0f}"{style}>{escape(words)}</text>'
 
 
-# ---------------------------------------------------------------------- what is drawn
+# ---------------------------------------------------------------------- charts
 
 _PRECISIONS = ("fp32", "bf16", "bf16, reduced in fp32")
 

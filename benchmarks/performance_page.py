@@ -35,12 +35,13 @@ ERROR_BAR = Path(__file__).parents[1] / "megatron_fsdp" / "planning" / "error_ba
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """One line of a table: a row that was measured, and what was wanted of it.
+    """One line of a table: a measured row and its target.
 
     Attributes:
-        words: what the line says. file: in the folder of results, without suffix.
-        metric, case: of the row, and the part of its case that tells it from others in the file.
-        most: the value should be at most so much; None where nothing was promised.
+        words: text of the line.
+        file: name of a file in the folder of results, without suffix.
+        metric, case: the row's metric, and the part of its case that identifies it in the file.
+        most: the target: a maximum of the value. None: no target.
     """
 
     words: str
@@ -248,7 +249,7 @@ def _source(name: str, environment: Mapping[str, Any]) -> str:
 
 
 def error_bar(folder: Path = RESULTS) -> dict[str, Any]:
-    """Return what ``plan`` prints of its own errors: the summary below the table on the page, from the same rows."""
+    """Return the summary of ``plan``'s errors, which ``plan`` and the page print; from the rows of the page's table."""
     _, rows = read_rows(folder / "error_bar.json")
     found = {row.metric: row for row in rows if "settings" in row.case}
     arguments = json.loads((folder / "error_bar.json").read_text(encoding="utf-8"))["arguments"]

@@ -1,8 +1,7 @@
-"""Training steps on real ranks, beside FSDP2's: what ``torchrun --nproc-per-node N -m benchmarks gpu`` measures.
+"""Training steps on real ranks, compared with FSDP2: the bench of ``torchrun --nproc-per-node N -m benchmarks gpu``.
 
-Unlike in a world whose collectives do nothing, weights are what was gathered, so clocks and power are those of a real
-run, and collectives that compute waits for take their time. Every engine starts from the same weights and sees the same
-tokens, so their losses must agree in the end.
+Collectives are real, so weights have real values, exposed communication takes its time, and clocks and power are those
+of a real run. All engines start from the same weights and use the same tokens, so their final losses must agree.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ BENCH = "ranked step"
 
 
 def is_ranked() -> bool:
-    """Whether this process is one of several that ``torchrun`` has started."""
+    """Return whether ``torchrun`` has started several processes."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
@@ -77,10 +76,10 @@ ENGINES: Mapping[str, tuple[Callable[[Shape, Precision, str], nn.Module], Callab
 
 
 def ranked_rows(shape: Shape, precision: Precision, device: str, rounds: int, name: str) -> list[Row]:
-    """Return seconds of a step of the slowest rank and the losses at the end, and both beside FSDP2's; rank 0 alone.
+    """Return the slowest rank's seconds per step and the final losses, and both compared with FSDP2's; on rank 0 only.
 
     Args:
-        name: of the precision, for the rows.
+        name: name of the precision, for the rows.
     """
     models = {engine: make(shape, precision, device) for engine, (make, _) in ENGINES.items()}
     steps = {engine: step_of(model, ENGINES[engine][1](model)) for engine, model in models.items()}
@@ -111,7 +110,7 @@ def ranked_rows(shape: Shape, precision: Precision, device: str, rounds: int, na
 
 @torch.no_grad()
 def _loss(model: nn.Module, shape: Shape, device: str) -> float:
-    """Return the mean loss of all ranks on tokens of their own."""
+    """Return the mean loss of all ranks; each rank draws its own tokens."""
     generator = torch.Generator().manual_seed(1000 + dist.get_rank())
     tokens = torch.randint(shape.vocabulary, (shape.batch, shape.length + 1), generator=generator).to(device)
     loss = model(tokens).float()

@@ -1,8 +1,8 @@
-"""A process group whose collectives move nothing but take as long as on a link of given latency and bandwidth.
+"""A process group whose collectives move no data but take the time of a link with given latency and bandwidth.
 
-Each group is a queue: a collective starts when it was issued and those before it on the same group are over, and takes
-``latency + bytes / bandwidth``, where the bytes are what a rank receives or sends. ``wait`` sleeps until then. So the
-overlap of communication and compute can be measured in one process, without a network and without another rank.
+Each group is a queue. A collective starts when it is issued and the earlier collectives of its group are done. It takes
+``latency + bytes / bandwidth``; bytes are those that a rank receives or sends. ``wait`` sleeps until then. With this
+group one process measures the overlap of communication and compute, without a network and without other ranks.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class TimedWork(FinishedWork):
 
 
 class LinkGroup(LocalGroup):
-    """A group with a link of its own; data stays as it is."""
+    """A group with its own link; collectives do not change data."""
 
     def __init__(self, rank: int, size: int, link: Link) -> None:
         super().__init__(rank, size, "link")

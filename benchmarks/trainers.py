@@ -38,10 +38,10 @@ def train_ddp(shape: Shape, precision: Precision, device: str) -> Step:
 
 
 def bare(shape: Shape, precision: Precision, device: str) -> Step:
-    """Do what no ZeRO-3 step can do without, and nothing else: local compute, collectives, AdamW on a shard.
+    """The minimum of a ZeRO-3 step: local compute, collectives, and AdamW on a shard.
 
-    The plain model in the compute dtype runs forward and backward. Each unit is gathered twice but for the last layer
-    and the root, and its gradients are reduce-scattered once, from memory that is there. Nothing overlaps.
+    The plain model in the compute dtype runs forward and backward. Each unit but the last layer and the root is
+    gathered twice, and gradients are reduce-scattered once, from memory that is already allocated. Nothing overlaps.
     """
     model = make_model(shape, device)
     units: list[nn.Module] = [*model.layers, model]

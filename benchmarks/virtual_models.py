@@ -1,7 +1,7 @@
 """Models of the Llama and Mixtral families from their shapes in the catalog, for virtual devices.
 
-They have the operators of a step on a GPU: norms of one kernel, fused causal attention, experts in one batch of equal
-sizes. Values are not initialized.
+The models call the operators of a step on a GPU: norms as one kernel, fused causal attention, experts in one batch of
+equal sizes. Values are not initialized.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class VirtualModel(nn.Module):
         self.norm, self.head = _Norm(shape.hidden_size), _linear(shape.hidden_size, shape.vocab_size)
 
     def units(self) -> list[nn.Module]:
-        """Return what gets a unit of its own, inner ones first; the model itself is one more."""
+        """Return the modules that become units, inner ones first, without the model itself."""
         experts = [module for module in self.modules() if isinstance(module, _Experts)]
         return [self.embedding, *experts, *self.layers, self.head]
 

@@ -30,13 +30,13 @@ def continue_prompt(args: argparse.Namespace) -> str:
     path: Path = args.load
     if not (path / "manifest.json").is_file():
         if not (steps := checkpoints_in(path).steps()):
-            raise ConfigError(f"--load: no whole checkpoint in {path}; wanted the --save folder of pretrain_gpt.py")
+            raise ConfigError(f"--load: no whole checkpoint in {path}. fix: give the --save folder of pretrain_gpt.py")
         path = checkpoints_in(path).path(steps[-1])
     extra: dict[str, Any] = open_checkpoint(path, checkpoint_ranks("reads a checkpoint"), verify=False).state.get(
         "extra", {}
     )
     if "model" not in extra:
-        raise ConfigError(f"--load: {path} says nothing of its model; wanted a checkpoint of pretrain_gpt.py")
+        raise ConfigError(f"--load: {path} does not describe its model. fix: give a checkpoint of pretrain_gpt.py")
     model = GptModel(GptConfig(**extra["model"]))
     load_checkpoint(model, None, path)
     file = args.tokenizer_model or extra["data"].get("tokenizer_model")

@@ -3,8 +3,9 @@ r"""Train a GPT with Megatron-LM's flags, its weights sharded over all ranks by 
     torchrun --nproc-per-node 2 examples/pretrain_gpt.py --use-megatron-fsdp --num-layers 4 --hidden-size 192 \
         --num-attention-heads 6 --seq-length 128 --micro-batch-size 8 --global-batch-size 16 --train-iters 300 --lr 2e-3
 
-One process without torchrun works too. To compare with: --use-torch-fsdp2 shards by PyTorch's own engine, and without
-either the model is replicated. All flags: --help, and docs/training_script.md. generate_gpt.py uses what was saved.
+A single process, without torchrun, works too. For a comparison, --use-torch-fsdp2 shards with PyTorch's FSDP2. Without
+either flag the model is replicated. --help and docs/training_script.md list all flags. generate_gpt.py generates text
+from a checkpoint.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class DivergedError(ArithmeticError):
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """One step's loss over all ranks and gradient norm before clipping, 0-d; and whether NaN left weights alone."""
+    """One step's loss over all ranks and gradient norm before clipping, 0-d; and whether NaN skipped the update."""
 
     loss: Tensor
     grad_norm: Tensor
@@ -55,9 +56,9 @@ class StepResult:
 
 
 def pretrain(args: argparse.Namespace, ranks: Ranks) -> None:
-    """Train from the start or from the latest checkpoint, save on the way, and show a sample; every rank calls it.
+    """Train from the start or from the latest checkpoint, save checkpoints, and print a sample. Every rank calls this.
 
-    SIGTERM or Ctrl-C to any rank ends the run after the step under way, with a checkpoint.
+    SIGTERM or Ctrl-C on any rank ends the run after the current step, with a checkpoint.
     """
     with started(args, ranks) as job, StopSignal() as stop:
         state = resume(job)
@@ -87,7 +88,7 @@ def pretrain(args: argparse.Namespace, ranks: Ranks) -> None:
 
 
 def is_due(state: TrainingState, interval: int | None, args: argparse.Namespace) -> bool:
-    """Whether what happens at an interval (None: never) and at the end happens after this iteration."""
+    """Return whether this iteration is the last one or a multiple of ``interval``; None: never."""
     is_at_interval = interval is not None and state.iteration % interval == 0
     return is_at_interval or state.iteration == args.train_iters
 
@@ -116,9 +117,9 @@ def train_step(job: Job, state: TrainingState) -> StepResult:
         is_good = check_gradients(job.model, grad_norm, policy if is_looking else "ignore")
     except NonfiniteGradientError as error:
         raise DivergedError(
-            f"iteration {state.iteration + 1}: lm loss {loss.item()}, {error} Lower --lr or raise --lr-warmup-iters, "
-            "and resume from the last checkpoint; --skip-nonfinite-steps leaves such steps out, "
-            "--no-check-for-nan-in-loss-and-grad goes on regardless"
+            f"iteration {state.iteration + 1}: lm loss {loss.item()}, {error} fix: lower --lr or raise "
+            "--lr-warmup-iters, and resume from the last checkpoint; --skip-nonfinite-steps skips such steps, "
+            "--no-check-for-nan-in-loss-and-grad ignores them"
         ) from error
     if is_good:
         job.optimizer.step()
@@ -142,7 +143,7 @@ def sample_numbers(job: Job, first_sample: int) -> list[range]:
 
 
 def seed_dropout(args: argparse.Namespace, sample: int) -> None:
-    """Make what a microbatch drops depend on its first sample: alike on any number of ranks, and after a resume."""
+    """Seed dropout by the microbatch's first sample, so that it is equal on any number of ranks and after a resume."""
     if args.hidden_dropout or args.attention_dropout:
         torch.manual_seed(int(np.random.SeedSequence((args.seed, sample)).generate_state(1, np.uint64)[0]))
 
@@ -155,7 +156,7 @@ def loss_of(job: Job, text: Tensor) -> TokenLoss:
 
 
 def measure_gradient_scale(job: Job, state: TrainingState) -> GradientScale:
-    """Measure what a microbatch's gradients are of the ranks' own; raises where they are not the mean, or the sum."""
+    """Check that a microbatch's gradients are the mean (or the sum) of the ranks' own gradients; raise if not."""
     text = microbatches(job, job.data.train, sample_numbers(job, state.consumed_samples))[0]
     is_per_token: bool = job.args.calculate_per_token_loss
     weight = step_weight(job.args, [text], job.masked_token)
@@ -168,7 +169,7 @@ def measure_gradient_scale(job: Job, state: TrainingState) -> GradientScale:
 
 
 def log_step(job: Job, state: TrainingState, result: StepResult, interval: Interval) -> None:
-    """Count a step, and write one line of the training log where it is due."""
+    """Count a step, and write a line of the training log at each log interval."""
     args = job.args
     interval.add(None if result.is_skipped else result.loss)
     if args.check_for_large_grads:
@@ -200,7 +201,7 @@ def log_checksum(job: Job, state: TrainingState) -> None:
 
 @torch.no_grad()
 def validate(job: Job, state: TrainingState) -> None:
-    """Log the loss on held-out text where it is due: the same samples each time, for any number of ranks."""
+    """Log the loss on held-out text at each evaluation interval, on the same samples for any number of ranks."""
     if job.args.eval_iters == 0 or not is_due(state, job.args.eval_interval, job.args):
         return
     mean = MeanLoss(job.args, job.device)

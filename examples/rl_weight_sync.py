@@ -1,13 +1,13 @@
-"""Reinforcement learning in small: two ranks train a sharded model, a third process generates with a plain copy of it.
+"""Reinforcement learning in small: two ranks train a sharded model, and a third process generates with a copy.
 
     python examples/rl_weight_sync.py --rounds 10
 
-In the first round the generator gets all weights, in each later one what a step has changed of their bf16 values. It
-compares checksums before it generates: a run that ends has sent every round's weights to the bit. The reward of a text
-is the share of its tokens that are even, so the generator's texts become even.
+In the first round the generator receives all weights, in each later round only the bf16 values that a step has changed.
+Before it generates it compares checksums, so a run that ends has sent the weights of each round bit for bit. The reward
+of a text is the share of even tokens, so texts get more even tokens.
 
-Nobody waits for ever: a process that fails ends the others, and one that hears nothing for ``--timeout`` seconds
-raises an error that says what did not come.
+A process that fails ends the other processes. A process that receives nothing for ``--timeout`` seconds raises an
+error that names the missing message.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def generate(connection: Connection, timeout_s: float) -> None:
     """Answer each round's weights with texts, until the trainer sends None."""
     torch.set_num_threads(1)
     policy = make_policy().to(torch.bfloat16)
-    # As an engine does: the memory of the weights stays, the values change.
+    # Like an inference engine, keep the memory of the weights and change the values.
     state, version = policy.state_dict(), 0
     while (message := receive(connection, "the trainer's weights", timeout_s)) is not None:
         kind, payload, new_version = message
@@ -114,7 +114,9 @@ def receive(connection: Connection, what: str, timeout_s: float) -> Any:
         TimeoutError: it does not come in time. RuntimeError: the other process has ended.
     """
     if not connection.poll(timeout_s):
-        raise TimeoutError(f"{what} did not come within {timeout_s:.0f} s; give a slow machine a longer --timeout")
+        raise TimeoutError(
+            f"{what} did not come within {timeout_s:.0f} s. fix: a longer --timeout if the machine is slow"
+        )
     try:
         return pickle.loads(connection.recv_bytes())
     except EOFError:

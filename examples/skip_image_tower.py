@@ -2,8 +2,8 @@
 
 ``torchrun --nproc-per-node 2 examples/skip_image_tower.py``
 
-Batches with and without images alternate, and each rank draws its own. A rank whose batch has no image does not run the
-image tower. ``set_forward_order`` lets it take part in the tower's collectives all the same, without dummy images.
+Some batches have images, and each rank draws its own batches. A rank whose batch has no image does not run the image
+tower. With ``set_forward_order`` it still joins the tower's collectives, without dummy images.
 """
 
 import random
@@ -33,7 +33,7 @@ class Block(nn.Module):
 
 
 class VisionLanguageModel(nn.Module):
-    """Words, and before them the patches of an image where there is one."""
+    """The words of a batch, after the patches of an image if it has one."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -13,17 +13,17 @@ from torch.distributed.run import main
 
 
 def run() -> int:
-    """Start the ranks that the command line asks for, and return their exit status.
+    """Start the ranks with torchrun's arguments, and return their exit status.
 
     Raises:
-        ChildFailedError: a rank failed and left no reason: torchrun's report has what there is to know.
+        ChildFailedError: a rank failed without a message; read torchrun's report.
     """
     # In this process alone: what torchrun logs of a rank that fails is in its report as well.
     logging.disable(logging.ERROR)
     try:
         main()
     except SignalException as error:
-        # The ranks got the signal, and have ended: torchrun has waited for what they did about it.
+        # torchrun has forwarded the signal and waited until the ranks have ended.
         return 128 + int(error.sigval)
     except ChildFailedError as error:
         _, failure = error.get_first_failure()

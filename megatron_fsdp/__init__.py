@@ -1,6 +1,6 @@
 """Megatron-style FSDP on flat distributed buffers.
 
-Names are imported when they are first asked for: ``from megatron_fsdp import fully_shard`` loads what that needs.
+Names are imported on first use: ``from megatron_fsdp import fully_shard`` loads only the modules that it needs.
 """
 
 # Before anything else of this package is imported: NVIDIA's distribution installs a file of this name over it.
@@ -130,7 +130,7 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name, or a module of the package, when it is first asked for."""
+    """Import a public name, or a module of the package, on its first use."""
     home = _HOME_OF.get(name)
     if home is not None:
         module = importlib.import_module(home if home == "dbuffer" else f"{__name__}.{home}")

@@ -13,8 +13,8 @@ from megatron_fsdp.errors import nearest
 
 __all__ = ["COMMANDS", "main"]
 
-# Name, module with ``EXAMPLES``, ``add_arguments(parser)`` and ``run(args) -> int``, and what it is for. Modules are
-# imported when their command is called.
+# Name, module and purpose of each command. A module has ``EXAMPLES``, ``add_arguments(parser)`` and
+# ``run(args) -> int``; it is imported when its command is called.
 COMMANDS = (
     ("plan", "megatron_fsdp.cli.plan", "plan memory, traffic and time of a training step from shapes alone"),
     ("checkpoint", "megatron_fsdp.cli.checkpoint", "inspect, verify or export a checkpoint"),
@@ -22,7 +22,7 @@ COMMANDS = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command that the arguments (default: those of the process) name, and return its exit code."""
+    """Run the command that ``arguments`` (default: ``sys.argv[1:]``) names; return its exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     name = arguments[0] if arguments else ""
     modules = {command: module for command, module, _ in COMMANDS}

@@ -58,35 +58,37 @@ def fully_shard(
 ) -> M:
     """Shard a module's parameters, gradients and optimizer state over a mesh, in place.
 
-    Call it bottom-up: on every block, then on the whole model. Each call makes a unit of the parameters that no nested
-    unit owns; its weights are gathered before its forward and backward and released after. The module's class becomes
-    ``FSDP<Class>``. Every rank of the mesh makes the same calls, in the same order. A call that raises leaves the
-    module as it was, and raises on all ranks.
+    Call it bottom-up: on every block, then on the whole model. Each call creates a unit of the parameters that no
+    nested unit owns. The unit's weights are gathered before its forward and its backward and released afterwards. The
+    module's class becomes ``FSDP<Class>``. Every rank of the mesh must make the same calls in the same order. A call
+    that raises does so on all ranks and does not change the module.
 
     Args:
-        module: a module, or a list of modules that run one after the other (a final norm and the head) as one unit.
+        module: a module, or a list of modules that run one after the other as one unit, such as a final norm and the
+            head.
         mesh: data-parallel device mesh; two axes mean (outer replicas, inner shards). None: one axis over all ranks, on
-            CUDA where there is one, else on CPU; without an initialised process group, the job that torchrun, srun or
-            mpirun started (docs/launch.md), or a group of this process alone where none did.
-        placements: the sharding strategy. None: ZeRO-3 on the (inner) axis.
-        reshard_after_forward: release weights between forward and backward. None: yes, but not of the root, nor of the
-            unit that forward uses last. An int: keep a part, such that groups of that many neighbours hold the
-            weights together and backward gathers within them.
-        mp_policy: ``MixedPrecisionPolicy``, ours or ``torch.distributed.fsdp``'s.
-        offload_policy: ``CPUOffloadPolicy()``, PyTorch's, keeps what rests in CPU memory; ``pin_memory`` is there for
-            copies that run beside compute, and is not swapped out.
-        ignored_params: parameters to leave alone: not sharded, not reduced.
-        granularity: where shards may be cut; one for all, or a function of the parameter. None: between slices of
-            the first dimension.
-        grad_divisor: gradients are divided by it on top of the number of data-parallel ranks.
+            CUDA if available, else on CPU. Without a process group, one is initialised: of the job that torchrun, srun
+            or mpirun started (docs/launch.md), else of this process alone.
+        placements: the sharding strategy. None: ZeRO-3 over the (inner) axis.
+        reshard_after_forward: release the gathered weights between forward and backward. None: yes, except for the
+            root and the last unit of forward. An int: shard them over groups of that many neighbouring ranks after
+            forward, so that backward gathers within such a group.
+        mp_policy: ``MixedPrecisionPolicy`` of this package or of ``torch.distributed.fsdp``.
+        offload_policy: PyTorch's ``CPUOffloadPolicy()`` keeps shards of weights and gradients in CPU memory.
+            ``pin_memory=True`` lets copies overlap with compute; pinned memory cannot be swapped out.
+        ignored_params: parameters that are neither sharded nor reduced.
+        granularity: where a parameter may be cut into shards: one value, or a function of the parameter. None: between
+            slices of the first dimension.
+        grad_divisor: divides the gradients in addition to the number of data-parallel ranks.
         shard_placement_fn: for FSDP2 code; may return ``Shard(0)`` or None.
-        dp_mesh_dims: ``DataParallelMeshDims``, ours or PyTorch's: the data-parallel axes of a larger ``mesh``.
+        dp_mesh_dims: ``DataParallelMeshDims`` of this package or of PyTorch: the data-parallel axes of a larger
+            ``mesh``.
     Returns:
         ``module``.
     Raises:
-        ConfigError: a module, parameter or setting that cannot be sharded as asked; it names parameter and cure.
-        OwnershipError: a parameter that another unit owns.
-        PlacementError, LayoutError, MeshError: from the buffers.
+        ConfigError: a module, parameter or setting cannot be sharded as requested; names the parameter and the fix.
+        OwnershipError: another unit owns a parameter.
+        PlacementError, LayoutError, MeshError: the flat buffers cannot be laid out as requested.
 
     Example:
         for block in model.blocks:
@@ -95,8 +97,9 @@ def fully_shard(
     """
     if mesh is not None and not isinstance(mesh, DeviceMesh):
         raise ConfigError(
-            f"fully_shard got a {type(mesh).__name__} as its mesh, not a DeviceMesh. Megatron-FSDP's "
-            "fully_shard(module, optimizer, ...) is fully_shard_model_and_optimizer(module, optimizer, ...) here"
+            f"fully_shard got a {type(mesh).__name__} as its mesh, not a DeviceMesh. fix: init_device_mesh(...); "
+            "instead of Megatron-FSDP's fully_shard(module, optimizer, ...), call "
+            "megatron_fsdp.megatron.fully_shard_model_and_optimizer(module, optimizer, ...)"
         )
     modules: list[nn.Module] = list(module) if isinstance(module, list) else [module]
     with Wrapping(mesh) as wrapping:
@@ -116,7 +119,7 @@ def fully_shard(
         if offload is not None:
             warn_without_gloo(target.mesh)
         warn_of_one_queue(target.mesh)
-        # Nothing of the module is changed until all ranks are through.
+        # Do not change the module before all ranks have passed the checks.
         buffers = _moved_buffers(modules, buffer_device(target.mesh), owned)
         plans = plan_groups(owned, Wishes(target, policy, offload, grad_divisor, granularity))
         groups = [make_param_group(each.owned, each.plan, each.spec, name) for each in plans]
@@ -138,7 +141,7 @@ def put_in_place(
     reshard_after_forward: bool | int | None = None,
     ignored: Sequence[nn.Parameter] = (),
 ) -> None:
-    """Let a unit that was made have its modules and parameters, and serve all units below it."""
+    """Attach a new unit to its modules, replace their parameters and make it the root of the units below."""
     reshard_to(unit, reshard_after_forward)
     leave_alone(modules, ignored)
     unit.trees = {id(each): make_tree(each, {id(parameter) for parameter in ignored}) for each in modules}
@@ -152,24 +155,28 @@ def put_in_place(
 
 def _check_modules(modules: Sequence[nn.Module]) -> None:
     if not modules:
-        raise ConfigError("fully_shard got an empty list of modules")
+        raise ConfigError("fully_shard got an empty list of modules. fix: pass a module, or a list of at least one")
     for module in modules:
         name = type(module).__name__
         if not isinstance(module, nn.Module):
-            raise ConfigError(f"fully_shard takes a module or a list of modules, found {name}")
+            raise ConfigError(f"fully_shard got a {name}. fix: pass an nn.Module or a list of them")
         if isinstance(module, torch.jit.ScriptModule):
-            raise ConfigError(f"{name} is compiled; call fully_shard on the nn.Module that it was made from")
+            raise ConfigError(
+                f"{name} is compiled by torch.jit. fix: call fully_shard on the nn.Module that it was compiled from"
+            )
         if isinstance(module, FSDPModule):
-            raise ConfigError(f"{name} is sharded already; call fully_shard once on each module, children first")
+            raise ConfigError(
+                f"{name} is sharded already. fix: call fully_shard once on each module, children before parents"
+            )
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
             raise ConfigError(
-                f"{name} has no forward, so there is no moment to gather its weights; call fully_shard on each of its "
-                "modules, or on the module that calls them"
+                f"{name} has no forward, so its weights cannot be gathered before one. fix: call fully_shard on each "
+                "of its modules, or on the module that calls them"
             )
         ordered = next((unit for unit in units_below(module) if unit.root.order is not None), None)
         if ordered is not None:
             raise ConfigError(
-                f"{name} is around unit {ordered.name!r}, whose root has a forward order already. fix: call "
+                f"{name} contains unit {ordered.name!r}, whose root has a forward order already. fix: call "
                 "set_forward_order() after the last fully_shard, on the outermost module"
             )
 
@@ -182,16 +189,19 @@ def _owned_below(modules: Sequence[nn.Module]) -> list[OwnedParameter]:
 def _moved_buffers(
     modules: Sequence[nn.Module], device: torch.device, owned: Sequence[OwnedParameter]
 ) -> list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor]]:
-    """Check the parameters' device; return buffers that are elsewhere, moved, and where they belong.
+    """Check the parameters' device, and copy the modules' buffers to it.
 
-    Parameters on CPU move when their shards are copied.
+    Parameters on CPU are moved later, when their shards are copied.
+
+    Returns:
+        For each copied buffer: the dict and the key under which the module stores it, and the copy.
     """
     for parameter in owned:
         found = parameter.parameter.device
         if found.type not in (device.type, "cpu", "meta"):
             raise ConfigError(
-                f"parameter {parameter.name!r} is on {found} but the mesh is on {device.type!r}; move the module to "
-                f"{device.type!r}, or pass a mesh of {found.type!r}"
+                f"parameter {parameter.name!r} is on {found} but the mesh is on {device.type!r}. fix: "
+                f"module.to({device.type!r}) before fully_shard, or pass a mesh of {found.type!r}"
             )
     below = {id(module): module for root in modules for module in root.modules()}
     return [
@@ -211,13 +221,14 @@ def _check_shard_placement(
         placement = shard_placement_fn(parameter.parameter)
         if placement is not None and placement != Shard(0):
             raise PlacementError(
-                f"parameter {parameter.name!r}: shard_placement_fn returned {placement!r}; flat buffers are cut along "
-                "the first dimension only. Use granularity= to say where they may be cut."
+                f"parameter {parameter.name!r}: shard_placement_fn returned {placement!r}, but flat buffers are cut "
+                "along the first dimension only. fix: return Shard(0) or None; granularity= sets where the first "
+                "dimension may be cut"
             )
 
 
 def _adopt_units(modules: Sequence[nn.Module], root: Unit) -> None:
-    """Put the new outermost unit and all units below it under one schedule, and name them from here."""
+    """Put the new root unit and all units below it under one schedule; name them relative to the root's module."""
     units: dict[int, Unit] = {id(root): root}
     for position, module in enumerate(modules):
         prefix = f"{position}." if len(modules) > 1 else ""
@@ -236,11 +247,16 @@ fully_shard.state = unit_of  # type: ignore[attr-defined]
 
 
 def replicate(module: M, mesh: DeviceMesh | None = None, **options: Any) -> M:
-    """Keep parameters whole on every rank and all-reduce their gradients: ``fully_shard`` with ``no_shard``.
+    """Replicate parameters on every rank and all-reduce their gradients: ``fully_shard`` with ``no_shard``.
 
     Args:
-        mesh: as in ``fully_shard``; every axis of it is one of replicas.
+        module: as in ``fully_shard``.
+        mesh: as in ``fully_shard``, but the parameters are replicated along all axes.
         options: the keyword arguments of ``fully_shard``.
+    Returns:
+        ``module``.
+    Raises:
+        ConfigError, OwnershipError: as in ``fully_shard``.
 
     Example:
         for block in model.blocks:
@@ -254,12 +270,14 @@ def replicate(module: M, mesh: DeviceMesh | None = None, **options: Any) -> M:
 
 
 def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
-    """Let several roots (stages of a pipeline) keep the memory rule of one: their packed gradients count together.
+    """Apply one memory limit to the packed gradients of several roots, such as the stages of a pipeline.
 
-    Lanes and communicators are shared by all units of a process in any case.
+    All units of a process share communication streams and communicators even without this call.
 
+    Args:
+        modules: root modules.
     Raises:
-        StateError: one of them is not sharded.
+        StateError: a module is not sharded.
 
     Example:
         stages = [fully_shard(block) for block in model.blocks]
@@ -272,9 +290,13 @@ def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
 
 @contextmanager
 def microbatch(model: nn.Module, is_last: bool) -> Iterator[None]:
-    """Run one microbatch of an optimizer step: forward and backward go inside.
+    """Run the forward and the backward of one microbatch of an optimizer step inside the block.
 
-    Gradients that rest sharded are reduced each time; those that rest partial only when ``is_last``.
+    With ZeRO-2 and ZeRO-3 every microbatch reduces gradients; with ZeRO-1 and ``no_shard`` only the last one does.
+
+    Args:
+        model: a sharded model.
+        is_last: whether this is the last microbatch before ``optimizer.step()``.
 
     Example:
         for index, part in enumerate(batches, start=1):
@@ -288,10 +310,12 @@ def microbatch(model: nn.Module, is_last: bool) -> Iterator[None]:
 
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Accumulate gradients without communication: they stay on this rank until a backward outside of the block
-    reduces the sum.
+    """Accumulate gradients on this rank, without communication, in the backwards inside the block.
 
-    It costs a packed gradient buffer per unit for as long as that takes.
+    The next backward outside of the block reduces the sum. Until then each unit keeps a packed gradient buffer.
+
+    Raises:
+        StateError: no module of ``model`` is sharded.
 
     Example:
         with no_sync(model):
@@ -300,7 +324,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     """
     units = list(units_below(model))
     if not units:
-        raise StateError(f"{type(model).__name__} holds no sharded module; call fully_shard on it first")
+        raise StateError(f"{type(model).__name__} holds no sharded module. fix: call fully_shard on it first")
     with _set_for_now(units, "requires_gradient_sync", False):
         yield
 

@@ -41,7 +41,9 @@ class CommandParser(argparse.ArgumentParser):
     """An ``ArgumentParser`` without abbreviations that prints usage only on ``--help``, and suggests similar names.
 
     Args:
-        prog: the command as users type it. description: what it does. examples: lines for the end of ``--help``.
+        prog: the command as users type it.
+        description: the purpose of the command.
+        examples: lines for the end of ``--help``.
     """
 
     def __init__(self, prog: str, description: str = "", examples: str = "", **others: Any) -> None:

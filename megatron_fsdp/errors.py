@@ -1,4 +1,4 @@
-"""Errors of the runtime. All are the caller's to mend, so all are ``ValueError``s that say how."""
+"""Errors of the runtime. The caller can fix each of them, so each is a ``ValueError`` whose message says how."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ __all__ = [
     "nearest",
 ]
 
-# Here because nearly every file of the package imports this one, also where its __init__.py is another project's.
+# Called here because nearly every file imports this one, even if __init__.py belongs to another project.
 check_initialiser()
 
-# What DeepSpeed, PyTorch's FSDP and the papers call the strategies.
+# Names of the strategies in DeepSpeed, PyTorch's FSDP and papers.
 _ALSO_CALLED = {
     "no_shard": "zero0 stage0 ddp",
     "optim": "zero1 stage1",
@@ -35,7 +35,7 @@ _ALSO_CALLED = {
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:
-    """Return the valid name that a wrong one means: the same by another name, or else the one spelled most alike.
+    """Return the valid name that a wrong one probably means: a known synonym, or else the most similar spelling.
 
     ``nearest("zero3", ("no_shard", "optim", "optim_grads_params"))`` is ``"optim_grads_params"``.
     """
@@ -46,7 +46,7 @@ def nearest(name: str, valid: Iterable[str]) -> str:
 
 
 class FsdpError(ValueError):
-    """Base of everything this package raises on purpose.
+    """Base class of this package's errors.
 
     Example:
         try:
@@ -68,7 +68,7 @@ class ConfigError(FsdpError):
 
 
 class OwnershipError(ConfigError):
-    """A parameter that two units claim, or that no unit can own.
+    """A parameter that belongs to two units, or cannot belong to a unit.
 
     Example:
         model.blocks[1].linear.weight = model.blocks[0].linear.weight
@@ -78,7 +78,7 @@ class OwnershipError(ConfigError):
 
 
 class StateError(FsdpError):
-    """A call that does not fit the state that the module is in.
+    """A call that is not allowed in the current state of a module.
 
     Example:
         try:
@@ -89,7 +89,7 @@ class StateError(FsdpError):
 
 
 class AgreementError(FsdpError):
-    """Ranks that did different things, or one that did nothing while the others waited for it.
+    """Ranks made different calls, or one rank made no call while others waited for it.
 
     Example:
         with Watch(model):
@@ -99,10 +99,10 @@ class AgreementError(FsdpError):
 
     @classmethod
     def raise_for(cls, unit: str, action: str, error: RuntimeError) -> NoReturn:
-        """Raise what waiting for a collective raised, with the name of the unit where another rank is the cause."""
+        """Re-raise an error of a collective; if another rank caused it, name the unit and the other ranks' state."""
         if "gloo" not in str(error) and not type(error).__name__.startswith("Dist"):
             raise error
-        # Here, as the command line has errors without torch.
+        # Imported here because the command line uses this file without torch.
         import torch.distributed as dist
 
         from dbuffer.mesh import job_timeout
@@ -112,15 +112,15 @@ class AgreementError(FsdpError):
             f"unit {unit!r}: {action} failed on rank {dist.get_rank()}: {reason_of(error, job_timeout())}. "
             f"Of the others, {others_stand(range(dist.get_world_size())) or 'nothing is known'}. Another rank ended, "
             "took another branch, had another number of batches, or ran a backward that reaches no parameter of this "
-            "model. `with Watch(model):` around training says which rank did what. fix: root.set_forward_order() where "
+            "model. `with Watch(model):` around training says which rank did what. fix: root.set_forward_order() if "
             "a rank skips units, megatron_fsdp.unsharded(model) around loops of different lengths without a backward, "
-            "megatron_fsdp.join(model, batches) for different numbers of batches, and `loss + 0 * output.sum()` on a "
-            "rank without a loss of its own."
+            "megatron_fsdp.join(model, batches) for different numbers of batches, or `loss + 0 * output.sum()` on a "
+            "rank whose loss does not use the model"
         ) from error
 
 
 class NonfiniteGradientError(FsdpError, ArithmeticError):
-    """Gradients with NaN or infinity in them.
+    """Gradients that contain NaN or infinity.
 
     Example:
         norm = clip_grad_norm_(model, 1.0)
@@ -132,10 +132,10 @@ class NonfiniteGradientError(FsdpError, ArithmeticError):
 
 
 class GradientScaleError(FsdpError, ArithmeticError):
-    """Gradients, or their norm, that are not what the ranks computed, by a factor or otherwise.
+    """Gradients, or their norm, that differ from the mean of the ranks' own gradients, by a factor or otherwise.
 
     Attributes:
-        report: all that was measured, a ``GradientScale``.
+        report: the ``GradientScale`` with all measured values.
 
     Example:
         try:
@@ -150,7 +150,7 @@ class GradientScaleError(FsdpError, ArithmeticError):
 
 
 class CheckpointError(FsdpError):
-    """A checkpoint that is missing, damaged or of another model.
+    """A checkpoint that is missing, is damaged or belongs to another model.
 
     Example:
         try:
@@ -161,7 +161,7 @@ class CheckpointError(FsdpError):
 
 
 class TransferError(FsdpError):
-    """Weights that did not arrive as they were sent, or that cannot be sent or received as asked.
+    """Weights that arrived damaged, or a request to send or receive weights that cannot be met.
 
     Example:
         try:

@@ -62,12 +62,12 @@ def listing(title: str, entries: Iterable[str]) -> Table:
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:
-    """Return ``1 rank`` or ``1,024 ranks``; ``plural``: of nouns that take more than an s."""
+    """Return ``1 rank`` or ``1,024 ranks``; ``plural``: the plural of a noun that does not end in s."""
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
 def format_bytes(num_bytes: int) -> str:
-    """Return bytes in the largest of B, KiB, MiB, GiB, TiB of which there is at least one: ``1.50 KiB``."""
+    """Return bytes in B, KiB, MiB, GiB or TiB, in the largest unit with a value of at least one: ``1.50 KiB``."""
     size = float(num_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024:
@@ -85,7 +85,7 @@ def format_count(count: int) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Return seconds as s, ms or us, three digits; what is less than a nanosecond is rounding, and 0."""
+    """Return seconds in s, ms or us with three digits; less than a nanosecond is a rounding error and gives ``0 s``."""
     if abs(seconds) < _LEAST_SECONDS:
         return "0 s"
     for size, unit in ((1.0, "s"), (1e-3, "ms")):

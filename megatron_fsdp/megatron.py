@@ -1,4 +1,4 @@
-"""What Megatron's users call: Megatron-FSDP's functions, megatron-core's classes, and its training script's launcher.
+"""The interface for Megatron: Megatron-FSDP's functions, megatron-core's classes, and a launcher for its scripts.
 
 ``python -m megatron_fsdp.megatron pretrain_gpt.py ...`` runs a script of a Megatron-LM checkout (docs/megatron.md).
 """

@@ -24,21 +24,21 @@ Initializer = Callable[[nn.Module], object]
 def materialize(model: nn.Module, init_fn: Initializer | None = None) -> None:
     """Allocate and initialise everything in ``model`` that is on the meta device.
 
-    Each rank allocates its shards only, and initialisers draw one tensor at a time, so no unit is ever whole. The
-    values are those that the same initialisers give the unsharded model on one process with the random state of the
-    mesh's first rank: they do not depend on the number of ranks or the strategy.
+    Each rank allocates only its shards, and initialisers draw one tensor at a time, so no unit is ever gathered. The
+    values equal those of the unsharded model, initialised in one process with the random state of the mesh's first
+    rank. They do not depend on the number of ranks or on the strategy.
 
-    Modules are initialised in the order in which constructors would: children first, in order of registration.
-    Parameters get new objects; build the optimizer afterwards.
+    Modules are initialised in the order of their constructors: children first, in order of registration. Parameters
+    become new objects, so create the optimizer afterwards.
 
     Args:
-        model: sharded; every rank calls this.
-        init_fn: called with each module that holds meta parameters or buffers of its own. None: its
-            ``reset_parameters`` (or ``_reset_parameters``), which also has to fill its buffers.
+        model: a sharded model. Every rank calls this function.
+        init_fn: called with each module that directly holds meta parameters or buffers. None: call the module's
+            ``reset_parameters`` (or ``_reset_parameters``), which must fill its buffers too.
     Raises:
         StateError: no module of ``model`` is sharded.
-        ConfigError: a module that holds meta tensors has no ``reset_parameters`` and there is no ``init_fn``; nothing
-            was allocated then.
+        ConfigError: ``init_fn`` is None and a module that holds meta tensors has no ``reset_parameters``. Nothing was
+            allocated.
 
     Example:
         with torch.device("meta"):
@@ -47,7 +47,7 @@ def materialize(model: nn.Module, init_fn: Initializer | None = None) -> None:
     """
     units = list(units_below(model))
     if not units:
-        raise StateError(f"{type(model).__name__} holds no sharded module; call fully_shard on it first")
+        raise StateError(f"{type(model).__name__} holds no sharded module. fix: call fully_shard on it first")
     names = {id(module): name for name, module in model.named_modules()}
     children_first: dict[int, nn.Module] = {}
 
@@ -75,9 +75,9 @@ def materialize(model: nn.Module, init_fn: Initializer | None = None) -> None:
 
 @contextmanager
 def in_full_precision(groups: Iterable[ParameterGroup]) -> Iterator[None]:
-    """Show FP32 parameters in place of split ones inside the block, and take over what was written to them.
+    """Replace split parameters by FP32 ones inside the block; store their values when the block ends.
 
-    They take another 4 bytes per element for as long as that is.
+    The FP32 parameters need 4 more bytes per element inside the block.
     """
     copies = [(group, group.weights.values()) for group in groups if group.weights.remainder is not None]
     with ExitStack() as stack:
@@ -100,8 +100,8 @@ def _initializer(name: str, module: nn.Module, init_fn: Initializer | None) -> C
     if own is None:
         held = [key for key, value in _held(module).items() if value is not None]
         raise ConfigError(
-            f"module {name!r} ({type(module).__name__}) holds {held} on the meta device and has no reset_parameters(); "
-            "give it one, or pass init_fn, which is called with each such module"
+            f"module {name!r} ({type(module).__name__}) holds {held} on the meta device and has no reset_parameters(). "
+            "fix: define one, or materialize(model, init_fn=...), a function of such a module"
         )
     return own
 
@@ -119,7 +119,7 @@ def _allocate_rest(module: nn.Module, device: torch.device) -> None:
 
 @contextmanager
 def _random_state_of_first_rank(units: list[Unit], device: torch.device) -> Iterator[None]:
-    """Run the block on every rank with the random state of the first one; the others get their own back."""
+    """Use the first rank's random state on every rank inside the block; then restore that of each other rank."""
     axes = {id(axis.gather_group): axis for unit in units for group in unit.groups for axis in group.main_weight.axes}
     states: list[tuple[torch.Tensor, Callable[[torch.Tensor], None]]] = [(torch.get_rng_state(), torch.set_rng_state)]
     if device.type == "cuda":

@@ -1,4 +1,4 @@
-"""What belongs to ``megatron_fsdp.Muon``: its parameter groups, views of parameters as matrices, and plan."""
+"""Helpers for ``megatron_fsdp.Muon``: parameter groups, views of parameters as matrices, and the ownership plan."""
 
 from megatron_fsdp.optim.matrix_views import MatrixView
 from megatron_fsdp.optim.muon import explain_ownership

@@ -147,7 +147,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> None:
-    """Train on all ranks of torchrun: on GPUs where there are some, else on CPU."""
+    """Train on all ranks of torchrun, on GPUs if the machine has some, otherwise on the CPU."""
     args = parse()
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

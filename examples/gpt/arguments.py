@@ -44,7 +44,7 @@ def parse_arguments(arguments: Sequence[str], *, num_ranks: int) -> argparse.Nam
     if args.train_iters is None and args.train_samples is None:
         missing.append("--train-iters")
     if missing:
-        raise ConfigError(f"required flags are missing: {', '.join(missing)}; --help explains them")
+        raise ConfigError(f"required flags are missing: {', '.join(missing)}. fix: give them; --help explains them")
     _check_units_of_time(args)
     _fill_defaults(args, num_ranks)
     spelled = {name: f"{_flag(name)} {value}" for name, value in vars(args).items()}
@@ -62,11 +62,15 @@ def parse_arguments(arguments: Sequence[str], *, num_ranks: int) -> argparse.Nam
 
 
 def check_load(args: argparse.Namespace, folder: Path, found: str) -> None:
-    """Refuse, with what was ``found``, to start anew where ``--load`` says to go on, unless ``--save`` is the same."""
+    """Raise ConfigError if ``--load`` has no checkpoint; ``found`` describes the folder.
+
+    If ``--load`` and ``--save`` name the same folder, the run starts from the beginning instead.
+    """
     if args.save is None or folder.resolve() != args.save.resolve():
         raise ConfigError(
-            f"--load {folder}: {found}; wanted the --save folder of an earlier run. Leave --load out to start from new "
-            "weights; a job that is to do either, its first time and later, gives --save and --load the same folder"
+            f"--load {folder}: {found}. fix: give the --save folder of an earlier run, or leave --load out to start "
+            "from new weights; if --save and --load name the same folder, the first start is from new weights and "
+            "later starts resume"
         )
 
 
@@ -77,28 +81,28 @@ def flags_without_engine(args: argparse.Namespace) -> list[str]:
 
 
 def _check_units_of_time(args: argparse.Namespace) -> None:
-    """Refuse two lengths of the run or of its warm-up, and iterations beside samples, as Megatron does."""
+    """Raise ConfigError for two lengths of the run or its warm-up, or for iterations mixed with samples."""
     if args.train_iters is not None and args.train_samples is not None:
         raise ConfigError(
-            f"--train-iters {args.train_iters} contradicts --train-samples {args.train_samples}; give one of them"
+            f"--train-iters {args.train_iters} contradicts --train-samples {args.train_samples}. fix: give one of them"
         )
     given = [name for name in ("iters", "samples") if getattr(args, f"lr_warmup_{name}")]
     if args.lr_warmup_fraction is not None and given:
         raise ConfigError(
             f"--lr-warmup-fraction {args.lr_warmup_fraction} contradicts --lr-warmup-{given[0]} "
-            f"{getattr(args, f'lr_warmup_{given[0]}')}; give one of them"
+            f"{getattr(args, f'lr_warmup_{given[0]}')}. fix: give one of them"
         )
     right, wrong = ("iters", "samples") if args.train_samples is None else ("samples", "iters")
     for name in ("lr_warmup", "lr_decay"):
         if value := getattr(args, f"{name}_{wrong}"):
             raise ConfigError(
-                f"{_flag(name)}-{wrong} {value} contradicts --train-{right}: the schedule counts what the run counts; "
+                f"{_flag(name)}-{wrong} {value} contradicts --train-{right}: the schedule counts what the run counts. "
                 f"fix: give {_flag(name)}-{right}"
             )
 
 
 def _fill_defaults(args: argparse.Namespace, num_ranks: int) -> None:
-    """Set what follows from what was given, and what refusals speak of."""
+    """Set the values that follow from the given flags, and those that error messages name."""
     size, multiple = build_tokenizer(args.tokenizer_model).vocabulary_size, args.make_vocab_size_divisible_by
     args.padded_vocab_size = -(-size // multiple) * multiple
     args.num_ranks, args.data_parallel_size = num_ranks, num_ranks // args.tensor_model_parallel_size
@@ -309,7 +313,7 @@ _FLAGS: dict[str, tuple[_Row, ...]] = {
     ),
 }
 
-# What is refused, in this order, and what is said of it: {lr} is the flag with its value, {found.lr} the value alone.
+# Checks in this order, with their error messages: {lr} is the flag with its value, {found.lr} the value alone.
 _REFUSALS: tuple[tuple[Callable[[argparse.Namespace], Any], str], ...] = (
     (lambda a: a.num_ranks % a.tensor_model_parallel_size,
      "{tensor_model_parallel_size} does not divide {found.num_ranks}, the number of ranks"),
@@ -323,17 +327,17 @@ _REFUSALS: tuple[tuple[Callable[[argparse.Namespace], Any], str], ...] = (
      "{expert_model_parallel_size} does not divide {num_experts}; every rank has as many experts"),
     (lambda a: _is_cut(a) and a.optimizer in ("muon", "dist_muon"),
      "{tensor_model_parallel_size} with {expert_model_parallel_size} contradicts {optimizer}, which needs whole "
-     "matrices on the data-parallel ranks; use --optimizer adam"),
+     "matrices on the data-parallel ranks. fix: use --optimizer adam"),
     (lambda a: _is_cut(a) and a.adam_moments == "int8",
      "{tensor_model_parallel_size} with {expert_model_parallel_size} contradicts {adam_moments}, whose blocks of 256 "
-     "elements would depend on it; leave one out"),
+     "elements would depend on it. fix: leave one out"),
     (lambda a: a.key_heads % a.tensor_model_parallel_size,
      "{tensor_model_parallel_size} does not divide the {found.key_heads} heads of keys and values"),
     (lambda a: a.ffn_hidden_size % a.tensor_model_parallel_size,
      "{tensor_model_parallel_size} does not divide the {found.ffn_hidden_size} columns of --ffn-hidden-size"),
     (lambda a: a.tensor_model_parallel_size > 1 and a.swiglu,
      "{tensor_model_parallel_size} contradicts --swiglu: PyTorch's ColwiseParallel would give one rank all gates and "
-     "another all values; leave one out"),
+     "another all values. fix: leave one out"),
     (lambda a: a.hidden_size % a.num_attention_heads,
      "{hidden_size} is not divisible by {num_attention_heads}; every head must have the same width"),
     (lambda a: a.seq_length > a.max_position_embeddings,
@@ -343,10 +347,11 @@ _REFUSALS: tuple[tuple[Callable[[argparse.Namespace], Any], str], ...] = (
     (lambda a: a.num_attention_heads % a.key_heads,
      "{num_attention_heads} is not divisible by {num_query_groups}; every group must have as many query heads"),
     (lambda a: a.num_query_groups != 1 and not a.group_query_attention,
-     "{num_query_groups} needs --group-query-attention; give both"),
-    (lambda a: a.moe_aux_loss_coeff and a.num_experts is None, "{moe_aux_loss_coeff} needs --num-experts; give both"),
+     "{num_query_groups} needs --group-query-attention. fix: give both"),
+    (lambda a: a.moe_aux_loss_coeff and a.num_experts is None,
+     "{moe_aux_loss_coeff} needs --num-experts. fix: give both"),
     (lambda a: a.num_experts is not None and a.moe_router_topk > a.num_experts,
-     "{moe_router_topk} exceeds {num_experts}; lower the first"),
+     "{moe_router_topk} exceeds {num_experts}. fix: lower the first"),
     (lambda a: a.num_experts is not None and a.moe_router_topk == 1 and not a.moe_router_pre_softmax,
      "{moe_router_topk} needs --moe-router-pre-softmax: the softmax over one chosen expert is always 1, and the router "
      "would learn nothing"),
@@ -354,42 +359,42 @@ _REFUSALS: tuple[tuple[Callable[[argparse.Namespace], Any], str], ...] = (
      "--check-gradient-scale needs --use-megatron-fsdp without --fake-process-group: it measures what ranks reduce"),
     (lambda a: a.check_gradient_scale and a.fsdp_invariant_reduction,
      "--check-gradient-scale contradicts --fsdp-invariant-reduction: it measures one microbatch, and gradients are "
-     "divided by the number of those of a step; measure without the second"),
+     "divided by the number of those of a step. fix: measure without the second"),
     (lambda a: a.check_gradient_scale and (a.hidden_dropout or a.attention_dropout),
      "--check-gradient-scale contradicts {hidden_dropout} and {attention_dropout}: it compares backwards of one "
-     "microbatch, whose dropped elements differ; measure without dropout"),
+     "microbatch, whose dropped elements differ. fix: measure without dropout"),
     (lambda a: a.attention_dropout and a.tensor_model_parallel_size > 1,
      "{attention_dropout} contradicts {tensor_model_parallel_size}: these ranks drop the same elements, of different "
-     "heads; use --hidden-dropout alone"),
+     "heads. fix: use --hidden-dropout alone"),
     (lambda a: a.train_iters < 1,
-     "{train_samples} is less than {global_batch_size}: not one step; raise the first"),
+     "{train_samples} is less than {global_batch_size}: not one step. fix: raise the first"),
     (lambda a: a.mock_data and a.data_path,
-     "--mock-data contradicts --data-path; give one of them"),
+     "--mock-data contradicts --data-path. fix: give one of them"),
     (lambda a: a.finetune and a.load is None,
-     "--finetune needs --load: name the --save folder of the run whose weights it takes"),
+     "--finetune needs --load. fix: name the --save folder of the run whose weights it takes"),
     (lambda a: a.finetune and a.save is not None and a.save.resolve() == a.load.resolve(),
      "--finetune contradicts {save} and {load}, the same folder: it would write iteration 1 beside the old ones; name "
      "another --save"),
-    (lambda a: a.no_save_optim and a.save is None, "--no-save-optim needs --save: name the folder"),
-    (lambda a: a.no_load_optim and a.load is None, "--no-load-optim needs --load: name the folder"),
+    (lambda a: a.no_save_optim and a.save is None, "--no-save-optim needs --save. fix: name the folder"),
+    (lambda a: a.no_load_optim and a.load is None, "--no-load-optim needs --load. fix: name the folder"),
     (lambda a: a.wandb_project is None and (a.wandb_exp_name or a.wandb_save_dir),
      "{wandb_exp_name} and {wandb_save_dir} need --wandb-project"),
     (lambda a: a.log_checksum_per_unit and a.log_checksum is None,
-     "--log-checksum-per-unit needs --log-checksum N: how often"),
+     "--log-checksum-per-unit needs --log-checksum N. fix: give both"),
     (lambda a: a.log_checksum and a.use_torch_fsdp2,
      "--log-checksum contradicts --use-torch-fsdp2: where elements lie in whole weights is not known there"),
     (lambda a: a.log_checksum and _is_cut(a),
      "--log-checksum contradicts {tensor_model_parallel_size} with {expert_model_parallel_size}: where elements lie in "
      "whole weights is not known there"),
     (lambda a: a.skip_nonfinite_steps and not a.check_for_nan_in_loss_and_grad,
-     "--skip-nonfinite-steps contradicts --no-check-for-nan-in-loss-and-grad; give one of them"),
+     "--skip-nonfinite-steps contradicts --no-check-for-nan-in-loss-and-grad. fix: give one of them"),
     (lambda a: a.global_batch_size % (a.micro_batch_size * a.data_parallel_size),
      "{global_batch_size} is not divisible by {micro_batch_size} x {found.data_parallel_size} data-parallel ranks"),
-    (lambda a: a.fp16, "--fp16 needs loss scaling, which is not here yet; use --bf16 or neither (fp32)"),
+    (lambda a: a.fp16, "--fp16 needs loss scaling, which is not here yet. fix: use --bf16 or neither (fp32)"),
     (lambda a: a.save is None and (a.save_interval or a.keep_last),
-     "{save_interval} and {keep_last} need --save: name the folder"),
+     "{save_interval} and {keep_last} need --save. fix: name the folder"),
     (lambda a: a.optimizer not in ("adam", "sgd", "muon", "dist_muon"),
-     "{optimizer} is not here yet; wanted adam, sgd or muon"),
+     "{optimizer} is not supported. fix: --optimizer adam, sgd or muon"),
     (lambda a: a.adam_moments != "fp32" and a.optimizer != "adam", "{adam_moments} contradicts {optimizer}"),
     (lambda a: a.fsdp_invariant_reduction and not a.use_megatron_fsdp,
      "--fsdp-invariant-reduction needs --use-megatron-fsdp, which keeps the order of sums"),

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: where they lie, what is in them, and going on from one."""
+"""Save, find and load the checkpoints of a run."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def checkpoints_in(root: Path) -> CheckpointSeries:
 
 
 def what_to_save(job: Job, state: TrainingState) -> dict[str, Any]:
-    """Return what goes into a checkpoint beside weights and optimizer: plain numbers and strings only."""
+    """Return the other entries of a checkpoint, besides weights and optimizer: plain numbers and strings only."""
     model = dataclasses.asdict(job.config)
     return {"training": dataclasses.asdict(state), "model": model, "data": data_flags(job)}
 
@@ -57,10 +57,13 @@ def data_flags(job: Job) -> dict[str, Any]:
 
 
 def resume(job: Job) -> TrainingState:
-    """Load the newest whole checkpoint of the run and return where it stands, or a new run's state if there is none.
+    """Load the run's newest complete checkpoint and return its progress; without one, return a new run's progress.
 
-    It is looked for in ``--load``, or in ``--save`` after a restart by torchrun. A ConfigError says that there is none
-    where ``--load`` alone says to go on, or names the flags with which its model was built otherwise.
+    Reads from ``--load``, or from ``--save`` after a restart by torchrun.
+
+    Raises:
+        ConfigError: only ``--load`` is given and has no checkpoint, or the checkpoint's model was built with other
+            flags.
     """
     is_restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     args = job.args
@@ -86,8 +89,8 @@ def _resume_from(job: Job, root: Path, *, weights_only: bool) -> TrainingState:
     if loaded is None:
         if (step := checkpoints.latest()) is not None:  # starting anew would hide the loss
             raise ConfigError(
-                f"{root / checkpoints.pointer} names iteration {step}, but there is no whole checkpoint in {root}; "
-                f"bring {checkpoints.path(step).name} back, or delete the file to start anew"
+                f"{root / checkpoints.pointer} names iteration {step}, but there is no whole checkpoint in {root}. "
+                f"fix: restore {checkpoints.path(step).name}, or delete the file to start from new weights"
             )
         check_load(job.args, root, "there is no checkpoint in it")
         job.log.message(f"no checkpoint in {root}: starting from new weights")
@@ -95,10 +98,10 @@ def _resume_from(job: Job, root: Path, *, weights_only: bool) -> TrainingState:
     for message in loaded.damaged:
         job.log.message(f"passed over a checkpoint: {message}")
     if differing := model_differences(loaded.extra, job.config):
-        # What weights of equal shape cannot show, such as another number of attention heads.
+        # Weights of equal shape do not show all differences, such as another number of attention heads.
         raise ConfigError(
-            f"{loaded.path} holds another model: {'; '.join(differing)}. Use its flags, or another --load; "
-            "--no-strict-fsdp-dtensor-load takes the weights that both have"
+            f"{loaded.path} holds another model: {'; '.join(differing)}. fix: use its flags or another --load; "
+            "--no-strict-fsdp-dtensor-load loads the weights that both have"
         )
     state = TrainingState(**loaded.extra["training"])
     done = f"{state.iteration} iterations, {state.consumed_samples} samples consumed"
@@ -109,7 +112,10 @@ def _resume_from(job: Job, root: Path, *, weights_only: bool) -> TrainingState:
 
 
 def resume_partly(job: Job, checkpoints: CheckpointSeries) -> TrainingState | None:
-    """Load what the newest checkpoint has of this model, None where it is of this very model or there is none."""
+    """Load the weights that the newest checkpoint shares with this model.
+
+    Returns None if the checkpoint is of exactly this model, or if there is no checkpoint.
+    """
     ranks = checkpoint_ranks("loads a checkpoint")
     steps = ranks.agree(f"looking for checkpoints in {checkpoints.root}", lambda: None, lambda _: checkpoints.steps())
     if not steps:
@@ -128,11 +134,11 @@ def resume_partly(job: Job, checkpoints: CheckpointSeries) -> TrainingState | No
 
 
 def model_differences(extra: dict[str, Any], config: GptConfig) -> list[str]:
-    """Return, in words, the flags with which a checkpoint's model was built otherwise than ``config``."""
+    """Return a text with the flags whose values differ between a checkpoint's model and ``config``."""
     shape = dataclasses.asdict(config)
     for name in ("init_method_std", "moe_aux_loss_coeff", "hidden_dropout", "attention_dropout"):
         del shape[name]  # they change training, not the model
-    # What did not exist when the checkpoint was saved was as its default is.
+    # A flag that did not exist when the checkpoint was saved had its default value.
     defaults = {field.name: field.default for field in dataclasses.fields(GptConfig)}
     return differences(defaults | extra["model"], shape)
 
@@ -164,7 +170,7 @@ def next_steps(args: argparse.Namespace, arguments: Sequence[str], num_ranks: in
     ]
     if args.no_save_optim and "--no-load-optim" not in taken:
         taken.append("--no-load-optim")
-    # Of flags that are given twice, argparse takes the last; those that this command has added before go.
+    # argparse takes the last of two equal flags, so drop the flags that an earlier restart has added.
     words = taken[:-4] if taken[-4:-1:2] == ["--load", length] else taken
     words = [sys.argv[0], *words, "--load", str(folder), length, str(more)]
     generator = shlex.quote(str(Path(sys.argv[0]).with_name("generate_gpt.py")))

@@ -32,7 +32,7 @@ class DataError(ValueError):
 
 
 class SamplesAhead:
-    """Samples of which ``--num-workers`` threads read those that are named beforehand; without threads none are."""
+    """Samples that ``--num-workers`` threads read ahead; without threads, samples are read on request."""
 
     def __init__(self, samples: Samples, num_workers: int) -> None:
         self._samples = samples
@@ -40,22 +40,23 @@ class SamplesAhead:
         self._read: dict[range, Future[Tensor]] = {}
 
     def __call__(self, numbers: range, device: torch.device) -> Tensor:
-        """Return samples as ``Samples`` do; what a thread failed with is raised here."""
+        """Return samples, like ``Samples``; raise the error of a thread that failed."""
         read = self._read.pop(numbers, None)
         return self._samples(numbers, device) if read is None else read.result().to(device)
 
     def prepare(self, microbatches: Iterable[range]) -> None:
-        """Have threads read these; what was named before and not asked for is dropped."""
+        """Let threads read these samples; drop samples that were read ahead and not requested."""
         if self._workers is not None:
             self._read = {numbers: self._workers.submit(self._samples, numbers, _CPU) for numbers in microbatches}
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingData:
-    """Samples to train and to validate on, tokens to train on, and what decides which text a sample number stands for.
+    """Training and validation samples, the number of training tokens, and the flags that decide the samples' order.
 
     Attributes:
-        source: what was read, in words. flags: by name without dashes.
+        source: a description of the data, for the log.
+        flags: values of flags, by name without dashes.
     """
 
     train: SamplesAhead
@@ -69,7 +70,7 @@ class TrainingData:
 class Sampler:
     """Draws samples of one text: sample ``n`` is a pure function of (seed, stream, n).
 
-    So training is the same for any number of ranks, and resumes exactly from the number of consumed samples.
+    Training is therefore the same for any number of ranks, and resumes exactly from the number of consumed samples.
     """
 
     text: _Bytes
@@ -94,16 +95,19 @@ class Sampler:
 
 
 def load_text(args: argparse.Namespace) -> TrainingData:
-    """Read the bytes of a text, and hold its last twentieth out; the same files give the same bytes on every machine.
+    """Read the bytes of a text; the last twentieth is for validation. Equal files give equal bytes on every machine.
 
-    ``--data-path`` is a file (memory-mapped), or a folder (its text files in sorted order, up to 256 MiB; hidden files,
-    caches, tests, installed packages and binary files are left out); without it, the Python standard library's sources.
-    What cannot be read, is too short or has flags that are not for text raises a DataError.
+    ``--data-path`` names a file, which is memory-mapped, or a folder. Of a folder, text files are read in sorted order,
+    up to 256 MiB, without hidden files, caches, tests, installed packages and binary files. Without ``--data-path`` the
+    text is the source code of Python's standard library.
+
+    Raises:
+        DataError: a file cannot be read, the text is too short, or a flag does not apply to text.
     """
     if args.tokenizer_model is not None or args.split is not None:
         raise DataError(
-            "--data-path with text: it is read as bytes, and its last twentieth is held out; leave --tokenizer-model "
-            "and --split away, or name the prefix of an indexed data set"
+            "--data-path with text: it is read as bytes, and its last twentieth is for validation. fix: leave out "
+            "--tokenizer-model and --split, or name the prefix of an indexed data set"
         )
     path = Path(args.data_path[0] if args.data_path else sysconfig.get_paths()["stdlib"])
     try:
@@ -114,8 +118,8 @@ def load_text(args: argparse.Namespace) -> TrainingData:
     if len(text) - num_train < args.seq_length + 1:
         raise DataError(
             f"--data-path: {source} holds {len(text)} bytes of text; --seq-length {args.seq_length} needs "
-            f"{int((args.seq_length + 1) / HELD_OUT_SHARE) + 1} or more, so that the {HELD_OUT_SHARE:.0%} held out for "
-            "validation are one sample"
+            f"{int((args.seq_length + 1) / HELD_OUT_SHARE) + 1} or more, so that the {HELD_OUT_SHARE:.0%} for "
+            "validation have one sample. fix: give a longer text or a smaller --seq-length"
         )
     train = Sampler(text[:num_train], args.seq_length, args.seed, TRAIN_STREAM)
     valid = Sampler(text[num_train:], args.seq_length, args.seed, VALID_STREAM)
@@ -175,14 +179,14 @@ def build_tokenizer(file: Path | None) -> Tokenizer:
     try:
         model: Any = importlib.import_module("tokenizers").Tokenizer.from_file(str(file))
     except ImportError as error:
-        raise ConfigError("--tokenizer-model needs the package tokenizers; pip install tokenizers") from error
+        raise ConfigError("--tokenizer-model needs the package tokenizers. fix: pip install tokenizers") from error
     except Exception as error:  # the package raises bare Exception
         raise ConfigError(f"--tokenizer-model: {file} is no tokenizer of the tokenizers package: {error}") from error
     ends = [token for name in ("<|endoftext|>", "</s>") if (token := model.token_to_id(name)) is not None]
     return Tokenizer(
         model.get_vocab_size(),
         ends[0] if ends else None,
-        # Without the special tokens that some add around a text; those that the model draws are shown.
+        # No special tokens around the prompt; special tokens that the model generates are shown.
         lambda text: model.encode(text, add_special_tokens=False).ids,
         lambda tokens: model.decode(tokens, skip_special_tokens=False),
     )

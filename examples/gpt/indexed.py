@@ -34,7 +34,7 @@ def load_data(args: argparse.Namespace) -> TrainingData:
             return load_indexed(words, source, args)
     except ImportError as error:
         raise DataError(
-            f"--data-path: indexed data sets are read by megatron-core, which cannot be imported ({error}); "
+            f"--data-path: indexed data sets are read by megatron-core, which cannot be imported ({error}). fix: "
             "pip install 'megatron-fsdp-dbuffer[integrations]', or give a text file or folder"
         ) from error
     except DataError:
@@ -59,7 +59,7 @@ def load_indexed(words: list[str], source: str, args: argparse.Namespace) -> Tra
         sequence_length=args.seq_length,
         blend=(prefixes, weights),
         split=split,
-        # It says which tokens are padding (none: -1) and end documents, for masks that are not asked for here.
+        # GPTDataset reads the ids of padding (none: -1) and of document ends from it, for masks that are not used here.
         tokenizer=SimpleNamespace(vocab_size=None, pad=-1, eod=-2, unique_identifiers={}),
         reset_position_ids=False,
         reset_attention_mask=False,
@@ -74,7 +74,7 @@ def load_indexed(words: list[str], source: str, args: argparse.Namespace) -> Tra
         config.blend = (prefixes, [float(count) for count in counts])
     built = builder.BlendedMegatronDatasetBuilder(gpt.GPTDataset, sizes, lambda: True, config).build()
     train, valid, _ = (functools.partial(_batch, dataset, args.padded_vocab_size) for dataset in built)
-    # Megatron shuffles what a run of this length takes, so another length is another order.
+    # Megatron shuffles the samples of a run of this length, so the order depends on the length.
     flags = {"split": args.split, "train_samples": sizes[0]}
     return TrainingData(SamplesAhead(train, args.num_workers), valid, sum(counts), source, flags)
 
@@ -85,7 +85,7 @@ def _batch(dataset: Any, vocabulary_size: int, numbers: range, device: torch.dev
     rows = torch.stack([torch.cat([sample["tokens"], sample["labels"][-1:]]) for sample in samples])
     if rows.max() >= vocabulary_size:
         raise DataError(
-            f"--data-path: found token {int(rows.max())}, the vocabulary has {vocabulary_size}; give the "
+            f"--data-path: found token {int(rows.max())}, but the vocabulary has {vocabulary_size}. fix: give the "
             "--tokenizer-model with which the data was written"
         )
     return rows.to(device)
@@ -97,7 +97,7 @@ def _num_train_tokens(prefix: str, config: Any, args: argparse.Namespace) -> int
     megatron-core would count epochs of an empty part for ever.
     """
     dataset = importlib.import_module("megatron.core.datasets.indexed_dataset").IndexedDataset(prefix)
-    lengths = dataset.sequence_lengths.copy()  # what it returns is unmapped together with it
+    lengths = dataset.sequence_lengths.copy()  # the array is unmapped when the dataset is deleted
     assert Path(f"{prefix}.bin").stat().st_size == int(lengths.sum()) * dataset.index.dtype_size, "it is cut off"
     counts = []
     for part, bounds in zip(("training", "validation"), config.split_matrix, strict=False):
@@ -107,7 +107,7 @@ def _num_train_tokens(prefix: str, config: Any, args: argparse.Namespace) -> int
         if (part == "training" or args.eval_iters > 0) and counts[-1] <= args.seq_length:
             raise DataError(
                 f"--data-path: the {part} part of {prefix} has {counts[-1]} tokens (--split {config.split} of "
-                f"{len(lengths)} documents); --seq-length {args.seq_length} needs {args.seq_length + 1}. Give more "
-                "documents, another --split, or --eval-iters 0 to go without validation"
+                f"{len(lengths)} documents); --seq-length {args.seq_length} needs {args.seq_length + 1}. fix: more "
+                "documents, another --split, or --eval-iters 0 to train without validation"
             )
     return counts[0]

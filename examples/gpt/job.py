@@ -1,4 +1,4 @@
-"""What a run works with: built once, before the first step."""
+"""Build the objects of a run before the first step: model, optimizer, data and log."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ DEFAULT_FOLDER = Path("runs/gpt")
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What stays the same from the first step to the last."""
+    """The objects of a run; they do not change between steps."""
 
     args: argparse.Namespace
     ranks: Ranks
@@ -69,7 +69,7 @@ def started(args: argparse.Namespace, ranks: Ranks) -> Iterator[Job]:
 
 
 def build_job(args: argparse.Namespace, ranks: Ranks, device: torch.device, data: TrainingData, log: TrainLog) -> Job:
-    """Build model and optimizer; the process group is there."""
+    """Build model and optimizer. The process group must be initialised."""
     config, tokenizer = GptConfig.from_args(args), build_tokenizer(args.tokenizer_model)
     model = build_model(config, args, device)
     optimizer = build_optimizer(model, args)
@@ -81,7 +81,7 @@ def build_job(args: argparse.Namespace, ranks: Ranks, device: torch.device, data
 
 
 def describe(job: Job) -> None:
-    """Print what is about to be trained, on what, and how it is sharded."""
+    """Print the model, the data, the device and the sharding."""
     args, log = job.args, job.log
     num_parameters = sum(parameter.numel() for parameter in job.model.parameters())
     log.message(
@@ -104,10 +104,10 @@ def describe(job: Job) -> None:
 
 @contextlib.contextmanager
 def profiled(job: Job, iteration: int) -> Iterator[Callable[[], None]]:
-    """Profile a run that goes on after ``iteration``; yields what is to be called after each step.
+    """Profile a run that resumes after ``iteration``; yield a function to call after each step.
 
-    It records the steps from ``--profile-step-start`` to before ``--profile-step-end`` on the main rank, into
-    ``trace_rank0_steps10-11.json``; of a sharded model it logs the share of exposed communication.
+    Records the steps from ``--profile-step-start`` to ``--profile-step-end`` (exclusive) on the main rank, in a file
+    such as ``trace_rank0_steps10-11.json``. If the model is sharded, logs the share of exposed communication.
     """
     args, wait = job.args, job.args.profile_step_start - 1 - iteration
     if not (args.profile and job.ranks.is_main and wait >= 0):

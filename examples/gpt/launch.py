@@ -28,7 +28,7 @@ _NAMES = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """This process among the others; a plain ``python`` start is one rank of one."""
+    """Rank and world size of this process; a plain ``python`` start is rank 0 of 1."""
 
     rank: int
     local_rank: int
@@ -42,12 +42,16 @@ class Ranks:
 
     @property
     def is_main(self) -> bool:
-        """Whether this rank prints and writes files."""
+        """Return whether this rank prints and writes files."""
         return self.rank == 0
 
 
 def select_device(backend: str | None, ranks: Ranks) -> torch.device:
-    """Return this rank's GPU for nccl, or raise a ConfigError; the CPU for gloo; what is there for None."""
+    """Return this rank's device: a GPU for nccl, the CPU for gloo, and for None a GPU if the machine has one.
+
+    Raises:
+        ConfigError: the backend is nccl and this rank has no GPU.
+    """
     num_gpus = torch.cuda.device_count()
     if backend == "gloo" or (backend is None and num_gpus == 0):
         return torch.device("cpu")
@@ -62,7 +66,7 @@ def select_device(backend: str | None, ranks: Ranks) -> torch.device:
 def start_process_group(args: argparse.Namespace, ranks: Ranks, device: torch.device) -> None:
     """Join the other ranks: NCCL on GPUs, gloo on CPUs and for offloaded parameters.
 
-    With ``--fake-process-group`` there are none.
+    With ``--fake-process-group`` this process is alone.
     """
     is_cuda = device.type == "cuda"
     if is_cuda:
@@ -74,7 +78,7 @@ def start_process_group(args: argparse.Namespace, ranks: Ranks, device: torch.de
     timeout = datetime.timedelta(minutes=args.distributed_timeout_minutes)
     options: dict[str, Any] = {"rank": ranks.rank, "world_size": ranks.size}
     if "RANK" in os.environ:
-        # torchrun keeps its store when it restarts the ranks, with the addresses of those that died still in it.
+        # When torchrun restarts the ranks, its store still has the addresses of the dead ones: use another prefix.
         attempt = f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')} on {ranks.size} ranks"
         options["store"] = PrefixStore(attempt, next(rendezvous("env://", timeout=timeout))[0])
     else:
@@ -85,12 +89,12 @@ def start_process_group(args: argparse.Namespace, ranks: Ranks, device: torch.de
 
 
 def report_error(error: Exception, ranks: Ranks) -> int:
-    """Say the error once for all ranks, and return the exit status.
+    """Print the error once for all ranks, and return the exit status.
 
-    Most errors hit every rank alike, and torchrun ends all ranks as soon as one has ended. So the others wait: rank 0's
-    message is never cut off, and an error that only they have is still said.
+    Most errors occur on every rank, and torchrun stops all ranks as soon as one has ended. The other ranks therefore
+    wait until rank 0 has printed its message, and print errors that rank 0 does not have.
     """
-    # Where ranks disagree, all of them have said so already.
+    # In an AgreementError or MeshError each rank has the same message.
     if not ranks.is_main and not isinstance(error, AgreementError):
         time.sleep(_GRACE_SECONDS)
     where = "" if ranks.is_main else f" (rank {ranks.rank})"
@@ -101,16 +105,16 @@ def report_error(error: Exception, ranks: Ranks) -> int:
 
 
 class StopSignal:
-    """Notes SIGTERM and SIGINT (Ctrl-C) while its context is open; a second one of a kind does what it does without.
+    """Context that records SIGTERM and SIGINT (Ctrl-C); a second signal of the same kind has its usual effect.
 
-    torchrun sends SIGTERM to all ranks when it is stopped, and to the others when one has failed; cluster schedulers
-    send it before they take a machine away. Ctrl-C reaches torchrun alone, which sends it on.
+    torchrun sends SIGTERM to all ranks when it is stopped, and to the other ranks when one has failed. Cluster
+    schedulers send it before they take a machine away. Ctrl-C reaches only torchrun, which forwards it.
     """
 
     def __init__(self) -> None:
         self._received = 0
         self._previous: dict[int, Any] = {}
-        # A flag on the host must not wait for the GPU, so it has a gloo group of its own.
+        # The flag is a CPU tensor with its own gloo group, so that it does not wait for the GPU.
         has_others = dist.is_initialized() and dist.get_world_size() > 1 and dist.get_backend() != "fake"
         self._group = dist.new_group(backend="gloo", group_desc="stop signal") if has_others else None
 
@@ -139,5 +143,5 @@ class StopSignal:
         self._received = number
         signal.signal(number, self._previous[number])
         if number == signal.SIGINT and os.environ.get("RANK", "0") == "0":
-            # Past Python's buffer, which may be in use by what the signal has interrupted.
+            # Write to the file descriptor: the interrupted code may be using Python's buffer.
             os.write(2, b"\nCtrl-C: the step under way is finished first; Ctrl-C again ends the run at once\n")

@@ -30,8 +30,8 @@ class TokenLoss:
 def token_loss(model: nn.Module, text: Tensor, masked_token: int | None = None) -> TokenLoss:
     """Return the loss of one microbatch, (batch, sequence + 1) int64: each token predicts the next.
 
-    The balance of experts adds to the gradient of the mean, not to the value, which stays comparable. What follows
-    ``masked_token`` does not count: after the end of a document nothing can be predicted.
+    The balance loss of experts adds to the gradient only, so that values stay comparable. Tokens after ``masked_token``
+    do not count, because the first token of a document cannot be predicted.
     """
     logits, balance_loss = model(text[:, :-1], with_balance_loss=True)
     # fp32: a sum of exponentials in bf16 loses the digits that the loss curve shows.
@@ -51,8 +51,8 @@ def counting_tokens(text: Tensor, masked_token: int | None) -> Tensor:
 class MeanLoss:
     """The mean loss over microbatches and ranks, or with ``--calculate-per-token-loss`` over all their tokens.
 
-    The two differ where microbatches have different numbers of tokens that count. Microbatch t of rank r of W is number
-    t * W + r, and losses are added up in the order of these numbers, so that no digit depends on W.
+    The two differ if microbatches have different numbers of tokens that count. With W ranks, microbatch t of rank r has
+    number t * W + r. Losses are added in the order of these numbers, so that the sum does not depend on W.
     """
 
     def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
@@ -69,7 +69,7 @@ class MeanLoss:
         return total
 
     def over_ranks(self) -> Tensor:
-        """Return the loss of what was added so far, a 0-d fp32 tensor, without waiting for a GPU; all ranks call it."""
+        """Return the loss of all microbatches so far, 0-d fp32, without waiting for a GPU. All ranks call this."""
         if not self._added:
             return torch.zeros((), device=self._device)
         own = torch.stack(self._added)

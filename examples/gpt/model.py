@@ -1,6 +1,7 @@
-"""A GPT by Megatron's flags: pre-norm blocks with causal attention, and an MLP or a mixture of experts.
+"""A GPT with Megatron's flags: pre-norm blocks with causal attention, and an MLP or a mixture of experts.
 
-Experts of one shape are stacked; each rank may have some of them, to which tokens go and from which they come back.
+The experts' weights are stacked. With expert parallelism each rank has some experts, and tokens are sent to them and
+back.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from gpt.data import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class GptConfig:
-    """What defines the model, by the names of flags; ``vocab_size`` has padding in it, None is without a feature."""
+    """The model's settings, with the names of flags. ``vocab_size`` includes padding; None turns a feature off."""
 
     num_layers: int
     hidden_size: int
@@ -65,7 +66,7 @@ class GptModel(nn.Module):
 
     ``embedding``, every entry of ``blocks`` and ``head`` are natural FSDP units when the embeddings are untied. When
     they are tied, the word embedding is used first and last, so ``embedding`` and ``head`` belong to the root unit.
-    With ``recomputes``, backward computes blocks again instead of keeping what they made.
+    With ``recomputes``, backward computes the activations of blocks again instead of keeping them.
     """
 
     def __init__(self, config: GptConfig, *, recomputes: bool = False) -> None:
@@ -78,7 +79,7 @@ class GptModel(nn.Module):
     def forward(self, tokens: Tensor, *, with_balance_loss: bool = False) -> Tensor | tuple[Tensor, Tensor | None]:
         """Return the logits of the token that follows each position, (batch, sequence, vocabulary), e.g. (4, 128, 256).
 
-        With ``with_balance_loss`` also the blocks' sum of the routers' losses, 0-d fp32; None without experts.
+        If ``with_balance_loss``, returns the sum of the routers' losses too, 0-d fp32; None without experts.
         """
         hidden = self.embedding(tokens)
         balance_losses: list[Tensor] = []
@@ -185,7 +186,7 @@ class SelfAttention(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return (batch, sequence, hidden) for the same."""
-        # Of tensor-parallel ranks each has some of the groups.
+        # Each tensor-parallel rank has some of the groups.
         qkv = self.linear_qkv(hidden).unflatten(-1, (-1, (self.heads_per_group + 2) * self.head_dim)).transpose(1, 2)
         query, key, value = qkv.split([self.heads_per_group * self.head_dim, self.head_dim, self.head_dim], dim=-1)
         if self.heads_per_group > 1:  # each (batch, groups, sequence, its width)
@@ -200,7 +201,7 @@ class SelfAttention(nn.Module):
 
 
 class Head(nn.Module):
-    """Final norm and projection to the vocabulary, with weights of its own only when the embeddings are untied."""
+    """Final norm and projection to the vocabulary; with tied embeddings the projection uses the embedding's weight."""
 
     def __init__(self, config: GptConfig) -> None:
         super().__init__()
@@ -245,7 +246,7 @@ class Mlp(nn.Module):
 
     def __init__(self, config: GptConfig) -> None:
         super().__init__()
-        # With SwiGLU the first half is the gate, as in Megatron.
+        # SwiGLU: the first half is the gate, like in Megatron.
         inner, has_bias = (1 + config.swiglu) * config.ffn_hidden_size, not config.disable_bias_linear
         self.linear_fc1 = nn.Linear(config.hidden_size, inner, bias=has_bias)
         self.linear_fc2 = nn.Linear(config.ffn_hidden_size, config.hidden_size, bias=has_bias)
@@ -258,9 +259,9 @@ class Mlp(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """MLPs of which each token uses the ``--moe-router-topk`` that its router scores highest.
+    """A mixture of experts: each token uses the ``--moe-router-topk`` experts with the highest scores of its router.
 
-    No token is dropped, and every expert gets gradients in every step, zeros where no token chose it.
+    No token is dropped. Every expert gets gradients in every step; they are zeros if no token chose it.
     """
 
     def __init__(self, config: GptConfig) -> None:
@@ -308,7 +309,7 @@ class StackedLinear(nn.Module):
 
 
 class Experts(nn.Module):
-    """MLPs of which each computes the tokens that are sent to it; each rank may have some of them only."""
+    """The MLPs of this rank's experts, with stacked weights; each MLP computes the tokens that are sent to it."""
 
     def __init__(self, config: GptConfig) -> None:
         super().__init__()
@@ -336,11 +337,11 @@ class Experts(nn.Module):
         self._tensor_mesh = mesh["tp"] if "tp" in names else None
 
     def forward(self, tokens: Tensor, counts: Tensor) -> Tensor:
-        """Return outputs for ``tokens``, (rows, hidden), of which the first ``counts[0]`` are of the first expert."""
+        """Return outputs for ``tokens``, (rows, hidden); the first ``counts[0]`` rows belong to the first expert."""
         if self._expert_mesh is None:
             return self._computed(tokens, counts.tolist())
         group, size = self._expert_mesh.get_group(), self._expert_mesh.size()
-        # By the rank that they come from, and its rows for each expert that is here.
+        # Rows arrive ordered by source rank, and within a rank by expert.
         arriving = all_to_all_single(counts, None, None, group).view(size, -1)
         sent, received = counts.view(size, -1).sum(1).tolist(), arriving.sum(1).tolist()
         mine = all_to_all_single_autograd(tokens, received, sent, group)
@@ -376,7 +377,7 @@ class Experts(nn.Module):
 
 
 def _activated(inner: Tensor, is_gated: bool) -> Tensor:
-    """Return what lies between the two layers of an MLP: GELU (tanh), or with ``--swiglu`` gate times value."""
+    """Return the activation between the two layers of an MLP: GELU (tanh), or with ``--swiglu`` gate times value."""
     if not is_gated:
         return functional.gelu(inner, approximate="tanh")
     gate, value = inner.chunk(2, dim=-1)
@@ -389,15 +390,15 @@ def continued(
 ) -> str:
     """Return ``--prompt`` and ``--num-tokens-to-generate`` tokens drawn after it, each from the last ``context``.
 
-    Every rank of a sharded model calls it: each token is one forward pass, whose gathers need all ranks. All ranks draw
-    the same tokens from ``--seed``; a ``--temperature`` of 0 takes the most likely one.
+    Every rank of a sharded model calls this function, because each token needs a forward pass with its all-gathers. All
+    ranks draw the same tokens from ``--seed``. With a ``--temperature`` of 0 the most likely token is taken.
     """
     model.eval()
     generator = torch.Generator().manual_seed(args.seed)
     text: list[int] = tokenizer.encode(args.prompt)
     for _ in range(args.num_tokens_to_generate):
         seen = torch.tensor([text[-context:]], device=device)
-        # What is above the tokenizer's vocabulary is padding.
+        # Logits above the tokenizer's vocabulary are padding.
         logits: Tensor = model(seen)[0, -1, : tokenizer.vocabulary_size].float().cpu()
         if args.temperature == 0:
             text.append(int(logits.argmax()))

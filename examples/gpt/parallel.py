@@ -20,9 +20,9 @@ from megatron_fsdp import DataParallelMeshDims, FsdpConfig, FSDPModule, Watch, c
 
 
 def build_model(config: GptConfig, args: argparse.Namespace, device: torch.device) -> nn.Module:
-    """Return a new model, ready to train on all ranks: sharded by this engine or by PyTorch's, or else replicated.
+    """Return a new model, ready to train on all ranks: sharded by this engine or by PyTorch's FSDP2, or replicated.
 
-    With ``--init-model-with-meta-device`` no rank ever holds it whole; its weights are the same.
+    With ``--init-model-with-meta-device`` the weights are the same, but no rank ever holds the whole model.
     """
     mesh, is_late = build_mesh(args, device), args.use_megatron_fsdp and args.init_model_with_meta_device
     with torch.device("meta" if is_late else device):
@@ -42,10 +42,10 @@ def build_model(config: GptConfig, args: argparse.Namespace, device: torch.devic
 
 
 def build_mesh(args: argparse.Namespace, device: torch.device) -> DeviceMesh:
-    """Return the mesh of all ranks, in Megatron's order tp-ep-dp: neighbours share a layer.
+    """Return the mesh of all ranks in Megatron's order tp-ep-dp, in which neighbouring ranks are tensor-parallel.
 
-    Its axes, outermost first: "dp" or, with several instances, "dp_outer" and "dp_inner"; the innermost of these is
-    two, "edp" and "ep", with expert parallelism; and "tp" with tensor parallelism.
+    Its axes, outermost first: "dp", or "dp_outer" and "dp_inner" with several optimizer instances. With expert
+    parallelism the last of these is split into "edp" and "ep". With tensor parallelism, "tp" follows.
     """
     instances, expert = args.num_distributed_optimizer_instances, args.expert_model_parallel_size
     axes = {"dp_outer": instances} if instances > 1 else {}
@@ -95,10 +95,10 @@ def shard(model: GptModel, args: argparse.Namespace, mesh: DeviceMesh) -> None:
 
 
 def divide_layers(model: GptModel, mesh: DeviceMesh, axes: tuple[str, ...]) -> None:
-    """Give each rank its part of every block's layers, in place: tensor parallelism by PyTorch, and experts.
+    """Divide every block in place: tensor parallelism by PyTorch, and expert parallelism.
 
-    Attention heads and the first layer of an MLP are divided by rows, what follows them by columns; norms, the router,
-    embeddings and the head are whole on every tensor-parallel rank.
+    Attention heads and the first layer of an MLP are divided by rows, the layers after them by columns. Norms, the
+    router, embeddings and the head are whole on every tensor-parallel rank.
     """
     within = mesh[axes]
     for block in model.blocks:
@@ -124,7 +124,7 @@ def shard_by_torch(model: GptModel, args: argparse.Namespace, mesh: DeviceMesh) 
 
 
 def watched(model: nn.Module, args: argparse.Namespace) -> AbstractContextManager[Watch | None]:
-    """Return the context in which ranks that differ or stand still raise an error, before the collectives time out."""
+    """Return a context that raises an error if ranks differ or a rank hangs, before the collectives time out."""
     if not isinstance(model, FSDPModule) or args.fake_process_group:
         return nullcontext()
     timeout = 0.8 * datetime.timedelta(minutes=args.distributed_timeout_minutes)

@@ -13,10 +13,10 @@ _PEAKS = {"A100": 312.0, "H100 80GB HBM3": 989.4, "H200": 989.4, "B200": 2250.0}
 
 
 def flops_per_token(config: GptConfig, seq_length: int) -> int:
-    """Return the operations of forward and backward for one token of a sequence.
+    """Return the number of floating-point operations of forward and backward per token.
 
-    6 for each weight of a matrix that the token uses (Kaplan et al. 2020), the output layer's with them, and for
-    attention the half of the scores that the causal mask leaves. What recomputation adds does not count.
+    Counts 6 per weight of each matrix that the token uses (Kaplan et al. 2020), including the output layer, and half of
+    the attention scores because of the causal mask. Recomputation does not count.
     """
     hidden, layers = config.hidden_size, config.num_layers
     head_dim = hidden // config.num_attention_heads

@@ -1,4 +1,4 @@
-"""What a run shows and keeps: Megatron-style lines, a JSONL file and the loss curve; rank 0 only."""
+"""The log of a run: Megatron-style lines, a JSONL file and the loss curve. Rank 0 writes all of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gpt.trackers import Tracker, named_numbers
 from megatron_fsdp import ConfigError
 
 try:
-    # With all else that is loaded at the start, not at the first picture: what is resident then stays what it is.
+    # Imported at the start, not at the first picture, so that resident memory does not grow during the run.
     import matplotlib.backends.backend_agg  # noqa: F401
 
     # Figure alone, without pyplot: it draws with the Agg renderer and keeps no global state, so no display is needed.
@@ -45,7 +45,7 @@ class MemoryUse:
 
 
 def memory_use(device: torch.device) -> MemoryUse:
-    """Return what this process holds on a GPU, or in host memory where it computes on a CPU; 0 where /proc is not."""
+    """Return the bytes that this process holds on its GPU, or in host memory on a CPU (0 without /proc)."""
     if device.type == "cuda":
         now, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
         return MemoryUse("allocated", now / 2**20, peak / 2**20)
@@ -66,7 +66,7 @@ class TrainLog:
         unit: str = "byte",
         trackers: Sequence[Tracker] = (),
     ) -> None:
-        """Make the folder, on the main rank, or raise a ConfigError; ``unit`` is what a token is."""
+        """Create the folder on the main rank, or raise ConfigError; ``unit`` is the name of a token, such as "byte"."""
         self.unit, self._trackers = unit, trackers
         self._is_main, self._train_iters = is_main, train_iters
         self._path, self._picture = folder / "log.jsonl", folder / "loss.png"
@@ -143,7 +143,7 @@ class TrainLog:
         self._keep({"iteration": iteration, "checksum": total, **each})
 
     def draw(self) -> None:
-        """Write the loss curve so far, where matplotlib is there."""
+        """Write the loss curve so far, if matplotlib is installed."""
         if self._is_main and CAN_DRAW:
             draw_losses({"training": self._rows}, self._picture, unit=self.unit)
 
@@ -160,7 +160,8 @@ class Interval:
     """Averages time and loss between two log lines; a resumed run goes on with the sum that it had gathered."""
 
     def __init__(self, device: torch.device, *, loss_sum: float = 0.0, loss_count: int = 0) -> None:
-        # On the device, read only when a line is due: reading waits for a GPU. In fp64 the sum saves exactly.
+        # Kept on the device and read only for a line of the log, because reading waits for the GPU. A sum in fp64 is
+        # saved exactly.
         self._loss_sum = torch.tensor(loss_sum, dtype=torch.float64, device=device)
         self.loss_count = loss_count
         self._num_timed, self._excluded, self._start = 0, 0.0, time.perf_counter()
@@ -197,7 +198,7 @@ class Interval:
 
 
 def rows_until(path: Path, iteration: int) -> list[Row]:
-    """Return the rows of an earlier run up to an iteration; a last line cut off by a crash is left out."""
+    """Return the rows of an earlier run up to an iteration, without a last line that a crash has cut off."""
     rows: list[Row] = []
     for line in path.read_text().splitlines() if iteration and path.exists() else ():
         with contextlib.suppress(json.JSONDecodeError):

@@ -1,4 +1,4 @@
-"""accelerate's FSDP2 path over this engine, for the length of a block."""
+"""accelerate_fsdp2: make accelerate shard models with this engine inside a block."""
 
 from __future__ import annotations
 
@@ -23,20 +23,19 @@ __all__ = ["accelerate_fsdp2"]
 
 @contextmanager
 def accelerate_fsdp2(*, forward_order: bool = False) -> Iterator[None]:
-    """Make ``Accelerator.prepare`` shard with this engine inside of the block, on its FSDP2 path.
+    """Make ``Accelerator.prepare`` shard with this engine instead of FSDP2, inside the block.
 
-    A ``transformers.Trainer`` calls it in ``train``, so ``with accelerate_fsdp2(): trainer.train()`` is all that a
-    script with ``TrainingArguments(fsdp=True)`` needs. accelerate takes the function and the class from
-    ``torch.distributed.fsdp`` when ``prepare`` runs. They are put back afterwards. What was prepared stays as it is:
-    ``backward``, ``clip_grad_norm_``, ``accumulate``, ``save_state`` and ``get_state_dict`` work on it outside of the
-    block.
+    ``transformers.Trainer`` calls ``prepare`` in ``train``, so a script with ``TrainingArguments(fsdp=True)`` needs
+    only ``with accelerate_fsdp2(): trainer.train()``. Inside the block, ``fully_shard`` and ``FSDPModule`` of
+    ``torch.distributed.fsdp`` are this package's. Models that were prepared work outside of the block too, with
+    ``backward``, ``clip_grad_norm_``, ``accumulate``, ``save_state`` and ``get_state_dict``.
 
     Args:
         forward_order: call ``set_forward_order()`` on each model that ``prepare`` shards, so that a rank may skip units
-            (an image tower without images).
+            (such as an image tower on a rank without images).
     Raises:
-        ConfigError: accelerate is not installed, or does not have that path; from ``prepare``, that it takes another
-            one, on which nothing would be sharded by this engine. A process started alone is warned only.
+        ConfigError: accelerate is not installed, or its version has no FSDP2 path. ``prepare`` raises it too if the
+            ``Accelerator`` is not set up for FSDP2; in a job of one process it only warns.
 
     Example:
         with accelerate_fsdp2():
@@ -46,7 +45,7 @@ def accelerate_fsdp2(*, forward_order: bool = False) -> Iterator[None]:
         importlib.import_module("accelerate.utils.fsdp_utils").fsdp2_prepare_model  # noqa: B018  (looked up, not used)
     except (ImportError, AttributeError):
         raise ConfigError(
-            "accelerate_fsdp2 needs accelerate with its FSDP2 path: pip install 'accelerate>=1.15'"
+            "accelerate_fsdp2 needs accelerate with its FSDP2 path. fix: pip install 'accelerate>=1.15'"
         ) from None
     fsdp: Any = importlib.import_module("torch.distributed.fsdp")
     accelerator: Any = importlib.import_module("accelerate").Accelerator

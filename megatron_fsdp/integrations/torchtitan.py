@@ -30,8 +30,8 @@ def parallelize_decoder(
     backend, is_symmetric = parallelism.spmd_backend, parallelism.enable_fsdp_symm_mem
     if max(degrees.values()) > 1 or backend != "partial_dtensor" or is_symmetric:
         raise ConfigError(
-            f"parallelism: found degrees {degrees}, spmd_backend {backend!r}, enable_fsdp_symm_mem {is_symmetric}; "
-            "wanted degrees of 1 (data-parallel ranks alone share weights out), 'partial_dtensor', no symmetric memory"
+            f"parallelism: found degrees {degrees}, spmd_backend {backend!r}, enable_fsdp_symm_mem {is_symmetric}. "
+            "fix: degrees of 1 (only data-parallel ranks share weights), 'partial_dtensor', no symmetric memory"
         )
     if ac_config is not None:
         ac_config.build(dump_folder=rest["dump_folder"]).apply(model)

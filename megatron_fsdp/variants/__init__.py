@@ -1,1 +1,1 @@
-"""Other ways to gather weights and to reduce gradients, which a group holds in place of the ordinary ones."""
+"""Alternative ways for a parameter group to gather weights and reduce gradients."""

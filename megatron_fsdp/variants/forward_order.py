@@ -1,8 +1,9 @@
-"""ForwardOrder: one order of units on all ranks, which take part in the collectives of units that they skip.
+"""ForwardOrder: one order of units on all ranks. A rank that skips a unit still joins the unit's collectives.
 
-In forward a rank that enters a unit first gathers the units before it that it skipped. At the end of the root's forward
-it gathers the rest. In backward units are gathered in the reverse order of the ends of their calls, and reduced in the
-reverse order of their beginnings; a skipped unit is reduced with zeros (docs/design/order.md, "A forward order").
+In forward, a rank that enters a unit first gathers the earlier units that it skipped. At the end of the root's forward
+it gathers the remaining units. In backward, units are gathered in the reverse order of the ends of their calls and
+reduced in the reverse order of their beginnings. A rank that skipped a unit contributes zeros to its reduction
+(docs/design/order.md, "A forward order").
 """
 
 from __future__ import annotations
@@ -26,12 +27,13 @@ __all__ = ["ForwardOrder", "order_of", "share_forward_order"]
 
 
 class Progress:
-    """How far one forward pass and its backward have come in the order.
+    """How far one forward pass and its backward have come in the order. A "place" is the index of a unit in it.
 
     Attributes:
         reached: how many units of the order have been gathered in forward.
-        passed: places that backward has entered or passed by. issued: those whose gather in backward was issued, or is
-            not needed. closed: those that are reduced.
+        passed: places that backward has entered or skipped.
+        issued: places whose gather in backward was issued or is not needed.
+        closed: places whose gradients were reduced.
     """
 
     __slots__ = ("closed", "issued", "passed", "reached")
@@ -66,7 +68,7 @@ class ForwardOrder:
                     "parameters below the root once, in the order of their calls; or leave units out for the order in "
                     "which modules are registered"
                 )
-        # Weakly, as it holds this order.
+        # The root holds this order, so the reference back is weak.
         self._root_reference = weakref.ref(root)
         self._units = [unit.reference for unit in given]
         self._places = {unit.reference: place for place, unit in enumerate(given)}
@@ -89,7 +91,7 @@ class ForwardOrder:
         self._entered: Progress | None = None
 
     def _ends(self) -> list[int]:
-        """Return places in the order in which calls end: a unit after the units inside of it."""
+        """Return the places in the order in which the calls end: a unit ends after its inner units."""
         ended: list[int] = []
         opened: list[int] = []
         for place in range(len(self._units)):
@@ -161,15 +163,16 @@ class ForwardOrder:
     def _refuse(self, unit: Unit) -> None:
         if not self._is_open:
             raise StateError(
-                f"unit {unit.name!r} was called outside of the root's forward, where the other ranks cannot know of "
-                "it. fix: call it inside the root's forward; megatron_fsdp.register_fsdp_forward_method(root, name) "
-                "makes another method of the root count as one; in evaluation, `with megatron_fsdp.unsharded(model):`"
+                f"unit {unit.name!r} was called outside of the root's forward, where the other ranks cannot join its "
+                "all-gather. fix: call it inside the root's forward, or inside another method of the root after "
+                "megatron_fsdp.register_fsdp_forward_method(root, name); in evaluation, use `with "
+                "megatron_fsdp.unsharded(model):`"
             )
         last = self._unit(self._forward.reached - 1)
         raise StateError(
-            f"unit {unit.name!r} was called when the forward order had reached unit {last.name!r}: it comes before "
-            "that, or was called twice. fix: root.set_forward_order([...]) with the units in the order of their first "
-            "calls; set_reshard_after_forward(False) on a unit that is called several times keeps it gathered for that"
+            f"unit {unit.name!r} was called after unit {last.name!r}, but precedes it in the forward order, or it was "
+            "called twice. fix: root.set_forward_order([...]) with the units in the order of their first calls; on a "
+            "unit that is called several times, also set_reshard_after_forward(False)"
         )
 
     def _skip_to(self, place: int) -> None:
@@ -178,7 +181,7 @@ class ForwardOrder:
             self._take_part(skipped)
 
     def _take_part(self, place: int) -> None:
-        """Gather a unit that this rank skips, and give the weights back as the other ranks do."""
+        """Gather a unit that this rank skips, then reshard it if the other ranks do."""
         unit = self._unit(place)
         if unit.num_holds:
             return
@@ -191,7 +194,7 @@ class ForwardOrder:
             unit.reshard(keep_part=torch.is_grad_enabled())
 
     def following(self, limit: int) -> list[Unit]:
-        """Return the units to gather ahead of their use."""
+        """Return at most ``limit`` units to prefetch."""
         ahead: list[Unit] = []
         for place in range(self._forward.reached, min(len(self._units), self._forward.reached + limit)):
             following = self._unit(place)
@@ -218,15 +221,19 @@ class ForwardOrder:
         return last
 
     def after_call(self, unit: Unit) -> None:
-        """Refuse a call through which backward will come, although no rank gathers its unit for it."""
+        """Refuse a call of a frozen unit whose backward needs weights that no rank will gather.
+
+        Raises:
+            StateError: the unit and all earlier ones are frozen, and the call's input requires a gradient.
+        """
         place = self.place_of(unit)
         if place is None or self._gathers_in_backward(place) or not unit.unshards_in_backward:
             return
         if unit.reshards_after_forward():
             raise StateError(
-                f"unit {unit.name!r} is frozen and comes before all trained units in the forward order, but its input "
-                "requires a gradient, for which the other ranks would not gather it again. fix: "
-                "set_reshard_after_forward(False) on it, or detach its input"
+                f"unit {unit.name!r} is frozen and precedes all trained units in the forward order, but its input "
+                "requires a gradient, and the other ranks do not gather the unit again in backward. fix: call "
+                "set_reshard_after_forward(False) on the unit, or detach its input"
             )
 
     def lead_backward(self, call: Call, output: Any) -> Any:
@@ -297,7 +304,7 @@ class ForwardOrder:
                 self._unit(place).unshard(check=False)
 
     def _give_back(self, unit: Unit) -> None:
-        """Release weights that this rank does not need, or keep them where all ranks do."""
+        """Reshard a unit that this rank does not use, unless all ranks keep its weights after backward."""
         if unit.reshard_after_backward:
             unit.reshard()
         else:
@@ -336,18 +343,18 @@ class ForwardOrder:
             progress.issued.add(earlier)
 
     def before_recomputation(self, unit: Unit) -> None:
-        """Issue the gathers of all units whose turn in backward is before this one's, which is computed again.
+        """Issue the gathers up to a unit that activation checkpointing computes again, in the order of backward.
 
         Raises:
-            StateError: by a reentrant checkpoint.
+            StateError: the recomputation is that of a reentrant checkpoint.
         """
         progress, place = self._entered, self.place_of(unit)
         if place is None:
             return
         if progress is None:
             raise StateError(
-                f"unit {unit.name!r} is computed again before backward has come to an output of a unit, as in a "
-                "reentrant checkpoint; its gathers have no place in the forward order. fix: "
+                f"unit {unit.name!r} is computed again before backward has reached an output of a unit, as in a "
+                "reentrant checkpoint, so its gathers have no place in the forward order. fix: "
                 "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
             )
         for earlier in self._backward[: self._turns[place] + 1]:
@@ -379,8 +386,8 @@ class ForwardOrder:
     def refuse_late(self, unit: Unit) -> None:
         """Refuse a gradient of a unit whose gradients are reduced already."""
         raise StateError(
-            f"unit {unit.name!r}: a gradient came after backward had passed the unit's place in the forward order, by "
-            "a tensor that the unit did not return. fix: return that tensor from the unit"
+            f"unit {unit.name!r}: a gradient arrived after backward had passed the unit's place in the forward order, "
+            "through a tensor that the unit did not return. fix: return that tensor from the unit's forward"
         )
 
 
@@ -394,7 +401,7 @@ class _Attached(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, None]:
-        """Give no gradient to anything."""
+        """Return no gradients."""
         return None, None
 
 
@@ -404,7 +411,7 @@ def _is_further(unit: Unit, call: Call) -> bool:
 
 
 def order_of(root: Root, units: Iterable[Unit] | None) -> ForwardOrder:
-    """Return the order of some units; None: as their modules are registered."""
+    """Return a forward order of ``units``; None: the order in which the root's modules are registered."""
     return ForwardOrder(root, root.units() if units is None else list(units))
 
 
@@ -417,7 +424,7 @@ def share_forward_order(module: nn.Module) -> None:
     roots = {id(unit.root): unit.root for unit in units_below(module)}
     if not roots:
         raise StateError(
-            f"{type(module).__name__} holds no unit whose order ranks could share. fix: call fully_shard on it first"
+            f"{type(module).__name__} contains no unit, so it has no forward order. fix: call fully_shard on it first"
         )
     for root in roots.values():
         root.order = order_of(root, None)

@@ -1,7 +1,7 @@
-"""ExtensionHooks: parameters whose class says what is gathered, by FSDP2's two hooks.
+"""ExtensionHooks: parameters of tensor subclasses that define FSDP2's two all-gather hooks.
 
-Each such parameter is a group of its own, which gathers the bytes that ``fsdp_pre_all_gather`` returns, of any sizes
-and dtypes (docs/design/low_precision.md).
+Each such parameter has its own parameter group. The group gathers the tensors that ``fsdp_pre_all_gather`` returns, of
+any sizes and dtypes, as bytes (docs/design/low_precision.md).
 """
 
 from __future__ import annotations
@@ -34,17 +34,18 @@ _DROP_HOOK = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
 
 
 def _storages(tree: Any) -> dict[int, torch.UntypedStorage]:
-    """Return the storages of the tensors in a structure that are no wrappers around others, by identity."""
+    """Return the storages of the plain tensors in a pytree, by identity; wrapper subclasses are left out."""
     tensors = [each for each in tree_iter(tree) if isinstance(each, torch.Tensor)]
     storages = [each.untyped_storage() for each in tensors if not hasattr(each, "__tensor_flatten__")]
     return {each._cdata: each for each in storages}
 
 
 def extension_weights(owned: OwnedParameter, plan: Plan, spec: GroupSpec, name: str) -> WeightBuffers:
-    """Return the weight buffers of one parameter of a subclass, which ``ExtensionHooks`` gathers.
+    """Return the weight buffers of one parameter of a tensor subclass; ``ExtensionHooks`` gathers them.
 
     Raises:
-        ConfigError: as ``check_resting``, or a hook returns something else than it should.
+        ConfigError: the weights are not sharded as ``check_resting`` requires, or a hook's result has a wrong type,
+            shape or device.
     """
     hooks = ExtensionHooks(owned, spec, name)
     weights = WeightBuffers(plan, spec, name, hooks=hooks)
@@ -54,15 +55,13 @@ def extension_weights(owned: OwnedParameter, plan: Plan, spec: GroupSpec, name: 
 
 
 class ExtensionHooks:
-    """The pair of hooks of one parameter of a subclass: its part at rest, the bytes on their way, what compute uses.
-
-    See ``GatherHooks``. What is gathered are the bytes.
+    """All-gather hooks for one parameter of a tensor subclass. Implements ``GatherHooks``.
 
     Attributes:
-        part: this rank's shard as the subclass. Its hook is called in every all-gather.
+        part: this rank's shard, an instance of the subclass. Each all-gather calls its hook.
         used: the gathered parameter from ``fsdp_post_all_gather``; the same object in every all-gather.
     Raises:
-        ConfigError: as ``check_resting``.
+        ConfigError: the weights are not sharded as ``check_resting`` requires.
     """
 
     sent: DBuffer
@@ -76,7 +75,7 @@ class ExtensionHooks:
     def __init__(self, owned: OwnedParameter, spec: GroupSpec, name: str) -> None:
         assert owned.extension is not None
         self._spec = spec
-        # Whose values go to the buffers, and nowhere else.
+        # Without the values: only the buffers store them.
         self._extension: Extension = owned.extension.emptied()
         self._owned = owned
         self._module = weakref.ref(owned.param_module_infos[0].module)
@@ -85,13 +84,13 @@ class ExtensionHooks:
         self._sent_as: ByteLayout | None = None
         self._outputs: tuple[FlatStorage, ...] = ()
         self._who = f"unit {name!r}, parameter {owned.name!r} ({self._extension.kind.__name__})"
-        # Memory that the hook named as its own, which goes and comes with the gathered tensors, and its bytes.
+        # Inner tensors that the hook allocated, with their sizes in bytes; resized along with the gathered tensors.
         self._made: list[tuple[torch.UntypedStorage, int]] = []
         self._drops_outputs = False
         check_resting(spec, self._who, "list it in ignored_params")
 
     def attach(self, weights: WeightBuffers) -> DBuffer:
-        """Make room for the bytes of the hook, which is asked for their sizes with the parameter's values already."""
+        """Allocate buffers of the sizes that the hook returns for the parameter's current values."""
         self._main = weights.main
         self._main.write_tensor(0, self._owned.local_tensor)
         self.part = self._extension.part(self._main.get_local_tensor(0))
@@ -99,19 +98,21 @@ class ExtensionHooks:
         return self.arrived
 
     def make_first_use(self) -> None:
-        """Ask the hooks for the parameter that compute uses.
+        """Call the hooks once, to create the parameter that compute uses.
 
         Raises:
-            ConfigError: a hook returns something else than it should.
+            ConfigError: a hook's result has a wrong type, shape or device.
         """
-        # Whether the gathered tensors may go once the hook has made the parameter of them (PyTorch 2.15).
+        # Since PyTorch 2.15 the hook decides whether to release the gathered tensors after it has made the parameter.
         self._drops_outputs = getattr(self.part, _DROP_HOOK, lambda: False)()
         if not isinstance(self._drops_outputs, bool):
-            raise ConfigError(f"{self._who}: {_DROP_HOOK} returned {self._drops_outputs!r}; wanted True or False")
+            raise ConfigError(
+                f"{self._who}: {_DROP_HOOK} returned {self._drops_outputs!r}. fix: return True or False from it"
+            )
         self.used = self._first_use()
 
     def refresh(self) -> None:
-        """Do nothing: the hook is asked at every gather."""
+        """Do nothing: each all-gather calls the hook with the current weights."""
 
     def agreed(self) -> Iterator[str]:
         """Yield the shapes and dtypes that the hook sends; ranks that differ raise before the first all-gather."""
@@ -119,12 +120,12 @@ class ExtensionHooks:
         yield f"fsdp_pre_all_gather of {self._who} returns {self._sent_as.shapes} of {self._sent_as.dtypes}"
 
     def pre_all_gather(self, works: list[dist.Work] | None) -> list[Part]:
-        """Ask the hook, and return the gather of what it returned, as bytes."""
+        """Call ``fsdp_pre_all_gather`` and return the parts of the all-gather of its tensors, as bytes."""
         self._fill()
         return self._wire.parts(works)
 
     def _fill(self) -> None:
-        """Ask the hook, in the form that its signature has, and write what it returned to ``sent``."""
+        """Call ``fsdp_pre_all_gather`` with one or five arguments, and write its tensors to ``sent``."""
         hook, spec, own = self.part.fsdp_pre_all_gather, self._spec, self._extension  # type: ignore[attr-defined]
         # The hook gets the mesh of the sharded axis only.
         names, axis = spec.mesh.mesh_dim_names, spec.placements.parameter.index(Flat())
@@ -137,8 +138,9 @@ class ExtensionHooks:
                 tensors, self._metadata = self._checked(hook(*arguments))
         except AttributeError as error:
             raise ConfigError(
-                f"{self._who}: fsdp_pre_all_gather raised {error!r}. If it reads FSDP2's private state, as "
-                "TransformerEngine's MXFP8 weights do, shard the plain weight (with gather_dtype= of the policy)"
+                f"{self._who}: fsdp_pre_all_gather raised {error!r}. TransformerEngine's MXFP8 weights, for example, "
+                "read FSDP2's private state, which does not exist here. fix: shard the plain weight, with "
+                'mp_policy=MixedPrecisionPolicy(gather_dtype="int8_block") if fewer bytes shall be gathered'
             ) from error
         layout, known = ByteLayout.of(tensors), self._sent_as
         if known is None:
@@ -150,8 +152,8 @@ class ExtensionHooks:
             )
         elif (layout.spans, layout.dtypes) != (known.spans, known.dtypes):
             raise StateError(
-                f"{self._who}: fsdp_pre_all_gather returned {layout.shapes} of {layout.dtypes}, and {known.shapes} of "
-                f"{known.dtypes} before; its sizes and dtypes have to stay"
+                f"{self._who}: fsdp_pre_all_gather returned {layout.shapes} of {layout.dtypes}, but {known.shapes} of "
+                f"{known.dtypes} before. fix: return tensors of the same sizes and dtypes in each call of the hook"
             )
         self._sent_as = layout
         layout.write(tensors, self.sent.local_buffer)
@@ -159,16 +161,19 @@ class ExtensionHooks:
     def _checked(self, found: Any) -> tuple[tuple[torch.Tensor, ...], Any]:
         if not isinstance(found, tuple) or len(found) != 2 or not all(isinstance(t, torch.Tensor) for t in found[0]):
             raise ConfigError(
-                f"{self._who}: fsdp_pre_all_gather returned {type(found).__name__}; wanted a tuple of the tensors to "
-                "gather and metadata"
+                f"{self._who}: fsdp_pre_all_gather returned {type(found).__name__}. fix: return a pair: a tuple of the "
+                "tensors to gather, and metadata"
             )
         elsewhere = [tensor.device for tensor in found[0] if tensor.device.type != self._spec.device.type]
         if elsewhere:
-            raise ConfigError(f"{self._who}: fsdp_pre_all_gather returned a tensor on {elsewhere[0]}")
+            raise ConfigError(
+                f"{self._who}: fsdp_pre_all_gather returned a tensor on {elsewhere[0]}. fix: return tensors on "
+                f"{self._spec.device.type}, the device of the parameter"
+            )
         return tuple(found[0]), found[1]
 
     def post_all_gather(self) -> None:
-        """Split the gathered bytes into tensors and call ``fsdp_post_all_gather``, which makes the parameter."""
+        """Split the gathered bytes into tensors and call ``fsdp_post_all_gather`` on them."""
         for made, num_bytes in self._made:
             made.resize_(num_bytes)
         self._finish(out=self.used)
@@ -194,14 +199,14 @@ class ExtensionHooks:
         whole = found[0] if isinstance(found, tuple) and found else None
         if not isinstance(whole, torch.Tensor) or whole.shape != self._extension.shape:
             raise ConfigError(
-                f"{self._who}: fsdp_post_all_gather made {getattr(whole, 'shape', found)!r}; wanted the whole tensor "
-                f"of shape {tuple(self._extension.shape)} and its inner tensors"
+                f"{self._who}: fsdp_post_all_gather returned {getattr(whole, 'shape', found)!r}. fix: with out=None, "
+                f"return the whole tensor of shape {tuple(self._extension.shape)} and a tuple of its inner tensors"
             )
         given, others = _storages([storage.tensor for storage in self._outputs]), _storages(found[1:])
         if self._drops_outputs and not given.keys().isdisjoint(_storages(whole) | others):
             raise ConfigError(
-                f"{self._who}: {_DROP_HOOK} is True, but what fsdp_post_all_gather made lies in the tensors that it "
-                "was given; return False, or make it of memory of its own"
+                f"{self._who}: {_DROP_HOOK} returned True, but the parameter from fsdp_post_all_gather shares memory "
+                "with the gathered tensors. fix: return False, or copy them in fsdp_post_all_gather"
             )
         self._made = [(each, each.nbytes()) for key, each in others.items() if key not in given]
         return nn.Parameter(whole, requires_grad=False)
@@ -219,8 +224,8 @@ class ExtensionHooks:
         )
 
     def take_part(self, sharded: nn.Parameter) -> str:
-        """Ask the part that users reach by the sharded parameter from now on; return the name of its class."""
-        # A parameter is a detached copy of the wrappers, over the same memory.
+        """Call the hooks of the sharded parameter's own local tensor from now on; return the name of its class."""
+        # ``nn.Parameter`` makes a new wrapper object over the same memory, and users change that one.
         self.part = sharded._local_tensor  # type: ignore[attr-defined]
         return str(self._extension.kind.__name__)
 

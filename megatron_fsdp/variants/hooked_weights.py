@@ -1,8 +1,8 @@
-"""What is gathered in place of main weights: a run of bytes of each rank, by a pair of all-gather hooks.
+"""Gather encoded bytes instead of main weights, by a pair of all-gather hooks.
 
-The first hook fills this rank's run of bytes. The second one makes weights of what arrived, on the lane of the gather.
-The pairs are that of ``gather_dtype``, below, and those of tensor subclasses (gather_hooks.py;
-docs/design/low_precision.md).
+The first hook writes this rank's bytes. The second one decodes the gathered bytes into weights, on the all-gather lane.
+This file has the pair for ``gather_dtype``; gather_hooks.py has the pair for tensor subclasses
+(docs/design/low_precision.md).
 """
 
 from __future__ import annotations
@@ -25,29 +25,34 @@ __all__ = ["ByteWire", "check_resting", "packed_weights"]
 
 
 def check_resting(spec: GroupSpec, who: str, fix: str) -> None:
-    """Refuse to gather anything but main weights where these do not rest sharded over one axis, on their device.
+    """Check that the weights are sharded over one axis like the main weights, and not offloaded.
 
     Args:
-        who: begins the message. fix: ends it.
+        who: the beginning of the error message: unit, and parameter or setting.
+        fix: an alternative for the end of the message.
     Raises:
-        ConfigError: the weights are replicated, cut finer than the main weights, or in CPU memory.
+        ConfigError: the weights are replicated, sharded differently from the main weights, or in CPU memory.
     """
     resting = spec.placements.parameter
     if spec.is_offloaded or spec.placements.optimizer != resting or resting.count(Flat()) != 1:
         raise ConfigError(
-            f"{who} needs weights that rest sharded over one axis, as main weights do, on their device. Use "
-            f"Placements.optim_grads_params or hsdp without CPU offload, or {fix}"
+            f"{who} needs weights that are sharded over one axis like the main weights, and not offloaded. fix: "
+            f"placements=Placements.optim_grads_params() or Placements.hsdp() without CPU offload, or {fix}"
         )
 
 
 class ByteWire:
-    """Bytes of each rank, and the gather of them.
+    """Two uint8 buffers and the all-gather between them.
 
     Args:
-        spec: of the group. num_bytes: of each rank. name: of the buffers, for messages.
+        spec: the parameter group's spec.
+        num_bytes: bytes per rank.
+        name: name of the buffers in error messages.
 
     Attributes:
-        num_ranks: over which the weights are sharded. sent: the bytes of this rank. arrived: those of all ranks.
+        num_ranks: the number of ranks that shard the weights.
+        sent: this rank's ``num_bytes`` bytes.
+        arrived: the gathered bytes of all ranks.
     """
 
     def __init__(self, spec: GroupSpec, num_bytes: int, name: str) -> None:
@@ -61,16 +66,16 @@ class ByteWire:
         self._route = Route(self.sent, self.arrived)
 
     def parts(self, works: list[dist.Work] | None) -> list[Part]:
-        """Bring the memory of ``arrived`` back, and return the gather, as ``WeightBuffers.gather`` does."""
+        """Allocate ``arrived`` and return the parts of its all-gather, like ``WeightBuffers.gather``."""
         self.arrived.storage.reallocate()
         return self._route.parts(works)
 
 
 class Int8Codes:
-    """The pair of hooks for weights that are gathered as int8 codes, with a scale for 256 elements.
+    """All-gather hooks for weights that are gathered as int8 codes with one scale per 256 elements.
 
-    After a step each rank quantizes its shard of the main weights, once; one kernel makes weights of what arrives. See
-    ``GatherHooks``.
+    Each rank quantizes its shard of the main weights once per optimizer step. One kernel decodes the gathered codes.
+    Implements ``GatherHooks``.
     """
 
     sent: DBuffer
@@ -84,7 +89,7 @@ class Int8Codes:
         self._spec, self._who = spec, who
 
     def attach(self, weights: WeightBuffers) -> DBuffer:
-        """Make room for the codes; the gathered weights are of the compute dtype."""
+        """Allocate the buffers of the codes; return the buffer of gathered weights, in the compute dtype."""
         self._main, self._gathered = weights.main, weights.make_gathered()
         self._wire = ByteWire(self._spec, row_bytes(self._main.layout.numel), self._who)
         self.sent, self.arrived = self._wire.sent, self._wire.arrived
@@ -96,18 +101,18 @@ class Int8Codes:
         encode_row(self._main.local_buffer.detach(), self.sent.local_buffer)
 
     def pre_all_gather(self, works: list[dist.Work] | None) -> list[Part]:
-        """Return the gather of the codes, which rest."""
+        """Return the parts of the all-gather of the codes."""
         return self._wire.parts(works)
 
     def post_all_gather(self) -> None:
-        """Turn the codes into the compute dtype."""
+        """Decode the gathered codes into the compute dtype."""
         decode_rows(self.arrived.local_buffer, self._main.layout.numel, self._gathered.local_buffer)
 
     def release(self, *, keeps_gathered: bool) -> None:
-        """Do nothing: the codes were released when weights were made of them."""
+        """Do nothing: ``post_all_gather`` has released the codes."""
 
     def agreed(self) -> Iterator[str]:
-        """Yield nothing: plan and dtypes say all."""
+        """Yield nothing: ranks already compare the plan and the dtypes."""
         yield from ()
 
 
@@ -120,6 +125,6 @@ def packed_weights(plan: Plan, spec: GroupSpec, name: str) -> WeightBuffers:
     who = f"unit {name!r}: MixedPrecisionPolicy(gather_dtype={spec.dtypes.gather!r})"
     check_resting(spec, who, "gather_dtype=None")
     weights = WeightBuffers(plan, spec, name, hooks=Int8Codes(spec, who))
-    # What is quantized rests, and is not looked at again in every forward, as a cast is.
+    # Codes are computed after an optimizer step. A dtype cast is checked for staleness in every forward instead.
     weights.has_copy, weights.refreshes_locally = True, False
     return weights

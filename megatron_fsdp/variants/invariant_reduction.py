@@ -1,8 +1,8 @@
 """Sum gradients in an order that does not depend on the number of ranks, so that the result has the same bits.
 
-Microbatch t of rank r of W has number ``t * W + r`` in its step. Ranks exchange slices of gradients. The owner of a
-shard adds them in the order of these numbers, as a binary counter carries: two partial sums of equal size are added as
-soon as both exist. So the order depends only on the number of microbatches (docs/design/invariance.md).
+With W ranks, microbatch t of rank r has number ``t * W + r`` in its step. Ranks exchange slices of gradients. The owner
+of a shard adds the slices in the order of these numbers, like carries in a binary counter: two partial sums of equal
+size are added as soon as both exist. The order depends only on the number of microbatches (docs/design/invariance.md).
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from megatron_fsdp.errors import StateError
 
 __all__ = ["InvariantReduction", "invariant_gradients"]
 
-# The kernel of ``fused=True`` on CPU treats the last elements of a tensor, which are others in each sharding, by other
-# instructions than those before.
+# On CPU the kernel of ``fused=True`` uses other instructions for the last elements of a tensor. Which elements are last
+# in a shard depends on the number of ranks.
 _HOOKS: list[RemovableHandle] = []
 _FLAG = 'MixedPrecisionPolicy(reduction="invariant")'
 
@@ -51,8 +51,8 @@ def _refuse_fused(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             if gradients is not None and isinstance(gradients.reduction, InvariantReduction) and parameter.is_cpu:
                 raise StateError(
                     f"unit {gradients.unit!r}: {type(optimizer).__name__}(fused=True) on CPU rounds the last elements "
-                    f"of each shard in another way than the others, and {_FLAG} promises the same bits; give "
-                    "foreach=True"
+                    f"of each shard differently from the rest, and {_FLAG} promises the same bits for any number of "
+                    f"ranks. fix: {type(optimizer).__name__}(..., foreach=True)"
                 )
 
 
@@ -74,12 +74,12 @@ class BinaryCounter:
         self._free: list[torch.Tensor] = []
 
     def clear(self) -> None:
-        """Hold nothing; memory stays for the next sum."""
+        """Drop all partial sums; keep their memory for the next sum."""
         self._free += self._levels.values()
         self._levels, self.count = {}, 0
 
     def push(self, *leaves: torch.Tensor) -> None:
-        """Add 1-D tensors to the sum. A tensor that stays a partial sum of its own is copied."""
+        """Add 1-D tensors to the sum. A tensor that is not merged with another one is copied."""
         for leaf in leaves:
             carried, level = leaf, 0
             while self.count >> level & 1:
@@ -129,8 +129,8 @@ class _Step:
     """The current step of one root: its backwards until the optimizer steps.
 
     Attributes:
-        first: the number of its first backward.
-        last: by group, the number of the last backward that used it; its gradients may be new since.
+        first: the number of the step's first backward.
+        last: for each parameter group, the number of the last backward that reduced its gradients.
     """
 
     def __init__(self) -> None:
@@ -142,7 +142,7 @@ _STEPS: weakref.WeakKeyDictionary[Root, _Step] = weakref.WeakKeyDictionary()
 
 
 def invariant_gradients(main_weight: DBuffer, spec: GroupSpec, fsdp_params: FSDPParams) -> GradientBuffer:
-    """Return gradient buffers of one parameter group that are exchanged in every backward, whatever the strategy."""
+    """Return the gradient buffers of one parameter group; every backward exchanges them, for each strategy."""
     dtypes, placements = spec.dtypes, spec.placements
     partial: tuple[BufferPlacement, ...] = (Partial("sum"),) * len(placements.gradient)
     device, stepped = spec.compute_device, placements.optimizer
@@ -150,7 +150,7 @@ def invariant_gradients(main_weight: DBuffer, spec: GroupSpec, fsdp_params: FSDP
     main_grad = gradient_buffer(main_weight, spec, stepped, dtypes.main_grad, "main_grad", main_weight.device)
     reduction = InvariantReduction(packed, main_grad, fsdp_params)
     gradients = GradientBuffer(main_weight, spec, fsdp_params, reduction, None)
-    # What the optimizer holds whole is gathered in place. Norms are those that clip_grad_norm_ asks for.
+    # Slices of replicated gradients are gathered in place. clip_grad_norm_ needs norms that do not depend on the ranks.
     gradients.binding.memory.is_sent_last = gradients.binding.has_exact_norms = True
     if not _HOOKS:
         _HOOKS.append(register_optimizer_step_pre_hook(_refuse_fused))
@@ -158,15 +158,17 @@ def invariant_gradients(main_weight: DBuffer, spec: GroupSpec, fsdp_params: FSDP
 
 
 class InvariantReduction:
-    """Exchanges packed gradients, adds them up in a counter, and writes the sum into ``main_grad``.
+    """Exchanges packed gradients, adds them in a ``BinaryCounter`` and writes the sum into ``main_grad``.
 
-    See ``GradientReduction``.
+    Implements ``GradientReduction``.
 
     Args:
-        packed: receives autograd's gradients. main_grad: what the optimizer reads. fsdp_params: whose gradients.
+        packed: buffer that autograd writes gradients to.
+        main_grad: buffer that the optimizer reads.
+        fsdp_params: the parameters of the group.
 
     Attributes:
-        unit: the unit of the group, from when it is made.
+        unit: weak reference to the group's unit; None until the unit is created.
     """
 
     def __init__(self, packed: DBuffer, main_grad: DBuffer, fsdp_params: FSDPParams) -> None:
@@ -177,7 +179,7 @@ class InvariantReduction:
         self.function: ReduceFunction | None = None
         self.rests_partial = self.rests_final = False
         self.keeps = self.frees_packed = self.adds_on_host = False
-        # What is added up last gathers as well.
+        # The last sum is followed by a gather.
         self.finishes_on_lane = False
         self.unit: weakref.ref[Unit] | None = None
         self._params, self._scale = fsdp_params, 1.0
@@ -198,48 +200,49 @@ class InvariantReduction:
         return None if self.unit is None else self.unit()
 
     def begin_sum(self, binding: GradBinding) -> Accumulation:
-        """Begin a sum of microbatches, or go on with it, which nobody may have changed meanwhile.
+        """Begin or continue a sum of microbatches.
 
         Raises:
-            StateError: microbatches would be added up on this rank first; or the sum was changed, but not to zero.
+            StateError: ``no_sync`` would add up microbatches on this rank first, or the user changed the sum since
+                the last microbatch, other than setting it to zero.
         """
         unit = self._unit()
         if unit is not None and not unit.requires_gradient_sync:
             raise StateError(
-                f"{binding.name}: no_sync() or set_requires_gradient_sync(False) adds up microbatches on a rank "
-                f"before others' are seen, and {_FLAG} adds them up one by one. Leave it out; "
-                "set_is_last_backward(False) says that more microbatches follow."
+                f"{binding.name}: no_sync() or set_requires_gradient_sync(False) adds the microbatches of one rank "
+                f"first, but {_FLAG} adds the microbatches of all ranks one by one. fix: remove it; "
+                "set_is_last_backward(False) says that more microbatches follow"
             )
         under_way = binding.begin_sum()
         self._look_for_changes(binding, under_way)
         return under_way
 
     def prepare(self, scale: float, *, overwrites: bool) -> None:
-        """Get ready for the exchange of the packed buffer: count this microbatch, receive until ``release``."""
+        """Count this microbatch and allocate the receive buffer, until ``release``."""
         unit = self._unit()
         assert unit is not None
         step = _STEPS.setdefault(unit.root, _Step())
         number = unit.root.backward.number
         if overwrites:
             if step.last.get(self._params, 0) >= step.first:
-                # What it had of this step is dropped, or the step is over: a new one begins.
+                # The user dropped this step's sum, or the optimizer has stepped: a new step begins.
                 step.first = number
             self.counter.clear()
         step.last[self._params] = number
         self._begin_microbatch(number - step.first)
         if scale == 0.0:
             raise StateError(
-                f"{self.packed.name}: {_FLAG} divides once, after the last addition, and by what does not depend on "
-                "the number of ranks: call set_gradient_divide_factor(G) of every unit, where G is the number of "
-                "microbatches of a step on all ranks together, and do not divide their losses"
+                f"{self.packed.name}: {_FLAG} divides once, after the last addition, by a number that must not depend "
+                "on the number of ranks. fix: call set_gradient_divide_factor(G) on every unit, where G is the number "
+                "of microbatches of a step on all ranks together, and do not divide the losses"
             )
         self._scale = scale
         self._version = self.main_grad.local_buffer._version
 
     def _begin_microbatch(self, microbatch: int) -> None:
-        """Count zeros for microbatches in which no rank has used the group."""
+        """Add zeros for the microbatches of this step in which no rank used the group."""
         if self._axis.size < self._num_ranks:
-            # Made when all ranks are here.
+            # Created here because all ranks reach this line in the same backward.
             group = flattened_mesh(self.packed.mesh).get_group()
             self._axis = MeshAxis(self._axis.name, self._num_ranks, dist.get_rank(group), group)
             make_groups([self._axis])
@@ -250,16 +253,16 @@ class InvariantReduction:
         self._received.reallocate()
 
     def release(self) -> None:
-        """Release the receive buffer, whose content has been added."""
+        """Release the receive buffer after its contents were added."""
         self._received.release()
 
     def keep(self, keeps: bool) -> None:
-        """Release what was received: it has memory while it is in use."""
+        """Set ``keeps``; the receive buffer is released between uses in any case."""
         self.keeps = keeps
         self.release()
 
     def discard(self) -> None:
-        """Release what was received."""
+        """Release the receive buffer."""
         self.release()
 
     def start(self, works: list[dist.Work] | None) -> list[Part]:
@@ -272,20 +275,20 @@ class InvariantReduction:
         self.counter.push(*self._rows()[0])
 
     def fold_on_host(self) -> None:
-        """Do nothing: sums are where gradients are."""
+        """Do nothing: the sums are on the device of the gradients."""
 
     def complete_last(self) -> None:
-        """Do nothing: the sum was written where the optimizer reads it."""
+        """Do nothing: ``start_last`` has written the sum to ``main_grad``."""
 
     def _rows(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return each rank's part of what this one adds up, and what it sends to each."""
+        """Return the slices that this rank adds, one per rank, and the slices that it sends, one per rank."""
         sent = [self.packed.local_buffer[piece] for piece in self._pieces]
         mine, others = sent[self._axis.rank], self._num_ranks - 1
         rooms = self._received.tensor[: others * mine.numel()].view(others, mine.numel()).unbind()
         return [*rooms[: self._axis.rank], mine, *rooms[self._axis.rank :]], sent
 
     def start_last(self, on_all: list[Part], scattered: list[Part], works: list[dist.Work] | None) -> None:
-        """Write the sum, and gather what the optimizer holds whole."""
+        """Write the sum to ``main_grad`` and gather it over the axes that replicate ``main_grad``."""
         target = self.main_grad.local_buffer
         if listeners:
             tell("summing", self.main_grad)
@@ -304,29 +307,30 @@ class InvariantReduction:
         return pieces
 
     def _look_for_changes(self, binding: GradBinding, under_way: Accumulation) -> None:
-        """Begin anew where the sum so far, which users are shown, was set to zero.
+        """Start a new sum if the user set the current one, visible as ``.grad``, to zero.
 
         Raises:
-            StateError: it was changed into anything else.
+            StateError: the user wrote other values into the current sum.
         """
         if not under_way.is_in_main_grad or binding.main_grad.local_buffer._version == self._version:
             return
         if binding.main_grad.local_buffer.any():
             raise StateError(
-                f"{binding.name}: a gradient was changed between two microbatches, and {_FLAG} goes on with the sum as "
-                "it was. Change gradients after the last microbatch, or set them to zero"
+                f"{binding.name}: a gradient was changed between two microbatches, but {_FLAG} keeps the sum in "
+                "another buffer, without the change. fix: change gradients after the last microbatch only; zero_grad() "
+                "starts a new sum"
             )
         under_way.is_in_main_grad = False
 
 
 def piece_of(numel: int, size: int, rank: int) -> slice:
-    """Return the elements that one rank of an axis sums. The last ranks have fewer, or none."""
+    """Return the elements that one rank of an axis sums. The last ranks may have fewer elements, or none."""
     share = -(-numel // size)
     return slice(min(rank * share, numel), min((rank + 1) * share, numel))
 
 
 def cut_order(sizes: Sequence[int], placements: Sequence[BufferPlacement]) -> list[int]:
-    """Return the axes over which a buffer is cut, from major to minor: sharded axes, then replicated ones."""
+    """Return the indices of the mesh axes that cut a buffer, from major to minor: sharded axes first."""
     axes = (index for index in range(len(sizes)) if sizes[index] > 1)
     return sorted(axes, key=lambda index: (placements[index] != Flat(), -index))
 

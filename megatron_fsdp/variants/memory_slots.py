@@ -34,7 +34,7 @@ class BufferPools(StepHooks[Unit, Call]):
         self._pools: dict[tuple[object, ...], SlotPool] = {}
 
     def after_backward(self) -> None:
-        """Tell the pools that plan ahead."""
+        """Notify the planning pools that a backward has ended."""
         for pool in self.planned:
             pool.settle()
 
@@ -46,20 +46,22 @@ class BufferPools(StepHooks[Unit, Call]):
     def get(
         self, use: str, choice: SlotChoice, group: ParameterGroup, placements: Sequence[BufferPlacement]
     ) -> SlotPool:
-        """Return the pool for one use of memory by a parameter group.
+        """Return the pool from which a parameter group takes the memory of its weights or its gradients.
 
         Args:
             use: "weights" or "gradients". Each has its own pools, because their sizes differ.
-            placements: of the buffer at rest; its collectives run along the first ``Flat`` axis.
+            choice: sizing and source of the slots.
+            group: the parameter group.
+            placements: placements of the sharded buffer; its collectives run along the first ``Flat`` axis.
         Raises:
-            StorageError: memory that this machine or this PyTorch does not have.
+            StorageError: this machine or this PyTorch does not support the memory of ``choice.source``.
         """
         assert choice.sizing is not None
         device, members = group.spec.compute_device, None
         if choice.source != "device":
             axis = group.main_weight.axes[flat_axes(placements)[0]]
             members = axis.gather_group if use == "weights" else axis.reduce_group
-        # In one arena weights and gradients lie where the others have been.
+        # In one arena, gradients reuse the memory of released weights, and the other way round.
         key = ("all" if choice.sizing == "static" and members is None else use, choice, device, members)
         if key not in self._pools:
             allocate = None
@@ -81,7 +83,7 @@ def pools_of(unit: Unit) -> BufferPools:
 
 
 def use_slots(unit: Unit, choice: SlotChoice) -> None:
-    """Take memory from slots from now on, or from the allocator again."""
+    """Let the unit allocate from memory slots; a choice without sizing returns to the allocator."""
     unit.slots = choice
     place_unit(unit)
 
@@ -93,9 +95,9 @@ def communicator_has_memory(unit: Unit) -> bool:
 
 
 def place_unit(unit: Unit) -> None:
-    """Take the memory of a unit from where its choice says."""
+    """Connect the unit's buffers to the memory that ``unit.slots`` names."""
     choice = unit.slots
-    # Weights that stay from forward to backward would each hold a slot as large as the largest unit.
+    # A unit that stays gathered until backward would hold a slot as large as the largest unit: give it its own size.
     stays = choice.sizing == "largest" and not unit.reshards_after_forward()
     of_weights = replace(choice, sizing="by_size") if stays else choice
     pools = None if choice.sizing is None or is_off("slots") else pools_of(unit)
@@ -115,7 +117,7 @@ def place_unit(unit: Unit) -> None:
             if pools is not None and not gradients.rests_partial:
                 pool = pools.get("gradients", choice, group, placements.gradient)
             gradients.take_from(pool)
-            # With slots, a step allocates nothing.
+            # Gradient buffers stay allocated, so that a step with slots allocates no memory.
             gradients.keep(pools is not None or group.spec.is_offloaded)
 
 
@@ -134,25 +136,27 @@ def reshard_to(unit: Unit, choice: bool | int | None) -> None:
     """Set whether weights stay gathered between forward and backward; see ``fully_shard(reshard_after_forward=...)``.
 
     Raises:
-        ConfigError: as ``check_reshard``.
+        ConfigError: ``choice`` is an int that does not divide the number of ranks that shard the weights.
     """
     size = check_reshard(unit, choice)
     for group in unit.groups:
         group.weights.keep_part_for(size)
-    # With one rank, the weights are not sharded.
+    # reshard_after_forward=1: each rank keeps whole weights, so they stay gathered.
     unit.reshard_after_forward = choice if choice is None or isinstance(choice, bool) else size != 1
     if unit.slots.sizing is not None:
         place_unit(unit)
 
 
 def check_reshard(unit: Unit, choice: bool | int | None) -> int:
-    """Return on how many ranks ``reshard_to`` would keep the weights, 0 for none.
+    """Return the number of ranks over which weights stay sharded after forward; 0 if ``choice`` is not a number.
 
     Raises:
         ConfigError: an int that does not divide the number of ranks that shard the weights.
     """
     if choice is not None and not isinstance(choice, int):
-        raise ConfigError(f"reshard_after_forward={choice!r}; give None, True, False or a number of ranks")
+        raise ConfigError(
+            f"reshard_after_forward={choice!r} is a {type(choice).__name__}. fix: None, a bool or a number of ranks"
+        )
     size = 0 if choice is None or isinstance(choice, bool) else choice
     for group in unit.groups:
         group.weights.check_part(size)

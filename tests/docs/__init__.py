@@ -1,1 +1,1 @@
-"""The code in README, CONTRIBUTING and docs, block by block, and the command that runs it."""
+"""Run the code blocks of README, CONTRIBUTING and docs."""

@@ -1,7 +1,8 @@
-"""Run the code of the pages in a copy of the repository: ``make test-docs``.
+"""Run the code blocks of the pages in a copy of the repository: ``make test-docs``.
 
-The Python blocks of a page run one after the other, as they build on each other, and so do its shell commands, with the
-tools of this environment. Blocks that need a package, a program or machines that are not here are named.
+The blocks of a page run one after the other, because later blocks use the names of earlier ones. Blocks that need a
+missing package, a missing program or several machines are listed and do not run. Each line has the seconds that a block
+took and its CPU time, which does not depend on what else the machine runs.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -29,18 +31,19 @@ EXAMPLES = """\
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the pages that the arguments name, all by default; return 1 where a block failed."""
+    """Run the pages that ``arguments`` name (default: all pages); return 1 if a block failed."""
     parser = CommandParser("python -m tests.docs", __doc__ or "", EXAMPLES)
     parser.add_argument("pages", nargs="*", metavar="PAGE", help="paths below the repository's root (default all)")
     chosen = parser.parse_args(arguments).pages or pages()
-    begun = time.monotonic()
+    begun, computed = time.monotonic(), cpu_seconds()
     with tempfile.TemporaryDirectory(prefix="docs-") as folder:
         copy = copied(Path(folder) / "repository")
         failed: list[Block] = []
         for number, page in enumerate(chosen, 1):
             print(f"page {number} of {len(chosen)}, after {time.monotonic() - begun:.0f} s: {page}", flush=True)
             failed += run_page(page, copy)
-    print(f"{len(failed)} blocks failed" + "".join(f"\n  {block.page}:{block.line}" for block in failed))
+    seconds = f"{time.monotonic() - begun:.0f} s, {cpu_seconds() - computed:.0f} s of CPU time"
+    print(f"{len(failed)} blocks failed in {seconds}" + "".join(f"\n  {each.page}:{each.line}" for each in failed))
     return 1 if failed else 0
 
 
@@ -56,7 +59,7 @@ def copied(target: Path) -> Path:
     (target / ".venv").symlink_to(sys.prefix)
     installed = target / ".venv/.installed"
     if installed.exists():
-        # `make` would install the copy into this environment, and leave it there, where these are newer than that.
+        # If these files were newer than .installed, `make` would install the copy into this environment.
         when = installed.stat().st_mtime - 1
         for path in (target / "setup.py", target / "pyproject.toml", *(target / "constraints").iterdir()):
             os.utime(path, (when, when))
@@ -64,11 +67,11 @@ def copied(target: Path) -> Path:
 
 
 def run_page(page: str, copy: Path) -> Iterator[Block]:
-    """Run the blocks of a page, print how each ended, and yield those that failed."""
+    """Run the blocks of a page, print the result and the time of each, and yield the blocks that failed."""
     scene = SCENES.get(page, Scene())
     for name, text in scene.files.items():
         (copy / name).write_text(text, encoding="utf-8")
-    # Python blocks see what those before them made; each runs behind the others again.
+    # A Python block runs behind the earlier blocks of its page, in one script.
     before = scene.given
     for block in blocks_of(page):
         if block.language in SILENT:
@@ -77,7 +80,7 @@ def run_page(page: str, copy: Path) -> Iterator[Block]:
         if reason:
             print(f"{page}:{block.line}: not here, {reason}", flush=True)
             continue
-        begin = time.monotonic()
+        begin, computed = time.monotonic(), cpu_seconds()
         show_progress(f"{page}:{block.line}: running")
         code = shortened(block)
         command = shell(code) if block.language == "bash" else python(code, before, copy)
@@ -91,9 +94,9 @@ def run_page(page: str, copy: Path) -> Iterator[Block]:
             timeout=LIMIT_SECONDS,
             check=False,
         )
-        seconds = time.monotonic() - begin
+        seconds = f"{time.monotonic() - begin:.0f} s, {cpu_seconds() - computed:.0f} s of CPU time"
         show_progress("")
-        print(f"{page}:{block.line}: {'failed' if ended.returncode else 'ran'}, {seconds:.0f} s", flush=True)
+        print(f"{page}:{block.line}: {'failed' if ended.returncode else 'ran'}, {seconds}", flush=True)
         if ended.returncode:
             print(ended.stdout[-6000:], flush=True)
             yield block
@@ -101,13 +104,19 @@ def run_page(page: str, copy: Path) -> Iterator[Block]:
             before += "\n" + code
 
 
+def cpu_seconds() -> float:
+    """Return the CPU time of all processes that have ended below this one."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
 def shell(code: str) -> list[str]:
-    """Return the command that runs shell commands up to the first that fails."""
+    """Return the command that runs shell commands and stops at the first failure."""
     return ["bash", "-e", "-o", "pipefail", "-c", code]
 
 
 def python(code: str, before: str, copy: Path) -> list[str]:
-    """Return the command that runs a Python block: a test by pytest, another one as a script, kept as train.py."""
+    """Return the command that runs a Python block: pytest for a test, otherwise a script that stays as train.py."""
     if "def test_" in code:
         (copy / "tests" / "test_of_a_page.py").write_text(code, encoding="utf-8")
         return [sys.executable, "-m", "pytest", "-q", "tests/test_of_a_page.py"]
@@ -116,7 +125,7 @@ def python(code: str, before: str, copy: Path) -> list[str]:
 
 
 def missing_package(block: Block) -> str:
-    """Return which package a Python block imports that is not installed, in words."""
+    """Return a reason that names the first missing package of a Python block; "" if none is missing."""
     if block.language != "python":
         return ""
     for node in ast.walk(ast.parse(block.code)):
@@ -129,8 +138,8 @@ def missing_package(block: Block) -> str:
 
 
 def environment(copy: Path) -> dict[str, str]:
-    """Return the variables of a block: the tools of this environment, and the packages of the copy."""
-    # Its own folder is not on the path of a program that lies in another one.
+    """Return the environment variables of a block: tools of this environment, and the packages of the copy."""
+    # Python puts the folder of a script on the path, and scripts in examples/ need the root too.
     path = os.pathsep.join([str(copy), str(copy / "kernels")])
     tools = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     return {**os.environ, "PATH": tools, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}

@@ -1,4 +1,4 @@
-"""The fenced blocks of code of the pages, in order."""
+"""Find the fenced code blocks of the pages."""
 
 from __future__ import annotations
 
@@ -8,16 +8,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-# Of a block that is no code to run: what a command prints, or a sketch.
+# Languages of blocks that are not run: the output of a command, or a configuration.
 SILENT = ("text", "yaml")
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One block.
+    """One fenced code block.
 
     Attributes:
-        page: path of its page below the root. line: of its first line. language: "" where the page names none.
+        page: path of the page below the root.
+        line: number of the block's first line.
+        language: language of the fence; "" if the page names none.
+        code: the text between the fences.
     """
 
     page: str
@@ -27,13 +30,13 @@ class Block:
 
 
 def pages() -> list[str]:
-    """Return the pages that have code, by their paths below the root."""
+    """Return the paths of all pages, below the root."""
     found = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
     return [str(path.relative_to(ROOT)) for path in found]
 
 
 def blocks_of(page: str) -> Iterator[Block]:
-    """Yield the blocks of a page; of a diff, the Python that it leads to."""
+    """Yield the blocks of a page; a diff yields the Python code after the change."""
     text = (ROOT / page).read_text(encoding="utf-8")
     for found in re.finditer(r"^```(\w*)\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
         language, code = found[1], found[2]
@@ -43,5 +46,5 @@ def blocks_of(page: str) -> Iterator[Block]:
 
 
 def side_of(diff: str, sign: str) -> str:
-    """Return one side of a diff: "-" is what was there before, "+" is what comes instead."""
+    """Return one side of a diff: "-" the code before the change, "+" the code after it."""
     return "".join(line[1:] or "\n" for line in diff.splitlines(keepends=True) if line[:1] in (" ", "\n", sign))

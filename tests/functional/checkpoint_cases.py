@@ -1,4 +1,4 @@
-"""Layouts to save from and load into, and what the tests of checkpoints compare."""
+"""Checkpoint layouts for saving and loading, and the values that the tests compare."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""A model whose experts lie on fewer ranks than its other weights, and the ways in which tests shard it."""
+"""A model whose experts are sharded over fewer ranks than its other weights, and ways to shard it."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Steps that are broken off: by an interrupt at some call of the engine's, or where memory is asked for.
+"""Interrupt training steps: by an exception in one of the engine's calls, or by a failing allocation.
 
 A ``Trial`` trains a sharded model beside another one. In each round one step of the first is broken off; gradients are
 dropped then, as after any error, and both models train on and have to stay equal. A ``Sweep`` does so at every n-th

@@ -1,4 +1,4 @@
-"""Small models put together from a description, and the ways to shard them: what the random tests draw.
+"""Small random models built from a description, and ways to shard them, for the random tests.
 
 A description is plain data: it travels to the ranks, is built there, and its ``repr`` can be pasted into a test.
 """

@@ -1,4 +1,4 @@
-"""Uses of a model, each under a sentence that says what happens in it: a program, and how it has to end.
+"""A table of uses of a model: a sentence, a program, and the outcome that it must have.
 
 Many went wrong once. "add" and "train" are forward and backward of a microbatch that is not the last, and of the last.
 """

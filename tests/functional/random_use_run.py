@@ -1,4 +1,4 @@
-"""Runs a program on the sharded and on the plain model, action by action, and says how it ended.
+"""Run a program on the sharded and on the plain model, action by action, and return the outcome.
 
 ``REFUSALS`` is the closed list of errors by which the engine may refuse what a plain model would do.
 """

@@ -1,4 +1,4 @@
-"""The alarm of a watch, explored state by state: three ranks, in any order, of which two crash or fall silent.
+"""The alarm of a watch, explored state by state: three ranks in any order, two of which crash or hang.
 
 The code is ``Watch``'s own. What a rank does next follows from what the store has answered so far; so its function is
 run again from the start with the answers it had, up to the first call that it has no answer for. Time stands still

@@ -1,4 +1,4 @@
-"""What cannot be sharded is refused when ``fully_shard`` is called, by name and with the cure."""
+"""fully_shard refuses what it cannot shard with an error that names the parameter and the fix."""
 
 import copy
 import os
@@ -107,7 +107,7 @@ MISTAKES: dict[str, tuple[str, ...]] = {
         "OwnershipError", "'norm.weight'", "unit 'Stack'", "children first",
     ),
     "an empty list": ("fully_shard([])", "ConfigError", "empty list"),
-    "no module": ("fully_shard('model')", "ConfigError", "str", "a module or a list of modules"),
+    "no module": ("fully_shard('model')", "ConfigError", "str", "an nn.Module or a list"),
     "a parameter elsewhere": (
         """
         with FakeTensorMode():
@@ -443,7 +443,7 @@ def test_a_rank_that_dies_ends_the_job_with_an_error_on_the_others_within_the_ti
 
 def test_a_call_written_for_megatron_s_function_of_the_name_points_to_ours() -> None:
     model = nn.Linear(3, 5)
-    with pytest.raises(ConfigError, match=r"is fully_shard_model_and_optimizer\(module, optimizer, \.\.\.\) here"):
+    with pytest.raises(ConfigError, match=r"call megatron_fsdp\.megatron\.fully_shard_model_and_optimizer\("):
         fully_shard(model, torch.optim.AdamW(model.parameters()))
     assert type(model) is nn.Linear
 

@@ -1,4 +1,4 @@
-"""Derivatives in forward mode through sharded units equal those of the whole model, whoever gathers the weights."""
+"""Forward-mode derivatives through sharded units equal those of the whole model."""
 
 from collections.abc import Callable
 from itertools import product

@@ -1,4 +1,4 @@
-"""A step that is broken off anywhere, by an interrupt or for want of memory, and what a model is worth after it."""
+"""A model stays usable after a step that is interrupted at any call, by an exception or a lack of memory."""
 
 import ast
 import re

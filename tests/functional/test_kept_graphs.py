@@ -1,4 +1,4 @@
-"""What one rank alone keeps of a graph (a log, a traceback, a cycle) changes neither gradients nor any order."""
+"""A graph that only one rank keeps (in a log, a traceback, a cycle) changes neither gradients nor orders."""
 
 import gc
 from collections.abc import Callable

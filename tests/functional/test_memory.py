@@ -1,4 +1,4 @@
-"""What the engine holds while it trains, by its own accounting, and that it gives everything back."""
+"""The engine's memory during training, by its own accounting; all of it is released at the end."""
 
 import copy
 import io

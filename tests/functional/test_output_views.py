@@ -1,4 +1,4 @@
-"""Outputs of units that are views: of what the unit computed, changed in place by the caller, or of its weights."""
+"""Units whose outputs are views: of their results, changed in place by the caller, or of their weights."""
 
 import copy
 from collections.abc import Callable

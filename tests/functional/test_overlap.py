@@ -1,4 +1,4 @@
-"""What hides the collectives of a step, on streams of CUDA's meaning: compute between their issue and the wait."""
+"""Compute between the issue of a collective and its wait hides it, on streams with CUDA's semantics."""
 
 import contextlib
 import gc

@@ -1,4 +1,4 @@
-"""Units of several modules of which a forward runs some, and the others later: a loss in chunks, a head of its own."""
+"""Units of several modules that run at different times: a loss in chunks, a head of its own."""
 
 from collections import Counter
 from collections.abc import Callable

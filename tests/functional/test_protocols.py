@@ -1,4 +1,4 @@
-"""Protocols explored state by state, over the real code: crashes of saves.
+"""Crashes of saves, explored state by state with the real code.
 
 No copy of any code is checked: a save runs for real, what a crash leaves at each of its effects on the disk is copied
 (``tests/harness/effects.py``), and from every such state it is loaded and saved again, with crashes again.

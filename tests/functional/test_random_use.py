@@ -1,4 +1,4 @@
-"""Whatever is done with a sharded model, in whatever order: it does what the plain model does, or refuses by name.
+"""Random uses of a sharded model, in any order, equal the plain model or raise a named error.
 
 Twenty programs, the same in every run; the closed list of refusals is in ``random_use_run``.
 ``RANDOM_USE="0 2000"`` runs the programs of two thousand seeds from 0 on, ``RANDOM_USE=2000`` those of new ones.

@@ -1,4 +1,4 @@
-"""What users do to parameters between steps gives sharded models the values that the whole model would have."""
+"""Operations on parameters between steps give sharded models the same values as whole models."""
 
 import io
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""A loss may read what a unit keeps beside its outputs; a backward that comes to the unit by that alone is refused.
+"""A loss may use tensors that a unit stores outside of its outputs; a backward through these only raises an error.
 
 What a module returns in other ways than as a tensor is among the uses of ``random_use_cases``.
 """

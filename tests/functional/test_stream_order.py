@@ -1,4 +1,4 @@
-"""What a double of CUDA's streams shows, beside the certificate's cases (``tests.certify``), which find races.
+"""Stream order on a double of CUDA's streams; the certificate's cases (``tests.certify``) find races.
 
 The training runs on the CPU, in host order; vector clocks say what events and waits alone would promise on a GPU.
 """

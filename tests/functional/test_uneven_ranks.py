@@ -1,4 +1,4 @@
-"""Ranks with different groups, meshes and numbers of units train as one plain model does, or are told what differs."""
+"""Ranks with different groups, meshes and numbers of units train like one plain model, or raise a named error."""
 
 from collections.abc import Callable
 from functools import partial

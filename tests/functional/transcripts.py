@@ -1,4 +1,4 @@
-"""What the runtime does and in which order, as text: the scenarios behind the files in ``golden/``.
+"""The runtime's actions in order, as text: the scenarios of the files in ``golden/``.
 
 After a change of the schedule that is meant, write the files anew and read the difference::
 

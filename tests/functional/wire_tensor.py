@@ -1,4 +1,4 @@
-"""A tensor subclass in FSDP2's manner: its all-gather sends bf16 values and, per rank, how often it was asked."""
+"""A tensor subclass with FSDP2's hooks: its all-gather sends bf16 values and the number of calls on each rank."""
 
 from __future__ import annotations
 

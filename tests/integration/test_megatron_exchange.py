@@ -183,9 +183,9 @@ def refuse(folder: Path) -> tuple[str, str, str]:
 
 def test_what_cannot_be_loaded_is_refused_and_weights_load_alone(tmp_path: Path) -> None:
     for by_bucket, other, without in run_ranks(2, refuse, tmp_path):
-        assert "save it with --dist-ckpt-optim-fully-reshardable" in by_bucket
+        assert "fix: save with --dist-ckpt-optim-fully-reshardable" in by_bucket
         assert "another model" in other
-        assert "give optimizer=None to load weights alone" in without
+        assert "fix: optimizer=None loads weights only" in without
 
 
 def load_by_number(folder: Path, name: str) -> None:

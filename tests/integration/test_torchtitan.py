@@ -135,7 +135,7 @@ def refuse() -> None:
     with pytest.raises(ConfigError, match=r"spmd_backend 'spmd_types'"):
         parallelize_decoder(build_model(), **{**given, "parallelism": ParallelismConfig()})
     dims = SimpleNamespace(tp=1, cp=1, pp=2, ep=1)
-    with pytest.raises(ConfigError, match=r"'pp': 2.* wanted degrees of 1"):
+    with pytest.raises(ConfigError, match=r"'pp': 2.* fix: degrees of 1"):
         parallelize_decoder(build_model(), **{**given, "parallel_dims": dims})
     parallelism = ParallelismConfig(spmd_backend="partial_dtensor")
     # Asked for when it is made, it wants a GPU there.

@@ -19,10 +19,14 @@ __all__ = ["get_per_tensor_param", "get_per_tensor_param_shard"]
 
 
 def get_per_tensor_param(model: nn.Module, **options: Any) -> tuple[Iterator[tuple[str, torch.Tensor]], dict | None]:  # type: ignore[type-arg]  # verl's
-    """Return an iterator of (name, whole tensor) and the peft config, None: body of the engine's method of this name.
+    """Return an iterator of (name, whole tensor), and None as the peft config.
+
+    Use it as the body of the method of this name of verl's engine.
 
     Args:
-        options: of ``weight_stream``. With adapters give ``merge_lora=True``: no peft config is handed over.
+        model: a sharded model.
+        options: options of ``weight_stream``. Models with adapters need ``merge_lora=True``, because the peft config
+            is None.
     """
     return weight_stream(model, **options), None
 
@@ -30,12 +34,15 @@ def get_per_tensor_param(model: nn.Module, **options: Any) -> tuple[Iterator[tup
 def get_per_tensor_param_shard(
     model: nn.Module, *, dtype: torch.dtype = torch.bfloat16
 ) -> tuple[Iterator[tuple[str, torch.Tensor, Any]], dict | None]:  # type: ignore[type-arg]  # verl's
-    """Return an iterator of (name, flat local tensor, ``ShardSpec``) and the peft config, None.
+    """Return an iterator of (name, flat local tensor, ``ShardSpec``), and None as the peft config.
 
-    ``ShardSpec.place`` is the flat offset of the local tensor, which is exact for every layout of the flat buffer.
+    ``ShardSpec.place`` is the flat offset of the local tensor; it is exact for every layout of the flat buffer.
 
+    Args:
+        model: a sharded model.
+        dtype: dtype of floating-point parameters; buffers keep their dtype.
     Raises:
-        TransferError: parameters that two data-parallel axes or tensor parallelism cut, which one group cannot gather.
+        TransferError: two data-parallel axes or tensor parallelism cut a parameter; verl gathers over one group.
     """
     return _shards(model, dtype), None
 
@@ -45,7 +52,7 @@ def _shards(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, torch.T
 
     catalog = WeightCatalog.of(model)
     groups = {weight.name: each.group for each in catalog.groups for weight in each.weights}
-    # As in a stream, buffers of modules keep their dtype.
+    # weight_stream keeps the dtype of buffers too.
     kept = {weight.name for weight in catalog.loose if weight.is_buffer}
     for name, shard in local_shards(model).items():
         local = shard.local.to(dtype) if shard.local.is_floating_point() and name not in kept else shard.local

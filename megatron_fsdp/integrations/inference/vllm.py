@@ -22,7 +22,8 @@ def weight_source(model: nn.Module, **options: Any) -> Any:
     weights. Every rank of the trainer takes part, as vLLM's ``send_weights`` does, and each is said to own all weights.
 
     Args:
-        options: of ``weight_stream``: ``dtype``, ``names``, ``bucket_bytes``, ``merge_lora``.
+        model: a sharded model.
+        options: options of ``weight_stream``: ``dtype``, ``names``, ``bucket_bytes``, ``merge_lora``.
 
     Example:
         source = weight_source(model, names={"blocks.*.project.weight": "model.layers.*.mlp.weight"})

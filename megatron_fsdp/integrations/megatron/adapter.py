@@ -143,8 +143,8 @@ def _megatrons_initialisers(module: nn.Module) -> Iterator[None]:
 def get_megatron_optimizer(config: Any, model_chunks: Sequence[Any], *positional: Any, **options: Any) -> Any:
     """Return Megatron's FP32 optimizer over the sharded weights of a ``ShardedDataParallel`` model.
 
-    Main weights are FP32 whatever the model computes in, so the optimizer needs no copies of its own. The norm it
-    logs, clips by, and the zeros it counts are those of the whole gradient, each element once.
+    Main weights are FP32 for each compute dtype, so the optimizer needs no copies of its own. The gradient norm and the
+    number of zeros count each element of the whole gradient once.
 
     Args:
         config: ``megatron.core.optimizer.OptimizerConfig``: adam, sgd or muon.
@@ -158,7 +158,7 @@ def get_megatron_optimizer(config: Any, model_chunks: Sequence[Any], *positional
     if not model_chunks or not all(isinstance(chunk, DataParallelMethods) for chunk in model_chunks):
         raise ConfigError(
             f"get_megatron_optimizer takes a list of ShardedDataParallel, found "
-            f"{[type(chunk).__name__ for chunk in model_chunks]}; use megatron.core's own function for other models"
+            f"{[type(chunk).__name__ for chunk in model_chunks]}. fix: use megatron.core's function for other models"
         )
     refuse_optimizer(config)
     chunks = [chunk.module for chunk in model_chunks]
@@ -166,11 +166,11 @@ def get_megatron_optimizer(config: Any, model_chunks: Sequence[Any], *positional
     if config.optimizer in MUON_NAMES and (size_of(groups.tensor) > 1 or len(chunks) > 1):
         raise ConfigError(
             f"optimizer={config.optimizer!r} with {size_of(groups.tensor)} tensor-parallel ranks and {len(chunks)} "
-            "chunks of a stage: it needs whole matrices, of one chunk; give 1 of each, or take 'adam'"
+            "chunks of a stage: it needs whole matrices of one chunk. fix: 1 of each, or optimizer='adam'"
         )
     from megatron.core import optimizer as megatron_optimizers
 
-    # Megatron's Muon needs full weights. Only the param groups that it makes for Adam are used.
+    # Megatron's Muon needs whole weights, so only the param groups of Megatron's Adam are used.
     kind = "adam" if config.optimizer in MUON_NAMES else config.optimizer
     plain = dataclasses.replace(config, optimizer=kind, bf16=False, fp16=False, use_distributed_optimizer=False)
     make = megatron_optimizers.get_megatron_optimizer
@@ -204,16 +204,16 @@ def _optimizer_class(cls: Any) -> Any:
     return type(f"Sharded{cls.__name__}", (OptimizerMethods, cls), {"__module__": __name__})
 
 
-# ---------------------------------------------------------------- in place of Megatron's own engine
+# ---------------------------------------------------------------- replace Megatron's engine
 
 
 def install() -> list[str]:
-    """Make Megatron build and train with this engine wherever it would use Megatron-FSDP, of version 1 or 2.
+    """Make Megatron use this engine instead of Megatron-FSDP (version 1 or 2). Call it before building a model.
 
-    Megatron's adapter classes give way to subclasses of them, its ``get_megatron_optimizer``, its preparation and
-    loading of ``fsdp_dtensor`` checkpoints and its norm of weights to functions that hand models of other wrappers on
-    to Megatron's own. All of it is assignment to names of loaded modules, before a model is built: no file is touched,
-    ``uninstall`` undoes it, and a second call does nothing.
+    Replaces Megatron's adapter classes by subclasses, and four of its functions: ``get_megatron_optimizer``, preparing
+    and loading ``fsdp_dtensor`` checkpoints, and the norm of weights. The new functions call Megatron's for models of
+    other wrappers. Only names in loaded modules are reassigned: no file changes, ``uninstall`` restores the names, and
+    a second call has no effect.
 
     Returns:
         The names that changed, as "module.name".
@@ -223,7 +223,7 @@ def install() -> list[str]:
     Example:
         from megatron_fsdp.megatron import install
 
-        install()  # before the script imports what it needs of Megatron's
+        install()  # before the script imports megatron.core
     """
     if _INSTALLED:
         return []
@@ -256,7 +256,9 @@ def _replacements() -> Iterator[tuple[Any, Any]]:
     try:
         from megatron.core import optimizer as megatron_optimizers
     except ImportError as error:
-        raise ConfigError(f"install() found no megatron.core ({error}); put a checkout on PYTHONPATH") from error
+        raise ConfigError(
+            f"install() cannot import megatron.core ({error}). fix: put a checkout of Megatron-LM on PYTHONPATH"
+        ) from error
     for cls in _adapter_classes():
         yield cls, _data_parallel_class(cls)  # type: ignore[arg-type]  # classes are hashable
     make = megatron_optimizers.get_megatron_optimizer
@@ -280,7 +282,7 @@ def _adapter_classes() -> list[type[Any]]:
 
 
 def _in_place_of(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what goes by the name of a function of Megatron's, and hands on what ``ours`` does not implement."""
+    """Wrap a function of Megatron: call ``ours``, and ``original`` if that returns NotImplemented."""
 
     @functools.wraps(original)
     def function(*positional: Any, **options: Any) -> Any:
@@ -292,7 +294,7 @@ def _in_place_of(original: Callable[..., Any], ours: Callable[..., Any]) -> Call
 
 
 def _ours_among(model: Any) -> list[Any]:
-    """Return those of a wrapped model, or of chunks of one, that are wrapped by this engine."""
+    """Return the chunks of a model (or the model itself) that this engine has wrapped."""
     chunks = model if isinstance(model, (list, tuple)) else [model]
     return [chunk for chunk in chunks if isinstance(chunk, DataParallelMethods)]
 
@@ -304,7 +306,7 @@ def _make_optimizer(_: Any, config: Any, model_chunks: Sequence[Any], *positiona
 
 
 def _prepare(_: Any, args: Any, raw_state_dict: dict[str, Any], model: Any) -> Any:
-    # Megatron has taken its wrapper off the model by now, so the weights tell whose they are.
+    # Megatron has already removed the wrapper from the model, so look at the type of the weights.
     if not any(isinstance(value, FlatDTensor) for value in raw_state_dict["model"].values()):
         return NotImplemented
     return lay_out_for_megatron(raw_state_dict, model, is_gated=bool(getattr(args, "swiglu", False)))
@@ -316,12 +318,12 @@ def _load(original: Any, ddp_model: Any, *positional: Any, **options: Any) -> An
     try:
         return original(ddp_model, *positional, **options)
     except CheckpointException as error:
-        # One for each pipeline stage and tensor-parallel rank, whose strict load asks for this job's.
+        # A checkpoint has one random state per pipeline stage and tensor-parallel rank of the job that saved it.
         if "rng_state.(" not in str(error):
             raise
         raise CheckpointError(
-            "the checkpoint has no random states of some ranks of this job: it was saved by other numbers of pipeline "
-            "stages or tensor-parallel ranks. Give --no-load-rng: generators start from --seed"
+            "the checkpoint has no random states for some ranks of this job: it was saved with other numbers of "
+            "pipeline stages or tensor-parallel ranks. fix: --no-load-rng, so that generators start from --seed"
         ) from error
 
 
@@ -331,10 +333,10 @@ def _measure(_: Any, model: Any, *positional: Any, **options: Any) -> Any:
 
 
 def assign_everywhere(found: Any, wanted: Any) -> list[str]:
-    """Assign ``wanted`` to every name of a loaded module that is bound to ``found``, and return them, sorted.
+    """Assign ``wanted`` to every module-level name that is bound to ``found``; return the names, sorted.
 
-    Names that modules bind later are those of the modules they import from, so they get ``wanted`` too. What was put
-    into a class, a function's default or a container keeps ``found``.
+    Modules that import a name later get ``wanted`` too. Classes, default arguments and containers that refer to
+    ``found`` do not change.
     """
     loaded: list[object] = list(sys.modules.values())
     # A module may have bound another object to this name.

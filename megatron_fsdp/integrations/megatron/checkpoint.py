@@ -1,8 +1,8 @@
 """The layout of Megatron's ``fsdp_dtensor`` checkpoints, as Megatron-FSDP writes them; imports no Megatron.
 
-Names begin with ``module.``, once for the engine's wrapper around a model, and in the optimizer's part once more for
-each wrapper beyond it. Hyperparameters stand under each parameter's name: the groups of an optimizer may be others on
-each rank, as Megatron leaves out parameters of which a rank holds nothing. Gated weights lie in two halves.
+Names of weights begin with ``module.``; names in the optimizer's part begin with one ``module.`` per wrapper.
+Hyperparameters are saved under each parameter's name, because optimizer groups differ between ranks: Megatron leaves
+out parameters without elements on a rank. Gated weights are saved as two halves.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _WRAPPERS = re.compile(r"^(module\.)*")
 _EXTRA_STATE = "_extra_state"
 # Placeholder for a hyperparameter that the checkpoint may lack.
 _UNKNOWN_STEP = -1
-# By innermost module: the tensors that its last state dict passed to torch.distributed.checkpoint.
+# The tensors of a model's last state dict for torch.distributed.checkpoint, by the model inside its wrappers.
 _LAID_OUT: weakref.WeakKeyDictionary[nn.Module, dict[str, Part]] = weakref.WeakKeyDictionary()
 _MAX_LISTED = 20
-# Steps are loaded into each parameter's state, and who is an expert depends on the mesh.
+# The step is loaded into each parameter's state, and is_expert_parallel depends on the mesh.
 _NOT_LOADED = ("step", "is_expert_parallel")
 
 
@@ -55,7 +55,7 @@ def with_wrapper(state: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def without_wrappers(state: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
-    """Return a state dict under the model's own names, whatever wrappers it was saved through."""
+    """Return a state dict under the model's own names, without the prefixes of wrappers."""
     own = model.state_dict()
     if not own.keys().isdisjoint(state):
         return dict(state)
@@ -135,7 +135,9 @@ def describe_by_name(chunks: Sequence[nn.Module], optimizer: Optimizer, *, is_lo
     """Return state and hyperparameters of an optimizer under the parameters' names, on live tensors.
 
     Args:
-        chunks: what Megatron's wrappers hold. is_loading: ask for what other software may have saved, too.
+        chunks: the models inside Megatron's wrappers.
+        optimizer: their optimizer.
+        is_loading: include entries that only other software saves.
     """
     document, owners = optimizer.state_dict(), owners_of(chunks, optimizer)
     names = {index: owner.name for index, owner in owners.items()}
@@ -243,5 +245,5 @@ def owners_of(chunks: Sequence[nn.Module], optimizer: Optimizer) -> dict[int, _O
         for name, parameter in chunk.named_parameters():
             whole = name if names is None else names.whole_name(name)
             by_parameter[id(parameter)] = _Owner(f"{_WRAPPER}{_WRAPPER}{whole}", name, names)
-    # As Optimizer.state_dict counts them; calling it would show state anew.
+    # Count like Optimizer.state_dict, without calling it: it would create state again.
     return {index: by_parameter[id(parameter)] for index, parameter in enumerate(parameters_of(optimizer))}

@@ -1,4 +1,4 @@
-"""Megatron-LM's wrapper around a data-parallel model, over units of this engine; imports no Megatron."""
+"""The methods of Megatron-LM's data-parallel wrapper, for models that this engine shards. Imports no Megatron."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ __all__ = ["OWN_FLAGS", "DataParallelMethods", "OwnFlags", "shard_for_megatron"]
 
 @dataclass
 class OwnFlags:
-    """Flags that the launcher was given and that Megatron's configs have no field for."""
+    """Flags of the launcher for which Megatron's configs have no field."""
 
     fsdp_forward_order: bool = False
 
@@ -57,18 +57,19 @@ def _of_model(method: Callable[..., Any]) -> Callable[..., Any]:
 class DataParallelMethods:
     """A model of megatron.core whose weights, gradients and optimizer state are sharded over data-parallel ranks.
 
-    It takes the place of ``megatron.core.distributed.DistributedDataParallel`` in a training loop, with the optimizer
-    of ``megatron_fsdp.megatron.get_megatron_optimizer``. ``ddp_config.data_parallel_sharding_strategy`` says what
-    is sharded. Parameters between steps are DTensors that keep the attributes Megatron gave them.
+    Use it in a training loop instead of ``megatron.core.distributed.DistributedDataParallel``, with the optimizer of
+    ``megatron_fsdp.megatron.get_megatron_optimizer``. ``ddp_config.data_parallel_sharding_strategy`` is the strategy.
+    Between steps the parameters are DTensors that keep Megatron's attributes.
 
     Args:
-        config: ``TransformerConfig``. ddp_config: ``DistributedDataParallelConfig``.
+        config: ``TransformerConfig``.
+        ddp_config: ``DistributedDataParallelConfig``.
         module: the model, on this rank's device; it is sharded in place.
-        fsdp_unit_modules: classes of modules that become units. None: layers, and the embedding where it is not tied.
-        disable_bucketing: Megatron's; units are not split into buckets.
-        pg_collection: Megatron's process groups; ``dp_cp`` is the one to shard over. None: that of parallel_state.
+        fsdp_unit_modules: classes of modules that become units. None: layers, and an untied embedding.
+        disable_bucketing: no effect; units are not split into buckets.
+        pg_collection: Megatron's process groups; weights are sharded over ``dp_cp``. None: those of parallel_state.
     Raises:
-        ConfigError: settings that this engine does not do under Megatron, each with a cure.
+        ConfigError: settings that this engine does not support under Megatron, with a fix for each.
     """
 
     module: MegatronFSDP
@@ -86,15 +87,15 @@ class DataParallelMethods:
     broadcast_params = _of_model(MegatronFSDP.broadcast_params)
 
     def stop_communication(self) -> None:
-        """Make compute wait for everything under way, before an evaluation or a checkpoint."""
+        """Make compute wait for all pending collectives, before an evaluation or a checkpoint."""
         self.module.synchronize_gradient_reduce()
         self.module.synchronize_param_gather()
 
     def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
         """Return the model's state dict with DTensors under Megatron-FSDP's names, for torch.distributed.checkpoint.
 
-        Layers and experts have their numbers in the whole model. What tensor-parallel ranks have parts of are parts of
-        whole tensors, which are saved and loaded in place.
+        Layers and experts are numbered as in the whole model. Tensor-parallel ranks save and load their parts of the
+        whole tensors, in place.
         """
         state = self.module.state_dict(keep_vars=keep_vars)
         return with_wrapper(self.module.whole_names.outgoing(state), prefix)
@@ -104,20 +105,24 @@ class DataParallelMethods:
     ) -> dict[str, Any]:
         """Return the model's state dict with DTensors, the format that Megatron calls fsdp_dtensor.
 
-        Megatron's own ShardedTensors describe equal slices of the first dimension, which shards of a flat buffer are
-        not. The format is the same whatever ``metadata`` says.
+        Megatron's own ShardedTensors describe equal slices of the first dimension; shards of a flat buffer are not
+        equal slices. ``metadata`` does not change the format.
+
+        Raises:
+            ConfigError: ``sharded_offsets`` is not empty.
         """
         if sharded_offsets:
             raise ConfigError(
-                f"sharded_state_dict(sharded_offsets={sharded_offsets!r}): wanted (); there are no stages"
+                f"sharded_state_dict(sharded_offsets={sharded_offsets!r}): layers are numbered without them. fix: "
+                "leave sharded_offsets out"
             )
         return self.state_dict_for_save_checkpoint(prefix=prefix)
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> Any:
-        """Load a state dict, sharded or of whole tensors, of this wrapper, the model or Megatron-FSDP's wrapper.
+        """Load a state dict of this wrapper, the model or Megatron-FSDP's wrapper, with DTensors or whole tensors.
 
         Raises:
-            CheckpointError: the checkpoint that was read into it before lacks weights, and ``strict``.
+            CheckpointError: ``strict`` is True and the checkpoint that was read into ``state_dict`` lacks weights.
         """
         check_was_read(self.module, strict=strict)
         own = self.module.whole_names.incoming(without_wrappers(state_dict, self.module))
@@ -134,21 +139,23 @@ def shard_for_megatron(
     device_type: str,
     units: Sequence[type[nn.Module] | str],
 ) -> MegatronFSDP:
-    """Shard a model in place as Megatron's configs ask for.
+    """Shard a model in place with the settings of Megatron's configs.
 
-    Gradients are divided by the number of data-parallel ranks, and only summed under ``calculate_per_token_loss``:
+    Gradients are averaged over the data-parallel ranks. With ``calculate_per_token_loss`` they are summed, and
     ``finalize_model_grads`` divides them by the number of tokens.
 
     Args:
-        config, ddp_config: see ``refuse_configs``.
-        groups: over which dense weights and experts are sharded. device_type: "cpu" or "cuda".
+        module: the model.
+        config, ddp_config: Megatron's configs, checked by ``refuse_configs``.
+        groups: the process groups over which dense weights and experts are sharded.
+        device_type: "cpu" or "cuda".
         units: classes of modules that become units, in addition to modules of experts.
     """
     _check_initialisers(module, config)
     _unfuse(module)
     for parameter in groups.tied(module):
-        # A group of its own: then nothing but its own shape decides where it is cut, on both stages, and Megatron sums
-        # their gradients shard by shard.
+        # In a group of its own, a parameter's shape alone decides where it is cut. Both stages then cut the tied
+        # embedding alike, and Megatron sums its gradients shard by shard.
         parameter.fsdp_own_group = True  # type: ignore[attr-defined]
     mesh, expert_mesh = groups.dense_mesh(device_type), groups.expert_mesh(device_type)
     # Parameters on the meta device get their values later, equal on all ranks.
@@ -164,9 +171,9 @@ def shard_for_megatron(
         expt_device_mesh=expert_mesh,
         init_model_with_meta_device=getattr(config, "init_model_with_meta_device", False),
         mixed_precision_policy=policy_of(ddp_config),
-        # finalize_model_grads says when gradients are final, with or without no_sync around the microbatches before.
+        # finalize_model_grads makes gradients final, whether or not earlier microbatches ran inside no_sync.
         sync_model_each_microbatch=False,
-        # The grad scaler expects what overflows, and leaves the step out.
+        # With FP16 gradients may overflow: the grad scaler then skips the step.
         report_nan_in_param_grad=ddp_config.check_for_nan_in_grad and not getattr(config, "fp16", False),
         calculate_per_token_loss=config.calculate_per_token_loss,
         fsdp_double_buffer=getattr(ddp_config, "fsdp_double_buffer", False),
@@ -177,12 +184,13 @@ def shard_for_megatron(
     model.model_groups = groups
     is_gated = bool(getattr(config, "gated_linear_unit", False))
     for part in (model, innermost(model)):
-        # Megatron asks either for its state.
+        # Megatron calls state_dict() of both.
         part.whole_names = WholeNames(part, groups, is_gated=is_gated)  # type: ignore[assignment]
     if not groups.is_data_parallel_only:
         model.checkpoint_refusal = (
-            "save_checkpoint and load_checkpoint know no ranks with other layers, experts or parts of weights: save "
-            "sharded_state_dict() of Megatron's wrapper with torch.distributed.checkpoint, or through Megatron"
+            "save_checkpoint and load_checkpoint do not support ranks with different layers, experts or parts of "
+            "weights. fix: save sharded_state_dict() of Megatron's wrapper with torch.distributed.checkpoint, or "
+            "through Megatron"
         )
     for parameter in groups.tied(model):
         _check_cut(parameter, groups)
@@ -195,10 +203,10 @@ def shard_for_megatron(
 
 @torch.no_grad()
 def _make_alike(found: Sequence[tuple[str, nn.Parameter]], mesh: DeviceMesh) -> None:
-    """Give every rank of a mesh the first rank's parameters, in place, where they differ.
+    """Copy the first rank's parameters to every rank of a mesh, in place, if they differ.
 
-    A rank's shard comes from its own copy of the model, so unequal copies would be mixed. Where all are alike it takes
-    one sum per parameter and one reduction.
+    Each rank takes its shard from its own copy of the model, so a sharded model would mix unequal copies. If all copies
+    are equal, the check costs one sum per parameter and one all-reduce.
     """
     if not found:
         return
@@ -218,30 +226,30 @@ def _make_alike(found: Sequence[tuple[str, nn.Parameter]], mesh: DeviceMesh) -> 
         parameter.copy_(staged)
     if differing and dist.get_rank() == 0:
         logging.getLogger(__name__).warning(
-            "%d parameters differed between data-parallel ranks, %r the first of them: the first rank's count, for a "
-            "sharded model has one copy of each. Megatron's DDP does so under --data-parallel-random-init alone: give "
-            "it that flag to compare with it",
+            "%d parameters differed between data-parallel ranks (the first one is %r). The first rank's values are "
+            "used, because a sharded model has one copy of each parameter. Megatron's DDP uses them only with "
+            "--data-parallel-random-init: give that flag to compare with it",
             len(differing),
             differing[0][0],
         )
 
 
 def _check_initialisers(module: nn.Module, config: Any) -> None:
-    """Refuse layers that took the CPU of ``use_cpu_initialization`` for the meta device around them."""
+    """Raise ConfigError for layers that ``use_cpu_initialization`` left without values on the meta device."""
     if not (getattr(config, "init_model_with_meta_device", False) and getattr(config, "use_cpu_initialization", False)):
         return
     for name, part in module.named_modules():
         held = [key for key, value in part.named_parameters(recurse=False) if value.is_meta]
         if held and not any(hasattr(part, method) for method in ("reset_parameters", "_reset_parameters")):
             raise ConfigError(
-                f"module {name!r} ({type(part).__name__}) left {held} on the meta device, where its constructor drew "
-                "nothing, and has no reset_parameters() to draw it later. Leave out --use-cpu-initialization, and such "
-                "layers are drawn on the GPU at once; or leave out --init-model-with-meta-device"
+                f"module {name!r} ({type(part).__name__}) has {held} on the meta device without values, and has no "
+                "reset_parameters() to initialise them later. fix: leave out --use-cpu-initialization (the layers are "
+                "then initialised on the GPU), or leave out --init-model-with-meta-device"
             )
 
 
 def _check_cut(parameter: nn.Parameter, groups: ModelGroups) -> None:
-    """Look whether all stages that hold a tied embedding hold the same rows of it on ranks of the same place."""
+    """Check that all stages cut a tied embedding into the same rows for the same data-parallel rank."""
     assert groups.embedding is not None
     assert isinstance(parameter, FlatDTensor)
     chunks = parameter.__create_chunk_list__()
@@ -252,16 +260,16 @@ def _check_cut(parameter: nn.Parameter, groups: ModelGroups) -> None:
     reduce_over(extremes, groups.embedding, "max")
     if not torch.equal(extremes[0], -extremes[1]):
         raise ConfigError(
-            f"the embedding of shape {tuple(parameter.shape)} that the first and last pipeline stage share is cut "
-            f"otherwise there: this rank has {chunks}. Both need the same shape and number of data-parallel ranks; or "
-            "train with --untie-embeddings-and-output-weights"
+            f"the tied embedding of shape {tuple(parameter.shape)} is cut differently on the first and the last "
+            f"pipeline stage; this rank has {chunks}. fix: give both stages the same shape and number of data-parallel "
+            "ranks, or train with --untie-embeddings-and-output-weights"
         )
 
 
 def _unfuse(module: nn.Module) -> None:
-    """Let Megatron's and TransformerEngine's linear layers hand weight gradients to autograd.
+    """Make linear layers of Megatron and TransformerEngine return weight gradients to autograd.
 
-    Their fused kernels add to ``weight.main_grad``, which gathered weights do not have.
+    The layers' fused kernels add to ``weight.main_grad`` instead, which gathered weights do not have.
     """
     switches = ("gradient_accumulation_fusion", "fuse_wgrad_accumulation")
     switched = [(part, name) for part in module.modules() for name in switches if getattr(part, name, False) is True]

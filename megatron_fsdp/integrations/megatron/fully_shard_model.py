@@ -42,7 +42,7 @@ class Accepted(NamedTuple):
     reason: str
 
 
-# Rows stay rows: the formatter would give every field a line of its own.
+# One row per argument; the formatter would split each row over several lines.
 # fmt: off
 ACCEPTED = (
     Accepted("tp_dim", None, "tensor-parallel DTensors name their mesh dimensions themselves"),
@@ -87,36 +87,37 @@ def fully_shard_model(
     disable_symmetric_registration: bool = False,
     **accepted: Any,
 ) -> MegatronFSDP:
-    """Shard a model as Megatron-FSDP's call of the same name does, over the engine of ``fully_shard``, in place.
+    """Shard a model in place with the arguments of Megatron-FSDP's ``fully_shard_model``.
 
     Args:
-        module: parts of it that ``fully_shard`` was called on already stay as they are.
-        fsdp_unit_modules: which modules become units: classes, their names, or their import paths
-            ("package.file.Class"). None: the whole model is one unit, which computes once all of it is gathered.
+        module: the model. Modules that ``fully_shard`` was called on before keep their units.
+        fsdp_unit_modules: the modules that become units: classes, class names, or import paths
+            ("package.file.Class"). None: the whole model is one unit, so gathers do not overlap with compute.
         zero_dp_strategy: 0 to 3, or "no_shard", "optim", "optim_grads", "optim_grads_params".
-        outer_dp_sharding_strategy: over ``dp_outer_dim``. 0 or "no_shard": replicas. 1 or "optim": main weights and
-            optimizer state are sharded over it too.
-        device_mesh: None: one axis over all ranks.
-        dp_shard_dim, dp_outer_dim: the names of the axes of ``device_mesh`` to shard over and of replicas; an axis
-            may be a flattened one. None for both: all of its axes, one or (outer, inner).
-        expt_device_mesh: the mesh of modules all of whose parameters have ``allreduce = False``, as Megatron marks
-            experts. It has the same axis names. Their gradients are divided by the number of ranks of the dense mesh.
-        device: where the model goes: the device of the mesh. Without a mesh it chooses the device type.
-        init_model_with_meta_device: initialise what is on the meta device; False leaves it there for a checkpoint.
-        mixed_precision_policy: ``MixedPrecisionPolicy``, ours or Megatron-FSDP's. None: FP32 main weights.
-        sync_model_each_microbatch: gradients are final after each backward. False: after ``finish_grad_sync()``, or
-            the backward inside ``sync()``.
-        report_nan_in_param_grad: raise FsdpError in the backward in which a reduced gradient is not a number. It
-            takes the place of ``set_all_reduce_hook``, and makes the host wait for each reduction.
+        outer_dp_sharding_strategy: the strategy along ``dp_outer_dim``. 0 or "no_shard": replicate. 1 or "optim": shard
+            main weights and optimizer state along this axis too.
+        device_mesh: data-parallel device mesh. None: one axis over all ranks.
+        dp_shard_dim, dp_outer_dim: names of the axes of ``device_mesh`` to shard over and to replicate over; flattened
+            axes are allowed. None for both: the mesh has one axis, or the axes (outer, inner).
+        expt_device_mesh: the mesh for experts: modules all of whose parameters have Megatron's mark ``allreduce =
+            False``. It has the same axis names. Gradients of experts are divided by the size of the dense mesh.
+        device: the mesh's device, to which the model moves. Without a mesh it selects the device type.
+        init_model_with_meta_device: initialise parameters on the meta device. False: leave them for a checkpoint.
+        mixed_precision_policy: ``MixedPrecisionPolicy`` of this package or of Megatron-FSDP. None: FP32 main weights.
+        sync_model_each_microbatch: gradients are final after each backward. False: gradients are final after
+            ``finish_grad_sync()`` or after the backward inside ``sync()``.
+        report_nan_in_param_grad: raise FsdpError in the backward in which a reduced gradient is NaN. Replaces a
+            function set by ``set_all_reduce_hook``, and makes the host wait for each reduction.
         calculate_per_token_loss: sum gradients over ranks instead of averaging them; see ``scale_gradients``.
-        fsdp_double_buffer, maxpool_double_buffer, nccl_ub, disable_symmetric_registration: buffers that stay, see
-            ``FSDPModule.set_slot_pool``: for units of equal size, or as large as the largest; registered with NCCL.
-        accepted: Megatron-FSDP's other arguments, which change nothing here; a line in this module's log says why of
-            each that asks for something.
+        fsdp_double_buffer, maxpool_double_buffer, nccl_ub, disable_symmetric_registration: settings of the memory
+            slots, see ``FSDPModule.set_slot_pool``: slots for units of equal size, slots as large as the largest
+            unit, and registration with NCCL.
+        accepted: Megatron-FSDP's other arguments. They have no effect here; this module's logger warns with the reason
+            if one differs from its default.
     Returns:
-        ``module``, which is a ``MegatronFSDP`` now.
+        ``module``, whose class is now a ``MegatronFSDP``.
     Raises:
-        ConfigError: an argument that has no meaning for this model or mesh, or that Megatron-FSDP does not have.
+        ConfigError: an argument does not fit this model or mesh, or is unknown to Megatron-FSDP.
 
     Example:
         model = fully_shard_model(model, fsdp_unit_modules=[Block], zero_dp_strategy="optim_grads_params")
@@ -124,9 +125,11 @@ def fully_shard_model(
         model(batch).square().mean().backward()
     """
     if isinstance(module, MegatronFSDP):
-        raise ConfigError(f"{type(module).__name__} is what fully_shard_model returned; call it once on each model")
+        raise ConfigError(f"{type(module).__name__} is sharded already. fix: call fully_shard_model once per model")
     if use_decoupled_grad:
-        raise ConfigError("use_decoupled_grad=True: gradients are .grad, of any dtype (main_grads_dtype); leave it out")
+        raise ConfigError(
+            "use_decoupled_grad=True: gradients are in .grad, in any dtype (main_grads_dtype). fix: leave it out"
+        )
     lines = _notices_for(accepted)
     mesh = _data_parallel_mesh(_mesh_on(device_mesh, device), dp_shard_dim, dp_outer_dim)
     strategy = _strategy_name("zero_dp_strategy", zero_dp_strategy, _STRATEGIES)
@@ -163,11 +166,17 @@ def fully_shard_model(
 def fully_shard_model_and_optimizer(
     module: nn.Module, optimizer: Optimizer, **options: Any
 ) -> tuple[MegatronFSDP, Optimizer]:
-    """Shard a model and the optimizer that was built on it: Megatron-FSDP's ``fully_shard``.
+    """Shard a model and its optimizer, like Megatron-FSDP's ``fully_shard``.
 
     Args:
-        optimizer: one that has not stepped yet, whose param groups get the sharded parameters in place of the whole
-            ones. options: the arguments of ``fully_shard_model``.
+        module: the model.
+        optimizer: an optimizer over the model's parameters that has not stepped. Its param groups get the sharded
+            parameters.
+        options: the arguments of ``fully_shard_model``.
+    Returns:
+        The model and the sharded optimizer.
+    Raises:
+        ConfigError: the optimizer has stepped, or as in ``fully_shard_model``.
 
     Example:
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
@@ -176,8 +185,8 @@ def fully_shard_model_and_optimizer(
     """
     if optimizer.state:
         raise ConfigError(
-            "fully_shard_model_and_optimizer: the optimizer has stepped, its state has the shapes of whole parameters. "
-            "Shard the model first, then load_state_dict the optimizer."
+            "fully_shard_model_and_optimizer: the optimizer has stepped, so its state has the shapes of whole "
+            "parameters. fix: shard the model with a new optimizer, then call optimizer.load_state_dict"
         )
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     model = fully_shard_model(module, **options)
@@ -188,11 +197,11 @@ def fully_shard_model_and_optimizer(
 
 
 def _notices_for(given: Mapping[str, Any]) -> list[str]:
-    """Return one line, with the reason, for every argument whose value is not the default and does nothing."""
+    """Return one line, with the reason, for each argument that has no effect and differs from its default."""
     by_name = {each.name: each for each in ACCEPTED}
     for name in given.keys() - by_name.keys():
         meant = nearest(name, [*by_name, *list(inspect.signature(fully_shard_model).parameters)[:-1]])
-        raise ConfigError(f"fully_shard_model has no argument {name!r}; the nearest is {meant!r}")
+        raise ConfigError(f"fully_shard_model has no argument {name!r}. fix: {meant!r} is the most similar one")
     return [
         f"fully_shard_model({name}={value!r}) does nothing here: {by_name[name].reason}"
         for name, value in given.items()
@@ -204,7 +213,7 @@ def _notices_for(given: Mapping[str, Any]) -> list[str]:
 
 
 def _mesh_on(mesh: DeviceMesh | None, device: torch.device | str | int | None) -> DeviceMesh:
-    """Return the given mesh, or one axis over all ranks, on the device asked for."""
+    """Return the given mesh, or a mesh of one axis over all ranks on the given device."""
     named = f"cuda:{device}" if isinstance(device, int) else device
     wanted = None if named is None else torch.device(named)
     if mesh is None and wanted is not None and dist.is_initialized():
@@ -213,7 +222,9 @@ def _mesh_on(mesh: DeviceMesh | None, device: torch.device | str | int | None) -
         mesh = sharding_target(None, None, None).mesh
     found = buffer_device(mesh)
     if wanted is not None and (wanted.type != found.type or wanted.index not in (None, found.index)):
-        raise ConfigError(f"device={device!r}, this rank's on the mesh is {found}; pass a mesh of {wanted.type!r}")
+        raise ConfigError(
+            f"device={device!r}, but this rank's device on the mesh is {found}. fix: pass a mesh of {wanted.type!r}"
+        )
     return mesh
 
 
@@ -223,11 +234,11 @@ def _data_parallel_mesh(mesh: DeviceMesh, shard: str | None, outer: str | None) 
         if mesh.ndim > 2:
             names = mesh.mesh_dim_names or mesh.ndim
             raise ConfigError(
-                f"device_mesh has axes {names}; name the data-parallel ones, dp_shard_dim=, dp_outer_dim="
+                f"device_mesh has axes {names}. fix: name the data-parallel axes with dp_shard_dim= and dp_outer_dim="
             )
         return mesh
     if shard is None:
-        raise ConfigError(f"dp_outer_dim={outer!r} needs dp_shard_dim, the axis inside of it")
+        raise ConfigError(f"dp_outer_dim={outer!r} without dp_shard_dim. fix: name the inner axis with dp_shard_dim=")
     names = (shard,) if outer is None else (outer, shard)
     if tuple(mesh.mesh_dim_names or ()) == names:
         return mesh
@@ -235,7 +246,8 @@ def _data_parallel_mesh(mesh: DeviceMesh, shard: str | None, outer: str | None) 
         return mesh[names if outer is not None else shard]
     except (KeyError, RuntimeError, ValueError) as error:
         raise ConfigError(
-            f"device_mesh has axes {mesh.mesh_dim_names}, found dp_outer_dim={outer!r}, dp_shard_dim={shard!r}: {error}"
+            f"device_mesh has axes {mesh.mesh_dim_names}, but dp_outer_dim={outer!r} and dp_shard_dim={shard!r}: "
+            f"{error}. fix: name axes of the mesh"
         ) from error
 
 
@@ -244,7 +256,7 @@ def _strategy_name(argument: str, value: int | str, names: Sequence[str]) -> str
         return names[value]
     if value in names:
         return str(value)
-    raise ConfigError(f"{argument}={value!r}; give 0 to {len(names) - 1}, or one of {', '.join(names)}")
+    raise ConfigError(f"{argument}={value!r}. fix: give 0 to {len(names) - 1}, or one of {', '.join(names)}")
 
 
 # ---------------------------------------------------------------- the units
@@ -265,7 +277,7 @@ def _make_units(
             fully_shard(unit, mesh, **options)
             continue
         fully_shard(unit, expert_mesh, **options)
-        # Exactly, whatever the sizes: a quotient times the expert mesh's size may be off by a rounding.
+        # The exact divisor: the quotient of both mesh sizes, times the expert mesh's size, could be rounded.
         for group in unit_of(unit).groups:
             set_divisor(group, float(mesh.size()))
     if not isinstance(model, FSDPModule):
@@ -275,13 +287,16 @@ def _make_units(
 def _units_wanted(
     model: nn.Module, wanted: Sequence[type[nn.Module] | str], experts: Container[int]
 ) -> list[nn.Module]:
-    """Return the modules that become units, children first, without modules that are units or parts of one."""
+    """Return the modules that become units, children first, without modules that already belong to a unit."""
     entries = (wanted,) if isinstance(wanted, (str, type)) else wanted
     modules = list(model.modules())
     for entry in entries:
         if not any(_is_instance(module, entry) for module in modules):
             classes = sorted({type(module).__name__ for module in modules})
-            raise ConfigError(f"fsdp_unit_modules names {entry!r}, and no module is one; its classes are {classes}")
+            raise ConfigError(
+                f"fsdp_unit_modules names {entry!r}, but the model has no such module. fix: name some of its classes: "
+                f"{classes}"
+            )
     taken = {id(below) for module in modules if isinstance(module, FSDPModule) for below in module.modules()}
     return [
         module
@@ -312,21 +327,21 @@ def _is_expert(module: nn.Module) -> bool:
 
 
 def _check_experts(model: nn.Module, experts: Container[int]) -> None:
-    """Raise if a module has expert and dense weights: it is gathered over one mesh."""
+    """Raise ConfigError if a module directly holds expert and dense weights: it is gathered over one mesh."""
     taken = {id(below) for module in model.modules() if id(module) in experts for below in module.modules()}
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             if id(module) not in taken and is_expert(parameter):
                 full = f"{path}.{name}".lstrip(".")
                 raise ConfigError(
-                    f"parameter {full!r} of a {type(module).__name__} is marked as one of experts (allreduce = False) "
-                    "and the module's others are not; put experts into a module of their own, which is sharded "
-                    "over expt_device_mesh"
+                    f"parameter {full!r} of a {type(module).__name__} is marked as an expert's (allreduce = False), "
+                    "but the module's other parameters are not. fix: put experts into a module of their own, which is "
+                    "then sharded over expt_device_mesh"
                 )
 
 
 def _policy(given: Any) -> MixedPrecisionPolicy:
-    """Return our policy for ours, PyTorch's, or Megatron-FSDP's, which names the dtypes of the main copies only."""
+    """Convert a policy of PyTorch or Megatron-FSDP; the latter sets no compute dtype."""
     if given is None:
         return MixedPrecisionPolicy(main_params_dtype=torch.float32)
     if hasattr(given, "grad_comm_dtype"):
@@ -344,6 +359,6 @@ def _report_nan(reference: weakref.ref[ParameterGroup], gradient: torch.Tensor) 
     if group is not None and bool(gradient.isnan().any()):
         names = ", ".join(map(repr, group.parameters))
         raise FsdpError(
-            f"unit {group.name!r}: a reduced gradient is not a number, of one of {names}; "
-            "torch.autograd.set_detect_anomaly(True) names the operation"
+            f"unit {group.name!r}: a reduced gradient of one of {names} is NaN. fix: find the operation with "
+            "torch.autograd.set_detect_anomaly(True)"
         )

@@ -20,17 +20,19 @@ __all__ = ["ModelGroups", "hybrid_mesh", "is_cut", "is_expert", "rank_in", "redu
 
 @dataclass(frozen=True)
 class ModelGroups:
-    """The process groups of Megatron's that this rank is a member of; None where Megatron has none.
+    """Megatron's process groups of this rank. None: Megatron has no such group.
 
     Attributes:
-        data: ranks with the same part of a dense weight, context-parallel ones among them (``dp_cp``).
+        data: ranks with the same part of a dense weight, including context-parallel ranks (``dp_cp``).
         expert_data: ranks with the same part of the same experts (``expt_dp``).
-        data_inner, expert_data_inner, outer: hybrid sharding: the ranks of this rank's optimizer instance, and those at
-            its place in each instance. All three None without instances.
-        tensor, expert_tensor: tensor-parallel ranks of dense and of expert weights. expert: expert-parallel ranks.
-            pipeline: stages.
+        data_inner, expert_data_inner: with hybrid sharding, the ranks of this rank's optimizer instance, for dense
+            weights and for experts.
+        outer: with hybrid sharding, the ranks at the same position of each instance.
+        tensor, expert_tensor: tensor-parallel ranks of dense weights and of experts.
+        expert: expert-parallel ranks.
+        pipeline: pipeline stages.
         model: ranks that together hold one replica of the dense weights (``mp``, tensor times pipeline).
-        embedding: stages that hold the same embedding; None on others, too.
+        embedding: stages that hold the same embedding; None on other stages.
     """
 
     data: ProcessGroup
@@ -50,9 +52,12 @@ class ModelGroups:
         return _mesh(self.data, self.outer, self.data_inner, device_type)
 
     def expert_mesh(self, device_type: str) -> DeviceMesh | None:
-        """Return the mesh that experts are sharded over; None for that of dense weights."""
+        """Return the mesh that experts are sharded over; None: the same mesh as dense weights."""
         if self.expert_data is None and size_of(self.expert) * size_of(self.expert_tensor) > 1:
-            raise ConfigError("experts are spread over ranks: set pg_collection.expt_dp, those with the same experts")
+            raise ConfigError(
+                "experts are spread over ranks, but pg_collection has no group of ranks with the same experts. fix: "
+                "set pg_collection.expt_dp"
+            )
         ranks_of = dist.get_process_group_ranks
         if self.expert_data is None or ranks_of(self.expert_data) == ranks_of(self.data):
             return None
@@ -64,31 +69,31 @@ class ModelGroups:
         return all(size_of(group) == 1 for group in (self.tensor, self.expert_tensor, self.expert, self.pipeline))
 
     def scopes(self) -> list[ProcessGroup]:
-        """Return the groups over which to sum a number that each rank counts for its own part."""
+        """Return the groups whose all-reduces, one after the other, sum a number over all ranks."""
         wanted = (self.data, self.model) if self.model is not None else (self.data, self.tensor, self.pipeline)
         return [group for group in wanted if group is not None and group.size() > 1]
 
     def tied(self, model: nn.Module) -> list[nn.Parameter]:
-        """Return the embedding that another pipeline stage has, too."""
+        """Return this rank's parameters that another pipeline stage shares: the tied embedding, or none."""
         if size_of(self.embedding) == 1:
             return []
         return [parameter for parameter in model.parameters() if getattr(parameter, "shared_embedding", False)]
 
     def show_main_grads(self, model: nn.Module) -> None:
-        """Show final gradients of what stages share to ``finalize_model_grads``, which assigns plain tensors."""
+        """Set ``main_grad`` of tied parameters to their final gradients, for ``finalize_model_grads``."""
         for parameter in self.tied(model):
             parameter.main_grad = parameter.grad  # type: ignore[attr-defined]
 
     def forget_main_grads(self, model: nn.Module) -> None:
-        """Take back what ``show_main_grads`` showed."""
+        """Remove the ``main_grad`` attributes that ``show_main_grads`` set."""
         for parameter in self.tied(model):
             vars(parameter).pop("main_grad", None)
 
     def counts(self, parameter: torch.Tensor) -> bool:
-        """Return whether this rank counts a parameter of which other model-parallel ranks may hold a copy.
+        """Return whether this rank counts a parameter in sums over model-parallel ranks, which may hold copies.
 
-        A weight that tensor-parallel ranks hold alike counts on the first of them, and a tied embedding on the first
-        stage, as in Megatron's norms.
+        As in Megatron's norms, a weight that is equal on all tensor-parallel ranks counts on the first one, and a tied
+        embedding counts on the first stage.
         """
         if getattr(parameter, "shared", False):
             return False
@@ -99,7 +104,7 @@ class ModelGroups:
 
 @functools.lru_cache(maxsize=64)
 def _mesh(whole: ProcessGroup, outer: ProcessGroup | None, inner: ProcessGroup | None, device_type: str) -> DeviceMesh:
-    # One mesh per groups: chunks of a pipeline stage share it, and with it the communicators for reductions.
+    # Cached, so that the chunks of a pipeline stage share one mesh and its communicators.
     if outer is None or inner is None:
         return DeviceMesh.from_group(whole, device_type)
     return hybrid_mesh(whole, outer, inner, device_type)

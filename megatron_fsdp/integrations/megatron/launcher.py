@@ -36,14 +36,17 @@ Run a training script of a Megatron-LM checkout, with --use-megatron-fsdp on thi
   torchrun --nproc-per-node 8 -m megatron_fsdp.megatron ~/Megatron-LM/pretrain_gpt.py \\
       --use-megatron-fsdp --ckpt-format fsdp_dtensor --data-parallel-sharding-strategy optim_grads_params ...
 
-A script that lies elsewhere wants the checkout on PYTHONPATH. No file of the checkout is changed. What follows SCRIPT
-is the script's own; flags that this engine cannot follow are refused before anything starts: docs/megatron.md."""
+A script outside of the checkout needs the checkout on PYTHONPATH. No file of the checkout is changed. The flags after
+SCRIPT are the script's. Flags that this engine does not support end the command before training: docs/megatron.md."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the script that the arguments (default: those of the process) name in this process, and return 0.
+    """Run a Megatron training script in this process; return 0.
 
     Wrong arguments end the process with status 2 before training starts.
+
+    Args:
+        arguments: the script's path and its flags. None: ``sys.argv[1:]``.
 
     Example:
         main(["Megatron-LM/pretrain_gpt.py", "--use-megatron-fsdp", "--ckpt-format", "fsdp_dtensor"])
@@ -56,23 +59,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     script, notices = given.script.resolve(), list[str]()
     try:
         if not script.is_file():
-            raise ConfigError(f"found no script {script}; give the path of one, such as ~/Megatron-LM/pretrain_gpt.py")
+            raise ConfigError(
+                f"found no script {script}. fix: give the path of one, such as ~/Megatron-LM/pretrain_gpt.py"
+            )
         if not {"-h", "--help"} & set(given.flags):
             if os.environ.get(_CONNECTIONS) == "1":
                 raise ConfigError(
                     f"found {_CONNECTIONS}=1, which Megatron refuses with --use-megatron-fsdp: gathers and reductions "
-                    f"would wait in one queue with compute. unset {_CONNECTIONS}, or export {_CONNECTIONS}=8"
+                    f"would wait in one queue with compute. fix: unset {_CONNECTIONS}, or export {_CONNECTIONS}=8"
                 )
             notices = notices_under_megatron(check_flags(given.flags))
     except ConfigError as error:
         parser.error(str(error))
-    # As Python does for a script.
+    # Python does the same for a script.
     sys.path.insert(0, str(script.parent))
     changed = install()
     if os.environ.get("RANK", "0") == "0":
         lines = [f"{script.name} runs on this engine; changed: {', '.join(changed)}", *notices]
         print("\n".join(f"megatron_fsdp: {line}" for line in lines), flush=True)
-    # One engine serves both versions, and a Megatron before version 2 does not know the flag.
+    # The engine ignores the version, and a Megatron without version 2 does not know the flag.
     own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     own.add_argument("--megatron-fsdp-version")
     # No Megatron knows this one.
@@ -84,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-# Flags of Megatron-LM, besides those around FSDP, whose settings this engine may have to refuse; and their types.
+# Other flags of Megatron-LM with settings that this engine does not support, and their argparse options.
 _OF_THE_MODEL: dict[str, dict[str, Any]] = {
     **{
         f"--{name}": {"type": int}
@@ -108,8 +113,8 @@ def check_flags(flags: Sequence[str]) -> FsdpConfig:
     """Return the settings of this engine from the flags of a training script. Megatron checks the other flags.
 
     Raises:
-        ConfigError: no ``--use-megatron-fsdp``; flags that contradict each other; a setting that this engine does not
-            do under Megatron. All reasons are in one message, with the cure for each.
+        ConfigError: ``--use-megatron-fsdp`` is missing, flags contradict each other, or a setting is not supported
+            under Megatron. One message has all reasons and fixes.
         SystemExit: a value of the wrong type, which argparse reports.
     """
     parser = argparse.ArgumentParser(prog="the script's flags", add_help=False, allow_abbrev=False)
@@ -118,25 +123,28 @@ def check_flags(flags: Sequence[str]) -> FsdpConfig:
     args, _ = add_megatron_fsdp_args(parser).parse_known_args(list(flags))
     if not args.use_megatron_fsdp:
         raise ConfigError(
-            "found no --use-megatron-fsdp among the script's flags: Megatron would train without this engine. Add it, "
-            "with --ckpt-format fsdp_dtensor, or start the script without this launcher"
+            "found no --use-megatron-fsdp among the script's flags: Megatron would train without this engine. fix: "
+            "add --use-megatron-fsdp --ckpt-format fsdp_dtensor, or start the script without this launcher"
         )
     found = []
     if args.ckpt_format != "fsdp_dtensor":
-        found.append(f"--ckpt-format {args.ckpt_format}: Megatron saves sharded models as fsdp_dtensor only; give that")
+        found.append(
+            f"--ckpt-format {args.ckpt_format}: Megatron saves sharded models as fsdp_dtensor only. fix: --ckpt-format "
+            "fsdp_dtensor"
+        )
     try:
         config = FsdpConfig.from_args(args)
     except ConfigError as error:
         found.append(str(error))
     found += refusals_of((args, MODEL_RULES), (args, DDP_RULES), spell=spell_flag)
     found += [*combinations_of(args, spell_flag), *_refused_together(args)]
-    # FsdpConfig has refused an optimizer that is not here.
+    # FsdpConfig has already checked the optimizer.
     others = tuple(rule for rule in OPTIMIZER_RULES if rule[0] != "optimizer")
     found += refusals_of((args, others), spell=spell_flag)
     if args.optimizer in MUON_NAMES:
         found.append(
-            f"--optimizer {args.optimizer}: Megatron's scripts refuse it beside --use-megatron-fsdp; take "
-            "megatron_fsdp.megatron.get_megatron_optimizer in a loop of your own"
+            f"--optimizer {args.optimizer}: Megatron's scripts refuse it together with --use-megatron-fsdp. fix: call "
+            "megatron_fsdp.megatron.get_megatron_optimizer in a training loop of your own"
         )
     if found:
         raise ConfigError("; ".join(dict.fromkeys(found)))
@@ -144,7 +152,7 @@ def check_flags(flags: Sequence[str]) -> FsdpConfig:
 
 
 def _refused_together(args: argparse.Namespace) -> list[str]:
-    """Return a line with the cure for flags of Megatron's that cannot be followed beside each other."""
+    """Return one line with reason and fix for each unsupported combination of Megatron's flags."""
     found = []
     tensor = args.tensor_model_parallel_size or 1
     for prefix, size in (("", tensor), ("expert_", args.expert_tensor_parallel_size or tensor)):
@@ -152,19 +160,19 @@ def _refused_together(args: argparse.Namespace) -> list[str]:
         if shards not in (None, size):
             found.append(
                 f"{spell_flag(f'{prefix}tensor_parallel_num_weight_shards', shards)}: weights are cut "
-                f"over {size} ranks for tensor parallelism, and sharded over data-parallel ones: leave it out"
+                f"over {size} ranks for tensor parallelism and sharded over data-parallel ranks. fix: leave it out"
             )
     flags = [flag for flag, value in (("--save", args.save), ("--load", args.load)) if value]
     if flags and (args.num_layers_per_virtual_pipeline_stage or args.num_virtual_stages_per_pipeline_rank):
         found.append(
             f"{' and '.join(flags)} with virtual pipeline stages: Megatron prepares fsdp_dtensor checkpoints of one "
-            "chunk alone; train without --num-layers-per-virtual-pipeline-stage and "
+            "chunk only. fix: train without --num-layers-per-virtual-pipeline-stage and "
             "--num-virtual-stages-per-pipeline-rank, or save sharded_state_dict() of each chunk in a loop of your own"
         )
     return found
 
 
 def notices_under_megatron(config: FsdpConfig) -> list[str]:
-    """Return one line, with the reason, for every flag that was given and whose effect a job does not get."""
+    """Return one line, with the reason, for each given flag that has no effect in this job."""
     missing = [flag for flag in FLAGS if flag.effect in _MISSING and getattr(config, flag.dest) != flag.default]
     return [flag.notice(flag.spell(getattr(config, flag.dest))) for flag in missing]

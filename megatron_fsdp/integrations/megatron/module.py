@@ -32,10 +32,10 @@ def _refused(message: str) -> Callable[..., NoReturn]:
 
 
 class MegatronFSDP(FSDPModule, nn.Module):
-    """Mixed into the class of the module that ``fully_shard_model`` was given, beside ``FSDPModule``.
+    """Mixin for the class of a module that ``fully_shard_model`` has sharded, together with ``FSDPModule``.
 
-    The module stays itself: there is no wrapper, so its parameters keep their names, and there is no ``.module``.
-    Methods work on all units below it. ``ShardedDataParallel``, which Megatron-LM needs around it, hands its own on.
+    There is no wrapper: parameters keep their names, and there is no attribute ``module``. Methods apply to all units
+    below the module. Megatron-LM needs the wrapper ``ShardedDataParallel``, whose methods call these.
 
     Example:
         model = fully_shard_model(model, fsdp_unit_modules=[Block])
@@ -43,16 +43,16 @@ class MegatronFSDP(FSDPModule, nn.Module):
             model(batch).square().mean().backward()
     """
 
-    # Set where Megatron's configs made the model: its process groups, and its names in the whole model.
+    # Set only for models sharded with Megatron's configs: process groups, and names in the whole model.
     model_groups: ModelGroups
     whole_names: WholeNames
-    # Why this project's own checkpoints cannot hold the model, with what to do instead; looked for by them.
+    # The error message of save_checkpoint and load_checkpoint for this model, if they do not support it.
     checkpoint_refusal: str
 
     # ------------------------------------------------------------------ microbatches
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Run all but the last microbatch of a step: forward and backward go inside.
+        """Run forward and backward of all but the last microbatch of a step inside the block.
 
         As in Megatron-FSDP, sharded gradients are reduced in every backward. Reductions of replicated gradients (ZeRO-0
         and 1) and over the outer axis wait for the last microbatch. If no reduction waits (ZeRO-2 and 3 on one axis, or
@@ -61,11 +61,11 @@ class MegatronFSDP(FSDPModule, nn.Module):
         return self._auto_sync(False)
 
     def sync(self) -> AbstractContextManager[None]:
-        """Run the last microbatch of a step: gradients are final after its backward."""
+        """Run the last microbatch of a step inside the block: its backward makes gradients final."""
         return self._auto_sync(True)
 
     def set_model_auto_sync(self, sync_model: bool = True) -> None:
-        """Say whether gradients are final after each backward (True), or when ``finish_grad_sync`` is called."""
+        """Make gradients final after each backward (True), or only in ``finish_grad_sync`` (False)."""
         for root in self._roots():
             root.backward.is_last = sync_model
 
@@ -85,7 +85,7 @@ class MegatronFSDP(FSDPModule, nn.Module):
         """Do nothing: backward starts each unit's reduction after its last gradient."""
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
-        """Make the gradients of all microbatches so far final, over all axes, and show them as ``.grad``."""
+        """Finish the reductions of all microbatches so far, over all axes; ``.grad`` is final afterwards."""
         with self._auto_sync(True):
             for root in self._roots():
                 final_callback(root)
@@ -93,20 +93,20 @@ class MegatronFSDP(FSDPModule, nn.Module):
             self._megatrons_groups.show_main_grads(self)
 
     def synchronize_gradient_reduce(self) -> None:
-        """Do nothing: when backward returns, all that compute issues next waits for its reductions."""
+        """Do nothing: kernels that are issued after backward wait for its reductions."""
 
     def attach_grad_to_optimizer_state(self) -> None:
-        """Do nothing: final gradients are the parameters' ``.grad``, which any optimizer reads."""
+        """Do nothing: final gradients are in ``.grad``, where each optimizer reads them."""
 
     def scale_gradients(self, scaling_factor: torch.Tensor | float) -> None:
-        """Multiply all gradients, say by 1 / (number of tokens) after ``calculate_per_token_loss``.
+        """Multiply all gradients by a factor, such as 1 / (number of tokens) with ``calculate_per_token_loss``.
 
         Raises:
             StateError: gradients are not final yet.
         """
         for buffer in self._gradients():
             if buffer.binding.sum is not None and buffer.binding.sum.is_in_main_grad:
-                raise StateError(f"{buffer.binding.name}: gradients are not final; call finish_grad_sync() first")
+                raise StateError(f"{buffer.binding.name}: gradients are not final. fix: call finish_grad_sync() first")
             if buffer.binding.settled() is not None:
                 buffer.binding.scale(scaling_factor)
 

@@ -19,10 +19,10 @@ from megatron_fsdp.integrations.megatron.groups import ModelGroups, is_cut, is_e
 
 __all__ = ["GATED", "WholeNames"]
 
-# Weights of a gate and an up-projection in one, by their names.
+# Names of weights that combine a gate and an up-projection.
 GATED = re.compile(r"\.mlp\.((experts|shared_experts|experts\.local_experts\.\d+)\.)?linear_fc1\.(weight|bias)\d*$")
 _LAYER = re.compile(r"(^|\.)layers\.\d+$")
-# One by one, or of a grouped layer.
+# Experts as modules of their own, or as weights of a grouped layer.
 _EXPERT = re.compile(r"\.experts\.(?:local_experts\.(\d+)\.|linear_fc\d\.(?:weight|bias)(\d+)$)")
 _EMBEDDING = "embedding.word_embeddings.weight"
 _OUTPUT = "output_layer.weight"
@@ -32,8 +32,9 @@ class WholeNames:
     """Translates the state dict of one chunk.
 
     Args:
-        chunk: the sharded model, or the chunk of a pipeline stage. groups: the ranks it is spread over.
-        is_gated: whether ``linear_fc1`` is a gate and an up-projection in one.
+        chunk: the sharded model, or the chunk of a pipeline stage.
+        groups: the process groups over which the model is divided.
+        is_gated: whether ``linear_fc1`` combines a gate and an up-projection.
     """
 
     def __init__(self, chunk: nn.Module, groups: ModelGroups, *, is_gated: bool) -> None:
@@ -70,26 +71,26 @@ class WholeNames:
         is_spread = parameter is not None and is_expert(parameter) and size_of(self._groups.expert) > 1
         if is_spread and not _EXPERT.search(name):
             raise ConfigError(
-                f"parameter {name!r} holds experts of this rank under a name without their numbers, which other ranks "
-                "have, too: it cannot be saved. Build experts as SequentialMLP or TEGroupedMLP "
+                f"parameter {name!r} holds this rank's experts, but its name has no expert numbers and is the same on "
+                "other ranks, so it cannot be saved. fix: build experts as SequentialMLP or TEGroupedMLP "
                 "(without --moe-use-legacy-grouped-gemm)"
             )
 
     def outgoing(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a state dict of the chunk under whole names, cut weights as parts of whole ones."""
+        """Return a state dict of the chunk under the whole model's names, with cut weights as parts of whole ones."""
         return {self.whole_name(name): self.part(name, value) for name, value in state.items()}
 
     def incoming(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a state dict under the chunk's own names, from whole ones; as it is where it has the chunk's own."""
+        """Return a state dict under the chunk's own names, from one under the whole model's or the chunk's names."""
         own = {self.whole_name(name): name for name in self._entries}
         theirs, mine = own.keys() & state.keys(), self._entries & state.keys()
         if own.keys() == self._entries or (mine - own.keys() and not theirs - self._entries):
             return {name: self._received(name, value) for name, value in state.items()}
         if not theirs - self._entries:
             raise CheckpointError(
-                f"found {len(state)} entries, and none that tells whether layers and experts are counted on this rank "
-                f"or in the whole model, such as {sorted(own.keys() - self._entries)[:1]}; load what "
-                "sharded_state_dict() returned"
+                f"none of the {len(state)} entries shows whether layers and experts are numbered on this rank or in "
+                f"the whole model, as {sorted(own.keys() - self._entries)[:1]} would. fix: load a state dict with the "
+                "names of sharded_state_dict()"
             )
         return {own[name]: self._received(own[name], value) for name, value in state.items() if name in own} | {
             name: value for name, value in state.items() if name not in own and name not in self._entries

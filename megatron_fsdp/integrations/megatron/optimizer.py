@@ -26,9 +26,13 @@ Choice = Callable[[ParameterGroup], DBuffer | None]
 def adopt_optimizer(
     made: Any, chunks: Sequence[MegatronFSDP], groups: ModelGroups, asked: Any = None, *, scaler: Any = None
 ) -> Any:
-    """Tie a Megatron optimizer to the sharded chunks of a model whose parameters it updates, and return it.
+    """Connect a Megatron optimizer to the sharded chunks that it updates, and return it.
 
-    ``asked`` is the ``OptimizerConfig`` that was asked for, where ``made`` has another: Megatron makes Adam for Muon.
+    Args:
+        made: Megatron's optimizer.
+        chunks, groups: this rank's chunks and process groups.
+        asked: the user's ``OptimizerConfig`` if ``made`` has another one: for Muon, Megatron creates Adam.
+        scaler: grad scaler for FP16, or None.
     """
     made._chunks, made._groups, made._scaler = tuple(chunks), groups, scaler
     config = made.config if asked is None else asked
@@ -40,7 +44,7 @@ def adopt_optimizer(
 
 
 def _torch_optimizer(found: Optimizer, config: Any) -> Optimizer:
-    """Return PyTorch's optimizer in place of TransformerEngine's and Apex's, whose kernels know no DTensors."""
+    """Replace an optimizer of TransformerEngine or Apex, which do not support DTensors, by PyTorch's."""
     if isinstance(found, (Adam, SGD)):
         return found
     if config.optimizer == "sgd":
@@ -51,10 +55,10 @@ def _torch_optimizer(found: Optimizer, config: Any) -> Optimizer:
 
 
 class OptimizerMethods:
-    """Mixed into the class of the optimizer that ``get_megatron_optimizer`` returned.
+    """Mixin for the class of Megatron's optimizer that sums over sharded gradients.
 
-    Megatron's own sums over ranks would count gradients that rest whole (no_shard) once for each of them, and know no
-    experts beside dense weights in one optimizer.
+    Megatron's own sums over ranks would count replicated gradients (no_shard) once per rank, and do not support experts
+    and dense weights in one optimizer.
     """
 
     _chunks: tuple[MegatronFSDP, ...]
@@ -64,17 +68,17 @@ class OptimizerMethods:
     config: Any
 
     def get_loss_scale(self) -> torch.Tensor:
-        """Return what losses are multiplied by before backward: the grad scaler's scale, or 1."""
+        """Return the factor for the loss before backward: the grad scaler's scale, or 1."""
         if self._scaler is not None:
             scale: torch.Tensor = self._scaler.scale
             return scale
         return super().get_loss_scale()  # type: ignore[misc,no-any-return]  # the class this is mixed into
 
     def prepare_grads(self) -> bool:
-        """Make ready for a step; gradients are the parameters' ``.grad`` already.
+        """Prepare a step: unscale gradients if there is a grad scaler.
 
         Returns:
-            Whether the step is to be left out: under a grad scaler, a gradient of some rank is not finite.
+            Whether to skip the step, because with a grad scaler a gradient of some rank is not finite.
         """
         for chunk in self._chunks:
             self._groups.forget_main_grads(chunk)
@@ -88,11 +92,11 @@ class OptimizerMethods:
         return is_overflow
 
     def get_grad_norm(self) -> float:
-        """Return the norm of the whole gradient, each element once."""
+        """Return the norm of the whole gradient; each element counts once."""
         return self._sum_of_gradients(_square).sqrt().float().item()
 
     def get_weight_norm(self) -> float:
-        """Return the norm of all main weights, each element once: what ``--log-params-norm`` logs."""
+        """Return the norm of all main weights, for ``--log-params-norm``; each element counts once."""
         return weight_norm(self._chunks, self._groups).item()
 
     def clip_grad_norm(self, clip_grad: float) -> float:
@@ -115,25 +119,28 @@ class OptimizerMethods:
         return _sum(self._chunks, self._groups, _final_gradients, measure)
 
     def reload_model_params(self, state_dict: Any = None) -> None:
-        """Bring compute weights up to date after main weights were loaded."""
+        """Update compute weights after main weights were loaded."""
         for chunk in self._chunks:
             chunk.install_optimized_model_weights()
 
     def sharded_state_dict(
         self, model_sharded_state_dict: Any = None, is_loading: bool = False, metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Return the state and hyperparameters under the names of the parameters, with DTensors, as Megatron-FSDP does.
+        """Return state and hyperparameters under the parameters' names, with DTensors, in Megatron-FSDP's format.
 
-        It is what ``torch.distributed.checkpoint`` saves and, for any number of ranks and whatever groups these have,
-        loads in place; give the result to ``load_state_dict`` then. State that is not there yet is shown as zeros,
-        which the optimizer gets when something was read into them. ``is_loading`` asks for what other software may
-        have saved, too; Megatron's other arguments say nothing that the model does not.
+        ``torch.distributed.checkpoint`` saves the result, and loads it in place on any number of ranks; pass it to
+        ``load_state_dict`` after loading. State that does not exist yet is shown as zeros, and becomes the optimizer's
+        state if a checkpoint was read into it.
+
+        Args:
+            model_sharded_state_dict, metadata: no effect.
+            is_loading: include entries that only other software saves.
         """
         assert self.optimizer is not None
         return describe_by_name(self._chunks, self.optimizer, is_loading=is_loading) | self._scaler_state()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of this rank's parts, and of the grad scaler where there is one."""
+        """Return the state of this rank's shards, and of the grad scaler if one is used."""
         return {**super().state_dict(), **self._scaler_state()}  # type: ignore[misc]  # the class this is mixed into
 
     def _scaler_state(self) -> dict[str, Any]:
@@ -143,7 +150,8 @@ class OptimizerMethods:
         """Load what ``sharded_state_dict`` or ``state_dict`` returned.
 
         Raises:
-            CheckpointError: nothing was read into a parameter's state, or hyperparameters do not fit the groups.
+            CheckpointError: a parameter's state was not read from a checkpoint, or hyperparameters do not fit the
+                groups.
         """
         if self._scaler is not None and "grad_scaler" in state_dict:
             self._scaler.load_state_dict(state_dict["grad_scaler"])
@@ -158,7 +166,7 @@ class OptimizerMethods:
 
 
 def weight_norm(chunks: Sequence[MegatronFSDP], groups: ModelGroups) -> torch.Tensor:
-    """Return the norm of all main weights of the model, 0-d FP32. ``chunks`` are those of this rank."""
+    """Return the norm of the model's main weights, 0-d FP32; every rank passes its own ``chunks``."""
     return _sum(chunks, groups, lambda group: group.main_weight, _square).sqrt().float()
 
 
@@ -177,10 +185,10 @@ def _sum(
     choose: Choice,
     measure: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
-    """Return the sum of a measure of all rows over all ranks, which call it together: 0-d FP64.
+    """Return the sum of ``measure`` over the rows of all ranks, 0-d FP64. Every rank calls this function.
 
-    Every element is counted on one rank, the first of those that hold it, so one sum over all of them serves dense
-    weights and experts alike, whatever their groups.
+    Each element counts on the first rank that holds it. One sum over all ranks is therefore right for dense weights and
+    for experts.
     """
     device = next(group.spec.device for chunk in chunks for unit in units_below(chunk) for group in unit.groups)
     found = [measure(rows).to(device, torch.float64) for rows in _counted(chunks, groups, choose)]

@@ -1,8 +1,8 @@
-"""Checkpoints in Megatron's ``torch_dist`` format, which its DDP and its distributed optimizer save.
+"""Load checkpoints in the ``torch_dist`` format of Megatron's DDP and its distributed optimizer.
 
-Megatron's modules say themselves where their weights lie in the whole model: ``sharded_state_dict`` of the model is
-asked with weights of its own shapes in place of the sharded ones, and what a rank holds of each is cut out of the
-answer, box by box. megatron.core is imported when something here is first used.
+Megatron's modules describe where their weights lie in the whole model. This file replaces sharded parameters by meta
+tensors of whole shapes, calls the model's ``sharded_state_dict``, and cuts the boxes of this rank's shards out of the
+result. megatron.core is imported on first use.
 """
 
 from __future__ import annotations
@@ -26,46 +26,47 @@ from megatron_fsdp.optim.loaded_state import parameters_of
 
 __all__ = ["load_torch_dist"]
 
-# Main weights, as the distributed optimizer and the one of whole tensors call them.
+# Names of main weights in the distributed optimizer and in the optimizer of whole tensors.
 _MAIN_NAMES = ("param", "fp32_param")
 _STATE = re.compile(r"^(?:chained_\d+\.)*optimizer\.state\.([^.]+)\.(.+)$")
 _BY_BUCKET = re.compile(r"optimizer\.distributed\.")
 # Settings that identify a param group of Megatron's optimizers.
 _GROUP_KEYS = ("wd_mult", "lr_mult", "is_decoupled_lr", "is_expert_parallel")
 _MAX_LISTED = 5
-# Metadata that tells Megatron's modules how to name layers and gates.
+# Metadata by which Megatron's modules choose names for layers and gates.
 _LAYOUT_KEYS = ("non_homogeneous_layers", "singleton_local_shards")
 # Megatron's ShardedTensors without values, by (name of the optimizer's state, or nothing; weight).
 _Found = Mapping[tuple[str, str], Any]
 
 
 class _Region(NamedTuple):
-    """A box of a parameter: Megatron's ShardedTensor of it, and where it begins in this rank's whole parameter."""
+    """A box of a parameter: Megatron's ShardedTensor, and the box's offsets in this rank's whole parameter."""
 
     entry: Any
     start: tuple[int, ...]
 
 
 class _Layout(NamedTuple):
-    """The layout of this rank's chunks as Megatron states it: boxes by parameter id; buffers and objects by name."""
+    """The layout of this rank's chunks according to Megatron: boxes by parameter id; buffers and objects by name."""
 
     regions: dict[int, list[_Region]]
     others: dict[str, Any]
 
 
 def load_torch_dist(chunks: Sequence[Any], optimizer: Any, folder: str | Path) -> dict[str, Any]:
-    """Load what Megatron's DDP saved, on any number of ranks. Every rank calls it.
+    """Load a checkpoint of Megatron's DDP, saved on any number of ranks. Every rank calls this function.
 
-    FP32 main weights are read where the checkpoint has them, and else the model's weights.
+    Reads FP32 main weights if the checkpoint has them, otherwise the model's weights.
 
     Args:
-        chunks: this rank's ``ShardedDataParallel``, in a list. optimizer: of ``get_megatron_optimizer``; None leaves
-            its state as it is.
+        chunks: this rank's ``ShardedDataParallel`` wrappers, in a list.
+        optimizer: optimizer from ``get_megatron_optimizer``. None: load weights only.
         folder: a ``torch_dist`` checkpoint, such as ``iter_0000100``.
     Returns:
-        What stands in the checkpoint beside weights and optimizer state, such as ``iteration`` and ``args``.
+        The other entries of the checkpoint, such as ``iteration`` and ``args``.
     Raises:
-        CheckpointError: it lacks weights or state of this model, or the state is laid out by the buckets of one run.
+        CheckpointError: the checkpoint lacks weights or optimizer state of this model, or its optimizer state has a
+            format that depends on the buckets of the run that saved it.
 
     Example:
         load_torch_dist([model], optimizer, "checkpoints/iter_0000100")
@@ -85,7 +86,7 @@ def load_torch_dist(chunks: Sequence[Any], optimizer: Any, folder: str | Path) -
             parameters = _states(optimizer, described)
         wanted = [target for parameter, state in parameters for target in _wanted(layout, parameter, state, found)]
 
-    # All ranks raise if one rank finds a tensor missing; they would wait for it otherwise.
+    # If one rank finds a tensor missing, all ranks raise. Otherwise they would wait for that rank.
     checkpoint_ranks("calls load_torch_dist").check(f"loading {folder}", plan)
     buffers = {name: entry for name, entry in layout.others.items() if isinstance(entry.data, torch.Tensor)}
     numbered = {str(number): entry for number, (entry, _) in enumerate(wanted)}
@@ -108,11 +109,11 @@ def load_torch_dist(chunks: Sequence[Any], optimizer: Any, folder: str | Path) -
     return {key: value for key, value in loaded.items() if key not in ("weights", "others", "optimizer")}
 
 
-# ---------------------------------------------------------------------- what Megatron's modules say
+# ---------------------------------------------------------------------- the layout of Megatron's modules
 
 
 def _layout_as_saved(chunks: Sequence[Any], found: _Found, folder: str) -> _Layout:
-    """Return the layout whose names the checkpoint has: layers stacked or each by its number, gates in one or two."""
+    """Return the layout whose names are in the checkpoint: layers stacked or numbered, gates in one tensor or two."""
     from megatron.core import dist_checkpointing
 
     saved = dist_checkpointing.load_content_metadata(folder)
@@ -126,12 +127,13 @@ def _layout_as_saved(chunks: Sequence[Any], found: _Found, folder: str) -> _Layo
         if not names:
             return layout
     raise CheckpointError(
-        f"{folder} has no {', '.join(min(missing, key=len)[:_MAX_LISTED])}: it is of another model than this one"
+        f"{folder} has no {', '.join(min(missing, key=len)[:_MAX_LISTED])}: it is of another model than this one. fix: "
+        "give the folder of a checkpoint of this model"
     )
 
 
 def _layout(chunks: Sequence[Any], metadata: dict[str, Any]) -> _Layout:
-    """Ask Megatron's modules where their parameters lie."""
+    """Return the layout that the modules' ``sharded_state_dict`` describes."""
     from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensorFactory
 
     layout = _Layout({}, {})
@@ -154,8 +156,12 @@ def _layout(chunks: Sequence[Any], metadata: dict[str, Any]) -> _Layout:
 
 @contextlib.contextmanager
 def _shapes_alone(model: nn.Module) -> Iterator[dict[int, tuple[nn.Parameter, torch.Tensor]]]:
-    """Put weights without values in place of a model's; yield both, by the identity of the former's storage."""
-    # Its hooks bring sharded parameters back; do that before they are replaced.
+    """Replace a model's parameters by meta tensors inside the block.
+
+    Yields:
+        The pairs (parameter, meta tensor), by the identity of the meta tensor's storage.
+    """
+    # The hooks of state_dict() put the sharded parameters back, so call them before replacing these.
     model.state_dict()
     places = [
         (part, name, parameter)
@@ -180,7 +186,11 @@ def _shapes_alone(model: nn.Module) -> Iterator[dict[int, tuple[nn.Parameter, to
 
 
 def _start(name: str, box: torch.Tensor, whole: torch.Tensor) -> tuple[int, ...]:
-    """Return where a view of a contiguous tensor begins, if it is a box of it."""
+    """Return the offsets of a box, which is a view of a contiguous tensor.
+
+    Raises:
+        ConfigError: the view is not a box.
+    """
     start, left = [], int(box.storage_offset())
     for stride in whole.stride():
         position, left = divmod(left, stride)
@@ -191,7 +201,7 @@ def _start(name: str, box: torch.Tensor, whole: torch.Tensor) -> tuple[int, ...]
     if not is_box:
         raise ConfigError(
             f"{name}: Megatron saves it as a tensor of shape {tuple(box.shape)} that is no box of the parameter's "
-            f"{tuple(whole.shape)}; save this model with torch.distributed.checkpoint (fsdp_dtensor) instead"
+            f"{tuple(whole.shape)}. fix: save this model with torch.distributed.checkpoint (fsdp_dtensor)"
         )
     return tuple(start)
 
@@ -200,7 +210,7 @@ def _start(name: str, box: torch.Tensor, whole: torch.Tensor) -> tuple[int, ...]
 
 
 def _boxes(layout: _Layout, parameter: nn.Parameter, value: torch.Tensor) -> Iterator[tuple[Any, tuple[int, ...], Any]]:
-    """Yield (Megatron's entry, offsets in its whole tensor, view) for all that this rank holds of a value."""
+    """Yield (Megatron's entry, offsets in the entry's whole tensor, view) for each piece of a value on this rank."""
     source = value.source if isinstance(value, Part) else value
     for region in layout.regions[id(parameter)]:
         entry = region.entry
@@ -219,7 +229,7 @@ def _boxes(layout: _Layout, parameter: nn.Parameter, value: torch.Tensor) -> Ite
 def _entry(key: str, entry: Any, place: tuple[int, ...], data: torch.Tensor) -> Any:
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-    # None, no grid: boxes of a flat buffer's rows have unequal sizes.
+    # The last value, None, means no grid: boxes of a flat buffer's rows have unequal sizes.
     shapes = tuple(data.shape), tuple(entry.global_shape), place, None
     return ShardedTensor(key, data, data.dtype, *shapes, allow_shape_mismatch=entry.allow_shape_mismatch)
 
@@ -227,7 +237,7 @@ def _entry(key: str, entry: Any, place: tuple[int, ...], data: torch.Tensor) -> 
 def _wanted(
     layout: _Layout, parameter: nn.Parameter, state: Mapping[str, Any], found: _Found
 ) -> Iterator[tuple[Any, torch.Tensor]]:
-    """Yield what to read of a parameter and its state, and where to put it."""
+    """Yield pairs for a parameter and its state: the ShardedTensor to read, and the view to write it to."""
     keys = [region.entry.key for region in layout.regions[id(parameter)]]
     main = next((name for name in _MAIN_NAMES if all((name, key) in found for key in keys)), "")
     tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor) and value.ndim}
@@ -243,13 +253,13 @@ def _check(name: str, entry: Any, found: _Found) -> None:
     saved = found.get((name, entry.key))
     if saved is None:
         raise CheckpointError(
-            f"the checkpoint has no {f'{name} of ' if name else ''}{entry.key}: it is of another model or optimizer"
-            + ("; give optimizer=None to load weights alone" if name else "")
+            f"the checkpoint has no {f'{name} of ' if name else ''}{entry.key}: it is of another model or optimizer. "
+            + ("fix: optimizer=None loads weights only" if name else "fix: give the folder of this model's checkpoint")
         )
     if tuple(saved.global_shape) != tuple(entry.global_shape) and not entry.allow_shape_mismatch:
         raise CheckpointError(
             f"{entry.key} has shape {tuple(saved.global_shape)} in the checkpoint and {tuple(entry.global_shape)} in "
-            "this model: it is of another model"
+            "this model. fix: give the folder of this model's checkpoint"
         )
 
 
@@ -261,8 +271,9 @@ def _names_in(folder: str) -> _Found:
     for key, tensor in dist_checkpointing.load_tensors_metadata(folder).items():
         if _BY_BUCKET.search(key):
             raise CheckpointError(
-                f"{folder} has optimizer state by the buckets of one run ({key}), which no other engine knows: save it "
-                "with --dist-ckpt-optim-fully-reshardable (distrib_optim_sharding_type 'fully_reshardable')"
+                f"{folder} has optimizer state in the buckets of the run that saved it ({key}), which only that run "
+                "can read. fix: save with --dist-ckpt-optim-fully-reshardable (distrib_optim_sharding_type "
+                "'fully_reshardable')"
             )
         match = _STATE.match(key)
         found[(match[1], match[2]) if match else ("", key)] = tensor
@@ -281,7 +292,7 @@ def _states(optimizer: Any, described: Mapping[str, Any]) -> Iterator[tuple[Any,
 
 
 def _groups_in(document: Any, step: Any = None) -> Iterator[tuple[Mapping[str, Any], Any]]:
-    """Yield (group, step) of all of a checkpoint's optimizers, however they are nested."""
+    """Yield (group, step) for each of a checkpoint's optimizers, at any depth of nesting."""
     if not isinstance(document, Mapping):
         return
     step = document.get("state", {}).get("common_step", step) if isinstance(document.get("state"), Mapping) else step
@@ -295,13 +306,16 @@ def _groups_in(document: Any, step: Any = None) -> Iterator[tuple[Mapping[str, A
 def _group_of(
     name: str, values: Mapping[str, Any], groups: Sequence[tuple[Mapping[str, Any], Any]]
 ) -> tuple[Mapping[str, Any], Any]:
-    """Return what a parameter's group was saved as; experts on one rank are among dense weights there, or here."""
+    """Return the saved group, and its step, with the same settings as a parameter's group.
+
+    ``is_expert_parallel`` may differ: experts on one rank are counted among dense weights.
+    """
     wanted, keys = _key_of(values), [_key_of(group) for group, _ in groups]
     alike = [number for number, key in enumerate(keys) if key[:-1] == wanted[:-1]]
     if not alike:
         raise CheckpointError(
             f"{name}: the checkpoint has no group of parameters with {dict(zip(_GROUP_KEYS, wanted, strict=True))}, it "
-            f"has {keys}; group weights as they were"
+            f"has {keys}. fix: use the weight decay and learning rate multipliers of the run that saved it"
         )
     return groups[next((number for number in alike if keys[number] == wanted), alike[0])]
 

@@ -1,4 +1,4 @@
-"""DBuffer on real process groups: what each rank holds, what collectives make of it, and what is refused."""
+"""DBuffer on real process groups: the contents of each rank, the results of collectives, and errors."""
 
 import math
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What the engine reads off a device mesh, on real process groups."""
+"""Axes and groups that the engine reads from a device mesh, on real process groups."""
 
 import datetime
 import gc

@@ -1,4 +1,4 @@
-"""What the tests of the training script share."""
+"""Fixtures for the tests of the training script."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Flags of the sharding table that the training script acts on: each of them changes what it says."""
+"""Each sharding flag of the training script has its documented effect."""
 
 import json
 from pathlib import Path

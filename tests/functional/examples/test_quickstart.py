@@ -1,4 +1,4 @@
-"""The quickstart notebook runs from its first cell to its last, and its stored outputs say what it prints."""
+"""The quickstart notebook runs from its first cell to its last, and prints its stored outputs."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The rank pool: what comes back from the ranks, what a failing rank tells, and what one call leaves to the next."""
+"""The rank pool: returned values, reports of failing ranks, and isolation between calls."""
 
 import os
 import select

@@ -1,4 +1,4 @@
-"""What the compiler must make of every Triton kernel for three architectures, run by test_triton.py in its own process.
+"""Properties of each compiled Triton kernel on three architectures, run by test_triton.py in its own process.
 
 Access widths, spills, rounding and index widths are read from the PTX; no GPU is needed, but TRITON_INTERPRET must be
 off before Triton is imported.

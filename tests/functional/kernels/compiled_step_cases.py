@@ -1,4 +1,4 @@
-"""What the compiler must make of the kernels of a step, and of weights that came in 8 bits, run by test_triton.py."""
+"""Properties of the compiled kernels of a step and of 8-bit weights, run by test_triton.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the Triton kernel of ``decode_rows`` must do, run by test_triton.py in a process of its own."""
+"""Correctness of the Triton kernel of ``decode_rows``, run by test_triton.py in its own process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the Triton kernel of ``int8_adamw`` must do, run by test_triton.py in a process of its own.
+"""Correctness of the Triton kernel of ``int8_adamw``, run by test_triton.py in its own process.
 
 The step is compared with ``adamw`` on FP32 moments and a quantizer
 written down here in numpy, element by element.

@@ -1,4 +1,4 @@
-"""The command that writes the table of docs/design/kernels.md still compiles what the page says."""
+"""docs/kernel_table.py compiles the kernels, and its table equals that of docs/design/kernels.md."""
 
 import re
 import subprocess

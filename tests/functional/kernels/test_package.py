@@ -1,4 +1,4 @@
-"""What importing the kernels costs, and that they work without Triton: in a process of its own."""
+"""The kernels' package imports quickly and works without Triton, in a separate process."""
 
 import subprocess
 import sys

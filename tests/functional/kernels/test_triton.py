@@ -1,4 +1,4 @@
-"""The Triton kernels: interpreted and compiled ahead of time on the CPU, and run on the GPU where there is one.
+"""The Triton kernels: interpreted and compiled ahead of time on the CPU, and run on a GPU if the machine has one.
 
 Each happens in a process of its own, because Triton decides when it is imported whether it interprets.
 """

@@ -1,4 +1,4 @@
-"""What is said at import of files in one folder with NVIDIA's megatron-fsdp, and of a torch that is not tested.
+"""Warnings and errors at import: NVIDIA's megatron-fsdp in the same folder, and an untested torch.
 
 NVIDIA's package has the same import name.
 """
@@ -37,7 +37,7 @@ def test_the_other_package_installed_before_is_said(site: Path) -> None:
     (site / "megatron_fsdp-0.6.1.dist-info").mkdir()
     done = run(site, "import megatron_fsdp; print(megatron_fsdp.explain.__name__)")
     assert done.stdout.strip() == "explain"
-    assert f"{site} holds NVIDIA's megatron_fsdp-0.6.1 beside this package" in done.stderr
+    assert f"{site} contains both NVIDIA's megatron_fsdp-0.6.1 and this package" in done.stderr
     assert "pip uninstall megatron-fsdp megatron-fsdp-dbuffer" in done.stderr
 
 

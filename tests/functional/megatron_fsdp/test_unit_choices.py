@@ -1,4 +1,4 @@
-"""What a user may choose for one unit, meshes and switches: gradients and weights equal a whole model's all the same.
+"""Gradients and weights equal a whole model's for each choice of one unit, each mesh and each switch.
 
 Hooks, collectives and ways in are FSDP2's programs (``compatibility_programs``).
 """

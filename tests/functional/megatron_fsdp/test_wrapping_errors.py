@@ -1,4 +1,4 @@
-"""``fully_shard`` happens on all ranks or on none: others hear of an exception, and modules are left as they were."""
+"""``fully_shard`` succeeds on all ranks or raises on all ranks; after an error modules are unchanged."""
 
 import datetime
 import re

@@ -1,4 +1,4 @@
-"""What the allocator held in each phase, and the bytes that operators moved."""
+"""Memory by phase from the allocator's events, and bytes moved by operators."""
 
 from collections.abc import Callable
 

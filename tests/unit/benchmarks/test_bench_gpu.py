@@ -1,4 +1,4 @@
-"""The one run for a GPU, rehearsed on the CPU; what it says of targets, failures and time that is over."""
+"""The GPU bench, run on the CPU: its targets, its failures and its time limit."""
 
 import argparse
 from pathlib import Path

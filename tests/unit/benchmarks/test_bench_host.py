@@ -1,4 +1,4 @@
-"""Host time and calls: what is subtracted from what, and that every model trains."""
+"""Host time and calls: the subtraction of the plain model, and that each model trains."""
 
 import importlib.util
 

@@ -1,4 +1,4 @@
-"""What the harness measures, writes and reads back."""
+"""The harness of the benches: measuring, writing and reading rows."""
 
 import json
 from collections.abc import Callable

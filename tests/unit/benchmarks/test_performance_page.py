@@ -1,4 +1,4 @@
-"""The pages of results show what was measured: tables, pictures, and the error bar of ``plan``."""
+"""The pages of results show the measured rows: tables, pictures, and the error bar of ``plan``."""
 
 import json
 from pathlib import Path

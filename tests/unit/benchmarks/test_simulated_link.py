@@ -1,4 +1,4 @@
-"""The simulated link: collectives take their time, one after the other, beside whatever the host does."""
+"""Collectives on the simulated link take their time, one after the other, while the host goes on."""
 
 import pytest
 import torch

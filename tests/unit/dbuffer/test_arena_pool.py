@@ -1,4 +1,4 @@
-"""The pool of a static arena: places as planned, nothing allocated then, and no order in which memory is shared."""
+"""The pool of a static arena: buffers at planned places, no allocation, and safe sharing in any order."""
 
 import gc
 import logging

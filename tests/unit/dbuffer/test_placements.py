@@ -1,4 +1,4 @@
-"""Placements: what is accepted, and which shard a rank holds."""
+"""Placements: accepted combinations, and the shard of each rank."""
 
 import itertools
 

@@ -88,8 +88,8 @@ def test_a_folder_is_read_in_sorted_order_without_binary_hidden_and_test_files(t
         ("empty", b"", {}, "empty holds 0 bytes of text; --seq-length 8 needs 181 or more"),
         ("", b"\0\1\2", {}, "0 files under .* holds 0 bytes"),
         ("short", b"x" * 179, {}, "short holds 179 bytes"),
-        ("text", b"x" * 999, {"tokenizer_model": Path("tokenizer.json")}, "leave --tokenizer-model"),
-        ("text", b"x" * 999, {"split": "1,1,1"}, "last twentieth is held out"),
+        ("text", b"x" * 999, {"tokenizer_model": Path("tokenizer.json")}, "fix: leave out --tokenizer-model"),
+        ("text", b"x" * 999, {"split": "1,1,1"}, "last twentieth is for validation"),
     ],
 )
 def test_what_is_no_text_to_train_on_is_refused_by_name(
@@ -121,7 +121,7 @@ def test_bytes_come_back_as_the_text_and_none_of_them_ends_a_document() -> None:
 
 def test_a_tokenizer_without_its_package_or_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(ConfigError, match="package tokenizers; pip install tokenizers"):
+    with pytest.raises(ConfigError, match=r"package tokenizers\. fix: pip install tokenizers"):
         build_tokenizer(tmp_path)
     backend: Any = types.ModuleType("tokenizers")
     backend.Tokenizer = types.SimpleNamespace(from_file=lambda path: Path(path).read_text())

@@ -1,4 +1,4 @@
-"""The GPT of the example: each option equals the plain model where it must, and what it continues."""
+"""The example's GPT: options that must equal the plain model do, and text generation."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""The training script in one process: what it logs, when, how it fails, what it saves, and what it goes on from."""
+"""The training script in one process: log, errors, checkpoints and resuming."""
 
 import dataclasses
 import json
@@ -239,7 +239,7 @@ def test_a_folder_to_load_from_that_holds_nothing_is_refused_unless_it_is_that_t
     Path("here").mkdir()
     for folder, found in (("elsewhere", "there is no such folder"), ("here", "there is no checkpoint in it")):
         said = refusal(f"--load {folder} --save run", capsys)
-        assert f"--load {folder}: {found}; wanted the --save folder of an earlier run" in said
+        assert f"--load {folder}: {found}. fix: give the --save folder of an earlier run" in said
         assert not kept()
     assert train("--load ./run --save run") == train()
 
@@ -277,7 +277,7 @@ def test_what_generate_cannot_load_is_named(capsys: pytest.CaptureFixture[str]) 
     damage("run/iter_0000006")
     for folder, said in (
         ("nowhere", "no whole checkpoint in nowhere"),
-        ("other", "nothing of its model"),
+        ("other", "does not describe its model"),
         ("run", "dam"),
     ):
         assert generate_gpt.main(["--load", folder]) == 2

@@ -1,4 +1,4 @@
-"""Mutants of source files: what is changed, and that nothing else is."""
+"""Mutants of source files change the chosen statement and nothing else."""
 
 import ast
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The order in which a run's files and folders begin."""
+"""The order in which a test run starts files and folders."""
 
 from pathlib import Path
 

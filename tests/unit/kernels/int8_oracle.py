@@ -1,4 +1,4 @@
-"""Block-wise dynamic quantization as it was published, in numpy, one element at a time where that is affordable."""
+"""Published block-wise dynamic quantization in numpy, one element at a time if affordable."""
 
 from __future__ import annotations
 

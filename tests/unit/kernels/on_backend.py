@@ -1,4 +1,4 @@
-"""What the tests of kernels share: by what they run, on what device, and that no reference runs in a kernel's place.
+"""The backend of kernel tests: interpreter, device, and a check that kernels do not fall back on references.
 
 Here ops run as their references; ``tests/functional/kernels/test_triton.py`` runs the same files by the interpreter of
 Triton and on a GPU, each in a process of its own.

@@ -1,4 +1,4 @@
-"""What the kernels of an optimizer step must give: bits in Python's and numpy's integers, AdamW in float64."""
+"""Oracles for the kernels of an optimizer step: bits in Python's and numpy's integers, AdamW in float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What casts and sums must do, by whatever runs them (``on_backend``); the oracle is float64, never the reference."""
+"""Casts and sums on each backend (``on_backend``); the oracle is float64, never the reference."""
 
 from __future__ import annotations
 

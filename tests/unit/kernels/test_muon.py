@@ -1,4 +1,4 @@
-"""What the ops of a Muon step must do, by whatever runs them (``on_backend``)."""
+"""The ops of a Muon step on each backend (``on_backend``)."""
 
 from __future__ import annotations
 

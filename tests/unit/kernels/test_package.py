@@ -1,4 +1,4 @@
-"""What the package exports, and what importing it costs."""
+"""Exports of the package, and the cost of importing it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the references alone must do: go through memory in chunks, give torch's bits, and allocate little."""
+"""The references process memory in chunks, give torch's bits, and allocate little."""
 
 from __future__ import annotations
 

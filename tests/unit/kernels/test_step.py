@@ -1,4 +1,4 @@
-"""What an AdamW step, the halves of weights and checksums must be, by whatever runs them (``on_backend``)."""
+"""AdamW steps, the halves of weights and checksums on each backend (``on_backend``)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ops refuse, each before it writes anything."""
+"""The ops check their arguments before they write."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the package says of a torch that it is not tested with, and which ones those are."""
+"""The warning about an untested torch, and the tested versions."""
 
 import re
 import warnings
@@ -21,7 +21,7 @@ def test_a_torch_that_is_tested_is_taken_in_silence(version: str) -> None:
 
 @pytest.mark.parametrize("version", ["2.16.0.dev20261001+cpu", "3.0.0"])
 def test_a_newer_torch_is_named_with_the_cure(version: str) -> None:
-    with pytest.warns(UserWarning, match=f"torch {re.escape(version)} is newer than 2.15.*Install torch <= 2.15"):
+    with pytest.warns(UserWarning, match=f"torch {re.escape(version)} is newer than 2.15.*fix: install torch <= 2.15"):
         check_torch(version)
 
 

@@ -1,4 +1,4 @@
-"""Calls of PyTorch's functions on tensors, sharded or not, and the comparison of what comes back."""
+"""Calls of PyTorch's functions on plain and sharded tensors, and the comparison of their results."""
 
 import math
 from collections.abc import Callable

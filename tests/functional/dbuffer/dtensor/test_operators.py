@@ -1,4 +1,4 @@
-"""Raw functions of PyTorch on sharded tensors do what they do on plain ones, and keep the rows where they can."""
+"""PyTorch's functions give the same results on sharded tensors as on plain ones, and keep rows sharded if possible."""
 
 import copy
 import io

@@ -1,4 +1,4 @@
-"""The certificate finds nothing in the engine, and finds what it is made to find."""
+"""The certificate finds no race in the engine, and finds each race that a test adds."""
 
 import dataclasses
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""save_checkpoint and load_checkpoint: exact resume, whatever is sharded, and refusals that change nothing."""
+"""save_checkpoint and load_checkpoint: exact resume in each layout, and errors that change nothing."""
 
 import os
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""Checkpoints that an earlier version wrote on three ranks load into this one, and training goes on from them alike.
+"""Checkpoints that an earlier version wrote on three ranks load into this version, and training goes on equally.
 
 They lie in ``tests/functional/golden/checkpoints``, each with the weights that were saved and those of two steps later,
 written by the commit before the folders were cut into rooms; they are not written again.

@@ -1,4 +1,4 @@
-"""A save touches what this library made and nothing else, wherever it is killed and whatever lies beside it."""
+"""A save changes only its own files, wherever it is killed and whatever else is in the folder."""
 
 import fcntl
 import os

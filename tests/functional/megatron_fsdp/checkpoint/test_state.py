@@ -1,4 +1,4 @@
-"""What a checkpoint keeps beside weights and moments: schedules, groups, random numbers, ties, modules' own state."""
+"""Other contents of a checkpoint: schedules, param groups, random states, ties, and modules' own state."""
 
 import random
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What is registered in the place of a sharded parameter takes that place, as in a plain model, or is refused by name.
+"""A tensor registered instead of a sharded parameter replaces it, like in a plain model, or raises an error.
 
 The refusals are in test_errors.py; here is what works.
 """

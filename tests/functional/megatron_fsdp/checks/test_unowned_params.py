@@ -1,4 +1,4 @@
-"""A step or a clip of sharded parameters beside trained ones of no unit is refused, unless something marks these."""
+"""A step or clip over sharded parameters and trained parameters of no unit raises an error, unless these are marked."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""``megatron-fsdp`` as a process of its own."""
+"""The ``megatron-fsdp`` command in a separate process."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Forward uses the weights as they are now, however they were changed since the last forward."""
+"""Forward uses the current weights, for each way to change them since the last forward."""
 
 from collections.abc import Callable
 from itertools import product

@@ -1,4 +1,4 @@
-"""Where each microbatch's reduction is final on a rank's shard, ``.grad`` shows the sum so far, as in FSDP2."""
+"""If each microbatch's reduction is final on a shard, ``.grad`` shows the sum so far, like in FSDP2."""
 
 import copy
 from contextlib import AbstractContextManager, nullcontext

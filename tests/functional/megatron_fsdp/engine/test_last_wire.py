@@ -1,4 +1,4 @@
-"""What is reduced once a step travels in the reduce dtype, while microbatches are added up in that of ``main_grad``."""
+"""A reduction once per step uses the reduce dtype; microbatches are summed in the dtype of ``main_grad``."""
 
 import functools
 from dataclasses import dataclass

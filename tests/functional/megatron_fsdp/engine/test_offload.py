@@ -1,4 +1,4 @@
-"""Gradients whose sums lie in CPU memory: what is copied there, and what the CPU adds up."""
+"""Gradient sums in CPU memory: the copies from the device, and the additions on the CPU."""
 
 from typing import Any
 

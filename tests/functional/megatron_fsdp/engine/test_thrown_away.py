@@ -1,4 +1,4 @@
-"""What is refused after microbatches that were dropped or broke off; what is not is in ``random_use_cases``."""
+"""Errors after microbatches that were dropped or interrupted; allowed uses are in ``random_use_cases``."""
 
 import re
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What users write to sharded parameters, and note on them, equals the plain model or is refused by name."""
+"""Writes to sharded parameters, and attributes set on them, equal the plain model or raise a named error."""
 
 import io
 import re

@@ -1,4 +1,4 @@
-"""Non-persistent buffers of a model from the meta device: what nobody wrote is said by name in the first forward."""
+"""The first forward names non-persistent buffers from the meta device that have no values."""
 
 import warnings
 from typing import Any

@@ -1,4 +1,4 @@
-"""What users do with sharded parameters and norms: collectives, swaps of .data, numbers, and whole copies."""
+"""Uses of sharded parameters and norms: collectives, swaps of .data, numbers, and whole copies."""
 
 from collections.abc import Callable
 

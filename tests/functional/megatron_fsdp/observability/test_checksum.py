@@ -1,4 +1,4 @@
-"""One checksum for a model, however it is sharded: of weights, and of the moments of each optimizer."""
+"""The checksum of a model, and of each optimizer's moments, is the same for each sharding."""
 
 import copy
 import functools

@@ -1,4 +1,4 @@
-"""check_gradient_scale measures right factors on right models, leaves them as they were, and names what is wrong."""
+"""check_gradient_scale measures the right factors, does not change the model, and names wrong gradients."""
 
 import contextlib
 import math

@@ -1,4 +1,4 @@
-"""A profiler's trace has ranges of gathers, reductions and the waits for them, and a timeline reads what they cost."""
+"""A profiler's trace has ranges for gathers, reductions and waits; a timeline reads their cost."""
 
 import json
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Ranks that do different things, or nothing, raise an error that names the unit; what is right is left alone."""
+"""Ranks that differ or hang raise an error that names the unit; correct programs raise none."""
 
 import contextlib
 import datetime

@@ -1,4 +1,4 @@
-"""A model whose gradients are the same bits on any number of ranks, and a whole-matrix run of it beside.
+"""A model whose gradients have the same bits on any number of ranks, and its run with whole matrices.
 
 A weight's gradient is a dyadic number drawn for the rank, step and microbatch, plus the weight rounded to one: sums of
 such numbers are exact in any order, and the optimizer's every bit shows in the next gradient. Gradients are divided by

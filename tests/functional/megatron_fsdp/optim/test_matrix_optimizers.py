@@ -1,4 +1,4 @@
-"""Optimizers of torch.optim, some of which look at whole matrices: sharded runs equal whole ones."""
+"""Sharded runs of torch.optim's optimizers, including those that need whole matrices, equal whole runs."""
 
 from collections.abc import Callable, Mapping
 from itertools import product

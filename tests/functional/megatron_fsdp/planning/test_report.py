@@ -1,4 +1,4 @@
-"""What explain() predicts is what happens: bytes at rest, transient peaks and collectives of real training steps."""
+"""explain() predicts the bytes at rest, the transient peaks and the collectives of real training steps."""
 
 import functools
 import gc

@@ -1,4 +1,4 @@
-"""What a rank holds and does must not grow with the number of ranks: one process plays rank 0 of 16,384.
+"""A rank's memory and work do not grow with the number of ranks: one process plays rank 0 of 16,384.
 
 Process groups are PyTorch's fake ones, which send nothing, so values mean nothing here and other tests see to them.
 Construction time is compared as Python and C calls: on a shared machine two medians of some milliseconds differ by more

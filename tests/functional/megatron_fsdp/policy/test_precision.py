@@ -1,4 +1,4 @@
-"""Which dtype each copy of weights and gradients has while a model trains, and what that does to its numbers."""
+"""The dtype of each copy of weights and gradients during training, and the resulting numbers."""
 
 import copy
 from typing import Any, NamedTuple

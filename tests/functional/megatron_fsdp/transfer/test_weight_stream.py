@@ -1,4 +1,4 @@
-"""Weight streams: what they yield equals the plain model's state dict to the bit; a fault leaves the model usable."""
+"""Weight streams yield the plain model's state dict bit for bit; after a fault the model is usable."""
 
 import contextlib
 import copy

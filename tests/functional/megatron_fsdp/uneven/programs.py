@@ -1,4 +1,4 @@
-"""Twenty programs in which ranks do different things; each trains as the plain model does on the data of all ranks.
+"""Twenty programs in which ranks do different things; each trains like the plain model on the data of all ranks.
 
 ``python -m tests.functional.megatron_fsdp.uneven.programs --seeds 500`` runs as many random routes.
 ``python -m tests.functional.megatron_fsdp.uneven.programs --fsdp2`` prints how PyTorch's FSDP2 ends in each program.

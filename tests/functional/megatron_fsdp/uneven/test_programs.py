@@ -1,4 +1,4 @@
-"""Programs in which ranks differ equal the plain model, and do not where a part of the forward order is left out."""
+"""Programs in which ranks differ equal the plain model, and fail if a part of the forward order is disabled."""
 
 from collections.abc import Callable
 from typing import Any

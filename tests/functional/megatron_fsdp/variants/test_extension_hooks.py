@@ -132,7 +132,7 @@ class Reading(WireTensor):
         (NoHookTensor, (12, 4), None, r"'0.weight' is a NoHookTensor, .*without fsdp_pre_all_gather.*ignored_params"),
         (RankSizedTensor, (12, 4), None, r"0.weight.*RankSizedTensor.* returns"),
         (Undecided, (12, 4), None, r"0.weight.*Undecided.*fsdp_should_release.*'yes'.*True or False"),
-        (Aliasing, (12, 4), None, r"0.weight.*Aliasing.*fsdp_should_release.*lies in the tensors.*return False"),
+        (Aliasing, (12, 4), None, r"0.weight.*Aliasing.*fsdp_should_release.*shares memory.*fix: return False"),
         (Reading, (12, 4), None, r"0.weight.*Reading.*_get_fsdp_state.*FSDP2's private state.*shard the plain weight"),
         (WireTensor, (7, 4), None, r"'0.weight'.*\(7, 4\).*2 ranks cannot share evenly.*ignored_params"),
         (WireTensor, (12, 64), INT8_MOMENTS, r"'0.weight' of shape .*: 384 elements, no multiple of 256, as Mixed"),

@@ -333,7 +333,7 @@ def scaled(model: Any) -> None:
 
 
 REFUSED: dict[str, Callable[[Any], None]] = {
-    "adds up microbatches on a rank before others' are seen": without_sync,
+    "adds the microbatches of one rank first": without_sync,
     "call set_gradient_divide_factor": undivided,
     r"AdamW\(fused=True\) on CPU": stepped_by_the_fused_kernel,
     "was dropped or replaced while its sum is under way": dropped_in_part,

@@ -170,9 +170,9 @@ def test_a_gather_takes_a_byte_and_scales_per_element_as_explain_says() -> None:
 
 
 @on_ranks(2)
-def test_weights_that_rest_whole_are_refused_with_the_cure() -> None:
+def test_int8_gather_refuses_replicated_weights_with_the_fix() -> None:
     policy = MixedPrecisionPolicy(gather_dtype="int8_block")
     with pytest.raises(
-        ValueError, match=r"gather_dtype='int8_block'.*needs weights that rest sharded.*optim_grads_params"
+        ValueError, match=r"gather_dtype='int8_block'.*needs weights that are sharded.*fix: .*optim_grads_params"
     ):
         fully_shard(Net(), placements=Placements.optim(), mp_policy=policy)

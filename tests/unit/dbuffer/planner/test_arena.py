@@ -1,4 +1,4 @@
-"""Arenas: no two buffers that are held at one time overlap, and what is lost against the bound is said."""
+"""Arenas: buffers that are alive at the same time do not overlap, and the loss against the bound is reported."""
 
 import itertools
 import random

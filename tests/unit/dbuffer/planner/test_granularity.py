@@ -1,4 +1,4 @@
-"""Where a shard boundary may cut a tensor, checked against counting elements one by one."""
+"""Allowed cuts of a tensor between shards, compared with counting elements one by one."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""What a plan answers, against a flat buffer written out element by element."""
+"""The queries of a plan, compared with a flat buffer written out element by element."""
 
 import dataclasses
 import math

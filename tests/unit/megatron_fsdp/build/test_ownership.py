@@ -1,4 +1,4 @@
-"""Which parameters a unit owns, under which names, in which groups, and where they may be cut."""
+"""The parameters of a unit: names, groups, and allowed cuts."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Sizes and checksums of a folder, and what is found when a file or the manifest itself has changed."""
+"""Sizes and checksums of a folder, and errors for a changed file or manifest."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The index of a checkpoint is read without running what it names."""
+"""Reading the index of a checkpoint runs no code that it names."""
 
 import io
 import os

@@ -1,4 +1,4 @@
-"""Name maps: patterns, and what is refused."""
+"""Name maps: patterns and errors."""
 
 from pathlib import Path
 

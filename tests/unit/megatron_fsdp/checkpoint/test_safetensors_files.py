@@ -1,4 +1,4 @@
-"""Files that the safetensors library reads as we meant them, split by size, and what is said of damaged ones."""
+"""The safetensors library reads the written files; split by size, and errors for damaged files."""
 
 import builtins
 import importlib

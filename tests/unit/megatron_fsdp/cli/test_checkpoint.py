@@ -1,4 +1,4 @@
-"""The command in one process: what it prints, its exit status, and weights on the way to safetensors and back."""
+"""The checkpoint command in one process: output, exit status, and weights to safetensors and back."""
 
 import json
 import sys

@@ -238,7 +238,10 @@ def test_activations_that_were_measured_count_per_sequence() -> None:
         ("--model gpt2 --mesh 2x2x2", "'2x2x2' is no mesh"),
         ("--model gpt2 --mesh 0", "'0' is no mesh"),
         ("--model gpt2 --mesh 16 --strategy hsdp", "--mesh 16 has one. fix: --mesh OUTERxINNER, such as --mesh 2x8"),
-        ("--model gpt2 --mesh 8 --gather-dtype int8_block --strategy optim", "Placements.optim_grads_params or hsdp"),
+        (
+            "--model gpt2 --mesh 8 --gather-dtype int8_block --strategy optim",
+            "fix: placements=Placements.optim_grads_params()",
+        ),
         ("--model gpt2 --mesh 8 --micro-batch 0", "argument --micro-batch: '0' is not an integer of at least 1"),
         ("--model gpt2 --mesh 8 --bandwidth 1G 2G", "--bandwidth has 2 values, --mesh 1 axes. fix: give one per axis"),
         ("--model gpt2 --mesh 8 --bandwidth 400Gb/s", "'400Gb/s' is no amount that fits here; write it as 50GB/s"),

@@ -1,4 +1,4 @@
-"""Gathers that run ahead by a number of elements: which units, in which order."""
+"""Prefetch by a number of elements: the chosen units and their order."""
 
 import pytest
 from torch import nn

@@ -1,4 +1,4 @@
-"""What FsdpConfig tells the user: which flag caused which decision, and which flags do nothing here."""
+"""FsdpConfig explains which flag caused which decision, and which flags have no effect."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The flags: Megatron's names, defaults and choices, beside what a parser has already."""
+"""The flags: Megatron's names, defaults and choices, and a parser that has some of them already."""
 
 import argparse
 import re

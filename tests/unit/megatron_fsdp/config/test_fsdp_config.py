@@ -1,4 +1,4 @@
-"""FsdpConfig: refusals that name both flags, and what the flags mean for fully_shard."""
+"""FsdpConfig: errors that name both flags, and the resulting arguments of fully_shard."""
 
 import argparse
 import copy

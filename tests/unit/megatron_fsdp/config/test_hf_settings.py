@@ -1,4 +1,4 @@
-"""FsdpConfig.from_hf: keys and values as transformers and accelerate have them, and what is refused."""
+"""FsdpConfig.from_hf: keys and values of transformers and accelerate, and errors."""
 
 import importlib.util
 import json

@@ -1,4 +1,4 @@
-"""Memory of gradients that a communication thread lets go of late is given back; what a user keeps stays."""
+"""Gradient memory that a communication thread releases late is reused; tensors that a user keeps stay valid."""
 
 from collections.abc import Iterator
 from unittest import mock

@@ -1,4 +1,4 @@
-"""What the ranks say of themselves becomes a message that says who differs or stands still."""
+"""The ranks' reports become a message that names the rank that differs or hangs."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""The events that tell what the runtime does."""
+"""The runtime's events."""
 
 from dbuffer.events import listen, listeners, tell
 

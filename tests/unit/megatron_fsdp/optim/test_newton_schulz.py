@@ -1,4 +1,4 @@
-"""Newton-Schulz is torch's to the bit, whatever the batch; its other forms and coefficients converge alike."""
+"""Newton-Schulz equals torch's bit for bit in each batch; other forms and coefficients converge equally."""
 
 import math
 

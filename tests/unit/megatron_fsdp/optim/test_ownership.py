@@ -1,4 +1,4 @@
-"""Ownership is balanced within what can be proved, covers every matrix once, and keeps to the bytes it promises."""
+"""Muon's ownership covers each matrix once, is balanced within a proven bound, and moves the promised bytes."""
 
 import warnings
 from collections import defaultdict

@@ -1,4 +1,4 @@
-"""Param groups of Muon follow what is said of parameters, in order, and guess nothing."""
+"""Muon's param groups follow the given rules, in order, without guesses."""
 
 from typing import Any
 

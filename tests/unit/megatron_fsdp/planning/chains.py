@@ -1,4 +1,4 @@
-"""Small models whose bytes can be worked out by hand, sharded in a world of which this process is one rank."""
+"""Small models with byte counts worked out by hand, sharded in a world with one real rank."""
 
 import argparse
 from collections.abc import Iterator, Sequence

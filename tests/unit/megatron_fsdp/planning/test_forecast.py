@@ -1,4 +1,4 @@
-"""What a step takes, against numbers worked out by hand: four ranks unless a test says otherwise."""
+"""The forecast of a step equals numbers worked out by hand, on four ranks unless a test says otherwise."""
 
 from collections import Counter
 from collections.abc import Callable

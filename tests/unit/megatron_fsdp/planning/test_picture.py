@@ -1,4 +1,4 @@
-"""The picture of a plan and of a live model: what its bars are, and what is written."""
+"""The pictures of a plan and of a live model: their bars, and the written file."""
 
 import gc
 import sys

@@ -1,4 +1,4 @@
-"""Units in several flat buffers: how they are split, which tensors fall back on a finer cut, and what is proved."""
+"""Units in several flat buffers: the split, tensors with a finer cut, and proven bounds."""
 
 import dataclasses
 import functools

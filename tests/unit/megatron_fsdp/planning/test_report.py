@@ -1,4 +1,4 @@
-"""The report: what it says about a live model, and the page that it prints."""
+"""The report of a live model, and its printed page."""
 
 import json
 from collections.abc import Iterator

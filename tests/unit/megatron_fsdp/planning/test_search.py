@@ -1,4 +1,4 @@
-"""The search for what fits: which setups it tries, how it ranks them, and what it says of the rest."""
+"""The search for a setup that fits: the setups it tries, their ranking, and its report."""
 
 import contextlib
 import functools

@@ -1,4 +1,4 @@
-"""Stand-ins of shapes take what the live model takes: what is planned is what will be."""
+"""Stand-ins use the same bytes as the live model."""
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext

@@ -1,4 +1,4 @@
-"""What launchers leave in the environment says which job a process is of, or what is missing is named."""
+"""The job that a launcher's environment variables describe, and errors that name missing variables."""
 
 import multiprocessing
 from unittest import mock

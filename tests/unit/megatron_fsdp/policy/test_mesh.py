@@ -1,4 +1,4 @@
-"""Which devices a unit lives on that was given no mesh."""
+"""The devices of a unit without a mesh."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,4 +1,4 @@
-"""The mixed-precision policy: which dtype each copy gets, and what is cast."""
+"""The mixed-precision policy: dtypes and casts of each copy."""
 
 from dataclasses import fields
 from types import SimpleNamespace

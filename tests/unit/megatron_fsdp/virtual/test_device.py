@@ -1,4 +1,4 @@
-"""A virtual device: code runs as it is, large operators are noted and not computed, and the engine's waits show."""
+"""A virtual device records large operators without computing them, and shows the engine's waits."""
 
 import sys
 from concurrent.futures import ThreadPoolExecutor

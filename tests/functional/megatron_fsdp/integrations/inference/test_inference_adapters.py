@@ -1,4 +1,4 @@
-"""Adapters for inference engines against receivers of ours, which follow what the engines' own interfaces say.
+"""Adapters for inference engines, tested with receivers that follow the engines' interfaces.
 
 vLLM, verl and SGLang are not installed here. Stand-ins with the names and fields of their classes take their place.
 """

@@ -1,4 +1,4 @@
-"""What Megatron's configs ask for and this engine does not do is refused; nothing of it needs Megatron."""
+"""Settings of Megatron's configs that this engine does not support raise an error; no test needs Megatron."""
 
 import logging
 import logging.handlers
@@ -260,8 +260,8 @@ def test_weights_that_ranks_drew_differently_become_the_first_rank_s(shape: tupl
         for name, value in first.items():
             assert torch.equal(result["found"][name].nan_to_num(9.0), value.nan_to_num(9.0)), name
     (line,) = results[0]["said"]
-    assert line.startswith("2 parameters differed between data-parallel ranks, '1.weight' the first of them: ")
-    assert "Megatron's DDP does so under --data-parallel-random-init alone" in line
+    assert line.startswith("2 parameters differed between data-parallel ranks (the first one is '1.weight')")
+    assert "Megatron's DDP uses them only with --data-parallel-random-init" in line
     assert all(not result["said"] for result in results[1:])
 
 
@@ -273,7 +273,9 @@ def test_weights_that_only_a_constructor_on_the_meta_device_drew_are_refused_wit
 
     config = model_config(init_model_with_meta_device=True, use_cpu_initialization=True)
     model = nn.Sequential(nn.Linear(3, 5, device="meta"), Column())
-    with pytest.raises(ConfigError, match=r"'1' \(Column\) left \['weight'\] .* Leave out --use-cpu-initialization"):
+    with pytest.raises(
+        ConfigError, match=r"'1' \(Column\) has \['weight'\] .* fix: leave out --use-cpu-initialization"
+    ):
         shard_for_megatron(model, config, ddp_config(), mock.Mock(), "cpu", [nn.Linear])
     assert type(model[0]) is nn.Linear
 

@@ -1,4 +1,4 @@
-"""The launcher runs a script in its place, and says what is wrong before anything starts."""
+"""The launcher runs a script, and reports wrong arguments before it starts."""
 
 import subprocess
 import sys
@@ -72,5 +72,5 @@ def test_without_megatron_core_the_script_does_not_run(script: str) -> None:
         f"from megatron_fsdp.megatron import main\nmain([{script!r}, *{GOOD!r}])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert "ConfigError: install() found no megatron.core" in done.stderr
+    assert "ConfigError: install() cannot import megatron.core" in done.stderr
     assert "the script runs" not in done.stdout

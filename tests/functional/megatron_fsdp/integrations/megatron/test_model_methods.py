@@ -1,4 +1,4 @@
-"""What fully_shard_model returns: Megatron-FSDP's methods for microbatches, gradients and weights."""
+"""The methods of the model that fully_shard_model returns: microbatches, gradients and weights."""
 
 from collections import Counter
 from collections.abc import Callable

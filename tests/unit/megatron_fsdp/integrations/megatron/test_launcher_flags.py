@@ -17,7 +17,7 @@ def test_flags_that_this_engine_follows_are_read() -> None:
 
 
 def test_a_script_that_would_train_without_this_engine_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"no --use-megatron-fsdp .* Add it, with --ckpt-format fsdp_dtensor"):
+    with pytest.raises(ConfigError, match=r"no --use-megatron-fsdp .* fix: add --use-megatron-fsdp --ckpt-format"):
         check_flags(["--num-layers", "12"])
 
 
