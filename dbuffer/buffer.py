@@ -19,7 +19,7 @@ from dbuffer import collectives
 from dbuffer.dtensor.from_buffer import buffer_dtensor
 from dbuffer.errors import LayoutError, MeshError, PlacementError
 from dbuffer.layout import Layout, first_dimension_granularity, make_layout
-from dbuffer.mesh import axis_index, mesh_axes
+from dbuffer.mesh import MeshAxis, axis_index, mesh_axes
 from dbuffer.placements import BufferPlacement, Flat, Partial, Replicate, flat_axes, validate_placements
 from dbuffer.planner.granularity import Granularity
 from dbuffer.planner.plan import Plan
@@ -273,6 +273,12 @@ class DBuffer:
             )
         return self._view(target, self.local_buffer.narrow(0, target.start - mine.start, target.numel))
 
+    def over(self, axes: Sequence[MeshAxis]) -> DBuffer:
+        """Return a buffer that shares this one's memory and communicates over other axes, of the same ranks."""
+        view = self._view(self.layout, self.local_buffer)
+        view.axes = tuple(axes)
+        return view
+
     # ---------------------------------------------------------------- other placements
 
     def redistribute(
@@ -391,7 +397,9 @@ class DBuffer:
     ) -> DBuffer:
         dtype = dtype or self.dtype
         if out is None:
-            return DBuffer.from_plan(self.plan, self.mesh, placements, dtype, self.device, name=self.name)
+            made = DBuffer.from_plan(self.plan, self.mesh, placements, dtype, self.device, name=self.name)
+            made.axes = self.axes
+            return made
         if out.plan is not self.plan and out.plan != self.plan:
             raise LayoutError(
                 f"{self.name}: out= has another plan; both buffers must hold the same tensors at the same places. "

@@ -1,4 +1,4 @@
-"""Axes of a DeviceMesh: their sizes, this rank's coordinates, and three communicators per axis."""
+"""Axes of a DeviceMesh: their sizes, this rank's coordinates, and their communicators."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import functools
 import hashlib
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,12 +17,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from dbuffer.errors import MeshError
+from dbuffer.placements import BufferPlacement, Flat
 from dbuffer_kernels.switches import is_off
 
 _AXES: dict[int, tuple[MeshAxis, ...]] = {}
 # Keyed by gather group, not by mesh: different mesh objects over the same ranks share one entry.
 _REDUCE_GROUPS: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
-_OPERATOR_AXES: weakref.WeakKeyDictionary[dist.ProcessGroup, MeshAxis] = weakref.WeakKeyDictionary()
+# Axes with the same ranks and another communicator, by what the communicator is for.
+_TWIN_AXES: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, MeshAxis]] = weakref.WeakKeyDictionary()
 _FLATTENED: dict[int, DeviceMesh] = {}
 _NEIGHBOURS: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, MeshAxis]] = weakref.WeakKeyDictionary()
 # How many groups ``new_group`` has made of each list of ranks, keyed by the job's group.
@@ -70,15 +72,38 @@ class MeshAxis:
         Operators that users call on sharded tensors communicate over it. If only one rank calls such an operator, that
         rank waits; its collective cannot pair with another rank's gather or reduction.
         """
+        return self._twin("operators", connects_later=True)
+
+    @functools.cached_property
+    def of_forward(self) -> MeshAxis:
+        """The same ranks with a communicator for weights that forward gathers; this axis itself, except on gloo.
+
+        Gloo pairs the next two collectives of a communicator, whatever they move. If the sizes differ it ends the
+        process. A rank that runs one forward more than the others would pair its gather with a collective of the
+        script, or with a gather of their backward (docs/design/watch.md, "Ranks that count passes differently").
+        """
+        return self._twin("gathers in forward") if self._is_gloo_alone else self
+
+    @functools.cached_property
+    def of_backward(self) -> MeshAxis:
+        """The same ranks with a communicator for weights that backward gathers; see ``of_forward``."""
+        return self._twin("gathers in backward") if self._is_gloo_alone else self
+
+    @property
+    def _is_gloo_alone(self) -> bool:
+        # A second NCCL communicator would take memory of the GPU.
+        return self.gathers_by_gloo and dist.get_backend_config(self.gather_group).count("nccl") == 0
+
+    def _twin(self, use: str, *, connects_later: bool = False) -> MeshAxis:
+        """Return an axis over the same ranks with a communicator of its own, made once, by all ranks together."""
         if self.size == 1:
             return self
-        known: MeshAxis | None = _OPERATOR_AXES.get(self.gather_group)
-        if known is None:
+        known = _TWIN_AXES.setdefault(self.gather_group, {})
+        if use not in known:
             ranks = dist.get_process_group_ranks(self.gather_group)
-            group = new_group(ranks, f"operators over {self.name}", like=self.gather_group, connects_later=True)
-            known = MeshAxis(self.name, self.size, self.rank, group, has_separate_reduce_group=False)
-            _OPERATOR_AXES[self.gather_group] = known
-        return known
+            group = new_group(ranks, f"{use} over {self.name}", like=self.gather_group, connects_later=connects_later)
+            known[use] = MeshAxis(self.name, self.size, self.rank, group, has_separate_reduce_group=False)
+        return known[use]
 
     def separate_reductions(self, enable: bool) -> None:
         """Set ``has_separate_reduce_group``, from the next reduction on."""
@@ -107,12 +132,23 @@ def cannot_send_cpu_tensors(group: dist.ProcessGroup) -> bool:
     return bool(known) and torch.device("cpu") not in known
 
 
-def make_groups(axes: Iterable[MeshAxis]) -> None:
-    """Create the communicators for reductions and operators now, at a point that all ranks reach."""
+def make_groups(axes: Sequence[MeshAxis], placements: Sequence[BufferPlacement] = ()) -> None:
+    """Create the communicators for reductions and operators now, at a point that all ranks reach.
+
+    Args:
+        placements: of main weights. The axes that cut these get their communicators for gathers, too.
+    """
     for axis in axes:
         if axis.size > 1:
             # Reading the properties creates them.
             _ = axis.reduce_group, axis.of_operators
+    make_gather_groups([axis for axis, placement in zip(axes, placements, strict=False) if isinstance(placement, Flat)])
+
+
+def make_gather_groups(axes: Iterable[MeshAxis]) -> None:
+    """Create the communicators for gathers of weights now, at a point that all ranks reach."""
+    for axis in axes:
+        _ = axis.of_forward, axis.of_backward
 
 
 def new_group(

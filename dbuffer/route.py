@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch.distributed as dist
 
 from dbuffer.buffer import DBuffer
 from dbuffer.collectives import Part, all_gather, reduce_scatter
 from dbuffer.placements import Flat, Partial, Replicate
+
+__all__ = ["GatherRoutes", "Route"]
 
 
 class Route:
@@ -69,3 +73,23 @@ class Route:
                 reduce_scatter(part.shard, part.whole, part.axis, part.op, works)
             else:
                 all_gather(part.whole, part.shard, part.axis, works)
+
+
+class GatherRoutes:
+    """The routes of one gather in forward and in backward, which use different communicators on gloo."""
+
+    def __init__(self, source: DBuffer, out: DBuffer) -> None:
+        self._source, self._out = source, out
+        self._moves = [before != after for before, after in zip(source.placements, out.placements, strict=True)]
+
+    @functools.cached_property
+    def forward(self) -> Route:
+        """The route on the communicators of ``MeshAxis.of_forward``."""
+        axes = zip(self._source.axes, self._moves, strict=True)
+        return Route(self._source.over([axis.of_forward if moves else axis for axis, moves in axes]), self._out)
+
+    @functools.cached_property
+    def backward(self) -> Route:
+        """The route on the communicators of ``MeshAxis.of_backward``."""
+        axes = zip(self._source.axes, self._moves, strict=True)
+        return Route(self._source.over([axis.of_backward if moves else axis for axis, moves in axes]), self._out)

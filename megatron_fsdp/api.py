@@ -124,7 +124,7 @@ def fully_shard(
         check_reshard(unit, reshard_after_forward)
         wrapping.agree(name, groups, reshard_after_forward)
         if groups:
-            make_groups(axes)
+            make_groups(axes, target.placements.optimizer)
     for registry, key, buffer in buffers:
         registry[key] = buffer
     put_in_place(unit, modules, owned, reshard_after_forward, ignored)

@@ -88,6 +88,16 @@ class StateError(FsdpError):
     """
 
 
+DIFFERENT_PASSES = (
+    "Another rank ended, took another branch, had another number of batches, or ran a backward that reaches no "
+    "parameter of this model. `with Watch(model):` around training says which rank did what. fix: "
+    "root.set_forward_order() where a rank skips units, megatron_fsdp.unsharded(model) around loops of different "
+    "lengths without a backward, megatron_fsdp.join(model, batches) for different numbers of batches, and "
+    "`loss + 0 * output.sum()` on a rank without a loss of its own."
+)
+"""What to look for when a collective of the engine waits for a rank that runs another number of passes."""
+
+
 class AgreementError(FsdpError):
     """Ranks that did different things, or one that did nothing while the others waited for it.
 
@@ -100,22 +110,17 @@ class AgreementError(FsdpError):
     @classmethod
     def raise_for(cls, unit: str, action: str, error: RuntimeError) -> NoReturn:
         """Raise what waiting for a collective raised, with the name of the unit where another rank is the cause."""
-        if "gloo" not in str(error) and not type(error).__name__.startswith("Dist"):
-            raise error
         # Here, as the command line has errors without torch.
         import torch.distributed as dist
 
         from dbuffer.mesh import job_timeout
-        from dbuffer.whereabouts import others_stand, reason_of
+        from dbuffer.whereabouts import is_from_backend, others_stand, reason_of
 
+        if not is_from_backend(error):
+            raise error
         raise cls(
             f"unit {unit!r}: {action} failed on rank {dist.get_rank()}: {reason_of(error, job_timeout())}. "
-            f"Of the others, {others_stand(range(dist.get_world_size())) or 'nothing is known'}. Another rank ended, "
-            "took another branch, had another number of batches, or ran a backward that reaches no parameter of this "
-            "model. `with Watch(model):` around training says which rank did what. fix: root.set_forward_order() where "
-            "a rank skips units, megatron_fsdp.unsharded(model) around loops of different lengths without a backward, "
-            "megatron_fsdp.join(model, batches) for different numbers of batches, and `loss + 0 * output.sum()` on a "
-            "rank without a loss of its own."
+            f"Of the others, {others_stand(range(dist.get_world_size())) or 'nothing is known'}. {DIFFERENT_PASSES}"
         ) from error
 
 

@@ -23,8 +23,8 @@ from dbuffer.collectives import Part, all_gather
 from dbuffer.collectives_together import gather_together
 from dbuffer.events import listeners, tell
 from dbuffer.layout import only_flat_axis
-from dbuffer.mesh import MeshAxis, neighbours
-from dbuffer.route import Route
+from dbuffer.mesh import MeshAxis, make_gather_groups, neighbours
+from dbuffer.route import GatherRoutes, Route
 from dbuffer.storage import FlatStorage
 from dbuffer_kernels import cast_copy
 from megatron_fsdp.build.builder import GroupSpec
@@ -60,7 +60,9 @@ def start_gathers(groups: Sequence[ParameterGroup], *, check: bool, owner: int =
     FSDP2's ``FSDPParamGroup.unshard``.
 
     Args:
-        check: look whether main weights changed since the last gather. Backward has no need to: nothing steps between.
+        check: forward asks: look whether main weights changed since the last gather, and use the communicator of
+            forward. False: backward asks. Nothing steps between, and it has a communicator of its own
+            (``MeshAxis.of_forward``).
         owner: as in ``Lane.submit``.
     """
     stale = _find_stale(groups) if check else []
@@ -82,16 +84,21 @@ def start_gathers(groups: Sequence[ParameterGroup], *, check: bool, owner: int =
             group.weights.is_from_part = part.holds(generation)
     if not weights and not stale:
         return None
-    gather = functools.partial(_gather, stale, weights)
+    gather = functools.partial(_gather, stale, weights, check)
     return lane("gather", groups[0].spec.device).submit(gather, then, owner=owner)
 
 
-def _gather(stale: Sequence[ParameterGroup], weights: Sequence[WeightBuffers], works: list[dist.Work] | None) -> None:
+def _gather(
+    stale: Sequence[ParameterGroup],
+    weights: Sequence[WeightBuffers],
+    in_forward: bool,
+    works: list[dist.Work] | None,
+) -> None:
     if stale:
         stale[0].weights.refresh(stale)
     parts: list[Part] = []
     for each in weights:
-        parts += each.gather(works)
+        parts += each.gather(works, in_forward)
     if len(parts) == 1:
         all_gather(parts[0].whole, parts[0].shard, parts[0].axis, works)
     else:
@@ -148,6 +155,7 @@ class PostForwardShard:
     def __init__(self, gathered: DBuffer, axis: MeshAxis, size: int) -> None:
         self._gathered = gathered
         self.axis = neighbours(axis, size)
+        make_gather_groups([self.axis])
         numel = gathered.layout.numel // size
         self.storage = FlatStorage(numel, gathered.dtype, gathered.device, name=f"{gathered.name}: post-forward shard")
         self.storage.release()
@@ -167,11 +175,12 @@ class PostForwardShard:
         """Whether it holds weights of that generation."""
         return self.storage.is_allocated and self._generation == generation
 
-    def gather(self) -> Part:
+    def gather(self, in_forward: bool) -> Part:
         """Return the gather of the whole weights from the smaller group."""
         mine = self._mine()
         mine.copy_(self.storage.tensor)
-        return Part(self.axis, self._gathered.local_buffer, mine)
+        axis = self.axis.of_forward if in_forward else self.axis.of_backward
+        return Part(axis, self._gathered.local_buffer, mine)
 
     def drop(self) -> None:
         """Release the memory."""
@@ -197,7 +206,7 @@ class GatherHooks(Protocol):
     def refresh(self) -> None:
         """Follow a change of main weights."""
 
-    def pre_all_gather(self, works: list[dist.Work] | None) -> list[Part]:
+    def pre_all_gather(self, works: list[dist.Work] | None, in_forward: bool) -> list[Part]:
         """Fill ``sent``, and return its gather into ``arrived``, as ``WeightBuffers.gather`` does."""
 
     def post_all_gather(self) -> None:
@@ -238,7 +247,8 @@ class WeightBuffers:
     is_from_part = False
     gather_function: GatherFunction | None = None
     keeps_gathered = False
-    _route: Route | None = None
+    _routes: GatherRoutes | None = None
+    _refresh_route: Route | None = None
 
     def __init__(self, plan: Plan, spec: GroupSpec, name: str, *, hooks: GatherHooks | None = None) -> None:
         self._spec, self._plan, self.hooks = spec, plan, hooks
@@ -299,17 +309,21 @@ class WeightBuffers:
 
     # ------------------------------------------------------------------ gather and release
 
-    def gather(self, works: list[dist.Work] | None) -> list[Part]:
-        """Allocate the gathered weights and return the gather into them; one that is no single collective is issued."""
+    def gather(self, works: list[dist.Work] | None, in_forward: bool) -> list[Part]:
+        """Allocate the gathered weights and return the gather into them; one that is no single collective is issued.
+
+        Args:
+            in_forward: forward asks, not backward: each has a communicator on gloo.
+        """
         self.gathered.storage.reallocate()
         hooks = self.hooks
         if self.is_from_part and self.post_forward is not None:
             if hooks is not None:
                 # A part of the bytes, or of the weights that were made of them.
                 hooks.has_arrived = hooks.arrived is self.gathered
-            return [self.post_forward.gather()]
+            return [self.post_forward.gather(in_forward)]
         if hooks is not None:
-            return self._gather_bytes(hooks, works)
+            return self._gather_bytes(hooks, works, in_forward)
         source = self.model
         if self._spec.is_offloaded or source.dtype is not self.gathered.dtype:
             source = self._gathered_shard
@@ -322,21 +336,22 @@ class WeightBuffers:
                     main = main.to(source.device, non_blocking=True)
                 cast_copy(main, source.local_buffer)
         if self.gather_function is None:
-            if self._route is None:
-                self._route = Route(source, self.gathered)
-            return self._route.ready or self._route.parts(works)
+            if self._routes is None:
+                self._routes = GatherRoutes(source, self.gathered)
+            route = self._routes.forward if in_forward else self._routes.backward
+            return route.ready or route.parts(works)
         group = only_flat_axis(source.axes, source.placements).gather_group
         work = self.gather_function(self.gathered.local_buffer, source.local_buffer, group, works is not None)
         if works is not None and work is not None:
             works.append(work)
         return []
 
-    def _gather_bytes(self, hooks: GatherHooks, works: list[dist.Work] | None) -> list[Part]:
+    def _gather_bytes(self, hooks: GatherHooks, works: list[dist.Work] | None, in_forward: bool) -> list[Part]:
         if self.gather_function is not None:
             raise ConfigError(
                 f"{self.main.name}: all-gather hooks and a custom all-gather function; give one of the two"
             )
-        parts = hooks.pre_all_gather(works)
+        parts = hooks.pre_all_gather(works, in_forward)
         hooks.has_arrived = True
         return parts
 
@@ -407,7 +422,11 @@ class WeightBuffers:
         shard = model if self.refreshes_locally else model.slice_view(main.placements)
         if shard.local_buffer.data_ptr() != main.local_buffer.data_ptr():
             cast_copy(main.local_buffer, shard.local_buffer)
-        return [] if shard is model else Route(shard, model).parts(None)
+        if shard is model:
+            return []
+        if self._refresh_route is None:
+            self._refresh_route = GatherRoutes(shard, model).forward
+        return self._refresh_route.ready or self._refresh_route.parts(None)
 
     def end_refresh(self) -> bool:
         """Return whether the refresh wrote main weights' own memory (with the values it had)."""

@@ -374,8 +374,8 @@ def live_stand_ins(model: nn.Module, units: Sequence[Unit], *, has_streams: bool
             mine = [by_identity[id(made[id(group), index])] for index in range(len(group.parameters))]
             groups.append(make_param_group(mine, group.plan, spec, "StandIn"))
         built = make_unit("StandIn", stood, groups, unit.policy)
-        for mesh in {id(group.spec.mesh): group.spec.mesh for group in groups}.values():
-            make_groups(mesh_axes(mesh))
+        for spec in {id(group.spec.mesh): group.spec for group in groups}.values():
+            make_groups(mesh_axes(spec.mesh), spec.placements.optimizer)
         put_in_place(built, stood, owned, reshard_asked(unit))
         return built
 

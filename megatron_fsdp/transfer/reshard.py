@@ -410,7 +410,7 @@ class _Prepared:
             layouts = {id(m.plan): w.main.layout for m, w in zip(moves, self._weights, strict=True)}
             targets += state.make_targets([(layouts[id(p.new)], p.new_index) for p in _places(moves)])
             for spec in {id(move.plan.spec.mesh): move.plan.spec for move in moves}.values():
-                make_groups(mesh_axes(spec.mesh))
+                make_groups(mesh_axes(spec.mesh), spec.placements.optimizer)
         self._mover = Mover(plan, sources, targets, device)
 
     def run(self) -> None:

@@ -118,10 +118,10 @@ class ExtensionHooks:
         assert self._sent_as is not None
         yield f"fsdp_pre_all_gather of {self._who} returns {self._sent_as.shapes} of {self._sent_as.dtypes}"
 
-    def pre_all_gather(self, works: list[dist.Work] | None) -> list[Part]:
+    def pre_all_gather(self, works: list[dist.Work] | None, in_forward: bool) -> list[Part]:
         """Ask the hook, and return the gather of what it returned, as bytes."""
         self._fill()
-        return self._wire.parts(works)
+        return self._wire.parts(works, in_forward)
 
     def _fill(self) -> None:
         """Ask the hook, in the form that its signature has, and write what it returned to ``sent``."""

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from dbuffer import DBuffer, Element, Flat, Plan, Replicate
 from dbuffer.collectives import Part
-from dbuffer.route import Route
+from dbuffer.route import GatherRoutes
 from dbuffer_kernels import decode_rows, encode_row
 from dbuffer_kernels.quantize import row_bytes
 from megatron_fsdp.build.builder import GroupSpec
@@ -58,12 +58,12 @@ class ByteWire:
             DBuffer.from_plan(plan, spec.mesh, placed, torch.uint8, spec.compute_device, name=name)
             for placed in (resting, (Replicate(),) * len(resting))
         )
-        self._route = Route(self.sent, self.arrived)
+        self._routes = GatherRoutes(self.sent, self.arrived)
 
-    def parts(self, works: list[dist.Work] | None) -> list[Part]:
+    def parts(self, works: list[dist.Work] | None, in_forward: bool) -> list[Part]:
         """Bring the memory of ``arrived`` back, and return the gather, as ``WeightBuffers.gather`` does."""
         self.arrived.storage.reallocate()
-        return self._route.parts(works)
+        return (self._routes.forward if in_forward else self._routes.backward).parts(works)
 
 
 class Int8Codes:
@@ -95,9 +95,9 @@ class Int8Codes:
         """Quantize this rank's shard of the main weights."""
         encode_row(self._main.local_buffer.detach(), self.sent.local_buffer)
 
-    def pre_all_gather(self, works: list[dist.Work] | None) -> list[Part]:
+    def pre_all_gather(self, works: list[dist.Work] | None, in_forward: bool) -> list[Part]:
         """Return the gather of the codes, which rest."""
-        return self._wire.parts(works)
+        return self._wire.parts(works, in_forward)
 
     def post_all_gather(self) -> None:
         """Turn the codes into the compute dtype."""
