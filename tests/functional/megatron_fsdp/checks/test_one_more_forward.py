@@ -23,7 +23,7 @@ STRATEGIES = {
 }
 
 
-def uneven_blocks() -> nn.Module:
+def uneven_blocks() -> nn.Sequential:
     """Return a model whose units have different sizes, so that a gather of one does not fit another."""
     return nn.Sequential(
         *(nn.Sequential(nn.Linear(8, 8 + 3 * i), nn.GELU(), nn.Linear(8 + 3 * i, 8)) for i in range(3))
@@ -33,8 +33,8 @@ def uneven_blocks() -> nn.Module:
 def run_one_more_forward(strategy: str, grad: bool, following: str) -> None:
     """Train beyond the steps in which units are compared; then rank 0 runs one more forward."""
     # The engine's communicators take the job's timeout. Short, but not the limit of this call.
-    backend: Any = dist.group.WORLD._get_backend(torch.device("cpu"))
-    backend._set_default_timeout(datetime.timedelta(seconds=10))
+    world: Any = dist.group.WORLD
+    world._get_backend(torch.device("cpu"))._set_default_timeout(datetime.timedelta(seconds=10))
     model = uneven_blocks()
     for block in model:
         fully_shard(block, placements=STRATEGIES[strategy], reshard_after_forward=True)
