@@ -22,8 +22,8 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from dbuffer.errors import MeshError
 
 __all__ = [
-    "ALARMS", "SOON", "job_store", "keep_groups", "others_stand", "place", "raise_difference", "reason_of",
-    "refuse_after_difference", "wait_longer",
+    "ALARMS", "SOON", "is_from_backend", "job_store", "keep_groups", "others_stand", "place", "raise_difference",
+    "reason_of", "refuse_after_difference", "wait_longer",
 ]  # fmt: skip
 
 SOON = datetime.timedelta(seconds=2)
@@ -118,12 +118,22 @@ def others_stand(ranks: Iterable[int]) -> str:
     return "; ".join(clauses)
 
 
+# What gloo says of collectives that were pending when another one of their communicator timed out.
+_CLOSED = "Application timeout caused pair closure"
+
+
+def is_from_backend(error: BaseException) -> bool:
+    """Return whether gloo or NCCL raised this because a collective failed or timed out."""
+    text = str(error)
+    return "gloo" in text or _CLOSED in text or type(error).__name__.startswith("Dist")
+
+
 def reason_of(error: BaseException, timeout: datetime.timedelta | None) -> str:
     """Return why a collective failed, in the user's terms instead of gloo's."""
     text = str(error)
     if "closed by peer" in text or "reset by peer" in text or "Broken pipe" in text:
         return "the process of another rank ended"
-    if "Timed out" in text or "timed out" in text:
+    if "Timed out" in text or "timed out" in text or _CLOSED in text:
         within = "" if timeout is None else f" within {timeout.total_seconds():.0f} s, the timeout of the job"
         return f"another rank did not take part{within}"
     return text.strip().partition("\n")[0].rstrip(".")

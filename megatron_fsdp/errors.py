@@ -88,6 +88,16 @@ class StateError(FsdpError):
     """
 
 
+DIFFERENT_PASSES = (
+    "Another rank ended, took another branch, had another number of batches, or ran a backward that reaches no "
+    "parameter of this model. `with Watch(model):` around training says which rank did what. fix: "
+    "root.set_forward_order() if a rank skips units, megatron_fsdp.unsharded(model) around loops of different lengths "
+    "without a backward, megatron_fsdp.join(model, batches) for different numbers of batches, or "
+    "`loss + 0 * output.sum()` on a rank whose loss does not use the model"
+)
+"""What to look for when a collective of the engine waits for a rank that runs another number of passes."""
+
+
 class AgreementError(FsdpError):
     """Ranks made different calls, or one rank made no call while others waited for it.
 
@@ -100,22 +110,17 @@ class AgreementError(FsdpError):
     @classmethod
     def raise_for(cls, unit: str, action: str, error: RuntimeError) -> NoReturn:
         """Re-raise an error of a collective; if another rank caused it, name the unit and the other ranks' state."""
-        if "gloo" not in str(error) and not type(error).__name__.startswith("Dist"):
-            raise error
         # Imported here because the command line uses this file without torch.
         import torch.distributed as dist
 
         from dbuffer.mesh import job_timeout
-        from dbuffer.whereabouts import others_stand, reason_of
+        from dbuffer.whereabouts import is_from_backend, others_stand, reason_of
 
+        if not is_from_backend(error):
+            raise error
         raise cls(
             f"unit {unit!r}: {action} failed on rank {dist.get_rank()}: {reason_of(error, job_timeout())}. "
-            f"Of the others, {others_stand(range(dist.get_world_size())) or 'nothing is known'}. Another rank ended, "
-            "took another branch, had another number of batches, or ran a backward that reaches no parameter of this "
-            "model. `with Watch(model):` around training says which rank did what. fix: root.set_forward_order() if "
-            "a rank skips units, megatron_fsdp.unsharded(model) around loops of different lengths without a backward, "
-            "megatron_fsdp.join(model, batches) for different numbers of batches, or `loss + 0 * output.sum()` on a "
-            "rank whose loss does not use the model"
+            f"Of the others, {others_stand(range(dist.get_world_size())) or 'nothing is known'}. {DIFFERENT_PASSES}"
         ) from error
 
 

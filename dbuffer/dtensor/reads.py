@@ -23,7 +23,7 @@ from dbuffer.collectives_rare import start_gather_untold
 from dbuffer.collectives_together import gather_uneven
 from dbuffer.errors import ReadError
 from dbuffer.mesh import MeshAxis, job_timeout
-from dbuffer.whereabouts import SOON, others_stand, place, reason_of, wait_longer
+from dbuffer.whereabouts import SOON, is_from_backend, others_stand, place, reason_of, wait_longer
 
 NAMERS: list[Callable[[DTensor], str | None]] = []
 """Functions that return the name of a parameter or of a parameter's gradient; None for an unknown tensor."""
@@ -137,7 +137,7 @@ def _compare(axis: MeshAxis, digest: int, what: str, num_steps: int) -> None:
 
 
 def _raise_alone(axis: MeshAxis, what: str, error: RuntimeError) -> NoReturn:
-    if isinstance(error, ReadError) or ("gloo" not in str(error) and not type(error).__name__.startswith("Dist")):
+    if isinstance(error, ReadError) or not is_from_backend(error):
         raise error
     ranks = dist.get_process_group_ranks(axis.gather_group)
     raise ReadError(

@@ -24,8 +24,8 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from dbuffer import MeshError
 from dbuffer.collectives import waiters
 from dbuffer.mesh import job_timeout
-from dbuffer.whereabouts import job_store
-from megatron_fsdp.errors import AgreementError
+from dbuffer.whereabouts import is_from_backend, job_store, others_stand, reason_of
+from megatron_fsdp.errors import DIFFERENT_PASSES, AgreementError
 from megatron_fsdp.formatting import rank_list
 
 __all__ = ["job_store", "meet", "report_failure"]
@@ -152,7 +152,7 @@ class _Rendezvous(dist.Work):
             else:
                 missing = rank_list([rank for rank in self.ranks if not self.store.check([f"came {rank}"])])
                 self.end(
-                    f"gone {missing} did not come within {limit_s:.0f} s. Every rank of the mesh "
+                    f"gone {missing} did not come within {limit_s:.0f} s of rank {self.rank}. Every rank of the mesh "
                     f"({rank_list(self.ranks)}) has to; look at {missing} for another number of units, for work that "
                     "only one rank does, or for a process that ended"
                 )
@@ -187,6 +187,20 @@ def _leave_word() -> None:
     reason = f"{type(error).__name__}: {error}".partition("\n")[0]
     with contextlib.suppress(AttributeError, RuntimeError):
         store.append(f"megatron_fsdp ended{_attempt()}", f"{dist.get_rank()} {reason}\n")
+        if isinstance(error, RuntimeError) and is_from_backend(error):
+            _explain(reason_of(error, job_timeout()))
+
+
+def _explain(reason: str) -> None:
+    """Print where the other ranks stand, below a traceback of gloo or NCCL from a collective of the script's own."""
+    rank = dist.get_rank()
+    others = [other for other in range(dist.get_world_size()) if other != rank]
+    stand = others_stand(others)
+    if "weights or gradients" in stand:
+        sys.stderr.write(
+            f"megatron_fsdp: rank {rank} ended in a collective of the script's own: {reason}. Of the others, {stand}. "
+            f"{DIFFERENT_PASSES}\n"
+        )
 
 
 def _difference(heard: dict[int, list[str]], complaint: str, advice: str) -> str:

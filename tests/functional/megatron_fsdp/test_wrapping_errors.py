@@ -162,9 +162,7 @@ def test_a_rank_that_does_not_come_is_named_and_told_when_it_does() -> None:
     with patient_for(3), pytest.raises(AgreementError) as refused:
         fully_shard(Block())
     store.set("given up", "")
-    wanted = (
-        f"rank {rank} calls fully_shard on unit 'Block', but rank 1 did not come within 3 s. Every rank of the mesh"
-    )
+    wanted = f"rank {rank} calls fully_shard on unit 'Block', but rank 1 did not come within 3 s of rank 0. Every rank"
     assert str(refused.value).startswith(wanted)
 
 

@@ -7,6 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from dbuffer import DBuffer, Element, Flat, LayoutError, Partial, PlacementError
+from dbuffer.events import CollectiveCall, observe_collectives
 from tests.harness import on_ranks
 
 SHAPES = [(13, 3), (1,), (1, 7), (3, 2, 5), (11,), (0, 4)]
@@ -67,3 +68,16 @@ def test_partial_sums_and_rows_that_are_cut_have_no_face() -> None:
     cut = DBuffer(mesh, [Flat()], [(2, 3)], torch.float32, "cpu", granularity=Element())
     with pytest.raises(LayoutError):
         cut.get_dtensor(0)
+
+
+@on_ranks(4)
+def test_full_tensor_moves_each_tensor_once_however_it_is_cut() -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    wanted = values()
+    buffer = DBuffer.distribute_tensors(wanted, mesh, [Flat()])
+    for index, tensor in enumerate(wanted):
+        calls: list[CollectiveCall] = []
+        with observe_collectives(calls.append):
+            assert torch.equal(whole(buffer.get_dtensor(index)), tensor)
+        assert sum(call.num_bytes for call in calls) in (0, tensor.nbytes)
+        assert tensor.numel() < 4 or calls, "a tensor on several ranks is gathered"
