@@ -166,7 +166,7 @@ def _check_modules(modules: Sequence[nn.Module]) -> None:
             )
         if isinstance(module, FSDPModule):
             raise ConfigError(
-                f"{name} is sharded already. fix: call fully_shard once on each module, children before parents"
+                f"{name} is sharded already. fix: call fully_shard once on each module, children first"
             )
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
             raise ConfigError(

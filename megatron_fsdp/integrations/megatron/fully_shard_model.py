@@ -203,7 +203,7 @@ def _notices_for(given: Mapping[str, Any]) -> list[str]:
     by_name = {each.name: each for each in ACCEPTED}
     for name in given.keys() - by_name.keys():
         meant = nearest(name, [*by_name, *list(inspect.signature(fully_shard_model).parameters)[:-1]])
-        raise ConfigError(f"fully_shard_model has no argument {name!r}. fix: {meant!r} is the most similar one")
+        raise ConfigError(f"fully_shard_model has no argument {name!r}. fix: give {meant!r}, the most similar one")
     return [
         f"fully_shard_model({name}={value!r}) does nothing here: {by_name[name].reason}"
         for name, value in given.items()
