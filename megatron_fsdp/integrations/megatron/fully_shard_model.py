@@ -125,13 +125,9 @@ def fully_shard_model(
         model(batch).square().mean().backward()
     """
     if isinstance(module, MegatronFSDP):
-        raise ConfigError(
-            f"{type(module).__name__} is sharded by fully_shard_model already. fix: call it once on each model"
-        )
+        raise ConfigError(f"{type(module).__name__} is sharded already. fix: call it once on each model")
     if use_decoupled_grad:
-        raise ConfigError(
-            "use_decoupled_grad=True: gradients are in .grad, in any dtype (main_grads_dtype). fix: leave it out"
-        )
+        raise ConfigError("use_decoupled_grad=True: gradients are in .grad (main_grads_dtype). fix: leave it out")
     lines = _notices_for(accepted)
     mesh = _data_parallel_mesh(_mesh_on(device_mesh, device), dp_shard_dim, dp_outer_dim)
     strategy = _strategy_name("zero_dp_strategy", zero_dp_strategy, _STRATEGIES)
