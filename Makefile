@@ -16,8 +16,8 @@ TORCH_INDEX ?=
 NPROC ?= 2
 # Iterations of `make train`; at least 41, because the learning rate warms up for 40.
 TRAIN_ITERS ?= 600
-# Passed to examples/pretrain_gpt.py. These train a byte-level GPT to under 2 nats per byte in about two minutes on 2 CPU
-# cores, on the source code of the Python standard library (--data-path names another text).
+# Passed to examples/pretrain_gpt.py. These train a byte-level GPT to under 2 nats per byte in about three minutes on 2
+# CPU cores, on the source code of the Python standard library (--data-path names another text).
 TRAIN_ARGS ?= --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params \
 	--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 \
 	--micro-batch-size 8 --global-batch-size 16 --train-iters $(TRAIN_ITERS) \

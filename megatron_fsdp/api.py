@@ -165,9 +165,7 @@ def _check_modules(modules: Sequence[nn.Module]) -> None:
                 f"{name} is compiled by torch.jit. fix: call fully_shard on the nn.Module that it was compiled from"
             )
         if isinstance(module, FSDPModule):
-            raise ConfigError(
-                f"{name} is sharded already. fix: call fully_shard once on each module, children before parents"
-            )
+            raise ConfigError(f"{name} is sharded already. fix: call fully_shard once on each module, children first")
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
             raise ConfigError(
                 f"{name} has no forward, so its weights cannot be gathered before one. fix: call fully_shard on each "

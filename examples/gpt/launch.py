@@ -57,8 +57,8 @@ def select_device(backend: str | None, ranks: Ranks) -> torch.device:
         return torch.device("cpu")
     if ranks.local_rank >= num_gpus:
         raise ConfigError(
-            f"--distributed-backend nccl needs a GPU for each rank: local rank {ranks.local_rank} found {num_gpus}; "
-            "start fewer ranks, or use --distributed-backend gloo, which trains on the CPU"
+            f"--distributed-backend nccl needs a GPU for each rank: local rank {ranks.local_rank} found {num_gpus}. "
+            "fix: start fewer ranks, or use --distributed-backend gloo, which trains on the CPU"
         )
     return torch.device("cuda", ranks.local_rank)
 

@@ -77,7 +77,9 @@ class TrainLog:
                 folder.mkdir(parents=True, exist_ok=True)
                 self._path.open("a").close()
         except OSError as error:
-            raise ConfigError(f"--save: cannot write into {folder}: {error.strerror}; name another folder") from error
+            raise ConfigError(
+                f"--save: cannot write into {folder}: {error.strerror}. fix: name another folder"
+            ) from error
 
     def begin(self, iteration: int) -> None:
         """Keep the rows of an earlier run up to ``iteration``, after which this one goes on; 0 is a new run."""

@@ -103,5 +103,5 @@ def _planned(subject: Subject, options: Options) -> tuple[Projection, tuple[Proj
     if number is None:
         return max(stages, key=lambda each: each.memory_bytes), stages
     if not 0 <= number < len(stages):
-        raise ConfigError(f"--stage {number}: there are {len(stages)} stages, counted from 0")
+        raise ConfigError(f"--stage {number}: there are {len(stages)} stages. fix: --stage 0 to {len(stages) - 1}")
     return stages[number], stages

@@ -146,8 +146,8 @@ def _read_file(path: Path) -> Mapping[str, Any]:
         try:
             yaml = importlib.import_module("yaml")
         except ImportError:
-            cure = "fix: pip install pyyaml, or write the section fsdp_config as JSON"
-            raise ConfigError(f"reading {path} needs PyYAML. {cure}") from None
+            fix = "fix: pip install pyyaml, or write the section fsdp_config as JSON"
+            raise ConfigError(f"reading {path} needs PyYAML. {fix}") from None
         parse, failures = yaml.safe_load, (*failures, yaml.YAMLError)
     try:
         content = parse(path.read_text(encoding="utf-8"))

@@ -78,8 +78,8 @@ class Timeline:
         matches = ((event, _RANGE.fullmatch(str(event.get("name")))) for event in events)
         ranges = [(*match.groups(), event) for event, match in matches if match]
         if not ranges:
-            cure = "fix: record a whole step of a sharded model, forward included"
-            raise ConfigError(f"timeline: {os.fspath(path)} has no range of a gather or a reduction. {cure}")
+            fix = "fix: record a whole step of a sharded model, forward included"
+            raise ConfigError(f"timeline: {os.fspath(path)} has no range of a gather or a reduction. {fix}")
         on_device = [each for each in ranges if each[2]["cat"] == "gpu_user_annotation"]
         start = min(float(event["ts"]) for event in events)
         seconds = max(_interval(event, start).stop for event in events)

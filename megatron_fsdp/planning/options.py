@@ -60,10 +60,12 @@ class Options:
         named = [name for name in ("model", "hf_config", "factory") if self.given(name)]
         if len(named) != 1:
             found = " and ".join(map(_flag, named)) or "none"
-            raise ConfigError(f"found {found}; give exactly one of --model, --hf-config and --factory")
+            raise ConfigError(f"found {found}. fix: give exactly one of --model, --hf-config and --factory")
         classes = self["unit_class"] or ()
         if classes and named != ["factory"]:
-            raise ConfigError(f"--unit-class {classes[0]} belongs to --factory; catalog models have their own units")
+            raise ConfigError(
+                f"--unit-class {classes[0]} belongs to --factory. fix: leave it out; catalog models have units"
+            )
         if named == ["factory"]:
             return factory_subject(self["factory"], tuple(classes))
         return named_subject(self["model"]) if named == ["model"] else file_subject(self["hf_config"])
@@ -111,7 +113,7 @@ class Options:
             return (self.parallelism().data_ranks(self["world"]),)
         if self.given("world"):
             raise ConfigError(
-                f"--world {self['world']} contradicts --mesh {'x'.join(map(str, mesh))}; give one of them"
+                f"--world {self['world']} contradicts --mesh {'x'.join(map(str, mesh))}. fix: give one of them"
             )
         return mesh
 

@@ -107,7 +107,7 @@ def stages_of(architecture: Architecture, parallelism: Parallelism) -> tuple[Sta
     first, last = _ends(units, is_split=architecture.tied and parallelism.pipeline > 1)
     number, extra = divmod(len(layers), parallelism.pipeline)
     if not number:
-        raise ConfigError(f"--pp {parallelism.pipeline} is more than the model's {len(layers)} layers")
+        raise ConfigError(f"--pp {parallelism.pipeline} is more than the model's {len(layers)} layers. fix: lower --pp")
     stages: list[Stage] = []
     start = 0
     for position in range(parallelism.pipeline):

@@ -194,7 +194,7 @@ def explain(model: nn.Module | Optimizer, num_microbatches: int = 1) -> Report |
     if isinstance(model, Optimizer):
         return explain_ownership(model)
     if num_microbatches < 1:
-        raise ConfigError(f"explain: num_microbatches={num_microbatches}; an optimizer step has at least one")
+        raise ConfigError(f"explain: num_microbatches={num_microbatches}. fix: give 1 or more")
     units = list(units_below(model))
     if not units:
         raise StateError(

@@ -114,7 +114,7 @@ MISTAKES: dict[str, tuple[str, ...]] = {
             scale = nn.Parameter(torch.empty(5, device="cuda"))
         fully_shard(scaled(scale), make_mesh((2,)))
         """,
-        "ConfigError", "'scale'", "cuda", "'cpu'", "move the module",
+        "ConfigError", "'scale'", "cuda", "fix: module.to('cpu')",
     ),
     "a forward on meta": (
         "call(fully_shard(nn.Linear(3, 5, device='meta')))",

@@ -92,7 +92,9 @@ def _groups(ddp_config: Any, pg_collection: Any) -> ModelGroups:
 
     for field in ("gtp_remat", "expt_gtp_remat"):
         if size_of(getattr(pg_collection, field, None)) > 1:
-            raise ConfigError(f"pg_collection.{field} has more than one rank: leave it out, weights are sharded anyway")
+            raise ConfigError(
+                f"pg_collection.{field} has more than one rank. fix: leave it out, weights are sharded anyway"
+            )
     is_hybrid = ddp_config.num_distributed_optimizer_instances > 1
     fields = _FIELDS | (_HYBRID_FIELDS if is_hybrid else {})
     found: dict[str, Any] = {ours: getattr(pg_collection, theirs, None) for ours, theirs in fields.items()}
@@ -102,7 +104,9 @@ def _groups(ddp_config: Any, pg_collection: Any) -> ModelGroups:
             with contextlib.suppress(AssertionError):
                 found[ours] = getattr(ProcessGroupCollection.use_mpu_process_groups([theirs]), theirs, None)
     if found["data"] is None:
-        raise ConfigError("found no data-parallel group: set pg_collection.dp_cp, or initialize_model_parallel() first")
+        raise ConfigError(
+            "found no data-parallel group. fix: set pg_collection.dp_cp, or initialize_model_parallel() first"
+        )
     return ModelGroups(**found)
 
 

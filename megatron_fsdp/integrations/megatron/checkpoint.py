@@ -103,10 +103,10 @@ def check_was_read(model: nn.Module, *, strict: bool) -> None:
     text = f"the checkpoint has no {', '.join(missing[:_MAX_LISTED])}{more}"
     if strict:
         raise CheckpointError(
-            f"{text}; those weights are what they were before. It is of another model, or was saved before names were "
-            "Megatron-FSDP's: load it with megatron_fsdp.load_checkpoint, or with strict=False if that is meant"
+            f"{text}; those weights were not changed. It is of another model, or was saved before names were "
+            "Megatron-FSDP's. fix: load it with megatron_fsdp.load_checkpoint, or with strict=False to keep them"
         )
-    _log.warning("%s; those weights are what they were before", text)
+    _log.warning("%s; those weights were not changed", text)
 
 
 def _parts(name: str, tensor: torch.Tensor, *, is_gated: bool) -> dict[str, torch.Tensor]:
@@ -196,13 +196,15 @@ def _hyperparameters(names: list[str], saved: Mapping[str, Any]) -> dict[str, An
     found: list[dict[str, Any]] = []
     for name in names:
         if name not in saved:
-            raise CheckpointError(f"the checkpoint has no hyperparameters of {name}")
+            raise CheckpointError(
+                f"the checkpoint has no hyperparameters of {name}. fix: leave the optimizer out (--no-load-optim)"
+            )
         found.append({key: value for key, value in saved[name].items() if key not in _NOT_LOADED})
         differing = [key for key in found[0] if repr(found[0][key]) != repr(found[-1].get(key))]
         if differing:
             raise CheckpointError(
                 f"{names[0]} and {name} are in one group of this optimizer and were saved with another "
-                f"{', '.join(differing)}; group them as they were"
+                f"{', '.join(differing)}. fix: group them as in the run that saved"
             )
     return found[0] if found else {}
 
@@ -210,8 +212,8 @@ def _hyperparameters(names: list[str], saved: Mapping[str, Any]) -> dict[str, An
 def _check_was_read(values: Mapping[str, Any], name: str) -> None:
     if was_only_shown(values):
         raise CheckpointError(
-            f"nothing was read into the optimizer's state of {name}: the checkpoint has it under another name. Load it "
-            "with megatron_fsdp.load_checkpoint, or leave the optimizer out (--no-load-optim)"
+            f"nothing was read into the optimizer's state of {name}: the checkpoint has it under another name. fix: "
+            "load it with megatron_fsdp.load_checkpoint, or leave the optimizer out (--no-load-optim)"
         )
 
 

@@ -127,9 +127,7 @@ def fully_shard_model(
     if isinstance(module, MegatronFSDP):
         raise ConfigError(f"{type(module).__name__} is sharded already. fix: call fully_shard_model once per model")
     if use_decoupled_grad:
-        raise ConfigError(
-            "use_decoupled_grad=True: gradients are in .grad, in any dtype (main_grads_dtype). fix: leave it out"
-        )
+        raise ConfigError("use_decoupled_grad=True: gradients are in .grad (main_grads_dtype). fix: leave it out")
     lines = _notices_for(accepted)
     mesh = _data_parallel_mesh(_mesh_on(device_mesh, device), dp_shard_dim, dp_outer_dim)
     strategy = _strategy_name("zero_dp_strategy", zero_dp_strategy, _STRATEGIES)
@@ -201,7 +199,7 @@ def _notices_for(given: Mapping[str, Any]) -> list[str]:
     by_name = {each.name: each for each in ACCEPTED}
     for name in given.keys() - by_name.keys():
         meant = nearest(name, [*by_name, *list(inspect.signature(fully_shard_model).parameters)[:-1]])
-        raise ConfigError(f"fully_shard_model has no argument {name!r}. fix: {meant!r} is the most similar one")
+        raise ConfigError(f"fully_shard_model has no argument {name!r}. fix: give {meant!r}, the most similar one")
     return [
         f"fully_shard_model({name}={value!r}) does nothing here: {by_name[name].reason}"
         for name, value in given.items()

@@ -124,7 +124,7 @@ def hybrid_mesh(whole: ProcessGroup, outer: ProcessGroup, inner: ProcessGroup, d
     if found != wanted:
         raise ConfigError(
             f"hybrid sharding over ranks {ranks.tolist()} needs the groups {wanted[0]} of instances and {wanted[1]} "
-            f"inside of one, found {found[0]} and {found[1]}; leave Megatron's order of groups as it is"
+            f"inside of one, found {found[0]} and {found[1]}. fix: leave Megatron's order of groups as it is"
         )
     return DeviceMesh.from_group([outer, inner], device_type, mesh=ranks, mesh_dim_names=("dp_outer", "dp_shard"))
 

@@ -160,17 +160,17 @@ class MegatronFSDP(FSDPModule, nn.Module):
     # ------------------------------------------------------------------ refused
 
     mixed_precision_context = _refused(
-        "mixed_precision_context: the policy decides the dtypes of the buffers, which exist already; pass it as "
+        "mixed_precision_context: the policy decides the dtypes of the buffers, which exist already. fix: pass it as "
         "fully_shard_model(mixed_precision_policy=...)"
     )
     reset_mixed_precision_policy = mixed_precision_context
     get_distributed_index = _refused(
-        "get_distributed_index: there is no such table; the mesh of each group of model.parameter_groups is its "
+        "get_distributed_index: there is no such table. fix: the mesh of each group of model.parameter_groups is its "
         "main_weight.mesh"
     )
     all_gather_and_wait_parameters_ready = _refused(
-        "all_gather_and_wait_parameters_ready: weights are gathered by unit; call unshard() and reshard() of the unit "
-        "that owns them"
+        "all_gather_and_wait_parameters_ready: weights are gathered by unit. fix: call unshard() and reshard() of the "
+        "unit that owns them"
     )
 
     # ------------------------------------------------------------------ parts

@@ -124,7 +124,7 @@ def load(name: str) -> dict[str, Any]:
     if name not in names():
         raise ConfigError(
             f"no model {name!r} in the catalog; did you mean {nearest(name, names())}? "
-            "megatron-fsdp plan --list-models lists them"
+            "fix: give a name that megatron-fsdp plan --list-models lists"
         )
     config: dict[str, Any] = json.loads(files(__name__).joinpath("models", f"{name}.json").read_text(encoding="utf-8"))
     return config

@@ -64,7 +64,7 @@ def test_an_unknown_flag_is_refused_with_the_nearest_valid_one(given: str, neare
     assert refusal(given, valid="") == wanted, "rather than that others are missing"
     for flag in [flag for flag in VALID.split()[::2] if flag != "--global-batch-size"]:
         missing = refusal("", valid=re.sub(rf"{flag} \S+", "", VALID))
-        assert missing.startswith(f"required flags are missing: {flag};")
+        assert missing.startswith(f"required flags are missing: {flag}. fix: ")
 
 
 def test_all_unknown_flags_are_reported_at_once() -> None:

@@ -329,8 +329,8 @@ def run_program(name: str, strategy: str, checkpoints: int, shard: Callable[...,
             train(twins, program.routes)
     # A rank that computes several units again gathers them all before it reduces the first. One that skips them does
     # not: gathers and reductions are in one order each, on a communicator each.
-    is_one_order = program.build is not Mixture or not checkpoints
-    for kinds in [("gather", "reduce")] if is_one_order else [("gather",), ("reduce",)]:
+    spans_units = checkpoints > 1 or (checkpoints == 1 and program.build is Mixture)
+    for kinds in [("gather", "reduce")] if not spans_units else [("gather",), ("reduce",)]:
         mine = [each for each in issued if each.startswith(kinds)]
         found: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(found, mine)

@@ -202,5 +202,5 @@ def test_fully_shard_around_a_model_that_has_an_order_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"Sequential contains unit 'Routed', .* after the last fully_shard"):
         fully_shard(outer)
     assert list(dict(twins.model.named_parameters())) == list(dict(twins.plain.named_parameters()))
-    with pytest.raises(StateError, match=r"Linear holds no unit .* fix: call fully_shard"):
+    with pytest.raises(StateError, match=r"Linear contains no unit.* fix: call fully_shard"):
         share_forward_order(nn.Linear(1, 1))

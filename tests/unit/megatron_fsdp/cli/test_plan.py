@@ -225,10 +225,13 @@ def test_activations_that_were_measured_count_per_sequence() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--mesh 8", "found none; give exactly one of --model, --hf-config and --factory"),
+        ("--mesh 8", "found none. fix: give exactly one of --model, --hf-config and --factory"),
         ("--model gpt2 --factory a:b --mesh 8", "found --model and --factory"),
         ("--model gpt3 --mesh 8", "no model 'gpt3' in the catalog; did you mean gpt2?"),
-        ("--model lama3-8b --mesh 8", "did you mean llama3-8b? megatron-fsdp plan --list-models lists them"),
+        (
+            "--model lama3-8b --mesh 8",
+            "did you mean llama3-8b? fix: give a name that megatron-fsdp plan --list-models lists",
+        ),
         ("--model gpt2 --mesh 8 --strategy zero3", "did you mean optim_grads_params? (megatron-fsdp plan --help)"),
         ("--model gpt2 --mesh 8 --strategy ZeRO-2", "did you mean optim_grads? (megatron-fsdp plan --help)"),
         ("--model gpt2 --meshes 8", "unknown option --meshes; did you mean --mesh? (megatron-fsdp plan --help)"),
@@ -258,7 +261,7 @@ def test_activations_that_were_measured_count_per_sequence() -> None:
         ("--model llama3-8b --mesh 8 --pp 64", "--pp 64 is more than the model's 32 layers"),
         ("--model mixtral-8x7b --mesh 8 --ep 16", "--etp x --ep is 16, which does not divide the 8 ranks"),
         ("--model mixtral-8x7b --mesh 96 --ep 3", "--ep 3 does not divide dimension 0 of experts: gate_up_proj"),
-        ("--model llama3-8b --mesh 8 --pp 2 --stage 2", "--stage 2: there are 2 stages, counted from 0"),
+        ("--model llama3-8b --mesh 8 --pp 2 --stage 2", "--stage 2: there are 2 stages. fix: --stage 0 to 1"),
         ("--model llama3-8b --mesh 8 --world 8", "--world 8 contradicts --mesh 8"),
         ("--model siglip-so400m --mesh 8 --tp 2", "--tp, --pp and --cp divide language models"),
         ("--model llama3-8b --fit 80GiB --gpus 8 --tp 2", "--tp is not searched over"),

@@ -169,8 +169,8 @@ def test_every_argument_without_effect_is_answered_with_the_reason_on_one_rank()
 
 
 REFUSED = {
-    "unknown": ({"overlap_grads": True}, "no argument 'overlap_grads'; the nearest is 'overlap_grad_reduce'"),
-    "misspelt": ({"dp_shard": "dp"}, "the nearest is 'dp_shard_dim'"),
+    "unknown": ({"overlap_grads": True}, "no argument 'overlap_grads'. fix: give 'overlap_grad_reduce'"),
+    "misspelt": ({"dp_shard": "dp"}, "fix: give 'dp_shard_dim'"),
     "strategy": ({"zero_dp_strategy": 4}, "give 0 to 3, or one of no_shard, optim"),
     "outer strategy": ({"outer_dp_sharding_strategy": "optim_grads"}, "give 0 to 1, or one of no_shard, optim"),
     "outer, one axis": ({"outer_dp_sharding_strategy": 1}, "needs a mesh of two axes"),
