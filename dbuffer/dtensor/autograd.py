@@ -46,6 +46,15 @@ _plainly: Any = torch._C._disabled_torch_function_impl
 # The tensors whose gradients are converted before the user sees them.
 _CONVERTED: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
+# The backward that last computed a gradient of each sharded tensor that an operator used.
+_REACHED: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def is_reached(tensor: torch.Tensor) -> bool:
+    """Return whether the backward that runs has computed a gradient of a sharded tensor that an operator used."""
+    task = torch._C._current_graph_task_id()
+    return task != -1 and _REACHED.get(tensor) == task
+
 
 def is_recorded(args: Arguments, options: Options) -> bool:
     """Return whether autograd records a call with these arguments."""
@@ -236,6 +245,7 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: PlacedTensor, is_local: bool) -> torch.Tensor:
         ctx.is_local, ctx.origin, ctx.shape = is_local, tensor.distribution, tensor.shape
+        ctx.tensor = weakref.ref(tensor if tensor.window is None else tensor.window.base)
         local = tensor._local_tensor
         plain = local if is_local else ctx.origin.gather(local, tensor.shape, tensor)
         return plain.view_as(plain)
@@ -243,6 +253,9 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        tensor = ctx.tensor()
+        if tensor is not None:
+            _REACHED[tensor] = torch._C._current_graph_task_id()
         if not ctx.is_local:
             # The mean, as in ``_AddUp``.
             gradient = ctx.origin.cut(ctx.origin.all_reduce(gradient.clone(), "avg"))
@@ -361,7 +374,7 @@ def convert_gradients_of(tensor: Any) -> None:
         _CONVERTED[tensor] = True
         tensor.register_hook(_converter(tensor))
         if tensor.is_leaf:
-            tensor.register_post_accumulate_grad_hook(_own_kind_of_grad)
+            tensor.register_post_accumulate_grad_hook(own_kind_of_grad)
 
 
 def accept_plain_gradients(parameter: PlacedTensor) -> None:
@@ -405,7 +418,8 @@ def _converter(tensor: PlacedTensor) -> Callable[[torch.Tensor], torch.Tensor]:
     return convert
 
 
-def _own_kind_of_grad(parameter: torch.Tensor) -> None:
+def own_kind_of_grad(parameter: torch.Tensor) -> None:
+    """Give ``.grad`` the class of its sharded tensor, as a hook that this library registers before the user's."""
     # The engine stores the gradient as a plain DTensor, or adds it to .grad. Both lose the class; the latter also loses
     # the rows.
     assert isinstance(parameter, PlacedTensor)

@@ -24,7 +24,8 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from dbuffer import DBuffer, FlatDTensor
-from dbuffer.dtensor.placed_tensor import GradDrops, PlacedTensor
+from dbuffer.dtensor.autograd import is_reached, own_kind_of_grad
+from dbuffer.dtensor.placed_tensor import GradDrops, PlacedTensor, words_of
 from megatron_fsdp.engine.freshness import CHECKS
 from megatron_fsdp.engine.params import FSDPParams, own_rows
 from megatron_fsdp.engine.passes import clear_grads, grads_of, hooks_of, set_grads
@@ -467,17 +468,32 @@ def _drop(binding: weakref.ref[GradBinding]) -> None:
 def _assign_grads(
     parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], wanted: Sequence[int]
 ) -> list[Callable[[], object]]:
-    """Set ``.grad`` of the parameters that are wanted (nonzero); return the calls of their hooks, in order."""
+    """Set ``.grad`` of the parameters that are wanted (nonzero); return the calls of their hooks, in order.
+
+    Raises:
+        StateError: autograd has called the hooks of one of them already in this backward.
+    """
     if 0 in wanted:
         indices = [index for index, is_wanted in enumerate(wanted) if is_wanted]
         parameters, gradients = [parameters[index] for index in indices], [gradients[index] for index in indices]
+    calls: list[Callable[[], object]] = []
+    for parameter, hooks in zip(parameters, hooks_of(parameters), strict=True):
+        if hooks:
+            if any(hook is not own_kind_of_grad for hook in hooks.values()):
+                _refuse_second_call(parameter)
+            calls += [functools.partial(hook, parameter) for hook in hooks.values()]
     set_grads(parameters, gradients)
-    return [
-        functools.partial(hook, parameter)
-        for parameter, hooks in zip(parameters, hooks_of(parameters), strict=True)
-        if hooks
-        for hook in hooks.values()
-    ]
+    return calls
+
+
+def _refuse_second_call(parameter: torch.Tensor) -> None:
+    if is_reached(parameter):
+        raise StateError(
+            f"{words_of(parameter)} has a post-accumulate-grad hook, and this backward reached it twice: in its unit, "
+            "and where the sharded parameter itself was used (outside of its unit's forward, or in a penalty). A plain "
+            "model calls the hook once, with the sum. fix: use the parameter inside of its unit's forward only, or do "
+            "what the hook does after loss.backward()"
+        )
 
 
 def _either(ones: Sequence[int], others: Sequence[int]) -> bytearray:

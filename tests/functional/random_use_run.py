@@ -49,6 +49,8 @@ REFUSALS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     # The one that names no parameter: a weight used in another unit, outside of its module, and what is taken out of
     # the middle of a unit, and made after its output.
     ("RuntimeError", r"is at version 1000000000; expected version 0", ("borrowing", "stash")),
+    # The hook of a weight that is also used outside of its unit.
+    ("StateError", r"has a post-accumulate-grad hook, and this backward reached it twice", ("posthook",)),
     ("StateError", r"cannot be deep-copied: its parameters are views of buffers", ("copy",)),
     # The flat optimizer steps a unit's parameters together.
     ("StateError", r"has no gradient, but others have that share a flat parameter with it",

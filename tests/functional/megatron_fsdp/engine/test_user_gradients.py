@@ -248,6 +248,38 @@ def test_a_penalty_on_sharded_parameters_may_be_multiplied_by_what_differs_from_
     assert {name: value for name, value in found.items() if not value < 5e-6} == {}
 
 
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
+@on_ranks(2)
+def test_a_hook_that_one_backward_would_call_twice_is_refused_by_name(strategy: str) -> None:
+    twins, calls = Twins(build, strategy), [0, 0]
+    for number, model in enumerate(twins):
+
+        def halve(parameter: torch.Tensor, number: int = number) -> None:
+            assert parameter.grad is not None
+            calls[number] += 1
+            parameter.grad = parameter.grad / 2
+
+        model.layers[0].up.weight.register_post_accumulate_grad_hook(halve)
+
+    def step() -> None:
+        squared(twins.model, dist.get_rank(), 0).backward()
+        mean_loss(twins.plain, squared).backward()
+        assert twins.gradients_apart() < 1e-6
+        twins.zero_grad()
+
+    step()
+    # By the penalty alone, the hook is called once.
+    for model in twins:
+        penalty(model).backward()
+    assert twins.gradients_apart() < 1e-6
+    assert calls == [2, 2]
+    twins.zero_grad()
+    with pytest.raises(StateError, match=r"parameter '.*' has a post-accumulate-grad hook.* reached it twice.* fix: "):
+        (squared(twins.model, dist.get_rank(), 0) + penalty(twins.model)).backward()
+    twins.zero_grad()
+    step()
+
+
 @on_ranks(2)
 def test_partial_averages_as_gradients_are_the_mean_over_ranks() -> None:
     found = []

@@ -236,7 +236,7 @@ def test_the_model_keeps_its_class_and_names_and_refuses_what_cannot_be_changed(
     assert list(model.state_dict()) == list(oracle.state_dict())
     assert isinstance(model, type(oracle))
     assert type(model).__name__ == "MegatronFSDPStack"
-    with pytest.raises(ValueError, match="call it once"):
+    with pytest.raises(ValueError, match="call fully_shard_model once"):
         fully_shard_model(model, [Block])
     for name, arguments, words in (
         ("mixed_precision_context", (None,), "mixed_precision_context:"),
