@@ -59,7 +59,8 @@ def test_the_other_package_installed_after_is_refused_when_ours_is_used(site: Pa
     assert len(lines) == 4
     for line in lines:
         assert line.startswith(f"{initialiser} is not this package's: NVIDIA's megatron-fsdp")
-        assert line.endswith("then pip install . in this project's folder")
+        assert "fix: pip uninstall megatron-fsdp megatron-fsdp-dbuffer" in line
+        assert line.endswith("(docs/compatibility.md, Installation)")
 
 
 @pytest.mark.slow

@@ -29,7 +29,9 @@ def test_the_backend_decides_the_device_and_each_rank_needs_a_gpu_of_its_own(
     if device:
         assert select_device(backend, Ranks(rank=3, local_rank=1, size=4)) == torch.device(device)
     else:
-        with pytest.raises(ConfigError, match=f"--distributed-backend nccl .* local rank 1 found {num_gpus}; .*gloo"):
+        with pytest.raises(
+            ConfigError, match=rf"--distributed-backend nccl .* local rank 1 found {num_gpus}\. fix: .*gloo"
+        ):
             select_device(backend, Ranks(rank=3, local_rank=1, size=4))
 
 

@@ -10,7 +10,7 @@ from rl_weight_sync import receive
 
 def test_a_message_that_does_not_come_in_time_is_named() -> None:
     ours, theirs = Pipe()
-    with pytest.raises(TimeoutError, match=r"the generator's texts did not come within 0 s; .* --timeout"):
+    with pytest.raises(TimeoutError, match=r"the generator's texts did not come within 0 s\. fix: .* --timeout"):
         receive(ours, "the generator's texts", 0.01)
     theirs.send_bytes(pickle.dumps("texts"))
     assert receive(ours, "the generator's texts", 60) == "texts"
