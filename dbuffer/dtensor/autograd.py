@@ -51,9 +51,12 @@ _REACHED: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def is_reached(tensor: torch.Tensor) -> bool:
-    """Return whether the backward that runs has computed a gradient of a sharded tensor that an operator used."""
-    task = torch._C._current_graph_task_id()
-    return task != -1 and _REACHED.get(tensor) == task
+    """Return whether this backward has computed a gradient of a sharded tensor that an operator used.
+
+    Outside of a backward, where gradients are finalized by hand: whether any backward since the last call has.
+    """
+    task, reached = torch._C._current_graph_task_id(), _REACHED.pop(tensor, None)
+    return reached is not None if task == -1 else reached == task
 
 
 def is_recorded(args: Arguments, options: Options) -> bool:

@@ -26,7 +26,7 @@ def reduce_last(unit: Unit) -> None:
     Without streams the host would have to wait here for the unit's reduce-scatter; ``finish_last`` issues it then.
     """
     for buffer in unit.gradients:
-        # Marks ``main_grad`` as reduced: another backward must not add to it.
+        # This backward changes ``main_grad``: if it raises, ``void`` compares the number and discards the sum.
         buffer.backward = unit.root.backward.number
     if all(not buffer.tickets or turns(buffer.packed.device) is not None for buffer in unit.gradients):
         _issue(unit.root, unit.groups)

@@ -1,4 +1,7 @@
-"""Weights arrive through the own code of vLLM, verl and SGLang as the plain model has them."""
+"""Weights arrive through the own code of vLLM, verl and SGLang as the plain model has them.
+
+The ranks are fresh and used once: the modules that stand in for what these packages import would mislead other tests.
+"""
 
 import asyncio
 import copy
@@ -57,7 +60,7 @@ def through_vllm() -> None:
 
 
 def test_vllm_packs_and_unpacks_a_source() -> None:
-    run_ranks(2, through_vllm)
+    run_ranks(2, through_vllm, fresh=True)
 
 
 class Device:
@@ -141,7 +144,7 @@ def through_verl(strategy: str, folder: Path) -> None:
 def test_verl_gets_whole_tensors_and_then_what_changed(tmp_path: Path) -> None:
     for world, strategies in STRATEGIES.items():
         for strategy in strategies:
-            run_ranks(world, through_verl, strategy, tmp_path)
+            run_ranks(world, through_verl, strategy, tmp_path, fresh=True)
 
 
 def through_sglang() -> None:
@@ -156,4 +159,4 @@ def through_sglang() -> None:
 
 
 def test_sglang_rebuilds_tensors_from_flattened_buckets() -> None:
-    run_ranks(2, through_sglang)
+    run_ranks(2, through_sglang, fresh=True)
