@@ -29,9 +29,22 @@ __all__ = ["Refusals", "refuse_sharded", "refuse_stale"]
 class Refusals(StepHooks[Unit, Call]):
     """Refuses backwards of one root."""
 
-    def on_late_backward(self, call: Call) -> None:
-        """Raise ``StateError`` for a backward that records a graph, or whose weights were stepped since forward."""
-        _refuse_backward(call)
+    def on_recorded_backward(self, unit: Unit) -> None:
+        """Refuse a backward that records a graph: ``StateError``."""
+        raise StateError(
+            f"unit {unit.name!r}: backward with create_graph=True is not supported, because the recorded graph would "
+            "use released weights. fix: keep the module whose second derivatives are wanted unsharded "
+            "(ignored_params of fully_shard)"
+        )
+
+    def on_changed_weights(self, unit: Unit) -> None:
+        """Refuse a backward whose main weights have changed since forward: ``StateError``."""
+        names = ", ".join(repr(name) for group in unit.groups for name in group.parameters)
+        raise StateError(
+            f"unit {unit.name!r}: its main weights (some of {names}) were changed between a forward and the backward "
+            "through it, by an optimizer's step or in place. The gradients would be of the old activations and the "
+            "new weights. fix: call backward() before the change, or run forward again after it"
+        )
 
     def on_stale_hold(self, unit: Unit) -> None:
         """Refuse a forward inside ``unsharded()`` whose main weights changed in the block: ``StateError``."""
@@ -57,31 +70,6 @@ def _refuse_held_change(unit: Unit) -> None:
             "the old ones. fix: step optimizers and load weights outside of the block; or change the gathered weights "
             "in unsharded(model, writeback=True)"
         )
-
-
-def _refuse_backward(call: Call) -> None:
-    """Raise for a backward that records a graph, or whose unit's weights changed after the call.
-
-    Called only if gradients are enabled or an optimizer has stepped since the call.
-
-    Raises:
-        StateError: it is, or they did.
-    """
-    unit = call.unit
-    if torch.is_grad_enabled():
-        raise StateError(
-            f"unit {unit.name!r}: backward with create_graph=True is not supported: the recorded graph would "
-            "use released weights. Keep the module whose second derivatives are wanted unsharded."
-        )
-    for group in unit.groups:
-        group.freshness.is_changed()
-        if group.freshness.changed_at > call.moment:
-            raise StateError(
-                f"unit {unit.name!r}: an optimizer has stepped its weights ({next(iter(group.parameters))!r} or others "
-                "of that group) between a forward and the backward through it: gradients would be of the old "
-                "activations and the new weights. Call backward() before optimizer.step(), or run forward again after "
-                "it."
-            )
 
 
 def refuse_sharded(roots: Sequence[torch.Tensor], asked: Iterable[torch.Tensor]) -> None:

@@ -16,7 +16,6 @@ from torch import nn
 
 from dbuffer.events import listeners, tell
 from megatron_fsdp.engine.final_callback import begin_backward
-from megatron_fsdp.engine.freshness import MOMENTS
 from megatron_fsdp.engine.grads import LanePacker
 from megatron_fsdp.engine.graph_queries import awaits_call, is_watched
 from megatron_fsdp.engine.post_backward import active_units, drain, drain_completed, post_backward, release
@@ -32,13 +31,14 @@ def pre_backward(call: Call) -> None:  # noqa: C901  # in order of time
     """Gather a unit for the backward of one of its calls; release and reduce the units that backward has left.
 
     Raises:
-        StateError: the backward is itself recorded (``create_graph=True``), or weights were stepped since forward.
+        StateError: the backward is itself recorded (``create_graph=True``), or weights were changed since forward.
     """
     unit = call.unit
     root, state = unit.root, unit.root.backward
-    if torch.is_grad_enabled() or call.moment != MOMENTS[0]:
-        for hook in root.hooks:
-            hook.on_late_backward(call)
+    for hook in root.hooks if torch.is_grad_enabled() else ():
+        hook.on_recorded_backward(unit)
+    for hook in root.hooks if call.num_changes != unit.count_changes() else ():
+        hook.on_changed_weights(unit)
     begin_backward(root)
     task = task_id()
     if task != state.task:
@@ -134,8 +134,14 @@ def after_call(call: Call) -> None:
 
 
 def pre_recomputation(unit: Unit, module: nn.Module) -> None:
-    """Gather a unit for a forward that runs inside of a backward."""
+    """Gather a unit for a forward that runs inside of a backward.
+
+    Raises:
+        StateError: weights were changed since the unit's last forward.
+    """
     root, state = unit.root, unit.root.backward
+    for hook in root.hooks if unit.num_changes != unit.count_changes() else ():
+        hook.on_changed_weights(unit)
     begin_backward(root)
     if root.order is not None:
         root.order.before_recomputation(unit)

@@ -18,11 +18,9 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 
 from megatron_fsdp.engine.passes import version_of
 
-__all__ = ["CHECKS", "MOMENTS", "Freshness", "hear_of_first_steps", "hear_of_steps", "refreshes_itself"]
+__all__ = ["CHECKS", "Freshness", "hear_of_first_steps", "hear_of_steps", "refreshes_itself"]
 
 
-MOMENTS = [0]
-"""How many optimizer steps began or ended so far. Two equal readings mean that no optimizer stepped in between."""
 CHECKS: list[Callable[[Optimizer], None]] = []
 """Functions that are called before each step of an optimizer, and raise if it must not step now."""
 _FIRST_CHECKS: list[Callable[[Optimizer], None]] = []
@@ -41,17 +39,17 @@ class Freshness:
 
     Attributes:
         generation: of the weights at rest. gathered: of the weights that were gathered last.
-        changed_at: ``MOMENTS`` when a change of the version counters was found last.
+        num_changes: how many times the version counters were found changed.
         has_changed: True if main weights have changed since the last refresh.
         is_suspect: True if main weights may have changed without a trace.
     """
 
-    __slots__ = ("_seen", "_steps", "_tensors", "changed_at", "gathered", "generation", "has_changed", "is_suspect")
+    __slots__ = ("_seen", "_steps", "_tensors", "gathered", "generation", "has_changed", "is_suspect", "num_changes")
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         self._tensors = tensors
         self._seen = self._steps = -1
-        self.changed_at = 0
+        self.num_changes = 0
         self.has_changed, self.is_suspect = True, False
         self.generation = self.gathered = 0
 
@@ -65,7 +63,8 @@ class Freshness:
         version = sum(map(version_of, self._tensors))
         if version != self._seen:
             self.has_changed = True
-            self._seen, self.changed_at = version, MOMENTS[0]
+            self._seen = version
+            self.num_changes += 1
         if self._steps != _num_steps[0]:
             self.has_changed = True
             self._steps = _num_steps[0]
@@ -86,7 +85,6 @@ class Freshness:
 
 
 def _count_step(optimizer: Optimizer) -> None:
-    MOMENTS[0] += 1
     if optimizer not in _REFRESHING:
         _num_steps[0] += 1
 

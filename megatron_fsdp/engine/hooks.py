@@ -57,8 +57,11 @@ class StepHooks(Generic[UnitT, CallT]):
 
     # ------------------------------------------------------------------ backward
 
-    def on_late_backward(self, call: CallT) -> None:
-        """Backward reaches a call with ``create_graph=True``, or after an optimizer has stepped since forward."""
+    def on_recorded_backward(self, unit: UnitT) -> None:
+        """Backward reaches a call of a unit with ``create_graph=True``."""
+
+    def on_changed_weights(self, unit: UnitT) -> None:
+        """Backward reaches a call of a unit, or recomputes it, and main weights have changed since forward."""
 
     def on_missing(self, groups: Iterable[ParameterGroup]) -> None:
         """Gradients are about to be reduced, and some parameters of these groups got none on this rank."""

@@ -121,8 +121,8 @@ def _find_stale(groups: Sequence[ParameterGroup]) -> list[ParameterGroup]:
             group.freshness.is_changed()
             group.freshness.refreshed()
             continue
-        # A change through .data or by a foreach operator (clipped or averaged weights) is not counted. So a refresh
-        # without communication is done before every forward, and any refresh before every forward in evaluation.
+        # A change through .data of the local part, or by a user's kernel, is not counted. So a refresh without
+        # communication is done before every forward, and any refresh before every forward in evaluation.
         if group.weights.refreshes_locally or not torch.is_grad_enabled():
             group.freshness.is_suspect = True
         if group.freshness.is_changed() or group.freshness.is_suspect:

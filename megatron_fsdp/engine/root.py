@@ -105,6 +105,11 @@ def _pre_forward(unit: Unit, module: nn.Module, given: Any) -> None:  # noqa: C9
     # 2. Gather this unit's weights.
     unit.unshard(check=True)
     unit.wait_for_unshard()
+    # The steps above counted all changes so far. Backward refuses weights with more of them.
+    unit.num_changes = 0
+    for group in unit.groups:
+        unit.num_changes += group.freshness.num_changes
+    call.num_changes = unit.num_changes
     following = _record_beginning(unit)
     if not root.forward_pass.ended and torch.is_grad_enabled():
         # No unit ended before this one, so no outputs of another unit tell when backward leaves it.

@@ -18,7 +18,6 @@ from torch import nn
 
 from dbuffer.errors import MeshError
 from dbuffer.events import listeners, tell
-from megatron_fsdp.engine.freshness import MOMENTS
 from megatron_fsdp.engine.grads import GradientBuffer, LanePacker
 from megatron_fsdp.engine.hooks import SharedOrder, StepHooks, sees_collectives
 from megatron_fsdp.engine.module_tree import ModuleTree
@@ -124,7 +123,7 @@ class Call:
 
     Attributes:
         begin: the clock when the call began. end: when it ended; ``begin`` until then.
-        moment: ``freshness.MOMENTS`` when the call began.
+        num_changes: ``Unit.num_changes`` of the weights that the call uses.
         first_node: autograd's sequence number for the first node that the call's thread made after its beginning.
         forward_pass: the pass that the call ended in; None if the call ran in a backward, or if backward does not
             come through its outputs. position: the place of the call in ``forward_pass.ended``.
@@ -136,18 +135,18 @@ class Call:
 
     __slots__ = (
         "__weakref__", "_unit", "begin", "end", "entered", "first_node", "forward_pass", "is_due", "is_pending",
-        "moment", "position", "task",
+        "num_changes", "position", "task",
     )  # fmt: skip
 
     def __init__(self, unit: Unit, begin: int) -> None:
         self._unit = unit.reference
         self.begin = self.end = begin
-        self.moment = MOMENTS[0]
         self.first_node = _next_sequence_number()
         self.forward_pass: ForwardPass | None = None
         self.position = 0
         self.is_pending = self.is_due = False
         self.entered = self.task = 0
+        self.num_changes = unit.num_changes
 
     @property
     def unit(self) -> Unit:
@@ -192,6 +191,7 @@ class Unit:
         weight_state: changed only by ``unshard``, ``wait_for_unshard`` and ``reshard``.
         num_holds: how many ``unsharded()`` blocks the unit is in; ``reshard`` does nothing then.
         held_version: ``main_version`` when the first of these blocks began.
+        num_changes: ``count_changes`` when the unit's last forward gathered it.
         gather_ticket: the ticket of a gather that compute has not waited for; None without a gather, or if all weights
             rest whole.
         slots: the source of memory for gathered weights and packed gradients.
@@ -221,7 +221,7 @@ class Unit:
         self.forward_prefetch: list[weakref.ref[Unit]] = []
         self.backward_prefetch: list[weakref.ref[Unit]] = []
         self.weight_state = WeightState.SHARDED
-        self.num_holds = self.held_version = 0
+        self.num_holds = self.held_version = self.num_changes = 0
         self.gather_ticket: Ticket | None = None
         self.gradients: tuple[GradientBuffer, ...] = ()
         self.num_gradients, self.rests_final, self.is_trained = 0, True, False
@@ -261,6 +261,14 @@ class Unit:
             if is_changed or group.freshness.is_stale():
                 return True
         return False
+
+    def count_changes(self) -> int:
+        """Look for changes of the main weights; return how many were found so far."""
+        number = 0
+        for group in self.groups:
+            group.freshness.is_changed()
+            number += group.freshness.num_changes
+        return number
 
     def main_version(self) -> int:
         """Return the sum of the version counters of the main weights."""

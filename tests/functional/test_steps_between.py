@@ -1,4 +1,4 @@
-"""An optimizer that steps between a forward and its backward: refused where it stepped the unit's weights."""
+"""Main weights that change between a forward and its backward: refused by the name of the unit."""
 
 from collections.abc import Callable, Iterator
 
@@ -6,8 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from megatron_fsdp import AdamW, StateError, fully_shard_optimizer
+from megatron_fsdp import AdamW, CPUOffloadPolicy, MixedPrecisionPolicy, StateError, fully_shard_optimizer
 from tests.harness import on_ranks
 from tests.harness.models import Block, Stack, inputs, squared
 from tests.harness.oracle import whole
@@ -20,6 +21,24 @@ OPTIMIZERS: dict[str, Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]]
     "a foreach one": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, foreach=True),
     "a wrapped one": lambda parameters: fully_shard_optimizer(torch.optim.AdamW(parameters, lr=0.1)),
     "AdamW of this library": lambda parameters: AdamW(parameters, lr=0.1),
+}
+
+
+CHANGED = (
+    r"unit 'layers\.1': its main weights \(some of '\w+.*'\) were changed between a forward and the backward .*"
+    r"fix: call backward\(\) before the change, or run forward again after it"
+)
+
+Change = Callable[[nn.Parameter], object]
+CHANGES: dict[str, Change] = {
+    "an operator": lambda weight: weight.mul_(1.5),
+    "copy_": lambda weight: weight.copy_(weight * 1.5),
+    "out=": lambda weight: torch.mul(weight, 1.5, out=weight),
+    "foreach": lambda weight: torch._foreach_mul_([weight], 1.5),
+    "the local part": lambda weight: weight.to_local().mul_(1.5),  # type: ignore[operator]  # a DTensor
+    ".data": lambda weight: weight.data.mul_(1.5),
+    "an assignment to .data": lambda weight: setattr(weight, "data", weight.data * 1.5),
+    "an initializer": nn.init.ones_,
 }
 
 
@@ -36,9 +55,8 @@ def _refuse_and_go_on(strategy: str, name: str) -> float:
     retained.backward(retain_graph=True)
     ours.step()
     ours.zero_grad()
-    message = r"unit 'layers\.1': an optimizer has stepped its weights .* Call backward\(\) before optimizer\.step\(\)"
     for loss in (late, retained):
-        with pytest.raises(StateError, match=message):
+        with pytest.raises(StateError, match=CHANGED):
             loss.backward()
         ours.zero_grad()
     squared(model, rank, 2).backward()
@@ -94,3 +112,103 @@ def test_a_step_that_leaves_a_unit_s_weights_is_no_matter_for_it(strategy: str) 
     optimizer.zero_grad()
     second.backward()
     assert all(parameter.grad is not None for parameter in model.layers[1].parameters())
+
+
+def _options(precision: str) -> dict[str, object]:
+    policies = {"bf16": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}
+    options: dict[str, object] = {"mp_policy": policies[precision]} if precision in policies else {}
+    if precision == "offloaded":
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+    if precision == "kept":
+        options["reshard_after_forward"] = False
+    return options
+
+
+def _change_and_go_on(twins: Twins, change: Change) -> None:
+    model = twins.model
+    sharded_weights = dict(model.named_parameters())
+    loss, other = (squared(each, dist.get_rank(), 0) for each in (model, model.layers[0]))
+    weight = sharded_weights["layers.1.norm.weight"]
+    with torch.no_grad():
+        change(weight)
+    with pytest.raises(StateError, match=CHANGED):
+        loss.backward()
+    # The change is of another unit, so this backward is right.
+    other.backward()
+    model.zero_grad()
+    for name, plain in twins.plain.named_parameters():
+        plain.data.copy_(whole(sharded_weights[name], plain))
+    twins.backward(1)
+
+
+SETTINGS = [
+    *((strategy, precision) for precision in ("fp32", "bf16") for strategy in STRATEGIES),
+    ("optim_grads_params", "offloaded"),
+    ("optim_grads_params", "kept"),
+]
+
+
+@pytest.mark.parametrize(("strategy", "precision"), SETTINGS)
+@on_ranks(2)
+def test_a_backward_through_weights_that_were_changed_by_hand_is_refused_and_training_goes_on(
+    strategy: str, precision: str
+) -> None:
+    twins = Twins(build, strategy, **_options(precision))
+    apart = {}
+    for name, change in CHANGES.items():
+        _change_and_go_on(twins, change)
+        apart[name] = twins.gradients_apart()
+        twins.zero_grad()
+    assert max(apart.values()) < (3e-2 if precision == "bf16" else 1e-5), apart
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_a_forward_after_the_change_is_right_and_the_one_before_it_is_refused(strategy: str) -> None:
+    twins = Twins(build, strategy)
+    rank = dist.get_rank()
+    early = squared(twins.model, rank, 0)
+    with torch.no_grad():
+        for mine, plain in zip(twins.model.parameters(), twins.plain.parameters(), strict=True):
+            mine.mul_(1.5)
+            plain.mul_(1.5)
+        # An evaluation brings compute weights up to date, and the change must not be forgotten.
+        squared(twins.model, rank, 2)
+    late = squared(twins.model, rank, 1)
+    with pytest.raises(StateError, match=CHANGED):
+        early.backward()
+    twins.model.zero_grad()
+    late.backward()
+    twins.plain_backward(1)
+    assert twins.gradients_apart() < 1e-5
+
+
+class Recomputed(nn.Module):
+    """Two blocks, the second one under a checkpoint."""
+
+    def __init__(self, *, use_reentrant: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Block(), Block()])
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layers[0](x)
+        recomputed: torch.Tensor = checkpoint(self.layers[1], x, use_reentrant=self.use_reentrant)
+        return recomputed
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_a_checkpoint_does_not_recompute_with_weights_that_were_changed(strategy: str, *, use_reentrant: bool) -> None:
+    twins = Twins(lambda: Recomputed(use_reentrant=use_reentrant), strategy)
+    loss = squared(twins.model, dist.get_rank(), 0)
+    with torch.no_grad():
+        next(twins.model.layers[1].parameters()).mul_(1.5)
+    with pytest.raises(StateError, match=CHANGED):
+        loss.backward()
+    twins.model.zero_grad()
+    for mine, plain in zip(twins.model.parameters(), twins.plain.parameters(), strict=True):
+        plain.data.copy_(whole(mine, plain))
+    twins.backward(1)
+    assert twins.gradients_apart() < 1e-5
