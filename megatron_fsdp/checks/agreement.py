@@ -143,7 +143,7 @@ class FirstUse(StepHooks[Unit, Call]):
         return known
 
     def _end(self, root: Root) -> None:
-        root.attach(hook for hook in root.hooks if hook is not self)
+        root.set_hooks(hook for hook in root.hooks if hook is not self)
         ALARMS.difference_update(map(_alarm_of, self.tokens.values()))
         store: Any = job_store()
         for ranks, token in self.tokens.items():

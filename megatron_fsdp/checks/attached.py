@@ -27,7 +27,7 @@ def attach_root(outermost: Unit, units: Iterable[Unit]) -> None:
     """Make ``outermost`` the root of these units."""
     hear_of_steps(refusals.refuse_stale)
     first_use = FirstUse()
-    Root(outermost, units).attach(
+    Root(outermost, units).set_hooks(
         (
             first_use,
             AddedParams(),

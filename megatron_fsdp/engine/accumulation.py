@@ -47,7 +47,7 @@ class Accumulation:
     | None | ``has_final`` is True | the final gradients, which ``.grad`` shows |
     | a sum | ``is_in_main_grad`` is False | nothing of it: the next reduction overwrites |
     | a sum | ``is_in_main_grad`` is True | a partial sum; from ``complete`` to ``show`` the whole sum |
-    | a sum | ``is_void`` is True | nothing of use: a backward raised, and ``.grad`` refuses to be read |
+    | a sum | ``is_incomplete`` is True | nothing of use: a backward raised, and ``.grad`` refuses to be read |
 
     The arrays have one byte per parameter, 0 or 1.
 
@@ -59,14 +59,14 @@ class Accumulation:
         is_pending: ``.grad`` of the covered parameters shows a ``PendingGradient``.
     """
 
-    __slots__ = ("carry", "had", "is_in_main_grad", "is_pending", "is_void", "missing", "wanted")
+    __slots__ = ("carry", "had", "is_in_main_grad", "is_incomplete", "is_pending", "missing", "wanted")
 
     def __init__(self, trained: bytearray, had: bytearray) -> None:
         self.wanted = _either(trained, had) if 1 in had else bytearray(trained)
         self.missing = bytearray(trained)
         self.had = had
         self.carry: torch.Tensor | None = None
-        self.is_in_main_grad = self.is_pending = self.is_void = False
+        self.is_in_main_grad = self.is_pending = self.is_incomplete = False
 
     def include(self, trained: Sequence[int]) -> None:
         """Cover the parameters that were unfrozen since the sum began."""
@@ -241,7 +241,7 @@ class GradBinding:
         for call_hook in hooks:
             call_hook()
         if 1 not in wanted:
-            self.dropped()
+            self.release_if_dropped()
 
     def _show_wanted(self, under_way: Accumulation) -> bytearray:
         """Return the parameters whose ``.grad`` to set, one byte each; restore ``.grad`` of ``missing`` ones."""
@@ -283,7 +283,8 @@ class GradBinding:
         """Return whether the user has dropped ``.grad`` of all parameters of the sum under way; False without a sum.
 
         Raises:
-            StateError: ``.grad`` of some of the parameters was dropped, or a backward that raised left the sum void.
+            StateError: ``.grad`` of some of the parameters was dropped, or the sum is incomplete because a backward
+                raised.
         """
         under_way = self.sum
         if under_way is None:
@@ -291,7 +292,7 @@ class GradBinding:
         kept = self._shows_pending()
         if 1 not in [is_kept for is_kept, is_wanted in zip(kept, under_way.wanted, strict=True) if is_wanted]:
             return True
-        if under_way.is_void:
+        if under_way.is_incomplete:
             raise StateError(self.describe(kept.index(1)))
         dropped = [int(is_wanted > is_kept) for is_wanted, is_kept in zip(under_way.wanted, kept, strict=True)]
         if 1 in dropped:
@@ -307,13 +308,13 @@ class GradBinding:
         """Return one byte per parameter: 1 if its ``.grad`` is a ``PendingGradient``."""
         return bytearray(getattr(parameter, "pending_grad", None) is not None for parameter in self.parameters)
 
-    def void(self) -> None:
+    def mark_incomplete(self) -> None:
         """Mark the sum under way incomplete: ``.grad`` refuses to be read until the user drops it."""
-        if self.sum is not None and not self.sum.is_void:
+        if self.sum is not None and not self.sum.is_incomplete:
             self.show_pending(self.sum)
-            self.sum.is_void = True
+            self.sum.is_incomplete = True
 
-    def empty(self) -> None:
+    def discard_values(self) -> None:
         """Discard the values of the sum under way, and release the memory of ``main_grad``."""
         if self.sum is not None:
             self.sum.carry = None
@@ -326,17 +327,17 @@ class GradBinding:
         clear_grads(self.parameters)
         self.end_sum()
 
-    def clear(self) -> None:
+    def zero_grad(self) -> None:
         """Set every ``.grad`` to None, as ``zero_grad`` does; the next backward finds that a sum was dropped."""
         clear_grads(self.parameters)
         if self.sum is not None and self.sum.is_pending:
             self._end_pending(self.sum)
-        self.dropped()
+        self.release_if_dropped()
 
     def describe(self, index: int) -> str:
         """Return the message for reading ``.grad`` of parameter ``index`` while its sum is under way."""
         name = f"{self.name}: the gradient of parameter {self.fsdp_params.owned[index].name!r}"
-        if self.sum is not None and self.sum.is_void:
+        if self.sum is not None and self.sum.is_incomplete:
             return (
                 f"{name} is incomplete, because the last backward raised. Drop it, with what was accumulated before: "
                 "call zero_grad() of the optimizer or the model, or model.reset_iter_state()."
@@ -349,7 +350,7 @@ class GradBinding:
 
     # ------------------------------------------------------------------ the optimizer reads
 
-    def settled(self) -> DBuffer | None:
+    def final_gradients(self) -> DBuffer | None:
         """Return the final gradients, after copying the user's own ``.grad`` into them; None if there are none.
 
         ``.grad`` may be the user's own without any backward.
@@ -358,14 +359,14 @@ class GradBinding:
             StateError: a sum is under way.
         """
         if self.sum is not None or not self._gradients:
-            return self._settle_others()
+            return self._gradients_of_user()
         if not all(map(operator.is_, grads_of(self.parameters), self._gradients)):
-            return self._settle_others()
+            return self._gradients_of_user()
         self.memory.allocate()
         return self.final
 
-    def _settle_others(self) -> DBuffer | None:
-        """Return the final gradients where ``.grad`` may be the user's own; see ``settled``."""
+    def _gradients_of_user(self) -> DBuffer | None:
+        """Return the final gradients where ``.grad`` may be the user's own; see ``final_gradients``."""
         shown = grads_of(self.parameters)
         if self.sum is not None:
             if 1 in (pending := self._shows_pending()):
@@ -393,7 +394,7 @@ class GradBinding:
                     mine.view(-1).copy_(rows.reshape(-1))
 
     def scale(self, factor: torch.Tensor | float) -> None:
-        """Multiply the gradients that ``settled`` returned, and the user's own tensors that lie elsewhere."""
+        """Multiply the gradients that ``final_gradients`` returned, and the user's own tensors that lie elsewhere."""
         scaled, shown = [self.final.local_buffer], grads_of(self.parameters)
         if not self._gradients or not all(map(operator.is_, shown, self._gradients)):
             for index, gradient in enumerate(shown):
@@ -438,16 +439,16 @@ class GradBinding:
         if keeps:
             self.memory.allocate()
         else:
-            self.dropped()
+            self.release_if_dropped()
 
     def watch(self) -> None:
-        """Call ``dropped`` when Python code sets ``.grad`` of a parameter to None."""
+        """Call ``release_if_dropped`` when Python code sets ``.grad`` of a parameter to None."""
         self._drops.last = None
         for parameter in self.parameters:
             if isinstance(parameter, FlatDTensor):
                 parameter.on_grad_dropped = self._drops
 
-    def dropped(self) -> None:
+    def release_if_dropped(self) -> None:
         """Release ``main_grad`` if no sum is under way and every ``.grad`` is None."""
         if self.sum is not None:
             return
@@ -462,7 +463,7 @@ class GradBinding:
 def _drop(binding: weakref.ref[GradBinding]) -> None:
     found = binding()
     if found is not None:
-        found.dropped()
+        found.release_if_dropped()
 
 
 def _assign_grads(

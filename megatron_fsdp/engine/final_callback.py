@@ -20,7 +20,7 @@ from megatron_fsdp.engine.grads import GradientBuffer
 from megatron_fsdp.engine.last_reduction import finish_last, finish_last_on_compute
 from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.engine.post_backward import active_units, drain, post_backward, reduce, release
-from megatron_fsdp.engine.streams import HOST_READS, join_lanes, settle_host, settle_host_writes
+from megatron_fsdp.engine.streams import HOST_READS, join_lanes, wait_for_host_reads, wait_for_host_writes
 from megatron_fsdp.engine.unit import Root, Unit, WeightState, is_in_backward, task_id
 
 __all__ = ["begin_backward", "final_callback", "recover", "reset", "start_pending_reductions"]
@@ -61,7 +61,7 @@ def _drop_discarded_sums(root: Root) -> None:
     """Drop the sums of earlier microbatches whose ``.grad`` the user has set to None."""
     if root.backward.has_sums:
         for buffer in _buffers(root):
-            buffer.settle()
+            buffer.discard_if_dropped()
         root.backward.has_sums = False
 
 
@@ -102,7 +102,7 @@ def final_callback(root: Root) -> None:
     if not is_left:
         _reduce_kept(units)
         drain(root, 0)
-        settle_host_writes()
+        wait_for_host_writes()
         _finalize(root, units)
     # 3. Sums that are not final refuse to be read: ``.grad`` shows a ``PendingGradient``.
     for buffer in _buffers(root):
@@ -193,7 +193,7 @@ def _end(root: Root) -> None:
         buffer.end_backward()
     root.lingering = None
     if HOST_READS:
-        settle_host()
+        wait_for_host_reads()
     outermost = root.outermost()
     if outermost is None or outermost.open_call is None:
         # A unit that runs outside of its root's forward begins no pass, so the end of a backward does.
@@ -224,7 +224,7 @@ def _raised(root: weakref.ref[Root], ending: weakref.ref[functools.partial[None]
     found = root()
     if found is not None and found.backward.ending is ending:
         for buffer in _buffers(found):
-            buffer.void(found.backward.number)
+            buffer.mark_incomplete(found.backward.number)
         found.backward.has_sums = True
 
 
@@ -243,8 +243,8 @@ def reset(root: Root) -> None:
     _abandon(root)
     for buffer in _buffers(root):
         under_way = buffer.binding.sum
-        if root.backward.is_unfinished or (under_way is not None and under_way.is_void):
-            buffer.discard()
+        if root.backward.is_unfinished or (under_way is not None and under_way.is_incomplete):
+            buffer.discard_sum()
     root.backward.is_unfinished, root.backward.awaited = False, 0
 
 
@@ -256,7 +256,7 @@ def _abandon(root: Root) -> None:
     for unit in root.units():
         unit.open_call = None
         for buffer in unit.gradients if state.ending is not None else ():
-            buffer.abandon(state.number)
+            buffer.discard_backward(state.number)
             state.has_sums = state.has_sums or buffer.binding.sum is not None
         unit.reshard()
     _end(root)

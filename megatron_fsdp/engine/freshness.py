@@ -53,12 +53,12 @@ class Freshness:
         self.has_changed, self.is_suspect = True, False
         self.generation = self.gathered = 0
 
-    def lose(self) -> None:
+    def mark_changed(self) -> None:
         """Mark the gathered weights, and the parts kept of them, as changed, so that they are not used again."""
         self.is_suspect = True
         self.generation += 1
 
-    def is_changed(self) -> bool:
+    def notice_changes(self) -> bool:
         """Return whether main weights have changed since the last refresh."""
         version = sum(map(version_of, self._tensors))
         if version != self._seen:
@@ -79,9 +79,9 @@ class Freshness:
         """Resynchronize the version counters after a write that did not change the main weights."""
         self._seen, self._steps = sum(map(version_of, self._tensors)), _num_steps[0]
 
-    def is_stale(self) -> bool:
+    def gathered_are_old(self) -> bool:
         """Return whether gathered weights are older than main weights."""
-        return self.is_changed() or self.gathered != self.generation
+        return self.notice_changes() or self.gathered != self.generation
 
 
 def _count_step(optimizer: Optimizer) -> None:

@@ -26,7 +26,7 @@ from megatron_fsdp.engine.passes import clear_grads, grads_of
 from megatron_fsdp.engine.reduce import GradientReduction, fold, fold_on_host, start_reductions
 from megatron_fsdp.engine.streams import Ticket, lane, turns
 
-__all__ = ["GradientBuffer", "GradientListener", "LanePacker", "pack_on_lane", "packs_late"]
+__all__ = ["GradientBuffer", "GradientListener", "LanePacker", "pack_on_lane", "packs_on_lane"]
 
 # Looked up for every gradient.
 _BASE: Any = torch._C.TensorBase
@@ -85,7 +85,7 @@ class GradientBuffer:
         pack_scale: factor for gradients when they are packed. takes_products: the factor is a power of two, so that a
             scaled matrix product has the bits of an unscaled one.
         wide: holds reduced gradients of a wider dtype than ``packed``; None if reductions stay in ``packed``.
-        backward: number of the last backward that brought gradients. If it raises, the sum is void.
+        last_backward: number of the last backward that brought gradients. If it raises, the sum is incomplete.
         listener: the backward of the unit; None outside of a unit.
         tickets: reductions to wait for. last_tickets: reductions over the remaining axes, once per step.
     """
@@ -108,7 +108,7 @@ class GradientBuffer:
         reduction: GradientReduction,
         packer: LanePacker | None,
     ) -> None:
-        self.unit, self.backward = "", 0
+        self.unit, self.last_backward = "", 0
         self.tickets: list[Ticket] = []
         self.last_tickets: list[Ticket] = []
         # Set when the unit is made.
@@ -142,14 +142,17 @@ class GradientBuffer:
             offer_products(fsdp_params.unsharded_params, self._views, self, is_wide=is_wide)
 
     def _choose_packer(self) -> None:
-        """Choose the packer, and with it the gradients that wait in ``.grad`` until the unit is closed."""
+        """Choose where gradients are packed, and which are packed late: they stay in ``.grad`` until ``close``.
+
+        On the compute stream small ones are packed late, in one call for all. On a lane all are.
+        """
         is_slotted = self.rests_partial or self.packed.storage.takes_slots
         self.packer = None if is_slotted else self._lane_packer
-        waits = self._fsdp_params.waits
-        self._waits: bytes | bytearray = waits if self.packer is None else bytes([1]) * len(waits)
-        self._waiting = [index for index, waits in enumerate(self._waits) if waits]
-        self._waiting_params = [self._fsdp_params.unsharded_params[index] for index in self._waiting]
-        self._waiting_views = [self._views[index] for index in self._waiting]
+        is_small = self._fsdp_params.is_small
+        self._is_late: bytes | bytearray = is_small if self.packer is None else bytes([1]) * len(is_small)
+        self._late = [index for index, is_late in enumerate(self._is_late) if is_late]
+        self._late_params = [self._fsdp_params.unsharded_params[index] for index in self._late]
+        self._late_views = [self._views[index] for index in self._late]
 
     @property
     def main_grad(self) -> DBuffer:
@@ -166,19 +169,18 @@ class GradientBuffer:
     def receive(self, index: int, parameter: torch.Tensor) -> None:
         """Pack ``parameter.grad``; autograd calls this when it has accumulated all of the parameter's gradient.
 
-        A small gradient stays in ``.grad`` until ``close``, which copies all small ones in one call. A larger one is
-        packed at once, so that its memory is free. ``.grad`` is None if the graph brought none, or matrix products
-        alone (``receive_product``).
+        A gradient that is packed late stays in ``.grad`` until ``close``. The others are packed at once, so that their
+        memory is free. ``.grad`` is None if the graph brought none, or matrix products alone (``receive_product``).
         """
         gradient = _get_grad(parameter)
         if gradient is None:
             return
         _set_grad(parameter, None)
         if self._turns is not None:
-            self._turns.take(self._pack_waiting)
+            self._turns.take(self._pack_late)
         if not self._begun.is_set:
             self._begin(has_come=True)
-        if self._waits[index] and self._packs[index]:
+        if self._is_late[index] and self._packs[index]:
             _set_grad(parameter, gradient)
         else:
             self._pack(index, gradient)
@@ -192,14 +194,14 @@ class GradientBuffer:
             self._add(index, gradient)
         self._filled[index], self._missing[index] = 1, 0
 
-    def _pack_waiting(self) -> None:
-        """Pack the gradients that wait in ``.grad``: small ones, or with a ``LanePacker`` all."""
+    def _pack_late(self) -> None:
+        """Pack the gradients that have stayed in ``.grad``: small ones, or with a ``LanePacker`` all."""
         if not self._begun.is_set:
             return
         if self.packer is not None and not self.packed.is_allocated:
             # Another stream gets the next turn, or the next microbatch will add to these gradients.
             self._take_packed()
-        params, indices = self._waiting_params, self._waiting
+        params, indices = self._late_params, self._late
         gradients = grads_of(params)
         found = [gradient for gradient in gradients if gradient is not None]
         if not found:
@@ -212,7 +214,7 @@ class GradientBuffer:
             and all(map(self._packs.__getitem__, indices))
             and set(map(_get_layout, found)) == {_STRIDED}
         ):
-            torch._foreach_copy_(self._waiting_views, found)
+            torch._foreach_copy_(self._late_views, found)
             for index in indices:
                 self._filled[index] = 1
                 self._missing[index] = 0
@@ -233,7 +235,7 @@ class GradientBuffer:
     def receive_product(self, index: int, left: torch.Tensor, right: torch.Tensor) -> None:
         """Add ``left @ right`` to the packed gradient of a parameter."""
         if self._turns is not None:
-            self._turns.take(self._pack_waiting)
+            self._turns.take(self._pack_late)
         if not self._begun.is_set:
             self._begin(has_come=True)
         if self._packs[index]:
@@ -263,7 +265,7 @@ class GradientBuffer:
             return False
         if listener is not None:
             packs = not self.packed.storage.is_allocated
-            self.backward = listener.begin_gradients(packs=packs, has_come=has_come)
+            self.last_backward = listener.begin_gradients(packs=packs, has_come=has_come)
         self.wait()
         if self.last_tickets:
             self._set_aside()
@@ -294,7 +296,7 @@ class GradientBuffer:
     # ------------------------------------------------------------------ reduce
 
     def close(self, *, reduce: bool) -> bool:
-        """End this backward for the group: pack gradients that wait, and zeros for parameters without a gradient.
+        """End this backward for the group: pack late gradients, and zeros for parameters without a gradient.
 
         Args:
             reduce: False keeps the gradients in the packed buffer, for the next microbatch to add to. True writes
@@ -302,31 +304,31 @@ class GradientBuffer:
         Returns:
             True if the caller must call ``reduce`` now.
         """
-        packer = self.packer
-        if packer is not None:
+        if self.packer is not None:
             self._fsdp_params.begun_all.is_set = False
             if reduce and not self.packed.is_allocated:
-                if not self._begun.is_set and not self._begin():
-                    return False
-                packer.is_due = True
-                return True
+                # All gradients are in ``.grad``, and ``pack`` packs them on the lane.
+                self.packer.is_due = self._begun.is_set or self._begin()
+                return self.packer.is_due
+        # Also with a packer, if this rank adds to the packed gradients of earlier microbatches, or keeps its own.
         if self._turns is not None:
-            self._turns.take(self._pack_waiting)
-        self._pack_waiting()
+            self._turns.take(self._pack_late)
+        self._pack_late()
         has_begun, self._begun.is_set = self._begun.is_set, False
         if not reduce and not self.rests_partial:
             return False
-        if not has_begun and not self.is_filled and not self._begin():
+        if not (has_begun or self.is_filled or self._begin()):
+            # No parameter is trained.
             return False
         if 0 in self._filled:
-            self._fill_up()
+            self._zero_missing()
         self._filled = bytearray(len(self._views))
         if self.rests_partial:
             assert self.binding.sum is not None
             self.binding.sum.is_in_main_grad = True
         return reduce
 
-    def _fill_up(self) -> None:
+    def _zero_missing(self) -> None:
         for index, filled in enumerate(self._filled):
             if not filled:
                 self._views[index].zero_()
@@ -337,12 +339,12 @@ class GradientBuffer:
             gap.zero_()
 
     def pack(self, packer: LanePacker) -> None:
-        """Pack all gradients of a closed buffer; runs on the reduce lane."""
+        """Pack all gradients of a closed buffer, on the reduce lane; autograd's stay allocated in ``packer.lent``."""
         packer.is_due = False
         self._take_packed()
-        packer.lent = [gradient for gradient in grads_of(self._waiting_params) if gradient is not None]
-        self._pack_waiting()
-        self._fill_up()
+        packer.lent = [gradient for gradient in grads_of(self._late_params) if gradient is not None]
+        self._pack_late()
+        self._zero_missing()
         self._begun.is_set, self._filled = False, bytearray(len(self._views))
 
     @staticmethod
@@ -397,54 +399,54 @@ class GradientBuffer:
             self.reduction.release()
             self.tickets.clear()
         if self._lane_packer is not None:
-            self._lane_packer.forget()
+            self._lane_packer.release_lent()
 
     def end_backward(self) -> None:
         """Expect gradients of all parameters in the next backward."""
         self._fsdp_params.came[:] = bytes(len(self._views))
 
-    # ------------------------------------------------------------------ sums that are given up
+    # ------------------------------------------------------------------ a sum is discarded
 
-    def settle(self) -> None:
+    def discard_if_dropped(self) -> None:
         """Discard, before a backward, a sum whose ``.grad`` the user has dropped; see ``GradBinding.is_dropped``."""
         if self.binding.is_dropped():
-            self._empty()
+            self._discard_values()
             self.binding.end_sum()
 
-    def void(self, backward: int) -> None:
+    def mark_incomplete(self, backward: int) -> None:
         """Make ``.grad`` refuse to be read if the backward that raised brought a part of the sum."""
-        if self.backward == backward:
-            self.binding.void()
+        if self.last_backward == backward:
+            self.binding.mark_incomplete()
 
-    def abandon(self, backward: int) -> None:
+    def discard_backward(self, backward: int) -> None:
         """Discard the gradients of a backward that raised; a sum that it has not touched stays."""
-        self.void(backward)
+        self.mark_incomplete(backward)
         self._begun.is_set = self._fsdp_params.begun_all.is_set = False
         # Autograd may have accumulated into any of them without calling its hook.
         with torch._C.DisableTorchFunctionSubclass():
             for parameter in self._fsdp_params.unsharded_params:
                 _set_grad(parameter, None)
-        if self.backward == backward:
-            self._empty()
+        if self.last_backward == backward:
+            self._discard_values()
 
-    def discard(self) -> None:
+    def discard_sum(self) -> None:
         """Discard the sum under way, and set ``.grad`` to None."""
         if self.binding.sum is not None:
-            self._empty()
+            self._discard_values()
             self.binding.discard_sum()
 
-    def _empty(self) -> None:
+    def _discard_values(self) -> None:
         if self._lane_packer is not None:
-            self._lane_packer.give_up()
+            self._lane_packer.cancel()
         for ticket in (*self.tickets, *self.last_tickets):
-            ticket.give_up()
+            ticket.cancel()
         self._filled = bytearray(len(self._views))
         if not self.rests_partial:
             self.packed.release_storage()
-        self.reduction.discard()
+        self.reduction.release_all()
         self.tickets.clear()
         self.last_tickets.clear()
-        self.binding.empty()
+        self.binding.discard_values()
 
     # ------------------------------------------------------------------ between steps
 
@@ -500,7 +502,7 @@ class GradientBuffer:
         yield "main_grad", self.main_grad
 
 
-def packs_late(spec: GroupSpec, params: FSDPParams) -> bool:
+def packs_on_lane(spec: GroupSpec, params: FSDPParams) -> bool:
     """Return True if a lane should pack gradients: on a device with streams, if packing casts to a wider dtype."""
     return (
         turns(spec.compute_device) is not None
@@ -534,17 +536,17 @@ class LanePacker:
             ticket.wait()
         self.lent = ()
 
-    def forget(self) -> None:
+    def release_lent(self) -> None:
         """Release gradients and tickets after the compute stream has waited for the reduction."""
         self.lent = ()
         self.tickets.clear()
 
-    def give_up(self) -> None:
+    def cancel(self) -> None:
         """Cancel packings that were submitted or are due."""
         for ticket in self.tickets:
-            ticket.give_up()
+            ticket.cancel()
         self.is_due = False
-        self.forget()
+        self.release_lent()
 
 
 def pack_on_lane(buffers: Sequence[GradientBuffer]) -> None:

@@ -7,12 +7,11 @@ Every rank must answer alike, although ranks use different parameters and keep d
 from __future__ import annotations
 
 import math
-import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
-from megatron_fsdp.engine.unit import Call, Unit, task_id
+from megatron_fsdp.engine.unit import Call, Root, Unit, task_id
 
 __all__ = ["awaits_call", "brings_gradients", "is_run", "is_watched"]
 
@@ -24,38 +23,29 @@ def awaits_call(unit: Unit, end: float = math.inf) -> bool:
     if repeated is not None and repeated.is_due and not repeated.entered and repeated.begin <= end:
         return True
     calls = unit.calls_to_come(state.number, end)
-    return bool(calls) and _reaches_one(calls, unit, end, state.entered, unit.root.units())
+    return bool(calls) and (_awaits_gradients(unit) or _another_unit_proves(unit.root, calls, end))
 
 
-def _reaches_one(
-    calls: Sequence[Call],
-    unit: Unit,
-    end: float,
-    entered: Mapping[weakref.ref[Unit], Call],
-    units: Iterable[Unit],
-) -> bool:
-    """Return whether the graph leads to one of these calls.
+def _another_unit_proves(root: Root, calls: Sequence[Call], end: float) -> bool:
+    """Return whether a gradient of another unit proves that this backward will reach one of these calls.
 
-    A living call proves nothing: one rank alone may keep it in a log, a cycle or a traceback. A gradient of the unit
-    that has not come yet proves it. If this rank used none of the unit's parameters in these calls, such a gradient of
-    another unit proves it: of a unit that backward has passed, and that had its latest pending call in the same forward
-    pass as one of these calls.
+    That a call is alive proves nothing: one rank alone may keep it in a log, a cycle or a traceback. A gradient of the
+    call's unit that has not come yet proves it, but this rank may have used none of the unit's parameters. Then a
+    gradient proves it that has not come yet of a unit that backward has passed, and whose next call to come ran in the
+    same forward pass.
 
     Args:
-        calls: pending calls of ``unit`` that began at or before ``end``; at least one.
-        entered: for each unit, the oldest call that this backward has reached.
-        units: all units of the root.
+        calls: pending calls of one unit that began at or before ``end``; at least one.
     """
-    if _awaits_gradients(unit):
-        return True
     passes = {call.forward_pass for call in calls if call.forward_pass is not None}
-    return any(
-        _awaits_gradients(other)
-        for other in units
-        if other.reference in entered
-        and entered[other.reference].first_begin() > end
-        and any(call.forward_pass in passes for call in other.calls_to_come(other.root.backward.number)[-1:])
-    )
+    for other in root.units():
+        reached = root.backward.entered.get(other.reference)
+        has_passed = reached is not None and reached.first_begin() > end
+        if has_passed:
+            to_come = other.calls_to_come(root.backward.number)
+            if to_come and to_come[-1].forward_pass in passes and _awaits_gradients(other):
+                return True
+    return False
 
 
 def is_watched(unit: Unit) -> bool:

@@ -34,7 +34,7 @@ from megatron_fsdp.engine.grads import GradientBuffer
 from megatron_fsdp.engine.params import FSDPParams
 from megatron_fsdp.engine.reduce import ReduceFunction
 from megatron_fsdp.engine.split_main_params import Remainder
-from megatron_fsdp.engine.streams import HOST_READS, Ticket, lane, settle_host
+from megatron_fsdp.engine.streams import HOST_READS, Ticket, lane, wait_for_host_reads
 from megatron_fsdp.engine.unsharded_param import GatheredWeight
 from megatron_fsdp.errors import ConfigError, StateError
 
@@ -69,8 +69,8 @@ def start_gathers(groups: Sequence[ParameterGroup], *, check: bool, owner: int =
     for group in groups:
         generation = group.freshness.generation + (group in stale)
         if group.spec.is_offloaded:
-            if settle_host not in CHECKS:
-                CHECKS.append(settle_host)
+            if wait_for_host_reads not in CHECKS:
+                CHECKS.append(wait_for_host_reads)
             HOST_READS.add(group.spec.device)
         group.freshness.gathered = generation
         if not group.rests_whole:
@@ -118,14 +118,14 @@ def _find_stale(groups: Sequence[ParameterGroup]) -> list[ParameterGroup]:
     for group in groups:
         if not group.weights.has_copy:
             # Gathers read main weights directly.
-            group.freshness.is_changed()
+            group.freshness.notice_changes()
             group.freshness.refreshed()
             continue
         # A change through .data of the local part, or by a user's kernel, is not counted. So a refresh without
         # communication is done before every forward, and any refresh before every forward in evaluation.
         if group.weights.refreshes_locally or not torch.is_grad_enabled():
             group.freshness.is_suspect = True
-        if group.freshness.is_changed() or group.freshness.is_suspect:
+        if group.freshness.notice_changes() or group.freshness.is_suspect:
             stale.append(group)
     if stale and stale[0].is_meta:
         stale[0].weights.refresh(stale)
@@ -601,7 +601,7 @@ class ParameterGroup:
         changed = () if is_raising else self.fsdp_params.changed_in_place()
         if changed:
             # A gather writes the weights again before their next use.
-            self.freshness.lose()
+            self.freshness.mark_changed()
             if self.weights.can_restore_gathered:
                 self.fsdp_params.accept_versions()
         if not self.rests_whole:

@@ -87,7 +87,7 @@ class FSDPParams:
         begun_all: the same for hooks of larger gradients, if a ``LanePacker`` packs them.
         last_turn: the stream that had the last turn at the packed buffer (``streams.Turns``).
         came: one byte per parameter, 1 if autograd has accumulated its gradient in this backward.
-        waits: one byte per parameter, 1 if it has at most ``SMALL_NUMEL`` elements.
+        is_small: one byte per parameter, 1 if it has at most ``SMALL_NUMEL`` elements.
         required: per parameter, ``requires_grad`` at compute's last use.
     """
 
@@ -122,7 +122,7 @@ class FSDPParams:
         self.begun, self.begun_all = Flag(), Flag()
         self.last_turn = LastTurn()
         self.came = bytearray(len(owned))
-        self.waits = bytearray(int(param.numel() <= SMALL_NUMEL) for param in unsharded_params)
+        self.is_small = bytearray(int(param.numel() <= SMALL_NUMEL) for param in unsharded_params)
         self.required = [False] * len(owned)
         self._num_flags_set = -1
 

@@ -159,7 +159,7 @@ class GradientReduction(Protocol):
     def keep(self, keeps: bool) -> None:
         """Keep the memory of reduced gradients allocated permanently (True) or only during a reduction (False)."""
 
-    def discard(self) -> None:
+    def release_all(self) -> None:
         """Release the memory of reduced gradients and of the send buffer ``wire``."""
 
     def start_last(self, on_all: list[Part], scattered: list[Part], works: list[dist.Work] | None) -> None:
@@ -198,11 +198,8 @@ def make_reduction(main_weight: DBuffer, spec: GroupSpec) -> Reduction:
     wire, sent = None, dtypes.accumulate or dtypes.reduce
     if not is_alone and (sent is not main_grad.dtype or main_grad.device != device):
         wire = Wire(main_grad, final, sent, device)
-    reduction = Reduction(
-        packed, reduced, main_grad, final, wire=wire, host=HostSums(main_grad) if spec.is_offloaded else None
-    )
-    reduction.rests_final = rests_final
-    return reduction
+    host = HostSums(main_grad) if spec.is_offloaded else None
+    return Reduction(packed, reduced, main_grad, final, wire=wire, host=host)
 
 
 def gradient_buffer(
@@ -230,7 +227,7 @@ class Reduction:
         host: accumulates in CPU memory; None if ``main_grad`` is on the device.
 
     Attributes:
-        is_last: ``main_grad`` is ``final``, so no reduction follows at the end of a step.
+        rests_final: ``main_grad`` is ``final``, so no reduction follows at the end of a step.
     """
 
     def __init__(
@@ -246,7 +243,7 @@ class Reduction:
         self.packed, self.main_grad, self.final = packed, main_grad, final
         self.wide = None if reduced.dtype is packed.dtype else reduced
         self.rests_partial = packed is main_grad
-        self.rests_final = False
+        self.rests_final = final is main_grad
         self.hook: Hook | None = None
         self.function: ReduceFunction | None = None
         self.keeps = self.frees_packed = self.adds_on_host = False
@@ -255,7 +252,6 @@ class Reduction:
         # The reduction into ``reduced`` if that has a wider dtype, else nothing.
         self._wide: list[Part] = [] if self.wide is None else _wide_part(packed, reduced)
         self._route = Route(packed, reduced)
-        self.is_last = final is main_grad
         self.wire = wire
         self._last = Route(main_grad, final) if wire is None else Route(wire.whole, wire.part)
         self._scale, self._overwrites = 1.0, True
@@ -303,7 +299,7 @@ class Reduction:
         """Return the reduced gradients; if the hook's turn is now, after scaling and the hook."""
         source = self._reduced.local_buffer
         # If a last reduction follows, ``complete_last`` calls the hook.
-        if self.hook is not None and self.is_last:
+        if self.hook is not None and self.rests_final:
             self.hook(source.mul_(self._scale))
             self._scale = 1.0
         return source
@@ -325,7 +321,7 @@ class Reduction:
             self._reduced.reallocate_storage()
         self.release()
 
-    def discard(self) -> None:
+    def release_all(self) -> None:
         """Release the memory of reduced gradients and of the send buffer ``wire``."""
         self.release()
         if self.wire is not None:
@@ -355,8 +351,8 @@ class HostSums:
     """Accumulates gradients that are reduced on a device in ``main_grad`` in CPU memory (offload).
 
     Gradients of the first microbatch are scaled and cast on the device and copied to ``main_grad``; the host waits once
-    for all units, at the end of the backward (``settle_host_writes``). Gradients of later microbatches are copied to a
-    staging buffer, and the CPU adds them to ``main_grad``; the host waits for each unit's copy.
+    for all units, at the end of the backward (``wait_for_host_writes``). Gradients of later microbatches are copied to
+    a staging buffer, and the CPU adds them to ``main_grad``; the host waits for each unit's copy.
     """
 
     def __init__(self, main_grad: DBuffer) -> None:

@@ -22,8 +22,8 @@ from megatron_fsdp.engine.streams import (
     HOST_READS,
     forget_unused_streams,
     join_captured,
-    settle_host,
     wait_for_event,
+    wait_for_host_reads,
 )
 from megatron_fsdp.engine.unit import Call, Root, Unit, WeightState, alive, is_in_backward
 from megatron_fsdp.errors import StateError
@@ -91,7 +91,7 @@ def _pre_forward(unit: Unit, module: nn.Module, given: Any) -> None:  # noqa: C9
     if root.order is not None:
         root.order.before_call(unit)
     # 1. Look for changes that users made since the last forward.
-    if unit.weight_state is not WeightState.SHARDED and unit.is_stale():
+    if unit.weight_state is not WeightState.SHARDED and unit.has_old_weights():
         for hook in root.hooks if unit.num_holds else ():
             hook.on_stale_hold(unit)
         unit.reshard()
@@ -208,7 +208,7 @@ def _close_call(unit: Unit, call: Call) -> None:
         unit.reshard(keep_part=has_grad)
     if HOST_READS and not has_grad and (outermost is None or outermost.open_call is None):
         # No backward follows, so the host waits now.
-        settle_host()
+        wait_for_host_reads()
 
 
 def _end_pass(root: Root) -> None:

@@ -42,10 +42,10 @@ __all__ = [
     "join_lanes",
     "lane",
     "latest_submission",
-    "settle_host",
-    "settle_host_writes",
     "turns",
     "wait_for_event",
+    "wait_for_host_reads",
+    "wait_for_host_writes",
     "wait_on_host",
 ]
 
@@ -335,7 +335,7 @@ class Ticket:
             return bool(self._event.query())
         return all(work.is_completed() for work in self.works)
 
-    def give_up(self) -> None:
+    def cancel(self) -> None:
         """Cancel the work on the result, and wait until the collectives no longer write; ignore their failures."""
         self._then = self._on_host = None
         if self._event is not None:
@@ -378,7 +378,7 @@ class Lane:
             on_host: the CPU's work on memory that ``then`` copied to; ``Ticket.wait`` blocks the host for it.
             owner: ``Ticket.owner``, for listeners.
             tickets: lists that get the ticket before anything is issued. If ``operation`` raises, the caller calls
-                ``give_up`` of the ticket.
+                ``cancel`` of the ticket.
             after: tickets of other lanes to wait for, on a device with streams; compute does not wait for them.
         """
         ticket = Ticket(self._name, owner, self._compute, on_host)
@@ -439,7 +439,7 @@ class Lane:
                 # The next capture must not wait for this event, and cannot be told from this capture.
                 self._last = None
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Block the host until all submissions have finished; do nothing on CPU."""
         if self._last is not None and not self._is_last_captured:
             self._last.synchronize()
@@ -540,26 +540,26 @@ class CallerStreams:
 
 
 HOST_READS: set[torch.device] = set()
-"""Devices whose gathers may still read main weights in CPU memory, which is not written before ``settle_host``."""
+"""Devices whose gathers may still read main weights in CPU memory; ``wait_for_host_reads`` waits for them."""
 
 
 HOST_WRITES: set[torch.device] = set()
-"""Devices whose reductions may still write ``main_grad`` in CPU memory; ``settle_host_writes`` waits for them."""
+"""Devices whose reductions may still write ``main_grad`` in CPU memory; ``wait_for_host_writes`` waits for them."""
 
 
-def settle_host_writes() -> None:
+def wait_for_host_writes() -> None:
     """Block the host until reductions have written ``main_grad`` in CPU memory, once for all units."""
     while HOST_WRITES:
         reductions = LANES.get(("reduce", HOST_WRITES.pop()))
         if reductions is not None:
-            reductions.settle()
+            reductions.synchronize()
 
 
-def settle_host(_: object = None) -> None:
+def wait_for_host_reads(_: object = None) -> None:
     """Block the host until no gather reads main weights in CPU memory, so that they may be written."""
     while HOST_READS:
         gathers = LANES.get(("gather", HOST_READS.pop()))
         if gathers is not None:
-            gathers.settle()
-    if settle_host in CHECKS:
-        CHECKS.remove(settle_host)
+            gathers.synchronize()
+    if wait_for_host_reads in CHECKS:
+        CHECKS.remove(wait_for_host_reads)

@@ -254,11 +254,11 @@ class Unit:
         for group in self.groups:
             group.fsdp_params.module_infos.show(is_gathered=False)
 
-    def is_stale(self) -> bool:
+    def has_old_weights(self) -> bool:
         """Return whether the gathered weights are older than the main weights, or were changed in place."""
         for group in self.groups:
             is_changed = self.weight_state is WeightState.UNSHARDED and group.fsdp_params.changed_in_place()
-            if is_changed or group.freshness.is_stale():
+            if is_changed or group.freshness.gathered_are_old():
                 return True
         return False
 
@@ -266,7 +266,7 @@ class Unit:
         """Look for changes of the main weights; return how many were found so far."""
         number = 0
         for group in self.groups:
-            group.freshness.is_changed()
+            group.freshness.notice_changes()
             number += group.freshness.num_changes
         return number
 
@@ -517,7 +517,7 @@ class Root:
         for unit in units:
             unit.root = self
 
-    def attach(self, hooks: Iterable[StepHooks[Unit, Call]]) -> None:
+    def set_hooks(self, hooks: Iterable[StepHooks[Unit, Call]]) -> None:
         """Replace the hooks."""
         self.hooks = tuple(hooks)
         self.collective_hooks = tuple(hook for hook in self.hooks if sees_collectives(hook))
@@ -527,7 +527,10 @@ class Root:
         return alive(self._units)
 
     def prefetch(self, units: Sequence[Unit], *, check: bool) -> None:
-        """Issue gathers ahead of use, unless an earlier prefetch is still unused: its weights take the memory."""
+        """Issue gathers ahead of use.
+
+        Does nothing while weights of an earlier prefetch are unused, so that their memory and these never add up.
+        """
         for reference in self.ahead:
             ahead = reference()
             if ahead is not None and ahead.weight_state is WeightState.GATHERING and ahead not in units:

@@ -22,7 +22,7 @@ from megatron_fsdp.build.builder import GroupSpec
 from megatron_fsdp.build.ownership import OwnedParameter, mark_owned, settle_grad_dtypes
 from megatron_fsdp.engine.backward import GradientsOfUnit
 from megatron_fsdp.engine.freshness import Freshness
-from megatron_fsdp.engine.grads import GradientBuffer, LanePacker, packs_late
+from megatron_fsdp.engine.grads import GradientBuffer, LanePacker, packs_on_lane
 from megatron_fsdp.engine.param_group import ParameterGroup, WeightBuffers, note_group
 from megatron_fsdp.engine.params import (
     NEVER,
@@ -162,9 +162,9 @@ def set_requires_grad(params: FSDPParams, index: int, requires_grad: bool) -> No
     if requires_grad and not used._post_accumulate_grad_hooks:
         group, compute = handle_of(used).group, compute_of(used.device)
         if compute is None:
-            hook = gradient_hook(group, index, params.begun if params.waits[index] else NEVER, params.came)
+            hook = gradient_hook(group, index, params.begun if params.is_small[index] else NEVER, params.came)
         else:
-            begun = params.begun if params.waits[index] else params.begun_all
+            begun = params.begun if params.is_small[index] else params.begun_all
             current = partial(compute.streams.current_id, compute.device)
             hook = gradient_hook_on_streams(group, index, begun, params.came, params.last_turn, current)
         torch.Tensor.register_post_accumulate_grad_hook(used, hook)  # type: ignore[no-untyped-call]  # torch's stub
@@ -223,7 +223,7 @@ def make_gradients(group: ParameterGroup) -> None:
     """Make gradient buffers for parameters that are trained."""
     spec, dtypes = group.spec, group.spec.dtypes
     if dtypes.reduction is None:
-        packer = LanePacker() if packs_late(spec, group.fsdp_params) else None
+        packer = LanePacker() if packs_on_lane(spec, group.fsdp_params) else None
         reduction = make_reduction(group.main_weight, spec)
         group.gradients = GradientBuffer(group.main_weight, spec, group.fsdp_params, reduction, packer)
     else:
@@ -415,7 +415,7 @@ def follow_requires_grad(unit: Unit, group: ParameterGroup, changed: Sequence[in
     """
     is_changed, params, main = bool(changed), group.fsdp_params, group.spec.dtypes.main
     if group.gradients is not None and group.gradients.binding.memory.is_taken:
-        group.gradients.binding.dropped()
+        group.gradients.binding.release_if_dropped()
         if group.gradients.binding.memory.is_taken:
             # Who took gradients before ``zero_grad`` keeps their memory.
             make_gradients(group)

@@ -19,7 +19,7 @@ from megatron_fsdp.engine.final_callback import final_callback, reset, start_pen
 from megatron_fsdp.engine.fused_linear import fuse_linear_layers
 from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.engine.root import post_forward, pre_forward
-from megatron_fsdp.engine.streams import settle_host
+from megatron_fsdp.engine.streams import wait_for_host_reads
 from megatron_fsdp.engine.unit import Root, Unit, WeightState, alive, is_in_backward, units_below
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.lifecycle.make_param_group import follow_gradients, set_divisor, set_reduction
@@ -151,7 +151,7 @@ class FSDPModule:
         unit = unit_of(self)
         _refuse_held(unit, "reshard()")
         unit.reshard()
-        settle_host()
+        wait_for_host_reads()
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """Keep the memory of gathered weights allocated, so that their addresses stay the same (True).
@@ -422,7 +422,7 @@ class FSDPModule:
             for group in each.groups:
                 if set_to_none and group.gradients is not None and (each is not unit or len(unit.modules) == 1):
                     # In one pass, before nn.Module asks each of them.
-                    group.gradients.binding.clear()
+                    group.gradients.binding.zero_grad()
                     continue
                 is_hidden = each.weight_state is WeightState.UNSHARDED
                 for parameter in group.fsdp_params.sharded_params if is_hidden else ():
@@ -446,7 +446,7 @@ class FSDPModule:
         _refuse_held(unit, "a conversion (to(), half(), to_empty() and the like)")
         unit.refuse_replaced_params()
         unit.reshard()
-        settle_host()
+        wait_for_host_reads()
         allocated = meta_buffers(self) if is_to_empty(fn) else []  # type: ignore[arg-type]  # every class of ours is a module
         try:
             for group in unit.groups:
@@ -502,7 +502,7 @@ def gather_afresh(unit: Unit) -> None:
     if unit.num_holds:
         return
     if unit.weight_state is not WeightState.SHARDED and (
-        unit.is_stale() or not all(group.fsdp_params.module_infos.shows_gathered for group in unit.groups)
+        unit.has_old_weights() or not all(group.fsdp_params.module_infos.shows_gathered for group in unit.groups)
     ):
         unit.reshard()
     for group in unit.groups:

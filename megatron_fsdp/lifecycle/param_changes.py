@@ -22,7 +22,7 @@ from megatron_fsdp.build.ownership import owner_words
 from megatron_fsdp.engine.hooks import StepHooks
 from megatron_fsdp.engine.param_group import ParameterGroup, group_of_parameter
 from megatron_fsdp.engine.params import is_laid_out_like, laid_out
-from megatron_fsdp.engine.streams import settle_host
+from megatron_fsdp.engine.streams import wait_for_host_reads
 from megatron_fsdp.engine.unit import Call, Unit, units_below
 from megatron_fsdp.errors import CheckpointError, StateError
 from megatron_fsdp.lifecycle.make_param_group import follow_requires_grad, materialize_group, materialize_unit, rebuild
@@ -99,7 +99,7 @@ class InnerApply:
             return apply(module, function, recurse)
         unit.refuse_replaced_params()
         unit.reshard()
-        settle_host()
+        wait_for_host_reads()
         held = {name: module._parameters[name] for name in self._groups}
         for name, reference in self._groups.items():
             _refuse_change(reference(), held[name], function)
@@ -278,7 +278,7 @@ def before_load_state_dict(
     for below in units_below(module):
         below.refuse_replaced_params()
         below.reshard()
-    settle_host()
+    wait_for_host_reads()
     _materialize_for(module, prefix, state_dict)
     for name, parameter in module.named_parameters(remove_duplicate=False):
         value, owner = state_dict.get(prefix + name), group_of_parameter(parameter)

@@ -316,7 +316,7 @@ class _Probe:
     @torch.no_grad()
     def reduced(self) -> DBuffer:
         """Return a copy of the gradients that the optimizer would read now, in compute's memory; zeros if none."""
-        settled, copy = self._gradients.binding.settled(), self._buffer(self.final.placements)
+        settled, copy = self._gradients.binding.final_gradients(), self._buffer(self.final.placements)
         if settled is not None:
             copy.local_buffer.copy_(settled.local_buffer)
         return copy

@@ -138,5 +138,5 @@ def _held_by(group: ParameterGroup) -> Iterable[HeldGradients]:
     is_partial = binding.sum is not None and binding.sum.is_in_main_grad
     if is_partial or gradients.is_filled:
         refuse_pending(binding.name)
-    final = binding.settled()
+    final = binding.final_gradients()
     return [] if final is None else [HeldGradients(group, final.local_buffer, final.placements, binding.scale)]

@@ -111,7 +111,7 @@ class GroupMemory:
         present = tuple(grad is not None for grad in grads)
         if gradients is None or not is_final:
             return FlatGradient(self._packed(grads), present)
-        final = gradients.binding.settled()
+        final = gradients.binding.final_gradients()
         assert final is not None
         lies_inside = all(
             isinstance(grad, DTensor) and _lies_at(grad.to_local(), final.local_buffer[start:stop])

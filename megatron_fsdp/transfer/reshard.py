@@ -22,7 +22,7 @@ from megatron_fsdp.checks.attached import attach_root
 from megatron_fsdp.checks.rendezvous import meet, report_failure
 from megatron_fsdp.engine.hooks import StepHooks
 from megatron_fsdp.engine.param_group import ParameterGroup, WeightBuffers
-from megatron_fsdp.engine.streams import settle_host
+from megatron_fsdp.engine.streams import wait_for_host_reads
 from megatron_fsdp.engine.unit import Call, Root, Unit, units_below
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.lifecycle.make_param_group import follow_gradients, make_over, make_weights, restore_group
@@ -156,7 +156,7 @@ def _check(model: nn.Module, units: Sequence[Unit], optimizers: Sequence[Optimiz
         unit.reshard()
         for group in unit.groups:
             _check_group(group, is_awaited=any(call() is not None for call in unit.pending_calls))
-    settle_host()
+    wait_for_host_reads()
     parameters = [param for unit in units for group in unit.groups for param in group.parameters.values()]
     given = set(map(id, optimizers))
     for other in optimizers_of(parameters):
@@ -426,7 +426,7 @@ class _Prepared:
         """Let the units have the new groups and the optimizers the new state; an error puts back what was."""
         if not self._is_here:
             for root in {id(unit.root): unit.root for unit in units}.values():
-                root.attach((_Left(),))
+                root.set_hooks((_Left(),))
             return
         before = _Before(units)
         try:

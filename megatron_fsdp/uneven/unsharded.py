@@ -17,7 +17,7 @@ from megatron_fsdp.checks.agreement import mesh_ranks
 from megatron_fsdp.checks.rendezvous import meet, report_failure
 from megatron_fsdp.engine.freshness import CHECKS
 from megatron_fsdp.engine.param_group import ParameterGroup, group_of_parameter
-from megatron_fsdp.engine.streams import settle_host
+from megatron_fsdp.engine.streams import wait_for_host_reads
 from megatron_fsdp.engine.unit import Unit, WeightState, is_in_backward, units_below
 from megatron_fsdp.engine.unsharded_param import refuse_change
 from megatron_fsdp.errors import StateError
@@ -213,14 +213,14 @@ def _release(chosen: Sequence[Unit], kept: set[int], *, is_raising: bool = False
                 _forget_changes(group)
         if id(unit) not in kept:
             unit.reshard()
-    settle_host()
+    wait_for_host_reads()
     if changed and not is_raising:
         refuse_change(changed)
 
 
 def _forget_changes(group: ParameterGroup) -> None:
     """Have the gathered weights written again before their next use."""
-    group.freshness.lose()
+    group.freshness.mark_changed()
     if group.weights.can_restore_gathered:
         group.fsdp_params.accept_versions()
 
@@ -294,6 +294,6 @@ def _drop_changes(chosen: Sequence[Unit], shards: dict[int, torch.Tensor]) -> No
 
 def _are_new(group: ParameterGroup) -> None:
     """Have the gathered weights made again from the main weights, whatever was done to them."""
-    group.freshness.lose()
+    group.freshness.mark_changed()
     group.freshness.has_changed = True
     group.fsdp_params.accept_versions()

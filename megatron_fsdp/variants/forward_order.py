@@ -153,7 +153,7 @@ class ForwardOrder:
         if place is None or unit.num_holds:
             return
         if place < self._forward.reached or not self._is_open:
-            if unit.weight_state is WeightState.UNSHARDED and not unit.is_stale():
+            if unit.weight_state is WeightState.UNSHARDED and not unit.has_old_weights():
                 # It needs no collective.
                 return
             self._refuse(unit)
@@ -185,7 +185,7 @@ class ForwardOrder:
         unit = self._unit(place)
         if unit.num_holds:
             return
-        if unit.weight_state is not WeightState.SHARDED and unit.is_stale():
+        if unit.weight_state is not WeightState.SHARDED and unit.has_old_weights():
             unit.reshard()
         self._root.release_lingering(unit)
         unit.unshard(check=True)

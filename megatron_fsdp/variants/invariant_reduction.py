@@ -261,7 +261,7 @@ class InvariantReduction:
         self.keeps = keeps
         self.release()
 
-    def discard(self) -> None:
+    def release_all(self) -> None:
         """Release the receive buffer."""
         self.release()
 

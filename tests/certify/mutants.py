@@ -161,12 +161,12 @@ EQUIVALENT: dict[str, str] = {
 
 # Mutants that no configuration tells from the engine so far, with what would be needed.
 OPEN: dict[str, str] = {
-    "Ticket.give_up: `if self._event is not None` taken as True": "an interrupt before a lane waited for compute",
+    "Ticket.cancel: `if self._event is not None` taken as True": "an interrupt before a lane waited for compute",
     "Turns.take: without `leave()`": "a stream that allocates, before it follows any lane, what another one has copied",
     "GradientsOfUnit.begin_gradients: `if root.order is None or root.order.drains` taken as True": (
         "a forward order whose ranks skip units: tests/functional/megatron_fsdp/uneven"
     ),
-    "Lane.settle: `if self._last is not None and (not self._is_last_captured)` taken as True": (
+    "Lane.synchronize: `if self._last is not None and (not self._is_last_captured)` taken as True": (
         "a captured evaluation of offloaded weights"
     ),
     "WeightBuffers.gather: `main.to(source.device, non_blocking=True)` that blocks": (

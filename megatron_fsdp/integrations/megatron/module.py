@@ -107,7 +107,7 @@ class MegatronFSDP(FSDPModule, nn.Module):
         for buffer in self._gradients():
             if buffer.binding.sum is not None and buffer.binding.sum.is_in_main_grad:
                 raise StateError(f"{buffer.binding.name}: gradients are not final. fix: call finish_grad_sync() first")
-            if buffer.binding.settled() is not None:
+            if buffer.binding.final_gradients() is not None:
                 buffer.binding.scale(scaling_factor)
 
     def zero_grad_buffer(self) -> None:
@@ -116,7 +116,7 @@ class MegatronFSDP(FSDPModule, nn.Module):
             self._megatrons_groups.forget_main_grads(self)
         self.zero_grad(set_to_none=True)
         for buffer in self._gradients():
-            buffer.discard()
+            buffer.discard_sum()
 
     # ------------------------------------------------------------------ weights
 

@@ -66,7 +66,7 @@ MUTANTS: dict[str, tuple[type, str, Callable[..., Any]]] = {
     "no gather of a skipped unit": (ForwardOrder, "_take_part", no_gather),
     "no reduction of a skipped unit": (ForwardOrder, "_close", no_reduction),
     "no rest at the end": (ForwardOrder, "end_pass", no_rest),
-    "no zeros": (GradientBuffer, "_fill_up", no_zeros),
+    "no zeros": (GradientBuffer, "_zero_missing", no_zeros),
 }
 
 
