@@ -235,12 +235,12 @@ def recover(root: Root) -> None:
     """
     ending = root.backward.ending
     if ending is not None and (ending() is None or not is_in_backward()):
-        _abandon(root)
+        _discard_backward(root)
 
 
 def reset(root: Root) -> None:
     """Drop a forward or backward that raised, and all gradients that are incomplete or not finalized."""
-    _abandon(root)
+    _discard_backward(root)
     for buffer in _buffers(root):
         under_way = buffer.binding.sum
         if root.backward.is_unfinished or (under_way is not None and under_way.is_incomplete):
@@ -248,7 +248,7 @@ def reset(root: Root) -> None:
     root.backward.is_unfinished, root.backward.awaited = False, 0
 
 
-def _abandon(root: Root) -> None:
+def _discard_backward(root: Root) -> None:
     """Drop the gradients of a backward that raised, and reshard all units."""
     state = root.backward
     if root.order is not None:
