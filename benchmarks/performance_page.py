@@ -23,7 +23,6 @@ __all__ = ["PAGES", "SUMMARY", "TABLES", "TABLES_PAGE", "Claim", "error_bar", "p
 _STEP = "host time over peer's"
 _STEP_AND_ZERO_GRAD = "host time with zero_grad over peer's"
 _REPLICAS = "wall time, one comparison of replicas over a step"
-_WORST = "arena over the most bytes held, worst"
 _RISE = "most resident memory over the first"
 RESULTS = Path(__file__).parent / "results"
 DOCS = Path(__file__).parents[1] / "docs"
@@ -176,10 +175,6 @@ TABLES: Mapping[str, Sequence[Claim]] = {
         ),
         Claim("step of the flat AdamW over foreach on DTensors", "optimizer", _STEP, {"step": "flat"}, 0.15),
         Claim("the same, launches left out", "optimizer", _STEP, {"step": "flat, launches left out"}),
-    ],
-    "arena": [
-        Claim("arena over the most bytes held, worst of all models and strategies", "arena", _WORST, {}, 1.01),
-        Claim("seconds to plan it, longest", "arena", "time to plan, longest", {}, 1.0),
     ],
     "resident": [
         Claim(f"most after iteration 50 over what iteration 50 held, {engine}", "resident", _RISE, case, most)

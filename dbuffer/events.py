@@ -7,7 +7,6 @@
 | allocated | a flat storage got memory of its own, first or again | ``FlatStorage`` |
 | released | a storage is about to return its memory to the allocator | ``torch.UntypedStorage`` |
 | exchanged | two storages have exchanged their memory | both storages |
-| placed | a storage is about to get a place in an arena | the slot's storage, and the arena, a uint8 tensor |
 | issue, issued | work starts on a lane; its collectives were issued, handles are in ``ticket.works`` | ``Ticket`` |
 | landed | the work after the collectives starts: on the lane's stream, or on the host, which has waited | ``Ticket`` |
 | wait, waited | the first time compute waits for a ticket: before and after the wait | ``Ticket`` |

@@ -127,7 +127,7 @@ class FlatStorage:
         if holding.slot is not None:
             holding.give_back(self._bytes)  # an interrupt stopped an earlier reallocate or release halfway
         if pool is not None:
-            holding.take_slot(pool, self._bytes, num_bytes, id(self))
+            holding.take_slot(pool, self._bytes, num_bytes)
         else:
             self._bytes.resize_(num_bytes)
             _METER.current_bytes += num_bytes - holding.own_bytes

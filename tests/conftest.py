@@ -55,7 +55,6 @@ LONG_FILES = (
     "tests/functional/megatron_fsdp/certify/test_certify.py",
     "tests/functional/test_gpu_ranks.py",
     "tests/functional/megatron_fsdp/optim/test_matrix_optimizers.py",
-    "tests/unit/dbuffer/test_arena_pool.py",
 )
 
 

@@ -229,7 +229,7 @@ _FLAGS: dict[str, tuple[_Row, ...]] = {
         ("--tensor-model-parallel-size", _count, 1, "ranks that share each layer of a block"),
         ("--expert-model-parallel-size", _count, 1, "ranks that share the experts of a block"),
         ("--weight-gather", ("int8_block",), None, "matrices travel in 8 bits"),
-        ("--slot-pool", ("by_size", "largest", "static"), None,
+        ("--slot-pool", ("by_size", "largest"), None,
          "with --use-megatron-fsdp: gathered weights and packed gradients lie in memory that stays"),
         ("--distributed-backend", ("nccl", "gloo"), None, "nccl = GPUs, gloo = CPU; default by what is there"),
         ("--distributed-timeout-minutes", _positive, 10, "limit of a collective"),

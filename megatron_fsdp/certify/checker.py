@@ -28,7 +28,7 @@ from megatron_fsdp.certify.origins import Origin, here
 __all__ = ["Checker", "Issue"]
 
 _OF_UNITS = frozenset(("gather", "use", "reshard", "reduce", "fold", "final"))
-_ACTIONS = frozenset(("allocated", "released", "exchanged", "placed", "transfer", "transferred"))
+_ACTIONS = frozenset(("allocated", "released", "exchanged", "transfer", "transferred"))
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _ALLOCATES_ONLY = ("aten::empty", "aten::new_empty")
 _NO_ACCESS = ("aten::set_", "aten::resize_", "aten::is_pinned", "profiler::", "prim::", "aten::record_stream")
@@ -99,8 +99,6 @@ class Checker(TorchDispatchMode):
         self._names: dict[int, str] = {}
         self._storages: dict[int, _Known] = {}
         self._blocks: dict[int, Block] = {}
-        # Static arenas, whose slots lie where others have been: one block each. Held, so that no address comes again.
-        self._arenas: list[tuple[torch.Tensor, Block]] = []
         self._communicators: dict[str, Queue] = {}
         self._in_collective: tuple[Queue, Queue, int] | None = None
         self._open = contextlib.ExitStack()
@@ -177,7 +175,7 @@ class Checker(TorchDispatchMode):
         for (tensor, is_write), block in zip(touched, inputs, strict=True):
             if block is not None:
                 block.is_host = block.is_host or runs_on_host
-                self.memory.touch(block, self._places(tensor), write if is_write else read, queue)
+                self.memory.touch(block, _spans(tensor), write if is_write else read, queue)
         known = {tensor.untyped_storage()._cdata for tensor, _ in touched}
         for tensor in _tensors(result):
             if tensor.untyped_storage()._cdata not in known:
@@ -185,7 +183,7 @@ class Checker(TorchDispatchMode):
                 if block is not None:
                     block.is_host = block.is_host or runs_on_host
                     if not signature.allocates_only:
-                        self.memory.touch(block, self._places(tensor), write, queue)
+                        self.memory.touch(block, _spans(tensor), write, queue)
         is_copy_between = len(places) == 2 and not non_blocking and signature.name.startswith("aten::copy_")
         if not runs_on_host and (is_copy_between or _blocks_host(signature, touched)):
             self._block_host("a copy between host and device" if is_copy_between else signature.name, queue)
@@ -224,33 +222,8 @@ class Checker(TorchDispatchMode):
         for storage in storages:
             known = self._known(storage)
             known.pointer = storage.data_ptr()
-            if known.pointer and known.pointer not in self._blocks and self._arena(known.pointer) is None:
+            if known.pointer and known.pointer not in self._blocks:
                 self._blocks[known.pointer] = Block(self.streams.current())
-
-    def _placed(self, place: tuple[torch.UntypedStorage, torch.Tensor]) -> None:
-        """A storage is about to get a place in an arena."""
-        slot, arena = place
-        if self._arena(slot.data_ptr()) is None:
-            block = Block(self.streams.current())
-            block.name = "an arena"
-            self._arenas.append((arena, block))
-
-    def _arena(self, pointer: int) -> tuple[torch.Tensor, Block] | None:
-        """Return the arena in which an address lies."""
-        for arena, block in self._arenas:
-            if 0 <= pointer - arena.data_ptr() < arena.numel():
-                return arena, block
-        return None
-
-    def _places(self, tensor: torch.Tensor) -> Sequence[Span]:
-        """Return the bytes of a tensor in its block."""
-        spans = _spans(tensor)
-        pointer = tensor.untyped_storage().data_ptr()
-        found = self._arena(pointer) if self._arenas else None
-        if found is None:
-            return spans
-        offset = pointer - found[0].data_ptr()
-        return [(start + offset, stop + offset) for start, stop in spans]
 
     def _known(self, storage: torch.UntypedStorage) -> _Known:
         key = int(storage._cdata)
@@ -284,9 +257,6 @@ class Checker(TorchDispatchMode):
         pointer = storage.data_ptr()
         if not pointer:
             return None
-        found = self._arena(pointer) if self._arenas else None
-        if found is not None:
-            return found[1]
         known = self._known(storage)
         # Two storages may have had one address (a view of foreign memory): the end of one is not that of the other.
         if known.pointer != pointer or is_new or pointer not in self._blocks:
@@ -330,7 +300,7 @@ class Checker(TorchDispatchMode):
                 if block is None and tensor.numel():
                     raise StorageError(f"{kind} was called on memory that is not there")
                 if block is not None and tensor.numel():
-                    self.memory.touch(block, self._places(tensor), access, queue)
+                    self.memory.touch(block, _spans(tensor), access, queue)
         self._in_collective = current, queue, num_waits
 
     def _transferred(self, _: Transfer) -> None:

@@ -390,8 +390,7 @@ class FSDPModule:
 
         Args:
             sizing: "largest": every slot is as large as the largest unit that is released after forward. "by_size":
-                units of equal size share slots. "static": one arena, planned after the second step, for an order of
-                units that stays the same (docs/design/storage.md, "A static arena"). None: the allocator.
+                units of equal size share slots. None: the allocator.
         Raises:
             StorageError: another ``sizing``, or a PyTorch that cannot do it (before 2.13).
         """

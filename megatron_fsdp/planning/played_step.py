@@ -14,7 +14,6 @@ import torch
 from dbuffer import PaddingWarning
 from dbuffer.events import listen, listeners
 from dbuffer.memory_meter import memory_meter
-from dbuffer.planner.arena import ArenaPlan
 from megatron_fsdp.api import microbatch
 from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.optim.adamw import AdamW
@@ -23,7 +22,6 @@ from megatron_fsdp.planning.stand_in import Model
 from megatron_fsdp.planning.step_listener import Forecast, Phase, StepListener
 from megatron_fsdp.planning.transformer import UnitWork
 from megatron_fsdp.planning.unit_report import UnitReport, adamw_bytes, unit_report
-from megatron_fsdp.variants.memory_slots import pools_of
 from megatron_fsdp.virtual.recording import Item
 
 __all__ = ["PlayedStep", "StandIns", "play_step"]
@@ -42,7 +40,7 @@ class PlayedStep:
             steps of two and three are kept, because each further one repeats the one before the last.
         forecasts: by number of microbatches, the memory and collectives of a step.
         optimizer_bytes: bytes of the optimizer's state. moved_bytes: bytes that its step reads and writes.
-        compute_itemsize: itemsize of the first unit's compute dtype. arenas: planned arenas of slots.
+        compute_itemsize: itemsize of the first unit's compute dtype.
     """
 
     units: tuple[UnitReport, ...]
@@ -52,7 +50,6 @@ class PlayedStep:
     optimizer_bytes: int
     moved_bytes: int
     compute_itemsize: int
-    arenas: tuple[ArenaPlan, ...]
 
 
 @contextlib.contextmanager
@@ -104,7 +101,7 @@ def play_step(
             # The step of two microbatches is the step of three without the middle one.
             chosen = [count for count in chosen if count != 2]
         optimizer = _optimizer(model, groups)
-        # The first step records the order of units; arenas are planned in the second step.
+        # The first step records the order of units.
         has_slots = any(unit.slots.sizing for unit in units)
         for _ in range(1 + has_slots):
             _step(model, optimizer, listener, chosen[0] if has_slots or adds_up else 1)
@@ -119,8 +116,6 @@ def play_step(
             if count == 3 and not adds_up:
                 items[2] = items[3][: starts[1]] + items[3][starts[2] :]
                 forecasts |= {each: listener.forecast(each) for each in counts if each > 1}
-        pools = [pools_of(unit) for unit in units]
-        arenas = {id(pool): pool.plan for each in pools for pool in each.planned if pool.plan is not None}
         optimizer_bytes = sum(adamw_bytes(group, moments_dtype) for group in groups)
         return PlayedStep(
             units=tuple(unit_report(each) for each in model.units),
@@ -130,7 +125,6 @@ def play_step(
             optimizer_bytes=optimizer_bytes,
             moved_bytes=_moved_bytes(groups, optimizer_bytes),
             compute_itemsize=groups[0].spec.dtypes.compute.itemsize if groups else 0,
-            arenas=tuple(arenas.values()),
         )
 
 

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from dbuffer.planner.arena import ArenaPlan
 from megatron_fsdp.engine.unit import Unit, units_below
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.formatting import Table, counted, format_bytes, listing
@@ -56,7 +55,6 @@ class Report:
         all_gathered_bytes: bytes that ``unsharded(model)`` adds: the gathered weights of all units at once.
         forward_peak, backward_peak, step_peak: the most bytes held beyond ``persistent_bytes``, and at which unit.
         slot_bytes: the part of the peaks in slots (``set_slot_pool``), which stay allocated after the first step.
-        arenas: the slots' arenas under ``set_slot_pool("static")``, without offsets.
         counter_bytes: the part of the peaks in which ``reduction="invariant"`` sums microbatches, from the first step
             on.
         num_roots: units that are inside no other unit; each has a schedule of its own.
@@ -84,7 +82,6 @@ class Report:
     unsharded_bytes: int
     slot_bytes: int = 0
     gradient_bytes: int = 0
-    arenas: tuple[ArenaPlan, ...] = ()
     counter_bytes: int = 0
     all_gathered_bytes: int = 0
     _play_on_gpu: Callable[[], PlayedStep] | None = field(default=None, repr=False, compare=False)
@@ -251,7 +248,6 @@ def report_of(played: PlayedStep, num_microbatches: int, left: Mapping[str, nn.P
         slot_bytes=forecast.slot_bytes,
         counter_bytes=forecast.counter_bytes,
         all_gathered_bytes=sum(unit.transient_bytes("gathered weights") for unit in units),
-        arenas=tuple(replace(arena, offsets=()) for arena in played.arenas),
     )
 
 
@@ -337,9 +333,6 @@ def _total_table(report: Report) -> Table:
         ("of it slots that stay", report.slot_bytes, "weights and gradients take turns in them"),
         ("of it sums that stay", report.counter_bytes, 'microbatches, added as reduction="invariant"'),
     ]
-    for arena in report.arenas:
-        held = f"{format_bytes(arena.lower_bound)} of it held at most, gap {arena.gap:.2%}"
-        stays.append(("of it an arena", arena.num_bytes, held))
     rows += [row for row in stays if row[1]]
     highest = report.persistent_bytes + report.optimizer_bytes + max(peak.num_bytes for peak in peaks)
     rows.append(("total at the highest", highest, "all of these, without activations"))

@@ -1,4 +1,4 @@
-"""StepListener: records the memory peaks, buffer lifetimes and collectives of an optimizer step from engine events."""
+"""StepListener: records the memory peaks and collectives of an optimizer step from engine events."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from dbuffer.events import CollectiveCall
-from dbuffer.planner.arena import Lifetime, Recorder
 from dbuffer.storage import KNOWN, FlatStorage
 from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.planning.stand_in import StoodIn
@@ -50,8 +49,6 @@ class Forecast:
 
     Attributes:
         issues: how often each collective is issued.
-        lifetimes: lifetimes of gathered weights, packed gradients, parts kept after forward and scratch, in order of
-            allocation.
         counter_bytes: bytes of the sums of ``reduction="invariant"``, which are held in all phases.
         slot_bytes: bytes of slots, which are held in all phases.
         heights: the bytes held after each allocation, one tuple per phase and microbatch.
@@ -59,7 +56,6 @@ class Forecast:
 
     peaks: dict[Phase, Peak]
     issues: Counter[Issue]
-    lifetimes: tuple[Lifetime, ...] = field(repr=False)
     counter_bytes: int
     slot_bytes: int
     heights: tuple[tuple[int, ...], ...] = field(repr=False)
@@ -89,7 +85,6 @@ class _Owner(NamedTuple):
 
 
 _SLOTS = _Owner(-1, -1, "slots")
-_LIVES = frozenset(("gathered weights", "packed gradients", "post-forward shard", "scratch"))
 
 
 class StepListener:
@@ -126,10 +121,6 @@ class StepListener:
         self._sent: list[Counter[Issue]] = []
         self._phase: Phase | None = None
         self._heights: list[list[int]] = []
-        held = {owner: size for owner, size in sorted(self._held.items()) if size and owner.what in _LIVES}
-        self._lifetimes = Recorder()
-        for owner, num_bytes in held.items():
-            self._lifetimes.begin(owner, num_bytes)
 
     def forecast(self, num_microbatches: int) -> Forecast:
         """Return the forecast for a number of microbatches; further ones repeat the one before the last."""
@@ -139,7 +130,7 @@ class StepListener:
             issues[issue] += (num_microbatches - len(self._sent)) * count
         held = self._kinds
         return Forecast(
-            dict(self._peaks), +issues, self._lifetimes.lifetimes(), held["sums"],
+            dict(self._peaks), +issues, held["sums"],
             held["slots"], tuple(map(tuple, self._heights)),
         )  # fmt: skip
 
@@ -209,11 +200,7 @@ class StepListener:
         self._held[owner] += num_bytes
         self._kinds[owner.what] += num_bytes
         if num_bytes > 0:
-            if owner.what in _LIVES:
-                self._lifetimes.begin(owner, num_bytes)
             self._note(self._units[owner.unit].name if owner.unit >= 0 else "")
-        elif num_bytes and owner.what in _LIVES:
-            self._lifetimes.end(owner)
 
     def _note(self, unit: str) -> None:
         """Record the held bytes, and the peak of the phase."""

@@ -8,7 +8,6 @@ from dataclasses import replace
 from dbuffer import BufferPlacement, SlotPool
 from dbuffer.placements import flat_axes
 from dbuffer.slot_memory import from_communicator, from_symmetric_memory
-from dbuffer.slot_pool import ArenaPool
 from dbuffer_kernels.switches import is_off
 from megatron_fsdp.engine.hooks import StepHooks
 from megatron_fsdp.engine.param_group import ParameterGroup
@@ -23,20 +22,10 @@ __all__ = [
 
 
 class BufferPools(StepHooks[Unit, Call]):
-    """The pools of one root: units that ask for the same kind of slots share them.
-
-    Attributes:
-        planned: pools that plan ahead; they are notified at the end of each backward.
-    """
+    """The pools of one root: units that ask for the same kind of slots share them."""
 
     def __init__(self) -> None:
-        self.planned: list[ArenaPool] = []
         self._pools: dict[tuple[object, ...], SlotPool] = {}
-
-    def after_backward(self) -> None:
-        """Notify the planning pools that a backward has ended."""
-        for pool in self.planned:
-            pool.settle()
 
     @property
     def num_bytes(self) -> int:
@@ -61,19 +50,14 @@ class BufferPools(StepHooks[Unit, Call]):
         if choice.source != "device":
             axis = group.main_weight.axes[flat_axes(placements)[0]]
             members = axis.gather_group if use == "weights" else axis.reduce_group
-        # In one arena, gradients reuse the memory of released weights, and the other way round.
-        key = ("all" if choice.sizing == "static" and members is None else use, choice, device, members)
+        key = (use, choice, device, members)
         if key not in self._pools:
             allocate = None
             if members is not None and choice.source == "communicator":
                 allocate = from_communicator(members, device)
             elif members is not None:
                 allocate = from_symmetric_memory(members, device, choice.source)
-            if choice.sizing == "static":
-                self.planned.append(ArenaPool(device, allocate))
-                self._pools[key] = self.planned[-1]
-            else:
-                self._pools[key] = SlotPool(device, choice.sizing, allocate)
+            self._pools[key] = SlotPool(device, choice.sizing, allocate)
         return self._pools[key]
 
 
@@ -109,9 +93,6 @@ def place_unit(unit: Unit) -> None:
             if pools is not None and not weights.keeps_gathered:
                 pool = pools.get("weights", of_weights, group, placements.parameter)
             group.gathered.storage.use_pool(pool)
-            if weights.post_forward is not None:
-                # A slot per unit would be held as long as allocated memory; in an arena it costs nothing.
-                weights.post_forward.storage.use_pool(pool if choice.sizing == "static" else None)
         if gradients is not None:
             pool = None
             if pools is not None and not gradients.rests_partial:

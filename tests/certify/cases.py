@@ -114,10 +114,9 @@ def _check_steps(case: Case, check: Certification) -> None:
     model = _make(case)
     optimizer = _optimizer(case, model)
     check.know(model)
-    # The first step makes what is made once, such as optimizer state and tables; an arena is planned after the second.
-    num_before = 2 if case.slots == "static" else 1
-    for step in range(num_before + _NUM_STEPS):
-        if step == num_before:
+    # The first step makes what is made once, such as optimizer state and tables.
+    for step in range(1 + _NUM_STEPS):
+        if step == 1:
             check.begin()
         _trouble(case, model, optimizer, step)
         _train(case, model, optimizer, step)
@@ -523,7 +522,7 @@ def _memory_cases() -> Iterator[Case]:
     for reshard in (True, False, 2):
         yield Case(f"reshard {reshard}", reshard=reshard)
         yield Case(f"reshard {reshard}, microbatches", reshard=reshard, accumulation="microbatch")
-    for slots in ("by_size", "largest", "static"):
+    for slots in ("by_size", "largest"):
         for strategy in ("optim_grads", "optim_grads_params", "hfsdp"):
             yield Case(f"slots {slots}, {strategy}", strategy, "bf16", slots=slots)
         yield Case(f"slots {slots}, prefetch lists", slots=slots, prefetches=True)
@@ -591,7 +590,7 @@ SHORT = tuple(
         "optim_grads, fp32, no_sync",
         "reshard 2",
         "slots largest, prefetch lists",
-        "slots static, optim_grads_params",
+        "slots by_size, optim_grads_params",
         "offload, optim_grads_params, bf16, none",
         "offload, optim_grads_params, fp32, no_sync",
         "two streams, large, copied",

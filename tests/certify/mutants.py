@@ -58,7 +58,7 @@ _FIRST = (
     "two streams, small, copied",
     "two streams, open",
     "slots largest, prefetch lists",
-    "slots static, optim_grads_params",
+    "slots by_size, optim_grads_params",
     "unshard by hand",
     "gradients asked for",
     "captured backward",
@@ -152,7 +152,6 @@ EQUIVALENT: dict[str, str] = {
         "what is kept and what takes turns have memory of their own, and nothing is issued between the two places"
     ),
     "keep_gathered: without `group.gathered.reallocate_storage()`": "a gather takes the memory where it is not there",
-    "ArenaPool.take: `if slot is None` taken as True": "it costs memory, which test_arena_pool.py counts",
     "wait_for_event: `if compute is not None` taken as True": ("on a device with streams it is never None"),
     "GradientsOfUnit.begin_gradients: `if root.order is None or root.order.drains` taken as False": (
         "it bounds memory; the end of the backward waits for the same reductions"

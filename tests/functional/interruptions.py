@@ -215,7 +215,6 @@ SETUPS = {
     "adamw": Setup(_ZERO3, optimizer="adamw"),
     "slots largest": Setup(_ZERO3, "largest"),
     "slots by_size": Setup("optim_grads", "by_size"),
-    "slots static": Setup(_ZERO3, "static"),
     "mixed": Setup(_ZERO3, policy=_MIXED),
     "optim, mixed": Setup("optim", optimizer="refreshed", policy=_MIXED),
     "split": Setup(_ZERO3, optimizer="adamw", policy=MixedPrecisionPolicy(torch.bfloat16, split_main_params=True)),

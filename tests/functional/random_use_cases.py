@@ -352,13 +352,13 @@ USES: dict[str, Use] = {
             f"{AGAIN}, slots {other}, {AGAIN}, forward bomb 1 error, zero_grad none, {AGAIN}", "two",
             on=("optim_grads", ZERO3),
         )
-        for sizing, other in (("static", "by_size"), ("largest", "static"), ("by_size", "largest"))
+        for sizing, other in (("largest", "by_size"), ("by_size", "largest"))
     },
     "slots hold what some ranks use in some steps, after an error in backward": here(
-        f"slots static, {AGAIN}, forward fuse 1 error, backward, zero_grad none, {AGAIN}, {AGAIN}", "two",
+        f"slots by_size, {AGAIN}, forward fuse 1 error, backward, zero_grad none, {AGAIN}, {AGAIN}", "two",
     ),
     "slots hold parts that ranks use or not": here(
-        f"slots static, {', '.join([STEP] * 4)}", "blocks sometimes", optimizer="adam"
+        f"slots by_size, {', '.join([STEP] * 4)}", "blocks sometimes", optimizer="adam"
     ),
     # Wound back.
     **{

@@ -71,7 +71,6 @@ GATHERS = r"collectives\.py (all_gather|wait_for) "
 QUICK = [
     Sweep("optim_grads_params", "memory", 13, is_fresh=True),
     Sweep("optim", "memory", 23, is_fresh=True),
-    Sweep("slots static", "memory", 17, is_fresh=True),
     Sweep("no_shard", "calls", 401, is_fresh=True),
     Sweep("optim_grads_params", "calls", 401, is_fresh=True),
     Sweep("mixed", "calls", 401),

@@ -1,10 +1,9 @@
-"""Slots and an arena in training: the bits of the allocator, nothing allocated after a step, bytes as predicted.
+"""Slots in training: the bits of the allocator, nothing allocated after a step, bytes as predicted.
 
 Slots that are chosen and given up between steps, errors and evaluations are among the uses of ``random_use_cases``.
 """
 
 import argparse
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from dbuffer import Flat, Partial, Replicate, memory_meter
-from dbuffer.slot_pool import ArenaPool, can_exchange_memory
+from dbuffer.slot_pool import can_exchange_memory
 from megatron_fsdp import (
     FsdpConfig,
     FsdpModule,
@@ -67,20 +66,17 @@ class Setting:
     slots: tuple[int, int] | None = (2, 1)
     microbatches: int = 1
     ranks: int = 2
-    sizings: tuple[str, ...] = ("largest", "by_size", "static")
-    # Of an arena, over the most that is held at once.
-    excess: float = 1.01
+    # Whether units come in one order in all steps.
+    is_fixed: bool = True
 
 
 SETTINGS = {
     "a chain of unequal units": Setting(ranks=3),
     "checkpointing, microbatches": Setting(CheckpointedStack, microbatches=3),
-    "another order each time": Setting(Repeating, slots=None, sizings=("largest", "by_size")),
+    "another order each time": Setting(Repeating, slots=None, is_fixed=False),
     "nested units": Setting(nested, slots=None),
     "replicas of shards": Setting(options=outer_replicas, ranks=4),
-    "parts kept after forward": Setting(
-        options=lambda: {"reshard_after_forward": 2}, slots=None, ranks=4, sizings=("static",), excess=1.03
-    ),
+    "parts kept after forward": Setting(options=lambda: {"reshard_after_forward": 2}, slots=None, ranks=4),
 }
 
 
@@ -95,10 +91,6 @@ def build(setting: Setting) -> Any:
 
 def pools(model: Any, use: str = "") -> list[Any]:
     return [pool for key, pool in pools_of(model._fsdp_unit)._pools.items() if str(key[0]).startswith(use)]
-
-
-def arenas(model: Any) -> list[ArenaPool]:
-    return [pool for pool in pools(model) if isinstance(pool, ArenaPool)]
 
 
 def num_slots(model: Any, use: str) -> int:
@@ -134,20 +126,14 @@ def train(setting: Setting, sizing: str | None) -> list[float]:
 def check_memory(setting: Setting, sizing: str | None, model: Any, peak: int, allocations: list[int]) -> None:
     report = explain(model, setting.microbatches)
     assert ("of it slots that stay" in str(report)) is (sizing is not None)
-    assert ("of it an arena" in str(report)) is (sizing == "static")
     if sizing is None:
         assert min(allocations) > 0
         return
-    assert not any(allocations[2:] if sizing == "static" else allocations[-1:])
-    if "static" in setting.sizings:
+    # A part that is kept after forward is allocated in each step.
+    assert setting.options().get("reshard_after_forward") or not any(allocations[-1:])
+    if setting.is_fixed:
         assert peak <= max(report.forward_peak.num_bytes, report.backward_peak.num_bytes) <= 1.01 * peak
-    if sizing == "static":
-        plans = [pool.plan for pool in arenas(model) if pool.plan is not None]
-        num_bytes, lower_bound = (sum(getattr(plan, key) for plan in plans) for key in ("num_bytes", "lower_bound"))
-        assert 0 < lower_bound <= num_bytes <= setting.excess * lower_bound
-        assert not any(pool.num_misses for pool in arenas(model))
-    else:
-        assert "static" not in setting.sizings or sum(pool.nbytes for pool in pools(model)) == report.slot_bytes
+        assert sum(pool.nbytes for pool in pools(model)) == report.slot_bytes
     if sizing == "largest" and setting.slots is not None:
         assert (num_slots(model, "weights"), num_slots(model, "gradients")) == setting.slots
 
@@ -161,7 +147,7 @@ def test_slots_change_no_bit_allocate_nothing_after_a_step_hold_what_is_predicte
     name: str,
 ) -> None:
     wanted = train(SETTINGS[name], None)
-    for sizing in SETTINGS[name].sizings:
+    for sizing in ("largest", "by_size"):
         found = train(SETTINGS[name], sizing)
         assert found == wanted, sizing
 
@@ -263,7 +249,7 @@ def test_user_buffers_are_symmetric_memory_on_gpus_unless_told_otherwise() -> No
 @on_ranks(2)
 def test_two_models_in_one_backward_give_the_same_numbers_and_allocate_nothing_in_the_end() -> None:
     found: dict[str | None, list[float]] = {}
-    for sizing in (None, "static"):
+    for sizing in (None, "largest"):
         models = [build(Setting()), build(Setting())]
         for model in models:
             model.set_slot_pool(sizing)
@@ -275,38 +261,15 @@ def test_two_models_in_one_backward_give_the_same_numbers_and_allocate_nothing_i
             for model in models:
                 model.zero_grad()
             assert sizing is None or number < 4 or memory_meter().num_allocations == 0
-    assert found[None] == found["static"]
+    assert found[None] == found["largest"]
 
 
-def shuffled(sizing: str | None) -> tuple[list[float], int]:
+def shuffled(sizing: str | None) -> list[float]:
     model = build(Setting(ShuffledStack))
     model.set_slot_pool(sizing)
-    return [train_step(model, number) for number in range(14)], 0
-
-
-def ever_more_held(sizing: str | None) -> tuple[list[float], int]:
-    torch.manual_seed(5)
-    model: Any = Stack(*(Block(hidden=hidden) for hidden in HIDDEN_SIZES + HIDDEN_SIZES))
-    shard_each(model)
-    model.set_slot_pool(sizing)
-    losses = []
-    for number, layer in enumerate(model.layers):
-        losses.append(train_step(model, number))
-        layer.set_reshard_after_forward(False)
-    return losses, sum(pool.num_misses for pool in arenas(model))
+    return [train_step(model, number) for number in range(14)]
 
 
 @on_ranks(2)
-def test_orders_that_find_no_place_give_the_same_numbers_with_one_warning_at_most() -> None:
-    log, listener = logging.getLogger("dbuffer.slot_pool"), logging.Handler(logging.WARNING)
-    said: list[str] = []
-    listener.emit = lambda record: said.append(record.getMessage())
-    log.addHandler(listener)
-    for steps in (shuffled, ever_more_held):
-        said.clear()
-        (plain, _), (placed, misses) = steps(None), steps("static")
-        assert plain == placed
-        assert len(said) <= 1
-    log.removeHandler(listener)
-    assert misses > 0
-    assert "without a place are allocated" in said[0]
+def test_an_order_that_changes_from_step_to_step_gives_the_same_numbers() -> None:
+    assert shuffled("largest") == shuffled(None)

@@ -80,7 +80,7 @@ def on_side_stream(function: Callable[[], object]) -> None:
 
 
 VARIANTS = [
-    *((slots, sums, "optim_grads_params", "flat") for slots in (None, "largest", "by_size", "static") for sums in SUMS),
+    *((slots, sums, "optim_grads_params", "flat") for slots in (None, "largest", "by_size") for sums in SUMS),
     (None, "fp32", "hsdp", "flat"),
     (None, "fp32", "optim", "flat"),
     (None, "fp32", "optim_grads_params", "fused"),

@@ -14,7 +14,6 @@ TINY = {
     "link": "--layers 3 --collective 4 --compute 2 --rounds 2",
     "memory": "--layers 2 --width 32 --vocabulary 64 --ranks 8 --precisions bf16",
     "step": "--models 2x64 --precisions fp32 --layers 1 --width 32 --vocabulary 32 --rounds 1",
-    "arena": "--models gpt2 --strategies optim_grads optim_grads_params",
     "resident": "--engines ours FSDP2 --ranks 1 --layers 1 --width 16 --batch 1 --length 8 --steps 4 --every 2",
     "virtual": "--models llama3-8b mixtral-8x7b --meshes 8 --tokens 1024 --reduce fp32 --layers 2",
     "error_bar": "--blocks 1 --rounds 1",

@@ -56,7 +56,7 @@ def test_torch_fsdp2_shards_too_and_learns_the_same(documents: str) -> None:
 def pools(flags: str) -> list[str]:
     job = make_job(flags)
     pretrain_gpt.train_step(job, TrainingState())
-    return [type(pool).__name__ for pool in pools_of(job.model._fsdp_unit)._pools.values()]
+    return [pool.sizing for pool in pools_of(job.model._fsdp_unit)._pools.values()]
 
 
 @pytest.mark.skipif(not can_exchange_memory(), reason="storages of this PyTorch cannot exchange memory")
@@ -65,7 +65,7 @@ def test_slot_pool_decides_where_buffers_lie(documents: str) -> None:
         f"--micro-batch-size 2 --data-path {documents} {SHARDED} --data-parallel-sharding-strategy optim_grads_params"
     )
     assert run_ranks(2, pools, flags) == [[]] * 2
-    assert run_ranks(2, pools, f"{flags} --slot-pool static") == [["ArenaPool"]] * 2
+    assert run_ranks(2, pools, f"{flags} --slot-pool by_size") == [["by_size"] * 2] * 2
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])

@@ -138,7 +138,7 @@ def test_samples_decide_the_length_and_the_schedule() -> None:
         ("--profile --profile-step-start 4 --profile-step-end 4", "--profile-step-start 4 is not before --profile-st"),
         ("--optimizer lion", "--optimizer"),
         ("--adam-moments int8 --optimizer sgd", "--adam-moments int8 contradicts --optimizer sgd"),
-        ("--slot-pool static", "--weight-gather None and --slot-pool static need --use-megatron-fsdp"),
+        ("--slot-pool largest", "--weight-gather None and --slot-pool largest need --use-megatron-fsdp"),
         ("--use-torch-fsdp2 --save run", "--use-torch-fsdp2 contradicts --save run and --load None"),
         (
             "--use-torch-fsdp2 --num-distributed-optimizer-instances 2",

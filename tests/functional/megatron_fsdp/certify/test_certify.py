@@ -10,8 +10,6 @@ import torch.distributed as dist
 
 from dbuffer.collectives import all_reduce
 from dbuffer.mesh import mesh_axes
-from dbuffer.slot_pool import ArenaPool
-from dbuffer.storage import FlatStorage
 from megatron_fsdp import AdamW, fully_shard
 from megatron_fsdp.certify.certificate import Certificate, Certification, certify, watching
 from tests.certify.__main__ import main
@@ -110,38 +108,6 @@ def by_communicator(check: Certification) -> None:
         tensor.add_(1)
 
 
-def turns_in_an_arena(check: Certification, *, in_order: bool) -> None:
-    """Two storages, one of which begins inside of the bytes that the other had, are used on two streams."""
-    pool, cpu = ArenaPool(torch.device("cpu")), torch.device("cpu")
-    large, small, late = (FlatStorage(numel, torch.float32, cpu, name="storage") for numel in (600, 200, 300))
-    for storage in (large, small, late):
-        storage.release()
-        storage.use_pool(pool)
-    side = check.streams.stream("side")
-    for _ in range(3):
-        large.reallocate()
-        large.tensor.fill_(1)
-        large.release()
-        small.reallocate()
-        if in_order:
-            check.streams.order(check.streams.compute, side)
-        with check.streams.use(side):
-            late.reallocate()
-            late.tensor.fill_(1)
-        late.release()
-        small.release()
-        check.streams.order(side, check.streams.compute)
-        pool.settle()
-
-
-def arena_in_order(check: Certification) -> None:
-    turns_in_an_arena(check, in_order=True)
-
-
-def arena_out_of_order(check: Certification) -> None:
-    turns_in_an_arena(check, in_order=False)
-
-
 def certificate_of(script: Callable[[Certification], None]) -> Certificate:
     with watching(script.__name__) as check:
         script(check)
@@ -157,8 +123,6 @@ def certificate_of(script: Callable[[Certification], None]) -> Certificate:
         (early, 0, 1),
         (in_time, 0, 0),
         (by_communicator, 1, 0),
-        (arena_in_order, 0, 0),
-        (arena_out_of_order, 1, 0),
     ],
 )
 def test_what_nothing_orders_is_found_and_nothing_else(
