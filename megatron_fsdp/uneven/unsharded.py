@@ -273,8 +273,10 @@ def _write_back(chosen: Sequence[Unit], shards: dict[int, torch.Tensor], action:
         target = values.local_buffer.detach()
         # By bits, as a NaN differs from itself.
         is_changed = (now != before) & ~(now.isnan() & before.isnan())
-        target.copy_(torch.where(is_changed.to(target.device), now.to(target), target))
-        group.weights.store(values)
+        # Unchanged main weights keep their version, so that a backward of an earlier forward is not refused.
+        if group.fsdp_params.changed_in_place() or is_changed.any():
+            target.copy_(torch.where(is_changed.to(target.device), now.to(target), target))
+            group.weights.store(values)
         _are_new(group)
 
 

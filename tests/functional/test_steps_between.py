@@ -8,7 +8,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron_fsdp import AdamW, CPUOffloadPolicy, MixedPrecisionPolicy, StateError, fully_shard_optimizer
+from megatron_fsdp import (
+    AdamW,
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    StateError,
+    full_state_dict,
+    fully_shard_optimizer,
+    unsharded,
+)
 from tests.harness import on_ranks
 from tests.harness.models import Block, Stack, inputs, squared
 from tests.harness.oracle import whole
@@ -211,4 +219,24 @@ def test_a_checkpoint_does_not_recompute_with_weights_that_were_changed(strategy
     for mine, plain in zip(twins.model.parameters(), twins.plain.parameters(), strict=True):
         plain.data.copy_(whole(mine, plain))
     twins.backward(1)
+    assert twins.gradients_apart() < 1e-5
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_reads_and_blocks_without_a_change_do_not_refuse_the_backward(strategy: str) -> None:
+    twins = Twins(build, strategy)
+    model = twins.model
+    twins.backward(2)
+    twins.zero_grad()
+    loss = squared(model, dist.get_rank(), 0)
+    with unsharded(model, writeback=True), torch.no_grad():
+        for weight in model.parameters():
+            weight.norm()
+    model.state_dict()
+    full_state_dict(model)
+    with torch.no_grad():
+        squared(model, dist.get_rank(), 1)
+    loss.backward()
+    twins.plain_backward(0)
     assert twins.gradients_apart() < 1e-5
