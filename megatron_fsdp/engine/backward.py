@@ -134,14 +134,10 @@ def after_call(call: Call) -> None:
 
 
 def pre_recomputation(unit: Unit, module: nn.Module) -> None:
-    """Gather a unit for a forward that runs inside of a backward.
-
-    Raises:
-        StateError: weights were changed since the unit's last forward.
-    """
+    """Gather a unit for a forward that runs inside of a backward, of main weights as they are now."""
     root, state = unit.root, unit.root.backward
-    for hook in root.hooks if unit.num_changes != unit.count_changes() else ():
-        hook.on_changed_weights(unit)
+    unit.num_changes = unit.count_changes()
+    has_changed = any(group.freshness.has_changed for group in unit.groups)
     begin_backward(root)
     if root.order is not None:
         root.order.before_recomputation(unit)
@@ -159,7 +155,9 @@ def pre_recomputation(unit: Unit, module: nn.Module) -> None:
             unit.open_call.is_due = not unit.calls_to_come(state.number)
         unit.refuse_replaced_params()
     state.active[unit.reference] = None
-    unit.unshard(check=False)
+    if has_changed:
+        unit.reshard()
+    unit.unshard(check=has_changed)
     unit.wait_for_unshard()
 
 

@@ -61,7 +61,7 @@ class StepHooks(Generic[UnitT, CallT]):
         """Backward reaches a call of a unit with ``create_graph=True``."""
 
     def on_changed_weights(self, unit: UnitT) -> None:
-        """Backward reaches a call of a unit, or recomputes it, and main weights have changed since forward."""
+        """Backward reaches a call of a unit, and main weights have changed since the call."""
 
     def on_missing(self, groups: Iterable[ParameterGroup]) -> None:
         """Gradients are about to be reduced, and some parameters of these groups got none on this rank."""

@@ -191,7 +191,7 @@ class Unit:
         weight_state: changed only by ``unshard``, ``wait_for_unshard`` and ``reshard``.
         num_holds: how many ``unsharded()`` blocks the unit is in; ``reshard`` does nothing then.
         held_version: ``main_version`` when the first of these blocks began.
-        num_changes: ``count_changes`` when the unit's last forward gathered it.
+        num_changes: ``count_changes`` when the unit was gathered last for a forward.
         gather_ticket: the ticket of a gather that compute has not waited for; None without a gather, or if all weights
             rest whole.
         slots: the source of memory for gathered weights and packed gradients.

@@ -205,20 +205,68 @@ class Recomputed(nn.Module):
         return recomputed
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
+def _losses(model: nn.Module, ranks: list[int]) -> torch.Tensor:
+    return sum((squared(model, rank, 0) for rank in ranks), torch.zeros(())) / len(ranks)
+
+
+def _change_before_recomputation(twins: Twins) -> list[torch.Tensor]:
+    """Change a weight under the checkpoint of both models, and return their losses from before."""
+    losses = [_losses(twins.model, [dist.get_rank()]), _losses(twins.plain, list(range(dist.get_world_size())))]
+    with torch.no_grad():
+        for model in twins:
+            model.layers[1].norm.weight.mul_(1.5)
+    return losses
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @on_ranks(2)
-def test_a_checkpoint_does_not_recompute_with_weights_that_were_changed(strategy: str, *, use_reentrant: bool) -> None:
-    twins = Twins(lambda: Recomputed(use_reentrant=use_reentrant), strategy)
-    loss = squared(twins.model, dist.get_rank(), 0)
-    with torch.no_grad():
-        next(twins.model.layers[1].parameters()).mul_(1.5)
+def test_a_reentrant_checkpoint_recomputes_with_the_changed_weights_as_in_a_plain_model(strategy: str) -> None:
+    twins = Twins(lambda: Recomputed(use_reentrant=True), strategy)
+    for loss in _change_before_recomputation(twins):
+        loss.backward()
+    assert twins.gradients_apart() < 1e-5
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_a_checkpoint_that_is_not_reentrant_refuses_changed_weights(strategy: str) -> None:
+    twins = Twins(lambda: Recomputed(use_reentrant=False), strategy)
+    loss, _ = _change_before_recomputation(twins)
     with pytest.raises(StateError, match=CHANGED):
         loss.backward()
-    twins.model.zero_grad()
-    for mine, plain in zip(twins.model.parameters(), twins.plain.parameters(), strict=True):
-        plain.data.copy_(whole(mine, plain))
+    twins.zero_grad()
     twins.backward(1)
+    assert twins.gradients_apart() < 1e-5
+
+
+def _scaled_by_critic(model: nn.Module, critic: nn.Module, ranks: list[int]) -> torch.Tensor:
+    """Return a loss whose backward runs a forward of ``critic``, and scales the gradient by the result."""
+
+    def scale(gradient: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            return gradient * critic(inputs(0, 7)).square().mean()
+
+    losses = []
+    for rank in ranks:
+        output = model(inputs(rank, 0))
+        output.register_hook(scale)
+        losses.append(output.square().mean())
+    return sum(losses, torch.zeros(())) / len(ranks)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_a_forward_inside_of_another_model_s_backward_uses_weights_that_were_stepped(strategy: str) -> None:
+    twins = Twins(
+        lambda: nn.ModuleList([build(), build()]), shard=lambda both: [sharded(one, strategy) for one in both]
+    )
+    for (model, critic), ranks in zip(twins, ([dist.get_rank()], list(range(dist.get_world_size()))), strict=True):
+        optimizer = torch.optim.SGD(critic.parameters(), lr=0.5)
+        for _ in range(2):
+            _losses(critic, ranks).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        _scaled_by_critic(model, critic, ranks).backward()
     assert twins.gradients_apart() < 1e-5
 
 
