@@ -15,7 +15,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from dbuffer import collectives
+from dbuffer.collectives.all_gather import all_gather
+from dbuffer.collectives.all_reduce import all_reduce
+from dbuffer.collectives.reduce_scatter import reduce_scatter
 from dbuffer.dtensor.from_buffer import buffer_dtensor
 from dbuffer.errors import LayoutError, MeshError, PlacementError
 from dbuffer.layout import Layout, first_dimension_granularity, make_layout
@@ -327,7 +329,7 @@ class DBuffer:
         """All-gather the shards of one ``Flat`` axis: afterwards every rank of the axis holds all of them."""
         position, target = self._change(axis, Flat, Replicate())
         out = self._output(out, target)
-        collectives.all_gather(out.local_buffer, self.local_buffer, self.axes[position], works)
+        all_gather(out.local_buffer, self.local_buffer, self.axes[position], works)
         return out
 
     def reduce_scatter(
@@ -336,7 +338,7 @@ class DBuffer:
         """Reduce-scatter one ``Partial`` axis: this rank keeps its shard. This buffer's content becomes undefined."""
         position, target = self._change(axis, Partial, placement)
         out, op = self._output(out, target), self._reduce_op(position)
-        collectives.reduce_scatter(out.local_buffer, self.local_buffer, self.axes[position], op, works)
+        reduce_scatter(out.local_buffer, self.local_buffer, self.axes[position], op, works)
         return out
 
     def allreduce(
@@ -347,7 +349,7 @@ class DBuffer:
         out = self._output(out, target)
         if out.local_buffer.data_ptr() != self.local_buffer.data_ptr():
             out.local_buffer.copy_(self.local_buffer)
-        collectives.all_reduce(out.local_buffer, self.axes[position], self._reduce_op(position), works)
+        all_reduce(out.local_buffer, self.axes[position], self._reduce_op(position), works)
         return out
 
     def scatter(self, axis: int | str, placement: Flat, *, out: DBuffer | None = None) -> DBuffer:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from dbuffer.buffer import DBuffer
-from dbuffer.collectives import Part, all_gather, reduce_scatter
+from dbuffer.collectives.all_gather import all_gather
+from dbuffer.collectives.parts import Part
+from dbuffer.collectives.reduce_scatter import reduce_scatter
 from dbuffer.placements import Flat, Partial, Replicate
 
 

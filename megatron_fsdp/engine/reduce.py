@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 
 from dbuffer import BufferPlacement, DBuffer, Partial, PlacementError
-from dbuffer.collectives import Part, reduce_scatter
-from dbuffer.collectives_together import all_reduce_together, reduce_together
+from dbuffer.collectives.all_reduce import all_reduce_together
+from dbuffer.collectives.parts import Part
+from dbuffer.collectives.reduce_scatter import reduce_scatter, reduce_scatter_together
 from dbuffer.layout import only_flat_axis
 from dbuffer.route import Route
 from dbuffer_kernels import accumulate
@@ -406,7 +407,7 @@ def start_reductions(reductions: Sequence[GradientReduction], works: list[dist.W
     if len(parts) == 1:
         reduce_scatter(parts[0].shard, parts[0].whole, parts[0].axis, parts[0].op, works)
     else:
-        reduce_together(parts, works)
+        reduce_scatter_together(parts, works)
 
 
 def fold(reductions: Sequence[GradientReduction]) -> None:
@@ -433,7 +434,7 @@ def start_last(reductions: Sequence[GradientReduction], works: list[dist.Work] |
     for reduction in reductions:
         reduction.start_last(on_all, scattered, works)
     all_reduce_together(on_all, works)
-    reduce_together(scattered, works)
+    reduce_scatter_together(scattered, works)
 
 
 def complete_last(reductions: Sequence[GradientReduction]) -> None:

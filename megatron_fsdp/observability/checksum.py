@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 import dbuffer_kernels
 from dbuffer import DBuffer
-from dbuffer.collectives_rare import reduce_numbers
+from dbuffer.collectives.all_reduce import reduce_numbers
 from dbuffer.mesh import MeshAxis
 from dbuffer_kernels import QUANT_BLOCK
 from megatron_fsdp.checkpoint.model_state import canonical, unwrapped

@@ -17,8 +17,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from dbuffer import DBuffer
-from dbuffer.collectives import all_gather, wait_for
-from dbuffer.collectives_rare import all_to_all
+from dbuffer.collectives.all_gather import all_gather
+from dbuffer.collectives.all_to_all import all_to_all
+from dbuffer.collectives.waits import wait_for
 from dbuffer.mesh import MeshAxis, is_alive, new_group
 from dbuffer.placements import flat_axes, shard_index
 from megatron_fsdp.optim.matrix_views import MatrixPiece

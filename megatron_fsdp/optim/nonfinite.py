@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from dbuffer.collectives_rare import reduce_numbers
+from dbuffer.collectives.all_reduce import reduce_numbers
 from dbuffer.mesh import MeshAxis
 from megatron_fsdp.engine.param_group import group_of_parameter
 from megatron_fsdp.errors import ConfigError, NonfiniteGradientError
