@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from dbuffer.collectives.all_gather import all_gather
 from dbuffer.collectives.all_reduce import all_reduce
+from dbuffer.collectives.parts import Part, copy
 from dbuffer.collectives.reduce_scatter import reduce_scatter
 from dbuffer.dtensor.from_buffer import buffer_dtensor
 from dbuffer.errors import LayoutError, MeshError, PlacementError
@@ -308,6 +309,28 @@ class DBuffer:
             current = current._step(axis, target[axis], out if last else None, works if last else None)
         return current
 
+    def part_to(self, out: DBuffer) -> Part | None:
+        """Return ``redistribute(out.placements, out=out)`` as one collective, for the caller to issue.
+
+        Returns:
+            None if the redistribution is not exactly one collective in place: it takes several, or none, or a copy.
+        Raises:
+            PlacementError, LayoutError: as ``redistribute``.
+        """
+        changes = [axis for axis in range(len(self.axes)) if self.placements[axis] != out.placements[axis]]
+        if len(changes) != 1:
+            return None
+        axis, before, after = self.axes[changes[0]], self.placements[changes[0]], out.placements[changes[0]]
+        _, placements = self._change(changes[0], type(before), after)
+        mine, target = self.local_buffer, self._output(out, placements).local_buffer
+        if isinstance(before, Flat) and isinstance(after, Replicate):
+            return Part("all_gather", axis, target, mine)
+        if isinstance(before, Partial) and isinstance(after, Flat):
+            return Part("reduce_scatter", axis, mine, target, before.reduce_op)
+        if isinstance(before, Partial) and mine.data_ptr() == target.data_ptr():
+            return Part("all_reduce", axis, mine, mine, before.reduce_op)
+        return None
+
     def _step(self, axis: int, target: BufferPlacement, out: DBuffer | None, works: list[dist.Work] | None) -> DBuffer:
         source = self.placements[axis]
         if isinstance(source, Flat) and isinstance(target, Replicate):
@@ -347,8 +370,7 @@ class DBuffer:
         """All-reduce one ``Partial`` axis: afterwards every rank of the axis holds the sum or average."""
         position, target = self._change(axis, Partial, Replicate())
         out = self._output(out, target)
-        if out.local_buffer.data_ptr() != self.local_buffer.data_ptr():
-            out.local_buffer.copy_(self.local_buffer)
+        copy(out.local_buffer, self.local_buffer)
         all_reduce(out.local_buffer, self.axes[position], self._reduce_op(position), works)
         return out
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -25,11 +26,13 @@ class Part:
     """One tensor of a combined all-gather, reduce-scatter or all-reduce.
 
     Attributes:
+        kind: the collective.
         axis: the mesh axis of the collective. whole: 1-D, ``axis.size`` shards in rank order. shard: 1-D, this rank's
             shard; it may be this rank's slice of ``whole``. For an all-reduce, ``whole`` itself.
         op: "sum" or "avg" for a reduction; empty for an all-gather.
     """
 
+    kind: Literal["all_gather", "reduce_scatter", "all_reduce"]
     axis: MeshAxis
     whole: torch.Tensor
     shard: torch.Tensor

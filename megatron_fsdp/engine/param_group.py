@@ -172,7 +172,7 @@ class PostForwardShard:
         """Return the gather of the whole weights from the smaller group."""
         mine = self._mine()
         mine.copy_(self.storage.tensor)
-        return Part(self.axis, self._gathered.local_buffer, mine)
+        return Part("all_gather", self.axis, self._gathered.local_buffer, mine)
 
     def drop(self) -> None:
         """Release the memory."""

@@ -287,7 +287,7 @@ class InvariantReduction:
         rooms = self._received.tensor[: others * mine.numel()].view(others, mine.numel()).unbind()
         return [*rooms[: self._axis.rank], mine, *rooms[self._axis.rank :]], sent
 
-    def start_last(self, on_all: list[Part], scattered: list[Part], works: list[dist.Work] | None) -> None:
+    def start_last(self, works: list[dist.Work] | None) -> list[Part]:
         """Write the sum to ``main_grad`` and gather it over the axes that replicate ``main_grad``."""
         target = self.main_grad.local_buffer
         if listeners:
@@ -298,6 +298,7 @@ class InvariantReduction:
             parts = [whole[piece_of(whole.numel(), axis.size, rank)] for rank in range(axis.size)]
             all_to_all_tensors(parts, [parts[axis.rank]] * axis.size, axis)
         self._version = target._version
+        return []
 
     def _held(self, target: torch.Tensor) -> list[torch.Tensor]:
         """Return the slices of the target, one per replicated axis; the last one is the slice that this rank sums."""
