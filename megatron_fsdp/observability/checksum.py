@@ -20,7 +20,7 @@ from megatron_fsdp.checkpoint.model_state import canonical, unwrapped
 from megatron_fsdp.engine.param_group import ParameterGroup, group_of_parameter
 from megatron_fsdp.engine.unit import units_below
 from megatron_fsdp.errors import ConfigError
-from megatron_fsdp.optim.param_memory import local_of
+from megatron_fsdp.optim.local_parts import local_of
 
 __all__ = ["checksum", "parameter_checksums", "unit_checksums"]
 

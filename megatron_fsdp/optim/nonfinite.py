@@ -14,7 +14,7 @@ from dbuffer.collectives.all_reduce import reduce_numbers
 from dbuffer.mesh import MeshAxis
 from megatron_fsdp.engine.param_group import group_of_parameter
 from megatron_fsdp.errors import ConfigError, NonfiniteGradientError
-from megatron_fsdp.optim.param_memory import local_of
+from megatron_fsdp.optim.local_parts import local_of
 
 __all__ = ["POLICIES", "Reading", "check_gradients", "check_policy", "may_step", "readings_of"]
 

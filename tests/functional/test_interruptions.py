@@ -84,7 +84,7 @@ QUICK = [
     Sweep("ordered", "memory", 17),
     Sweep("frozen", r"all_gather\.py sort ", 3, num_ranks=2),
     *(Sweep(setup, r"storage\.py reallocate ", 1) for setup in ZERO),
-    Sweep("adamw", r"adamw_update\.py run ", 1),
+    Sweep("adamw", r"update\.py run ", 1),
 ]
 
 

@@ -34,6 +34,8 @@ FOLDER_ORDER = (
     ("megatron_fsdp.lifecycle",),
     ("megatron_fsdp.checks",),
     ("megatron_fsdp.optim", "megatron_fsdp.uneven"),
+    ("megatron_fsdp.optim.adamw", "megatron_fsdp.optim.stock"),
+    ("megatron_fsdp.optim.muon",),
     ("megatron_fsdp.api", "megatron_fsdp.meta_init"),
     ("megatron_fsdp.virtual",),
     ("megatron_fsdp.checkpoint", "megatron_fsdp.planning", "megatron_fsdp.config"),

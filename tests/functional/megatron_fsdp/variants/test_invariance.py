@@ -28,7 +28,7 @@ from megatron_fsdp import (
     fully_shard,
     no_sync,
 )
-from megatron_fsdp.optim.grad_norm_rare import exact_norm
+from megatron_fsdp.optim.exact_norm import exact_norm
 from megatron_fsdp.variants.invariant_reduction import InvariantReduction
 from tests.harness import on_ranks, run_ranks
 from tests.harness.models import Headed, make_mesh, squared, three_blocks

@@ -28,10 +28,10 @@ from megatron_fsdp import (
     save_checkpoint,
 )
 from megatron_fsdp.muon import MatrixView, muon_param_groups
-from megatron_fsdp.optim import muon
-from megatron_fsdp.optim.newton_schulz import Iteration
+from megatron_fsdp.optim.muon import muon
+from megatron_fsdp.optim.muon.newton_schulz import Iteration
 from tests.functional.adamw_comparison import groups_of
-from tests.functional.megatron_fsdp.optim.muon_model import (
+from tests.functional.megatron_fsdp.optim.muon.muon_model import (
     Matrices,
     Whole,
     cuts_of,

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from megatron_fsdp.errors import ConfigError
-from megatron_fsdp.optim.matrix_views import MatrixView
+from megatron_fsdp.optim.muon.matrix_views import MatrixView
 
 __all__ = ["OUTER_NAMES", "muon_param_groups"]
 

@@ -1,78 +1,21 @@
-"""Rare cases of clipping: norms with the same bits under any sharding, gradients of frozen parameters, errors."""
+"""Exact norm: the norm of gradients with the same bits under any sharding, by a sum that no order changes."""
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import NoReturn
+from collections.abc import Iterable, Sequence
 
 import torch
-from torch import nn
 
 from dbuffer.dtensor.reads import reduce_norm
 from dbuffer.mesh import MeshAxis
-from dbuffer.placements import BufferPlacement
-from megatron_fsdp.engine.param_group import ParameterGroup
-from megatron_fsdp.engine.params import own_rows
-from megatron_fsdp.engine.passes import grads_of
-from megatron_fsdp.errors import ConfigError, StateError
-from megatron_fsdp.optim.param_memory import local_of
+from megatron_fsdp.errors import ConfigError
 
-__all__ = ["HeldGradients", "exact_norm", "of_frozen", "refuse_norm", "refuse_pending"]
+__all__ = ["exact_norm"]
 
 # Bits of a limb: sums of 2 ** 40 of them fit 63 bits.
 _BITS, _NUM_LIMBS = 22, 3
 _CHUNK = 1 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class HeldGradients:
-    """Gradients of one group on this rank.
-
-    Attributes:
-        flat: their elements. placements: of the buffer that they lie in. scale: multiplies them, wherever they lie.
-    """
-
-    group: ParameterGroup
-    flat: torch.Tensor
-    placements: Sequence[BufferPlacement]
-    scale: Callable[[torch.Tensor], None]
-
-
-def of_frozen(group: ParameterGroup) -> Iterator[HeldGradients]:
-    """Yield the gradients that the user put in ``.grad`` of a group that is frozen, which has no buffer for it."""
-    for index, gradient in enumerate(grads_of(group.fsdp_params.sharded_params)):
-        if gradient is not None:
-            rows, placements = own_rows(group.fsdp_params, index, gradient), group.main_weight.placements
-            yield HeldGradients(group, rows.reshape(-1), placements, functools.partial(_scale, gradient))
-
-
-def _scale(tensor: torch.Tensor, factor: torch.Tensor) -> None:
-    local = local_of(tensor)
-    local.mul_(factor.to(local))
-
-
-def refuse_norm(model: object, norm_type: float) -> NoReturn:
-    """Raise a ``ConfigError`` that says what ``clip_grad_norm_`` takes."""
-    if isinstance(model, nn.Module):
-        raise ConfigError(f"clip_grad_norm_: norm_type={norm_type}; supported are numbers above 0, and inf")
-    raise ConfigError(
-        f"clip_grad_norm_: found a {type(model).__name__}, wanted the model. Give the model itself, or its "
-        "parameters to torch.nn.utils.clip_grad_norm_."
-    )
-
-
-def refuse_pending(name: str) -> NoReturn:
-    """Raise a ``StateError`` for the gradients of a unit that are still being summed up."""
-    raise StateError(
-        f"{name}: clip_grad_norm_ before gradients are final; run the last microbatch's backward "
-        "with synchronization (outside of no_sync, or after set_requires_gradient_sync(True))"
-    )
-
-
-# ---------------------------------------------------------------- a sum that no order changes
 
 
 def exact_norm(

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_fsdp.formatting import format_bytes
-from megatron_fsdp.optim.matrix_views import MatrixBlock
-from megatron_fsdp.optim.newton_schulz import newton_schulz_flops
+from megatron_fsdp.optim.muon.matrix_views import MatrixBlock
+from megatron_fsdp.optim.muon.newton_schulz import newton_schulz_flops
 
-__all__ = ["MatrixWork", "Ownership", "OwnershipReport", "holders_of", "plan_ownership"]
+__all__ = ["MatrixWork", "Ownership", "OwnershipReport", "plan_ownership"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +58,6 @@ class Ownership:
     num_replicas: int
     load_flops: tuple[int, ...]
     received_numel: tuple[int, ...]
-
-
-def holders_of(offset: int, numel: int, shard_numel: int) -> tuple[tuple[int, range], ...]:
-    """Return the shards of a flat buffer that hold a tensor, with the range of its elements that each has."""
-    shards = range(offset // shard_numel, -(-(offset + numel) // shard_numel)) if numel else ()
-    return tuple(
-        (shard, range(max(shard * shard_numel - offset, 0), min((shard + 1) * shard_numel - offset, numel)))
-        for shard in shards
-    )
 
 
 def plan_ownership(works: Sequence[MatrixWork], num_shards: int, num_replicas: int = 1) -> Ownership:

@@ -10,13 +10,12 @@ from typing import Any, TypeAlias
 import torch
 from torch.distributed.tensor import DTensor
 
-from dbuffer import DBuffer
 from dbuffer.dtensor.from_buffer import buffer_dtensor
 from dbuffer.storage import FlatStorage
 from dbuffer_kernels import MuonWeights, cast_copy
 from megatron_fsdp.engine.param_group import ParameterGroup, group_of_parameter
 from megatron_fsdp.errors import ConfigError, StateError
-from megatron_fsdp.optim.ownership import holders_of
+from megatron_fsdp.optim.local_parts import holders_of, local_of, local_range
 
 __all__ = [
     "ABSENT",
@@ -26,8 +25,6 @@ __all__ = [
     "ParamMemory",
     "PlainMemory",
     "find_owned",
-    "local_of",
-    "local_range",
 ]
 
 ABSENT = -1
@@ -264,20 +261,6 @@ def find_owned(param_groups: Sequence[dict[str, Any]]) -> list[Owned]:
     memories: list[ParamMemory] = [GroupMemory(owner) for owner in owners.values()]
     memories += [PlainMemory(parameter, f"plain parameter {number}") for number, parameter in enumerate(plain)]
     return [Owned(memory, tuple(places.get(id(param), ABSENT) for param in memory.params)) for memory in memories]
-
-
-def local_of(tensor: Any) -> Any:
-    """Return the local tensor of a DTensor; any other value unchanged."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def local_range(buffer: DBuffer, index: int) -> tuple[int, int]:
-    """Return where in this rank's part of the buffer its part of one tensor begins and ends."""
-    held = buffer.layout.held(index)
-    if not held:
-        return 0, 0
-    start = buffer.plan.offsets[index] + held.start - buffer.layout.start
-    return start, start + len(held)
 
 
 def _lies_at(tensor: torch.Tensor, place: torch.Tensor) -> bool:

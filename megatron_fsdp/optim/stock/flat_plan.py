@@ -19,7 +19,7 @@ from dbuffer.dtensor.attribute_ops import rebind
 from megatron_fsdp.engine.param_group import ParameterGroup, group_of_parameter
 from megatron_fsdp.engine.params import is_laid_out_like
 from megatron_fsdp.engine.streams import is_capturing
-from megatron_fsdp.optim.param_memory import local_range
+from megatron_fsdp.optim.local_parts import local_range
 
 __all__ = ["FlatPlan", "Run", "local_of", "spec_of"]
 

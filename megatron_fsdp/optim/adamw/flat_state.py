@@ -16,8 +16,9 @@ import torch
 
 from dbuffer_kernels import AdamWBuffers, CodedSegments, Int8AdamWBuffers, MuonWeights, Segment, Segments
 from megatron_fsdp.errors import ConfigError, StateError
-from megatron_fsdp.optim.adamw_update import Rows, Update
-from megatron_fsdp.optim.param_memory import ABSENT, FlatGradient, ParamMemory, local_of
+from megatron_fsdp.optim.adamw.param_memory import ABSENT, FlatGradient, ParamMemory
+from megatron_fsdp.optim.adamw.update import Rows, Update
+from megatron_fsdp.optim.local_parts import local_of
 
 __all__ = ["KEYS", "FlatState", "Moments", "State", "adopt_together", "state_values"]
 

@@ -16,14 +16,14 @@ from megatron_fsdp.checks.rendezvous import meet
 from megatron_fsdp.engine.freshness import refreshes_itself
 from megatron_fsdp.engine.param_group import group_of_parameter
 from megatron_fsdp.errors import ConfigError
-from megatron_fsdp.optim.exchange import Exchange, OwnerRanks, Source, owner_ranks
-from megatron_fsdp.optim.flat_base import Binding, FlatBase, Found
-from megatron_fsdp.optim.flat_state import KEYS, FlatState, Moments, adopt_together
-from megatron_fsdp.optim.matrix_state import MOMENTUM, MatrixMember, MatrixState, StepRows
-from megatron_fsdp.optim.matrix_views import MatrixBlock, MatrixView
-from megatron_fsdp.optim.newton_schulz import SIMPLE, Iteration, coefficients, scale_factor
-from megatron_fsdp.optim.ownership import MatrixWork, OwnershipReport, plan_ownership
-from megatron_fsdp.optim.param_memory import ABSENT, GroupMemory, find_owned
+from megatron_fsdp.optim.adamw.flat_base import Binding, FlatBase, Found
+from megatron_fsdp.optim.adamw.flat_state import KEYS, FlatState, Moments, adopt_together
+from megatron_fsdp.optim.adamw.param_memory import ABSENT, GroupMemory, find_owned
+from megatron_fsdp.optim.muon.exchange import Exchange, OwnerRanks, Source, owner_ranks
+from megatron_fsdp.optim.muon.matrix_state import MOMENTUM, MatrixMember, MatrixState, StepRows
+from megatron_fsdp.optim.muon.matrix_views import MatrixBlock, MatrixView
+from megatron_fsdp.optim.muon.newton_schulz import SIMPLE, Iteration, coefficients, scale_factor
+from megatron_fsdp.optim.muon.ownership import MatrixWork, OwnershipReport, plan_ownership
 
 __all__ = ["Domain", "Muon", "explain_ownership"]
 
@@ -41,7 +41,7 @@ class Muon(FlatBase):
 
     Weights after each step are those of ``torch.optim.Muon`` over whole matrices to the bit, for any number of ranks
     (not for 16-bit main weights, which torch itself rounds by position). Momentum stays sharded
-    as the weights are. Every matrix is one rank's work, by a plan that ``megatron_fsdp.optim.explain_ownership`` shows;
+    as the weights are. Every matrix is one rank's work, by a plan that ``megatron_fsdp.muon.explain_ownership`` shows;
     its pieces go there and back in a few all-to-alls. Nothing happens before ``step``: accumulation costs nothing.
 
     Param groups say what Muon steps: those with ``use_muon=False`` go to AdamW (with its options), the others to Muon;
@@ -288,7 +288,7 @@ def explain_ownership(optimizer: Optimizer) -> tuple[OwnershipReport, ...]:
             print(report)
     """
     if not isinstance(optimizer, Muon):
-        raise ConfigError(f"explain_ownership: found {type(optimizer).__name__}; wanted a megatron_fsdp.optim.Muon")
+        raise ConfigError(f"explain_ownership: found {type(optimizer).__name__}; wanted a megatron_fsdp.Muon")
     itemsize = optimizer.ns_dtype.itemsize
     return tuple(OwnershipReport(domain.exchange.ownership, itemsize) for domain in optimizer.domains())
 

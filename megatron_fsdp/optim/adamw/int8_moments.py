@@ -31,8 +31,9 @@ from dbuffer_kernels import (
 )
 from megatron_fsdp.engine.param_group import group_of_parameter
 from megatron_fsdp.errors import ConfigError, StateError
-from megatron_fsdp.optim.flat_state import KEYS, Moments, State, state_values
-from megatron_fsdp.optim.param_memory import ABSENT, GroupMemory, ParamMemory, local_of
+from megatron_fsdp.optim.adamw.flat_state import KEYS, Moments, State, state_values
+from megatron_fsdp.optim.adamw.param_memory import ABSENT, GroupMemory, ParamMemory
+from megatron_fsdp.optim.local_parts import local_of
 
 __all__ = ["CODED_KEYS", "Int8State", "decoded_state", "is_coded"]
 

@@ -19,7 +19,7 @@ from dbuffer_kernels import (
     adamw_rows,
     int8_adamw,
 )
-from megatron_fsdp.optim.param_memory import ABSENT
+from megatron_fsdp.optim.adamw.param_memory import ABSENT
 
 __all__ = ["Rows", "Update"]
 

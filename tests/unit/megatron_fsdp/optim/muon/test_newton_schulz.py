@@ -7,7 +7,7 @@ import torch
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
 from megatron_fsdp.errors import ConfigError
-from megatron_fsdp.optim.newton_schulz import (
+from megatron_fsdp.optim.muon.newton_schulz import (
     COEFFICIENT_SETS,
     Iteration,
     coefficients,

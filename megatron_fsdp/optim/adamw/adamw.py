@@ -11,12 +11,12 @@ import torch
 
 from megatron_fsdp.engine.freshness import refreshes_itself
 from megatron_fsdp.errors import ConfigError
-from megatron_fsdp.optim.adamw_update import Rows
-from megatron_fsdp.optim.flat_base import Binding, FlatBase, Found
-from megatron_fsdp.optim.flat_state import KEYS, Moments, adopt_together, state_values
-from megatron_fsdp.optim.int8_moments import CODED_KEYS, Int8State, decoded_state
+from megatron_fsdp.optim.adamw.flat_base import Binding, FlatBase, Found
+from megatron_fsdp.optim.adamw.flat_state import KEYS, Moments, adopt_together, state_values
+from megatron_fsdp.optim.adamw.int8_moments import CODED_KEYS, Int8State, decoded_state
+from megatron_fsdp.optim.adamw.param_memory import ABSENT, find_owned
+from megatron_fsdp.optim.adamw.update import Rows
 from megatron_fsdp.optim.loaded_state import parameters_by_index, parameters_of, state_dtype
-from megatron_fsdp.optim.param_memory import ABSENT, find_owned
 
 __all__ = ["AdamW"]
 

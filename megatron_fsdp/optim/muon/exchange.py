@@ -22,9 +22,9 @@ from dbuffer.collectives.all_to_all import all_to_all
 from dbuffer.collectives.waits import wait_for
 from dbuffer.mesh import MeshAxis, is_alive, new_group
 from dbuffer.placements import flat_axes, shard_index
-from megatron_fsdp.optim.matrix_views import MatrixPiece
-from megatron_fsdp.optim.newton_schulz import Iteration
-from megatron_fsdp.optim.ownership import MatrixWork, Ownership
+from megatron_fsdp.optim.muon.matrix_views import MatrixPiece
+from megatron_fsdp.optim.muon.newton_schulz import Iteration
+from megatron_fsdp.optim.muon.ownership import MatrixWork, Ownership
 
 __all__ = ["Exchange", "OwnerRanks", "Source", "owner_ranks"]
 

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from dbuffer_kernels import AdamWBuffers, MuonWeights, Segment, Segments, muon_apply, muon_momentum
-from megatron_fsdp.optim.adamw_update import Rows, Update
-from megatron_fsdp.optim.flat_state import KEYS, FlatState
-from megatron_fsdp.optim.matrix_views import MatrixBlock
-from megatron_fsdp.optim.param_memory import ABSENT, FlatGradient, ParamMemory
+from megatron_fsdp.optim.adamw.flat_state import KEYS, FlatState
+from megatron_fsdp.optim.adamw.param_memory import ABSENT, FlatGradient, ParamMemory
+from megatron_fsdp.optim.adamw.update import Rows, Update
+from megatron_fsdp.optim.muon.matrix_views import MatrixBlock
 
 __all__ = ["MOMENTUM", "MatrixMember", "MatrixState", "StepRows"]
 

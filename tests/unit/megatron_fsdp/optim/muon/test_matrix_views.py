@@ -7,7 +7,7 @@ import torch
 
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.muon import MatrixView
-from megatron_fsdp.optim.matrix_views import MatrixBlock
+from megatron_fsdp.optim.muon.matrix_views import MatrixBlock
 
 SHAPE = (3, 12, 7)
 VIEWS = {

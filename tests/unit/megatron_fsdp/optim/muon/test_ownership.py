@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from dbuffer.errors import PaddingWarning
-from megatron_fsdp.optim.matrix_views import MatrixBlock, MatrixView
-from megatron_fsdp.optim.muon import Muon
-from megatron_fsdp.optim.ownership import MatrixWork, Ownership, OwnershipReport, holders_of, plan_ownership
+from megatron_fsdp.optim.local_parts import holders_of
+from megatron_fsdp.optim.muon.matrix_views import MatrixBlock, MatrixView
+from megatron_fsdp.optim.muon.muon import Muon
+from megatron_fsdp.optim.muon.ownership import MatrixWork, Ownership, OwnershipReport, plan_ownership
 from megatron_fsdp.planning import catalog
 from megatron_fsdp.planning.model_source import named_subject
 from megatron_fsdp.planning.options import mesh_axes_of, placements_of

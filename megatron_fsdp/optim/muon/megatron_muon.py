@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_fsdp.optim.matrix_views import MatrixView
-from megatron_fsdp.optim.muon import Muon
-from megatron_fsdp.optim.param_groups import muon_param_groups
+from megatron_fsdp.optim.muon.matrix_views import MatrixView
+from megatron_fsdp.optim.muon.muon import Muon
+from megatron_fsdp.optim.muon.param_groups import muon_param_groups
 
 __all__ = ["MUON_NAMES", "megatron_muon"]
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from benchmarks import bench_optimizer
 from megatron_fsdp import ConfigError
-from megatron_fsdp.optim.adamw import AdamW
+from megatron_fsdp.optim.adamw.adamw import AdamW
 from megatron_fsdp.optim.grad_norm import total_norm
 
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -25,7 +25,7 @@ from megatron_fsdp import (
     fully_shard,
     fully_shard_optimizer,
 )
-from megatron_fsdp.optim.adamw import AdamW
+from megatron_fsdp.optim.adamw.adamw import AdamW
 from tests.functional.adamw_comparison import differing_state, groups_of, torch_adamw, two_groups
 from tests.harness import on_ranks
 from tests.harness.grids import nightly_but

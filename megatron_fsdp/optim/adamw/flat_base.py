@@ -12,11 +12,12 @@ from torch.optim import Optimizer
 
 from megatron_fsdp.engine.freshness import refreshes_itself
 from megatron_fsdp.engine.param_group import ParameterGroup, announce_step
-from megatron_fsdp.optim.flat_state import FlatState, adopt_together
+from megatron_fsdp.optim.adamw.flat_state import FlatState, adopt_together
+from megatron_fsdp.optim.adamw.param_memory import ABSENT, FlatGradient
 from megatron_fsdp.optim.grad_norm import by_axes, clip_factor, total_norm
 from megatron_fsdp.optim.loaded_state import lay_out_loaded_state, parameters_of
+from megatron_fsdp.optim.local_parts import local_of
 from megatron_fsdp.optim.nonfinite import Reading, check_policy, may_step
-from megatron_fsdp.optim.param_memory import ABSENT, FlatGradient, local_of
 
 __all__ = ["Binding", "FlatBase", "Found"]
 

@@ -1,0 +1,1 @@
+"""AdamW over flat buffers. Muon steps what is no matrix with it."""

@@ -1,0 +1,1 @@
+"""Muon: whole matrices on their owners, AdamW for the other parameters."""

@@ -1,0 +1,1 @@
+"""Optimizers of ``torch.optim`` and of users over sharded parameters."""
