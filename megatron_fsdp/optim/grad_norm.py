@@ -58,8 +58,8 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scale the gradients of a sharded model so that their global norm is at most ``max_norm``.
 
-    One pass over each flat gradient shard and one all-reduce of a scalar per distinct mesh. Gradients that the user put
-    in ``.grad`` count and are scaled as well. Parameters of ``ignored_params`` are taken in as they are on this rank.
+    This takes one pass over each flat gradient shard and one all-reduce of a scalar per distinct mesh. It includes and
+    scales gradients that the user assigned to ``.grad``, and this rank's gradients of ``ignored_params``.
 
     Args:
         model: a module with sharded modules in it, after the last microbatch's backward.
@@ -71,8 +71,8 @@ def clip_grad_norm_(
         The norm before clipping, a 0-d FP32 tensor, equal on all ranks.
     Raises:
         ConfigError: another ``norm_type``, or something else than a model.
-        StateError: gradients are not final: the last backward did not synchronize; or something else is registered in
-            the place of a parameter; or a trained parameter belongs to no unit.
+        StateError: gradients are not final because the last backward did not synchronize; another tensor is registered
+            in the place of a parameter; or a trained parameter belongs to no unit.
         NonfiniteGradientError: on every rank, for ``error_if_nonfinite``; names the first parameter.
 
     Example:

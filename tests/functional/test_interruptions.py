@@ -67,7 +67,7 @@ BACKWARD = (
     r"grads\.py wait |reduce\.py fold |accumulation\.py begin_sum |post_backward\.py drain "
     r"|final_callback\.py (begin_backward|final_callback) |params\.py brought_back "
 )
-GATHERS = r"(all_gather\.py all_gather|waits\.py wait_for) "
+GATHERS = r"all_gather\.py all_gather |waits\.py wait_for "
 QUICK = [
     Sweep("optim_grads_params", "memory", 13, is_fresh=True),
     Sweep("optim", "memory", 23, is_fresh=True),

@@ -1,1 +1,1 @@
-"""AdamW over flat buffers. Muon steps what is no matrix with it."""
+"""AdamW over flat buffers. Muon uses it for parameters that are not matrices."""

@@ -24,34 +24,34 @@ __all__ = ["AdamW"]
 class AdamW(FlatBase, torch.optim.AdamW):
     """``torch.optim.AdamW`` that steps each parameter group of a sharded model in one pass over its flat buffers.
 
-    Same formula, arguments, param groups and state dicts; each loads what the other saved. One kernel reads a group's
-    gradients as they are accumulated (no cast to the weights' dtype), updates main weights and moments, and writes the
-    compute weights; arithmetic is fp32, rounded once per tensor. The state of a parameter is shown as DTensors over
-    the flat moments. Includes what ``fully_shard_optimizer`` does. Parameters that are not sharded take the same
-    kernel, one launch each.
+    The formula, the arguments, the param groups and the state dicts are those of ``torch.optim.AdamW``. Either class
+    loads the state dict of the other. One kernel reads a group's gradients in the dtype in which they are accumulated,
+    updates main weights and moments, and writes the compute weights. It computes in FP32 and rounds once per tensor.
+    ``state`` shows the moments of each parameter as DTensors over the flat moments. A parameter that is not sharded
+    takes one launch of the same kernel. ``fully_shard_optimizer`` is not needed.
 
     Args:
         params, lr, betas, eps, weight_decay, maximize: as in ``torch.optim.AdamW``; all may differ between param
             groups, and change between steps.
         amsgrad: only False.
         foreach, fused: accepted and kept in the param groups; there is one implementation.
-        capturable: step counters live beside the weights and nothing of a step is decided on the host, so that a CUDA
-            graph can hold it; each parameter then has its own row of hyperparameters.
+        capturable: keep step counters on the device of the weights and decide nothing on the host, so that a CUDA
+            graph can capture a step. Each parameter then has its own row of hyperparameters.
         differentiable: only False.
-        moments_dtype: of both moments; None: that of each main weight, FP32 where those are split. bf16 halves them;
-            they are rounded to nearest.
+        moments_dtype: dtype of both moments. None: the dtype of each main weight, or FP32 for split weights. bf16
+            halves their memory and rounds them to nearest.
         moments: "int8" keeps them as 8-bit codes of dynamic maps, with a scale for each 256 elements of a flattened
             parameter: 2.03 bytes per parameter for both. Parameters of less than 4096 elements keep FP32 ones. State,
             weights and losses are the same for any sharding (docs/low_precision.md); ``fully_shard`` is to be given
             ``MixedPrecisionPolicy(moments="int8")``.
-        max_norm: what ``step`` clips to when it is not told otherwise; None does not clip.
-        nonfinite: "skip": a step whose gradient norm is NaN or infinite changes nothing on any rank, logs a warning
-            that names the first parameter concerned and adds to ``num_skipped``; "raise": it raises
-            ``NonfiniteGradientError`` instead. Both read the norm on the host in every step. "ignore": nobody looks,
-            and gradients of such a norm are stepped as they are, not clipped.
+        max_norm: clip gradients to this global norm, unless ``step`` gets another one; None does not clip.
+        nonfinite: what a step does if the gradient norm is NaN or infinite. "skip": it changes nothing on any rank,
+            logs a warning that names the first such parameter, and adds to ``num_skipped``. "raise": it raises
+            ``NonfiniteGradientError``. Both read the norm on the host in every step. "ignore": it does not check,
+            and takes the step with unclipped gradients.
     Raises:
-        ConfigError: another ``nonfinite``, ``amsgrad`` or ``differentiable``, or a dtype that is no floating-point one;
-            ``moments`` beside ``moments_dtype``.
+        ConfigError: another value of ``nonfinite``, ``amsgrad`` or ``differentiable``; a dtype that is not a
+            floating-point one; or both ``moments`` and ``moments_dtype``.
 
     Example:
         optimizer = AdamW(model.parameters(), lr=3e-4, max_norm=1.0, nonfinite="skip")

@@ -56,17 +56,17 @@ class Binding:
 
 @dataclass(frozen=True, slots=True)
 class _Hidden:
-    """A tensor of a state dict that ``torch.optim`` passes on as it is."""
+    """A tensor of a state dict, hidden from ``torch.optim`` so that it is not cast."""
 
     tensor: torch.Tensor
 
 
 class FlatBase(Optimizer):
-    """An optimizer that clips within its step, skips or refuses steps without a norm, and keeps state in flat memory.
+    """An optimizer with state in flat memory, whose step clips gradients and handles NaN and infinite norms.
 
     Attributes:
         max_norm, nonfinite, moments_dtype: see ``AdamW``. num_skipped: steps that were not taken.
-        grad_norm: of the last step, before clipping; None where none was measured.
+        grad_norm: the norm of the last step's gradients, before clipping; None if it was not measured.
     """
 
     steps_split_weights = True
@@ -86,10 +86,9 @@ class FlatBase(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None, *, max_norm: float | None = None) -> Any:
         """Take one step. Parameters whose ``.grad`` is None do not change.
 
-        With a maximal norm the gradients' global norm is measured in one pass over them and the factor applied inside
-        the update: ``.grad`` keeps its values, and no further pass is made. Every rank calls it then, as the norm is
-        reduced, and always where matrices are stepped. ``grad_norm`` is the norm before clipping afterwards, a 0-d fp32
-        tensor, equal on all ranks.
+        With ``max_norm`` one pass over the gradients measures their global norm, and the update applies the factor.
+        ``.grad`` keeps its values. All ranks must call ``step`` then, because the norm is reduced. They always must
+        for Muon. Afterwards ``grad_norm`` is the norm before clipping, a 0-d FP32 tensor that is equal on all ranks.
 
         Args:
             closure: computes and returns the loss, with gradients enabled.

@@ -211,7 +211,7 @@ class FlatState:
 
 
 class Moments(FlatState):
-    """Both moments and the step counters, stepped in one launch."""
+    """The two moments and the step counters of one memory, updated in one launch."""
 
     _buffers: AdamWBuffers | Int8AdamWBuffers | None = None
 

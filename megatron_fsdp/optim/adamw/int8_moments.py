@@ -61,9 +61,9 @@ def _plan_of_scales(plan: Plan) -> Plan:
 
 
 def decoded_state(parameter: torch.Tensor, values: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """Return the state of one parameter with moments of ``dtype`` in place of codes; other state as it is.
+    """Return the state of one parameter with moments of ``dtype`` in place of codes, and its other state unchanged.
 
-    Every rank calls it. Codes have the parameter's rows; scales may be whole or a DTensor.
+    All ranks must call this together. Codes have the parameter's rows; scales may be whole or a DTensor.
     """
     if CODED_KEYS[0] not in values:
         return dict(values)
@@ -71,7 +71,7 @@ def decoded_state(parameter: torch.Tensor, values: Mapping[str, Any], dtype: tor
     if group is None and isinstance(parameter, DTensor):
         raise ConfigError(
             f"a DTensor parameter of shape {tuple(parameter.shape)} that fully_shard did not make: which blocks of 256 "
-            "its 8-bit moments are of cannot be told. Load a dequantized state dict (AdamW.dequantized_state_dict)"
+            "elements its 8-bit moments belong to is unknown. fix: load a dequantized state dict (AdamW.dequantized_state_dict)"
         )
     held = range(parameter.numel())
     if group is not None:
@@ -89,7 +89,7 @@ def decoded_state(parameter: torch.Tensor, values: Mapping[str, Any], dtype: tor
 
 
 class Int8State(Moments):
-    """Both moments as codes and scales, and in FP32 for parameters of less than 4096 elements.
+    """The two moments as codes and scales, or in FP32 for parameters of less than 4096 elements.
 
     Args:
         memory, members, is_capturable: as in ``FlatState``.

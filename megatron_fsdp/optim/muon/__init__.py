@@ -1,1 +1,1 @@
-"""Muon: whole matrices on their owners, AdamW for the other parameters."""
+"""Muon for matrices, each computed whole by one rank, and AdamW for the other parameters."""

@@ -1,7 +1,8 @@
-"""Exchange: flat buffers of row pieces become whole matrices on their owners, are replaced, and come back.
+"""Exchange: send the pieces of matrices to the owners of the matrices, and the updated pieces back.
 
-Matrices travel in buckets by all-to-alls of uneven parts, two in flight; what a rank both holds and owns never leaves
-it. Every rank issues the same collectives in the same order, whatever it owns (docs/design/muon.md).
+Matrices travel in buckets by all-to-alls of uneven parts, with two buckets in flight. A rank does not send pieces of
+the matrices that it owns itself. All ranks issue the same collectives in the same order, whatever they own
+(docs/design/muon.md).
 """
 
 from __future__ import annotations
@@ -129,12 +130,13 @@ class _Batch:
 
 @dataclass(slots=True)
 class _Bucket:
-    """What travels together.
+    """The pieces that travel in one all-to-all.
 
     Attributes:
-        sent: for each shard, the places in flat buffers of what its rank owns. received: for each shard, the places in
-            batches of what comes from it. kept: both places of what this rank holds and owns.
-        batches: what this rank owns.
+        sent: for each shard, the places in flat buffers of the pieces that its rank owns.
+        received: for each shard, the places in batches of the pieces that it sends.
+        kept: both places of the pieces that this rank holds and owns.
+        batches: the matrices that this rank owns.
     """
 
     sent: Parts
@@ -149,14 +151,14 @@ class _Bucket:
 
 @dataclass(slots=True)
 class _Message:
-    """A message under way: what arrives, and what leaves, which must live until then."""
+    """A message in flight. Both buffers must live until it arrives."""
 
     arriving: torch.Tensor
     leaving: torch.Tensor
     works: list[dist.Work]
 
     def take(self, parts: Parts, memories: Sequence[torch.Tensor]) -> None:
-        """Wait for the message and bring what arrived to its places."""
+        """Wait for the message and copy its elements to their places."""
         for work in self.works:
             wait_for(work, self.arriving)
         _copy(self.arriving, itertools.chain(*parts), memories, is_packing=False)
@@ -166,8 +168,9 @@ class Exchange:
     """The redistribution of one step, laid out once.
 
     Args:
-        ownership: of all matrices. sources: of each of them, in the same order; what this rank does not hold is empty.
-        ranks: who shares them.
+        ownership: the owner of each matrix. sources: one for each matrix, in the same order; empty for a matrix that
+            this rank holds no piece of.
+        ranks: the ranks that share the matrices.
         bucket_numel: elements that an owner takes in one bucket, at least one matrix.
     """
 
@@ -176,9 +179,9 @@ class Exchange:
         self.ranks = ranks
         self._buckets: list[_Bucket] = []
         self._local = _Bucket.of(ranks.num_shards)
-        # By replica: the parts of this rank's pieces that the replica's owners update.
+        # For each replica, the parts of this rank's pieces that the replica's owners update.
         self._of_replicas: Parts = [[] for _ in range(ranks.num_replicas)]
-        # By owner: the number of its last bucket, and the elements in that bucket.
+        # For each owner, the number of its last bucket, and the elements in that bucket.
         filled = [(0, 0)] * len(ownership.load_flops)
         for work, owner, source in zip(ownership.works, ownership.owners, sources, strict=True):
             bucket = self._local

@@ -67,10 +67,10 @@ class MatrixBlock:
 
 @dataclass(frozen=True, slots=True)
 class MatrixView:
-    """How a parameter is seen as matrices; the default sees a 2-D parameter as one.
+    """Which matrices a parameter consists of. By default a 2-D parameter is one matrix.
 
-    A parameter of shape (d1, ..., dk, rows, columns) with ``batch_dims=k`` is d1 x ... x dk matrices: the experts of a
-    layer, each of its own. Each of these may be cut further into blocks of rows.
+    A parameter of shape (d1, ..., dk, rows, columns) with ``batch_dims=k`` is d1 x ... x dk matrices, such as the
+    experts of a layer. Each of them may be cut further into blocks of rows.
 
     Attributes:
         batch_dims: leading dims that count matrices.

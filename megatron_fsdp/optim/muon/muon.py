@@ -39,15 +39,15 @@ _BINDING = ("view", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn", "extra
 class Muon(FlatBase):
     """Muon for matrices and AdamW for the rest, over sharded weights of any strategy, in one optimizer.
 
-    Weights after each step are those of ``torch.optim.Muon`` over whole matrices to the bit, for any number of ranks
-    (not for 16-bit main weights, which torch itself rounds by position). Momentum stays sharded
-    as the weights are. Every matrix is one rank's work, by a plan that ``megatron_fsdp.muon.explain_ownership`` shows;
-    its pieces go there and back in a few all-to-alls. Nothing happens before ``step``: accumulation costs nothing.
+    After each step the weights have the bits of ``torch.optim.Muon`` over whole matrices, for any number of ranks.
+    16-bit main weights are an exception, because torch rounds them by position. Momentum is sharded like the weights.
+    One rank computes each matrix; ``megatron_fsdp.muon.explain_ownership`` shows which. A few all-to-alls bring the
+    pieces of the matrices there and back. All of this happens in ``step``, so gradient accumulation costs nothing.
 
-    Param groups say what Muon steps: those with ``use_muon=False`` go to AdamW (with its options), the others to Muon;
-    ``muon_param_groups`` makes both from a model. ``view`` says what the matrices of a group's parameters are, a
-    ``MatrixView``; the default is a 2-D parameter as one matrix. State and state dicts are those of
-    ``torch.optim.Muon`` and ``torch.optim.AdamW``; ``view`` and ``use_muon`` are the live ones whatever is loaded.
+    Muon steps the param groups without ``use_muon=False``, and AdamW, with its own options, those with it.
+    ``muon_param_groups`` makes both from a model. A group's ``view``, a ``MatrixView``, says which matrices its
+    parameters consist of; by default a 2-D parameter is one matrix. State and state dicts are those of
+    ``torch.optim.Muon`` and ``torch.optim.AdamW``. Loading a state dict does not change ``view`` and ``use_muon``.
 
     Args:
         params, lr, weight_decay, momentum, nesterov, eps, ns_steps: as in ``torch.optim.Muon``; all may differ between
@@ -55,12 +55,12 @@ class Muon(FlatBase):
         ns_coefficients: three numbers, or a name of ``COEFFICIENT_SETS``.
         adjust_lr_fn: see ``scale_factor``. extra_scale_factor: multiplies that factor.
         adamw: defaults of groups with ``use_muon=False``: lr (otherwise this one's), betas, eps, weight_decay.
-        ns_dtype: in which matrices travel and Newton-Schulz is computed: bf16 as ``torch.optim.Muon``; FP32 is slower
-            and closer. moments_dtype: of momentum and moments; None: that of each main weight, FP32 where those are
-            split.
-        max_norm, nonfinite: as in ``AdamW``; both look at all gradients, and decide before any matrix is touched.
+        ns_dtype: the dtype in which matrices are sent and Newton-Schulz is computed. bf16 as in ``torch.optim.Muon``;
+            FP32 is slower and more exact.
+        moments_dtype: dtype of momentum and moments. None: the dtype of each main weight, or FP32 for split weights.
+        max_norm, nonfinite: as in ``AdamW``, for all gradients; decided before any matrix is sent.
     Raises:
-        ConfigError: a parameter that is no matrix in a group for matrices, by name; options that do not go together.
+        ConfigError: a parameter that is not a matrix in a group for matrices, or options that exclude each other.
 
     Example:
         optimizer = Muon(muon_param_groups(model), lr=0.02, adamw={"lr": 3e-4})

@@ -110,13 +110,14 @@ class OwnershipReport:
     """Cost of one Muon step for ranks that share matrices; ``str()`` gives a page.
 
     Attributes:
-        num_ranks, num_replicas: who shares, and in how many replicas they hold the shards.
-        num_matrices, num_elements: all of them. least_owned, most_owned: matrices of a rank.
-        mean_flops, max_flops: Newton-Schulz operations of a rank.
-        bound_flops: no ownership of these matrices has a smaller maximum: the largest of the mean, the largest matrix,
-            and ``k + 1`` times the ``k N + 1``-th largest, as of so many matrices some rank gets ``k + 1``.
-        gap: how far the maximum is above the bound, relative to it.
-        mean_received_bytes, max_received_bytes: of matrices and updates, of a rank in a step.
+        num_ranks, num_replicas: the number of ranks, and of replicas in which they hold the shards.
+        num_matrices, num_elements: totals. least_owned, most_owned: the smallest and largest number of matrices that a
+            rank owns.
+        mean_flops, max_flops: Newton-Schulz operations per rank.
+        bound_flops: a lower bound of ``max_flops``: the largest of the mean, the largest matrix, and ``k + 1`` times
+            the ``k N + 1``-th largest matrix, because a rank must own ``k + 1`` of these ``k N + 1`` matrices.
+        gap: how far the maximum is above the bound, relative to the bound.
+        mean_received_bytes, max_received_bytes: bytes of matrices and updates that a rank receives in a step.
 
     Example:
         for report in explain_ownership(Muon(muon_param_groups(model), lr=0.02)):

@@ -33,11 +33,15 @@ def muon_param_groups(
 ) -> list[dict[str, Any]]:
     """Return the param groups of a model for ``Muon``: one for each kind of view, and those of AdamW.
 
-    What decides on a parameter, the first that says anything: ``rule``; ``views`` and ``adamw``, patterns of names; the
-    parameter's attributes ``use_muon`` and ``is_embedding_or_output_parameter``, as megatron-core sets them; its
-    module: weights of ``nn.Linear`` are matrices, ``nn.Embedding``, weights tied to one, and output layers (by the
-    usual names, or ``get_output_embeddings()``) are not. Vectors go to AdamW. A parameter of two dims or more of which
-    nothing is known is an error.
+    The first of these that decides on a parameter counts:
+
+    1. ``rule``;
+    2. ``views`` and ``adamw``, by patterns of names;
+    3. the parameter's attributes ``use_muon`` and ``is_embedding_or_output_parameter``, which megatron-core sets;
+    4. its module: weights of ``nn.Linear`` are matrices. ``nn.Embedding``, weights tied to one, and output layers (by
+       their usual names, or ``get_output_embeddings()``) go to AdamW.
+
+    Vectors go to AdamW. A parameter of two or more dims on which nothing decides is an error.
 
     Args:
         views: how parameters with matching names are seen, such as ``{"*.qkv.weight": MatrixView(...)}``.

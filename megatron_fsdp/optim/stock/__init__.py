@@ -1,1 +1,1 @@
-"""Optimizers of ``torch.optim`` and of users over sharded parameters."""
+"""Sharded parameters in optimizers of ``torch.optim`` and of users."""

@@ -23,9 +23,9 @@ from megatron_fsdp.optim.local_parts import local_range
 
 __all__ = ["FlatPlan", "Run", "local_of", "spec_of"]
 
-# Loops of the CPU take whole vectors and, at the end of a tensor, single elements. In narrow dtypes the two round at
-# different places, so an element's value depends on where it lies. So it does in its fused steps, of any dtype, which
-# take parameters together where vectors end at the end of each.
+# CPU loops compute whole vectors and, at the end of a tensor, single elements. In narrow dtypes both round differently,
+# so the result for an element depends on its position. The same holds for fused steps of any dtype; they combine
+# parameters only where each one ends with a whole vector.
 _WIDE = (torch.float32, torch.float64)
 _VECTOR_BYTES = 64
 

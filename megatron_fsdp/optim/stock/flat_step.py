@@ -1,8 +1,8 @@
-"""Steps of ``torch.optim``'s Adam, AdamW and SGD over sharded parameters, taken on flat memory.
+"""Run steps of ``torch.optim``'s Adam, AdamW and SGD on flat memory instead of on each sharded parameter.
 
-The optimizer stays the user's: its param groups, state, hooks and state dicts are over the sharded parameters. Only for
-the length of a step a stand-in of the same class runs in its place, over 1-D plain tensors: neighbours in a unit's
-buffer that have gradients side by side, too, are one of them (docs/design/facade.md, "Steps on flat memory").
+The user's optimizer keeps its param groups, state, hooks and state dicts over the sharded parameters. During a step, a
+stand-in of the same class runs in its place over plain 1-D tensors. Parameters whose weights and gradients lie side by
+side in the unit's buffers share one such tensor (docs/design/facade.md, "Steps on flat memory").
 """
 
 from __future__ import annotations
@@ -112,15 +112,15 @@ def _communicators(optimizer: Optimizer) -> list[dist.ProcessGroup]:
 def step_flat(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Have a step run on flat memory, where its values are those of the step over the parameters, to the bit.
+    """Replace the optimizer of a step by a stand-in over flat memory, if that gives the same bits.
 
-    Steps of other classes, steps with closures, ``differentiable=True``, fused in some groups alone, and compiled ones
-    run as they are.
+    Steps run unchanged for other optimizer classes, with a closure, with ``differentiable=True``, if only some groups
+    are fused, and in compiled code.
 
     Args:
-        optimizer: any. args, kwargs: of its ``step``, the optimizer itself first.
+        args, kwargs: those of ``step``; the first one is the optimizer.
     Returns:
-        The arguments with a stand-in for the optimizer; None for those that there are.
+        The arguments with the stand-in as the first one; None to run the step unchanged.
     """
     if torch.compiler.is_compiling() or type(optimizer) not in KINDS or args[0] is not optimizer:
         return None
@@ -131,7 +131,7 @@ def step_flat(
     if first is None or any(group.get("differentiable") for group in groups):
         return None
     if len(groups) > 1 and len({(group.get("capturable"), group.get("fused")) for group in groups}) > 1:
-        # Their step counters may be on two devices.
+        # The step counters of such groups may be on two devices.
         return None
     if optimizer not in _STAND_INS:
         kind: Any = type(optimizer)
