@@ -172,7 +172,7 @@ class _Arena:
     slots: dict[Span, torch.UntypedStorage] = field(default_factory=dict)
 
     def slot(self, offset: int, num_bytes: int) -> torch.UntypedStorage:
-        """Return the slot at an offset. It is a storage of its own, because a view cannot exchange its memory."""
+        """Return the slot at an offset, as a separate storage, because a view cannot exchange its memory."""
         key = offset, num_bytes
         if key not in self.slots:
             part = self.memory[offset : offset + num_bytes]
@@ -182,7 +182,7 @@ class _Arena:
 
 @dataclass(slots=True)
 class _Turn:
-    """One use of a slot by a storage.
+    """A use of a slot by a storage.
 
     Attributes:
         user: identifies the storage. number: counts its turns in this round from 0; None: it began in an earlier round.

@@ -1,4 +1,4 @@
-"""All-gather: every rank receives the shards of all ranks."""
+"""Gather the shards of all ranks on every rank."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def all_gather_together(parts: Sequence[Part], works: Works = None) -> None:
 
 
 def all_gather_uneven(parts: Sequence[torch.Tensor], axis: MeshAxis, works: Works = None) -> None:
-    """All-gather shards of unequal size: receive every other rank's tensor in ``parts``.
+    """Gather shards of unequal size: receive every other rank's tensor in ``parts``.
 
     Each part is broadcast once from its owner. All broadcasts share one group call where the backend supports it, as
     NCCL does.
@@ -138,7 +138,7 @@ def _gather_coalesced(
 
 
 def _gather_by_gloo(output: torch.Tensor, shard: torch.Tensor, axis: MeshAxis) -> dist.Work:
-    """All-gather. Two ranks exchange shards instead, which avoids gloo's copies of the whole output."""
+    """Gather by gloo, or by an exchange between two ranks, which avoids gloo's copies of the whole output."""
     if axis.size != 2 or not output.nbytes:
         return start_status_gather(output, shard, axis.gather_group)
     slices = output.view(2, -1)
@@ -147,7 +147,7 @@ def _gather_by_gloo(output: torch.Tensor, shard: torch.Tensor, axis: MeshAxis) -
 
 
 def _gather_by_message(parts: Sequence[Part]) -> dist.Work:
-    """All-gather several tensors by one exchange; each rank's message holds all of its shards."""
+    """Gather several tensors by one exchange; each rank's message holds all of its shards."""
     axis = parts[0].axis
     message = Message([part.shard for part in parts], axis)
     for part, place in zip(parts, message.places, strict=True):

@@ -1,4 +1,4 @@
-"""All-reduce: every rank receives the sum, the average or the maximum over all ranks."""
+"""Compute the sum, the average or the maximum over all ranks, for every rank."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _group(part: Part) -> dist.ProcessGroup | None:
 
 
 def _all_reduce_by_message(tensors: Sequence[torch.Tensor], axis: MeshAxis, op: str) -> dist.Work:
-    """All-reduce several tensors of one dtype as one buffer, on gloo."""
+    """Reduce several tensors of one dtype as one buffer, on gloo."""
     sizes = [tensor.numel() for tensor in tensors]
     num_bytes = sum(sizes) * tensors[0].itemsize
     scratch = take_scratch(num_bytes, tensors[0].device)

@@ -1,4 +1,4 @@
-"""All-to-all: each rank sends a different tensor to every other rank. The sizes may differ."""
+"""Send a different tensor from each rank to every other rank. The sizes may differ."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def start(collective: Callable[..., Any], *tensors: torch.Tensor, group: dist.Pr
 class Message:
     """Send and receive buffers of one exchange of several tensors: one row per rank, with its shards in sequence.
 
-    With two ranks there is only the row of the other rank.
+    Between two ranks, the only row is that of the other rank.
 
     Args:
         shards: one of each tensor, 1-D, of any dtypes.
@@ -70,7 +70,7 @@ class Message:
 
 
 class WorkThen(dist.Work):
-    """A collective followed by work on the waiting thread. It can be polled like the collective alone.
+    """A collective followed by work on the waiting thread. ``is_completed`` polls the collective alone.
 
     Args:
         then: runs once, in ``wait``; runs again if it was interrupted. scratch: returned to the cache afterwards.
@@ -103,7 +103,7 @@ class WorkThen(dist.Work):
 
 
 def exchange(arriving: torch.Tensor, leaving: torch.Tensor, axis: MeshAxis, group: dist.ProcessGroup) -> dist.Work:
-    """Send equal parts of ``leaving`` to all ranks, as bytes. With two ranks, send all of it to the other rank."""
+    """Send equal parts of ``leaving`` to all ranks, as bytes; or, between two ranks, all of it to the other rank."""
     splits = [leaving.nbytes * (rank != axis.rank) for rank in range(2)] if axis.size == 2 else None
     both = {"output_split_sizes": splits, "input_split_sizes": splits}
     parts = arriving.view(torch.uint8), leaving.view(torch.uint8)

@@ -48,7 +48,7 @@ def alike(parts: Sequence[Part], key: Callable[[Part], object]) -> list[list[Par
 
 
 def travel_together(parts: Sequence[Part], group: dist.ProcessGroup, *, by_gloo: bool, is_wide: bool = False) -> bool:
-    """Return whether one collective takes all of these parts.
+    """Return whether these parts can share a collective.
 
     Args:
         by_gloo: gloo transfers these tensors. is_wide: ranks exchange the tensors and add them up themselves.

@@ -1,6 +1,6 @@
-"""Reduce-scatter: each rank receives the sum of its shard over all ranks.
+"""Compute the sum over all ranks, of which each rank receives its shard.
 
-Sums in a dtype wider than the sent one are computed here on any backend: each rank adds up what it received.
+If the sum has a wider dtype than the tensors that are sent, each rank adds up the received tensors, on any backend.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def _reduce_by_all_to_all(output: torch.Tensor, full: torch.Tensor, axis: MeshAx
     if output.dtype is full.dtype and not 0 < full.nbytes <= MOST_EXCHANGED_BYTES:
         work = start(dist.all_reduce, full, op=REDUCE_OPS[op], group=axis.reduce_group)
         return WorkThen(work, functools.partial(copy, output, mine))
-    # With two ranks, this rank's own slice need not be sent through the exchange.
+    # Between two ranks, each sends only the slice of the other one.
     sent = slices[1 - axis.rank] if axis.size == 2 else full
     scratch = take_scratch(sent.nbytes, full.device)
     received = scratch[: sent.nbytes]

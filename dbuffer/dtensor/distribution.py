@@ -332,7 +332,7 @@ class Distribution:
         return part
 
     def all_reduce(self, tensor: torch.Tensor, op: str, of: DTensor | None = None) -> torch.Tensor:
-        """Reduce what the ranks computed from their own parts, in place; ``op`` as in ``all_reduce``."""
+        """Reduce the ranks' partial results in place; ``op`` as in ``all_reduce``."""
         self._check_backend(tensor)
         for axis in self.cutting_axes:
             read_reduce(tensor, axis, op, of)

@@ -38,7 +38,7 @@ _FIX = (
 
 
 def read_gather(output: torch.Tensor, shard: torch.Tensor, axis: MeshAxis, of: DTensor | str | None = None) -> None:
-    """All-gather for an operator, as ``all_gather``.
+    """Run ``all_gather`` for an operator.
 
     Args:
         of: the tensor that is read, or a description of it; it is compared across ranks and named in errors.
@@ -51,18 +51,18 @@ def read_gather(output: torch.Tensor, shard: torch.Tensor, axis: MeshAxis, of: D
 def read_gather_uneven(
     whole: torch.Tensor, parts: Sequence[torch.Tensor], axis: MeshAxis, of: DTensor | str | None = None
 ) -> None:
-    """All-gather parts of ``whole``, one per rank, as ``all_gather_uneven``; see ``read_gather``."""
+    """Run ``all_gather_uneven`` for an operator: parts of ``whole``, one per rank. See ``read_gather``."""
     sizes = tuple(part.numel() for part in parts)
     _read("all of", whole, axis, of, sizes, lambda axis, works: all_gather_uneven(parts, axis, works))
 
 
 def read_reduce(tensor: torch.Tensor, axis: MeshAxis, op: str, of: DTensor | str | None = None) -> None:
-    """All-reduce for an operator, as ``all_reduce``; see ``read_gather``."""
+    """Run ``all_reduce`` for an operator; see ``read_gather``."""
     _read(f"a {op} over", tensor, axis, of, (), lambda axis, works: all_reduce(tensor, axis, op, works))
 
 
 def reduce_norm(tensor: torch.Tensor, axis: MeshAxis, op: str, of: DTensor | str) -> None:
-    """All-reduce partial norms of gradients, as ``all_reduce``, without comparing what the ranks read.
+    """Run ``all_reduce`` on partial norms of gradients, without comparing the reads of the ranks.
 
     Training clips gradients in every step, so this issues a single collective. On devices other than CPUs it runs on
     the engine's own communicator, because another communicator would take memory. On CPUs an all-reduce never pairs

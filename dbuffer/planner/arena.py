@@ -99,7 +99,7 @@ def hole(taken: Sequence[Span], size: int) -> int:
 
 
 class _Placing:
-    """Buffers placed one after another. All lists are indexed by the position in that order.
+    """Buffers placed one after another. Lists are indexed by the position in that order.
 
     Attributes:
         sizes, offsets, is_high: of each buffer. above: the buffers that end above the bound. excess: by how many bytes

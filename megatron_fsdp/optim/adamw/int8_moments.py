@@ -71,7 +71,8 @@ def decoded_state(parameter: torch.Tensor, values: Mapping[str, Any], dtype: tor
     if group is None and isinstance(parameter, DTensor):
         raise ConfigError(
             f"a DTensor parameter of shape {tuple(parameter.shape)} that fully_shard did not make: which blocks of 256 "
-            "elements its 8-bit moments belong to is unknown. fix: load a dequantized state dict (AdamW.dequantized_state_dict)"
+            "elements its 8-bit moments belong to is unknown. fix: load a dequantized state dict "
+            "(AdamW.dequantized_state_dict)"
         )
     held = range(parameter.numel())
     if group is not None:
