@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.engines import Precision, fsdp2, world_mesh
 from benchmarks.harness import Row, Samples, in_turn, ratio
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard
-from megatron_fsdp.optim.adamw import AdamW
+from megatron_fsdp.optim.adamw.adamw import AdamW
 
 POLICY = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 FOREACH, FUSED, DTENSORS = "FSDP2, foreach", "FSDP2, fused", "DTensors, foreach"
@@ -153,7 +153,7 @@ def _param_groups(model: nn.Module, are_two: bool) -> Any:
 
 
 def _without_launches(step: Callable[[], object]) -> None:
-    with mock.patch("megatron_fsdp.optim.adamw_update.adamw", _launch_nothing):
+    with mock.patch("megatron_fsdp.optim.adamw.update.adamw", _launch_nothing):
         step()
 
 

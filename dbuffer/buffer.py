@@ -15,7 +15,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from dbuffer import collectives
+from dbuffer.collectives.all_gather import all_gather
+from dbuffer.collectives.all_reduce import all_reduce
+from dbuffer.collectives.parts import Part, copy
+from dbuffer.collectives.reduce_scatter import reduce_scatter
 from dbuffer.dtensor.from_buffer import buffer_dtensor
 from dbuffer.errors import LayoutError, MeshError, PlacementError
 from dbuffer.layout import Layout, first_dimension_granularity, make_layout
@@ -306,6 +309,28 @@ class DBuffer:
             current = current._step(axis, target[axis], out if last else None, works if last else None)
         return current
 
+    def part_to(self, out: DBuffer) -> Part | None:
+        """Return ``redistribute(out.placements, out=out)`` as one collective, for the caller to issue.
+
+        Returns:
+            None if the redistribution is not exactly one collective in place: it takes several, or none, or a copy.
+        Raises:
+            PlacementError, LayoutError: as ``redistribute``.
+        """
+        changes = [axis for axis in range(len(self.axes)) if self.placements[axis] != out.placements[axis]]
+        if len(changes) != 1:
+            return None
+        axis, before, after = self.axes[changes[0]], self.placements[changes[0]], out.placements[changes[0]]
+        _, placements = self._change(changes[0], type(before), after)
+        mine, target = self.local_buffer, self._output(out, placements).local_buffer
+        if isinstance(before, Flat) and isinstance(after, Replicate):
+            return Part("all_gather", axis, target, mine)
+        if isinstance(before, Partial) and isinstance(after, Flat):
+            return Part("reduce_scatter", axis, mine, target, before.reduce_op)
+        if isinstance(before, Partial) and mine.data_ptr() == target.data_ptr():
+            return Part("all_reduce", axis, mine, mine, before.reduce_op)
+        return None
+
     def _step(self, axis: int, target: BufferPlacement, out: DBuffer | None, works: list[dist.Work] | None) -> DBuffer:
         source = self.placements[axis]
         if isinstance(source, Flat) and isinstance(target, Replicate):
@@ -327,7 +352,7 @@ class DBuffer:
         """All-gather the shards of one ``Flat`` axis: afterwards every rank of the axis holds all of them."""
         position, target = self._change(axis, Flat, Replicate())
         out = self._output(out, target)
-        collectives.all_gather(out.local_buffer, self.local_buffer, self.axes[position], works)
+        all_gather(out.local_buffer, self.local_buffer, self.axes[position], works)
         return out
 
     def reduce_scatter(
@@ -336,7 +361,7 @@ class DBuffer:
         """Reduce-scatter one ``Partial`` axis: this rank keeps its shard. This buffer's content becomes undefined."""
         position, target = self._change(axis, Partial, placement)
         out, op = self._output(out, target), self._reduce_op(position)
-        collectives.reduce_scatter(out.local_buffer, self.local_buffer, self.axes[position], op, works)
+        reduce_scatter(out.local_buffer, self.local_buffer, self.axes[position], op, works)
         return out
 
     def allreduce(
@@ -345,9 +370,8 @@ class DBuffer:
         """All-reduce one ``Partial`` axis: afterwards every rank of the axis holds the sum or average."""
         position, target = self._change(axis, Partial, Replicate())
         out = self._output(out, target)
-        if out.local_buffer.data_ptr() != self.local_buffer.data_ptr():
-            out.local_buffer.copy_(self.local_buffer)
-        collectives.all_reduce(out.local_buffer, self.axes[position], self._reduce_op(position), works)
+        copy(out.local_buffer, self.local_buffer)
+        all_reduce(out.local_buffer, self.axes[position], self._reduce_op(position), works)
         return out
 
     def scatter(self, axis: int | str, placement: Flat, *, out: DBuffer | None = None) -> DBuffer:

@@ -1,4 +1,4 @@
-"""Events: the engine tells its listeners, in host order, what it does. No observer patches the engine.
+"""Events: the engine tells its listeners, in host order, what it does. Observers need no patches of the engine.
 
 | action | told when | subject |
 |---|---|---|

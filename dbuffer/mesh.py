@@ -31,13 +31,13 @@ _NUM_MADE: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]
 
 @dataclass(eq=False)
 class MeshAxis:
-    """One axis of a mesh, as seen from this rank.
+    """An axis of a mesh, as seen from this rank.
 
     Attributes:
         name: the mesh's name for the axis, or ``"axis 0"`` if it has none.
         size: number of ranks along the axis. rank: this rank's position among them.
         gather_group: the mesh's own communicator, used for all-gathers.
-        has_separate_reduce_group: whether reductions use a communicator of their own.
+        has_separate_reduce_group: whether reductions use a separate communicator.
     """
 
     name: str

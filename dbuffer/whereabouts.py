@@ -107,7 +107,7 @@ def _look_at_alarms() -> None:
 
 
 def others_stand(ranks: Iterable[int]) -> str:
-    """Return one clause per other rank: what it published that it waits for, or that it published nothing."""
+    """Return a clause for each other rank: the wait that it published, or that it published nothing."""
     known = {rank: _heard(rank) for rank in ranks if rank != dist.get_rank()}
     clauses = [f"rank {rank} {text}" for rank, text in known.items() if text]
     silent = [str(rank) for rank, text in known.items() if not text]
@@ -118,7 +118,7 @@ def others_stand(ranks: Iterable[int]) -> str:
     return "; ".join(clauses)
 
 
-# What gloo says of collectives that were pending when another one of their communicator timed out.
+# Gloo's message for collectives that were pending when another collective of the communicator timed out.
 _CLOSED = "Application timeout caused pair closure"
 
 

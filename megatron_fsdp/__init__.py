@@ -51,11 +51,11 @@ if TYPE_CHECKING:
     from megatron_fsdp.observability.gradient_scale import GradientScale, check_gradient_scale
     from megatron_fsdp.observability.timeline import Timeline
     from megatron_fsdp.observability.watch import Watch
-    from megatron_fsdp.optim.adamw import AdamW
+    from megatron_fsdp.optim.adamw.adamw import AdamW
     from megatron_fsdp.optim.grad_norm import clip_grad_norm_
-    from megatron_fsdp.optim.muon import Muon
+    from megatron_fsdp.optim.muon.muon import Muon
     from megatron_fsdp.optim.nonfinite import check_gradients
-    from megatron_fsdp.optim.sharded_optimizer import fully_shard_optimizer
+    from megatron_fsdp.optim.stock.sharded_optimizer import fully_shard_optimizer
     from megatron_fsdp.planning.report import Report, explain
     from megatron_fsdp.policy.mesh import DataParallelMeshDims
     from megatron_fsdp.policy.offload import CPUOffloadPolicy, OffloadPolicy
@@ -99,11 +99,11 @@ _HOMES = {
     "observability.gradient_scale": "GradientScale check_gradient_scale",
     "observability.timeline": "Timeline",
     "observability.watch": "Watch",
-    "optim.adamw": "AdamW",
+    "optim.adamw.adamw": "AdamW",
     "optim.grad_norm": "clip_grad_norm_",
-    "optim.muon": "Muon",
+    "optim.muon.muon": "Muon",
     "optim.nonfinite": "check_gradients",
-    "optim.sharded_optimizer": "fully_shard_optimizer",
+    "optim.stock.sharded_optimizer": "fully_shard_optimizer",
     "planning.report": "Report explain",
     "policy.mesh": "DataParallelMeshDims",
     "policy.offload": "CPUOffloadPolicy OffloadPolicy",

@@ -28,7 +28,7 @@ from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.installation import check_torch
 from megatron_fsdp.lifecycle.make_param_group import forget_originals, make_param_group, make_unit, rename_unit
 from megatron_fsdp.lifecycle.module import FSDPModule, convert, unit_of
-from megatron_fsdp.optim.flat_step import attend_optimizers
+from megatron_fsdp.optim.stock.flat_step import attend_optimizers
 from megatron_fsdp.policy.mesh import buffer_device, sharding_target, warn_of_one_queue
 from megatron_fsdp.policy.offload import offload_of, warn_without_gloo
 from megatron_fsdp.policy.precision import as_policy

@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import nn
 
-from dbuffer.collectives_rare import broadcast
+from dbuffer.collectives.broadcast import broadcast
 from megatron_fsdp.engine.param_group import ParameterGroup, group_of_parameter
 from megatron_fsdp.engine.unit import Unit, units_below
 from megatron_fsdp.errors import ConfigError, StateError

@@ -43,18 +43,18 @@ LONG_FILES = (
     "tests/functional/examples/test_gpt_invariance.py",
     "tests/functional/megatron_fsdp/variants/test_invariant_optimizers.py",
     "tests/functional/test_parity.py",
-    "tests/functional/megatron_fsdp/optim/test_flat_step.py",
+    "tests/functional/megatron_fsdp/optim/stock/test_flat_step.py",
     "tests/functional/megatron_fsdp/checkpoint/test_layouts.py",
     "tests/functional/dbuffer/dtensor/test_operators.py",
     "tests/functional/test_fused_gradients.py",
     "tests/functional/test_slots.py",
     "tests/unit/examples/test_pretrain_gpt.py",
     "tests/functional/examples/test_gpt_parallel.py",
-    "tests/functional/megatron_fsdp/optim/test_adamw.py",
+    "tests/functional/megatron_fsdp/optim/adamw/test_adamw.py",
     "tests/functional/megatron_fsdp/lifecycle/test_state_dicts.py",
     "tests/functional/megatron_fsdp/certify/test_certify.py",
     "tests/functional/test_gpu_ranks.py",
-    "tests/functional/megatron_fsdp/optim/test_matrix_optimizers.py",
+    "tests/functional/megatron_fsdp/optim/stock/test_matrix_optimizers.py",
 )
 
 

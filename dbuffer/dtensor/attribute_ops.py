@@ -54,7 +54,7 @@ def run_numbers(operator: Operator, args: Arguments, options: Options) -> Any:
     """Format a number, or convert to an array, where every rank holds the whole value.
 
     Raises:
-        PlacementError: an array of a sharded tensor. It would be a copy, and what is written into it would be lost.
+        PlacementError: an array of a sharded tensor. The array would be a copy, and writes into it would be lost.
     """
     source, *rest = args
     if not isinstance(source, PlacedTensor) or (operator.name == "__format__" and (source.ndim or not source.is_whole)):
@@ -162,7 +162,7 @@ def run_convert(operator: Operator, args: Arguments, options: Options) -> Any:
 
 
 def run_hook(operator: Operator, args: Arguments, options: Options) -> Any:
-    """Register a backward hook. It runs with ``__torch_function__`` on, whichever code started backward."""
+    """Register a backward hook, which runs with ``__torch_function__`` on, whichever code started backward."""
     tensor, *rest = args
     _refuse_use(operator, tensor)
     convert_gradients_of(tensor)

@@ -211,7 +211,7 @@ def _sum(name: str, source: PlacedTensor, dtype: torch.dtype | None, keepdim: bo
 
 
 def enter_local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the local part of a sharded tensor. Its gradient becomes a gradient of ``tensor``."""
+    """Return the local part of a sharded tensor, whose gradient becomes a gradient of ``tensor``."""
     return _enter(tensor, is_local=True)
 
 

@@ -19,7 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from dbuffer import collectives, collectives_rare
+from dbuffer.collectives.all_gather import all_gather
+from dbuffer.collectives.broadcast import broadcast
+from dbuffer.collectives.parts import is_traced
 from dbuffer.dtensor.reads import read_gather_uneven, read_reduce
 from dbuffer.errors import MeshError, PlacementError
 from dbuffer.mesh import MeshAxis, cannot_send_cpu_tensors, mesh_axes
@@ -164,7 +166,7 @@ class RaggedShard(Shard):
         axis = mesh_axes(mesh)[mesh_dim]
         if src_data_rank is not None:
             tensor = tensor.contiguous().clone()
-            collectives_rare.broadcast(tensor, axis, src_data_rank)
+            broadcast(tensor, axis, src_data_rank)
         return self._select_split_tensor(tensor, axis.size, axis.rank, with_padding=False)
 
     def _to_replicate_tensor(
@@ -185,7 +187,7 @@ class RaggedShard(Shard):
             return result
         mine = rows[axis.rank]
         whole[mine.start : mine.stop] = local_tensor
-        if collectives.is_traced(local_tensor):
+        if is_traced(local_tensor):
             return self._gather_traced(whole, local_tensor, rows, axis).view(result.shape)
         read_gather_uneven(whole, [whole[part.start : part.stop] for part in rows], axis, of)
         return result
@@ -199,7 +201,7 @@ class RaggedShard(Shard):
         padded[: local.shape[0]] = local
         shard = padded.view(-1).view(torch.uint8)
         gathered = torch.empty(axis.size * shard.numel(), dtype=torch.uint8, device=shard.device)
-        collectives.all_gather(gathered, shard, axis.of_operators)
+        all_gather(gathered, shard, axis.of_operators)
         shards = gathered.view(whole.dtype).view(axis.size, most, *whole.shape[1:])
         return torch.cat([shards[rank, : len(part)] for rank, part in enumerate(rows)])
 
@@ -330,7 +332,7 @@ class Distribution:
         return part
 
     def all_reduce(self, tensor: torch.Tensor, op: str, of: DTensor | None = None) -> torch.Tensor:
-        """Reduce what the ranks computed from their own parts, in place; ``op`` as in ``collectives.all_reduce``."""
+        """Reduce the ranks' partial results in place; ``op`` as in ``all_reduce``."""
         self._check_backend(tensor)
         for axis in self.cutting_axes:
             read_reduce(tensor, axis, op, of)

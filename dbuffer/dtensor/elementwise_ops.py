@@ -89,7 +89,7 @@ def wrapped(result: Any, template: PlacedTensor) -> Any:
     """Return ``result`` with its tensors wrapped as tensors with the rows of ``template``."""
 
     def wrap(tensor: torch.Tensor) -> torch.Tensor:
-        # A compiler may return tensors of its own class.
+        # A compiler may return tensors of another class.
         if isinstance(tensor, DTensor):
             return tensor
         return template.with_whole(tensor) if template.is_whole else template.with_rows(tensor)

@@ -24,7 +24,7 @@ from dbuffer.layout import Layout, cuts_inside_slices, first_dimension_granulari
 from dbuffer.mesh import flattened_mesh, mesh_axes
 from dbuffer.placements import flat_axes
 
-# The dtypes that every DLPack version supports. Others (float8, bool) keep a view of the buffer.
+# The dtypes that every DLPack version supports. Tensors of other dtypes (float8, bool) keep a view of the buffer.
 _DLPACK_DTYPES = frozenset(
     getattr(torch, name) for name in "float64 float32 float16 bfloat16 int64 int32 int16 int8 uint8".split()
 )
@@ -82,7 +82,7 @@ _SPECS: weakref.WeakValueDictionary[tuple[Any, ...], DTensorSpec] = weakref.Weak
 
 
 def _spec_of(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size, dtype: torch.dtype) -> DTensorSpec:
-    # One object for the weights, gradients and optimizer state of a plan, so that foreach compares by identity.
+    # The same object for the weights, gradients and optimizer state of a plan, so that foreach compares by identity.
     key = (id(mesh), placements, tuple(type(placement) for placement in placements), shape, dtype)
     spec = _SPECS.get(key)
     if spec is None:

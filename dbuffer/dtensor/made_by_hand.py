@@ -37,7 +37,7 @@ def keep_rows_of_placements() -> None:
 
 
 def operator_handlers() -> dict[Any, Callable[..., Any]]:
-    """Return DTensor's table of operators that run by a function of their own instead of by placements."""
+    """Return DTensor's table of operators that a handler runs, instead of DTensor by placements."""
     handlers: dict[Any, Callable[..., Any]] = DTensor._op_dispatcher._custom_op_handlers
     return handlers
 
@@ -53,7 +53,7 @@ def _copy_rows(operator: Any, args: tuple[Any, ...], options: dict[str, Any]) ->
 def run_without_handler(operator: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
     """Run an operator on plain DTensors in the steps that DTensor takes for operators that are not in its table.
 
-    The table stays as it is: another thread may be using it.
+    The table does not change, because another thread may be using it.
     """
     dispatcher: Any = DTensor._op_dispatcher
     call = dispatcher.unwrap_to_op_info(operator, args, options)

@@ -144,7 +144,7 @@ def _operator_of(function: Callable[..., Any]) -> Operator:
 def _is_collective(function: Callable[..., Any]) -> bool:
     """Return whether a function communicates: a function of ``torch.distributed``, or a c10d operator."""
     schema = getattr(function, "_schema", None)
-    # One overload of an operator has a schema; the whole operator has a qualified name.
+    # An overload of an operator has a schema; the whole operator has a qualified name.
     operator = getattr(function, "_qualified_op_name", "") if schema is None else schema.name
     if operator:
         return operator.partition("::")[0] in _COLLECTIVE_NAMESPACES

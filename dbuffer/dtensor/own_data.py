@@ -1,6 +1,6 @@
 """Calls with a sharded tensor and plain tensors that hold this rank's own data, such as activations.
 
-Each rank calls the function with the whole sharded tensor, and gets a plain tensor of its own as the result. Backward
+Each rank calls the function with the whole sharded tensor, and gets a plain tensor as the result. Backward
 averages the gradients of the sharded tensor over the ranks, as for ``full_tensor()``.
 """
 

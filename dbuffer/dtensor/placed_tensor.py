@@ -1,4 +1,8 @@
-"""PlacedTensor: the base of sharded tensors, without operators: local part, placements, and access to the whole."""
+"""PlacedTensor: a sharded tensor without operators: local part, placements, and access to the whole.
+
+The files of operators use this class. ``FlatDTensor``, its only heir, calls the operators and stands above their files;
+one class for both would need those files and would be needed by them.
+"""
 
 from __future__ import annotations
 
@@ -106,7 +110,7 @@ class PlacedTensor(DTensor):
 
     @property
     def requires_grad(self) -> bool:
-        """As of any tensor. It is overridden to count changes."""
+        """Whether autograd computes a gradient; overridden to count changes."""
         with torch._C.DisableTorchFunctionSubclass():
             flag: bool = _REQUIRES_GRAD.__get__(self)
             return flag
@@ -119,7 +123,7 @@ class PlacedTensor(DTensor):
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """As of any tensor."""
+        """The gradient, or ``pending_grad`` while that is set."""
         if self.pending_grad is not None:
             return self.pending_grad
         gradient: torch.Tensor | None = _plainly(_get_grad, (), (self,))
@@ -233,7 +237,7 @@ def whole_of(tensor: torch.Tensor, beside: torch.Tensor | None = None) -> torch.
     Args:
         beside: the sharded operand of the same call, for the message.
     Raises:
-        PlacementError: the tensor is plain and has more than one element. Its values may differ between ranks, unless
+        PlacementError: the tensor is plain and has more than one element. The values may differ between ranks, unless
             PyTorch's ``implicit_replication`` is on.
     """
     if isinstance(tensor, PlacedTensor):

@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from dbuffer import collectives
-from dbuffer.collectives import is_traced, waiters
-from dbuffer.collectives_rare import start_gather_untold
-from dbuffer.collectives_together import gather_uneven
+from dbuffer.collectives.all_gather import all_gather, all_gather_uneven, start_status_gather
+from dbuffer.collectives.all_reduce import all_reduce
+from dbuffer.collectives.parts import is_traced
+from dbuffer.collectives.waits import waiters
 from dbuffer.errors import ReadError
 from dbuffer.mesh import MeshAxis, job_timeout
 from dbuffer.whereabouts import SOON, is_from_backend, others_stand, place, reason_of, wait_longer
@@ -38,31 +38,31 @@ _FIX = (
 
 
 def read_gather(output: torch.Tensor, shard: torch.Tensor, axis: MeshAxis, of: DTensor | str | None = None) -> None:
-    """All-gather for an operator, as ``collectives.all_gather``.
+    """Run ``all_gather`` for an operator.
 
     Args:
         of: the tensor that is read, or a description of it; it is compared across ranks and named in errors.
     Raises:
         ReadError: on all ranks if they read different tensors; on this rank if another rank does not read.
     """
-    _read("all of", output, axis, of, (), lambda axis, works: collectives.all_gather(output, shard, axis, works))
+    _read("all of", output, axis, of, (), lambda axis, works: all_gather(output, shard, axis, works))
 
 
 def read_gather_uneven(
     whole: torch.Tensor, parts: Sequence[torch.Tensor], axis: MeshAxis, of: DTensor | str | None = None
 ) -> None:
-    """All-gather parts of ``whole``, one per rank, as ``collectives_together.gather_uneven``; see ``read_gather``."""
+    """Run ``all_gather_uneven`` for an operator: parts of ``whole``, one per rank. See ``read_gather``."""
     sizes = tuple(part.numel() for part in parts)
-    _read("all of", whole, axis, of, sizes, lambda axis, works: gather_uneven(parts, axis, works))
+    _read("all of", whole, axis, of, sizes, lambda axis, works: all_gather_uneven(parts, axis, works))
 
 
 def read_reduce(tensor: torch.Tensor, axis: MeshAxis, op: str, of: DTensor | str | None = None) -> None:
-    """All-reduce for an operator, as ``collectives.all_reduce``; see ``read_gather``."""
-    _read(f"a {op} over", tensor, axis, of, (), lambda axis, works: collectives.all_reduce(tensor, axis, op, works))
+    """Run ``all_reduce`` for an operator; see ``read_gather``."""
+    _read(f"a {op} over", tensor, axis, of, (), lambda axis, works: all_reduce(tensor, axis, op, works))
 
 
 def reduce_norm(tensor: torch.Tensor, axis: MeshAxis, op: str, of: DTensor | str) -> None:
-    """All-reduce partial norms of gradients, as ``collectives.all_reduce``, without comparing what the ranks read.
+    """Run ``all_reduce`` on partial norms of gradients, without comparing the reads of the ranks.
 
     Training clips gradients in every step, so this issues a single collective. On devices other than CPUs it runs on
     the engine's own communicator, because another communicator would take memory. On CPUs an all-reduce never pairs
@@ -70,10 +70,10 @@ def reduce_norm(tensor: torch.Tensor, axis: MeshAxis, op: str, of: DTensor | str
     therefore waits until the timeout, instead of pairing wrongly.
     """
     if axis.size == 1 or is_traced(tensor) or not tensor.is_cpu:
-        collectives.all_reduce(tensor, axis, op)
+        all_reduce(tensor, axis, op)
         return
     name = of if isinstance(of, str) else f"norms of {_name_of(of)} and other gradients"
-    _issue(axis.of_operators, name, lambda axis, works: collectives.all_reduce(tensor, axis, op, works))
+    _issue(axis.of_operators, name, lambda axis, works: all_reduce(tensor, axis, op, works))
 
 
 def count_step(groups: Iterable[dist.ProcessGroup]) -> None:
@@ -123,13 +123,13 @@ def _compare(axis: MeshAxis, digest: int, what: str, num_steps: int) -> None:
         return
     with torch.inference_mode(False):
         mine, found = torch.tensor([digest]), torch.empty(axis.size, dtype=torch.int64)
-        _issue(axis, what, lambda axis, works: works.append(start_gather_untold(found, mine, axis.gather_group)))
+        _issue(axis, what, lambda axis, works: works.append(start_status_gather(found, mine, axis.gather_group)))
         if all(each == digest for each in found.tolist()):
             return
         words = f"{what} after {num_steps} optimizer steps, {place()}".encode()[:_WORDS_BYTES].ljust(_WORDS_BYTES)
         sent = torch.frombuffer(bytearray(words), dtype=torch.uint8)
         heard = torch.empty(axis.size * _WORDS_BYTES, dtype=torch.uint8)
-        _issue(axis, what, lambda axis, works: works.append(start_gather_untold(heard, sent, axis.gather_group)))
+        _issue(axis, what, lambda axis, works: works.append(start_status_gather(heard, sent, axis.gather_group)))
     ranks = dist.get_process_group_ranks(axis.gather_group)
     texts = [bytes(row.tolist()).decode(errors="replace").rstrip() for row in heard.view(axis.size, -1)]
     sides = "; ".join(f"rank {rank} reads {text}" for rank, text in zip(ranks, texts, strict=True))

@@ -19,7 +19,7 @@ from dbuffer.dtensor.reads import read_reduce, reduce_norm
 
 _NORMS = frozenset({"norm", "vector_norm", "linalg_vector_norm"})
 _EXTREMES = frozenset({"amax", "amin", "max", "min"})
-# These can be completed by one all-reduce for integer tensors too.
+# One all-reduce completes them for integer tensors too.
 _OF_INTEGERS = frozenset({"sum", "any", "all"})
 
 

@@ -1,6 +1,6 @@
 """Packing: find a tensor order that fits shards of a given length, and bisect for a short length that works.
 
-All sizes here count pieces of the alignment. See docs/design/planner.md, "Search" and "Proof" 5.
+Sizes in this file count units of the alignment. See docs/design/planner.md, "Search" and "Proof" 5.
 """
 
 from collections.abc import Iterable, Iterator

@@ -16,7 +16,7 @@ from dbuffer.planner.granularity import Granularity, row_numel
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """The layout of one flat buffer. All sizes are in elements.
+    """The layout of one flat buffer, with sizes in elements.
 
     Tensor ``t`` occupies ``[offsets[t], offsets[t] + tensor_numel(t))``. Shard ``k`` stores
     ``[k * shard_numel, (k + 1) * shard_numel)``.
@@ -51,7 +51,7 @@ class Plan:
     data_numel: int = field(init=False)
 
     def __post_init__(self) -> None:
-        # As plain tuples, torch.Size and tuple shapes print, compare and hash alike.
+        # Plain tuples, so that shapes given as torch.Size print, compare and hash alike.
         object.__setattr__(self, "shapes", tuple(map(tuple, self.shapes)))
         object.__setattr__(self, "granularities", tuple(self.granularities))
         object.__setattr__(self, "offsets", tuple(self.offsets))
@@ -120,7 +120,7 @@ class Plan:
         return self._layout() == other._layout() if isinstance(other, Plan) else NotImplemented
 
     def __hash__(self) -> int:
-        # Plans are dictionary keys on hot paths. These few integers tell plans apart without hashing 20,000 shapes.
+        # Plans are dictionary keys on hot paths. A few integers tell them apart without a hash of 20,000 shapes.
         return hash((self.num_shards, self.shard_numel, self.data_numel, len(self.shapes), self.offsets[:8]))
 
     def _layout(self) -> tuple[object, ...]:

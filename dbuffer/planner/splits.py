@@ -21,7 +21,7 @@ Sizes = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """One way to group tensors into regions.
+    """A grouping of tensors into regions.
 
     Attributes:
         groups: the tensors of each region, ascending; regions are ordered by their first tensor.

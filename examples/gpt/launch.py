@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore  # torch.distributed has it, but untyped
 from torch.distributed.rendezvous import rendezvous
 
-from dbuffer.collectives import wait_for
+from dbuffer.collectives.waits import wait_for
 from megatron_fsdp import AgreementError, ConfigError
 from megatron_fsdp.command_parser import record_error
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dbuffer.collectives import wait_for
+from dbuffer.collectives.waits import wait_for
 
 
 @dataclass(frozen=True, slots=True)

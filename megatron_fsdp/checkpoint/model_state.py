@@ -20,7 +20,7 @@ from megatron_fsdp.checkpoint.reader import OpenCheckpoint, listed, read_entries
 from megatron_fsdp.engine.param_group import ParameterGroup, announce_step, group_of_parameter
 from megatron_fsdp.engine.unit import units_below
 from megatron_fsdp.errors import CheckpointError
-from megatron_fsdp.optim.param_memory import local_of
+from megatron_fsdp.optim.local_parts import local_of
 
 __all__ = [
     "ModelMatch", "ModelView", "announce_change", "canonical", "full_state_dict",

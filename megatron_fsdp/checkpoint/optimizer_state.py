@@ -16,7 +16,7 @@ from megatron_fsdp.checkpoint.manifest import EntryPath
 from megatron_fsdp.checkpoint.model_state import ModelView, refuse_differences, siblings
 from megatron_fsdp.checkpoint.reader import OpenCheckpoint
 from megatron_fsdp.errors import CheckpointError
-from megatron_fsdp.optim.int8_moments import CODED_KEYS, decoded_state
+from megatron_fsdp.optim.adamw.int8_moments import CODED_KEYS, decoded_state
 from megatron_fsdp.optim.loaded_state import parameters_by_index, state_dtype, without_fresh_state
 
 __all__ = ["OptimizerMatch", "describe_optimizer", "match_optimizer"]

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from dbuffer.collectives import all_reduce
+from dbuffer.collectives.all_reduce import all_reduce
 from megatron_fsdp.checks.agreement import mesh_ranks
 from megatron_fsdp.checks.rendezvous import job_store
 from megatron_fsdp.engine.accumulation import Accumulation

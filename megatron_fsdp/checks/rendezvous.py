@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from dbuffer import MeshError
-from dbuffer.collectives import waiters
+from dbuffer.collectives.waits import waiters
 from dbuffer.mesh import job_timeout
 from dbuffer.whereabouts import is_from_backend, job_store, others_stand, reason_of
 from megatron_fsdp.errors import DIFFERENT_PASSES, AgreementError

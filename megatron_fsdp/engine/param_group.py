@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from dbuffer import BufferPlacement, DBuffer, Flat, PlacementError, Plan, Replicate
-from dbuffer.collectives import Part, all_gather
-from dbuffer.collectives_together import gather_together
+from dbuffer.collectives.all_gather import all_gather, all_gather_together
+from dbuffer.collectives.parts import Part
 from dbuffer.events import listeners, tell
 from dbuffer.layout import only_flat_axis
 from dbuffer.mesh import MeshAxis, neighbours
@@ -95,7 +95,7 @@ def _gather(stale: Sequence[ParameterGroup], weights: Sequence[WeightBuffers], w
     if len(parts) == 1:
         all_gather(parts[0].whole, parts[0].shard, parts[0].axis, works)
     else:
-        gather_together(parts, works)
+        all_gather_together(parts, works)
 
 
 @torch.no_grad()
@@ -172,7 +172,7 @@ class PostForwardShard:
         """Return the gather of the whole weights from the smaller group."""
         mine = self._mine()
         mine.copy_(self.storage.tensor)
-        return Part(self.axis, self._gathered.local_buffer, mine)
+        return Part("all_gather", self.axis, self._gathered.local_buffer, mine)
 
     def drop(self) -> None:
         """Release the memory."""
@@ -385,7 +385,7 @@ class WeightBuffers:
         parts = [part for group in groups for part in group.weights.start_refresh()]
         try:
             if parts:
-                gather_together(parts)
+                all_gather_together(parts)
         finally:
             # With shared memory the gather also writes main weights, with the same values.
             share_memory = [group for group in groups if group.weights.end_refresh()]

@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 
 from dbuffer import BufferPlacement, DBuffer, Partial, PlacementError
-from dbuffer.collectives import Part, reduce_scatter
-from dbuffer.collectives_together import all_reduce_together, reduce_together
+from dbuffer.collectives.all_reduce import all_reduce_together
+from dbuffer.collectives.parts import Part
+from dbuffer.collectives.reduce_scatter import reduce_scatter, reduce_scatter_together
 from dbuffer.layout import only_flat_axis
 from dbuffer.route import Route
 from dbuffer_kernels import accumulate
@@ -162,12 +163,8 @@ class GradientReduction(Protocol):
     def release_all(self) -> None:
         """Release the memory of reduced gradients and of the send buffer ``wire``."""
 
-    def start_last(self, on_all: list[Part], scattered: list[Part], works: list[dist.Work] | None) -> None:
-        """Append the last reduction to one of two lists, or issue it here if it takes more than one collective.
-
-        Args:
-            on_all: all-reduces. scattered: reduce-scatters.
-        """
+    def start_last(self, works: list[dist.Work] | None) -> list[Part]:
+        """Return the last reduction for the caller to issue; issue it here if it takes more than one collective."""
 
     def complete_last(self) -> None:
         """Write the last reduction's result to ``final``, and call the hook."""
@@ -327,17 +324,9 @@ class Reduction:
         if self.wire is not None:
             self.wire.whole.release_storage()
 
-    def start_last(self, on_all: list[Part], scattered: list[Part], works: list[dist.Work] | None) -> None:
-        """Append the last reduction to one of two lists, or issue it here if it takes more than one collective.
-
-        Args:
-            on_all: all-reduces. scattered: reduce-scatters.
-        """
-        part = self._last.part_on_all()
-        if part is not None:
-            on_all.append(part)
-        else:
-            scattered += self._last.parts(works)
+    def start_last(self, works: list[dist.Work] | None) -> list[Part]:
+        """Return the last reduction for the caller to issue; issue it here if it takes more than one collective."""
+        return self._last.parts(works)
 
     def complete_last(self) -> None:
         """Write the last reduction's result to ``final``, and call the hook."""
@@ -391,7 +380,7 @@ def _wide_part(packed: DBuffer, reduced: DBuffer) -> list[Part]:
             f"MixedPrecisionPolicy(accumulate_dtype={reduced.dtype}) needs gradients that are sharded over exactly one "
             f"axis: {error}; use another strategy, or reduce_dtype={reduced.dtype}"
         ) from error
-    return [Part(axis, packed.local_buffer, reduced.local_buffer, "sum")]
+    return [Part("reduce_scatter", axis, packed.local_buffer, reduced.local_buffer, "sum")]
 
 
 def start_reductions(reductions: Sequence[GradientReduction], works: list[dist.Work] | None) -> None:
@@ -399,10 +388,15 @@ def start_reductions(reductions: Sequence[GradientReduction], works: list[dist.W
     parts: list[Part] = []
     for reduction in reductions:
         parts += reduction.start(works)
-    if len(parts) == 1:
+    if len(parts) == 1 and parts[0].kind == "reduce_scatter":
         reduce_scatter(parts[0].shard, parts[0].whole, parts[0].axis, parts[0].op, works)
     else:
-        reduce_together(parts, works)
+        _issue(parts, works)
+
+
+def _issue(parts: Sequence[Part], works: list[dist.Work] | None) -> None:
+    all_reduce_together([part for part in parts if part.kind == "all_reduce"], works)
+    reduce_scatter_together([part for part in parts if part.kind == "reduce_scatter"], works)
 
 
 def fold(reductions: Sequence[GradientReduction]) -> None:
@@ -421,15 +415,13 @@ def fold_on_host(reductions: Sequence[GradientReduction]) -> None:
 
 def start_last(reductions: Sequence[GradientReduction], works: list[dist.Work] | None) -> None:
     """Issue the reduction of one unit's ``main_grad`` over the axes that still hold partial sums."""
-    on_all: list[Part] = []
-    scattered: list[Part] = []
     for reduction in reductions:
         if reduction.wire is not None:
             reduction.wire.load()
+    parts: list[Part] = []
     for reduction in reductions:
-        reduction.start_last(on_all, scattered, works)
-    all_reduce_together(on_all, works)
-    reduce_together(scattered, works)
+        parts += reduction.start_last(works)
+    _issue(parts, works)
 
 
 def complete_last(reductions: Sequence[GradientReduction]) -> None:

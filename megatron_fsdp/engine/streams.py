@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dbuffer.collectives import wait_for
+from dbuffer.collectives.waits import wait_for
 from dbuffer.events import listeners, tell
 from dbuffer_kernels.switches import is_off
 from megatron_fsdp.engine.freshness import CHECKS

@@ -13,14 +13,14 @@ from torch.optim import Optimizer
 
 import dbuffer_kernels
 from dbuffer import DBuffer
-from dbuffer.collectives_rare import reduce_numbers
+from dbuffer.collectives.all_reduce import reduce_numbers
 from dbuffer.mesh import MeshAxis
 from dbuffer_kernels import QUANT_BLOCK
 from megatron_fsdp.checkpoint.model_state import canonical, unwrapped
 from megatron_fsdp.engine.param_group import ParameterGroup, group_of_parameter
 from megatron_fsdp.engine.unit import units_below
 from megatron_fsdp.errors import ConfigError
-from megatron_fsdp.optim.param_memory import local_of
+from megatron_fsdp.optim.local_parts import local_of
 
 __all__ = ["checksum", "parameter_checksums", "unit_checksums"]
 

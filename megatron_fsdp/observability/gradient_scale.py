@@ -18,8 +18,7 @@ import torch
 from torch import nn
 
 from dbuffer import DBuffer, Partial
-from dbuffer.collectives import all_reduce
-from dbuffer.collectives_rare import reduce_numbers
+from dbuffer.collectives.all_reduce import all_reduce, reduce_numbers
 from dbuffer.events import listen
 from dbuffer.mesh import MeshAxis
 from megatron_fsdp.api import microbatch

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import Replicate
 
 import dbuffer_kernels
-from dbuffer.collectives import all_gather
+from dbuffer.collectives.all_gather import all_gather
 from dbuffer.mesh import MeshAxis, mesh_axes
 from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.engine.unit import Unit

@@ -23,7 +23,8 @@ import torch.distributed as dist
 from torch import nn
 
 import dbuffer
-from dbuffer.collectives_rare import start_maximum, wait_with
+from dbuffer.collectives.all_reduce import start_maximum
+from dbuffer.collectives.waits import wait_with
 from dbuffer.events import listen
 from dbuffer.mesh import new_group
 from dbuffer.whereabouts import keep_groups

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Collection, Iterable
-from typing import TypeVar
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NoReturn, TypeVar
 
 import torch
 from torch import nn
 
 from dbuffer.dtensor.reads import reduce_norm
 from dbuffer.mesh import MeshAxis
+from dbuffer.placements import BufferPlacement
 from megatron_fsdp.checks.unowned_params import refuse_unowned
 from megatron_fsdp.engine.param_group import ParameterGroup, group_of_parameter
+from megatron_fsdp.engine.params import own_rows
+from megatron_fsdp.engine.passes import grads_of
 from megatron_fsdp.engine.unit import units_below
 from megatron_fsdp.engine.unsharded_param import UnshardedParam
-from megatron_fsdp.optim.grad_norm_rare import HeldGradients, exact_norm, of_frozen, refuse_norm, refuse_pending
+from megatron_fsdp.errors import ConfigError, StateError
+from megatron_fsdp.optim.exact_norm import exact_norm
+from megatron_fsdp.optim.local_parts import local_of
 from megatron_fsdp.optim.nonfinite import may_step, readings_of
 
 __all__ = ["by_axes", "clip_factor", "clip_grad_norm_", "total_norm"]
@@ -24,6 +31,20 @@ Each = TypeVar("Each")
 # A CPU adds FP32 powers nearly in a row: the norm of thirty million random numbers at once is 0.2 % off.
 _MAX_IN_A_ROW = 1 << 14
 Spread = Collection[tuple[Iterable[MeshAxis], list[torch.Tensor]]]
+
+
+@dataclass(frozen=True, slots=True)
+class HeldGradients:
+    """Gradients of one group on this rank.
+
+    Attributes:
+        flat: their elements. placements: of the buffer that they lie in. scale: multiplies them, wherever they lie.
+    """
+
+    group: ParameterGroup
+    flat: torch.Tensor
+    placements: Sequence[BufferPlacement]
+    scale: Callable[[torch.Tensor], None]
 
 
 def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
@@ -37,8 +58,8 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scale the gradients of a sharded model so that their global norm is at most ``max_norm``.
 
-    One pass over each flat gradient shard and one all-reduce of a scalar per distinct mesh. Gradients that the user put
-    in ``.grad`` count and are scaled as well. Parameters of ``ignored_params`` are taken in as they are on this rank.
+    This takes one pass over each flat gradient shard and one all-reduce of a scalar per distinct mesh. It includes and
+    scales gradients that the user assigned to ``.grad``, and this rank's gradients of ``ignored_params``.
 
     Args:
         model: a module with sharded modules in it, after the last microbatch's backward.
@@ -50,8 +71,8 @@ def clip_grad_norm_(
         The norm before clipping, a 0-d FP32 tensor, equal on all ranks.
     Raises:
         ConfigError: another ``norm_type``, or something else than a model.
-        StateError: gradients are not final: the last backward did not synchronize; or something else is registered in
-            the place of a parameter; or a trained parameter belongs to no unit.
+        StateError: gradients are not final because the last backward did not synchronize; another tensor is registered
+            in the place of a parameter; or a trained parameter belongs to no unit.
         NonfiniteGradientError: on every rank, for ``error_if_nonfinite``; names the first parameter.
 
     Example:
@@ -61,7 +82,7 @@ def clip_grad_norm_(
     """
     order = float(norm_type)
     if not order > 0 or not isinstance(model, nn.Module):
-        refuse_norm(model, norm_type)
+        _refuse_norm(model, norm_type)
     units = list(units_below(model))
     for unit in units:
         unit.refuse_replaced_params()
@@ -133,10 +154,41 @@ def _held_by(group: ParameterGroup) -> Iterable[HeldGradients]:
     """Return the gradients of a group, which must be final."""
     gradients = group.gradients
     if gradients is None:
-        return of_frozen(group)
+        return _of_frozen(group)
     binding = gradients.binding
     is_partial = binding.sum is not None and binding.sum.is_in_main_grad
     if is_partial or gradients.is_filled:
-        refuse_pending(binding.name)
+        _refuse_pending(binding.name)
     final = binding.final_gradients()
     return [] if final is None else [HeldGradients(group, final.local_buffer, final.placements, binding.scale)]
+
+
+def _of_frozen(group: ParameterGroup) -> Iterator[HeldGradients]:
+    """Yield the gradients that the user put in ``.grad`` of a group that is frozen, which has no buffer for it."""
+    for index, gradient in enumerate(grads_of(group.fsdp_params.sharded_params)):
+        if gradient is not None:
+            rows, placements = own_rows(group.fsdp_params, index, gradient), group.main_weight.placements
+            yield HeldGradients(group, rows.reshape(-1), placements, functools.partial(_scale, gradient))
+
+
+def _scale(tensor: torch.Tensor, factor: torch.Tensor) -> None:
+    local = local_of(tensor)
+    local.mul_(factor.to(local))
+
+
+def _refuse_norm(model: object, norm_type: float) -> NoReturn:
+    """Raise a ``ConfigError`` that says what ``clip_grad_norm_`` takes."""
+    if isinstance(model, nn.Module):
+        raise ConfigError(f"clip_grad_norm_: norm_type={norm_type}; supported are numbers above 0, and inf")
+    raise ConfigError(
+        f"clip_grad_norm_: found a {type(model).__name__}, wanted the model. Give the model itself, or its "
+        "parameters to torch.nn.utils.clip_grad_norm_."
+    )
+
+
+def _refuse_pending(name: str) -> NoReturn:
+    """Raise a ``StateError`` for the gradients of a unit that are still being summed up."""
+    raise StateError(
+        f"{name}: clip_grad_norm_ before gradients are final; run the last microbatch's backward "
+        "with synchronization (outside of no_sync, or after set_requires_gradient_sync(True))"
+    )

@@ -3,9 +3,9 @@
 State that an optimizer makes has the rows of its parameters, whichever operator makes it (docs/design/facade.md). State
 that ``load_state_dict`` brings may be whole, or a DTensor that PyTorch cut by its own rule.
 
-``torch.optim`` makes state in the first step: the ``state_dict()`` of a new optimizer is empty, and
-``torch.distributed.checkpoint.load`` fills what is there and nothing else. So it is shown as zeros, from which a step
-is as from none; they live in the returned dictionary alone (docs/design/checkpoint.md).
+``torch.optim`` creates state in the first step, so the ``state_dict()`` of a new optimizer is empty, and
+``torch.distributed.checkpoint.load`` would load nothing into it. The state dict therefore shows zeros, from which a
+step gives the same result as without state. Only the returned dictionary holds them (docs/design/checkpoint.md).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""NaN and infinity in gradients: found by the global norm, which is one number on all ranks, and named afterwards."""
+"""NaN and infinity in gradients: find them by the global norm, which is equal on all ranks, and name the parameter."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from dbuffer.collectives_rare import reduce_numbers
+from dbuffer.collectives.all_reduce import reduce_numbers
 from dbuffer.mesh import MeshAxis
 from megatron_fsdp.engine.param_group import group_of_parameter
 from megatron_fsdp.errors import ConfigError, NonfiniteGradientError
-from megatron_fsdp.optim.param_memory import local_of
+from megatron_fsdp.optim.local_parts import local_of
 
 __all__ = ["POLICIES", "Reading", "check_gradients", "check_policy", "may_step", "readings_of"]
 
@@ -39,17 +39,18 @@ class Reading:
 
 
 def check_gradients(model: nn.Module, norm: torch.Tensor, nonfinite: str = "raise") -> bool:
-    """Decide, alike on all ranks, whether the optimizer may step with the gradients that have this norm.
+    """Return whether the optimizer may step with gradients of this norm. All ranks get the same answer.
 
-    The norm is read on the host; no pass over gradients is made unless it is not finite. Then one more pass finds the
-    first parameter concerned, in the order of ``model.named_parameters()``.
+    The host reads the norm. Only if it is not finite, one pass over the gradients finds the first parameter with such a
+    gradient, in the order of ``model.named_parameters()``. All ranks must call this together.
 
     Args:
-        model: whose gradients were measured; every rank calls it.
-        norm: what ``clip_grad_norm_`` returned, equal on all ranks.
-        nonfinite: what to do when it is NaN or infinite: "raise", "skip" (log a warning and return False) or "ignore".
+        model: the model whose gradients were measured.
+        norm: the result of ``clip_grad_norm_``, which is equal on all ranks.
+        nonfinite: what to do for a norm that is NaN or infinite: "raise", "skip" (log a warning and return False) or
+            "ignore".
     Returns:
-        Whether to step; after False call ``optimizer.zero_grad()``, as after a step.
+        Whether to step. After False call ``optimizer.zero_grad()``, as after a step.
     Raises:
         NonfiniteGradientError: on every rank, for "raise"; names the first parameter.
         ConfigError: another ``nonfinite``.

@@ -16,8 +16,8 @@ from dbuffer.events import listen, listeners
 from dbuffer.memory_meter import memory_meter
 from megatron_fsdp.api import microbatch
 from megatron_fsdp.engine.param_group import ParameterGroup
-from megatron_fsdp.optim.adamw import AdamW
-from megatron_fsdp.optim.sharded_optimizer import fully_shard_optimizer
+from megatron_fsdp.optim.adamw.adamw import AdamW
+from megatron_fsdp.optim.stock.sharded_optimizer import fully_shard_optimizer
 from megatron_fsdp.planning.stand_in import Model
 from megatron_fsdp.planning.step_listener import Forecast, Phase, StepListener
 from megatron_fsdp.planning.transformer import UnitWork

@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 from megatron_fsdp.engine.unit import Unit, units_below
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.formatting import Table, counted, format_bytes, listing
-from megatron_fsdp.optim.muon import explain_ownership
-from megatron_fsdp.optim.ownership import OwnershipReport
+from megatron_fsdp.optim.muon.muon import explain_ownership
+from megatron_fsdp.optim.muon.ownership import OwnershipReport
 from megatron_fsdp.planning.cost_model import Hardware, play_in_time
 from megatron_fsdp.planning.picture import draw, save, time_line
 from megatron_fsdp.planning.played_step import PlayedStep, play_step

@@ -13,7 +13,7 @@ from dbuffer.storage import FlatStorage
 from dbuffer_kernels import num_blocks
 from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.engine.unit import Unit
-from megatron_fsdp.optim.int8_moments import is_coded
+from megatron_fsdp.optim.adamw.int8_moments import is_coded
 from megatron_fsdp.planning.stand_in import StoodIn, reshard_asked
 
 __all__ = [

@@ -15,8 +15,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import dbuffer_kernels
-from dbuffer.collectives import wait_for
-from dbuffer.collectives_rare import reduce_numbers
+from dbuffer.collectives.all_reduce import reduce_numbers
+from dbuffer.collectives.waits import wait_for
 from dbuffer.mesh import MeshAxis
 from megatron_fsdp.checkpoint.model_state import unwrapped
 from megatron_fsdp.engine.param_group import ParameterGroup

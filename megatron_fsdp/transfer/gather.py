@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from dbuffer import DBuffer
-from dbuffer.collectives import Part
-from dbuffer.collectives_together import gather_together, gather_uneven
+from dbuffer.collectives.all_gather import all_gather_together, all_gather_uneven
+from dbuffer.collectives.parts import Part
 from dbuffer.layout import Layout
 from dbuffer.mesh import MeshAxis, mesh_axes
 from dbuffer.placements import flat_axes, shard_index
@@ -179,13 +179,13 @@ def gather_regions(gathers: Sequence[RegionGather], works: list[dist.Work]) -> N
                 start = parts[0].storage_offset() - each.region.storage_offset()
                 whole = each.region[start : start + sum(part.numel() for part in parts)]
                 # As bytes: not every backend gathers every dtype.
-                even.append(Part(axis, whole.view(torch.uint8), parts[axis.rank].view(torch.uint8)))
+                even.append(Part("all_gather", axis, whole.view(torch.uint8), parts[axis.rank].view(torch.uint8)))
             else:
                 uneven.append((axis, parts))
         if even:
-            gather_together(even, works if is_last else None)
+            all_gather_together(even, works if is_last else None)
         for axis, parts in uneven:
-            gather_uneven(parts, axis, works if is_last else None)
+            all_gather_uneven(parts, axis, works if is_last else None)
 
 
 # ---------------------------------------------------------------- tensor- and expert-parallel parts
@@ -213,7 +213,7 @@ def assemble(local: Sequence[torch.Tensor], split: TensorParallel, out: Sequence
         rows = current[0].new_zeros(axis.size, sum(sizes))
         for tensor, place in zip(current, _spans(sizes), strict=True):
             rows[axis.rank, place.start : place.start + tensor.numel()].copy_(tensor.reshape(-1))
-        gather_together([Part(axis, rows.view(-1), rows[axis.rank])])
+        all_gather_together([Part("all_gather", axis, rows.view(-1), rows[axis.rank])])
         current = [
             torch.cat(_parts(rows[:, place], shape, dim, cut), dim=dim)
             for place, shape, cut in zip(_spans(sizes), shapes, cuts, strict=True)

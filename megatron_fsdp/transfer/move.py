@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from dbuffer.collectives_rare import all_to_all
+from dbuffer.collectives.all_to_all import all_to_all
 from dbuffer.mesh import MeshAxis, new_group
 from megatron_fsdp.errors import AgreementError
 from megatron_fsdp.transfer.layouts import Parts

@@ -19,10 +19,10 @@ from dbuffer_kernels import QUANT_BLOCK, num_blocks
 from megatron_fsdp.checks.rendezvous import job_store
 from megatron_fsdp.engine.params import is_laid_out_like
 from megatron_fsdp.errors import ConfigError
-from megatron_fsdp.optim.flat_step import forget_memory
-from megatron_fsdp.optim.int8_moments import CODED_KEYS
+from megatron_fsdp.optim.adamw.int8_moments import CODED_KEYS
 from megatron_fsdp.optim.loaded_state import lay_out_loaded_state
-from megatron_fsdp.optim.sharded_optimizer import follow_groups
+from megatron_fsdp.optim.stock.flat_step import forget_memory
+from megatron_fsdp.optim.stock.sharded_optimizer import follow_groups
 
 __all__ = ["OptimizerMove", "StateItem"]
 

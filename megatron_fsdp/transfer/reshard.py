@@ -27,7 +27,7 @@ from megatron_fsdp.engine.unit import Call, Root, Unit, units_below
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.lifecycle.make_param_group import follow_gradients, make_over, make_weights, restore_group
 from megatron_fsdp.lifecycle.module import watch_inner_modules
-from megatron_fsdp.optim.flat_step import optimizers_of
+from megatron_fsdp.optim.stock.flat_step import optimizers_of
 from megatron_fsdp.policy.mesh import sharding_target
 from megatron_fsdp.policy.offload import CPUOffloadPolicy, offload_of
 from megatron_fsdp.policy.strategy import Placements

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from dbuffer.collectives import wait_for
+from dbuffer.collectives.waits import wait_for
 from megatron_fsdp.checkpoint.safetensors_model import NameMap
 from megatron_fsdp.engine.param_group import ParameterGroup, group_of_parameter
 from megatron_fsdp.engine.streams import CallerStreams

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dbuffer.collectives import all_reduce
+from dbuffer.collectives.all_reduce import all_reduce
 from megatron_fsdp.checks.agreement import mesh_ranks
 from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.engine.unit import units_below

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._pytree import tree_iter
 
 from dbuffer import DBuffer, Flat, FlatDTensor, Plan
-from dbuffer.collectives import Part
+from dbuffer.collectives.parts import Part
 from dbuffer.storage import FlatStorage
 from megatron_fsdp.build.builder import GroupSpec
 from megatron_fsdp.build.extension import ByteLayout, Extension

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from dbuffer import DBuffer, Element, Flat, Plan, Replicate
-from dbuffer.collectives import Part
+from dbuffer.collectives.parts import Part
 from dbuffer.route import Route
 from dbuffer_kernels import decode_rows, encode_row
 from dbuffer_kernels.quantize import row_bytes

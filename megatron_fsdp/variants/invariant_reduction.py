@@ -20,8 +20,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from dbuffer import DBuffer, Flat, Partial
-from dbuffer.collectives import Part
-from dbuffer.collectives_rare import exchange
+from dbuffer.collectives.all_to_all import all_to_all_tensors
+from dbuffer.collectives.parts import Part
 from dbuffer.events import listeners, tell
 from dbuffer.mesh import MeshAxis, flattened_mesh, make_groups
 from dbuffer.placements import BufferPlacement
@@ -267,7 +267,7 @@ class InvariantReduction:
 
     def start(self, works: list[dist.Work] | None) -> list[Part]:
         """Issue the exchange."""
-        exchange(*self._rows(), self._axis, works)
+        all_to_all_tensors(*self._rows(), self._axis, works)
         return []
 
     def fold(self) -> None:
@@ -287,7 +287,7 @@ class InvariantReduction:
         rooms = self._received.tensor[: others * mine.numel()].view(others, mine.numel()).unbind()
         return [*rooms[: self._axis.rank], mine, *rooms[self._axis.rank :]], sent
 
-    def start_last(self, on_all: list[Part], scattered: list[Part], works: list[dist.Work] | None) -> None:
+    def start_last(self, works: list[dist.Work] | None) -> list[Part]:
         """Write the sum to ``main_grad`` and gather it over the axes that replicate ``main_grad``."""
         target = self.main_grad.local_buffer
         if listeners:
@@ -296,8 +296,9 @@ class InvariantReduction:
         self.counter.write(held[-1], self._scale)
         for axis, whole in zip(reversed(self._whole), reversed(held[:-1]), strict=True):
             parts = [whole[piece_of(whole.numel(), axis.size, rank)] for rank in range(axis.size)]
-            exchange(parts, [parts[axis.rank]] * axis.size, axis)
+            all_to_all_tensors(parts, [parts[axis.rank]] * axis.size, axis)
         self._version = target._version
+        return []
 
     def _held(self, target: torch.Tensor) -> list[torch.Tensor]:
         """Return the slices of the target, one per replicated axis; the last one is the slice that this rank sums."""

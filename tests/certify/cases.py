@@ -25,11 +25,11 @@ from megatron_fsdp.certify.clocks import Queue
 from megatron_fsdp.checkpoint.api import save_checkpoint
 from megatron_fsdp.checkpoint.async_save import finish_pending_save
 from megatron_fsdp.lifecycle.module import FsdpModule
-from megatron_fsdp.optim.adamw import AdamW
+from megatron_fsdp.optim.adamw.adamw import AdamW
 from megatron_fsdp.optim.grad_norm import clip_grad_norm_
-from megatron_fsdp.optim.muon import Muon
-from megatron_fsdp.optim.param_groups import muon_param_groups
-from megatron_fsdp.optim.sharded_optimizer import fully_shard_optimizer
+from megatron_fsdp.optim.muon.muon import Muon
+from megatron_fsdp.optim.muon.param_groups import muon_param_groups
+from megatron_fsdp.optim.stock.sharded_optimizer import fully_shard_optimizer
 from megatron_fsdp.policy.mesh import DataParallelMeshDims
 from megatron_fsdp.policy.offload import CPUOffloadPolicy
 from megatron_fsdp.policy.precision import MixedPrecisionPolicy

@@ -37,8 +37,8 @@ MODULES = (
     "megatron_fsdp.engine.reduce",
     "megatron_fsdp.variants.memory_slots",
     "megatron_fsdp.checks.missing_gradients",
-    "megatron_fsdp.optim.adamw",
-    "megatron_fsdp.optim.adamw_update",
+    "megatron_fsdp.optim.adamw.adamw",
+    "megatron_fsdp.optim.adamw.update",
     "dbuffer.storage",
     "dbuffer.slot_pool",
 )

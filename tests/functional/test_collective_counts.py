@@ -158,7 +158,7 @@ def test_a_unit_of_many_groups_is_gathered_and_reduced_by_one_collective_each(
 
 @on_ranks(2)
 def test_groups_travel_apart_where_that_is_switched_off() -> None:
-    with mock.patch("dbuffer.collectives_together.is_off", "together".__eq__):
+    with mock.patch("dbuffer.collectives.parts.is_off", "together".__eq__):
         # One of the five groups is frozen.
         check_mixed("optim_grads_params", (2,), {"all_gather": 6 * 5, "reduce_scatter": 4 * 4})
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from dbuffer import collectives
+from dbuffer.collectives import all_gather, reduce_scatter
 from dbuffer.slot_pool import can_exchange_memory
 from dbuffer_kernels import switches
 from megatron_fsdp import FSDPModule, MixedPrecisionPolicy, Muon, Watch, microbatch
@@ -150,7 +150,7 @@ def trained(name: str, device: str) -> list[float]:
     setting = SETTINGS[name]
     os.environ["DBUFFER_WITHOUT"] = setting.without
     switches._named.cache_clear()
-    collectives._COPIES = switches.is_off("in-place")
+    all_gather.COPIES = reduce_scatter.COPIES = switches.is_off("in-place")
     size = dist.get_world_size()
     outer = 2 if setting.strategy in ("hsdp", "hfsdp") and size % 2 == 0 else 1
     shape = (outer, size // outer) if setting.strategy in ("hsdp", "hfsdp") else (size,)

@@ -67,7 +67,7 @@ BACKWARD = (
     r"grads\.py wait |reduce\.py fold |accumulation\.py begin_sum |post_backward\.py drain "
     r"|final_callback\.py (begin_backward|final_callback) |params\.py brought_back "
 )
-GATHERS = r"collectives\.py (all_gather|wait_for) "
+GATHERS = r"all_gather\.py all_gather |waits\.py wait_for "
 QUICK = [
     Sweep("optim_grads_params", "memory", 13, is_fresh=True),
     Sweep("optim", "memory", 23, is_fresh=True),
@@ -81,9 +81,9 @@ QUICK = [
     *(Sweep(setup, GATHERS, 5, num_ranks=2) for setup in ("optim", "optim_grads", "optim_grads_params")),
     Sweep("ordered", r"forward_order\.py", 7),
     Sweep("ordered", "memory", 17),
-    Sweep("frozen", r"gloo\.py sort ", 3, num_ranks=2),
+    Sweep("frozen", r"all_gather\.py sort ", 3, num_ranks=2),
     *(Sweep(setup, r"storage\.py reallocate ", 1) for setup in ZERO),
-    Sweep("adamw", r"adamw_update\.py run ", 1),
+    Sweep("adamw", r"update\.py run ", 1),
 ]
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from dbuffer.collectives import Part
+from dbuffer.collectives.parts import Part
 from megatron_fsdp import GradientScaleError, Placements, check_gradient_scale, fully_shard
 from megatron_fsdp.engine import reduce
 from megatron_fsdp.engine.reduce import Reduction

@@ -18,10 +18,9 @@ FOLDER_ORDER = (
     ("dbuffer.errors",),
     ("dbuffer.placements", "dbuffer.planner", "dbuffer.memory_meter", "dbuffer.events", "dbuffer.slot_memory"),
     ("dbuffer.mesh", "dbuffer.slot_pool"),
-    ("dbuffer.layout", "dbuffer.gloo", "dbuffer.storage"),
+    ("dbuffer.layout", "dbuffer.storage"),
     ("dbuffer.whereabouts",),
     ("dbuffer.collectives",),
-    ("dbuffer.collectives_rare", "dbuffer.collectives_together"),
     ("dbuffer.dtensor",),
     ("dbuffer.buffer",),
     ("dbuffer",),
@@ -35,6 +34,8 @@ FOLDER_ORDER = (
     ("megatron_fsdp.lifecycle",),
     ("megatron_fsdp.checks",),
     ("megatron_fsdp.optim", "megatron_fsdp.uneven"),
+    ("megatron_fsdp.optim.adamw", "megatron_fsdp.optim.stock"),
+    ("megatron_fsdp.optim.muon",),
     ("megatron_fsdp.api", "megatron_fsdp.meta_init"),
     ("megatron_fsdp.virtual",),
     ("megatron_fsdp.checkpoint", "megatron_fsdp.planning", "megatron_fsdp.config"),
@@ -64,7 +65,7 @@ COLLECTIVES = """all_gather all_gather_coalesced all_gather_into_tensor all_gath
 # No other function is called so: they count however they are reached, and as strings for getattr.
 TORCH_ONLY = """all_gather_into_tensor all_gather_single reduce_scatter_single reduce_scatter_tensor all_to_all_single
     _coalescing_manager""".split()
-COLLECTIVES_FILES = ("collectives", "collectives_together", "collectives_rare", "gloo")
+COLLECTIVES_FILES = ("all_gather", "all_reduce", "all_to_all", "broadcast", "gloo_messages", "reduce_scatter")
 LANES_FILE = "megatron_fsdp/engine/streams.py"
 LIBRARY = ("dbuffer/", "kernels/", "megatron_fsdp/")
 
@@ -83,7 +84,8 @@ RESERVED = (
     Reserved(
         rf"\b(dist|distributed)\.({'|'.join(COLLECTIVES)})\b|[.'\"]({'|'.join(TORCH_ONLY)})(?=['\"(])"
         rf"|from torch\.distributed import .*\b({'|'.join(COLLECTIVES)})\b",
-        LIBRARY, tuple(f"dbuffer/{name}.py" for name in COLLECTIVES_FILES), "a function of dbuffer/collectives.py",
+        LIBRARY, tuple(f"dbuffer/collectives/{name}.py" for name in COLLECTIVES_FILES),
+        "a function of dbuffer/collectives/",
     ),
     Reserved(
         r"\bcuda\.(Event|ExternalStream|Stream|StreamContext|current_stream|default_stream|set_stream|stream)\b"

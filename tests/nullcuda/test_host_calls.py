@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.virtual_models import make_model
-from dbuffer import collectives_together
+from dbuffer.collectives import all_gather
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard
 from megatron_fsdp.engine import fused_linear, grads
 from megatron_fsdp.lifecycle.module import unit_of
@@ -54,7 +54,7 @@ def counts(reduce: torch.dtype) -> Counts:
         packings.append(len(buffers))
         real(buffers, works)
 
-    manager = mock.patch.object(collectives_together, "_coalescing", wraps=collectives_together._coalescing)
+    manager = mock.patch.object(all_gather, "_coalescing", wraps=all_gather._coalescing)
     torchs = mock.patch.object(dist.distributed_c10d, "_coalescing_manager", side_effect=AssertionError)
     products = mock.patch.object(fused_linear, "product_into_buffer", wraps=fused_linear.product_into_buffer)
     with mock.patch.object(grads, "_pack", pack), manager as entered, torchs, products as multiplied, machine.logged():

@@ -113,8 +113,8 @@ CASES: dict[str, tuple[Rule, dict[str, str], list[str]]] = {
             architecture.stray_words, {file: f"\n{text}", home: text}, [f"{file.replace('__', '/')}.py:2"]
         )
         for file, home, text in (
-            ("dbuffer__buffer", "dbuffer__collectives", "torch.distributed.all_reduce(x)"),
-            ("dbuffer__buffer", "dbuffer__collectives", "find(dist, 'all_gather_into_tensor')"),
+            ("dbuffer__buffer", "dbuffer__collectives__all_reduce", "torch.distributed.all_reduce(x)"),
+            ("dbuffer__buffer", "dbuffer__collectives__all_reduce", "find(dist, 'all_gather_into_tensor')"),
             (UNIT, LANES, "torch.cuda.Stream()"), (UNIT, LANES, "tensor.record_stream(gather)"),
             (API, ADAPTER, "def adapt(): from megatron.core import parallel_state"),
             ("tests__unit__test_a", "examples__b", "run_ranks(2, train)"),

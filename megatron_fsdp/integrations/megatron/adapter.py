@@ -24,7 +24,7 @@ from megatron_fsdp.integrations.megatron.data_parallel import DataParallelMethod
 from megatron_fsdp.integrations.megatron.groups import ModelGroups, size_of
 from megatron_fsdp.integrations.megatron.optimizer import OptimizerMethods, adopt_optimizer, weight_norm
 from megatron_fsdp.integrations.megatron.settings import refuse_arguments, refuse_configs, refuse_optimizer
-from megatron_fsdp.optim.megatron_muon import MUON_NAMES
+from megatron_fsdp.optim.muon.megatron_muon import MUON_NAMES
 
 __all__ = ["ShardedDataParallel", "assign_everywhere", "get_megatron_optimizer", "install", "uninstall"]
 

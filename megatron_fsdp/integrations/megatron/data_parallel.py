@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from dbuffer.collectives import all_reduce
-from dbuffer.collectives_rare import broadcast
+from dbuffer.collectives.all_reduce import all_reduce
+from dbuffer.collectives.broadcast import broadcast
 from dbuffer.dtensor.flat_dtensor import FlatDTensor
 from dbuffer.mesh import mesh_axes
 from megatron_fsdp.config.fsdp_config import prefetch_elements

@@ -25,7 +25,7 @@ from megatron_fsdp.integrations.megatron.module import MegatronFSDP, as_megatron
 from megatron_fsdp.lifecycle.make_param_group import set_divisor, set_reduction
 from megatron_fsdp.lifecycle.module import FSDPModule, unit_of
 from megatron_fsdp.meta_init import materialize
-from megatron_fsdp.optim.sharded_optimizer import fully_shard_optimizer
+from megatron_fsdp.optim.stock.sharded_optimizer import fully_shard_optimizer
 from megatron_fsdp.policy.mesh import buffer_device, sharding_target
 from megatron_fsdp.policy.precision import MixedPrecisionPolicy, as_policy
 

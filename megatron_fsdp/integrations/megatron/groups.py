@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from dbuffer.collectives import all_reduce
+from dbuffer.collectives.all_reduce import all_reduce
 from dbuffer.mesh import MeshAxis
 from megatron_fsdp.errors import ConfigError
 

@@ -24,7 +24,7 @@ from megatron_fsdp.integrations.megatron.settings import (
     refusals_of,
     spell_flag,
 )
-from megatron_fsdp.optim.megatron_muon import MUON_NAMES
+from megatron_fsdp.optim.muon.megatron_muon import MUON_NAMES
 
 __all__ = ["check_flags", "main", "notices_under_megatron"]
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from dbuffer import Replicate
-from dbuffer.collectives_rare import broadcast
+from dbuffer.collectives.broadcast import broadcast
 from megatron_fsdp.engine.final_callback import final_callback
 from megatron_fsdp.engine.grads import GradientBuffer
 from megatron_fsdp.engine.param_group import ParameterGroup

@@ -15,8 +15,8 @@ from megatron_fsdp.integrations.megatron.checkpoint import describe_by_name, loa
 from megatron_fsdp.integrations.megatron.groups import ModelGroups, reduce_over
 from megatron_fsdp.integrations.megatron.module import MegatronFSDP
 from megatron_fsdp.optim.grad_norm import clip_factor
-from megatron_fsdp.optim.megatron_muon import MUON_NAMES, megatron_muon
-from megatron_fsdp.optim.sharded_optimizer import fully_shard_optimizer
+from megatron_fsdp.optim.muon.megatron_muon import MUON_NAMES, megatron_muon
+from megatron_fsdp.optim.stock.sharded_optimizer import fully_shard_optimizer
 
 __all__ = ["OptimizerMethods", "adopt_optimizer", "weight_norm"]
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megatron_fsdp.errors import ConfigError
-from megatron_fsdp.optim.megatron_muon import MUON_NAMES
+from megatron_fsdp.optim.muon.megatron_muon import MUON_NAMES
 from megatron_fsdp.policy.precision import MixedPrecisionPolicy
 
 __all__ = [

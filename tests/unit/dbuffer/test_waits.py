@@ -4,8 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dbuffer.collectives import wait_for
-from dbuffer.collectives_rare import wait_with
+from dbuffer.collectives.waits import wait_for, wait_with
 
 
 class Noted(dist.Work):

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dbuffer.collectives import all_reduce
+from dbuffer.collectives.all_reduce import all_reduce
 from dbuffer.mesh import mesh_axes
 from megatron_fsdp import AdamW, fully_shard
 from megatron_fsdp.certify.certificate import Certificate, Certification, certify, watching

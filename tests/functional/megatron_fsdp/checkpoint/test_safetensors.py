@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from megatron_fsdp import CheckpointError
 from megatron_fsdp.checkpoint.model_state import full_state_dict
 from megatron_fsdp.checkpoint.safetensors_model import export_safetensors, import_safetensors
-from megatron_fsdp.optim.param_memory import local_of
+from megatron_fsdp.optim.local_parts import local_of
 from tests.functional.checkpoint_cases import LAYOUTS, Layout, State, message_of
 from tests.harness import run_ranks
 from tests.harness.grids import nightly_but

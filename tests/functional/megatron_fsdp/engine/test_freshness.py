@@ -11,7 +11,7 @@ from torch import nn
 
 from dbuffer_kernels import AdamWBuffers
 from megatron_fsdp import AdamW, FsdpModule, MixedPrecisionPolicy, StateError, fully_shard, fully_shard_optimizer
-from megatron_fsdp.optim import adamw_update
+from megatron_fsdp.optim.adamw import update as adamw_update
 from tests.harness import on_ranks, run_ranks
 from tests.harness.grids import covering, nightly_but
 from tests.harness.models import Block, Stack, inputs

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from megatron_fsdp import AdamW, Muon, clip_grad_norm_
-from megatron_fsdp.optim.param_groups import muon_param_groups
+from megatron_fsdp.optim.muon.param_groups import muon_param_groups
 from tests.functional.megatron_fsdp.variants.test_invariance import WIRES, Run, accumulate, sharded
 from tests.harness import run_ranks
 from tests.harness.grids import covering, nightly_but

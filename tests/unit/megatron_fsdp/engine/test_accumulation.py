@@ -101,7 +101,7 @@ def test_a_backward_that_raises_leaves_a_void_sum() -> None:
     with pytest.raises(ValueError, match="in backward"):
         model(Fail.apply(x)).sum().backward()  # type: ignore[no-untyped-call]  # torch's stub
     assert binding.sum is not None
-    assert binding.sum.is_void
+    assert binding.sum.is_incomplete
     with pytest.raises(StateError, match="incomplete"):
         model.weight.grad.norm()
     model.reset_iter_state()

@@ -1,0 +1,1 @@
+"""AdamW over flat buffers. Muon uses it for parameters that are not matrices."""

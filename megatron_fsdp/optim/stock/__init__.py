@@ -1,0 +1,1 @@
+"""Sharded parameters in optimizers of ``torch.optim`` and of users."""
