@@ -13,13 +13,13 @@ from tests.functional.compatibility_programs import Gather, hsdp
 from tests.harness.models import inputs
 from tests.harness.oracle import whole
 
-# What programs use, some of it alone.
+# Imports for the programs; this file itself uses only a few.
 # ruff: noqa: F401
 __all__ = ["PROGRAMS"]
 
 
 class Whole(torch.Tensor):
-    """A tensor that brings an all-gather of its own."""
+    """A tensor that defines its own all-gather."""
 
     def fsdp_pre_all_gather(self, *_: object) -> object:
         return (self,), None

@@ -30,7 +30,7 @@ from tests.functional.wire_tensor import ReleasingTensor
 from tests.harness.models import Block, Made, inputs
 from tests.harness.oracle import whole
 
-# What programs use, some of it alone.
+# Imports for the programs; this file itself uses only a few.
 # ruff: noqa: F401
 __all__ = ["PROGRAMS", "Gather"]
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -99,7 +99,7 @@ def gradients_of(f: Run, module: nn.Module, dtype: torch.dtype = FP32) -> None:
     f.see([parameter.grad_dtype for parameter in module.parameters()])
 
 
-# What parameters are, the dtypes of the policy, and the grad_dtype of some of them.
+# The parameters' dtype, the dtypes of the policy, and the grad_dtype of some parameters.
 GRAD_DTYPES: tuple[tuple[torch.dtype, tuple[torch.dtype, ...], dict[str, torch.dtype | None]], ...] = (
     (FP32, (), {"weight": BF16, "bias": BF16}),
     (FP32, (BF16,), {"weight": BF16, "bias": BF16}),
@@ -133,7 +133,7 @@ NORMS: dict[str, Callable[[], nn.Module]] = {
 
 
 def through_norm(f: Run, name: str, dtype: torch.dtype, options: dict[str, Any]) -> None:
-    """Train layers around a norm that is a unit of its own, whose policy has ``options``."""
+    """Train layers around a norm that is its own unit, with a policy of these ``options``."""
     is_image = name in ("group", "batch")
     torch.manual_seed(0)
     ends = (nn.Conv2d(1, 6, 3), nn.Conv2d(6, 2, 3)) if is_image else (nn.Linear(8, 6), nn.Linear(6, 5))
@@ -153,7 +153,7 @@ def through_norm(f: Run, name: str, dtype: torch.dtype, options: dict[str, Any])
 
 
 def norms(f: Run) -> None:
-    """Their inputs are cast like others'; statistics stay FP32, so BatchNorm on CPU wants a policy of its own."""
+    """Inputs of norms are cast like all inputs. Statistics stay FP32, so BatchNorm on CPU needs its own policy."""
     for dtype in (BF16, torch.float16):
         own = ({"param_dtype": dtype}, {"output_dtype": dtype}, {"param_dtype": FP32, "output_dtype": dtype})
         for name in NORMS:
@@ -216,7 +216,7 @@ def sync(model: Any, is_last: bool) -> None:
 
 
 def switched(f: Run, model: Any, microbatches: int, before: Switch | None = None) -> None:
-    """Train a model that is told before each microbatch whether it is the last one of a step."""
+    """Train a model, and set before each microbatch whether it is the last one of a step."""
     f.train(model, microbatches=microbatches, before=before, after=lambda: f.keep_gradients(model))
 
 
@@ -254,7 +254,7 @@ def divided(f: Run, setter: str) -> None:
 
 
 class Gather:
-    """FSDP2's ``AllGather`` with a list of tensors; counts what it is asked for."""
+    """FSDP2's ``AllGather`` with a list of tensors; counts its calls."""
 
     calls = allocations = 0
 
@@ -314,7 +314,7 @@ def in_chunks(run: Run, model: Any, step: int) -> torch.Tensor:
         run.see(shows(model.head))
         loss.backward()
     model.set_requires_gradient_sync(True)
-    # Its gradient is that of the chunks.
+    # The gradient of the leaf is that of the chunks.
     return (hidden * leaf.grad).sum()
 
 
@@ -357,7 +357,7 @@ PROGRAMS = {
             parameter.register_post_accumulate_grad_hook(lambda one: dist.all_reduce(one.grad.div_(2)))
         train(shard(model, ignored_params=kept))
     """),
-    # What is wrong in one engine is wrong in the other.
+    # Both engines refuse the same calls.
     "fully_shard refuses": Program("""
         refuses(lambda: fully_shard(nn.ModuleList([nn.Linear(2, 2)])), ValueError)
         refuses(lambda: fully_shard(nn.ModuleDict({"a": nn.Linear(2, 2)})), ValueError)
@@ -493,8 +493,7 @@ PROGRAMS = {
         model.zero_grad()
         train(model)
     """, needs="FSDPModule.reset_iter_state"),
-    # ------------------------------------------------------------ resharding
-    # That addresses stay has a test of its own.
+    # ------------------------------------------------------------ resharding Another test checks that addresses stay.
     "set_keep_unsharded_storage": Program("""
         model = shard(reshard_after_forward=True)
         model.set_keep_unsharded_storage(True)
@@ -643,7 +642,8 @@ PROGRAMS = {
     "finalize_backward on HSDP": Program("""
         finalized(run, hsdp(run), async_op=True, microbatches=1)
     """, 4, SINCE_2_15),
-    # By parts of the model, in a backward, without manual finalization; and a handle that was reset.
+    # These calls fail: on parts of the model, in a backward, without manual finalization, and on a handle after a
+    # reset.
     "finalize_backward is refused": Program("""
         model = shard()
         first, _, third = model.layers
@@ -671,7 +671,7 @@ PROGRAMS = {
         model = headed(run)
         train(model, loss=partial(in_chunks, run), after=lambda: keep_gradients(model))
     """, needs=SINCE_2_15),
-    # ------------------------------------------------------------ functions beside fully_shard
+    # ------------------------------------------------------------ functions other than fully_shard
     "register_fsdp_forward_method": Program("""
         model = fully_shard(Encoder())
         refuses(lambda: register_fsdp_forward_method(model, "no_such_method"), ValueError)
@@ -755,7 +755,7 @@ PROGRAMS = {
         set_optimizer_state_dict(other, second, state[1], options=part)
         train(other, 2, optimizer=second)
     """),
-    # Losses, and what has memory when weights are gathered and when they are not.
+    # Losses, and which gathered weights have memory before and after a reshard.
     "fsdp_should_release_all_gather_outputs_after_post_all_gather": Program("""
         model = nn.Sequential(nn.Linear(7, 12), nn.ReLU(), nn.Linear(12, 7))
         model[0].weight = nn.Parameter(ReleasingTensor(model[0].weight.detach()))

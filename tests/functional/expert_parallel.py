@@ -18,7 +18,7 @@ ROWS = 4
 
 
 class ExpertLayer(nn.Module):
-    """One expert of several: row i of a rank's data belongs to expert i modulo their number; all-to-all brings it."""
+    """An expert layer: row i of a rank's data belongs to expert i modulo their number; an all-to-all sends it there."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
 """Interrupt training steps: by an exception in one of the engine's calls, or by a failing allocation.
 
-A ``Trial`` trains a sharded model beside another one. In each round one step of the first is broken off; gradients are
-dropped then, as after any error, and both models train on and have to stay equal. A ``Sweep`` does so at every n-th
-place.
+A ``Trial`` trains a sharded model and a reference model. In each round it interrupts one step of the sharded model and
+drops the gradients, as after any error. Then both models train on and have to stay equal. A ``Sweep`` does so at every
+n-th place.
 """
 
 import copy
@@ -141,16 +141,16 @@ _KINDS: dict[str, Callable[[Fault], AbstractContextManager[None]]] = {
 }
 
 
-# ---------------------------------------------------------------- what is trained
+# ---------------------------------------------------------------- models
 
 
 class Net(nn.Module):
-    """Blocks, the second of which is computed again in backward; a wide parameter and a head that the root owns."""
+    """Blocks, the second recomputed in backward; a wide parameter and a head that the root owns."""
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList([Block(), Block(hidden=1), Block(hidden=17)])
-        # Of more elements than gradients have that wait to be copied together.
+        # More elements than gradients that wait to be copied together may have.
         self.wide = nn.Parameter(torch.randn(WIDTH, 2400) / 50)
         self.head = nn.Linear(WIDTH, 3)
         self.skips = False
@@ -169,10 +169,10 @@ class Setup:
 
     Attributes:
         strategy: a classmethod of ``Placements``. slots: of ``set_slot_pool``. optimizer: "sgd", with momentum;
-            "refreshed", the same, which refreshes compute weights itself; or "adamw", ours. policy: of precision; the
-            other model is sharded with it too then, as a whole one is rounded elsewhere. options: of ``fully_shard``.
-            num_ranks: at least. is_frozen: norms are; they have buffers of their own, gathered with the others'.
-            is_ordered: a forward order is set, and some data leave out the first block.
+            "refreshed", the same, which refreshes compute weights itself; or "adamw", ours. policy: of precision; then
+            the reference model is sharded with it too, because a whole model rounds elsewhere. options: of
+            ``fully_shard``. num_ranks: at least. is_frozen: norms are frozen; their buffers are gathered separately.
+            is_ordered: a forward order is set, and some data skip the first block.
     """
 
     strategy: str
@@ -259,7 +259,7 @@ class Trial:
     def break_off(self, kind: str, at: int) -> Fault:
         """Run into a fault in a step of two microbatches, and drop the gradients.
 
-        With several ranks it ends before the optimizer's step, in which they do not make the same calls.
+        With several ranks, interrupt before the optimizer's step, because ranks make different calls in the step.
         """
         fault, self._kept = Fault(at), None
         self._number += 1
@@ -274,7 +274,7 @@ class Trial:
                     self.phase = "step"
                     self._optimizer.step()
         except (KeyboardInterrupt, torch.OutOfMemoryError) as error:
-            # Half of the time somebody keeps the traceback, as a notebook does.
+            # In every second round the traceback stays alive, as in a notebook.
             self._kept = error if self._number % 2 else None
         (self._optimizer if self._number % 3 else self._model).zero_grad()
         if self.phase == "step":
@@ -284,7 +284,7 @@ class Trial:
         return fault
 
     def difference(self) -> str:
-        """Train both models on, and say in which way they differ; empty for in none."""
+        """Train both models on. Return their difference as text, empty if they are equal."""
         both = (self._model, self._other)
         for has_microbatch in (False, True):
             if has_microbatch:
@@ -326,7 +326,7 @@ class Trial:
             for one, other in zip(self._model.parameters(), self._other.parameters(), strict=True):
                 other.copy_(one if isinstance(other, DTensor) else _whole(one))
                 if has_remainders:
-                    # What is written has none, so both go on from rounded weights.
+                    # A written weight has no remainder, so both models continue from rounded weights.
                     one.copy_(other)
 
     def _take_over_state(self) -> None:
@@ -339,7 +339,7 @@ class Trial:
 
 
 def _swallow(unraisable: Any) -> None:
-    """Say nothing of an interrupt where Python hears of none, as when a generator is closed."""
+    """Ignore an interrupt that Python itself cannot pass on, for example while a generator is closed."""
     if str(unraisable.exc_value) != "simulated":
         sys.__unraisablehook__(unraisable)
 
@@ -386,7 +386,7 @@ class Sweep:
 
 @dataclass(slots=True)
 class Found:
-    """How many steps a sweep broke off, and what was wrong after which."""
+    """The number of steps that a sweep interrupted, and the differences found, with the place of each."""
 
     num_steps: int = 0
     wrong: list[str] = field(default_factory=list)
@@ -428,7 +428,7 @@ def _full() -> list[Sweep]:
         num_ranks = setup.num_ranks
         sweeps += [Sweep(name, "memory", 1, is_fresh, num_ranks) for is_fresh in (False, True)]
         sweeps += [Sweep(name, "calls", 7, num_ranks=num_ranks), Sweep(name, "calls", 21, True, num_ranks)]
-    # Where work is under way on other threads.
+    # Sweeps with work on other threads.
     for name in ("optim", "optim_grads", _ZERO3, "slots largest", "mixed", "wide sums", "optim_grads, adamw"):
         sweeps += [Sweep(name, "memory", 5, is_fresh, 2) for is_fresh in (False, True)]
         sweeps += [Sweep(name, "calls", 35, is_fresh, 2) for is_fresh in (False, True)]

@@ -43,12 +43,12 @@ def usual(layer: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def stack_of(*computes: Compute, bias: bool = True) -> Callable[[], Stack]:
-    """Return a function that stacks layers with one linear layer each, used as each of these does."""
+    """Return a function that stacks layers, each with one linear layer, used in the given way."""
     return lambda: Stack(*(Made(compute, linear=nn.Linear(WIDTH, WIDTH, bias=bias)) for compute in computes))
 
 
 class Own(nn.Linear):
-    """A linear layer with a forward of its own."""
+    """A linear layer with a custom forward."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + 2 * super().forward(x)

@@ -64,7 +64,7 @@ class _Draw:
         if count and self.chance(0.15):
             self.odd.add("side")
         if "sometimes" in self.odd:
-            # What is not there on all ranks cannot raise on all of them, or be taken from all.
+            # A part that exists on some ranks cannot raise on all of them.
             self.odd -= {"side", "bomb", "fuse", "stash"}
 
     def chance(self, probability: float) -> bool:
@@ -74,7 +74,7 @@ class _Draw:
         count = self.source.randint
         part = Part("gated", tuple(self.part(2) for _ in range(count(1, 3))), count(1, 3))
         if self.chance(0.1) and "sometimes" not in self.odd:
-            # Each part of it is a model of its own, which other ranks must not do without.
+            # Each part is a separate model, which all ranks have to use.
             part = replace(part, kind="chain", parts=tuple(replace(one, is_replicated=False) for one in part.parts))
         num_ranks = self.choice((1, 2, 2, 2, 2, 2, 2, 3, 3, 4))
         num_outer = self.choice([size for size in range(1, num_ranks + 1) if num_ranks % size == 0])
@@ -148,7 +148,7 @@ class _Draw:
         sizes = [self.source.randint(1, num_ranks) for _ in range(self.source.randint(1, 3))]
         return tuple(tuple(sorted(self.source.sample(range(num_ranks), size))) for size in sizes)
 
-    # ------------------------------------------------------------------ what is done with it
+    # ------------------------------------------------------------------ actions
 
     def spoken(self, text: str) -> str:
         """Choose among the alternatives of each word."""

@@ -16,7 +16,7 @@ ZERO3 = "optim_grads_params"
 ALL = (ZERO3, "no_shard", "optim", "optim_grads", "hsdp", "hfsdp")
 SOME = (ZERO3, "no_shard", "hfsdp")
 FOUR = (*SOME, "optim")
-# By each way of accumulating; one of them multiplies weight gradients apart from their buffers.
+# Ways to accumulate; "unfused" adds weight gradients outside of their buffers.
 HOWS = {"no_sync": "none", "microbatch": "unfused", "flag": "none"}
 MICROBATCHES = {"add": "forward, backward *", "train": "forward, backward"}
 LINEAR, WIDER, FROZEN = Part("linear", size=3), Part("linear", size=5), Part("linear", size=3, frozen="all")
@@ -46,7 +46,7 @@ def _sometimes(*parts: Part, size: int = 3) -> Part:
 
 MODELS = {
     "two": Model((LINEAR, Part("mlp", (), 4))),
-    # Of Wrap 1, which "fuse 1" breaks, the weights are 5 to 8.
+    # Wrap 1, which "fuse 1" breaks, has weights 5 to 8.
     "three": Model((LINEAR, Part("mlp", (), 3), Part("linear", size=2)), ("parts.0", "parts.1", "parts.2", "")),
     "kept": Model((LINEAR, Part("mlp", (), 4)), reshard=False),
     "one unit": Model((LINEAR, Part("mlp", (), 4)), ("",)),
@@ -121,7 +121,7 @@ for _how in (3, 4):
 
 @dataclass(frozen=True)
 class Use:
-    """What is done, to which models, under which strategies, and how it ends."""
+    """Actions, the models and strategies to run them on, and the outcome."""
 
     actions: str
     models: tuple[str, ...] = ("three",)
@@ -254,7 +254,8 @@ USES: dict[str, Use] = {
     },
     "weights are assigned after a backward": use(f"forward, backward, load assign, step, {AGAIN}", "two"),
     "weights are assigned after a microbatch": use(f"forward, backward no_sync, load assign, step, {AGAIN}", "two"),
-    # Changed. What a root keeps gathered is shown as it is, as by FSDP2: a change of it is refused by the next forward.
+    # Changed weights. The root's gathered weights are shown whole, as in FSDP2: the next forward refuses a change of
+    # them.
     "a weight is clamped in forward": use(f"{STEP}, {AGAIN}", "clamped", outcome=REFUSED),
     "a weight is renormed in forward": use(f"{STEP}, {AGAIN}", "renormed", outcome=REFUSED),
     **{
@@ -274,7 +275,7 @@ USES: dict[str, Use] = {
     "another model's weights while old ones are gathered": here(
         f"{AGAIN}, functional sharded, functional whole, {AGAIN}", keeps_weights=True
     ),
-    # Hooks, and gradients of one's own.
+    # Hooks, and gradients set by the caller.
     "a hook on what a root keeps gathered": here("forward, posthook all shown, backward, step"),
     **{
         f"a {hook} on parameters as they are {face}{when}": use(actions, "two", on=SOME)
@@ -311,7 +312,7 @@ USES: dict[str, Use] = {
     },
     "gradients asked of the sharded parameters": here("autograd kept, forward, backward"),
     "gradients asked of what a model shows after forward": here("autograd shown, forward, backward, step"),
-    # Used by nobody, by some ranks, more than once.
+    # Weights used on no rank, on some ranks, or several times.
     "nobody uses a weight, and momentum moves it not": use(f"{AGAIN}, {AGAIN}", "spare", optimizer="adam"),
     "a weight that nobody uses is frozen between two microbatches": use(
         "forward, backward no_sync, forward, freeze 5 shown, backward, step", "spare"
@@ -384,7 +385,7 @@ USES: dict[str, Use] = {
 
 @dataclass(frozen=True)
 class Case:
-    """One program of a use and its verdict; ``is_slow`` of those for the night."""
+    """A program of a use and its expected outcome; ``is_slow`` leaves it to the nightly tests."""
 
     program: Program
     outcome: str
@@ -394,7 +395,7 @@ class Case:
 def _cases() -> Iterator[tuple[str, Case]]:
     """Yield every use of every model: by day under ZeRO-3 in one way of accumulating, a third of them under another.
 
-    Of uses of recomputed regions by day every second one, so that each kind meets each use, reentrant or not.
+    `make test` runs every second use of recomputed regions, so that each kind meets each use, reentrant or not.
     """
     for row, (name, one) in enumerate(USES.items()):
         actions = ", ".join(MICROBATCHES.get(action, action) for action in one.actions.split(", "))

@@ -1,6 +1,6 @@
 """Run a program on the sharded and on the plain model, action by action, and return the outcome.
 
-``REFUSALS`` is the closed list of errors by which the engine may refuse what a plain model would do.
+``REFUSALS`` is the closed list of errors with which the engine may refuse a program that a plain model can run.
 """
 
 import copy
@@ -31,23 +31,23 @@ from tests.harness.storage_guard import guard_released_storage
 
 __all__ = ["Verdict", "outcome", "outcomes"]
 
-# fp32 rounding of values near 1, summed over ranks and calls in another order, and what a few steps on badly
-# conditioned models make of it.
+# fp32 rounding of values near 1, summed over ranks and calls in another order, and amplified by a few steps on badly
+# conditioned models.
 TOLERANCE = 1e-5
 PATIENCE = datetime.timedelta(seconds=8)
 TIMEOUT_S = 15.0
 # After these a refusal is no reason to stop: nothing has changed.
 HARMLESS = ("functional", "copy", "autograd", "state", "hook", "posthook")
 SUM = ("backward flag", "backward no_sync", "backward microbatch")
-# The class of an error, a regular expression that its message contains, and what a program must have done for it to be
-# in order, one of these: kinds of parts, and first words of actions (``_causes``).
+# The class of an error; a regular expression that its message contains; and kinds of parts and first words of actions
+# (``_causes``). A refusal is legitimate if the program has one of these causes.
 REFUSALS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     # At fully_shard.
     ("OwnershipError", r"is the same tensor as '.*' of unit '.*', which owns it already", ("tie",)),
-    # A plain tensor of unknown origin beside a sharded one.
+    # A plain tensor of unknown origin together with a sharded one.
     ("PlacementError", r"found a plain tensor of shape .* beside a sharded one", ("borrowing",)),
-    # The one that names no parameter: a weight used in another unit, outside of its module, and what is taken out of
-    # the middle of a unit, and made after its output.
+    # This error names no parameter. Its causes are a weight used in another unit, outside of its module, and a tensor
+    # from the middle of a unit, computed after the unit's output.
     ("RuntimeError", r"is at version 1000000000; expected version 0", ("borrowing", "stash")),
     # The hook of a weight that is also used outside of its unit.
     ("StateError", r"has a post-accumulate-grad hook, and this backward reached it twice", ("posthook",)),
@@ -57,9 +57,9 @@ REFUSALS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
      ("grad none", "freeze", "thaw", "spare", "pick", "sometimes", *SIDE_KINDS)),
     # The gradient of what one rank computes with.
     ("StateError", r"torch.autograd.grad .* was asked for its gradient", ("autograd",)),
-    # Second thoughts on what was sharded.
+    # Changes of settings after fully_shard.
     ("StateError", r"was frozen when it was sharded, so it has no main weight of", ("thaw",)),
-    # Registered in a parameter's place, or beside the parameters, after fully_shard.
+    # Parameters replaced or added after fully_shard.
     ("StateError", r"was replaced by .* after fully_shard", ("replace", "tie", "functional")),
     ("StateError", r"was taken out of its module", ("replace", "tie")),
     ("StateError", r"was added after fully_shard and requires a gradient", ("add", "tie", "thaw")),
@@ -74,7 +74,7 @@ REFUSALS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     # Sums under way, and those that a backward left incomplete.
     ("StateError", r"is a sum under way, not reduced over all ranks yet", SUM),
     ("StateError", r"was dropped or replaced while its sum is under way", SUM),
-    # Weights of a new step are gathered, and nobody has said what becomes of the sums before it.
+    # Weights of a new step are gathered, and the caller has not decided about the old sums.
     ("StateError", r"clip_grad_norm_ before gradients are final", ("drop",)),
     ("StateError", r"is incomplete, because the last backward raised", ("forward error", "forward interrupt")),
 )  # fmt: skip
@@ -95,7 +95,7 @@ class Verdict:
 
     @property
     def is_in_order(self) -> bool:
-        """Whether the program did what a plain model does, or was refused by name."""
+        """Return whether the program equals the plain model, or was refused by name."""
         return self.outcome in ("same", "refused", "plain raises too")
 
 
@@ -157,7 +157,7 @@ class _Run:
 
     def _step(self, action: str) -> tuple[str, str] | None:
         """Do one action on both; return the outcome and text of a verdict if that is the end."""
-        # What a forward changes shows when the weights are released: with its backward at the latest.
+        # A change made by forward shows when the weights are released: with its backward at the latest.
         clamps = any(part.kind == "clamped" for _, part in parts_with_paths(self.program.part))
         is_pass = action.startswith(("forward", "evaluate", "backward"))
         self.sharded.is_tampered = self.sharded.is_tampered and not is_pass
@@ -220,7 +220,7 @@ class _Run:
     # ------------------------------------------------------------------ comparison
 
     def _compared(self, differences: list[str]) -> tuple[str, str] | None:
-        """Compare weights and gradients; return a verdict if they or what is known already differ on any rank."""
+        """Compare weights and gradients; return a verdict if they, or earlier results, differ on any rank."""
         if self.sharded.is_tampered:
             return None
         pairs = list(self._pairs())
@@ -260,7 +260,7 @@ class _Run:
                 yield f"gradient of {name}", holder.grad, wanted.grad
 
     def _exchange(self, mine: Any) -> list[Any]:
-        """Return what every rank says, by way of the store: collectives of the engine may be under way."""
+        """Return every rank's message. The store carries them, because collectives of the engine may be in flight."""
         store = dist.distributed_c10d._get_default_store()
         self.num_exchanges += 1
         keys = [f"use-{self.number}-{self.num_exchanges}-{rank}" for rank in range(self.num_ranks)]

@@ -35,7 +35,7 @@ def _cast_ties_away(source: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
 
 
 def make_adamw(model: nn.Module, lr: float = 0.01) -> AdamW:
-    """Make a clipping optimizer in which matrices decay and vectors have a rate of their own."""
+    """Make a clipping optimizer with weight decay for matrices and a separate learning rate for vectors."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim > 1], "weight_decay": 0.1},

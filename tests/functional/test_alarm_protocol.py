@@ -1,8 +1,8 @@
-"""The alarm of a watch, explored state by state: three ranks in any order, two of which crash or hang.
+"""The alarm of a watch, explored state by state: three ranks in any order, two of them may crash or hang.
 
-The code is ``Watch``'s own. What a rank does next follows from what the store has answered so far; so its function is
-run again from the start with the answers it had, up to the first call that it has no answer for. Time stands still
-while any rank can go on, and then jumps to the first deadline that somebody waits for.
+The code is ``Watch``'s own. A rank's next call follows from the store's answers so far. So its function runs again from
+the start with these answers, up to the first call without an answer. Time stands still while any rank can go on, and
+then jumps to the first deadline of a waiting rank.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def made(rank: int, mode: str, store: Any) -> Watch:
 
 @contextmanager
 def alone(rank: int, clock: Callable[[], float]) -> Iterator[None]:
-    """Be one rank, by a clock of one's own."""
+    """Run as a single rank with a simulated clock."""
     with (
         mock.patch.object(dist, "get_rank", return_value=rank),
         mock.patch.object(time, "monotonic", side_effect=clock),
@@ -97,7 +97,7 @@ def alone(rank: int, clock: Callable[[], float]) -> Iterator[None]:
 
 @functools.cache
 def advance(rank: int, mode: str, answers: tuple[Answer, ...]) -> tuple[Call | None, str | None]:
-    """Run a rank's thread with the answers it had; return its next call, or None and what it ended with."""
+    """Run a rank's thread with the answers so far; return its next call, or None and the text with which it ended."""
     store = Scripted(answers)
     with alone(rank, lambda: store.now):
         watch = made(rank, mode, store)
@@ -111,10 +111,10 @@ def advance(rank: int, mode: str, answers: tuple[Answer, ...]) -> tuple[Call | N
 
 @dataclass(frozen=True)
 class State:
-    """Where all ranks stand.
+    """The state of all ranks and of the store.
 
     Attributes:
-        answers: of each rank's calls so far. content: of the store, None when it is gone. now: seconds.
+        answers: of each rank's calls so far. content: of the store, None after its host has ended. now: seconds.
         fates: of each rank: "", "crashed", or when it fell silent. budget: how many ranks may still fail.
     """
 
@@ -131,10 +131,10 @@ def put(row: tuple[Any, ...], place: int, value: Any) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class Search:
-    """All orders in which ranks in these modes can go on.
+    """A search through all orders of calls of ranks in these modes.
 
     Attributes:
-        host: the rank whose end takes the store with it; None where a process of its own keeps it.
+        host: the rank whose end takes the store with it; None if a separate process keeps the store.
     """
 
     modes: tuple[str, ...]
@@ -171,7 +171,7 @@ class Search:
         return asked + float(call[1][1].total_seconds())
 
     def _answered(self, state: State, rank: int, call: Call) -> tuple[Any, Any] | None:
-        """Return what the store answers and holds then; None where a rank waits, or looks and finds nothing new."""
+        """Return the store's answer and its content afterwards; None if the rank waits or finds nothing new."""
         if state.content is None:
             return f"!{CUT}", None
         name, arguments = call
@@ -227,7 +227,7 @@ def check_end(search: Search, state: State) -> None:
             continue
         call, text = advance(rank, search.modes[rank], state.answers[rank])
         if call is not None:
-            # It looks once a second for an alarm that nobody has raised.
+            # The rank checks once a second for an alarm that was never raised.
             assert call[0] == "check"
             assert search.modes[rank] == "runs"
             assert state.content is not None
@@ -246,7 +246,7 @@ def check_end(search: Search, state: State) -> None:
             assert stopped or text.startswith("the job's store cannot be reached")
             assert f"!{CUT}" in said or (stopped and f"!{LATE}" in said)
         if state.fates.count("crashed") == 2 - state.budget:
-            # Nobody was silent.
+            # No rank fell silent.
             assert state.answers[rank][-1][1] <= bound(), "the thread that trains has given up by then"
     assert len(verdicts) < 2
 
@@ -257,7 +257,7 @@ def bound() -> float:
 
 
 USUAL = ((("waits", "runs", "runs"), 0), (("waits", "waits", "raised"), None), (("runs", "waits", "raised"), 0))
-# All modes of the ranks with at least one that waits, and who keeps the store.
+# All modes of the ranks with at least one that waits, and both hosts of the store.
 SEARCHES = [pair for pair in itertools.product(itertools.product(MODES, repeat=3), (None, 0)) if "waits" in pair[0]]
 
 

@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "compatibility.md"
 TESTS = ROOT / "tests" / "functional" / "compatibility_tests.json"
 VERDICTS = ("same", "differs", "refused", "no effect")
-# Of Megatron-FSDP's fully_shard_model and MegatronFSDP, as its documentation lists them.
+# Arguments of Megatron-FSDP's fully_shard_model and MegatronFSDP, as its documentation lists them.
 MEGATRON_ARGUMENTS = """
     module device_mesh dp_shard_dim dp_outer_dim tp_dim hybrid_fsdp_group hybrid_fsdp_expt_group expt_device_mesh
     fsdp_group_ag expt_fsdp_group_ag fsdp_unit_modules zero_dp_strategy outer_dp_sharding_strategy device
@@ -45,7 +45,7 @@ MEGATRON_METHODS = """no_sync sync set_model_auto_sync start_param_sync start_gr
 
 @dataclass(frozen=True)
 class Row:
-    """One row of a table, cell by cell."""
+    """A row of a table, as a list of cells."""
 
     name: str
     verdict: str

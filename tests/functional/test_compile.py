@@ -23,7 +23,7 @@ from tests.harness.oracle import Case, compare, differing, sharded_model, token_
 from tests.harness.twins import Twins, sharded
 
 BACKEND = "aot_eager"
-# What the compiler itself does.
+# Warnings of the compiler itself.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
     pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning"),
@@ -235,5 +235,5 @@ def is_cached_on_disk() -> bool:
 
 
 def test_compiled_steps_are_not_taken_from_disk_where_other_inputs_may_be_of_another_kind() -> None:
-    # PyTorch's key of a DTensor forgets what is inside: 4-bit state would get the code of FP32 state.
+    # PyTorch's cache key of a DTensor ignores its local tensor: 4-bit state would get the code of FP32 state.
     assert run_ranks(1, is_cached_on_disk) == [False]

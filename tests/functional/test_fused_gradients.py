@@ -152,9 +152,9 @@ def bytes_of_a_microbatch(model: nn.Module) -> int:
 
 
 def bytes_per_parameter(*, is_fused: bool) -> float:
-    """Return what one of 64 ranks moves per parameter of the model, beyond what the plain model moves."""
+    """Return the bytes that one of 64 ranks moves per parameter of the model, beyond those of the plain model."""
     plain = wide_stack()
-    # Autograd adds to gradients that are there; it is the engine's business to add up microbatches.
+    # Autograd would add to existing gradients; here, as in the engine, each microbatch starts without one.
     for parameter in plain.parameters():
         parameter.register_post_accumulate_grad_hook(lambda one: setattr(one, "grad", None))
     least = bytes_of_a_microbatch(plain)

@@ -37,7 +37,7 @@ class Gained(Block):
         self.gain = nn.Parameter(torch.linspace(0.5, 1.5, width, dtype=torch.float64))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what a block returns, times the gain."""
+        """Return a block's output, times the gain."""
         return super().forward(x) * self.gain.to(x.dtype)
 
 
@@ -51,7 +51,7 @@ def products(width: int, hidden: int) -> nn.Module:
 
 @dataclass(frozen=True)
 class Setting:
-    """One way to train.
+    """A way to train.
 
     Attributes:
         strategy: names a classmethod of ``Placements``. without: words for ``DBUFFER_WITHOUT``.
@@ -131,7 +131,7 @@ def build(block: Callable[[int, int], nn.Module]) -> Stack:
 
 def data(rank: int, step: int, part: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1000 * rank + MICROBATCHES * step + part)
-    # Each rank's data has a size and a sign of its own, so that its gradients say something else than the others'.
+    # Each rank's data has another size and sign, so that its gradients differ from those of other ranks.
     return torch.randn(ROWS, WIDTH, generator=generator) * (1.0 + 0.5 * rank) + (-1) ** rank
 
 

@@ -18,7 +18,7 @@ from tests.harness.twins import Twins
 
 
 def adapted() -> nn.Module:
-    """Frozen base weights beside trainable low-rank ones; the base comes first in forward, so its backward is last."""
+    """Frozen base weights with trainable low-rank adapters; the base runs first in forward, so its backward is last."""
 
     def forward(module: Any, x: torch.Tensor) -> torch.Tensor:
         hidden = torch.tanh(module.base(x))

@@ -26,7 +26,7 @@ def kept_gathered(model: Any) -> None:
 
 
 def fused(model: nn.Module) -> torch.optim.Optimizer:
-    # No version counter shows what it changes.
+    # A fused step changes no version counter.
     return torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
 
 
@@ -57,12 +57,12 @@ def test_weights_that_an_interrupted_step_has_changed_are_those_of_the_next_forw
     weights = {name: whole(value, value) for name, value in model.named_parameters()}
     assert any(not torch.equal(value, weights[name]) for name, value in plain.named_parameters())
     plain.load_state_dict(weights)
-    # With gradients: an evaluation refreshes weights in any case.
+    # Run with gradients enabled: an evaluation refreshes weights in any case.
     mine, wanted = (one(inputs(dist.get_rank(), 2)) for one in twins)
     assert (mine - wanted).abs().max().item() < 1e-6
 
 
-# What is reduced while backward runs, and weights that come and go.
+# Functions that reduce while backward runs, and that gather or release weights.
 BACKWARD = (
     r"grads\.py wait |reduce\.py fold |accumulation\.py begin_sum |post_backward\.py drain "
     r"|final_callback\.py (begin_backward|final_callback) |params\.py brought_back "

@@ -98,7 +98,7 @@ HOWS = ("plain", "layers twice", "reentrant", "not reentrant")
 
 
 def order_and_error(strategy: str, how: str, case: tuple[str, str]) -> tuple[list[str], float]:
-    """Return what was gathered, reduced and released in which order, and how far gradients are from the plain ones."""
+    """Return the order of gathers, reductions and releases, and the error of gradients against the plain model."""
     leave, then = LEFT[case[0]], THEN[case[1]]
     twins, kept = Twins(lambda: Uses(Block(), Block(), Block(), Block()), strategy), Kept()
     model, plain = twins
@@ -139,7 +139,7 @@ QUICK = [("optim_grads_params", 2, how, True) for how in HOWS]
 def test_gradients_and_orders_are_those_of_ranks_that_keep_nothing(
     strategy: str, num_ranks: int, how: str, is_quick: bool
 ) -> None:
-    # What this rank keeps is kept until the end, and garbage until somebody asks for it.
+    # This rank keeps graphs until the end, and garbage until a test asks for its collection.
     gc.disable()
     try:
         found = {case: order_and_error(strategy, how, case) for case in cases_of(how, is_quick)}

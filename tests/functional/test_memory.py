@@ -37,7 +37,7 @@ class Setting:
     policy: MixedPrecisionPolicy | None = None
     microbatches: int = 1
     stack: type[Stack] = Stack
-    # Of packed gradients, in units of gathered weights.
+    # Bytes of packed gradients, in units of gathered weights.
     packed: float = 1.0
 
 

@@ -69,7 +69,7 @@ class Table(nn.Module):
         self.take = take
 
     def forward(self, x: torch.Tensor) -> Any:
-        """Return what is taken of the table, and something computed."""
+        """Return a view of the table, and a computed tensor."""
         return self.take(self.weight), x * self.scale
 
 

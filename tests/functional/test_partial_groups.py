@@ -1,4 +1,4 @@
-"""Units of several modules that run at different times: a loss in chunks, a head of its own."""
+"""Units of several modules that run at different times: a loss in chunks, a separately called head."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -26,7 +26,7 @@ def chunks(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def headed() -> nn.Module:
-    """Return layers, a norm and a head, of which a call runs as many as it is told."""
+    """Return layers, a norm and a head; each call says how many of them to run."""
 
     def forward(m: Any, x: torch.Tensor, *parts: str) -> torch.Tensor:
         x = torch.tanh(m.second(torch.tanh(m.first(x))))
@@ -119,7 +119,7 @@ CASES: dict[str, Callable[[Any, torch.Tensor], None]] = {
 @on_ranks(2)
 def test_gradients_are_a_plain_models_whichever_modules_of_a_unit_a_forward_runs(strategy: str) -> None:
     for name, case in CASES.items():
-        # Of weights that rest whole, none is released after forward.
+        # Weights that are never sharded are not released after forward.
         for reshards in (None, True, False) if strategy == "optim_grads_params" else (None,):
             twins = Twins(headed, strategy, shard, reshard_after_forward=reshards)
             optimizers = twins.optimizers(torch.optim.SGD, lr=0.02)

@@ -14,7 +14,7 @@ from tests.harness import on_ranks
 from tests.harness.models import Block, Stack, inputs
 from tests.harness.twins import Twins
 
-# As experts beside attention: every other unit is small.
+# Like experts and attention: every other unit is small.
 HIDDEN = (17, 1, 17, 1, 17)
 
 
@@ -62,7 +62,7 @@ def test_as_many_units_are_gathered_ahead_as_fit_into_the_budget() -> None:
     # The first pass is recorded, and predicts the others.
     model(inputs(dist.get_rank(), 0)).sum().backward()
     small, large = (unit_of(model.layers[place]).gathered_bytes for place in (1, 0))
-    # The root, which has no weights of its own, runs before all five blocks.
+    # The root, which has no weights, runs before all five blocks.
     found, expected = [], []
     for num_bytes, wanted in ((1, 1), (large, 1), (large + small, 2), (2 * large + small, 3), (1 << 30, 5)):
         model.set_prefetch_bytes(num_bytes)

@@ -1,7 +1,7 @@
 """Crashes of saves, explored state by state with the real code.
 
-No copy of any code is checked: a save runs for real, what a crash leaves at each of its effects on the disk is copied
-(``tests/harness/effects.py``), and from every such state it is loaded and saved again, with crashes again.
+The real code is checked, not a model of it. A save runs, and the state that a crash would leave at each of its effects
+on the disk is copied (``tests/harness/effects.py``). Every such state is loaded and saved again, with further crashes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.harness.grids import nightly_but
 
 @contextmanager
 def one_life(number: int) -> Iterator[None]:
-    """Be a process of its own, with names that are the same in every run."""
+    """Run as a separate process with the same names in every run."""
     tokens = (f"{number:02x}{count:06x}" for count in itertools.count())
     with (
         mock.patch.object(checkpoint_scratch.secrets, "token_hex", side_effect=tokens),
@@ -56,7 +56,7 @@ def numbers(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Te
 
 @dataclass(frozen=True)
 class Use:
-    """A way to save: what is there before, and how it is saved over.
+    """A way to save: the folder's state before, and how it is saved over.
 
     Attributes:
         before: values saved one after another, at the steps of that number where it is a series.
@@ -87,7 +87,7 @@ class Use:
         handle.wait()
 
     def load(self, root: Path) -> int | None:
-        """Return the value of the checkpoint that is there, every number of which must be of it; None without one."""
+        """Return the checkpoint's value, after checking that all numbers belong to it; None without a checkpoint."""
         model, optimizer = trained(99)
         if self.keep_last is None:
             if not (root / "step").exists() and resting_place(root / "step") == root / "step":
@@ -190,7 +190,7 @@ class Explorer:
             trees = list(following.values())
 
     def fail(self, error: type[BaseException]) -> int:
-        """Let each effect of a save fail in turn: one checkpoint is whole, and the save after it clears up."""
+        """Make each effect of a save fail, one per run: one checkpoint stays whole, and the next save clears up."""
         start = self.begin()
         old, num_effects = self.loaded(start), len(self.saved(start, 2).effects)
         for number in range(num_effects):
@@ -210,7 +210,7 @@ class Explorer:
 
 
 def _is_bare(tree: Tree, name: str) -> bool:
-    """Whether nothing is in a folder but a mark that is not whole: it cannot be told from somebody else's."""
+    """Return whether a folder is empty but for an incomplete mark: it could as well be a foreign folder."""
     below = {path: content for path, content in tree.items() if path.startswith(f"{name}/")}
     if not below:
         return True

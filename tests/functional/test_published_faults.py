@@ -74,19 +74,19 @@ def summed_over_tensor_parallel_ranks() -> Stack:
 
 
 def experts(num_experts: int, grad_divisor: float) -> Callable[[], Stack]:
-    """Return what builds a model of which each rank has one of some experts, with a divisor of the experts' own."""
+    """Return a builder of a model with one of several experts per rank, and a separate divisor for experts."""
     return lambda: shard_experts(num_experts, grad_divisor=grad_divisor)[0]
 
 
 def times_tokens_of_a_rank(model: nn.Module) -> None:
-    """Scale for the tokens of a step what was averaged over the ranks already."""
+    """Scale gradients for the tokens of a step although they were averaged over the ranks before."""
     for parameter in model.parameters():
         parameter.grad.mul_(TOKENS)
 
 
 nothing = contextlib.nullcontext
 DENSE, EXPERT = "parameter 'layers.0.norm.weight' .*", "parameter 'layers.1.expert.norm.weight' .*"
-# How the model is built, what is patched, options of the check, and what it has to say.
+# The builder, the patch, options of the check, and the message.
 FAULTS: dict[str, tuple[Callable[[], Stack], Callable[[], Any], dict[str, Any], str]] = {
     "none": (data_parallel, nothing, {}, ""),
     "none, experts": (experts(2, 2), nothing, {}, ""),

@@ -36,7 +36,7 @@ def unpacked(content: bytes) -> torch.Tensor:
 
 
 def build() -> nn.Module:
-    """Return a model whose first part passes its input on, beside what it makes of it."""
+    """Return a model whose first part returns its input and a result computed from it."""
     first = Made(lambda m, x: (m.linear(x.sin()), x), linear=nn.Linear(WIDTH, WIDTH))
 
     def forward(model: Any, x: torch.Tensor) -> torch.Tensor:
@@ -69,7 +69,7 @@ def test_gradients_equal_the_whole_models_when_saved_tensors_are_pickled() -> No
 
 
 class LaterCopies:
-    """Hooks that copy after forward, as those that copy on a stream of their own may do on a GPU."""
+    """Hooks that copy after forward, as hooks that copy on another stream may do on a GPU."""
 
     def __init__(self) -> None:
         self.packed: list[list[torch.Tensor]] = []
@@ -92,7 +92,7 @@ class LaterCopies:
 def shared_once() -> Any:
     """Return hooks that keep one copy per tensor in memory that they know by the tensor's address, as verl's do.
 
-    As verl's, they leave weights out: a gathered weight gives its memory back, and another one may get that address.
+    Like verl's hooks these skip weights: a gathered weight releases its memory, and another weight may get its address.
     """
     copies: dict[tuple[int, torch.Size], torch.Tensor] = {}
 

@@ -38,7 +38,7 @@ from tests.harness.oracle import shard_each
 
 HIDDEN_SIZES = (97, 13, 131, 101, 131, 111)
 STEPS = 4
-# What older versions answer is tested in tests/unit/dbuffer/test_slot_pool.py.
+# tests/unit/dbuffer/test_slot_pool.py tests the answer on older versions.
 pytestmark = pytest.mark.skipif(not can_exchange_memory(), reason="storages of this PyTorch cannot exchange memory")
 
 
@@ -48,7 +48,7 @@ class Repeating(ShuffledStack):
 
 
 def nested(*layers: nn.Module) -> nn.Module:
-    """Return a unit around units, with parameters of its own, which stay gathered while those inside run."""
+    """Return a unit around units; its own parameters stay gathered while the inner units run."""
     parts = {"before": nn.Linear(7, 7), "inner": Stack(*layers[:3]), "after": Block(hidden=5)}
     return Made(lambda m, x: m.after(m.inner(m.before(x))), **parts)
 
@@ -68,7 +68,7 @@ class Setting:
     microbatches: int = 1
     ranks: int = 2
     sizings: tuple[str, ...] = ("largest", "by_size", "static")
-    # Of an arena, over the most that is held at once.
+    # The arena's size over the largest amount allocated at once.
     excess: float = 1.01
 
 
@@ -106,7 +106,7 @@ def num_slots(model: Any, use: str) -> int:
 
 
 def train(setting: Setting, sizing: str | None) -> list[float]:
-    """Train with slots, look at what was allocated and held, and return the losses."""
+    """Train with slots, check allocated and used bytes, and return the losses."""
     meter = memory_meter()
     start = meter.current_bytes
     model = build(setting)

@@ -81,7 +81,7 @@ def test_compute_waits_for_a_gather_only_where_it_uses_the_weights() -> None:
             output.register_hook(look)
 
         for layer in list(model.layers)[1:]:
-            # Its output has a gradient when the linear layers behind it have theirs.
+            # The norm's output has a gradient when the linear layers behind it have theirs.
             layer.get_submodule("norm").register_forward_hook(lambda _, args, output: watch(output))
         model(inputs(0, 0)).square().mean().backward()
     assert seen == [(True, False)] * 3
@@ -105,7 +105,7 @@ def test_a_second_graph_waits_for_nothing_of_the_first(second: str) -> None:
             else:
                 fully_shard(nn.Linear(3, 3))
                 gc.collect()
-        # What waits for something outside of its capture raises.
+        # A wait for an event outside the capture raises.
         assert double.waits
 
 
@@ -128,7 +128,7 @@ def test_the_watch_queries_no_event_of_a_capture() -> None:
 
 
 class Recomputed(nn.Module):
-    """Computes a layer once more, in a backward of its own, each time that backward comes to it."""
+    """A layer that computes again, in an inner backward, each time that backward reaches it."""
 
     def __init__(self) -> None:
         super().__init__()

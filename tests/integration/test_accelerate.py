@@ -138,7 +138,7 @@ def test_a_prepared_model_trains_as_the_whole_one(kind: str, settings: dict[str,
 
 
 def prepare_and_skip() -> None:
-    """Train a prepared model of which each rank runs other parts."""
+    """Train a prepared model whose ranks run different parts."""
     program = PROGRAMS["early_exit"]
     assert program.routes is not None
 

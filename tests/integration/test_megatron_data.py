@@ -1,4 +1,4 @@
-"""Indexed data through megatron-core: how runs take it, and what is refused."""
+"""Indexed data through megatron-core: runs train on it, and refuse wrong files and options."""
 
 import argparse
 import json
@@ -23,7 +23,7 @@ TINY = (
 
 pytestmark = [
     pytest.mark.usefixtures("plain_start"),
-    # megatron-core closes what it could not open.
+    # megatron-core closes files that it could not open.
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 

@@ -88,7 +88,7 @@ class AdapterOfVersionTwo(_BaseDataParallel):
 
 
 def replace_another(folder: Path) -> list[bool]:
-    """Put a second adapter beside Megatron's; return whether it was found, replaced, trains on it, and came back."""
+    """Add a second adapter to Megatron's package; return whether it is found, replaced, trains, and is restored."""
     with megatron_processes():
         fsdp = sys.modules["megatron.core.distributed.fsdp"]
         (folder / "version_two.py").write_text(ANOTHER, encoding="utf-8")

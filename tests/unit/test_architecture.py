@@ -63,7 +63,7 @@ def method(num_lines: int) -> str:
     return f"class Plan:\n    def make(self):\n{docstring}" + "        pass\n" * (num_lines - 1)
 
 
-# What is written, the files that a rule looks at, and the places where it has to find something.
+# The name of a case, the files that a rule looks at, and the places where it has to find something.
 CASES: dict[str, tuple[Rule, dict[str, str], list[str]]] = {
     **{
         f"an import from a higher floor: {text}": (
@@ -130,7 +130,7 @@ def test_a_rule_finds_what_breaks_it_and_nothing_else(name: str) -> None:
     assert places(rule(sources(**texts))) == wanted
 
 
-# ---------------------------------------------------------------- the pages, and what users import
+# ---------------------------------------------------------------- the pages and the public names
 
 
 def rooms() -> ModuleType:
@@ -175,7 +175,7 @@ def test_a_package_exports_what_its_all_says(package: str) -> None:
     assert not foreign, "imported into the package and not exported"
 
 
-# What users import from, beside the two packages; all other paths are the code's own.
+# Modules that users import from in addition to the two packages; all other paths are internal.
 PUBLIC_MODULES = (
     "megatron_fsdp.huggingface",
     "megatron_fsdp.megatron",

@@ -23,7 +23,7 @@ TINY = {
 }
 
 
-# These start processes of their own or take long, and what they are about has tests: test_resident_memory.py,
+# These benches start processes or take long. Other tests cover their subjects: test_resident_memory.py,
 # test_bench_virtual.py, test_simulated_link.py.
 NIGHTLY = ("resident", "error_bar", "link")
 

@@ -275,7 +275,7 @@ def inner_gather_first() -> None:
     DBuffer(mesh, [Flat(), Flat()], SHAPES, torch.float32, "cpu").allgather("inner")
 
 
-# What is done, and what the refusal has in it, its class first.
+# The refused call, and the class and parts of the error's message.
 REFUSALS: dict[str, tuple[Callable[[], object], tuple[str, ...]]] = {
     "partial from replicate": (
         lambda: buffer(Replicate()).redistribute([Partial()]),

@@ -31,7 +31,7 @@ def test_axes_tell_name_size_own_place_and_fellow_ranks() -> None:
 
 
 def look_at_one_axis() -> str:
-    """Check what holds on a mesh of all ranks, and return what is said of one of the first two."""
+    """Check the mesh of all ranks. Return the error of a mesh of the first two ranks, empty on those two."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     (axis,) = mesh_axes(mesh)
     total = torch.ones(1)

@@ -36,7 +36,7 @@ def test_the_sum_is_of_the_tokens_that_count() -> None:
 
 
 def mean_of_unequal(is_per_token: bool) -> tuple[float, float]:
-    """Return the mean loss over two ranks of which one has 1 token of loss 8, the other 3 of loss 2, and a weight."""
+    """Return the mean loss over two ranks, one with 1 token of loss 8, the other with 3 of loss 2; and a weight."""
     args = argparse.Namespace(
         calculate_per_token_loss=is_per_token,
         use_megatron_fsdp=True,

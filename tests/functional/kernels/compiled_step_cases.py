@@ -29,20 +29,20 @@ from tests.functional.kernels.compiled_cases import (
     on_all,
 )
 
-# The package shows the ops of these names, not the files.
+# In the package these names are the ops, not the files.
 ADAMW_FILE: Any = sys.modules["dbuffer_kernels.adamw"]
 INT8_FILE: Any = sys.modules["dbuffer_kernels.int8_adamw"]
 FP32, BF16, FP16, INT16, UINT8 = torch.float32, torch.bfloat16, torch.float16, torch.int16, torch.uint8
 POINTERS = {FP32: "*fp32", BF16: "*bf16", FP16: "*fp16", torch.float64: "*fp64", INT16: "*i16"}
 OF_STEPS = {"clip": "*fp32", "rows": "*fp64", "table": "*i64"}
 COMPUTE = {"COMPUTE": FP32}
-# By what there is beside the weight.
+# The kernel's number for the tensor next to the weight: none, a BF16 copy, or an INT16 remainder.
 FORMS = {None: 0, BF16: 1, INT16: 2}
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel, its pointers and constants, and the dtypes of what it reads and writes once, as far as it is wide."""
+    """A kernel, its pointers and constants, and the dtypes of all full-width tensors that it reads and writes once."""
 
     function: Any
     pointers: dict[str, str]

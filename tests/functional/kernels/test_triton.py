@@ -1,6 +1,6 @@
 """The Triton kernels: interpreted and compiled ahead of time on the CPU, and run on a GPU if the machine has one.
 
-Each happens in a process of its own, because Triton decides when it is imported whether it interprets.
+Each test starts a process, because Triton decides at import whether it interprets.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ def on_one_process() -> dict[str, torch.Tensor]:
 
 
 def reset(module: nn.Module) -> None:
-    """Reset what can be, children first."""
+    """Call ``reset_parameters`` where a module has it, children first."""
     for child in module.children():
         reset(child)
     if hasattr(module, "reset_parameters"):
@@ -198,7 +198,7 @@ def test_a_model_on_the_meta_device_takes_values_from(way: str, tmp_path: Path) 
         )
         model._buffers["table"] = wanted["table"]
     else:
-        # As a launcher would: each rank of this run writes the same whole values once.
+        # This stands for a launcher: each rank of this run writes the same whole values once.
         dcp.save(wanted, checkpoint_id=path)
         model.to_empty(device="cpu")
         state = get_model_state_dict(model)

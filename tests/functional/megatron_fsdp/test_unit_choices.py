@@ -100,7 +100,7 @@ def keep_small_parts(model: nn.Module) -> None:
     fsdp_no_shard(model.router)
     for layer in model.blocks.layers:
         fsdp_no_shard(layer.norm)
-        fully_shard(layer.norm)  # what is marked never becomes a unit
+        fully_shard(layer.norm)  # a marked module never becomes a unit
         fully_shard(layer)
     fully_shard(model)
 
@@ -168,7 +168,7 @@ def test_offloaded_weights_and_gradients_have_memory_of_their_own() -> None:
 
 
 class Experts(nn.Module):
-    """Half of the ranks' experts each: this rank's own, applied to what it gets."""
+    """This rank's experts, two matrices applied to the tokens that the rank gets."""
 
     def __init__(self) -> None:
         super().__init__()

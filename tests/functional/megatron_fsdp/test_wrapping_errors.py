@@ -40,7 +40,7 @@ def with_scalar() -> nn.Module:
     return block
 
 
-# What rank 1 does instead of sharding a block like the others, and what they hear of it.
+# The call of rank 1 where other ranks shard a block, and the error that these get.
 ON_ONE_RANK: dict[str, tuple[Callable[[], Any], str]] = {
     "a parameter that cannot be sharded": (
         lambda: fully_shard(with_scalar()),
@@ -167,7 +167,7 @@ def test_a_rank_that_does_not_come_is_named_and_told_when_it_does() -> None:
 
 
 def meet_over_records_of_an_attempt_before() -> list[str]:
-    """What an attempt before left in the store that torchrun keeps: a rendezvous that one rank never came to."""
+    """Meet after an earlier attempt, which left in torchrun's store a rendezvous that one rank never reached."""
     monkeypatch = pytest.MonkeyPatch()
     names = []
     for attempt in range(2):
@@ -238,7 +238,7 @@ def test_a_module_that_is_refused_is_left_as_it_was_and_can_be_sharded_afterward
 
 
 def _is_same(value: Any, before: Any) -> bool:
-    """Whether an attribute of a module is as it was; dictionaries and lists by what is in them."""
+    """Compare a module's attribute with its old value; compare dictionaries and lists by their contents."""
     if isinstance(value, (dict, list)):
         entries = value.values() if isinstance(value, dict) else value
         others = before.values() if isinstance(before, dict) else before

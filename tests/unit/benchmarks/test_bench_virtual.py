@@ -25,7 +25,7 @@ def test_both_engines_reduce_the_same_gradients(model: str) -> None:
         for engine, each in found.items()
     }
     assert sent["ours"] == pytest.approx(sent["FSDP2"], rel=1e-3)
-    # Both compute the same products; FSDP2 copies more beside them.
+    # Both engines compute the same products; FSDP2 copies more.
     flops = {engine: sum(run.work.flops for run in each.runs) for engine, each in found.items()}
     assert flops["ours"] == flops["FSDP2"]
     assert bound(found["ours"]) <= found["ours"].seconds
@@ -81,7 +81,7 @@ def test_the_bound_is_the_longer_of_compute_with_the_ends_and_communication() ->
     for seconds in (1, 7, 2):
         with recording.use(recording.new()):
             recording.work(collective(seconds))
-    # They share a link and end as the shorter ones do first: 1, 2, 7.
+    # The collectives share a link, and shorter ones end first: 1, 2, 7.
     recording.work(compute(1))
     assert bound(play(recording.items, Plain())) == 10
     recording.work(compute(9))

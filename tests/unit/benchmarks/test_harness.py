@@ -26,7 +26,7 @@ from benchmarks.harness import (
 
 
 class Clock:
-    """Time that passes only when somebody works."""
+    """Time that passes only when the measured code works."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -126,7 +126,7 @@ def test_a_ratio_is_taken_round_by_round() -> None:
 
 
 class Simulated:
-    """A device that works off what a host issues: microseconds of each, and events that note the device's."""
+    """A simulated device that runs a host's work: microseconds for each piece, and events that record its time."""
 
     host = device = 0.0
 
@@ -140,7 +140,7 @@ class Simulated:
         return Simulated.Event(self)
 
     class Event:
-        """What ``torch.cuda.Event`` is to a real one."""
+        """A stand-in for ``torch.cuda.Event``."""
 
         def __init__(self, owner: "Simulated") -> None:
             self.owner, self.at = owner, 0.0

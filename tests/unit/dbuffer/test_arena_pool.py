@@ -125,7 +125,7 @@ def test_an_interrupt_before_a_storage_has_its_slot_costs_no_place() -> None:
                 with pytest.raises(KeyboardInterrupt):
                     storage.reallocate()
         for storage in chain[:2]:
-            # As if it came between the pool's return and the storage's first line after it.
+            # This is the state if the interrupt comes between the pool's return and the storage's next line.
             storage._holding.slot = storage._holding.pool = None
         step(chain)
         pool.settle()

@@ -119,7 +119,7 @@ def test_memory_comes_from_the_allocator_again_once_the_pool_is_left() -> None:
 
 
 class _Backend:
-    """A communicator's backend with or without memory of its own."""
+    """A communicator's backend with or without a memory allocator."""
 
     def __init__(self, *, has_memory: bool, is_connected: bool = False) -> None:
         self._has_memory = has_memory

@@ -245,7 +245,7 @@ def test_other_threads_may_allocate_while_one_releases() -> None:
     assert memory_meter().current_bytes == held
 
 
-# ---------------------------------------------------------------- what a pool refuses
+# ---------------------------------------------------------------- refused requests
 
 
 def test_another_sizing_is_refused_with_the_choices() -> None:

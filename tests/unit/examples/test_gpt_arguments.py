@@ -23,7 +23,7 @@ PAGE = (Path(__file__).parents[3] / "docs" / "training_script.md").read_text()
 
 
 def refusal(flags: str, num_ranks: int = 2, valid: str = VALID) -> str:
-    """Return the message with which a command line is refused."""
+    """Return the error message for a command line."""
     with pytest.raises(ConfigError) as caught:
         parse_arguments([*valid.split(), *flags.split()], num_ranks=num_ranks)
     return str(caught.value)

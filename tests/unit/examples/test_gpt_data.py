@@ -18,12 +18,12 @@ CPU = torch.device("cpu")
 
 
 def make_sampler(*, num_bytes: int = 5000, seq_length: int = 7, seed: int = 3, stream: int = TRAIN_STREAM) -> Sampler:
-    """Return a sampler of a text in which neighbouring bytes differ by 1 (mod 251)."""
+    """Return a sampler of a text whose neighbouring bytes differ by 1 (mod 251)."""
     return Sampler((np.arange(num_bytes) % 251).astype(np.uint8), seq_length, seed, stream)
 
 
 def texts(path: Path | None, seq_length: int = 8, **changes: Any) -> tuple[bytes, bytes, str]:
-    """Return the text to train on, the text held out, and what was read."""
+    """Return the text to train on, the text held out, and the text that was read."""
     given: dict[str, Any] = {
         "seq_length": seq_length,
         "seed": 3,

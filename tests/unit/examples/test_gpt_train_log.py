@@ -112,7 +112,7 @@ def test_an_interval_divides_the_time_by_its_iterations_and_leaves_excluded_time
 
 
 def test_resident_memory_comes_and_goes_and_its_peak_stays() -> None:
-    # Pages of its own: what the heap gets back may stay resident.
+    # Map separate pages: memory freed to the heap may stay resident.
     before, block = memory_use(CPU), mmap.mmap(-1, 64 << 20)
     for page in range(0, len(block), mmap.PAGESIZE):
         block[page] = 1

@@ -48,7 +48,7 @@ def train(flags: str = "", key: str = "lm_loss") -> list[Any]:
 
 
 def refusal(flags: str, capsys: pytest.CaptureFixture[str]) -> str:
-    """Run the script, which is to end with an error, and return what it says."""
+    """Run the script, which has to fail, and return its message."""
     assert pretrain_gpt.main([*TINY.split(), *flags.split()]) == 2
     if dist.is_initialized():
         dist.destroy_process_group()  # a run that ends with an error leaves its group to the end of the process
@@ -71,7 +71,7 @@ def test_microbatches_change_neither_losses_nor_gradient_norms() -> None:
 def test_an_interval_logs_the_mean_of_its_losses() -> None:
     each, mean = train(), train("--log-interval 3 --eval-interval 4 --eval-iters 1")
     assert len(train("--eval-interval 4 --eval-iters 1", "validation_loss")) == 2
-    # Beside the multiples, the first and the last iteration get a line.
+    # The first and the last iteration get a line in addition to the multiples.
     assert mean == pytest.approx([each[0], sum(each[1:3]) / 2, sum(each[3:6]) / 3], rel=1e-6)
 
 

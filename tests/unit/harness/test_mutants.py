@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def mutants_in(body: str) -> dict[str, str]:
-    """Return each mutant of a function's body by what is done, without the lines that all have."""
+    """Return each mutant of a function's body by its description, without the lines common to all."""
     source = f"def f(a, b):\n    {body}\n"
     return {
         mutant.what: ast.unparse(mutated(source, mutant.number)).split("\n    ", 1)[1]

@@ -1,4 +1,4 @@
-"""The order in which a test run starts files and folders."""
+"""A test run starts long files and folders first."""
 
 from pathlib import Path
 

@@ -1,7 +1,7 @@
 """The backend of kernel tests: interpreter, device, and a check that kernels do not fall back on references.
 
-Here ops run as their references; ``tests/functional/kernels/test_triton.py`` runs the same files by the interpreter of
-Triton and on a GPU, each in a process of its own.
+Here ops run as their references. ``tests/functional/kernels/test_triton.py`` runs the same files in new processes, by
+the interpreter of Triton and on a GPU.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SIZES = (0, 1, 3, 7, 1023, 4096, 4097, 9001)
 
 @pytest.fixture(autouse=True)
 def only_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Run the kernels that were asked for; the references of the ops raise where these are Triton's."""
+    """Run only the chosen kernels; the references raise for ops with a Triton kernel."""
 
     def fail(*_: Any, **__: Any) -> None:
         raise AssertionError("the reference ran where the Triton kernel was wanted")

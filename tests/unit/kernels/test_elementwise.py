@@ -81,7 +81,7 @@ def test_a_scale_in_fp64_arithmetic_keeps_all_its_bits() -> None:
     assert abs(exact(accumulate(source, out, scale=-1 / 3))[0]) <= 2.0**-54
 
 
-# numpy, which does the interpreter's arithmetic, warns of what is asked for here.
+# numpy, which does the interpreter's arithmetic, warns about the overflow under test.
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_overflow_becomes_infinity_and_nan_stays_nan() -> None:
     source = torch.tensor([1e30, -1e30, NAN, float("inf")], device=DEVICE)

@@ -94,7 +94,7 @@ def test_the_upper_half_is_the_nearest_bf16_and_ties_leave_zero() -> None:
 
 # ---------------------------------------------------------------------- AdamW
 
-# Of gradient, weight, moments; whether there is a model weight.
+# The dtypes of gradient, weight and moments; and whether there is a model weight.
 DTYPE_SETS = (
     (torch.float32, torch.float32, torch.float32, True),
     (torch.float32, torch.float32, torch.float32, False),

@@ -24,7 +24,7 @@ Call = Callable[[], object]
 
 
 def of_pairs(op: Callable[..., object]) -> dict[str, tuple[Call, str]]:
-    """Return wrong calls of an op with a source and an out, and what the error has to name."""
+    """Return wrong calls of an op with a source and an out, and the words that the error has to contain."""
     found: dict[str, tuple[Call, str]] = {
         "another number": (lambda: op(torch.ones(2, 3), torch.zeros(7)), r"\(2, 3\).*\(7,\)"),
         "a strided out": (lambda: op(torch.ones(6), torch.zeros(2, 3).t()), r"strides \(1, 3\)"),

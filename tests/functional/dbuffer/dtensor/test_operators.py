@@ -160,7 +160,7 @@ def test_what_cannot_be_right_is_refused_and_changes_nothing() -> None:
 
 
 def kept(copied: object, face: FlatDTensor) -> bool:
-    """Whether a copy has the values, the rows and the kind of the original, and memory of its own."""
+    """Check that a copy has the values, rows and class of the original, in memory that they do not share."""
     assert isinstance(copied, FlatDTensor)
     is_same = copied.placements == face.placements and torch.equal(copied.full_tensor(), face.full_tensor())
     before = face.full_tensor()

@@ -51,7 +51,7 @@ def unordered(check: Certification) -> None:
 
 
 def columns(check: Certification) -> None:
-    """Two streams use columns of one matrix, none of which the other touches."""
+    """Two streams use disjoint columns of one matrix."""
     matrix = torch.zeros(5, 4)
     side = check.streams.stream("side")
     check.streams.order(check.streams.compute, side)
@@ -100,7 +100,7 @@ def looking(check: Certification) -> None:
 
 
 def by_communicator(check: Certification) -> None:
-    """A collective is issued before what it reads is written on another stream."""
+    """Issue a collective before another stream has written its input."""
     tensor = torch.ones(4)
     side = check.streams.stream("side")
     check.streams.order(check.streams.compute, side)
@@ -111,7 +111,7 @@ def by_communicator(check: Certification) -> None:
 
 
 def turns_in_an_arena(check: Certification, *, in_order: bool) -> None:
-    """Two storages, one of which begins inside of the bytes that the other had, are used on two streams."""
+    """Two streams use two storages; the second begins inside the first one's bytes."""
     pool, cpu = ArenaPool(torch.device("cpu")), torch.device("cpu")
     large, small, late = (FlatStorage(numel, torch.float32, cpu, name="storage") for numel in (600, 200, 300))
     for storage in (large, small, late):
@@ -267,7 +267,7 @@ def test_every_mutant_is_killed_or_equivalent_or_known_to_be_open() -> None:
 @on_ranks(1)
 def test_a_model_can_be_certified_more_than_once() -> None:
     model = fully_shard(three_blocks())
-    # The ranks agree on what they use first, once.
+    # The first forward agrees between ranks on the order of use, once.
     model(inputs(0, 0)).square().mean().backward()
     found = []
     for step in range(2):

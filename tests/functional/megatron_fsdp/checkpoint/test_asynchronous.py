@@ -32,7 +32,7 @@ def held_up(gate: threading.Event) -> Iterator[None]:
 
 
 def train_while_saving(layout: Layout, path: str) -> tuple[bool, list[str], list[str]]:
-    """Train on before a byte is written; compare what is loaded with the state at the call."""
+    """Train on before a byte is written; compare the loaded state with the state at the call."""
     model, optimizer = layout.build(seed=0)
     train_alone(model, optimizer, range(2))
     gate = threading.Event()
@@ -141,7 +141,7 @@ _write = checkpoint_writer._write_mine
 
 
 def fail_in_the_background(path: str) -> list[str]:
-    """Return what is said by: wait, wait again, the next save after a failure that nobody asked about, and one more."""
+    """Return the errors of: wait, wait again, a save after a failure without a wait, and the save after that."""
     model, optimizer = Layout((2,)).build(seed=0)
     said = []
     with mock.patch.object(checkpoint_writer, "_write_mine", fail_on_the_last_rank):

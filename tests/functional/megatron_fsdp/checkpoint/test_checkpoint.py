@@ -98,7 +98,7 @@ REFUSALS: dict[str, Refusal] = {
 
 
 def refuse_each(path: str) -> dict[str, list[str]]:
-    """Load into models in use, which must be refused; return what was not said, and what has changed."""
+    """Load into models in use, which must be refused; return the missing parts of messages, and the changes."""
     wrong = {}
     for name, (build, kind, folder, wanted) in REFUSALS.items():
         model = build()

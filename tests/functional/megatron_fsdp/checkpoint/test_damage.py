@@ -93,7 +93,7 @@ def state_file_that_names_code(path: Path) -> None:
 
 
 UNSAFE = r"is damaged \(UnpicklingError: Weights only load failed"
-# What is done to a folder, whether checksums are compared, and what is said.
+# The damage to a folder, whether checksums are compared, and the message.
 DAMAGES: dict[str, tuple[Callable[[Path], object], bool, str]] = {
     f"{name} {how}": (lambda path, do=do, name=name: do(path / name), True, said if name != MANIFEST else MANIFEST)
     for name in ("__1_0.distcp", METADATA, "state.pt", MANIFEST)
@@ -115,7 +115,7 @@ DAMAGES |= {
     ),
     "code, state": (state_file_that_names_code, True, r"state\.pt " + UNSAFE),
 }
-# Found while tensors are read, some of which are by then.
+# Damage that the loader finds only while it reads tensors, after it has read some.
 LATE: dict[str, tuple[Callable[[Path], object], bool, str]] = {
     "unverified, values": (
         lambda path: overwrite(path / "__0_0.distcp"),
@@ -131,7 +131,7 @@ LATE: dict[str, tuple[Callable[[Path], object], bool, str]] = {
 
 
 def refuse_each(root: str) -> dict[str, tuple[str, list[str]]]:
-    """Load damaged folders into a model in use; return by name what is said, and what has changed in the model."""
+    """Load damaged folders into a model in use. Return by name the message, and the changes in the model."""
     model, optimizer = LAYOUT.build(seed=1)
     train_alone(model, optimizer, range(1))
     found = {}
@@ -196,7 +196,7 @@ def small_files_only(rank: int) -> Iterator[None]:
 
 
 def save_on_a_full_disk(path: str, rank: int) -> tuple[str, State]:
-    """Save over a checkpoint, which must fail; return what is said, and what is loaded then."""
+    """Save over a checkpoint, which must fail. Return the message, and the state loaded afterwards."""
     model, optimizer = LAYOUT.build(seed=5)
     with small_files_only(rank):
         message = message_of(CheckpointError, lambda: save_checkpoint(model, optimizer, path))
@@ -255,7 +255,7 @@ def load_what_is_left(path: str) -> tuple[Any, State]:
     return load_checkpoint(model, optimizer, path), whole_state(model)
 
 
-# Each starts ranks of its own, for they are killed. At every effect on the disk: test_protocols.py.
+# Each test starts new ranks, because they are killed. test_protocols.py kills at every effect on the disk.
 @pytest.mark.parametrize(
     ("rank", "name"), nightly_but([(0, "write_manifest")], [(0, "write_manifest"), (1, "_write_mine")])
 )

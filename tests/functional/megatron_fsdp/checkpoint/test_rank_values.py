@@ -36,7 +36,7 @@ def build() -> tuple[Net, torch.optim.Optimizer]:
 
 
 def local_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
-    """Return what this rank alone holds: buffers, and the parameter that is not sharded with its moments."""
+    """Return the values that only this rank has: buffers, and the unsharded parameter with its moments."""
     moments = {key: value.clone() for key, value in optimizer.state[model.own].items()}
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     return {**buffers, "own": model.own.detach().clone(), **moments}
@@ -72,7 +72,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[State]]:
 
 
 def load(path: str) -> tuple[State, list[str]]:
-    """Return what this rank holds after loading, and what is logged."""
+    """Return this rank's values after loading, and the log."""
     texts: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]

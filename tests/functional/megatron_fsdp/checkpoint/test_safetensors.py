@@ -42,12 +42,12 @@ def test_an_export_has_the_whole_models_values_under_the_mapped_names_of(name: s
 
 
 def import_and_compare(layout: Layout, folder: str) -> tuple[State, float, int, int]:
-    """Import; return the weights, a loss computed with them, and the elements that were read and that are held."""
+    """Import. Return the weights, a loss computed with them, and the numbers of elements read and stored."""
     model, _ = layout.build(seed=1)
     num_read = [0]
 
     class Counted:
-        """A file of which boxes are read."""
+        """A file that counts the elements of the boxes read from it."""
 
         def __init__(self, *args: Any, **options: Any) -> None:
             self.file = open_file(*args, **options)

@@ -48,7 +48,7 @@ FOREIGN = ("step.old", "step.tmp-mine", "step.tmp-12345678", "step.tmp-deleted",
 
 @pytest.fixture
 def foreign(tmp_path: Path) -> Iterator[Path]:
-    """A folder with folders of somebody else's under names that this library used or could use."""
+    """A folder with foreign folders under names that this library used or could use."""
     for name in FOREIGN:
         (tmp_path / name).mkdir()
         (tmp_path / name / "thesis.txt").write_text("years of work")
@@ -169,7 +169,7 @@ def test_a_save_that_another_process_is_at_is_not_swept_away(tmp_path: Path) -> 
     (other.new / "part").write_text("half written")
     save(path, 1.0)
     assert (other.new / "part").read_text() == "half written"
-    # Its maker's end opens the lock, whatever way it came.
+    # The end of the process that made it opens the lock, however the process ended.
     other.lock.close()
     save(path, 2.0)
     assert names(tmp_path) == ["step"]
@@ -233,7 +233,7 @@ def test_the_lock_of_another_host_with_this_ones_name_means_nothing(
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint_scratch, "_BOOT_ID", boot)
         other = make_scratch(tmp_path / "step")
-    # Its lock is held on its own host; here it is free.
+    # The lock is taken on its own host; here it is free.
     other.lock.close()
     save(tmp_path / "step", 1.0)
     assert other.folder.exists()
@@ -282,7 +282,7 @@ def test_a_checkpoint_that_is_replaced_while_it_is_loaded_is_not_two_halves(
 class Interruption:
     """Calls ``other`` once, just before this process reaches one of its moments on the disk.
 
-    A moment is whatever the interpreter tells of a path: a listing, an opened file, a lock, a new name.
+    A moment is each audit event of the interpreter about a path: a listing, an opened file, a lock, a new name.
     """
 
     active: "Interruption | None" = None

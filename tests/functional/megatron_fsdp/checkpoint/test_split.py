@@ -50,7 +50,7 @@ def save(layout: Layout, path: str, asynchronous: bool) -> tuple[State, State, S
     handle = save_checkpoint(model, optimizer, path, asynchronous=asynchronous)
     then = full_weights(model), full_optimizer_state(model, optimizer)
     train(model, optimizer, range(3, 5), 2)
-    # Its group belongs to this call of the ranks.
+    # The group belongs to this call of the ranks.
     handle.wait()
     return *then, full_weights(model)
 

@@ -140,7 +140,7 @@ def save_and_draw(path: str, is_common: bool) -> list[float]:
 
 
 def load_and_draw(path: str) -> tuple[bool, list[float]]:
-    """Return whether loading left PyTorch's generator alone, and what is drawn then."""
+    """Return whether loading left PyTorch's generator alone, and the numbers drawn afterwards."""
     model = nn.Linear(2, 2)
     before = torch.get_rng_state()
     load_checkpoint(model, None, path)
@@ -232,7 +232,7 @@ def test_two_different_weights_do_not_become_one(tmp_path: Path) -> None:
 
 
 class Counter(nn.Module):
-    """A module that keeps what is no tensor."""
+    """A module whose extra state is not a tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -258,7 +258,7 @@ def test_modules_get_their_own_state_back(tmp_path: Path) -> None:
 
 
 class Anything:
-    """Something that only code can bring back."""
+    """An object that only code can restore."""
 
 
 def save_anything(path: str) -> str:

@@ -26,7 +26,7 @@ class Box:
 
 
 class Slotted:
-    """One without a dictionary."""
+    """An output class without a dictionary."""
 
     __slots__ = ("content",)
 
@@ -40,7 +40,7 @@ def queued(y: torch.Tensor) -> Any:
     return made
 
 
-# What the unit returns, and how the tensor is taken from it.
+# The unit's output, and the function that takes the tensor from it.
 WAYS: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]] = {
     "set": (lambda y: {y}, lambda found: next(iter(found))),
     "frozenset in a dict": (lambda y: {"a": frozenset([y])}, lambda found: next(iter(found["a"]))),

@@ -19,7 +19,7 @@ from tests.harness.timeouts import give_up_after
 
 
 def run_one_more_forward(grad: bool) -> None:
-    """Train beyond the steps in which units are compared; then rank 0 runs one more forward."""
+    """Train beyond the steps that compare units between ranks; then rank 0 runs one more forward."""
     # The engine's communicators take the job's timeout. Short, but not the limit of this call.
     give_up_after(10.0)
     plain = nn.Sequential(*(nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8)) for _ in range(3)))

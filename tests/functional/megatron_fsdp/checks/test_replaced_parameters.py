@@ -68,7 +68,7 @@ def test_modules_that_are_added_train_when_they_are_sharded_and_stay_when_they_a
             for part in (model.layers[1][-1], model.layers[-1]):
                 fully_shard(part)
         twins.backward(step)
-    # What no unit owns is each rank's own.
+    # Each rank has its own gradients of parameters outside units.
     for each in twins:
         each.layers[1][1].bias.grad = None
     assert twins.gradients_apart() < 5e-6

@@ -16,7 +16,7 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
 @pytest.mark.parametrize("start", nightly_but(["script"], ["script", "module"]))
 def test_a_model_in_the_current_folder_is_found(start: str, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("from torch import nn\ndef make():\n    return nn.Linear(4, 4)\n")
-    # What pip installs; Python puts this script's folder in front of sys.path, not the current one.
+    # The script that pip installs. Python puts the script's folder in front of sys.path, not the current folder.
     (tmp_path / "bin").mkdir()
     script = tmp_path / "bin" / "megatron-fsdp"
     script.write_text("import sys\nfrom megatron_fsdp.__main__ import main\nsys.exit(main())\n")

@@ -79,7 +79,7 @@ CHANGES: dict[str, Callable[[nn.Module], object]] = {
 
 
 def assert_followed(policy_name: str, *, is_training: bool = False, adapted: bool = True, strategy: str) -> None:
-    """Train, change the weights in each way, and run a forward, which has to use them as they are."""
+    """Train, change the weights in each way, and check that a forward uses the changed weights."""
     policy = POLICIES[policy_name]
     for change, act in CHANGES.items():
         model = made(policy, strategy)

@@ -26,7 +26,7 @@ STRATEGIES = {
 
 @dataclass(frozen=True)
 class Wire:
-    """How gradients are asked to travel, in which dtype they then do, and in which they are added up."""
+    """The policy, the dtype that gradients then travel in, and the dtype of sums."""
 
     policy: MixedPrecisionPolicy
     travels: torch.dtype
@@ -37,7 +37,7 @@ class Wire:
 WIRES = {
     "bf16": Wire(MixedPrecisionPolicy(reduce_dtype=BF16), BF16),
     "fp16": Wire(MixedPrecisionPolicy(reduce_dtype=FP16), FP16),
-    # A twentieth of these averages is among the numbers that fp16 has few bits for.
+    # A twentieth of these averages are subnormal in fp16.
     "fp16, many ranks": Wire(MixedPrecisionPolicy(reduce_dtype=FP16), FP16, divisor=2.0**13),
     "bf16, added up in fp32": Wire(MixedPrecisionPolicy(reduce_dtype=BF16, accumulate_dtype=FP32), FP32),
     "fp32, of sums in bf16": Wire(MixedPrecisionPolicy(reduce_dtype=FP32, main_grads_dtype=BF16), FP32, BF16),
@@ -47,7 +47,7 @@ CASES = [(strategy, wire) for strategy in STRATEGIES for wire in WIRES]
 
 
 class Odd(nn.Module):
-    """Of sizes that three ranks do not share evenly, with a vector of one element."""
+    """Layers of sizes that three ranks do not share evenly, with a vector of one element."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ def test_sums_of_microbatches_travel_in_the_reduce_dtype_and_come_back_rounded_t
 
 
 def close_twice(strategy: str) -> tuple[list[torch.Tensor], int]:
-    """Return gradients, and how often what is left to reduce of the unit was issued."""
+    """Return gradients, and how often the rest of the unit's reduction was issued."""
     shape, placements = STRATEGIES[strategy]
     model: Any = ReadsEarly()
     for part in (model.first, model.late, model):

@@ -156,7 +156,7 @@ def test_finalizing_without_a_backward_changes_nothing() -> None:
     before = apart(twins, range(1))
     model.finalize_backward()
     assert apart(twins, range(1)) == before < 2e-6
-    # Back to what backward does by itself.
+    # Let backward finalize by itself again.
     model.set_manual_backward_finalization(False)
     model.zero_grad()
     run(model, 0)

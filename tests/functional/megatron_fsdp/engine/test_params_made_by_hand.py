@@ -33,7 +33,7 @@ def one_model(mesh_kind: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
 
 
 def offloaded(parameter: DTensor) -> DTensor:
-    """Return what an optimizer's state is after it was moved away and made again."""
+    """Return an optimizer's state after it was offloaded and made again."""
     local = parameter.to_local().detach().to("cpu", copy=True)
     shape, stride = parameter.shape, parameter.stride()
     return DTensor.from_local(

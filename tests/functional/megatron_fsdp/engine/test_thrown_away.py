@@ -57,7 +57,7 @@ def test_a_sum_under_way_is_not_read_as_a_gradient(strategy: str) -> None:
 
 
 def fail(model: nn.Module, step: int) -> None:
-    """Run forward and backward of a step in which a hook behind the middle block raises."""
+    """Run forward and backward of a step; a hook behind the middle block raises."""
 
     def explode(*_: Any) -> None:
         raise RuntimeError("out of memory")
@@ -99,14 +99,14 @@ def test_a_backward_that_raised_is_over_for_the_next_forward_while_a_thread_stil
 
     def keep(root: Root) -> Any:
         reference = queue(root)
-        # As a device's thread does that has not got as far as to drop the graph task.
+        # A device's thread behaves like this until it has dropped the graph task.
         held.append(reference())
         return reference
 
     with mock.patch.object(final_callback, "_queue_final_callback", keep):
         fail(model, 0)
     assert held[0] is not None
-    # The task's end had not been seen when somebody may have dropped the gradients, so they are to be dropped now.
+    # Gradients that the caller dropped before the engine saw the end of the task do not count: it has to drop them now.
     with pytest.raises(StateError, match="is incomplete, because the last backward raised"):
         train(model, 1)
     model.zero_grad()

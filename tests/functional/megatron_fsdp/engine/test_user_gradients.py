@@ -241,7 +241,7 @@ def test_a_penalty_on_sharded_parameters_may_be_multiplied_by_what_differs_from_
         for _ in range(2):
             loss(twins.model, dist.get_rank(), 0).backward()
             mean_loss(twins.plain, loss).backward()
-        for model in twins:  # in a backward of its own
+        for model in twins:  # in a second backward
             sum(p.abs().mean() + p.norm() + (p - 0.1).square().sum() for p in model.parameters()).mul(0.1).backward()
         found[name] = twins.gradients_apart()
         twins.zero_grad()
@@ -268,7 +268,7 @@ def test_a_hook_that_one_backward_would_call_twice_is_refused_by_name(strategy: 
         twins.zero_grad()
 
     step()
-    # By the penalty alone, the hook is called once.
+    # A backward of the penalty alone calls the hook once.
     for model in twins:
         penalty(model).backward()
     assert twins.gradients_apart() < 1e-6

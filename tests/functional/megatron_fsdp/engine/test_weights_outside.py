@@ -19,7 +19,7 @@ from tests.harness import on_ranks
 
 
 class Lazy(nn.Linear):
-    """Its forward returns before its weight is used."""
+    """A layer whose forward returns before it uses the weight."""
 
     def forward(self, x: torch.Tensor) -> Iterator[torch.Tensor]:  # type: ignore[override]  # on purpose
         for row in x:
@@ -27,7 +27,7 @@ class Lazy(nn.Linear):
 
 
 class Product(torch.autograd.Function):
-    """What a fused cross entropy does: autograd sees none of its operators."""
+    """A product without operators that autograd sees, like a fused cross entropy."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -30,7 +30,7 @@ from tests.harness.grids import nightly_but
 from tests.harness.models import Model, make_mesh, make_model, world_mesh
 from tests.harness.oracle import differing, shard_model, train, whole_state
 
-# What a state dict holds, as torch's own types spell it, is too wide to be of use here.
+# torch's own types for a state dict are too wide to be of use here.
 State = dict[str, Any]
 FULL = StateDictOptions(full_state_dict=True)
 FULL_ON_RANK_0 = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -55,7 +55,7 @@ Loader = Callable[[Model, State], object]
 
 
 def canonical(model: Model, wanted: State) -> State:
-    """Return ``wanted`` with what is a DTensor in the model as ``distribute_tensor`` makes it: cut as torch cuts."""
+    """Return ``wanted``; for each DTensor of the model, the tensor is cut by ``distribute_tensor``, as torch cuts."""
     return {
         name: distribute_tensor(wanted[name], mine.device_mesh, mine.placements)
         if isinstance(mine, DTensor)
@@ -149,7 +149,7 @@ def test_the_full_optimizer_state_equals_the_whole_models_and_resumes_bit_for_bi
     model, optimizer = sharded_adamw(0, options)
     train(model, optimizer, range(2), mine)
     weights = get_model_state_dict(model, options=FULL_ON_RANK_0)
-    # PyTorch hands out the 0-d step counters as they are, not copies.
+    # PyTorch returns the 0-d step counters themselves, not copies.
     state = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=FULL_ON_RANK_0))
     other, other_optimizer = sharded_adamw(5, options)
     set_model_state_dict(other, weights, options=FROM_RANK_0)

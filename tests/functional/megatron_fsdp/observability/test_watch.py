@@ -74,7 +74,7 @@ FAULTS: dict[str, Callable[[Model], None]] = {
 
 
 def train_past_the_comparison_of_orders(model: Model) -> None:
-    """Run the backwards in which the engine itself compares the order of units."""
+    """Run the backwards that compare the order of units between ranks."""
     for _ in range(3):
         step(model, draw_tokens(dist.get_rank()))
         model.zero_grad()
@@ -182,7 +182,7 @@ def two_heads(model: Any, x: torch.Tensor, rank: int) -> torch.Tensor:
     return model.head(x) + (model.extra(x) if rank else 0)
 
 
-# What the first rank leaves out: one of two heads that the root owns, or what the root has before its blocks.
+# The part that the first rank leaves out: one of two heads that the root owns, or the layers before the blocks.
 UNEVEN: dict[str, Callable[[Any, torch.Tensor, int], torch.Tensor]] = {
     "a head": two_heads,
     "a part": lambda model, x, rank: model.first(model.second(x if rank == 0 else model.extra(model.head(x)))),
@@ -330,7 +330,7 @@ def test_a_rank_that_left_its_watch_is_not_taken_for_dead() -> None:
     if dist.get_rank() != 0:
         with Watch(model, TIMEOUT):
             step(model, tokens)
-        # As in a collective of the script's own.
+        # The wait stands for a collective of the script.
         store.wait(["rank 0 was told"])
         return
     with pytest.raises(AgreementError, match=r"ranks 1-2: out of its Watch, which it left at test_watch.py:\d+"):

@@ -285,7 +285,7 @@ def moments_of(model: Model, optimizer: torch.optim.Optimizer) -> State:
 
 def give_state_dict(model: Model, optimizer: Any, other: Model, taker: Any) -> None:
     other.load_state_dict(model.state_dict())
-    # PyTorch's load_state_dict takes tensors over as they are, so that both optimizers would write into them.
+    # PyTorch's load_state_dict keeps the given tensors, so both optimizers would write into them.
     document = optimizer.state_dict()
     taker.load_state_dict(document if isinstance(taker, AdamW) else copy.deepcopy(document))
 
@@ -328,7 +328,7 @@ def test_state_resumes_bit_for_bit(saver: str, loader: str, strategy: str, num_r
     train(model, optimizer, range(2), mine())
     other, other_optimizer = sharded(MAKERS[loader], 5, strategy)
     if by == "state dict":
-        # Into an optimizer that has state of its own already.
+        # The loading optimizer already has state.
         train(other, other_optimizer, range(3), mine())
     GIVERS[by](model, optimizer, other, other_optimizer)
     right_after = differing(moments_of(other, other_optimizer), moments_of(model, optimizer))

@@ -62,7 +62,8 @@ def sharded(policy: MixedPrecisionPolicy | None = None) -> Net:
     model = Net()
     for part in (model.embed, model.last):
         fully_shard(part, mp_policy=policy)
-    return fully_shard(model, mp_policy=policy)  # one unit of what is left, in which neighbours are of all kinds
+    # the root unit owns the remaining parameters, all kinds next to each other
+    return fully_shard(model, mp_policy=policy)
 
 
 def backward(model: nn.Module, step: int) -> None:
@@ -71,7 +72,7 @@ def backward(model: nn.Module, step: int) -> None:
 
 
 def not_flat(kind: type[Optimizer]) -> type[Optimizer]:
-    """Return a class of the same steps, which nobody can know to be element-wise: it steps every DTensor."""
+    """Return a class with the same steps that is not known to be element-wise: it steps every DTensor."""
     return type(kind.__name__, (kind,), {})
 
 
@@ -123,11 +124,11 @@ def compare(kind: str, meddle: Meddling) -> list[str]:
 
 
 def nothing(model: Net, optimizer: Optimizer, step: int) -> None:
-    """Train as everybody does."""
+    """Train without special calls."""
 
 
 def everything(model: Net, optimizer: Optimizer, step: int) -> None:
-    """Do what users do between a backward and a step, each in a step of its own and all in the last."""
+    """Change gradients or settings between backward and step: one change in each of steps 1 to 3, all in step 4."""
     first, second = model.blocks[0]["norm"].weight, model.blocks[1]["one"].weight
     if step in (1, 4):
         first.grad = None
@@ -192,7 +193,7 @@ def test_a_step_goes_through_few_tensors_only_where_that_is_exact() -> None:
     record("narrow", adamw, MixedPrecisionPolicy(main_params_dtype=torch.bfloat16, main_grads_dtype=torch.bfloat16))
     counts = {name: len(sizes) for name, sizes in found.items()}
     assert counts["foreach"] == counts["wrapped"] == counts["default"] == 3
-    # One that another optimizer steps divides a unit in two, and is no part of either.
+    # A parameter that another optimizer steps cuts its unit in two.
     assert counts["gap"] == 4
     assert sum(found["gap"]) <= sum(found["foreach"]) - 16 * 3
     # Vectors of fused steps on the CPU end with each parameter, and round otherwise than the elements after them.
@@ -201,7 +202,7 @@ def test_a_step_goes_through_few_tensors_only_where_that_is_exact() -> None:
 
 
 def watched(factor: float) -> tuple[Net, list[float]]:
-    """Train with gradients of ``factor``, which a hook doubles; return what hooks after the steps counted of these."""
+    """Train with gradients of ``factor``, doubled by a hook for 0.5; return the mean step counts after each step."""
     model = sharded()
     optimizer = OPTIM.AdamW(model.parameters(), foreach=True, eps=0.1)
     counts: list[float] = []

@@ -54,7 +54,7 @@ class Net(nn.Module):
 
 @dataclass(frozen=True)
 class Job:
-    """Units besides the root, strategy ("hsdp" on 2 x ranks / 2), precision."""
+    """Units other than the root, strategy ("hsdp" on 2 x ranks / 2), precision."""
 
     units: tuple[str, ...] = ()
     strategy: str = "optim_grads_params"
@@ -143,7 +143,7 @@ def bytes_after_backward(job: Job) -> tuple[int, int, int]:
 
 
 def bytes_per_parameter() -> float:
-    """Return what the meter holds after backward, gathered weights released, times ranks over the parameters."""
+    """Return the metered bytes per parameter over all ranks, after backward with gathered weights released."""
     before = memory_meter().current_bytes
     model = nn.Sequential(nn.Linear(512, 512, bias=False), nn.Linear(512, 512, bias=False))
     for module in (*model, model):
@@ -216,7 +216,7 @@ def test_split_weights_train_to_the_same_bits_on_two_axes() -> None:
 @pytest.mark.parametrize("spike", [1e4, 1e30])
 def test_after_a_spike_weights_stay_near_those_of_fp32_moments(spike: float) -> None:
     (distance,) = run_ranks(1, distance_after_spike, spike)
-    # Four steps after it, of which Adam makes none longer than a few learning rates.
+    # Four steps later. Adam makes no step longer than a few learning rates.
     assert distance < 6
 
 

@@ -175,7 +175,7 @@ def test_each_matrix_is_one_ranks_work_once_a_step() -> None:
 
 # ---------------------------------------------------------------------- state
 
-# Checkpoints resume on other numbers of ranks, so all of these train on the numbers of ranks 0 and 1.
+# Checkpoints resume on other numbers of ranks. All of them train on the sum of the gradients for numbers 0 and 1.
 NUM_SOURCES = 2
 
 
@@ -377,7 +377,7 @@ def test_records_that_were_exchanged_keep_their_values() -> None:
     wanted = [optimizer.state[param]["momentum_buffer"].full_tensor().clone() for param in (second, first)]
     assert not torch.equal(*wanted)
     optimizer.state[first], optimizer.state[second] = optimizer.state[second], optimizer.state[first]
-    # A momentum of one keeps what is there.
+    # A momentum of one leaves the buffer unchanged.
     optimizer.param_groups[0]["momentum"] = 1.0
     optimizer.step()
     for param, value in zip((first, second), wanted, strict=True):

@@ -27,7 +27,7 @@ DIVISIONS = {
 
 
 def second_step(flags: str) -> Step:
-    """Train two steps of one microbatch, and return what the second took beside what was said before."""
+    """Train two steps of one microbatch; return the second step's measurements and the prediction made before."""
     gc.collect()
     meter = memory_meter()
     before = meter.current_bytes

@@ -115,7 +115,7 @@ def part_kept_for_backward(shard: Shard) -> nn.Module:
 
 
 def partly_replicated(shard: Shard) -> nn.Module:
-    """Groups of two placements in one unit, and a unit of which nothing is sharded."""
+    """Groups of two placements in one unit, and a unit without sharded parameters."""
     model = Model()
     for whole in (*(block.get_submodule("norm") for block in model.blocks), model.norm):
         fsdp_no_shard(whole)
@@ -124,7 +124,7 @@ def partly_replicated(shard: Shard) -> nn.Module:
 
 
 def frozen_after_sharding(shard: Shard) -> nn.Module:
-    """Gradient accumulators are there, of a unit and of single parameters that are not trained any more."""
+    """Units and single parameters that are frozen after sharding, and so have gradient accumulators."""
     model = every_part_a_unit(shard)
     model.get_submodule("blocks.1").requires_grad_(False)
     for name in ("blocks.3.up.weight", "head.weight"):
@@ -220,7 +220,7 @@ def settings(choose: Callable[[Iterable[tuple[Any, ...]]], Iterable[tuple[Any, .
 
 @dataclass
 class Step:
-    """What one rank saw of one run: bytes at rest, the peaks above them and the collectives of the second step."""
+    """Measurements of a run on one rank: bytes at rest, the peaks above them and the second step's collectives."""
 
     report: Report
     persistent_bytes: int = 0
@@ -237,7 +237,7 @@ def run_all(chosen: list[Setting]) -> list[Step]:
 
 
 def run(setting: Setting, mesh: DeviceMesh) -> Step:
-    """Train two steps and return what the second took, beside what was predicted before the first."""
+    """Train two steps; return the second step's measurements and the prediction made before the first."""
     gc.collect()
     meter = memory_meter()
     before = meter.current_bytes

@@ -87,7 +87,7 @@ def calls_of(work: Callable[[], object]) -> int:
 
 @dataclass(frozen=True)
 class Footprint:
-    """What a sharded model costs one rank beside its buffers: Python objects and bytes, calls to build and train it."""
+    """One rank's cost of a sharded model without its buffers: Python objects and bytes, calls to build and train it."""
 
     num_objects: int
     num_bytes: int
@@ -96,7 +96,7 @@ class Footprint:
 
 
 def footprint(shape: tuple[int, ...]) -> Footprint:
-    """Measure, when everything that is made once per process or mesh is there; and train, on one shard of weights."""
+    """Build and train on one shard of weights, and measure after everything made once per process or mesh exists."""
     with rank_zero_of(shape) as mesh:
         for _ in range(3):
             model = build(mesh)

@@ -43,7 +43,7 @@ class Probe(nn.Module):
 
 
 class Wanted(NamedTuple):
-    """How a probe is made, and what a step of it has to show; bytes are of an element of a trained weight."""
+    """How to make a probe, and the results of its step. Bytes are per element of a trained weight."""
 
     own: torch.dtype
     policy: Any
@@ -93,7 +93,7 @@ def test_weights_inputs_outputs_gradients_and_what_travels_have_the_dtypes_that_
     assert seen["input"] is seen["keyword"] is wanted.inputs
     assert seen["index"] is seen["table"] is output["index"].dtype is torch.int64
     assert wanted.output in (None, output["output"].dtype)
-    # The trainer sees FP32 main weights and state; what is frozen gets no wider copy.
+    # The trainer sees FP32 main weights and state; frozen parameters get no wider copy.
     assert model.linear.weight.dtype is optimizer.state[model.linear.weight]["momentum_buffer"].dtype is FP32
     assert model.frozen.dtype is wanted.own
     assert gradient.dtype is wanted.gradient
@@ -179,7 +179,7 @@ def test_units_of_one_model_may_compute_in_different_dtypes() -> None:
     assert seen == [BF16, FP32]
 
 
-# Of the mean of 1 and 2**-10: exact, and rounded to bf16 before or after the sum.
+# The mean of 1 and 2**-10: exact, and rounded to bf16 before or after the sum.
 EXACT, ROUNDED = (1 + 2.0**-10) / 2, 0.5
 
 
@@ -219,7 +219,7 @@ def both(value: Any) -> dict[str, Any]:
     return dict.fromkeys(("one", "two"), value)
 
 
-# Own dtype, policy, what is asked of parameters, and what is found.
+# The parameters' dtype, the policy, the requested grad_dtype, and the result.
 CASES: dict[str, tuple[torch.dtype, MixedPrecisionPolicy, dict[str, torch.dtype | None], Found]] = {
     "nothing is asked": (FP32, MixedPrecisionPolicy(BF16), {}, both((FP32, FP32, EXACT))),
     "a reduce_dtype": (FP32, MixedPrecisionPolicy(BF16, BF16), {}, both((FP32, FP32, ROUNDED))),
@@ -304,7 +304,7 @@ def test_a_dtype_that_cannot_be_followed_is_refused_with_the_parameter() -> None
     ask(model, {"two": BF16})
     with pytest.raises(StateError, match=r"grad_dtype of parameter 'two' was set to torch.bfloat16 after"):
         gradients(model)
-    # What was set is taken back.
+    # The refused setting has been undone.
     model.zero_grad()
     assert {dtype for dtype, *_ in gradients(model).values()} == {FP32}
 
@@ -401,7 +401,7 @@ def test_sums_over_ranks_are_rounded_as_fp32_ones_under(strategy: str) -> None:
     mesh = LAYOUTS[strategy]
     for microbatches in (1, 3):
         assert error_of(strategy, mesh, WIDE, microbatches) < 2e-7
-        # With two terms of 8 bits a sum has 9, which are few to lose; three and four lose more.
+        # A sum of two terms of 8 bits has 9, so it loses little; sums of three and four terms lose more.
         assert mesh == (2, 2) or error_of(strategy, mesh, NARROW, microbatches) > 1e-3
 
 

@@ -202,7 +202,7 @@ def test_a_rank_that_was_started_anew_gets_its_part_from_a_replica() -> None:
     model, optimizer = trained("hsdp", AdamW, mesh=mesh)
     before = contents(model, optimizer)
     if dist.get_rank() == 3:
-        # Its memory is gone: other values, an optimizer that has not stepped.
+        # Stand for lost memory: other values, and an optimizer that has not stepped.
         with torch.no_grad():
             for param in model.parameters():
                 param.to_local().fill_(7)

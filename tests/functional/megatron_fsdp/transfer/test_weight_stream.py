@@ -56,7 +56,7 @@ def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor])
 
 
 def changed(model: nn.Module, seed: int = 5) -> None:
-    """Give every parameter other values, of which some are ties between two bf16 numbers."""
+    """Give every parameter new values, some of them halfway between two bf16 numbers."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         values = torch.randn(parameter.shape, generator=generator)
@@ -175,7 +175,7 @@ def test_experts_of_other_ranks_under_the_same_name_stay_with_their_ranks() -> N
     assert_same(dict(weight_stream(model)), own)
 
 
-# ---------------------------------------------------------------- order, buckets, what it takes
+# ---------------------------------------------------------------- order, buckets, cost
 
 
 @on_ranks(2)

@@ -1,4 +1,4 @@
-"""Programs in which ranks differ equal the plain model, and fail if a part of the forward order is disabled."""
+"""Programs with different parts on each rank equal the plain model, and fail without a part of the forward order."""
 
 from collections.abc import Callable
 from typing import Any
@@ -55,7 +55,7 @@ def no_rest(self: Any) -> Any:
 
 
 def no_zeros(self: Any) -> None:
-    """Reduce what the packed buffer happens to hold."""
+    """Leave old values in the packed buffer where this rank has no gradient."""
     for index, filled in enumerate(self._filled):
         if not filled:
             self._views[index].fill_(0.5)

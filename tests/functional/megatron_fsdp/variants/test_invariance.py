@@ -90,7 +90,7 @@ class Net(nn.Module):
         self.entry, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
         self.head.weight = self.entry.weight
         self.blocks = nn.ModuleList(Block(hidden) for _ in range(3))
-        # Of a unit that no loss reaches.
+        # The weight of a unit outside the loss.
         self.idle = nn.Linear(3, 1)
 
     def forward(self, x: torch.Tensor, call: Callable[..., torch.Tensor], number: int) -> torch.Tensor:
@@ -101,7 +101,7 @@ class Net(nn.Module):
 
 
 class Broken(RuntimeError):
-    """What a backward raises here."""
+    """The error that backward raises here."""
 
 
 class Fail(torch.autograd.Function):
@@ -121,7 +121,7 @@ def plainly(block: nn.Module, x: torch.Tensor, number: int, index: int) -> torch
 
 
 def block_left_out(block: nn.Module, x: torch.Tensor, number: int, index: int) -> torch.Tensor:
-    """Microbatches 0, 1, 4, 5, ... leave out the middle block, and nobody uses the last one after the sixth."""
+    """Skip the middle block in microbatches 0, 1, 4, 5, ..., and the last block after the sixth microbatch."""
     result: torch.Tensor = block(x, skips=(index == 1 and number % 4 in (0, 1)) or (index == 2 and number > 5))
     return result
 
@@ -146,11 +146,11 @@ USES = {use.__name__: use for use in (plainly, block_left_out, layer_left_out, n
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What is done on which mesh, by which strategy, with what on the wire.
+    """A kind of training on a mesh, with a strategy and a reduce dtype.
 
     Attributes:
-        use: of ``USES``. what: "", "frozen", "fused", "broken" (a backward raises, and the step begins anew), "taken"
-            (somebody keeps gradients) or "wide" (matrices are large enough for 8-bit moments).
+        use: of ``USES``. what: "", "frozen", "fused", "broken" (a backward raises, and the step begins again), "taken"
+            (the caller keeps gradients) or "wide" (matrices are large enough for 8-bit moments).
     """
 
     use: str = "plainly"
@@ -349,7 +349,7 @@ def test_what_would_cost_the_order_is_refused_by_name(words: str) -> None:
         REFUSED[words](sharded(Run(mesh=(2,))))
 
 
-# ---------------------------------------------------------------- what it takes
+# ---------------------------------------------------------------- memory and traffic
 
 
 PRICED = [((1,), "optim_grads_params", "fp32"), ((3,), "optim_grads_params", "bf16"), ((4,), "no_shard", "fp32"),
@@ -399,7 +399,7 @@ def test_bytes_held_and_sent_are_those_that_explain_says(mesh: tuple[int, ...], 
         peak = meter.peak_bytes
         for parameter in model.parameters():
             parameter.grad = None
-    # Once the optimizer has what is whole there is no memory for that.
+    # Once the optimizer has the final gradients, their memory is free.
     assert memory.num_bytes == 0
     report = explain(model, num_microbatches=NUM_MICROBATCHES // torch.Size(mesh).numel())
     assert peak - at_rest == max(report.forward_peak.num_bytes, report.backward_peak.num_bytes)

@@ -53,7 +53,7 @@ def clipped_by_torch(model: nn.Module) -> torch.Tensor:
 
 
 def trained(kind: str, run: Run) -> Trained:
-    """Return the norms of all steps, one of which is skipped for gradients that are not finite; weights and moments."""
+    """Return the norms of all steps, including one skipped for non-finite gradients; weights and moments."""
     model = sharded(run, moments="int8" if "int8" in kind else None)
     optimizer, norms, values = made(kind, model), [], {}
     for step in range(NUM_STEPS):
@@ -82,7 +82,7 @@ SHARDED = [
 GRID = [(optimizer, wire, *sharded) for optimizer in OPTIMIZERS for wire in WIRES for sharded in SHARDED]
 
 
-# By day every value, and every optimizer on three ranks.
+# `make test` runs every value once, and every optimizer on three ranks.
 QUICK = list(dict.fromkeys([*covering(GRID, strength=1), *((name, "bf16", (3,), FLAT[-1]) for name in OPTIMIZERS)]))
 
 

@@ -35,7 +35,7 @@ class Net(nn.Module):
 
 @dataclass(frozen=True)
 class Job:
-    """Units besides the root, whether on two axes, whether rows may be cut anywhere."""
+    """The number of units other than the root, whether the mesh has two axes, and whether rows may be cut anywhere."""
 
     units: tuple[str, ...] = ()
     is_hybrid: bool = False
@@ -82,7 +82,7 @@ def train(job: Job) -> tuple[list[float], dict[str, torch.Tensor]]:
 
 
 def used_weights(job: Job) -> tuple[dict[str, torch.Tensor], ...]:
-    """Return main weights, and what compute sees in forward and in backward."""
+    """Return main weights, and the weights that compute uses in forward and in backward."""
     model = job.build()
     seen: list[dict[str, torch.Tensor]] = []
 

@@ -84,7 +84,7 @@ def test_small_plans_are_legal_nearly_optimal_and_claim_no_more_than_there_is(
     layout = plan(shapes, num_shards, granularity=cuts, alignment_bytes=4 * alignment, itemsize=4)
     assert fault_of(layout) == ""
     optimum = shortest_shard(shapes, cuts, num_shards, alignment)
-    # Of 600 random draws like these 566 were optimal, and the worst was half as long again.
+    # Among 600 random draws like these 566 plans were optimal, and the worst was half as long again.
     assert layout.lower_bound_numel <= optimum * num_shards <= layout.numel <= 2 * optimum * num_shards
 
 

@@ -24,7 +24,7 @@ class Outer(nn.Module):
 
 
 def names(*modules: nn.Module, nested: str | None = None, ignored: tuple[str, ...] = ()) -> list[str]:
-    """Return what a unit of modules owns; ``nested`` is a unit inside of the first one."""
+    """Return the names that a unit of modules owns; ``nested`` is a unit inside of the first module."""
     if nested is not None:
         modules[0].get_submodule(nested)._fsdp_unit = "as fully_shard leaves it"
     left_out = tuple(modules[0].get_parameter(name) for name in ignored)
@@ -114,7 +114,7 @@ CUTS: list[tuple[tuple[int, ...], GranularityChoice, Granularity]] = [
     # Without a wish between slices of the first dimension.
     ((7,), None, Row()), ((7, 3), None, Row()), (ROWS, None, Block(3)), ((7, 2, 3, 5), None, Block(6)),
     ((7, 0, 5), None, Row()),
-    # As asked, also coarser; a function may decide or leave it.
+    # The granularity is used as given, even if it is coarser; a function may choose one or return None for the default.
     ((7,), Element(), Element()), ((7, 1), Element(), Element()), (ROWS, Row(), Row()), (ROWS, Block(2), Block(2)),
     (ROWS, Block(200), Block(200)), ((5,), Whole(), Whole()),
     ((7, 3), lambda p: Block(2) if p.ndim == 2 else None, Block(2)),

@@ -62,7 +62,7 @@ FACTORY = ("plan", "--factory", f"{__name__}:make_model", "--mesh", "4")
 
 @functools.cache
 def run(*arguments: str) -> str:
-    """Return what the command prints."""
+    """Return the command's output."""
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         assert main(arguments) == 0
     return printed.getvalue()

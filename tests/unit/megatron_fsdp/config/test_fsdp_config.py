@@ -204,7 +204,7 @@ def test_the_policy_fuses_unless_told_otherwise(line: str, fuses: str | bool) ->
     assert config(line).mixed_precision_policy().fuse_weight_gradients == fuses
 
 
-# Of bf16 weights: the dtypes of main weights and of main gradients, and of what travels.
+# For bf16 weights, the dtypes of main weights, of main gradients, and of reductions.
 @pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize(
     ("line", "dtypes"),

@@ -145,7 +145,7 @@ ACCELERATE: dict[str, Any] = {
 @pytest.mark.parametrize("suffix", ["json", "yaml"])
 def test_accelerate_s_file_is_read(suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / f"default_config.{suffix}"
-    # What is JSON is YAML, too.
+    # Every JSON document is also a YAML document.
     path.write_text(json.dumps(ACCELERATE))
     if importlib.util.find_spec("yaml") is None:
         monkeypatch.setitem(sys.modules, "yaml", SimpleNamespace(safe_load=json.loads, YAMLError=ValueError))

@@ -38,7 +38,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
 
 
 class Fails(nn.Module):
-    """Raises in its forward where it is asked to."""
+    """A layer whose forward raises on demand."""
 
     is_failing = False
 
@@ -49,7 +49,7 @@ class Fails(nn.Module):
 
 
 class Chain(nn.Module):
-    """Two layers, and between them a checkpoint or an error where it is asked for."""
+    """Two layers, and between them an optional checkpoint or error."""
 
     def __init__(self, use_reentrant: bool | None = None) -> None:
         super().__init__()

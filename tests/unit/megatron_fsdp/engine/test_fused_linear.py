@@ -46,7 +46,7 @@ class Doubled(nn.Linear):
 
 
 class Renamed(nn.Linear):
-    """Its forward is that of a linear layer."""
+    """A linear layer's forward under another class."""
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])

@@ -242,7 +242,7 @@ def test_a_step_of_sharded_layers_calls_fewer_operators_than_torchs_and_leaves_f
     calls = {row.case["step"]: row.samples.median for row in rows if row.metric == "operator calls"}
     times = ("host time", "host time with zero_grad")
     assert {row.metric for row in rows} == {*times, *(f"{time} over peer's" for time in times), "operator calls"}
-    # One for each of three units counts its steps; making the table of hyperparameters takes the rest.
+    # Each of the three units has one call that counts its steps; the table of hyperparameters takes the rest.
     assert calls["flat, launches left out"] <= 3 + 5
     assert calls["flat, launches left out"] < calls["flat"]
     assert has_groups or max(calls["flat"], calls["stock, foreach"]) < calls["DTensors, foreach"]

@@ -48,7 +48,7 @@ def test_replicas_divide_the_work() -> None:
 
 
 def test_received_elements_are_those_of_a_step_worked_out_by_hand() -> None:
-    # Two matrices of 16 on two shards of 16: each rank owns what it holds, and nothing travels.
+    # Two matrices of 16 on two shards of 16: each rank owns the matrix that it has, and nothing travels.
     assert plan_ownership(works([(4, 4)] * 2, 16), 2).received_numel == (0, 0)
     # One of 32 on both: its owner gets the other half, the other rank its update.
     found = plan_ownership(works([(4, 8)], 16), 2)
@@ -83,7 +83,7 @@ def catalog_ownership(name: str, num_ranks: int) -> Ownership:
 
 
 def muon_of(units: Sequence[StoodIn]) -> Muon:
-    """Return Muon for a catalog model: it steps what has two dims or more, but for embeddings and heads."""
+    """Return Muon for a catalog model: it steps parameters of two or more dims, except embeddings and heads."""
     by_dims: defaultdict[int, list[Any]] = defaultdict(list)
     for unit in units:
         is_inside = unit.modules[0] not in ("embedding", "head")
@@ -97,11 +97,11 @@ def muon_of(units: Sequence[StoodIn]) -> Muon:
 def check_balance(found: Ownership) -> None:
     report = OwnershipReport(found, itemsize=1)
     mean_numel = report.num_elements / report.num_ranks
-    # Where a matrix is more than a rank's fair share, some rank has to receive all of it.
+    # If a matrix is larger than a rank's fair share, its owner has to receive all of it.
     largest_numel = max(work.block.numel for work in found.works)
     # LPT is within a third of the best (Graham 1969), and the bound may be below the best.
     assert report.gap <= 0.2
-    # Two bytes each in bf16: 4.2 P / N on average, and for nobody much more.
+    # Two bytes each in bf16: 4.2 P / N on average, and not much more on any rank.
     mean_received = report.mean_received_bytes
     assert mean_received <= 2.1 * mean_numel
     assert report.max_received_bytes <= max(1.3 * mean_received, 2.1 * mean_numel, mean_numel + 1.1 * largest_numel)

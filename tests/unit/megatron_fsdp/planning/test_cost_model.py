@@ -78,7 +78,7 @@ def test_all_but_the_first_unit_hide_the_reduction_and_the_refresh_of_replicated
 
 def test_replicas_on_one_rank_communicate_nothing() -> None:
     time = step(1.0, rows=(16,), sizes=(1,))
-    # What is left is the host's.
+    # Only host time remains.
     assert (time.communication, time.exposed) == (0.0, pytest.approx(0.0, abs=1e-4))
 
 
@@ -101,7 +101,7 @@ def test_the_optimizer_reads_and_writes_its_own_part() -> None:
         ("16x4", [100.0, 450.0]),
         ("4x16", [50.0, 400.0]),
         ("4x2", [450.0, 450.0]),
-        # What was measured is taken.
+        # A measured bandwidth is used.
         ("2x8 --bandwidth 1G 2G", [1.0, 2.0]),
         ("2x8 --bandwidth 3G", [3.0, 3.0]),
     ],

@@ -41,7 +41,7 @@ def report(
         (Placements.optim_grads_params(0), None, WHOLE // 4, WHOLE // 4),
         # Weights whole, main weights a slice of them.
         (Placements.optim(0), None, WHOLE, WHOLE),
-        # Main weights of another dtype have memory of their own, unless a gather can cast them.
+        # Main weights of another dtype have separate memory, unless a gather can cast them.
         (Placements.optim(0), BF16, 224 * 2 + 56 * 4, WHOLE),
         (Placements.optim_grads_params(0), BF16, WHOLE // 4, WHOLE // 4),
     ],
@@ -62,8 +62,8 @@ def test_what_rests_and_what_gradients_take(
 @pytest.mark.parametrize(
     ("options", "forward", "backward"),
     [
-        # A unit and the one gathered ahead. In backward unit2 with its gradients packed, while unit1 is gathered
-        # ahead; a shard of unit3's gradients is there by then.
+        # A unit and the next one, gathered ahead. The peak of backward is at unit2 with its packed gradients, while
+        # unit1 is gathered ahead and a shard of unit3's gradients exists.
         ({}, (64 + 128) * 4, (128 + 128 + 64 + 8) * 4),
         # Gradients that are reduced in FP32 count twice against bf16 weights.
         ({"policy": BF16}, (64 + 128) * 2, (128 + 64) * 2 + (128 + 8) * 4),
@@ -71,7 +71,7 @@ def test_what_rests_and_what_gradients_take(
         ({"root_rows": 4}, (16 + 64 + 128) * 4, (16 + 128 + 128 + 64 + 8) * 4),
         # A unit that waits for the next one goes before the one after that is gathered ahead.
         ({"reshard_after_forward": None}, (64 + 128) * 4, (128 + 128 + 64 + 8) * 4),
-        # In forward unit2 leaves a half while unit3 is there, and unit1's half with it; in backward unit1's half.
+        # In forward, halves of unit1 and unit2 remain while unit3 is gathered; in backward, half of unit1.
         ({"reshard_after_forward": 2}, (32 + 64 + 128 + 32) * 4, (32 + 128 + 128 + 64 + 8) * 4),
     ],
 )

@@ -123,7 +123,7 @@ def test_every_catalog_model_is_divided(name: str) -> None:
     total = sum(stage.architecture.num_parameters for stage in stages)
     experts = whole.num_routed_parameters
     wanted = (whole.num_parameters - experts) / 2 + experts / 8
-    # Norms, routers and biases of what is added up are whole; a tied table is there twice.
+    # The sum counts norms, routers and biases whole on each stage, and a tied table twice.
     table = whole.vocab_size * whole.hidden_size / 2 if whole.tied else 0
     assert wanted + table <= total <= 1.03 * wanted + table
     work = Workload(sequence_length=128)
@@ -156,7 +156,7 @@ def test_what_is_sent_inside_the_model_is_counted_and_every_key_documented() -> 
 
 def test_links_are_those_of_ranks_that_lie_behind_each_other_in_megatrons_order() -> None:
     links = setup_of("--model mixtral-8x7b --world 64 --tp 4 --ep 2 --pp 2").hardware.links
-    # Eight ranks a node: four of tp beside each other, two of dp in a node, the experts' and the stages' one by one.
+    # Eight ranks a node: four tp ranks together, two dp ranks in a node, experts and stages on different nodes.
     assert {axis: link.bytes_per_second for axis, link in links.items()} == {
         "dp": 100e9, "expert dp": 50e9, "tp": 450e9, "ep": 450e9, "pp": 50e9,
     }  # fmt: skip

@@ -214,7 +214,7 @@ def test_the_binding_tensor_of_a_region_is_a_position_in_it() -> None:
     (wide,) = [region for region in regions if 14 in region.indices]
     assert wide.plan.binding.startswith("rows of 4304 in tensor 14 of shape (1152, 4304)")
     assert wide.indices[wide.plan.binding_tensors[0]] == 14
-    # Where the data itself binds no tensor is named.
+    # If the data itself sets the size, no tensor is named.
     even = plan([(64, 64)], 8)
     assert (even.binding, even.binding_tensors) == ("the data itself", ())
 

@@ -252,7 +252,7 @@ def test_what_is_replicated_in_a_sharded_model_is_listed(mesh: DeviceMesh) -> No
     assert "parameters whole on every rank, not sharded: blocks.1\n" in f"{report}\n"
     placements = [group.resting[0].placement for group in report.units[2].groups]
     assert placements == ["axis 0: Flat", "axis 0: Replicate"]
-    # Where nothing is sharded nothing is listed.
+    # Without sharded parameters, the list of unsharded ones is left out.
     assert "not sharded" not in str(explain(fully_shard(Model(), mesh, Placements.no_shard(0))))
 
 

@@ -81,7 +81,7 @@ def test_what_follows_from_a_few_layers_is_what_a_plan_of_all_says(given: str, n
 @pytest.mark.parametrize(
     ("options", "keys", "wanted"),
     [
-        # All setups train on the same number of sequences: of a rank, micro-batch and microbatches.
+        # All setups train on the same number of sequences: micro-batch times microbatches per rank.
         (
             "--gpus 4 --global-batch 48 --strategy optim",
             ("micro_batch", "num_microbatches"),
@@ -96,7 +96,7 @@ def test_what_follows_from_a_few_layers_is_what_a_plan_of_all_says(given: str, n
                 *((strategy, (12,)) for strategy in ("no_shard", "optim", "optim_grads", "optim_grads_params")),
             },
         ),
-        # What is given stays.
+        # Given options stay fixed.
         (
             "--strategy hsdp --mesh 2x8 --micro-batch 2 --recompute full",
             ("strategy", "mesh", "micro_batch", "num_microbatches", "recompute"),

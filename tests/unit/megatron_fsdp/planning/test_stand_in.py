@@ -35,7 +35,7 @@ GEMMA = {**LLAMA, "model_type": "gemma2", "head_dim": 4}
 
 
 class Block(nn.Module):
-    """A norm, two linear layers of which one has a frozen bias."""
+    """A norm and two linear layers, the second with a frozen bias."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()

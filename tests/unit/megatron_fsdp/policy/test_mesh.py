@@ -23,7 +23,7 @@ def backend(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 def asked_device(has_gpu: bool) -> str:
-    """Return for which devices a mesh is made where none was given; it is made for CPUs."""
+    """Return the device type of the default mesh; the mesh itself is made for CPUs."""
     asked = []
 
     def make(device_type: str, *arguments: Any) -> DeviceMesh:

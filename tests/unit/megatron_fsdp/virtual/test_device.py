@@ -21,7 +21,7 @@ WIDTH, TOKENS = 1024, 4096
 
 
 def works(device: VirtualDevice) -> list[Work]:
-    """Return what was noted."""
+    """Return the recorded work."""
     return [item.work for item in device.recording.items if item.work is not None]
 
 

@@ -19,7 +19,7 @@ class Plain:
         return float(work.flops)
 
     def link(self, work: Work) -> str:
-        """Return the kind of the collective, as if each had links of its own; kernels share nothing."""
+        """Return the kind of the collective, so that each kind has its own links; kernels share nothing."""
         return work.kind if work.ranks else ""
 
     def occupied(self, work: Work) -> float:
@@ -38,7 +38,7 @@ class OneDevice(Plain):
         return work.kind if work.ranks else DEVICE
 
     def occupied(self, work: Work) -> float:
-        """Return what a collective takes."""
+        """Return the part of the device that a collective takes."""
         return self.part
 
 
@@ -108,7 +108,7 @@ def test_collectives_on_one_link_share_it_and_others_do_not() -> None:
         with recording.use(recording.new()):
             recording.work(collective(seconds, kind))
     ends = {run.work: run.end for run in play(recording.items, Plain()).runs}
-    # Both gathers have half of the link until the short one is through, at 4; then the long one has 2 left.
+    # Both gathers have half of the link until the short one ends at 4; then 2 seconds of the long one remain.
     assert ends == {collective(2): 4, collective(4): 6, collective(5, "reduce_scatter"): 5}
 
 
@@ -176,5 +176,5 @@ def test_a_part_of_the_device_comes_back_when_the_last_of_two_collectives_ends()
         with recording.use(recording.new()):
             recording.work(collective(seconds, kind))
     recording.work(compute(2))
-    # Half of the device for 1 second, three quarters for the next; 0.75 of 2 are left then.
+    # Half of the device for 1 second, three quarters for the next; then 0.75 of 2 seconds remain.
     assert play(recording.items, OneDevice(part=0.25)).seconds == 2.75

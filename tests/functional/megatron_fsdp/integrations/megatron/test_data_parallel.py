@@ -28,7 +28,7 @@ from tests.harness import on_ranks, run_ranks
 
 
 class Config(SimpleNamespace):
-    """Of a class that no other test looks for tensors in: the engine looks for none in configs from then on."""
+    """A config of a class that only this test uses: the engine stops to search a class of configs for tensors."""
 
 
 def model_config(**changes: Any) -> Config:
@@ -221,7 +221,7 @@ STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
 
 def shard_what_ranks_drew(given: dict[str, Any], shape: tuple[int, ...], strategy: str) -> dict[str, Any]:
-    """Shard a model of which ranks drew one part alike and another differently; return whole weights and settings."""
+    """Shard a model with one part drawn alike on all ranks, another differently; return weights and settings."""
     names = ("dp_outer", "dp_shard")[-len(shape) :]
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     torch.manual_seed(3)

@@ -74,7 +74,7 @@ class Decoder(nn.Module):
 def two_groups(model: nn.Module) -> list[dict[str, Any]]:
     matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
     others = [parameter for parameter in model.parameters() if parameter.ndim == 1]
-    # As in Megatron: parameters of which this rank holds nothing are left out, with groups that are empty then.
+    # Megatron leaves out parameters that have no element on this rank, and groups that are empty then.
     groups = [{"params": matrices, "wd_mult": 1.0}, {"params": others, "wd_mult": 0.0, "weight_decay": 0.0}]
     held = [{**group, "params": [p for p in group["params"] if is_held(p)]} for group in groups]
     return [group for group in held if group["params"]]
@@ -123,7 +123,7 @@ def save_as_megatron(model: Any, optimizer: Any, path: str, is_gated: bool) -> N
 
 
 def load_as_megatron(model: Any, optimizer: Any, path: str, is_gated: bool, strict: bool = True) -> None:
-    """Load as megatron/training/checkpointing.py does: what is not in the checkpoint is passed over."""
+    """Load as megatron/training/checkpointing.py does, which skips values that the checkpoint lacks."""
     state = {"model": model.state_dict(), "optimizer": describe_by_name([model], optimizer, is_loading=True)}
     laid_out = lay_out_for_megatron(state, model, is_gated=is_gated)
     dcp.load(laid_out, checkpoint_id=path, planner=DefaultLoadPlanner(allow_partial_load=True))
