@@ -52,7 +52,7 @@ class Run:
         self.facts += facts
 
     def refuses(self, action: Callable[[], object], *errors: type[Exception]) -> None:
-        """Note whether ``action`` raises one of ``errors``, by default those that FSDP2's users may catch."""
+        """Record whether ``action`` raises one of ``errors``, by default those that FSDP2's users may catch."""
         errors = errors or (ValueError, RuntimeError, AssertionError)
         try:
             action()
@@ -80,7 +80,7 @@ class Run:
         loss: Callable[[Any, int], torch.Tensor] | None = None,
         keeps: bool = True,
     ) -> Any:
-        """Train on this rank's data, note the whole weights with ``keeps``, and return the model.
+        """Train on this rank's data, record the whole weights if ``keeps``, and return the model.
 
         Args:
             before: called with the model, and whether it is the last, before each microbatch. after: before each step.
@@ -104,13 +104,13 @@ class Run:
         return model
 
     def keep_gradients(self, model: nn.Module) -> None:
-        """Note the whole gradients of a model, and their dtypes."""
+        """Record the whole gradients of a model, and their dtypes."""
         for name, parameter in model.named_parameters():
             self.tensors[f"{len(self.tensors)}, gradient of {name}"] = whole(parameter.grad, parameter)
             self.see(parameter.grad is None or parameter.grad.dtype)
 
     def keep(self, model: nn.Module) -> None:
-        """Note the whole weights of a model, and what its parameters are."""
+        """Record the whole weights of a model, and the class of its parameters."""
         self.tensors |= {name: whole(value, value) for name, value in model.state_dict().items()}
         parameters = dict(model.named_parameters())
         self.see({name: (p.shape, p.dtype, p.device.type, p.requires_grad) for name, p in parameters.items()})
@@ -135,7 +135,7 @@ class Program:
     differs: tuple[object, object] | None = None
 
     def disagreements(self, theirs: Run, ours: Run) -> list[str]:
-        """Return one line for everything that differs."""
+        """Return one line for each difference."""
         keys = theirs.tensors.keys() & ours.tensors.keys()
         pairs = [(name, theirs.tensors[name], ours.tensors[name]) for name in sorted(keys)]
         pairs.append(("losses", torch.tensor(theirs.losses), torch.tensor(ours.losses)))
@@ -155,7 +155,7 @@ _names: dict[str, Any] = {}
 
 
 def enter(programs: dict[str, Program], names: dict[str, Any]) -> None:
-    """Add programs to the table, and the names that their texts use."""
+    """Add programs and the names that their texts use to the table."""
     assert not PROGRAMS.keys() & programs.keys()
     PROGRAMS.update(programs)
     _names.update(names)

@@ -1,6 +1,7 @@
 """Programs on which the engines agree: the arguments of ``fully_shard``, methods of ``FSDPModule``, and other names.
 
-They are written as a user writes them, with the names of either engine and those of this file; ``run`` is the ``Run``.
+Programs are written as a user would write them, with the names of either engine and of this file; ``run`` is the
+``Run``.
 """
 
 import copy
@@ -43,7 +44,7 @@ def hsdp(run: Run, **options: Any) -> Any:
 
 
 def between(run: Run, model: Any) -> Any:
-    """Note what parameters are between forward and backward, and after it."""
+    """Record the class of parameters between forward and backward, and after backward."""
     loss = loss_of(model, 99)
     run.see(shows(model))
     loss.backward()
@@ -71,14 +72,14 @@ class Shifted(Block):
 
 
 class Encoder(nn.Module):
-    """A model with a second way in."""
+    """A model with a second forward method."""
 
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(7, 13), nn.Linear(13, 7)
 
     def encode(self, x: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
-        """Return (..., 13) for (..., 7)."""
+        """Encode (..., 7) as (..., 13)."""
         return torch.tanh(self.up(x)) * scale
 
 
@@ -93,7 +94,7 @@ def with_policy(f: Run, *dtypes: torch.dtype) -> None:
 
 
 def gradients_of(f: Run, module: nn.Module, dtype: torch.dtype = FP32) -> None:
-    """Note whole gradients, and what dtypes they have and may have; ``dtype`` is the inputs'."""
+    """Record whole gradients, their dtypes and the allowed ``grad_dtype``; ``dtype`` is the inputs'."""
     module(inputs(dist.get_rank(), 1).to(dtype)).float().square().mean().backward()
     f.keep_gradients(module)
     f.see([parameter.grad_dtype for parameter in module.parameters()])
@@ -112,7 +113,7 @@ GRAD_DTYPES: tuple[tuple[torch.dtype, tuple[torch.dtype, ...], dict[str, torch.d
 
 
 def grad_dtypes(f: Run) -> None:
-    """Set before or after ``fully_shard``, on all parameters of a unit or on one, with and without a reduce_dtype."""
+    """Set ``grad_dtype`` before or after ``fully_shard``, on all or one of the parameters, perhaps with a reduce_dtype."""
     for own, policy, dtypes in GRAD_DTYPES:
         for is_late in (False, True) if len(dtypes) > 1 else (False,):
             torch.manual_seed(0)
@@ -172,7 +173,7 @@ def like_the_weights(layer: Any, args: tuple[torch.Tensor, ...]) -> tuple[DTenso
 
 
 def on_a_larger_mesh(f: Run, sizes: tuple[int, ...], **axes: Any) -> None:
-    """Shard a model of DTensors over some axes of their mesh, whose layers lay their input out like their weights."""
+    """Shard a model of DTensors over some axes of their mesh; its layers place their inputs like their weights."""
     grid = init_device_mesh("cpu", sizes, mesh_dim_names=("outer", "dp", "tp")[-len(sizes) :])
     model, dims = blocks(), f.DataParallelMeshDims(**axes)
     for layer in model.layers:
@@ -200,10 +201,10 @@ def reshard_and_sync(model: Any, is_last: bool) -> None:
 
 
 class Event:
-    """Stands for an event on a device without streams."""
+    """Stand-in for an event on a device without streams."""
 
     def record(self) -> None:
-        """Nothing is waited for."""
+        """Return at once."""
 
     wait = synchronize = record
 
@@ -221,7 +222,7 @@ def switched(f: Run, model: Any, microbatches: int, before: Switch | None = None
 
 
 def finalized(f: Run, model: Any, *, async_op: bool, microbatches: int = 2) -> None:
-    """Train with gradients that are finalized by hand, unsynchronized but for the last microbatch."""
+    """Train with gradients that are finalized by hand; only the last microbatch is synchronized."""
     f.see(model.finalize_backward())
     model.set_manual_backward_finalization(True)
 
@@ -269,7 +270,7 @@ class Gather:
 
 
 class Reduce(Gather):
-    """FSDP2's ``ReduceScatter``, which reduces everything everywhere."""
+    """FSDP2's ``ReduceScatter``, which reduces the whole input on every rank."""
 
     def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False) -> None:
         self.calls += 1
@@ -294,7 +295,7 @@ def on_then_off(f: Run, setter: str, **options: Any) -> None:
 
 
 def headed(f: Run, **options: Any) -> Any:
-    """Shard each layer, norm and head together, and the model; the head is for others to call."""
+    """Shard each layer, norm and head together, and the model; the caller runs the head."""
     layers = blocks().layers
     model = Made(
         lambda m, x: m.norm(m.body(x)), body=nn.Sequential(*layers), norm=nn.LayerNorm(7), head=nn.Linear(7, 5)
@@ -366,7 +367,7 @@ PROGRAMS = {
         refuses(lambda: fully_shard(blocks(), reshard_after_forward="yes"), ValueError)
         refuses(lambda: copy.deepcopy(fully_shard(nn.Linear(2, 2))), ValueError, AssertionError)
     """),
-    # PyTorch takes such lists in the versions that have DataParallelMeshDims.
+    # Versions of PyTorch with DataParallelMeshDims accept such lists.
     "a ModuleList with a forward": Program("""
         see(fully_shard(Applied([nn.Linear(2, 2)]))(torch.ones(1, 2)).shape)
     """, 1, "DataParallelMeshDims"),
@@ -385,7 +386,7 @@ PROGRAMS = {
     "fully_shard(dp_mesh_dims=two to shard)": Program("""
         on_a_larger_mesh(run, (2, 2, 1), shard=("outer", "dp"))
     """, 4, "DataParallelMeshDims"),
-    # FSDP2 keeps it elsewhere.
+    # FSDP2 keeps this setting in another place.
     "replicate around sharded parts": Program("""
         model = blocks()
         fully_shard(model.layers[1])
@@ -607,7 +608,7 @@ PROGRAMS = {
         refuses(lambda: model.set_reduce_scatter_max_input_buffers(True), TypeError)
         train(model)
     """, needs="FSDPModule.set_reduce_scatter_max_input_buffers"),
-    # Each rank may take another way through the model.
+    # Each rank may run other layers.
     "set_reduce_scatter_unused_params": Program("""
         branches = {"left": nn.Linear(7, 7), "right": nn.Linear(7, 7)}
         model = fully_shard(Made(lambda module, x, way: torch.tanh(getattr(module, way)(x)), **branches))
@@ -666,7 +667,7 @@ PROGRAMS = {
         model.set_manual_backward_finalization(False)
         keep_gradients(model)
     """, needs=SINCE_2_15),
-    # The head for one chunk after the other: a backward for each, without synchronization but in the last.
+    # Run the head for one chunk after the other: a backward for each, synchronized only in the last.
     "units of which a forward runs some modules": Program("""
         model = headed(run)
         train(model, loss=partial(in_chunks, run), after=lambda: keep_gradients(model))
@@ -736,7 +737,7 @@ PROGRAMS = {
         model(torch.ones(1, 3)).sum().backward()
         keep_gradients(model)
     """, 1),
-    # Two steps, whole state dicts through a file, and two steps of another model that takes them.
+    # Two steps, whole state dicts through a file, and two steps of another model that loads them.
     "state dicts of model and optimizer": Program("""
         model = shard()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -50,7 +50,7 @@ _ROOTS = tuple(str(Path(package.__file__ or "").parent) for package in (dbuffer,
 
 @dataclass(slots=True)
 class Fault:
-    """Counts places where something may be raised, and raises at one of them.
+    """Count the places that can raise, and raise at one of them.
 
     Attributes:
         at: its number, from 1. met: how many there were. where: that one, in words.
@@ -61,7 +61,7 @@ class Fault:
     where: str = ""
 
     def meet(self, where: Callable[[], str], error: type[BaseException]) -> None:
-        """Come to one more place."""
+        """Count one more place."""
         self.met += 1
         if self.met == self.at:
             self.where = where()
@@ -70,7 +70,7 @@ class Fault:
 
 @functools.cache
 def _of_engine(code: CodeType) -> bool:
-    # How often a rank looks whether the others have come depends on the moment.
+    # Timing decides how often a rank checks whether other ranks have arrived.
     return code.co_filename.startswith(_ROOTS) and not code.co_filename.endswith("rendezvous.py")
 
 
@@ -80,7 +80,7 @@ def _words(frame: FrameType) -> str:
 
 @contextmanager
 def interrupts_at_calls(fault: Fault, of: str = "") -> Iterator[None]:
-    """Interrupt where a function of the engine is called, such as the pattern ``of`` finds in "file.py function"."""
+    """Interrupt calls of the engine's functions, chosen by the pattern ``of`` in "file.py function"."""
 
     @functools.cache
     def is_asked_for(code: CodeType) -> bool:
@@ -118,7 +118,7 @@ def _caller() -> str:
 
 @contextmanager
 def no_memory(fault: Fault) -> Iterator[None]:
-    """Run out of memory where an operator, the model's or the engine's, makes a tensor, or a storage gets its bytes."""
+    """Run out of memory when an operator, of the model or the engine, makes a tensor, or a storage allocates."""
     resize, new_slot = torch.UntypedStorage.resize_, SlotPool._new
 
     def resized(storage: torch.UntypedStorage, size: int) -> Any:
@@ -234,7 +234,7 @@ _TOLERANCE = 2e-6
 
 
 class Trial:
-    """A sharded model, and another one on the same data that meets no fault: whole, or sharded alike.
+    """A sharded model, and a reference without faults on the same data: whole, or sharded with the same policy.
 
     Attributes:
         phase: of the step that runs, or was broken off.
@@ -257,7 +257,7 @@ class Trial:
         self._kept: BaseException | None = None
 
     def break_off(self, kind: str, at: int) -> Fault:
-        """Run into a fault in a step of two microbatches, and drop the gradients.
+        """Interrupt a step of two microbatches, and drop the gradients.
 
         With several ranks, interrupt before the optimizer's step, because ranks make different calls in the step.
         """
@@ -278,7 +278,7 @@ class Trial:
             self._kept = error if self._number % 2 else None
         (self._optimizer if self._number % 3 else self._model).zero_grad()
         if self.phase == "step":
-            # Some parameters may be as before the step and others as after it, in a whole model, too.
+            # An interrupted step may have changed some parameters and not others, in a whole model too.
             self._take_over_weights()
             self._take_over_state()
         return fault
@@ -302,7 +302,7 @@ class Trial:
             found += _differing(*both, of_gradients=False)
             if found:
                 return found[0]
-            # Rounding must not add up from round to round.
+            # Rounding errors must not add up from round to round.
             self._take_over_weights()
         return ""
 
@@ -369,7 +369,7 @@ def _differing(model: nn.Module, other: nn.Module, *, of_gradients: bool) -> Ite
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """Steps that are broken off at every ``stride``-th place.
+    """Interrupt one step at every ``stride``-th place.
 
     Attributes:
         setup: a key of ``SETUPS``. kind: "memory", "calls", or a pattern of calls. is_fresh: each time in a
@@ -393,7 +393,7 @@ class Found:
 
 
 def run(sweep: Sweep) -> Found:
-    """Break steps off; every rank calls it."""
+    """Run the sweep; every rank calls it."""
     setup, found = SETUPS[sweep.setup], Found()
     trial: Trial | None = None
     at = 1

@@ -1,6 +1,6 @@
 """Small random models built from a description, and ways to shard them, for the random tests.
 
-A description is plain data: it travels to the ranks, is built there, and its ``repr`` can be pasted into a test.
+A description is plain data: it is sent to the ranks and built there, and its ``repr`` can be pasted into a test.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ GRANULARITIES: Mapping[str, Granularity | Callable[[nn.Parameter], Granularity |
 
 
 class Description:
-    """Shows only what differs from the defaults."""
+    """A dataclass whose repr shows only fields that differ from the defaults."""
 
     def __repr__(self) -> str:
         shown = []
@@ -154,14 +154,14 @@ class Linear(nn.Linear):
 
 @dataclass
 class Pair:
-    """Two results."""
+    """A module with two results."""
 
     first: torch.Tensor
     second: torch.Tensor
 
 
 class Both(nn.Module):
-    """Gives several results: of "pick" those of all modules below; else the last one's, and the first one's, scaled."""
+    """Return several results: for "pick" those of all modules below; else the last, and the first one scaled."""
 
     def __init__(self, part: Part, parts: list[nn.Module]) -> None:
         super().__init__()
@@ -216,7 +216,7 @@ def _repeat(m: Any, x: torch.Tensor, tokens: torch.Tensor, turn: int) -> torch.T
 
 def _checkpoint(m: Any, x: torch.Tensor, tokens: torch.Tensor, turn: int) -> torch.Tensor:
     if m.part.size % 2 and not x.requires_grad:
-        return _chain(m, x, tokens, turn)  # there would be no gradients from reentrant checkpointing
+        return _chain(m, x, tokens, turn)  # with reentrant checkpointing there would be no gradients
     result: torch.Tensor = checkpoint(_chain, m, x, tokens, turn, use_reentrant=bool(m.part.size % 2))
     return result
 
@@ -228,7 +228,7 @@ def _detached(m: Any, x: torch.Tensor, tokens: torch.Tensor, turn: int) -> torch
 
 
 def _pick(m: Any, x: torch.Tensor, tokens: torch.Tensor, turn: int) -> torch.Tensor:
-    """Use one of several outputs: the first, the last, or one that the data choose."""
+    """Use one of several outputs: the first, the last, or one chosen by the data."""
     found = m.both(x, tokens, turn)
     outputs: list[torch.Tensor] = [found["first"], *found["others"]]
     return outputs[(0, -1, int(tokens.sum()) % len(outputs))[m.part.size % 3]]

@@ -73,12 +73,12 @@ class Program(Description):
 
     @property
     def steps(self) -> tuple[str, ...]:
-        """The actions one by one."""
+        """The actions as a tuple."""
         return tuple(filter(None, self.actions.split(", ")))
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks it needs."""
+        """The number of ranks."""
         return self.mesh[0] * self.mesh[1]
 
     def owns(self, path: str) -> bool:
@@ -98,15 +98,15 @@ def is_below(path: str, above: str) -> bool:
 
 
 class Bomb(RuntimeError):
-    """Raised by the user's code."""
+    """An error of the user's code."""
 
 
 class Interrupt(KeyboardInterrupt):
-    """Ctrl-C."""
+    """A stand-in for Ctrl-C."""
 
 
 RAISED: dict[str, type[BaseException]] = {"error": Bomb, "interrupt": Interrupt}
-# Ways of ``backward`` that are announced by nothing.
+# Ways of ``backward`` without a call before it.
 PLAIN = ("", "twice", "first", "latest")
 
 
@@ -132,7 +132,7 @@ def whole(value: Any) -> Any:
 
 @dataclass
 class Trainee:
-    """One of the two models, and what happened to it.
+    """One of the two models, and the state of its training.
 
     Attributes:
         ranks: whose data it sees. kept: its parameters by name, as an optimizer holds them from the start. late: the
@@ -161,14 +161,14 @@ class Trainee:
     saved: Any = None
 
     def begin(self) -> None:
-        """Take the parameters and make an optimizer of them."""
+        """Make an optimizer of the current parameters."""
         self.kept = dict(self.model.named_parameters())
         for module in self._sharded_modules():
             module.set_reshard_after_backward(not self.program.keeps_weights)
         self._remake()
 
     def do(self, action: str) -> None:
-        """Do one action."""
+        """Perform one action."""
         name, *words = action.split()
         self.seen = []
         getattr(self, f"_do_{name}")(*words)
@@ -181,7 +181,7 @@ class Trainee:
             fully_shard_optimizer(self.optimizer)
 
     def _named(self, which: str, face: str) -> dict[str, nn.Parameter]:
-        """Return all parameters or the one that a number means, as kept from the start or as the model shows them."""
+        """Return all parameters or one by its number, as kept from the start or as the model shows them."""
         found = self.kept if face == "kept" else dict(self.model.named_parameters())
         names = sorted(self.kept)
         names = names if which == "all" else [names[int(which) % len(names)]]
@@ -207,7 +207,8 @@ class Trainee:
         self.late[name] = getattr(self.model.get_submodule(path), attribute)
 
     def _do_drop(self) -> None:
-        # Also where weights change: a backward of earlier forwards would be an error or nonsense for a plain model too.
+        # Changes of weights also drop losses: a later backward of them would be an error or meaningless in a plain
+        # model too.
         self.pending, self.fuses = [], []
 
     # ------------------------------------------------------------------ forward and backward
@@ -245,7 +246,7 @@ class Trainee:
         self.seen.append(("loss", losses[self.ranks.index(self.own_rank)].detach()))
 
     def _arm(self, how: str, module: nn.Module, error: type[BaseException]) -> Any:
-        # A new one each time: autograd's graph keeps the hook, and an error the frames that it went through.
+        # Make a new exception each time: autograd's graph keeps the hook, and an exception keeps its frames.
         def explode(*_: Any) -> None:
             raise error
 
@@ -261,7 +262,7 @@ class Trainee:
         return module.register_forward_hook(plant if how == "fuse" else explode)
 
     def _do_backward(self, how: str = "") -> None:
-        """Run backward of all forwards together, of the "first" or "latest" one, or of one after the other, "apart"."""
+        """Run backward of all forwards together, of the "first" or "latest" one, or of each separately ("apart")."""
         if how == "apart":
             while self.pending:
                 self._do_backward("latest")
@@ -287,7 +288,7 @@ class Trainee:
         self.is_doubtful = self.is_doubtful and not self.is_synced
 
     def _backward_by_rank(self, pending: list[list[torch.Tensor]]) -> None:
-        """Let every rank's backward get as far as it gets, and add up what parameters have then."""
+        """Run each rank's backward as far as it gets, and add up the resulting gradients."""
         raised = None
         for of_rank in zip(*pending, strict=True):
             losses = [loss for loss in of_rank if loss.requires_grad]
@@ -350,7 +351,7 @@ class Trainee:
         self.seen.append(("norm", norm))
 
     def _do_swap(self, which: str, other: str) -> None:
-        """Exchange the gradients of two parameters, which have to be of one shape."""
+        """Exchange the gradients of two parameters of equal shape."""
         (one,), (two,) = (self._named(number, "kept").values() for number in (which, other))
         one.grad, two.grad = two.grad, one.grad
 
@@ -450,7 +451,7 @@ class Trainee:
         """Add a module that the model calls."""
         self._do_drop()
         lists = [path for path, module in self.model.named_modules() if isinstance(module, nn.ModuleList)]
-        # Who puts it where no unit is has to reduce its gradients too.
+        # A user who adds a module outside of all units has to reduce its gradients, so add it inside of one.
         places = [path for path in lists if self.program.owns(path)]
         if not places:
             return
@@ -488,20 +489,20 @@ class Trainee:
             module.reshard()
 
     def _do_choose(self, which: str, value: str) -> None:
-        """Choose anew whether weights are released after forward."""
+        """Change whether weights are released after forward."""
         for module in self._units(which):
             choice = {"None": None, "True": True, "False": False}.get(value, 1)
             module.set_reshard_after_forward(choice, recurse=False)
 
     def _do_slots(self, sizing: str) -> None:
-        """Give gathered weights and packed gradients slots of a pool, or none."""
+        """Choose slots of a pool for gathered weights and packed gradients, or none."""
         for module in self._sharded_modules():
             module.set_slot_pool(None if sizing == "none" else sizing, recurse=False)
 
     # ------------------------------------------------------------------ observations
 
     def _do_look(self) -> None:
-        """Read the weights that the model shows, gathered or not."""
+        """Read the weights that the model has now, gathered or not."""
         self.seen += [(f"shown {name}", value) for name, value in self.model.named_parameters(remove_duplicate=False)]
 
     def _do_state(self) -> None:

@@ -1,6 +1,7 @@
 """A table of uses of a model: a sentence, a program, and the outcome that it must have.
 
-Many went wrong once. "add" and "train" are forward and backward of a microbatch that is not the last, and of the last.
+Many of these uses failed once. "add" stands for forward and backward of a microbatch before the last, "train" for those
+of the last one.
 """
 
 from collections.abc import Iterator, Mapping
@@ -24,7 +25,7 @@ LINEAR, WIDER, FROZEN = Part("linear", size=3), Part("linear", size=5), Part("li
 
 @dataclass(frozen=True)
 class Model:
-    """The model of a use: its parts in a gated one, and the paths of its units (joined by "+" for one of several)."""
+    """The model of a use: its parts, inside a gated one, and the paths of its units ("+" joins several of one unit)."""
 
     parts: tuple[Part, ...]
     units: tuple[str, ...] = ("parts.0", "parts.1", "")
@@ -89,7 +90,7 @@ MODELS = {
 }  # fmt: skip
 for _dtype, _frozen in (("float64", ""), ("float64", "first"), ("bfloat16", "all"), ("float16", "all")):
     MODELS[f"{_dtype} {_frozen}"] = Model((Part("linear", size=3, dtype=_dtype, frozen=_frozen), LINEAR), ("",))
-# Recomputed regions, reentrant and not: of one part, of two, of parts in a unit, of some that ranks do not use, of all.
+# Recomputed regions, reentrant and not: one part, two parts, parts in a unit, parts that some ranks skip, all parts.
 REGIONS = [f"{kind} {how}" for kind in ("one", "two", "within", "frozen", "sometimes", "around") for how in (3, 4)]
 for _how in (3, 4):
     MODELS |= {
@@ -144,7 +145,7 @@ STEP, AGAIN, REFUSED = "forward, backward, step, zero_grad none", "forward, back
 SUMS = ", ".join(["forward, backward microbatch, forward, backward last, clip ours, step, zero_grad none"] * 3)
 
 USES: dict[str, Use] = {
-    # Sums of microbatches, and what becomes of them.
+    # Sums of microbatches, and their use.
     "a microbatch is dropped": use("add, zero_grad none, train"),
     "it is dropped between forward and backward": use("add, forward, zero_grad model, backward, step, zero_grad model"),
     "it is dropped after two forwards": use("add, forward, forward, zero_grad none, backward apart"),
@@ -194,7 +195,7 @@ USES: dict[str, Use] = {
     "a backward raises and training goes on": use(
         "forward, backward, step, forward fuse 2 error, backward, forward, backward, step", "two", outcome=REFUSED
     ),
-    # Frozen and thawed.
+    # Frozen and thawed parameters.
     "weights are frozen between forward and backward": use(
         "forward, freeze 0 kept, freeze 3 kept, freeze 10 kept, backward, thaw all kept, step, zero_grad none, train, "
         "freeze 8 kept"
@@ -233,7 +234,7 @@ USES: dict[str, Use] = {
     ),
     "all are frozen before backward": here("forward, freeze all kept, backward"),
     "all are frozen between two forwards": here("forward, freeze all shown, forward, backward"),
-    # Replaced, tied and added.
+    # Replaced, tied and added parameters.
     **{
         f"a {how} weight put in {when}, {then}": here(f"{before}replace 4 {how} {then}, {AGAIN}", outcome=REFUSED)
         for how in ("like", "whole") for then in ("remake", "keep")
@@ -361,7 +362,7 @@ USES: dict[str, Use] = {
     "slots hold parts that ranks use or not": here(
         f"slots static, {', '.join([STEP] * 4)}", "blocks sometimes", optimizer="adam"
     ),
-    # Wound back.
+    # Optimizer steps that are undone by loading an earlier state.
     **{
         f"{optimizer} is wound back": use(
             f"save, {AGAIN}, restore, {AGAIN}, save, {AGAIN}, restore, {AGAIN}", "two", optimizer=optimizer
@@ -393,7 +394,8 @@ class Case:
 
 
 def _cases() -> Iterator[tuple[str, Case]]:
-    """Yield every use of every model: by day under ZeRO-3 in one way of accumulating, a third of them under another.
+    """Yield every use of every model: `make test` runs ZeRO-3 with one way to accumulate, and a third with another
+    strategy.
 
     `make test` runs every second use of recomputed regions, so that each kind meets each use, reentrant or not.
     """

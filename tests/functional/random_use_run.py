@@ -36,13 +36,13 @@ __all__ = ["Verdict", "outcome", "outcomes"]
 TOLERANCE = 1e-5
 PATIENCE = datetime.timedelta(seconds=8)
 TIMEOUT_S = 15.0
-# After these a refusal is no reason to stop: nothing has changed.
+# The program goes on after these actions were refused: they changed nothing.
 HARMLESS = ("functional", "copy", "autograd", "state", "hook", "posthook")
 SUM = ("backward flag", "backward no_sync", "backward microbatch")
 # The class of an error; a regular expression that its message contains; and kinds of parts and first words of actions
 # (``_causes``). A refusal is legitimate if the program has one of these causes.
 REFUSALS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-    # At fully_shard.
+    # Refusals of fully_shard.
     ("OwnershipError", r"is the same tensor as '.*' of unit '.*', which owns it already", ("tie",)),
     # A plain tensor of unknown origin together with a sharded one.
     ("PlacementError", r"found a plain tensor of shape .* beside a sharded one", ("borrowing",)),
@@ -55,7 +55,7 @@ REFUSALS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     # The flat optimizer steps a unit's parameters together.
     ("StateError", r"has no gradient, but others have that share a flat parameter with it",
      ("grad none", "freeze", "thaw", "spare", "pick", "sometimes", *SIDE_KINDS)),
-    # The gradient of what one rank computes with.
+    # The gradient of the unsharded parameters.
     ("StateError", r"torch.autograd.grad .* was asked for its gradient", ("autograd",)),
     # Changes of settings after fully_shard.
     ("StateError", r"was frozen when it was sharded, so it has no main weight of", ("thaw",)),
@@ -63,7 +63,7 @@ REFUSALS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("StateError", r"was replaced by .* after fully_shard", ("replace", "tie", "functional")),
     ("StateError", r"was taken out of its module", ("replace", "tie")),
     ("StateError", r"was added after fully_shard and requires a gradient", ("add", "tie", "thaw")),
-    # Gathered weights that compute or the user changes, or reads after they were released.
+    # Gathered weights changed in compute or by the user, or read after their release.
     ("StateError", r"was changed in place while it was gathered",
      ("clamped", "renormed", "weight", "poke", "load", "replace")),
     ("CheckpointError", r"was changed in place while it was gathered", ("weight",)),
@@ -71,7 +71,7 @@ REFUSALS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("StorageError", r"of its gathered weight, which was released", ("weight", "poke", "stash", "unshard", "load")),
     # Hooks that autograd would never call.
     ("PlacementError", r"register_hook on a sharded parameter would never be called", ("hook",)),
-    # Sums under way, and those that a backward left incomplete.
+    # Sums in progress, and sums that a failed backward left incomplete.
     ("StateError", r"is a sum under way, not reduced over all ranks yet", SUM),
     ("StateError", r"was dropped or replaced while its sum is under way", SUM),
     # Weights of a new step are gathered, and the caller has not decided about the old sums.
@@ -82,7 +82,7 @@ REFUSALS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """How a program ended.
+    """The result of a program.
 
     Attributes:
         outcome: "same", "refused" and "plain raises too" are in order; "differs", "wrong error", "no error" and "ranks
@@ -100,7 +100,7 @@ class Verdict:
 
 
 class Diverged(Exception):
-    """Another rank did not come to where this one stands."""
+    """Another rank did not reach the same action."""
 
 
 OUTCOMES = {
@@ -112,7 +112,7 @@ OUTCOMES = {
 
 
 def outcome(program: Program) -> Verdict:
-    """Run a program on its ranks, and say how it ended; a hang or the death of a rank is an outcome too."""
+    """Run a program on its ranks, and return its verdict; a hang or the death of a rank is an outcome too."""
     try:
         return outcomes([program], TIMEOUT_S)[0]
     except RankError as error:
@@ -123,13 +123,13 @@ def outcome(program: Program) -> Verdict:
 
 
 def outcomes(programs: list[Program], timeout: float) -> list[Verdict]:
-    """Run programs of equally many ranks one after the other; a hang or the death of a rank is an error."""
+    """Run programs with equal numbers of ranks one after the other; a hang or the death of a rank is an error."""
     by_rank = run_ranks(programs[0].num_ranks, run_all, programs, timeout=timeout)
     return [next((one for one in found if not one.is_in_order), found[0]) for found in zip(*by_rank, strict=True)]
 
 
 def run_all(programs: list[Program]) -> list[Verdict]:
-    """Run programs on this rank, and return how they ended; every rank calls it."""
+    """Run programs on this rank, and return their verdicts; every rank calls it."""
     return [_Run(program, number).verdict() for number, program in enumerate(programs)]
 
 
@@ -146,7 +146,7 @@ class _Run:
         self.sharded = Trainee(program, model, [self.rank], self.rank, is_sharded=True)
 
     def verdict(self) -> Verdict:
-        """Run it all."""
+        """Run all actions and return the verdict."""
         for position, action in enumerate(("shard", *self.program.steps)):
             self.done.append(action)
             found = self._step(action)
@@ -156,7 +156,7 @@ class _Run:
         return Verdict("same")
 
     def _step(self, action: str) -> tuple[str, str] | None:
-        """Do one action on both; return the outcome and text of a verdict if that is the end."""
+        """Perform one action on both models; return outcome and text of a verdict if the program ends here."""
         # A change made by forward shows when the weights are released: with its backward at the latest.
         clamps = any(part.kind == "clamped" for _, part in parts_with_paths(self.program.part))
         is_pass = action.startswith(("forward", "evaluate", "backward"))
@@ -243,7 +243,7 @@ class _Run:
             yield from _apart(name, value, theirs[name])
 
     def _pairs(self) -> Iterator[tuple[str, Any, Any]]:
-        """Yield every weight and every gradient of both sides that can be compared now."""
+        """Yield all weights and gradients of both models that can be compared now."""
         shown = dict(self.sharded.model.named_parameters(remove_duplicate=False))
         names: dict[int, str] = {}
         for name, one in self.plain.model.named_parameters(remove_duplicate=False):
@@ -251,7 +251,7 @@ class _Run:
                 names.setdefault(id(one), name)
         for name, wanted in self.plain.model.named_parameters(remove_duplicate=False):
             mine, kept = shown.get(name), self.sharded.kept.get(names.get(id(wanted), name))
-            # While weights are gathered the model shows other tensors, which "look" looks at.
+            # While weights are gathered the model shows other tensors; the action "look" compares those.
             is_gathered = isinstance(kept, DTensor) and not isinstance(mine, DTensor)
             is_own = mine is self.sharded.late.get(name) and not isinstance(mine, UnshardedParam)
             holder = kept if is_gathered and not is_own else mine
@@ -285,7 +285,7 @@ def _apart(name: str, mine: Any, theirs: Any) -> Iterator[str]:
     if mine.shape != theirs.shape:
         yield f"{name} is {tuple(mine.shape)}, wanted {tuple(theirs.shape)}"
         return
-    # Each rank looks at its own part: to gather all of them would take most of a program's time.
+    # Each rank compares its own part: gathering all of them would take most of a program's time.
     local = _local(mine)
     theirs = mine.distribution.cut(theirs) if local.shape != theirs.shape else theirs
     if local.numel():
@@ -296,7 +296,7 @@ def _apart(name: str, mine: Any, theirs: Any) -> Iterator[str]:
 
 
 def _local(value: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a tensor, the whole one where it is not sharded."""
+    """Return this rank's part of a tensor, or the whole of an unsharded one."""
     found: torch.Tensor = value.to_local().detach() if isinstance(value, FlatDTensor) else whole(value)
     return found
 

@@ -23,7 +23,7 @@ PLAIN = MixedPrecisionPolicy(BF16, FP32, main_grads_dtype=BF16)
 
 
 def rounding_ties_away() -> AbstractContextManager[object]:
-    """Round compute weights of FP32 main weights as split weights are rounded; the casts of a gather write them all."""
+    """Round compute weights of FP32 main weights like split weights; the casts of a gather write all of them."""
     return mock.patch("megatron_fsdp.engine.param_group.cast_copy", _cast_ties_away)
 
 

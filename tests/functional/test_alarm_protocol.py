@@ -40,7 +40,7 @@ Answer = tuple[Any, float]
 
 
 class Paused(BaseException):
-    """The function has come to a call that has no answer yet."""
+    """The function has reached a call without an answer."""
 
 
 class Scripted:
@@ -141,7 +141,7 @@ class Search:
     host: int | None
 
     def states(self) -> Iterator[tuple[State, bool]]:
-        """Yield every state that can be reached, and whether nothing can happen any more."""
+        """Yield every reachable state, and whether it is final."""
         first = State(((),) * len(RANKS))
         seen, open_ = {first}, [first]
         while open_:
@@ -199,7 +199,7 @@ class Search:
         return result, tuple(sorted(content.items()))
 
     def _later(self, state: State) -> Iterator[State]:
-        """Let time go on: to the next deadline, and for who was silent to the end of that."""
+        """Advance the time to the next deadline; for a silent rank, to the end of its silence."""
         calls = {rank: self.call(state, rank) for rank in RANKS if state.fates[rank] == ""}
         times = [self._deadline(state, rank, call) for rank, call in calls.items() if call and call[0] == "wait"]
         if times:
@@ -214,7 +214,7 @@ class Search:
                 fewer = replace(state, budget=state.budget - 1)
                 content = None if rank == self.host else state.content
                 yield replace(fewer, fates=put(state.fates, rank, "crashed"), content=content)
-                # A store whose process stands still is another matter; see below.
+                # A store whose process stands still is tested below.
                 if rank != self.host:
                     yield replace(fewer, fates=put(state.fates, rank, state.now))
 

@@ -1,4 +1,4 @@
-"""How many collectives a training step issues: one gather per unit and direction, one reduction per unit, no more."""
+"""The number of collectives in a training step: one gather per unit and direction, one reduction per unit."""
 
 import math
 from collections import Counter
@@ -88,7 +88,7 @@ def test_one_rank_alone_issues_no_collective() -> None:
 
 
 def mixed() -> nn.Module:
-    """Return a unit of many groups: two dtypes, a frozen part, and rows that no common layout has without padding."""
+    """Return a unit of many groups: two dtypes, a frozen part, and rows whose common layouts all need padding."""
 
     def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
         total = m.wide.sum() + (m.odd**2).sum() + m.narrow.sin().sum()
@@ -133,7 +133,7 @@ def check_mixed(strategy: str, shape: tuple[int, ...], wanted: dict[str, int]) -
     assert apart < 1e-5
 
 
-# The last unit of a forward waits for its backward with its weights.
+# The last unit of a forward keeps its weights for its backward.
 ZERO3 = {"all_gather": 6, "reduce_scatter": 4}
 MIXED = [
     ("optim_grads_params", (2,), ZERO3),

@@ -85,7 +85,7 @@ def names(table: str) -> set[str]:
 
 
 def installed() -> Iterator[str]:
-    """Yield what FSDP2 exports, its classes' fields and methods, and its functions' parameters."""
+    """Yield FSDP2's exported names, the fields and methods of its classes, and the parameters of its functions."""
     for name in _fully_shard.__all__:
         yield name
         value = getattr(fsdp, name)
@@ -109,7 +109,7 @@ def test_everything_that_the_installed_fsdp2_offers_has_a_row() -> None:
     assert set(installed()) - names("torch.distributed.fsdp") == set()
 
 
-# Rows of names that every version has, and nothing lists.
+# Names that exist in every version, but in no list.
 UNLISTED = {"fully_shard.state", "fully_shard.state(module)"}
 
 
@@ -118,7 +118,7 @@ def test_every_name_on_the_page_is_one_of_fsdp2() -> None:
     assert names("torch.distributed.fsdp") - set(installed()) == UNLISTED
 
 
-# Written as None here, and made the same by it.
+# The page writes None for these defaults, and they mean the same.
 DEFAULT_POLICIES = ("mp_policy", "offload_policy")
 
 

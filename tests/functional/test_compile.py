@@ -35,7 +35,7 @@ def equal_blocks(kind: type[Stack] = Stack) -> Any:
 
 
 def compiled_layers(model: Any, *, then: bool, **options: Any) -> None:
-    """Compile every layer before it is sharded, or then."""
+    """Compile every layer before it is sharded, or after."""
     for layer in model.layers:
         if not then:
             layer.compile(backend=BACKEND)
@@ -46,7 +46,7 @@ def compiled_layers(model: Any, *, then: bool, **options: Any) -> None:
 
 
 def wrapped(model: Any, *, then: bool) -> None:
-    """Replace every layer by what torch.compile makes of it, before it is sharded, or then."""
+    """Replace every layer by the result of torch.compile, before it is sharded, or after."""
     for index, layer in enumerate(model.layers):
         if then:
             model.layers[index] = torch.compile(fully_shard(layer), backend=BACKEND)
@@ -56,7 +56,7 @@ def wrapped(model: Any, *, then: bool) -> None:
 
 
 def parts_compiled(model: Any) -> None:
-    """Compile the blocks within a unit of all of them, as models do with their feed-forward."""
+    """Compile the blocks inside of a single unit, as models do with their feed-forward layers."""
     for layer in model.layers:
         layer.compile(backend=BACKEND)
     fully_shard(model)
@@ -69,7 +69,7 @@ ORDERS: dict[str, Callable[[Any], object]] = {
     "torch.compile(sharded module)": lambda model: wrapped(model, then=True),
     "parts of a unit compiled": parts_compiled,
     "the whole sharded model compiled": lambda model: sharded(model).compile(backend=BACKEND),
-    # Wider, so that results stay comparable with the whole model's.
+    # Wider layers keep results comparable with the whole model's.
     "another compute dtype": lambda model: compiled_layers(
         model, then=False, mp_policy=MixedPrecisionPolicy(torch.float64)
     ),
@@ -77,7 +77,7 @@ ORDERS: dict[str, Callable[[Any], object]] = {
 }
 
 
-# Units that are compiled before or after they are sharded take part in other tests.
+# Other tests cover units that are compiled before or after they are sharded.
 @pytest.mark.parametrize(
     "name", nightly_but(("the whole sharded model compiled", "compiled then sharded, recomputed"), ORDERS)
 )
@@ -175,7 +175,7 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 
 
 class ByHand(torch.optim.SGD):
-    """Steps decayed gradients, each in one graph, as low-bit optimizers make theirs."""
+    """An optimizer that steps decayed gradients, each in one graph, like low-bit optimizers."""
 
     @staticmethod
     def update(parameter: torch.Tensor, gradient: torch.Tensor, mean: torch.Tensor) -> None:

@@ -71,7 +71,7 @@ def functional_loss(model: nn.Module, weight: torch.Tensor) -> torch.Tensor:
     return torch.func.functional_call(model, {"weight": weight}, (torch.ones(2, 3),)).sum()
 
 
-# Each mistake, the class of the error, and words that its message must hold: what, where, and the way out.
+# Each mistake, the class of the error, and words of its message: the problem, the place, and the fix.
 MISTAKES: dict[str, tuple[str, ...]] = {
     "a parameter without dimensions": (
         "fully_shard(scaled(nn.Parameter(torch.tensor(1.0))))",

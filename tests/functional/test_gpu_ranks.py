@@ -42,7 +42,7 @@ class Gained(Block):
 
 
 def products(width: int, hidden: int) -> nn.Module:
-    """Return matrices alone, which Muon steps: (rows, width) for (rows, width)."""
+    """Return the output of layers with matrices only, which Muon steps: (rows, width) for (rows, width)."""
     return Made(
         lambda m, x: x + m.down(torch.tanh(m.up(x))),
         up=nn.Linear(width, hidden, bias=False), down=nn.Linear(hidden, width, bias=False),
@@ -76,7 +76,7 @@ def _registered(model: FSDPModule, device: str) -> None:
 
 def _symmetric(model: FSDPModule, device: str) -> None:
     for unit in _units(model):
-        # Memory that only GPUs have: slots of the allocator elsewhere.
+        # Only GPUs have this memory; on CPUs, use slots of the allocator.
         if device == "cuda":
             unit.set_symm_mem_for_comm("NCCL")
             _expect_slots(unit, "NCCL")
@@ -119,7 +119,7 @@ SETTINGS = {
     "Muon, hsdp, watched": Setting("hsdp", block=products, optimizer="Muon", watches=True, tolerance=0.015),
 }
 if not can_exchange_memory():
-    # Before PyTorch 2.13 there are no slots, which test_slots.py says.
+    # Before PyTorch 2.13 there are no slots; test_slots.py tests the refusal.
     for _name in ("slots", "nccl_ub", "symmetric memory"):
         del SETTINGS[_name]
 
@@ -195,7 +195,7 @@ def ranks_on(device: str, strategy: str) -> int:
     return 4 if strategy in ("hsdp", "hfsdp") else 2
 
 
-# On CPUs other tests have all of it: by day some, so that each line here runs.
+# Other tests cover all of this on CPUs, so `make test` runs only enough to reach each line here.
 BY_DAY = (
     "bf16, hsdp", "without together,in-place,separate-reduce,priority,slots", "two dtypes, hfsdp", "int8 gathers",
     "sums in FP32 of bf16, watched", "two packed buffers", "one communicator", "nccl_ub", "symmetric memory",

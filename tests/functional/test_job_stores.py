@@ -38,7 +38,7 @@ def test_a_rank_may_come_late_to_a_rendezvous_in_a_file(tmp_path: Path) -> None:
         look(one)
 
     model = nn.Linear(5, 3)
-    # Looks as long as this are the store's own waits, as all long ones are.
+    # With such a long interval the store's own wait replaces the looks.
     looks = mock.patch.object(rendezvous._Rendezvous, "look_for_ended", tell_and_look)
     with mock.patch.object(rendezvous, "_LOOK_S", 0.02), looks:
         if rank == 1:

@@ -21,7 +21,7 @@ Kept = list[Any]
 
 
 class Uses(Headed):
-    """Runs its layers in one of several ways; they are of one size, so that only values tell a mix-up."""
+    """Run the layers in one of several ways; they have equal sizes, so that a mix-up shows only in values."""
 
     how = "plain"
 
@@ -125,7 +125,7 @@ def order_and_error(strategy: str, how: str, case: tuple[str, str]) -> tuple[lis
 
 
 def cases_of(how: str, is_quick: bool) -> list[tuple[str, str]]:
-    """Return all cases, or a third of them, which depends on ``how``, and the one that has made ranks wait."""
+    """Return all cases; or a third of them, which depends on ``how``, and the case that once made ranks wait."""
     cases = list(product(LEFT, THEN))
     return sorted({*cases[HOWS.index(how) % 3 :: 3], ("of a forward", "both at once")}) if is_quick else cases
 

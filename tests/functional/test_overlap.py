@@ -1,4 +1,4 @@
-"""Compute between the issue of a collective and its wait hides it, on streams with CUDA's semantics."""
+"""Compute between a collective's issue and the wait for it hides the collective, on streams as in CUDA."""
 
 import contextlib
 import gc
@@ -67,7 +67,7 @@ def sharded(policy: MixedPrecisionPolicy, strategy: str) -> nn.Module:
 def steps_of(
     policy: MixedPrecisionPolicy, num_buffers: int | None = None, strategy: str = "optim_grads_params"
 ) -> list[Hidden]:
-    """Return what hides the collectives of a step."""
+    """Return the compute that hides the collectives of a step."""
     with null_world(8), watching("overlap") as check:
         model = sharded(policy, strategy)
         if num_buffers is not None:
@@ -87,7 +87,7 @@ def steps_of(
 
 
 def reductions(policy: MixedPrecisionPolicy, num_buffers: int | None = None) -> list[Hidden]:
-    """Return what hides the reduction of each block but the first, whose gradients come last."""
+    """Return the compute that hides the reduction of each block except the first, whose gradients come last."""
     hidden = [one for one in steps_of(policy, num_buffers) if "reduce_scatter" in one.kinds]
     assert [one.unit for one in hidden] == [str(number) for number in reversed(range(NUM_BLOCKS))]
     return hidden[:-1]
@@ -111,7 +111,7 @@ def test_with_one_packed_buffer_compute_waits_at_the_first_gradient() -> None:
 
 
 class Peak(TorchDispatchMode):
-    """Sums up all memory that operators have seen and that is still there, before and after each of them.
+    """Sum up the memory that operators have seen and that is still alive, before and after each operator.
 
     Args:
         others: keys of ``KNOWN`` that belong to models of other tests, which may not have been collected yet.

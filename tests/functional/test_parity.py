@@ -20,7 +20,7 @@ from tests.harness.grids import covering, nightly_but
 from tests.harness.models import draw_tokens, loss_of, make_mesh, make_model
 from tests.harness.oracle import STRATEGIES, ZERO, shard_model, whole_state
 
-# Between the smallest and the largest norm that these runs meet: some steps are clipped, others are not.
+# A value between the smallest and the largest norm of these runs: some steps are clipped, others are not.
 MAX_NORM = 0.45
 
 
@@ -68,7 +68,7 @@ class Tolerance:
 
 
 def trained(recipe: Recipe, ranks: Sequence[int] = ()) -> Run:
-    """Train sharded on this rank's data; or on those of ``ranks``, whole, with FP32 weights cast for compute."""
+    """Train sharded on this rank's data; or whole on the data of ``ranks``, with FP32 weights cast for compute."""
     model = make_model().to(recipe.own_dtype)
     forward: Any = model
     if ranks:

@@ -157,5 +157,6 @@ def test_a_loss_in_chunks_takes_one_reduction_for_each_unit_however_many_chunks_
     model.zero_grad()
     with observe_collectives(lambda call: counts.update([call.kind])):
         one_loss(model, inputs(dist.get_rank(), 1, 6, WIDTH))
-    # Two layers in forward and backward; norm and head for the norm, for all chunks, and for the norm's backward.
+    # Gathers: two layers in forward and in backward; norm and head for the norm, for all chunks, and for the norm's
+    # backward.
     assert counts == {"reduce_scatter": 3, "all_gather": 7}

@@ -38,7 +38,7 @@ def test_training_with_a_budget_equals_the_plain_model(strategy: str, num_ranks:
 
 
 def most_under_way(model: Any) -> int:
-    """Return how many gathers were under way at most in a forward."""
+    """Return the largest number of gathers in flight in a forward."""
     under_way = set[str]()
     most = 0
 
@@ -59,7 +59,7 @@ def most_under_way(model: Any) -> int:
 @on_ranks(2)
 def test_as_many_units_are_gathered_ahead_as_fit_into_the_budget() -> None:
     model = Twins(uneven, "optim_grads_params").model
-    # The first pass is recorded, and predicts the others.
+    # The first pass is recorded, and predicts the next ones.
     model(inputs(dist.get_rank(), 0)).sum().backward()
     small, large = (unit_of(model.layers[place]).gathered_bytes for place in (1, 0))
     # The root, which has no weights, runs before all five blocks.

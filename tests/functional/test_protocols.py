@@ -39,7 +39,7 @@ def one_life(number: int) -> Iterator[None]:
 
 
 def trained(value: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Return a model and an optimizer with state, all of whose numbers follow from one."""
+    """Return a model and an optimizer with state, all derived from one number."""
     model = nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01 * value)
     for parameter in model.parameters():
@@ -127,7 +127,7 @@ USES = {
 
 
 class Explorer:
-    """Saves, crashes, looks, and saves again.
+    """Save, crash, load, and save again.
 
     Attributes:
         num_states: different folders from which it was loaded and saved. num_effects: of one save without a crash.
@@ -167,13 +167,13 @@ class Explorer:
         return self._loaded[key]
 
     def check_end(self, tree: Tree, value: int) -> None:
-        """Look at the folder after a save in peace: the new value, and no leftovers."""
+        """Check the folder after an undisturbed save: the new value, and no leftovers."""
         assert self.loaded(tree) == value
         left = {name.split("/")[0] for name in tree} - self.use.names(value)
         assert [name for name in left if not _is_bare(tree, name)] == []
 
     def explore(self, depth: int) -> None:
-        """Crash in a save and in the ``depth - 1`` next ones, and save in peace from wherever that leads."""
+        """Crash in a save and in the next ``depth - 1`` saves, and save undisturbed from each resulting state."""
         trees = [self.begin()]
         for value in range(2, 2 + depth + 1):
             following: dict[int, Tree] = {}

@@ -1,4 +1,4 @@
-"""The example in the docstring of every public name runs as it stands."""
+"""The example in the docstring of every public name runs unchanged."""
 
 import argparse
 import contextlib
@@ -33,7 +33,7 @@ NAMES = [
     for name in importlib.import_module(module).__all__
     if name not in WITHOUT and (module == "megatron_fsdp" or name not in megatron_fsdp.__all__)
 ]
-# Examples that shard get a model that is whole, the others one that is sharded.
+# Examples that shard get a whole model, other examples get a sharded one.
 SHARDING = re.compile(r"(fully_shard|fully_shard_model\w*|replicate)\(")
 
 

@@ -1,6 +1,6 @@
-"""Six faults of gradients on several ranks, published in 2026, put back in: the check finds them.
+"""The check finds six faults of gradients on several ranks that were published in 2026, when they are put back in.
 
-Each of them trained with a falling loss.
+Training with each fault still had a falling loss.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ TOKENS = 36
 
 
 def divide_what_was_accumulated() -> AbstractContextManager[Any]:
-    """Divide the sum by the ranks with each microbatch, not the microbatch: ((g1 / D + g2) / D + g3) / D."""
+    """Divide the accumulated sum by the ranks in each microbatch: ((g1 / D + g2) / D + g3) / D."""
 
     def accumulate(source: torch.Tensor, target: torch.Tensor, *, scale: float, overwrite: bool) -> None:
         target.copy_(source if overwrite else target + source).mul_(scale)
@@ -38,7 +38,7 @@ def divide_what_was_accumulated() -> AbstractContextManager[Any]:
 
 
 def double_in_groups_of_one() -> AbstractContextManager[Any]:
-    """Reduce into the input itself and accumulate on top where a group has one rank."""
+    """In groups of one rank, reduce into the input itself and accumulate on top."""
     original = Reduction.start
 
     def twice(self: Reduction, works: Any) -> list[Part]:
@@ -118,7 +118,7 @@ def complaints() -> Iterator[tuple[str, str]]:
     for name, (build, fault, options, _) in FAULTS.items():
         model = build()
         own = {key: partial(one, model) if key == "finish" else one for key, one in options.items()}
-        # Ranks that share their tensor-parallel work have the same data.
+        # Ranks that share tensor-parallel work have the same data.
         data = rows(dist.get_rank() // 2 if name == "times tp" else dist.get_rank())
         with fault():
             try:

@@ -1,4 +1,4 @@
-"""The script in the README runs as it stands, before and after it was ported from FSDP2."""
+"""The script in the README runs unchanged, before and after its port from FSDP2."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Resident memory of a process that trains on CPU: what collectives leave behind does not break up its heap."""
+"""The resident memory of a process that trains on CPU stays bounded: collectives do not fragment its heap."""
 
 import json
 import os

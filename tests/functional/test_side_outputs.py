@@ -1,4 +1,4 @@
-"""A loss may use tensors that a unit stores outside of its outputs; a backward through these only raises an error.
+"""A loss may use tensors that a unit stores outside of its outputs; a backward through only these raises an error.
 
 ``random_use_cases`` covers outputs that are not tensors.
 """
@@ -46,7 +46,7 @@ def main_and_aux(model: nn.Module, rank: int, step: int) -> tuple[torch.Tensor, 
 
 
 def aux_kept_from_evaluation(model: nn.Module, rank: int, step: int) -> torch.Tensor:
-    """The attributes of the first microbatch are detached ones when the second runs."""
+    """Keep detached attributes of the first microbatch when the second one runs."""
     with torch.no_grad():
         _, kept = main_and_aux(model, rank, 100 + step)
     return sum(main_and_aux(model, rank, step)) * (1 + kept)

@@ -1,6 +1,6 @@
-"""Slots and an arena in training: the bits of the allocator, nothing allocated after a step, bytes as predicted.
+"""Slots and an arena in training: the allocator's bits, no allocation after the first step, and the predicted bytes.
 
-Slots that are chosen and given up between steps, errors and evaluations are among the uses of ``random_use_cases``.
+``random_use_cases`` tests slots that are chosen and given up between steps, errors and evaluations.
 """
 
 import argparse
@@ -60,7 +60,7 @@ def outer_replicas() -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Setting:
-    """A model, how it is sharded, and the slots that a step of it takes: (weights, gradients), None for not fixed."""
+    """A model, its sharding, and the slots that a step of it takes: (weights, gradients), None if they vary."""
 
     stack: Callable[..., nn.Module] = Stack
     options: Callable[[], dict[str, Any]] = dict
@@ -152,7 +152,7 @@ def check_memory(setting: Setting, sizing: str | None, model: Any, peak: int, al
         assert (num_slots(model, "weights"), num_slots(model, "gradients")) == setting.slots
 
 
-# Three ranks of unequal units, nested units and parts that are kept show the most; the others run nightly.
+# Three ranks of unequal units, nested units and kept parts find most mistakes; the others run nightly.
 @pytest.mark.parametrize(
     "name", nightly_but(("a chain of unequal units", "nested units", "parts kept after forward"), SETTINGS)
 )
@@ -191,7 +191,7 @@ def losses_with(prepare: Callable[[Any], object], *, is_meta: bool = False) -> l
 
 
 def with_memory_of_the_communicator(model: nn.Module) -> None:
-    """Train with slots that each rank's communicator gives; gloo has none, so it is lent one."""
+    """Train with slots from each rank's communicator; gloo has none, so the test gives it one."""
     asked: list[int] = []
 
     def lent(group: dist.ProcessGroup, device: torch.device) -> Callable[[int], torch.Tensor]:
@@ -225,7 +225,7 @@ def test_units_that_keep_their_weights_have_slots_of_their_own_size() -> None:
     assert sum(pool.nbytes for pool in pools(model, "weights")) == wanted > 0
 
 
-# An argument of ``fully_shard_model``, the flag that says it, and the slots that it asks for.
+# An argument of ``fully_shard_model``, its flag, and the slots that it selects.
 MEGATRONS = (
     ("fsdp_double_buffer", "--fsdp-double-buffer", SlotChoice("by_size")),
     ("maxpool_double_buffer", "--megatron-fsdp-max-pool-double-buffer", SlotChoice("largest")),

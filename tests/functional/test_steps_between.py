@@ -1,4 +1,4 @@
-"""An optimizer that steps between a forward and its backward: refused where it stepped the unit's weights."""
+"""An optimizer step between a forward and its backward is refused if it changed the unit's weights."""
 
 from collections.abc import Callable, Iterator
 
@@ -58,7 +58,7 @@ def test_a_backward_through_weights_that_were_stepped_is_refused_and_training_go
 
 
 def play(model: nn.Module, critic: nn.Module, ranks: list[int]) -> list[torch.Tensor]:
-    """Train two models by turns: each steps between a forward and a backward of the other one."""
+    """Train two models alternately: each steps between a forward and a backward of the other one."""
     one, other = (torch.optim.SGD(each.parameters(), lr=0.3) for each in (model, critic))
     for step in range(3):
         made = [model(inputs(rank, step)) for rank in ranks]

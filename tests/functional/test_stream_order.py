@@ -1,6 +1,7 @@
-"""Stream order on a double of CUDA's streams; the certificate's cases (``tests.certify``) find races.
+"""Stream order on a double of CUDA's streams; the cases of ``tests.certify`` search for races.
 
-The training runs on the CPU, in host order; vector clocks say what events and waits alone would promise on a GPU.
+The training runs on the CPU, in host order; vector clocks compute the order that events and waits alone guarantee on a
+GPU.
 """
 
 import contextlib

@@ -23,7 +23,7 @@ _KEPT = {
 
 
 class WireTensor(torch.Tensor):
-    """Wraps one tensor; ``fsdp_pre_all_gather`` in the form of one argument."""
+    """Wrap one tensor; ``fsdp_pre_all_gather`` has its form with one argument."""
 
     inner: torch.Tensor
 
@@ -60,7 +60,7 @@ class WireTensor(torch.Tensor):
         size, count = metadata
         assert out is None or asked.tolist() == [count] * size
         if out is not None:
-            # FSDP2 calls with gradients on, and its readers saved the parameter.
+            # FSDP2 calls this with gradients enabled, and operators that read the parameter saved it.
             with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
                 out.copy_(values)
             return None
@@ -68,7 +68,7 @@ class WireTensor(torch.Tensor):
 
 
 class FullFormTensor(WireTensor):
-    """The form of five arguments, which it notes; an argument too few or too many is an error."""
+    """The form with five arguments, which are recorded; an argument too few or too many is an error."""
 
     seen: tuple[Any, ...] = ()
 

@@ -1,4 +1,4 @@
-"""The rules between files hold in this repository, and the checks of them find what breaks them."""
+"""This repository follows the rules between files, and the checks of the rules find violations."""
 
 import ast
 import importlib
@@ -181,14 +181,14 @@ PUBLIC_MODULES = (
     "megatron_fsdp.megatron",
     "megatron_fsdp.muon",
 )
-# There in megatron_fsdp and not in its list: another name of FSDPModule, what its ``parameter_groups`` are made of, and
+# Names of megatron_fsdp outside its list: another name of FSDPModule, the class of its ``parameter_groups``, and
 # Megatron-FSDP's call, which megatron_fsdp.megatron lists.
 NOT_LISTED = {"FsdpModule", "ParameterGroup", "fully_shard_model"}
 
 
 def test_every_public_name_is_spelled_once() -> None:
     modules = [importlib.import_module(path) for path in ("megatron_fsdp", *PUBLIC_MODULES)]
-    # Made of a class of megatron.core's when it is first asked for.
+    # Made from a class of megatron.core at first use.
     late = {"ShardedDataParallel"}
     places: dict[int, list[str]] = {}
     for module in modules:

@@ -1,4 +1,4 @@
-"""Tests of integrations are collected where their packages are not installed, as `make test-gpu` does."""
+"""Test files of integrations can be collected without their packages, as `make test-gpu` does."""
 
 import ast
 import fnmatch

@@ -22,7 +22,7 @@ from dbuffer import (
 )
 from tests.harness import on_ranks, run_ranks
 
-# A row that no rank count divides, a scalar-like vector, one row only, slices of a 3-D tensor, and nothing at all.
+# A row that no number of ranks divides, a vector like a scalar, one row only, slices of a 3-D tensor, and an empty one.
 SHAPES = [(5, 3), (1,), (1, 7), (3, 2, 5), (0, 4), (11,)]
 
 

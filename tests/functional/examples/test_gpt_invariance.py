@@ -50,7 +50,7 @@ def test_tensor_and_expert_parallel_ranks_keep_the_bits_while_their_number_stays
 
 
 def saved(flags: str, path: str) -> Trained:
-    """Train a step, save, and go on for one more."""
+    """Train a step, save, and train one more."""
     job = make_job(flags)
     _, state = steps(job, TrainingState(), 1)
     save_checkpoint(job.model, job.optimizer, path)

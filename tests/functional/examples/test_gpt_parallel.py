@@ -79,7 +79,7 @@ JOURNEYS = {
 @pytest.mark.parametrize("name", nightly_but(["tp"], JOURNEYS))
 def test_checkpoints_go_from_one_division_to_another(name: str, documents: str, tmp_path: Path) -> None:
     model, journey = JOURNEYS[name]
-    # Adam: its moments have to come along.
+    # With Adam, so that the checkpoint has to carry moments.
     flags = f"{model} --optimizer adam --lr 0.01 --adam-eps 1e-3 --lr-decay-style constant --data-path {documents}"
     micro = "--micro-batch-size 2"
     ((wanted, weights),) = run_ranks(1, train_steps, f"{flags} {micro}", len(journey))

@@ -1,4 +1,4 @@
-"""Losses by tokens: which of them count, and that ranks and microbatches with unequal numbers of them make no odds."""
+"""Losses by tokens: the tokens that count, and equal results if ranks and microbatches have unequal numbers."""
 
 import argparse
 

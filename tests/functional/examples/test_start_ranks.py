@@ -1,4 +1,4 @@
-"""Ranks and signals: one message where a rank says why, torchrun's report where none does, and ends all alike."""
+"""Ranks and signals: one message if a rank reports an error, torchrun's report otherwise, and all ranks end."""
 
 import os
 import signal

@@ -224,9 +224,9 @@ def test_what_a_rank_writes_is_passed_on(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def fail_to_join_on_the_first_rank() -> None:
-    """Close the group of the call, and count one on rank 0 that is never made."""
+    """Close the call's process group, and on rank 0 announce a group that is never made."""
     rank = dist.get_rank()
-    dist.barrier()  # until the other one has joined, too
+    dist.barrier()  # until the other rank has joined too
     dist.destroy_process_group()
     if rank == 0:
         dist.distributed_c10d._world.group_count += 1

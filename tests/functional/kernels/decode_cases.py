@@ -16,7 +16,7 @@ __all__ = ["only_kernels"]
 RANKS = 3
 
 
-# Rows of bytes begin at odd places, or at multiples of 16.
+# Rows of bytes begin at odd offsets, or at multiples of 16.
 @pytest.mark.parametrize(
     ("shard_numel", "dtype"), CHOOSE(product([4352, 5120], [torch.float32, torch.bfloat16, torch.float16]))
 )

@@ -158,7 +158,7 @@ def test_int8_adamw_keeps_squares_above_zero_and_numbers_beside_overflows() -> N
 
 
 def below_kernel(ratios: tl.tensor, codes: tl.tensor, MAP: tl.constexpr, BLOCK: tl.constexpr) -> None:
-    """Write what ``code_below`` finds for each ratio."""
+    """Write the result of ``code_below`` for each ratio."""
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(codes + index, code_below(tl.load(ratios + index), MAP))
 

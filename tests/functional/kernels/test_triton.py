@@ -18,7 +18,7 @@ from tests.harness.grids import nightly_but
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[2]
-# The first three run as references, too, where they lie.
+# The first three files also run as references, in their own folder.
 CASES = (
     *(ROOT / "tests" / "unit" / "kernels" / f"test_{kind}.py" for kind in ("elementwise", "step", "muon")),
     *(FOLDER / f"{kind}_cases.py" for kind in ("int8", "decode")),

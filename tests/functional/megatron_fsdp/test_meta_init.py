@@ -1,4 +1,4 @@
-"""Models that are sharded on the meta device: initialised in place, alike on any number of ranks, or loaded."""
+"""Models sharded on the meta device: initialised in place, equally on any number of ranks, or loaded."""
 
 from pathlib import Path
 from typing import Any
@@ -81,7 +81,7 @@ def values_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def materialized(mesh_shape: tuple[int, ...], strategy: str) -> dict[str, torch.Tensor]:
     model = sharded_on_meta(mesh_shape, strategy)
-    torch.manual_seed(100 + dist.get_rank())  # only the first rank's counts
+    torch.manual_seed(100 + dist.get_rank())  # only the first rank's value counts
     materialize(model)
     return values_of(model)
 

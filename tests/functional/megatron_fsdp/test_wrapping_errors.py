@@ -58,9 +58,9 @@ ON_ONE_RANK: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 def shard_while_rank_one_raises(name: str) -> tuple[str, float, float]:
-    """Return this rank's error, after how long it came, and the loss of a model that is sharded afterwards."""
+    """Return this rank's error, the time until it was raised, and the loss of a model that is sharded afterwards."""
     attempt = ON_ONE_RANK[name][0] if dist.get_rank() == 1 else lambda: fully_shard(Block())
-    # The meshes of all ranks are made by all of them.
+    # All ranks make the meshes of all ranks.
     if name == "a mesh of another shape" and dist.get_rank() != 1:
         init_device_mesh("cpu", (2, 1, 1))
     start = time.monotonic()
@@ -187,7 +187,7 @@ def test_records_of_an_attempt_before_in_a_kept_store_count_for_nothing() -> Non
 
 
 class Recurrent(nn.Module):
-    """Holds every kind of thing that wrapping touches: a linear layer, a recurrent one, a buffer, a tied weight."""
+    """A module of every kind that wrapping changes: a linear layer, a recurrent one, a buffer, a tied weight."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The bench of virtual devices: both engines' real code, which sends the same gradients, and a bound below both."""
+"""The bench of virtual devices runs both engines' real code: both send equal gradients, and a bound lies below both."""
 
 import argparse
 
@@ -72,7 +72,7 @@ def test_a_third_of_the_settings_calibrates_and_exact_quantities_are_found_again
     found = calibrate(fitted, recorded, measured, "processor")
     for name in ("product", "memory", "sent"):
         assert found[name] == pytest.approx(wanted[name], rel=1e-6)
-    # One of each in every setting, so only their sum is known.
+    # Every setting has one call and one collective, so only the sum of their costs can be fitted.
     assert found["call"] + found["collective"] == pytest.approx(1.1e-3, rel=1e-6)
 
 
@@ -93,5 +93,5 @@ def test_rings_inside_a_node_and_trees_between_nodes() -> None:
     assert H200.seconds(inside) == pytest.approx(7e-3 + 17e-6)
     across = tuple(range(0, 128, 8))
     small = H200.seconds(Work("all_reduce", "all_reduce", 0, 1024, ranks=across))
-    # 16 nodes: 4 steps up and 4 down of a tree, against 30 of a ring.
+    # 16 nodes: a tree has 4 steps up and 4 down, a ring has 30 steps.
     assert small == pytest.approx(10e-6 + 8 * 5e-6 + 2 * 1024 / 48e9)

@@ -131,7 +131,7 @@ class Simulated:
     host = device = 0.0
 
     def work(self, host: float, device: float) -> None:
-        """Issue something in so much of the host's time that takes so much of the device's."""
+        """Issue work that takes ``host`` microseconds of the host and ``device`` microseconds of the device."""
         self.host += host
         self.device = max(self.device, self.host) + device
 

@@ -26,7 +26,7 @@ def storages(pool: ArenaPool, *numels: int) -> list[FlatStorage]:
 
 
 def step(chain: list[FlatStorage]) -> list[int]:
-    """Hold each storage together with the one after it, and return the addresses."""
+    """Allocate each storage together with the next one, and return the addresses."""
     addresses = []
     for at, storage in enumerate(chain):
         storage.reallocate()
@@ -40,7 +40,7 @@ def step(chain: list[FlatStorage]) -> list[int]:
 
 
 def planned(pool: ArenaPool, chain: list[FlatStorage]) -> None:
-    """Go through the two steps after which there is a plan."""
+    """Run the two steps after which the pool has a plan."""
     for _ in range(2):
         step(chain)
         pool.settle()
@@ -158,7 +158,7 @@ def test_an_order_that_changes_each_time_has_slots_of_its_own_and_is_said_once(
     chain = storages(pool, *range(1000, 4000, 200))
     with caplog.at_level(logging.WARNING):
         for number in range(2, len(chain)):
-            # More at once each time than any plan has seen.
+            # Each time, more storages at once than in any plan so far.
             for at, each in enumerate(chain[:number]):
                 each.reallocate()
                 each.tensor.fill_(at)

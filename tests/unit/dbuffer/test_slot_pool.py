@@ -1,4 +1,4 @@
-"""Slots: storages take turns in memory that stays, counted once however often it changes hands."""
+"""Slots: storages share memory that stays allocated, and each slot counts once however often it is reused."""
 
 import gc
 from unittest import mock

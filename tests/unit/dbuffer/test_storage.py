@@ -196,7 +196,7 @@ def test_the_guard_names_the_owner_of_released_memory_and_lets_reallocated_memor
     use: str,
 ) -> None:
     storage = make()
-    # Out of sight of a failure report: to print a view of released memory is to read it.
+    # Keep it out of the locals that a failure report prints: printing a view of released memory reads it.
     views = Hidden(storage.tensor[:6].view(2, 3))
     storage.release()
     with guard_released_storage():

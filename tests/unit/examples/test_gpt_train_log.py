@@ -24,7 +24,7 @@ def make_row(iteration: int, loss: float = 3.123456) -> dict[str, Any]:
 
 
 def run_log(folder: Path, iterations: range, *, is_main: bool = True) -> None:
-    """Log some iterations, as a run that goes on after the one before them."""
+    """Log some iterations like a run that continues after earlier ones."""
     log = TrainLog(folder, is_main=is_main, train_iters=200)
     log.begin(iterations.start - 1)
     for iteration in iterations:

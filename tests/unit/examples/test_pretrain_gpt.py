@@ -51,7 +51,7 @@ def refusal(flags: str, capsys: pytest.CaptureFixture[str]) -> str:
     """Run the script, which has to fail, and return its message."""
     assert pretrain_gpt.main([*TINY.split(), *flags.split()]) == 2
     if dist.is_initialized():
-        dist.destroy_process_group()  # a run that ends with an error leaves its group to the end of the process
+        dist.destroy_process_group()  # a run that fails leaves its process group to the end of the process
     return capsys.readouterr().err
 
 
@@ -105,7 +105,7 @@ def test_steps_with_nan_are_left_out_when_asked_and_do_not_count_in_the_loss(mon
     each = train()
     spoil(monkeypatch, (4,))
     losses = train("--log-interval 2 --skip-nonfinite-steps")
-    # Lines of iterations 1, 2, 4 and 6: the third step's loss stands alone in the third line.
+    # Lines of iterations 1, 2, 4 and 6: only the third line has the loss of a single step.
     assert losses[:3] == pytest.approx(each[:3], rel=1e-6)
     assert math.isfinite(losses[3])
 
@@ -257,7 +257,7 @@ def test_the_three_commands_at_the_end_go_on_from_the_run(flags: str, capsys: py
     generate, resume, export = (shlex.split(said[what]) for what in ("generate", "resume", "export"))
     assert generate_gpt.main([*generate[2:], "--num-tokens-to-generate", "3"]) == 0
     assert capsys.readouterr().out.startswith("def main(")
-    # The sample at the end of the run comes out again.
+    # The sample at the end of the run is equal.
     for folder in ("run", "run/iter_0000006"):
         assert generate_gpt.main(["--load", folder, "--prompt", "def", "--num-tokens-to-generate", "5"]) == 0
         sample = capsys.readouterr().out

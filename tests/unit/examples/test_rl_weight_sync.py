@@ -1,4 +1,4 @@
-"""The example of weight sync never waits for ever: what does not come, or cannot come any more, is named."""
+"""The example of weight sync never waits for ever: an error names the weights that do not arrive."""
 
 import pickle
 from multiprocessing import Pipe

@@ -21,7 +21,7 @@ from tests.harness.grids import covering
 KERNELS = os.environ.get("KERNELS", "reference")
 INTERPRETS = KERNELS == "interpreted"
 DEVICE = "cuda" if KERNELS == "compiled" else "cpu"
-# test_triton.py asks for each value once in `make test`, and for all combinations at night and on a GPU.
+# test_triton.py runs each value once in `make test`, and all combinations in nightly tests and on a GPU.
 CHOOSE = list if os.environ.get("GRID", "whole") == "whole" else partial(covering, strength=1)
 SIZES = (0, 1, 3, 7, 1023, 4096, 4097, 9001)
 
@@ -49,13 +49,13 @@ def random(numel: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
 
 
 def guarded(numel: int, dtype: torch.dtype, fill: float = 5) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a buffer filled with one value, and the view of ``numel`` elements that starts 3 elements into it."""
+    """Return a buffer filled with one value, and a view of ``numel`` of its elements from the fourth on."""
     buffer = torch.full((numel + 8,), fill, dtype=dtype, device=DEVICE)
     return buffer, buffer[3 : 3 + numel]
 
 
 def count_launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return a list that grows by the number of programs with each launch of a kernel."""
+    """Return a list that each launch of a kernel extends by its number of programs."""
     started: list[int] = []
     jit = launch.jit
 

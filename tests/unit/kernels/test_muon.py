@@ -27,7 +27,7 @@ def rows(*values: tuple[float, float]) -> torch.Tensor:
 
 def close(found: torch.Tensor, wanted: torch.Tensor, term: torch.Tensor | None = None) -> bool:
     """Compare two results of one formula up to rounding of a product and a sum, or two casts to bf16."""
-    # The interpreter cuts off where the GPU rounds.
+    # The interpreter truncates where the GPU rounds.
     unit = 2**-6 if BF16 in (found.dtype, wanted.dtype) else 2**-21
     # The rounding error of a large term remains if the sum is small.
     size = wanted.double().abs() + (0 if term is None else term.double().abs())

@@ -1,4 +1,4 @@
-"""Features that a variable of the environment leaves out."""
+"""Features that an environment variable switches off."""
 
 from collections.abc import Iterator
 

@@ -13,7 +13,7 @@ from dbuffer import Replicate as Whole
 from dbuffer.dtensor.elementwise_ops import run_by_rows
 from dbuffer.dtensor.op_table import operator_of
 
-# Rows that no rank count divides, one row, one element, 3-D, nothing at all, and more rows than one shard holds.
+# Rows that no number of ranks divides, one row, one element, 3-D, an empty tensor, and more rows than one shard holds.
 SHAPES = [(7, 3), (1,), (1, 7), (3, 2, 5), (0, 4), (11,), (3, 1), (2, 5, 3), (13, 4)]
 LAYOUTS: dict[str, tuple[tuple[int, ...], tuple[BufferPlacement, ...]]] = {
     "one rank": ((1,), (Flat(),)), "two ranks": ((2,), (Flat(),)), "three ranks": ((3,), (Flat(),)),
@@ -47,7 +47,7 @@ def sharded(layout: str, tensors: list[torch.Tensor], mesh: DeviceMesh) -> list[
 
 
 def in_other_rows(tensor: torch.Tensor, like: DTensor, kind: str) -> torch.Tensor:
-    """Return the same values as a DTensor of another kind on the same mesh."""
+    """Return the same values as a DTensor with other placements on the same mesh."""
     mesh = like.device_mesh
     if kind == "cut by torch":
         placements = [Replicate() if type(p) is Replicate else Shard(0) for p in like.placements]

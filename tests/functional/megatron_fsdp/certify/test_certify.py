@@ -70,7 +70,7 @@ def overlapping(check: Certification) -> None:
 
 
 def early(check: Certification) -> None:
-    """Memory that another stream still reads is freed, and allocated again."""
+    """Free memory that another stream still reads, and allocate it again."""
     tensor = torch.zeros(5)
     side = check.streams.stream("side")
     check.streams.order(check.streams.compute, side)
@@ -190,7 +190,7 @@ def issues_of(order: tuple[int, ...]) -> Certificate:
         mine = order if dist.get_rank() else tuple(sorted(order))
         for size in mine:
             all_reduce(torch.ones(size)[:1].clone(), axis, "sum")
-            # Sizes that this process would end at.
+            # At these sizes this process would run out of memory.
             check.checker.issues[-1] = dataclasses.replace(check.checker.issues[-1], num_bytes=size)
         return check.certificate()
 

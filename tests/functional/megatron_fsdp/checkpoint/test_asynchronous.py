@@ -1,4 +1,4 @@
-"""Asynchronous saves hold the state of the moment of the call, follow one another, and lose no error."""
+"""Asynchronous saves hold the state at the call, run in order, and lose no error."""
 
 import threading
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ from tests.harness.oracle import differing, whole_state
 
 @contextmanager
 def held_up(gate: threading.Event) -> Iterator[None]:
-    """Let no write begin until the gate opens."""
+    """Block all writes until the gate opens."""
     write = checkpoint_writer._write_mine
 
     def wait_and_write(draft: checkpoint_writer.Draft) -> object:

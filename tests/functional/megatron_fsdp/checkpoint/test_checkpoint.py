@@ -56,7 +56,7 @@ def same() -> Model:
 
 
 def larger() -> Model:
-    """Build the saved model with a block more and a wider head."""
+    """Build the saved model with one more block and a wider head."""
     model = make_model(seed=1, num_blocks=3)
     model.head = nn.Linear(WIDTH, VOCABULARY + 2, bias=False)
     return shard_model(model, world_mesh())
@@ -144,7 +144,7 @@ def working_in(folder: str) -> Iterator[None]:
 
 
 def load_the_working_directory(path: str) -> list[str]:
-    """Load by paths without a name, where a checkpoint is and where none is, and try to save to such ones."""
+    """Load by a path without a name, with and without a checkpoint there, and try to save there."""
     model, other = (shard_model(make_model(seed), world_mesh()) for seed in range(2))
     saved = f"{path}/saved"
     save_checkpoint(model, None, saved)

@@ -1,4 +1,4 @@
-"""Damage is found before it does harm, and a save that fails or is killed leaves the checkpoint before it whole."""
+"""Damage is found before it does harm, and a failed or killed save leaves the previous checkpoint whole."""
 
 import os
 import pickle
@@ -73,7 +73,7 @@ class Exploit:
 
 
 def index_that_names_code(path: Path, entry: str = "") -> None:
-    """Let the index name code, or lead to a file that does for one entry."""
+    """Write an index that names code, or, in one entry, a file that does."""
     metadata: Any = read_metadata(path)
     torch.save(Exploit(), path / "exploit.pt")
     size = (path / "exploit.pt").stat().st_size
@@ -185,7 +185,7 @@ def test_damage_is_named_and_the_model_stays_as_it_was(
 
 @contextmanager
 def small_files_only(rank: int) -> Iterator[None]:
-    """Let one rank write no file beyond 4 KiB, as a full disk would."""
+    """On one rank, limit files to 4 KiB, as on a full disk."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if dist.get_rank() == rank:
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
@@ -216,7 +216,7 @@ def test_a_full_disk_on_one_rank_fails_the_save_on_all_and_keeps_the_checkpoint_
 
 
 def save_where_one_cannot(root: str) -> list[str]:
-    """Save below a file, under another name on each rank, and over a folder of other things."""
+    """Save where it cannot work: below a file, under different names on the ranks, over a foreign folder."""
     model, optimizer = LAYOUT.build(seed=0)
     paths = (f"{root}/file/step", f"{root}/step-{dist.get_rank()}", f"{root}/work")
     return [message_of(CheckpointError, lambda path=path: save_checkpoint(model, optimizer, path)) for path in paths]
@@ -243,7 +243,7 @@ def die(*_: object, **__: object) -> None:
 
 
 def save_and_die(path: str, rank: int, name: str) -> None:
-    """Save over a checkpoint; one rank is killed when it calls a function of the library."""
+    """Save over a checkpoint; kill one rank when it calls a function of the library."""
     model, optimizer = LAYOUT.build(seed=5)
     if dist.get_rank() == rank:
         mock.patch.object(checkpoint_writer, name, die).start()

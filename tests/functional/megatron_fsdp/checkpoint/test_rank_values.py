@@ -1,4 +1,4 @@
-"""Buffers that differ between ranks come back to each, and on another number of ranks the first rank's, said aloud."""
+"""Each rank gets its own buffers back; another number of ranks gets the first rank's, with a message."""
 
 import logging
 
@@ -65,7 +65,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[State]]:
     (first, loaded_first), (second, loaded_second) = found
     for name in ("norm.running_mean", "norm.running_var", "own", "momentum_buffer"):
         assert not torch.equal(first[name], second[name]), name
-    # Bit for bit, and each rank its own.
+    # Equal bits, and each rank's own values.
     for wanted, loaded in ((first, loaded_first), (second, loaded_second)):
         assert [name for name in wanted if not torch.equal(wanted[name], loaded[name])] == []
     return path, [first, second]

@@ -32,7 +32,7 @@ def save(path: Path, value: float) -> None:
 
 
 def loaded(path: Path) -> float:
-    """Return the value of all weights of a checkpoint, which is its extra's too."""
+    """Return the value of all weights of a checkpoint, after checking that its extra has it too."""
     model = module(-1.0)
     extra = load_checkpoint(model, None, path)
     assert model.weight.unique().tolist() == [extra["value"]]
@@ -52,7 +52,7 @@ def foreign(tmp_path: Path) -> Iterator[Path]:
     for name in FOREIGN:
         (tmp_path / name).mkdir()
         (tmp_path / name / "thesis.txt").write_text("years of work")
-    # A mark in another place, and one that is none.
+    # A mark in another place, and a file that is not a mark.
     (tmp_path / "step.tmp-mine" / "owner.json").write_text('{"kind": "mine", "of": "step", "host": "h"}')
     yield tmp_path
     for name in FOREIGN:
@@ -244,7 +244,7 @@ def test_the_old_checkpoint_is_back_when_another_job_takes_the_name_in_between(t
     save(path, 1.0)
     scratch = make_scratch(path)
     with pytest.raises(OSError):
-        # There is nothing to publish.
+        # There is no complete save to publish.
         scratch.publish()
     scratch.remove()
     assert loaded(path) == 1.0
@@ -280,7 +280,7 @@ def test_a_checkpoint_that_is_replaced_while_it_is_loaded_is_not_two_halves(
 
 
 class Interruption:
-    """Calls ``other`` once, just before this process reaches one of its moments on the disk.
+    """Call ``other`` once, just before this process reaches one of its moments on the disk.
 
     A moment is each audit event of the interpreter about a path: a listing, an opened file, a lock, a new name.
     """
@@ -292,7 +292,7 @@ class Interruption:
         self.moment, self.other, self.num_moments = moment, other, 0
 
     def __enter__(self) -> "Interruption":
-        # A hook cannot be taken away again.
+        # An audit hook cannot be removed.
         if not Interruption.is_hooked:
             sys.addaudithook(Interruption.hear)
         Interruption.is_hooked, Interruption.active = True, self
@@ -313,7 +313,7 @@ class Interruption:
 
 
 def interrupted(folder: Path, begin: Callable[[Path], Callable[[], object]]) -> Iterator[Path]:
-    """Save over a checkpoint once for each moment of a save; what ``begin`` returns is called in that moment."""
+    """Save over a checkpoint once for each moment of a save; call the result of ``begin`` at that moment."""
     save(folder / "before", 1.0)
     moment = num_moments = 0
     while moment <= num_moments:

@@ -23,7 +23,7 @@ from tests.harness.oracle import train as train_on_all
 
 @on_ranks(2)
 def test_a_learning_rate_schedule_goes_on_where_it_was(tmp_path: Path) -> None:
-    """Train with a schedule, save half way, and train on both the run and its resumed twin."""
+    """Train with a schedule, save half way, and continue both the run and a run resumed from the checkpoint."""
     path = str(tmp_path / "step")
 
     def build(seed: int) -> tuple[Any, Any, Any]:
@@ -51,7 +51,7 @@ def test_a_learning_rate_schedule_goes_on_where_it_was(tmp_path: Path) -> None:
 
 @on_ranks(2)
 def test_moments_and_hyperparameters_follow_the_names_into_other_groups(tmp_path: Path) -> None:
-    """Save an optimizer of two groups, and load into one that has the parameters in another order and three groups."""
+    """Save an optimizer of two groups, and load into one with another order of parameters and three groups."""
     path = str(tmp_path / "step")
     model, optimizer = Layout((2,)).build(seed=0)
     train(model, optimizer, range(2))
@@ -155,7 +155,7 @@ def test_every_rank_goes_on_drawing_as_if_it_had_not_stopped_where_its_state_is_
     drawn = run_ranks(3, save_and_draw, path, is_common)
     assert (drawn[0] == drawn[1]) is is_common
     assert run_ranks(3, load_and_draw, path) == [(False, numbers) for numbers in drawn]
-    # On another number of ranks it is known where all had the same.
+    # On another number of ranks, a generator's state is known only if all ranks had the same.
     for (is_untouched, numbers), wanted in zip(run_ranks(2, load_and_draw, path), drawn[:2], strict=True):
         assert is_untouched is not is_common
         assert (numbers == wanted) is is_common

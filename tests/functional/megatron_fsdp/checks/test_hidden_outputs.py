@@ -1,4 +1,4 @@
-"""A unit may return its tensors inside of objects that PyTorch's pytree does not know; backward gathers it in time."""
+"""A unit may return its tensors inside of objects that PyTorch's pytree does not know; backward gathers in time."""
 
 import collections
 import functools
@@ -76,7 +76,7 @@ class Returning(nn.Module):
 
 
 class Chain(nn.Module):
-    """A layer, the one that returns an object, and a layer that takes the tensor from it."""
+    """A layer, a layer that returns an object, and a layer that uses the tensor in it."""
 
     def __init__(self, way: str) -> None:
         super().__init__()

@@ -81,7 +81,7 @@ SCRIPTS: dict[str, Uses] = {
 
 
 def traffic(script: str) -> list[tuple[int, int]]:
-    """Return how many requests a rank makes to the store in each step, and how many collectives that give a maximum."""
+    """Return for each step the number of a rank's requests to the store, and of its collectives of a maximum."""
     _, model = make("optim_grads_params")
     store: Any = dist.distributed_c10d._get_default_store()
     counts: Counter[str] = Counter()
@@ -136,7 +136,7 @@ def test_what_was_said_in_a_backward_that_raised_misleads_nobody() -> None:
 
     x = data(rank, 0).requires_grad_()
     x.register_hook(fail)
-    # Raises behind everything: the gradients of the inner unit are reduced by then.
+    # The error is raised at the end of backward, after the gradients of the inner unit were reduced.
     with pytest.raises(RuntimeError, match="stop"):
         model(x, (0,)).square().mean().backward()
     model.zero_grad()

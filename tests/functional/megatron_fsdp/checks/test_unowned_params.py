@@ -1,4 +1,4 @@
-"""A step or clip over sharded parameters and trained parameters of no unit raises an error, unless these are marked."""
+"""A step or clip over sharded parameters and unmarked trained parameters outside units raises an error."""
 
 from collections.abc import Callable
 from typing import Any

@@ -64,7 +64,7 @@ def halve_shards(model: nn.Module) -> None:
         parameter.to_local().mul_(0.5)
 
 
-# The outermost unit's weights may be gathered when the change comes: a forward without backward leaves them so.
+# The outermost unit's weights may be gathered during the change: a forward without backward leaves them gathered.
 CHANGES: dict[str, Callable[[nn.Module], object]] = {
     "in place": lambda model: halve(model, recurse=True),
     "on .data": lambda model: [parameter.data.mul_(0.5) for parameter in model.parameters()],
@@ -152,7 +152,7 @@ def test_gathered_weights_are_those_loaded_right_after_load_state_dict() -> None
 
 
 class Moves(nn.Linear):
-    """Moves its weight to a device where it may be already, as routers of Megatron do in each forward."""
+    """A layer that moves its weight to a device where it may be already, like routers of Megatron in each forward."""
 
     factor = 1.0
 
@@ -204,7 +204,7 @@ def test_reshard_finds_a_change_of_gathered_weights_and_hides_no_error_that_is_b
 
 
 def step_unseen(policy_name: str) -> list[torch.Tensor]:
-    """Take a step by a kernel that counts no version, like Triton's; return the weights that forward uses then."""
+    """Step with a kernel that changes no version counter, like Triton's; return the weights that forward uses then."""
     model = made(POLICIES[policy_name], "optim")
     optimizer = AdamW(model.parameters(), lr=0.1)
     train_once(model, optimizer)

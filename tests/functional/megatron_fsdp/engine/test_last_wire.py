@@ -118,8 +118,8 @@ def test_sums_of_microbatches_travel_in_the_reduce_dtype_and_come_back_rounded_t
         for index, found in enumerate(rank.gradients):
             assert found.dtype is wire.rests
             terms = torch.stack([each[index] for each in plain()]) / wire.divisor
-            # On the wire each term is rounded, and two sums; at rest two microbatches and the end. Shards are packed in
-            # the reduce dtype. Backward itself is off by some of FP32's.
+            # A reduction rounds each term and two sums; microbatches round two terms and the end. Shards are packed in
+            # the reduce dtype. Backward itself has some FP32 rounding errors.
             packed = EPSILONS[wire.policy.reduce_dtype or FP32] * (case[0] in ("hsdp", "hfsdp"))
             rounding = 3 * EPSILONS[wire.travels] + 3 * EPSILONS[wire.rests] + packed + 2.0**-20
             allowed = terms.abs().sum(0) * rounding

@@ -79,7 +79,7 @@ def test_gradients_are_a_plain_models_once_they_are_finalized(strategy: str) -> 
     for schedule in (each_backward, all_backwards, without_sync, not_last):
         for finalize in (at_once, later):
             twins = twins_of(strategy)
-            # A second step of the same model, whose gradients are other ones.
+            # A second step of the same model, with other gradients.
             for _ in range(2):
                 schedule(twins.model, finalize)
                 found.append(apart(twins, range(NUM_MICROBATCHES)))

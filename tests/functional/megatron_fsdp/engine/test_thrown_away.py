@@ -75,7 +75,7 @@ def test_training_on_the_gradients_of_a_backward_that_raised_is_refused_until_th
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     train(model, 0)
     fail(model, 1)
-    # The units behind the one that raised have gradients, and the root in the strategies that keep it from the start.
+    # Units behind the one that raised have gradients; so has the root if the strategy keeps gradients from the start.
     incomplete = (
         r"unit '(layers\.2|Headed)': the gradient of parameter '.*' is incomplete, because the last backward raised"
     )

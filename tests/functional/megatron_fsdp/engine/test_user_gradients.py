@@ -1,4 +1,4 @@
-"""Gradients that the user makes, asks for or clips: as those of a plain model on the data of all ranks."""
+"""Gradients that the user makes, requests or clips equal those of a plain model on the data of all ranks."""
 
 import math
 from collections.abc import Callable
@@ -178,7 +178,7 @@ def test_gradients_of_parameters_that_autograd_is_asked_for_by_name_are_refused(
         assert not isinstance(model.head.weight, DTensor)
         with pytest.raises(StateError, match=r"unit .* parameter .* asked for its gradient.*Call backward"):
             ask(loss)
-    # For inputs alone nothing is refused, nor for a loss of sharded parameters themselves.
+    # autograd.grad for inputs only, or of a loss of sharded parameters themselves, is allowed.
     x = inputs(dist.get_rank(), 0).requires_grad_()
     torch.autograd.grad(model(x).sum(), [x])
     (found,) = torch.autograd.grad(sharded[0].square().sum(), [sharded[0]])

@@ -1,4 +1,4 @@
-"""A model gives everything back when it is deleted, and goes on after an exception."""
+"""A deleted model frees all its memory, and a model can be used after an exception."""
 
 import contextlib
 import gc

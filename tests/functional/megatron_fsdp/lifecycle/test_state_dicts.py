@@ -50,7 +50,7 @@ def test_a_full_state_dict_has_the_names_and_tensors_of_the_whole_model() -> Non
     assert differing(on_rank_0, {} if dist.get_rank() else wanted) == []
 
 
-# A loader gives a sharded model the values of ``wanted``, the state dict of another whole model.
+# Loaders: each loads ``wanted``, the state dict of another whole model, into a sharded model.
 Loader = Callable[[Model, State], object]
 
 
@@ -65,7 +65,7 @@ def canonical(model: Model, wanted: State) -> State:
 
 
 def sharded_like(model: Model, wanted: State) -> Model:
-    """Return another sharded model, of the same strategy, that holds ``wanted``."""
+    """Return a sharded model of the same strategy with the values of ``wanted``."""
     other = make_model(seed=99)
     other.load_state_dict(wanted)
     spec = unit_of(model).groups[0].spec
@@ -91,7 +91,7 @@ LOADERS: dict[str, Loader] = {
 }
 
 
-# Each loader on one of the two meshes, by turns.
+# Loaders alternate between the two meshes.
 MESHES = (("optim_grads_params", (3,)), ("hfsdp", (2, 2)))
 QUICK = [(name, *MESHES[place % 2]) for place, name in enumerate(LOADERS)]
 
@@ -109,7 +109,7 @@ def test_a_model_in_use_takes_over_values_and_trains_on_from_them(
     model = shard_model(make_model(), make_mesh(mesh_shape), strategy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     train(model, optimizer, range(1), [dist.get_rank()])
-    # PyTorch's own loaders write into the dictionary that they are given.
+    # PyTorch's own loaders write into the given dictionary.
     LOADERS[name](model, dict(wanted))
     assert differing(whole_state(model), wanted) == []
     train(model, optimizer, range(1), [dist.get_rank()])
@@ -213,7 +213,7 @@ def load_by_the_recipe(model: nn.Module, optimizer: torch.optim.Optimizer, path:
 @pytest.mark.parametrize("kind", nightly_but(["SGD", "AdamW"], ["Adam", "AdamW", "SGD"]))
 @on_ranks(3)
 def test_moments_and_steps_come_back_into_a_new_optimizer_bit_for_bit(kind: str, tmp_path: Path) -> None:
-    # On three ranks some hold nothing of the smaller parameters.
+    # On three ranks, some ranks have no rows of the smaller parameters.
     path = str(tmp_path / "step")
     model, optimizer = build(kind)
     step(model, optimizer, range(2))
@@ -224,7 +224,7 @@ def test_moments_and_steps_come_back_into_a_new_optimizer_bit_for_bit(kind: str,
     step(model, optimizer, range(2, 4))
     step(other, other_optimizer, range(2, 4))
     assert differing(whole_state(other), whole_state(model)) == []
-    # One parameter is frozen, and has none.
+    # A frozen parameter has no state.
     assert len(other_optimizer.state) == len(list(make_model().parameters())) - 1
 
 
@@ -247,7 +247,7 @@ def test_what_is_only_shown_changes_no_step_and_is_in_no_checkpoint(kind: str, t
 
 @on_ranks(1)
 def test_an_optimizer_whose_new_state_is_not_zeros_says_that_nothing_was_read(tmp_path: Path) -> None:
-    # NAdam's product of momenta begins at one.
+    # NAdam's product of momenta starts at one.
     path = str(tmp_path / "step")
     texts: list[str] = []
     handler = logging.Handler()

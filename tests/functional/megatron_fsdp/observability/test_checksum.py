@@ -63,7 +63,7 @@ def sharded(shape: tuple[int, ...], strategy: str, policy: MixedPrecisionPolicy 
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Set gradients that need no sum, so that every run steps with the same bits."""
+    """Step with gradients that are set without sums, so that every run has the same bits."""
     generator = torch.Generator().manual_seed(5)
     for parameter in model.parameters():
         gradient = torch.randn(parameter.shape, generator=generator)
@@ -101,7 +101,7 @@ def plain_sums(name: str) -> dict[str, int]:
 def test_weights_and_moments_have_the_checksum_of_the_plain_model_however_they_are_sharded(name: str) -> None:
     wanted = plain_sums(name)
     assert list(wanted) == [key for key, _ in made().named_parameters()]
-    # Each strategy with two of the optimizers, by turns.
+    # Each strategy runs with two of the optimizers.
     for shape, strategy in RUNS[[*OPTIMIZERS].index(name) % 2 :: 2]:
         for found in run_ranks(torch.Size(shape).numel(), sums, shape, strategy, name, "fp32"):
             assert found == wanted, (shape, strategy)

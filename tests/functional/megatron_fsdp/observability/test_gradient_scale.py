@@ -107,7 +107,7 @@ def of_tensor_parallel(strategy: str) -> GradientScale:
 def test_tensor_parallel_weights_have_the_factor_of_the_data_ranks(strategy: str) -> None:
     first, *others = run_ranks(4, of_tensor_parallel, strategy)
     assert all(each.factor == pytest.approx(0.5, rel=1e-6) for each in first.parameters)
-    # Each rank measures whole weights, so all say the same.
+    # Each rank measures whole weights, so all ranks report the same.
     assert all(other == first for other in others)
 
 
@@ -210,7 +210,7 @@ def refused(which: str) -> str:
         check_gradient_scale(model_or_plain, squares, x)
     if which != "pending":
         return str(error.value)
-    # The sum is still there, and goes on.
+    # The accumulated gradient is still there, and accumulation goes on.
     squares(model, x).backward()
     gradient = model.layers[0].up.weight.grad.full_tensor()
     model.zero_grad()

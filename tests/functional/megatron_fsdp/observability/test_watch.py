@@ -22,7 +22,7 @@ from tests.harness.models import Block, Made, Model, draw_tokens, inputs, loss_o
 from tests.harness.oracle import shard_model, train, whole_state
 from tests.harness.twins import Twins
 
-# Long enough for ranks that share a busy processor with others to answer meanwhile.
+# Long enough for ranks on a busy machine to answer.
 TIMEOUT = datetime.timedelta(seconds=2)
 STALL_S = 6.0
 
@@ -42,7 +42,7 @@ def stall_in_forward(model: Model) -> None:
 
 
 def swap_blocks(model: Model) -> None:
-    """Rank 1 runs its blocks, which are of one size, in the other order: nothing waits, weights are mixed up."""
+    """Run rank 1's blocks, which have equal sizes, in another order: no rank hangs, but weights are mixed up."""
     model.blocks = nn.ModuleList(reversed(model.blocks))
 
 
@@ -81,7 +81,7 @@ def train_past_the_comparison_of_orders(model: Model) -> None:
 
 
 def run_with(fault: str) -> tuple[str, float]:
-    """Return the error that this rank raises, as text, and after how many seconds."""
+    """Return the text of this rank's error, and the seconds until it was raised."""
     model, tokens = sharded(), draw_tokens(dist.get_rank())
     train_past_the_comparison_of_orders(model)
     if dist.get_rank() == 1:
@@ -222,7 +222,7 @@ def test_one_rank_has_nobody_to_agree_with() -> None:
 
 
 class Timed(dist.Work):
-    """A collective of a GPU that is over when it was looked at twice; notes the times that waits are given."""
+    """A GPU's collective that completes after two checks; records the timeouts passed to ``wait``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -257,7 +257,7 @@ REPLICATED = [((2, 2), "hsdp", 3, "rank 1 against rank 3"), ((3,), "no_shard", 1
 
 
 def damaged(shape: tuple[int, ...], strategy: str, broken: int | None) -> tuple[str, int]:
-    """Flip one bit of two blocks on one rank between two steps; return the error, and the steps that were begun."""
+    """Flip one bit of two blocks on one rank between two steps; return the error, and the number of steps begun."""
     model, tokens = sharded(strategy, shape), draw_tokens(dist.get_rank())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     number = 0

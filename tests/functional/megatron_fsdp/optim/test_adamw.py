@@ -110,7 +110,7 @@ def test_16_bit_weights_and_moments_are_rounded_once_a_step(weights: torch.dtype
     ]
     assert [dtype for dtype, _ in results] == [weights, moments, moments]
     for dtype, error in results:
-        # A value close to a tie may go either way, as the oracle's own arithmetic is not fp32.
+        # A value close to a tie may round either way, because the oracle does not compute in fp32.
         assert error <= (2**-7 if BF16 in (dtype, weights, moments) else 1e-5)
 
 
@@ -192,7 +192,7 @@ def replace_some_state(optimizer: torch.optim.Optimizer, step: int) -> None:
 
 
 def exchange(what: str, optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Exchange state of the experts of two blocks, which lie alike in their units."""
+    """Exchange the state of the experts of two blocks, which have the same places in their units."""
     if step != 2:
         return
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -39,7 +39,7 @@ OFTEN = ["AdamW foreach", "AdamW loop", "Adam amsgrad", "SGD momentum"]
 
 
 class Net(nn.Module):
-    """A model whose shards are uneven: 1 and 3 rows over three ranks, widths that no vector has."""
+    """A model with uneven shards: 1 and 3 rows over three ranks, and widths that are no multiple of a SIMD vector."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -196,7 +196,7 @@ def test_a_step_goes_through_few_tensors_only_where_that_is_exact() -> None:
     # A parameter that another optimizer steps cuts its unit in two.
     assert counts["gap"] == 4
     assert sum(found["gap"]) <= sum(found["foreach"]) - 16 * 3
-    # Vectors of fused steps on the CPU end with each parameter, and round otherwise than the elements after them.
+    # Fused steps on the CPU restart SIMD vectors at each parameter; the remaining elements round differently.
     assert 3 <= counts["fused"] < num_parameters
     assert counts["unknown"] == counts["narrow"] == num_parameters
 
@@ -292,7 +292,7 @@ def with_copies(make: Make) -> Net:
     optimizer = make(model.parameters(), lr=0.01, foreach=True)
     optimizer.load_state_dict(document)
     optimizer.step()
-    # A copy's parameters are copies, which no unit gathers: they are stepped one by one.
+    # Units do not gather the parameters of a copy, so these are stepped one by one.
     copied = copy.deepcopy(optimizer)
     theirs = copied.param_groups[0]["params"]
     for parameter, mine in zip(theirs, model.parameters(), strict=True):
@@ -347,7 +347,7 @@ def test_the_memory_of_gradients_is_given_back_after_a_step() -> None:
 
 
 def loaded_and_refused() -> tuple[list[str], str]:
-    """Load whole state, and step split weights, where nothing but ``fully_shard`` says that there are units."""
+    """Load whole state, and step split weights, if only ``fully_shard`` has registered the units."""
     model = sharded()
     optimizer = OPTIM.AdamW(model.parameters(), lr=0.01, foreach=True)
     backward(model, 0)
@@ -380,7 +380,7 @@ def stock(kind: type[Optimizer], model: Model) -> Optimizer:
 
 
 def compare_stock(strategy: str, mesh: tuple[int, ...], policy: MixedPrecisionPolicy | None = None) -> list[str]:
-    """Train on flat memory and parameter by parameter; then let each go on with the other's state."""
+    """Train on flat memory and parameter by parameter; then continue each run with the other run's state."""
     kinds = torch.optim.SGD, not_flat(torch.optim.SGD)
     models = [shard_model(make_model(), make_mesh(mesh), strategy, policy) for _ in kinds]
     optimizers = [stock(kind, model) for kind, model in zip(kinds, models, strict=True)]

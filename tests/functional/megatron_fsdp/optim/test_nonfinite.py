@@ -29,7 +29,7 @@ def sharded(layout: str) -> Model:
 
 
 def backward(model: Model, step: int, value: float | None = None) -> None:
-    """Compute gradients; rank 1 alone has those of the last block's experts and gain spoiled by a value."""
+    """Compute gradients; on rank 1 alone, those of the last block's experts and gain are spoiled by a value."""
     hooks: list[Any] = []
 
     def spoil(block: nn.Module, _inputs: object) -> None:

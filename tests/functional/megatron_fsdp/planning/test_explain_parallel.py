@@ -1,4 +1,4 @@
-"""explain() of tensor- and expert-parallel models says what their training steps take, and plan what explain does."""
+"""explain() of tensor- and expert-parallel models equals their training steps, and plan equals explain."""
 
 import gc
 from pathlib import Path

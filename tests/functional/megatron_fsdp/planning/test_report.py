@@ -55,7 +55,7 @@ Shard = Callable[..., object]
 
 
 def every_part_a_unit(shard: Shard) -> nn.Module:
-    """The root has nothing left to own; the largest unit is in the middle."""
+    """The root owns no parameter; the largest unit is in the middle."""
     return in_parts(Model(), shard)
 
 
@@ -100,12 +100,12 @@ def nested_units(shard: Shard) -> nn.Module:
 
 
 def released_at_once(shard: Shard) -> nn.Module:
-    """No unit waits for the next one, so the last is gathered again for its backward."""
+    """No unit waits for the next one, so the last unit is gathered again for its backward."""
     return in_parts(Model(), shard, reshard_after_forward=True)
 
 
 def part_kept_for_backward(shard: Shard) -> nn.Module:
-    """Pairs of neighbours hold weights between forward and backward, in some of the units."""
+    """In some units, pairs of neighbouring ranks hold weights between forward and backward."""
     model = Model()
     for number, block in enumerate(model.blocks):
         shard(block, reshard_after_forward=2 if number != 1 else None)
@@ -146,7 +146,7 @@ def explicit_prefetch(shard: Shard) -> nn.Module:
 
 
 def with_setting(method: str, value: object) -> Callable[[Shard], nn.Module]:
-    """Return a builder of a model on whose root a method is called."""
+    """Return a builder of a model that calls a method of the root."""
 
     def build(shard: Shard) -> nn.Module:
         model = every_part_a_unit(shard)
@@ -285,7 +285,7 @@ QUICK = settings()
 
 @functools.cache
 def steps_on(mesh: tuple[int, ...], is_quick: bool) -> dict[Setting, list[Step]]:
-    """Run all settings of a mesh shape that are quick or not and return what every rank saw."""
+    """Run the quick settings of a mesh shape, or the others, and return every rank's measurements."""
     chosen = [setting for setting in settings(list) if setting.mesh == mesh and (setting in QUICK) is is_quick]
     ranks = run_ranks(math.prod(mesh), run_all, chosen, timeout=300.0)
     return {setting: [rank[position] for rank in ranks] for position, setting in enumerate(chosen)}
@@ -314,7 +314,7 @@ def test_memory_and_collectives_are_predicted_to_the_byte_and_peaks_from_above_w
 
 
 def stages(num_microbatches: int) -> list[Report]:
-    """Return what ``explain`` says of a model under each ZeRO stage, in bf16."""
+    """Return the report of ``explain`` for a model under each ZeRO stage, in bf16."""
     shard = partial(fully_shard, mesh=make_mesh((2,)), mp_policy=POLICIES["bf16"])
     return [explain(every_part_a_unit(partial(shard, placements=STRATEGIES[one])), num_microbatches) for one in ZERO]
 

@@ -74,7 +74,7 @@ def test_weights_inputs_outputs_gradients_and_what_travels_have_the_dtypes_that_
     fully_shard(model, mp_policy=wanted.policy)
     optimizer = fully_shard_optimizer(torch.optim.SGD([model.linear.weight, model.linear.bias], lr=0.1, momentum=0.9))
     group = next(group for group in model.parameter_groups if group.requires_grad)
-    # Integers and frozen weights travel with them, as the bytes that they are.
+    # Integers and frozen weights are gathered too, as bytes.
     rest = {"all_gather": sum(each.gathered.nbytes for each in model.parameter_groups if each is not group)}
     sizes: dict[str, set[float]] = {}
 
@@ -368,7 +368,7 @@ LAYOUTS = {"optim_grads": (3,), "optim_grads_params": (4,), "hsdp": (2, 2), "hfs
 
 
 def scaled(strategy: str, mesh: tuple[int, ...], policy: MixedPrecisionPolicy) -> Any:
-    """Make a model whose gradients are its inputs, which bf16 holds without an error; two dtypes, so two groups."""
+    """Make a model whose gradients are its inputs, exact in bf16; its two dtypes make two groups."""
     model = Made(
         lambda m, x, y: (m.weight * x).sum() + (m.other * y).sum(),
         weight=nn.Parameter(torch.zeros(37, 11)),
@@ -384,7 +384,7 @@ def drawn(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def error_of(strategy: str, mesh: tuple[int, ...], policy: MixedPrecisionPolicy, microbatches: int) -> float:
-    """Return the worse relative error of both gradients after some microbatches."""
+    """Return the larger relative error of the two gradients after some microbatches."""
     model, ranks = scaled(strategy, mesh, policy), range(dist.get_world_size())
     for _ in range(microbatches):
         model(*drawn(dist.get_rank())).backward()

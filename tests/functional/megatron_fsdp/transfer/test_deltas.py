@@ -21,7 +21,7 @@ TWO_AXES = ("hsdp", "hfsdp", "no_shard on two axes", "optim_grads_params on two 
 
 
 def receiver() -> dict[str, torch.Tensor]:
-    """Return the state of a generator in bf16, of other weights than the trainer's."""
+    """Return a generator's state in bf16, with other weights than the trainer's."""
     return {name: value.to(torch.bfloat16) for name, value in make_model(seed=9).state_dict().items()}
 
 

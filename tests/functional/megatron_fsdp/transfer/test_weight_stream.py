@@ -368,7 +368,7 @@ def test_other_arguments_on_another_rank_are_an_error_that_names_both() -> None:
 
 
 class Allocator(TorchDispatchMode):
-    """Refuses, on one rank, to allocate bytes; or raises something else there."""
+    """On one rank, fail to allocate bytes, or raise another error there."""
 
     def __init__(self, error: BaseException) -> None:
         super().__init__()

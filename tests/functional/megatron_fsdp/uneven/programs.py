@@ -184,7 +184,7 @@ def loss_of(model: Any, rank: int, step: int, route: Route, width: int = 5) -> t
 
 
 def train(twins: Twins, routes: Routes, steps: int = NUM_STEPS) -> None:
-    """Train with two microbatches a step, and take a validation loss in between, on the routes of each rank."""
+    """Train with two microbatches a step on the routes of each rank, with a validation loss in between."""
 
     def loss(model: Any, rank: int, step: int) -> torch.Tensor:
         return loss_of(model, rank, step, routes(rank, step))
@@ -355,10 +355,10 @@ def run_programs(strategy: str, checkpoints: int, names: Sequence[str] = tuple(P
 
 
 def random_routes(seeds: Sequence[int], strategy: str) -> None:
-    """Train on routes that each rank draws by itself, of one seed after the other.
+    """Train on routes that each rank draws from one seed after the other.
 
-    In FP64: AdamW divides a gradient by its own size, so that in FP32 what rounding leaves of a gradient that is nearly
-    zero decides over a whole step, in one of a few hundred seeds.
+    In FP64, because AdamW divides a gradient by its size: in FP32, in one of a few hundred seeds, the rounding error of
+    a nearly zero gradient decides over a whole step.
     """
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
@@ -387,7 +387,7 @@ def _random_routes(seeds: Sequence[int], strategy: str) -> None:
 
 
 def fsdp2_ends() -> Iterator[tuple[str, str]]:
-    """Yield how FSDP2 ends in each program with routes: ZeRO-3, two ranks, no checkpoints."""
+    """Yield FSDP2's result for each program with routes: ZeRO-3, two ranks, no checkpoints."""
     for name, program in PROGRAMS.items():
         if program.routes is not None:
             try:

@@ -1,4 +1,4 @@
-"""set_forward_order: ranks that run other units train as the plain model does on the data of all of them."""
+"""With set_forward_order, ranks that run different units train like the plain model on the data of all ranks."""
 
 from typing import Any
 

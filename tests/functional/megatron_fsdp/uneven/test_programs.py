@@ -49,7 +49,7 @@ def no_reduction(self: Any, progress: Any, place: int) -> None:
 
 
 def no_rest(self: Any) -> Any:
-    """End a forward without the units that come after the last one that ran."""
+    """End a forward without the units that come after the last unit that ran."""
     self._forward.reached = len(self._units)
     return _END_PASS(self)
 
@@ -71,7 +71,7 @@ MUTANTS: dict[str, tuple[type, str, Callable[..., Any]]] = {
 
 
 def run_mutant(name: str) -> None:
-    """Run a program with a part left out on the ranks that skip units."""
+    """Run a program with the mutant on the ranks that skip units."""
     kind, method, mutant = MUTANTS[name]
     with mock.patch.object(kind, method, mutant):
         run_program("early_exit", "optim_grads_params", 0)

@@ -1,4 +1,4 @@
-"""unsharded(): forwards inside need no collective, reading is allowed, and changes are kept alike or refused."""
+"""Forwards inside unsharded() need no collective; weights may be read; unequal changes are refused."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ all_strategies = pytest.mark.parametrize("strategy", list(WORLDS))
 
 
 def evaluate_unevenly(twins: Twins, step: int) -> None:
-    """Evaluate another number of batches on each rank."""
+    """Evaluate a different number of batches on each rank."""
     with torch.no_grad(), unsharded(twins.model):
         for number in range(1 + 2 * dist.get_rank()):
             found = squared(twins.model, dist.get_rank(), 10 * step + number)
@@ -180,7 +180,7 @@ def test_writeback_keeps_what_all_ranks_change(strategy: str, dtype: torch.dtype
             list(model.parameters())[1][0] = 3.0
             list(model.parameters())[-1].fill_(0.5)
         squared(twins.model, dist.get_rank(), 0)
-    # Elements that did not change keep their FP32 values.
+    # Unchanged elements keep their FP32 values.
     assert twins.weights_apart() == 0
     if dtype is torch.float32:
         twins.backward(1)

@@ -55,9 +55,9 @@ def test_the_form_of_five_arguments_gets_shape_stride_module_and_policy() -> Non
     with observe_collectives(calls.append):
         model(torch.randn(3, 8)).sum().backward()
     assert FullFormTensor.seen == ((6, 12), (12, 1), "Linear", torch.float32)
-    # bf16 rows and an int64 for each of 3 ranks, both in pieces of 16 bytes, of two parameters.
+    # The bytes of bf16 rows and of an int64 from each of 3 ranks, both padded to 16 bytes, of two parameters.
     hooked = 3 * (4 * 8 * 2 + 16) + 3 * (2 * 12 * 2 + 16)
-    # All of the model, its root's biases and last layer too, is gathered by one collective.
+    # One collective gathers the whole model, with the root's biases and the last layer.
     (gathered,) = [call.num_bytes for call in calls if call.kind == "all_gather"]
     plain = 4 * (12 + 6 + 6 + 1)
     assert hooked + plain <= gathered <= hooked + plain + 3 * 16 * 4
@@ -71,7 +71,7 @@ def test_a_class_that_is_done_with_what_was_gathered_trains_without_its_memory(
     found, held = [], set()
     for kind in (WireTensor, ReleasingTensor):
         model = make_model(kind)
-        model[2] = nn.Linear(12, 6)  # its rows are not those of four ranks
+        model[2] = nn.Linear(12, 6)  # four ranks have other rows
         for module in (model[0], model):
             fully_shard(module, reshard_after_forward=reshard_after_forward)
         if kind is ReleasingTensor:

@@ -41,7 +41,7 @@ WIRES = {"fp32": None, "bf16": torch.bfloat16}
 
 
 def counted(leaves: list[torch.Tensor]) -> torch.Tensor:
-    """Return the sum in the binary counter's order, said another way: powers of two, halves first."""
+    """Return the sum in the binary counter's order, computed in another way: by powers of two, halves first."""
     if len(leaves) == 1:
         return leaves[0]
     block = 1 << (len(leaves).bit_length() - 1)
@@ -63,7 +63,7 @@ class MinusZero(torch.autograd.Function):
 
 
 class Block(nn.Module):
-    """A layer of odd sizes, and a gain of one element, which most ranks hold nothing of."""
+    """A layer of odd sizes, and a gain of one element, which most ranks have no part of."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ class Run:
 
 
 def loss_of(model: nn.Module, run: Run, step: int, number: int) -> torch.Tensor:
-    """Return a sum over as many samples as the microbatch's number says."""
+    """Return a sum over some samples, as many as the microbatch's number."""
     x = torch.randn(1 + number % 4, WIDTH, generator=torch.Generator().manual_seed(100 * step + number))
     output: torch.Tensor = model(x, USES[run.use], number)
     return output.square().sum()
@@ -198,7 +198,7 @@ def plain(run: Run) -> list[dict[str, torch.Tensor]]:
 
 
 def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Return the bits of gradients, then take a step and return those of weights and moments too."""
+    """Return the bits of gradients; take a step; return the bits of weights and moments."""
     found = {}
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
@@ -271,8 +271,8 @@ CASES = [
 ]
 
 
-# Each use on three ranks, where most shards of a gain are empty, and on one other mesh, with one dtype on the wire by
-# turns; all of them nightly.
+# Each use runs on three ranks, where most shards of a gain are empty, and on one other mesh, with alternating reduce
+# dtypes. The nightly tests run all combinations.
 GRID = [(*case, *mesh, wire) for case in CASES for mesh in SHARDED for wire in WIRES]
 BOTH = ("fp32", "bf16")
 QUICK = [(*case, *SHARDED[2], BOTH[number % 2]) for number, case in enumerate(CASES)]
@@ -358,7 +358,7 @@ PRICED = [((1,), "optim_grads_params", "fp32"), ((3,), "optim_grads_params", "bf
 
 
 class NewMemory(TorchDispatchMode):
-    """Adds up the bytes of what operators return in memory that they were not given."""
+    """Count the bytes of newly allocated memory that operators return."""
 
     num_bytes = 0
 

@@ -1,4 +1,4 @@
-"""``reduction="invariant"`` on all numbers of ranks, strategies, wires and optimizers, against one rank, to the bit."""
+"""``reduction="invariant"`` on many ranks, strategies, dtypes and optimizers equals one rank to the bit."""
 
 import functools
 
@@ -46,7 +46,7 @@ def norm_of(kind: str, optimizer: torch.optim.Optimizer, model: nn.Module) -> to
 
 
 def clipped_by_torch(model: nn.Module) -> torch.Tensor:
-    """Clip, by one tensor or all at once, and return the sum of the norm and those of the gradients."""
+    """Clip, by one tensor or all at once; return the total norm plus the sum of the single norms."""
     each = [torch.linalg.vector_norm(p.grad) for p in model.parameters() if p.grad is not None]
     norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1, foreach=False if each[0] > 0.1 else None)
     return torch.stack([whole(value, value).clone() for value in (norm, *each)]).sum()

@@ -9,7 +9,7 @@ from dbuffer.planner.arena import ArenaPlan, Lifetime, Recorder, plan_arena
 
 
 def assert_no_overlap(lifetimes: list[Lifetime], plan: ArenaPlan, alignment: int) -> None:
-    """Look at every pair, and count the bytes at every time."""
+    """Check every pair of buffers, and the number of bytes at every time."""
     times = {start for lifetime in lifetimes for start, _ in lifetime.spans}
     sizes = [-(-lifetime.num_bytes // alignment) * alignment for lifetime in lifetimes]
     held = [
@@ -48,7 +48,8 @@ def test_a_chain_of_unequal_units_reaches_the_bound() -> None:
 
 
 def test_what_no_placement_can_reach_is_said_as_a_gap() -> None:
-    # Four buffers of one byte leave two holes of one byte each for one of two; found by trying all placements.
+    # Four buffers of one byte leave two holes of one byte, too small for a buffer of two; found by trying all
+    # placements.
     lifetimes = [
         Lifetime(1, ((0, 3),)), Lifetime(1, ((0, 5),)), Lifetime(1, ((0, 3),)), Lifetime(1, ((2, 7),)),
         Lifetime(2, ((3, 9),)), Lifetime(2, ((6, 9),)),

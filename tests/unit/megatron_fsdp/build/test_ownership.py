@@ -111,7 +111,7 @@ def asked(shape: tuple[int, ...], granularity: GranularityChoice) -> Granularity
 
 ROWS = (7, 3, 5)
 CUTS: list[tuple[tuple[int, ...], GranularityChoice, Granularity]] = [
-    # Without a wish between slices of the first dimension.
+    # Without a granularity, cuts lie between slices of the first dimension.
     ((7,), None, Row()), ((7, 3), None, Row()), (ROWS, None, Block(3)), ((7, 2, 3, 5), None, Block(6)),
     ((7, 0, 5), None, Row()),
     # The granularity is used as given, even if it is coarser; a function may choose one or return None for the default.

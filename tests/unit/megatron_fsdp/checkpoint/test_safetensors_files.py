@@ -27,7 +27,7 @@ TENSORS = {
 
 
 def read(path: Path) -> dict[str, torch.Tensor]:
-    """Read all tensors, in the shapes and dtypes that the files say they have."""
+    """Read all tensors in the shapes and dtypes given in the files."""
     opened = open_folder(path, {})
     found = {
         name: torch.full(entry.size, 7, dtype=entry.properties.dtype)

@@ -1,4 +1,4 @@
-"""A run's folder of checkpoints: which are whole, which is the latest, which are kept; one process, no group."""
+"""A run's folder of checkpoints: which are complete, which is the latest, and which are kept; without ranks."""
 
 import os
 import re

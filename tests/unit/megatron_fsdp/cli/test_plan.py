@@ -149,7 +149,7 @@ def test_a_strategy_for_one_axis_keeps_replicas_on_the_outer_of_two() -> None:
 
 
 def test_a_unit_of_70b_parameters_on_16384_ranks_takes_no_longer_to_plan_than_a_small_one() -> None:
-    # The processor's time: others may use the machine.
+    # Measure CPU time, because other processes may use the machine.
     def spent(*words: str) -> float:
         before = time.process_time()
         run.__wrapped__("plan", *words)
@@ -176,7 +176,7 @@ def test_units_of_every_model_are_gathered_and_reduced_once_each_in_worlds_of_an
         counts[each["phase"], each["kind"]] += each["count"]
     if mesh == "2048x8":
         assert counts.pop(("backward", "all_reduce")) == units
-    # The last unit of forward waits for its backward with its weights.
+    # The last unit of forward keeps its weights for its backward.
     assert counts == {
         ("forward", "all_gather"): units,
         ("backward", "all_gather"): units - 1,

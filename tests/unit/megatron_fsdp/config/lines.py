@@ -1,4 +1,4 @@
-"""Command lines as the flags of Megatron read them, and meshes as a config does."""
+"""Command lines with Megatron's flags, and meshes as a config reads them."""
 
 import argparse
 from types import SimpleNamespace

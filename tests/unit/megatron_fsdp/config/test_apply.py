@@ -35,7 +35,7 @@ def test_units_are_taken_until_they_hold_the_number_and_there_is_always_one(
     units = [layer._fsdp_unit for layer in layers]
     assert [len(unit.forward_prefetch) for unit in units] == forward
     assert [len(unit.backward_prefetch) for unit in units] == backward
-    # The nearest first.
+    # The nearest unit first.
     for place, unit in enumerate(units):
         ahead = [units.index(other()) - place for other in unit.forward_prefetch]
         behind = [place - units.index(other()) for other in unit.backward_prefetch]

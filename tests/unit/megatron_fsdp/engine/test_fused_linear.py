@@ -1,4 +1,4 @@
-"""Linear layers that multiply the gradient of their weight into a buffer, apart from the units that own the buffers."""
+"""Linear layers that multiply their weight gradient into a buffer, tested without the units that own the buffers."""
 
 import copy
 import math

@@ -1,4 +1,4 @@
-"""Views say which matrices a parameter has; every element is in exactly one of them, on every shard."""
+"""Views define the matrices of a parameter; every element is in exactly one of them, on every shard."""
 
 import itertools
 

@@ -50,7 +50,7 @@ def test_replicas_divide_the_work() -> None:
 def test_received_elements_are_those_of_a_step_worked_out_by_hand() -> None:
     # Two matrices of 16 on two shards of 16: each rank owns the matrix that it has, and nothing travels.
     assert plan_ownership(works([(4, 4)] * 2, 16), 2).received_numel == (0, 0)
-    # One of 32 on both: its owner gets the other half, the other rank its update.
+    # A matrix of 32 over both shards: its owner receives the other half, and the other rank receives its update.
     found = plan_ownership(works([(4, 8)], 16), 2)
     assert found.received_numel == (16, 16)
 
@@ -75,7 +75,7 @@ def catalog_ownership(name: str, num_ranks: int) -> Ownership:
     sizes = (num_ranks,)
     sharding = Sharding(mesh_axes_of(sizes), placements_of("optim_grads_params", sizes), MixedPrecisionPolicy())
     with warnings.catch_warnings():
-        # Who owns what does not depend on padding; the plan page lists it.
+        # Ownership does not depend on padding; the plan page lists the padding.
         warnings.simplefilter("ignore", PaddingWarning)
         with named_subject(name).stand_ins(sharding, 1)() as model:
             (domain,) = muon_of(model.units).domains()
@@ -99,7 +99,7 @@ def check_balance(found: Ownership) -> None:
     mean_numel = report.num_elements / report.num_ranks
     # If a matrix is larger than a rank's fair share, its owner has to receive all of it.
     largest_numel = max(work.block.numel for work in found.works)
-    # LPT is within a third of the best (Graham 1969), and the bound may be below the best.
+    # LPT is within a third of the optimum (Graham 1969), and the bound may lie below the optimum.
     assert report.gap <= 0.2
     # Two bytes each in bf16: 4.2 P / N on average, and not much more on any rank.
     mean_received = report.mean_received_bytes

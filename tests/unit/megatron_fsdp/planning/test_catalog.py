@@ -27,7 +27,7 @@ PUBLISHED = {
     "qwen3-235b-a22b": 235_094,
     "siglip-so400m": 428.2,
 }
-# In billions, as published: of gpt-oss without the embedding, whose 0.58B are looked up, not multiplied.
+# In billions, as published. gpt-oss counts without the embedding, whose 0.58B are looked up, not multiplied.
 ACTIVE = {"mixtral-8x7b": 12.9, "qwen3-235b-a22b": 22.2, "deepseek-v3": 37.6, "gpt-oss-120b": 5.13 + 0.58}
 
 SMALL = {

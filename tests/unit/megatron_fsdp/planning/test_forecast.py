@@ -69,7 +69,7 @@ def test_what_rests_and_what_gradients_take(
         ({"policy": BF16}, (64 + 128) * 2, (128 + 64) * 2 + (128 + 8) * 4),
         # A root that keeps its weights adds them to every peak.
         ({"root_rows": 4}, (16 + 64 + 128) * 4, (16 + 128 + 128 + 64 + 8) * 4),
-        # A unit that waits for the next one goes before the one after that is gathered ahead.
+        # A unit that waits for the next one is released before the unit after that is gathered ahead.
         ({"reshard_after_forward": None}, (64 + 128) * 4, (128 + 128 + 64 + 8) * 4),
         # In forward, halves of unit1 and unit2 remain while unit3 is gathered; in backward, half of unit1.
         ({"reshard_after_forward": 2}, (32 + 64 + 128 + 32) * 4, (32 + 128 + 128 + 64 + 8) * 4),
@@ -143,7 +143,7 @@ def test_hybrid_sharding_reduces_the_outer_axis_once_per_step_in_pieces_of_an_in
 def test_changes_on_two_axes_go_through_an_intermediate_buffer_one_after_the_other() -> None:
     both = Placements((0, 1), (Flat(), Flat()), (Flat(), Flat()), (Flat(), Flat()))
     found = report(both, rows=(16,), sizes=(2, 4))
-    # 8 elements rest; 16 after the gather over axis0, which are gathered over axis1 into the 64.
+    # 8 elements per rank; the gather over axis0 makes 16, and the gather over axis1 makes all 64.
     sent = [(each.kind, each.axis, each.num_bytes // each.count) for each in found.collectives]
     assert sent[:2] == [("all_gather", "axis0", 16 * 4), ("all_gather", "axis1", 64 * 4)]
     assert found.forward_peak.num_bytes == (16 + 64) * 4
@@ -195,7 +195,7 @@ def test_an_accumulator_that_is_not_used_any_more_still_takes_its_room() -> None
     before = report(Placements.no_shard(0))
     frozen = report(Placements.no_shard(0), change=lambda model: model.unit1.requires_grad_(False))
     assert frozen.persistent_bytes >= before.persistent_bytes
-    # Nor has it optimizer state.
+    # A frozen unit has no optimizer state either.
     assert before.optimizer_bytes - frozen.optimizer_bytes == 2 * 64 * 4 + 4
 
 

@@ -74,7 +74,7 @@ def test_all_parameters_are_on_some_stage_and_the_layers_in_one_order() -> None:
     assert [stage.layers[0] for stage in found] == [sum(counts[:number]) for number in range(16)]
     whole = catalog.architecture(catalog.load("deepseek-v3"))
     experts = whole.num_routed_parameters
-    # Each rank has one in 64 of the experts, and all else.
+    # Each rank has one in 64 of the experts, and all other weights.
     total = sum(stage.architecture.num_parameters for stage in found)
     assert total == whole.num_parameters - experts + experts // 64
 
@@ -108,7 +108,7 @@ def test_tensor_parallel_ranks_have_their_part_of_matrices_and_all_of_the_norms(
     assert layer["mlp.up_proj.weight"] == (14_336 // 4, 4096)
     assert layer["mlp.down_proj.weight"] == (4096, 14_336 // 4)
     assert layer["input_layernorm.weight"] == (4096,)
-    # Fewer heads of keys and values than ranks: two ranks have the same.
+    # There are fewer heads of keys and values than ranks: two ranks have the same head.
     (stage,) = stages_of(llama, Parallelism(tensor=16))
     (layer,) = (dict(unit.parameters) for unit in stage.architecture.units if unit.name == "layer")
     assert layer["self_attn.k_proj.weight"] == (128, 4096)
@@ -143,7 +143,7 @@ def test_what_is_sent_inside_the_model_is_counted_and_every_key_documented() -> 
         ("reduce_scatter", "cp", 2, 2048 * 2 * (8 * 128 // 2) * 2, 4 * layers),
         ("send", "pp", 2, stream, 4),
     }  # fmt: skip
-    # 64 / (2 x 2) dense ranks; 64 / (2 x 4 x 2) of an expert.
+    # 64 / (2 x 2) ranks for dense weights, 64 / (2 x 4 x 2) for an expert.
     assert plain["mesh"] == [{"axis": "dp", "size": 16}]
     assert inside["expert_mesh"] == [{"axis": "expert dp", "size": 4}]
     time = plain["time"]

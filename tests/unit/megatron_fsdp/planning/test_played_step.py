@@ -1,4 +1,4 @@
-"""The step that plans run: the engine on a model of a few modules gives the events that a plan tells."""
+"""The step that plans run: the engine on a model of a few modules gives the same events as a plan."""
 
 import gc
 from collections import Counter
@@ -57,7 +57,7 @@ class Model(nn.Module):
         return result
 
     def parts(self) -> list[nn.Module]:
-        """Return what becomes a unit each."""
+        """Return the modules that become units."""
         return [self.first, *self.blocks, self.last]
 
 

@@ -155,7 +155,7 @@ def test_few_ways_to_deal_tensors_into_regions_pad_less_than_the_one_found(
         sum(plan([shapes[tensor] for tensor in group], num_shards, limits=ANYTHING).numel for group in groups)
         for groups in set_partitions(range(len(shapes)), max_regions)
     )
-    # Two of the splits are solved, those with the lowest bounds: seldom not the best, and then not by much.
+    # Only the two splits with the lowest bounds are solved: the best split is seldom missed, and then not by much.
     assert total_numel(regions) <= 1.5 * least
 
 

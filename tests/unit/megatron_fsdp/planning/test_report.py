@@ -92,7 +92,7 @@ def test_slots_of_a_communicator_are_explained_as_slots_of_the_device(mesh: Devi
     unit = unit_of(model)
     use_slots(unit, SlotChoice("by_size"))
     wanted = explain(model)
-    # A communicator of a CPU has no memory: its choice is only noted.
+    # A CPU communicator allocates no memory: the choice is only recorded.
     unit.slots = SlotChoice("by_size", source)
     assert explain(model) == wanted
 
@@ -107,7 +107,7 @@ def test_frozen_parameters_form_a_group_without_gradient_buffers(mesh: DeviceMes
     assert [buffer.kind for buffer in frozen.resting + frozen.transient] == ["main_weight", "gathered weights"]
     kinds = [buffer.kind for buffer in trained.resting + trained.transient]
     assert kinds == ["main_weight", "gathered weights", "packed gradients", "main_grad"]
-    # The groups of a unit are gathered by one collective.
+    # One collective gathers all groups of a unit.
     gathers = [each for each in report.collectives if each.kind == "all_gather"]
     assert gathers[0].num_bytes == 4 * sum(group.buffer_numel for group in unit.groups)
 

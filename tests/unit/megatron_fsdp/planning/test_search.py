@@ -21,7 +21,7 @@ GIB = 2**30
 
 @functools.cache
 def config() -> str:
-    """Return the file of a GPT-2 of two layers."""
+    """Write the config file of a GPT-2 with two layers, and return its path."""
     path = Path(tempfile.mkdtemp()) / "gpt2-small.json"
     path.write_text(json.dumps({**catalog.load("gpt2"), "n_layer": 2}))
     return str(path)

@@ -38,7 +38,7 @@ def test_the_place_in_the_job_is_what_the_launcher_says(environment: dict[str, s
         {"WORLD_SIZE": "1"},
         {"RANK": "0", "WORLD_SIZE": "1"},
         {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"},
-        # A shell that salloc opened, and one that srun did: the job has tasks, the step has this process.
+        # A shell started by salloc, and one started by srun: the job has several tasks, the step only this process.
         {"SLURM_NTASKS": "8"},
         {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "1"},
         {**SRUN, "WORLD_SIZE": "1"},

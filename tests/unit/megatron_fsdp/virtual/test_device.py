@@ -94,7 +94,7 @@ def test_tensors_may_be_larger_than_any_memory() -> None:
 
 
 def train(placements: Placements, sizes: tuple[int, ...] = (8,), num_buffers: int = 1) -> Playback:
-    """Return forward and backward of four square layers, on H200s."""
+    """Run forward and backward of four square layers on H200s, and return the playback."""
     with virtual_device(torch.Size(sizes).numel()) as device:
         mesh = init_device_mesh("cpu", sizes)
         model = nn.Sequential(*(nn.Sequential(*_block()) for _ in range(6)))

@@ -8,7 +8,7 @@ from megatron_fsdp.virtual.recording import Recording, Stream, Work
 
 @dataclass(frozen=True)
 class Plain:
-    """A machine on which work takes as many seconds as it has operations, and calls take ``call``."""
+    """A machine that needs one second per operation, and ``call`` seconds per call of the host."""
 
     call: float = 0.0
     stream_call: float = 0.0
@@ -29,7 +29,7 @@ class Plain:
 
 @dataclass(frozen=True)
 class OneDevice(Plain):
-    """The same, with kernels that share the device; a collective takes ``part`` of it."""
+    """A machine whose kernels share the device, of which a collective takes ``part``."""
 
     part: float = 0.0
 
@@ -147,7 +147,7 @@ def test_kernels_that_run_at_once_share_the_device_in_equal_parts() -> None:
     with recording.use(Stream("beside", recording)):
         recording.work(compute(1))
     found = play(recording.items, OneDevice())
-    # Each has half of the device until the short one is through, at 2; the long one then has 3 left.
+    # Each has half of the device until the short one ends at 2; then the long one has 3 left.
     assert {run.stream: run.end for run in found.runs} == {"beside": 2, "compute": 5}
     assert (found.busy(), found.slowed(), found.waiting()) == (4, 1, 1)
     assert found.exposed() == {("layer 1", SHARING): 1}
@@ -166,7 +166,7 @@ def test_a_collective_takes_its_part_of_the_device_while_it_is_under_way() -> No
     with recording.use(recording.new()):
         recording.work(collective(2))
     recording.work(compute(4))
-    # At three quarters of its speed for 2 seconds, then alone: 1.5 of 4 are done at 2.
+    # A kernel runs at three quarters of its speed for 2 seconds, then alone: 1.5 of 4 seconds are done at 2.
     assert play(recording.items, OneDevice(part=0.25)).seconds == 4.5
 
 

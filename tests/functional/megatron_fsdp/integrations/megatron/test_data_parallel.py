@@ -49,7 +49,7 @@ def optimizer_config(**changes: Any) -> SimpleNamespace:
 
 
 def test_settings_that_this_engine_does_are_accepted() -> None:
-    # Each call raises a ConfigError for a setting that the engine lacks: returning is the fact.
+    # Each call checks a setting that raises a ConfigError if the engine lacks it: returning is the success.
     refuse_configs(model_config(calculate_per_token_loss=True), ddp_config())
     refuse_configs(model_config(tensor_model_parallel_size=2, fp16=True), ddp_config())
     refuse_configs(model_config(cuda_graph_impl="none", fp8=None), ddp_config(average_in_collective=True))
@@ -160,7 +160,7 @@ def test_optimizers_of_fused_kernels_give_way_to_pytorchs_with_the_same_groups(c
 
 
 class Attention(nn.Module):
-    """The parameters of a Megatron layer that matter to Muon, with what says how they are cut."""
+    """The parameters of a Megatron layer that matter to Muon, with the attributes that describe their cuts."""
 
     def __init__(self) -> None:
         super().__init__()

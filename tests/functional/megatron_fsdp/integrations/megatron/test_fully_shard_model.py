@@ -64,7 +64,7 @@ def on_two_axes(outer: int | str, flattened: bool, strategy: int) -> tuple[Compa
     return result, repr(seen[0].optimizer)
 
 
-# PyTorch warns that a flattened axis will not be found by name some day; until then Megatron's way to name it works.
+# PyTorch warns that flattened axes will lose their names in a future version; Megatron still names them so.
 @pytest.mark.filterwarnings("ignore:Slicing a flattened dim:UserWarning")
 @pytest.mark.parametrize(
     ("flattened", "strategy"), nightly_but([(False, 1), (True, 3)], product((False, True), (1, 3)))

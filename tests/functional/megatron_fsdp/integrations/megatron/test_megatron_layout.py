@@ -34,7 +34,7 @@ WIDTH, HIDDEN = 5, 6
 
 class Linear(nn.Linear):
     def get_extra_state(self) -> None:
-        """Return nothing, to be like TransformerEngine's layers by name."""
+        """Return nothing, like TransformerEngine's layers, which also have such an entry."""
 
     def set_extra_state(self, state: Any) -> None:
         assert state is None
@@ -159,7 +159,7 @@ def test_a_run_goes_on_bit_for_bit_where_ranks_leave_out_what_they_hold_nothing_
     for differences, from_alone, _ in found:
         assert differences == []
         assert from_alone == []
-    # Some ranks have no group of vectors at all.
+    # Some ranks have no parameter group of vectors.
     assert {num_groups for *_, num_groups in found} == {1, 2}
 
 

@@ -12,7 +12,7 @@ from megatron_fsdp.integrations.megatron.adapter import assign_everywhere
 
 @dataclass
 class Scene:
-    """Two loaded modules; the second imported a class of the first under another name. ``wanted`` is to replace it."""
+    """Two loaded modules; the second imported a class of the first by another name. ``wanted`` replaces the class."""
 
     found: type
     wanted: type
