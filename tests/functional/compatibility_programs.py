@@ -113,7 +113,7 @@ GRAD_DTYPES: tuple[tuple[torch.dtype, tuple[torch.dtype, ...], dict[str, torch.d
 
 
 def grad_dtypes(f: Run) -> None:
-    """Set ``grad_dtype`` before or after ``fully_shard``, on all or one of the parameters, perhaps with a reduce_dtype."""
+    """Set ``grad_dtype`` before or after ``fully_shard``, on all or one parameter, with and without reduce_dtype."""
     for own, policy, dtypes in GRAD_DTYPES:
         for is_late in (False, True) if len(dtypes) > 1 else (False,):
             torch.manual_seed(0)
