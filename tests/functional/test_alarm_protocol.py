@@ -270,7 +270,9 @@ def quiet(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(("modes", "host"), nightly_but(USUAL, SEARCHES))
-def test_every_rank_that_lives_ends_with_one_verdict_or_says_why_not(modes: tuple[str, ...], host: int | None) -> None:
+def test_every_living_rank_ends_with_one_verdict_or_the_reason_for_none(
+    modes: tuple[str, ...], host: int | None
+) -> None:
     search, num_states, num_ends = Search(modes, host), 0, 0
     for state, is_over in search.states():
         num_states += 1

@@ -92,7 +92,7 @@ def test_gradients_equal_those_of_a_whole_model(name: str) -> None:
 
 
 @on_ranks(2, timeout=200)
-def test_steps_after_the_first_compile_nothing_anew() -> None:
+def test_steps_after_the_first_compile_nothing() -> None:
     torch._dynamo.reset()
     compiled, counts = [], []
 
@@ -112,7 +112,7 @@ def test_steps_after_the_first_compile_nothing_anew() -> None:
 
 
 @on_ranks(2, timeout=200)
-def test_a_unit_is_compiled_anew_while_gradients_are_there() -> None:
+def test_a_unit_may_be_recompiled_while_gradients_exist() -> None:
     torch._dynamo.reset()
     twins = Twins(lambda: equal_blocks(), "optim_grads_params", lambda model, _: compiled_layers(model, then=False))
     for step, rows in enumerate((2, 5, 3)):
@@ -138,7 +138,7 @@ def test_compiled_units_serve_evaluation_and_inference() -> None:
 
 
 @on_ranks(2, timeout=200)
-def test_compiled_units_use_no_products_and_their_graphs_break_no_more_often_but_layers_beside_them_do() -> None:
+def test_compiled_units_fuse_no_products_and_add_no_graph_breaks() -> None:
     breaks = []
     for fuses in (True, False):
         torch._dynamo.reset()
@@ -234,6 +234,6 @@ def is_cached_on_disk() -> bool:
     return True
 
 
-def test_compiled_steps_are_not_taken_from_disk_where_other_inputs_may_be_of_another_kind() -> None:
+def test_compiled_steps_of_dtensors_are_not_cached_on_disk() -> None:
     # PyTorch's cache key of a DTensor ignores its local tensor: 4-bit state would get the code of FP32 state.
     assert run_ranks(1, is_cached_on_disk) == [False]

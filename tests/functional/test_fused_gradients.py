@@ -95,7 +95,7 @@ SETTINGS = {
 
 @pytest.mark.parametrize("name", SETTINGS)
 @on_ranks(lambda name: SETTINGS[name].num_ranks)
-def test_fusion_changes_no_gradient_and_is_used_where_the_packed_buffer_has_the_product_s_dtype_and_scale(
+def test_fusion_changes_no_gradient_and_needs_a_buffer_of_the_products_dtype(
     name: str,
 ) -> None:
     setting = SETTINGS[name]
@@ -175,7 +175,7 @@ def bytes_per_parameter(*, is_fused: bool) -> float:
         dist.destroy_process_group()
 
 
-def test_fusion_moves_half_a_byte_per_parameter_outside_of_products_and_collectives_and_packing_four_more() -> None:
+def test_fusion_moves_half_a_byte_per_parameter_and_packing_four_more() -> None:
     fused, unfused = bytes_per_parameter(is_fused=True), bytes_per_parameter(is_fused=False)
     assert 0 <= fused <= 0.5
     assert unfused - fused == pytest.approx(4.0, abs=0.05)
@@ -292,7 +292,7 @@ def test_a_frozen_weight_has_no_product() -> None:
     assert len(products) == 3
 
 
-def test_without_sharding_it_is_an_ordinary_product() -> None:
+def test_without_sharding_the_layer_computes_an_ordinary_product() -> None:
     layer: Any = experts()
     x = inputs(0, 0, NUM_EXPERTS, 4, WIDTH)
     assert torch.equal(expert_matmul(x, layer.up), torch.bmm(x, layer.up))

@@ -32,7 +32,7 @@ def adapted() -> nn.Module:
 
 
 @on_ranks(2)
-def test_a_unit_with_parameters_of_its_own_frees_everything_without_the_garbage_collector() -> None:
+def test_a_unit_with_own_parameters_frees_all_memory_without_the_collector() -> None:
     gc.collect()
     gc.disable()
     before = memory_meter().current_bytes

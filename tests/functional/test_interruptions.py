@@ -37,7 +37,7 @@ def refreshing(model: nn.Module) -> torch.optim.Optimizer:
 @pytest.mark.parametrize("build", [fused, refreshing])
 @pytest.mark.parametrize("strategy", ZERO)
 @on_ranks(2)
-def test_weights_that_an_interrupted_step_has_changed_are_those_of_the_next_forward(
+def test_the_next_forward_uses_weights_changed_by_an_interrupted_step(
     strategy: str, build: Callable[[nn.Module], torch.optim.Optimizer]
 ) -> None:
     twins = Twins(lambda: Headed(Block(), Block(), nn.LayerNorm(WIDTH)), strategy)
@@ -105,7 +105,7 @@ def test_a_pattern_of_calls_names_functions_of_the_library(pattern: str) -> None
 
 
 @pytest.mark.parametrize("sweep", nightly_but(QUICK, [*QUICK, *SWEEPS]), ids=str)
-def test_a_step_that_is_broken_off_anywhere_does_not_show_in_those_after_it(sweep: Sweep) -> None:
+def test_a_step_interrupted_at_any_call_does_not_affect_later_steps(sweep: Sweep) -> None:
     for found in run_ranks(sweep.num_ranks, run, sweep, timeout=120 if sweep in QUICK else 1200):
         assert found.num_steps >= 3
         assert found.wrong == []

@@ -51,7 +51,7 @@ def test_a_rank_may_come_late_to_a_rendezvous_in_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("backend", ["fake", "cpu:fake", "cpu:fake,cuda:fake"])
 @pytest.mark.parametrize("num_axes", [1, 2])
 @on_ranks(1)
-def test_a_job_of_fake_ranks_needs_nobody_to_meet(backend: str, num_axes: int) -> None:
+def test_a_job_of_fake_ranks_needs_no_rendezvous(backend: str, num_axes: int) -> None:
     dist.destroy_process_group()
     dist.init_process_group(backend, store=FakeStore(), rank=0, world_size=4)
     model = nn.Linear(5, 3)

@@ -136,7 +136,7 @@ QUICK = [("optim_grads_params", 2, how, True) for how in HOWS]
 
 @pytest.mark.parametrize(("strategy", "num_ranks", "how", "is_quick"), nightly_but(QUICK, [*QUICK, *GRID]))
 @on_ranks(lambda num_ranks: num_ranks)
-def test_gradients_and_orders_are_those_of_ranks_that_keep_nothing(
+def test_kept_graphs_change_neither_gradients_nor_orders(
     strategy: str, num_ranks: int, how: str, is_quick: bool
 ) -> None:
     # This rank keeps graphs until the end, and garbage until a test asks for its collection.
@@ -161,7 +161,7 @@ class Skipping(Block):
 
 
 @on_ranks(2)
-def test_a_unit_that_one_rank_does_not_use_in_the_earlier_of_two_passes_is_reduced_after_both() -> None:
+def test_a_unit_skipped_by_one_rank_in_the_first_pass_is_reduced_after_both() -> None:
     def loss(model: Any, rank: int, _: int) -> torch.Tensor:
         losses = []
         for step in (1, 2):

@@ -226,7 +226,7 @@ def test_compute_waits_no_more_for_weights_in_8_bits_which_the_gather_lane_decod
 
 
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "hsdp", "hfsdp"])
-def test_what_is_reduced_once_a_step_is_hidden_behind_the_backward_of_the_blocks_before(strategy: str) -> None:
+def test_reductions_once_per_step_are_hidden_behind_backward_of_earlier_blocks(strategy: str) -> None:
     last = [one for one in steps_of(MixedPrecisionPolicy(), strategy=strategy) if one.lane == "last"]
     assert {one.unit: one.flops / BACKWARD_FLOPS for one in last} == pytest.approx(
         {"4": 3.9, "3": 2.9, "2": 1.9, "1": 0.9, "0": 0.0}, abs=0.3

@@ -138,7 +138,7 @@ def test_gradients_are_a_plain_models_whichever_modules_of_a_unit_a_forward_runs
 
 
 @on_ranks(2)
-def test_each_module_of_a_unit_casts_its_inputs_and_outputs_when_it_is_called_by_itself() -> None:
+def test_each_module_of_a_unit_casts_its_inputs_and_outputs_when_called_alone() -> None:
     policy = MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float64)
     model = shard(headed(), "optim_grads_params", mp_policy=policy)
     seen: list[torch.dtype] = []
@@ -151,7 +151,7 @@ def test_each_module_of_a_unit_casts_its_inputs_and_outputs_when_it_is_called_by
 
 
 @on_ranks(2)
-def test_a_loss_in_chunks_takes_one_reduction_for_each_unit_however_many_chunks_there_are() -> None:
+def test_a_loss_in_chunks_needs_one_reduction_per_unit_for_any_number_of_chunks() -> None:
     model, counts = shard(headed(), "optim_grads_params"), Counter[str]()
     one_loss(model, inputs(dist.get_rank(), 0, 6, WIDTH))
     model.zero_grad()

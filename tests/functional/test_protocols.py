@@ -222,7 +222,7 @@ def _is_bare(tree: Tree, name: str) -> bool:
 
 
 @pytest.mark.parametrize("name", nightly_but(list(USES)[:3], USES))
-def test_wherever_a_save_crashes_one_checkpoint_is_whole_and_the_next_save_clears_up(name: str, tmp_path: Path) -> None:
+def test_after_a_crash_at_any_effect_a_checkpoint_is_whole_and_a_save_clears_up(name: str, tmp_path: Path) -> None:
     explorer = Explorer(USES[name], tmp_path / "root")
     explorer.explore(depth=1)
     print(f"{name}: {explorer.num_effects} effects, {explorer.num_states} states")
@@ -240,7 +240,7 @@ def test_any_two_crashes_in_a_row_leave_one_checkpoint_whole(name: str, tmp_path
 
 @pytest.mark.parametrize("name", nightly_but(["over a checkpoint"], USES))
 @pytest.mark.parametrize("error", [OSError, pytest.param(KeyboardInterrupt, marks=pytest.mark.slow)])
-def test_wherever_a_save_fails_one_checkpoint_is_whole_and_the_next_save_clears_up(
+def test_after_a_failure_at_any_effect_a_checkpoint_is_whole(
     name: str, error: type[BaseException], tmp_path: Path
 ) -> None:
     assert Explorer(USES[name], tmp_path / "root").fail(error) >= 20

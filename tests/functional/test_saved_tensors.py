@@ -193,7 +193,7 @@ def test_an_array_of_a_gathered_weight_keeps_its_memory_and_the_log_says_so() ->
 
 
 @on_ranks(2)
-def test_gradients_that_were_arrays_are_dropped_and_come_again() -> None:
+def test_gradients_that_were_converted_to_arrays_can_be_dropped() -> None:
     twins = Twins(three_blocks)
     for step in range(3):
         twins.backward(step)
@@ -270,7 +270,7 @@ def test_frozen_units_are_resharded_after_a_checkpointed_backward() -> None:
 
 
 @on_ranks(2)
-def test_a_backward_that_reads_weights_which_are_not_to_be_gathered_is_refused() -> None:
+def test_a_backward_that_reads_weights_set_not_to_be_gathered_is_refused() -> None:
     torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 5000), nn.Linear(5000, 3), nn.Tanh())
     for part in (*model[:3], model):

@@ -83,7 +83,7 @@ def average(model: Model) -> State:
 
 @pytest.mark.parametrize("layout", nightly_but(["three ranks", "hfsdp"], ["three ranks", "hsdp", "hfsdp"]))
 @on_ranks(num_ranks)
-def test_averages_of_weights_that_are_made_out_of_place_are_those_of_the_whole_model(layout: str) -> None:
+def test_out_of_place_weight_averages_equal_the_whole_models(layout: str) -> None:
     found, wanted = map(average, both(layout))
     assert differing(found, wanted, 1e-5) == []
 
@@ -103,7 +103,7 @@ def measure(model: Model) -> list[float]:
 
 @pytest.mark.parametrize("layout", nightly_but(["three ranks", "hsdp"], ["three ranks", "hsdp", "hfsdp"]))
 @on_ranks(num_ranks)
-def test_what_is_logged_of_weights_and_gradients_is_that_of_the_whole_model(layout: str) -> None:
+def test_logged_values_of_weights_and_gradients_equal_the_whole_models(layout: str) -> None:
     found, wanted = map(measure, both(layout))
     assert found == pytest.approx(wanted, rel=1e-5, abs=1e-6)
 

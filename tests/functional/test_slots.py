@@ -157,7 +157,7 @@ def check_memory(setting: Setting, sizing: str | None, model: Any, peak: int, al
     "name", nightly_but(("a chain of unequal units", "nested units", "parts kept after forward"), SETTINGS)
 )
 @on_ranks(lambda name: SETTINGS[name].ranks)
-def test_slots_change_no_bit_allocate_nothing_after_a_step_hold_what_is_predicted_and_go_with_the_model(
+def test_slots_change_no_bit_and_have_the_predicted_bytes_until_the_model_ends(
     name: str,
 ) -> None:
     wanted = train(SETTINGS[name], None)
@@ -209,7 +209,7 @@ def with_memory_of_the_communicator(model: nn.Module) -> None:
 
 
 @on_ranks(2)
-def test_slots_may_be_of_the_communicator_s_memory_and_chosen_before_there_is_any() -> None:
+def test_slots_in_communicator_memory_may_be_chosen_before_it_exists() -> None:
     wanted = losses_with(lambda model: None)
     assert losses_with(with_memory_of_the_communicator) == wanted
     assert losses_with(lambda model: model.set_slot_pool(), is_meta=True) == wanted
@@ -248,7 +248,7 @@ def test_megatrons_buffers_and_their_flags_are_slots() -> None:
             assert num_slots(model, "weights") == (2 if choice.sizing == "largest" else 5), argument
 
 
-def test_user_buffers_are_symmetric_memory_on_gpus_unless_told_otherwise() -> None:
+def test_user_buffers_are_symmetric_memory_on_gpus_by_default() -> None:
     # --disable-symmetric-registration, disable_symmetric_registration
     for is_symmetric, device, source in (
         (True, "cuda", "NCCL"),
@@ -261,7 +261,7 @@ def test_user_buffers_are_symmetric_memory_on_gpus_unless_told_otherwise() -> No
 
 
 @on_ranks(2)
-def test_two_models_in_one_backward_give_the_same_numbers_and_allocate_nothing_in_the_end() -> None:
+def test_two_models_in_one_backward_train_the_same_and_stop_allocating() -> None:
     found: dict[str | None, list[float]] = {}
     for sizing in (None, "static"):
         models = [build(Setting()), build(Setting())]
@@ -297,7 +297,7 @@ def ever_more_held(sizing: str | None) -> tuple[list[float], int]:
 
 
 @on_ranks(2)
-def test_orders_that_find_no_place_give_the_same_numbers_with_one_warning_at_most() -> None:
+def test_orders_without_planned_places_train_the_same_with_at_most_one_warning() -> None:
     log, listener = logging.getLogger("dbuffer.slot_pool"), logging.Handler(logging.WARNING)
     said: list[str] = []
     listener.emit = lambda record: said.append(record.getMessage())

@@ -47,7 +47,7 @@ def groups_of(model: nn.Module) -> list[ParameterGroup]:
 
 
 @on_ranks(1)
-def test_small_gradients_are_copied_on_the_stream_that_made_them_before_another_has_its_turn() -> None:
+def test_small_gradients_are_copied_on_their_stream_before_another_ones_turn() -> None:
     copied: list[tuple[str, str]] = []
     with driven() as (double, _):
         model = fully_shard(
@@ -140,7 +140,7 @@ class Recomputed(nn.Module):
 
 
 @on_ranks(4)
-def test_a_unit_that_comes_again_after_its_last_reduction_was_issued_gets_all_of_its_gradient() -> None:
+def test_a_unit_used_again_after_its_last_reduction_gets_its_whole_gradient() -> None:
     def loss(model: nn.Module, rank: int) -> torch.Tensor:
         first, second = (torch.randn(3, 5, generator=torch.Generator().manual_seed(9 * rank + i)) for i in range(2))
         return model(first).square().mean() + model(second).sin().mean()

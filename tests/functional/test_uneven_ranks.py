@@ -77,7 +77,7 @@ def test_stages_with_other_numbers_of_units_and_groups_train_right_alone_and_tog
 
 
 @on_ranks(3)
-def test_a_rank_outside_of_the_mesh_is_told_so_and_the_others_train_right() -> None:
+def test_a_rank_outside_of_the_mesh_raises_and_the_others_train_right() -> None:
     mesh = init_device_mesh("cpu", (2,))
     if dist.get_rank() == 2:
         with pytest.raises(MeshError, match="rank 2 is not part of"):
@@ -110,6 +110,6 @@ def rank_zero_looks_first(placements: Placements) -> float:
 
 
 @on_ranks(2)
-def test_one_rank_may_run_a_model_whose_weights_rest_whole_before_the_others_come() -> None:
+def test_one_rank_may_run_a_model_with_unsharded_weights_before_the_others() -> None:
     found = [rank_zero_looks_first(placements) for placements in (Placements.no_shard(0), Placements.optim_grads(0))]
     assert max(found) < 1e-6

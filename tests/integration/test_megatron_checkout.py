@@ -51,7 +51,7 @@ def run(folder: Path, steps: int, flags: list[str], *, is_ours: bool, ranks: int
 
 
 @pytest.mark.parametrize("flags", [[], EXPERTS], ids=["fp32", "bf16-experts"])
-def test_losses_norms_and_weights_are_those_of_its_ddp_and_a_resumed_run_goes_on_as_without_a_break(
+def test_losses_norms_and_weights_equal_megatron_ddps_and_a_run_resumes_equally(
     flags: list[str], tmp_path: Path
 ) -> None:
     wanted = run(tmp_path, 4, flags, is_ours=False)
@@ -105,7 +105,9 @@ def test_a_mesh_by_flags_is_that_of_its_ddp_and_resumes(mesh: str, tmp_path: Pat
     ("saved", "loaded"),
     [("one", "tp2"), ("tp2", "one"), ("tp2", "pp2"), ("pp2", "tp2"), ("random", "one")],
 )
-def test_a_checkpoint_loads_on_other_sizes_as_if_there_were_no_break(saved: str, loaded: str, tmp_path: Path) -> None:
+def test_a_checkpoint_loads_on_other_sizes_and_training_continues_equally(
+    saved: str, loaded: str, tmp_path: Path
+) -> None:
     meshes = {**MESHES, "one": (1, ONE), "random": (2, ["--data-parallel-random-init"])}
     # A data rank's batches are its own, so both runs have as many.
     batches = ["--global-batch-size", "8"] if saved == "random" else ONE

@@ -84,7 +84,7 @@ def test_megatrons_settings_change_training_as_under_its_ddp(task: Task, ddp: di
     assert_trains_as_ddp(2, task, Mesh(strategy="no_shard", ddp=ddp), Mesh(ddp=ddp))
 
 
-def test_bf16_models_train_on_fp32_main_weights_as_under_megatrons_mixed_precision_optimizer() -> None:
+def test_bf16_models_train_like_megatrons_mixed_precision_optimizer() -> None:
     assert_trains_as_ddp(2, Task({"bf16": True, "params_dtype": torch.bfloat16}), Mesh(), digits=2e-2)
 
 
@@ -117,7 +117,7 @@ def train_from_meta() -> tuple[Figures, Figures, int]:
         return wanted, found, sum(parameter.is_meta for parameter in empty.parameters())
 
 
-def test_what_megatron_leaves_on_the_meta_device_gets_the_values_that_it_would_have_had() -> None:
+def test_modules_left_on_the_meta_device_get_megatrons_initial_values() -> None:
     for wanted, found, number in run_ranks(2, train_from_meta):
         assert number > 0
         # Norms are summed in memory that lies elsewhere.

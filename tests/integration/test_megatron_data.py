@@ -112,6 +112,6 @@ def test_a_file_that_is_cut_off_is_refused(suffix: str, keep: int) -> None:
         load_data(arguments(["a"], eval_iters=0))
 
 
-def test_data_written_anew_is_read_anew() -> None:
+def test_rewritten_data_is_read_again() -> None:
     assert load_data(arguments([write("a", 40)], eval_iters=0)).train(range(200), CPU).max() == 38
     assert load_data(arguments([write("a", 10)], eval_iters=0)).train(range(200), CPU).max() == 9

@@ -181,7 +181,7 @@ def refuse(folder: Path) -> tuple[str, str, str]:
     return by_bucket_, other_, without
 
 
-def test_what_cannot_be_loaded_is_refused_and_weights_load_alone(tmp_path: Path) -> None:
+def test_unloadable_state_is_refused_and_weights_load_alone(tmp_path: Path) -> None:
     for by_bucket, other, without in run_ranks(2, refuse, tmp_path):
         assert "fix: save with --dist-ckpt-optim-fully-reshardable" in by_bucket
         assert "another model" in other

@@ -105,7 +105,7 @@ def replace_another(folder: Path) -> list[bool]:
         ]
 
 
-def test_another_adapter_class_beside_megatrons_is_replaced_as_well(tmp_path: Path) -> None:
+def test_a_second_adapter_class_is_replaced_as_well(tmp_path: Path) -> None:
     assert run_ranks(1, replace_another, tmp_path) == [[True, True, True]]
 
 
@@ -144,5 +144,5 @@ def pass_constructor_arguments() -> str:
         return type(wrap(module=model, **arguments, of_the_future=None)).__name__
 
 
-def test_it_takes_the_arguments_that_megatron_passes_and_refuses_unknown_ones_that_ask_for_something() -> None:
+def test_megatrons_arguments_are_accepted_and_unknown_effective_ones_refused() -> None:
     assert run_ranks(1, pass_constructor_arguments) == ["FullyShardedDataParallel"]

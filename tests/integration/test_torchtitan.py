@@ -144,5 +144,5 @@ def refuse() -> None:
         parallelize_decoder(build_model(), **{**given, "parallelism": parallelism})
 
 
-def test_what_the_engine_does_not_do_is_refused_by_name() -> None:
+def test_unsupported_settings_are_refused_by_name() -> None:
     run_ranks(1, refuse)

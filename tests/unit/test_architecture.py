@@ -125,7 +125,7 @@ CASES: dict[str, tuple[Rule, dict[str, str], list[str]]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_rule_finds_what_breaks_it_and_nothing_else(name: str) -> None:
+def test_a_rule_finds_exactly_its_violations(name: str) -> None:
     rule, texts, wanted = CASES[name]
     assert places(rule(sources(**texts))) == wanted
 
@@ -199,7 +199,7 @@ def test_every_public_name_is_spelled_once() -> None:
     assert megatron_fsdp.FsdpModule is megatron_fsdp.FSDPModule
 
 
-def test_no_module_besides_the_public_ones_only_hands_on_names(repository: list[Source]) -> None:
+def test_only_public_modules_may_consist_of_reexports(repository: list[Source]) -> None:
     found = [
         source.module
         for source in architecture.library(repository)

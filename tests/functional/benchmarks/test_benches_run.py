@@ -37,7 +37,7 @@ def rows(request: pytest.FixtureRequest, tmp_path: Path) -> list[Row]:
     return found
 
 
-def test_a_bench_measures_finite_numbers_each_under_a_key_of_its_own(rows: list[Row]) -> None:
+def test_a_bench_measures_finite_numbers_under_unique_keys(rows: list[Row]) -> None:
     assert len({row.key for row in rows}) == len(rows) > 3
     assert all(math.isfinite(row.samples.median) and math.isfinite(row.samples.spread) for row in rows)
     assert any("over" in row.metric for row in rows)

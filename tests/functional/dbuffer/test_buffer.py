@@ -209,7 +209,7 @@ def _released(buffer: DBuffer) -> DBuffer:
     return buffer
 
 
-def test_a_buffer_shows_its_tensors_cut_as_asked_for_in_any_dtype() -> None:
+def test_a_buffer_cuts_its_tensors_by_the_given_granularity_in_any_dtype() -> None:
     assert false_on(2, facts_about_tensors) == []
 
 

@@ -114,6 +114,8 @@ def test_logged_losses_are_added_in_the_order_of_microbatches() -> None:
         ("--use-torch-fsdp2 --ckpt-format torch_dist --log-checksum 2", "--log-checksum contradicts --use-torch-fsdp2"),
     ],
 )
-def test_what_would_cost_the_order_is_refused(flags: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_flags_that_contradict_invariant_reduction_are_refused(
+    flags: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert pretrain_gpt.main([*TINY.split(), "--micro-batch-size", "2", *flags.split()]) == 2
     assert words in capsys.readouterr().err

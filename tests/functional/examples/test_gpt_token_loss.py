@@ -18,7 +18,7 @@ def model() -> GptModel:
     return made
 
 
-def test_what_follows_the_masked_token_does_not_count() -> None:
+def test_tokens_after_the_masked_token_do_not_count() -> None:
     text = torch.tensor([[5, 0, 6, 7], [0, 0, 8, 0]])
     assert counting_tokens(text, 0).tolist() == [[True, False, True], [False, False, True]]
     assert counting_tokens(text, None).all()
@@ -56,7 +56,7 @@ def test_the_mean_is_over_tokens_or_over_microbatches() -> None:
     assert run_ranks(2, mean_of_unequal, False) == [(5.0, 1.0)] * 2
 
 
-def test_without_it_microbatches_weigh_alike_whatever_their_counts(documents: str) -> None:
+def test_without_the_flag_microbatches_with_unequal_tokens_weigh_the_same(documents: str) -> None:
     flags = f"--eod-mask-loss --global-batch-size 8 --data-path {documents}"
     ((by_token, _),) = run_ranks(1, train_steps, f"{flags} --micro-batch-size 1 --calculate-per-token-loss", 1)
     ((by_sample, _),) = run_ranks(1, train_steps, f"{flags} --micro-batch-size 1", 1)

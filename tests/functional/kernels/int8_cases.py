@@ -133,7 +133,7 @@ def test_int8_adamw_keeps_zero_blocks_zero_and_a_nan_in_its_block() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_int8_adamw_keeps_squares_above_zero_and_numbers_beside_overflows() -> None:
+def test_int8_adamw_keeps_small_squares_nonzero_and_finite_neighbours_of_overflows() -> None:
     numel = 4096 + 700
     codes = [torch.full((numel,), zero, dtype=torch.uint8, device=DEVICE) for zero in (127, 0)]
     scales = [torch.zeros(19, device=DEVICE) for _ in range(2)]

@@ -102,7 +102,7 @@ def reset(module: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("mesh_shape", STRATEGIES, ids=str)
-def test_materialized_values_are_those_of_one_process_whatever_the_ranks(mesh_shape: tuple[int, ...]) -> None:
+def test_materialized_values_equal_one_processs_on_any_number_of_ranks(mesh_shape: tuple[int, ...]) -> None:
     wanted = on_one_process()
     for strategy in STRATEGIES[mesh_shape]:
         for found in run_ranks(torch.Size(mesh_shape).numel(), materialized, mesh_shape, strategy):
@@ -122,7 +122,7 @@ def test_to_empty_and_reset_parameters_give_the_values_of_one_process(num_ranks:
 
 
 @on_ranks(2)
-def test_a_materialized_model_trains_like_one_that_was_there_before() -> None:
+def test_a_materialized_model_trains_like_one_built_with_values() -> None:
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     on_meta = sharded_on_meta((2,), "optim_grads_params", policy)
     materialize(on_meta)
@@ -157,7 +157,7 @@ def test_materializing_never_holds_more_than_the_shards_and_one_unit() -> None:
 
 
 @on_ranks(2)
-def test_what_cannot_be_initialised_is_refused_by_name_before_anything_is_allocated() -> None:
+def test_modules_without_initialisers_are_refused_before_memory_is_allocated() -> None:
     with torch.device("meta"):
         bare: Any = Made(lambda m, x: x @ m.weight, weight=nn.Parameter(torch.empty(5, 3)))
         used = nn.Linear(3, 3)

@@ -131,7 +131,7 @@ def test_replicated_parameters_are_whole_everywhere_and_reduced_without_a_gather
 
 
 @on_ranks(1)
-def test_unfreezing_what_has_no_fp32_main_weight_names_the_parameter_and_the_cure() -> None:
+def test_unfreezing_a_parameter_without_an_fp32_main_weight_is_refused_by_name() -> None:
     model = nn.Linear(4, 4).to(torch.bfloat16).requires_grad_(False)
     fully_shard(model, mp_policy=MixedPrecisionPolicy(main_params_dtype=torch.float32))
     model.requires_grad_(True)

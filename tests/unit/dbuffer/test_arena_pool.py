@@ -102,7 +102,7 @@ def test_a_round_lasts_until_what_was_held_at_its_start_is_held_again() -> None:
     assert (meter.num_allocations, pool.num_misses, pool.num_plans) == (0, 0, 1)
 
 
-def test_orders_that_take_turns_have_places_that_suit_both() -> None:
+def test_two_alternating_orders_get_places_that_suit_both() -> None:
     pool, meter = ArenaPool(CPU), memory_meter()
     chain = storages(pool, 700, 300, 900, 800, 100)
     for number in range(10):
@@ -133,7 +133,7 @@ def test_an_interrupt_before_a_storage_has_its_slot_costs_no_place() -> None:
 
 
 @pytest.mark.parametrize("before", [0, 1, 2], ids=["no plan", "no plan yet", "a plan"])
-def test_no_memory_in_a_turn_or_for_the_arena_leaves_the_pool_as_it_was(before: int) -> None:
+def test_a_failed_allocation_of_a_slot_or_the_arena_leaves_the_pool_unchanged(before: int) -> None:
     pool, meter = ArenaPool(CPU), memory_meter()
     held = meter.current_bytes
     chain = storages(pool, 700, 300, 900)
@@ -151,7 +151,7 @@ def test_no_memory_in_a_turn_or_for_the_arena_leaves_the_pool_as_it_was(before: 
     assert meter.num_allocations == 0
 
 
-def test_an_order_that_changes_each_time_has_slots_of_its_own_and_is_said_once(
+def test_an_order_that_changes_each_step_falls_back_to_slots_with_one_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     pool = ArenaPool(CPU)

@@ -111,7 +111,7 @@ def test_an_interval_divides_the_time_by_its_iterations_and_leaves_excluded_time
     assert interval.lap()[0] == 7.0
 
 
-def test_resident_memory_comes_and_goes_and_its_peak_stays() -> None:
+def test_resident_memory_grows_and_shrinks_and_its_peak_stays() -> None:
     # Map separate pages: memory freed to the heap may stay resident.
     before, block = memory_use(CPU), mmap.mmap(-1, 64 << 20)
     for page in range(0, len(block), mmap.PAGESIZE):
@@ -124,7 +124,7 @@ def test_resident_memory_comes_and_goes_and_its_peak_stays() -> None:
     assert after.peak > holding.now - 1  # the kernel counts the two at different moments
 
 
-def test_runs_are_drawn_into_one_chart_and_their_last_validations_are_said(
+def test_runs_are_drawn_into_one_chart_and_their_last_validations_printed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, loss in (("one", 2.25), ("two", 1.5)):

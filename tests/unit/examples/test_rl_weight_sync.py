@@ -8,7 +8,7 @@ import pytest
 from rl_weight_sync import receive
 
 
-def test_a_message_that_does_not_come_in_time_is_named() -> None:
+def test_a_message_that_misses_its_deadline_is_named() -> None:
     ours, theirs = Pipe()
     with pytest.raises(TimeoutError, match=r"the generator's texts did not come within 0 s\. fix: .* --timeout"):
         receive(ours, "the generator's texts", 0.01)

@@ -101,7 +101,7 @@ REFUSED: dict[str, tuple[Call, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_it_is_refused_by_name(name: str) -> None:
+def test_wrong_arguments_are_refused_by_name(name: str) -> None:
     call, message = REFUSED[name]
     with pytest.raises(ValueError, match=message):
         call()

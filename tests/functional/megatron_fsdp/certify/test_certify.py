@@ -161,7 +161,7 @@ def certificate_of(script: Callable[[Certification], None]) -> Certificate:
         (arena_out_of_order, 1, 0),
     ],
 )
-def test_what_nothing_orders_is_found_and_nothing_else(
+def test_only_unordered_accesses_are_found(
     script: Callable[[Certification], None], num_races: int, num_reuses: int
 ) -> None:
     found = merged("", run_ranks(2, certificate_of, script))
@@ -177,7 +177,7 @@ def test_a_finding_names_the_lines_of_both_sides() -> None:
     assert race.endswith(f"test_certify.py:{second}")
 
 
-def test_lines_in_which_the_host_would_wait_for_a_gpu_are_named() -> None:
+def test_lines_where_the_host_would_wait_for_a_gpu_are_named() -> None:
     (found,) = run_ranks(1, certificate_of, looking)
     whats = sorted(one.what for one in found.host_waits)
     assert whats == ["aten::_local_scalar_dense", "aten::_local_scalar_dense", "aten::index", "tolist"]
@@ -223,14 +223,14 @@ def certified_job(has_sync: bool) -> Certificate:
 
 
 @pytest.mark.parametrize("has_sync", [False, True])
-def test_two_steps_of_a_job_are_certified_and_it_goes_on(has_sync: bool) -> None:
+def test_two_steps_of_a_job_are_certified_and_training_continues(has_sync: bool) -> None:
     found = merged("job", run_ranks(2, certified_job, has_sync))
     assert found.is_clean()
     assert found.num_conflicts > 100
     assert sum(one.count for one in found.host_waits) == (4 if has_sync else 0)
 
 
-def test_the_command_says_how_many_it_checked_and_what_it_does_not_know(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_the_number_of_checks_and_refuses_unknown_names(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--case", "unshard by hand"]) == 0
     assert "1 configurations" in capsys.readouterr().out
     assert main(["--case", "no such"]) == 2
@@ -253,7 +253,7 @@ def test_a_lane_that_waits_less_is_found(what: str, case: str) -> None:
     assert [*certificate.races, *certificate.early_reuses, *certificate.disorders]
 
 
-def test_there_are_many_mutants_and_the_equivalent_ones_are_among_them() -> None:
+def test_the_listed_equivalent_mutants_exist_among_many() -> None:
     keys = {key(mutant) for module in MODULES for mutant in mutants(module)}
     assert len(keys) >= 80
     assert set(EQUIVALENT) | set(OPEN) <= keys

@@ -153,7 +153,7 @@ def fail_in_the_background(path: str) -> list[str]:
     return said
 
 
-def test_a_failure_in_the_background_comes_up_on_all_ranks_in_wait_or_in_the_next_save(tmp_path: Path) -> None:
+def test_a_background_failure_raises_on_all_ranks_in_wait_or_the_next_save(tmp_path: Path) -> None:
     for said in run_ranks(2, fail_in_the_background, str(tmp_path / "step")):
         assert said[0] == said[1] == said[2]
         assert "failed on rank 1: OSError: [Errno 28] No space left on device" in said[0]

@@ -114,7 +114,7 @@ def refuse_each(path: str) -> dict[str, list[str]]:
     return wrong
 
 
-def test_what_does_not_fit_is_refused_with_names_and_shapes_and_nothing_changes(saved: tuple[Path, State]) -> None:
+def test_mismatched_checkpoints_are_refused_with_names_and_change_nothing(saved: tuple[Path, State]) -> None:
     assert run_ranks(2, refuse_each, str(saved[0])) == [{name: [] for name in REFUSALS}] * 2
 
 

@@ -164,7 +164,7 @@ def refused(
 
 
 @pytest.mark.parametrize("name", DAMAGES | LATE)
-def test_damage_is_named_and_the_model_stays_as_it_was(
+def test_damage_is_named_and_the_model_is_unchanged(
     name: str, refused: tuple[Path, list[dict[str, tuple[str, list[str]]]]], saved_once: tuple[Path, State]
 ) -> None:
     root, ranks = refused
@@ -259,9 +259,7 @@ def load_what_is_left(path: str) -> tuple[Any, State]:
 @pytest.mark.parametrize(
     ("rank", "name"), nightly_but([(0, "write_manifest")], [(0, "write_manifest"), (1, "_write_mine")])
 )
-def test_the_checkpoint_before_is_there_after_a_rank_was_killed(
-    rank: int, name: str, saved: tuple[Path, State]
-) -> None:
+def test_the_previous_checkpoint_survives_a_killed_rank(rank: int, name: str, saved: tuple[Path, State]) -> None:
     path, wanted = saved
     with pytest.raises(RankError, match="SIGKILL"):
         run_ranks(2, save_and_die, str(path), rank, name, fresh=True)

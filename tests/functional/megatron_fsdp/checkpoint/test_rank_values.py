@@ -85,7 +85,7 @@ def load(path: str) -> tuple[State, list[str]]:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
-def test_on_another_number_of_ranks_all_get_the_first_ones_and_the_names_are_said(
+def test_on_another_number_of_ranks_all_get_rank_0s_values_and_a_log_line(
     num_ranks: int, saved: tuple[str, list[State]]
 ) -> None:
     path, (first, _) = saved

@@ -59,7 +59,7 @@ def foreign(tmp_path: Path) -> Iterator[Path]:
         assert (tmp_path / name / "thesis.txt").read_text() == "years of work"
 
 
-def test_folders_of_somebody_else_stay_through_saves_and_loads(foreign: Path) -> None:
+def test_foreign_folders_stay_through_saves_and_loads(foreign: Path) -> None:
     path = foreign / "step"
     with pytest.raises(CheckpointError, match="holds no complete checkpoint"):
         loaded(path)
@@ -80,7 +80,7 @@ def test_a_series_deletes_no_folder_but_its_own(tmp_path: Path) -> None:
     assert names(tmp_path) == sorted(["latest", "step_0000003", *mine])
 
 
-def test_a_checkpoint_that_somebody_put_something_into_is_not_replaced(tmp_path: Path) -> None:
+def test_a_checkpoint_with_foreign_files_in_it_is_not_replaced(tmp_path: Path) -> None:
     path = tmp_path / "step"
     save(path, 1.0)
     (path / "notes.txt").write_text("a good one")
@@ -114,7 +114,7 @@ def test_a_checkpoint_whose_manifest_was_lost_is_replaced(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("is_there", [True, False], ids=["a folder", "nothing yet"])
-def test_a_link_stays_a_link_and_what_it_names_is_replaced_each_time(tmp_path: Path, is_there: bool) -> None:
+def test_a_link_stays_a_link_and_its_target_is_replaced_each_time(tmp_path: Path, is_there: bool) -> None:
     (tmp_path / "disk").mkdir()
     if is_there:
         (tmp_path / "disk" / "run").mkdir()
@@ -176,7 +176,7 @@ def test_a_save_that_another_process_is_at_is_not_swept_away(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("is_quiet", [True, False])
-def test_a_save_of_another_host_counts_as_dead_when_it_was_quiet_for_an_hour(
+def test_a_save_of_another_host_counts_as_dead_after_an_hour_without_changes(
     tmp_path: Path, is_quiet: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "step"
@@ -263,9 +263,7 @@ def test_a_checkpoint_that_a_killed_save_had_moved_away_is_loaded_and_gets_its_n
     assert names(tmp_path) == ["step"]
 
 
-def test_a_checkpoint_that_is_replaced_while_it_is_loaded_is_not_two_halves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_replaced_during_a_load_is_never_mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "step"
     save(path, 1.0)
     read = checkpoint.match_model
@@ -399,7 +397,7 @@ def save_often(path: Path, values: range) -> int:
     return child
 
 
-def test_two_jobs_that_save_to_one_path_both_get_through_and_one_whole_checkpoint_is_there(tmp_path: Path) -> None:
+def test_two_jobs_saving_to_one_path_both_finish_and_leave_one_whole_checkpoint(tmp_path: Path) -> None:
     children = [save_often(tmp_path / "step", values) for values in (range(8), range(8, 16))]
     assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0, 0]
     assert loaded(tmp_path / "step") in (7.0, 15.0)

@@ -148,9 +148,7 @@ def load_and_draw(path: str) -> tuple[bool, list[float]]:
 
 
 @pytest.mark.parametrize("is_common", [False, True])
-def test_every_rank_goes_on_drawing_as_if_it_had_not_stopped_where_its_state_is_known(
-    is_common: bool, tmp_path: Path
-) -> None:
+def test_random_states_resume_on_every_rank_whose_state_was_saved(is_common: bool, tmp_path: Path) -> None:
     path = str(tmp_path / "step")
     drawn = run_ranks(3, save_and_draw, path, is_common)
     assert (drawn[0] == drawn[1]) is is_common

@@ -105,7 +105,7 @@ def traffic(script: str) -> list[tuple[int, int]]:
     return result
 
 
-def test_ranks_ask_only_where_all_of_them_miss_something() -> None:
+def test_ranks_communicate_only_if_every_rank_misses_gradients() -> None:
     # In the first case, the first rank reports and reads the others' reports; the second step asks again, and the third
     # stops.
     assert run_ranks(2, traffic, "all by all, then one by none") == [[(0, 0), (2, 1), (0, 1), (2, 1)]] * 2
@@ -125,7 +125,7 @@ def test_ranks_that_miss_gradients_of_different_units_first_ask_over_one_mesh() 
 
 
 @on_ranks(2, timeout=60)
-def test_what_was_said_in_a_backward_that_raised_misleads_nobody() -> None:
+def test_reports_of_a_failed_backward_do_not_affect_later_steps() -> None:
     unused = [f"{where}.{number}.{name}" for where in ("first", "second.branches") for number in (0, 1)
               for name in ("weight", "bias")]  # fmt: skip
     _, model = make("optim_grads_params")

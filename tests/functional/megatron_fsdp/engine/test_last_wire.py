@@ -109,7 +109,7 @@ def plain() -> list[list[torch.Tensor]]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=", ".join)
-def test_sums_of_microbatches_travel_in_the_reduce_dtype_and_come_back_rounded_to_it_once(
+def test_sums_of_microbatches_are_reduced_in_the_reduce_dtype_and_rounded_once(
     case: tuple[str, str],
 ) -> None:
     wire = WIRES[case[1]]
@@ -145,7 +145,7 @@ def close_twice(strategy: str) -> tuple[list[torch.Tensor], int]:
 
 
 @pytest.mark.parametrize("strategy", ["no_shard", "optim"])
-def test_a_gradient_that_comes_when_its_unit_is_closed_is_added_to_what_was_reduced(strategy: str) -> None:
+def test_a_gradient_after_its_unit_closed_is_added_to_the_reduced_ones(strategy: str) -> None:
     terms = []
     for rank in range(3):
         model = ReadsEarly()

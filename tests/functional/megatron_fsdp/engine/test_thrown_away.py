@@ -70,7 +70,7 @@ def fail(model: nn.Module, step: int) -> None:
 
 @pytest.mark.parametrize("strategy", ["optim_grads_params", "optim", "hsdp"])
 @on_ranks(2)
-def test_training_on_the_gradients_of_a_backward_that_raised_is_refused_until_they_are_dropped(strategy: str) -> None:
+def test_training_on_gradients_of_a_failed_backward_is_refused(strategy: str) -> None:
     model = made(strategy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     train(model, 0)
@@ -91,7 +91,7 @@ def test_training_on_the_gradients_of_a_backward_that_raised_is_refused_until_th
 
 @pytest.mark.parametrize("strategy", ["optim_grads_params", "no_shard", "hsdp"])
 @on_ranks(2)
-def test_a_backward_that_raised_is_over_for_the_next_forward_while_a_thread_still_holds_its_task(strategy: str) -> None:
+def test_a_failed_backward_has_ended_though_a_thread_still_holds_its_task(strategy: str) -> None:
     twins = Twins(build, strategy, **({"mesh": make_mesh((2, 1))} if strategy == "hsdp" else {}))
     model = twins.model
     held: list[Any] = []

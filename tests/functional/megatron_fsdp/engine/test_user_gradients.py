@@ -231,7 +231,7 @@ def _plain(weight: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("strategy", nightly_but(["optim_grads_params"], RANKS))
 @on_ranks(num_ranks)
-def test_a_penalty_on_sharded_parameters_may_be_multiplied_by_what_differs_from_rank_to_rank(strategy: str) -> None:
+def test_a_penalty_on_sharded_parameters_may_have_another_factor_on_each_rank(strategy: str) -> None:
     found, twins = {}, Twins(build, strategy)
     for name, combine in PENALTIES.items():
 
@@ -298,7 +298,7 @@ def test_other_partial_gradients_are_refused() -> None:
 
 
 @on_ranks(3, timeout=60)
-def test_amsgrad_trains_beside_a_parameter_without_elements() -> None:
+def test_amsgrad_trains_together_with_an_empty_parameter() -> None:
     twins = Twins(
         lambda: Made(
             lambda m, x: m.linear(x) + m.empty.sum(),

@@ -108,7 +108,7 @@ def test_a_plain_mask_times_a_weight_is_refused_by_the_parameters_name() -> None
 
 
 @on_ranks(2)
-def test_jit_is_told_that_it_cannot_compile_a_sharded_model() -> None:
+def test_torch_jit_on_a_sharded_model_is_refused() -> None:
     model = fully_shard(nn.Linear(6, 5))
     warnings.simplefilter("ignore", DeprecationWarning)
     with pytest.raises(ConfigError, match=r"torch\.jit\.trace and torch\.jit\.script cannot compile"):

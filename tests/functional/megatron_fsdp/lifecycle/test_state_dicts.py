@@ -176,9 +176,7 @@ def test_a_sharded_run_goes_on_from_a_whole_models_state() -> None:
 
 @pytest.mark.parametrize(("strategy", "mesh_shape"), MESHES, ids=str)
 @on_ranks(lambda mesh_shape: torch.Size(mesh_shape).numel())
-def test_torch_finds_nothing_in_its_cache_for_a_tensor_that_it_cut_in_other_places(
-    strategy: str, mesh_shape: tuple[int, ...]
-) -> None:
+def test_torchs_spec_cache_tells_our_cuts_from_torchs(strategy: str, mesh_shape: tuple[int, ...]) -> None:
     model = shard_model(make_model(), make_mesh(mesh_shape), strategy)
     cut_by_torch = canonical(model, make_model().state_dict())
     for name, parameter in model.named_parameters():
@@ -230,7 +228,7 @@ def test_moments_and_steps_come_back_into_a_new_optimizer_bit_for_bit(kind: str,
 
 @pytest.mark.parametrize("kind", nightly_but(["Adam"], ["Adam", "SGD", "NAdam"]))
 @on_ranks(2)
-def test_what_is_only_shown_changes_no_step_and_is_in_no_checkpoint(kind: str, tmp_path: Path) -> None:
+def test_state_created_by_state_dict_changes_no_step_and_no_checkpoint(kind: str, tmp_path: Path) -> None:
     path = str(tmp_path / "step")
     model, optimizer = build(kind)
     other, other_optimizer = build(kind)
@@ -266,7 +264,7 @@ def test_an_optimizer_whose_new_state_is_not_zeros_says_that_nothing_was_read(tm
 
 
 @on_ranks(2)
-def test_zeros_that_the_state_dict_of_a_new_optimizer_shows_go_with_it() -> None:
+def test_zero_state_of_a_new_optimizers_state_dict_is_freed_with_it() -> None:
     model = shard_model(make_model(), world_mesh())
     optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters()))
     shown = [value for values in optimizer.state_dict()["state"].values() for value in values.values()]

@@ -163,7 +163,7 @@ def stack() -> Stack:
 
 
 @on_ranks(2)
-def test_sums_are_expected_where_one_says_so_and_named_where_not() -> None:
+def test_summed_gradients_pass_only_if_declared_and_are_named_otherwise() -> None:
     model = stack()
     for module in (*model.layers, model):
         module.set_gradient_divide_factor(1.0)
@@ -229,7 +229,7 @@ def refused(which: str) -> str:
         ("frozen", "no sharded parameter of the model requires a gradient"),
     ],
 )
-def test_it_refuses_what_it_cannot_measure(which: str, words: str) -> None:
+def test_models_and_settings_that_cannot_be_measured_are_refused(which: str, words: str) -> None:
     assert all(words in text for text in run_ranks(2, refused, which))
 
 
@@ -274,7 +274,7 @@ def test_a_loss_that_raises_leaves_no_gradients(is_in_backward: bool) -> None:
     ],
 )
 @on_ranks(2)
-def test_what_shows_nothing_is_no_pass(which: str, words: str) -> None:
+def test_a_loss_that_shows_no_gradients_fails_the_check(which: str, words: str) -> None:
     x = rows(dist.get_rank())
     model = stack()
     scale = {"nan": math.nan, "nothing": 0.0}.get(which, 1.0)

@@ -133,7 +133,7 @@ def test_on_a_gpu_what_no_kernel_of_compute_covers_is_exposed(tmp_path: Path) ->
     assert timeline.exposed_share == pytest.approx(16 / 50)
 
 
-def test_it_prints_the_share_and_each_unit(tmp_path: Path) -> None:
+def test_the_command_prints_the_exposed_share_and_each_unit(tmp_path: Path) -> None:
     run_ranks(2, traced_step, "optim_grads_params", str(tmp_path))
     printed = str(Timeline.read(tmp_path / "1.json"))
     assert "exposed communication" in printed
@@ -143,7 +143,7 @@ def test_it_prints_the_share_and_each_unit(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text", ["{", "[]", '{"traceEvents": []}', '{"traceEvents": [{"ph": "X", "name": "a", "ts": 0}]}']
 )
-def test_what_is_no_trace_of_a_sharded_step_is_refused(text: str, tmp_path: Path) -> None:
+def test_a_trace_without_a_sharded_step_is_refused(text: str, tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     path.write_text(text)
     with pytest.raises(ConfigError, match=r"trace\.json"):

@@ -108,7 +108,7 @@ WANTED = {
 
 
 @pytest.mark.parametrize("fault", WANTED)
-def test_every_rank_raises_an_error_that_says_which_rank_does_what_in_which_unit(fault: str) -> None:
+def test_every_rank_raises_an_error_with_each_ranks_action_and_unit(fault: str) -> None:
     for rank, (error, seconds) in enumerate(run_ranks(3, run_with, fault)):
         if rank == 1 and fault == "raise_in_forward":
             assert error == "KeyError: 'token'"
@@ -213,7 +213,7 @@ def test_ranks_that_use_different_parameters_still_agree_and_train_as_a_whole_mo
 
 
 @on_ranks(1)
-def test_one_rank_has_nobody_to_agree_with() -> None:
+def test_a_single_rank_has_no_agreement_to_check() -> None:
     model = sharded(shape=(1,))
     with Watch(model) as watch:
         step(model, draw_tokens(0))
@@ -238,7 +238,7 @@ class Timed(dist.Work):
 
 
 @on_ranks(1)
-def test_a_collective_of_a_gpu_is_looked_at_and_never_given_a_time_after_which_nccl_would_abort() -> None:
+def test_a_gpu_collective_is_polled_without_a_timeout_that_makes_nccl_abort() -> None:
     watch = Watch(sharded(shape=(1,)))
     watch._looks = True
     work = Timed()
@@ -286,9 +286,7 @@ def test_one_bit_of_one_replica_is_found_at_the_next_comparison_and_named(
 
 
 @pytest.mark.parametrize(("shape", "strategy"), [((2, 2), "hsdp"), ((2,), "no_shard"), ((3,), "optim_grads_params")])
-def test_replicas_that_nobody_damaged_agree_and_so_do_shards_of_which_there_is_one(
-    shape: tuple[int, ...], strategy: str
-) -> None:
+def test_undamaged_replicas_agree_and_single_shards_are_not_compared(shape: tuple[int, ...], strategy: str) -> None:
     assert set(run_ranks(torch.Size(shape).numel(), damaged, shape, strategy, None)) == {("no error", 6)}
 
 
@@ -306,7 +304,7 @@ def test_a_check_looks_at_replicas_at_once_and_frozen_parameters_count() -> None
 
 
 @on_ranks(4)
-def test_what_tensor_parallelism_leaves_whole_is_compared_and_ranks_without_a_part_in_it_raise_too() -> None:
+def test_replicas_over_tensor_parallel_ranks_are_compared_on_all_ranks() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8, bias=False))
     plan: dict[str, ParallelStyle] = {"0": SequenceParallel(), "1": ColwiseParallel()}

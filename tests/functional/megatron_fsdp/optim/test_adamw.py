@@ -116,7 +116,7 @@ def test_16_bit_weights_and_moments_are_rounded_once_a_step(weights: torch.dtype
 
 @pytest.mark.parametrize("strategy", ["optim_grads", "optim", "no_shard"])
 @on_ranks(2)
-def test_compute_weights_at_rest_are_those_just_stepped_before_any_forward(strategy: str) -> None:
+def test_sharded_compute_weights_are_current_right_after_a_step(strategy: str) -> None:
     model = shard_model(make_model(), world_mesh(), strategy, POLICIES["bf16 compute"])
     before = whole_state(model)
     train(model, AdamW(two_groups(model), lr=0.1), range(1), [dist.get_rank()])

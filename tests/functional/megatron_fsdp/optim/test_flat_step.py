@@ -368,7 +368,7 @@ def loaded_and_refused() -> tuple[list[str], str]:
     return sorted(kinds), ""
 
 
-def test_optimizers_are_looked_at_wherever_something_is_sharded() -> None:
+def test_optimizers_over_sharded_parameters_are_handled_after_fully_shard_alone() -> None:
     for kinds, refusal in run_ranks(2, loaded_and_refused):
         assert kinds == ["FlatDTensor"]
         assert "is the bf16 half of an FP32 weight" in refusal

@@ -310,7 +310,7 @@ def test_parameters_without_gradient_are_left_alone_and_an_empty_step_is_none() 
 
 
 @on_ranks(2)
-def test_each_group_has_a_rate_of_its_own_that_schedules_change() -> None:
+def test_each_group_has_its_own_rate_that_schedules_change() -> None:
     model, optimizer = trained()
     optimizer.param_groups[0]["lr"] = 0.0
     optimizer.param_groups[0]["weight_decay"] = 0.0
@@ -411,7 +411,7 @@ def test_options_out_of_range_are_refused(options: dict[str, Any], words: str) -
 
 
 @on_ranks(1)
-def test_an_unsharded_dtensor_of_somebody_else_is_refused() -> None:
+def test_an_unsharded_foreign_dtensor_is_refused() -> None:
     module = nn.Linear(3, 4)
     torch.distributed.fsdp.fully_shard(module)
     with pytest.raises(ConfigError, match="fully_shard did not make"):

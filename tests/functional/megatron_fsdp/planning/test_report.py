@@ -297,7 +297,7 @@ def predicted_calls(report: Report) -> Counter[Call]:
 
 
 @pytest.mark.parametrize("setting", nightly_but(QUICK, settings(list)), ids=str)
-def test_memory_and_collectives_are_predicted_to_the_byte_and_peaks_from_above_within_a_percent(
+def test_memory_and_collectives_are_predicted_exactly_and_peaks_within_a_percent(
     setting: Setting,
 ) -> None:
     for seen in steps_on(setting.mesh, setting in QUICK)[setting]:

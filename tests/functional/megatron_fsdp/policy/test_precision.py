@@ -68,7 +68,7 @@ POLICIES = {
 
 @pytest.mark.parametrize("name", POLICIES)
 @on_ranks(2)
-def test_weights_inputs_outputs_gradients_and_what_travels_have_the_dtypes_that_a_policy_says(name: str) -> None:
+def test_weights_inputs_outputs_gradients_and_collectives_have_the_policys_dtypes(name: str) -> None:
     wanted = POLICIES[name]
     model = Probe(wanted.own)
     fully_shard(model, mp_policy=wanted.policy)
@@ -239,7 +239,7 @@ CASES: dict[str, tuple[torch.dtype, MixedPrecisionPolicy, dict[str, torch.dtype 
 @pytest.mark.parametrize("strategy", ["optim_grads", "optim_grads_params"])
 @pytest.mark.parametrize("when", ["before", "after"])
 @on_ranks(2)
-def test_gradients_travel_and_rest_in_the_dtype_that_parameters_ask_for(when: str, strategy: str) -> None:
+def test_gradients_are_reduced_and_stored_in_the_parameters_grad_dtype(when: str, strategy: str) -> None:
     found = {}
     for name, (own, policy, asked, _) in CASES.items():
         if when == "after" and len(asked) == 1:
@@ -293,7 +293,7 @@ def test_gradients_follow_a_conversion_unless_their_dtype_was_set() -> None:
 
 
 @on_ranks(2)
-def test_a_dtype_that_cannot_be_followed_is_refused_with_the_parameter() -> None:
+def test_a_grad_dtype_set_too_late_is_refused_with_the_parameter() -> None:
     model = fully_shard(Weights())
     ask(model, {"one": BF16})
     with pytest.raises(StateError, match=r"'one' has grad_dtype=torch.bfloat16 and 'two' has own.* before fully_shard"):
@@ -343,7 +343,7 @@ def test_an_override_that_depends_on_the_rank_is_refused_on_all_of_them() -> Non
 
 
 @on_ranks(1)
-def test_an_override_of_a_third_dtype_leaves_the_module_as_it_was() -> None:
+def test_an_override_to_a_third_dtype_is_refused_and_changes_nothing() -> None:
     model = Weights()
     policy = MixedPrecisionPolicy(BF16, param_dtype_override_fn=lambda parameter: FP16)
     with pytest.raises(ConfigError, match=r"parameter 'one': param_dtype_override_fn returned torch.float16"):
@@ -352,7 +352,7 @@ def test_an_override_of_a_third_dtype_leaves_the_module_as_it_was() -> None:
 
 
 @on_ranks(1)
-def test_explain_says_which_gradients_travel_in_more_than_weights_compute_in() -> None:
+def test_explain_says_which_gradients_are_reduced_in_a_wider_dtype() -> None:
     policies = [MixedPrecisionPolicy(BF16), MixedPrecisionPolicy(BF16, BF16), MixedPrecisionPolicy()]
     pages = [str(explain(fully_shard(Weights(), mp_policy=policy))).splitlines() for policy in policies]
     (silent, asked, same) = [[line for line in page if "reduced in" in line] for page in pages]
@@ -438,7 +438,7 @@ def test_the_second_buffer_is_what_explain_says(slots: str | None) -> None:
 
 
 @on_ranks(2)
-def test_what_it_cannot_do_is_refused_by_name() -> None:
+def test_accumulate_dtype_with_unsupported_settings_is_refused_by_name() -> None:
     both_axes = Placements((0, 1), (Flat(), Flat()), (Flat(), Flat()), (Flat(), Flat()))
     with pytest.raises(ConfigError, match=r"(?s)accumulate_dtype=torch.float32.*exactly one axis"):
         fully_shard(nn.Linear(3, 5), make_mesh((2, 1)), both_axes, mp_policy=WIDE)

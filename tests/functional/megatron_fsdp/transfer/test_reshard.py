@@ -197,7 +197,7 @@ def test_a_rank_that_leaves_sends_its_part_and_can_train_no_more() -> None:
 
 
 @on_ranks(4)
-def test_a_rank_that_was_started_anew_gets_its_part_from_a_replica() -> None:
+def test_a_restarted_rank_gets_its_part_from_a_replica() -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     model, optimizer = trained("hsdp", AdamW, mesh=mesh)
     before = contents(model, optimizer)
@@ -295,7 +295,7 @@ def test_an_error_inside_leaves_model_and_optimizer_as_they_were() -> None:
 
 
 @on_ranks(2)
-def test_what_cannot_be_moved_is_refused_by_name() -> None:
+def test_reshard_of_a_model_in_use_is_refused_by_name() -> None:
     model, optimizer = trained("optim_grads_params", AdamW)
     wanted = Placements.optim(0)
     with pytest.raises(StateError, match=r"a AdamW has state .* was not given"):

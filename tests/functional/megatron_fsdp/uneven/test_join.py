@@ -117,7 +117,7 @@ def two_parts() -> nn.Module:
 
 
 @on_ranks(2)
-def test_a_repeated_batch_gives_no_gradient_to_what_it_alone_uses() -> None:
+def test_a_repeated_batch_gives_no_gradient_to_parameters_only_it_uses() -> None:
     twins = Twins(two_parts, shard=fully_shard_whole)
     rank = dist.get_rank()
     own = [(0, False), (1, False)] if rank == 0 else [(0, True)]

@@ -26,7 +26,7 @@ IN_EACH_RUN = [(2, "optim_grads_params", 0), (3, "optim_grads", 1), (2, "optim",
     ("world", "strategy", "checkpoints"),
     [pytest.param(*row, marks=() if row in IN_EACH_RUN else pytest.mark.slow) for row in GRID],
 )
-def test_programs_in_which_ranks_differ_equal_the_plain_model(world: int, strategy: str, checkpoints: int) -> None:
+def test_programs_that_differ_between_ranks_equal_the_plain_model(world: int, strategy: str, checkpoints: int) -> None:
     run_ranks(world, run_programs, strategy, checkpoints, timeout=600)
 
 

@@ -204,7 +204,7 @@ def test_writeback_keeps_the_remainder_of_split_main_weights() -> None:
 
 @all_strategies
 @ON_THEIR_RANKS
-def test_changes_that_differ_between_ranks_are_dropped_by_name(strategy: str) -> None:
+def test_changes_that_differ_between_ranks_are_refused_by_name(strategy: str) -> None:
     twins = Twins(strategy=strategy)
     words = "the ranks changed weights differently"
     with pytest.raises(MeshError, match=words), torch.no_grad(), unsharded(twins.model, writeback=True):
@@ -277,7 +277,7 @@ def test_methods_that_would_release_weights_are_refused_inside(action: str) -> N
 
 
 @on_ranks(2)
-def test_ranks_that_gather_other_units_are_told_so() -> None:
+def test_ranks_that_gather_different_units_raise_an_error() -> None:
     twins = Twins()
     parts = list(twins.model.layers if hasattr(twins.model, "layers") else twins.model.children())
     with pytest.raises(MeshError, match="other units"), unsharded(twins.model, units=[parts[dist.get_rank()]]):

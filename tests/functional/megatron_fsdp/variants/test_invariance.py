@@ -344,7 +344,7 @@ REFUSED: dict[str, Callable[[Any], None]] = {
 
 @pytest.mark.parametrize("words", REFUSED)
 @on_ranks(2)
-def test_what_would_cost_the_order_is_refused_by_name(words: str) -> None:
+def test_options_that_contradict_invariant_reduction_are_refused_by_name(words: str) -> None:
     with pytest.raises((StateError, ConfigError), match=words):
         REFUSED[words](sharded(Run(mesh=(2,))))
 
@@ -375,7 +375,7 @@ class NewMemory(TorchDispatchMode):
 
 @pytest.mark.parametrize(("mesh", "strategy", "wire"), PRICED)
 @on_ranks(lambda mesh: torch.Size(mesh).numel())
-def test_bytes_held_and_sent_are_those_that_explain_says(mesh: tuple[int, ...], strategy: str, wire: str) -> None:
+def test_allocated_and_sent_bytes_equal_explains(mesh: tuple[int, ...], strategy: str, wire: str) -> None:
     policy = MixedPrecisionPolicy(reduce_dtype=WIRES[wire], reduction="invariant")
     model = Twins(lambda: Headed(three_blocks(), outputs=3), strategy, mesh=make_mesh(mesh), mp_policy=policy).model
     for unit in units_of(model):

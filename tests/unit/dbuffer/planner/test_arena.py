@@ -47,7 +47,7 @@ def test_a_chain_of_unequal_units_reaches_the_bound() -> None:
     assert plan.gap == 0
 
 
-def test_what_no_placement_can_reach_is_said_as_a_gap() -> None:
+def test_an_unreachable_lower_bound_is_reported_as_a_gap() -> None:
     # Four buffers of one byte leave two holes of one byte, too small for a buffer of two; found by trying all
     # placements.
     lifetimes = [
@@ -83,7 +83,7 @@ def test_the_same_buffers_are_placed_alike_each_time() -> None:
     assert plan_arena(lifetimes, alignment=1) == plan_arena(lifetimes, alignment=1)
 
 
-def test_what_came_and_went_is_told_in_its_order() -> None:
+def test_recorded_lifetimes_are_in_order_of_their_start() -> None:
     recorder = Recorder()
     recorder.begin("kept", 8)
     recorder.begin("empty", 0)

@@ -68,7 +68,7 @@ def test_a_tied_weight_is_owned_once_with_every_site() -> None:
     ]
 
 
-def test_one_module_in_two_places_has_one_site_and_a_weight_tied_between_two_modules_of_a_list_has_two() -> None:
+def test_a_shared_module_has_one_site_and_a_tied_weight_has_two() -> None:
     shared = nn.Linear(3, 3)
     weight, _ = collect_parameters([nn.ModuleList([shared, shared])], ())
     assert len(weight.param_module_infos) == 1
@@ -95,9 +95,7 @@ def test_a_parameter_that_a_unit_has_taken_names_that_unit() -> None:
         ("norm.weight", torch.ones(5, dtype=torch.complex64), "is complex .*view_as_real.*ignored_params"),
     ],
 )
-def test_a_parameter_without_rows_of_real_numbers_is_refused_by_name_unless_it_is_ignored(
-    place: str, value: torch.Tensor, words: str
-) -> None:
+def test_a_scalar_or_complex_parameter_is_refused_unless_ignored(place: str, value: torch.Tensor, words: str) -> None:
     model = Outer()
     setattr(model.get_submodule(place.rpartition(".")[0]), place.rpartition(".")[2], nn.Parameter(value))
     with pytest.raises(ConfigError, match=f"Outer: parameter '{place}' {words}"):
@@ -123,7 +121,9 @@ CUTS: list[tuple[tuple[int, ...], GranularityChoice, Granularity]] = [
 
 
 @pytest.mark.parametrize(("shape", "wish", "wanted"), CUTS)
-def test_parameters_are_cut_as_asked(shape: tuple[int, ...], wish: GranularityChoice, wanted: Granularity) -> None:
+def test_parameters_are_cut_by_the_given_granularity(
+    shape: tuple[int, ...], wish: GranularityChoice, wanted: Granularity
+) -> None:
     assert asked(shape, wish) == wanted
 
 

@@ -24,7 +24,7 @@ LAYER = 56
         (10**9, [4, 3, 2, 1, 0], [0, 1, 2, 3, 4]),
     ],
 )
-def test_units_are_taken_until_they_hold_the_number_and_there_is_always_one(
+def test_units_are_prefetched_up_to_the_number_but_always_one(
     size: int, forward: list[int], backward: list[int]
 ) -> None:
     given, mesh = config(f"--suggested-communication-unit-size {size}"), init_device_mesh("cpu", (1,))

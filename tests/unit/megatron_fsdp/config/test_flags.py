@@ -218,7 +218,7 @@ CONTRADICTIONS = [[line.strip() for line in rule.splitlines()] for rule in re.sp
 
 
 @pytest.mark.parametrize(("broken", "message", "fine"), CONTRADICTIONS, ids=lambda value: value)
-def test_a_contradiction_is_refused_once_with_both_flags_and_the_set_next_to_it_is_not(
+def test_a_contradiction_is_refused_with_both_flags_and_a_similar_legal_line_is_not(
     broken: str, message: str, fine: str
 ) -> None:
     found = refusal(broken)

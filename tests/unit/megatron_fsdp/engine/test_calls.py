@@ -128,7 +128,7 @@ def test_a_reentrant_checkpoint_begins_another_call_after_those_of_forward(calls
     assert root.end < again.begin < again.end
 
 
-def test_a_checkpoint_with_a_graph_of_its_own_begins_no_other_call(calls: list[Call]) -> None:
+def test_a_non_reentrant_checkpoint_begins_no_second_call(calls: list[Call]) -> None:
     model = sharded(use_reentrant=False)
     model(torch.ones(1, 8, requires_grad=True)).sum().backward()
     assert len(calls) == 3

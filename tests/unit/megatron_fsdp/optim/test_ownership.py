@@ -27,7 +27,7 @@ def works(shapes: list[tuple[int, int]], shard_numel: int) -> list[MatrixWork]:
     return found
 
 
-def test_the_longest_work_goes_first_to_who_has_least() -> None:
+def test_the_longest_work_goes_first_to_the_least_loaded_rank() -> None:
     found = plan_ownership(works([(2, 2), (8, 8), (4, 4), (4, 4)], 200), 3)
     owners = found.owners
     assert sorted(owners[1:]) == [0, 1, 2]
@@ -55,7 +55,7 @@ def test_received_elements_are_those_of_a_step_worked_out_by_hand() -> None:
     assert found.received_numel == (16, 16)
 
 
-def test_the_bound_counts_what_must_pile_up() -> None:
+def test_the_bound_counts_matrices_that_one_rank_must_own() -> None:
     # Three equal matrices on two ranks: one gets two, above the mean of one and a half.
     found = plan_ownership(works([(4, 4)] * 3, 24), 2)
     report = OwnershipReport(found)

@@ -63,7 +63,7 @@ def test_compute_and_overlapped_communication_grow_with_the_microbatches() -> No
     assert three.optimizer == one.optimizer
 
 
-def test_what_is_reduced_after_the_last_microbatch_is_never_hidden() -> None:
+def test_reductions_after_the_last_microbatch_are_never_hidden() -> None:
     one, three = (step(1e-9, count, rows=(16,), sizes=(2, 4), placements=Placements.hsdp(0, 1)) for count in (1, 3))
     # Each microbatch gathers and reduces over the inner axis; the sum over the outer axis comes once per step.
     tail = 2 * 0.5 * 16 * 4

@@ -46,7 +46,7 @@ def report(
         (Placements.optim_grads_params(0), BF16, WHOLE // 4, WHOLE // 4),
     ],
 )
-def test_what_rests_and_what_gradients_take(
+def test_bytes_of_weights_gradients_and_optimizer_state_equal_those_by_hand(
     placements: Placements, policy: MixedPrecisionPolicy | None, rests: int, gradients: int
 ) -> None:
     found = report(placements, policy)
@@ -82,13 +82,13 @@ def test_peaks_of_forward_and_backward(options: dict[str, Any], forward: int, ba
     assert (found.largest_unit, found.largest_unit_bytes) == ("unit2", 128 * (2 if "policy" in options else 4))
 
 
-def test_where_two_packed_buffers_may_live_at_once_two_units_are_gathered_ahead() -> None:
+def test_with_two_packed_buffers_two_units_are_gathered_ahead() -> None:
     found = report(change=lambda model: model.set_reduce_scatter_max_input_buffers(2))
     assert found.forward_peak == Peak((64 + 128 + 32) * 4, "unit3")
     assert found.backward_peak == Peak((128 + 128 + 64 + 32 + 8) * 4, "unit2", 8 * 4)
 
 
-def test_weights_that_rest_whole_need_no_transient_memory_in_forward() -> None:
+def test_unsharded_weights_need_no_transient_memory_in_forward() -> None:
     for strategy in (Placements.no_shard(0), Placements.optim(0), Placements.optim_grads(0)):
         assert report(strategy).forward_peak == Peak(0, "")
 
@@ -131,7 +131,7 @@ def test_each_strategy_issues_its_collectives_per_microbatch_or_per_step(
     assert issued(report(placements, count=5)) == collectives
 
 
-def test_hybrid_sharding_reduces_the_outer_axis_once_per_step_in_pieces_of_an_inner_shard() -> None:
+def test_hybrid_sharding_reduces_an_inner_shard_over_the_outer_axis_once_per_step() -> None:
     assert report(Placements.hsdp(0, 1), rows=(16,), sizes=(2, 4), count=3).collectives == (
         CollectiveReport("forward", "all_gather", "axis1", 4, 3, 3 * 64 * 4),
         CollectiveReport("backward", "all_gather", "axis1", 4, 3, 3 * 64 * 4),
@@ -200,7 +200,7 @@ def test_an_accumulator_that_is_not_used_any_more_still_takes_its_room() -> None
 
 
 @pytest.mark.parametrize("keeps", [False, True], ids=["released", "kept after backward"])
-def test_alike_microbatches_are_counted_as_if_each_was_played(keeps: bool) -> None:
+def test_equal_microbatches_are_counted_without_playing_each(keeps: bool) -> None:
     def counted(number: int) -> Counter[tuple[str, str]]:
         found = report(
             count=number,

@@ -131,7 +131,7 @@ def test_every_catalog_model_is_divided(name: str) -> None:
     assert divided * 2 == pytest.approx(operations(Transformer(whole), work), rel=0.06)
 
 
-def test_what_is_sent_inside_the_model_is_counted_and_every_key_documented() -> None:
+def test_model_parallel_transfers_are_counted_and_their_keys_documented() -> None:
     plain = plan(MIXTRAL)
     inside, stream, layers = plain["parallelism"], 2048 // 2 * 4096 * 2, 16
     keys = ("kind", "axis", "num_ranks", "num_bytes", "count")

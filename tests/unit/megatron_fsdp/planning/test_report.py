@@ -67,7 +67,7 @@ def test_units_are_named_by_their_path_and_list_their_modules(mesh: DeviceMesh) 
     assert named == {"Model": ("Model",), "embedding": ("Embedding", "Linear"), "blocks.0": ("Block",)}
 
 
-def test_the_reason_for_keeping_weights_is_told(mesh: DeviceMesh) -> None:
+def test_the_report_gives_the_reason_for_kept_weights(mesh: DeviceMesh) -> None:
     model = Model(3)
     fully_shard(model.blocks[0], mesh)
     fully_shard(model.blocks[1], mesh, reshard_after_forward=False)
@@ -243,7 +243,7 @@ def test_bytes_are_printed_in_the_largest_unit_that_they_fill(num_bytes: int, te
     assert format_bytes(num_bytes) == text
 
 
-def test_what_is_replicated_in_a_sharded_model_is_listed(mesh: DeviceMesh) -> None:
+def test_replicated_parameters_of_a_sharded_model_are_listed(mesh: DeviceMesh) -> None:
     model = Model()
     fsdp_no_shard(model.blocks[1].get_parameter("up.bias"))
     for block in model.blocks:

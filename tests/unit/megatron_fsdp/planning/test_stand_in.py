@@ -124,7 +124,7 @@ def test_parameters_that_no_unit_can_own_are_refused(build: Callable[[], nn.Modu
         (lambda: nn.Linear(1 << 20, 1 << 20), None),
     ],
 )
-def test_a_factory_has_to_return_a_module_for_which_nothing_is_allocated(factory: Any, message: str | None) -> None:
+def test_a_factory_has_to_return_a_module_on_the_meta_device(factory: Any, message: str | None) -> None:
     with pytest.raises(ConfigError, match=message) if message else nullcontext():
         assert all(parameter.is_meta for parameter in build_on_meta(factory).parameters())
 

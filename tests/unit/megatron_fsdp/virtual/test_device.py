@@ -64,7 +64,7 @@ def test_fused_attention_has_the_operations_of_causal_attention(causal_length: i
     assert flops == [2 * once, 5 * once]
 
 
-def test_a_job_goes_on_beside_a_virtual_world_as_if_that_was_not_there() -> None:
+def test_a_virtual_world_does_not_affect_the_real_job() -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=6)
     try:
         job, mesh, hook = dist.group.WORLD, init_device_mesh("cpu", (6,)), sys.excepthook

@@ -161,7 +161,7 @@ def test_a_kernel_of_higher_priority_has_the_device_to_itself() -> None:
     assert {run.stream: run.end for run in play(recording.items, OneDevice()).runs} == {"before": 1, "compute": 5}
 
 
-def test_a_collective_takes_its_part_of_the_device_while_it_is_under_way() -> None:
+def test_a_collective_takes_its_part_of_the_device_while_it_runs() -> None:
     recording = Recording()
     with recording.use(recording.new()):
         recording.work(collective(2))

@@ -89,7 +89,7 @@ def packed_receiver(metadata: list[ParamMeta], pairs: Iterator[tuple[str, torch.
 
 
 @on_ranks(2)
-def test_a_vllm_source_describes_what_it_yields_and_may_be_iterated_in_each_update() -> None:
+def test_a_vllm_source_describes_its_tensors_and_can_be_iterated_repeatedly() -> None:
     plain = Stack(Block(), Block(hidden=1), Block(hidden=17))
     model = sharded(copy.deepcopy(plain))
     wanted = {

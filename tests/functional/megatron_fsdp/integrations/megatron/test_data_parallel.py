@@ -48,7 +48,7 @@ def optimizer_config(**changes: Any) -> SimpleNamespace:
     return SimpleNamespace(**{**plain, **changes})
 
 
-def test_settings_that_this_engine_does_are_accepted() -> None:
+def test_supported_settings_are_accepted() -> None:
     # Each call checks a setting that raises a ConfigError if the engine lacks it: returning is the success.
     refuse_configs(model_config(calculate_per_token_loss=True), ddp_config())
     refuse_configs(model_config(tensor_model_parallel_size=2, fp16=True), ddp_config())
@@ -90,7 +90,7 @@ def refuse_its_optimizer(**changes: Any) -> None:
         (refuse_its_optimizer, {"overlap_param_gather_with_optimizer_step": True}, "_with_optimizer_step=True: "),
     ],
 )
-def test_settings_that_it_does_not_do_are_refused_with_a_cure(
+def test_unsupported_settings_are_refused_with_a_fix(
     refuse: Callable[..., None], changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -265,7 +265,7 @@ def test_weights_that_ranks_drew_differently_become_the_first_rank_s(shape: tupl
     assert all(not result["said"] for result in results[1:])
 
 
-def test_weights_that_only_a_constructor_on_the_meta_device_drew_are_refused_with_a_flag_to_leave_out() -> None:
+def test_weights_initialised_only_in_a_meta_constructor_are_refused() -> None:
     class Column(nn.Module):
         def __init__(self) -> None:
             super().__init__()

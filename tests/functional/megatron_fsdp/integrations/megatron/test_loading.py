@@ -24,7 +24,7 @@ def states_of(stages: int, tensor: int, seed: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("stages", "tensor"), [(1, 1), (1, 2), (2, 1)])
 @on_ranks(2)
-def test_ranks_without_random_states_in_the_checkpoint_are_told_to_load_none(
+def test_missing_random_states_raise_an_error_that_says_not_to_load_them(
     stages: int, tensor: int, tmp_path: Path
 ) -> None:
     dcp.save({"iteration": 7, "rng_state": states_of(1, 1, 10)}, checkpoint_id=tmp_path)

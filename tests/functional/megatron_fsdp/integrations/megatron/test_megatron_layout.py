@@ -152,9 +152,7 @@ def resume(path: str, strategy: str) -> tuple[list[str], list[str], int]:
 
 
 @pytest.mark.parametrize("strategy", nightly_but(["optim"], ["optim_grads_params", "optim"]))
-def test_a_run_goes_on_bit_for_bit_where_ranks_leave_out_what_they_hold_nothing_of(
-    strategy: str, tmp_path: Path
-) -> None:
+def test_a_run_resumes_to_the_bit_if_ranks_omit_their_empty_parameters(strategy: str, tmp_path: Path) -> None:
     found = run_ranks(4, resume, str(tmp_path / "step"), strategy)
     for differences, from_alone, _ in found:
         assert differences == []
@@ -176,7 +174,7 @@ def load_only(path: str, is_gated: bool) -> tuple[State, str]:
     return weights_of(model), message
 
 
-def test_its_entries_are_megatron_fsdps_and_another_number_of_ranks_loads_them(tmp_path: Path) -> None:
+def test_entries_are_named_as_in_megatron_fsdp_and_load_on_other_ranks(tmp_path: Path) -> None:
     path = str(tmp_path / "step")
     wanted = run_ranks(2, save_only, path, True)[0]
     entries = dcp.FileSystemReader(path).read_metadata().state_dict_metadata

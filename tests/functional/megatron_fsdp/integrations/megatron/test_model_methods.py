@@ -122,7 +122,7 @@ def without_finish(strategy: str) -> bool:
 
 
 @pytest.mark.parametrize(("strategy", "wanted"), [("zero0", True), ("zero1", True), ("zero3", False)])
-def test_gradients_that_rest_whole_cannot_be_read_before_they_are_final(strategy: str, wanted: bool) -> None:
+def test_unsharded_gradients_cannot_be_read_before_they_are_final(strategy: str, wanted: bool) -> None:
     assert run_ranks(2, without_finish, strategy) == [wanted, wanted]
 
 
