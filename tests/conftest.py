@@ -1,4 +1,4 @@
-"""What holds for every test: one thread, fixed seeds, reproducible examples, and no process-wide state left behind."""
+"""Settings of every test: one thread, fixed seeds, reproducible examples, and no process-wide state left behind."""
 
 import gc
 import random
@@ -13,18 +13,17 @@ import torch.distributed as dist
 
 from megatron_fsdp.engine import fused_linear as fuse
 
-# Examples are the same in every run and are not timed: the machine's load must not decide what a run finds.
+# Examples are the same in every run and have no deadline: the load of the machine must not decide the result.
 hypothesis.settings.register_profile("suite", derandomize=True, deadline=None, database=None, print_blob=True)
 hypothesis.settings.load_profile("suite")
 
 torch.set_num_threads(1)
 
-# The layers of tests are small: they are fused all the same, as large ones are (``tests/harness/preloaded.py``, too).
+# The tests' layers are small. Fuse them anyway, as large layers are fused (also in ``tests/harness/preloaded.py``).
 fuse.MIN_NUMEL = 0
 
-# Files and folders that take longest, longest first: a process that takes one of them last is the one that all others
-# wait for.
-# `pytest --durations=0 --durations-min=3` shows what has changed.
+# Files and folders that take longest, longest first: if a long file starts last, all other processes wait for it.
+# `pytest --durations=0 --durations-min=3` shows changes.
 LONG_FILES = (
     "tests/unit/megatron_fsdp/planning",
     "tests/functional/test_random_use.py",
@@ -67,7 +66,7 @@ def begins(item: pytest.Item) -> int:
     return len(LONG_FILES) + (not path.startswith("tests/functional"))
 
 
-# Last, to see what the -m expression has left.
+# This hook runs last, so that it sees the tests selected by the -m expression.
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put long files first, and refuse GPU tests on a machine without one, where skipping would look like success."""
@@ -82,7 +81,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish() -> None:
-    """Keep the garbage collector off what was imported and collected, which lives as long as the session."""
+    """Exclude imported modules and collected tests from garbage collection; they live as long as the session."""
     gc.collect()
     gc.freeze()
 
@@ -120,7 +119,7 @@ def process_group() -> Iterator[None]:
 
 @pytest.fixture
 def plain_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run the training script as one process without torchrun, in a folder of its own that holds a text."""
+    """Run the training script as one process without torchrun, in a new folder that holds a text."""
     # To draw a loss curve takes longer than such a run; test_gpt_train_log.py looks at curves.
     monkeypatch.setattr("gpt.train_log.draw_losses", lambda runs, path, **_: path.touch())
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_RESTART_COUNT"):

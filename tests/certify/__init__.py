@@ -1,1 +1,1 @@
-"""Whether streams, memory and collectives of the engine are in order: ``python -m tests.certify --help``."""
+"""Certify that the engine orders streams, memory and collectives correctly: ``python -m tests.certify --help``."""

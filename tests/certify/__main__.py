@@ -16,7 +16,7 @@ EXAMPLES = """\
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Do what the arguments say; 0 where nothing was found, 1 where something was, 2 where it could not be checked."""
+    """Run the command. Return 0 if nothing was found, 1 if a fault was found, 2 if the check could not run."""
     parser = CommandParser("python -m tests.certify", __doc__ or "", EXAMPLES)
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--matrix", action="store_true", help="all configurations; without it one of each mechanism")

@@ -66,19 +66,19 @@ _POLICIES = {
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One configuration.
+    """A configuration to certify.
 
     Attributes:
-        strategy: a key of the six. policy: of the precisions. model: options of ``models.build``.
-        reshard: ``reshard_after_forward``. prefetches: lists of units two ahead. slots: sizing of memory slots.
-        accumulation: "none", "microbatch" or "no_sync"; of two microbatches.
+        strategy: key of a strategy. policy: key of a precision policy. model: options of ``models.build``.
+        reshard: ``reshard_after_forward``. prefetches: lists of units two ahead. slots: how memory slots are sized.
+        accumulation: "none", or two microbatches by "microbatch" or "no_sync".
         optimizer: "sgd", "torch", "adamw", "clipped" (AdamW with a maximal norm), "coded" (with 8-bit moments), "muon",
             or "clip_grad_norm".
-        trouble: "forward" or "backward" raises in the second step, and training goes on; "frozen": the first block is
-            frozen then; "evaluation": one comes between the steps; "saving": a save runs beside the second step; or a
-            key of the scripts, which need no other option.
+        trouble: an event in the second step. "forward" or "backward" raises there, and training continues; "frozen"
+            freezes the first block; "evaluation" evaluates between the steps; "saving" saves during the second step.
+            Or a key of ``_SCRIPTS``, which ignores the other options.
         is_tensor_parallel: blocks are cut over a second mesh axis.
-        host_may: how the host is meant to wait for the GPU here, see ``Certificate.is_clean``; host_may_wait: why.
+        host_may: the expected waits of the host for the GPU, see ``Certificate.is_clean``; host_may_wait: why.
     """
 
     name: str
@@ -114,7 +114,7 @@ def _check_steps(case: Case, check: Certification) -> None:
     model = _make(case)
     optimizer = _optimizer(case, model)
     check.know(model)
-    # The first step makes what is made once, such as optimizer state and tables.
+    # The first step creates optimizer state and tables.
     for step in range(1 + _NUM_STEPS):
         if step == 1:
             check.begin()
@@ -149,12 +149,12 @@ def _train(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer, step:
 def _two_streams(
     check: Certification, hidden: int, *, fuses: bool, is_open: bool = False, is_late: bool = False
 ) -> None:
-    """Train a model of which a branch runs on a stream of its own.
+    """Train a model that runs one branch on a second stream.
 
     Args:
         is_open: some of it is used nowhere. is_late: sums are wider than gradients, so that a lane packs these.
     """
-    # Where weights' gradients are multiplied into place, nothing else takes turns for them.
+    # Without a bias, weight gradients are multiplied straight into the buffer and no other gradient takes a turn there.
     branches = Branches(check.streams, hidden, ends_on_side=is_open, bias=not fuses or hidden < WIDTH)
     if is_open:
         branches.unused = nn.Parameter(torch.ones(3, WIDTH))
@@ -164,7 +164,7 @@ def _two_streams(
 
 
 def _two_towers(check: Certification) -> None:
-    """Train two towers, whose units take turns, each on a stream of its own."""
+    """Train two towers whose units alternate, each tower on its own stream."""
     towers = Towers(check.streams)
     for layer in (*towers.here, *towers.there):
         fully_shard(layer, mp_policy=MixedPrecisionPolicy(fuse_weight_gradients=False))
@@ -178,7 +178,7 @@ def _train_on_two(check: Certification, model: nn.Module) -> None:
     for step in range(_NUM_STEPS + 1):
         generator = torch.Generator().manual_seed(step)
         scaled = model(torch.randn(3, WIDTH, generator=generator)).square().mean() * 1.0
-        # The callbacks of a backward, of which the engine's is one, run on the stream of who called it.
+        # Callbacks of a backward, including the engine's, run on the stream that called backward.
         scaled.register_hook(lambda _: _at_the_end(lambda: streams.switch(streams.compute)))
         scaled.backward()
         optimizer.step()
@@ -201,7 +201,7 @@ def _sharded(check: Certification, model: Any) -> Any:
 
 
 def _captured(check: Certification) -> None:
-    """Capture forward and backward alone, after a step on another stream, with hooks on a stream that nobody joins."""
+    """Capture forward and backward alone, after a step on another stream, with hooks on a stream never joined."""
     streams = check.streams
     model = _sharded(check, build())
     optimizer = AdamW(model.parameters(), lr=1e-2, capturable=True)
@@ -214,13 +214,13 @@ def _captured(check: Certification) -> None:
     check.begin()
 
     def go_on_with(before: Queue, stream: Queue) -> None:
-        # As autograd does between nodes of two streams.
+        # Autograd does this between nodes of two streams.
         streams.order(before, stream)
         streams.switch(stream)
 
     hooks = streams.stream("hooks")
     for step in (1, 2):
-        # A stream of its own each time, which the engine knows after the one of the hooks.
+        # Each step has a new stream, which the engine sees only after the hooks' stream.
         graph = streams.stream(f"graph {step}")
         streams.order(streams.compute, graph)
         with streams.capture(graph):
@@ -244,7 +244,7 @@ def _captured(check: Certification) -> None:
 def _captured_backward(check: Certification) -> None:
     """Capture a backward alone that reduces nothing, on a stream that the engine has not seen, with hooks elsewhere.
 
-    All units are left when it ends: what they pack there would order the streams as well.
+    Every unit has closed when the backward ends; packing gradients there would order the streams as well.
     """
     streams = check.streams
     torch.manual_seed(0)
@@ -274,14 +274,14 @@ def _captured_backward(check: Certification) -> None:
                 # The callbacks of a backward run on the stream of who called it.
                 _at_the_end(lambda: streams.switch(graph))
 
-            # Before whatever the engine hooks on the model's output.
+            # This hook runs before any hook of the engine on the model's output.
             scaled = loss * 1.0
             scaled.register_hook(switch)
             scaled.backward()
 
 
 def _step_elsewhere(check: Certification) -> None:
-    """Step on a stream of its own, for whose end the next forward waits."""
+    """Step on a side stream; the next forward waits for the end of the step."""
     streams, model = check.streams, _sharded(check, build())
     optimizer = AdamW(model.parameters(), lr=1e-2)
     side = streams.stream("side")
@@ -299,7 +299,7 @@ def _step_elsewhere(check: Certification) -> None:
 
 
 def _evaluation_elsewhere(check: Certification) -> None:
-    """Evaluate with weights that stay, on a stream that nobody uses again; no lane has work before it is forgotten."""
+    """Evaluate with weights that stay gathered, on a stream that is forgotten before a lane has work."""
     streams = check.streams
     model = fully_shard(nn.Linear(WIDTH, WIDTH), reshard_after_forward=False)
     check.know(model)
@@ -375,7 +375,7 @@ def _deleted(check: Certification) -> None:
     model.layers[0].unshard(async_op=True)
     del model
     gc.collect()
-    # Whatever is allocated next may have its memory.
+    # The next allocation may reuse the memory of the deleted model.
     torch.zeros(1)
 
 
@@ -414,7 +414,7 @@ def _trouble(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer, ste
     elif case.trouble == "evaluation":
         with torch.no_grad():
             model(batch(dist.get_rank(), 99))
-            # As an average of weights does, on what the last gathers may still read.
+            # A weight average writes to weights that the last gathers may still read.
             for parameter in model.parameters():
                 parameter.mul_(0.99)
     elif case.trouble == "saving":

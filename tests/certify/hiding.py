@@ -1,6 +1,6 @@
 """Hiding: how much of compute lies between the issue of a lane's work and the moment from which compute comes after it.
 
-What a wait that comes too early costs shows here.
+The cost of a wait that comes too early shows here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron_fsdp.certify.clocks import Clock, VirtualStreams
 
 @dataclass(eq=False)
 class Hidden:
-    """What hides the work of one ticket.
+    """The compute that hides the work of one ticket.
 
     Attributes:
         unit: whose work it is. lane: on which. kinds: of its collectives.
@@ -89,7 +89,7 @@ class Hiding(TorchDispatchMode):
                 one.flops = self._flops - one.begin
                 self.found.append(one)
             packet = func._overloadpacket
-            # In place: counted as what it does.
+            # An in-place operator has the FLOPs of its functional form.
             packet = packet if packet in flop_registry else getattr(torch.ops.aten, packet.__name__.rstrip("_"), packet)
             count = flop_registry.get(packet)
             self._flops += 0 if count is None else int(count(*args, **kwargs, out_val=result))

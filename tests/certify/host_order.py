@@ -1,4 +1,4 @@
-"""Host order: ranks issue the same collectives on each communicator, and no two of these wait for each other."""
+"""Check that ranks issue equal collectives on each communicator, and that no two collectives wait for each other."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ _Node = tuple[str, int]
 
 
 def order_findings(ranks: Sequence[Sequence[Issue]]) -> list[str]:
-    """Return what is wrong with the order in which the ranks issued collectives, a line each.
+    """Return the faults in the order of collectives over all ranks, one line each.
 
-    A collective is over when all of its ranks have begun it, and a rank begins it when what it comes after there is
-    over: the one before it on its communicator, and what its stream has waited for. So the ranks end in every
-    interleaving if they agree on each communicator's collectives and "comes after", put together over all ranks, has
-    no cycle.
+    A collective ends when all of its ranks have begun it. A rank begins it when everything before it has ended: the
+    previous collective on its communicator, and each collective that its stream has waited for. Every interleaving ends
+    if the ranks agree on each communicator's collectives and the union of "comes after" over all ranks has no cycle.
     """
     by_group = [_by_group(issues) for issues in ranks]
     found = [line for group in _all_groups(by_group) for line in _differences(group, by_group)]
@@ -38,7 +37,7 @@ def _all_groups(ranks: Iterable[Mapping[str, object]]) -> Iterable[str]:
 
 
 def _differences(group: str, ranks: Sequence[Mapping[str, Sequence[Issue]]]) -> Iterator[str]:
-    """Compare what each rank of a communicator issued there with what the first of them did."""
+    """Compare the collectives that each rank of a communicator issued with those of its first rank."""
     members = [(rank, issues[group]) for rank, issues in enumerate(ranks) if group in issues]
     first_rank, first = members[0]
     for rank, issues in members[1:]:
@@ -52,7 +51,7 @@ def _differences(group: str, ranks: Sequence[Mapping[str, Sequence[Issue]]]) -> 
 
 
 def _meaning(issue: Issue) -> tuple[str, int]:
-    """Return what has to be alike on all ranks: of an all-to-all each has sizes of its own."""
+    """Return the part of a collective that has to be equal on all ranks. The sizes of an all-to-all may differ."""
     return issue.kind, 0 if issue.kind == "all_to_all" else issue.num_bytes
 
 
@@ -68,7 +67,7 @@ def _cycle(ranks: Sequence[Sequence[Issue]]) -> list[_Node]:
         earlier.update((group, number) for group, number in issue.after.items() if (group, number) != node)
         if issue.number > 1:
             earlier.add((issue.group, issue.number - 1))
-    # Kahn 1962: what is left when everything without a predecessor was taken away again and again lies on a cycle.
+    # Kahn 1962: remove nodes without a predecessor until there are none; the remaining nodes contain a cycle.
     while True:
         free = [node for node, earlier in before.items() if not earlier & before.keys()]
         if not free:

@@ -14,7 +14,7 @@ from tests.certify.cases import CASES, Case, run_case
 from tests.certify.host_order import order_findings
 from tests.harness import run_ranks
 
-# Of all cases of one number of ranks together.
+# The limit for all cases of one number of ranks together.
 TIMEOUT_S = 3600.0
 
 
@@ -27,7 +27,7 @@ class Run:
 
     @property
     def is_clean(self) -> bool:
-        """Whether nothing was found but what is meant to be."""
+        """True if only expected waits were found."""
         return self.certificate.is_clean(self.case.host_may)
 
 
@@ -64,7 +64,7 @@ def run_matrix(cases: Sequence[Case]) -> list[Run]:
 
 
 def merged(name: str, certificates: Sequence[Certificate]) -> Certificate:
-    """Return one certificate of those that the ranks of one run made, with the order of their collectives checked."""
+    """Merge the certificates that the ranks of one run made, and check the order of their collectives."""
     host_waits: Counter[tuple[str, str, bool]] = Counter()
     for certificate in certificates:
         for host_wait in certificate.host_waits:

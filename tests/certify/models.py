@@ -66,11 +66,11 @@ class ReadsEarly(nn.Module):
 
 
 class Stack(nn.Module):
-    """Tokens to logits by way of blocks.
+    """Compute logits from tokens through blocks.
 
     Args:
         recomputes: None, "reentrant", "selective" (not reentrant), or "nested": each block within all of them.
-        hidden: of each block, inside. repeats: the first block runs once more at the end.
+        hidden: width inside each block. repeats: the first block runs a second time at the end.
         is_tied: the head is the embedding's weight.
     """
 
@@ -111,7 +111,7 @@ class Stack(nn.Module):
 
 
 class _Here(torch.autograd.Function):
-    """Runs what comes before it in backward on a stream, as autograd does with what ran there in forward.
+    """Run the backward of the previous operators on a stream, as autograd does for operators that ran there in forward.
 
     The stream waits for the one that made the gradient, and for nothing else: ``is_own`` says that it made it itself.
     """
@@ -135,7 +135,7 @@ _run_here: Callable[..., torch.Tensor] = _Here.apply
 
 
 class Branches(nn.Module):
-    """Two branches, one of which runs on another stream, forward and backward; both use a common weight too.
+    """Two branches, the second on another stream in forward and backward; both use a common weight too.
 
     Args:
         hidden: outputs of a branch. ends_on_side: it is that stream on which backward ends. bias: of the layers.

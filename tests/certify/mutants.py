@@ -42,7 +42,7 @@ MODULES = (
     "dbuffer.storage",
     "dbuffer.slot_pool",
 )
-# Statements that order something, as the last part of what they call.
+# Statements that order work: the last part of the name of the called function.
 _ORDERS = frozenset(
     """wait wait_event wait_stream record synchronize join join_lanes take note leave wait_for_event wait_on_host
     wait_for_unshard drain""".split()
@@ -53,7 +53,7 @@ _MEMORY = frozenset(
 )
 # Those of them without which there is none.
 _TAKES = frozenset("reallocate_storage reallocate exchange _exchange".split())
-# The order that host and lanes have in each configuration is what the short ones show; the rest is for what survives.
+# These short configurations already cover the order of host and lanes; the rest runs for mutants that survive them.
 _FIRST = (
     "two streams, small, copied",
     "two streams, open",
@@ -192,7 +192,7 @@ def key(mutant: Mutant) -> str:
 
 
 def order_mistakes(scope: Scope) -> Iterator[Change]:
-    """Yield what may be wrong with the order of device work."""
+    """Yield possible mistakes in the order of device work."""
     for block in scope.blocks():
         for position, statement in enumerate(block):
             for what, make in _of_statement(block, position):
@@ -260,7 +260,7 @@ def _of_call(node: ast.Call) -> _Made:
 
 @contextlib.contextmanager
 def applied(mutant: Mutant) -> Iterator[None]:
-    """Let the mutant be what runs in this process while the block runs."""
+    """Run the block with the mutant in place of the module's code, in this process."""
     module = importlib.import_module(mutant.path)
     tree = mutated(inspect.getsource(module), mutant.number, order_mistakes)
     whole = compile(tree, inspect.getsourcefile(module) or "", "exec")
@@ -317,7 +317,7 @@ def survey(modules: Sequence[str] = MODULES) -> dict[Mutant, str]:
     """Run every mutant of the modules on one rank, and what survives on two and on four.
 
     Returns:
-        What was found of each of them, beginning with the configuration; empty where nothing was.
+        The findings for each mutant, each beginning with its configuration; empty if the mutant survived.
     """
     outcomes = {mutant: "" for module in modules for mutant in mutants(module) if key(mutant) not in EQUIVALENT}
     for num_ranks, names in ((1, _FIRST), (2, _PAIRS), (4, _LAST)):

@@ -14,7 +14,7 @@ SILENT = ("text", "yaml")
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One fenced code block.
+    """A fenced code block.
 
     Attributes:
         page: path of the page below the root.

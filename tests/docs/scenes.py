@@ -71,7 +71,7 @@ class Scene:
 SCENES = {
     "README.md": Scene(
         shorter=(
-            # 600 iterations take minutes, and CI runs `make test` as a command of its own.
+            # 600 iterations take minutes, and CI already runs `make test` as a separate command.
             ("make train ", "make train TRAIN_ITERS=60 "),
             ("make test ", "make --dry-run test "),
             ("pip install . ", "pip install --no-deps --no-build-isolation --target runs/installed . "),

@@ -1,4 +1,4 @@
-"""What can be done to a rank of the training script, once, from inside: SIGKILL, a stall, another branch."""
+"""Faults that can be injected once into a rank of the training script: SIGKILL, a stall, another branch."""
 
 import json
 import os
@@ -14,7 +14,8 @@ import pretrain_gpt
 from megatron_fsdp.checkpoint import series as checkpoint_series
 from megatron_fsdp.checkpoint import writer as checkpoint_writer
 
-# Where in a save: the function, and whether the rank dies before it or after it. Only rank 0 calls those of rank 0.
+# Moments of a save: the function, and whether the rank dies before or after it. Only rank 0 calls the functions of rank
+# 0.
 SAVE_MOMENTS: dict[str, tuple[Any, str, bool, int]] = {
     "save: folder made": (checkpoint_writer, "_make_folder", True, 0),
     "save: before writing": (checkpoint_writer, "_write_mine", False, 1),
@@ -28,7 +29,7 @@ SAVE_MOMENTS: dict[str, tuple[Any, str, bool, int]] = {
     "save: old one deleted": (checkpoint_series.CheckpointSeries, "prune", True, 0),
 }
 STEP_MOMENTS = ("forward", "backward", "optimizer step")
-# The rank lives on, but stands still or does not do what the others do.
+# The rank stays alive, but stops or runs other code than the other ranks.
 STALLS = ("stall: forward", "stall: backward", "stall: optimizer step", "stall: data")
 BRANCHES = ("branch: a block left out", "branch: blocks swapped")
 _FOREVER_S = 3600.0
@@ -36,12 +37,12 @@ _FOREVER_S = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One fault.
+    """A fault and the moment at which it happens.
 
     Attributes:
         moment: of ``STEP_MOMENTS`` or ``SAVE_MOMENTS`` for a kill, or of ``STALLS`` or ``BRANCHES``.
-        iteration: in which it happens; for a save, that iteration's.
-        rank: which rank it concerns.
+        iteration: number of the iteration, or of the iteration that is saved.
+        rank: the rank with the fault.
     """
 
     moment: str
@@ -53,7 +54,7 @@ class Injector:
     """Kills this rank when the fault's moment comes, in the first run only, and notes when things happened.
 
     Args:
-        notes: file of JSON lines; what it says survives the process.
+        notes: file of JSON lines, which survives the process.
     """
 
     def __init__(self, fault: Fault | None, notes: Path, rank: int) -> None:

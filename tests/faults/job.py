@@ -1,4 +1,4 @@
-"""Starts the training script under torchrun, waits for it, and reads what it left."""
+"""Start the training script under torchrun, wait for it, and read its log."""
 
 import json
 import os
@@ -26,13 +26,13 @@ FLAGS = (
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a job.
+    """The result of a job.
 
     Attributes:
-        status: exit status of torchrun. output: what all ranks wrote.
-        losses: by iteration, as logged; a resumed run replaces what it does again.
-        has_died: whether the fault came to pass. steps_redone: iterations that were done a second time.
-        recovery_s: from the kill to the end of the first iteration after it; None without one.
+        status: exit status of torchrun. output: the text that all ranks wrote.
+        losses: by iteration, as logged; a resumed run overwrites the iterations that it repeats.
+        has_died: whether the fault happened. steps_redone: number of repeated iterations.
+        recovery_s: from the kill to the end of the first iteration after it; None without a kill.
     """
 
     status: int
@@ -45,12 +45,12 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A run of the training script in a folder of its own.
+    """A run of the training script in its own folder.
 
     Attributes:
         folder: holds the text, the notes and, in ``run``, the checkpoints and the log.
-        num_ranks: processes to start. max_restarts: how often torchrun starts them anew.
-        fault: what goes wrong. more_flags: for the script, after the common ones.
+        num_ranks: processes to start. max_restarts: how often torchrun restarts them.
+        fault: the fault to inject. more_flags: flags for the script, after the common ones.
     """
 
     folder: Path
@@ -76,7 +76,7 @@ class Job:
                     while_running(self, process)
                 output, _ = process.communicate(timeout=TIMEOUT_S)
             except BaseException:
-                # torchrun ends its ranks, each of which leads a session of its own.
+                # torchrun ends its ranks, which lead their own sessions.
                 process.terminate()
                 process.communicate(timeout=TIMEOUT_S)
                 raise
@@ -84,7 +84,7 @@ class Job:
 
     @property
     def notes(self) -> Path:
-        """The file in which the ranks note what happens."""
+        """The file to which ranks write events."""
         return self.folder / "notes.jsonl"
 
     def wait_for_iteration(self, iteration: int) -> None:

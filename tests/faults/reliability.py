@@ -2,7 +2,7 @@
 
     python -m tests.faults.reliability --times 3
 
-It needs the repository's root, ``kernels`` and ``examples`` on PYTHONPATH, and takes about ten seconds per try.
+Run it with the repository's root, ``kernels`` and ``examples`` on PYTHONPATH. A try takes about ten seconds.
 """
 
 import argparse
@@ -33,7 +33,7 @@ TIMEOUT = ("--distributed-timeout-minutes", "0.2")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One fault and what came of trying it.
+    """A fault and the results of its tries.
 
     Attributes:
         lost: tries after which the job failed or a loss was not that of the undisturbed run.
@@ -52,7 +52,7 @@ class Row:
         return f"| {self.fault} | {self.tried} | {self.lost} | {self.steps_redone} | {recovery} |"
 
 
-# ---------------------------------------------------------------- what is tried
+# ---------------------------------------------------------------- tries
 
 Try: TypeAlias = Callable[[Path, int], Outcome]
 """Runs a job in a folder; the number of the try says which rank it concerns, where that is free."""
@@ -134,7 +134,7 @@ def _row(fault: str, tries: Sequence[Outcome], wanted: Mapping[int, float]) -> R
 
 
 def is_same(losses: Mapping[int, float], wanted: Mapping[int, float]) -> bool:
-    """Whether losses are those of another run, but for fp32 sums in another order."""
+    """Compare losses with those of another run, up to fp32 sums in another order."""
     return losses.keys() == wanted.keys() and all(abs(losses[step] - wanted[step]) <= TOLERANCE for step in wanted)
 
 

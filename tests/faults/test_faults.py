@@ -11,7 +11,7 @@ from tests.faults.job import NUM_ITERATIONS, SAVE_INTERVAL, Job, Outcome
 from tests.faults.reliability import FAULTS, is_same
 
 pytestmark = pytest.mark.slow
-# Of these one rank can be the one; each is tried on either.
+# These faults concern a single rank; each is tried on both ranks.
 ON_BOTH = ("a rank", "another branch")
 RESUMED = "resuming from run/iter_0000003"
 

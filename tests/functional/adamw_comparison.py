@@ -18,7 +18,7 @@ def torch_adamw(groups: Any, **options: Any) -> torch.optim.Optimizer:
 
 
 def two_groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Split the trainable parameters as everybody does: matrices decay, vectors do not."""
+    """Split the trainable parameters in the usual way: weight decay for matrices, none for vectors."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return [
         {"params": [p for p in trained if p.ndim > 1], "weight_decay": 0.1, "betas": (0.8, 0.95)},

@@ -95,7 +95,7 @@ def train_alone(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range
 
 
 def message_of(error: type[Exception], call: Callable[[], object]) -> str:
-    """Return what an error of this very class says that the call raises; "no error" when it raises none."""
+    """Return the message of the error of this exact class that the call raises, or "no error"."""
     try:
         call()
     except error as raised:

@@ -1,7 +1,7 @@
 """Programs written for ``torch.distributed.fsdp``, run with PyTorch's engine and with this one.
 
-A program is text with the names of one engine and the methods of a ``Run``, which is told what the program sees. Only
-whole tensors are compared, because PyTorch cuts the rows of a parameter evenly and this engine does not.
+A program is text that uses one engine's names and the methods of a ``Run``, which records the results. Only whole
+tensors are compared, because PyTorch cuts the rows of a parameter evenly and this engine does not.
 """
 
 import ast
@@ -25,14 +25,14 @@ __all__ = [
     "PROGRAMS", "SINCE_2_15", "Program", "Run", "blocks", "complaints", "enter", "has_name", "loss_of", "mesh", "shows",
 ]  # fmt: skip
 
-# Where the names come from: the one line that differs.
+# Each engine's module: the only line in which the programs differ.
 ENGINES = {"torch": "torch.distributed.fsdp", "ours": "megatron_fsdp"}
 SINCE_2_15 = "GradientReductionHandle"
 """A name that PyTorch has from 2.15 on, for programs of what it does since."""
 
 
 class Run:
-    """The names of one engine, and what a program sees with them.
+    """The names of one engine, and a record of a program's results with them.
 
     Attributes:
         losses: of this rank's data. tensors: whole ones, by name. facts: anything else that has to be equal.
@@ -48,11 +48,11 @@ class Run:
         return getattr(importlib.import_module(ENGINES[self.engine]), name)
 
     def see(self, *facts: object) -> None:
-        """Note what has to be equal."""
+        """Record a value that has to be equal for both engines."""
         self.facts += facts
 
     def refuses(self, action: Callable[[], object], *errors: type[Exception]) -> None:
-        """Note whether ``action`` raises one of ``errors``, by default those that FSDP2's users may catch."""
+        """Record whether ``action`` raises one of ``errors``, by default those that FSDP2's users may catch."""
         errors = errors or (ValueError, RuntimeError, AssertionError)
         try:
             action()
@@ -80,7 +80,7 @@ class Run:
         loss: Callable[[Any, int], torch.Tensor] | None = None,
         keeps: bool = True,
     ) -> Any:
-        """Train on this rank's data, note the whole weights with ``keeps``, and return the model.
+        """Train on this rank's data, record the whole weights if ``keeps``, and return the model.
 
         Args:
             before: called with the model, and whether it is the last, before each microbatch. after: before each step.
@@ -104,13 +104,13 @@ class Run:
         return model
 
     def keep_gradients(self, model: nn.Module) -> None:
-        """Note the whole gradients of a model, and their dtypes."""
+        """Record the whole gradients of a model, and their dtypes."""
         for name, parameter in model.named_parameters():
             self.tensors[f"{len(self.tensors)}, gradient of {name}"] = whole(parameter.grad, parameter)
             self.see(parameter.grad is None or parameter.grad.dtype)
 
     def keep(self, model: nn.Module) -> None:
-        """Note the whole weights of a model, and what its parameters are."""
+        """Record the whole weights of a model, and the class of its parameters."""
         self.tensors |= {name: whole(value, value) for name, value in model.state_dict().items()}
         parameters = dict(model.named_parameters())
         self.see({name: (p.shape, p.dtype, p.device.type, p.requires_grad) for name, p in parameters.items()})
@@ -122,10 +122,10 @@ class Program:
     """Code for both engines.
 
     Attributes:
-        body: the code, as text or a function of a ``Run``; its last value is what the engines differ in.
-        num_ranks: it runs on. needs: dotted name in ``torch.distributed.fsdp`` that it uses and older versions lack.
-        tolerance: largest difference of a loss or a tensor: fp32 rounding, or that of the dtype it computes in.
-        differs: what PyTorch's engine and this one return; of an exception, the class and the start of its message.
+        body: the code, as text or a function of a ``Run``; the engines differ in its last value.
+        num_ranks: number of ranks. needs: dotted name in ``torch.distributed.fsdp`` that older versions lack.
+        tolerance: largest difference of a loss or a tensor: fp32 rounding, or rounding of the compute dtype.
+        differs: the results of PyTorch's engine and of this one; of an exception, the class and the start of its text.
     """
 
     body: str | Callable[[Run], object]
@@ -135,7 +135,7 @@ class Program:
     differs: tuple[object, object] | None = None
 
     def disagreements(self, theirs: Run, ours: Run) -> list[str]:
-        """Return one line for everything that differs."""
+        """Return one line for each difference."""
         keys = theirs.tensors.keys() & ours.tensors.keys()
         pairs = [(name, theirs.tensors[name], ours.tensors[name]) for name in sorted(keys)]
         pairs.append(("losses", torch.tensor(theirs.losses), torch.tensor(ours.losses)))
@@ -155,14 +155,14 @@ _names: dict[str, Any] = {}
 
 
 def enter(programs: dict[str, Program], names: dict[str, Any]) -> None:
-    """Add programs to the table, and the names that their texts use."""
+    """Add programs and the names that their texts use to the table."""
     assert not PROGRAMS.keys() & programs.keys()
     PROGRAMS.update(programs)
     _names.update(names)
 
 
 def has_name(path: str) -> bool:
-    """Whether the installed ``torch.distributed.fsdp`` has a name, dotted for an attribute of a class."""
+    """Look up a name in the installed ``torch.distributed.fsdp``, dotted for an attribute of a class."""
     found: Any = importlib.import_module(ENGINES["torch"])
     for name in path.split("."):
         found = getattr(found, name, None)
@@ -170,7 +170,7 @@ def has_name(path: str) -> bool:
 
 
 def complaints(name: str) -> list[str]:
-    """Run a program with both engines, on every rank; say what is not as it should be."""
+    """Run a program with both engines, on every rank, and return the differences."""
     (theirs, their_end), (ours, our_end) = (_run(PROGRAMS[name], engine) for engine in ENGINES)
     differs = PROGRAMS[name].differs
     if differs is not None:
@@ -183,7 +183,7 @@ def complaints(name: str) -> list[str]:
 
 
 def _run(program: Program, engine: str) -> tuple[Run, object]:
-    """Return what a program saw with one engine, and what it ends with: its last value, or an error."""
+    """Return a program's record with one engine, and its last value or its error."""
     torch.manual_seed(0)
     seen = Run(engine)
     try:
@@ -223,11 +223,11 @@ def mesh(*sizes: int) -> DeviceMesh:
 
 
 def loss_of(model: Any, step: int) -> torch.Tensor:
-    """Return the mean square of what a model makes of this rank's data."""
+    """Return the mean square of a model's output for this rank's data."""
     output: torch.Tensor = model(inputs(dist.get_rank(), step))
     return output.float().square().mean()
 
 
 def shows(model: nn.Module) -> list[bool]:
-    """Whether each parameter is a (sharded) DTensor now, or a plain, whole tensor."""
+    """Return for each parameter whether it is a sharded DTensor now (True) or a plain whole tensor (False)."""
     return [isinstance(parameter, DTensor) for parameter in model.parameters()]

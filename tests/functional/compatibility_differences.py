@@ -1,4 +1,4 @@
-"""Programs on which the engines differ, on purpose or because something is missing: what each of them does."""
+"""Programs for which the engines differ, on purpose or because a feature is missing: the result of each engine."""
 
 from typing import Any
 
@@ -13,20 +13,20 @@ from tests.functional.compatibility_programs import Gather, hsdp
 from tests.harness.models import inputs
 from tests.harness.oracle import whole
 
-# What programs use, some of it alone.
+# Imports for the programs; this file itself uses only a few.
 # ruff: noqa: F401
 __all__ = ["PROGRAMS"]
 
 
 class Whole(torch.Tensor):
-    """A tensor that brings an all-gather of its own."""
+    """A tensor that defines its own all-gather."""
 
     def fsdp_pre_all_gather(self, *_: object) -> object:
         return (self,), None
 
 
 def readable_gradients(model: Any) -> list[bool]:
-    """Run a backward; whether the first parameter of each layer has a gradient that can be read then."""
+    """Run a backward; return for each layer whether its first parameter has a readable gradient then."""
     loss_of(model, 0).backward()
     return [is_readable(layer.norm.weight) for layer in model.layers]
 
@@ -144,7 +144,7 @@ PROGRAMS = {
     """, 1, SINCE_2_15, differs=(
         True, "StorageError: unit 'Linear': parameter 'weight': sum of its gathered weight, which was released",
     )),
-    # FSDP2's needs NCCL, and older versions lack it.
+    # FSDP2's version needs NCCL, and older versions of PyTorch lack it.
     "set_symm_mem_for_comm": Program("""
         "symmetric" if run.engine == "torch" else fully_shard(nn.Linear(2, 2)).set_symm_mem_for_comm("NCCL")
     """, 1, differs=("symmetric", "StorageError: symmetric memory is memory of GPUs, found")),

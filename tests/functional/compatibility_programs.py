@@ -1,6 +1,7 @@
 """Programs on which the engines agree: the arguments of ``fully_shard``, methods of ``FSDPModule``, and other names.
 
-They are written as a user writes them, with the names of either engine and those of this file; ``run`` is the ``Run``.
+Programs are written as a user would write them, with the names of either engine and of this file; ``run`` is the
+``Run``.
 """
 
 import copy
@@ -30,7 +31,7 @@ from tests.functional.wire_tensor import ReleasingTensor
 from tests.harness.models import Block, Made, inputs
 from tests.harness.oracle import whole
 
-# What programs use, some of it alone.
+# Imports for the programs; this file itself uses only a few.
 # ruff: noqa: F401
 __all__ = ["PROGRAMS", "Gather"]
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -43,7 +44,7 @@ def hsdp(run: Run, **options: Any) -> Any:
 
 
 def between(run: Run, model: Any) -> Any:
-    """Note what parameters are between forward and backward, and after it."""
+    """Record the class of parameters between forward and backward, and after backward."""
     loss = loss_of(model, 99)
     run.see(shows(model))
     loss.backward()
@@ -71,14 +72,14 @@ class Shifted(Block):
 
 
 class Encoder(nn.Module):
-    """A model with a second way in."""
+    """A model with a second forward method."""
 
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(7, 13), nn.Linear(13, 7)
 
     def encode(self, x: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
-        """Return (..., 13) for (..., 7)."""
+        """Encode (..., 7) as (..., 13)."""
         return torch.tanh(self.up(x)) * scale
 
 
@@ -93,13 +94,13 @@ def with_policy(f: Run, *dtypes: torch.dtype) -> None:
 
 
 def gradients_of(f: Run, module: nn.Module, dtype: torch.dtype = FP32) -> None:
-    """Note whole gradients, and what dtypes they have and may have; ``dtype`` is the inputs'."""
+    """Record whole gradients, their dtypes and the allowed ``grad_dtype``; ``dtype`` is the inputs'."""
     module(inputs(dist.get_rank(), 1).to(dtype)).float().square().mean().backward()
     f.keep_gradients(module)
     f.see([parameter.grad_dtype for parameter in module.parameters()])
 
 
-# What parameters are, the dtypes of the policy, and the grad_dtype of some of them.
+# The parameters' dtype, the dtypes of the policy, and the grad_dtype of some parameters.
 GRAD_DTYPES: tuple[tuple[torch.dtype, tuple[torch.dtype, ...], dict[str, torch.dtype | None]], ...] = (
     (FP32, (), {"weight": BF16, "bias": BF16}),
     (FP32, (BF16,), {"weight": BF16, "bias": BF16}),
@@ -112,7 +113,7 @@ GRAD_DTYPES: tuple[tuple[torch.dtype, tuple[torch.dtype, ...], dict[str, torch.d
 
 
 def grad_dtypes(f: Run) -> None:
-    """Set before or after ``fully_shard``, on all parameters of a unit or on one, with and without a reduce_dtype."""
+    """Set ``grad_dtype`` before or after ``fully_shard``, on all or one parameter, with and without reduce_dtype."""
     for own, policy, dtypes in GRAD_DTYPES:
         for is_late in (False, True) if len(dtypes) > 1 else (False,):
             torch.manual_seed(0)
@@ -133,7 +134,7 @@ NORMS: dict[str, Callable[[], nn.Module]] = {
 
 
 def through_norm(f: Run, name: str, dtype: torch.dtype, options: dict[str, Any]) -> None:
-    """Train layers around a norm that is a unit of its own, whose policy has ``options``."""
+    """Train layers around a norm that is its own unit, with a policy of these ``options``."""
     is_image = name in ("group", "batch")
     torch.manual_seed(0)
     ends = (nn.Conv2d(1, 6, 3), nn.Conv2d(6, 2, 3)) if is_image else (nn.Linear(8, 6), nn.Linear(6, 5))
@@ -153,7 +154,7 @@ def through_norm(f: Run, name: str, dtype: torch.dtype, options: dict[str, Any])
 
 
 def norms(f: Run) -> None:
-    """Their inputs are cast like others'; statistics stay FP32, so BatchNorm on CPU wants a policy of its own."""
+    """Inputs of norms are cast like all inputs. Statistics stay FP32, so BatchNorm on CPU needs its own policy."""
     for dtype in (BF16, torch.float16):
         own = ({"param_dtype": dtype}, {"output_dtype": dtype}, {"param_dtype": FP32, "output_dtype": dtype})
         for name in NORMS:
@@ -172,7 +173,7 @@ def like_the_weights(layer: Any, args: tuple[torch.Tensor, ...]) -> tuple[DTenso
 
 
 def on_a_larger_mesh(f: Run, sizes: tuple[int, ...], **axes: Any) -> None:
-    """Shard a model of DTensors over some axes of their mesh, whose layers lay their input out like their weights."""
+    """Shard a model of DTensors over some axes of their mesh; its layers place their inputs like their weights."""
     grid = init_device_mesh("cpu", sizes, mesh_dim_names=("outer", "dp", "tp")[-len(sizes) :])
     model, dims = blocks(), f.DataParallelMeshDims(**axes)
     for layer in model.layers:
@@ -200,10 +201,10 @@ def reshard_and_sync(model: Any, is_last: bool) -> None:
 
 
 class Event:
-    """Stands for an event on a device without streams."""
+    """Stand-in for an event on a device without streams."""
 
     def record(self) -> None:
-        """Nothing is waited for."""
+        """Return at once."""
 
     wait = synchronize = record
 
@@ -216,12 +217,12 @@ def sync(model: Any, is_last: bool) -> None:
 
 
 def switched(f: Run, model: Any, microbatches: int, before: Switch | None = None) -> None:
-    """Train a model that is told before each microbatch whether it is the last one of a step."""
+    """Train a model, and set before each microbatch whether it is the last one of a step."""
     f.train(model, microbatches=microbatches, before=before, after=lambda: f.keep_gradients(model))
 
 
 def finalized(f: Run, model: Any, *, async_op: bool, microbatches: int = 2) -> None:
-    """Train with gradients that are finalized by hand, unsynchronized but for the last microbatch."""
+    """Train with gradients that are finalized by hand; only the last microbatch is synchronized."""
     f.see(model.finalize_backward())
     model.set_manual_backward_finalization(True)
 
@@ -254,7 +255,7 @@ def divided(f: Run, setter: str) -> None:
 
 
 class Gather:
-    """FSDP2's ``AllGather`` with a list of tensors; counts what it is asked for."""
+    """FSDP2's ``AllGather`` with a list of tensors; counts its calls."""
 
     calls = allocations = 0
 
@@ -269,7 +270,7 @@ class Gather:
 
 
 class Reduce(Gather):
-    """FSDP2's ``ReduceScatter``, which reduces everything everywhere."""
+    """FSDP2's ``ReduceScatter``, which reduces the whole input on every rank."""
 
     def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False) -> None:
         self.calls += 1
@@ -294,7 +295,7 @@ def on_then_off(f: Run, setter: str, **options: Any) -> None:
 
 
 def headed(f: Run, **options: Any) -> Any:
-    """Shard each layer, norm and head together, and the model; the head is for others to call."""
+    """Shard each layer, norm and head together, and the model; the caller runs the head."""
     layers = blocks().layers
     model = Made(
         lambda m, x: m.norm(m.body(x)), body=nn.Sequential(*layers), norm=nn.LayerNorm(7), head=nn.Linear(7, 5)
@@ -314,7 +315,7 @@ def in_chunks(run: Run, model: Any, step: int) -> torch.Tensor:
         run.see(shows(model.head))
         loss.backward()
     model.set_requires_gradient_sync(True)
-    # Its gradient is that of the chunks.
+    # The gradient of the leaf is that of the chunks.
     return (hidden * leaf.grad).sum()
 
 
@@ -357,7 +358,7 @@ PROGRAMS = {
             parameter.register_post_accumulate_grad_hook(lambda one: dist.all_reduce(one.grad.div_(2)))
         train(shard(model, ignored_params=kept))
     """),
-    # What is wrong in one engine is wrong in the other.
+    # Both engines refuse the same calls.
     "fully_shard refuses": Program("""
         refuses(lambda: fully_shard(nn.ModuleList([nn.Linear(2, 2)])), ValueError)
         refuses(lambda: fully_shard(nn.ModuleDict({"a": nn.Linear(2, 2)})), ValueError)
@@ -366,7 +367,7 @@ PROGRAMS = {
         refuses(lambda: fully_shard(blocks(), reshard_after_forward="yes"), ValueError)
         refuses(lambda: copy.deepcopy(fully_shard(nn.Linear(2, 2))), ValueError, AssertionError)
     """),
-    # PyTorch takes such lists in the versions that have DataParallelMeshDims.
+    # Versions of PyTorch with DataParallelMeshDims accept such lists.
     "a ModuleList with a forward": Program("""
         see(fully_shard(Applied([nn.Linear(2, 2)]))(torch.ones(1, 2)).shape)
     """, 1, "DataParallelMeshDims"),
@@ -385,7 +386,7 @@ PROGRAMS = {
     "fully_shard(dp_mesh_dims=two to shard)": Program("""
         on_a_larger_mesh(run, (2, 2, 1), shard=("outer", "dp"))
     """, 4, "DataParallelMeshDims"),
-    # FSDP2 keeps it elsewhere.
+    # FSDP2 keeps this setting in another place.
     "replicate around sharded parts": Program("""
         model = blocks()
         fully_shard(model.layers[1])
@@ -493,8 +494,7 @@ PROGRAMS = {
         model.zero_grad()
         train(model)
     """, needs="FSDPModule.reset_iter_state"),
-    # ------------------------------------------------------------ resharding
-    # That addresses stay has a test of its own.
+    # ------------------------------------------------------------ resharding Another test checks that addresses stay.
     "set_keep_unsharded_storage": Program("""
         model = shard(reshard_after_forward=True)
         model.set_keep_unsharded_storage(True)
@@ -608,7 +608,7 @@ PROGRAMS = {
         refuses(lambda: model.set_reduce_scatter_max_input_buffers(True), TypeError)
         train(model)
     """, needs="FSDPModule.set_reduce_scatter_max_input_buffers"),
-    # Each rank may take another way through the model.
+    # Each rank may run other layers.
     "set_reduce_scatter_unused_params": Program("""
         branches = {"left": nn.Linear(7, 7), "right": nn.Linear(7, 7)}
         model = fully_shard(Made(lambda module, x, way: torch.tanh(getattr(module, way)(x)), **branches))
@@ -643,7 +643,8 @@ PROGRAMS = {
     "finalize_backward on HSDP": Program("""
         finalized(run, hsdp(run), async_op=True, microbatches=1)
     """, 4, SINCE_2_15),
-    # By parts of the model, in a backward, without manual finalization; and a handle that was reset.
+    # These calls fail: on parts of the model, in a backward, without manual finalization, and on a handle after a
+    # reset.
     "finalize_backward is refused": Program("""
         model = shard()
         first, _, third = model.layers
@@ -666,12 +667,12 @@ PROGRAMS = {
         model.set_manual_backward_finalization(False)
         keep_gradients(model)
     """, needs=SINCE_2_15),
-    # The head for one chunk after the other: a backward for each, without synchronization but in the last.
+    # Run the head for one chunk after the other: a backward for each, synchronized only in the last.
     "units of which a forward runs some modules": Program("""
         model = headed(run)
         train(model, loss=partial(in_chunks, run), after=lambda: keep_gradients(model))
     """, needs=SINCE_2_15),
-    # ------------------------------------------------------------ functions beside fully_shard
+    # ------------------------------------------------------------ functions other than fully_shard
     "register_fsdp_forward_method": Program("""
         model = fully_shard(Encoder())
         refuses(lambda: register_fsdp_forward_method(model, "no_such_method"), ValueError)
@@ -736,7 +737,7 @@ PROGRAMS = {
         model(torch.ones(1, 3)).sum().backward()
         keep_gradients(model)
     """, 1),
-    # Two steps, whole state dicts through a file, and two steps of another model that takes them.
+    # Two steps, whole state dicts through a file, and two steps of another model that loads them.
     "state dicts of model and optimizer": Program("""
         model = shard()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -755,7 +756,7 @@ PROGRAMS = {
         set_optimizer_state_dict(other, second, state[1], options=part)
         train(other, 2, optimizer=second)
     """),
-    # Losses, and what has memory when weights are gathered and when they are not.
+    # Losses, and which gathered weights have memory before and after a reshard.
     "fsdp_should_release_all_gather_outputs_after_post_all_gather": Program("""
         model = nn.Sequential(nn.Linear(7, 12), nn.ReLU(), nn.Linear(12, 7))
         model[0].weight = nn.Parameter(ReleasingTensor(model[0].weight.detach()))

@@ -18,7 +18,7 @@ ROWS = 4
 
 
 class ExpertLayer(nn.Module):
-    """One expert of several: row i of a rank's data belongs to expert i modulo their number; all-to-all brings it."""
+    """An expert layer: row i of a rank's data belongs to expert i modulo their number; an all-to-all sends it there."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ def rows(rank: int, step: int = 0) -> torch.Tensor:
 
 
 def build(group: dist.ProcessGroup) -> Stack:
-    """Build a model with dense layers around one layer of experts, another expert on each rank of the group."""
+    """Build a model with dense layers around an expert layer; each rank of the group has a different expert."""
     torch.manual_seed(3)
     first, last = Block(), Block(hidden=3)
     torch.manual_seed(100 + group.rank())
@@ -47,7 +47,7 @@ def build(group: dist.ProcessGroup) -> Stack:
 
 
 def shard_experts(num_experts: int, strategy: str = "optim_grads_params", **options: Any) -> tuple[Stack, DeviceMesh]:
-    """Return the model with dense weights over all ranks and each expert over the ranks that hold it, and the mesh.
+    """Return the model with dense weights sharded over all ranks and each expert over its ranks, and the mesh.
 
     Args:
         num_experts: divides the ranks.

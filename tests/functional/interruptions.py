@@ -1,8 +1,8 @@
 """Interrupt training steps: by an exception in one of the engine's calls, or by a failing allocation.
 
-A ``Trial`` trains a sharded model beside another one. In each round one step of the first is broken off; gradients are
-dropped then, as after any error, and both models train on and have to stay equal. A ``Sweep`` does so at every n-th
-place.
+A ``Trial`` trains a sharded model and a reference model. In each round it interrupts one step of the sharded model and
+drops the gradients, as after any error. Then both models train on and have to stay equal. A ``Sweep`` does so at every
+n-th place.
 """
 
 import copy
@@ -50,7 +50,7 @@ _ROOTS = tuple(str(Path(package.__file__ or "").parent) for package in (dbuffer,
 
 @dataclass(slots=True)
 class Fault:
-    """Counts places where something may be raised, and raises at one of them.
+    """Count the places that can raise, and raise at one of them.
 
     Attributes:
         at: its number, from 1. met: how many there were. where: that one, in words.
@@ -61,7 +61,7 @@ class Fault:
     where: str = ""
 
     def meet(self, where: Callable[[], str], error: type[BaseException]) -> None:
-        """Come to one more place."""
+        """Count one more place."""
         self.met += 1
         if self.met == self.at:
             self.where = where()
@@ -70,7 +70,7 @@ class Fault:
 
 @functools.cache
 def _of_engine(code: CodeType) -> bool:
-    # How often a rank looks whether the others have come depends on the moment.
+    # Timing decides how often a rank checks whether other ranks have arrived.
     return code.co_filename.startswith(_ROOTS) and not code.co_filename.endswith("rendezvous.py")
 
 
@@ -80,7 +80,7 @@ def _words(frame: FrameType) -> str:
 
 @contextmanager
 def interrupts_at_calls(fault: Fault, of: str = "") -> Iterator[None]:
-    """Interrupt where a function of the engine is called, such as the pattern ``of`` finds in "file.py function"."""
+    """Interrupt calls of the engine's functions, chosen by the pattern ``of`` in "file.py function"."""
 
     @functools.cache
     def is_asked_for(code: CodeType) -> bool:
@@ -118,7 +118,7 @@ def _caller() -> str:
 
 @contextmanager
 def no_memory(fault: Fault) -> Iterator[None]:
-    """Run out of memory where an operator, the model's or the engine's, makes a tensor, or a storage gets its bytes."""
+    """Run out of memory when an operator, of the model or the engine, makes a tensor, or a storage allocates."""
     resize, new_slot = torch.UntypedStorage.resize_, SlotPool._new
 
     def resized(storage: torch.UntypedStorage, size: int) -> Any:
@@ -141,16 +141,16 @@ _KINDS: dict[str, Callable[[Fault], AbstractContextManager[None]]] = {
 }
 
 
-# ---------------------------------------------------------------- what is trained
+# ---------------------------------------------------------------- models
 
 
 class Net(nn.Module):
-    """Blocks, the second of which is computed again in backward; a wide parameter and a head that the root owns."""
+    """Blocks, the second recomputed in backward; a wide parameter and a head that the root owns."""
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList([Block(), Block(hidden=1), Block(hidden=17)])
-        # Of more elements than gradients have that wait to be copied together.
+        # More elements than gradients that wait to be copied together may have.
         self.wide = nn.Parameter(torch.randn(WIDTH, 2400) / 50)
         self.head = nn.Linear(WIDTH, 3)
         self.skips = False
@@ -169,10 +169,10 @@ class Setup:
 
     Attributes:
         strategy: a classmethod of ``Placements``. slots: of ``set_slot_pool``. optimizer: "sgd", with momentum;
-            "refreshed", the same, which refreshes compute weights itself; or "adamw", ours. policy: of precision; the
-            other model is sharded with it too then, as a whole one is rounded elsewhere. options: of ``fully_shard``.
-            num_ranks: at least. is_frozen: norms are; they have buffers of their own, gathered with the others'.
-            is_ordered: a forward order is set, and some data leave out the first block.
+            "refreshed", the same, which refreshes compute weights itself; or "adamw", ours. policy: of precision; then
+            the reference model is sharded with it too, because a whole model rounds elsewhere. options: of
+            ``fully_shard``. num_ranks: at least. is_frozen: norms are frozen; their buffers are gathered separately.
+            is_ordered: a forward order is set, and some data skip the first block.
     """
 
     strategy: str
@@ -233,7 +233,7 @@ _TOLERANCE = 2e-6
 
 
 class Trial:
-    """A sharded model, and another one on the same data that meets no fault: whole, or sharded alike.
+    """A sharded model, and a reference without faults on the same data: whole, or sharded with the same policy.
 
     Attributes:
         phase: of the step that runs, or was broken off.
@@ -256,9 +256,9 @@ class Trial:
         self._kept: BaseException | None = None
 
     def break_off(self, kind: str, at: int) -> Fault:
-        """Run into a fault in a step of two microbatches, and drop the gradients.
+        """Interrupt a step of two microbatches, and drop the gradients.
 
-        With several ranks it ends before the optimizer's step, in which they do not make the same calls.
+        With several ranks, interrupt before the optimizer's step, because ranks make different calls in the step.
         """
         fault, self._kept = Fault(at), None
         self._number += 1
@@ -273,17 +273,17 @@ class Trial:
                     self.phase = "step"
                     self._optimizer.step()
         except (KeyboardInterrupt, torch.OutOfMemoryError) as error:
-            # Half of the time somebody keeps the traceback, as a notebook does.
+            # In every second round the traceback stays alive, as in a notebook.
             self._kept = error if self._number % 2 else None
         (self._optimizer if self._number % 3 else self._model).zero_grad()
         if self.phase == "step":
-            # Some parameters may be as before the step and others as after it, in a whole model, too.
+            # An interrupted step may have changed some parameters and not others, in a whole model too.
             self._take_over_weights()
             self._take_over_state()
         return fault
 
     def difference(self) -> str:
-        """Train both models on, and say in which way they differ; empty for in none."""
+        """Train both models on. Return their difference as text, empty if they are equal."""
         both = (self._model, self._other)
         for has_microbatch in (False, True):
             if has_microbatch:
@@ -301,7 +301,7 @@ class Trial:
             found += _differing(*both, of_gradients=False)
             if found:
                 return found[0]
-            # Rounding must not add up from round to round.
+            # Rounding errors must not add up from round to round.
             self._take_over_weights()
         return ""
 
@@ -325,7 +325,7 @@ class Trial:
             for one, other in zip(self._model.parameters(), self._other.parameters(), strict=True):
                 other.copy_(one if isinstance(other, DTensor) else _whole(one))
                 if has_remainders:
-                    # What is written has none, so both go on from rounded weights.
+                    # A written weight has no remainder, so both models continue from rounded weights.
                     one.copy_(other)
 
     def _take_over_state(self) -> None:
@@ -338,7 +338,7 @@ class Trial:
 
 
 def _swallow(unraisable: Any) -> None:
-    """Say nothing of an interrupt where Python hears of none, as when a generator is closed."""
+    """Ignore an interrupt that Python itself cannot pass on, for example while a generator is closed."""
     if str(unraisable.exc_value) != "simulated":
         sys.__unraisablehook__(unraisable)
 
@@ -368,7 +368,7 @@ def _differing(model: nn.Module, other: nn.Module, *, of_gradients: bool) -> Ite
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """Steps that are broken off at every ``stride``-th place.
+    """Interrupt one step at every ``stride``-th place.
 
     Attributes:
         setup: a key of ``SETUPS``. kind: "memory", "calls", or a pattern of calls. is_fresh: each time in a
@@ -385,14 +385,14 @@ class Sweep:
 
 @dataclass(slots=True)
 class Found:
-    """How many steps a sweep broke off, and what was wrong after which."""
+    """The number of steps that a sweep interrupted, and the differences found, with the place of each."""
 
     num_steps: int = 0
     wrong: list[str] = field(default_factory=list)
 
 
 def run(sweep: Sweep) -> Found:
-    """Break steps off; every rank calls it."""
+    """Run the sweep; every rank calls it."""
     setup, found = SETUPS[sweep.setup], Found()
     trial: Trial | None = None
     at = 1
@@ -427,7 +427,7 @@ def _full() -> list[Sweep]:
         num_ranks = setup.num_ranks
         sweeps += [Sweep(name, "memory", 1, is_fresh, num_ranks) for is_fresh in (False, True)]
         sweeps += [Sweep(name, "calls", 7, num_ranks=num_ranks), Sweep(name, "calls", 21, True, num_ranks)]
-    # Where work is under way on other threads.
+    # Sweeps with work on other threads.
     for name in ("optim", "optim_grads", _ZERO3, "slots largest", "mixed", "wide sums", "optim_grads, adamw"):
         sweeps += [Sweep(name, "memory", 5, is_fresh, 2) for is_fresh in (False, True)]
         sweeps += [Sweep(name, "calls", 35, is_fresh, 2) for is_fresh in (False, True)]

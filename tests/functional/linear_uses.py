@@ -20,7 +20,7 @@ from tests.harness.oracle import Case
 
 @contextmanager
 def counted_products() -> Iterator[list[int]]:
-    """Yield a list that gets the elements of every gradient that is multiplied into a packed buffer."""
+    """Yield a list; each gradient multiplied into a packed buffer appends its number of elements."""
     products: list[int] = []
 
     receive = GradientBuffer.receive_product
@@ -43,12 +43,12 @@ def usual(layer: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def stack_of(*computes: Compute, bias: bool = True) -> Callable[[], Stack]:
-    """Return a function that stacks layers with one linear layer each, used as each of these does."""
+    """Return a function that stacks layers, each with one linear layer, used in the given way."""
     return lambda: Stack(*(Made(compute, linear=nn.Linear(WIDTH, WIDTH, bias=bias)) for compute in computes))
 
 
 class Own(nn.Linear):
-    """A linear layer with a forward of its own."""
+    """A linear layer with a custom forward."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + 2 * super().forward(x)
@@ -104,25 +104,25 @@ def twice(layer: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def transposed(layer: Any, x: torch.Tensor) -> torch.Tensor:
-    """Hand the layer three dimensions that do not lie one after the other."""
+    """Give the layer a three-dimensional input that is not contiguous."""
     pairs = torch.stack([x, x.sin()]).transpose(0, 1)
     return torch.tanh(layer.linear(pairs)).transpose(0, 1).sum(0)
 
 
 def hooked(layer: Any, x: torch.Tensor) -> torch.Tensor:
-    """Want to see, and to double, the gradient of the weight."""
+    """Double the gradient of the weight in a hook."""
     if not layer.linear.weight._backward_hooks:
         layer.linear.weight.register_hook(lambda gradient: 2 * gradient)
     return usual(layer, x)
 
 
 def recomputing_inside(layer: Any, x: torch.Tensor) -> torch.Tensor:
-    """Recompute within the unit, and use the layer outside of that too."""
+    """Recompute within the unit, and also use the layer outside of the recomputed part."""
     return checkpoint(lambda y: torch.tanh(layer.linear(y)), x, use_reentrant=False) + layer.linear(x)
 
 
 def skipped_at_times(layer: Any, x: torch.Tensor) -> torch.Tensor:
-    """Leave the layer out when told."""
+    """Skip the layer on demand."""
     return x if getattr(layer, "is_skipped", False) else usual(layer, x)
 
 
@@ -163,13 +163,13 @@ def skip_on_rank_zero(model: Any, rank: int, step: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Use:
-    """A way to use linear layers, and how many products each of three steps takes on the last rank."""
+    """A way to use linear layers, and the number of products in each of three steps on the last rank."""
 
     case: Case
     products: int
 
 
-# Keeps the outputs of matrix products, and recomputes the rest.
+# Keep the outputs of matrix products, and recompute the rest.
 SELECTIVELY = partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
 USES = {
     "one unit per block": Use(Case(three_blocks, squared), 6),

@@ -1,6 +1,6 @@
 """Small random models built from a description, and ways to shard them, for the random tests.
 
-A description is plain data: it travels to the ranks, is built there, and its ``repr`` can be pasted into a test.
+A description is plain data: it is sent to the ranks and built there, and its ``repr`` can be pasted into a test.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ GRANULARITIES: Mapping[str, Granularity | Callable[[nn.Parameter], Granularity |
 
 
 class Description:
-    """Shows only what differs from the defaults."""
+    """A dataclass whose repr shows only fields that differ from the defaults."""
 
     def __repr__(self) -> str:
         shown = []
@@ -56,9 +56,9 @@ class Part(Description):
     """One module.
 
     Attributes:
-        kind: a key of ``FORWARDS``, or "again": an earlier module once more.
+        kind: a key of ``FORWARDS``, or "again": an earlier module a second time.
         parts: the modules below it.
-        size: rows of its own weights; calls of "repeat"; of "again", which earlier module; else a choice.
+        size: rows of its weights; of "repeat", the number of calls; of "again", which earlier module; else a choice.
         dtype: of floating-point parameters. frozen: "", "first" parameter or "all".
         is_replicated: ``fsdp_no_shard`` is called on it.
     """
@@ -73,7 +73,7 @@ class Part(Description):
 
 @dataclass(frozen=True, repr=False)
 class Wrap(Description):
-    """One call of ``fully_shard``, on the module or the list of modules with these paths."""
+    """A call of ``fully_shard`` on the module or the list of modules with these paths."""
 
     paths: tuple[str, ...]
     strategy: str = "optim_grads_params"
@@ -87,7 +87,7 @@ class Wrap(Description):
 LEAVES = ("linear", "gain", "experts", "lookup", "norm", "masked", "spare", "empty", "scalar")
 # Modules with two results; a module above uses one or both.
 SIDE_KINDS = ("list", "dictionary", "dataclass", "nested")
-# The modules below these are in a module of their own, called ``both``.
+# These hold the modules below them in an inner module called ``both``.
 ENCLOSING = ("pick", *SIDE_KINDS)
 # Shapes of parameters, with -1 for ``size``; "spare" ones are never used, and "factor" has no rows to shard.
 SHAPES: Mapping[str, Mapping[str, tuple[int, ...]]] = {
@@ -154,14 +154,14 @@ class Linear(nn.Linear):
 
 @dataclass
 class Pair:
-    """Two results."""
+    """A module with two results."""
 
     first: torch.Tensor
     second: torch.Tensor
 
 
 class Both(nn.Module):
-    """Gives several results: of "pick" those of all modules below; else the last one's, and the first one's, scaled."""
+    """Return several results: for "pick" those of all modules below; else the last, and the first one scaled."""
 
     def __init__(self, part: Part, parts: list[nn.Module]) -> None:
         super().__init__()
@@ -216,7 +216,7 @@ def _repeat(m: Any, x: torch.Tensor, tokens: torch.Tensor, turn: int) -> torch.T
 
 def _checkpoint(m: Any, x: torch.Tensor, tokens: torch.Tensor, turn: int) -> torch.Tensor:
     if m.part.size % 2 and not x.requires_grad:
-        return _chain(m, x, tokens, turn)  # there would be no gradients from reentrant checkpointing
+        return _chain(m, x, tokens, turn)  # with reentrant checkpointing there would be no gradients
     result: torch.Tensor = checkpoint(_chain, m, x, tokens, turn, use_reentrant=bool(m.part.size % 2))
     return result
 
@@ -228,7 +228,7 @@ def _detached(m: Any, x: torch.Tensor, tokens: torch.Tensor, turn: int) -> torch
 
 
 def _pick(m: Any, x: torch.Tensor, tokens: torch.Tensor, turn: int) -> torch.Tensor:
-    """Use one of several outputs: the first, the last, or one that the data choose."""
+    """Use one of several outputs: the first, the last, or one chosen by the data."""
     found = m.both(x, tokens, turn)
     outputs: list[torch.Tensor] = [found["first"], *found["others"]]
     return outputs[(0, -1, int(tokens.sum()) % len(outputs))[m.part.size % 3]]
@@ -260,8 +260,8 @@ def _borrowing(m: Any, x: torch.Tensor, tokens: torch.Tensor, turn: int) -> torc
     return x
 
 
-# Some use what is below them on some ranks, in some microbatches. They return a view otherwise: a unit whose output is
-# its very input on some ranks has no place of its own in their backward.
+# Some kinds use the modules below them only on some ranks, in some microbatches. Without these modules they return a
+# view: a unit that returns its very input on some ranks has no node in their backward.
 FORWARDS: Mapping[str, Callable[[Any, torch.Tensor, torch.Tensor, int], torch.Tensor]] = {
     "linear": _linear,
     "gain": lambda m, x, tokens, turn: x * m.own("gain", x) + m.own("shift", x),

@@ -12,9 +12,9 @@ __all__ = ["draw"]
 OPTIMIZERS = ("sgd", "sgd", "adam", "foreach adamw", "fused adamw", "flat adamw", "foreach sgd")
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params", "optim_grads_params", "hsdp", "hfsdp")
 COMPOSITES = ("chain", "gated", "sum", "checkpoint", "pick", "mlp", "mlp")
-# Unfrozen weights need main weights of the policy's dtype, and stock optimizers gradients of the weights'.
+# Thawed weights need main weights of the policy's dtype, and stock optimizers need gradients of the weights' dtype.
 USUAL_POLICIES = [name for name in POLICIES if name not in ("fp64 main weights", "fp64 gradients", "unfused")]
-# Each is something unusual to do; a program does none, one or several of them. "@" says right after which action.
+# Unusual actions; a program has none, one or several of them. "@" names the action that they follow.
 ACTIONS = {
     "bomb": "forward bomb|early NUMBER error|interrupt",
     "fuse": "zero_grad none @zero_grad, backward @zero_grad, forward fuse NUMBER error|interrupt @zero_grad",
@@ -44,7 +44,7 @@ ACTIONS = {
 WORDS = {
     "NUMBER": "0|1|2|3|4|5|6|7|8|9", "WHICH": "all|0|1|2|3|4|5|6|7|8", "FACE": "kept|shown",
 }  # fmt: skip
-# Others are about the model, or about which actions make a step.
+# Other oddities are about the model, or about the actions of a step.
 OWN_PARTS = ("clamped", "renormed", "borrowing", "sometimes")
 ODDITIES = sorted(
     {*ACTIONS, *OWN_PARTS, "side", "two forwards", "accumulate", "stash", "penalty", "groups", "backward twice"}
@@ -52,7 +52,7 @@ ODDITIES = sorted(
 
 
 def draw(seed: int) -> Program:
-    """Return the program of a seed."""
+    """Draw the program of a seed."""
     return _Draw(random.Random(seed)).program()
 
 
@@ -64,7 +64,7 @@ class _Draw:
         if count and self.chance(0.15):
             self.odd.add("side")
         if "sometimes" in self.odd:
-            # What is not there on all ranks cannot raise on all of them, or be taken from all.
+            # A part that exists on some ranks cannot raise on all of them.
             self.odd -= {"side", "bomb", "fuse", "stash"}
 
     def chance(self, probability: float) -> bool:
@@ -74,7 +74,7 @@ class _Draw:
         count = self.source.randint
         part = Part("gated", tuple(self.part(2) for _ in range(count(1, 3))), count(1, 3))
         if self.chance(0.1) and "sometimes" not in self.odd:
-            # Each part of it is a model of its own, which other ranks must not do without.
+            # Each part is a separate model, which all ranks have to use.
             part = replace(part, kind="chain", parts=tuple(replace(one, is_replicated=False) for one in part.parts))
         num_ranks = self.choice((1, 2, 2, 2, 2, 2, 2, 3, 3, 4))
         num_outer = self.choice([size for size in range(1, num_ranks + 1) if num_ranks % size == 0])
@@ -130,7 +130,7 @@ class _Draw:
             yield Wrap(group, strategy, own, policy, granularity, is_offloaded)
 
     def together(self, chosen: list[str]) -> Iterator[tuple[str, ...]]:
-        """Yield the modules of each unit; now and then two neighbours make one."""
+        """Yield the modules of each unit; sometimes two neighbours form one unit."""
         rest = list(chosen)
         while rest:
             one = rest.pop(0)
@@ -148,10 +148,10 @@ class _Draw:
         sizes = [self.source.randint(1, num_ranks) for _ in range(self.source.randint(1, 3))]
         return tuple(tuple(sorted(self.source.sample(range(num_ranks), size))) for size in sizes)
 
-    # ------------------------------------------------------------------ what is done with it
+    # ------------------------------------------------------------------ actions
 
     def spoken(self, text: str) -> str:
-        """Choose among the alternatives of each word."""
+        """Choose one of the alternatives of each word."""
         return " ".join(self.choice(WORDS.get(word, word).split("|")) for word in text.split())
 
     def actions(self) -> list[str]:
@@ -179,14 +179,14 @@ class _Draw:
             yield last if index == count - 1 else f"backward {how}".strip()
 
     def insert(self, actions: list[str], action: str, place: str) -> None:
-        """Put an action anywhere, or right behind one that begins with ``place``."""
+        """Insert an action at a random position, or right after one that begins with ``place``."""
         spots = [spot + 1 for spot, one in enumerate(actions) if one.startswith(place)]
         spots = [*spots, 0] if not place else spots
         actions.insert(self.choice(spots) if spots else len(actions), action)
 
 
 def _modules(part: Part, path: str = "") -> Iterator[str]:
-    """Yield the paths of everything that can be a unit, children first."""
+    """Yield the paths of all modules that can be units, children first."""
     if part.kind == "again":
         return
     prefix = f"{path}." if path else ""

@@ -1,9 +1,9 @@
 """A way to use a model, described by plain data: a model, how it is sharded, and a list of actions.
 
 An action is a few words: "forward", "backward no_sync", "freeze 2 kept" (the third parameter, as an optimizer holds it;
-"shown" is what the model has there now). Each is done to the sharded model on this rank's data and to the plain one on
-the data of all ranks (``Trainee``). One that makes no sense where it stands does nothing on either side, so that any
-part of a list is a list.
+"shown" is the module's attribute now). Each action is applied to the sharded model on this rank's data and to the plain
+model on the data of all ranks (``Trainee``). An action that is impossible at its position does nothing to either model,
+so any part of a list of actions is a valid list.
 """
 
 import copy
@@ -49,14 +49,14 @@ MAX_NORM = 0.3
 
 @dataclass(frozen=True, repr=False)
 class Program(Description):
-    """A model, how it is sharded, and what is done with it.
+    """A model, how it is sharded, and the actions.
 
     Attributes:
         actions: separated by commas. wraps: calls of ``fully_shard``, in order.
         ties: pairs of linear leaves that share a weight.
         mesh: outer and inner size, of the strategies on two axes; the others use one axis of all ranks.
-        groups: ranks of process groups that somebody made before.
-        is_adapted: ``fully_shard_optimizer`` is called. is_guarded: use of released storage is looked for.
+        groups: ranks of process groups that exist before.
+        is_adapted: ``fully_shard_optimizer`` is called. is_guarded: use of released storage is an error.
         keeps_weights: ``set_reshard_after_backward(False)``.
     """
 
@@ -73,45 +73,45 @@ class Program(Description):
 
     @property
     def steps(self) -> tuple[str, ...]:
-        """The actions one by one."""
+        """The actions as a tuple."""
         return tuple(filter(None, self.actions.split(", ")))
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks it needs."""
+        """The number of ranks."""
         return self.mesh[0] * self.mesh[1]
 
     def owns(self, path: str) -> bool:
-        """Whether a unit owns what is registered in a module, or added to it."""
+        """Return whether a unit owns the parameters that are registered in a module, or added to it."""
         left_whole = [path for path, part in parts_with_paths(self.part) if part.is_replicated]
         units = [unit for wrap in self.wraps for unit in wrap.paths]
         return any(is_below(path, unit) and not any(is_below(unit, one) for one in left_whole) for unit in units)
 
     def changes_parameters(self) -> bool:
-        """Whether parameters are put in or taken out, so that a checkpoint may be of another model."""
+        """Return whether actions register or remove parameters, so that a checkpoint may be of another model."""
         return any(action.startswith(("replace", "tie", "add", "load assign")) for action in self.steps)
 
 
 def is_below(path: str, above: str) -> bool:
-    """Whether a module's path is another one's, or below it."""
+    """Return whether a module's path is equal to another one, or below it."""
     return not above or path == above or path.startswith(f"{above}.")
 
 
 class Bomb(RuntimeError):
-    """Raised by the user's code."""
+    """An error of the user's code."""
 
 
 class Interrupt(KeyboardInterrupt):
-    """Ctrl-C."""
+    """A stand-in for Ctrl-C."""
 
 
 RAISED: dict[str, type[BaseException]] = {"error": Bomb, "interrupt": Interrupt}
-# Ways of ``backward`` that are announced by nothing.
+# Ways of ``backward`` without a call before it.
 PLAIN = ("", "twice", "first", "latest")
 
 
 def _optimizer(kind: str, parameters: list[nn.Parameter], is_sharded: bool) -> torch.optim.Optimizer:
-    # With the usual epsilon a gradient that is zero but for rounding would move its weight as far as any other.
+    # With the usual epsilon, Adam moves a weight by a full step even if its gradient is only a rounding error.
     adam: dict[str, Any] = {"lr": 0.05, "eps": 0.1}
     if kind == "flat adamw" and is_sharded:
         return AdamW(parameters, weight_decay=0.0, **adam)
@@ -132,15 +132,15 @@ def whole(value: Any) -> Any:
 
 @dataclass
 class Trainee:
-    """One of the two models, and what happened to it.
+    """One of the two models, and the state of its training.
 
     Attributes:
-        ranks: whose data it sees. kept: its parameters by name, as an optimizer holds them from the start. late: those
-            that somebody registered later.
+        ranks: whose data it sees. kept: its parameters by name, as an optimizer holds them from the start. late: the
+            parameters registered later.
         counter: of forwards. pending: losses that await a backward, one list per forward with one loss per rank.
-        is_synced: whether gradients are complete. is_doubtful: whether a backward broke off that nobody cleared up.
+        is_synced: whether gradients are complete. is_doubtful: whether an interrupted backward has not been cleaned up.
         is_tampered: whether gathered weights were changed in a way that shows at the next forward.
-        seen: what the action just done gave, to be compared. saved: what was saved last.
+        seen: results of the last action, to be compared. saved: the last saved state.
     """
 
     program: Program
@@ -161,19 +161,19 @@ class Trainee:
     saved: Any = None
 
     def begin(self) -> None:
-        """Take the parameters and make an optimizer of them."""
+        """Make an optimizer of the current parameters."""
         self.kept = dict(self.model.named_parameters())
         for module in self._sharded_modules():
             module.set_reshard_after_backward(not self.program.keeps_weights)
         self._remake()
 
     def do(self, action: str) -> None:
-        """Do one action."""
+        """Perform one action."""
         name, *words = action.split()
         self.seen = []
         getattr(self, f"_do_{name}")(*words)
 
-    # ------------------------------------------------------------------ what is meant
+    # ------------------------------------------------------------------ operands of actions
 
     def _remake(self) -> None:
         self.optimizer = _optimizer(self.program.optimizer, list(self.kept.values()), self.is_sharded)
@@ -181,7 +181,7 @@ class Trainee:
             fully_shard_optimizer(self.optimizer)
 
     def _named(self, which: str, face: str) -> dict[str, nn.Parameter]:
-        """Return all parameters or the one that a number means, as kept from the start or as the model shows them."""
+        """Return all parameters or one by its number, as kept from the start or as the model shows them."""
         found = self.kept if face == "kept" else dict(self.model.named_parameters())
         names = sorted(self.kept)
         names = names if which == "all" else [names[int(which) % len(names)]]
@@ -201,13 +201,14 @@ class Trainee:
         return [module for module in self.model.modules() if isinstance(module, FsdpModule)]
 
     def _put(self, name: str, parameter: nn.Parameter) -> None:
-        """Register a parameter in the place of another one."""
+        """Replace a parameter by another one."""
         path, _, attribute = name.rpartition(".")
         setattr(self.model.get_submodule(path), attribute, parameter)
         self.late[name] = getattr(self.model.get_submodule(path), attribute)
 
     def _do_drop(self) -> None:
-        # Also where weights change: a backward of earlier forwards would be an error or nonsense for a plain model too.
+        # Changes of weights also drop losses: a later backward of them would be an error or meaningless in a plain
+        # model too.
         self.pending, self.fuses = [], []
 
     # ------------------------------------------------------------------ forward and backward
@@ -245,7 +246,7 @@ class Trainee:
         self.seen.append(("loss", losses[self.ranks.index(self.own_rank)].detach()))
 
     def _arm(self, how: str, module: nn.Module, error: type[BaseException]) -> Any:
-        # A new one each time: autograd's graph keeps the hook, and an error the frames that it went through.
+        # Make a new exception each time: autograd's graph keeps the hook, and an exception keeps its frames.
         def explode(*_: Any) -> None:
             raise error
 
@@ -261,7 +262,7 @@ class Trainee:
         return module.register_forward_hook(plant if how == "fuse" else explode)
 
     def _do_backward(self, how: str = "") -> None:
-        """Run backward of all forwards together, of the "first" or "latest" one, or of one after the other, "apart"."""
+        """Run backward of all forwards together, of the "first" or "latest" one, or of each separately ("apart")."""
         if how == "apart":
             while self.pending:
                 self._do_backward("latest")
@@ -287,7 +288,7 @@ class Trainee:
         self.is_doubtful = self.is_doubtful and not self.is_synced
 
     def _backward_by_rank(self, pending: list[list[torch.Tensor]]) -> None:
-        """Let every rank's backward get as far as it gets, and add up what parameters have then."""
+        """Run each rank's backward as far as it gets, and add up the resulting gradients."""
         raised = None
         for of_rank in zip(*pending, strict=True):
             losses = [loss for loss in of_rank if loss.requires_grad]
@@ -350,7 +351,7 @@ class Trainee:
         self.seen.append(("norm", norm))
 
     def _do_swap(self, which: str, other: str) -> None:
-        """Exchange the gradients of two parameters, which have to be of one shape."""
+        """Exchange the gradients of two parameters of equal shape."""
         (one,), (two,) = (self._named(number, "kept").values() for number in (which, other))
         one.grad, two.grad = two.grad, one.grad
 
@@ -370,14 +371,14 @@ class Trainee:
                 parameter.grad.mul_(0.5) if how == "scale" else parameter.grad.zero_()
 
     def _do_hook(self, which: str, face: str) -> None:
-        # Sharded ones first: what is refused is refused before anything is done.
+        # Sharded parameters first: a call that has to be refused is refused before it changes anything.
         for parameter in sorted(self._named(which, face).values(), key=lambda one: not isinstance(one, DTensor)):
             if parameter.requires_grad:
                 parameter.register_hook(_halve)
 
     def _do_posthook(self, which: str, face: str) -> None:
-        # Each of them runs a backward of its own in that of the plain model, which sees all ranks: its hooks are called
-        # more often than those of one rank.
+        # Each reentrant checkpoint runs an inner backward. The plain model sees all ranks, so its hooks are called more
+        # often than those of one rank.
         parts = parts_with_paths(self.program.part)
         again = [f"{path}." for path, part in parts if part.kind == "checkpoint" and part.size % 2]
         for name, parameter in self._named(which, face).items():
@@ -389,7 +390,7 @@ class Trainee:
     def _do_weight(self, how: str, which: str, face: str) -> None:
         self._do_drop()
         parameters = [one for one in self._named(which, face).values() if one.is_floating_point()]
-        # Of weights that are gathered, such as a root's, the next forward has to refuse what no operator of them shows.
+        # The next forward has to refuse changes of gathered weights, such as a root's, that no operator shows.
         self.is_tampered |= self.is_sharded and not all(isinstance(one, DTensor) for one in parameters)
         if how == "foreach":
             with torch.no_grad():
@@ -429,7 +430,7 @@ class Trainee:
                 self._remake()
 
     def _do_tie(self, which: str, then: str) -> None:
-        """Register one parameter in the place of another one of its shape."""
+        """Replace a parameter by another one of the same shape."""
         self._do_drop()
         by_kind: dict[Any, list[str]] = {}
         for name, parameter in sorted(self.kept.items()):
@@ -450,7 +451,7 @@ class Trainee:
         """Add a module that the model calls."""
         self._do_drop()
         lists = [path for path, module in self.model.named_modules() if isinstance(module, nn.ModuleList)]
-        # Who puts it where no unit is has to reduce its gradients too.
+        # A user who adds a module outside of all units has to reduce its gradients, so add it inside of one.
         places = [path for path in lists if self.program.owns(path)]
         if not places:
             return
@@ -488,20 +489,20 @@ class Trainee:
             module.reshard()
 
     def _do_choose(self, which: str, value: str) -> None:
-        """Choose anew whether weights are released after forward."""
+        """Change whether weights are released after forward."""
         for module in self._units(which):
             choice = {"None": None, "True": True, "False": False}.get(value, 1)
             module.set_reshard_after_forward(choice, recurse=False)
 
     def _do_slots(self, sizing: str) -> None:
-        """Give gathered weights and packed gradients slots of a pool, or none."""
+        """Choose slots of a pool for gathered weights and packed gradients, or none."""
         for module in self._sharded_modules():
             module.set_slot_pool(None if sizing == "none" else sizing, recurse=False)
 
-    # ------------------------------------------------------------------ what is looked at
+    # ------------------------------------------------------------------ observations
 
     def _do_look(self) -> None:
-        """Read the weights that the model shows, gathered or not."""
+        """Read the weights that the model has now, gathered or not."""
         self.seen += [(f"shown {name}", value) for name, value in self.model.named_parameters(remove_duplicate=False)]
 
     def _do_state(self) -> None:
@@ -512,7 +513,7 @@ class Trainee:
         self.seen += [(f"copied {name}", value) for name, value in copied.state_dict().items()]
 
     def _do_stash(self, which: str) -> None:
-        """Keep what a module gives, for the loss."""
+        """Keep a module's output, for the loss."""
         kept = self.stash = [] if self.stash is None else self.stash
         self._module(which).register_forward_hook(functools.partial(_keep, kept))
 
@@ -562,7 +563,7 @@ class Trainee:
         save_checkpoint(self.model, self.optimizer, self.saved, extra={"counter": self.counter})
 
     def _do_restore(self) -> None:
-        """Load what was saved last into the same model and optimizer."""
+        """Load the last saved state into the same model and optimizer."""
         if self.saved is None:
             return
         self._do_drop()

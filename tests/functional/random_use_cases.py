@@ -1,6 +1,7 @@
 """A table of uses of a model: a sentence, a program, and the outcome that it must have.
 
-Many went wrong once. "add" and "train" are forward and backward of a microbatch that is not the last, and of the last.
+Many of these uses failed once. "add" stands for forward and backward of a microbatch before the last, "train" for those
+of the last one.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,7 +17,7 @@ ZERO3 = "optim_grads_params"
 ALL = (ZERO3, "no_shard", "optim", "optim_grads", "hsdp", "hfsdp")
 SOME = (ZERO3, "no_shard", "hfsdp")
 FOUR = (*SOME, "optim")
-# By each way of accumulating; one of them multiplies weight gradients apart from their buffers.
+# Ways to accumulate; "unfused" adds weight gradients outside of their buffers.
 HOWS = {"no_sync": "none", "microbatch": "unfused", "flag": "none"}
 MICROBATCHES = {"add": "forward, backward *", "train": "forward, backward"}
 LINEAR, WIDER, FROZEN = Part("linear", size=3), Part("linear", size=5), Part("linear", size=3, frozen="all")
@@ -24,7 +25,7 @@ LINEAR, WIDER, FROZEN = Part("linear", size=3), Part("linear", size=5), Part("li
 
 @dataclass(frozen=True)
 class Model:
-    """The model of a use: its parts in a gated one, and the paths of its units (joined by "+" for one of several)."""
+    """The model of a use: its parts, inside a gated one, and the paths of its units ("+" joins several of one unit)."""
 
     parts: tuple[Part, ...]
     units: tuple[str, ...] = ("parts.0", "parts.1", "")
@@ -46,7 +47,7 @@ def _sometimes(*parts: Part, size: int = 3) -> Part:
 
 MODELS = {
     "two": Model((LINEAR, Part("mlp", (), 4))),
-    # Of Wrap 1, which "fuse 1" breaks, the weights are 5 to 8.
+    # Wrap 1, which "fuse 1" breaks, has weights 5 to 8.
     "three": Model((LINEAR, Part("mlp", (), 3), Part("linear", size=2)), ("parts.0", "parts.1", "parts.2", "")),
     "kept": Model((LINEAR, Part("mlp", (), 4)), reshard=False),
     "one unit": Model((LINEAR, Part("mlp", (), 4)), ("",)),
@@ -89,7 +90,7 @@ MODELS = {
 }  # fmt: skip
 for _dtype, _frozen in (("float64", ""), ("float64", "first"), ("bfloat16", "all"), ("float16", "all")):
     MODELS[f"{_dtype} {_frozen}"] = Model((Part("linear", size=3, dtype=_dtype, frozen=_frozen), LINEAR), ("",))
-# Recomputed regions, reentrant and not: of one part, of two, of parts in a unit, of some that ranks do not use, of all.
+# Recomputed regions, reentrant and not: one part, two parts, parts in a unit, parts that some ranks skip, all parts.
 REGIONS = [f"{kind} {how}" for kind in ("one", "two", "within", "frozen", "sometimes", "around") for how in (3, 4)]
 for _how in (3, 4):
     MODELS |= {
@@ -121,7 +122,7 @@ for _how in (3, 4):
 
 @dataclass(frozen=True)
 class Use:
-    """What is done, to which models, under which strategies, and how it ends."""
+    """Actions, the models and strategies to run them on, and the outcome."""
 
     actions: str
     models: tuple[str, ...] = ("three",)
@@ -144,7 +145,7 @@ STEP, AGAIN, REFUSED = "forward, backward, step, zero_grad none", "forward, back
 SUMS = ", ".join(["forward, backward microbatch, forward, backward last, clip ours, step, zero_grad none"] * 3)
 
 USES: dict[str, Use] = {
-    # Sums of microbatches, and what becomes of them.
+    # Sums of microbatches, and their use.
     "a microbatch is dropped": use("add, zero_grad none, train"),
     "it is dropped between forward and backward": use("add, forward, zero_grad model, backward, step, zero_grad model"),
     "it is dropped after two forwards": use("add, forward, forward, zero_grad none, backward apart"),
@@ -194,7 +195,7 @@ USES: dict[str, Use] = {
     "a backward raises and training goes on": use(
         "forward, backward, step, forward fuse 2 error, backward, forward, backward, step", "two", outcome=REFUSED
     ),
-    # Frozen and thawed.
+    # Frozen and thawed parameters.
     "weights are frozen between forward and backward": use(
         "forward, freeze 0 kept, freeze 3 kept, freeze 10 kept, backward, thaw all kept, step, zero_grad none, train, "
         "freeze 8 kept"
@@ -233,7 +234,7 @@ USES: dict[str, Use] = {
     ),
     "all are frozen before backward": here("forward, freeze all kept, backward"),
     "all are frozen between two forwards": here("forward, freeze all shown, forward, backward"),
-    # Replaced, tied and added.
+    # Replaced, tied and added parameters.
     **{
         f"a {how} weight put in {when}, {then}": here(f"{before}replace 4 {how} {then}, {AGAIN}", outcome=REFUSED)
         for how in ("like", "whole") for then in ("remake", "keep")
@@ -254,7 +255,8 @@ USES: dict[str, Use] = {
     },
     "weights are assigned after a backward": use(f"forward, backward, load assign, step, {AGAIN}", "two"),
     "weights are assigned after a microbatch": use(f"forward, backward no_sync, load assign, step, {AGAIN}", "two"),
-    # Changed. What a root keeps gathered is shown as it is, as by FSDP2: a change of it is refused by the next forward.
+    # Changed weights. The root's gathered weights are shown whole, as in FSDP2: the next forward refuses a change of
+    # them.
     "a weight is clamped in forward": use(f"{STEP}, {AGAIN}", "clamped", outcome=REFUSED),
     "a weight is renormed in forward": use(f"{STEP}, {AGAIN}", "renormed", outcome=REFUSED),
     **{
@@ -274,7 +276,7 @@ USES: dict[str, Use] = {
     "another model's weights while old ones are gathered": here(
         f"{AGAIN}, functional sharded, functional whole, {AGAIN}", keeps_weights=True
     ),
-    # Hooks, and gradients of one's own.
+    # Hooks, and gradients set by the caller.
     "a hook on what a root keeps gathered": here("forward, posthook all shown, backward, step"),
     **{
         f"a {hook} on parameters as they are {face}{when}": use(actions, "two", on=SOME)
@@ -311,7 +313,7 @@ USES: dict[str, Use] = {
     },
     "gradients asked of the sharded parameters": here("autograd kept, forward, backward"),
     "gradients asked of what a model shows after forward": here("autograd shown, forward, backward, step"),
-    # Used by nobody, by some ranks, more than once.
+    # Weights used on no rank, on some ranks, or several times.
     "nobody uses a weight, and momentum moves it not": use(f"{AGAIN}, {AGAIN}", "spare", optimizer="adam"),
     "a weight that nobody uses is frozen between two microbatches": use(
         "forward, backward no_sync, forward, freeze 5 shown, backward, step", "spare"
@@ -360,7 +362,7 @@ USES: dict[str, Use] = {
     "slots hold parts that ranks use or not": here(
         f"slots by_size, {', '.join([STEP] * 4)}", "blocks sometimes", optimizer="adam"
     ),
-    # Wound back.
+    # Optimizer steps that are undone by loading an earlier state.
     **{
         f"{optimizer} is wound back": use(
             f"save, {AGAIN}, restore, {AGAIN}, save, {AGAIN}, restore, {AGAIN}", "two", optimizer=optimizer
@@ -384,7 +386,7 @@ USES: dict[str, Use] = {
 
 @dataclass(frozen=True)
 class Case:
-    """One program of a use and its verdict; ``is_slow`` of those for the night."""
+    """A program of a use and its expected outcome; ``is_slow`` leaves it to the nightly tests."""
 
     program: Program
     outcome: str
@@ -392,9 +394,10 @@ class Case:
 
 
 def _cases() -> Iterator[tuple[str, Case]]:
-    """Yield every use of every model: by day under ZeRO-3 in one way of accumulating, a third of them under another.
+    """Yield every use of every model: `make test` runs ZeRO-3 with one way to accumulate, and a third with another
+    strategy.
 
-    Of uses of recomputed regions by day every second one, so that each kind meets each use, reentrant or not.
+    `make test` runs every second use of recomputed regions, so that each kind meets each use, reentrant or not.
     """
     for row, (name, one) in enumerate(USES.items()):
         actions = ", ".join(MICROBATCHES.get(action, action) for action in one.actions.split(", "))

@@ -1,6 +1,6 @@
 """Run a program on the sharded and on the plain model, action by action, and return the outcome.
 
-``REFUSALS`` is the closed list of errors by which the engine may refuse what a plain model would do.
+``REFUSALS`` is the closed list of errors with which the engine may refuse a program that a plain model can run.
 """
 
 import copy
@@ -31,23 +31,23 @@ from tests.harness.storage_guard import guard_released_storage
 
 __all__ = ["Verdict", "outcome", "outcomes"]
 
-# fp32 rounding of values near 1, summed over ranks and calls in another order, and what a few steps on badly
-# conditioned models make of it.
+# fp32 rounding of values near 1, summed over ranks and calls in another order, and amplified by a few steps on badly
+# conditioned models.
 TOLERANCE = 1e-5
 PATIENCE = datetime.timedelta(seconds=8)
 TIMEOUT_S = 15.0
-# After these a refusal is no reason to stop: nothing has changed.
+# The program goes on after these actions were refused: they changed nothing.
 HARMLESS = ("functional", "copy", "autograd", "state", "hook", "posthook")
 SUM = ("backward flag", "backward no_sync", "backward microbatch")
-# The class of an error, a regular expression that its message contains, and what a program must have done for it to be
-# in order, one of these: kinds of parts, and first words of actions (``_causes``).
+# The class of an error; a regular expression that its message contains; and kinds of parts and first words of actions
+# (``_causes``). A refusal is legitimate if the program has one of these causes.
 REFUSALS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-    # At fully_shard.
+    # Refusals of fully_shard.
     ("OwnershipError", r"is the same tensor as '.*' of unit '.*', which owns it already", ("tie",)),
-    # A plain tensor of unknown origin beside a sharded one.
+    # A plain tensor of unknown origin together with a sharded one.
     ("PlacementError", r"found a plain tensor of shape .* beside a sharded one", ("borrowing",)),
-    # The one that names no parameter: a weight used in another unit, outside of its module, and what is taken out of
-    # the middle of a unit, and made after its output.
+    # This error names no parameter. Its causes are a weight used in another unit, outside of its module, and a tensor
+    # from the middle of a unit, computed after the unit's output.
     ("RuntimeError", r"is at version 1000000000; expected version 0", ("borrowing", "stash")),
     # The hook of a weight that is also used outside of its unit.
     ("StateError", r"has a post-accumulate-grad hook, and this backward reached it twice", ("posthook",)),
@@ -55,15 +55,15 @@ REFUSALS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     # The flat optimizer steps a unit's parameters together.
     ("StateError", r"has no gradient, but others have that share a flat parameter with it",
      ("grad none", "freeze", "thaw", "spare", "pick", "sometimes", *SIDE_KINDS)),
-    # The gradient of what one rank computes with.
+    # The gradient of the unsharded parameters.
     ("StateError", r"torch.autograd.grad .* was asked for its gradient", ("autograd",)),
-    # Second thoughts on what was sharded.
+    # Changes of settings after fully_shard.
     ("StateError", r"was frozen when it was sharded, so it has no main weight of", ("thaw",)),
-    # Registered in a parameter's place, or beside the parameters, after fully_shard.
+    # Parameters replaced or added after fully_shard.
     ("StateError", r"was replaced by .* after fully_shard", ("replace", "tie", "functional")),
     ("StateError", r"was taken out of its module", ("replace", "tie")),
     ("StateError", r"was added after fully_shard and requires a gradient", ("add", "tie", "thaw")),
-    # Gathered weights that compute or the user changes, or reads after they were released.
+    # Gathered weights changed in compute or by the user, or read after their release.
     ("StateError", r"was changed in place while it was gathered",
      ("clamped", "renormed", "weight", "poke", "load", "replace")),
     ("CheckpointError", r"was changed in place while it was gathered", ("weight",)),
@@ -71,10 +71,10 @@ REFUSALS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("StorageError", r"of its gathered weight, which was released", ("weight", "poke", "stash", "unshard", "load")),
     # Hooks that autograd would never call.
     ("PlacementError", r"register_hook on a sharded parameter would never be called", ("hook",)),
-    # Sums under way, and those that a backward left incomplete.
+    # Sums in progress, and sums that a failed backward left incomplete.
     ("StateError", r"is a sum under way, not reduced over all ranks yet", SUM),
     ("StateError", r"was dropped or replaced while its sum is under way", SUM),
-    # Weights of a new step are gathered, and nobody has said what becomes of the sums before it.
+    # Weights of a new step are gathered, and the caller has not decided about the old sums.
     ("StateError", r"clip_grad_norm_ before gradients are final", ("drop",)),
     ("StateError", r"is incomplete, because the last backward raised", ("forward error", "forward interrupt")),
 )  # fmt: skip
@@ -82,7 +82,7 @@ REFUSALS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """How a program ended.
+    """The result of a program.
 
     Attributes:
         outcome: "same", "refused" and "plain raises too" are in order; "differs", "wrong error", "no error" and "ranks
@@ -95,12 +95,12 @@ class Verdict:
 
     @property
     def is_in_order(self) -> bool:
-        """Whether the program did what a plain model does, or was refused by name."""
+        """Return whether the program equals the plain model, or was refused by name."""
         return self.outcome in ("same", "refused", "plain raises too")
 
 
 class Diverged(Exception):
-    """Another rank did not come to where this one stands."""
+    """Another rank did not reach the same action."""
 
 
 OUTCOMES = {
@@ -112,7 +112,7 @@ OUTCOMES = {
 
 
 def outcome(program: Program) -> Verdict:
-    """Run a program on its ranks, and say how it ended; a hang or the death of a rank is an outcome too."""
+    """Run a program on its ranks, and return its verdict; a hang or the death of a rank is an outcome too."""
     try:
         return outcomes([program], TIMEOUT_S)[0]
     except RankError as error:
@@ -123,13 +123,13 @@ def outcome(program: Program) -> Verdict:
 
 
 def outcomes(programs: list[Program], timeout: float) -> list[Verdict]:
-    """Run programs of equally many ranks one after the other; a hang or the death of a rank is an error."""
+    """Run programs with equal numbers of ranks one after the other; a hang or the death of a rank is an error."""
     by_rank = run_ranks(programs[0].num_ranks, run_all, programs, timeout=timeout)
     return [next((one for one in found if not one.is_in_order), found[0]) for found in zip(*by_rank, strict=True)]
 
 
 def run_all(programs: list[Program]) -> list[Verdict]:
-    """Run programs on this rank, and return how they ended; every rank calls it."""
+    """Run programs on this rank, and return their verdicts; every rank calls it."""
     return [_Run(program, number).verdict() for number, program in enumerate(programs)]
 
 
@@ -146,7 +146,7 @@ class _Run:
         self.sharded = Trainee(program, model, [self.rank], self.rank, is_sharded=True)
 
     def verdict(self) -> Verdict:
-        """Run it all."""
+        """Run all actions and return the verdict."""
         for position, action in enumerate(("shard", *self.program.steps)):
             self.done.append(action)
             found = self._step(action)
@@ -156,8 +156,8 @@ class _Run:
         return Verdict("same")
 
     def _step(self, action: str) -> tuple[str, str] | None:
-        """Do one action on both; return the outcome and text of a verdict if that is the end."""
-        # What a forward changes shows when the weights are released: with its backward at the latest.
+        """Perform one action on both models; return outcome and text of a verdict if the program ends here."""
+        # A change made by forward shows when the weights are released: with its backward at the latest.
         clamps = any(part.kind == "clamped" for _, part in parts_with_paths(self.program.part))
         is_pass = action.startswith(("forward", "evaluate", "backward"))
         self.sharded.is_tampered = self.sharded.is_tampered and not is_pass
@@ -220,7 +220,7 @@ class _Run:
     # ------------------------------------------------------------------ comparison
 
     def _compared(self, differences: list[str]) -> tuple[str, str] | None:
-        """Compare weights and gradients; return a verdict if they or what is known already differ on any rank."""
+        """Compare weights and gradients; return a verdict if they, or earlier results, differ on any rank."""
         if self.sharded.is_tampered:
             return None
         pairs = list(self._pairs())
@@ -243,7 +243,7 @@ class _Run:
             yield from _apart(name, value, theirs[name])
 
     def _pairs(self) -> Iterator[tuple[str, Any, Any]]:
-        """Yield every weight and every gradient of both sides that can be compared now."""
+        """Yield all weights and gradients of both models that can be compared now."""
         shown = dict(self.sharded.model.named_parameters(remove_duplicate=False))
         names: dict[int, str] = {}
         for name, one in self.plain.model.named_parameters(remove_duplicate=False):
@@ -251,7 +251,7 @@ class _Run:
                 names.setdefault(id(one), name)
         for name, wanted in self.plain.model.named_parameters(remove_duplicate=False):
             mine, kept = shown.get(name), self.sharded.kept.get(names.get(id(wanted), name))
-            # While weights are gathered the model shows other tensors, which "look" looks at.
+            # While weights are gathered the model shows other tensors; the action "look" compares those.
             is_gathered = isinstance(kept, DTensor) and not isinstance(mine, DTensor)
             is_own = mine is self.sharded.late.get(name) and not isinstance(mine, UnshardedParam)
             holder = kept if is_gathered and not is_own else mine
@@ -260,7 +260,7 @@ class _Run:
                 yield f"gradient of {name}", holder.grad, wanted.grad
 
     def _exchange(self, mine: Any) -> list[Any]:
-        """Return what every rank says, by way of the store: collectives of the engine may be under way."""
+        """Return every rank's message. The store carries them, because collectives of the engine may be in flight."""
         store = dist.distributed_c10d._get_default_store()
         self.num_exchanges += 1
         keys = [f"use-{self.number}-{self.num_exchanges}-{rank}" for rank in range(self.num_ranks)]
@@ -285,7 +285,7 @@ def _apart(name: str, mine: Any, theirs: Any) -> Iterator[str]:
     if mine.shape != theirs.shape:
         yield f"{name} is {tuple(mine.shape)}, wanted {tuple(theirs.shape)}"
         return
-    # Each rank looks at its own part: to gather all of them would take most of a program's time.
+    # Each rank compares its own part: gathering all of them would take most of a program's time.
     local = _local(mine)
     theirs = mine.distribution.cut(theirs) if local.shape != theirs.shape else theirs
     if local.numel():
@@ -296,7 +296,7 @@ def _apart(name: str, mine: Any, theirs: Any) -> Iterator[str]:
 
 
 def _local(value: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a tensor, the whole one where it is not sharded."""
+    """Return this rank's part of a tensor, or the whole of an unsharded one."""
     found: torch.Tensor = value.to_local().detach() if isinstance(value, FlatDTensor) else whole(value)
     return found
 

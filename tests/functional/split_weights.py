@@ -23,7 +23,7 @@ PLAIN = MixedPrecisionPolicy(BF16, FP32, main_grads_dtype=BF16)
 
 
 def rounding_ties_away() -> AbstractContextManager[object]:
-    """Round compute weights of FP32 main weights as split weights are rounded; the casts of a gather write them all."""
+    """Round compute weights of FP32 main weights like split weights; the casts of a gather write all of them."""
     return mock.patch("megatron_fsdp.engine.param_group.cast_copy", _cast_ties_away)
 
 
@@ -35,7 +35,7 @@ def _cast_ties_away(source: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
 
 
 def make_adamw(model: nn.Module, lr: float = 0.01) -> AdamW:
-    """Make a clipping optimizer in which matrices decay and vectors have a rate of their own."""
+    """Make a clipping optimizer with weight decay for matrices and a separate learning rate for vectors."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim > 1], "weight_decay": 0.1},

@@ -1,8 +1,8 @@
-"""The alarm of a watch, explored state by state: three ranks in any order, two of which crash or hang.
+"""The alarm of a watch, explored state by state: three ranks in any order, two of them may crash or hang.
 
-The code is ``Watch``'s own. What a rank does next follows from what the store has answered so far; so its function is
-run again from the start with the answers it had, up to the first call that it has no answer for. Time stands still
-while any rank can go on, and then jumps to the first deadline that somebody waits for.
+The code is ``Watch``'s own. A rank's next call follows from the store's answers so far. So its function runs again from
+the start with these answers, up to the first call without an answer. Time stands still while any rank can go on, and
+then jumps to the first deadline of a waiting rank.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Answer = tuple[Any, float]
 
 
 class Paused(BaseException):
-    """The function has come to a call that has no answer yet."""
+    """The function has reached a call without an answer."""
 
 
 class Scripted:
@@ -85,7 +85,7 @@ def made(rank: int, mode: str, store: Any) -> Watch:
 
 @contextmanager
 def alone(rank: int, clock: Callable[[], float]) -> Iterator[None]:
-    """Be one rank, by a clock of one's own."""
+    """Run as a single rank with a simulated clock."""
     with (
         mock.patch.object(dist, "get_rank", return_value=rank),
         mock.patch.object(time, "monotonic", side_effect=clock),
@@ -97,7 +97,7 @@ def alone(rank: int, clock: Callable[[], float]) -> Iterator[None]:
 
 @functools.cache
 def advance(rank: int, mode: str, answers: tuple[Answer, ...]) -> tuple[Call | None, str | None]:
-    """Run a rank's thread with the answers it had; return its next call, or None and what it ended with."""
+    """Run a rank's thread with the answers so far; return its next call, or None and the text with which it ended."""
     store = Scripted(answers)
     with alone(rank, lambda: store.now):
         watch = made(rank, mode, store)
@@ -111,10 +111,10 @@ def advance(rank: int, mode: str, answers: tuple[Answer, ...]) -> tuple[Call | N
 
 @dataclass(frozen=True)
 class State:
-    """Where all ranks stand.
+    """The state of all ranks and of the store.
 
     Attributes:
-        answers: of each rank's calls so far. content: of the store, None when it is gone. now: seconds.
+        answers: of each rank's calls so far. content: of the store, None after its host has ended. now: seconds.
         fates: of each rank: "", "crashed", or when it fell silent. budget: how many ranks may still fail.
     """
 
@@ -131,17 +131,17 @@ def put(row: tuple[Any, ...], place: int, value: Any) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class Search:
-    """All orders in which ranks in these modes can go on.
+    """A search through all orders of calls of ranks in these modes.
 
     Attributes:
-        host: the rank whose end takes the store with it; None where a process of its own keeps it.
+        host: the rank whose end takes the store with it; None if a separate process keeps the store.
     """
 
     modes: tuple[str, ...]
     host: int | None
 
     def states(self) -> Iterator[tuple[State, bool]]:
-        """Yield every state that can be reached, and whether nothing can happen any more."""
+        """Yield every reachable state, and whether it is final."""
         first = State(((),) * len(RANKS))
         seen, open_ = {first}, [first]
         while open_:
@@ -171,7 +171,7 @@ class Search:
         return asked + float(call[1][1].total_seconds())
 
     def _answered(self, state: State, rank: int, call: Call) -> tuple[Any, Any] | None:
-        """Return what the store answers and holds then; None where a rank waits, or looks and finds nothing new."""
+        """Return the store's answer and its content afterwards; None if the rank waits or finds nothing new."""
         if state.content is None:
             return f"!{CUT}", None
         name, arguments = call
@@ -199,7 +199,7 @@ class Search:
         return result, tuple(sorted(content.items()))
 
     def _later(self, state: State) -> Iterator[State]:
-        """Let time go on: to the next deadline, and for who was silent to the end of that."""
+        """Advance the time to the next deadline; for a silent rank, to the end of its silence."""
         calls = {rank: self.call(state, rank) for rank in RANKS if state.fates[rank] == ""}
         times = [self._deadline(state, rank, call) for rank, call in calls.items() if call and call[0] == "wait"]
         if times:
@@ -214,7 +214,7 @@ class Search:
                 fewer = replace(state, budget=state.budget - 1)
                 content = None if rank == self.host else state.content
                 yield replace(fewer, fates=put(state.fates, rank, "crashed"), content=content)
-                # A store whose process stands still is another matter; see below.
+                # A store whose process stands still is tested below.
                 if rank != self.host:
                     yield replace(fewer, fates=put(state.fates, rank, state.now))
 
@@ -227,7 +227,7 @@ def check_end(search: Search, state: State) -> None:
             continue
         call, text = advance(rank, search.modes[rank], state.answers[rank])
         if call is not None:
-            # It looks once a second for an alarm that nobody has raised.
+            # The rank checks once a second for an alarm that was never raised.
             assert call[0] == "check"
             assert search.modes[rank] == "runs"
             assert state.content is not None
@@ -246,7 +246,7 @@ def check_end(search: Search, state: State) -> None:
             assert stopped or text.startswith("the job's store cannot be reached")
             assert f"!{CUT}" in said or (stopped and f"!{LATE}" in said)
         if state.fates.count("crashed") == 2 - state.budget:
-            # Nobody was silent.
+            # No rank fell silent.
             assert state.answers[rank][-1][1] <= bound(), "the thread that trains has given up by then"
     assert len(verdicts) < 2
 
@@ -257,7 +257,7 @@ def bound() -> float:
 
 
 USUAL = ((("waits", "runs", "runs"), 0), (("waits", "waits", "raised"), None), (("runs", "waits", "raised"), 0))
-# All modes of the ranks with at least one that waits, and who keeps the store.
+# All modes of the ranks with at least one that waits, and both hosts of the store.
 SEARCHES = [pair for pair in itertools.product(itertools.product(MODES, repeat=3), (None, 0)) if "waits" in pair[0]]
 
 
@@ -270,7 +270,9 @@ def quiet(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(("modes", "host"), nightly_but(USUAL, SEARCHES))
-def test_every_rank_that_lives_ends_with_one_verdict_or_says_why_not(modes: tuple[str, ...], host: int | None) -> None:
+def test_every_living_rank_ends_with_one_verdict_or_the_reason_for_none(
+    modes: tuple[str, ...], host: int | None
+) -> None:
     search, num_states, num_ends = Search(modes, host), 0, 0
     for state, is_over in search.states():
         num_states += 1

@@ -1,4 +1,4 @@
-"""How many collectives a training step issues: one gather per unit and direction, one reduction per unit, no more."""
+"""The number of collectives in a training step: one gather per unit and direction, one reduction per unit."""
 
 import math
 from collections import Counter
@@ -24,7 +24,7 @@ NUM_UNITS = 4
 
 
 def four_units(freeze: Callable[[list[Any]], Iterable[nn.Module]] = lambda layers: (), kept: str = "") -> Any:
-    """Return a stack of units, of which some parts are frozen, that keep weights after forward or backward."""
+    """Return a stack of units, some with frozen parts, that keep weights after forward or backward."""
     model: Any = Stack(*(Block(hidden=5 + 4 * index) for index in range(NUM_UNITS)))
     for module in freeze(list(model.layers)):
         module.requires_grad_(False)
@@ -77,7 +77,7 @@ def test_every_microbatch_issues_exactly_the_collectives_that_it_needs() -> None
         "weights kept after forward": (4, 0, 4, 0),
     }
     assert {name: set(count(name, 2)) for name in wanted} == {name: {one} for name, one in wanted.items()}
-    # They serve the next microbatch until the optimizer steps.
+    # Kept weights serve the next microbatch until the optimizer steps.
     assert count("weights kept after backward", 2) == [(4, 3, 4, 0), (0, 3, 4, 0)] * 3
     assert count("four units", 3, is_synced=False) == [(4, 3, 0, 0), (4, 3, 0, 0), (4, 3, 4, 0)] * 3
 
@@ -88,7 +88,7 @@ def test_one_rank_alone_issues_no_collective() -> None:
 
 
 def mixed() -> nn.Module:
-    """Return a unit of many groups: two dtypes, a frozen part, and rows that no common layout has without padding."""
+    """Return a unit of many groups: two dtypes, a frozen part, and rows whose common layouts all need padding."""
 
     def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
         total = m.wide.sum() + (m.odd**2).sum() + m.narrow.sin().sum()
@@ -101,7 +101,7 @@ def mixed() -> nn.Module:
 
 
 def region_each(shapes: Sequence[Sequence[int]], *rest: Any) -> tuple[Region, ...]:
-    """Lay every tensor out in a region of its own, as models of thousands of ranks may have it."""
+    """Give every tensor its own region, as models on thousands of ranks may have."""
     regions = [unit_regions([shape], *rest)[0] for shape in shapes]
     return tuple(replace(region, indices=(index,)) for index, region in enumerate(regions))
 
@@ -111,7 +111,7 @@ def check_mixed(strategy: str, shape: tuple[int, ...], wanted: dict[str, int]) -
     with mock.patch("megatron_fsdp.build.builder.unit_regions", region_each):
         twins = Twins(lambda: nn.Sequential(mixed(), mixed()), strategy, mesh=make_mesh(shape))
     assert len(twins.model[0].parameter_groups) == 5
-    # By hand for the plain one: the step of any optimizer may have changed any weights, which are gathered again then.
+    # Step the plain model by hand: after a step of any optimizer, all weights count as changed and are gathered again.
     optimizer = fully_shard_optimizer(torch.optim.SGD(twins.model.parameters(), lr=1e-2))
     for step in range(3):
         calls: list[str] = []
@@ -133,7 +133,7 @@ def check_mixed(strategy: str, shape: tuple[int, ...], wanted: dict[str, int]) -
     assert apart < 1e-5
 
 
-# The last unit of a forward waits for its backward with its weights.
+# The last unit of a forward keeps its weights for its backward.
 ZERO3 = {"all_gather": 6, "reduce_scatter": 4}
 MIXED = [
     ("optim_grads_params", (2,), ZERO3),

@@ -14,8 +14,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Multiple backends are registered:UserWarning"),
     pytest.mark.filterwarnings("ignore:`_get_pg_default_device`:UserWarning"),
 ]
-# PyTorch goes through all layouts of operands for each of its operators: seconds where a mesh has three axes. Of what
-# has a twin on one axis, the one on two.
+# PyTorch tries all layouts of operands for each of its operators, which takes seconds on a mesh of three axes. Among
+# programs for one and for two axes, the latter are nightly.
 NIGHTLY = (
     "set_requires_gradient_sync on HSDP", "set_requires_all_reduce(recurse=False)", "set_is_last_backward on HSDP",
     "fully_shard(dp_mesh_dims=shard)", "fully_shard(dp_mesh_dims=two to shard)",
@@ -38,7 +38,7 @@ def all_complaints(names: list[str]) -> dict[str, list[str]]:
 
 @pytest.fixture(scope="module")
 def found(request: pytest.FixtureRequest) -> dict[str, list[list[str]]]:
-    """Run the programs that were asked for on the same ranks, as PyTorch keeps what it finds out of its operators."""
+    """Run the selected programs on the same ranks, because PyTorch caches its analysis of operators."""
     items: list[Any] = [item for item in request.session.items if item.path == request.path]
     names = [item.callspec.params["name"] for item in items]
     result: dict[str, list[list[str]]] = {name: [] for name in names}

@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "compatibility.md"
 TESTS = ROOT / "tests" / "functional" / "compatibility_tests.json"
 VERDICTS = ("same", "differs", "refused", "no effect")
-# Of Megatron-FSDP's fully_shard_model and MegatronFSDP, as its documentation lists them.
+# Arguments of Megatron-FSDP's fully_shard_model and MegatronFSDP, as its documentation lists them.
 MEGATRON_ARGUMENTS = """
     module device_mesh dp_shard_dim dp_outer_dim tp_dim hybrid_fsdp_group hybrid_fsdp_expt_group expt_device_mesh
     fsdp_group_ag expt_fsdp_group_ag fsdp_unit_modules zero_dp_strategy outer_dp_sharding_strategy device
@@ -45,7 +45,7 @@ MEGATRON_METHODS = """no_sync sync set_model_auto_sync start_param_sync start_gr
 
 @dataclass(frozen=True)
 class Row:
-    """One row of a table, cell by cell."""
+    """A row of a table, as a list of cells."""
 
     name: str
     verdict: str
@@ -85,7 +85,7 @@ def names(table: str) -> set[str]:
 
 
 def installed() -> Iterator[str]:
-    """Yield what FSDP2 exports, its classes' fields and methods, and its functions' parameters."""
+    """Yield FSDP2's exported names, the fields and methods of its classes, and the parameters of its functions."""
     for name in _fully_shard.__all__:
         yield name
         value = getattr(fsdp, name)
@@ -109,7 +109,7 @@ def test_everything_that_the_installed_fsdp2_offers_has_a_row() -> None:
     assert set(installed()) - names("torch.distributed.fsdp") == set()
 
 
-# Rows of names that every version has, and nothing lists.
+# Names that exist in every version, but in no list.
 UNLISTED = {"fully_shard.state", "fully_shard.state(module)"}
 
 
@@ -118,7 +118,7 @@ def test_every_name_on_the_page_is_one_of_fsdp2() -> None:
     assert names("torch.distributed.fsdp") - set(installed()) == UNLISTED
 
 
-# Written as None here, and made the same by it.
+# The page writes None for these defaults, and they mean the same.
 DEFAULT_POLICIES = ("mp_policy", "offload_policy")
 
 

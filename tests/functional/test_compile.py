@@ -23,7 +23,7 @@ from tests.harness.oracle import Case, compare, differing, sharded_model, token_
 from tests.harness.twins import Twins, sharded
 
 BACKEND = "aot_eager"
-# What the compiler itself does.
+# Warnings of the compiler itself.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
     pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning"),
@@ -35,7 +35,7 @@ def equal_blocks(kind: type[Stack] = Stack) -> Any:
 
 
 def compiled_layers(model: Any, *, then: bool, **options: Any) -> None:
-    """Compile every layer before it is sharded, or then."""
+    """Compile every layer before it is sharded, or after."""
     for layer in model.layers:
         if not then:
             layer.compile(backend=BACKEND)
@@ -46,7 +46,7 @@ def compiled_layers(model: Any, *, then: bool, **options: Any) -> None:
 
 
 def wrapped(model: Any, *, then: bool) -> None:
-    """Replace every layer by what torch.compile makes of it, before it is sharded, or then."""
+    """Replace every layer by the result of torch.compile, before it is sharded, or after."""
     for index, layer in enumerate(model.layers):
         if then:
             model.layers[index] = torch.compile(fully_shard(layer), backend=BACKEND)
@@ -56,7 +56,7 @@ def wrapped(model: Any, *, then: bool) -> None:
 
 
 def parts_compiled(model: Any) -> None:
-    """Compile the blocks within a unit of all of them, as models do with their feed-forward."""
+    """Compile the blocks inside of a single unit, as models do with their feed-forward layers."""
     for layer in model.layers:
         layer.compile(backend=BACKEND)
     fully_shard(model)
@@ -69,7 +69,7 @@ ORDERS: dict[str, Callable[[Any], object]] = {
     "torch.compile(sharded module)": lambda model: wrapped(model, then=True),
     "parts of a unit compiled": parts_compiled,
     "the whole sharded model compiled": lambda model: sharded(model).compile(backend=BACKEND),
-    # Wider, so that results stay comparable with the whole model's.
+    # Wider layers keep results comparable with the whole model's.
     "another compute dtype": lambda model: compiled_layers(
         model, then=False, mp_policy=MixedPrecisionPolicy(torch.float64)
     ),
@@ -77,7 +77,7 @@ ORDERS: dict[str, Callable[[Any], object]] = {
 }
 
 
-# Units that are compiled before or after they are sharded take part in other tests.
+# Other tests cover units that are compiled before or after they are sharded.
 @pytest.mark.parametrize(
     "name", nightly_but(("the whole sharded model compiled", "compiled then sharded, recomputed"), ORDERS)
 )
@@ -92,7 +92,7 @@ def test_gradients_equal_those_of_a_whole_model(name: str) -> None:
 
 
 @on_ranks(2, timeout=200)
-def test_steps_after_the_first_compile_nothing_anew() -> None:
+def test_steps_after_the_first_compile_nothing() -> None:
     torch._dynamo.reset()
     compiled, counts = [], []
 
@@ -112,7 +112,7 @@ def test_steps_after_the_first_compile_nothing_anew() -> None:
 
 
 @on_ranks(2, timeout=200)
-def test_a_unit_is_compiled_anew_while_gradients_are_there() -> None:
+def test_a_unit_may_be_recompiled_while_gradients_exist() -> None:
     torch._dynamo.reset()
     twins = Twins(lambda: equal_blocks(), "optim_grads_params", lambda model, _: compiled_layers(model, then=False))
     for step, rows in enumerate((2, 5, 3)):
@@ -138,7 +138,7 @@ def test_compiled_units_serve_evaluation_and_inference() -> None:
 
 
 @on_ranks(2, timeout=200)
-def test_compiled_units_use_no_products_and_their_graphs_break_no_more_often_but_layers_beside_them_do() -> None:
+def test_compiled_units_fuse_no_products_and_add_no_graph_breaks() -> None:
     breaks = []
     for fuses in (True, False):
         torch._dynamo.reset()
@@ -175,7 +175,7 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 
 
 class ByHand(torch.optim.SGD):
-    """Steps decayed gradients, each in one graph, as low-bit optimizers make theirs."""
+    """An optimizer that steps decayed gradients, each in one graph, like low-bit optimizers."""
 
     @staticmethod
     def update(parameter: torch.Tensor, gradient: torch.Tensor, mean: torch.Tensor) -> None:
@@ -234,6 +234,6 @@ def is_cached_on_disk() -> bool:
     return True
 
 
-def test_compiled_steps_are_not_taken_from_disk_where_other_inputs_may_be_of_another_kind() -> None:
-    # PyTorch's key of a DTensor forgets what is inside: 4-bit state would get the code of FP32 state.
+def test_compiled_steps_of_dtensors_are_not_cached_on_disk() -> None:
+    # PyTorch's cache key of a DTensor ignores its local tensor: 4-bit state would get the code of FP32 state.
     assert run_ranks(1, is_cached_on_disk) == [False]

@@ -1,6 +1,6 @@
 """The same training on a CPU and on a GPU: slots, wide products, a resumed run and a captured step on one rank.
 
-What can run on a CPU does, so that only the device is new where there is one.
+Each test also runs on a CPU if it can, so that on a GPU only the device is new.
 """
 
 from collections.abc import Callable
@@ -73,7 +73,7 @@ def test_slots_change_no_bit_and_need_no_allocator(device: str) -> None:
 
 
 def error_of_gradients(device: str) -> tuple[float, float]:
-    """Return the errors of wide and of rounded gradients, beside those of the same bf16 weights in FP32 arithmetic."""
+    """Return the errors of wide and of rounded gradients, against those of the same bf16 weights in FP32 arithmetic."""
     errors = []
     for fuses in ("wide", True):
         torch.manual_seed(0)
@@ -112,7 +112,7 @@ def test_a_resumed_run_goes_on_to_the_bit(device: str, tmp_path: Path) -> None:
 
 
 def left_behind(device: str) -> tuple[int, int, int]:
-    """Return the bytes that a model leaves when it is deleted, after one has warmed up what stays (cuBLAS)."""
+    """Return the bytes that a model leaves when it is deleted, after another model has warmed up caches (cuBLAS)."""
     kept = []
     for _ in range(3):
         model, optimizer = build(device)

@@ -1,4 +1,4 @@
-"""fully_shard refuses what it cannot shard with an error that names the parameter and the fix."""
+"""fully_shard refuses parameters that it cannot shard, with an error that names the parameter and the fix."""
 
 import copy
 import os
@@ -23,7 +23,7 @@ from tests.harness import FailureKind, RankError, on_ranks, run_ranks
 from tests.harness.models import Block, Made, Stack, inputs, make_mesh
 from tests.harness.oracle import shard_each
 
-# What the mistakes below use, some of it alone.
+# Names for the mistakes below; some are used there alone.
 __all__ = [
     "CPUOffloadPolicy", "Element", "FakeTensorMode", "Flat", "MixedPrecisionPolicy", "Partial", "Placements",
     "Replicate", "Shard", "Whole", "copy", "distribute_tensor", "fully_shard_optimizer", "init_device_mesh",
@@ -71,7 +71,7 @@ def functional_loss(model: nn.Module, weight: torch.Tensor) -> torch.Tensor:
     return torch.func.functional_call(model, {"weight": weight}, (torch.ones(2, 3),)).sum()
 
 
-# Each mistake, the class of the error, and words that its message must hold: what, where, and the way out.
+# Each mistake, the class of the error, and words of its message: the problem, the place, and the fix.
 MISTAKES: dict[str, tuple[str, ...]] = {
     "a parameter without dimensions": (
         "fully_shard(scaled(nn.Parameter(torch.tensor(1.0))))",
@@ -438,7 +438,7 @@ def test_a_rank_that_dies_ends_the_job_with_an_error_on_the_others_within_the_ti
         run_ranks(3, train_until_a_rank_dies, timeout=20, fresh=True)
     kinds = {failure.rank: failure.kind for failure in caught.value.failures}
     assert kinds == {0: FailureKind.RAISED, 1: FailureKind.DIED, 2: FailureKind.RAISED}
-    assert time.monotonic() - started < 40  # of which starting the processes takes a part
+    assert time.monotonic() - started < 40  # starting the processes takes part of it
 
 
 def test_a_call_written_for_megatron_s_function_of_the_name_points_to_ours() -> None:

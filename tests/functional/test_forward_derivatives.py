@@ -14,7 +14,7 @@ from tests.harness.grids import covering, nightly_but
 from tests.harness.models import inputs, three_blocks
 from tests.harness.twins import Twins, sharded
 
-# PyTorch's own rules for forward mode are scripted when they are first needed.
+# PyTorch compiles its rules for forward mode at first use.
 pytestmark = [
     pytest.mark.filterwarnings(f"ignore:`torch.jit.script:{kind}") for kind in ("DeprecationWarning", "FutureWarning")
 ]

@@ -32,7 +32,7 @@ def test_gradients_and_the_number_of_products_are_right_with(name: str) -> None:
     with counted_products() as products:
         found = compare(replace(USES[name].case, steps=NUM_STEPS))
     assert found.is_exact, found
-    # Rank 0 leaves out a layer in one of them.
+    # Rank 0 skips a layer in one of them.
     assert len(products) == NUM_STEPS * USES[name].products or dist.get_rank() == 0
 
 
@@ -40,7 +40,7 @@ NUM_EXPERTS, HIDDEN = 3, 5
 
 
 def compute(layer: Any, x: torch.Tensor) -> torch.Tensor:
-    """Let every expert compute all tokens, in one product for all of them."""
+    """Compute all tokens with every expert, in one product for all experts."""
     hidden = torch.tanh(expert_matmul(x.expand(NUM_EXPERTS, *x.shape), layer.up))
     return x + expert_matmul(hidden, layer.down).sum(0)
 
@@ -95,14 +95,14 @@ SETTINGS = {
 
 @pytest.mark.parametrize("name", SETTINGS)
 @on_ranks(lambda name: SETTINGS[name].num_ranks)
-def test_fusion_changes_no_gradient_and_is_used_where_the_packed_buffer_has_the_product_s_dtype_and_scale(
+def test_fusion_changes_no_gradient_and_needs_a_buffer_of_the_products_dtype(
     name: str,
 ) -> None:
     setting = SETTINGS[name]
     found, products = setting.gradients(setting.policy)
     wanted, none = setting.gradients(replace(setting.policy, fuse_weight_gradients=False))
     worst = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, wanted, strict=True))
-    # In units of the compute dtype's rounding.
+    # In units of the compute dtype's rounding error.
     assert worst <= 4 * torch.finfo(setting.policy.param_dtype or FP32).eps
     assert (products, none) == (12 if setting.is_fused else 0, 0)
 
@@ -152,9 +152,9 @@ def bytes_of_a_microbatch(model: nn.Module) -> int:
 
 
 def bytes_per_parameter(*, is_fused: bool) -> float:
-    """Return what one of 64 ranks moves per parameter of the model, beyond what the plain model moves."""
+    """Return the bytes that one of 64 ranks moves per parameter of the model, beyond those of the plain model."""
     plain = wide_stack()
-    # Autograd adds to gradients that are there; it is the engine's business to add up microbatches.
+    # Autograd would add to existing gradients; here, as in the engine, each microbatch starts without one.
     for parameter in plain.parameters():
         parameter.register_post_accumulate_grad_hook(lambda one: setattr(one, "grad", None))
     least = bytes_of_a_microbatch(plain)
@@ -175,7 +175,7 @@ def bytes_per_parameter(*, is_fused: bool) -> float:
         dist.destroy_process_group()
 
 
-def test_fusion_moves_half_a_byte_per_parameter_outside_of_products_and_collectives_and_packing_four_more() -> None:
+def test_fusion_moves_half_a_byte_per_parameter_and_packing_four_more() -> None:
     fused, unfused = bytes_per_parameter(is_fused=True), bytes_per_parameter(is_fused=False)
     assert 0 <= fused <= 0.5
     assert unfused - fused == pytest.approx(4.0, abs=0.05)
@@ -198,7 +198,7 @@ def test_a_backward_for_inputs_alone_multiplies_no_weight_gradient_and_reduces_n
 
 
 class Withholding(torch.autograd.Function):
-    """A linear layer's output, with a gradient for the input alone."""
+    """A linear layer whose function returns a gradient only for the input."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -229,13 +229,13 @@ class Failing(torch.autograd.Function):
 
 
 def breakable(layer: Any, x: torch.Tensor) -> torch.Tensor:
-    """Use the layer twice, and fail between the two in backward when told."""
+    """Use the layer twice, and fail in backward between the two uses on demand."""
     x = torch.tanh(layer.linear(x))
     return layer.linear(Failing.apply(x) if layer.is_broken and isinstance(layer, FsdpModule) else x)
 
 
 def fail_first(model: nn.Module, rank: int, step: int) -> torch.Tensor:
-    """Run a backward that raises with one of two products done, then return the loss of another forward."""
+    """Run a backward that raises after one of two products, then return the loss of another forward."""
     for layer in model.layers:
         layer.is_broken = True
     if isinstance(model, FsdpModule):
@@ -292,7 +292,7 @@ def test_a_frozen_weight_has_no_product() -> None:
     assert len(products) == 3
 
 
-def test_without_sharding_it_is_an_ordinary_product() -> None:
+def test_without_sharding_the_layer_computes_an_ordinary_product() -> None:
     layer: Any = experts()
     x = inputs(0, 0, NUM_EXPERTS, 4, WIDTH)
     assert torch.equal(expert_matmul(x, layer.up), torch.bmm(x, layer.up))

@@ -37,12 +37,12 @@ class Gained(Block):
         self.gain = nn.Parameter(torch.linspace(0.5, 1.5, width, dtype=torch.float64))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what a block returns, times the gain."""
+        """Return a block's output, times the gain."""
         return super().forward(x) * self.gain.to(x.dtype)
 
 
 def products(width: int, hidden: int) -> nn.Module:
-    """Return matrices alone, which Muon steps: (rows, width) for (rows, width)."""
+    """Return the output of layers with matrices only, which Muon steps: (rows, width) for (rows, width)."""
     return Made(
         lambda m, x: x + m.down(torch.tanh(m.up(x))),
         up=nn.Linear(width, hidden, bias=False), down=nn.Linear(hidden, width, bias=False),
@@ -51,7 +51,7 @@ def products(width: int, hidden: int) -> nn.Module:
 
 @dataclass(frozen=True)
 class Setting:
-    """One way to train.
+    """A way to train.
 
     Attributes:
         strategy: names a classmethod of ``Placements``. without: words for ``DBUFFER_WITHOUT``.
@@ -76,7 +76,7 @@ def _registered(model: FSDPModule, device: str) -> None:
 
 def _symmetric(model: FSDPModule, device: str) -> None:
     for unit in _units(model):
-        # Memory that only GPUs have: slots of the allocator elsewhere.
+        # Only GPUs have this memory; on CPUs, use slots of the allocator.
         if device == "cuda":
             unit.set_symm_mem_for_comm("NCCL")
             _expect_slots(unit, "NCCL")
@@ -119,7 +119,7 @@ SETTINGS = {
     "Muon, hsdp, watched": Setting("hsdp", block=products, optimizer="Muon", watches=True, tolerance=0.015),
 }
 if not can_exchange_memory():
-    # Before PyTorch 2.13 there are no slots, which test_slots.py says.
+    # Before PyTorch 2.13 there are no slots; test_slots.py tests the refusal.
     for _name in ("slots", "nccl_ub", "symmetric memory"):
         del SETTINGS[_name]
 
@@ -131,7 +131,7 @@ def build(block: Callable[[int, int], nn.Module]) -> Stack:
 
 def data(rank: int, step: int, part: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1000 * rank + MICROBATCHES * step + part)
-    # Each rank's data has a size and a sign of its own, so that its gradients say something else than the others'.
+    # Each rank's data has another size and sign, so that its gradients differ from those of other ranks.
     return torch.randn(ROWS, WIDTH, generator=generator) * (1.0 + 0.5 * rank) + (-1) ** rank
 
 
@@ -195,7 +195,7 @@ def ranks_on(device: str, strategy: str) -> int:
     return 4 if strategy in ("hsdp", "hfsdp") else 2
 
 
-# On CPUs other tests have all of it: by day some, so that each line here runs.
+# Other tests cover all of this on CPUs, so `make test` runs only enough to reach each line here.
 BY_DAY = (
     "bf16, hsdp", "without together,in-place,separate-reduce,priority,slots", "two dtypes, hfsdp", "int8 gathers",
     "sums in FP32 of bf16, watched", "two packed buffers", "one communicator", "nccl_ub", "symmetric memory",

@@ -1,4 +1,4 @@
-"""Gradients of sharded models equal whole ones', however modules are called; more of it is in ``random_use_cases``."""
+"""Gradients of sharded models equal whole models' for many ways to call modules (more: ``random_use_cases``)."""
 
 import gc
 import weakref
@@ -18,7 +18,7 @@ from tests.harness.twins import Twins
 
 
 def adapted() -> nn.Module:
-    """Frozen base weights beside trainable low-rank ones; the base comes first in forward, so its backward is last."""
+    """Frozen base weights with trainable low-rank adapters; the base runs first in forward, so its backward is last."""
 
     def forward(module: Any, x: torch.Tensor) -> torch.Tensor:
         hidden = torch.tanh(module.base(x))
@@ -32,7 +32,7 @@ def adapted() -> nn.Module:
 
 
 @on_ranks(2)
-def test_a_unit_with_parameters_of_its_own_frees_everything_without_the_garbage_collector() -> None:
+def test_a_unit_with_own_parameters_frees_all_memory_without_the_collector() -> None:
     gc.collect()
     gc.disable()
     before = memory_meter().current_bytes

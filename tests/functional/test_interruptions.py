@@ -26,7 +26,7 @@ def kept_gathered(model: Any) -> None:
 
 
 def fused(model: nn.Module) -> torch.optim.Optimizer:
-    # No version counter shows what it changes.
+    # A fused step changes no version counter.
     return torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
 
 
@@ -37,7 +37,7 @@ def refreshing(model: nn.Module) -> torch.optim.Optimizer:
 @pytest.mark.parametrize("build", [fused, refreshing])
 @pytest.mark.parametrize("strategy", ZERO)
 @on_ranks(2)
-def test_weights_that_an_interrupted_step_has_changed_are_those_of_the_next_forward(
+def test_the_next_forward_uses_weights_changed_by_an_interrupted_step(
     strategy: str, build: Callable[[nn.Module], torch.optim.Optimizer]
 ) -> None:
     twins = Twins(lambda: Headed(Block(), Block(), nn.LayerNorm(WIDTH)), strategy)
@@ -57,12 +57,12 @@ def test_weights_that_an_interrupted_step_has_changed_are_those_of_the_next_forw
     weights = {name: whole(value, value) for name, value in model.named_parameters()}
     assert any(not torch.equal(value, weights[name]) for name, value in plain.named_parameters())
     plain.load_state_dict(weights)
-    # With gradients: an evaluation refreshes weights in any case.
+    # Run with gradients enabled: an evaluation refreshes weights in any case.
     mine, wanted = (one(inputs(dist.get_rank(), 2)) for one in twins)
     assert (mine - wanted).abs().max().item() < 1e-6
 
 
-# What is reduced while backward runs, and weights that come and go.
+# Functions that reduce while backward runs, and that gather or release weights.
 BACKWARD = (
     r"grads\.py wait |reduce\.py fold |accumulation\.py begin_sum |post_backward\.py drain "
     r"|final_callback\.py (begin_backward|final_callback) |params\.py brought_back "
@@ -104,7 +104,7 @@ def test_a_pattern_of_calls_names_functions_of_the_library(pattern: str) -> None
 
 
 @pytest.mark.parametrize("sweep", nightly_but(QUICK, [*QUICK, *SWEEPS]), ids=str)
-def test_a_step_that_is_broken_off_anywhere_does_not_show_in_those_after_it(sweep: Sweep) -> None:
+def test_a_step_interrupted_at_any_call_does_not_affect_later_steps(sweep: Sweep) -> None:
     for found in run_ranks(sweep.num_ranks, run, sweep, timeout=120 if sweep in QUICK else 1200):
         assert found.num_steps >= 3
         assert found.wrong == []

@@ -38,7 +38,7 @@ def test_a_rank_may_come_late_to_a_rendezvous_in_a_file(tmp_path: Path) -> None:
         look(one)
 
     model = nn.Linear(5, 3)
-    # Looks as long as this are the store's own waits, as all long ones are.
+    # With such a long interval the store's own wait replaces the looks.
     looks = mock.patch.object(rendezvous._Rendezvous, "look_for_ended", tell_and_look)
     with mock.patch.object(rendezvous, "_LOOK_S", 0.02), looks:
         if rank == 1:
@@ -51,7 +51,7 @@ def test_a_rank_may_come_late_to_a_rendezvous_in_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("backend", ["fake", "cpu:fake", "cpu:fake,cuda:fake"])
 @pytest.mark.parametrize("num_axes", [1, 2])
 @on_ranks(1)
-def test_a_job_of_fake_ranks_needs_nobody_to_meet(backend: str, num_axes: int) -> None:
+def test_a_job_of_fake_ranks_needs_no_rendezvous(backend: str, num_axes: int) -> None:
     dist.destroy_process_group()
     dist.init_process_group(backend, store=FakeStore(), rank=0, world_size=4)
     model = nn.Linear(5, 3)

@@ -21,7 +21,7 @@ Kept = list[Any]
 
 
 class Uses(Headed):
-    """Runs its layers in one of several ways; they are of one size, so that only values tell a mix-up."""
+    """Run the layers in one of several ways; they have equal sizes, so that a mix-up shows only in values."""
 
     how = "plain"
 
@@ -98,7 +98,7 @@ HOWS = ("plain", "layers twice", "reentrant", "not reentrant")
 
 
 def order_and_error(strategy: str, how: str, case: tuple[str, str]) -> tuple[list[str], float]:
-    """Return what was gathered, reduced and released in which order, and how far gradients are from the plain ones."""
+    """Return the order of gathers, reductions and releases, and the error of gradients against the plain model."""
     leave, then = LEFT[case[0]], THEN[case[1]]
     twins, kept = Twins(lambda: Uses(Block(), Block(), Block(), Block()), strategy), Kept()
     model, plain = twins
@@ -125,7 +125,7 @@ def order_and_error(strategy: str, how: str, case: tuple[str, str]) -> tuple[lis
 
 
 def cases_of(how: str, is_quick: bool) -> list[tuple[str, str]]:
-    """Return all cases, or a third of them, which depends on ``how``, and the one that has made ranks wait."""
+    """Return all cases; or a third of them, which depends on ``how``, and the case that once made ranks wait."""
     cases = list(product(LEFT, THEN))
     return sorted({*cases[HOWS.index(how) % 3 :: 3], ("of a forward", "both at once")}) if is_quick else cases
 
@@ -136,10 +136,10 @@ QUICK = [("optim_grads_params", 2, how, True) for how in HOWS]
 
 @pytest.mark.parametrize(("strategy", "num_ranks", "how", "is_quick"), nightly_but(QUICK, [*QUICK, *GRID]))
 @on_ranks(lambda num_ranks: num_ranks)
-def test_gradients_and_orders_are_those_of_ranks_that_keep_nothing(
+def test_kept_graphs_change_neither_gradients_nor_orders(
     strategy: str, num_ranks: int, how: str, is_quick: bool
 ) -> None:
-    # What this rank keeps is kept until the end, and garbage until somebody asks for it.
+    # This rank keeps graphs until the end, and garbage until a test asks for its collection.
     gc.disable()
     try:
         found = {case: order_and_error(strategy, how, case) for case in cases_of(how, is_quick)}
@@ -161,7 +161,7 @@ class Skipping(Block):
 
 
 @on_ranks(2)
-def test_a_unit_that_one_rank_does_not_use_in_the_earlier_of_two_passes_is_reduced_after_both() -> None:
+def test_a_unit_skipped_by_one_rank_in_the_first_pass_is_reduced_after_both() -> None:
     def loss(model: Any, rank: int, _: int) -> torch.Tensor:
         losses = []
         for step in (1, 2):

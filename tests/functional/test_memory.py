@@ -37,7 +37,7 @@ class Setting:
     policy: MixedPrecisionPolicy | None = None
     microbatches: int = 1
     stack: type[Stack] = Stack
-    # Of packed gradients, in units of gathered weights.
+    # Bytes of packed gradients, in units of gathered weights.
     packed: float = 1.0
 
 
@@ -53,7 +53,7 @@ SETTINGS = {
 
 @pytest.mark.parametrize("name", SETTINGS)
 @on_ranks(2)
-def test_a_step_holds_two_gathered_units_and_a_packed_gradient_at_most_and_allocates_no_more_each_time(
+def test_a_step_has_at_most_two_gathered_units_and_one_packed_gradient(
     name: str,
 ) -> None:
     setting = SETTINGS[name]
@@ -85,7 +85,7 @@ def test_a_step_holds_two_gathered_units_and_a_packed_gradient_at_most_and_alloc
 @pytest.mark.parametrize("is_kept", [False, True])
 @pytest.mark.parametrize("policy", [None, MIXED], ids=["fp32", "bf16"])
 @on_ranks(3)
-def test_a_rank_holds_main_weights_at_rest_and_gradients_from_backward_to_zero_grad_or_while_somebody_has_one(
+def test_gradient_memory_exists_from_backward_to_zero_grad_or_while_referenced(
     policy: MixedPrecisionPolicy | None, is_kept: bool
 ) -> None:
     meter = memory_meter()
@@ -147,7 +147,7 @@ def test_gradients_are_saved_without_the_buffer_and_parameters_load_safely() -> 
 
 
 @on_ranks(2)
-def test_released_weights_raise_whatever_they_are_reached_through_and_are_the_same_objects_when_they_are_back() -> None:
+def test_released_weights_raise_through_any_view_and_return_as_the_same_objects() -> None:
     model = sharded(Stack(Block(), Block()))
     block = model.layers[0]
     block.unshard()

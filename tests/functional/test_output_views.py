@@ -45,7 +45,7 @@ CHANGES: dict[str, Callable[[torch.Tensor], None]] = {
 
 
 def changed(view: str, change: str) -> nn.Module:
-    """Return a model that changes in place what its second unit returns, a view of what two layers compute."""
+    """Return a model that changes in place the output of its second unit, a view of a result of two layers."""
 
     def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
         returned = m.middle(m.first(x).sin())
@@ -61,7 +61,7 @@ def changed(view: str, change: str) -> nn.Module:
 
 
 class Table(nn.Module):
-    """Queries, which a caller reads after the module has returned them."""
+    """A table of queries whose output the caller uses after the module has returned."""
 
     def __init__(self, take: Output) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Table(nn.Module):
         self.take = take
 
     def forward(self, x: torch.Tensor) -> Any:
-        """Return what is taken of the table, and something computed."""
+        """Return a view of the table, and a computed tensor."""
         return self.take(self.weight), x * self.scale
 
 
@@ -84,7 +84,7 @@ TAKEN: dict[str, Output] = {
 
 
 def table(take: str) -> nn.Module:
-    """Return a model that multiplies with what one of its units returns of its weights."""
+    """Return a model that multiplies with a view of a unit's weights that the unit returned."""
 
     def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
         queries, y = m.table(m.first(x).sin())
@@ -95,7 +95,7 @@ def table(take: str) -> nn.Module:
 
 
 def apart(build: Callable[[], nn.Module], **options: Any) -> float:
-    """Return how far outputs and gradients of two steps are from the whole model's, at most."""
+    """Return the largest difference of outputs and gradients to the whole model in two steps."""
 
     def shard(model: Any) -> None:
         for part in (*model.children(), model):

@@ -1,4 +1,4 @@
-"""Compute between the issue of a collective and its wait hides it, on streams with CUDA's semantics."""
+"""Compute between a collective's issue and the wait for it hides the collective, on streams as in CUDA."""
 
 import contextlib
 import gc
@@ -67,7 +67,7 @@ def sharded(policy: MixedPrecisionPolicy, strategy: str) -> nn.Module:
 def steps_of(
     policy: MixedPrecisionPolicy, num_buffers: int | None = None, strategy: str = "optim_grads_params"
 ) -> list[Hidden]:
-    """Return what hides the collectives of a step."""
+    """Return the compute that hides the collectives of a step."""
     with null_world(8), watching("overlap") as check:
         model = sharded(policy, strategy)
         if num_buffers is not None:
@@ -80,14 +80,14 @@ def steps_of(
             with hiding if is_known else contextlib.nullcontext():
                 model(torch.ones(TOKENS, WIDTH, dtype=policy.param_dtype or FP32)).sum().backward()
                 model.zero_grad()
-                # What comes after all of it.
+                # An operator after all communication of the step.
                 torch.zeros(1).add_(1)
     assert check.certificate().is_clean()
     return hiding.found
 
 
 def reductions(policy: MixedPrecisionPolicy, num_buffers: int | None = None) -> list[Hidden]:
-    """Return what hides the reduction of each block but the first, whose gradients come last."""
+    """Return the compute that hides the reduction of each block except the first, whose gradients come last."""
     hidden = [one for one in steps_of(policy, num_buffers) if "reduce_scatter" in one.kinds]
     assert [one.unit for one in hidden] == [str(number) for number in reversed(range(NUM_BLOCKS))]
     return hidden[:-1]
@@ -111,7 +111,7 @@ def test_with_one_packed_buffer_compute_waits_at_the_first_gradient() -> None:
 
 
 class Peak(TorchDispatchMode):
-    """Sums up all memory that operators have seen and that is still there, before and after each of them.
+    """Sum up the memory that operators have seen and that is still alive, before and after each operator.
 
     Args:
         others: keys of ``KNOWN`` that belong to models of other tests, which may not have been collected yet.
@@ -119,7 +119,7 @@ class Peak(TorchDispatchMode):
 
     def __init__(self, others: set[int]) -> None:
         super().__init__()
-        # What is gathered ahead is held although no operator has seen it.
+        # Weights gathered ahead have memory although no operator has seen them.
         known = [storage._bytes for key, storage in KNOWN.items() if key not in others]
         self.storages = {storage._cdata: weakref.ref(storage) for storage in known}
         self.num_bytes = 0
@@ -138,7 +138,7 @@ class Peak(TorchDispatchMode):
 def peak_of_backward(shard: Callable[..., Any], policy: Any) -> int:
     with null_world(8), drive_with(VirtualStreams()):
         mesh = init_device_mesh("cpu", (8,))
-        # As they are collected others could take their keys.
+        # Models that are still to be collected would free their keys for new storages.
         gc.collect()
         others = set(KNOWN)
         model = nn.Sequential(*(Block() for _ in range(NUM_BLOCKS)))
@@ -158,7 +158,7 @@ def test_backward_peaks_no_higher_than_fsdp2(dtypes: tuple[torch.dtype, torch.dt
     ours = peak_of_backward(fully_shard, MixedPrecisionPolicy(*dtypes))
     theirs = peak_of_backward(torch_fsdp.fully_shard, torch_fsdp.MixedPrecisionPolicy(*dtypes))
     print(ours, theirs, ours / theirs)
-    # What is left is padding, which is less where units are larger.
+    # The rest is padding, which is smaller for larger units.
     assert 0.8 * theirs < ours <= 1.007 * theirs
 
 
@@ -167,7 +167,7 @@ def test_backward_peaks_no_higher_than_fsdp2(dtypes: tuple[torch.dtype, torch.dt
 
 @dataclass
 class Heard:
-    """What a step was heard to do: kind and stream of each collective, lanes that compute waited for, rows decoded."""
+    """Events of a step: kind and stream of each collective, lanes that compute waited for, rows decoded."""
 
     collectives: Counter[tuple[str, str]]
     waits: list[str]
@@ -219,14 +219,14 @@ def test_no_collective_of_a_step_is_issued_on_compute(strategy: str) -> None:
 def test_compute_waits_no_more_for_weights_in_8_bits_which_the_gather_lane_decodes() -> None:
     plain, packed = (heard_in_a_step("optim_grads_params", dtype) for dtype in (None, "int8_block"))
     assert packed.waits == plain.waits
-    # One gather in each direction, the last block's in forward alone.
+    # One gather in each direction, but for the last block only in forward.
     assert packed.decoded == {"gather lane": 2 * NUM_BLOCKS - 1}
     assert packed.waits.count("gather") == 2 * NUM_BLOCKS - 1
     assert "all_reduce" not in {kind for kind, _ in packed.collectives}
 
 
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "hsdp", "hfsdp"])
-def test_what_is_reduced_once_a_step_is_hidden_behind_the_backward_of_the_blocks_before(strategy: str) -> None:
+def test_reductions_once_per_step_are_hidden_behind_backward_of_earlier_blocks(strategy: str) -> None:
     last = [one for one in steps_of(MixedPrecisionPolicy(), strategy=strategy) if one.lane == "last"]
     assert {one.unit: one.flops / BACKWARD_FLOPS for one in last} == pytest.approx(
         {"4": 3.9, "3": 2.9, "2": 1.9, "1": 0.9, "0": 0.0}, abs=0.3
@@ -237,7 +237,7 @@ def test_what_is_reduced_once_a_step_is_hidden_behind_the_backward_of_the_blocks
 
 
 def num_waits(*, evaluates: bool) -> int:
-    """Return how often streams wait for each other in a step, after an evaluation on streams of its own or not."""
+    """Return how often streams wait for each other in a step, perhaps after an evaluation on other streams."""
     streams = VirtualStreams()
     with null_world(8), drive_with(streams):
         model = sharded(MixedPrecisionPolicy(), "optim_grads_params")

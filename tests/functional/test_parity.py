@@ -20,17 +20,17 @@ from tests.harness.grids import covering, nightly_but
 from tests.harness.models import draw_tokens, loss_of, make_mesh, make_model
 from tests.harness.oracle import STRATEGIES, ZERO, shard_model, whole_state
 
-# Between the smallest and the largest norm that these runs meet: some steps are clipped, others are not.
+# A value between the smallest and the largest norm of these runs: some steps are clipped, others are not.
 MAX_NORM = 0.45
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """One training run.
+    """A training run.
 
     Attributes:
         strategy: a key of ``STRATEGIES``. mesh: its shape. clip: "ours" or "torch".
-        announced: how the two microbatches of a step are told apart: by "microbatch", "no_sync" or "nothing".
+        announced: how the last microbatch of a step is marked: by "microbatch", "no_sync" or "nothing".
         zeroes: gradients, after a step: to "none", to "zero", or "never".
         optimizer: class in ``torch.optim``, and its options. own_dtype: of the parameters before sharding.
     """
@@ -68,7 +68,7 @@ class Tolerance:
 
 
 def trained(recipe: Recipe, ranks: Sequence[int] = ()) -> Run:
-    """Train sharded on this rank's data; or on those of ``ranks``, whole, with FP32 weights cast for compute."""
+    """Train sharded on this rank's data; or whole on the data of ``ranks``, with FP32 weights cast for compute."""
     model = make_model().to(recipe.own_dtype)
     forward: Any = model
     if ranks:
@@ -122,10 +122,10 @@ def trained_each(recipes: Sequence[Recipe]) -> list[Run]:
 
 
 def compare(recipes: Mapping[str, Recipe], tolerance: Tolerance | None = None) -> dict[str, list[str]]:
-    """Run recipes on the same ranks, and in this process; return what differs, for those of which something does."""
+    """Run recipes on the same ranks, and in this process; return the differences by recipe, without empty ones."""
     (num_ranks,) = {torch.Size(recipe.mesh).numel() for recipe in recipes.values()}
     by_rank = run_ranks(num_ranks, trained_each, list(recipes.values()))
-    # Of the strategy, and of how ranks tell microbatches apart, one process knows nothing.
+    # A single process has no strategy and no way to mark microbatches.
     same = {"strategy": "", "mesh": (), "announced": "", "clip": "", "is_adapted": False}
     differences = {
         name: apart(runs, replicated(replace(recipe, **same), num_ranks), tolerance or Tolerance())
@@ -135,7 +135,7 @@ def compare(recipes: Mapping[str, Recipe], tolerance: Tolerance | None = None) -
 
 
 def apart(ranks: Sequence[Run], oracle: Run, tolerance: Tolerance) -> list[str]:
-    """Return what is further away than tolerated, or not a number."""
+    """Return the values that differ by more than the tolerance, or are not numbers."""
     mean_losses = torch.stack([run.losses for run in ranks]).mean(0)
     pairs = [("losses", mean_losses, oracle.losses, tolerance.loss)]
     for rank, run in enumerate(ranks):
@@ -147,8 +147,8 @@ def apart(ranks: Sequence[Run], oracle: Run, tolerance: Tolerance) -> list[str]:
     return [f"{what}: off by {worst[what]:.3g}" for what, *_, limit in pairs if not worst[what] <= limit]
 
 
-# One rounding to bf16 is off by 2**-9 of the value at most: losses here are near 3.4 and norms near 0.45. In 20 steps
-# of 0.001 weights move by 0.02, and leaving out the rounding altogether moves them by another 0.002.
+# A rounding to bf16 is off by 2**-9 of the value at most: losses here are near 3.4 and norms near 0.45. In 20 steps of
+# 0.001 weights move by 0.02, and leaving out the rounding altogether moves them by another 0.002.
 BF16 = Tolerance(weight=2.5e-4, norm=2**-10, loss=2**-8)
 SLOW_ADAMW = (("lr", 0.001), ("weight_decay", 0.1))
 POLICIES = {
@@ -162,7 +162,7 @@ TABLE = [
     for case in product(MESHES, STRATEGIES, [None, "fp32 reduction", "bf16 reduction"], (1, 3))
     if len(STRATEGIES[case[1]].dp_axes) == len(case[0])
 ]
-# With the usual epsilon a gradient near zero whose sign is a matter of rounding would move its weight all the way.
+# With the usual epsilon, a gradient near zero moves its weight by a full step, and rounding decides the sign.
 STEADY_ADAMW = (*SLOW_ADAMW, ("eps", 0.001))
 
 
@@ -188,7 +188,7 @@ WAYS = ("nothing", "no_sync")
 FP32_REDUCTION = Recipe(steps=5, options=SLOW_ADAMW, policy=POLICIES["fp32 reduction"])
 TWO_AXES = ("hsdp", "hfsdp")
 IN_FP32: dict[str, tuple[Recipe, tuple[str, ...]]] = {
-    # Twenty steps show drift; what goes wrong in a step shows in six.
+    # Twenty steps show drift; a mistake within a step shows in six.
     "six steps on three ranks": (Recipe(mesh=(3,), steps=6), ZERO),
     "a stock optimizer, clipped by torch": (Recipe(mesh=(4,), steps=6, clip="torch", is_adapted=False), ZERO[-1:]),
     "clipped by torch": (replace(SHORT, clip="torch"), ZERO),

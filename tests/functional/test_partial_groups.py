@@ -1,4 +1,4 @@
-"""Units of several modules that run at different times: a loss in chunks, a head of its own."""
+"""Units of several modules that run at different times: a loss in chunks, a separately called head."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -26,7 +26,7 @@ def chunks(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def headed() -> nn.Module:
-    """Return layers, a norm and a head, of which a call runs as many as it is told."""
+    """Return layers, a norm and a head; each call says how many of them to run."""
 
     def forward(m: Any, x: torch.Tensor, *parts: str) -> torch.Tensor:
         x = torch.tanh(m.second(torch.tanh(m.first(x))))
@@ -119,7 +119,7 @@ CASES: dict[str, Callable[[Any, torch.Tensor], None]] = {
 @on_ranks(2)
 def test_gradients_are_a_plain_models_whichever_modules_of_a_unit_a_forward_runs(strategy: str) -> None:
     for name, case in CASES.items():
-        # Of weights that rest whole, none is released after forward.
+        # Weights that are never sharded are not released after forward.
         for reshards in (None, True, False) if strategy == "optim_grads_params" else (None,):
             twins = Twins(headed, strategy, shard, reshard_after_forward=reshards)
             optimizers = twins.optimizers(torch.optim.SGD, lr=0.02)
@@ -138,7 +138,7 @@ def test_gradients_are_a_plain_models_whichever_modules_of_a_unit_a_forward_runs
 
 
 @on_ranks(2)
-def test_each_module_of_a_unit_casts_its_inputs_and_outputs_when_it_is_called_by_itself() -> None:
+def test_each_module_of_a_unit_casts_its_inputs_and_outputs_when_called_alone() -> None:
     policy = MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float64)
     model = shard(headed(), "optim_grads_params", mp_policy=policy)
     seen: list[torch.dtype] = []
@@ -151,11 +151,12 @@ def test_each_module_of_a_unit_casts_its_inputs_and_outputs_when_it_is_called_by
 
 
 @on_ranks(2)
-def test_a_loss_in_chunks_takes_one_reduction_for_each_unit_however_many_chunks_there_are() -> None:
+def test_a_loss_in_chunks_needs_one_reduction_per_unit_for_any_number_of_chunks() -> None:
     model, counts = shard(headed(), "optim_grads_params"), Counter[str]()
     one_loss(model, inputs(dist.get_rank(), 0, 6, WIDTH))
     model.zero_grad()
     with observe_collectives(lambda call: counts.update([call.kind])):
         one_loss(model, inputs(dist.get_rank(), 1, 6, WIDTH))
-    # Two layers in forward and backward; norm and head for the norm, for all chunks, and for the norm's backward.
+    # Gathers: two layers in forward and in backward; norm and head for the norm, for all chunks, and for the norm's
+    # backward.
     assert counts == {"reduce_scatter": 3, "all_gather": 7}

@@ -59,7 +59,7 @@ def test_the_first_half_of_a_split_pipeline_backward_is_refused_by_name(reshard:
         fully_shard(part, reshard_after_forward=reshard)
     x = inputs(dist.get_rank(), 0).requires_grad_()
     loss = model(x).square().mean()
-    # What schedules with a computation of their own for weights do: InterleavedZeroBubble, ZBVZeroBubble, DualPipeV.
+    # Schedules that compute weight gradients separately do this: InterleavedZeroBubble, ZBVZeroBubble, DualPipeV.
     # PyTorch puts the tensors of the stage around the error.
     with pytest.raises(RuntimeError, match="Failed to run stage backward input") as raised:
         stage_backward_input([loss], None, [x], model.parameters())

@@ -14,7 +14,7 @@ from tests.harness import on_ranks
 from tests.harness.models import Block, Stack, inputs
 from tests.harness.twins import Twins
 
-# As experts beside attention: every other unit is small.
+# Like experts and attention: every other unit is small.
 HIDDEN = (17, 1, 17, 1, 17)
 
 
@@ -38,7 +38,7 @@ def test_training_with_a_budget_equals_the_plain_model(strategy: str, num_ranks:
 
 
 def most_under_way(model: Any) -> int:
-    """Return how many gathers were under way at most in a forward."""
+    """Return the largest number of gathers in flight in a forward."""
     under_way = set[str]()
     most = 0
 
@@ -59,10 +59,10 @@ def most_under_way(model: Any) -> int:
 @on_ranks(2)
 def test_as_many_units_are_gathered_ahead_as_fit_into_the_budget() -> None:
     model = Twins(uneven, "optim_grads_params").model
-    # The first pass is recorded, and predicts the others.
+    # The first pass is recorded, and predicts the next ones.
     model(inputs(dist.get_rank(), 0)).sum().backward()
     small, large = (unit_of(model.layers[place]).gathered_bytes for place in (1, 0))
-    # The root, which has no weights of its own, runs before all five blocks.
+    # The root, which has no weights, runs before all five blocks.
     found, expected = [], []
     for num_bytes, wanted in ((1, 1), (large, 1), (large + small, 2), (2 * large + small, 3), (1 << 30, 5)):
         model.set_prefetch_bytes(num_bytes)

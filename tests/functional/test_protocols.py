@@ -1,7 +1,7 @@
 """Crashes of saves, explored state by state with the real code.
 
-No copy of any code is checked: a save runs for real, what a crash leaves at each of its effects on the disk is copied
-(``tests/harness/effects.py``), and from every such state it is loaded and saved again, with crashes again.
+The real code is checked, not a model of it. A save runs, and the state that a crash would leave at each of its effects
+on the disk is copied (``tests/harness/effects.py``). Every such state is loaded and saved again, with further crashes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.harness.grids import nightly_but
 
 @contextmanager
 def one_life(number: int) -> Iterator[None]:
-    """Be a process of its own, with names that are the same in every run."""
+    """Run as a separate process with the same names in every run."""
     tokens = (f"{number:02x}{count:06x}" for count in itertools.count())
     with (
         mock.patch.object(checkpoint_scratch.secrets, "token_hex", side_effect=tokens),
@@ -39,7 +39,7 @@ def one_life(number: int) -> Iterator[None]:
 
 
 def trained(value: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Return a model and an optimizer with state, all of whose numbers follow from one."""
+    """Return a model and an optimizer with state, all derived from one number."""
     model = nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01 * value)
     for parameter in model.parameters():
@@ -56,7 +56,7 @@ def numbers(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Te
 
 @dataclass(frozen=True)
 class Use:
-    """A way to save: what is there before, and how it is saved over.
+    """A way to save: the folder's state before, and how it is saved over.
 
     Attributes:
         before: values saved one after another, at the steps of that number where it is a series.
@@ -87,7 +87,7 @@ class Use:
         handle.wait()
 
     def load(self, root: Path) -> int | None:
-        """Return the value of the checkpoint that is there, every number of which must be of it; None without one."""
+        """Return the checkpoint's value, after checking that all numbers belong to it; None without a checkpoint."""
         model, optimizer = trained(99)
         if self.keep_last is None:
             if not (root / "step").exists() and resting_place(root / "step") == root / "step":
@@ -127,7 +127,7 @@ USES = {
 
 
 class Explorer:
-    """Saves, crashes, looks, and saves again.
+    """Save, crash, load, and save again.
 
     Attributes:
         num_states: different folders from which it was loaded and saved. num_effects: of one save without a crash.
@@ -167,13 +167,13 @@ class Explorer:
         return self._loaded[key]
 
     def check_end(self, tree: Tree, value: int) -> None:
-        """Look at the folder after a save in peace: the new value, and no leftovers."""
+        """Check the folder after an undisturbed save: the new value, and no leftovers."""
         assert self.loaded(tree) == value
         left = {name.split("/")[0] for name in tree} - self.use.names(value)
         assert [name for name in left if not _is_bare(tree, name)] == []
 
     def explore(self, depth: int) -> None:
-        """Crash in a save and in the ``depth - 1`` next ones, and save in peace from wherever that leads."""
+        """Crash in a save and in the next ``depth - 1`` saves, and save undisturbed from each resulting state."""
         trees = [self.begin()]
         for value in range(2, 2 + depth + 1):
             following: dict[int, Tree] = {}
@@ -190,7 +190,7 @@ class Explorer:
             trees = list(following.values())
 
     def fail(self, error: type[BaseException]) -> int:
-        """Let each effect of a save fail in turn: one checkpoint is whole, and the save after it clears up."""
+        """Make each effect of a save fail, one per run: one checkpoint stays whole, and the next save clears up."""
         start = self.begin()
         old, num_effects = self.loaded(start), len(self.saved(start, 2).effects)
         for number in range(num_effects):
@@ -210,7 +210,7 @@ class Explorer:
 
 
 def _is_bare(tree: Tree, name: str) -> bool:
-    """Whether nothing is in a folder but a mark that is not whole: it cannot be told from somebody else's."""
+    """Return whether a folder is empty but for an incomplete mark: it could as well be a foreign folder."""
     below = {path: content for path, content in tree.items() if path.startswith(f"{name}/")}
     if not below:
         return True
@@ -222,7 +222,7 @@ def _is_bare(tree: Tree, name: str) -> bool:
 
 
 @pytest.mark.parametrize("name", nightly_but(list(USES)[:3], USES))
-def test_wherever_a_save_crashes_one_checkpoint_is_whole_and_the_next_save_clears_up(name: str, tmp_path: Path) -> None:
+def test_after_a_crash_at_any_effect_a_checkpoint_is_whole_and_a_save_clears_up(name: str, tmp_path: Path) -> None:
     explorer = Explorer(USES[name], tmp_path / "root")
     explorer.explore(depth=1)
     print(f"{name}: {explorer.num_effects} effects, {explorer.num_states} states")
@@ -240,7 +240,7 @@ def test_any_two_crashes_in_a_row_leave_one_checkpoint_whole(name: str, tmp_path
 
 @pytest.mark.parametrize("name", nightly_but(["over a checkpoint"], USES))
 @pytest.mark.parametrize("error", [OSError, pytest.param(KeyboardInterrupt, marks=pytest.mark.slow)])
-def test_wherever_a_save_fails_one_checkpoint_is_whole_and_the_next_save_clears_up(
+def test_after_a_failure_at_any_effect_a_checkpoint_is_whole(
     name: str, error: type[BaseException], tmp_path: Path
 ) -> None:
     assert Explorer(USES[name], tmp_path / "root").fail(error) >= 20

@@ -1,4 +1,4 @@
-"""The example in the docstring of every public name runs as it stands."""
+"""The example in the docstring of every public name runs unchanged."""
 
 import argparse
 import contextlib
@@ -23,9 +23,9 @@ from megatron_fsdp.muon import MatrixView, explain_ownership, muon_param_groups
 from tests.harness import run_ranks
 
 MODULES = ("megatron_fsdp", "megatron_fsdp.huggingface", "megatron_fsdp.megatron", "megatron_fsdp.muon")
-# Of a package that is not installed here, or a job of Megatron's: these are compiled alone. The others run.
+# Examples that need a missing package or a Megatron job: these are only compiled. The others run.
 NEED_MORE = ("accelerate_fsdp2 get_megatron_optimizer install load_torch_dist main uninstall").split()
-# A table, a class that is made of one of megatron.core's when it is asked for, and PyTorch's own.
+# A table, a class that is made from one of megatron.core's on demand, and PyTorch's own.
 WITHOUT = ("COEFFICIENT_SETS", "ShardedDataParallel", "CPUOffloadPolicy", "OffloadPolicy")
 NAMES = [
     (module, name)
@@ -33,7 +33,7 @@ NAMES = [
     for name in importlib.import_module(module).__all__
     if name not in WITHOUT and (module == "megatron_fsdp" or name not in megatron_fsdp.__all__)
 ]
-# Examples that shard get a model that is whole, the others one that is sharded.
+# Examples that shard get a whole model, other examples get a sharded one.
 SHARDING = re.compile(r"(fully_shard|fully_shard_model\w*|replicate)\(")
 
 
@@ -63,7 +63,7 @@ class Model(nn.Module):
 
 
 def example_of(module: str, name: str) -> str:
-    """Return the code below "Example:" in a name's docstring, empty where there is none."""
+    """Return the code below "Example:" in a name's docstring, or an empty text."""
     value: Any = getattr(importlib.import_module(module), name)
     text = inspect.cleandoc(value.__doc__ or "")
     found = re.search(r"^Example:\n((?:    .*\n?|\n)+)", text, re.MULTILINE)
@@ -102,7 +102,7 @@ def run_example(module: str, name: str, folder: str) -> None:
     if "path" in code:
         megatron_fsdp.save_checkpoint(names["model"], names["optimizer"], names["path"])
     with contextlib.suppress(value) if is_error else contextlib.nullcontext():
-        exec(compile(code, f"<the example of {name}>", "exec"), names)  # what is under test is the text itself
+        exec(compile(code, f"<the example of {name}>", "exec"), names)  # the text itself is under test
 
 
 @pytest.mark.parametrize(("module", "name"), NAMES)

@@ -1,6 +1,6 @@
-"""Six faults of gradients on several ranks, published in 2026, put back in: the check finds them.
+"""The check finds six faults of gradients on several ranks that were published in 2026, when they are put back in.
 
-Each of them trained with a falling loss.
+Training with each fault still had a falling loss.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ TOKENS = 36
 
 
 def divide_what_was_accumulated() -> AbstractContextManager[Any]:
-    """Divide the sum by the ranks with each microbatch, not the microbatch: ((g1 / D + g2) / D + g3) / D."""
+    """Divide the accumulated sum by the ranks in each microbatch: ((g1 / D + g2) / D + g3) / D."""
 
     def accumulate(source: torch.Tensor, target: torch.Tensor, *, scale: float, overwrite: bool) -> None:
         target.copy_(source if overwrite else target + source).mul_(scale)
@@ -38,7 +38,7 @@ def divide_what_was_accumulated() -> AbstractContextManager[Any]:
 
 
 def double_in_groups_of_one() -> AbstractContextManager[Any]:
-    """Reduce into the input itself and accumulate on top where a group has one rank."""
+    """In groups of one rank, reduce into the input itself and accumulate on top."""
     original = Reduction.start
 
     def twice(self: Reduction, works: Any) -> list[Part]:
@@ -74,19 +74,19 @@ def summed_over_tensor_parallel_ranks() -> Stack:
 
 
 def experts(num_experts: int, grad_divisor: float) -> Callable[[], Stack]:
-    """Return what builds a model of which each rank has one of some experts, with a divisor of the experts' own."""
+    """Return a builder of a model with one of several experts per rank, and a separate divisor for experts."""
     return lambda: shard_experts(num_experts, grad_divisor=grad_divisor)[0]
 
 
 def times_tokens_of_a_rank(model: nn.Module) -> None:
-    """Scale for the tokens of a step what was averaged over the ranks already."""
+    """Scale gradients for the tokens of a step although they were averaged over the ranks before."""
     for parameter in model.parameters():
         parameter.grad.mul_(TOKENS)
 
 
 nothing = contextlib.nullcontext
 DENSE, EXPERT = "parameter 'layers.0.norm.weight' .*", "parameter 'layers.1.expert.norm.weight' .*"
-# How the model is built, what is patched, options of the check, and what it has to say.
+# The builder, the patch, options of the check, and the message.
 FAULTS: dict[str, tuple[Callable[[], Stack], Callable[[], Any], dict[str, Any], str]] = {
     "none": (data_parallel, nothing, {}, ""),
     "none, experts": (experts(2, 2), nothing, {}, ""),
@@ -118,7 +118,7 @@ def complaints() -> Iterator[tuple[str, str]]:
     for name, (build, fault, options, _) in FAULTS.items():
         model = build()
         own = {key: partial(one, model) if key == "finish" else one for key, one in options.items()}
-        # Ranks that share their tensor-parallel work have the same data.
+        # Ranks that share tensor-parallel work have the same data.
         data = rows(dist.get_rank() // 2 if name == "times tp" else dist.get_rank())
         with fault():
             try:

@@ -28,13 +28,13 @@ def seeds() -> range:
 def test_a_random_use_is_that_of_the_plain_model_or_refused_by_name(seed: int) -> None:
     program = draw(seed)
     found = outcome(program)
-    # With the program in a form to paste.
+    # The message ends with the program in a form to paste.
     assert found.is_in_order, f"{found.outcome} at action {found.action}\n{found.text}\noutcome({program!r})"
 
 
 @pytest.fixture(scope="module")
 def together(request: pytest.FixtureRequest) -> dict[str, Verdict]:
-    """Run the cases that were asked for on the same ranks, as many at a time; of those that break a rank off, none."""
+    """Run the selected cases on the same ranks, several at a time; leave out groups in which a rank stopped."""
     items: list[Any] = [item for item in request.session.items if item.path == request.path]
     names = [item.callspec.params["name"] for item in items if "name" in item.callspec.params]
     found: dict[str, Verdict] = {}

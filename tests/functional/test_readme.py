@@ -1,4 +1,4 @@
-"""The script in the README runs as it stands, before and after it was ported from FSDP2."""
+"""The script in the README runs unchanged, before and after its port from FSDP2."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def run_script(sign: str) -> tuple[float, float, bool]:
     """Run one side of the diff; return its last gradient norm and loss, and whether this rank holds all parameters."""
     (diff,) = re.findall(r"```diff\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
     names: dict[str, object] = {}
-    exec(compile(side_of(diff, sign), str(README), "exec"), names)  # what is under test is the text itself
+    exec(compile(side_of(diff, sign), str(README), "exec"), names)  # the text itself is under test
     model, norm, loss = names["model"], names["norm"], names["loss"]
     whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
     is_whole = all(parameter.to_local().shape == parameter.shape for parameter in model.parameters())

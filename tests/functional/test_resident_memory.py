@@ -1,4 +1,4 @@
-"""Resident memory of a process that trains on CPU: what collectives leave behind does not break up its heap."""
+"""The resident memory of a process that trains on CPU stays bounded: collectives do not fragment its heap."""
 
 import json
 import os
@@ -18,7 +18,7 @@ FIRST, LAST = 20, 120
 
 
 class Block(nn.Module):
-    """Activations of 512 KiB, which the allocator takes from the heap, not from pages of their own."""
+    """Activations of 512 KiB, which the allocator takes from the heap instead of mapping pages."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,8 @@ class Training:
 @pytest.mark.slow
 @on_ranks(2, fresh=True, timeout=180.0)
 def test_a_hundred_steps_add_less_than_10_mib_to_what_is_resident() -> None:
-    # With the flight recorder 30. New processes, as a used heap has holes that take the growth for a while.
+    # With the flight recorder the growth is 30. Use new processes: a used heap has holes that absorb the growth for a
+    # while.
     training = Training()
     held = []
     for number in range(LAST):
@@ -65,7 +66,7 @@ def test_nothing_is_kept_of_the_collectives_of_a_step() -> None:
 
 
 def printed(program: str, **variables: str) -> str:
-    """Return the output of a program in a process of its own, with these environment variables on top."""
+    """Return the output of a program in a new process with additional environment variables."""
     environment = {name: value for name, value in os.environ.items() if name != "TORCH_FR_BUFFER_SIZE"} | variables
     command = [sys.executable, "-c", program]
     found = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=120)

@@ -36,7 +36,7 @@ def unpacked(content: bytes) -> torch.Tensor:
 
 
 def build() -> nn.Module:
-    """Return a model whose first part passes its input on, beside what it makes of it."""
+    """Return a model whose first part returns its input and a result computed from it."""
     first = Made(lambda m, x: (m.linear(x.sin()), x), linear=nn.Linear(WIDTH, WIDTH))
 
     def forward(model: Any, x: torch.Tensor) -> torch.Tensor:
@@ -69,7 +69,7 @@ def test_gradients_equal_the_whole_models_when_saved_tensors_are_pickled() -> No
 
 
 class LaterCopies:
-    """Hooks that copy after forward, as those that copy on a stream of their own may do on a GPU."""
+    """Hooks that copy after forward, as hooks that copy on another stream may do on a GPU."""
 
     def __init__(self) -> None:
         self.packed: list[list[torch.Tensor]] = []
@@ -79,7 +79,7 @@ class LaterCopies:
         self.hooks.__enter__()
 
     def pack(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Keep a tensor whose copy is still to be made."""
+        """Keep a tensor that is copied only later."""
         self.packed.append([tensor.detach()])
         return self.packed[-1]
 
@@ -90,16 +90,16 @@ class LaterCopies:
 
 
 def shared_once() -> Any:
-    """Return hooks that keep one copy per tensor in memory that they know by the tensor's address, as verl's do.
+    """Return hooks that keep one copy of each tensor, found by its address, like verl's hooks.
 
-    As verl's, they leave weights out: a gathered weight gives its memory back, and another one may get that address.
+    Like verl's hooks these skip weights: a gathered weight releases its memory, and another weight may get its address.
     """
     copies: dict[tuple[int, torch.Size], torch.Tensor] = {}
 
     def pack(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if isinstance(tensor if tensor._base is None else tensor._base, nn.Parameter):
             return tensor, tensor
-        # Holding the tensor keeps its address from other activations.
+        # Keeping the tensor prevents other activations from getting its address.
         return tensor, copies.setdefault((tensor.data_ptr(), tensor.shape), tensor.detach().clone())
 
     return torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept[1])
@@ -193,7 +193,7 @@ def test_an_array_of_a_gathered_weight_keeps_its_memory_and_the_log_says_so() ->
 
 
 @on_ranks(2)
-def test_gradients_that_were_arrays_are_dropped_and_come_again() -> None:
+def test_gradients_that_were_converted_to_arrays_can_be_dropped() -> None:
     twins = Twins(three_blocks)
     for step in range(3):
         twins.backward(step)
@@ -270,12 +270,12 @@ def test_frozen_units_are_resharded_after_a_checkpointed_backward() -> None:
 
 
 @on_ranks(2)
-def test_a_backward_that_reads_weights_which_are_not_to_be_gathered_is_refused() -> None:
+def test_a_backward_that_reads_weights_set_not_to_be_gathered_is_refused() -> None:
     torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 5000), nn.Linear(5000, 3), nn.Tanh())
     for part in (*model[:3], model):
         fully_shard(part, reshard_after_forward=True)
-    # The first one's input needs no gradient, so that its backward reads no weight.
+    # The input of the first layer needs no gradient, so its backward reads no weight.
     model[0].set_unshard_in_backward(False)
     model(inputs(dist.get_rank(), 0)).square().mean().backward()
     model.zero_grad()
@@ -285,7 +285,7 @@ def test_a_backward_that_reads_weights_which_are_not_to_be_gathered_is_refused()
 
 
 class Skips:
-    """Hooks that keep tensors which are marked, and copy the others: as Megatron's fine_grained_activation_offloading.
+    """Hooks that keep marked tensors and copy all others, like Megatron's fine_grained_activation_offloading.
 
     Attributes:
         num_kept: tensors that were kept.
@@ -295,7 +295,7 @@ class Skips:
         self.num_kept = 0
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor itself where it is marked, else a copy."""
+        """Return the tensor itself if it is marked, else a copy."""
         if getattr(tensor, "offloading_activation", True):
             return tensor.detach().clone()
         self.num_kept += 1

@@ -35,7 +35,7 @@ def both(layout: str, **options: Any) -> tuple[Model, Model]:
 
 
 def reset(model: Model) -> torch.Tensor:
-    """Initialise everything that has a method for it, and the rest by hand; return the generator's state then."""
+    """Initialise modules that have a method for it, and the others by hand; return the generator's state afterwards."""
     torch.manual_seed(11)
     model.embedding.padding_idx = 3
     for module in model.modules():
@@ -70,7 +70,7 @@ def test_main_weights_of_bf16_compute_are_reset_in_fp32() -> None:
 
 
 def average(model: Model) -> State:
-    """Train with an average of weights that is made out of place, and return it."""
+    """Train with an average of weights that is computed out of place, and return the average."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     averages = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     for step in range(3):
@@ -83,7 +83,7 @@ def average(model: Model) -> State:
 
 @pytest.mark.parametrize("layout", nightly_but(["three ranks", "hfsdp"], ["three ranks", "hsdp", "hfsdp"]))
 @on_ranks(num_ranks)
-def test_averages_of_weights_that_are_made_out_of_place_are_those_of_the_whole_model(layout: str) -> None:
+def test_out_of_place_weight_averages_equal_the_whole_models(layout: str) -> None:
     found, wanted = map(average, both(layout))
     assert differing(found, wanted, 1e-5) == []
 
@@ -103,7 +103,7 @@ def measure(model: Model) -> list[float]:
 
 @pytest.mark.parametrize("layout", nightly_but(["three ranks", "hsdp"], ["three ranks", "hsdp", "hfsdp"]))
 @on_ranks(num_ranks)
-def test_what_is_logged_of_weights_and_gradients_is_that_of_the_whole_model(layout: str) -> None:
+def test_logged_values_of_weights_and_gradients_equal_the_whole_models(layout: str) -> None:
     found, wanted = map(measure, both(layout))
     assert found == pytest.approx(wanted, rel=1e-5, abs=1e-6)
 
@@ -152,7 +152,7 @@ def test_an_overflow_on_one_rank_leaves_out_the_step_of_all(name: str, is_clippe
     wanted = overflow(make_model(), [0, 1], name, is_clipped=is_clipped)
     assert wanted["scales"].tolist() == [64.0, 128.0, 64.0, 64.0, 128.0]
     model = make_model()
-    # All of it in units that release their weights, so that the optimizer meets sharded parameters after a forward.
+    # Units release their weights after forward, so that the optimizer meets sharded parameters then.
     sharded(model, ignored_params={model.head.weight} if is_mixed else set(), reshard_after_forward=True)
     found = overflow(model, [dist.get_rank()], name, is_clipped=is_clipped)
     assert differing(found, wanted, 1e-5) == []

@@ -1,6 +1,6 @@
-"""A loss may use tensors that a unit stores outside of its outputs; a backward through these only raises an error.
+"""A loss may use tensors that a unit stores outside of its outputs; a backward through only these raises an error.
 
-What a module returns in other ways than as a tensor is among the uses of ``random_use_cases``.
+``random_use_cases`` covers outputs that are not tensors.
 """
 
 import warnings
@@ -40,13 +40,13 @@ def routed(*, is_frozen: bool = False) -> nn.Module:
 
 
 def main_and_aux(model: nn.Module, rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the loss of the output, and that of what the layers have kept."""
+    """Return the loss of the output, and the loss of the tensors that the layers kept."""
     main = squared(model, rank, step)
     return main, sum(0.1 * index * each.aux for index, each in enumerate(model.modules()) if isinstance(each, Routed))
 
 
 def aux_kept_from_evaluation(model: nn.Module, rank: int, step: int) -> torch.Tensor:
-    """The attributes of the first microbatch are detached ones when the second runs."""
+    """Keep detached attributes of the first microbatch when the second one runs."""
     with torch.no_grad():
         _, kept = main_and_aux(model, rank, 100 + step)
     return sum(main_and_aux(model, rank, step)) * (1 + kept)
@@ -73,7 +73,7 @@ WAYS: tuple[dict[str, Any], ...] = (
 @pytest.mark.parametrize("name", CASES)
 @on_ranks(2, timeout=60)
 def test_a_loss_reaches_weights_by(name: str) -> None:
-    # By default, which releases weights after forward, each case; the other two ways by turns.
+    # Each case runs with the default, which releases weights after forward, and with one of the two other ways.
     for way in (WAYS[0], WAYS[1 + list(CASES).index(name) % 2]):
         case = CASES[name]
         torch.manual_seed(7)

@@ -1,7 +1,7 @@
 """Slots explored state by state: three storages of different sizes join a pool, take, release and end in any order.
 
-The pool and the storages are the real ones. They cannot be copied, so each state is reached again from the start; two
-states are one where slots of one size have only changed their places.
+The pool and the storages are the real classes. They cannot be copied, so each state is reached again from the start.
+Two states that differ only in the places of slots of one size count as one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(not can_exchange_memory(), reason="storages of t
 
 
 class Users:
-    """Three storages, one pool, and what they went through.
+    """Three storages, one pool, and their history.
 
     Attributes:
         most: how many of each size held a slot at once; of all sizes, where each slot fits all.

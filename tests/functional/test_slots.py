@@ -1,6 +1,6 @@
-"""Slots in training: the bits of the allocator, nothing allocated after a step, bytes as predicted.
+"""Slots in training: the allocator's bits, no allocation after the first step, and the predicted bytes.
 
-Slots that are chosen and given up between steps, errors and evaluations are among the uses of ``random_use_cases``.
+``random_use_cases`` tests slots that are chosen and given up between steps, errors and evaluations.
 """
 
 import argparse
@@ -37,7 +37,7 @@ from tests.harness.oracle import shard_each
 
 HIDDEN_SIZES = (97, 13, 131, 101, 131, 111)
 STEPS = 4
-# What older versions answer is tested in tests/unit/dbuffer/test_slot_pool.py.
+# tests/unit/dbuffer/test_slot_pool.py tests the answer on older versions.
 pytestmark = pytest.mark.skipif(not can_exchange_memory(), reason="storages of this PyTorch cannot exchange memory")
 
 
@@ -47,7 +47,7 @@ class Repeating(ShuffledStack):
 
 
 def nested(*layers: nn.Module) -> nn.Module:
-    """Return a unit around units, with parameters of its own, which stay gathered while those inside run."""
+    """Return a unit around units; its own parameters stay gathered while the inner units run."""
     parts = {"before": nn.Linear(7, 7), "inner": Stack(*layers[:3]), "after": Block(hidden=5)}
     return Made(lambda m, x: m.after(m.inner(m.before(x))), **parts)
 
@@ -59,7 +59,7 @@ def outer_replicas() -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Setting:
-    """A model, how it is sharded, and the slots that a step of it takes: (weights, gradients), None for not fixed."""
+    """A model, its sharding, and the slots that a step of it takes: (weights, gradients), None if they vary."""
 
     stack: Callable[..., nn.Module] = Stack
     options: Callable[[], dict[str, Any]] = dict
@@ -98,7 +98,7 @@ def num_slots(model: Any, use: str) -> int:
 
 
 def train(setting: Setting, sizing: str | None) -> list[float]:
-    """Train with slots, look at what was allocated and held, and return the losses."""
+    """Train with slots, check allocated and used bytes, and return the losses."""
     meter = memory_meter()
     start = meter.current_bytes
     model = build(setting)
@@ -138,12 +138,12 @@ def check_memory(setting: Setting, sizing: str | None, model: Any, peak: int, al
         assert (num_slots(model, "weights"), num_slots(model, "gradients")) == setting.slots
 
 
-# Three ranks of unequal units, nested units and parts that are kept show the most; the others run nightly.
+# Three ranks of unequal units, nested units and kept parts find most mistakes; the others run nightly.
 @pytest.mark.parametrize(
     "name", nightly_but(("a chain of unequal units", "nested units", "parts kept after forward"), SETTINGS)
 )
 @on_ranks(lambda name: SETTINGS[name].ranks)
-def test_slots_change_no_bit_allocate_nothing_after_a_step_hold_what_is_predicted_and_go_with_the_model(
+def test_slots_change_no_bit_and_have_the_predicted_bytes_until_the_model_ends(
     name: str,
 ) -> None:
     wanted = train(SETTINGS[name], None)
@@ -177,7 +177,7 @@ def losses_with(prepare: Callable[[Any], object], *, is_meta: bool = False) -> l
 
 
 def with_memory_of_the_communicator(model: nn.Module) -> None:
-    """Train with slots that each rank's communicator gives; gloo has none, so it is lent one."""
+    """Train with slots from each rank's communicator; gloo has none, so the test gives it one."""
     asked: list[int] = []
 
     def lent(group: dist.ProcessGroup, device: torch.device) -> Callable[[int], torch.Tensor]:
@@ -195,7 +195,7 @@ def with_memory_of_the_communicator(model: nn.Module) -> None:
 
 
 @on_ranks(2)
-def test_slots_may_be_of_the_communicator_s_memory_and_chosen_before_there_is_any() -> None:
+def test_slots_in_communicator_memory_may_be_chosen_before_it_exists() -> None:
     wanted = losses_with(lambda model: None)
     assert losses_with(with_memory_of_the_communicator) == wanted
     assert losses_with(lambda model: model.set_slot_pool(), is_meta=True) == wanted
@@ -211,7 +211,7 @@ def test_units_that_keep_their_weights_have_slots_of_their_own_size() -> None:
     assert sum(pool.nbytes for pool in pools(model, "weights")) == wanted > 0
 
 
-# An argument of ``fully_shard_model``, the flag that says it, and the slots that it asks for.
+# An argument of ``fully_shard_model``, its flag, and the slots that it selects.
 MEGATRONS = (
     ("fsdp_double_buffer", "--fsdp-double-buffer", SlotChoice("by_size")),
     ("maxpool_double_buffer", "--megatron-fsdp-max-pool-double-buffer", SlotChoice("largest")),
@@ -234,7 +234,7 @@ def test_megatrons_buffers_and_their_flags_are_slots() -> None:
             assert num_slots(model, "weights") == (2 if choice.sizing == "largest" else 5), argument
 
 
-def test_user_buffers_are_symmetric_memory_on_gpus_unless_told_otherwise() -> None:
+def test_user_buffers_are_symmetric_memory_on_gpus_by_default() -> None:
     # --disable-symmetric-registration, disable_symmetric_registration
     for is_symmetric, device, source in (
         (True, "cuda", "NCCL"),
@@ -247,7 +247,7 @@ def test_user_buffers_are_symmetric_memory_on_gpus_unless_told_otherwise() -> No
 
 
 @on_ranks(2)
-def test_two_models_in_one_backward_give_the_same_numbers_and_allocate_nothing_in_the_end() -> None:
+def test_two_models_in_one_backward_train_the_same_and_stop_allocating() -> None:
     found: dict[str | None, list[float]] = {}
     for sizing in (None, "largest"):
         models = [build(Setting()), build(Setting())]

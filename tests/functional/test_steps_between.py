@@ -84,7 +84,7 @@ def test_a_backward_through_weights_that_were_stepped_is_refused_and_training_go
 
 
 def play(model: nn.Module, critic: nn.Module, ranks: list[int]) -> list[torch.Tensor]:
-    """Train two models by turns: each steps between a forward and a backward of the other one."""
+    """Train two models alternately: each steps between a forward and a backward of the other one."""
     one, other = (torch.optim.SGD(each.parameters(), lr=0.3) for each in (model, critic))
     for step in range(3):
         made = [model(inputs(rank, step)) for rank in ranks]

@@ -1,6 +1,7 @@
-"""Stream order on a double of CUDA's streams; the certificate's cases (``tests.certify``) find races.
+"""Stream order on a double of CUDA's streams; the cases of ``tests.certify`` search for races.
 
-The training runs on the CPU, in host order; vector clocks say what events and waits alone would promise on a GPU.
+The training runs on the CPU, in host order; vector clocks compute the order that events and waits alone guarantee on a
+GPU.
 """
 
 import contextlib
@@ -46,7 +47,7 @@ def groups_of(model: nn.Module) -> list[ParameterGroup]:
 
 
 @on_ranks(1)
-def test_small_gradients_are_copied_on_the_stream_that_made_them_before_another_has_its_turn() -> None:
+def test_small_gradients_are_copied_on_their_stream_before_another_ones_turn() -> None:
     copied: list[tuple[str, str]] = []
     with driven() as (double, _):
         model = fully_shard(
@@ -81,7 +82,7 @@ def test_compute_waits_for_a_gather_only_where_it_uses_the_weights() -> None:
             output.register_hook(look)
 
         for layer in list(model.layers)[1:]:
-            # Its output has a gradient when the linear layers behind it have theirs.
+            # The norm's output has a gradient when the linear layers behind it have theirs.
             layer.get_submodule("norm").register_forward_hook(lambda _, args, output: watch(output))
         model(inputs(0, 0)).square().mean().backward()
     assert seen == [(True, False)] * 3
@@ -105,7 +106,7 @@ def test_a_second_graph_waits_for_nothing_of_the_first(second: str) -> None:
             else:
                 fully_shard(nn.Linear(3, 3))
                 gc.collect()
-        # What waits for something outside of its capture raises.
+        # A wait for an event outside the capture raises.
         assert double.waits
 
 
@@ -128,7 +129,7 @@ def test_the_watch_queries_no_event_of_a_capture() -> None:
 
 
 class Recomputed(nn.Module):
-    """Computes a layer once more, in a backward of its own, each time that backward comes to it."""
+    """A layer that computes again, in an inner backward, each time that backward reaches it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -139,7 +140,7 @@ class Recomputed(nn.Module):
 
 
 @on_ranks(4)
-def test_a_unit_that_comes_again_after_its_last_reduction_was_issued_gets_all_of_its_gradient() -> None:
+def test_a_unit_used_again_after_its_last_reduction_gets_its_whole_gradient() -> None:
     def loss(model: nn.Module, rank: int) -> torch.Tensor:
         first, second = (torch.randn(3, 5, generator=torch.Generator().manual_seed(9 * rank + i)) for i in range(2))
         return model(first).square().mean() + model(second).sin().mean()

@@ -1,6 +1,6 @@
 """The order of operations, compared with the files in ``golden/``.
 
-``python -m tests.functional.transcripts`` writes the files anew; read the difference before committing it.
+``python -m tests.functional.transcripts`` writes the files again; read the difference before committing it.
 """
 
 import pytest

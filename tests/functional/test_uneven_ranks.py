@@ -19,7 +19,7 @@ from tests.harness.twins import Twins
 
 
 def distance_to_plain_model(mesh: DeviceMesh, shard: Callable[[nn.Module], None], steps: int = 2) -> float:
-    """Train a model on the ranks of a mesh and a plain copy on all of their data; return how far the weights are apart.
+    """Train a model on the ranks of a mesh and a plain copy on all of their data; return the distance of their weights.
 
     Two steps: the second one gathers weights that the first one's gradients have changed.
     """
@@ -47,7 +47,8 @@ STRATEGIES: dict[str, tuple[tuple[int, ...], Placements, bool | int | None]] = {
 
 @on_ranks(4)
 def test_training_is_right_after_some_ranks_made_a_group() -> None:
-    # PyTorch 2.15 makes no mesh after a group that only its members made. Groups that all ranks make are random uses.
+    # PyTorch 2.15 makes no mesh after a group that only its members created. Random uses cover groups that all ranks
+    # make.
     meshes = {shape: init_device_mesh("cpu", shape) for shape in ((4,), (2, 2))}
     if dist.get_rank() in (0, 2):
         dist.new_group([0, 2], use_local_synchronization=True)
@@ -66,7 +67,7 @@ def test_stages_with_other_numbers_of_units_and_groups_train_right_alone_and_tog
     options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": (None, 1)[stage]}
     assert distance_to_plain_model(mesh, partial(shard_layers, **options)) < 1e-6
     if stage == 1:
-        # More models, a watch and other groups on one stage only.
+        # One stage has more models, a watch and other groups.
         model = Stack(nn.Linear(7, 7))
         shard_layers(model, mesh=mesh, placements=Placements.optim_grads(0))
         with Watch(model):
@@ -76,7 +77,7 @@ def test_stages_with_other_numbers_of_units_and_groups_train_right_alone_and_tog
 
 
 @on_ranks(3)
-def test_a_rank_outside_of_the_mesh_is_told_so_and_the_others_train_right() -> None:
+def test_a_rank_outside_of_the_mesh_raises_and_the_others_train_right() -> None:
     mesh = init_device_mesh("cpu", (2,))
     if dist.get_rank() == 2:
         with pytest.raises(MeshError, match="rank 2 is not part of"):
@@ -96,7 +97,7 @@ def test_a_mesh_without_names_trains_right_and_one_that_counts_backwards_is_refu
 
 
 def rank_zero_looks_first(placements: Placements) -> float:
-    """One rank runs the model alone before training, which needs no other rank where weights rest whole."""
+    """Run the model on one rank alone before training, which needs no other rank if weights are whole."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
 
     def shard(model: nn.Module) -> None:
@@ -109,6 +110,6 @@ def rank_zero_looks_first(placements: Placements) -> float:
 
 
 @on_ranks(2)
-def test_one_rank_may_run_a_model_whose_weights_rest_whole_before_the_others_come() -> None:
+def test_one_rank_may_run_a_model_with_unsharded_weights_before_the_others() -> None:
     found = [rank_zero_looks_first(placements) for placements in (Placements.no_shard(0), Placements.optim_grads(0))]
     assert max(found) < 1e-6

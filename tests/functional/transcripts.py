@@ -1,6 +1,6 @@
 """The runtime's actions in order, as text: the scenarios of the files in ``golden/``.
 
-After a change of the schedule that is meant, write the files anew and read the difference::
+After an intended change of the schedule, write the files again and read the difference::
 
     python -m tests.functional.transcripts
     git diff tests/functional/golden
@@ -117,7 +117,7 @@ def change_order(model: Any, lines: Lines) -> None:
     train(model, lines, steps=(2, 3))
 
 
-# A model, and what is done with it, in lines of the transcript.
+# A model, and its training, which writes lines of the transcript.
 SCENARIOS: dict[str, tuple[Callable[[], Any], Callable[[Any, Lines], None]]] = {
     "two_steps": (four_blocks, train),
     "two_microbatches": (four_blocks, partial(train, microbatches=2, steps=(0,))),
@@ -155,7 +155,7 @@ def write_all() -> None:
 
 
 if __name__ == "__main__":
-    # As the module that the ranks import by name, not as __main__.
+    # Import the module by the name that ranks import, not as __main__.
     from tests.functional import transcripts
 
     transcripts.write_all()

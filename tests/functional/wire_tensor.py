@@ -14,7 +14,7 @@ _KEPT = {
     torch.ops.aten.split.Tensor,
     torch.ops.aten.clone.default,
     torch.ops.aten.copy_.default,
-    # What FSDP2 makes its padded parts with.
+    # FSDP2 makes its padded parts with these operators.
     torch.ops.aten.new_zeros.default,
     torch.ops.aten.as_strided.default,
     torch.ops.aten.empty_like.default,
@@ -23,7 +23,7 @@ _KEPT = {
 
 
 class WireTensor(torch.Tensor):
-    """Wraps one tensor; ``fsdp_pre_all_gather`` in the form of one argument."""
+    """Wrap one tensor; ``fsdp_pre_all_gather`` has its form with one argument."""
 
     inner: torch.Tensor
 
@@ -60,7 +60,7 @@ class WireTensor(torch.Tensor):
         size, count = metadata
         assert out is None or asked.tolist() == [count] * size
         if out is not None:
-            # FSDP2 calls with gradients on, and its readers saved the parameter.
+            # FSDP2 calls this with gradients enabled, and operators that read the parameter saved it.
             with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
                 out.copy_(values)
             return None
@@ -68,7 +68,7 @@ class WireTensor(torch.Tensor):
 
 
 class FullFormTensor(WireTensor):
-    """The form of five arguments, which it notes; an argument too few or too many is an error."""
+    """The form with five arguments, which are recorded; an argument too few or too many is an error."""
 
     seen: tuple[Any, ...] = ()
 
@@ -80,7 +80,7 @@ class FullFormTensor(WireTensor):
 
 
 class RankSizedTensor(WireTensor):
-    """Its hook returns another size on rank 1."""
+    """A tensor whose hook returns another size on rank 1."""
 
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[torch.Tensor, ...], Any]:
         (values, asked), metadata = super().fsdp_pre_all_gather(mesh)
@@ -88,11 +88,11 @@ class RankSizedTensor(WireTensor):
 
 
 class ReleasingTensor(WireTensor):
-    """Computes with memory of its own, and has no use for what was gathered after that (PyTorch 2.15's third hook).
+    """Compute in memory of its own after a gather, and leave the gathered memory unused (PyTorch 2.15's third hook).
 
     Attributes:
-        seen: of the last one made, the storages of the gathered tensors, and that of what compute uses.
-        answer: of the third hook. keeps_values: whether what compute uses lies in what was gathered all the same.
+        seen: of the last instance, the storages of the gathered tensors and of the tensor for compute.
+        answer: of the third hook. keeps_values: whether the tensor for compute still lies in the gathered memory.
     """
 
     seen: tuple[list[torch.UntypedStorage], torch.UntypedStorage]
@@ -114,7 +114,7 @@ class ReleasingTensor(WireTensor):
 
     @classmethod
     def held(cls) -> tuple[bool, bool]:
-        """Whether gathered tensors, and what compute uses, have memory now."""
+        """Return whether the gathered tensors, and the tensor for compute, have memory now."""
         outputs, whole = cls.seen
         return any(each.nbytes() > 0 for each in outputs), whole.nbytes() > 0
 

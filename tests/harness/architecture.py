@@ -45,7 +45,7 @@ FOLDER_ORDER = (
     ("megatron_fsdp.cli",),
     ("megatron_fsdp",),
 )
-# Where imports for annotations make a cycle, too.
+# In this package, imports for annotations count as parts of a cycle.
 STRICT_PACKAGE = "megatron_fsdp.engine."
 # The packages from the lowest floor up.
 FLOORS = tuple(dict.fromkeys(room.partition(".")[0] for line in FOLDER_ORDER for room in line))
@@ -114,11 +114,11 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 @dataclass(frozen=True)
 class Source:
-    """One Python file.
+    """A Python file.
 
     Attributes:
         path: relative to the repository's root, with forward slashes.
-        text: what is in it.
+        text: its contents.
     """
 
     path: str
@@ -131,7 +131,7 @@ class Source:
 
     @property
     def is_package(self) -> bool:
-        """Whether it is a package's ``__init__.py``."""
+        """Return whether it is a package's ``__init__.py``."""
         return self.path.endswith("__init__.py")
 
     @property
@@ -153,7 +153,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Import:
-    """One imported name: ``target`` is a module, or a module's attribute.
+    """An imported name: ``target`` is a module, or a module's attribute.
 
     Attributes:
         is_lazy: inside a function. is_typing: for annotations alone, under ``if TYPE_CHECKING``.
@@ -177,7 +177,7 @@ def library(sources: Iterable[Source]) -> list[Source]:
 
 
 def upward_imports(sources: Sequence[Source]) -> list[str]:
-    """A file imports its own room and the rooms below; nothing above, beside, or outside of the library."""
+    """Find imports of a room other than the file's own and the rooms below it."""
     outside = {source.package for source in sources} - set(FLOORS)
     lines = {room: line for line, names in enumerate(FOLDER_ORDER) for room in names}
     found = []
@@ -213,8 +213,8 @@ def room_imports(sources: Sequence[Source]) -> set[tuple[str, str]]:
 def import_cycles(sources: Sequence[Source]) -> list[str]:
     """The files of a package form a hierarchy; an import inside a function counts too.
 
-    What a file needs for annotations alone may lie above it in its own room, but not in the runtime: it is no import
-    when the program runs, yet who reads the one file has to read the other.
+    An import for annotations alone may point up in its own room, but not in the engine: a program does not run it, but
+    a reader of the one file has to read the other.
     """
     modules = {source.module for source in library(sources)}
     graph = {source.module: _imported_modules(source, modules) for source in library(sources)}
@@ -239,7 +239,7 @@ def oversized(sources: Iterable[Source]) -> list[str]:
 
 
 def engine_seams(sources: Sequence[Source]) -> list[str]:
-    """Classes of the engine are whole, and what they hold has a type, so that a reader of a step can follow it.
+    """Find attributes and classes of the engine that hide the steps of a call from a reader.
 
     No attribute is annotated ``Any``. No ``Callable`` of a class body stands for a method of another class. No class
     has heirs outside of the engine, or exactly one.
@@ -280,7 +280,7 @@ def _loose_attributes(source: Source, kind: ast.ClassDef) -> Iterator[str]:
 
 
 def stray_words(sources: Iterable[Source]) -> list[str]:
-    """What few files may do, the others do not spell."""
+    """Find words that only a few files may use."""
     found = []
     for source in sources:
         for rule in RESERVED:

@@ -1,8 +1,8 @@
 """Record effects on the disk while real code runs, and the folder that a crash before each effect would leave.
 
-The interpreter's audit events tell of every change of a name and of every file that is opened for writing, whatever
-code does it; ``os.fsync``, which has none, is wrapped. Just before each the folder under observation is copied. Such a
-copy is what a killed process leaves: what Python still has in its buffers is not in it, and nobody holds a lock on it.
+The interpreter's audit events report every change of a name and every file that is opened for writing, by any code.
+``os.fsync`` has no event and is wrapped. Before each effect, the observed folder is copied. The copy is the state that
+a killed process leaves: it lacks the contents of Python's buffers, and no process has a lock on it.
 
 A loss of power takes more. The model is that of a journaling file system with ordered metadata: names survive in the
 order of their changes, the content of a file only up to its last ``fsync``.
@@ -35,13 +35,13 @@ _is_hooked = False
 
 @dataclass
 class Recording:
-    """What happened in a folder.
+    """The effects recorded in a folder.
 
     Attributes:
-        root: the folder. fault: what to raise at one effect instead of it, counted from 0, and where.
+        root: the folder. fault: error to raise instead of one effect, counted from 0, and that effect's number.
         effects: descriptions of the effects: "os.rename step". killed: the folder before each effect, and at the end.
-        unpowered: for the same moments, what a loss of power leaves when nothing, or half, of each content that was
-            not brought to the disk has reached it.
+        unpowered: the folder after a loss of power at the same moments, if none, or half, of each content without an
+            fsync has reached the disk.
     """
 
     root: Path

@@ -1,4 +1,4 @@
-"""The ways in which a rank can fail, and the error that the calling test gets."""
+"""Kinds of failures of a rank, and the error that the calling test gets."""
 
 import signal
 from collections.abc import Sequence

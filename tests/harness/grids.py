@@ -1,4 +1,4 @@
-"""Which cases of a grid `make test` runs; the others are for `make test-nightly`.
+"""Choose the cases of a grid that `make test` runs; `make test-nightly` runs all.
 
 A mistake that needs three particular values at once is rarer than one that needs two (Kuhn, Wallace and Gallo, 2004,
 "Software Fault Interactions and Implications for Software Testing"): a subset with every pair of values finds most.

@@ -57,7 +57,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """All ranks have reported, so a rank may close its connections."""
+    """Tell a rank that all ranks have reported, so that it may close its connections."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """A sequence of layers of one width, without parameters of its own."""
+    """A sequence of layers of one width, without further parameters."""
 
     def __init__(self, *layers: nn.Module) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Made(nn.Module):
             setattr(self, name, part)
 
     def forward(self, *args: Any, **options: Any) -> Any:
-        """Return what the function returns."""
+        """Return the function's result."""
         return self.compute(self, *args, **options)
 
 

@@ -27,7 +27,7 @@ from tests.harness.models import Model, Stack, draw_tokens, loss_of, make_mesh, 
 from tests.harness.storage_guard import guard_released_storage
 
 _REPLICATED, _SUMS, _CUT = (Replicate(), Replicate()), (Partial(), Partial()), (Flat(), Flat())
-# By their names in tests, which are classmethods of ``Placements`` but for the last two.
+# By their names in tests; all but the last two are classmethods of ``Placements``.
 STRATEGIES = {
     "no_shard": Placements.no_shard(0),
     "optim": Placements.optim(0),
@@ -44,7 +44,7 @@ ZERO = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 def parts_of(model: nn.Module) -> Iterator[nn.Module]:
     """Yield the blocks of a ``Model`` and the layers of a ``Stack``, whose other parts their root owns; then the model.
 
-    Of another model every child, and every entry of a child that is a list.
+    For another model, yield every child, and every entry of a child that is a list.
     """
     own = model.blocks if isinstance(model, Model) else model.layers if isinstance(model, Stack) else None
     for child in model.children() if own is None else [own]:
@@ -122,8 +122,8 @@ def train(
     """Take a step per entry of ``steps`` on the mean of ``loss(model, rank, step)`` over ``ranks``; return the means.
 
     Args:
-        optimizer: None to leave the gradients of all steps in the model.
-        ranks: by default this one for a sharded model, and all of them for the whole model beside it.
+        optimizer: if None, the gradients of all steps stay in the model.
+        ranks: by default this rank for a sharded model, and all ranks for the whole model.
         max_norm: to clip to, by torch's function.
     """
     if ranks is None:
@@ -181,7 +181,7 @@ def whole(tensor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
-# ---------------------------------------------------------------- any model, beside its whole copy
+# ---------------------------------------------------------------- any model, against its whole copy
 
 
 Losses: TypeAlias = torch.Tensor | tuple[torch.Tensor, ...]
@@ -193,8 +193,8 @@ class Case:
 
     Attributes:
         build: makes the model.
-        loss: of one rank's data at one step, ``loss(model, rank, step)``; it runs forward. Of several losses one
-            backward each is run, in their order, on graphs that are kept.
+        loss: of one rank's data at one step, ``loss(model, rank, step)``; runs forward. If it returns several losses,
+            each has its own backward, in this order, and graphs are kept.
         shard: applies ``fully_shard`` in place.
         prepare: called on each of the two models at the start of a step, before forward.
         optimizer: over the parameters that require gradients.
@@ -231,7 +231,7 @@ class Comparison:
 
     @property
     def is_exact(self) -> bool:
-        """Whether gradients and weights agree to fp32 rounding, and had something to agree on."""
+        """True if there were gradients and weights to compare, and they agree to fp32 rounding."""
         is_telling = self.least_movement > 1e-4 and self.disagreement > 1e-4
         return is_telling and self.worst_gradient < 2e-6 and self.worst_weight < 2e-6
 

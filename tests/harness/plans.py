@@ -8,8 +8,9 @@ from dbuffer.planner.plan import Plan
 def fault_of(plan: Plan) -> str:
     """Return the first rule that a plan breaks, in words; "" where it is legal.
 
-    One offset and granularity for each shape; offsets and shards aligned; every tensor inside the buffer; no two
-    overlap; a shard boundary inside a tensor lies between two of its units; not smaller than the bound that it claims.
+    The rules: one offset and granularity for each shape; offsets and shards are aligned; every tensor lies inside the
+    buffer; no two overlap; a shard boundary inside a tensor lies between two of its units; the buffer is not smaller
+    than the bound that the plan claims.
     """
     count, alignment, shard = len(plan.shapes), plan.alignment_numel, plan.shard_numel
     if plan.num_shards < 1 or shard < 0 or alignment < 1 or {len(plan.offsets), len(plan.granularities)} != {count}:

@@ -17,7 +17,7 @@ import tests.harness.oracle
 import tests.harness.worker  # noqa: F401
 from megatron_fsdp.engine import fused_linear as fuse
 
-# As in ``tests/conftest.py``.
+# Set as in ``tests/conftest.py``.
 fuse.MIN_NUMEL = 0
 
 PACKAGES = (dbuffer, megatron_fsdp)

@@ -76,7 +76,7 @@ class WorkerProcess:
         """End a worker that hangs and return its failure; the output ends with the stack on which it hung.
 
         Args:
-            waited_for: a sentence that says what the worker did not do, and for how long.
+            waited_for: a sentence that names the missing message and the time waited.
         """
         self.process.terminate()
         self.process.join(EXIT_TIMEOUT_S)
@@ -95,7 +95,7 @@ class WorkerProcess:
 
 @functools.cache
 def _context() -> ForkContext | ForkServerContext:
-    """Return what starts workers: forks of a process that has imported what they need, or of this one if asked for."""
+    """Return the context that starts workers: forks of a process with the imports preloaded, or of this process."""
     if os.environ.get("RANKS_START_METHOD") == "fork":
         return multiprocessing.get_context("fork")
     context = multiprocessing.get_context("forkserver")

@@ -14,9 +14,8 @@ Test = Callable[..., None]
 def on_ranks(world_size: int | Callable[..., int], **options: Any) -> Callable[[Test], Test]:
     """Make a test of a function that every rank of a new process group is to run, from its first line to its last.
 
-    The arguments from pytest (parameters, ``tmp_path``) travels to the ranks, so it must be picklable. Of an assertion
-    that
-    fails, the error shows the local variables. Write it below marks: they belong to the test.
+    pytest's arguments (parameters, ``tmp_path``) are sent to the ranks, so they must be picklable. For a failed
+    assertion, the error shows the local variables. Write the decorator below marks, which belong to the test.
 
     Args:
         world_size: number of ranks, or a function of some of the test's parameters.

@@ -1,7 +1,7 @@
 """Run a function on N ranks, in worker processes that are started once and used for the whole test session.
 
-Starting Python and importing torch costs seconds per rank, a fresh process group milliseconds. So the workers stay,
-and each call gets a process group of its own; a call that leaves a worker in doubt costs the pool, not the suite.
+Starting Python and importing torch costs seconds per rank, a new process group milliseconds. So the workers stay, and
+each call gets a new process group. A call that leaves a worker in doubt costs the pool, not the suite.
 """
 
 import atexit
@@ -81,7 +81,7 @@ def run_ranks(
 
 @dataclass(frozen=True, slots=True)
 class CallReport:
-    """What became of one call.
+    """The reports of all ranks about one call.
 
     Attributes:
         failures: the likely cause first; empty when every rank returned.
@@ -116,7 +116,7 @@ class WorkerPool:
             self.close()
             raise
         if report.num_groups_left:
-            # After a MeshError the engine keeps the job's groups. Their threads would slow down all later calls.
+            # After a MeshError the engine keeps the job's groups, whose threads would slow down all later calls.
             self.close()
         return report
 

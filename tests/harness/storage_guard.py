@@ -14,7 +14,7 @@ from dbuffer.storage import KNOWN
 
 __all__ = ["guard_released_storage"]
 
-# These operators read neither data nor the storage size.
+# Operators that read neither data nor the storage size.
 _HARMLESS = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 

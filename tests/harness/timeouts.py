@@ -8,7 +8,7 @@ __all__ = ["give_up_after"]
 
 
 def give_up_after(seconds: float) -> None:
-    """Give the job's group, and what is made after it, another timeout."""
+    """Change the timeout of the job's group, and of groups made later."""
     world = dist.group.WORLD
     assert world is not None
     for device in world._device_types:

@@ -1,4 +1,4 @@
-"""One worker of the pool: waits for a task, runs it as one rank of a fresh process group, reports, and cleans up."""
+"""Run a worker of the pool: wait for a task, run it as one rank of a new process group, report, and clean up."""
 
 import contextlib
 import datetime
@@ -29,7 +29,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore  # torch.dis
 from tests.harness.messages import Call, Clean, Outcome, Ready, Release, Task, receive, send
 
 SEED = 20_260_101
-# The most characters of a variable shown beside a failed assertion.
+# The most characters of a variable shown with a failed assertion.
 MAX_REPR = 500
 
 
@@ -189,7 +189,8 @@ def _restore(environment: dict[str, str]) -> list["weakref.ref[dist.ProcessGroup
 def _freeze_what_was_imported(num_modules: int) -> int:
     """Exclude imported objects from garbage collection after new imports; return the number of modules.
 
-    These objects live as long as the process. Collecting them after each call takes longer than most tests.
+    Exempt imported objects from collection: they live as long as the process, and a collection takes longer than most
+    tests.
 
     Args:
         num_modules: how many there were before. Garbage is frozen too, so collect it first.

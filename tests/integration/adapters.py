@@ -5,7 +5,7 @@ from peft import LoraConfig, PeftModel, PromptTuningConfig, TaskType, get_peft_m
 
 from tests.integration.tiny_models import make_model
 
-# What peft says of its own use of transformers, and of learned prompts.
+# Warnings of peft about its use of transformers, and about learned prompts.
 QUIET = ["ignore:.*is deprecated and will be removed in v6:FutureWarning", "ignore:Position ids are not:UserWarning"]
 
 

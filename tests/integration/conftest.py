@@ -1,4 +1,4 @@
-"""Files whose package is not installed are left out: `make test-integrations` installs them all."""
+"""Leave out files whose package is not installed; `make test-integrations` installs all packages."""
 
 import importlib.util
 

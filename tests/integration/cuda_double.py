@@ -56,7 +56,7 @@ def cuda_double() -> Iterator[None]:
         # The router asks whether this is None, and defines it only next to TransformerEngine.
         router = importlib.import_module("megatron.core.transformer.moe.moe_utils")
         stack.enter_context(mock.patch.object(router, "te_general_gemm", None, create=True))
-        # It hands sizes to all_to_all as numpy's, which it gets from tensors on a GPU alone.
+        # The dispatcher hands sizes to all_to_all as numpy's, which it makes only from tensors on a GPU.
         dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
         stack.enter_context(mock.patch.object(dispatcher, "maybe_move_tensor_to_cpu", _as_numpy, create=True))
         yield

@@ -1,4 +1,4 @@
-"""Files of inference engines and of verl, run from their packages without what they import: it wants a GPU."""
+"""Run files of inference engines and of verl from their packages, without their imports, which need a GPU."""
 
 import importlib.util
 import sys
@@ -12,7 +12,7 @@ FOLDER = Path(__file__).parents[2] / "build" / "inference"
 
 
 def stand_in(path: str, **members: Any) -> None:
-    """Put a module in place of one that a file imports, with what it uses of it; and packages around it."""
+    """Replace a module that a file imports by one with the used names, and add the packages around it."""
     parts = path.split(".")
     for end in range(1, len(parts) + 1):
         name = ".".join(parts[:end])

@@ -55,7 +55,7 @@ Weights = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Task:
-    """What is trained, whatever the mesh.
+    """The model and the training, independent of the mesh.
 
     Attributes:
         model: fields of TransformerConfig. data: number of data ranks, whose microbatches differ.
@@ -155,7 +155,7 @@ def parts_of(parameter: nn.Parameter) -> tuple[int, int]:
 
 
 def own_part(parameter: nn.Parameter, whole: torch.Tensor) -> torch.Tensor:
-    """Return what a tensor-parallel rank holds of a whole weight, as Megatron's initialisation cuts it."""
+    """Return a tensor-parallel rank's part of a whole weight, as Megatron's initialisation cuts it."""
     rank, size = parts_of(parameter)
     if size == 1:
         return whole
@@ -164,7 +164,7 @@ def own_part(parameter: nn.Parameter, whole: torch.Tensor) -> torch.Tensor:
 
 
 def draw(name: str, shape: torch.Size) -> torch.Tensor:
-    """Return the first value of a weight: alike wherever it is asked for."""
+    """Return the first value of a weight, equal on all ranks and meshes."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     drawn = torch.randn(shape, generator=generator) * 0.3
     return drawn + 1.0 if "norm" in name and name.endswith("weight") else drawn
@@ -204,7 +204,7 @@ def make_chunk(task: Task, config: TransformerConfig, stage: int | None) -> nn.M
         spec.submodules.self_attention.submodules.core_attention = ContextAttention
     first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage)
     last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage)
-    # As Megatron does: layers that name no device of their own have no memory yet.
+    # As in Megatron, layers without a device argument have no memory yet.
     device = torch.device("meta") if config.init_model_with_meta_device else contextlib.nullcontext()
     with mock.patch.object(torch_norm.WrappedTorchNorm, "__new__", _norm_of_a_sequence), device:
         chunk = GPTModel(
@@ -381,7 +381,7 @@ def run_steps(task: Task, chunks: list[Any], optimizer: Any, steps: range) -> tu
 
 
 def forward_and_backward(task: Task, chunks: list[Any], optimizer: Any, step: int) -> list[dict[str, torch.Tensor]]:
-    """Run this rank's microbatches of a step, and return what the last stage reports of each."""
+    """Run this rank's microbatches of a step, and return the last stage's report about each."""
     is_many, config = len(chunks) > 1, chunks[0].config
     config.no_sync_func = [chunk.no_sync for chunk in chunks] if is_many else chunks[0].no_sync
     for chunk in chunks:
@@ -418,7 +418,7 @@ def whole_rows(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Case:
-    """One mesh, and the task it runs."""
+    """A mesh, and the task it runs."""
 
     task: Task
     mesh: Mesh

@@ -101,7 +101,7 @@ def endless(first: int) -> Iterator[torch.Tensor]:
 
 
 def run() -> dict[str, Any]:
-    """Train as ``megatron.training.pretrain`` does; return losses, norms, and what the model is."""
+    """Train as ``megatron.training.pretrain`` does; return losses, norms, and the model's class."""
     args = get_args()
     model, optimizer, scheduler = setup_model_and_optimizer(ModelType.encoder_or_decoder, model_provider)
     config: TransformerConfig = get_model_config(model[0])

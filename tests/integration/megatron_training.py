@@ -1,4 +1,4 @@
-"""What tests take from megatron.core, and its process groups inside the stand-in for CUDA."""
+"""Names that tests use from megatron.core, and its process groups inside the stand-in for CUDA."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from tests.integration.cuda_double import cuda_double
 
-# It says at import which faster packages are missing.
+# megatron.core warns at import about missing faster packages.
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from megatron.core import dist_checkpointing, distributed, parallel_state, tensor_parallel
@@ -52,9 +52,9 @@ def megatron_processes(**options: Any) -> Iterator[None]:
     # The stand-in's two random number generators are one, which megatron.core notices at each fork.
     logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
     with cuda_double(), warnings.catch_warnings():
-        # It warns of its own defaults, and of packages that are missing.
+        # megatron.core warns about its own defaults and about missing packages.
         warnings.filterwarnings("ignore", module=r"megatron\.")
-        # It calls functions by names that PyTorch has newer ones for.
+        # megatron.core calls functions by names that PyTorch has renamed.
         warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
         parallel_state.initialize_model_parallel(create_gloo_process_groups=False, **options)
         try:

@@ -138,7 +138,7 @@ def test_a_prepared_model_trains_as_the_whole_one(kind: str, settings: dict[str,
 
 
 def prepare_and_skip() -> None:
-    """Train a prepared model of which each rank runs other parts."""
+    """Train a prepared model whose ranks run different parts."""
     program = PROGRAMS["early_exit"]
     assert program.routes is not None
 
@@ -261,7 +261,7 @@ def messages_of_mistakes(folder: Path) -> list[str]:
 
 
 @pytest.mark.filterwarnings("ignore:.*FSDP.*is deprecated:FutureWarning")
-def test_what_would_shard_twice_or_not_at_all_is_refused_with_the_cure(tmp_path: Path) -> None:
+def test_settings_that_shard_twice_or_never_are_refused_with_the_fix(tmp_path: Path) -> None:
     for messages in run_ranks(2, messages_of_mistakes, tmp_path):
         for message, wanted in zip(messages, MISTAKES.values(), strict=True):
             assert re.search(wanted, message), message
@@ -271,7 +271,7 @@ def test_what_would_shard_twice_or_not_at_all_is_refused_with_the_cure(tmp_path:
 @pytest.mark.parametrize(
     "variables", [{}, {"RANK": "0", "WORLD_SIZE": "2"}, {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"}]
 )
-def test_of_processes_that_accelerate_sees_alone_those_started_together_are_refused_and_others_warned(
+def test_processes_started_together_but_seen_alone_are_refused_others_warned(
     variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reset_accelerate()

@@ -1,4 +1,4 @@
-"""bitsandbytes' 4-bit weights (``Params4bit``): a frozen packed base beside trained layers, as in a plain model."""
+"""bitsandbytes' 4-bit weights (``Params4bit``): a frozen packed base and trained layers train as in a plain model."""
 
 from typing import Any
 

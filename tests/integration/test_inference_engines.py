@@ -96,7 +96,7 @@ def load_verl() -> tuple[Any, Any, Any]:
 
 
 def through_verl(strategy: str, folder: Path) -> None:
-    """verl sends whole tensors by buckets, then what a step changed, shard by shard."""
+    """Send with verl's code: whole tensors by buckets, then the changes of a step shard by shard."""
     buckets, utils, gather = load_verl()
     plain = make_model()
     model = sharded(copy.deepcopy(plain), strategy)

@@ -30,7 +30,7 @@ EXPERTS = ["--bf16", "--num-experts", "4", "--moe-router-topk", "2"]
 
 
 def run(folder: Path, steps: int, flags: list[str], *, is_ours: bool, ranks: int = 2) -> dict[str, Any]:
-    """Run the script on some ranks, through the launcher or plain, and return what it found."""
+    """Run the script on some ranks, with the launcher or without, and return its results."""
     result = folder / "result.json"
     checkout = os.environ["MEGATRON_LM_PATH"]
     program = ["-m", "megatron_fsdp.megatron", str(SCRIPT), *OURS] if is_ours else [str(SCRIPT), "--ckpt-format=torch"]
@@ -51,7 +51,7 @@ def run(folder: Path, steps: int, flags: list[str], *, is_ours: bool, ranks: int
 
 
 @pytest.mark.parametrize("flags", [[], EXPERTS], ids=["fp32", "bf16-experts"])
-def test_losses_norms_and_weights_are_those_of_its_ddp_and_a_resumed_run_goes_on_as_without_a_break(
+def test_losses_norms_and_weights_equal_megatron_ddps_and_a_run_resumes_equally(
     flags: list[str], tmp_path: Path
 ) -> None:
     wanted = run(tmp_path, 4, flags, is_ours=False)
@@ -64,7 +64,7 @@ def test_losses_norms_and_weights_are_those_of_its_ddp_and_a_resumed_run_goes_on
         assert loss == pytest.approx(wanted_loss, rel=1e-5)
         assert norm == pytest.approx(wanted_norm, rel=1e-5)
     assert found["weights"] == pytest.approx(wanted["weights"], rel=1e-5)
-    # Looking for a checkpoint where there is none yet must not change what follows.
+    # Looking for a checkpoint in an empty folder must not change the training.
     first = run(tmp_path, 2, [*flags, "--save", "saved", "--load", "saved"], is_ours=True)
     second = run(tmp_path, 2, [*flags, "--load", "saved"], is_ours=True)
     assert (first["first"], second["first"]) == (0, 2)
@@ -73,8 +73,8 @@ def test_losses_norms_and_weights_are_those_of_its_ddp_and_a_resumed_run_goes_on
 
 
 EXPERTS_FP32 = ["--num-experts", "4", "--moe-router-topk", "2", "--moe-token-dispatcher-type", "alltoall"]
-# Experts with tensor parallelism need sequence parallelism, whose norms are Apex's or TransformerEngine's.
-# Of one data rank, whose steps have as many microbatches as the script's data has for each.
+# Experts with tensor parallelism need sequence parallelism, whose norms are Apex's or TransformerEngine's. With one
+# data rank, a step has as many microbatches as the script has data for each rank.
 ONE = ["--global-batch-size", "4"]
 MESHES = {
     "tp2": (2, ["--tensor-model-parallel-size", "2", *ONE]),
@@ -105,7 +105,9 @@ def test_a_mesh_by_flags_is_that_of_its_ddp_and_resumes(mesh: str, tmp_path: Pat
     ("saved", "loaded"),
     [("one", "tp2"), ("tp2", "one"), ("tp2", "pp2"), ("pp2", "tp2"), ("random", "one")],
 )
-def test_a_checkpoint_loads_on_other_sizes_as_if_there_were_no_break(saved: str, loaded: str, tmp_path: Path) -> None:
+def test_a_checkpoint_loads_on_other_sizes_and_training_continues_equally(
+    saved: str, loaded: str, tmp_path: Path
+) -> None:
     meshes = {**MESHES, "one": (1, ONE), "random": (2, ["--data-parallel-random-init"])}
     # A data rank's batches are its own, so both runs have as many.
     batches = ["--global-batch-size", "8"] if saved == "random" else ONE

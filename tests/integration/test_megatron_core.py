@@ -84,7 +84,7 @@ def test_megatrons_settings_change_training_as_under_its_ddp(task: Task, ddp: di
     assert_trains_as_ddp(2, task, Mesh(strategy="no_shard", ddp=ddp), Mesh(ddp=ddp))
 
 
-def test_bf16_models_train_on_fp32_main_weights_as_under_megatrons_mixed_precision_optimizer() -> None:
+def test_bf16_models_train_like_megatrons_mixed_precision_optimizer() -> None:
     assert_trains_as_ddp(2, Task({"bf16": True, "params_dtype": torch.bfloat16}), Mesh(), digits=2e-2)
 
 
@@ -103,7 +103,7 @@ def look_at_mesh(outer: str) -> tuple[tuple[str, ...], list[list[int]], int]:
 def test_hybrid_sharding_makes_replicas_of_neighbouring_ranks(outer: str, shards: int) -> None:
     found = run_ranks(4, look_at_mesh, outer)
     assert {(names, str(ranks)) for names, ranks, _ in found} == {(("dp_outer", "dp_shard"), "[[0, 1], [2, 3]]")}
-    # The embedding's unit has positions beside the words, so ranks hold about their part.
+    # The embedding's unit has positions next to the words, so each rank has about its part.
     assert sum(number for *_, number in found) == 32 * 16 // shards * 4
 
 
@@ -117,7 +117,7 @@ def train_from_meta() -> tuple[Figures, Figures, int]:
         return wanted, found, sum(parameter.is_meta for parameter in empty.parameters())
 
 
-def test_what_megatron_leaves_on_the_meta_device_gets_the_values_that_it_would_have_had() -> None:
+def test_modules_left_on_the_meta_device_get_megatrons_initial_values() -> None:
     for wanted, found, number in run_ranks(2, train_from_meta):
         assert number > 0
         # Norms are summed in memory that lies elsewhere.
@@ -140,7 +140,7 @@ def test_positions_on_the_meta_device_are_drawn_by_megatrons_initialiser() -> No
 
 
 def compare_fused() -> tuple[Figures, Figures, list[bool]]:
-    """Train with and without gradient_accumulation_fusion, for which megatron.core wants a package at construction."""
+    """Train with and without gradient_accumulation_fusion, which needs a stand-in for a package of megatron.core."""
     with megatron_processes(), mock.patch.object(layers, "_grad_accum_fusion_available", True):
         wanted, _ = run_steps(Task(), *build(Task(), Mesh()), range(2))
         fused = Task({"gradient_accumulation_fusion": True})
@@ -221,7 +221,7 @@ def accumulate(model: Any) -> None:
 
 
 def call_the_contract(strategy: str) -> dict[str, list[float]]:
-    """Call what Megatron's training loop calls besides training, and return what should be equal in pairs."""
+    """Call the methods that Megatron's training loop calls apart from training; return pairs that should be equal."""
     with megatron_processes():
         (model,), optimizer = build(Task(), Mesh(strategy=strategy))
         assert isinstance(model, MegatronBase)
@@ -271,7 +271,7 @@ def follow_the_page() -> tuple[bool, list[float]]:
     names: dict[str, Any] = {}
     with megatron_processes():
         for code in re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
-            exec(compile(code, str(page), "exec"), names)  # what is under test is the text
+            exec(compile(code, str(page), "exec"), names)  # the text is under test
         config = config_of(Task(), Mesh())
         model, optimizer = names["wrap"](config, make_chunk(Task(), config, None))
         norms = [norm for _, norm in run_steps(Task(), [model], optimizer, range(2))[0]]

@@ -1,4 +1,4 @@
-"""Indexed data through megatron-core: how runs take it, and what is refused."""
+"""Indexed data through megatron-core: runs train on it, and refuse wrong files and options."""
 
 import argparse
 import json
@@ -23,7 +23,7 @@ TINY = (
 
 pytestmark = [
     pytest.mark.usefixtures("plain_start"),
-    # megatron-core closes what it could not open.
+    # megatron-core closes files that it could not open.
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 
@@ -112,6 +112,6 @@ def test_a_file_that_is_cut_off_is_refused(suffix: str, keep: int) -> None:
         load_data(arguments(["a"], eval_iters=0))
 
 
-def test_data_written_anew_is_read_anew() -> None:
+def test_rewritten_data_is_read_again() -> None:
     assert load_data(arguments([write("a", 40)], eval_iters=0)).train(range(200), CPU).max() == 38
     assert load_data(arguments([write("a", 10)], eval_iters=0)).train(range(200), CPU).max() == 9

@@ -37,7 +37,7 @@ DISTRIBUTED = {"use_distributed_optimizer": True}
 
 @contextmanager
 def written_by_threads() -> Iterator[None]:
-    """Let Megatron write files in threads: ranks of these tests are daemons, which may start no process."""
+    """Let Megatron write files in threads: the ranks are daemons, which may not start processes."""
     context = SimpleNamespace(Queue=queue.Queue, JoinableQueue=queue.Queue, Process=threading.Thread)
     context.Manager = lambda: context
     files = import_module("megatron.core.dist_checkpointing.strategies.filesystem_async")
@@ -153,7 +153,7 @@ def test_the_same_weights_and_moments_are_loaded(name: str, tmp_path: Path) -> N
 
 
 def refuse(folder: Path) -> tuple[str, str, str]:
-    """Try what cannot be loaded: state by buckets, another model, and an optimizer's state where there is none."""
+    """Try to load three wrong states: state by buckets, another model's, and an optimizer's where the file has none."""
     messages = []
     with megatron_processes():
         chunks, optimizer = build(task_of(Task(), ddp()), ddp())
@@ -181,7 +181,7 @@ def refuse(folder: Path) -> tuple[str, str, str]:
     return by_bucket_, other_, without
 
 
-def test_what_cannot_be_loaded_is_refused_and_weights_load_alone(tmp_path: Path) -> None:
+def test_unloadable_state_is_refused_and_weights_load_alone(tmp_path: Path) -> None:
     for by_bucket, other, without in run_ranks(2, refuse, tmp_path):
         assert "fix: save with --dist-ckpt-optim-fully-reshardable" in by_bucket
         assert "another model" in other

@@ -21,7 +21,7 @@ from tests.integration.ranks import run_ranks
 from tests.integration.test_megatron_mesh_checkpoint import load, save
 
 HALF = {"fp16": True, "params_dtype": torch.float16, "pipeline_dtype": torch.float16}
-# Far too large at first, so that steps are left out; two good ones in a row let it grow.
+# The initial scale is far too large, so steps are skipped; two good steps in a row let it grow.
 SCALER = {"fp16": True, "initial_loss_scale": 2.0**24, "hysteresis": 1, "loss_scale_window": 2, "min_loss_scale": 1.0}
 Steps = list[tuple[bool, float, float | None, float]]
 

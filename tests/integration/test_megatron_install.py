@@ -88,7 +88,7 @@ class AdapterOfVersionTwo(_BaseDataParallel):
 
 
 def replace_another(folder: Path) -> list[bool]:
-    """Put a second adapter beside Megatron's; return whether it was found, replaced, trains on it, and came back."""
+    """Add a second adapter to Megatron's package; return whether it is found, replaced, trains, and is restored."""
     with megatron_processes():
         fsdp = sys.modules["megatron.core.distributed.fsdp"]
         (folder / "version_two.py").write_text(ANOTHER, encoding="utf-8")
@@ -105,7 +105,7 @@ def replace_another(folder: Path) -> list[bool]:
         ]
 
 
-def test_another_adapter_class_beside_megatrons_is_replaced_as_well(tmp_path: Path) -> None:
+def test_a_second_adapter_class_is_replaced_as_well(tmp_path: Path) -> None:
     assert run_ranks(1, replace_another, tmp_path) == [[True, True, True]]
 
 
@@ -144,5 +144,5 @@ def pass_constructor_arguments() -> str:
         return type(wrap(module=model, **arguments, of_the_future=None)).__name__
 
 
-def test_it_takes_the_arguments_that_megatron_passes_and_refuses_unknown_ones_that_ask_for_something() -> None:
+def test_megatrons_arguments_are_accepted_and_unknown_effective_ones_refused() -> None:
     assert run_ranks(1, pass_constructor_arguments) == ["FullyShardedDataParallel"]

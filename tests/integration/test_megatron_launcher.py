@@ -13,7 +13,7 @@ from tests.integration.megatron_meshes import Mesh, Task, build, megatron_proces
 from tests.integration.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
-# It takes what pretrain_gpt.py and megatron/training/training.py take from megatron.core, by the same names.
+# The script imports the names from megatron.core that pretrain_gpt.py and megatron/training/training.py import.
 SCRIPT = """
 import argparse
 import json

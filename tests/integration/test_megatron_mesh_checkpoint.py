@@ -64,7 +64,7 @@ Figures = list[tuple[float, float]]
 
 
 def resume(task: Task, mesh: Mesh, folder: Path, kind: str) -> tuple[Figures, Figures, int]:
-    """Return losses and norms of two steps after a save, and of those that a new model makes after a load."""
+    """Return losses and norms of two steps after a save, and of the same steps of a new model after a load."""
     with megatron_processes(**mesh.groups()):
         chunks, optimizer = build(task, mesh)
         run_steps(task, chunks, optimizer, range(2))
@@ -101,7 +101,7 @@ def test_a_run_goes_on_from_a_checkpoint_as_without_a_break(name: str, kind: str
 
 
 def held_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Leave out parameters of which this rank holds nothing, as Megatron does for version 2 of Megatron-FSDP."""
+    """Leave out parameters without an element on this rank, as Megatron does for version 2 of Megatron-FSDP."""
     held = [{**group, "params": [p for p in group["params"] if p._local_tensor.numel()]} for group in groups]
     return [group for group in held if group["params"]]
 
@@ -114,7 +114,7 @@ def resume_with_held_groups(folder: Path) -> tuple[Figures, Figures, int]:
         return resume(TIED_EXPERTS, Mesh(), folder, "dcp")
 
 
-def test_a_run_goes_on_where_ranks_leave_out_what_they_hold_nothing_of(tmp_path: Path) -> None:
+def test_a_run_resumes_if_ranks_omit_their_empty_parameters(tmp_path: Path) -> None:
     found = run_ranks(5, resume_with_held_groups, tmp_path / "step2")
     for wanted, again, _ in found:
         assert again == wanted
@@ -122,7 +122,7 @@ def test_a_run_goes_on_where_ranks_leave_out_what_they_hold_nothing_of(tmp_path:
 
 
 def ask_early(kind: str) -> tuple[Figures, Figures]:
-    """Train, then train another one whose optimizer was asked for its state, or told of none, before the first step."""
+    """Train; then train another model whose optimizer returned its state before the first step."""
     task = Task(MOE, is_tied=True, optimizer={"optimizer": kind})
     with megatron_processes():
         wanted, _ = run_steps(task, *build(task, Mesh()), range(2))
@@ -135,7 +135,7 @@ def ask_early(kind: str) -> tuple[Figures, Figures]:
 
 
 @pytest.mark.parametrize("kind", ["adam", "sgd"])
-def test_a_search_for_a_checkpoint_that_is_not_there_changes_nothing(kind: str) -> None:
+def test_a_search_for_a_missing_checkpoint_changes_nothing(kind: str) -> None:
     for wanted, found in run_ranks(2, ask_early, kind):
         assert found == wanted
 
@@ -219,7 +219,7 @@ def refuse_own(folder: Path) -> str:
         return str(caught.value)
 
 
-def test_this_projects_own_format_refuses_ranks_with_parts_of_weights(tmp_path: Path) -> None:
+def test_our_checkpoint_format_refuses_tensor_parallel_parts(tmp_path: Path) -> None:
     for message in run_ranks(2, refuse_own, tmp_path / "own"):
         assert "save sharded_state_dict() of Megatron's wrapper" in message
 

@@ -123,9 +123,9 @@ def test_the_page_lists_just_these_meshes() -> None:
 
 
 def wrap_with_others() -> str:
-    """Wrap stages whose tied embedding shares its group with whatever else the stage has; return what is said."""
+    """Wrap stages whose tied embedding shares its group with the stage's other parameters; return the error."""
     mesh, tied = Mesh(pp=2), ModelGroups.tied
-    # The first who asks for what stages share gives it a group of its own.
+    # The first call for shared parameters finds none, so that they get no separate group.
     found = iter([lambda groups, model: []])
     first_not = mock.patch.object(ModelGroups, "tied", lambda groups, model: next(found, tied)(groups, model))
     with megatron_processes(**mesh.groups()), first_not:

@@ -22,7 +22,7 @@ TINY = (
 
 @pytest.fixture(autouse=True)
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run as one process without torchrun, in a folder of its own that holds a text."""
+    """Run as one process without torchrun, in a new folder that holds a text."""
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_RESTART_COUNT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)

@@ -27,7 +27,7 @@ def make_model() -> nn.Sequential:
 
 def weights_after(engine: Any, name: str) -> list[torch.Tensor]:
     """Return the whole weights after three steps, each on the data of both ranks."""
-    # Its steps are compiled one parameter at a time: without this, as machine code, which takes a minute.
+    # Steps are compiled one parameter at a time; without this line to machine code, which takes a minute.
     torch._dynamo.reset()
     model = make_model()
     ranks = range(2)

@@ -56,7 +56,7 @@ def test_float8_linears_have_the_losses_of_fsdp2(precomputes: bool) -> None:
 
 
 class Lora(nn.Module):
-    """A frozen NF4 weight with an adapter beside it."""
+    """A frozen NF4 weight with an adapter."""
 
     def __init__(self, columns: int, rows: int) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ def train_qlora(engine: str) -> tuple[list[float], bool, bool, list[float]]:
     if engine == "ours":
         groups = [group for layer in layers for group in layer._fsdp_unit.groups]
         packed = [group for group in groups if group.main_weight.dtype is torch.uint8]
-        # Beside the weights each rank has NF4's 16 values, a mean and padding.
+        # Each rank has the weights, NF4's 16 values, a mean and padding.
         bits = [8 * (group.main_weight.local_buffer.numel() - 80) * size / (128 * 512) for group in packed]
     return losses, is_same, is_trained, bits
 

@@ -53,7 +53,7 @@ def configure(replicas: int = 1, **changes: Any) -> dict[str, Any]:
     parallelism = ParallelismConfig(
         **{"data_parallel_replicate_degree": replicas, "spmd_backend": "partial_dtensor", **changes}
     )
-    # Without a GPU torchtitan makes meshes of GPUs all the same.
+    # torchtitan makes meshes of GPUs even without a GPU.
     parallel_dims.device_type = "cpu"
     dims = ParallelDims.from_config(parallelism, dist.get_world_size())
     dims.build_mesh()
@@ -113,7 +113,7 @@ def test_a_parallelized_decoder_trains_as_the_whole_one(num_ranks: int, replicas
 
 
 def with_muon(num_shards: int) -> dict[str, torch.Tensor]:
-    """Train with Muon for the matrices, on the same data whatever the ranks; in FP32, as bf16 is slow on CPUs."""
+    """Train with Muon for the matrices, on the same data for any number of ranks; in FP32, as bf16 is slow on CPUs."""
     model = initialise(parallelize_decoder(build_model(), **configure(dist.get_world_size() // num_shards)))
     groups = muon_param_groups(model)
     optimizer = Muon(groups, lr=0.02, ns_dtype=torch.float32)
@@ -144,5 +144,5 @@ def refuse() -> None:
         parallelize_decoder(build_model(), **{**given, "parallelism": parallelism})
 
 
-def test_what_the_engine_does_not_do_is_refused_by_name() -> None:
+def test_unsupported_settings_are_refused_by_name() -> None:
     run_ranks(1, refuse)

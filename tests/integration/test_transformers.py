@@ -1,4 +1,4 @@
-"""transformers models in loops of one's own: they train as whole ones do, and their weights come and go exactly."""
+"""transformers models in hand-written loops: they train like whole models, and import and export weights exactly."""
 
 from pathlib import Path
 from typing import Any
@@ -104,7 +104,7 @@ def load(kind: str, folder: Path, on_meta: bool) -> tuple[dict[str, torch.Tensor
         model = make_model(kind, seed=7)
     shard(model)
     if on_meta:
-        # What no file holds: rotary frequencies.
+        # No file holds the rotary frequencies.
         materialize(model, model._init_weights)
     import_safetensors(model, folder)
     return whole_state(model), logits_of(model)

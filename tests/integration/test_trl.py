@@ -46,7 +46,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def preferences() -> Dataset:
-    """Return rows of a prompt, a chosen and a rejected answer, of which no two are alike."""
+    """Return different rows of a prompt, a chosen and a rejected answer."""
 
     def text(start: int, length: int) -> str:
         return " ".join(f"w{3 + (start + 5 * index) % (VOCABULARY - 3)}" for index in range(length))
@@ -125,7 +125,7 @@ class Stream:
 
 
 def offload_and_train(has_streams: bool) -> tuple[float, int]:
-    """Train beside the whole model; return how far apart the weights are, and how many tensors were offloaded."""
+    """Train a sharded and a whole model; return how their weights differ, and the number of offloaded tensors."""
     stream = Stream()
     module = SimpleNamespace(
         Stream=Stream,

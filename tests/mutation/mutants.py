@@ -1,6 +1,6 @@
 """Mutants of a source file: one mistake at one place each, made on its syntax tree.
 
-What mistakes there are is up to ``Mistakes``: ``small_mistakes`` here, and those of the order of device work in
+``Mistakes`` defines the kinds of mistakes: ``small_mistakes`` here, and mistakes in the order of device work in
 ``tests/certify/mutants.py``.
 """
 
@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-# What a call is named after that makes one thing wait for another.
+# Names of calls that make one piece of work wait for another.
 WAITS = {"wait", "wait_event", "wait_stream", "synchronize", "block_until", "join", "follow"}
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
@@ -22,7 +22,7 @@ COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """One change of one place.
+    """A change at one place.
 
     Attributes:
         path: of the file, from the root of the repository. what: is done.
@@ -47,7 +47,7 @@ class Mutant:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What is changed, in which line, and what does it to the tree."""
+    """A change: its description, its line, and the function that makes it in the tree."""
 
     what: str
     line: int
@@ -63,7 +63,7 @@ class Scope:
     node: ast.FunctionDef | ast.AsyncFunctionDef
 
     def nodes(self) -> Iterator[ast.AST]:
-        """Yield its statements and what they are made of, but for errors and assertions: these only tell."""
+        """Yield the nodes of its statements, without errors and assertions, which only report."""
         return (node for statement in self.node.body for node in _inside(statement))
 
     def blocks(self) -> Iterator[list[ast.stmt]]:
@@ -128,7 +128,7 @@ def _inside(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def small_mistakes(scope: Scope) -> Iterator[Change]:
-    """Yield what anybody gets wrong: a call or a wait left out, a condition turned round, a bound one further."""
+    """Yield common mistakes: a call or a wait left out, a condition inverted, a bound moved by one."""
     for block in scope.blocks():
         for position, statement in enumerate(block):
             if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):

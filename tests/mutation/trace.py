@@ -49,7 +49,7 @@ def _places(seen: set[CodeType]) -> set[str]:
 
 
 def call_noted(function: Callable[..., object], args: tuple[object, ...], folder: str) -> object:
-    """Run a function on a rank, and leave what it ran in a file of this process."""
+    """Run a function on a rank, and write the functions that it called to a file of this process."""
     seen: set[CodeType] = set()
     try:
         with _noting(seen):
@@ -74,7 +74,7 @@ class _Plugin:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
-        """Run a test with its fixtures, and write down what it ran."""
+        """Run a test with its fixtures, and write down the functions that it called."""
         start = time.monotonic()
         seen: set[CodeType] = set()
         with _noting(seen):
@@ -90,7 +90,7 @@ class _Plugin:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Write where TRACE says; each worker of pytest-xdist to a file of its own."""
+    """Write to the folder TRACE; each worker of pytest-xdist writes a separate file."""
     is_controller = config.getoption("numprocesses", None) and "PYTEST_XDIST_WORKER" not in os.environ
     if not is_controller:
         config.pluginmanager.register(_Plugin(os.environ["TRACE"] + os.environ.get("PYTEST_XDIST_WORKER", "")))

@@ -41,7 +41,7 @@ OURS = ("dbuffer", "dbuffer_kernels", "gpt", "megatron_fsdp", "pretrain_gpt", "t
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Read a file with a JSON object on each line; none where there is no file."""
+    """Read a file with a JSON object on each line; return none for a missing file."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
 
 
@@ -117,7 +117,7 @@ class Trials:
     def tests_of(self, mutant: Mutant) -> list[str]:
         """Return the tests that run the changed function, likely finders first, as many as fit into the time.
 
-        Of a function that runs when its file is imported, those that run any other function of the file.
+        For a function that runs when its file is imported, return the tests that run any other function of the file.
         """
         places = [f"{mutant.path}:{mutant.first_line}"]
         if places[0] not in self.tests:
@@ -135,7 +135,7 @@ class Trials:
 def followers(rows: Sequence[dict[str, Any]]) -> dict[str, list[str]]:
     """Return the tests that ran nothing themselves, by the last one before them in their file that did.
 
-    They look at what a fixture made, which ran for the first of them.
+    These tests check a fixture's result, which the first test of the file computed.
     """
     found: dict[str, list[str]] = {}
     leader = ""

@@ -16,12 +16,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.nullcuda.machine import log_size, stream_id
 
 ROOT = str(Path(__file__).parents[2])
-# Which arguments each kernel of ours writes; the first after the pointers read, where none is named here.
+# Positions of the arguments that our kernels write. A kernel without an entry writes the first argument after its
+# inputs.
 WRITTEN_BY = {
     "elementwise_kernel": [1], "split_kernel": [1, 2], "join_kernel": [2], "adamw_kernel": [1, 2, 3, 4, 5],
     "decode_kernel": [2],
 }  # fmt: skip
-# They overwrite their first argument, which other in-place operations read as well.
+# Operators that overwrite their first argument; other in-place operators also read it.
 OVERWRITING = ("copy_", "zero_", "fill_", "normal_", "uniform_")
 
 
@@ -36,7 +37,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """What issued the calls ``begin`` up to ``end`` of the log; an operation of the host issued none."""
+    """The operator that issued the calls ``begin`` up to ``end`` of the log; an operation of the host issued none."""
 
     name: str
     where: str
@@ -48,7 +49,7 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """What happened to a block of the allocator when the log had ``at`` calls.
+    """An event of a block of the allocator, when the log had ``at`` calls.
 
     Attributes:
         kind: "allocated", for work on ``stream``; "freed"; "used", on ``stream`` too, by ``Tensor.record_stream``.
@@ -62,7 +63,7 @@ class Allocation:
 
 @dataclass(slots=True)
 class Record:
-    """Operations and allocations in the order in which they were issued."""
+    """Operations and allocations in the order of their issue."""
 
     operations: list[Operation] = field(default_factory=list)
     allocations: list[Allocation] = field(default_factory=list)
@@ -70,7 +71,7 @@ class Record:
 
 @contextmanager
 def recorded() -> Iterator[Record]:
-    """Record what the block does; inside of ``machine.logged()``."""
+    """Record operations and allocations of the block; call it inside of ``machine.logged()``."""
     record = Record()
     _trace_allocator()
     _SINKS.append(record)
@@ -95,7 +96,7 @@ class _Operations(TorchDispatchMode):
             address = args[0].untyped_storage().data_ptr()
             self._record.allocations.append(Allocation(end, "used", address, stream_id(args[1])))
             return result
-        # Collectives tell themselves what they read and write; is_pinned reads nothing.
+        # Collectives record their reads and writes themselves; is_pinned reads nothing.
         if func.is_view or str(func).startswith(("c10d", "aten.is_pinned")):
             return result
         is_of_host = begin == end
@@ -107,7 +108,7 @@ class _Operations(TorchDispatchMode):
 
 
 def _accesses(func: Any, args: Any, kwargs: Any, result: Any, is_of_host: bool) -> tuple[list[Span], list[Span]]:
-    """Return what an operation reads and writes; of the host, the pinned memory alone."""
+    """Return the memory that an operation reads and writes; for an operation of the host, only pinned memory."""
     reads: list[Span] = []
     writes: list[Span] = []
     name = func._schema.name.removeprefix("aten::")
@@ -190,7 +191,7 @@ _SINKS: list[Record] = []
 
 
 def _trace_allocator() -> None:
-    """Hear of every block that the caching allocator hands out or takes back; once in a process."""
+    """Record every block that the caching allocator allocates or frees; call it once per process."""
     if _trace_allocator in _TRACED:
         return
     _TRACED.append(_trace_allocator)

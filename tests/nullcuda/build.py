@@ -1,9 +1,9 @@
 """Build a CUDA machine without a GPU: PyTorch's CUDA build over a driver, cuBLAS and NCCL that only keep a log.
 
-    python tests/nullcuda/build.py    builds what is missing or out of date, and prints the path of the machine's python
+    python tests/nullcuda/build.py builds all missing or outdated parts, and prints the path of the machine's python
 
 Needs Linux on x86-64, gcc with binutils, and 3 GB of disk. The first time it downloads PyTorch's wheel (530 MB) from
-the package index of pip; afterwards it takes seconds. docs/design/null_cuda.md says what is real in this machine.
+the package index of pip; afterwards it takes seconds. docs/design/null_cuda.md lists the real parts of this machine.
 
 Variables: NULLCUDA_DIR, the folder (default: megatron-fsdp-nullcuda in the user's cache folder); NULLCUDA_TORCH, the
 version of PyTorch (default: 2.13.0).
@@ -19,7 +19,7 @@ from pathlib import Path
 
 SOURCES = Path(__file__).parent / "c"
 TORCH = os.environ.get("NULLCUDA_TORCH", "2.13.0")
-# What PyTorch needs that is not NVIDIA's is read from its own metadata; this is what our tests need.
+# Packages for our tests. PyTorch's metadata names the packages that PyTorch needs.
 TOOLS = ("numpy", "setuptools>=77", "pytest", "hypothesis", "safetensors", "psutil", "tqdm")
 HEADERS = ("nvidia-cuda-runtime>=13,<14", "nvidia-cuda-crt>=13,<14")
 # Prefixes of NVIDIA's functions. Those of the driver itself begin with cu and a capital letter.
@@ -35,7 +35,7 @@ exec {folder}/venv/bin/python "$@"
 
 
 def main() -> Path:
-    """Return the path of the machine's python, after building what it needs."""
+    """Return the path of the machine's python, after building its parts."""
     for tool in ("gcc", "nm", "readelf"):
         if shutil.which(tool) is None:
             sys.exit(f"error: the null CUDA machine needs {tool}. fix: install gcc and binutils")
@@ -56,7 +56,7 @@ def main() -> Path:
 
 
 def run(*command: object) -> str:
-    """Return what a command printed; ends the program with its errors when it fails."""
+    """Return a command's output; end the program with the command's errors if it fails."""
     done = subprocess.run([str(word) for word in command], capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"error: {' '.join(map(str, command))} failed:\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}")
@@ -142,7 +142,7 @@ def make_libraries(folder: Path) -> None:
 
 
 def is_of_the_driver(symbol: str) -> bool:
-    """Whether a function is one of libcuda.so.1, such as cuInit."""
+    """Return whether a function is one of libcuda.so.1, such as cuInit."""
     return DRIVER.fullmatch(symbol) is not None
 
 

@@ -1,4 +1,4 @@
-"""These tests run in the python that ``build.py`` makes; elsewhere they are left out."""
+"""Leave these tests out except in the python that ``build.py`` makes."""
 
 import os
 from pathlib import Path

@@ -27,11 +27,11 @@ KINDS = [LIBRARY.nullcuda_kind(number).decode() for number in range(20)]
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call into CUDA, cuBLAS or NCCL.
+    """A call into CUDA, cuBLAS or NCCL.
 
     Attributes:
         kind: a name of ``c/log.c``. capture: the number of the graph's capture it belongs to, 0 for none.
-        object: and ``values``: what the C file says that logs this kind.
+        object: and ``values``: documented in the C file that logs this kind.
     """
 
     kind: str
@@ -60,7 +60,7 @@ def calls(start: int = 0) -> list[Call]:
 
 
 def stream_id(stream: torch.Stream) -> int:
-    """Return the number by which the log calls a stream."""
+    """Return a stream's number in the log."""
     return int(LIBRARY.nullcuda_stream_id(stream.native_handle))
 
 
@@ -79,7 +79,7 @@ def become_rank_0_of(world_size: int) -> None:
     """Leave the test's own process group; be one rank of a job on NCCL whose other ranks do not exist."""
     dist.destroy_process_group()
     torch.cuda.set_device(0)
-    # It has no kernels here.
+    # cuDNN has no kernels here.
     torch.backends.cuda.enable_cudnn_sdp(False)
     device = torch.device("cuda", 0)
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=world_size, device_id=device)

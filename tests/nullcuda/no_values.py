@@ -1,7 +1,7 @@
 """A plugin of pytest for the null machine, whose kernels compute nothing: a test's own assertions decide nothing.
 
-A test that fails otherwise fails here as well: with an exception of the engine, of PyTorch or of a rank, with a call
-that CUDA refuses, or by hanging. What a test asserts is asserted after it has done all that it does.
+A test with any other failure fails here as well: an exception of the engine, of PyTorch or of a rank, a call that CUDA
+refuses, or a hang. A failed assertion of a value ends the test, so code after it does not run.
 """
 
 from collections.abc import Generator

@@ -1,8 +1,8 @@
 """Finds accesses to the same memory that no order of streams and events keeps apart: vector clocks over a log.
 
-Each stream has a clock that counts its work, and knows how far each other stream was when it last waited for it. An
-event takes along what its stream knew when it was recorded. Two accesses of which one writes are a race unless the
-later one's stream knew of the first.
+Each stream has a clock that counts its work, and knows each other stream's clock at its last wait for it. An event
+carries the knowledge of its stream when it was recorded. Two accesses, at least one of them a write, are a race unless
+the later one's stream knew of the first.
 """
 
 import bisect
@@ -20,7 +20,7 @@ Clock = dict[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """What one piece of work did to some bytes, when its stream's clock showed ``time``."""
+    """The access of one piece of work to some bytes, at ``time`` on its stream's clock."""
 
     stream: int
     time: int
@@ -31,7 +31,7 @@ class Access:
 
 @dataclass(slots=True)
 class Findings:
-    """What a log shows.
+    """The findings in a log.
 
     Attributes:
         races: how often each pair of accesses met, by a text that names both.
@@ -47,7 +47,7 @@ class Findings:
 
 
 def check(calls: list[Call], record: Record, names: dict[int, str]) -> Findings:
-    """Return what is wrong in a log; ``names`` are those of streams, for messages."""
+    """Return the faults in a log; ``names`` are those of streams, for messages."""
     return _Checker(record, names).check(calls)
 
 
@@ -111,7 +111,7 @@ class _Checker:
         known = self._known
         known[stream][stream] += 1
         if stream != HOST:
-            # What is issued comes after all that the host has done and waited for.
+            # Issued work comes after all earlier work and waits of the host.
             _learn(known[stream], known[HOST])
         return known[stream][stream]
 
@@ -141,7 +141,7 @@ class _Checker:
 
 
 class _Memory:
-    """Who accessed which bytes of which block, as long as a later access could be a race with that."""
+    """The accesses to each block's bytes with which a later access could race."""
 
     def __init__(self, known: dict[int, Clock], races: Counter[str], names: dict[int, str]) -> None:
         self._known, self._races, self._names = known, races, names
@@ -150,7 +150,7 @@ class _Memory:
         # By block: streams that the allocator waits for before it hands the block out again.
         self._users: dict[int, set[int]] = defaultdict(set)
         self._accesses: dict[int, list[Access]] = defaultdict(list)
-        # By stream of the allocator: what was done to blocks that were handed back, which that stream may get again.
+        # Accesses to freed blocks, by the allocator's stream, which may get these blocks again.
         self._freed: dict[int, list[Access]] = defaultdict(list)
 
     def allocate(self, address: int, stream: int) -> None:

@@ -1,4 +1,4 @@
-"""Whole steps captured into CUDA graphs: nothing that CUDA refuses, and no stream is left behind."""
+"""Whole steps captured into CUDA graphs: CUDA refuses no call, and every stream joins."""
 
 import gc
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""What a step asks of the host once per unit, not per parameter or group, on Llama 3.2 1B's widths."""
+"""The host calls of a step on Llama 3.2 1B's widths come once per unit, not per parameter or group."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +22,7 @@ NUM_LAYERS = 3
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Of a second step.
+    """Counts of a second step.
 
     Attributes:
         groups: of each unit. packings: how many buffers each submission to the reduce lane packed.
@@ -78,7 +78,7 @@ def test_one_submission_packs_all_groups_of_a_unit() -> None:
 def test_groups_of_a_unit_travel_without_the_coalescing_manager() -> None:
     found = counts_of(FP32)
     assert found.coalesced == 0
-    # Each group is gathered for forward, at most once more for backward, and reduced.
+    # Each group is gathered for forward, at most once for backward, and reduced.
     assert 2 * sum(found.groups) <= found.collectives <= 3 * sum(found.groups)
 
 

@@ -1,4 +1,4 @@
-"""How a job on GPUs is started: devices, options of communicators, backends, and what the engine warns about."""
+"""The start of a job on GPUs: devices, options of communicators, backends, and warnings of the engine."""
 
 import warnings
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from tests.harness.models import Block
 from tests.harness.twins import sharded
 from tests.nullcuda import machine
 
-# Of ``c/nccl.c``.
+# The number of this collective in ``c/nccl.c``.
 ALL_GATHER = 1
 
 
@@ -122,7 +122,7 @@ def test_gathers_can_use_copy_engines_where_the_user_asks_nccl_for_zero_ctas() -
 
 
 def communicators_with_windows(is_bound: bool) -> tuple[set[int], set[int]]:
-    """Return the communicators that collectives used, and those with which slots were registered."""
+    """Return the communicators that collectives used, and the communicators that slots were registered with."""
     dist.destroy_process_group()
     torch.cuda.set_device(0)
     device = torch.device("cuda", 0)

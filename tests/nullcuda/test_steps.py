@@ -1,4 +1,4 @@
-"""What a step asks of the host and of the allocator on CUDA, and steps of two processes."""
+"""Calls of a step to the host and to the allocator on CUDA, and steps of two processes."""
 
 import json
 import os
@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def a_fourth_step(strategy: str) -> tuple[races.Findings, int]:
-    """Return what the log of the fourth step shows, and how often it called cudaMalloc."""
+    """Return the findings in the log of the fourth step, and how often it called cudaMalloc."""
     machine.become_rank_0_of(8)
     mesh = init_device_mesh("cuda", (2, 4) if strategy == "hsdp" else (8,))
     model: Any = sharded(build(Block).to("cuda"), strategy, mesh=mesh, mp_policy=BF16)
@@ -57,7 +57,7 @@ def test_a_step_neither_waits_on_the_host_nor_allocates(strategy: str) -> None:
 
 
 def offloaded(folder: str) -> list[str]:
-    """Train with offload on two GPUs, and do what users do between steps."""
+    """Train with offload on two GPUs, with a user's calls between steps."""
     torch.backends.cuda.enable_cudnn_sdp(False)
     mesh = init_device_mesh("cuda", (2,))
     model: Any = sharded(build(Block).to("cuda"), "optim_grads_params", mesh=mesh, offload_policy=CPUOffloadPolicy())

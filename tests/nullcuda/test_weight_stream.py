@@ -1,4 +1,4 @@
-"""A stream of whole weights on GPUs: what it asks of the host, and how many collectives it issues."""
+"""A stream of whole weights on GPUs: its waits of the host, and its number of collectives."""
 
 import itertools
 from collections import Counter
@@ -58,7 +58,7 @@ def model_on_gpus() -> Any:
 
 
 def races_of_a_packing_receiver(bucket_bytes: int, by_bucket: bool) -> list[str]:
-    """Pack tensors on several streams in turn, as vLLM does on two, between two optimizer steps."""
+    """Pack tensors on alternating streams, as vLLM does on two, between two optimizer steps."""
     model = model_on_gpus()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     packers = [torch.cuda.Stream() for _ in range(5)]
@@ -83,7 +83,7 @@ def races_of_a_packing_receiver(bucket_bytes: int, by_bucket: bool) -> list[str]
                         torch.cat(parts)
                     del chunk, parts
                 turn += 1
-            # It writes what the last gather reads.
+            # The optimizer writes weights that the last gather reads.
             optimizer.step()
             optimizer.zero_grad()
     names = {machine.stream_id(packer): f"packer {index}" for index, packer in enumerate(packers)} | stream_names()

@@ -1,4 +1,4 @@
-"""The rules between files hold in this repository, and the checks of them find what breaks them."""
+"""This repository follows the rules between files, and the checks of the rules find violations."""
 
 import ast
 import importlib
@@ -63,7 +63,7 @@ def method(num_lines: int) -> str:
     return f"class Plan:\n    def make(self):\n{docstring}" + "        pass\n" * (num_lines - 1)
 
 
-# What is written, the files that a rule looks at, and the places where it has to find something.
+# The name of a case, the files that a rule looks at, and the places where it has to find something.
 CASES: dict[str, tuple[Rule, dict[str, str], list[str]]] = {
     **{
         f"an import from a higher floor: {text}": (
@@ -125,12 +125,12 @@ CASES: dict[str, tuple[Rule, dict[str, str], list[str]]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_rule_finds_what_breaks_it_and_nothing_else(name: str) -> None:
+def test_a_rule_finds_exactly_its_violations(name: str) -> None:
     rule, texts, wanted = CASES[name]
     assert places(rule(sources(**texts))) == wanted
 
 
-# ---------------------------------------------------------------- the pages, and what users import
+# ---------------------------------------------------------------- the pages and the public names
 
 
 def rooms() -> ModuleType:
@@ -175,20 +175,20 @@ def test_a_package_exports_what_its_all_says(package: str) -> None:
     assert not foreign, "imported into the package and not exported"
 
 
-# What users import from, beside the two packages; all other paths are the code's own.
+# Modules that users import from in addition to the two packages; all other paths are internal.
 PUBLIC_MODULES = (
     "megatron_fsdp.huggingface",
     "megatron_fsdp.megatron",
     "megatron_fsdp.muon",
 )
-# There in megatron_fsdp and not in its list: another name of FSDPModule, what its ``parameter_groups`` are made of, and
+# Names of megatron_fsdp outside its list: another name of FSDPModule, the class of its ``parameter_groups``, and
 # Megatron-FSDP's call, which megatron_fsdp.megatron lists.
 NOT_LISTED = {"FsdpModule", "ParameterGroup", "fully_shard_model"}
 
 
 def test_every_public_name_is_spelled_once() -> None:
     modules = [importlib.import_module(path) for path in ("megatron_fsdp", *PUBLIC_MODULES)]
-    # Made of a class of megatron.core's when it is first asked for.
+    # Made from a class of megatron.core at first use.
     late = {"ShardedDataParallel"}
     places: dict[int, list[str]] = {}
     for module in modules:
@@ -199,7 +199,7 @@ def test_every_public_name_is_spelled_once() -> None:
     assert megatron_fsdp.FsdpModule is megatron_fsdp.FSDPModule
 
 
-def test_no_module_besides_the_public_ones_only_hands_on_names(repository: list[Source]) -> None:
+def test_only_public_modules_may_consist_of_reexports(repository: list[Source]) -> None:
     found = [
         source.module
         for source in architecture.library(repository)

@@ -1,4 +1,4 @@
-"""Tests of integrations are collected where their packages are not installed, as `make test-gpu` does."""
+"""Test files of integrations can be collected without their packages, as `make test-gpu` does."""
 
 import ast
 import fnmatch
@@ -10,7 +10,7 @@ import pytest
 
 FOLDER = Path(__file__).parents[1] / "integration"
 OURS = {"benchmarks", "dbuffer", "dbuffer_kernels", "gpt", "megatron_fsdp", "pretrain_gpt", "tests"}
-# What '.[dev]' installs.
+# The packages that '.[dev]' installs.
 INSTALLED = {"hypothesis", "numpy", "pytest", "safetensors", "torch", *sys.stdlib_module_names}
 
 
@@ -25,7 +25,7 @@ def needs() -> dict[str, str]:
 
 
 def imports_of(path: Path) -> set[str]:
-    """Return the packages that a file imports when it is imported, by way of other files of its folder as well."""
+    """Return the packages that importing a file imports, including imports through other files of its folder."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     found: set[str] = set()
     for node in [

@@ -22,7 +22,7 @@ TINY = {
 }
 
 
-# These start processes of their own or take long, and what they are about has tests: test_resident_memory.py,
+# These benches start processes or take long. Other tests cover their subjects: test_resident_memory.py,
 # test_bench_virtual.py, test_simulated_link.py.
 NIGHTLY = ("resident", "error_bar", "link")
 
@@ -36,7 +36,7 @@ def rows(request: pytest.FixtureRequest, tmp_path: Path) -> list[Row]:
     return found
 
 
-def test_a_bench_measures_finite_numbers_each_under_a_key_of_its_own(rows: list[Row]) -> None:
+def test_a_bench_measures_finite_numbers_under_unique_keys(rows: list[Row]) -> None:
     assert len({row.key for row in rows}) == len(rows) > 3
     assert all(math.isfinite(row.samples.median) and math.isfinite(row.samples.spread) for row in rows)
     assert any("over" in row.metric for row in rows)

@@ -22,7 +22,7 @@ from dbuffer import (
 )
 from tests.harness import on_ranks, run_ranks
 
-# A row that no rank count divides, a scalar-like vector, one row only, slices of a 3-D tensor, and nothing at all.
+# A row that no number of ranks divides, a vector like a scalar, one row only, slices of a 3-D tensor, and an empty one.
 SHAPES = [(5, 3), (1,), (1, 7), (3, 2, 5), (0, 4), (11,)]
 
 
@@ -209,7 +209,7 @@ def _released(buffer: DBuffer) -> DBuffer:
     return buffer
 
 
-def test_a_buffer_shows_its_tensors_cut_as_asked_for_in_any_dtype() -> None:
+def test_a_buffer_cuts_its_tensors_by_the_given_granularity_in_any_dtype() -> None:
     assert false_on(2, facts_about_tensors) == []
 
 
@@ -275,7 +275,7 @@ def inner_gather_first() -> None:
     DBuffer(mesh, [Flat(), Flat()], SHAPES, torch.float32, "cpu").allgather("inner")
 
 
-# What is done, and what the refusal has in it, its class first.
+# The refused call, and the class and parts of the error's message.
 REFUSALS: dict[str, tuple[Callable[[], object], tuple[str, ...]]] = {
     "partial from replicate": (
         lambda: buffer(Replicate()).redistribute([Partial()]),

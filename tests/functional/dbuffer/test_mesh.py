@@ -31,7 +31,7 @@ def test_axes_tell_name_size_own_place_and_fellow_ranks() -> None:
 
 
 def look_at_one_axis() -> str:
-    """Check what holds on a mesh of all ranks, and return what is said of one of the first two."""
+    """Check the mesh of all ranks. Return the error of a mesh of the first two ranks, empty on those two."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     (axis,) = mesh_axes(mesh)
     total = torch.ones(1)
@@ -49,7 +49,7 @@ def look_at_one_axis() -> str:
     return ""
 
 
-def test_one_axis_is_made_once_reduces_on_a_communicator_of_its_own_and_is_refused_to_ranks_outside() -> None:
+def test_an_axis_is_cached_has_a_reduce_communicator_and_refuses_ranks_outside() -> None:
     first, second, outside = run_ranks(3, look_at_one_axis)
     assert first == second == ""
     assert "rank 2 is not part of" in outside
@@ -100,7 +100,7 @@ def test_an_axis_is_found_by_name_or_number_or_refused() -> None:
 
 
 @on_ranks(2)
-def test_a_mesh_follows_process_groups_that_were_destroyed_and_made_anew_or_says_so() -> None:
+def test_a_mesh_uses_recreated_process_groups_or_raises() -> None:
     store = dist.distributed_c10d._get_default_store()
     rank, size = dist.get_rank(), dist.get_world_size()
     mesh, part = init_device_mesh("cpu", (size,)), init_device_mesh("cpu", (1, size), mesh_dim_names=("a", "b"))
@@ -129,7 +129,7 @@ def test_a_mesh_follows_process_groups_that_were_destroyed_and_made_anew_or_says
 
 
 @on_ranks(2, timeout=43)
-def test_groups_of_a_mesh_give_up_when_the_job_would_unless_they_were_told_otherwise() -> None:
+def test_groups_of_a_mesh_have_the_jobs_timeout_by_default() -> None:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))
     own = dist.new_group([dist.get_rank()], timeout=datetime.timedelta(seconds=77), use_local_synchronization=True)
     chosen = DeviceMesh.from_group(own, "cpu")

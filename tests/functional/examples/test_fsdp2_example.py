@@ -12,8 +12,8 @@ from tests.harness.grids import nightly_but
 
 SCRIPT = Path(__file__).parents[3] / "examples" / "fsdp2_tutorial" / "train.py"
 ENGINES = ("torch", "ours")
-# On CPU, PyTorch's engine lets every rank draw its own random rows, and says so; checkpoints replace what it drew. Its
-# loader asks for the default device by a name that PyTorch itself deprecates.
+# On CPU, PyTorch's engine draws different random rows on each rank and warns; checkpoints replace these weights.
+# PyTorch's loader asks for the default device by a name that PyTorch itself deprecates.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:DTensor random operators may not have complete support:UserWarning"),
     pytest.mark.filterwarnings("ignore:Multiple backends are registered:UserWarning"),

@@ -98,7 +98,7 @@ def test_no_check_for_nan_in_loss_and_grad_goes_on_regardless(
 
 
 @pytest.mark.usefixtures("plain_start")
-def test_a_flag_without_effect_is_accepted_and_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_flag_without_effect_is_accepted_and_reported_once(capsys: pytest.CaptureFixture[str]) -> None:
     rows(f"{SHARDED} --use-sharp --keep-fp8-transpose-cache")
     printed = capsys.readouterr().out
     assert printed.count("--use-sharp does nothing here; needs hardware that is not used: it takes switches") == 1
@@ -106,7 +106,7 @@ def test_a_flag_without_effect_is_accepted_and_said_once(capsys: pytest.CaptureF
 
 
 @pytest.mark.usefixtures("plain_start")
-def test_without_the_engine_its_flags_are_said_to_do_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_the_engine_its_flags_are_reported_as_unused(capsys: pytest.CaptureFixture[str]) -> None:
     rows("--data-parallel-sharding-strategy optim --use-nccl-ub --clip-grad 0.5")
     printed = capsys.readouterr().out
     assert (

@@ -50,7 +50,7 @@ def test_tensor_and_expert_parallel_ranks_keep_the_bits_while_their_number_stays
 
 
 def saved(flags: str, path: str) -> Trained:
-    """Train a step, save, and go on for one more."""
+    """Train a step, save, and train one more."""
     job = make_job(flags)
     _, state = steps(job, TrainingState(), 1)
     save_checkpoint(job.model, job.optimizer, path)
@@ -114,6 +114,8 @@ def test_logged_losses_are_added_in_the_order_of_microbatches() -> None:
         ("--use-torch-fsdp2 --ckpt-format torch_dist --log-checksum 2", "--log-checksum contradicts --use-torch-fsdp2"),
     ],
 )
-def test_what_would_cost_the_order_is_refused(flags: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_flags_that_contradict_invariant_reduction_are_refused(
+    flags: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert pretrain_gpt.main([*TINY.split(), "--micro-batch-size", "2", *flags.split()]) == 2
     assert words in capsys.readouterr().err

@@ -50,7 +50,7 @@ def test_losses_norms_and_weights_are_those_of_one_process(name: str, documents:
     num_ranks, model, divided = CASES[name]
     num_data_ranks = num_ranks // (2 if TENSOR in divided else 1)
     flags = f"{model} --data-path {documents}"
-    # One process takes the microbatches of all ranks, so that the balance of experts is over the same tokens.
+    # The single process takes the microbatches of all ranks, so that experts are balanced over the same tokens.
     per_token = "--calculate-per-token-loss --eod-mask-loss" if "per-token" in divided else ""
     micro = f"--micro-batch-size {8 // num_data_ranks // 2}"
     ((wanted, weights),) = run_ranks(1, train_steps, f"{flags} {per_token} {micro}", STEPS)
@@ -62,7 +62,7 @@ def test_losses_norms_and_weights_are_those_of_one_process(name: str, documents:
 
 
 def run_on(flags: str, folder: str, num_steps: int) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Go on from the newest checkpoint in a folder, if there is one, and leave one there."""
+    """Continue from the newest checkpoint in a folder if it has one, and save a new one."""
     job = make_job(f"{flags} --load {folder} --save {folder}")
     numbers, state = steps(job, resume(job), num_steps)
     extra = what_to_save(job, state)
@@ -79,7 +79,7 @@ JOURNEYS = {
 @pytest.mark.parametrize("name", nightly_but(["tp"], JOURNEYS))
 def test_checkpoints_go_from_one_division_to_another(name: str, documents: str, tmp_path: Path) -> None:
     model, journey = JOURNEYS[name]
-    # Adam: its moments have to come along.
+    # With Adam, so that the checkpoint has to carry moments.
     flags = f"{model} --optimizer adam --lr 0.01 --adam-eps 1e-3 --lr-decay-style constant --data-path {documents}"
     micro = "--micro-batch-size 2"
     ((wanted, weights),) = run_ranks(1, train_steps, f"{flags} {micro}", len(journey))
@@ -103,7 +103,7 @@ def test_a_model_on_the_meta_device_is_divided_alike(divided: str, documents: st
 
 
 def scale_and_step(flags: str) -> tuple[GradientScale, list[float], list[float]]:
-    """Return what is measured before the first step, and that step's loss and norm after it and without it."""
+    """Return the measured gradient scale, and the first step's loss and norm after measuring and without."""
     job, other = make_job(flags), make_job(flags)
     report = pretrain_gpt.measure_gradient_scale(job, TrainingState())
     return report, steps(job, TrainingState(), 1)[0], steps(other, TrainingState(), 1)[0]

@@ -1,4 +1,4 @@
-"""Losses by tokens: which of them count, and that ranks and microbatches with unequal numbers of them make no odds."""
+"""Losses by tokens: the tokens that count, and equal results if ranks and microbatches have unequal numbers."""
 
 import argparse
 
@@ -18,7 +18,7 @@ def model() -> GptModel:
     return made
 
 
-def test_what_follows_the_masked_token_does_not_count() -> None:
+def test_tokens_after_the_masked_token_do_not_count() -> None:
     text = torch.tensor([[5, 0, 6, 7], [0, 0, 8, 0]])
     assert counting_tokens(text, 0).tolist() == [[True, False, True], [False, False, True]]
     assert counting_tokens(text, None).all()
@@ -36,7 +36,7 @@ def test_the_sum_is_of_the_tokens_that_count() -> None:
 
 
 def mean_of_unequal(is_per_token: bool) -> tuple[float, float]:
-    """Return the mean loss over two ranks of which one has 1 token of loss 8, the other 3 of loss 2, and a weight."""
+    """Return the mean loss over two ranks, one with 1 token of loss 8, the other with 3 of loss 2; and a weight."""
     args = argparse.Namespace(
         calculate_per_token_loss=is_per_token,
         use_megatron_fsdp=True,
@@ -56,7 +56,7 @@ def test_the_mean_is_over_tokens_or_over_microbatches() -> None:
     assert run_ranks(2, mean_of_unequal, False) == [(5.0, 1.0)] * 2
 
 
-def test_without_it_microbatches_weigh_alike_whatever_their_counts(documents: str) -> None:
+def test_without_the_flag_microbatches_with_unequal_tokens_weigh_the_same(documents: str) -> None:
     flags = f"--eod-mask-loss --global-batch-size 8 --data-path {documents}"
     ((by_token, _),) = run_ranks(1, train_steps, f"{flags} --micro-batch-size 1 --calculate-per-token-loss", 1)
     ((by_sample, _),) = run_ranks(1, train_steps, f"{flags} --micro-batch-size 1", 1)

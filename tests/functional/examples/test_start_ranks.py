@@ -1,4 +1,4 @@
-"""Ranks and signals: one message where a rank says why, torchrun's report where none does, and ends all alike."""
+"""Ranks and signals: one message if a rank reports an error, torchrun's report otherwise, and all ranks end."""
 
 import os
 import signal
@@ -59,7 +59,7 @@ def test_ctrl_c_lets_the_ranks_end_and_is_no_error(tmp_path: Path) -> None:
     job = start(tmp_path, ENDS_WHEN_ASKED)
     while job.poll() is None and not all((tmp_path / f"ready-{rank}").exists() for rank in range(2)):
         time.sleep(0.01)
-    # A terminal sends it to torchrun alone: each rank has a session of its own.
+    # A terminal sends the signal to torchrun alone: each rank leads its own session.
     job.send_signal(signal.SIGINT)
     _, said = job.communicate(timeout=120)
     assert [(tmp_path / f"ended-{rank}").read_text() for rank in range(2)] == ["Ctrl-C"] * 2
@@ -68,7 +68,7 @@ def test_ctrl_c_lets_the_ranks_end_and_is_no_error(tmp_path: Path) -> None:
 
 @pytest.fixture
 def interrupts() -> Iterator[None]:
-    """A job that a shell has put into the background is told to ignore Ctrl-C, and all that it starts with it."""
+    """A shell starts background jobs, and the processes that they start, with Ctrl-C ignored."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

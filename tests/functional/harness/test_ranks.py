@@ -125,7 +125,7 @@ def failure_of(world_size: int, function: object, **options: object) -> RankErro
     return caught.value
 
 
-def test_groups_of_every_size_run_on_the_same_processes_and_communicate_among_all_their_ranks() -> None:
+def test_groups_of_all_sizes_share_processes_and_communicate_among_all_ranks() -> None:
     pool = [process for _, process in run_ranks(4, rank_and_process)]
     for size in (1, 2, 3, 4, 2, 1):
         assert run_ranks(size, rank_and_process) == list(enumerate(pool[:size]))
@@ -134,7 +134,7 @@ def test_groups_of_every_size_run_on_the_same_processes_and_communicate_among_al
         ] * size
 
 
-def test_an_exception_comes_back_as_a_traceback_of_its_rank_named_first_no_peer_waits_and_the_pool_survives() -> None:
+def test_an_exception_is_reported_with_its_rank_first_and_the_pool_survives() -> None:
     before = run_ranks(2, rank_and_process)
     failures = failure_of(3, raise_on_last_rank, timeout=60.0).failures
     assert failures[0].rank == 2
@@ -166,7 +166,7 @@ def test_a_call_that_the_caller_interrupts_does_not_answer_the_next_one(monkeypa
     assert rank == 0
 
 
-def test_dead_ranks_are_named_before_the_peer_that_lost_them_who_does_not_answer_the_next_call() -> None:
+def test_dead_ranks_are_named_before_the_peers_that_lost_them() -> None:
     dead = failure_of(3, end_process)
     assert {failure.rank: failure.exit_code for failure in dead.failures} == {0: 7, 1: -signal.SIGKILL, 2: None}
     assert [failure.kind for failure in dead.failures] == [FailureKind.DIED, FailureKind.DIED, FailureKind.RAISED]
@@ -190,7 +190,7 @@ def test_a_rank_that_hangs_is_ended_and_its_stack_shown(monkeypatch: pytest.Monk
         (raise_in_thread, FailureKind.UNCLEAN, "RuntimeError: prefetch of a released unit"),
     ],
 )
-def test_what_else_fails_a_call(function: Callable[[], object], kind: FailureKind, words: str) -> None:
+def test_a_call_fails_by(function: Callable[[], object], kind: FailureKind, words: str) -> None:
     (failure,) = failure_of(1, function).failures
     assert failure.kind is kind
     assert words in failure.report
@@ -203,7 +203,7 @@ def test_every_rank_of_every_call_starts_from_the_same_seed() -> None:
     assert torch.equal(first, third)
 
 
-def test_what_a_call_sets_for_its_process_is_gone_in_the_next() -> None:
+def test_settings_of_a_process_are_reset_after_a_call() -> None:
     before = run_ranks(1, process_state)
     run_ranks(1, spoil_process_state)
     assert run_ranks(1, process_state) == before
@@ -218,21 +218,21 @@ def test_a_warning_that_the_caller_ignores_is_ignored_on_the_ranks() -> None:
     assert run_ranks(1, warn) == ["only warned"]
 
 
-def test_what_a_rank_writes_is_passed_on(capsys: pytest.CaptureFixture[str]) -> None:
+def test_output_of_a_rank_is_passed_on(capsys: pytest.CaptureFixture[str]) -> None:
     run_ranks(2, write_a_line)
     assert capsys.readouterr().out == "[rank 0] padding is 3 rows\n[rank 1] padding is 3 rows\n"
 
 
 def fail_to_join_on_the_first_rank() -> None:
-    """Close the group of the call, and count one on rank 0 that is never made."""
+    """Close the call's process group, and on rank 0 announce a group that is never made."""
     rank = dist.get_rank()
-    dist.barrier()  # until the other one has joined, too
+    dist.barrier()  # until the other rank has joined too
     dist.destroy_process_group()
     if rank == 0:
         dist.distributed_c10d._world.group_count += 1
 
 
-def test_a_group_that_one_rank_could_not_make_keeps_nobody_from_the_next_call() -> None:
+def test_a_group_that_one_rank_failed_to_make_does_not_block_the_next_call() -> None:
     run_ranks(2, fail_to_join_on_the_first_rank)
     assert len(run_ranks(2, rank_and_process, timeout=20.0)) == 2
 

@@ -35,7 +35,7 @@ PAIRS = (
 WIDE_LOAD = re.compile(r"\bld\.global\.(?:v4\.b32|v2\.b64)")
 WIDE_STORE = re.compile(r"\bst\.global\.(?:v4\.b32|v2\.b64)")
 
-# test_triton.py asks for a third of the dtypes on one architecture in `make test`, and for all on all of them at night.
+# test_triton.py runs a third of the dtypes on one architecture in `make test`, and all on all of them in nightly tests.
 IS_WHOLE = os.environ.get("GRID", "whole") == "whole"
 on_all = pytest.mark.parametrize("architecture", [80, 90, 100] if IS_WHOLE else [90])
 by_pair = pytest.mark.parametrize(("source", "out"), PAIRS if IS_WHOLE else PAIRS[::3], ids=lambda dtype: SHORT[dtype])
@@ -100,7 +100,7 @@ def assert_no_spills(compiled: Any, folder: Path) -> None:
 
 
 def assert_moves(compiled: Any, loads: int, stores: int, folder: Path) -> None:
-    """Whole blocks move in so many 16-byte accesses of each thread, and nothing spills."""
+    """Check that whole blocks move in this many 16-byte accesses of each thread, and that nothing spills."""
     assert (num_wide(WIDE_LOAD, compiled), num_wide(WIDE_STORE, compiled)) == (loads, stores)
     assert_no_spills(compiled, folder)
 

@@ -29,20 +29,20 @@ from tests.functional.kernels.compiled_cases import (
     on_all,
 )
 
-# The package shows the ops of these names, not the files.
+# In the package these names are the ops, not the files.
 ADAMW_FILE: Any = sys.modules["dbuffer_kernels.adamw"]
 INT8_FILE: Any = sys.modules["dbuffer_kernels.int8_adamw"]
 FP32, BF16, FP16, INT16, UINT8 = torch.float32, torch.bfloat16, torch.float16, torch.int16, torch.uint8
 POINTERS = {FP32: "*fp32", BF16: "*bf16", FP16: "*fp16", torch.float64: "*fp64", INT16: "*i16"}
 OF_STEPS = {"clip": "*fp32", "rows": "*fp64", "table": "*i64"}
 COMPUTE = {"COMPUTE": FP32}
-# By what there is beside the weight.
+# The kernel's number for the tensor next to the weight: none, a BF16 copy, or an INT16 remainder.
 FORMS = {None: 0, BF16: 1, INT16: 2}
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel, its pointers and constants, and the dtypes of what it reads and writes once, as far as it is wide."""
+    """A kernel, its pointers and constants, and the dtypes of all full-width tensors that it reads and writes once."""
 
     function: Any
     pointers: dict[str, str]
@@ -60,7 +60,7 @@ class Kernel:
 
 
 def adamw_of(gradient: torch.dtype, weight: torch.dtype, moments: torch.dtype, last: torch.dtype | None) -> Kernel:
-    """Return an AdamW step; ``last``: a bf16 copy of the weight, its remainder, or neither."""
+    """Compile an AdamW step; ``last`` is a bf16 copy of the weight, its remainder, or None."""
     pointers = {"gradient": POINTERS[gradient], "weight": POINTERS[weight], "exp_avg": POINTERS[moments],
                 "exp_avg_sq": POINTERS[moments], "model": "*bf16", "remainder": "*i16", **OF_STEPS}  # fmt: skip
     constants = {**COMPUTE, "HAS_CLIP": True, "FORM": FORMS[last]}
@@ -118,7 +118,7 @@ KERNELS = {
         launch.BLOCK,
     ),
 }
-# On sm_90 alone, and each once: these take seconds to compile.
+# Only on sm_90, and each case once: these take seconds to compile.
 INT8 = {
     "int8_adamw": int8_adamw_of(FP32, FP32, BF16),
     "int8_adamw, halves": int8_adamw_of(BF16, BF16, INT16),
@@ -165,7 +165,7 @@ def test_adamw_divides_takes_roots_and_rounds_to_16_bits_correctly(name: str, ar
     ptx = ADAMW[name].compiled(architecture).asm["ptx"]
     assert set(re.findall(r"\b(?:div|sqrt|rsqrt|rcp)\.\S+", ptx)) == {"div.rn.f32", "sqrt.rn.f32"}
     narrowing = set(re.findall(r"cvt\.\w+\.(?:b?f16)\S*\.f32\b", ptx))
-    # Halves of weights are made of bits.
+    # Weight halves are handled as bits.
     rounded = ADAMW[name].writes[INT16 in ADAMW[name].writes :]
     assert bool(narrowing) == (BF16 in rounded)
     assert all(op.startswith("cvt.rn.") for op in narrowing), narrowing

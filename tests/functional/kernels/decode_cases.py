@@ -16,7 +16,7 @@ __all__ = ["only_kernels"]
 RANKS = 3
 
 
-# Rows of bytes begin at odd places, or at multiples of 16.
+# Rows of bytes begin at odd offsets, or at multiples of 16.
 @pytest.mark.parametrize(
     ("shard_numel", "dtype"), CHOOSE(product([4352, 5120], [torch.float32, torch.bfloat16, torch.float16]))
 )
@@ -31,7 +31,7 @@ def test_decoded_rows_are_the_reference_s_to_the_bit(shard_numel: int, dtype: to
     decode_rows(rows, shard_numel, found)
     reference_decode(rows, shard_numel, wanted)
     if INTERPRETS and dtype is torch.bfloat16:
-        # The interpreter cuts fp32 off (docs/design/kernels.md): the one bit that rounding may add is left out.
+        # The interpreter truncates fp32 (docs/design/kernels.md): ignore the one bit that rounding may add.
         assert set((wanted.view(torch.int16).int() - found.view(torch.int16).int()).tolist()) <= {0, 1}
     else:
         assert torch.equal(found, wanted)

@@ -108,7 +108,7 @@ def test_int8_adamw_steps_as_adamw_does_and_stores_the_nearest_codes(kind: str) 
             found = encoded(values[part], signed=number == 0)
             assert np.array_equal(codes[part].cpu().numpy(), found.codes)
             assert np.array_equal(scales[blocks].cpu().numpy(), found.scales)
-    # Neither the gap nor what lies behind the last segment is written.
+    # The kernel writes neither the gap nor elements behind the last segment.
     assert torch.equal(moments.exp_avg[4196:4352], before[0][4196:4352])
     assert torch.equal(moments.exp_avg[8999:], before[0][8999:])
     assert torch.equal(moments.exp_avg_scale[16:17], before[1][16:17])
@@ -133,7 +133,7 @@ def test_int8_adamw_keeps_zero_blocks_zero_and_a_nan_in_its_block() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_int8_adamw_keeps_squares_above_zero_and_numbers_beside_overflows() -> None:
+def test_int8_adamw_keeps_small_squares_nonzero_and_finite_neighbours_of_overflows() -> None:
     numel = 4096 + 700
     codes = [torch.full((numel,), zero, dtype=torch.uint8, device=DEVICE) for zero in (127, 0)]
     scales = [torch.zeros(19, device=DEVICE) for _ in range(2)]
@@ -158,7 +158,7 @@ def test_int8_adamw_keeps_squares_above_zero_and_numbers_beside_overflows() -> N
 
 
 def below_kernel(ratios: tl.tensor, codes: tl.tensor, MAP: tl.constexpr, BLOCK: tl.constexpr) -> None:
-    """Write what ``code_below`` finds for each ratio."""
+    """Write the result of ``code_below`` for each ratio."""
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(codes + index, code_below(tl.load(ratios + index), MAP))
 
@@ -168,7 +168,7 @@ def below_kernel(ratios: tl.tensor, codes: tl.tensor, MAP: tl.constexpr, BLOCK: 
 def test_a_computed_code_is_the_one_that_a_search_finds_or_the_one_before(signed: bool) -> None:
     tables = map_tables(torch.device("cpu"))
     values, middles = tables[0 if signed else 1], tables[2 if signed else 3][:-1]
-    # It never falls where ratios grow, so it is right between two ends where it is right at both: these are all ends.
+    # The code is monotonic in the ratio. If it is right at both ends of an interval, it is right inside: test all ends.
     ends = torch.cat([values, middles])
     above, below = torch.nextafter(ends, torch.tensor(9.0)), torch.nextafter(ends, torch.tensor(-9.0))
     drawn = (torch.rand(9000) * 2 - 1) * 10 ** (-9 * torch.rand(9000))

@@ -19,7 +19,7 @@ def test_a_line_of_the_table_is_what_the_command_finds() -> None:
     assert done.returncode == 0, done.stderr
     names, line = done.stdout.splitlines()
     page = (ROOT / "docs" / "design" / "kernels.md").read_text(encoding="utf-8")
-    # Another release of Triton assembles to other numbers of registers.
+    # Another release of Triton uses other numbers of registers.
     *accesses, _registers, spills = line.strip("| ").split(" | ")
     assert re.search(re.escape(" | ".join(accesses)) + rf" \| \d+ \| {spills} \|", page)
     assert all(f"| {name} | sm_90 |" in page for name in names.split(";"))

@@ -36,7 +36,7 @@ except ValueError as error:
 """
 
 
-def test_an_op_on_the_cpu_does_not_import_triton_and_works_where_it_is_not_installed() -> None:
+def test_an_op_on_the_cpu_does_not_import_triton_and_works_without_it() -> None:
     code = f"import sys; sys.path[:0] = {[entry for entry in sys.path if entry]!r}\n{PROGRAM}"
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

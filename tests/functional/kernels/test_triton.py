@@ -1,6 +1,6 @@
 """The Triton kernels: interpreted and compiled ahead of time on the CPU, and run on a GPU if the machine has one.
 
-Each happens in a process of its own, because Triton decides when it is imported whether it interprets.
+Each test starts a process, because Triton decides at import whether it interprets.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.harness.grids import nightly_but
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[2]
-# The first three run as references, too, where they lie.
+# The first three files also run as references, in their own folder.
 CASES = (
     *(ROOT / "tests" / "unit" / "kernels" / f"test_{kind}.py" for kind in ("elementwise", "step", "muon")),
     *(FOLDER / f"{kind}_cases.py" for kind in ("int8", "decode")),

@@ -33,7 +33,7 @@ def run(site: Path, code: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_the_other_package_installed_before_is_said(site: Path) -> None:
+def test_nvidias_package_installed_before_ours_is_reported(site: Path) -> None:
     (site / "megatron_fsdp-0.6.1.dist-info").mkdir()
     done = run(site, "import megatron_fsdp; print(megatron_fsdp.explain.__name__)")
     assert done.stdout.strip() == "explain"
@@ -51,7 +51,7 @@ for name in ("api", "huggingface", "megatron", "checkpoint.api"):
 """
 
 
-def test_the_other_package_installed_after_is_refused_when_ours_is_used(site: Path) -> None:
+def test_nvidias_package_installed_after_ours_is_refused_at_use(site: Path) -> None:
     initialiser = site / "megatron_fsdp" / "__init__.py"
     initialiser.unlink()
     initialiser.write_text("__version__ = '0.6.1'\n", encoding="utf-8")
@@ -64,7 +64,7 @@ def test_the_other_package_installed_after_is_refused_when_ours_is_used(site: Pa
 
 
 @pytest.mark.slow
-def test_what_uninstalling_the_other_package_leaves_is_refused(site: Path) -> None:
+def test_files_left_after_uninstalling_nvidias_package_are_refused(site: Path) -> None:
     (site / "megatron_fsdp" / "__init__.py").unlink()
     done = run(site, "import megatron_fsdp.api")
     assert done.returncode == 1

@@ -1,4 +1,4 @@
-"""Models that are sharded on the meta device: initialised in place, alike on any number of ranks, or loaded."""
+"""Models sharded on the meta device: initialised in place, equally on any number of ranks, or loaded."""
 
 from pathlib import Path
 from typing import Any
@@ -81,7 +81,7 @@ def values_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def materialized(mesh_shape: tuple[int, ...], strategy: str) -> dict[str, torch.Tensor]:
     model = sharded_on_meta(mesh_shape, strategy)
-    torch.manual_seed(100 + dist.get_rank())  # only the first rank's counts
+    torch.manual_seed(100 + dist.get_rank())  # only the first rank's value counts
     materialize(model)
     return values_of(model)
 
@@ -94,7 +94,7 @@ def on_one_process() -> dict[str, torch.Tensor]:
 
 
 def reset(module: nn.Module) -> None:
-    """Reset what can be, children first."""
+    """Call ``reset_parameters`` where a module has it, children first."""
     for child in module.children():
         reset(child)
     if hasattr(module, "reset_parameters"):
@@ -102,7 +102,7 @@ def reset(module: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("mesh_shape", STRATEGIES, ids=str)
-def test_materialized_values_are_those_of_one_process_whatever_the_ranks(mesh_shape: tuple[int, ...]) -> None:
+def test_materialized_values_equal_one_processs_on_any_number_of_ranks(mesh_shape: tuple[int, ...]) -> None:
     wanted = on_one_process()
     for strategy in STRATEGIES[mesh_shape]:
         for found in run_ranks(torch.Size(mesh_shape).numel(), materialized, mesh_shape, strategy):
@@ -122,7 +122,7 @@ def test_to_empty_and_reset_parameters_give_the_values_of_one_process(num_ranks:
 
 
 @on_ranks(2)
-def test_a_materialized_model_trains_like_one_that_was_there_before() -> None:
+def test_a_materialized_model_trains_like_one_built_with_values() -> None:
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     on_meta = sharded_on_meta((2,), "optim_grads_params", policy)
     materialize(on_meta)
@@ -157,7 +157,7 @@ def test_materializing_never_holds_more_than_the_shards_and_one_unit() -> None:
 
 
 @on_ranks(2)
-def test_what_cannot_be_initialised_is_refused_by_name_before_anything_is_allocated() -> None:
+def test_modules_without_initialisers_are_refused_before_memory_is_allocated() -> None:
     with torch.device("meta"):
         bare: Any = Made(lambda m, x: x @ m.weight, weight=nn.Parameter(torch.empty(5, 3)))
         used = nn.Linear(3, 3)
@@ -198,7 +198,7 @@ def test_a_model_on_the_meta_device_takes_values_from(way: str, tmp_path: Path) 
         )
         model._buffers["table"] = wanted["table"]
     else:
-        # As a launcher would: each rank of this run writes the same whole values once.
+        # This stands for a launcher: each rank of this run writes the same whole values once.
         dcp.save(wanted, checkpoint_id=path)
         model.to_empty(device="cpu")
         state = get_model_state_dict(model)

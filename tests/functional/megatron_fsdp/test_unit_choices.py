@@ -1,6 +1,6 @@
 """Gradients and weights equal a whole model's for each choice of one unit, each mesh and each switch.
 
-Hooks, collectives and ways in are FSDP2's programs (``compatibility_programs``).
+FSDP2's programs (``compatibility_programs``) test hooks, collectives and forward methods.
 """
 
 import copy
@@ -100,7 +100,7 @@ def keep_small_parts(model: nn.Module) -> None:
     fsdp_no_shard(model.router)
     for layer in model.blocks.layers:
         fsdp_no_shard(layer.norm)
-        fully_shard(layer.norm)  # what is marked never becomes a unit
+        fully_shard(layer.norm)  # a marked module never becomes a unit
         fully_shard(layer)
     fully_shard(model)
 
@@ -122,7 +122,8 @@ def test_replicated_parameters_are_whole_everywhere_and_reduced_without_a_gather
     first, norms = model.blocks.layers[0], [torch.empty(()) for _ in range(3)]
     dist.all_gather(norms, clip_grad_norm_(model, float("inf")))
     assert names >= {"scale", "router.weight", "blocks.layers.0.norm.weight", "blocks.layers.0.norm.bias"}
-    # Two blocks: three gathers, because the last one keeps its weights. A reduction each; three groups replicated.
+    # Two blocks: three gathers, because the last one keeps its weights. One reduction each; three for replicated
+    # groups.
     assert kinds == {"all_gather": 3, "reduce_scatter": 2, "all_reduce": 3}
     assert not isinstance(first.norm, FsdpModule)
     assert not first.norm._forward_pre_hooks
@@ -130,7 +131,7 @@ def test_replicated_parameters_are_whole_everywhere_and_reduced_without_a_gather
 
 
 @on_ranks(1)
-def test_unfreezing_what_has_no_fp32_main_weight_names_the_parameter_and_the_cure() -> None:
+def test_unfreezing_a_parameter_without_an_fp32_main_weight_is_refused_by_name() -> None:
     model = nn.Linear(4, 4).to(torch.bfloat16).requires_grad_(False)
     fully_shard(model, mp_policy=MixedPrecisionPolicy(main_params_dtype=torch.float32))
     model.requires_grad_(True)
@@ -168,7 +169,7 @@ def test_offloaded_weights_and_gradients_have_memory_of_their_own() -> None:
 
 
 class Experts(nn.Module):
-    """Half of the ranks' experts each: this rank's own, applied to what it gets."""
+    """This rank's experts, two matrices applied to the tokens that the rank gets."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -183,7 +184,7 @@ def with_experts() -> nn.Module:
 
 
 def shard_experts_elsewhere(model: nn.Module) -> None:
-    """Experts over half of the ranks, the rest over all: the divisor makes up for the other half."""
+    """Shard experts over half of the ranks and the rest over all; the divisor accounts for the other half."""
     whole_world = init_device_mesh("cpu", (dist.get_world_size(),))
     halves = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("expert", "expert_dp"))
     for layer in model.layers:
@@ -240,7 +241,7 @@ def test_an_embedding_is_not_gathered_for_a_backward_that_does_not_read_it() -> 
         result = compare(Case(looked, looked_up, shard=shard))
     num_gathers = kinds["all_gather"]
     assert result.worst_gradient < 2e-6
-    # Two units in each of three forwards, none in backward; the comparison reads gradients and weights whole.
+    # Two units in each of three forwards, none in backward; the comparison then gathers gradients and weights.
     without_reading = num_gathers - 3 * 7 - 7
     assert without_reading == 6
 

@@ -40,7 +40,7 @@ def with_scalar() -> nn.Module:
     return block
 
 
-# What rank 1 does instead of sharding a block like the others, and what they hear of it.
+# The call of rank 1 where other ranks shard a block, and the error that these get.
 ON_ONE_RANK: dict[str, tuple[Callable[[], Any], str]] = {
     "a parameter that cannot be sharded": (
         lambda: fully_shard(with_scalar()),
@@ -58,9 +58,9 @@ ON_ONE_RANK: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 def shard_while_rank_one_raises(name: str) -> tuple[str, float, float]:
-    """Return this rank's error, after how long it came, and the loss of a model that is sharded afterwards."""
+    """Return this rank's error, the time until it was raised, and the loss of a model that is sharded afterwards."""
     attempt = ON_ONE_RANK[name][0] if dist.get_rank() == 1 else lambda: fully_shard(Block())
-    # The meshes of all ranks are made by all of them.
+    # All ranks make the meshes of all ranks.
     if name == "a mesh of another shape" and dist.get_rank() != 1:
         init_device_mesh("cpu", (2, 1, 1))
     start = time.monotonic()
@@ -79,7 +79,7 @@ def shard_while_rank_one_raises(name: str) -> tuple[str, float, float]:
 
 
 @pytest.mark.parametrize("name", ON_ONE_RANK)
-def test_the_others_hear_at_once_what_one_rank_raised_and_all_can_go_on(name: str) -> None:
+def test_an_error_on_one_rank_is_raised_on_all_at_once_and_all_can_go_on(name: str) -> None:
     (told, seconds, loss), (raised, _, other_loss) = run_ranks(2, shard_while_rank_one_raises, name)
     wanted = ON_ONE_RANK[name][1]
     assert re.match(wanted, raised)
@@ -140,7 +140,7 @@ DIFFERENT: list[tuple[Callable[[], object], str]] = [
 
 
 @on_ranks(2)
-def test_ranks_that_do_different_things_raise_at_once_what_each_of_them_did() -> None:
+def test_ranks_in_different_branches_raise_at_once_with_each_ranks_action() -> None:
     for act, words in DIFFERENT:
         start = time.monotonic()
         with pytest.raises(MeshError, match=words):
@@ -155,7 +155,7 @@ def patient_for(seconds: float) -> Iterator[None]:
 
 
 @on_ranks(2)
-def test_a_rank_that_does_not_come_is_named_and_told_when_it_does() -> None:
+def test_a_late_rank_is_named_on_the_others_and_gets_an_error_itself() -> None:
     store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
     if rank == 1:
         store.wait(["given up"])
@@ -167,7 +167,7 @@ def test_a_rank_that_does_not_come_is_named_and_told_when_it_does() -> None:
 
 
 def meet_over_records_of_an_attempt_before() -> list[str]:
-    """What an attempt before left in the store that torchrun keeps: a rendezvous that one rank never came to."""
+    """Meet after an earlier attempt, which left in torchrun's store a rendezvous that one rank never reached."""
     monkeypatch = pytest.MonkeyPatch()
     names = []
     for attempt in range(2):
@@ -180,14 +180,14 @@ def meet_over_records_of_an_attempt_before() -> list[str]:
     return names
 
 
-def test_records_of_an_attempt_before_in_a_kept_store_count_for_nothing() -> None:
+def test_records_of_an_earlier_attempt_in_the_store_are_ignored() -> None:
     first, second = run_ranks(2, meet_over_records_of_an_attempt_before)
     assert first == second
     assert len(set(first)) == 2
 
 
 class Recurrent(nn.Module):
-    """Holds every kind of thing that wrapping touches: a linear layer, a recurrent one, a buffer, a tied weight."""
+    """A module of every kind that wrapping changes: a linear layer, a recurrent one, a buffer, a tied weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -218,7 +218,7 @@ REFUSED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 @on_ranks(2)
-def test_a_module_that_is_refused_is_left_as_it_was_and_can_be_sharded_afterwards(name: str) -> None:
+def test_a_refused_module_is_unchanged_and_can_be_sharded_afterwards(name: str) -> None:
     torch.manual_seed(3)
     model = Recurrent()
     before = {id(module): (type(module), dict(vars(module))) for module in model.modules()}
@@ -238,7 +238,7 @@ def test_a_module_that_is_refused_is_left_as_it_was_and_can_be_sharded_afterward
 
 
 def _is_same(value: Any, before: Any) -> bool:
-    """Whether an attribute of a module is as it was; dictionaries and lists by what is in them."""
+    """Compare a module's attribute with its old value; compare dictionaries and lists by their contents."""
     if isinstance(value, (dict, list)):
         entries = value.values() if isinstance(value, dict) else value
         others = before.values() if isinstance(before, dict) else before

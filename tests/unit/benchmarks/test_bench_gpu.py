@@ -40,7 +40,7 @@ def working(setup: Setup) -> list[Row]:
     return [Row("step", {"peer": "FSDP2"}, "wall time over peer's", "", Samples((0.9,)))]
 
 
-def test_a_section_that_fails_is_told_and_the_next_one_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_section_is_reported_and_the_next_one_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SECTIONS, "kernels", failing)
     monkeypatch.setitem(SECTIONS, "step", working)
     rows = bench_gpu.run(options(*SMALL, "--sections", "kernels", "step"))

@@ -1,4 +1,4 @@
-"""The padding table: as generated, and right where it speaks of other layouts."""
+"""The padding table is generated from the planner, and its text about other layouts is right."""
 
 import pytest
 import torch

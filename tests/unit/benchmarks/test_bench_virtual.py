@@ -1,4 +1,4 @@
-"""The bench of virtual devices: both engines' real code, which sends the same gradients, and a bound below both."""
+"""The bench of virtual devices runs both engines' real code: both send equal gradients, and a bound lies below both."""
 
 import argparse
 
@@ -25,7 +25,7 @@ def test_both_engines_reduce_the_same_gradients(model: str) -> None:
         for engine, each in found.items()
     }
     assert sent["ours"] == pytest.approx(sent["FSDP2"], rel=1e-3)
-    # Both compute the same products; FSDP2 copies more beside them.
+    # Both engines compute the same products; FSDP2 copies more.
     flops = {engine: sum(run.work.flops for run in each.runs) for engine, each in found.items()}
     assert flops["ours"] == flops["FSDP2"]
     assert bound(found["ours"]) <= found["ours"].seconds
@@ -72,7 +72,7 @@ def test_a_third_of_the_settings_calibrates_and_exact_quantities_are_found_again
     found = calibrate(fitted, recorded, measured, "processor")
     for name in ("product", "memory", "sent"):
         assert found[name] == pytest.approx(wanted[name], rel=1e-6)
-    # One of each in every setting, so only their sum is known.
+    # Every setting has one call and one collective, so only the sum of their costs can be fitted.
     assert found["call"] + found["collective"] == pytest.approx(1.1e-3, rel=1e-6)
 
 
@@ -81,7 +81,7 @@ def test_the_bound_is_the_longer_of_compute_with_the_ends_and_communication() ->
     for seconds in (1, 7, 2):
         with recording.use(recording.new()):
             recording.work(collective(seconds))
-    # They share a link and end as the shorter ones do first: 1, 2, 7.
+    # The collectives share a link, and shorter ones end first: 1, 2, 7.
     recording.work(compute(1))
     assert bound(play(recording.items, Plain())) == 10
     recording.work(compute(9))
@@ -93,5 +93,5 @@ def test_rings_inside_a_node_and_trees_between_nodes() -> None:
     assert H200.seconds(inside) == pytest.approx(7e-3 + 17e-6)
     across = tuple(range(0, 128, 8))
     small = H200.seconds(Work("all_reduce", "all_reduce", 0, 1024, ranks=across))
-    # 16 nodes: 4 steps up and 4 down of a tree, against 30 of a ring.
+    # 16 nodes: a tree has 4 steps up and 4 down, a ring has 30 steps.
     assert small == pytest.approx(10e-6 + 8 * 5e-6 + 2 * 1024 / 48e9)

@@ -26,7 +26,7 @@ from benchmarks.harness import (
 
 
 class Clock:
-    """Time that passes only when somebody works."""
+    """Time that passes only when the measured code works."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -58,7 +58,7 @@ def test_quartiles_and_spread_are_those_of_the_values(
     assert samples.spread == spread
 
 
-def test_functions_take_turns_change_who_goes_first_and_are_charged_for_their_own_time() -> None:
+def test_functions_alternate_in_changing_order_and_are_timed_separately() -> None:
     clock, calls = Clock(), []
 
     def work(name: str, seconds: float) -> Callable[[], None]:
@@ -70,7 +70,7 @@ def test_functions_take_turns_change_who_goes_first_and_are_charged_for_their_ow
     assert {name: samples.values for name, samples in found.items()} == {"a": (5.0,) * 2, "b": (1.0,) * 2}
 
 
-def test_work_that_finishes_only_when_synchronized_is_charged_to_who_started_it() -> None:
+def test_pending_work_is_charged_to_the_function_that_started_it() -> None:
     clock, pending = Clock(), [0.0]
 
     def start() -> None:
@@ -84,7 +84,7 @@ def test_work_that_finishes_only_when_synchronized_is_charged_to_who_started_it(
     assert (found["start"].values, found["idle"].values) == ((3.0, 3.0), (0.0, 0.0))
 
 
-def test_wall_time_is_the_slowest_ranks_and_processor_time_that_of_all_and_ours_stand_over_each_peers() -> None:
+def test_wall_time_is_the_slowest_ranks_and_processor_time_is_the_sum() -> None:
     ranks: list[Times] = [
         {"ours": [(1.0, 0.5), (2.0, 0.5)], "FSDP2": [(4.0, 1.0), (4.0, 2.0)]},
         {"ours": [(3.0, 1.5), (1.0, 0.5)], "FSDP2": [(2.0, 1.0), (8.0, 2.0)]},
@@ -126,12 +126,12 @@ def test_a_ratio_is_taken_round_by_round() -> None:
 
 
 class Simulated:
-    """A device that works off what a host issues: microseconds of each, and events that note the device's."""
+    """A simulated device that runs a host's work: microseconds for each piece, and events that record its time."""
 
     host = device = 0.0
 
     def work(self, host: float, device: float) -> None:
-        """Issue something in so much of the host's time that takes so much of the device's."""
+        """Issue work that takes ``host`` microseconds of the host and ``device`` microseconds of the device."""
         self.host += host
         self.device = max(self.device, self.host) + device
 
@@ -140,7 +140,7 @@ class Simulated:
         return Simulated.Event(self)
 
     class Event:
-        """What ``torch.cuda.Event`` is to a real one."""
+        """A stand-in for ``torch.cuda.Event``."""
 
         def __init__(self, owner: "Simulated") -> None:
             self.owner, self.at = owner, 0.0

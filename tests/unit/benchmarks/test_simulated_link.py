@@ -55,7 +55,7 @@ def test_groups_have_links_of_their_own() -> None:
     assert take_waited_seconds() == pytest.approx(2.0)
 
 
-def test_what_the_host_does_meanwhile_is_not_waited_for(clock: Clock) -> None:
+def test_a_collective_on_the_simulated_link_does_not_wait_for_the_host(clock: Clock) -> None:
     with link_world(2, Link(2.0, 1e12)):
         work = gather(torch.empty(4), torch.empty(2), async_op=True)
         clock.now += 1.5

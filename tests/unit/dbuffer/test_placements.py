@@ -49,7 +49,7 @@ def test_the_flat_axes_come_in_mesh_order() -> None:
     assert flat_axes([Flat(), Replicate(), Flat(), Partial()]) == (0, 2)
 
 
-def test_a_rank_of_a_replicated_mesh_holds_the_one_shard_there_is() -> None:
+def test_a_rank_of_a_replicated_mesh_holds_the_only_shard() -> None:
     assert shard_index((), [1, 2], [2, 3]) == 0
 
 

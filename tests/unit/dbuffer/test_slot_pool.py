@@ -1,4 +1,4 @@
-"""Slots: storages take turns in memory that stays, counted once however often it changes hands."""
+"""Slots: storages share memory that stays allocated, and each slot counts once however often it is reused."""
 
 import gc
 from unittest import mock
@@ -105,7 +105,7 @@ def test_a_slot_goes_with_a_storage_that_is_deleted_while_it_has_it() -> None:
     assert view.tolist() == [3.0] * 4
 
 
-def test_memory_comes_from_the_allocator_again_once_the_pool_is_left() -> None:
+def test_memory_comes_from_the_allocator_after_leaving_the_pool() -> None:
     pool = SlotPool(CPU, "largest")
     made = storage(pool)
     made.reallocate()
@@ -119,7 +119,7 @@ def test_memory_comes_from_the_allocator_again_once_the_pool_is_left() -> None:
 
 
 class _Backend:
-    """A communicator's backend with or without memory of its own."""
+    """A communicator's backend with or without a memory allocator."""
 
     def __init__(self, *, has_memory: bool, is_connected: bool = False) -> None:
         self._has_memory = has_memory
@@ -143,7 +143,7 @@ class _Backend:
         return torch.full((numel,), 7, dtype=dtype, device=device)
 
 
-def test_a_communicator_gives_the_memory_that_it_has_and_leaves_it_to_the_device_where_it_has_none() -> None:
+def test_communicator_memory_is_used_if_it_exists_else_the_devices() -> None:
     allocate = from_communicator(_Backend(has_memory=True), CPU)  # type: ignore[arg-type]  # stands in for a group
     assert allocate is not None
     assert allocate(3).tolist() == [7, 7, 7]

@@ -24,7 +24,7 @@ def make(numel: int = 7, dtype: torch.dtype = torch.float32) -> FlatStorage:
     return FlatStorage(numel, dtype, CPU, name="unit 'blocks.3': gathered weights")
 
 
-def test_bytes_go_at_a_release_and_come_back_under_the_same_tensor_and_its_views() -> None:
+def test_release_frees_bytes_that_return_under_the_same_tensor_and_views() -> None:
     storage = make()
     tensor, view = storage.tensor, storage.tensor[2:5]
     storage.release()
@@ -35,7 +35,7 @@ def test_bytes_go_at_a_release_and_come_back_under_the_same_tensor_and_its_views
     assert view.tolist() == [2.0, 3.0, 4.0]
 
 
-def test_bytes_of_which_numpy_has_the_address_stay_and_are_counted(caplog: pytest.LogCaptureFixture) -> None:
+def test_bytes_shared_with_numpy_stay_and_are_counted(caplog: pytest.LogCaptureFixture) -> None:
     storage, before = make(), memory_meter().current_bytes
     array = storage.tensor.fill_(2.0).numpy()
     for _ in range(2):
@@ -87,7 +87,7 @@ def resize_of_nothing_but_zero(storage: torch.UntypedStorage, size: int) -> torc
 _RESIZE = torch.UntypedStorage.resize_
 
 
-def test_a_storage_that_found_no_memory_is_released_and_gets_it_at_the_next_try() -> None:
+def test_a_storage_whose_allocation_failed_can_be_reallocated_later() -> None:
     storage, before = make(), memory_meter().current_bytes
     storage.release()
     with (
@@ -148,7 +148,7 @@ def test_the_meter_counts_once_what_is_held_now(calls: str) -> None:
 
 
 @pytest.mark.parametrize("released", [True, False])
-def test_the_meter_forgets_a_storage_that_nobody_refers_to_any_more(released: bool) -> None:
+def test_the_meter_forgets_an_unreferenced_storage(released: bool) -> None:
     gc.disable()
     try:
         held = memory_meter().current_bytes
@@ -192,11 +192,11 @@ class Hidden:
 
 
 @pytest.mark.parametrize("use", USES)
-def test_the_guard_names_the_owner_of_released_memory_and_lets_reallocated_memory_be(
+def test_the_guard_names_the_owner_of_released_memory_and_ignores_reallocated(
     use: str,
 ) -> None:
     storage = make()
-    # Out of sight of a failure report: to print a view of released memory is to read it.
+    # Keep it out of the locals that a failure report prints: printing a view of released memory reads it.
     views = Hidden(storage.tensor[:6].view(2, 3))
     storage.release()
     with guard_released_storage():
@@ -245,7 +245,7 @@ def test_other_threads_may_allocate_while_one_releases() -> None:
     assert memory_meter().current_bytes == held
 
 
-# ---------------------------------------------------------------- what a pool refuses
+# ---------------------------------------------------------------- refused requests
 
 
 def test_another_sizing_is_refused_with_the_choices() -> None:

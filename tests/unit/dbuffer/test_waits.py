@@ -1,4 +1,4 @@
-"""Who waits for a collective while a waiter is in place: it alone where the CPU's memory is written."""
+"""A waiter waits instead of the collective itself if the collective writes CPU memory."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from dbuffer.collectives.waits import wait_for, wait_with
 
 
 class Noted(dist.Work):
-    """Notes that it was waited for; ``wait`` takes no time to wait for, as NCCL aborts when that is over."""
+    """Counts its waits. ``wait`` has no timeout argument, because NCCL aborts after a timeout."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -24,7 +24,7 @@ TINY = (
 
 
 def make_job(flags: str) -> pretrain_gpt.Job:
-    """Return the job of a command line on this rank; ``--data-path`` is absolute, for ranks start anywhere."""
+    """Return the job of a command line on this rank; ``--data-path`` must be absolute, as ranks start in any folder."""
     ranks = Ranks(dist.get_rank(), dist.get_rank(), dist.get_world_size())
     args = parse_arguments([*TINY.split(), *flags.split()], num_ranks=ranks.size)
     log: Any = SimpleNamespace(message=print)

@@ -23,13 +23,13 @@ PAGE = (Path(__file__).parents[3] / "docs" / "training_script.md").read_text()
 
 
 def refusal(flags: str, num_ranks: int = 2, valid: str = VALID) -> str:
-    """Return the message with which a command line is refused."""
+    """Return the error message for a command line."""
     with pytest.raises(ConfigError) as caught:
         parse_arguments([*valid.split(), *flags.split()], num_ranks=num_ranks)
     return str(caught.value)
 
 
-def test_what_is_not_given_follows_from_what_is() -> None:
+def test_missing_flags_are_derived_from_given_ones() -> None:
     args = parse_arguments(VALID.replace("--global-batch-size 12", "").split(), num_ranks=3)
     derived = (args.ffn_hidden_size, args.max_position_embeddings, args.global_batch_size, args.lr_decay_iters)
     assert derived == (96, 16, 6, 50)
@@ -160,7 +160,7 @@ def test_samples_decide_the_length_and_the_schedule() -> None:
         ("--fake-process-group --load run", "--fake-process-group contradicts --save None and --load run"),
     ],
 )
-def test_what_is_out_of_range_or_contradicts_another_flag_is_refused_by_name(flags: str, message: str) -> None:
+def test_values_out_of_range_or_contradicting_flags_are_refused_by_name(flags: str, message: str) -> None:
     found = refusal(flags, num_ranks=4 if ENGINE in flags else 2)
     assert found.startswith(message), found
 

@@ -18,12 +18,12 @@ CPU = torch.device("cpu")
 
 
 def make_sampler(*, num_bytes: int = 5000, seq_length: int = 7, seed: int = 3, stream: int = TRAIN_STREAM) -> Sampler:
-    """Return a sampler of a text in which neighbouring bytes differ by 1 (mod 251)."""
+    """Return a sampler of a text whose neighbouring bytes differ by 1 (mod 251)."""
     return Sampler((np.arange(num_bytes) % 251).astype(np.uint8), seq_length, seed, stream)
 
 
 def texts(path: Path | None, seq_length: int = 8, **changes: Any) -> tuple[bytes, bytes, str]:
-    """Return the text to train on, the text held out, and what was read."""
+    """Return the text to train on, the text held out, and the text that was read."""
     given: dict[str, Any] = {
         "seq_length": seq_length,
         "seed": 3,
@@ -92,7 +92,7 @@ def test_a_folder_is_read_in_sorted_order_without_binary_hidden_and_test_files(t
         ("text", b"x" * 999, {"split": "1,1,1"}, "last twentieth is for validation"),
     ],
 )
-def test_what_is_no_text_to_train_on_is_refused_by_name(
+def test_a_path_without_training_text_is_refused_by_name(
     tmp_path: Path, name: str, content: bytes | None, changes: dict[str, Any], message: str
 ) -> None:
     if content is not None:
@@ -112,7 +112,7 @@ def test_indexed_data_without_megatron_core_is_refused_with_what_to_install(
         load_data(argparse.Namespace(data_path=words, split=None))
 
 
-def test_bytes_come_back_as_the_text_and_none_of_them_ends_a_document() -> None:
+def test_byte_tokens_decode_to_the_text_and_none_ends_a_document() -> None:
     tokenizer = build_tokenizer(None)
     assert tokenizer.decode(tokenizer.encode("grün €")) == "grün €"
     assert max(tokenizer.encode("grün €")) < tokenizer.vocabulary_size == 256

@@ -22,7 +22,7 @@ from megatron_fsdp import ConfigError
         (None, 1, ""),
     ],
 )
-def test_the_backend_decides_the_device_and_each_rank_needs_a_gpu_of_its_own(
+def test_the_backend_decides_the_device_and_each_rank_needs_one_gpu(
     monkeypatch: pytest.MonkeyPatch, backend: str | None, num_gpus: int, device: str
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
@@ -35,7 +35,7 @@ def test_the_backend_decides_the_device_and_each_rank_needs_a_gpu_of_its_own(
             select_device(backend, Ranks(rank=3, local_rank=1, size=4))
 
 
-def test_the_error_is_said_by_rank_0_at_once_by_others_later_and_left_for_torchrun(
+def test_rank_0_prints_an_error_at_once_others_later_and_torchrun_gets_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     waits: list[float] = []

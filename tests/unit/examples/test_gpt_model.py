@@ -118,7 +118,7 @@ def test_each_token_has_the_weighted_sum_of_the_experts_that_it_chose() -> None:
     torch.testing.assert_close(experts(hidden)[0], wanted)
 
 
-def test_the_balance_loss_is_its_coefficient_when_all_are_chosen_alike_and_grows_with_one_favourite() -> None:
+def test_the_balance_loss_is_its_coefficient_if_balanced_and_grows_otherwise() -> None:
     config = configured(num_experts=4, moe_router_topk=1, moe_router_pre_softmax=True, moe_aux_loss_coeff=0.5)
     alike = 20 * torch.eye(4)
     assert route(alike, config)[1].item() == pytest.approx(0.5)
@@ -172,7 +172,7 @@ def after_ab(temperature: float, *, seed: int = 1, num_tokens: int = 5, model: n
     return continued(model or Successor(), build_tokenizer(None), 4, args, torch.device("cpu"))
 
 
-def test_a_low_temperature_takes_the_most_likely_byte_and_a_high_one_depends_on_the_seed_alone() -> None:
+def test_a_low_temperature_is_greedy_and_a_high_one_depends_on_the_seed_only() -> None:
     assert after_ab(0) == after_ab(0.05) == "abcdefg"
     assert after_ab(5.0, seed=1) == after_ab(5.0, seed=1) != after_ab(5.0, seed=2)
     assert after_ab(1.0, num_tokens=0) == "ab"

@@ -24,7 +24,7 @@ def make_row(iteration: int, loss: float = 3.123456) -> dict[str, Any]:
 
 
 def run_log(folder: Path, iterations: range, *, is_main: bool = True) -> None:
-    """Log some iterations, as a run that goes on after the one before them."""
+    """Log some iterations like a run that continues after earlier ones."""
     log = TrainLog(folder, is_main=is_main, train_iters=200)
     log.begin(iterations.start - 1)
     for iteration in iterations:
@@ -111,8 +111,8 @@ def test_an_interval_divides_the_time_by_its_iterations_and_leaves_excluded_time
     assert interval.lap()[0] == 7.0
 
 
-def test_resident_memory_comes_and_goes_and_its_peak_stays() -> None:
-    # Pages of its own: what the heap gets back may stay resident.
+def test_resident_memory_grows_and_shrinks_and_its_peak_stays() -> None:
+    # Map separate pages: memory freed to the heap may stay resident.
     before, block = memory_use(CPU), mmap.mmap(-1, 64 << 20)
     for page in range(0, len(block), mmap.PAGESIZE):
         block[page] = 1
@@ -124,7 +124,7 @@ def test_resident_memory_comes_and_goes_and_its_peak_stays() -> None:
     assert after.peak > holding.now - 1  # the kernel counts the two at different moments
 
 
-def test_runs_are_drawn_into_one_chart_and_their_last_validations_are_said(
+def test_runs_are_drawn_into_one_chart_and_their_last_validations_printed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, loss in (("one", 2.25), ("two", 1.5)):

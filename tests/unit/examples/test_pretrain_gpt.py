@@ -48,10 +48,10 @@ def train(flags: str = "", key: str = "lm_loss") -> list[Any]:
 
 
 def refusal(flags: str, capsys: pytest.CaptureFixture[str]) -> str:
-    """Run the script, which is to end with an error, and return what it says."""
+    """Run the script, which has to fail, and return its message."""
     assert pretrain_gpt.main([*TINY.split(), *flags.split()]) == 2
     if dist.is_initialized():
-        dist.destroy_process_group()  # a run that ends with an error leaves its group to the end of the process
+        dist.destroy_process_group()  # a run that fails leaves its process group to the end of the process
     return capsys.readouterr().err
 
 
@@ -71,7 +71,7 @@ def test_microbatches_change_neither_losses_nor_gradient_norms() -> None:
 def test_an_interval_logs_the_mean_of_its_losses() -> None:
     each, mean = train(), train("--log-interval 3 --eval-interval 4 --eval-iters 1")
     assert len(train("--eval-interval 4 --eval-iters 1", "validation_loss")) == 2
-    # Beside the multiples, the first and the last iteration get a line.
+    # The first and the last iteration get a line in addition to the multiples.
     assert mean == pytest.approx([each[0], sum(each[1:3]) / 2, sum(each[3:6]) / 3], rel=1e-6)
 
 
@@ -105,12 +105,12 @@ def test_steps_with_nan_are_left_out_when_asked_and_do_not_count_in_the_loss(mon
     each = train()
     spoil(monkeypatch, (4,))
     losses = train("--log-interval 2 --skip-nonfinite-steps")
-    # Lines of iterations 1, 2, 4 and 6: the third step's loss stands alone in the third line.
+    # Lines of iterations 1, 2, 4 and 6: only the third line has the loss of a single step.
     assert losses[:3] == pytest.approx(each[:3], rel=1e-6)
     assert math.isfinite(losses[3])
 
 
-def test_nan_in_gradients_ends_the_run_and_names_the_first_parameter_and_the_flags_to_change(
+def test_nan_in_gradients_ends_the_run_and_names_parameter_and_flags(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     spoil(monkeypatch, (3,))
@@ -135,7 +135,7 @@ def test_dump_param_to_param_group_map_names_the_group_of_every_parameter(capsys
 @pytest.mark.parametrize(
     ("flags", "num_steps"), [(f"{ENGINE} --profile-step-start 2", 4), ("--profile-step-start 6", 1)]
 )
-def test_a_profile_is_a_chrome_trace_and_of_a_sharded_model_the_exposed_share_is_said(
+def test_a_profile_is_a_chrome_trace_and_the_exposed_share_is_printed(
     flags: str, num_steps: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     train(f"--profile --profile-step-end {6 if ENGINE in flags else 9} {flags} --save run")
@@ -179,7 +179,7 @@ def damage(checkpoint: str) -> None:
     file.write_bytes(content)
 
 
-def test_a_damaged_checkpoint_is_passed_over_and_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_checkpoint_is_skipped_with_a_message(capsys: pytest.CaptureFixture[str]) -> None:
     wanted = train("--save run --save-interval 2")
     damage("run/iter_0000006")
     assert train("--save run --load run") == wanted
@@ -215,7 +215,7 @@ def test_a_save_in_the_background_that_fails_ends_the_run_with_the_reason(capsys
         assert "No space left on device" in refusal(f"{ENGINE} --save run --async-save --save-interval 2", capsys)
 
 
-def test_a_checkpoint_of_another_model_is_refused_or_taken_as_far_as_it_matches(
+def test_another_models_checkpoint_is_refused_or_loaded_where_it_matches(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     wanted = train(ENGINE)
@@ -233,7 +233,7 @@ def test_a_checkpoint_of_another_model_is_refused_or_taken_as_far_as_it_matches(
     assert train(f"{ENGINE} --save run {flags}") == wanted, "of the same model it is loaded whole"
 
 
-def test_a_folder_to_load_from_that_holds_nothing_is_refused_unless_it_is_that_to_save_to(
+def test_an_empty_load_folder_is_refused_unless_it_is_the_save_folder(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     Path("here").mkdir()
@@ -257,7 +257,7 @@ def test_the_three_commands_at_the_end_go_on_from_the_run(flags: str, capsys: py
     generate, resume, export = (shlex.split(said[what]) for what in ("generate", "resume", "export"))
     assert generate_gpt.main([*generate[2:], "--num-tokens-to-generate", "3"]) == 0
     assert capsys.readouterr().out.startswith("def main(")
-    # The sample at the end of the run comes out again.
+    # The sample at the end of the run is equal.
     for folder in ("run", "run/iter_0000006"):
         assert generate_gpt.main(["--load", folder, "--prompt", "def", "--num-tokens-to-generate", "5"]) == 0
         sample = capsys.readouterr().out
@@ -271,7 +271,7 @@ def test_the_three_commands_at_the_end_go_on_from_the_run(flags: str, capsys: py
     assert list(Path("run/safetensors").glob("*.safetensors"))
 
 
-def test_what_generate_cannot_load_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate_names_a_checkpoint_that_it_cannot_load(capsys: pytest.CaptureFixture[str]) -> None:
     save_checkpoint(torch.nn.Linear(2, 2), None, "other")
     train("--save run")
     damage("run/iter_0000006")
@@ -288,7 +288,7 @@ def test_what_generate_cannot_load_is_named(capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.parametrize(("flags", "num_shards"), [("", 16), ("--num-distributed-optimizer-instances 4", 4)])
-def test_fake_process_group_shards_for_more_ranks_than_there_are(
+def test_fake_process_group_shards_for_more_ranks_than_processes(
     flags: str, num_shards: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "16")

@@ -1,4 +1,4 @@
-"""The example of weight sync never waits for ever: what does not come, or cannot come any more, is named."""
+"""The example of weight sync never waits for ever: an error names the weights that do not arrive."""
 
 import pickle
 from multiprocessing import Pipe
@@ -8,7 +8,7 @@ import pytest
 from rl_weight_sync import receive
 
 
-def test_a_message_that_does_not_come_in_time_is_named() -> None:
+def test_a_message_that_misses_its_deadline_is_named() -> None:
     ours, theirs = Pipe()
     with pytest.raises(TimeoutError, match=r"the generator's texts did not come within 0 s\. fix: .* --timeout"):
         receive(ours, "the generator's texts", 0.01)

@@ -17,7 +17,7 @@ def test_every_pair_of_values_of_a_grid_is_in_a_quarter_of_it() -> None:
     assert len(chosen) <= len(GRID) / 3
 
 
-def test_what_is_not_quick_is_slow() -> None:
+def test_cases_outside_the_quick_ones_are_marked_slow() -> None:
     params = nightly_but(["b"], ["a", "b"])
     assert [bool(param.marks) for param in params] == [True, False]
 

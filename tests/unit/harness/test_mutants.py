@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def mutants_in(body: str) -> dict[str, str]:
-    """Return each mutant of a function's body by what is done, without the lines that all have."""
+    """Return each mutant of a function's body by its description, without the lines common to all."""
     source = f"def f(a, b):\n    {body}\n"
     return {
         mutant.what: ast.unparse(mutated(source, mutant.number)).split("\n    ", 1)[1]
@@ -50,7 +50,7 @@ def test_every_mutant_of_the_library_is_another_program_and_the_draw_repeats_its
         assert ast.dump(mutated(source, mutant.number)) != ast.dump(ast.parse(source))
 
 
-def test_a_test_that_looks_at_what_a_fixture_made_goes_with_the_test_for_which_the_fixture_ran() -> None:
+def test_a_test_that_reads_a_fixture_runs_with_the_test_that_made_it() -> None:
     rows = [{"test": f"f.py::{name}", "ran": ran} for name, ran in (("a", ["x"]), ("b", []), ("c", ["y"]), ("d", []))]
     rows.append({"test": "g.py::e", "ran": []})
     assert followers(rows) == {"f.py::a": ["f.py::b"], "f.py::c": ["f.py::d"]}

@@ -36,7 +36,7 @@ def decoded(codes: torch.Tensor, scales: torch.Tensor, *, signed: bool) -> torch
 def encoded(values: torch.Tensor, *, signed: bool) -> Encoded:
     """Find codes by looking at all 256 values.
 
-    Unsigned, nothing above zero is zero. Scales end at the largest number, and at its root.
+    Unsigned maps encode only zero as zero. Scales are limited to the largest number, and to its root.
     """
     table = np.array(dynamic_map(signed=signed), dtype=np.float32)
     flat = values.cpu().numpy()
@@ -47,7 +47,7 @@ def encoded(values: torch.Tensor, *, signed: bool) -> Encoded:
         scale = np.minimum(scale, np.float32(2.0**64) if signed else np.finfo(np.float32).max)
         scales.append(scale)
         ratios = np.zeros_like(block) if scale == 0 else np.clip((block / scale).astype(np.float32), -1, 1)
-        # argmin takes the first of two that are as near: the lower one.
+        # argmin returns the lower one of two equally near values.
         codes += [int(np.argmin(np.abs(table.astype(np.float64) - float(ratio)))) for ratio in ratios]
     if not signed:
         codes = [max(code, 1) if value > 0 else code for code, value in zip(codes, flat, strict=True)]

@@ -1,7 +1,7 @@
 """The backend of kernel tests: interpreter, device, and a check that kernels do not fall back on references.
 
-Here ops run as their references; ``tests/functional/kernels/test_triton.py`` runs the same files by the interpreter of
-Triton and on a GPU, each in a process of its own.
+Here ops run as their references. ``tests/functional/kernels/test_triton.py`` runs the same files in new processes, by
+the interpreter of Triton and on a GPU.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from tests.harness.grids import covering
 KERNELS = os.environ.get("KERNELS", "reference")
 INTERPRETS = KERNELS == "interpreted"
 DEVICE = "cuda" if KERNELS == "compiled" else "cpu"
-# test_triton.py asks for each value once in `make test`, and for all combinations at night and on a GPU.
+# test_triton.py runs each value once in `make test`, and all combinations in nightly tests and on a GPU.
 CHOOSE = list if os.environ.get("GRID", "whole") == "whole" else partial(covering, strength=1)
 SIZES = (0, 1, 3, 7, 1023, 4096, 4097, 9001)
 
 
 @pytest.fixture(autouse=True)
 def only_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Run the kernels that were asked for; the references of the ops raise where these are Triton's."""
+    """Run only the chosen kernels; the references raise for ops with a Triton kernel."""
 
     def fail(*_: Any, **__: Any) -> None:
         raise AssertionError("the reference ran where the Triton kernel was wanted")
@@ -49,13 +49,13 @@ def random(numel: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
 
 
 def guarded(numel: int, dtype: torch.dtype, fill: float = 5) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a buffer filled with one value, and the view of ``numel`` elements that starts 3 elements into it."""
+    """Return a buffer filled with one value, and a view of ``numel`` of its elements from the fourth on."""
     buffer = torch.full((numel + 8,), fill, dtype=dtype, device=DEVICE)
     return buffer, buffer[3 : 3 + numel]
 
 
 def count_launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return a list that grows by the number of programs with each launch of a kernel."""
+    """Return a list that each launch of a kernel extends by its number of programs."""
     started: list[int] = []
     jit = launch.jit
 

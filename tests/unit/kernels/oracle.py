@@ -81,7 +81,7 @@ def round_to(values: Values, dtype: torch.dtype, rounding: np.ufunc = np.rint) -
 def _narrow(low: Values, high: Values, dtype: torch.dtype, truncates_bf16: bool) -> Allowed:
     if dtype is torch.float64:
         return Allowed(low, high)
-    # 16 bits are reached by way of fp32, also from fp64.
+    # 16 bits are reached through fp32, also from fp64.
     low, high = round_to(low, torch.float32), round_to(high, torch.float32)
     if truncates_bf16 and dtype is torch.bfloat16:
         return Allowed(round_to(low, dtype, np.floor), round_to(high, dtype, np.ceil))

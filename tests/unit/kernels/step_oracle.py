@@ -40,7 +40,7 @@ def awkward_values() -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """Of one AdamW step, as its first definition has them."""
+    """Hyperparameters of one AdamW step, with common values."""
 
     step: int = 3
     lr: float = 0.01

@@ -11,7 +11,7 @@ from benchmarks import bench_kernels
 from benchmarks.bench_kernels import makers
 
 
-def test_every_op_of_the_package_is_measured_beside_a_copy() -> None:
+def test_every_op_of_the_package_is_measured_with_a_copy_for_comparison() -> None:
     rows = bench_kernels.run(argparse.Namespace(numel=1000, rounds=1, device=None))
     names = {str(row.case["kernel"]).partition(" ")[0] for row in rows}
     ops = "accumulate adamw cast_copy checksum join_weight split_weight".split()

@@ -18,7 +18,7 @@ __all__ = ["only_kernels"]
 SCALES = (1.0, 1 / 3, -2.0)
 NAN = float("nan")
 
-# test_triton.py asks for every pair of values in `make test`, and for all combinations at night and on a GPU.
+# test_triton.py runs every pair of values in `make test`, and all combinations in nightly tests and on a GPU.
 CHOOSE = list if os.environ.get("GRID", "whole") == "whole" else covering
 by_source = pytest.mark.parametrize("source_dtype", DTYPES, ids=str)
 by_types = pytest.mark.parametrize(("source_dtype", "out_dtype"), list(product(DTYPES, DTYPES)), ids=str)
@@ -77,11 +77,11 @@ def test_a_scale_in_fp64_arithmetic_keeps_all_its_bits() -> None:
     source = torch.tensor([3.0], dtype=torch.float64, device=DEVICE)
     out = torch.zeros_like(source)
     assert exact(cast_copy(source, out, scale=1 / 3))[0] == 3 * (1 / 3)
-    # A product that is not rounded before it is added leaves that rounding.
+    # A fused multiply-add does not round the product, and so leaves the product's rounding error.
     assert abs(exact(accumulate(source, out, scale=-1 / 3))[0]) <= 2.0**-54
 
 
-# numpy, which does the interpreter's arithmetic, warns of what is asked for here.
+# numpy, which does the interpreter's arithmetic, warns about the overflow under test.
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_overflow_becomes_infinity_and_nan_stays_nan() -> None:
     source = torch.tensor([1e30, -1e30, NAN, float("inf")], device=DEVICE)

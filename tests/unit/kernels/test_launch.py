@@ -1,4 +1,4 @@
-"""Who decides between Triton and the reference, and how a test overrides it."""
+"""The choice between Triton and the reference, and how a test overrides it."""
 
 from __future__ import annotations
 

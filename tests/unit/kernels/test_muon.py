@@ -26,10 +26,10 @@ def rows(*values: tuple[float, float]) -> torch.Tensor:
 
 
 def close(found: torch.Tensor, wanted: torch.Tensor, term: torch.Tensor | None = None) -> bool:
-    """Whether two results of one formula agree but for how a product and a sum are rounded, or cast to bf16 twice."""
-    # The interpreter cuts off where the GPU rounds.
+    """Compare two results of one formula up to rounding of a product and a sum, or two casts to bf16."""
+    # The interpreter truncates where the GPU rounds.
     unit = 2**-6 if BF16 in (found.dtype, wanted.dtype) else 2**-21
-    # What a term was rounded by stays where the sum is small.
+    # The rounding error of a large term remains if the sum is small.
     size = wanted.double().abs() + (0 if term is None else term.double().abs())
     return bool(((found.double() - wanted.double()).abs() <= unit * size + 2**-20).all())
 
@@ -51,7 +51,7 @@ def test_muon_momentum_is_torchs_lerp_in_each_segment_and_nothing_else(
         mu = (0.95, 0.4)[segment.row]
         scaled = g[part].float() * (1.0 if clip is None else clip)
         wanted = before[part].float().lerp(scaled, 1 - mu)
-        # Where the momentum has 16 bits torch rounds differences to them, too.
+        # With a momentum of 16 bits, torch also rounds differences to 16 bits.
         terms = before[part].float().abs() + scaled.abs() if momentum is BF16 else None
         assert close(kept[part], wanted, terms)
         assert close(out[part], scaled.lerp(kept[part].float(), mu) if segment.row == 0 else kept[part], terms)

@@ -63,7 +63,7 @@ def test_no_op_allocates_more_than_one_chunk_at_a_time(source_dtype: torch.dtype
     numel = 8 * CHUNK_NUMEL
     source, out = torch.ones(numel, dtype=source_dtype), torch.ones(numel, dtype=out_dtype)
     is_full = source_dtype is out_dtype and out_dtype in (torch.float32, torch.float64)
-    # Eight bytes hold the scale.
+    # The scale takes eight bytes.
     limit = 8 if is_full else 8 * CHUNK_NUMEL
     assert largest_temporary(lambda: torch.ones(numel, dtype=source_dtype)) >= numel * source_dtype.itemsize
     assert largest_temporary(lambda: cast_copy(source, out)) == 0

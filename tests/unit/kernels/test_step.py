@@ -94,7 +94,7 @@ def test_the_upper_half_is_the_nearest_bf16_and_ties_leave_zero() -> None:
 
 # ---------------------------------------------------------------------- AdamW
 
-# Of gradient, weight, moments; whether there is a model weight.
+# The dtypes of gradient, weight and moments; and whether there is a model weight.
 DTYPE_SETS = (
     (torch.float32, torch.float32, torch.float32, True),
     (torch.float32, torch.float32, torch.float32, False),
@@ -169,7 +169,8 @@ def test_adamw_on_a_bf16_weight_with_remainder_equals_adamw_on_the_fp32_weight(m
         adamw(plain, segments, rows)
         adamw(split, segments, rows)
     main = join_weight(model, rest, torch.empty_like(plain.weight))
-    # The same kernel but for how the weight is kept; compiled, it may fuse another multiplication with an addition.
+    # The same kernel, except for the format of the weight; compiled, it may fuse another multiplication with an
+    # addition.
     wanted = bits_of(plain.weight)
     assert np.max(np.abs(bits_of(main) - wanted)) <= (8 if KERNELS == "compiled" else 0)
     assert np.array_equal(bits_of(main)[4999:], wanted[4999:])

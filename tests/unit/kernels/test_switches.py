@@ -1,4 +1,4 @@
-"""Features that a variable of the environment leaves out."""
+"""Features that an environment variable switches off."""
 
 from collections.abc import Iterator
 
@@ -21,7 +21,7 @@ def read_anew() -> Iterator[None]:
 
 @pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize(("without", "is_off"), [("", False), ("triton, separate-reduce,fused-gradients,slots", True)])
-def test_what_is_named_is_left_out_and_nothing_else(
+def test_exactly_the_named_features_are_switched_off(
     without: str, is_off: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DBUFFER_WITHOUT", without)
@@ -35,7 +35,7 @@ def test_what_is_named_is_left_out_and_nothing_else(
     assert not (is_off and launch._triton_is_installed())
 
 
-def test_a_word_that_names_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_feature_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DBUFFER_WITHOUT", "tritn")
     with pytest.raises(ValueError, match="tritn; there are triton"):
         switches.is_off("triton")

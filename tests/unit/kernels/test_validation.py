@@ -24,7 +24,7 @@ Call = Callable[[], object]
 
 
 def of_pairs(op: Callable[..., object]) -> dict[str, tuple[Call, str]]:
-    """Return wrong calls of an op with a source and an out, and what the error has to name."""
+    """Return wrong calls of an op with a source and an out, and the words that the error has to contain."""
     found: dict[str, tuple[Call, str]] = {
         "another number": (lambda: op(torch.ones(2, 3), torch.zeros(7)), r"\(2, 3\).*\(7,\)"),
         "a strided out": (lambda: op(torch.ones(6), torch.zeros(2, 3).t()), r"strides \(1, 3\)"),
@@ -101,7 +101,7 @@ REFUSED: dict[str, tuple[Call, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_it_is_refused_by_name(name: str) -> None:
+def test_wrong_arguments_are_refused_by_name(name: str) -> None:
     call, message = REFUSED[name]
     with pytest.raises(ValueError, match=message):
         call()

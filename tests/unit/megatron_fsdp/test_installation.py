@@ -20,7 +20,7 @@ def test_a_torch_that_is_tested_is_taken_in_silence(version: str) -> None:
 
 
 @pytest.mark.parametrize("version", ["2.16.0.dev20261001+cpu", "3.0.0"])
-def test_a_newer_torch_is_named_with_the_cure(version: str) -> None:
+def test_a_newer_torch_is_named_with_the_fix(version: str) -> None:
     with pytest.warns(UserWarning, match=f"torch {re.escape(version)} is newer than 2.15.*fix: install torch <= 2.15"):
         check_torch(version)
 

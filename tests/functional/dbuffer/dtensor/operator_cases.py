@@ -13,7 +13,7 @@ from dbuffer import Replicate as Whole
 from dbuffer.dtensor.elementwise_ops import run_by_rows
 from dbuffer.dtensor.op_table import operator_of
 
-# Rows that no rank count divides, one row, one element, 3-D, nothing at all, and more rows than one shard holds.
+# Rows that no number of ranks divides, one row, one element, 3-D, an empty tensor, and more rows than one shard holds.
 SHAPES = [(7, 3), (1,), (1, 7), (3, 2, 5), (0, 4), (11,), (3, 1), (2, 5, 3), (13, 4)]
 LAYOUTS: dict[str, tuple[tuple[int, ...], tuple[BufferPlacement, ...]]] = {
     "one rank": ((1,), (Flat(),)), "two ranks": ((2,), (Flat(),)), "three ranks": ((3,), (Flat(),)),
@@ -47,7 +47,7 @@ def sharded(layout: str, tensors: list[torch.Tensor], mesh: DeviceMesh) -> list[
 
 
 def in_other_rows(tensor: torch.Tensor, like: DTensor, kind: str) -> torch.Tensor:
-    """Return the same values as a DTensor of another kind on the same mesh."""
+    """Return the same values as a DTensor with other placements on the same mesh."""
     mesh = like.device_mesh
     if kind == "cut by torch":
         placements = [Replicate() if type(p) is Replicate else Shard(0) for p in like.placements]
@@ -72,7 +72,7 @@ def whole(result: object) -> object:
 
 
 def agree(found: object, wanted: object, tolerance: float = 0.0) -> bool:
-    """Whether two results are the same: structure, shapes, dtypes and values."""
+    """Compare two results: structure, shapes, dtypes and values."""
     if isinstance(wanted, torch.Tensor):
         if not isinstance(found, torch.Tensor) or found.shape != wanted.shape or found.dtype != wanted.dtype:
             return False
@@ -86,7 +86,7 @@ def agree(found: object, wanted: object, tolerance: float = 0.0) -> bool:
 
 
 def outcome(function: Function, x: torch.Tensor, y: torch.Tensor) -> tuple[object, str]:
-    """Return what a function returns from a fixed seed, with both arguments, or the kind of error that it raises."""
+    """Call a function from a fixed seed. Return its result and both arguments, or the class of its error."""
     torch.manual_seed(1)
     try:
         with torch.no_grad():
@@ -96,7 +96,7 @@ def outcome(function: Function, x: torch.Tensor, y: torch.Tensor) -> tuple[objec
 
 
 def differences(layout: str, table: str, dtype: torch.dtype, tolerance: float) -> list[str]:
-    """Return where a function of sharded tensors, or what it does to them or the generator, is unlike plain ones."""
+    """Return differences between sharded and plain tensors in results, changed arguments and random state."""
     found, mesh = [], make_mesh(layout)
     for name, function in TABLES[table].items():
         plain = zip(values(1, dtype), values(2, dtype), strict=True)
@@ -243,7 +243,7 @@ RANDOM: dict[str, Function] = {
 }
 _ACTIVATIONS = """celu elu gelu hardsigmoid hardswish hardtanh leaky_relu logsigmoid mish relu relu6 selu silu softplus
 softshrink softsign tanhshrink""".split()
-# With arguments that no guess finds; _OPERATORS has them.
+# Operators whose arguments cannot be guessed; _OPERATORS has them.
 _SPECIAL = frozenset("float_power_ where masked_fill masked_fill_ record_stream alias".split())
 _CASTS = "float double half bfloat16 int long short bool cpu detach zero_ copy_".split()
 _OPERATORS: dict[str, Function] = {

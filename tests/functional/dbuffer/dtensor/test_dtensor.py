@@ -1,4 +1,4 @@
-"""Sharded tensors as DTensors on several ranks: whole again after every transformation, and right about themselves."""
+"""Sharded tensors as DTensors on several ranks: whole values after every transformation, and right metadata."""
 
 import pytest
 import torch

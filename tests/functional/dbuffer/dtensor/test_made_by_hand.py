@@ -26,7 +26,7 @@ def by_hand(tensor: DTensor, local: torch.Tensor | None = None, **options: Any) 
 
 
 def operators(made: DTensor, plain: torch.Tensor, like: DTensor) -> None:
-    """Compare what is done with a tensor made by hand, alone and beside its origin, with the same of plain ones."""
+    """Compare operators on a tensor made by hand, alone and with its origin, with operators on plain tensors."""
     for function in (torch.clone, torch.sqrt, torch.Tensor.double, torch.zeros_like, lambda x: x * 2 - 1, torch.cumsum):
         arguments = (0,) if function is torch.cumsum else ()
         found = function(made, *arguments)  # type: ignore[operator]

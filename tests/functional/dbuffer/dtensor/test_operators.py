@@ -148,7 +148,7 @@ REFUSED: dict[str, Callable[[FlatDTensor], object]] = {
 
 
 @on_ranks(2)
-def test_what_cannot_be_right_is_refused_and_changes_nothing() -> None:
+def test_operators_without_a_right_result_are_refused_and_change_nothing() -> None:
     mesh = make_mesh("two ranks")
     for name, function in REFUSED.items():
         face = sharded("two ranks", values(1), mesh)[-1]
@@ -160,7 +160,7 @@ def test_what_cannot_be_right_is_refused_and_changes_nothing() -> None:
 
 
 def kept(copied: object, face: FlatDTensor) -> bool:
-    """Whether a copy has the values, the rows and the kind of the original, and memory of its own."""
+    """Check that a copy has the values, rows and class of the original, in memory that they do not share."""
     assert isinstance(copied, FlatDTensor)
     is_same = copied.placements == face.placements and torch.equal(copied.full_tensor(), face.full_tensor())
     before = face.full_tensor()
@@ -279,7 +279,7 @@ def test_a_plain_scale_gets_the_gradient_of_all_rows() -> None:
 
 
 @on_ranks(2)
-def test_what_autograd_cannot_get_right_is_refused_and_changes_nothing() -> None:
+def test_calls_that_autograd_would_get_wrong_are_refused_and_change_nothing() -> None:
     mesh = make_mesh("two ranks")
     functions: list[Callable[[torch.Tensor], object]] = [
         lambda p: p.mul_(2),

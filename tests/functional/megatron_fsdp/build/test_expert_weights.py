@@ -150,7 +150,7 @@ def test_sharded_experts_take_whole_values_from(way: str) -> None:
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         model.load_state_dict({name: distribute_tensor(value, mesh, [Shard(0)]) for name, value in wanted.items()})
     else:
-        # Into memory that is there PyTorch copies slices of the first dimension, which raises: rows are no slices.
+        # PyTorch copies slices of the first dimension into existing memory and raises: rows are no slices.
         with torch.device("meta"):
             model = build()
         shard_by_rows(model)

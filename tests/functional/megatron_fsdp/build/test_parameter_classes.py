@@ -86,7 +86,7 @@ def test_a_class_stays_through_to_empty() -> None:
 
 
 @on_ranks(2)
-def test_a_trained_class_with_functions_of_its_own_is_refused_by_name() -> None:
+def test_a_trained_tensor_subclass_with_torch_function_is_refused_by_name() -> None:
     model: Any = nn.Linear(3, 3)
     model.weight = Calling(model.weight.detach())
     with pytest.raises(ConfigError, match=r"parameter 'weight' is a Calling.*fix:.*ignored_params"):

@@ -98,7 +98,7 @@ def test_tensors_on_meta_and_empty_ones_are_no_tie() -> None:
     with torch.no_grad():
         for index, layer in enumerate(model):
             layer.weight.fill_(index)
-    # Two weights: had they been tied, the second write would be in both.
+    # The weights are separate: if they were tied, both would have the second value.
     assert [float(layer.weight.detach().full_tensor().sum()) for layer in model] == [0.0, float(WIDTH * WIDTH)]
     model = two_layers()
     memory = torch.empty(0, WIDTH)

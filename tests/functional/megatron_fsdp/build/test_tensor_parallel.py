@@ -1,4 +1,4 @@
-"""Parameters that are DTensors over a tensor-parallel axis already are sharded over data-parallel axes as well."""
+"""Parameters that are already DTensors over a tensor-parallel axis are also sharded over data-parallel axes."""
 
 from pathlib import Path
 from typing import Any

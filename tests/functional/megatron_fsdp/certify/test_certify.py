@@ -49,7 +49,7 @@ def unordered(check: Certification) -> None:
 
 
 def columns(check: Certification) -> None:
-    """Two streams use columns of one matrix, none of which the other touches."""
+    """Two streams use disjoint columns of one matrix."""
     matrix = torch.zeros(5, 4)
     side = check.streams.stream("side")
     check.streams.order(check.streams.compute, side)
@@ -68,7 +68,7 @@ def overlapping(check: Certification) -> None:
 
 
 def early(check: Certification) -> None:
-    """Memory that another stream still reads is freed, and allocated again."""
+    """Free memory that another stream still reads, and allocate it again."""
     tensor = torch.zeros(5)
     side = check.streams.stream("side")
     check.streams.order(check.streams.compute, side)
@@ -98,7 +98,7 @@ def looking(check: Certification) -> None:
 
 
 def by_communicator(check: Certification) -> None:
-    """A collective is issued before what it reads is written on another stream."""
+    """Issue a collective before another stream has written its input."""
     tensor = torch.ones(4)
     side = check.streams.stream("side")
     check.streams.order(check.streams.compute, side)
@@ -125,7 +125,7 @@ def certificate_of(script: Callable[[Certification], None]) -> Certificate:
         (by_communicator, 1, 0),
     ],
 )
-def test_what_nothing_orders_is_found_and_nothing_else(
+def test_only_unordered_accesses_are_found(
     script: Callable[[Certification], None], num_races: int, num_reuses: int
 ) -> None:
     found = merged("", run_ranks(2, certificate_of, script))
@@ -141,7 +141,7 @@ def test_a_finding_names_the_lines_of_both_sides() -> None:
     assert race.endswith(f"test_certify.py:{second}")
 
 
-def test_lines_in_which_the_host_would_wait_for_a_gpu_are_named() -> None:
+def test_lines_where_the_host_would_wait_for_a_gpu_are_named() -> None:
     (found,) = run_ranks(1, certificate_of, looking)
     whats = sorted(one.what for one in found.host_waits)
     assert whats == ["aten::_local_scalar_dense", "aten::_local_scalar_dense", "aten::index", "tolist"]
@@ -154,7 +154,7 @@ def issues_of(order: tuple[int, ...]) -> Certificate:
         mine = order if dist.get_rank() else tuple(sorted(order))
         for size in mine:
             all_reduce(torch.ones(size)[:1].clone(), axis, "sum")
-            # Sizes that this process would end at.
+            # At these sizes this process would run out of memory.
             check.checker.issues[-1] = dataclasses.replace(check.checker.issues[-1], num_bytes=size)
         return check.certificate()
 
@@ -187,14 +187,14 @@ def certified_job(has_sync: bool) -> Certificate:
 
 
 @pytest.mark.parametrize("has_sync", [False, True])
-def test_two_steps_of_a_job_are_certified_and_it_goes_on(has_sync: bool) -> None:
+def test_two_steps_of_a_job_are_certified_and_training_continues(has_sync: bool) -> None:
     found = merged("job", run_ranks(2, certified_job, has_sync))
     assert found.is_clean()
     assert found.num_conflicts > 100
     assert sum(one.count for one in found.host_waits) == (4 if has_sync else 0)
 
 
-def test_the_command_says_how_many_it_checked_and_what_it_does_not_know(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_the_number_of_checks_and_refuses_unknown_names(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--case", "unshard by hand"]) == 0
     assert "1 configurations" in capsys.readouterr().out
     assert main(["--case", "no such"]) == 2
@@ -217,7 +217,7 @@ def test_a_lane_that_waits_less_is_found(what: str, case: str) -> None:
     assert [*certificate.races, *certificate.early_reuses, *certificate.disorders]
 
 
-def test_there_are_many_mutants_and_the_equivalent_ones_are_among_them() -> None:
+def test_the_listed_equivalent_mutants_exist_among_many() -> None:
     keys = {key(mutant) for module in MODULES for mutant in mutants(module)}
     assert len(keys) >= 80
     assert set(EQUIVALENT) | set(OPEN) <= keys
@@ -231,7 +231,7 @@ def test_every_mutant_is_killed_or_equivalent_or_known_to_be_open() -> None:
 @on_ranks(1)
 def test_a_model_can_be_certified_more_than_once() -> None:
     model = fully_shard(three_blocks())
-    # The ranks agree on what they use first, once.
+    # The first forward agrees between ranks on the order of use, once.
     model(inputs(0, 0)).square().mean().backward()
     found = []
     for step in range(2):

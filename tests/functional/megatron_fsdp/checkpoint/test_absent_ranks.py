@@ -39,7 +39,7 @@ def test_a_call_on_rank_0_alone_names_the_other_ranks(name: str, is_first: bool,
     if dist.get_rank() == 0:
         with pytest.raises(CheckpointError, match=rf"(?s)ranks 1-?,? ?(and )?2 did not.*fix: call {name}\(\.\.\.\)"):
             CALLS[name](model, tmp_path)
-    # No collective, which would be another one than rank 0's.
+    # Do not call a collective here: it would be matched with rank 0's.
     if dist.get_rank() == 0:
         store.set("over", "")
     store.wait(["over"], timedelta(seconds=60))

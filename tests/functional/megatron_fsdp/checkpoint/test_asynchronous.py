@@ -1,4 +1,4 @@
-"""Asynchronous saves hold the state of the moment of the call, follow one another, and lose no error."""
+"""Asynchronous saves hold the state at the call, run in order, and lose no error."""
 
 import threading
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ from tests.harness.oracle import differing, whole_state
 
 @contextmanager
 def held_up(gate: threading.Event) -> Iterator[None]:
-    """Let no write begin until the gate opens."""
+    """Block all writes until the gate opens."""
     write = checkpoint_writer._write_mine
 
     def wait_and_write(draft: checkpoint_writer.Draft) -> object:
@@ -32,7 +32,7 @@ def held_up(gate: threading.Event) -> Iterator[None]:
 
 
 def train_while_saving(layout: Layout, path: str) -> tuple[bool, list[str], list[str]]:
-    """Train on before a byte is written; compare what is loaded with the state at the call."""
+    """Train on before a byte is written; compare the loaded state with the state at the call."""
     model, optimizer = layout.build(seed=0)
     train_alone(model, optimizer, range(2))
     gate = threading.Event()
@@ -141,7 +141,7 @@ _write = checkpoint_writer._write_mine
 
 
 def fail_in_the_background(path: str) -> list[str]:
-    """Return what is said by: wait, wait again, the next save after a failure that nobody asked about, and one more."""
+    """Return the errors of: wait, wait again, a save after a failure without a wait, and the save after that."""
     model, optimizer = Layout((2,)).build(seed=0)
     said = []
     with mock.patch.object(checkpoint_writer, "_write_mine", fail_on_the_last_rank):
@@ -153,7 +153,7 @@ def fail_in_the_background(path: str) -> list[str]:
     return said
 
 
-def test_a_failure_in_the_background_comes_up_on_all_ranks_in_wait_or_in_the_next_save(tmp_path: Path) -> None:
+def test_a_background_failure_raises_on_all_ranks_in_wait_or_the_next_save(tmp_path: Path) -> None:
     for said in run_ranks(2, fail_in_the_background, str(tmp_path / "step")):
         assert said[0] == said[1] == said[2]
         assert "failed on rank 1: OSError: [Errno 28] No space left on device" in said[0]

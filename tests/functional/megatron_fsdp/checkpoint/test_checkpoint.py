@@ -56,7 +56,7 @@ def same() -> Model:
 
 
 def larger() -> Model:
-    """Build the saved model with a block more and a wider head."""
+    """Build the saved model with one more block and a wider head."""
     model = make_model(seed=1, num_blocks=3)
     model.head = nn.Linear(WIDTH, VOCABULARY + 2, bias=False)
     return shard_model(model, world_mesh())
@@ -98,7 +98,7 @@ REFUSALS: dict[str, Refusal] = {
 
 
 def refuse_each(path: str) -> dict[str, list[str]]:
-    """Load into models in use, which must be refused; return what was not said, and what has changed."""
+    """Load into models in use, which must be refused; return the missing parts of messages, and the changes."""
     wrong = {}
     for name, (build, kind, folder, wanted) in REFUSALS.items():
         model = build()
@@ -114,7 +114,7 @@ def refuse_each(path: str) -> dict[str, list[str]]:
     return wrong
 
 
-def test_what_does_not_fit_is_refused_with_names_and_shapes_and_nothing_changes(saved: tuple[Path, State]) -> None:
+def test_mismatched_checkpoints_are_refused_with_names_and_change_nothing(saved: tuple[Path, State]) -> None:
     assert run_ranks(2, refuse_each, str(saved[0])) == [{name: [] for name in REFUSALS}] * 2
 
 
@@ -144,7 +144,7 @@ def working_in(folder: str) -> Iterator[None]:
 
 
 def load_the_working_directory(path: str) -> list[str]:
-    """Load by paths without a name, where a checkpoint is and where none is, and try to save to such ones."""
+    """Load by a path without a name, with and without a checkpoint there, and try to save there."""
     model, other = (shard_model(make_model(seed), world_mesh()) for seed in range(2))
     saved = f"{path}/saved"
     save_checkpoint(model, None, saved)

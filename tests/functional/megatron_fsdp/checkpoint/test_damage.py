@@ -1,4 +1,4 @@
-"""Damage is found before it does harm, and a save that fails or is killed leaves the checkpoint before it whole."""
+"""Damage is found before it does harm, and a failed or killed save leaves the previous checkpoint whole."""
 
 import os
 import pickle
@@ -73,7 +73,7 @@ class Exploit:
 
 
 def index_that_names_code(path: Path, entry: str = "") -> None:
-    """Let the index name code, or lead to a file that does for one entry."""
+    """Write an index that names code, or, in one entry, a file that does."""
     metadata: Any = read_metadata(path)
     torch.save(Exploit(), path / "exploit.pt")
     size = (path / "exploit.pt").stat().st_size
@@ -93,7 +93,7 @@ def state_file_that_names_code(path: Path) -> None:
 
 
 UNSAFE = r"is damaged \(UnpicklingError: Weights only load failed"
-# What is done to a folder, whether checksums are compared, and what is said.
+# The damage to a folder, whether checksums are compared, and the message.
 DAMAGES: dict[str, tuple[Callable[[Path], object], bool, str]] = {
     f"{name} {how}": (lambda path, do=do, name=name: do(path / name), True, said if name != MANIFEST else MANIFEST)
     for name in ("__1_0.distcp", METADATA, "state.pt", MANIFEST)
@@ -115,7 +115,7 @@ DAMAGES |= {
     ),
     "code, state": (state_file_that_names_code, True, r"state\.pt " + UNSAFE),
 }
-# Found while tensors are read, some of which are by then.
+# Damage that the loader finds only while it reads tensors, after it has read some.
 LATE: dict[str, tuple[Callable[[Path], object], bool, str]] = {
     "unverified, values": (
         lambda path: overwrite(path / "__0_0.distcp"),
@@ -131,7 +131,7 @@ LATE: dict[str, tuple[Callable[[Path], object], bool, str]] = {
 
 
 def refuse_each(root: str) -> dict[str, tuple[str, list[str]]]:
-    """Load damaged folders into a model in use; return by name what is said, and what has changed in the model."""
+    """Load damaged folders into a model in use. Return by name the message, and the changes in the model."""
     model, optimizer = LAYOUT.build(seed=1)
     train_alone(model, optimizer, range(1))
     found = {}
@@ -164,7 +164,7 @@ def refused(
 
 
 @pytest.mark.parametrize("name", DAMAGES | LATE)
-def test_damage_is_named_and_the_model_stays_as_it_was(
+def test_damage_is_named_and_the_model_is_unchanged(
     name: str, refused: tuple[Path, list[dict[str, tuple[str, list[str]]]]], saved_once: tuple[Path, State]
 ) -> None:
     root, ranks = refused
@@ -185,7 +185,7 @@ def test_damage_is_named_and_the_model_stays_as_it_was(
 
 @contextmanager
 def small_files_only(rank: int) -> Iterator[None]:
-    """Let one rank write no file beyond 4 KiB, as a full disk would."""
+    """On one rank, limit files to 4 KiB, as on a full disk."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if dist.get_rank() == rank:
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
@@ -196,7 +196,7 @@ def small_files_only(rank: int) -> Iterator[None]:
 
 
 def save_on_a_full_disk(path: str, rank: int) -> tuple[str, State]:
-    """Save over a checkpoint, which must fail; return what is said, and what is loaded then."""
+    """Save over a checkpoint, which must fail. Return the message, and the state loaded afterwards."""
     model, optimizer = LAYOUT.build(seed=5)
     with small_files_only(rank):
         message = message_of(CheckpointError, lambda: save_checkpoint(model, optimizer, path))
@@ -216,7 +216,7 @@ def test_a_full_disk_on_one_rank_fails_the_save_on_all_and_keeps_the_checkpoint_
 
 
 def save_where_one_cannot(root: str) -> list[str]:
-    """Save below a file, under another name on each rank, and over a folder of other things."""
+    """Save where it cannot work: below a file, under different names on the ranks, over a foreign folder."""
     model, optimizer = LAYOUT.build(seed=0)
     paths = (f"{root}/file/step", f"{root}/step-{dist.get_rank()}", f"{root}/work")
     return [message_of(CheckpointError, lambda path=path: save_checkpoint(model, optimizer, path)) for path in paths]
@@ -243,7 +243,7 @@ def die(*_: object, **__: object) -> None:
 
 
 def save_and_die(path: str, rank: int, name: str) -> None:
-    """Save over a checkpoint; one rank is killed when it calls a function of the library."""
+    """Save over a checkpoint; kill one rank when it calls a function of the library."""
     model, optimizer = LAYOUT.build(seed=5)
     if dist.get_rank() == rank:
         mock.patch.object(checkpoint_writer, name, die).start()
@@ -255,13 +255,11 @@ def load_what_is_left(path: str) -> tuple[Any, State]:
     return load_checkpoint(model, optimizer, path), whole_state(model)
 
 
-# Each starts ranks of its own, for they are killed. At every effect on the disk: test_protocols.py.
+# Each test starts new ranks, because they are killed. test_protocols.py kills at every effect on the disk.
 @pytest.mark.parametrize(
     ("rank", "name"), nightly_but([(0, "write_manifest")], [(0, "write_manifest"), (1, "_write_mine")])
 )
-def test_the_checkpoint_before_is_there_after_a_rank_was_killed(
-    rank: int, name: str, saved: tuple[Path, State]
-) -> None:
+def test_the_previous_checkpoint_survives_a_killed_rank(rank: int, name: str, saved: tuple[Path, State]) -> None:
     path, wanted = saved
     with pytest.raises(RankError, match="SIGKILL"):
         run_ranks(2, save_and_die, str(path), rank, name, fresh=True)

@@ -37,7 +37,7 @@ class Pretrained(nn.Linear):
     def save_pretrained(
         self, folder: Path, is_main_process: bool = True, state_dict: Mapping[str, Any] | None = None
     ) -> None:
-        """Save what is given, else this module's own."""
+        """Save the given state dict, or this module's own."""
         torch.save(dict(state_dict or self.state_dict()), folder / "model.pt")
 
 

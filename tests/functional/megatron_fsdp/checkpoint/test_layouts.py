@@ -34,7 +34,7 @@ Saved = dict[str, tuple[str, State, State]]
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    """One checkpoint of every layout, with what is in it."""
+    """Save a checkpoint of every layout; return their contents."""
     root = tmp_path_factory.mktemp("layouts")
     found = {}
     for number, (name, layout) in enumerate(LAYOUTS.items()):
@@ -44,7 +44,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
 
 
 def load_each(layout: Layout, saved: Saved) -> dict[str, list[str]]:
-    """Load every checkpoint into one model of this layout that is in use; list by saver what is not bit for bit."""
+    """Load every checkpoint into one model of this layout that is in use; list unequal values by saver."""
     model, optimizer = layout.build(seed=1)
     train_alone(model, optimizer, range(1))
     wrong = {}

@@ -1,7 +1,7 @@
 """Checkpoints that an earlier version wrote on three ranks load into this version, and training goes on equally.
 
-They lie in ``tests/functional/golden/checkpoints``, each with the weights that were saved and those of two steps later,
-written by the commit before the folders were cut into rooms; they are not written again.
+The folders in ``tests/functional/golden/checkpoints`` hold the saved weights and the weights two steps later. The
+commit before the code was split into rooms wrote them; they are never written again.
 """
 
 import shutil
@@ -35,7 +35,7 @@ State = dict[str, torch.Tensor]
 
 
 class Net(nn.Module):
-    """Three matrices, none of which three ranks divide, with a norm between them."""
+    """Three matrices, none divisible by three ranks, with a norm between them."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Buffers that differ between ranks come back to each, and on another number of ranks the first rank's, said aloud."""
+"""Each rank gets its own buffers back; another number of ranks gets the first rank's, with a message."""
 
 import logging
 
@@ -36,7 +36,7 @@ def build() -> tuple[Net, torch.optim.Optimizer]:
 
 
 def local_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
-    """Return what this rank alone holds: buffers, and the parameter that is not sharded with its moments."""
+    """Return the values that only this rank has: buffers, and the unsharded parameter with its moments."""
     moments = {key: value.clone() for key, value in optimizer.state[model.own].items()}
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     return {**buffers, "own": model.own.detach().clone(), **moments}
@@ -65,14 +65,14 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[State]]:
     (first, loaded_first), (second, loaded_second) = found
     for name in ("norm.running_mean", "norm.running_var", "own", "momentum_buffer"):
         assert not torch.equal(first[name], second[name]), name
-    # Bit for bit, and each rank its own.
+    # Equal bits, and each rank's own values.
     for wanted, loaded in ((first, loaded_first), (second, loaded_second)):
         assert [name for name in wanted if not torch.equal(wanted[name], loaded[name])] == []
     return path, [first, second]
 
 
 def load(path: str) -> tuple[State, list[str]]:
-    """Return what this rank holds after loading, and what is logged."""
+    """Return this rank's values after loading, and the log."""
     texts: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
@@ -85,7 +85,7 @@ def load(path: str) -> tuple[State, list[str]]:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
-def test_on_another_number_of_ranks_all_get_the_first_ones_and_the_names_are_said(
+def test_on_another_number_of_ranks_all_get_rank_0s_values_and_a_log_line(
     num_ranks: int, saved: tuple[str, list[State]]
 ) -> None:
     path, (first, _) = saved

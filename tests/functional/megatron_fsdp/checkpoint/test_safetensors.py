@@ -42,12 +42,12 @@ def test_an_export_has_the_whole_models_values_under_the_mapped_names_of(name: s
 
 
 def import_and_compare(layout: Layout, folder: str) -> tuple[State, float, int, int]:
-    """Import; return the weights, a loss computed with them, and the elements that were read and that are held."""
+    """Import. Return the weights, a loss computed with them, and the numbers of elements read and stored."""
     model, _ = layout.build(seed=1)
     num_read = [0]
 
     class Counted:
-        """A file of which boxes are read."""
+        """A file that counts the elements of the boxes read from it."""
 
         def __init__(self, *args: Any, **options: Any) -> None:
             self.file = open_file(*args, **options)
@@ -79,7 +79,7 @@ def import_and_compare(layout: Layout, folder: str) -> tuple[State, float, int, 
 
 
 @pytest.mark.parametrize("name", nightly_but(["3 ranks", "HFSDP, blocks of 5 rows", "ZeRO-1", "FSDP2"], LAYOUTS))
-def test_every_rank_reads_what_it_holds_and_no_more_on(name: str, tmp_path: Path) -> None:
+def test_every_rank_reads_only_its_own_elements_on(name: str, tmp_path: Path) -> None:
     model = make_model(0)
     state = model.state_dict()
     state["lm_head.weight"] = state.pop("head.weight")
@@ -117,7 +117,7 @@ def test_files_of_another_model_are_refused_with_names_and_shapes_and_nothing_ch
         assert changed == []
 
 
-def test_what_only_the_files_have_is_left_unread_when_asked(tmp_path: Path) -> None:
+def test_tensors_only_in_the_files_are_skipped_without_strict(tmp_path: Path) -> None:
     save_file({**make_model(0).state_dict(), "rotary": torch.zeros(3)}, tmp_path / "model.safetensors")
     for message, changed in run_ranks(3, refuse, str(tmp_path), False):
         assert message == "no error"

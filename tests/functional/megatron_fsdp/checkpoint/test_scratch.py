@@ -32,7 +32,7 @@ def save(path: Path, value: float) -> None:
 
 
 def loaded(path: Path) -> float:
-    """Return the value of all weights of a checkpoint, which is its extra's too."""
+    """Return the value of all weights of a checkpoint, after checking that its extra has it too."""
     model = module(-1.0)
     extra = load_checkpoint(model, None, path)
     assert model.weight.unique().tolist() == [extra["value"]]
@@ -48,18 +48,18 @@ FOREIGN = ("step.old", "step.tmp-mine", "step.tmp-12345678", "step.tmp-deleted",
 
 @pytest.fixture
 def foreign(tmp_path: Path) -> Iterator[Path]:
-    """A folder with folders of somebody else's under names that this library used or could use."""
+    """A folder with foreign folders under names that this library used or could use."""
     for name in FOREIGN:
         (tmp_path / name).mkdir()
         (tmp_path / name / "thesis.txt").write_text("years of work")
-    # A mark in another place, and one that is none.
+    # A mark in another place, and a file that is not a mark.
     (tmp_path / "step.tmp-mine" / "owner.json").write_text('{"kind": "mine", "of": "step", "host": "h"}')
     yield tmp_path
     for name in FOREIGN:
         assert (tmp_path / name / "thesis.txt").read_text() == "years of work"
 
 
-def test_folders_of_somebody_else_stay_through_saves_and_loads(foreign: Path) -> None:
+def test_foreign_folders_stay_through_saves_and_loads(foreign: Path) -> None:
     path = foreign / "step"
     with pytest.raises(CheckpointError, match="holds no complete checkpoint"):
         loaded(path)
@@ -80,7 +80,7 @@ def test_a_series_deletes_no_folder_but_its_own(tmp_path: Path) -> None:
     assert names(tmp_path) == sorted(["latest", "step_0000003", *mine])
 
 
-def test_a_checkpoint_that_somebody_put_something_into_is_not_replaced(tmp_path: Path) -> None:
+def test_a_checkpoint_with_foreign_files_in_it_is_not_replaced(tmp_path: Path) -> None:
     path = tmp_path / "step"
     save(path, 1.0)
     (path / "notes.txt").write_text("a good one")
@@ -114,7 +114,7 @@ def test_a_checkpoint_whose_manifest_was_lost_is_replaced(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("is_there", [True, False], ids=["a folder", "nothing yet"])
-def test_a_link_stays_a_link_and_what_it_names_is_replaced_each_time(tmp_path: Path, is_there: bool) -> None:
+def test_a_link_stays_a_link_and_its_target_is_replaced_each_time(tmp_path: Path, is_there: bool) -> None:
     (tmp_path / "disk").mkdir()
     if is_there:
         (tmp_path / "disk" / "run").mkdir()
@@ -169,14 +169,14 @@ def test_a_save_that_another_process_is_at_is_not_swept_away(tmp_path: Path) -> 
     (other.new / "part").write_text("half written")
     save(path, 1.0)
     assert (other.new / "part").read_text() == "half written"
-    # Its maker's end opens the lock, whatever way it came.
+    # The end of the process that made it opens the lock, however the process ended.
     other.lock.close()
     save(path, 2.0)
     assert names(tmp_path) == ["step"]
 
 
 @pytest.mark.parametrize("is_quiet", [True, False])
-def test_a_save_of_another_host_counts_as_dead_when_it_was_quiet_for_an_hour(
+def test_a_save_of_another_host_counts_as_dead_after_an_hour_without_changes(
     tmp_path: Path, is_quiet: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "step"
@@ -233,7 +233,7 @@ def test_the_lock_of_another_host_with_this_ones_name_means_nothing(
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint_scratch, "_BOOT_ID", boot)
         other = make_scratch(tmp_path / "step")
-    # Its lock is held on its own host; here it is free.
+    # The lock is taken on its own host; here it is free.
     other.lock.close()
     save(tmp_path / "step", 1.0)
     assert other.folder.exists()
@@ -244,7 +244,7 @@ def test_the_old_checkpoint_is_back_when_another_job_takes_the_name_in_between(t
     save(path, 1.0)
     scratch = make_scratch(path)
     with pytest.raises(OSError):
-        # There is nothing to publish.
+        # There is no complete save to publish.
         scratch.publish()
     scratch.remove()
     assert loaded(path) == 1.0
@@ -263,9 +263,7 @@ def test_a_checkpoint_that_a_killed_save_had_moved_away_is_loaded_and_gets_its_n
     assert names(tmp_path) == ["step"]
 
 
-def test_a_checkpoint_that_is_replaced_while_it_is_loaded_is_not_two_halves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_replaced_during_a_load_is_never_mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "step"
     save(path, 1.0)
     read = checkpoint.match_model
@@ -280,9 +278,9 @@ def test_a_checkpoint_that_is_replaced_while_it_is_loaded_is_not_two_halves(
 
 
 class Interruption:
-    """Calls ``other`` once, just before this process reaches one of its moments on the disk.
+    """Call ``other`` once, just before this process reaches one of its moments on the disk.
 
-    A moment is whatever the interpreter tells of a path: a listing, an opened file, a lock, a new name.
+    A moment is each audit event of the interpreter about a path: a listing, an opened file, a lock, a new name.
     """
 
     active: "Interruption | None" = None
@@ -292,7 +290,7 @@ class Interruption:
         self.moment, self.other, self.num_moments = moment, other, 0
 
     def __enter__(self) -> "Interruption":
-        # A hook cannot be taken away again.
+        # An audit hook cannot be removed.
         if not Interruption.is_hooked:
             sys.addaudithook(Interruption.hear)
         Interruption.is_hooked, Interruption.active = True, self
@@ -313,7 +311,7 @@ class Interruption:
 
 
 def interrupted(folder: Path, begin: Callable[[Path], Callable[[], object]]) -> Iterator[Path]:
-    """Save over a checkpoint once for each moment of a save; what ``begin`` returns is called in that moment."""
+    """Save over a checkpoint once for each moment of a save; call the result of ``begin`` at that moment."""
     save(folder / "before", 1.0)
     moment = num_moments = 0
     while moment <= num_moments:
@@ -399,7 +397,7 @@ def save_often(path: Path, values: range) -> int:
     return child
 
 
-def test_two_jobs_that_save_to_one_path_both_get_through_and_one_whole_checkpoint_is_there(tmp_path: Path) -> None:
+def test_two_jobs_saving_to_one_path_both_finish_and_leave_one_whole_checkpoint(tmp_path: Path) -> None:
     children = [save_often(tmp_path / "step", values) for values in (range(8), range(8, 16))]
     assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0, 0]
     assert loaded(tmp_path / "step") in (7.0, 15.0)

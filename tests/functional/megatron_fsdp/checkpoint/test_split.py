@@ -33,7 +33,7 @@ def tied(seed: int) -> Model:
 
 
 def train(model: Model, optimizer: torch.optim.Optimizer, steps: range, num_readers: int) -> None:
-    """Take steps that do not depend on the number of ranks: each has the same data."""
+    """Take steps that do not depend on the number of ranks: every rank has the same data."""
     for step in steps:
         tokens = torch.cat([draw_tokens(reader, step) for reader in range(num_readers)])
         with rounding_ties_away():
@@ -43,14 +43,14 @@ def train(model: Model, optimizer: torch.optim.Optimizer, steps: range, num_read
 
 
 def save(layout: Layout, path: str, asynchronous: bool) -> tuple[State, State, State]:
-    """Save after three steps; return weights and moments of then, and the weights after two more."""
+    """Save after three steps; return weights and moments at the save, and the weights after two more steps."""
     model = layout.place(tied(0))
     optimizer = make_adamw(model)
     train(model, optimizer, range(3), 2)
     handle = save_checkpoint(model, optimizer, path, asynchronous=asynchronous)
     then = full_weights(model), full_optimizer_state(model, optimizer)
     train(model, optimizer, range(3, 5), 2)
-    # Its group belongs to this call of the ranks.
+    # The group belongs to this call of the ranks.
     handle.wait()
     return *then, full_weights(model)
 
@@ -87,7 +87,7 @@ def test_every_bit_goes_over_into(saver: str, loader: str, is_fresh: bool, tmp_p
         assert differing(found_moments, moments) == []
         if saver == loader:
             assert differing(found_later, later) == []
-        # Another number of ranks sums in another order, in bf16.
+        # Another number of ranks sums bf16 gradients in another order.
         assert differing(found_later, later, 0.03) == []
 
 

@@ -23,7 +23,7 @@ from tests.harness.oracle import train as train_on_all
 
 @on_ranks(2)
 def test_a_learning_rate_schedule_goes_on_where_it_was(tmp_path: Path) -> None:
-    """Train with a schedule, save half way, and train on both the run and its resumed twin."""
+    """Train with a schedule, save half way, and continue both the run and a run resumed from the checkpoint."""
     path = str(tmp_path / "step")
 
     def build(seed: int) -> tuple[Any, Any, Any]:
@@ -51,7 +51,7 @@ def test_a_learning_rate_schedule_goes_on_where_it_was(tmp_path: Path) -> None:
 
 @on_ranks(2)
 def test_moments_and_hyperparameters_follow_the_names_into_other_groups(tmp_path: Path) -> None:
-    """Save an optimizer of two groups, and load into one that has the parameters in another order and three groups."""
+    """Save an optimizer of two groups, and load into one with another order of parameters and three groups."""
     path = str(tmp_path / "step")
     model, optimizer = Layout((2,)).build(seed=0)
     train(model, optimizer, range(2))
@@ -140,7 +140,7 @@ def save_and_draw(path: str, is_common: bool) -> list[float]:
 
 
 def load_and_draw(path: str) -> tuple[bool, list[float]]:
-    """Return whether loading left PyTorch's generator alone, and what is drawn then."""
+    """Return whether loading left PyTorch's generator alone, and the numbers drawn afterwards."""
     model = nn.Linear(2, 2)
     before = torch.get_rng_state()
     load_checkpoint(model, None, path)
@@ -148,14 +148,12 @@ def load_and_draw(path: str) -> tuple[bool, list[float]]:
 
 
 @pytest.mark.parametrize("is_common", [False, True])
-def test_every_rank_goes_on_drawing_as_if_it_had_not_stopped_where_its_state_is_known(
-    is_common: bool, tmp_path: Path
-) -> None:
+def test_random_states_resume_on_every_rank_whose_state_was_saved(is_common: bool, tmp_path: Path) -> None:
     path = str(tmp_path / "step")
     drawn = run_ranks(3, save_and_draw, path, is_common)
     assert (drawn[0] == drawn[1]) is is_common
     assert run_ranks(3, load_and_draw, path) == [(False, numbers) for numbers in drawn]
-    # On another number of ranks it is known where all had the same.
+    # On another number of ranks, a generator's state is known only if all ranks had the same.
     for (is_untouched, numbers), wanted in zip(run_ranks(2, load_and_draw, path), drawn[:2], strict=True):
         assert is_untouched is not is_common
         assert (numbers == wanted) is is_common
@@ -232,7 +230,7 @@ def test_two_different_weights_do_not_become_one(tmp_path: Path) -> None:
 
 
 class Counter(nn.Module):
-    """A module that keeps what is no tensor."""
+    """A module whose extra state is not a tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -258,7 +256,7 @@ def test_modules_get_their_own_state_back(tmp_path: Path) -> None:
 
 
 class Anything:
-    """Something that only code can bring back."""
+    """An object that only code can restore."""
 
 
 def save_anything(path: str) -> str:

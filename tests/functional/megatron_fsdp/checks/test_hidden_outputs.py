@@ -1,4 +1,4 @@
-"""A unit may return its tensors inside of objects that PyTorch's pytree does not know; backward gathers it in time."""
+"""A unit may return its tensors inside of objects that PyTorch's pytree does not know; backward gathers in time."""
 
 import collections
 import functools
@@ -26,7 +26,7 @@ class Box:
 
 
 class Slotted:
-    """One without a dictionary."""
+    """An output class without a dictionary."""
 
     __slots__ = ("content",)
 
@@ -40,7 +40,7 @@ def queued(y: torch.Tensor) -> Any:
     return made
 
 
-# What the unit returns, and how the tensor is taken from it.
+# The unit's output, and the function that takes the tensor from it.
 WAYS: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]] = {
     "set": (lambda y: {y}, lambda found: next(iter(found))),
     "frozenset in a dict": (lambda y: {"a": frozenset([y])}, lambda found: next(iter(found["a"]))),
@@ -76,7 +76,7 @@ class Returning(nn.Module):
 
 
 class Chain(nn.Module):
-    """A layer, the one that returns an object, and a layer that takes the tensor from it."""
+    """A layer, a layer that returns an object, and a layer that uses the tensor in it."""
 
     def __init__(self, way: str) -> None:
         super().__init__()

@@ -24,7 +24,7 @@ NUM_BRANCHES = 3
 
 
 class Branches(nn.Module):
-    """Two sets of linear branches, of which each call names those that it uses, and layers around."""
+    """Two sets of linear branches with layers around them; each call names the branches that it uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ def data(rank: int, number: int) -> torch.Tensor:
     return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(100 * number + rank))
 
 
-# By step and rank: which branches are used.
+# The branches used, by step and rank.
 Uses = Sequence[Sequence[Sequence[int]]]
 ALL = (0, 1, 2)
 SCRIPTS: dict[str, Uses] = {
@@ -81,7 +81,7 @@ SCRIPTS: dict[str, Uses] = {
 
 
 def traffic(script: str) -> list[tuple[int, int]]:
-    """Return how many requests a rank makes to the store in each step, and how many collectives that give a maximum."""
+    """Return for each step the number of a rank's requests to the store, and of its collectives of a maximum."""
     _, model = make("optim_grads_params")
     store: Any = dist.distributed_c10d._get_default_store()
     counts: Counter[str] = Counter()
@@ -105,8 +105,9 @@ def traffic(script: str) -> list[tuple[int, int]]:
     return result
 
 
-def test_ranks_ask_only_where_all_of_them_miss_something() -> None:
-    # The first says so and looks what the others said; the second step goes on asking, and the third finds an end.
+def test_ranks_communicate_only_if_every_rank_misses_gradients() -> None:
+    # In the first case, the first rank reports and reads the others' reports; the second step asks again, and the third
+    # stops.
     assert run_ranks(2, traffic, "all by all, then one by none") == [[(0, 0), (2, 1), (0, 1), (2, 1)]] * 2
     assert run_ranks(2, traffic, "only one rank misses some") == [
         [(0, 0), (0, 0), (2, 1)],
@@ -116,7 +117,7 @@ def test_ranks_ask_only_where_all_of_them_miss_something() -> None:
 
 @on_ranks(4)
 def test_ranks_that_miss_gradients_of_different_units_first_ask_over_one_mesh() -> None:
-    # Two meshes of the same ranks have communicators of their own.
+    # Two meshes of the same ranks have different communicators.
     _, model = make("hsdp", num_meshes=2)
     is_even = dist.get_rank() % 2 == 0
     model(data(dist.get_rank(), 0), ALL if is_even else (0,), (0,) if is_even else ALL).square().mean().backward()
@@ -124,7 +125,7 @@ def test_ranks_that_miss_gradients_of_different_units_first_ask_over_one_mesh() 
 
 
 @on_ranks(2, timeout=60)
-def test_what_was_said_in_a_backward_that_raised_misleads_nobody() -> None:
+def test_reports_of_a_failed_backward_do_not_affect_later_steps() -> None:
     unused = [f"{where}.{number}.{name}" for where in ("first", "second.branches") for number in (0, 1)
               for name in ("weight", "bias")]  # fmt: skip
     _, model = make("optim_grads_params")
@@ -135,7 +136,7 @@ def test_what_was_said_in_a_backward_that_raised_misleads_nobody() -> None:
 
     x = data(rank, 0).requires_grad_()
     x.register_hook(fail)
-    # Raises behind everything: the gradients of the inner unit are reduced by then.
+    # The error is raised at the end of backward, after the gradients of the inner unit were reduced.
     with pytest.raises(RuntimeError, match="stop"):
         model(x, (0,)).square().mean().backward()
     model.zero_grad()
@@ -148,7 +149,7 @@ def test_what_was_said_in_a_backward_that_raised_misleads_nobody() -> None:
 
 @on_ranks(2, timeout=60)
 def test_the_store_does_not_fill_up() -> None:
-    # Those of the last accumulation, and what the first use leaves.
+    # The store keeps keys of the last accumulation and of the first use.
     _, model = make("optim_grads_params")
     store: Any = dist.distributed_c10d._get_default_store()
     dist.barrier()
@@ -170,9 +171,9 @@ class Skipped(nn.Linear):
 
 
 class Skipping(nn.Module):
-    """Layers of which a rank computes the first ``uses`` alone; the others hand on what they are given.
+    """Layers of which a rank computes only the first ``uses``; the other layers return their input.
 
-    Beside every second one is a layer whose output nobody reads.
+    Every second one has an additional layer, whose output is not used.
 
     Args:
         reentrant: of each pair of layers, whether it is checkpointed reentrantly, or not; None for not at all.

@@ -19,8 +19,8 @@ from tests.harness.timeouts import give_up_after
 
 
 def run_one_more_forward(grad: bool) -> None:
-    """Train beyond the steps in which units are compared; then rank 0 runs one more forward."""
-    # The engine's communicators take the job's timeout. Short, but not the limit of this call.
+    """Train beyond the steps that compare units between ranks; then rank 0 runs one more forward."""
+    # The engine's communicators use the job's timeout, which is short here but not the limit of this call.
     give_up_after(10.0)
     plain = nn.Sequential(*(nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8)) for _ in range(3)))
     model = sharded_blocks(copy.deepcopy(plain))
@@ -43,7 +43,7 @@ def run_one_more_forward(grad: bool) -> None:
 
 
 def sharded_blocks(model: nn.Sequential) -> nn.Sequential:
-    """Make units of one size; gloo ends the process when a gather meets one of another size."""
+    """Make units of one size; gloo ends the process if ranks gather different sizes."""
     for block in model:
         fully_shard(block, reshard_after_forward=True)
     fully_shard(model)

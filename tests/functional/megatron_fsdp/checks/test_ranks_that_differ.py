@@ -1,4 +1,4 @@
-"""Ranks that read sharded tensors alone, run other units or freeze other parameters raise errors with names."""
+"""If one rank alone reads sharded tensors, runs other units or freezes other parameters, errors name the difference."""
 
 from collections.abc import Callable
 

@@ -51,7 +51,7 @@ def test_tied_parameters_may_be_tied_again() -> None:
 
 
 @on_ranks(2)
-def test_modules_that_are_added_train_when_they_are_sharded_and_stay_when_they_are_frozen() -> None:
+def test_added_modules_train_if_sharded_and_stay_constant_if_frozen() -> None:
     def shard(model: Any) -> None:
         fully_shard(model.layers[1], ignored_params=[model.layers[1][1].bias])
         fully_shard(model)
@@ -68,7 +68,7 @@ def test_modules_that_are_added_train_when_they_are_sharded_and_stay_when_they_a
             for part in (model.layers[1][-1], model.layers[-1]):
                 fully_shard(part)
         twins.backward(step)
-    # What no unit owns is each rank's own.
+    # Each rank has its own gradients of parameters outside units.
     for each in twins:
         each.layers[1][1].bias.grad = None
     assert twins.gradients_apart() < 5e-6

@@ -1,4 +1,4 @@
-"""A step or clip over sharded parameters and trained parameters of no unit raises an error, unless these are marked."""
+"""A step or clip over sharded parameters and unmarked trained parameters outside units raises an error."""
 
 from collections.abc import Callable
 from typing import Any
@@ -69,7 +69,7 @@ def train(shard: Callable[[Any], None], clips: bool) -> Any:
 
 
 def whole_layer(model: Any) -> torch.Tensor:
-    """Return the second layer's weight, which no unit owns in most of these models."""
+    """Return the second layer's weight, which most of these models leave outside units."""
     weight = getattr(model[1], "module", model[1]).weight.detach()
     return weight.full_tensor().clone() if isinstance(weight, DTensor) else weight.clone()
 
@@ -97,7 +97,7 @@ def test_parameters_that_something_marks_are_stepped(shard: Callable[[Any], None
     assert torch.equal(before, after) == (shard is frozen)
     gathered = [torch.empty_like(after) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, after)
-    # Of those that the caller reduces himself, or forgets to, each rank has its own.
+    # Gradients that the caller reduces himself, or forgets to reduce, differ between ranks.
     assert torch.equal(*gathered) == (shard is not ignored)
 
 

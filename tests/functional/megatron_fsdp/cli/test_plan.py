@@ -12,11 +12,11 @@ from tests.harness.grids import nightly_but
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
 
 
-# tests/unit/megatron_fsdp/cli has factories in the process that asks.
+# tests/unit/megatron_fsdp/cli tests factories within one process.
 @pytest.mark.parametrize("start", nightly_but(["script"], ["script", "module"]))
 def test_a_model_in_the_current_folder_is_found(start: str, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("from torch import nn\ndef make():\n    return nn.Linear(4, 4)\n")
-    # What pip installs; Python puts this script's folder in front of sys.path, not the current one.
+    # The script that pip installs. Python puts the script's folder in front of sys.path, not the current folder.
     (tmp_path / "bin").mkdir()
     script = tmp_path / "bin" / "megatron-fsdp"
     script.write_text("import sys\nfrom megatron_fsdp.__main__ import main\nsys.exit(main())\n")

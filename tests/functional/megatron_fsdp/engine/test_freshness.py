@@ -64,7 +64,7 @@ def halve_shards(model: nn.Module) -> None:
         parameter.to_local().mul_(0.5)
 
 
-# The outermost unit's weights may be gathered when the change comes: a forward without backward leaves them so.
+# The outermost unit's weights may be gathered during the change: a forward without backward leaves them gathered.
 CHANGES: dict[str, Callable[[nn.Module], object]] = {
     "in place": lambda model: halve(model, recurse=True),
     "on .data": lambda model: [parameter.data.mul_(0.5) for parameter in model.parameters()],
@@ -79,7 +79,7 @@ CHANGES: dict[str, Callable[[nn.Module], object]] = {
 
 
 def assert_followed(policy_name: str, *, is_training: bool = False, adapted: bool = True, strategy: str) -> None:
-    """Train, change the weights in each way, and run a forward, which has to use them as they are."""
+    """Train, change the weights in each way, and check that a forward uses the changed weights."""
     policy = POLICIES[policy_name]
     for change, act in CHANGES.items():
         model = made(policy, strategy)
@@ -108,7 +108,7 @@ def test_the_next_forward_uses_weights_however_they_were_changed(policy: str, is
 
 @pytest.mark.parametrize("strategy", nightly_but(["no_shard", "optim_grads"], ["no_shard", "optim", "optim_grads"]))
 @on_ranks(2)
-def test_weights_that_rest_whole_follow_in_evaluation_too(strategy: str) -> None:
+def test_unsharded_weights_are_current_in_evaluation_too(strategy: str) -> None:
     assert_followed("bf16 compute", strategy=strategy)
 
 
@@ -139,7 +139,7 @@ def test_the_next_training_forward_uses_weights_stepped_by(name: str, adapted: b
 
 
 @on_ranks(2)
-def test_gathered_weights_are_those_loaded_right_after_load_state_dict() -> None:
+def test_gathered_weights_are_the_loaded_ones_after_load_state_dict() -> None:
     model = made(POLICIES["bf16 compute"])
     state = halved_state(model)
     model.load_state_dict(state)
@@ -152,7 +152,7 @@ def test_gathered_weights_are_those_loaded_right_after_load_state_dict() -> None
 
 
 class Moves(nn.Linear):
-    """Moves its weight to a device where it may be already, as routers of Megatron do in each forward."""
+    """A layer that moves its weight to a device where it may be already, like routers of Megatron in each forward."""
 
     factor = 1.0
 
@@ -178,7 +178,7 @@ def test_a_gathered_weight_may_be_assigned_its_own_memory_and_nothing_else() -> 
 
 
 @on_ranks(2)
-def test_reshard_finds_a_change_of_gathered_weights_and_hides_no_error_that_is_being_handled() -> None:
+def test_reshard_finds_changed_gathered_weights_and_keeps_an_error_being_handled() -> None:
     layer = fully_shard(nn.Linear(7, 5))
 
     def reshard_and_raise() -> None:
@@ -204,7 +204,7 @@ def test_reshard_finds_a_change_of_gathered_weights_and_hides_no_error_that_is_b
 
 
 def step_unseen(policy_name: str) -> list[torch.Tensor]:
-    """Take a step by a kernel that counts no version, like Triton's; return the weights that forward uses then."""
+    """Step with a kernel that changes no version counter, like Triton's; return the weights that forward uses then."""
     model = made(POLICIES[policy_name], "optim")
     optimizer = AdamW(model.parameters(), lr=0.1)
     train_once(model, optimizer)
@@ -225,7 +225,7 @@ def step_unseen(policy_name: str) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_weights_that_rest_whole_are_alike_on_all_ranks_after_a_step_by_a_kernel(policy: str) -> None:
+def test_unsharded_weights_are_equal_on_all_ranks_after_a_kernels_step(policy: str) -> None:
     first, second = run_ranks(2, step_unseen, policy)
     assert len(first) == 2
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))

@@ -71,7 +71,7 @@ def test_a_unit_that_keeps_its_memory_takes_no_turns_in_slots() -> None:
 
 
 @on_ranks(2)
-def test_it_takes_the_bytes_of_the_whole_weights_until_it_is_switched_off() -> None:
+def test_kept_storage_takes_the_bytes_of_whole_weights_until_disabled() -> None:
     meter = memory_meter()
     model = made(None, False)
     found = [meter.current_bytes]
@@ -87,7 +87,7 @@ def test_it_takes_the_bytes_of_the_whole_weights_until_it_is_switched_off() -> N
 
 
 @on_ranks(2)
-def test_what_lies_there_after_reshard_is_not_read() -> None:
+def test_reading_kept_storage_after_reshard_is_refused() -> None:
     model = made(None, True)
     layer = model.layers[0]
     layer.unshard()

@@ -26,7 +26,7 @@ STRATEGIES = {
 
 @dataclass(frozen=True)
 class Wire:
-    """How gradients are asked to travel, in which dtype they then do, and in which they are added up."""
+    """The policy, the dtype that gradients then travel in, and the dtype of sums."""
 
     policy: MixedPrecisionPolicy
     travels: torch.dtype
@@ -37,7 +37,7 @@ class Wire:
 WIRES = {
     "bf16": Wire(MixedPrecisionPolicy(reduce_dtype=BF16), BF16),
     "fp16": Wire(MixedPrecisionPolicy(reduce_dtype=FP16), FP16),
-    # A twentieth of these averages is among the numbers that fp16 has few bits for.
+    # A twentieth of these averages are subnormal in fp16.
     "fp16, many ranks": Wire(MixedPrecisionPolicy(reduce_dtype=FP16), FP16, divisor=2.0**13),
     "bf16, added up in fp32": Wire(MixedPrecisionPolicy(reduce_dtype=BF16, accumulate_dtype=FP32), FP32),
     "fp32, of sums in bf16": Wire(MixedPrecisionPolicy(reduce_dtype=FP32, main_grads_dtype=BF16), FP32, BF16),
@@ -47,7 +47,7 @@ CASES = [(strategy, wire) for strategy in STRATEGIES for wire in WIRES]
 
 
 class Odd(nn.Module):
-    """Of sizes that three ranks do not share evenly, with a vector of one element."""
+    """Layers of sizes that three ranks do not share evenly, with a vector of one element."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ def plain() -> list[list[torch.Tensor]]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=", ".join)
-def test_sums_of_microbatches_travel_in_the_reduce_dtype_and_come_back_rounded_to_it_once(
+def test_sums_of_microbatches_are_reduced_in_the_reduce_dtype_and_rounded_once(
     case: tuple[str, str],
 ) -> None:
     wire = WIRES[case[1]]
@@ -118,8 +118,8 @@ def test_sums_of_microbatches_travel_in_the_reduce_dtype_and_come_back_rounded_t
         for index, found in enumerate(rank.gradients):
             assert found.dtype is wire.rests
             terms = torch.stack([each[index] for each in plain()]) / wire.divisor
-            # On the wire each term is rounded, and two sums; at rest two microbatches and the end. Shards are packed in
-            # the reduce dtype. Backward itself is off by some of FP32's.
+            # A reduction rounds each term and two sums; microbatches round two terms and the end. Shards are packed in
+            # the reduce dtype. Backward itself has some FP32 rounding errors.
             packed = EPSILONS[wire.policy.reduce_dtype or FP32] * (case[0] in ("hsdp", "hfsdp"))
             rounding = 3 * EPSILONS[wire.travels] + 3 * EPSILONS[wire.rests] + packed + 2.0**-20
             allowed = terms.abs().sum(0) * rounding
@@ -128,7 +128,7 @@ def test_sums_of_microbatches_travel_in_the_reduce_dtype_and_come_back_rounded_t
 
 
 def close_twice(strategy: str) -> tuple[list[torch.Tensor], int]:
-    """Return gradients, and how often what is left to reduce of the unit was issued."""
+    """Return gradients, and how often the rest of the unit's reduction was issued."""
     shape, placements = STRATEGIES[strategy]
     model: Any = ReadsEarly()
     for part in (model.first, model.late, model):
@@ -145,7 +145,7 @@ def close_twice(strategy: str) -> tuple[list[torch.Tensor], int]:
 
 
 @pytest.mark.parametrize("strategy", ["no_shard", "optim"])
-def test_a_gradient_that_comes_when_its_unit_is_closed_is_added_to_what_was_reduced(strategy: str) -> None:
+def test_a_gradient_after_its_unit_closed_is_added_to_the_reduced_ones(strategy: str) -> None:
     terms = []
     for rank in range(3):
         model = ReadsEarly()

@@ -79,7 +79,7 @@ def test_gradients_are_a_plain_models_once_they_are_finalized(strategy: str) -> 
     for schedule in (each_backward, all_backwards, without_sync, not_last):
         for finalize in (at_once, later):
             twins = twins_of(strategy)
-            # A second step of the same model, whose gradients are other ones.
+            # A second step of the same model, with other gradients.
             for _ in range(2):
                 schedule(twins.model, finalize)
                 found.append(apart(twins, range(NUM_MICROBATCHES)))
@@ -114,7 +114,7 @@ def test_nothing_reads_or_steps_with_gradients_that_are_not_finalized(strategy: 
 
 
 @on_ranks(2)
-def test_an_iteration_can_be_dropped_before_it_is_finalized() -> None:
+def test_a_step_can_be_dropped_before_finalize_backward() -> None:
     twins, found = twins_of(), []
     model = twins.model
     for how in ("zero_grad", "zero_grad", "reset_iter_state"):
@@ -156,7 +156,7 @@ def test_finalizing_without_a_backward_changes_nothing() -> None:
     before = apart(twins, range(1))
     model.finalize_backward()
     assert apart(twins, range(1)) == before < 2e-6
-    # Back to what backward does by itself.
+    # Let backward finalize by itself again.
     model.set_manual_backward_finalization(False)
     model.zero_grad()
     run(model, 0)
@@ -164,7 +164,7 @@ def test_finalizing_without_a_backward_changes_nothing() -> None:
 
 
 @on_ranks(2)
-def test_what_cannot_be_asked_for_is_refused_by_name() -> None:
+def test_wrong_calls_of_manual_finalization_are_refused_by_name() -> None:
     said = []
 
     def collect(action: Callable[[], object]) -> None:
@@ -192,7 +192,7 @@ def test_what_cannot_be_asked_for_is_refused_by_name() -> None:
 
 
 @on_ranks(2)
-def test_reductions_start_in_backward_and_are_folded_when_it_is_finalized() -> None:
+def test_reductions_start_in_backward_and_are_added_in_finalize_backward() -> None:
     model = twins_of().model
     run(model, 0)
     model.finalize_backward()

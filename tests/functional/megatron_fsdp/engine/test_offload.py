@@ -17,7 +17,7 @@ from tests.harness.twins import Twins
 
 @pytest.mark.parametrize("strategy", ["optim_grads_params", "hsdp"])
 @on_ranks(4)
-def test_the_first_microbatch_is_copied_to_the_sums_and_only_later_ones_are_added_by_the_host(strategy: str) -> None:
+def test_the_first_microbatch_is_copied_and_the_host_adds_later_ones(strategy: str) -> None:
     twins = Twins(strategy=strategy, offload_policy=CPUOffloadPolicy(pin_memory=False))
     added: list[bool] = []
     accumulate = last_reduction.accumulate
@@ -56,7 +56,7 @@ def test_sums_of_sixteen_bits_are_scaled_in_at_least_fp32_on_their_way_to_the_ho
 
 @pytest.mark.parametrize("strategy", ["optim_grads_params", "hsdp", "hfsdp"])
 @on_ranks(4)
-def test_the_host_waits_for_reductions_once_a_backward_where_it_has_nothing_to_add(strategy: str) -> None:
+def test_the_host_waits_once_per_backward_if_it_has_nothing_to_add(strategy: str) -> None:
     double = VirtualStreams()
     with drive_with(double), Checker(double) as checker:
         model = Twins(strategy=strategy, offload_policy=CPUOffloadPolicy()).model
@@ -83,7 +83,7 @@ def test_the_host_waits_for_reductions_once_a_backward_where_it_has_nothing_to_a
 
 @pytest.mark.parametrize("strategy", ["optim_grads_params", "hfsdp"])
 @on_ranks(4)
-def test_gathers_of_offloaded_weights_cost_the_host_no_cast_and_no_wait_before_backward_ends(strategy: str) -> None:
+def test_gathers_of_offloaded_weights_need_no_host_cast_and_no_wait_in_backward(strategy: str) -> None:
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, main_params_dtype=torch.float32)
     double = VirtualStreams()
     with drive_with(double), Checker(double) as checker:

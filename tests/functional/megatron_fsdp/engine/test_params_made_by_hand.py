@@ -33,7 +33,7 @@ def one_model(mesh_kind: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
 
 
 def offloaded(parameter: DTensor) -> DTensor:
-    """Return what an optimizer's state is after it was moved away and made again."""
+    """Return an optimizer's state after it was offloaded and made again."""
     local = parameter.to_local().detach().to("cpu", copy=True)
     shape, stride = parameter.shape, parameter.stride()
     return DTensor.from_local(
@@ -55,7 +55,7 @@ def test_averages_and_state_of_parameters_made_by_hand_are_whole(kind: str, tmp_
         with torch.no_grad():
             each.mul_(0.5).add_(parameters[name], alpha=2)
         torch.testing.assert_close(each.full_tensor(), whole[name] * 2.5)
-    # The same folder on every rank.
+    # Use the same folder on every rank.
     folders = [str(tmp_path)]
     dist.broadcast_object_list(folders)
     folder = folders[0]

@@ -91,7 +91,7 @@ TIES = [0x3F808000, 0x3F818000, 0xBF808000, 0x3F807FFF, 0x3F808001]
 
 
 @on_ranks(1)
-def test_only_a_weight_half_way_between_two_bf16_ones_computes_otherwise_and_goes_away_from_zero() -> None:
+def test_only_ties_between_two_bf16_weights_round_differently_away_from_zero() -> None:
     ulp = 2.0**-7
     split, plain = Weight(TIES), Weight(TIES)
     fully_shard(split, mp_policy=SPLIT)
@@ -130,9 +130,7 @@ def test_offloading_changes_no_bit() -> None:
 
 @pytest.mark.parametrize(("strategy", "mesh"), LAYOUTS, ids=str)
 @on_ranks(lambda mesh: torch.Size(mesh).numel())
-def test_bytes_are_those_that_explain_predicts_and_12_per_parameter_where_all_is_sharded(
-    strategy: str, mesh: tuple[int, ...]
-) -> None:
+def test_bytes_equal_explains_and_are_12_per_parameter_if_all_is_sharded(strategy: str, mesh: tuple[int, ...]) -> None:
     gc.collect()
     meter = memory_meter()
     before = meter.current_bytes
@@ -198,7 +196,7 @@ def test_a_weight_that_is_written_to_has_no_lower_half_and_the_others_keep_their
 
 
 @on_ranks(2)
-def test_a_loaded_bf16_state_dict_is_stepped_as_it_is() -> None:
+def test_a_loaded_bf16_state_dict_is_stepped_without_remainders() -> None:
     model, optimizers, oracle = one_layer(), [], one_layer(PLAIN)
     torch.manual_seed(11)
     state = {name: torch.randn(value.shape).to(BF16) for name, value in model.state_dict().items()}
@@ -212,7 +210,7 @@ def test_a_loaded_bf16_state_dict_is_stepped_as_it_is() -> None:
 
 
 @on_ranks(1)
-def test_a_change_that_nothing_shows_is_kept_to_half_a_unit_in_the_last_place() -> None:
+def test_a_change_without_a_version_counter_is_kept_to_half_an_ulp() -> None:
     model = one_layer()
     group = groups_of(model)[0]
     weight = group.main_weight.get_local_tensor(list(group.parameters).index("up.weight"))
@@ -227,7 +225,7 @@ def test_a_change_that_nothing_shows_is_kept_to_half_a_unit_in_the_last_place() 
 
 @pytest.mark.parametrize("is_wrapped", [False, True], ids=["as it is", "wrapped"])
 @on_ranks(2)
-def test_gradients_may_rest_in_fp32(is_wrapped: bool) -> None:
+def test_main_grad_may_be_fp32(is_wrapped: bool) -> None:
     found = []
     for is_split in (True, False):
         policy = MixedPrecisionPolicy(BF16, FP32, main_grads_dtype=FP32, split_main_params=is_split)
@@ -243,7 +241,7 @@ def test_gradients_may_rest_in_fp32(is_wrapped: bool) -> None:
 
 @pytest.mark.parametrize("wrap", [False, True], ids=["in its step", "when it is wrapped"])
 @on_ranks(1)
-def test_another_optimizer_is_refused_with_the_parameters_name_and_the_cure(wrap: bool) -> None:
+def test_another_optimizer_is_refused_with_the_parameters_name_and_the_fix(wrap: bool) -> None:
     model = one_layer()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = full_weights(model)

@@ -57,7 +57,7 @@ def test_a_sum_under_way_is_not_read_as_a_gradient(strategy: str) -> None:
 
 
 def fail(model: nn.Module, step: int) -> None:
-    """Run forward and backward of a step in which a hook behind the middle block raises."""
+    """Run forward and backward of a step; a hook behind the middle block raises."""
 
     def explode(*_: Any) -> None:
         raise RuntimeError("out of memory")
@@ -70,12 +70,12 @@ def fail(model: nn.Module, step: int) -> None:
 
 @pytest.mark.parametrize("strategy", ["optim_grads_params", "optim", "hsdp"])
 @on_ranks(2)
-def test_training_on_the_gradients_of_a_backward_that_raised_is_refused_until_they_are_dropped(strategy: str) -> None:
+def test_training_on_gradients_of_a_failed_backward_is_refused(strategy: str) -> None:
     model = made(strategy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     train(model, 0)
     fail(model, 1)
-    # The units behind the one that raised have gradients, and the root in the strategies that keep it from the start.
+    # Units behind the one that raised have gradients; so has the root if the strategy keeps gradients from the start.
     incomplete = (
         r"unit '(layers\.2|Headed)': the gradient of parameter '.*' is incomplete, because the last backward raised"
     )
@@ -91,7 +91,7 @@ def test_training_on_the_gradients_of_a_backward_that_raised_is_refused_until_th
 
 @pytest.mark.parametrize("strategy", ["optim_grads_params", "no_shard", "hsdp"])
 @on_ranks(2)
-def test_a_backward_that_raised_is_over_for_the_next_forward_while_a_thread_still_holds_its_task(strategy: str) -> None:
+def test_a_failed_backward_has_ended_though_a_thread_still_holds_its_task(strategy: str) -> None:
     twins = Twins(build, strategy, **({"mesh": make_mesh((2, 1))} if strategy == "hsdp" else {}))
     model = twins.model
     held: list[Any] = []
@@ -99,14 +99,14 @@ def test_a_backward_that_raised_is_over_for_the_next_forward_while_a_thread_stil
 
     def keep(root: Root) -> Any:
         reference = queue(root)
-        # As a device's thread does that has not got as far as to drop the graph task.
+        # A device's thread behaves like this until it has dropped the graph task.
         held.append(reference())
         return reference
 
     with mock.patch.object(final_callback, "_queue_final_callback", keep):
         fail(model, 0)
     assert held[0] is not None
-    # The task's end had not been seen when somebody may have dropped the gradients, so they are to be dropped now.
+    # Gradients that the caller dropped before the engine saw the end of the task do not count: it has to drop them now.
     with pytest.raises(StateError, match="is incomplete, because the last backward raised"):
         train(model, 1)
     model.zero_grad()

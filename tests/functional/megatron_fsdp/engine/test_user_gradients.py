@@ -1,4 +1,4 @@
-"""Gradients that the user makes, asks for or clips: as those of a plain model on the data of all ranks."""
+"""Gradients that the user makes, requests or clips equal those of a plain model on the data of all ranks."""
 
 import math
 from collections.abc import Callable
@@ -178,7 +178,7 @@ def test_gradients_of_parameters_that_autograd_is_asked_for_by_name_are_refused(
         assert not isinstance(model.head.weight, DTensor)
         with pytest.raises(StateError, match=r"unit .* parameter .* asked for its gradient.*Call backward"):
             ask(loss)
-    # For inputs alone nothing is refused, nor for a loss of sharded parameters themselves.
+    # autograd.grad for inputs only, or of a loss of sharded parameters themselves, is allowed.
     x = inputs(dist.get_rank(), 0).requires_grad_()
     torch.autograd.grad(model(x).sum(), [x])
     (found,) = torch.autograd.grad(sharded[0].square().sum(), [sharded[0]])
@@ -231,7 +231,7 @@ def _plain(weight: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("strategy", nightly_but(["optim_grads_params"], RANKS))
 @on_ranks(num_ranks)
-def test_a_penalty_on_sharded_parameters_may_be_multiplied_by_what_differs_from_rank_to_rank(strategy: str) -> None:
+def test_a_penalty_on_sharded_parameters_may_have_another_factor_on_each_rank(strategy: str) -> None:
     found, twins = {}, Twins(build, strategy)
     for name, combine in PENALTIES.items():
 
@@ -241,7 +241,7 @@ def test_a_penalty_on_sharded_parameters_may_be_multiplied_by_what_differs_from_
         for _ in range(2):
             loss(twins.model, dist.get_rank(), 0).backward()
             mean_loss(twins.plain, loss).backward()
-        for model in twins:  # in a backward of its own
+        for model in twins:  # in a second backward
             sum(p.abs().mean() + p.norm() + (p - 0.1).square().sum() for p in model.parameters()).mul(0.1).backward()
         found[name] = twins.gradients_apart()
         twins.zero_grad()
@@ -268,7 +268,7 @@ def test_a_hook_that_one_backward_would_call_twice_is_refused_by_name(strategy: 
         twins.zero_grad()
 
     step()
-    # By the penalty alone, the hook is called once.
+    # A backward of the penalty alone calls the hook once.
     for model in twins:
         penalty(model).backward()
     assert twins.gradients_apart() < 1e-6
@@ -298,7 +298,7 @@ def test_other_partial_gradients_are_refused() -> None:
 
 
 @on_ranks(3, timeout=60)
-def test_amsgrad_trains_beside_a_parameter_without_elements() -> None:
+def test_amsgrad_trains_together_with_an_empty_parameter() -> None:
     twins = Twins(
         lambda: Made(
             lambda m, x: m.linear(x) + m.empty.sum(),

@@ -19,7 +19,7 @@ from tests.harness import on_ranks
 
 
 class Lazy(nn.Linear):
-    """Its forward returns before its weight is used."""
+    """A layer whose forward returns before it uses the weight."""
 
     def forward(self, x: torch.Tensor) -> Iterator[torch.Tensor]:  # type: ignore[override]  # on purpose
         for row in x:
@@ -27,7 +27,7 @@ class Lazy(nn.Linear):
 
 
 class Product(torch.autograd.Function):
-    """What a fused cross entropy does: autograd sees none of its operators."""
+    """A product without operators that autograd sees, like a fused cross entropy."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -108,7 +108,7 @@ def test_a_plain_mask_times_a_weight_is_refused_by_the_parameters_name() -> None
 
 
 @on_ranks(2)
-def test_jit_is_told_that_it_cannot_compile_a_sharded_model() -> None:
+def test_torch_jit_on_a_sharded_model_is_refused() -> None:
     model = fully_shard(nn.Linear(6, 5))
     warnings.simplefilter("ignore", DeprecationWarning)
     with pytest.raises(ConfigError, match=r"torch\.jit\.trace and torch\.jit\.script cannot compile"):

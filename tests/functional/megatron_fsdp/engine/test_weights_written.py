@@ -98,7 +98,7 @@ def test_data_of_a_parameter_with_a_gradient_is_added_to(how: str) -> None:
 
 
 @on_ranks(2)
-def test_what_a_hook_notes_on_a_weight_is_read_of_the_parameter() -> None:
+def test_an_attribute_set_by_a_hook_on_a_weight_is_on_the_parameter() -> None:
     twins = Twins()
 
     def note(layer: Any, given: Any, gradient: Any) -> None:
@@ -124,7 +124,7 @@ def test_what_a_hook_notes_on_a_weight_is_read_of_the_parameter() -> None:
 
 
 @on_ranks(2)
-def test_a_note_on_a_parameter_is_read_of_its_gathered_weight() -> None:
+def test_an_attribute_of_a_parameter_is_on_its_gathered_weight() -> None:
     model: Any = nn.Sequential(nn.Linear(WIDTH, 3), nn.Linear(3, 1))
     model[0].weight.mark = "before"
     fully_shard(model, reshard_after_forward=True)

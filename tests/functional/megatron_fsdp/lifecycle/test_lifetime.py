@@ -1,4 +1,4 @@
-"""A model gives everything back when it is deleted, and goes on after an exception."""
+"""A deleted model frees all its memory, and a model can be used after an exception."""
 
 import contextlib
 import gc
@@ -66,7 +66,7 @@ def gather_a_unit(model: nn.Module) -> None:
     next(module for module in model.modules() if isinstance(module, FsdpModule) and module.parameter_groups).unshard()
 
 
-# What a model goes through before it is deleted; what is returned lives on.
+# The life of a model before it is deleted; the returned value lives on.
 LIVES: dict[str, Callable[[nn.Module], object]] = {
     "nothing": lambda model: None,
     "a forward": lambda model: loss_of_rank(model, 0).item(),

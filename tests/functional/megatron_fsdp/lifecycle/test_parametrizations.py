@@ -12,7 +12,7 @@ from tests.harness import on_ranks
 @pytest.mark.parametrize("is_left", [False, True])
 @on_ranks(2)
 def test_a_parametrization_that_is_removed_after_fully_shard_is_named(is_left: bool) -> None:
-    # Weight norm has two originals, so PyTorch can only leave the result; orthogonal has one.
+    # Weight norm has two original tensors, so PyTorch can only keep the result on removal; orthogonal has one.
     layer = parametrizations.weight_norm(nn.Linear(3, 7)) if is_left else parametrizations.orthogonal(nn.Linear(3, 7))
     fully_shard(layer)
     names = [name for name, _ in layer.named_parameters()]

@@ -1,4 +1,4 @@
-"""The tensor that a parameter was before fully_shard: uses without an effect are refused, in lists too."""
+"""The original tensor of a parameter, from before fully_shard: uses without an effect are refused, in lists too."""
 
 from collections.abc import Callable
 from typing import Any

@@ -30,7 +30,7 @@ from tests.harness.grids import nightly_but
 from tests.harness.models import Model, make_mesh, make_model, world_mesh
 from tests.harness.oracle import differing, shard_model, train, whole_state
 
-# What a state dict holds, as torch's own types spell it, is too wide to be of use here.
+# torch's own types for a state dict are too wide to be of use here.
 State = dict[str, Any]
 FULL = StateDictOptions(full_state_dict=True)
 FULL_ON_RANK_0 = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -50,12 +50,12 @@ def test_a_full_state_dict_has_the_names_and_tensors_of_the_whole_model() -> Non
     assert differing(on_rank_0, {} if dist.get_rank() else wanted) == []
 
 
-# A loader gives a sharded model the values of ``wanted``, the state dict of another whole model.
+# Loaders: each loads ``wanted``, the state dict of another whole model, into a sharded model.
 Loader = Callable[[Model, State], object]
 
 
 def canonical(model: Model, wanted: State) -> State:
-    """Return ``wanted`` with what is a DTensor in the model as ``distribute_tensor`` makes it: cut as torch cuts."""
+    """Return ``wanted``; for each DTensor of the model, the tensor is cut by ``distribute_tensor``, as torch cuts."""
     return {
         name: distribute_tensor(wanted[name], mine.device_mesh, mine.placements)
         if isinstance(mine, DTensor)
@@ -65,7 +65,7 @@ def canonical(model: Model, wanted: State) -> State:
 
 
 def sharded_like(model: Model, wanted: State) -> Model:
-    """Return another sharded model, of the same strategy, that holds ``wanted``."""
+    """Return a sharded model of the same strategy with the values of ``wanted``."""
     other = make_model(seed=99)
     other.load_state_dict(wanted)
     spec = unit_of(model).groups[0].spec
@@ -91,7 +91,7 @@ LOADERS: dict[str, Loader] = {
 }
 
 
-# Each loader on one of the two meshes, by turns.
+# Loaders alternate between the two meshes.
 MESHES = (("optim_grads_params", (3,)), ("hfsdp", (2, 2)))
 QUICK = [(name, *MESHES[place % 2]) for place, name in enumerate(LOADERS)]
 
@@ -109,7 +109,7 @@ def test_a_model_in_use_takes_over_values_and_trains_on_from_them(
     model = shard_model(make_model(), make_mesh(mesh_shape), strategy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     train(model, optimizer, range(1), [dist.get_rank()])
-    # PyTorch's own loaders write into the dictionary that they are given.
+    # PyTorch's own loaders write into the given dictionary.
     LOADERS[name](model, dict(wanted))
     assert differing(whole_state(model), wanted) == []
     train(model, optimizer, range(1), [dist.get_rank()])
@@ -149,7 +149,7 @@ def test_the_full_optimizer_state_equals_the_whole_models_and_resumes_bit_for_bi
     model, optimizer = sharded_adamw(0, options)
     train(model, optimizer, range(2), mine)
     weights = get_model_state_dict(model, options=FULL_ON_RANK_0)
-    # PyTorch hands out the 0-d step counters as they are, not copies.
+    # PyTorch returns the 0-d step counters themselves, not copies.
     state = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=FULL_ON_RANK_0))
     other, other_optimizer = sharded_adamw(5, options)
     set_model_state_dict(other, weights, options=FROM_RANK_0)
@@ -176,9 +176,7 @@ def test_a_sharded_run_goes_on_from_a_whole_models_state() -> None:
 
 @pytest.mark.parametrize(("strategy", "mesh_shape"), MESHES, ids=str)
 @on_ranks(lambda mesh_shape: torch.Size(mesh_shape).numel())
-def test_torch_finds_nothing_in_its_cache_for_a_tensor_that_it_cut_in_other_places(
-    strategy: str, mesh_shape: tuple[int, ...]
-) -> None:
+def test_torchs_spec_cache_tells_our_cuts_from_torchs(strategy: str, mesh_shape: tuple[int, ...]) -> None:
     model = shard_model(make_model(), make_mesh(mesh_shape), strategy)
     cut_by_torch = canonical(model, make_model().state_dict())
     for name, parameter in model.named_parameters():
@@ -213,7 +211,7 @@ def load_by_the_recipe(model: nn.Module, optimizer: torch.optim.Optimizer, path:
 @pytest.mark.parametrize("kind", nightly_but(["SGD", "AdamW"], ["Adam", "AdamW", "SGD"]))
 @on_ranks(3)
 def test_moments_and_steps_come_back_into_a_new_optimizer_bit_for_bit(kind: str, tmp_path: Path) -> None:
-    # On three ranks some hold nothing of the smaller parameters.
+    # On three ranks, some ranks have no rows of the smaller parameters.
     path = str(tmp_path / "step")
     model, optimizer = build(kind)
     step(model, optimizer, range(2))
@@ -224,13 +222,13 @@ def test_moments_and_steps_come_back_into_a_new_optimizer_bit_for_bit(kind: str,
     step(model, optimizer, range(2, 4))
     step(other, other_optimizer, range(2, 4))
     assert differing(whole_state(other), whole_state(model)) == []
-    # One parameter is frozen, and has none.
+    # A frozen parameter has no state.
     assert len(other_optimizer.state) == len(list(make_model().parameters())) - 1
 
 
 @pytest.mark.parametrize("kind", nightly_but(["Adam"], ["Adam", "SGD", "NAdam"]))
 @on_ranks(2)
-def test_what_is_only_shown_changes_no_step_and_is_in_no_checkpoint(kind: str, tmp_path: Path) -> None:
+def test_state_created_by_state_dict_changes_no_step_and_no_checkpoint(kind: str, tmp_path: Path) -> None:
     path = str(tmp_path / "step")
     model, optimizer = build(kind)
     other, other_optimizer = build(kind)
@@ -247,7 +245,7 @@ def test_what_is_only_shown_changes_no_step_and_is_in_no_checkpoint(kind: str, t
 
 @on_ranks(1)
 def test_an_optimizer_whose_new_state_is_not_zeros_says_that_nothing_was_read(tmp_path: Path) -> None:
-    # NAdam's product of momenta begins at one.
+    # NAdam's product of momenta starts at one.
     path = str(tmp_path / "step")
     texts: list[str] = []
     handler = logging.Handler()
@@ -266,7 +264,7 @@ def test_an_optimizer_whose_new_state_is_not_zeros_says_that_nothing_was_read(tm
 
 
 @on_ranks(2)
-def test_zeros_that_the_state_dict_of_a_new_optimizer_shows_go_with_it() -> None:
+def test_zero_state_of_a_new_optimizers_state_dict_is_freed_with_it() -> None:
     model = shard_model(make_model(), world_mesh())
     optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters()))
     shown = [value for values in optimizer.state_dict()["state"].values() for value in values.values()]

@@ -46,7 +46,7 @@ def write(model: Any, is_by_data: bool) -> None:
 
 @pytest.mark.parametrize("is_assigned", [False, True])
 @on_ranks(2)
-def test_buffers_that_nobody_wrote_are_listed_once(is_assigned: bool) -> None:
+def test_unwritten_buffers_are_listed_once(is_assigned: bool) -> None:
     model = on_meta()
     model.to_empty(device="cpu")
     model.load_state_dict(whole_model().state_dict(), assign=is_assigned)

@@ -42,7 +42,7 @@ def group() -> dist.ProcessGroup:
     return dist.distributed_c10d._get_default_group()
 
 
-# Each rank is its own root, so that every rank has the list.
+# Each rank gathers to itself as the destination, so that every rank has the list.
 LISTS: dict[str, Callable[[torch.Tensor], object]] = {
     "all_gather outputs": lambda tensor: dist.all_gather(each(tensor), like(tensor)),
     "all_gather_single output": lambda tensor: dist.all_gather_single(tensor, torch.zeros(3)),

@@ -63,7 +63,7 @@ def sharded(shape: tuple[int, ...], strategy: str, policy: MixedPrecisionPolicy 
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Set gradients that need no sum, so that every run steps with the same bits."""
+    """Step with gradients that are set without sums, so that every run has the same bits."""
     generator = torch.Generator().manual_seed(5)
     for parameter in model.parameters():
         gradient = torch.randn(parameter.shape, generator=generator)
@@ -98,16 +98,16 @@ def plain_sums(name: str) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_weights_and_moments_have_the_checksum_of_the_plain_model_however_they_are_sharded(name: str) -> None:
+def test_weights_and_moments_have_the_plain_models_checksum_for_every_sharding(name: str) -> None:
     wanted = plain_sums(name)
     assert list(wanted) == [key for key, _ in made().named_parameters()]
-    # Each strategy with two of the optimizers, by turns.
+    # Each strategy runs with two of the optimizers.
     for shape, strategy in RUNS[[*OPTIMIZERS].index(name) % 2 :: 2]:
         for found in run_ranks(torch.Size(shape).numel(), sums, shape, strategy, name, "fp32"):
             assert found == wanted, (shape, strategy)
 
 
-def test_compute_in_bf16_leaves_the_checksum_of_main_weights_as_it_is() -> None:
+def test_compute_in_bf16_does_not_change_the_checksum_of_main_weights() -> None:
     for found in run_ranks(2, sums, (2,), "optim_grads_params", "torch's AdamW", "bf16"):
         assert found == plain_sums("torch's AdamW")
 
@@ -119,7 +119,7 @@ def changed(what: Callable[[Any], None]) -> dict[str, int]:
     return parameter_checksums(model)
 
 
-def test_one_bit_two_elements_that_change_places_and_a_name_change_the_checksum_of_that_parameter_alone() -> None:
+def test_a_flipped_bit_a_swap_or_a_new_name_changes_one_parameters_checksum() -> None:
     def flip(model: Tied) -> None:
         model.inner[0].weight.view(-1).view(torch.int32)[4200] ^= 1
 

@@ -107,7 +107,7 @@ def of_tensor_parallel(strategy: str) -> GradientScale:
 def test_tensor_parallel_weights_have_the_factor_of_the_data_ranks(strategy: str) -> None:
     first, *others = run_ranks(4, of_tensor_parallel, strategy)
     assert all(each.factor == pytest.approx(0.5, rel=1e-6) for each in first.parameters)
-    # Each rank measures whole weights, so all say the same.
+    # Each rank measures whole weights, so all ranks report the same.
     assert all(other == first for other in others)
 
 
@@ -163,7 +163,7 @@ def stack() -> Stack:
 
 
 @on_ranks(2)
-def test_sums_are_expected_where_one_says_so_and_named_where_not() -> None:
+def test_summed_gradients_pass_only_if_declared_and_are_named_otherwise() -> None:
     model = stack()
     for module in (*model.layers, model):
         module.set_gradient_divide_factor(1.0)
@@ -210,7 +210,7 @@ def refused(which: str) -> str:
         check_gradient_scale(model_or_plain, squares, x)
     if which != "pending":
         return str(error.value)
-    # The sum is still there, and goes on.
+    # The accumulated gradient is still there, and accumulation goes on.
     squares(model, x).backward()
     gradient = model.layers[0].up.weight.grad.full_tensor()
     model.zero_grad()
@@ -229,7 +229,7 @@ def refused(which: str) -> str:
         ("frozen", "no sharded parameter of the model requires a gradient"),
     ],
 )
-def test_it_refuses_what_it_cannot_measure(which: str, words: str) -> None:
+def test_models_and_settings_that_cannot_be_measured_are_refused(which: str, words: str) -> None:
     assert all(words in text for text in run_ranks(2, refused, which))
 
 
@@ -274,7 +274,7 @@ def test_a_loss_that_raises_leaves_no_gradients(is_in_backward: bool) -> None:
     ],
 )
 @on_ranks(2)
-def test_what_shows_nothing_is_no_pass(which: str, words: str) -> None:
+def test_a_loss_that_shows_no_gradients_fails_the_check(which: str, words: str) -> None:
     x = rows(dist.get_rank())
     model = stack()
     scale = {"nan": math.nan, "nothing": 0.0}.get(which, 1.0)

@@ -35,7 +35,7 @@ def sharded(strategy: str) -> tuple[Model, torch.optim.Optimizer]:
 
 
 def traced_step(strategy: str, folder: str) -> list[str]:
-    """Profile the second of three steps; return what listens afterwards, and write the trace."""
+    """Profile the second of three steps, write the trace, and return the listeners that remain afterwards."""
     model, optimizer = sharded(strategy)
     step(model, optimizer, 0)
     with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
@@ -118,7 +118,7 @@ def test_on_a_gpu_what_no_kernel_of_compute_covers_is_exposed(tmp_path: Path) ->
         event(f"{REDUCE} (a)", "gpu_user_annotation", 21, 25, 25),
         event("nccl", "kernel", 21, 25, 25),
         event("relu", "kernel", 7, 44, 2),
-        # The host's own ranges say when it was issued, which on a GPU is not when it runs.
+        # The host's own ranges show the time of issue; on a GPU, work runs later.
         event(f"{GATHER} (a)", "user_annotation", 1, 0, 1),
         event(f"{GATHER_WAIT} (a)", "user_annotation", 1, 1, 1),
     ]
@@ -127,13 +127,13 @@ def test_on_a_gpu_what_no_kernel_of_compute_covers_is_exposed(tmp_path: Path) ->
     (unit,) = timeline.units
     assert timeline.seconds == pytest.approx(50e-6)
     assert timeline.waited("gather") == pytest.approx(8e-6)
-    # From 40 to 44 and from 46 to 50.
+    # Exposed from 40 to 44 and from 46 to 50.
     assert timeline.waited("reduce") == pytest.approx(8e-6)
     assert [round(1e6 * one.start) for one in unit.reduce_waited] == [40, 46]
     assert timeline.exposed_share == pytest.approx(16 / 50)
 
 
-def test_it_prints_the_share_and_each_unit(tmp_path: Path) -> None:
+def test_the_command_prints_the_exposed_share_and_each_unit(tmp_path: Path) -> None:
     run_ranks(2, traced_step, "optim_grads_params", str(tmp_path))
     printed = str(Timeline.read(tmp_path / "1.json"))
     assert "exposed communication" in printed
@@ -143,7 +143,7 @@ def test_it_prints_the_share_and_each_unit(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text", ["{", "[]", '{"traceEvents": []}', '{"traceEvents": [{"ph": "X", "name": "a", "ts": 0}]}']
 )
-def test_what_is_no_trace_of_a_sharded_step_is_refused(text: str, tmp_path: Path) -> None:
+def test_a_trace_without_a_sharded_step_is_refused(text: str, tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     path.write_text(text)
     with pytest.raises(ConfigError, match=r"trace\.json"):

@@ -22,7 +22,7 @@ from tests.harness.models import Block, Made, Model, draw_tokens, inputs, loss_o
 from tests.harness.oracle import shard_model, train, whole_state
 from tests.harness.twins import Twins
 
-# Long enough for ranks that share a busy processor with others to answer meanwhile.
+# Long enough for ranks on a busy machine to answer.
 TIMEOUT = datetime.timedelta(seconds=2)
 STALL_S = 6.0
 
@@ -42,7 +42,7 @@ def stall_in_forward(model: Model) -> None:
 
 
 def swap_blocks(model: Model) -> None:
-    """Rank 1 runs its blocks, which are of one size, in the other order: nothing waits, weights are mixed up."""
+    """Run rank 1's blocks, which have equal sizes, in another order: no rank hangs, but weights are mixed up."""
     model.blocks = nn.ModuleList(reversed(model.blocks))
 
 
@@ -74,14 +74,14 @@ FAULTS: dict[str, Callable[[Model], None]] = {
 
 
 def train_past_the_comparison_of_orders(model: Model) -> None:
-    """Run the backwards in which the engine itself compares the order of units."""
+    """Run the backwards that compare the order of units between ranks."""
     for _ in range(3):
         step(model, draw_tokens(dist.get_rank()))
         model.zero_grad()
 
 
 def run_with(fault: str) -> tuple[str, float]:
-    """Return the error that this rank raises, as text, and after how many seconds."""
+    """Return the text of this rank's error, and the seconds until it was raised."""
     model, tokens = sharded(), draw_tokens(dist.get_rank())
     train_past_the_comparison_of_orders(model)
     if dist.get_rank() == 1:
@@ -108,7 +108,7 @@ WANTED = {
 
 
 @pytest.mark.parametrize("fault", WANTED)
-def test_every_rank_raises_an_error_that_says_which_rank_does_what_in_which_unit(fault: str) -> None:
+def test_every_rank_raises_an_error_with_each_ranks_action_and_unit(fault: str) -> None:
     for rank, (error, seconds) in enumerate(run_ranks(3, run_with, fault)):
         if rank == 1 and fault == "raise_in_forward":
             assert error == "KeyError: 'token'"
@@ -182,7 +182,7 @@ def two_heads(model: Any, x: torch.Tensor, rank: int) -> torch.Tensor:
     return model.head(x) + (model.extra(x) if rank else 0)
 
 
-# What the first rank leaves out: one of two heads that the root owns, or what the root has before its blocks.
+# The part that the first rank leaves out: one of two heads that the root owns, or the layers before the blocks.
 UNEVEN: dict[str, Callable[[Any, torch.Tensor, int], torch.Tensor]] = {
     "a head": two_heads,
     "a part": lambda model, x, rank: model.first(model.second(x if rank == 0 else model.extra(model.head(x)))),
@@ -213,7 +213,7 @@ def test_ranks_that_use_different_parameters_still_agree_and_train_as_a_whole_mo
 
 
 @on_ranks(1)
-def test_one_rank_has_nobody_to_agree_with() -> None:
+def test_a_single_rank_has_no_agreement_to_check() -> None:
     model = sharded(shape=(1,))
     with Watch(model) as watch:
         step(model, draw_tokens(0))
@@ -222,7 +222,7 @@ def test_one_rank_has_nobody_to_agree_with() -> None:
 
 
 class Timed(dist.Work):
-    """A collective of a GPU that is over when it was looked at twice; notes the times that waits are given."""
+    """A GPU's collective that completes after two checks; records the timeouts passed to ``wait``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -238,7 +238,7 @@ class Timed(dist.Work):
 
 
 @on_ranks(1)
-def test_a_collective_of_a_gpu_is_looked_at_and_never_given_a_time_after_which_nccl_would_abort() -> None:
+def test_a_gpu_collective_is_polled_without_a_timeout_that_makes_nccl_abort() -> None:
     watch = Watch(sharded(shape=(1,)))
     watch._looks = True
     work = Timed()
@@ -257,7 +257,7 @@ REPLICATED = [((2, 2), "hsdp", 3, "rank 1 against rank 3"), ((3,), "no_shard", 1
 
 
 def damaged(shape: tuple[int, ...], strategy: str, broken: int | None) -> tuple[str, int]:
-    """Flip one bit of two blocks on one rank between two steps; return the error, and the steps that were begun."""
+    """Flip one bit of two blocks on one rank between two steps; return the error, and the number of steps begun."""
     model, tokens = sharded(strategy, shape), draw_tokens(dist.get_rank())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     number = 0
@@ -286,9 +286,7 @@ def test_one_bit_of_one_replica_is_found_at_the_next_comparison_and_named(
 
 
 @pytest.mark.parametrize(("shape", "strategy"), [((2, 2), "hsdp"), ((2,), "no_shard"), ((3,), "optim_grads_params")])
-def test_replicas_that_nobody_damaged_agree_and_so_do_shards_of_which_there_is_one(
-    shape: tuple[int, ...], strategy: str
-) -> None:
+def test_undamaged_replicas_agree_and_single_shards_are_not_compared(shape: tuple[int, ...], strategy: str) -> None:
     assert set(run_ranks(torch.Size(shape).numel(), damaged, shape, strategy, None)) == {("no error", 6)}
 
 
@@ -306,7 +304,7 @@ def test_a_check_looks_at_replicas_at_once_and_frozen_parameters_count() -> None
 
 
 @on_ranks(4)
-def test_what_tensor_parallelism_leaves_whole_is_compared_and_ranks_without_a_part_in_it_raise_too() -> None:
+def test_replicas_over_tensor_parallel_ranks_are_compared_on_all_ranks() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8, bias=False))
     plan: dict[str, ParallelStyle] = {"0": SequenceParallel(), "1": ColwiseParallel()}
@@ -330,7 +328,7 @@ def test_a_rank_that_left_its_watch_is_not_taken_for_dead() -> None:
     if dist.get_rank() != 0:
         with Watch(model, TIMEOUT):
             step(model, tokens)
-        # As in a collective of the script's own.
+        # The wait stands for a collective of the script.
         store.wait(["rank 0 was told"])
         return
     with pytest.raises(AgreementError, match=r"ranks 1-2: out of its Watch, which it left at test_watch.py:\d+"):

@@ -29,7 +29,7 @@ def sharded(layout: str) -> Model:
 
 
 def backward(model: Model, step: int, value: float | None = None) -> None:
-    """Compute gradients; rank 1 alone has those of the last block's experts and gain spoiled by a value."""
+    """Compute gradients; on rank 1 alone, those of the last block's experts and gain are spoiled by a value."""
     hooks: list[Any] = []
 
     def spoil(block: nn.Module, _inputs: object) -> None:
@@ -59,7 +59,7 @@ def train(layout: str, steps: Sequence[int], spoiled: Sequence[int]) -> dict[str
 
 @pytest.mark.parametrize(("layout", "spoiled"), [("zero 3", (0,)), ("zero 1", (1, 3)), ("hfsdp", (1, 3))])
 @on_ranks(num_ranks)
-def test_a_skipped_step_leaves_weights_and_moments_as_if_it_had_not_been(layout: str, spoiled: tuple[int, ...]) -> None:
+def test_a_skipped_step_leaves_weights_and_moments_unchanged(layout: str, spoiled: tuple[int, ...]) -> None:
     wanted = train(layout, [step for step in range(4) if step not in spoiled], ())
     assert differing(train(layout, range(4), spoiled), wanted) == []
 
@@ -80,7 +80,7 @@ def test_every_rank_stops_before_anything_changes_and_names_the_first_parameter(
 
 
 @on_ranks(3)
-def test_a_norm_that_overflows_is_said_to_overflow() -> None:
+def test_an_overflowing_norm_is_reported_as_an_overflow() -> None:
     model = sharded("zero 3")
     backward(model, 0)
     for parameter in model.parameters():
@@ -91,7 +91,7 @@ def test_a_norm_that_overflows_is_said_to_overflow() -> None:
 
 
 @on_ranks(3)
-def test_steps_are_skipped_by_hand_with_a_warning_and_finite_gradients_cost_no_collective() -> None:
+def test_skipping_by_hand_warns_and_finite_gradients_need_no_collective() -> None:
     model = sharded("zero 3")
     records: list[str] = []
     handler = logging.Handler(logging.WARNING)

@@ -1,4 +1,4 @@
-"""explain() of tensor- and expert-parallel models says what their training steps take, and plan what explain does."""
+"""explain() of tensor- and expert-parallel models equals their training steps, and plan equals explain."""
 
 import gc
 from pathlib import Path
@@ -27,7 +27,7 @@ DIVISIONS = {
 
 
 def second_step(flags: str) -> Step:
-    """Train two steps of one microbatch, and return what the second took beside what was said before."""
+    """Train two steps of one microbatch; return the second step's measurements and the prediction made before."""
     gc.collect()
     meter = memory_meter()
     before = meter.current_bytes

@@ -55,7 +55,7 @@ Shard = Callable[..., object]
 
 
 def every_part_a_unit(shard: Shard) -> nn.Module:
-    """The root has nothing left to own; the largest unit is in the middle."""
+    """The root owns no parameter; the largest unit is in the middle."""
     return in_parts(Model(), shard)
 
 
@@ -100,12 +100,12 @@ def nested_units(shard: Shard) -> nn.Module:
 
 
 def released_at_once(shard: Shard) -> nn.Module:
-    """No unit waits for the next one, so the last is gathered again for its backward."""
+    """No unit waits for the next one, so the last unit is gathered again for its backward."""
     return in_parts(Model(), shard, reshard_after_forward=True)
 
 
 def part_kept_for_backward(shard: Shard) -> nn.Module:
-    """Pairs of neighbours hold weights between forward and backward, in some of the units."""
+    """In some units, pairs of neighbouring ranks hold weights between forward and backward."""
     model = Model()
     for number, block in enumerate(model.blocks):
         shard(block, reshard_after_forward=2 if number != 1 else None)
@@ -115,7 +115,7 @@ def part_kept_for_backward(shard: Shard) -> nn.Module:
 
 
 def partly_replicated(shard: Shard) -> nn.Module:
-    """Groups of two placements in one unit, and a unit of which nothing is sharded."""
+    """Groups of two placements in one unit, and a unit without sharded parameters."""
     model = Model()
     for whole in (*(block.get_submodule("norm") for block in model.blocks), model.norm):
         fsdp_no_shard(whole)
@@ -124,7 +124,7 @@ def partly_replicated(shard: Shard) -> nn.Module:
 
 
 def frozen_after_sharding(shard: Shard) -> nn.Module:
-    """Gradient accumulators are there, of a unit and of single parameters that are not trained any more."""
+    """Units and single parameters that are frozen after sharding, and so have gradient accumulators."""
     model = every_part_a_unit(shard)
     model.get_submodule("blocks.1").requires_grad_(False)
     for name in ("blocks.3.up.weight", "head.weight"):
@@ -146,7 +146,7 @@ def explicit_prefetch(shard: Shard) -> nn.Module:
 
 
 def with_setting(method: str, value: object) -> Callable[[Shard], nn.Module]:
-    """Return a builder of a model on whose root a method is called."""
+    """Return a builder of a model that calls a method of the root."""
 
     def build(shard: Shard) -> nn.Module:
         model = every_part_a_unit(shard)
@@ -220,7 +220,7 @@ def settings(choose: Callable[[Iterable[tuple[Any, ...]]], Iterable[tuple[Any, .
 
 @dataclass
 class Step:
-    """What one rank saw of one run: bytes at rest, the peaks above them and the collectives of the second step."""
+    """Measurements of a run on one rank: bytes at rest, the peaks above them and the second step's collectives."""
 
     report: Report
     persistent_bytes: int = 0
@@ -237,7 +237,7 @@ def run_all(chosen: list[Setting]) -> list[Step]:
 
 
 def run(setting: Setting, mesh: DeviceMesh) -> Step:
-    """Train two steps and return what the second took, beside what was predicted before the first."""
+    """Train two steps; return the second step's measurements and the prediction made before the first."""
     gc.collect()
     meter = memory_meter()
     before = meter.current_bytes
@@ -285,7 +285,7 @@ QUICK = settings()
 
 @functools.cache
 def steps_on(mesh: tuple[int, ...], is_quick: bool) -> dict[Setting, list[Step]]:
-    """Run all settings of a mesh shape that are quick or not and return what every rank saw."""
+    """Run the quick settings of a mesh shape, or the others, and return every rank's measurements."""
     chosen = [setting for setting in settings(list) if setting.mesh == mesh and (setting in QUICK) is is_quick]
     ranks = run_ranks(math.prod(mesh), run_all, chosen, timeout=300.0)
     return {setting: [rank[position] for rank in ranks] for position, setting in enumerate(chosen)}
@@ -297,7 +297,7 @@ def predicted_calls(report: Report) -> Counter[Call]:
 
 
 @pytest.mark.parametrize("setting", nightly_but(QUICK, settings(list)), ids=str)
-def test_memory_and_collectives_are_predicted_to_the_byte_and_peaks_from_above_within_a_percent(
+def test_memory_and_collectives_are_predicted_exactly_and_peaks_within_a_percent(
     setting: Setting,
 ) -> None:
     for seen in steps_on(setting.mesh, setting in QUICK)[setting]:
@@ -314,7 +314,7 @@ def test_memory_and_collectives_are_predicted_to_the_byte_and_peaks_from_above_w
 
 
 def stages(num_microbatches: int) -> list[Report]:
-    """Return what ``explain`` says of a model under each ZeRO stage, in bf16."""
+    """Return the report of ``explain`` for a model under each ZeRO stage, in bf16."""
     shard = partial(fully_shard, mesh=make_mesh((2,)), mp_policy=POLICIES["bf16"])
     return [explain(every_part_a_unit(partial(shard, placements=STRATEGIES[one])), num_microbatches) for one in ZERO]
 

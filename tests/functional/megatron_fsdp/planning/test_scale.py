@@ -23,7 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_fsdp import MixedPrecisionPolicy, explain, fully_shard, fully_shard_optimizer
 
-# A small model cut into 16,384 shards is padding for the most part.
+# A small model cut into 16,384 shards is mostly padding.
 pytestmark = pytest.mark.filterwarnings("ignore::dbuffer.errors.PaddingWarning")
 FEW_RANKS = {1: (8,), 2: (4, 2)}
 MANY_RANKS = {1: (16_384,), 2: (2_048, 8)}
@@ -31,7 +31,7 @@ TOLERANCE = 0.2
 
 
 class Block(nn.Module):
-    """Two linear layers; rows of the second are longer than a shard has to be."""
+    """Two linear layers; rows of the second are longer than the minimal shard."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def calls_of(work: Callable[[], object]) -> int:
-    """Return how many Python and C functions ``work`` calls, and those it calls, and so on."""
+    """Return how many Python and C functions ``work`` calls, directly and indirectly."""
     num_calls = 0
 
     def count(frame: object, event: str, argument: object) -> None:
@@ -87,7 +87,7 @@ def calls_of(work: Callable[[], object]) -> int:
 
 @dataclass(frozen=True)
 class Footprint:
-    """What a sharded model costs one rank beside its buffers: Python objects and bytes, calls to build and train it."""
+    """One rank's cost of a sharded model without its buffers: Python objects and bytes, calls to build and train it."""
 
     num_objects: int
     num_bytes: int
@@ -96,7 +96,7 @@ class Footprint:
 
 
 def footprint(shape: tuple[int, ...]) -> Footprint:
-    """Measure, when everything that is made once per process or mesh is there; and train, on one shard of weights."""
+    """Build and train on one shard of weights, and measure after everything made once per process or mesh exists."""
     with rank_zero_of(shape) as mesh:
         for _ in range(3):
             model = build(mesh)

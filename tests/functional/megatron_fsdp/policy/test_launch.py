@@ -13,7 +13,7 @@ from tests.harness import run_ranks
 
 ROOT = Path(__file__).resolve().parents[4]
 SCRIPT = re.findall(r"```python\n(.*?)```", (ROOT / "docs/launch.md").read_text(encoding="utf-8"), re.DOTALL)[0]
-# How the launchers number the second of two processes, as (rank, size, local rank).
+# The second of two processes as numbered by each launcher, as (rank, size, local rank).
 LAUNCHERS = {
     "environment variables": ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
     "srun": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
@@ -35,7 +35,7 @@ def numbered_by(launcher: str, rank: int) -> dict[str, str]:
 def run_script(launcher: str, port: int) -> tuple[int, float, float]:
     """Run the page's script as one of two processes; return its world's size, loss and the norm of its weights."""
     rank = dist.get_rank()
-    # The harness's own group is whole on both before either ends it.
+    # Both ranks have created the harness's group before either ends it.
     dist.barrier()
     dist.destroy_process_group()
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):

@@ -43,7 +43,7 @@ class Probe(nn.Module):
 
 
 class Wanted(NamedTuple):
-    """How a probe is made, and what a step of it has to show; bytes are of an element of a trained weight."""
+    """How to make a probe, and the results of its step. Bytes are per element of a trained weight."""
 
     own: torch.dtype
     policy: Any
@@ -68,13 +68,13 @@ POLICIES = {
 
 @pytest.mark.parametrize("name", POLICIES)
 @on_ranks(2)
-def test_weights_inputs_outputs_gradients_and_what_travels_have_the_dtypes_that_a_policy_says(name: str) -> None:
+def test_weights_inputs_outputs_gradients_and_collectives_have_the_policys_dtypes(name: str) -> None:
     wanted = POLICIES[name]
     model = Probe(wanted.own)
     fully_shard(model, mp_policy=wanted.policy)
     optimizer = fully_shard_optimizer(torch.optim.SGD([model.linear.weight, model.linear.bias], lr=0.1, momentum=0.9))
     group = next(group for group in model.parameter_groups if group.requires_grad)
-    # Integers and frozen weights travel with them, as the bytes that they are.
+    # Integers and frozen weights are gathered too, as bytes.
     rest = {"all_gather": sum(each.gathered.nbytes for each in model.parameter_groups if each is not group)}
     sizes: dict[str, set[float]] = {}
 
@@ -93,7 +93,7 @@ def test_weights_inputs_outputs_gradients_and_what_travels_have_the_dtypes_that_
     assert seen["input"] is seen["keyword"] is wanted.inputs
     assert seen["index"] is seen["table"] is output["index"].dtype is torch.int64
     assert wanted.output in (None, output["output"].dtype)
-    # The trainer sees FP32 main weights and state; what is frozen gets no wider copy.
+    # The trainer sees FP32 main weights and state; frozen parameters get no wider copy.
     assert model.linear.weight.dtype is optimizer.state[model.linear.weight]["momentum_buffer"].dtype is FP32
     assert model.frozen.dtype is wanted.own
     assert gradient.dtype is wanted.gradient
@@ -179,7 +179,7 @@ def test_units_of_one_model_may_compute_in_different_dtypes() -> None:
     assert seen == [BF16, FP32]
 
 
-# Of the mean of 1 and 2**-10: exact, and rounded to bf16 before or after the sum.
+# The mean of 1 and 2**-10: exact, and rounded to bf16 before or after the sum.
 EXACT, ROUNDED = (1 + 2.0**-10) / 2, 0.5
 
 
@@ -219,7 +219,7 @@ def both(value: Any) -> dict[str, Any]:
     return dict.fromkeys(("one", "two"), value)
 
 
-# Own dtype, policy, what is asked of parameters, and what is found.
+# The parameters' dtype, the policy, the requested grad_dtype, and the result.
 CASES: dict[str, tuple[torch.dtype, MixedPrecisionPolicy, dict[str, torch.dtype | None], Found]] = {
     "nothing is asked": (FP32, MixedPrecisionPolicy(BF16), {}, both((FP32, FP32, EXACT))),
     "a reduce_dtype": (FP32, MixedPrecisionPolicy(BF16, BF16), {}, both((FP32, FP32, ROUNDED))),
@@ -239,7 +239,7 @@ CASES: dict[str, tuple[torch.dtype, MixedPrecisionPolicy, dict[str, torch.dtype 
 @pytest.mark.parametrize("strategy", ["optim_grads", "optim_grads_params"])
 @pytest.mark.parametrize("when", ["before", "after"])
 @on_ranks(2)
-def test_gradients_travel_and_rest_in_the_dtype_that_parameters_ask_for(when: str, strategy: str) -> None:
+def test_gradients_are_reduced_and_stored_in_the_parameters_grad_dtype(when: str, strategy: str) -> None:
     found = {}
     for name, (own, policy, asked, _) in CASES.items():
         if when == "after" and len(asked) == 1:
@@ -293,7 +293,7 @@ def test_gradients_follow_a_conversion_unless_their_dtype_was_set() -> None:
 
 
 @on_ranks(2)
-def test_a_dtype_that_cannot_be_followed_is_refused_with_the_parameter() -> None:
+def test_a_grad_dtype_set_too_late_is_refused_with_the_parameter() -> None:
     model = fully_shard(Weights())
     ask(model, {"one": BF16})
     with pytest.raises(StateError, match=r"'one' has grad_dtype=torch.bfloat16 and 'two' has own.* before fully_shard"):
@@ -304,7 +304,7 @@ def test_a_dtype_that_cannot_be_followed_is_refused_with_the_parameter() -> None
     ask(model, {"two": BF16})
     with pytest.raises(StateError, match=r"grad_dtype of parameter 'two' was set to torch.bfloat16 after"):
         gradients(model)
-    # What was set is taken back.
+    # The refused setting has been undone.
     model.zero_grad()
     assert {dtype for dtype, *_ in gradients(model).values()} == {FP32}
 
@@ -343,7 +343,7 @@ def test_an_override_that_depends_on_the_rank_is_refused_on_all_of_them() -> Non
 
 
 @on_ranks(1)
-def test_an_override_of_a_third_dtype_leaves_the_module_as_it_was() -> None:
+def test_an_override_to_a_third_dtype_is_refused_and_changes_nothing() -> None:
     model = Weights()
     policy = MixedPrecisionPolicy(BF16, param_dtype_override_fn=lambda parameter: FP16)
     with pytest.raises(ConfigError, match=r"parameter 'one': param_dtype_override_fn returned torch.float16"):
@@ -352,7 +352,7 @@ def test_an_override_of_a_third_dtype_leaves_the_module_as_it_was() -> None:
 
 
 @on_ranks(1)
-def test_explain_says_which_gradients_travel_in_more_than_weights_compute_in() -> None:
+def test_explain_says_which_gradients_are_reduced_in_a_wider_dtype() -> None:
     policies = [MixedPrecisionPolicy(BF16), MixedPrecisionPolicy(BF16, BF16), MixedPrecisionPolicy()]
     pages = [str(explain(fully_shard(Weights(), mp_policy=policy))).splitlines() for policy in policies]
     (silent, asked, same) = [[line for line in page if "reduced in" in line] for page in pages]
@@ -368,7 +368,7 @@ LAYOUTS = {"optim_grads": (3,), "optim_grads_params": (4,), "hsdp": (2, 2), "hfs
 
 
 def scaled(strategy: str, mesh: tuple[int, ...], policy: MixedPrecisionPolicy) -> Any:
-    """Make a model whose gradients are its inputs, which bf16 holds without an error; two dtypes, so two groups."""
+    """Make a model whose gradients are its inputs, exact in bf16; its two dtypes make two groups."""
     model = Made(
         lambda m, x, y: (m.weight * x).sum() + (m.other * y).sum(),
         weight=nn.Parameter(torch.zeros(37, 11)),
@@ -384,7 +384,7 @@ def drawn(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def error_of(strategy: str, mesh: tuple[int, ...], policy: MixedPrecisionPolicy, microbatches: int) -> float:
-    """Return the worse relative error of both gradients after some microbatches."""
+    """Return the larger relative error of the two gradients after some microbatches."""
     model, ranks = scaled(strategy, mesh, policy), range(dist.get_world_size())
     for _ in range(microbatches):
         model(*drawn(dist.get_rank())).backward()
@@ -401,7 +401,7 @@ def test_sums_over_ranks_are_rounded_as_fp32_ones_under(strategy: str) -> None:
     mesh = LAYOUTS[strategy]
     for microbatches in (1, 3):
         assert error_of(strategy, mesh, WIDE, microbatches) < 2e-7
-        # With two terms of 8 bits a sum has 9, which are few to lose; three and four lose more.
+        # A sum of two terms of 8 bits has 9, so it loses little; sums of three and four terms lose more.
         assert mesh == (2, 2) or error_of(strategy, mesh, NARROW, microbatches) > 1e-3
 
 
@@ -438,7 +438,7 @@ def test_the_second_buffer_is_what_explain_says(slots: str | None) -> None:
 
 
 @on_ranks(2)
-def test_what_it_cannot_do_is_refused_by_name() -> None:
+def test_accumulate_dtype_with_unsupported_settings_is_refused_by_name() -> None:
     both_axes = Placements((0, 1), (Flat(), Flat()), (Flat(), Flat()), (Flat(), Flat()))
     with pytest.raises(ConfigError, match=r"(?s)accumulate_dtype=torch.float32.*exactly one axis"):
         fully_shard(nn.Linear(3, 5), make_mesh((2, 1)), both_axes, mp_policy=WIDE)

@@ -1,1 +1,1 @@
-"""Weights on the move, between processes."""
+"""Transfers of weights between processes."""

@@ -21,7 +21,7 @@ TWO_AXES = ("hsdp", "hfsdp", "no_shard on two axes", "optim_grads_params on two 
 
 
 def receiver() -> dict[str, torch.Tensor]:
-    """Return the state of a generator in bf16, of other weights than the trainer's."""
+    """Return a generator's state in bf16, with other weights than the trainer's."""
     return {name: value.to(torch.bfloat16) for name, value in make_model(seed=9).state_dict().items()}
 
 
@@ -48,7 +48,7 @@ def test_a_bucket_that_was_changed_on_its_way_is_refused_by_name() -> None:
 
 
 @on_ranks(2)
-def test_a_receiver_without_a_tensor_or_with_another_shape_is_told_which() -> None:
+def test_a_receiver_without_a_tensor_or_with_another_shape_is_refused_by_name() -> None:
     model, state = sharded(make_model()), receiver()
     bucket = next(iter(weight_stream(model).buckets()))
     short = {name: value for name, value in state.items() if name != "norm.bias"}

@@ -1,4 +1,4 @@
-"""Local shards: views of each rank's main weights that together, each sender's once, are the plain model."""
+"""Local shards are views of each rank's main weights; the senders' views together are the plain model."""
 
 import copy
 import math
@@ -20,7 +20,7 @@ TWO_AXES = ("hsdp", "hfsdp", "no_shard on two axes", "optim_grads_params on two 
 
 
 def put_together(shards: dict[str, LocalShard]) -> dict[str, torch.Tensor]:
-    """Return whole weights from what senders have; each element has to come once."""
+    """Assemble whole weights from the senders' shards; each element has to come once."""
     found = {}
     for name, shard in shards.items():
         whole, times = torch.zeros(shard.shape), torch.zeros(shard.shape)

@@ -1,4 +1,4 @@
-"""``reshard_``: every bit of weights and optimizer state in another layout; training goes on as in a model made so."""
+"""``reshard_`` moves every bit of weights and optimizer state to another layout, and training continues as there."""
 
 import contextlib
 import copy
@@ -64,7 +64,7 @@ def trained(strategy: str, kind: Kind, steps: int = 2, **options: Any) -> tuple[
 
 
 def whole(value: Any) -> Any:
-    # A replicated DTensor gives its own memory.
+    # A replicated DTensor uses the existing memory.
     return value.full_tensor().clone() if isinstance(value, DTensor) else copy.deepcopy(value)
 
 
@@ -84,7 +84,7 @@ def assert_same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
 
 
 def twin(model: nn.Module, optimizer: torch.optim.Optimizer, kind: Kind, **layout: Any) -> Any:
-    """Return a model that was made in a layout, with an optimizer, and the values of another one in any layout."""
+    """Return a model made in a layout, with an optimizer, and with the values of a model in any other layout."""
     other = sharded(make_model(1), **layout)
     other.load_state_dict({name: whole(value) for name, value in model.state_dict().items()})
     like = kind(other.parameters())
@@ -103,7 +103,7 @@ def plans(model: nn.Module) -> list[str]:
 
 
 def check(source: str, target: str, kind: Kind, **options: Any) -> None:
-    """Train in one strategy, go to another, compare values, plans and two more steps with a model made so."""
+    """Train in one strategy, change to another; compare values, plans and two more steps with a model made there."""
     model, optimizer = trained(source, kind, **options)
     before, parameters = contents(model, optimizer), list(model.parameters())
     placements = STRATEGIES[target]
@@ -197,12 +197,12 @@ def test_a_rank_that_leaves_sends_its_part_and_can_train_no_more() -> None:
 
 
 @on_ranks(4)
-def test_a_rank_that_was_started_anew_gets_its_part_from_a_replica() -> None:
+def test_a_restarted_rank_gets_its_part_from_a_replica() -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     model, optimizer = trained("hsdp", AdamW, mesh=mesh)
     before = contents(model, optimizer)
     if dist.get_rank() == 3:
-        # Its memory is gone: other values, an optimizer that has not stepped.
+        # Stand for lost memory: other values, and an optimizer that has not stepped.
         with torch.no_grad():
             for param in model.parameters():
                 param.to_local().fill_(7)
@@ -240,7 +240,7 @@ def test_int8_moments_keep_codes_and_scales() -> None:
 
 @contextlib.contextmanager
 def raising(name: str, error: BaseException) -> Iterator[None]:
-    """Let a function of the module raise on rank 1."""
+    """Make a function of the module raise on rank 1."""
     original = getattr(reshard, name)
 
     def fail(*args: Any, **options: Any) -> Any:
@@ -269,7 +269,7 @@ def test_an_error_inside_leaves_model_and_optimizer_as_they_were() -> None:
             reshard_(model, placements=wanted, optimizer=optimizer)
         assert plans(model) == layout
         assert_same(contents(model, optimizer), before)
-    # On all ranks, after everything has arrived.
+    # The error is raised on all ranks, after all data have arrived.
     for name in ("make_over", "watch_inner_modules"):
         original, calls = getattr(reshard, name), []
 
@@ -295,7 +295,7 @@ def test_an_error_inside_leaves_model_and_optimizer_as_they_were() -> None:
 
 
 @on_ranks(2)
-def test_what_cannot_be_moved_is_refused_by_name() -> None:
+def test_reshard_of_a_model_in_use_is_refused_by_name() -> None:
     model, optimizer = trained("optim_grads_params", AdamW)
     wanted = Placements.optim(0)
     with pytest.raises(StateError, match=r"a AdamW has state .* was not given"):

@@ -145,7 +145,7 @@ def test_a_receiver_that_fails_is_named_and_training_goes_on() -> None:
 
 
 @on_ranks(3)
-def test_a_receiver_that_never_comes_is_named_and_training_goes_on() -> None:
+def test_a_receiver_that_never_calls_is_named_and_training_goes_on() -> None:
     trainer = DeviceMesh.from_group(new_group([0, 1], "trainer"), "cpu") if dist.get_rank() < 2 else None
     model = sharded(make_model(), mesh=trainer) if trainer is not None else None
     layouts = [weight_layout(model) if model is not None else None]

@@ -56,7 +56,7 @@ def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor])
 
 
 def changed(model: nn.Module, seed: int = 5) -> None:
-    """Give every parameter other values, of which some are ties between two bf16 numbers."""
+    """Give every parameter new values, some of them halfway between two bf16 numbers."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         values = torch.randn(parameter.shape, generator=generator)
@@ -112,7 +112,7 @@ def test_a_stream_of_offloaded_weights_equals_the_plain_state_dict() -> None:
 
 
 @on_ranks(3)
-def test_a_tied_weight_comes_once_with_its_aliases() -> None:
+def test_a_tied_weight_is_sent_once_with_its_aliases() -> None:
     plain = make_model()
     plain.head.weight = plain.embedding.weight
     model = sharded(copy.deepcopy(plain))
@@ -124,7 +124,7 @@ def test_a_tied_weight_comes_once_with_its_aliases() -> None:
 
 
 @on_ranks(3)
-def test_ignored_replicated_frozen_and_unowned_weights_come_too() -> None:
+def test_ignored_replicated_frozen_and_unowned_weights_are_streamed_too() -> None:
     plain = Stack(Block(), Block(hidden=1), Block(hidden=17), Block())
     plain.register_buffer("count", torch.tensor(3))
     plain.layers[0].requires_grad_(False)
@@ -175,7 +175,7 @@ def test_experts_of_other_ranks_under_the_same_name_stay_with_their_ranks() -> N
     assert_same(dict(weight_stream(model)), own)
 
 
-# ---------------------------------------------------------------- order, buckets, what it takes
+# ---------------------------------------------------------------- order, buckets, cost
 
 
 @on_ranks(2)
@@ -217,7 +217,7 @@ def test_tensors_that_are_kept_stay_as_they_were() -> None:
 
 @pytest.mark.parametrize("by_bucket", [False, True])
 @on_ranks(2)
-def test_at_most_two_buckets_have_memory_and_it_is_used_again(by_bucket: bool) -> None:
+def test_at_most_two_buckets_have_memory_which_is_reused(by_bucket: bool) -> None:
     model = sharded(Stack(*(Block(hidden=64) for _ in range(8))))
     stream = weight_stream(model, bucket_bytes=2100)
     addresses = set()
@@ -232,7 +232,7 @@ def test_at_most_two_buckets_have_memory_and_it_is_used_again(by_bucket: bool) -
 
 
 @on_ranks(2)
-def test_memory_above_rest_is_what_the_report_says_to_the_byte() -> None:
+def test_memory_of_a_stream_equals_the_report_to_the_byte() -> None:
     model = sharded(Stack(*(Block(hidden=64) for _ in range(4))))
     stream = weight_stream(model, bucket_bytes=2100)
 
@@ -341,7 +341,7 @@ def test_leaving_the_loop_early_leaves_the_model_usable() -> None:
 
 
 @on_ranks(3)
-def test_ranks_that_go_on_are_told_which_rank_left_and_why() -> None:
+def test_an_error_names_the_rank_that_left_a_stream_and_the_reason() -> None:
     model, optimizer = stepping()
     rank = dist.get_rank()
     if rank == 1:
@@ -368,7 +368,7 @@ def test_other_arguments_on_another_rank_are_an_error_that_names_both() -> None:
 
 
 class Allocator(TorchDispatchMode):
-    """Refuses, on one rank, to allocate bytes; or raises something else there."""
+    """On one rank, fail to allocate bytes, or raise another error there."""
 
     def __init__(self, error: BaseException) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Twenty programs in which ranks do different things; each trains like the plain model on the data of all ranks.
+"""Twenty programs whose ranks run different parts; each trains like the plain model on the data of all ranks.
 
 ``python -m tests.functional.megatron_fsdp.uneven.programs --seeds 500`` runs as many random routes.
 ``python -m tests.functional.megatron_fsdp.uneven.programs --fsdp2`` prints how PyTorch's FSDP2 ends in each program.
@@ -35,7 +35,7 @@ NUM_STEPS = 2
 
 
 class Routed(nn.Module):
-    """Parts, of which a call runs those that it is told to, between parameters of the root."""
+    """Parts between parameters of the root; each call names the parts to run."""
 
     def __init__(self, num_parts: int, checkpoints: int = 0) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Routed(nn.Module):
 
 
 class Experts(nn.Module):
-    """Experts that are units inside of a unit, which has a router of its own."""
+    """Experts that are units inside a unit, which has its own router."""
 
     def __init__(self, num_experts: int = 3) -> None:
         super().__init__()
@@ -174,7 +174,7 @@ def an_expert_for_nobody(rank: int, step: int) -> Route:
     return [rank % 2, 3 + (rank + step) % 2]
 
 
-# ---------------------------------------------------------------- what is done with them
+# ---------------------------------------------------------------- uses
 
 
 def loss_of(model: Any, rank: int, step: int, route: Route, width: int = 5) -> torch.Tensor:
@@ -184,7 +184,7 @@ def loss_of(model: Any, rank: int, step: int, route: Route, width: int = 5) -> t
 
 
 def train(twins: Twins, routes: Routes, steps: int = NUM_STEPS) -> None:
-    """Train with two microbatches a step, and take a validation loss in between, on the routes of each rank."""
+    """Train with two microbatches a step on the routes of each rank, with a validation loss in between."""
 
     def loss(model: Any, rank: int, step: int) -> torch.Tensor:
         return loss_of(model, rank, step, routes(rank, step))
@@ -279,7 +279,7 @@ def uneven_microbatches(twins: Twins) -> None:
 
 @dataclass(frozen=True)
 class Program:
-    """What ranks do: routes to train on, or a function of both models."""
+    """A program: routes to train on, or a function of both models."""
 
     build: Callable[[int], nn.Module]
     routes: Routes | None = None
@@ -327,8 +327,8 @@ def run_program(name: str, strategy: str, checkpoints: int, shard: Callable[...,
             program.do(twins)
         elif program.routes is not None:
             train(twins, program.routes)
-    # A rank that computes several units again gathers them all before it reduces the first. One that skips them does
-    # not: gathers and reductions are in one order each, on a communicator each.
+    # A rank that recomputes several units gathers them all before it reduces the first one. A rank that skips them
+    # gathers none. Gathers and reductions are each in one order, on their own communicators.
     spans_units = checkpoints > 1 or (checkpoints == 1 and program.build is Mixture)
     for kinds in [("gather", "reduce")] if not spans_units else [("gather",), ("reduce",)]:
         mine = [each for each in issued if each.startswith(kinds)]
@@ -339,7 +339,7 @@ def run_program(name: str, strategy: str, checkpoints: int, shard: Callable[...,
 
 
 def first_difference(mine: list[str], others: list[str]) -> tuple[int, list[str], list[str]]:
-    """Return where two orders part, and what comes in each around there."""
+    """Return the first position at which two orders differ, and the collectives around it in each."""
     place = next((n for n, (one, other) in enumerate(zip(mine, others, strict=False)) if one != other), len(mine))
     around = slice(max(place - 3, 0), place + 4)
     return place, mine[around], others[around]
@@ -355,10 +355,10 @@ def run_programs(strategy: str, checkpoints: int, names: Sequence[str] = tuple(P
 
 
 def random_routes(seeds: Sequence[int], strategy: str) -> None:
-    """Train on routes that each rank draws by itself, of one seed after the other.
+    """Train on routes that each rank draws from one seed after the other.
 
-    In FP64: AdamW divides a gradient by its own size, so that in FP32 what rounding leaves of a gradient that is nearly
-    zero decides over a whole step, in one of a few hundred seeds.
+    In FP64, because AdamW divides a gradient by its size: in FP32, in one of a few hundred seeds, the rounding error of
+    a nearly zero gradient decides over a whole step.
     """
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
@@ -387,7 +387,7 @@ def _random_routes(seeds: Sequence[int], strategy: str) -> None:
 
 
 def fsdp2_ends() -> Iterator[tuple[str, str]]:
-    """Yield how FSDP2 ends in each program with routes: ZeRO-3, two ranks, no checkpoints."""
+    """Yield FSDP2's result for each program with routes: ZeRO-3, two ranks, no checkpoints."""
     for name, program in PROGRAMS.items():
         if program.routes is not None:
             try:
@@ -416,7 +416,7 @@ def run_with_fsdp2(name: str) -> None:
 
 
 def main() -> None:
-    """Run what the command line asks for."""
+    """Run the programs that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=0, help="how many random routes to train on")
     parser.add_argument("--fsdp2", action="store_true", help="how FSDP2 ends in each program")
@@ -432,7 +432,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # As the module that the ranks import by name, not as __main__.
+    # Import the module by the name that ranks import, not as __main__.
     from tests.functional.megatron_fsdp.uneven import programs
 
     programs.main()

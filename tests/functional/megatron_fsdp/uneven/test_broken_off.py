@@ -1,4 +1,4 @@
-"""Blocks of unsharded() and join() that an interrupt or a lack of memory breaks off leave a model that trains on."""
+"""Interrupts and lack of memory inside blocks of unsharded() and join() leave a model that trains on."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -37,7 +37,7 @@ def train_joined(twins: Twins, writeback: bool) -> None:
 
 @contextmanager
 def broken_off(kind: str, fault: Fault) -> Iterator[None]:
-    """Swallow the fault."""
+    """Ignore the injected fault."""
     try:
         with KINDS[kind](fault):
             yield

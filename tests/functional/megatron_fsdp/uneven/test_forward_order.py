@@ -1,4 +1,4 @@
-"""set_forward_order: ranks that run other units train as the plain model does on the data of all of them."""
+"""With set_forward_order, ranks that run different units train like the plain model on the data of all ranks."""
 
 from typing import Any
 
@@ -63,7 +63,7 @@ def test_compiled_units_train_as_the_plain_model() -> None:
 def test_streams_are_in_order_where_ranks_skip_units(strategy: str) -> None:
     model = Twins(lambda: Routed(4), strategy, shard).model
     rank = dist.get_rank()
-    # The ranks agree on what they use first, once.
+    # The first forward agrees between ranks on the order of use, once.
     loss_of(model, rank, 0, layer_drop(rank, 0)).backward()
     model.zero_grad()
     with certify(model) as check:
@@ -72,7 +72,7 @@ def test_streams_are_in_order_where_ranks_skip_units(strategy: str) -> None:
             model.zero_grad()
     certificate = check.certificate()
     assert certificate.num_conflicts > 5
-    # Whether a parameter that this rank did not use has a gradient is known when all ranks have said so.
+    # Whether an unused parameter has a gradient is known only after all ranks have reported, so the host waits.
     assert certificate.is_clean(["a wait for an event"]), list(certificate.lines())
 
 

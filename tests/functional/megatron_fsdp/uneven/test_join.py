@@ -1,4 +1,4 @@
-"""join(): ranks with fewer batches take part with zeros until all are through."""
+"""With join(), ranks with fewer batches contribute zeros until all ranks have finished."""
 
 from typing import Any
 
@@ -117,7 +117,7 @@ def two_parts() -> nn.Module:
 
 
 @on_ranks(2)
-def test_a_repeated_batch_gives_no_gradient_to_what_it_alone_uses() -> None:
+def test_a_repeated_batch_gives_no_gradient_to_parameters_only_it_uses() -> None:
     twins = Twins(two_parts, shard=fully_shard_whole)
     rank = dist.get_rank()
     own = [(0, False), (1, False)] if rank == 0 else [(0, True)]
@@ -158,7 +158,7 @@ def test_evaluation_counts_each_batch_once() -> None:
 def test_microbatches_are_joined_inside_joined_batches() -> None:
     twins = Twins()
     rank = dist.get_rank()
-    # Rank 2 has one batch alone; others have as many microbatches in each as their rank says.
+    # Rank 2 has a single batch; each other rank has as many microbatches per batch as its rank number.
     with join(twins.model, range(1 if rank == 2 else 2)) as outer:
         for batch, mine in enumerate(outer):
             with join(twins.model, range(1 + rank)) as inner:

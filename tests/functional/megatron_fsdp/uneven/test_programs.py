@@ -1,4 +1,4 @@
-"""Programs in which ranks differ equal the plain model, and fail if a part of the forward order is disabled."""
+"""Programs with different parts on each rank equal the plain model, and fail without a part of the forward order."""
 
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +26,7 @@ IN_EACH_RUN = [(2, "optim_grads_params", 0), (3, "optim_grads", 1), (2, "optim",
     ("world", "strategy", "checkpoints"),
     [pytest.param(*row, marks=() if row in IN_EACH_RUN else pytest.mark.slow) for row in GRID],
 )
-def test_programs_in_which_ranks_differ_equal_the_plain_model(world: int, strategy: str, checkpoints: int) -> None:
+def test_programs_that_differ_between_ranks_equal_the_plain_model(world: int, strategy: str, checkpoints: int) -> None:
     run_ranks(world, run_programs, strategy, checkpoints, timeout=600)
 
 
@@ -49,13 +49,13 @@ def no_reduction(self: Any, progress: Any, place: int) -> None:
 
 
 def no_rest(self: Any) -> Any:
-    """End a forward without the units that come after the last one that ran."""
+    """End a forward without the units that come after the last unit that ran."""
     self._forward.reached = len(self._units)
     return _END_PASS(self)
 
 
 def no_zeros(self: Any) -> None:
-    """Reduce what the packed buffer happens to hold."""
+    """Leave old values in the packed buffer where this rank has no gradient."""
     for index, filled in enumerate(self._filled):
         if not filled:
             self._views[index].fill_(0.5)
@@ -71,7 +71,7 @@ MUTANTS: dict[str, tuple[type, str, Callable[..., Any]]] = {
 
 
 def run_mutant(name: str) -> None:
-    """Run a program with a part left out on the ranks that skip units."""
+    """Run a program with the mutant on the ranks that skip units."""
     kind, method, mutant = MUTANTS[name]
     with mock.patch.object(kind, method, mutant):
         run_program("early_exit", "optim_grads_params", 0)

@@ -1,4 +1,4 @@
-"""unsharded(): forwards inside need no collective, reading is allowed, and changes are kept alike or refused."""
+"""Forwards inside unsharded() need no collective; weights may be read; unequal changes are refused."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ all_strategies = pytest.mark.parametrize("strategy", list(WORLDS))
 
 
 def evaluate_unevenly(twins: Twins, step: int) -> None:
-    """Evaluate another number of batches on each rank."""
+    """Evaluate a different number of batches on each rank."""
     with torch.no_grad(), unsharded(twins.model):
         for number in range(1 + 2 * dist.get_rank()):
             found = squared(twins.model, dist.get_rank(), 10 * step + number)
@@ -180,7 +180,7 @@ def test_writeback_keeps_what_all_ranks_change(strategy: str, dtype: torch.dtype
             list(model.parameters())[1][0] = 3.0
             list(model.parameters())[-1].fill_(0.5)
         squared(twins.model, dist.get_rank(), 0)
-    # Elements that did not change keep their FP32 values.
+    # Unchanged elements keep their FP32 values.
     assert twins.weights_apart() == 0
     if dtype is torch.float32:
         twins.backward(1)
@@ -204,7 +204,7 @@ def test_writeback_keeps_the_remainder_of_split_main_weights() -> None:
 
 @all_strategies
 @ON_THEIR_RANKS
-def test_changes_that_differ_between_ranks_are_dropped_by_name(strategy: str) -> None:
+def test_changes_that_differ_between_ranks_are_refused_by_name(strategy: str) -> None:
     twins = Twins(strategy=strategy)
     words = "the ranks changed weights differently"
     with pytest.raises(MeshError, match=words), torch.no_grad(), unsharded(twins.model, writeback=True):
@@ -277,7 +277,7 @@ def test_methods_that_would_release_weights_are_refused_inside(action: str) -> N
 
 
 @on_ranks(2)
-def test_ranks_that_gather_other_units_are_told_so() -> None:
+def test_ranks_that_gather_different_units_raise_an_error() -> None:
     twins = Twins()
     parts = list(twins.model.layers if hasattr(twins.model, "layers") else twins.model.children())
     with pytest.raises(MeshError, match="other units"), unsharded(twins.model, units=[parts[dist.get_rank()]]):

@@ -55,9 +55,9 @@ def test_the_form_of_five_arguments_gets_shape_stride_module_and_policy() -> Non
     with observe_collectives(calls.append):
         model(torch.randn(3, 8)).sum().backward()
     assert FullFormTensor.seen == ((6, 12), (12, 1), "Linear", torch.float32)
-    # bf16 rows and an int64 for each of 3 ranks, both in pieces of 16 bytes, of two parameters.
+    # The bytes of bf16 rows and of an int64 from each of 3 ranks, both padded to 16 bytes, of two parameters.
     hooked = 3 * (4 * 8 * 2 + 16) + 3 * (2 * 12 * 2 + 16)
-    # All of the model, its root's biases and last layer too, is gathered by one collective.
+    # One collective gathers the whole model, with the root's biases and the last layer.
     (gathered,) = [call.num_bytes for call in calls if call.kind == "all_gather"]
     plain = 4 * (12 + 6 + 6 + 1)
     assert hooked + plain <= gathered <= hooked + plain + 3 * 16 * 4
@@ -65,13 +65,13 @@ def test_the_form_of_five_arguments_gets_shape_stride_module_and_policy() -> Non
 
 @pytest.mark.parametrize("reshard_after_forward", [True, False, 2])
 @on_ranks(4)
-def test_a_class_that_is_done_with_what_was_gathered_trains_without_its_memory(
+def test_a_class_that_releases_gathered_tensors_trains_without_their_memory(
     reshard_after_forward: bool | int,
 ) -> None:
     found, held = [], set()
     for kind in (WireTensor, ReleasingTensor):
         model = make_model(kind)
-        model[2] = nn.Linear(12, 6)  # its rows are not those of four ranks
+        model[2] = nn.Linear(12, 6)  # four ranks have other rows
         for module in (model[0], model):
             fully_shard(module, reshard_after_forward=reshard_after_forward)
         if kind is ReleasingTensor:
@@ -97,7 +97,7 @@ def test_ranks_hold_as_many_rows_whatever_their_size(rows: int, columns: int) ->
 
 
 @on_ranks(2)
-def test_what_a_class_made_of_gathered_tensors_has_no_memory_after_reshard_unless_it_is_kept() -> None:
+def test_unsharded_wrapped_tensors_have_no_memory_after_reshard_unless_kept() -> None:
     model = make_model(ReleasingTensor)
     model[2].weight = nn.Parameter(torch.zeros(6, 12))
     fully_shard(model)
@@ -139,7 +139,7 @@ class Reading(WireTensor):
     ],
 )
 @on_ranks(2)
-def test_what_cannot_be_gathered_is_refused_by_name_on_every_rank(
+def test_hooks_that_return_ungatherable_tensors_are_refused_on_every_rank(
     kind: Any, shape: tuple[int, int], policy: MixedPrecisionPolicy | None, words: str
 ) -> None:
     model = nn.Sequential(nn.Linear(shape[1], shape[0]))

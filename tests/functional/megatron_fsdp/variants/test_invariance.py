@@ -41,7 +41,7 @@ WIRES = {"fp32": None, "bf16": torch.bfloat16}
 
 
 def counted(leaves: list[torch.Tensor]) -> torch.Tensor:
-    """Return the sum in the binary counter's order, said another way: powers of two, halves first."""
+    """Return the sum in the binary counter's order, computed in another way: by powers of two, halves first."""
     if len(leaves) == 1:
         return leaves[0]
     block = 1 << (len(leaves).bit_length() - 1)
@@ -63,7 +63,7 @@ class MinusZero(torch.autograd.Function):
 
 
 class Block(nn.Module):
-    """A layer of odd sizes, and a gain of one element, which most ranks hold nothing of."""
+    """A layer of odd sizes, and a gain of one element, which most ranks have no part of."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class Net(nn.Module):
         self.entry, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
         self.head.weight = self.entry.weight
         self.blocks = nn.ModuleList(Block(hidden) for _ in range(3))
-        # Of a unit that no loss reaches.
+        # The weight of a unit outside the loss.
         self.idle = nn.Linear(3, 1)
 
     def forward(self, x: torch.Tensor, call: Callable[..., torch.Tensor], number: int) -> torch.Tensor:
@@ -101,7 +101,7 @@ class Net(nn.Module):
 
 
 class Broken(RuntimeError):
-    """What a backward raises here."""
+    """The error that backward raises here."""
 
 
 class Fail(torch.autograd.Function):
@@ -121,7 +121,7 @@ def plainly(block: nn.Module, x: torch.Tensor, number: int, index: int) -> torch
 
 
 def block_left_out(block: nn.Module, x: torch.Tensor, number: int, index: int) -> torch.Tensor:
-    """Microbatches 0, 1, 4, 5, ... leave out the middle block, and nobody uses the last one after the sixth."""
+    """Skip the middle block in microbatches 0, 1, 4, 5, ..., and the last block after the sixth microbatch."""
     result: torch.Tensor = block(x, skips=(index == 1 and number % 4 in (0, 1)) or (index == 2 and number > 5))
     return result
 
@@ -146,11 +146,11 @@ USES = {use.__name__: use for use in (plainly, block_left_out, layer_left_out, n
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What is done on which mesh, by which strategy, with what on the wire.
+    """A kind of training on a mesh, with a strategy and a reduce dtype.
 
     Attributes:
-        use: of ``USES``. what: "", "frozen", "fused", "broken" (a backward raises, and the step begins anew), "taken"
-            (somebody keeps gradients) or "wide" (matrices are large enough for 8-bit moments).
+        use: of ``USES``. what: "", "frozen", "fused", "broken" (a backward raises, and the step begins again), "taken"
+            (the caller keeps gradients) or "wide" (matrices are large enough for 8-bit moments).
     """
 
     use: str = "plainly"
@@ -161,7 +161,7 @@ class Run:
 
 
 def loss_of(model: nn.Module, run: Run, step: int, number: int) -> torch.Tensor:
-    """Return a sum over as many samples as the microbatch's number says."""
+    """Return a sum over some samples, as many as the microbatch's number."""
     x = torch.randn(1 + number % 4, WIDTH, generator=torch.Generator().manual_seed(100 * step + number))
     output: torch.Tensor = model(x, USES[run.use], number)
     return output.square().sum()
@@ -198,7 +198,7 @@ def plain(run: Run) -> list[dict[str, torch.Tensor]]:
 
 
 def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Return the bits of gradients, then take a step and return those of weights and moments too."""
+    """Return the bits of gradients; take a step; return the bits of weights and moments."""
     found = {}
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
@@ -271,8 +271,8 @@ CASES = [
 ]
 
 
-# Each use on three ranks, where most shards of a gain are empty, and on one other mesh, with one dtype on the wire by
-# turns; all of them nightly.
+# Each use runs on three ranks, where most shards of a gain are empty, and on one other mesh, with alternating reduce
+# dtypes. The nightly tests run all combinations.
 GRID = [(*case, *mesh, wire) for case in CASES for mesh in SHARDED for wire in WIRES]
 BOTH = ("fp32", "bf16")
 QUICK = [(*case, *SHARDED[2], BOTH[number % 2]) for number, case in enumerate(CASES)]
@@ -344,12 +344,12 @@ REFUSED: dict[str, Callable[[Any], None]] = {
 
 @pytest.mark.parametrize("words", REFUSED)
 @on_ranks(2)
-def test_what_would_cost_the_order_is_refused_by_name(words: str) -> None:
+def test_options_that_contradict_invariant_reduction_are_refused_by_name(words: str) -> None:
     with pytest.raises((StateError, ConfigError), match=words):
         REFUSED[words](sharded(Run(mesh=(2,))))
 
 
-# ---------------------------------------------------------------- what it takes
+# ---------------------------------------------------------------- memory and traffic
 
 
 PRICED = [((1,), "optim_grads_params", "fp32"), ((3,), "optim_grads_params", "bf16"), ((4,), "no_shard", "fp32"),
@@ -358,7 +358,7 @@ PRICED = [((1,), "optim_grads_params", "fp32"), ((3,), "optim_grads_params", "bf
 
 
 class NewMemory(TorchDispatchMode):
-    """Adds up the bytes of what operators return in memory that they were not given."""
+    """Count the bytes of newly allocated memory that operators return."""
 
     num_bytes = 0
 
@@ -375,7 +375,7 @@ class NewMemory(TorchDispatchMode):
 
 @pytest.mark.parametrize(("mesh", "strategy", "wire"), PRICED)
 @on_ranks(lambda mesh: torch.Size(mesh).numel())
-def test_bytes_held_and_sent_are_those_that_explain_says(mesh: tuple[int, ...], strategy: str, wire: str) -> None:
+def test_allocated_and_sent_bytes_equal_explains(mesh: tuple[int, ...], strategy: str, wire: str) -> None:
     policy = MixedPrecisionPolicy(reduce_dtype=WIRES[wire], reduction="invariant")
     model = Twins(lambda: Headed(three_blocks(), outputs=3), strategy, mesh=make_mesh(mesh), mp_policy=policy).model
     for unit in units_of(model):
@@ -399,7 +399,7 @@ def test_bytes_held_and_sent_are_those_that_explain_says(mesh: tuple[int, ...], 
         peak = meter.peak_bytes
         for parameter in model.parameters():
             parameter.grad = None
-    # Once the optimizer has what is whole there is no memory for that.
+    # Once the optimizer has the final gradients, their memory is free.
     assert memory.num_bytes == 0
     report = explain(model, num_microbatches=NUM_MICROBATCHES // torch.Size(mesh).numel())
     assert peak - at_rest == max(report.forward_peak.num_bytes, report.backward_peak.num_bytes)

@@ -1,4 +1,4 @@
-"""``reduction="invariant"`` on all numbers of ranks, strategies, wires and optimizers, against one rank, to the bit."""
+"""``reduction="invariant"`` on many ranks, strategies, dtypes and optimizers equals one rank to the bit."""
 
 import functools
 
@@ -46,14 +46,14 @@ def norm_of(kind: str, optimizer: torch.optim.Optimizer, model: nn.Module) -> to
 
 
 def clipped_by_torch(model: nn.Module) -> torch.Tensor:
-    """Clip, by one tensor or all at once, and return the sum of the norm and those of the gradients."""
+    """Clip, by one tensor or all at once; return the total norm plus the sum of the single norms."""
     each = [torch.linalg.vector_norm(p.grad) for p in model.parameters() if p.grad is not None]
     norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1, foreach=False if each[0] > 0.1 else None)
     return torch.stack([whole(value, value).clone() for value in (norm, *each)]).sum()
 
 
 def trained(kind: str, run: Run) -> Trained:
-    """Return the norms of all steps, one of which is skipped for gradients that are not finite; weights and moments."""
+    """Return the norms of all steps, including one skipped for non-finite gradients; weights and moments."""
     model = sharded(run, moments="int8" if "int8" in kind else None)
     optimizer, norms, values = made(kind, model), [], {}
     for step in range(NUM_STEPS):
@@ -82,7 +82,7 @@ SHARDED = [
 GRID = [(optimizer, wire, *sharded) for optimizer in OPTIMIZERS for wire in WIRES for sharded in SHARDED]
 
 
-# By day every value, and every optimizer on three ranks.
+# `make test` runs every value once, and every optimizer on three ranks.
 QUICK = list(dict.fromkeys([*covering(GRID, strength=1), *((name, "bf16", (3,), FLAT[-1]) for name in OPTIMIZERS)]))
 
 

@@ -1,4 +1,4 @@
-"""Weights that travel in 8 bits have the values that the formula gives, on any number of ranks."""
+"""Weights gathered in 8 bits have the values given by the formula, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.harness.oracle import whole
 
 
 class Net(nn.Module):
-    """Matrices, an expert weight, and biases, which travel whole."""
+    """Matrices, an expert weight, and biases, which are gathered unpacked."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Net(nn.Module):
 
 @dataclass(frozen=True)
 class Job:
-    """Units besides the root, whether on two axes, whether rows may be cut anywhere."""
+    """The number of units other than the root, whether the mesh has two axes, and whether rows may be cut anywhere."""
 
     units: tuple[str, ...] = ()
     is_hybrid: bool = False
@@ -82,7 +82,7 @@ def train(job: Job) -> tuple[list[float], dict[str, torch.Tensor]]:
 
 
 def used_weights(job: Job) -> tuple[dict[str, torch.Tensor], ...]:
-    """Return main weights, and what compute sees in forward and in backward."""
+    """Return main weights, and the weights that compute uses in forward and in backward."""
     model = job.build()
     seen: list[dict[str, torch.Tensor]] = []
 
@@ -96,7 +96,7 @@ def used_weights(job: Job) -> tuple[dict[str, torch.Tensor], ...]:
         note()
         output = forward(self, x)
         output.register_hook(lambda _: note())
-        # Behind the output, whose hook gathers.
+        # This hook runs behind the output's hook, which gathers.
         return output.clone()
 
     with mock.patch.object(Net, "forward", noted):
@@ -105,7 +105,7 @@ def used_weights(job: Job) -> tuple[dict[str, torch.Tensor], ...]:
 
 
 def traffic(job: Job) -> tuple[list[str], list[str], int, int]:
-    """Return the collectives of one step as observed and as ``explain`` says, and the bytes at rest by both."""
+    """Return the collectives of one step, observed and from ``explain``; and the bytes at rest from both."""
     before = memory_meter().current_bytes
     model = job.build()
     rest = memory_meter().current_bytes - before
@@ -136,7 +136,7 @@ def test_any_ranks_and_units_train_to_the_same_bits() -> None:
 
 
 def in_blocks(weight: torch.Tensor) -> torch.Tensor:
-    """Return the multiples of largest / 127, in blocks of 256 elements, that are nearest."""
+    """Return the nearest multiples of largest / 127, in blocks of 256 elements."""
     parts = []
     for block in weight.flatten().split(256):
         scale = block.abs().max() / 127.0
@@ -164,7 +164,7 @@ def test_a_gather_takes_a_byte_and_scales_per_element_as_explain_says() -> None:
     largest = max(int(call.split()[1]) for call in calls if call.startswith("all_gather"))
     parameters = list(Net().parameters())
     numel = sum(p.numel() for p in parameters if p.ndim > 1)
-    # The others travel with them, in bf16, in shards that begin at multiples of 16 bytes.
+    # The biases are gathered with them in bf16; their shards begin at multiples of 16 bytes.
     others = 2 * sum(p.numel() for p in parameters if p.ndim == 1)
     assert numel <= largest - others <= 1.035 * numel + 2 * 256 * len(parameters)
 

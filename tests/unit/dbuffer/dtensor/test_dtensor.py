@@ -45,7 +45,7 @@ def test_a_flattened_mesh_counts_shards_with_its_last_axis_as_the_major_one() ->
     assert [placement.rows_of(rank).start // 2 for rank in range(6)] == [0, 2, 4, 1, 3, 5]
 
 
-def test_it_equals_a_plain_shard_of_the_first_dimension_only() -> None:
+def test_a_flat_placement_equals_a_plain_shard_of_the_first_dimension_only() -> None:
     placement = RaggedShard(FlatRows(0, 6, 3, 4))
     assert placement == Shard(0)
     assert Shard(0) == placement

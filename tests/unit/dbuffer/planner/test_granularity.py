@@ -20,7 +20,7 @@ from dbuffer.planner.granularity import (
 
 
 def is_legal(offset: int, numel: int, unit: int, shard: int) -> bool:
-    """Say whether every boundary strictly inside the tensor lies between units, looking at each inner position."""
+    """Return whether every boundary strictly inside the tensor lies between units, by checking each inner position."""
     return all(cut % unit == 0 for cut in range(1, numel) if (offset + cut) % shard == 0)
 
 

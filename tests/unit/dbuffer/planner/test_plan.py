@@ -34,7 +34,7 @@ def element_plans(draw: st.DrawFn) -> Plan:
 
 
 def written_out(layout: Plan) -> list[tuple[int, int] | None]:
-    """Return for each element of the buffer which element of which tensor it holds, None for padding."""
+    """Return for each element of the buffer its tensor and position there, None for padding."""
     buffer: list[tuple[int, int] | None] = [None] * layout.numel
     for tensor, shape in enumerate(layout.shapes):
         for element in range(math.prod(shape)):

@@ -84,7 +84,7 @@ def test_small_plans_are_legal_nearly_optimal_and_claim_no_more_than_there_is(
     layout = plan(shapes, num_shards, granularity=cuts, alignment_bytes=4 * alignment, itemsize=4)
     assert fault_of(layout) == ""
     optimum = shortest_shard(shapes, cuts, num_shards, alignment)
-    # Of 600 random draws like these 566 were optimal, and the worst was half as long again.
+    # Among 600 random draws like these 566 plans were optimal, and the worst was half as long again.
     assert layout.lower_bound_numel <= optimum * num_shards <= layout.numel <= 2 * optimum * num_shards
 
 
@@ -129,21 +129,21 @@ def test_plans_and_regions_of_ugly_shapes_are_legal_and_hold_every_tensor_once(
     assert sum(region.plan.numel for region in regions) <= one.numel
 
 
-def test_whole_experts_explode_at_64_shards_and_rows_cure_it() -> None:
+def test_whole_experts_pad_heavily_at_64_shards_and_rows_do_not() -> None:
     experts = [(8, 28672, 4096), (8, 4096, 14336)]
     with pytest.raises(LayoutError, match="blocks of 28672 rows of 4096 in tensor 0"):
         plan(experts, 64, granularity=[Block(28672), Block(4096)])
     assert plan(experts, 64).padding_ratio == 0
 
 
-def test_a_tensor_kept_whole_is_named_as_what_binds() -> None:
+def test_a_tensor_kept_whole_is_named_as_binding() -> None:
     with pytest.warns(PaddingWarning, match=r"all 1048576 elements in tensor 1 of shape \(1024, 1024\)"):
         layout = plan([(8, 1024), (1024, 1024)], 2, granularity=[Row(), Whole()])
     assert layout.numel == 2 * 1024 * 1024
 
 
 @pytest.mark.parametrize("num_shards", [1, 2, 3, 64])
-def test_the_order_of_use_is_kept_where_it_costs_nothing(num_shards: int) -> None:
+def test_the_order_of_use_is_kept_if_that_needs_no_padding(num_shards: int) -> None:
     offsets = plan(LLAMA, num_shards).offsets
     assert list(offsets) == sorted(offsets)
 
@@ -180,7 +180,7 @@ def test_starts_at_multiples_of_128_bytes_cost_nothing(shapes: list[Shape], num_
     assert misaligned <= strictly_misaligned or shard * num_shards - sum(map(math.prod, shapes)) < 64 * len(shapes)
 
 
-def test_tensors_start_at_multiples_of_128_bytes_where_there_is_room() -> None:
+def test_tensors_start_at_multiples_of_128_bytes_if_possible() -> None:
     shapes = [(3, 24), (9,), (5, 56), (3, 1024)]
     assert shard_and_misaligned(shapes, 2, 16)[1] > 0
     assert shard_and_misaligned(shapes, 2, 128)[1] == 0
@@ -218,7 +218,7 @@ def test_alignment_follows_the_item_size() -> None:
         ({"max_regions": 0}, "max_regions is 0"),
     ],
 )
-def test_nonsense_is_refused_with_what_was_wanted(arguments: dict[str, object], message: str) -> None:
+def test_invalid_values_are_refused_with_the_expected_ones(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(LayoutError, match=message):
         plan_regions(**{"shapes": [(4, 4)], "num_shards": 2, **arguments})  # type: ignore[arg-type]
 

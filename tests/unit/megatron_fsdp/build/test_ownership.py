@@ -24,7 +24,7 @@ class Outer(nn.Module):
 
 
 def names(*modules: nn.Module, nested: str | None = None, ignored: tuple[str, ...] = ()) -> list[str]:
-    """Return what a unit of modules owns; ``nested`` is a unit inside of the first one."""
+    """Return the names that a unit of modules owns; ``nested`` is a unit inside of the first module."""
     if nested is not None:
         modules[0].get_submodule(nested)._fsdp_unit = "as fully_shard leaves it"
     left_out = tuple(modules[0].get_parameter(name) for name in ignored)
@@ -68,7 +68,7 @@ def test_a_tied_weight_is_owned_once_with_every_site() -> None:
     ]
 
 
-def test_one_module_in_two_places_has_one_site_and_a_weight_tied_between_two_modules_of_a_list_has_two() -> None:
+def test_a_shared_module_has_one_site_and_a_tied_weight_has_two() -> None:
     shared = nn.Linear(3, 3)
     weight, _ = collect_parameters([nn.ModuleList([shared, shared])], ())
     assert len(weight.param_module_infos) == 1
@@ -95,9 +95,7 @@ def test_a_parameter_that_a_unit_has_taken_names_that_unit() -> None:
         ("norm.weight", torch.ones(5, dtype=torch.complex64), "is complex .*view_as_real.*ignored_params"),
     ],
 )
-def test_a_parameter_without_rows_of_real_numbers_is_refused_by_name_unless_it_is_ignored(
-    place: str, value: torch.Tensor, words: str
-) -> None:
+def test_a_scalar_or_complex_parameter_is_refused_unless_ignored(place: str, value: torch.Tensor, words: str) -> None:
     model = Outer()
     setattr(model.get_submodule(place.rpartition(".")[0]), place.rpartition(".")[2], nn.Parameter(value))
     with pytest.raises(ConfigError, match=f"Outer: parameter '{place}' {words}"):
@@ -111,10 +109,10 @@ def asked(shape: tuple[int, ...], granularity: GranularityChoice) -> Granularity
 
 ROWS = (7, 3, 5)
 CUTS: list[tuple[tuple[int, ...], GranularityChoice, Granularity]] = [
-    # Without a wish between slices of the first dimension.
+    # Without a granularity, cuts lie between slices of the first dimension.
     ((7,), None, Row()), ((7, 3), None, Row()), (ROWS, None, Block(3)), ((7, 2, 3, 5), None, Block(6)),
     ((7, 0, 5), None, Row()),
-    # As asked, also coarser; a function may decide or leave it.
+    # The granularity is used as given, even if it is coarser; a function may choose one or return None for the default.
     ((7,), Element(), Element()), ((7, 1), Element(), Element()), (ROWS, Row(), Row()), (ROWS, Block(2), Block(2)),
     (ROWS, Block(200), Block(200)), ((5,), Whole(), Whole()),
     ((7, 3), lambda p: Block(2) if p.ndim == 2 else None, Block(2)),
@@ -123,7 +121,9 @@ CUTS: list[tuple[tuple[int, ...], GranularityChoice, Granularity]] = [
 
 
 @pytest.mark.parametrize(("shape", "wish", "wanted"), CUTS)
-def test_parameters_are_cut_as_asked(shape: tuple[int, ...], wish: GranularityChoice, wanted: Granularity) -> None:
+def test_parameters_are_cut_by_the_given_granularity(
+    shape: tuple[int, ...], wish: GranularityChoice, wanted: Granularity
+) -> None:
     assert asked(shape, wish) == wanted
 
 

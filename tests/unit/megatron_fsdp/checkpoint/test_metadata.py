@@ -28,7 +28,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "step"
 
 
-def test_it_says_what_pytorchs_own_reader_says(folder: Path) -> None:
+def test_metadata_equals_that_of_pytorchs_reader(folder: Path) -> None:
     ours, theirs = read_metadata(folder), FileSystemReader(folder).read_metadata()
     assert ours.state_dict_metadata == theirs.state_dict_metadata
     assert ours.storage_data == theirs.storage_data
@@ -55,7 +55,7 @@ class Call:
         (io.FileIO, ("x",), "_io.FileIO"),
     ],
 )
-def test_a_call_of_anything_is_refused_by_name_and_not_made(
+def test_a_pickled_call_is_refused_by_name_and_not_made(
     folder: Path, function: Any, args: tuple[Any, ...], name: str
 ) -> None:
     metadata = read_metadata(folder)

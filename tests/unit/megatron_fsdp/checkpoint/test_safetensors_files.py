@@ -27,7 +27,7 @@ TENSORS = {
 
 
 def read(path: Path) -> dict[str, torch.Tensor]:
-    """Read all tensors, in the shapes and dtypes that the files say they have."""
+    """Read all tensors in the shapes and dtypes given in the files."""
     opened = open_folder(path, {})
     found = {
         name: torch.full(entry.size, 7, dtype=entry.properties.dtype)
@@ -49,7 +49,7 @@ def test_the_library_reads_what_was_written(tmp_path: Path) -> None:
     assert same(load_file(tmp_path / SINGLE), TENSORS)
 
 
-def test_what_the_library_wrote_is_read(tmp_path: Path) -> None:
+def test_files_written_by_the_safetensors_library_are_read(tmp_path: Path) -> None:
     save_file(TENSORS, tmp_path / SINGLE)
     assert same(read(tmp_path), TENSORS)
     assert same(read(tmp_path / SINGLE), TENSORS)
@@ -75,7 +75,7 @@ def test_files_end_before_the_size_and_the_index_says_what_is_where(tmp_path: Pa
     assert same(read(tmp_path), TENSORS)
 
 
-def test_a_tensor_larger_than_a_file_gets_one_of_its_own(tmp_path: Path) -> None:
+def test_a_tensor_larger_than_the_file_size_gets_its_own_file(tmp_path: Path) -> None:
     write_folder(tmp_path, TENSORS, TENSORS.__getitem__, max_file_bytes=1)
     assert len(list(tmp_path.glob("model-*.safetensors"))) == len(TENSORS)
 

@@ -1,4 +1,4 @@
-"""A run's folder of checkpoints: which are whole, which is the latest, which are kept; one process, no group."""
+"""A run's folder of checkpoints: which are complete, which is the latest, and which are kept; without ranks."""
 
 import os
 import re
@@ -81,7 +81,7 @@ def test_only_the_newest_are_kept(tmp_path: Path, keep_last: int) -> None:
     ]
 
 
-def test_a_run_that_was_wound_back_keeps_what_it_saves(tmp_path: Path) -> None:
+def test_a_run_restarted_from_an_earlier_step_keeps_its_new_checkpoints(tmp_path: Path) -> None:
     series = CheckpointSeries(tmp_path)
     save_steps(series, 1, 9)
     save_steps(series, 2, 3, keep_last=1)
@@ -107,7 +107,7 @@ def test_keeping_none_is_refused_before_anything_is_written(tmp_path: Path, keep
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_newest_whole_checkpoint_is_loaded_and_damaged_ones_are_said(tmp_path: Path) -> None:
+def test_the_newest_whole_checkpoint_is_loaded_and_damaged_ones_reported(tmp_path: Path) -> None:
     series = CheckpointSeries(tmp_path)
     save_steps(series, 1, 2, 3)
     damage(series.path(3))
@@ -162,7 +162,7 @@ def test_a_failed_save_leaves_the_pointer_at_the_one_before(tmp_path: Path) -> N
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["latest", "step_0000001"]
 
 
-def test_a_deletion_that_was_cut_off_leaves_no_half_checkpoint_and_is_finished_by_the_next(tmp_path: Path) -> None:
+def test_an_interrupted_deletion_leaves_no_half_checkpoint_and_is_finished_later(tmp_path: Path) -> None:
     series = CheckpointSeries(tmp_path)
     save_steps(series, 1, 2)
     with (

@@ -98,7 +98,9 @@ def test_export_replaces_files_with_force_alone(checkpoint: Path, capsys: pytest
 
 
 @pytest.mark.parametrize("action", ["inspect", "verify"])
-def test_what_is_no_checkpoint_is_an_error(tmp_path: Path, action: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_path_without_a_checkpoint_is_an_error(
+    tmp_path: Path, action: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert command(action, tmp_path) == 1
     assert capsys.readouterr().err.startswith(f"megatron-fsdp checkpoint {action}: ")
 
@@ -119,7 +121,7 @@ def test_export_writes_each_parameter_once_under_the_mapped_name(checkpoint: Pat
     assert torch.equal(found["model.layers.1.mlp.weight"], model.blocks[1].weight)
 
 
-def test_export_splits_and_converts_as_asked(checkpoint: Path) -> None:
+def test_export_splits_and_converts_by_its_options(checkpoint: Path) -> None:
     output = checkpoint.parent / "hf"
     assert command("export", checkpoint, output, "--dtype", "bfloat16", "--max-file-size", "40B") == 0
     files = sorted(output.glob("model-*-of-00003.safetensors"))

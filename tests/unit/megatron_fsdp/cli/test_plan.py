@@ -62,7 +62,7 @@ FACTORY = ("plan", "--factory", f"{__name__}:make_model", "--mesh", "4")
 
 @functools.cache
 def run(*arguments: str) -> str:
-    """Return what the command prints."""
+    """Return the command's output."""
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         assert main(arguments) == 0
     return printed.getvalue()
@@ -135,7 +135,7 @@ def test_four_numbers_of_fp32_make_sixteen_bytes_a_parameter() -> None:
         ("--dtype=fp32", "main weights", 1),
     ],
 )
-def test_an_option_changes_the_part_of_memory_it_is_about(option: str, part: str, factor: float) -> None:
+def test_each_option_changes_its_part_of_memory(option: str, part: str, factor: float) -> None:
     def size(*options: str) -> int:
         return parts_of(plan_of(*GPT2, *options))[part]
 
@@ -148,8 +148,8 @@ def test_a_strategy_for_one_axis_keeps_replicas_on_the_outer_of_two() -> None:
     assert {total["axis"] for total in one["report"]["collectives"]} == {"outer", "inner"}
 
 
-def test_a_unit_of_70b_parameters_on_16384_ranks_takes_no_longer_to_plan_than_a_small_one() -> None:
-    # The processor's time: others may use the machine.
+def test_planning_time_does_not_grow_with_parameters_and_ranks() -> None:
+    # Measure CPU time, because other processes may use the machine.
     def spent(*words: str) -> float:
         before = time.process_time()
         run.__wrapped__("plan", *words)
@@ -176,7 +176,7 @@ def test_units_of_every_model_are_gathered_and_reduced_once_each_in_worlds_of_an
         counts[each["phase"], each["kind"]] += each["count"]
     if mesh == "2048x8":
         assert counts.pop(("backward", "all_reduce")) == units
-    # The last unit of forward waits for its backward with its weights.
+    # The last unit of forward keeps its weights for its backward.
     assert counts == {
         ("forward", "all_gather"): units,
         ("backward", "all_gather"): units - 1,
@@ -192,7 +192,7 @@ def test_the_page_of_a_stage_says_that_stages_are_counted_from_0() -> None:
 @pytest.mark.parametrize(
     ("found", "words"), [(2.0, "2 s"), (1.84e-10, "0 s"), (0.0, "0 s"), (2e-9, "0.002 us"), (0.0123, "12.3 ms")]
 )
-def test_what_rounding_leaves_of_a_time_is_shown_as_nothing(found: float, words: str) -> None:
+def test_a_time_that_rounds_to_zero_is_shown_as_none(found: float, words: str) -> None:
     assert format_seconds(found) == words
     assert Table.of([{"exposed_seconds": found}]).rows[1][0] == ("-" if words == "0 s" else words)
 
@@ -275,7 +275,7 @@ def test_activations_that_were_measured_count_per_sequence() -> None:
         (f"--factory {__name__}:few_long_rows --mesh 64", "padding makes"),
     ],
 )
-def test_what_makes_no_sense_is_refused_with_the_cure(
+def test_contradictory_options_are_refused_with_the_fix(
     capsys: pytest.CaptureFixture[str], arguments: str, message: str
 ) -> None:
     try:
@@ -314,7 +314,7 @@ def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None
     ("arguments", "message"),
     [([], "no command given; there are plan"), (["plane"], "'plane' is no command; did you mean plan? There are plan")],
 )
-def test_an_unknown_command_is_refused_with_those_there_are(
+def test_an_unknown_command_is_refused_with_a_list_of_commands(
     capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
@@ -364,6 +364,6 @@ def test_amounts_are_read_as_they_are_written(read: Callable[[str], object], tex
         (mesh_sizes, "1x2x3"),
     ],
 )
-def test_what_is_no_amount_is_refused_with_an_example(read: Callable[[str], object], text: str) -> None:
+def test_a_malformed_amount_is_refused_with_an_example(read: Callable[[str], object], text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match=r"write (it as|64) "):
         read(text)

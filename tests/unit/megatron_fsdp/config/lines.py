@@ -1,4 +1,4 @@
-"""Command lines as the flags of Megatron read them, and meshes as a config does."""
+"""Command lines with Megatron's flags, and meshes as a config reads them."""
 
 import argparse
 from types import SimpleNamespace
@@ -20,7 +20,7 @@ def config(line: str) -> FsdpConfig:
 
 
 def mesh(*shape: int, device_type: str = "cpu") -> Any:
-    """Return what a config reads of a device mesh."""
+    """Return the attributes of a device mesh that a config reads."""
     sizes = SimpleNamespace(ndim=len(shape), device_type=device_type)
     sizes.size = lambda axis=None: shape[axis] if axis is not None else torch.Size(shape).numel()
     return sizes

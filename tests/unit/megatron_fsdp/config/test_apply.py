@@ -24,7 +24,7 @@ LAYER = 56
         (10**9, [4, 3, 2, 1, 0], [0, 1, 2, 3, 4]),
     ],
 )
-def test_units_are_taken_until_they_hold_the_number_and_there_is_always_one(
+def test_units_are_prefetched_up_to_the_number_but_always_one(
     size: int, forward: list[int], backward: list[int]
 ) -> None:
     given, mesh = config(f"--suggested-communication-unit-size {size}"), init_device_mesh("cpu", (1,))
@@ -35,7 +35,7 @@ def test_units_are_taken_until_they_hold_the_number_and_there_is_always_one(
     units = [layer._fsdp_unit for layer in layers]
     assert [len(unit.forward_prefetch) for unit in units] == forward
     assert [len(unit.backward_prefetch) for unit in units] == backward
-    # The nearest first.
+    # The nearest unit first.
     for place, unit in enumerate(units):
         ahead = [units.index(other()) - place for other in unit.forward_prefetch]
         behind = [place - units.index(other()) for other in unit.backward_prefetch]

@@ -36,8 +36,8 @@ def test_the_explanation_has_the_dtypes_and_each_flag_that_acts() -> None:
     ]
 
 
-def test_every_flag_that_acts_is_explained_when_it_is_given() -> None:
-    # Beside --bf16, without which it does nothing.
+def test_every_flag_with_an_effect_is_explained_when_given() -> None:
+    # The flag has no effect without --bf16.
     reduces = FsdpConfig(bf16=True, grad_reduce_in_bf16=True)
     for flag in (flag for flag in FLAGS if not flag.is_silent):
         given = reduces if flag.dest == "grad_reduce_in_bf16" else given_alone(flag)[0]
@@ -60,7 +60,7 @@ def test_the_explanation_holds_the_dtype(line: str, decision: str) -> None:
 
 
 SAMPLES = {int: 2, float: 0.25, str: "a/b", tuple: ("first", "second")}
-# Beside these a flag is not refused.
+# Flags that are refused without other settings, and these settings.
 NEEDED = {
     "--fsdp-manual-registration": {"nccl_ub": True},
     "--overlap-param-gather": {"overlap_grad_reduce": True},
@@ -70,7 +70,7 @@ NEEDED = {
 
 
 def given_alone(flag: Flag) -> tuple[FsdpConfig, FsdpConfig, str]:
-    """Return the config with one flag given, the same without it, and the flag as it was given."""
+    """Return the config with one flag set, the same config without it, and the flag as written on a command line."""
     value: Any = not flag.default if flag.kind is bool else SAMPLES.get(flag.kind)
     if flag.choices:
         value = next(choice for choice in flag.choices if choice not in (flag.default, "torch", "torch_dcp"))
@@ -79,7 +79,7 @@ def given_alone(flag: Flag) -> tuple[FsdpConfig, FsdpConfig, str]:
 
 
 @pytest.mark.parametrize("flag", [flag for flag in FLAGS if flag.is_silent], ids=lambda flag: flag.name)
-def test_a_flag_that_does_nothing_here_says_so_once_with_the_reason(flag: Flag) -> None:
+def test_a_flag_without_effect_is_noticed_once_with_the_reason(flag: Flag) -> None:
     given, without, spelled = given_alone(flag)
     (notice,) = set(given.notices()) - set(without.notices())
     assert notice == f"{spelled} does nothing here; {flag.effect.value}: {flag.here}"
@@ -118,7 +118,7 @@ def test_flags_that_are_acted_on_give_no_notice(line: str) -> None:
         (f"--fp16 {WIRE} bf16 {FUSION}", f"{FUSION} does nothing here; gradients of fp16 weights are packed as"),
     ],
 )
-def test_a_flag_that_the_other_flags_leave_without_effect_says_so(line: str, notice: str) -> None:
+def test_a_flag_without_effect_because_of_other_flags_is_noticed(line: str, notice: str) -> None:
     (found,) = config(line).notices()
     assert found.startswith(notice)
 

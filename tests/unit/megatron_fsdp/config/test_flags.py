@@ -13,7 +13,7 @@ from megatron_fsdp.config.flags import FLAGS, Flag, add_megatron_fsdp_args
 from megatron_fsdp.errors import ConfigError
 from tests.unit.megatron_fsdp.config.lines import config, namespace
 
-# As Megatron-LM documents them: attributes by their defaults.
+# Megatron-LM's documented defaults, and the attributes with each default.
 _BY_DEFAULT: list[tuple[Any, str]] = [
     (
         False,
@@ -68,7 +68,7 @@ CHOICES = {
     "--dist-ckpt-strictness": "assume_ok_unexpected log_unexpected log_all raise_unexpected raise_all "
     "return_unexpected return_all ignore_all",
 }
-# Those whose attribute is not the flag with underscores.
+# Flags whose attribute is not the flag with underscores.
 OTHER_ATTRIBUTES = {
     "--use-nccl-ub": ("nccl_ub", True),
     "--torch-fsdp2-no-reshard-after-forward": ("torch_fsdp2_reshard_after_forward", False),
@@ -157,7 +157,7 @@ def refusal(line: str) -> str:
     return str(caught.value)
 
 
-# By rule: a line that breaks it, how the message starts, and a line next to it that is fine.
+# Per rule, a line that breaks it, the start of the message, and a similar line that is allowed.
 LINES = """
 --use-megatron-fsdp --use-torch-fsdp2
   --use-megatron-fsdp contradicts --use-torch-fsdp2:
@@ -218,7 +218,7 @@ CONTRADICTIONS = [[line.strip() for line in rule.splitlines()] for rule in re.sp
 
 
 @pytest.mark.parametrize(("broken", "message", "fine"), CONTRADICTIONS, ids=lambda value: value)
-def test_a_contradiction_is_refused_once_with_both_flags_and_the_set_next_to_it_is_not(
+def test_a_contradiction_is_refused_with_both_flags_and_a_similar_legal_line_is_not(
     broken: str, message: str, fine: str
 ) -> None:
     found = refusal(broken)

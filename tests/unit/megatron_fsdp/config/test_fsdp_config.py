@@ -54,7 +54,7 @@ def test_one_gpu_queue_is_refused_on_a_mesh_of_gpus(monkeypatch: pytest.MonkeyPa
         FsdpConfig().fully_shard_kwargs(mesh(4, device_type="cuda"))
 
 
-def test_there_is_a_field_with_its_default_for_every_flag_and_one_for_hugging_face_s_settings() -> None:
+def test_every_flag_has_a_field_with_its_default() -> None:
     found = {field.name: getattr(FsdpConfig(), field.name) for field in dataclasses.fields(FsdpConfig)}
     wanted = {**{flag.dest: flag.default for flag in FLAGS}, "use_megatron_fsdp": True, "hugging_face": None}
     assert list(found.items()) == list(wanted.items())
@@ -200,11 +200,11 @@ def test_the_dtypes_follow_megatron_s_rules(line: str, dtypes: tuple[torch.dtype
 
 
 @pytest.mark.parametrize(("line", "fuses"), [("", "wide"), ("--bf16 --no-gradient-accumulation-fusion", False)])
-def test_the_policy_fuses_unless_told_otherwise(line: str, fuses: str | bool) -> None:
+def test_the_policy_fuses_by_default(line: str, fuses: str | bool) -> None:
     assert config(line).mixed_precision_policy().fuse_weight_gradients == fuses
 
 
-# Of bf16 weights: the dtypes of main weights and of main gradients, and of what travels.
+# For bf16 weights, the dtypes of main weights, of main gradients, and of reductions.
 @pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize(
     ("line", "dtypes"),

@@ -35,7 +35,7 @@ def settings(source: Any) -> HfSettings:
         {"sharding_strategy": "1", "version": "1"},
     ],
 )
-def test_what_is_the_default_changes_nothing(given: dict[str, Any]) -> None:
+def test_default_settings_change_nothing(given: dict[str, Any]) -> None:
     config = FsdpConfig.from_hf(given)
     assert config.hugging_face == HfSettings()
     assert config.is_zero3
@@ -124,7 +124,9 @@ def test_an_unknown_key_is_refused_with_the_nearest_valid_one(unknown: str, near
         ({"fsdp_config": ["version"]}, "fsdp_config: found .* wanted a mapping of keys"),
     ],
 )
-def test_what_cannot_be_done_or_read_or_contradicts_is_refused_by_name(given: dict[str, Any], message: str) -> None:
+def test_unsupported_unreadable_or_contradictory_settings_are_refused_by_name(
+    given: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         FsdpConfig.from_hf(given)
 
@@ -145,7 +147,7 @@ ACCELERATE: dict[str, Any] = {
 @pytest.mark.parametrize("suffix", ["json", "yaml"])
 def test_accelerate_s_file_is_read(suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / f"default_config.{suffix}"
-    # What is JSON is YAML, too.
+    # Every JSON document is also a YAML document.
     path.write_text(json.dumps(ACCELERATE))
     if importlib.util.find_spec("yaml") is None:
         monkeypatch.setitem(sys.modules, "yaml", SimpleNamespace(safe_load=json.loads, YAMLError=ValueError))
@@ -155,7 +157,7 @@ def test_accelerate_s_file_is_read(suffix: str, tmp_path: Path, monkeypatch: pyt
     assert config == FsdpConfig.from_hf(str(path)) == FsdpConfig.from_hf(ACCELERATE)
 
 
-def test_a_yaml_file_without_pyyaml_is_refused_with_the_cure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_yaml_file_without_pyyaml_is_refused_with_the_fix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "default_config.yaml"
     path.write_text(json.dumps(ACCELERATE))
     monkeypatch.setitem(sys.modules, "yaml", None)

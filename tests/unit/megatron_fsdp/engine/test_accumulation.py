@@ -1,4 +1,4 @@
-"""The sum of a group's gradients: an object from the first gradient of a step until ``.grad`` shows it."""
+"""The sum of a group's gradients exists from the first gradient of a step until ``.grad`` shows it."""
 
 from collections.abc import Iterator
 from typing import Any

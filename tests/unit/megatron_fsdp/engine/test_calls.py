@@ -1,4 +1,4 @@
-"""The clock that tells when calls of units began and ended, also where forward raised, recomputed or left the root."""
+"""The clock that orders starts and ends of units' calls, also if forward raises, recomputes or skips the root."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -23,7 +23,7 @@ def eight_ranks() -> Iterator[None]:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
-    """Return a list that gets every call of a unit when it begins."""
+    """Return a list to which every call of a unit is appended when it begins."""
     found: list[Call] = []
     begin_call = Unit.begin_call
 
@@ -38,7 +38,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
 
 
 class Fails(nn.Module):
-    """Raises in its forward where it is asked to."""
+    """A layer whose forward raises on demand."""
 
     is_failing = False
 
@@ -49,7 +49,7 @@ class Fails(nn.Module):
 
 
 class Chain(nn.Module):
-    """Two layers, and between them a checkpoint or an error where it is asked for."""
+    """Two layers, and between them an optional checkpoint or error."""
 
     def __init__(self, use_reentrant: bool | None = None) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ def test_a_reentrant_checkpoint_begins_another_call_after_those_of_forward(calls
     assert root.end < again.begin < again.end
 
 
-def test_a_checkpoint_with_a_graph_of_its_own_begins_no_other_call(calls: list[Call]) -> None:
+def test_a_non_reentrant_checkpoint_begins_no_second_call(calls: list[Call]) -> None:
     model = sharded(use_reentrant=False)
     model(torch.ones(1, 8, requires_grad=True)).sum().backward()
     assert len(calls) == 3
@@ -144,7 +144,7 @@ def test_backward_enters_the_calls_in_its_graph_latest_end_first(calls: list[Cal
 
     with listen(note):
         model(torch.ones(1, 8, requires_grad=True)).sum().backward()
-    # A reentrant checkpoint runs forward without a graph: its second call is in one.
+    # A reentrant checkpoint runs forward without a graph; only its second call has one.
     root, first, second = calls[:3]
     assert entered == [root, calls[3] if use_reentrant else second, first]
 
@@ -163,7 +163,7 @@ def test_units_that_run_without_their_root_are_reduced_as_early_in_every_step() 
             model.second(model.first(torch.ones(1, 8, requires_grad=True))).sum().backward()
         steps.append(actions)
     assert steps[0] == steps[1] == steps[2]
-    # When backward comes to the first, before the end.
+    # "second" is reduced when backward reaches "first", not at the end.
     assert steps[0].index("reduce second") < steps[0].index("reshard first", steps[0].index("reduce second"))
 
 
@@ -177,5 +177,6 @@ def test_a_pass_gathers_ahead_in_the_order_of_the_last_one(calls: list[Call]) ->
     with listen(note), torch.no_grad():
         for _ in range(2):
             model(torch.ones(1, 8))
-    # In the second pass "first" is gathered when its root begins, the fourth call, and "second" when "first" does.
+    # The clock counts calls. In the second pass, "first" is gathered when its root begins (call 4), and "second" when
+    # "first" begins (call 5).
     assert gathered == [("first", 2), ("second", 3), ("first", 4), ("second", 5)]

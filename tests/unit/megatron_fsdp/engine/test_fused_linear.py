@@ -1,4 +1,4 @@
-"""Linear layers that multiply the gradient of their weight into a buffer, apart from the units that own the buffers."""
+"""Linear layers that multiply their weight gradient into a buffer, tested without the units that own the buffers."""
 
 import copy
 import math
@@ -46,7 +46,7 @@ class Doubled(nn.Linear):
 
 
 class Renamed(nn.Linear):
-    """Its forward is that of a linear layer."""
+    """A linear layer's forward under another class."""
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])

@@ -20,7 +20,7 @@ def eight_ranks() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("is_let_go", [True, False])
-def test_zero_grad_waits_a_moment_for_who_holds_the_last_reductions_memory(is_let_go: bool) -> None:
+def test_zero_grad_waits_briefly_for_a_holder_of_the_last_reductions_memory(is_let_go: bool) -> None:
     model = fully_shard(nn.Linear(16, 16), placements=Placements.optim(0))
     model(torch.ones(2, 16)).sum().backward()
     (group,) = model.parameter_groups

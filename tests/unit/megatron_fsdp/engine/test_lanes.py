@@ -27,7 +27,7 @@ def submit(log: list[str], *, then: bool = True) -> Ticket:
     return Lane("gather").submit(operation, (lambda: log.append("followed")) if then else None)
 
 
-def test_what_follows_is_run_by_the_wait_of_its_own_operation() -> None:
+def test_follow_ups_run_in_the_wait_of_their_operation() -> None:
     first_log: list[str] = []
     second_log: list[str] = []
     first, second = submit(first_log), submit(second_log)
@@ -37,7 +37,7 @@ def test_what_follows_is_run_by_the_wait_of_its_own_operation() -> None:
     assert first_log == second_log == ["issued", "waited", "followed"]
 
 
-def test_an_operation_that_raises_raises_where_it_is_submitted() -> None:
+def test_a_failing_operation_raises_in_submit() -> None:
     def fail(works: list[dist.Work] | None) -> None:
         raise ValueError("sizes differ")
 
@@ -45,7 +45,7 @@ def test_an_operation_that_raises_raises_where_it_is_submitted() -> None:
         Lane("gather").submit(fail)
 
 
-def test_there_is_one_lane_of_a_name_per_device() -> None:
+def test_a_device_has_one_lane_per_name() -> None:
     assert lane("gather", CPU) is lane("gather", CPU)
 
 
@@ -53,7 +53,7 @@ def test_gathers_and_reductions_have_lanes_of_their_own() -> None:
     assert lane("gather", CPU) is not lane("reduce", CPU)
 
 
-def test_listeners_hear_of_a_submission_when_it_is_issued_and_waited_for() -> None:
+def test_listeners_are_called_when_work_is_issued_and_waited_for() -> None:
     log: list[str] = []
     with listen(lambda action, ticket: log.append(f"{action} {ticket.lane} {ticket.owner}")):
         ticket = Lane("reduce").submit(lambda works: log.append("operation"), lambda: log.append("then"), owner=7)

@@ -62,7 +62,7 @@ MARKER = object()
 def test_every_tensor_is_found_in_order_and_changed_where_a_function_changes_it(structure: Any, wanted: Any) -> None:
     assert found(structure) == wanted
     assert map_tensors(lambda tensor: tensor, structure) is structure
-    # What a dataclass computes itself is computed again.
+    # A dataclass recomputes its computed fields.
     mapped = map_tensors(lambda tensor: tensor * 10, structure)
     assert type(mapped) is type(structure)
     assert found(mapped) == [10 * value for value in wanted]

@@ -47,7 +47,7 @@ def bytes_per_parameter(plan: dict[str, Any]) -> float:
 def test_a_plan_counts_bytes_per_parameter(
     options: tuple[str, ...], wanted: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # Moments have no padding, and a counter for each parameter.
+    # Moments have no padding; each parameter has a step counter.
     assert bytes_per_parameter(plan_of(capsys, *options)) == pytest.approx(wanted, rel=1e-4)
 
 
@@ -61,6 +61,6 @@ def test_the_optimizer_reads_and_writes_halves_and_fp32_moments() -> None:
     played = play_step(stand_ins)
     time = predict_step(played, Workload(1, 1), Hardware(1.0, 1.0, links={"axis0": Link(1.0)}))
     numel = 16 * 4 // 4
-    # A bf16 gradient once, weights in two halves of 2 bytes twice, two FP32 moments and a count twice.
+    # Bytes moved: a bf16 gradient once; weights in two halves of 2 bytes, two FP32 moments and a step count twice each.
     assert time.optimizer == pytest.approx(numel * (2 + 2 * 4 + 2 * 2 * 4) + 2 * 4)
     assert [part.kind for part in played.units[-1].groups[0].resting] == ["main_weight", "remainder"]

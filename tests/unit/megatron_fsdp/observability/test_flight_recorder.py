@@ -38,7 +38,7 @@ def test_a_difference_at_the_very_first_action_has_nothing_before_it() -> None:
     assert "different branches at action 1:\n  rank 0: gather 'a'\n  rank 1: reduce 'a'" in text
 
 
-def test_what_depends_on_a_ranks_data_is_no_difference() -> None:
+def test_actions_that_depend_on_a_ranks_data_are_not_compared() -> None:
     states = {0: state(["gather a", "use a", "reshard a", "gather b"]), 1: state(["gather a", "use a", "gather b"])}
     assert "different branches" not in verdict(states, "why:")
     assert journal(["gather a", "fold a"]).digest == journal(["gather a"]).digest
@@ -50,14 +50,14 @@ def test_other_actions_give_another_digest_or_count(other: list[str]) -> None:
     assert (mine.digest, mine.count) != (theirs.digest, theirs.count)
 
 
-def test_a_difference_older_than_what_is_kept_is_said_to_be_old() -> None:
+def test_a_difference_before_the_recorded_actions_is_reported_as_older() -> None:
     later = ["gather a"] * 300
     states = {0: state(["gather b", *later]), 1: state(["gather c", *later]), 2: state(["gather b", *later])}
     text = verdict(states, "why:")
     assert "before the last 256 actions: ranks 0, 2; rank 1 agree among themselves" in text
 
 
-def test_a_rank_that_does_not_come_is_shown_with_its_place_and_what_the_others_went_on_with() -> None:
+def test_a_missing_rank_is_shown_with_its_position_and_the_others_next_actions() -> None:
     states = {0: state(["gather a", "gather b", "use b"]), 1: state(["gather a"], waits=False)}
     text = verdict(states, "why:")
     assert "rank 0: waiting in use 'b' (action 2), for 0 s" in text

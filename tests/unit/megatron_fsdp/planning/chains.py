@@ -26,9 +26,9 @@ THREE = (16, 32, 8)
 
 
 class Chain(nn.Module):
-    """Units of one weight each, of so many rows of 4 elements, around which the root may have one too.
+    """Units with one weight each, of ``rows`` rows of 4 elements; the root may have a weight too.
 
-    16 bytes align in FP32, so nothing is padded if ranks divide rows.
+    A row has 16 bytes in FP32, which is the alignment, so nothing is padded if the ranks divide the rows.
     """
 
     def __init__(self, rows: Sequence[int], root_rows: int = 0) -> None:
@@ -46,7 +46,7 @@ class Chain(nn.Module):
 
 @contextmanager
 def world(*sizes: int, rank: int | None = None) -> Iterator[DeviceMesh]:
-    """Be one rank, the last one unless told, of a world that sends nothing."""
+    """Run as one rank, by default the last, of a world without communication."""
     num_ranks = prod(sizes)
     dist.init_process_group(
         "fake", store=FakeStore(), rank=num_ranks - 1 if rank is None else rank, world_size=num_ranks
@@ -58,7 +58,7 @@ def world(*sizes: int, rank: int | None = None) -> Iterator[DeviceMesh]:
 
 
 def sharded(model: Chain, mesh: DeviceMesh, placements: Placements | None = None, **options: Any) -> Any:
-    """Shard a chain whose units are released at once after forward unless told."""
+    """Shard a chain; by default units release their weights right after forward."""
     options = {"reshard_after_forward": True, **options}
     for unit in model.units():
         fully_shard(unit, mesh, placements, **options)
@@ -67,14 +67,14 @@ def sharded(model: Chain, mesh: DeviceMesh, placements: Placements | None = None
 
 
 def stand_ins_of(model: Chain, work: UnitWork, sharding: Sharding) -> StandIns:
-    """Return stand-ins for a chain whose units compute so much for each token."""
+    """Return stand-ins for a chain whose units each have this work per token."""
     return partial(shaped_stand_ins, model, model.units(), sharding, {"Chain": UnitWork(0), "Module": work})
 
 
 def sharding_of(
     sizes: Sequence[int] = (4,), placements: Placements | None = None, policy: MixedPrecisionPolicy | None = None
 ) -> Sharding:
-    """Return how the last rank of a mesh shards it."""
+    """Return the sharding of the last rank of a mesh."""
     axes = tuple(Axis(f"axis{number}", size, size - 1) for number, size in enumerate(sizes))
     return Sharding(axes, placements or Placements.optim_grads_params(0), policy or MixedPrecisionPolicy())
 

@@ -11,9 +11,9 @@ from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.planning import catalog
 from megatron_fsdp.planning.catalog import Architecture, UnitShapes
 
-# In millions. DeepSeek-V3 is published as 671B for the main model, 685B on its hub page with the layer that predicts a
-# second token, which is left out here. Gemma 3 27B and SigLIP have another tower, which is left out: 27.0B is the text
-# model of 27.4B, 428M the vision model of 878M.
+# In millions. DeepSeek-V3 is published as 671B for the main model, and as 685B on its hub page, which includes the
+# layer that predicts a second token; the catalog leaves that layer out. It also leaves out the other tower of Gemma 3
+# 27B and SigLIP: 27.0B is the text model of 27.4B, 428M the vision model of 878M.
 PUBLISHED = {
     "deepseek-v3": 671_026,
     "gemma-2-9b": 9_242,
@@ -27,7 +27,7 @@ PUBLISHED = {
     "qwen3-235b-a22b": 235_094,
     "siglip-so400m": 428.2,
 }
-# In billions, as published: of gpt-oss without the embedding, whose 0.58B are looked up, not multiplied.
+# In billions, as published. gpt-oss counts without the embedding, whose 0.58B are looked up, not multiplied.
 ACTIVE = {"mixtral-8x7b": 12.9, "qwen3-235b-a22b": 22.2, "deepseek-v3": 37.6, "gpt-oss-120b": 5.13 + 0.58}
 
 SMALL = {

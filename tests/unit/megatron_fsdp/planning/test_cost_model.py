@@ -1,4 +1,4 @@
-"""Time: collectives by the formulas of rings, steps as the engine does them, against numbers worked out by hand."""
+"""Time: collectives by the formulas of rings, and steps in the engine's order, against numbers worked out by hand."""
 
 import pytest
 
@@ -41,7 +41,8 @@ def step(
 
 
 def test_fast_compute_leaves_all_communication_exposed() -> None:
-    # 64 + 128 + 32 elements of 4 bytes, three quarters of them moved: gathered twice but for the last, reduced once.
+    # 64 + 128 + 32 elements of 4 bytes, three quarters of them moved: gathered twice (the last unit once), reduced
+    # once.
     time = step(1e9)
     assert time.communication == pytest.approx((3 * 224 - 32) * 4 * 0.75)
     assert time.exposed == pytest.approx(time.communication, rel=1e-6)
@@ -50,7 +51,7 @@ def test_fast_compute_leaves_all_communication_exposed() -> None:
 
 def test_slow_compute_hides_all_but_the_first_gather_of_each_pass_and_the_last_reduction() -> None:
     time = step(1e-4)
-    # Forward begins with unit1, backward ends with it; unit3 waits for backward with its weights.
+    # Forward begins with unit1 and backward ends with it; unit3 keeps its weights for backward.
     assert time.exposed == pytest.approx((64 + 64) * 4 * 0.75)
     assert time.compute == pytest.approx(3 * 3 / 1e-4)
 
@@ -62,9 +63,9 @@ def test_compute_and_overlapped_communication_grow_with_the_microbatches() -> No
     assert three.optimizer == one.optimizer
 
 
-def test_what_is_reduced_after_the_last_microbatch_is_never_hidden() -> None:
+def test_reductions_after_the_last_microbatch_are_never_hidden() -> None:
     one, three = (step(1e-9, count, rows=(16,), sizes=(2, 4), placements=Placements.hsdp(0, 1)) for count in (1, 3))
-    # Gathers and reductions of the inner axis come with each microbatch, the sum over the outer one once.
+    # Each microbatch gathers and reduces over the inner axis; the sum over the outer axis comes once per step.
     tail = 2 * 0.5 * 16 * 4
     assert three.communication - tail == pytest.approx(3 * (one.communication - tail))
     assert one.exposed > tail
@@ -72,13 +73,13 @@ def test_what_is_reduced_after_the_last_microbatch_is_never_hidden() -> None:
 
 def test_all_but_the_first_unit_hide_the_reduction_and_the_refresh_of_replicated_weights() -> None:
     time = step(1e-9, placements=Placements.optim(0))
-    # The reduce-scatter of the unit that backward leaves last, and the all-gather that it waits for in forward.
+    # The reduce-scatter of the last unit in backward, and the first all-gather in forward, are exposed.
     assert time.exposed == pytest.approx((64 + 64) * 4 * 0.75)
 
 
 def test_replicas_on_one_rank_communicate_nothing() -> None:
     time = step(1.0, rows=(16,), sizes=(1,))
-    # What is left is the host's.
+    # Only host time remains.
     assert (time.communication, time.exposed) == (0.0, pytest.approx(0.0, abs=1e-4))
 
 
@@ -101,7 +102,7 @@ def test_the_optimizer_reads_and_writes_its_own_part() -> None:
         ("16x4", [100.0, 450.0]),
         ("4x16", [50.0, 400.0]),
         ("4x2", [450.0, 450.0]),
-        # What was measured is taken.
+        # A measured bandwidth is used.
         ("2x8 --bandwidth 1G 2G", [1.0, 2.0]),
         ("2x8 --bandwidth 3G", [3.0, 3.0]),
     ],

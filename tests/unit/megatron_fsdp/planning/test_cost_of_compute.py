@@ -15,7 +15,7 @@ def transformer(name: str) -> Transformer:
 
 
 def operations(model: Transformer, workload: Workload) -> int:
-    """Return those of all units in an optimizer step."""
+    """Return the operations of all units in an optimizer step."""
     kinds = model.work(workload.sequence_length)
     works = ((unit.count, kinds[unit.name]) for unit in model.architecture.units)
     return workload.num_microbatches * sum(number * each.microbatch(workload) for number, each in works)
@@ -24,11 +24,11 @@ def operations(model: Transformer, workload: Workload) -> int:
 @pytest.mark.parametrize(
     ("name", "elements", "copies"),
     [
-        # The 34 bytes of Korthikanti et al. but for two of dropout masks.
+        # The 34 bytes of Korthikanti et al. without the two bytes of dropout masks.
         ("gpt2", 16 * 768, 0),
         # A gated MLP keeps its two factors, and grouped keys are small.
         ("llama3-8b", 4 * 4096 + 2 * 4096 + 2 * 1024 + 4 * 14336, 0),
-        # Routed experts are as wide as a token sees them.
+        # Only the experts that a token is routed to count.
         ("mixtral-8x7b", (4 + 2 * 2 + 2) * 4096 + 2 * 1024 + 4 * 2 * 14336, 2),
         ("qwen3-235b-a22b", (4 + 2 * 8) * 4096 + 2 * (8192 + 512) + 4 * 8 * 1536, 8),
     ],

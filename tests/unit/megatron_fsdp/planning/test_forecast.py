@@ -41,12 +41,12 @@ def report(
         (Placements.optim_grads_params(0), None, WHOLE // 4, WHOLE // 4),
         # Weights whole, main weights a slice of them.
         (Placements.optim(0), None, WHOLE, WHOLE),
-        # Main weights of another dtype have memory of their own, unless a gather can cast them.
+        # Main weights of another dtype have separate memory, unless a gather can cast them.
         (Placements.optim(0), BF16, 224 * 2 + 56 * 4, WHOLE),
         (Placements.optim_grads_params(0), BF16, WHOLE // 4, WHOLE // 4),
     ],
 )
-def test_what_rests_and_what_gradients_take(
+def test_bytes_of_weights_gradients_and_optimizer_state_equal_those_by_hand(
     placements: Placements, policy: MixedPrecisionPolicy | None, rests: int, gradients: int
 ) -> None:
     found = report(placements, policy)
@@ -62,16 +62,16 @@ def test_what_rests_and_what_gradients_take(
 @pytest.mark.parametrize(
     ("options", "forward", "backward"),
     [
-        # A unit and the one gathered ahead. In backward unit2 with its gradients packed, while unit1 is gathered
-        # ahead; a shard of unit3's gradients is there by then.
+        # A unit and the next one, gathered ahead. The peak of backward is at unit2 with its packed gradients, while
+        # unit1 is gathered ahead and a shard of unit3's gradients exists.
         ({}, (64 + 128) * 4, (128 + 128 + 64 + 8) * 4),
         # Gradients that are reduced in FP32 count twice against bf16 weights.
         ({"policy": BF16}, (64 + 128) * 2, (128 + 64) * 2 + (128 + 8) * 4),
         # A root that keeps its weights adds them to every peak.
         ({"root_rows": 4}, (16 + 64 + 128) * 4, (16 + 128 + 128 + 64 + 8) * 4),
-        # A unit that waits for the next one goes before the one after that is gathered ahead.
+        # A unit that waits for the next one is released before the unit after that is gathered ahead.
         ({"reshard_after_forward": None}, (64 + 128) * 4, (128 + 128 + 64 + 8) * 4),
-        # In forward unit2 leaves a half while unit3 is there, and unit1's half with it; in backward unit1's half.
+        # In forward, halves of unit1 and unit2 remain while unit3 is gathered; in backward, half of unit1.
         ({"reshard_after_forward": 2}, (32 + 64 + 128 + 32) * 4, (32 + 128 + 128 + 64 + 8) * 4),
     ],
 )
@@ -82,13 +82,13 @@ def test_peaks_of_forward_and_backward(options: dict[str, Any], forward: int, ba
     assert (found.largest_unit, found.largest_unit_bytes) == ("unit2", 128 * (2 if "policy" in options else 4))
 
 
-def test_where_two_packed_buffers_may_live_at_once_two_units_are_gathered_ahead() -> None:
+def test_with_two_packed_buffers_two_units_are_gathered_ahead() -> None:
     found = report(change=lambda model: model.set_reduce_scatter_max_input_buffers(2))
     assert found.forward_peak == Peak((64 + 128 + 32) * 4, "unit3")
     assert found.backward_peak == Peak((128 + 128 + 64 + 32 + 8) * 4, "unit2", 8 * 4)
 
 
-def test_weights_that_rest_whole_need_no_transient_memory_in_forward() -> None:
+def test_unsharded_weights_need_no_transient_memory_in_forward() -> None:
     for strategy in (Placements.no_shard(0), Placements.optim(0), Placements.optim_grads(0)):
         assert report(strategy).forward_peak == Peak(0, "")
 
@@ -131,7 +131,7 @@ def test_each_strategy_issues_its_collectives_per_microbatch_or_per_step(
     assert issued(report(placements, count=5)) == collectives
 
 
-def test_hybrid_sharding_reduces_the_outer_axis_once_per_step_in_pieces_of_an_inner_shard() -> None:
+def test_hybrid_sharding_reduces_an_inner_shard_over_the_outer_axis_once_per_step() -> None:
     assert report(Placements.hsdp(0, 1), rows=(16,), sizes=(2, 4), count=3).collectives == (
         CollectiveReport("forward", "all_gather", "axis1", 4, 3, 3 * 64 * 4),
         CollectiveReport("backward", "all_gather", "axis1", 4, 3, 3 * 64 * 4),
@@ -143,7 +143,7 @@ def test_hybrid_sharding_reduces_the_outer_axis_once_per_step_in_pieces_of_an_in
 def test_changes_on_two_axes_go_through_an_intermediate_buffer_one_after_the_other() -> None:
     both = Placements((0, 1), (Flat(), Flat()), (Flat(), Flat()), (Flat(), Flat()))
     found = report(both, rows=(16,), sizes=(2, 4))
-    # 8 elements rest; 16 after the gather over axis0, which are gathered over axis1 into the 64.
+    # 8 elements per rank; the gather over axis0 makes 16, and the gather over axis1 makes all 64.
     sent = [(each.kind, each.axis, each.num_bytes // each.count) for each in found.collectives]
     assert sent[:2] == [("all_gather", "axis0", 16 * 4), ("all_gather", "axis1", 64 * 4)]
     assert found.forward_peak.num_bytes == (16 + 64) * 4
@@ -195,12 +195,12 @@ def test_an_accumulator_that_is_not_used_any_more_still_takes_its_room() -> None
     before = report(Placements.no_shard(0))
     frozen = report(Placements.no_shard(0), change=lambda model: model.unit1.requires_grad_(False))
     assert frozen.persistent_bytes >= before.persistent_bytes
-    # Nor has it optimizer state.
+    # A frozen unit has no optimizer state either.
     assert before.optimizer_bytes - frozen.optimizer_bytes == 2 * 64 * 4 + 4
 
 
 @pytest.mark.parametrize("keeps", [False, True], ids=["released", "kept after backward"])
-def test_alike_microbatches_are_counted_as_if_each_was_played(keeps: bool) -> None:
+def test_equal_microbatches_are_counted_without_playing_each(keeps: bool) -> None:
     def counted(number: int) -> Counter[tuple[str, str]]:
         found = report(
             count=number,

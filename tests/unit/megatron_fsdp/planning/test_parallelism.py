@@ -74,7 +74,7 @@ def test_all_parameters_are_on_some_stage_and_the_layers_in_one_order() -> None:
     assert [stage.layers[0] for stage in found] == [sum(counts[:number]) for number in range(16)]
     whole = catalog.architecture(catalog.load("deepseek-v3"))
     experts = whole.num_routed_parameters
-    # Each rank has one in 64 of the experts, and all else.
+    # Each rank has one in 64 of the experts, and all other weights.
     total = sum(stage.architecture.num_parameters for stage in found)
     assert total == whole.num_parameters - experts + experts // 64
 
@@ -108,7 +108,7 @@ def test_tensor_parallel_ranks_have_their_part_of_matrices_and_all_of_the_norms(
     assert layer["mlp.up_proj.weight"] == (14_336 // 4, 4096)
     assert layer["mlp.down_proj.weight"] == (4096, 14_336 // 4)
     assert layer["input_layernorm.weight"] == (4096,)
-    # Fewer heads of keys and values than ranks: two ranks have the same.
+    # There are fewer heads of keys and values than ranks: two ranks have the same head.
     (stage,) = stages_of(llama, Parallelism(tensor=16))
     (layer,) = (dict(unit.parameters) for unit in stage.architecture.units if unit.name == "layer")
     assert layer["self_attn.k_proj.weight"] == (128, 4096)
@@ -123,7 +123,7 @@ def test_every_catalog_model_is_divided(name: str) -> None:
     total = sum(stage.architecture.num_parameters for stage in stages)
     experts = whole.num_routed_parameters
     wanted = (whole.num_parameters - experts) / 2 + experts / 8
-    # Norms, routers and biases of what is added up are whole; a tied table is there twice.
+    # The sum counts norms, routers and biases whole on each stage, and a tied table twice.
     table = whole.vocab_size * whole.hidden_size / 2 if whole.tied else 0
     assert wanted + table <= total <= 1.03 * wanted + table
     work = Workload(sequence_length=128)
@@ -131,7 +131,7 @@ def test_every_catalog_model_is_divided(name: str) -> None:
     assert divided * 2 == pytest.approx(operations(Transformer(whole), work), rel=0.06)
 
 
-def test_what_is_sent_inside_the_model_is_counted_and_every_key_documented() -> None:
+def test_model_parallel_transfers_are_counted_and_their_keys_documented() -> None:
     plain = plan(MIXTRAL)
     inside, stream, layers = plain["parallelism"], 2048 // 2 * 4096 * 2, 16
     keys = ("kind", "axis", "num_ranks", "num_bytes", "count")
@@ -143,7 +143,7 @@ def test_what_is_sent_inside_the_model_is_counted_and_every_key_documented() -> 
         ("reduce_scatter", "cp", 2, 2048 * 2 * (8 * 128 // 2) * 2, 4 * layers),
         ("send", "pp", 2, stream, 4),
     }  # fmt: skip
-    # 64 / (2 x 2) dense ranks; 64 / (2 x 4 x 2) of an expert.
+    # 64 / (2 x 2) ranks for dense weights, 64 / (2 x 4 x 2) for an expert.
     assert plain["mesh"] == [{"axis": "dp", "size": 16}]
     assert inside["expert_mesh"] == [{"axis": "expert dp", "size": 4}]
     time = plain["time"]
@@ -156,7 +156,7 @@ def test_what_is_sent_inside_the_model_is_counted_and_every_key_documented() -> 
 
 def test_links_are_those_of_ranks_that_lie_behind_each_other_in_megatrons_order() -> None:
     links = setup_of("--model mixtral-8x7b --world 64 --tp 4 --ep 2 --pp 2").hardware.links
-    # Eight ranks a node: four of tp beside each other, two of dp in a node, the experts' and the stages' one by one.
+    # Eight ranks a node: four tp ranks together, two dp ranks in a node, experts and stages on different nodes.
     assert {axis: link.bytes_per_second for axis, link in links.items()} == {
         "dp": 100e9, "expert dp": 50e9, "tp": 450e9, "ep": 450e9, "pp": 50e9,
     }  # fmt: skip

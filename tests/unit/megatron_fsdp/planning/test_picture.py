@@ -82,7 +82,7 @@ def test_a_report_that_is_kept_does_not_keep_the_model() -> None:
             report.plot()
 
 
-def test_plan_writes_a_picture_beside_its_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_writes_a_picture_and_prints_its_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--model", "gpt2", "--mesh", "2x4", "--png", str(tmp_path / "plan.png")]) == 0
     assert capsys.readouterr().out.startswith("gpt2: ")
     assert (tmp_path / "plan.png").read_bytes().startswith(PNG)

@@ -1,4 +1,4 @@
-"""The step that plans run: the engine on a model of a few modules gives the events that a plan tells."""
+"""The step that plans run: the engine on a model of a few modules gives the same events as a plan."""
 
 import gc
 from collections import Counter
@@ -57,7 +57,7 @@ class Model(nn.Module):
         return result
 
     def parts(self) -> list[nn.Module]:
-        """Return what becomes a unit each."""
+        """Return the modules that become units."""
         return [self.first, *self.blocks, self.last]
 
 
@@ -108,14 +108,14 @@ def test_the_engines_own_run_of_a_model_gives_the_events_that_plan_tells(
 
 
 @pytest.mark.parametrize("count", [1, 5])
-def test_what_compute_waits_for_is_named_and_no_more_than_all_of_its_waits(count: int) -> None:
+def test_each_wait_of_compute_is_named_and_waits_sum_to_no_more_than_the_total(count: int) -> None:
     setup = setup_of(f"--model gpt2 --mesh 64 --seq-length 2048 --num-microbatches {count}")
     found = project(named_subject("gpt2"), setup).time
     assert sum(seconds for _, seconds in found.causes) <= found.exposed * 1.001
     assert "embedding waits for gather of embedding" in [words for words, _ in found.causes]
 
 
-def test_steps_of_more_microbatches_take_as_much_longer_as_each_of_them() -> None:
+def test_each_further_microbatch_adds_its_time_to_a_step() -> None:
     setup = setup_of("--model gpt2 --mesh 8 --seq-length 2048 --strategy optim_grads")
     subject = named_subject("gpt2")
     played = play_setup(subject, setup, [1, 2, 3, 4, 100])

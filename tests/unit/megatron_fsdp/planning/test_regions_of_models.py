@@ -98,7 +98,7 @@ def test_many_layers_in_one_unit_pad_at_most_a_thousandth(shapes: list[Shape], n
         (SIGLIP, 512, 4304, 3, 0.131),
     ],
 )
-def test_where_layers_pad_more_whole_rows_leave_no_choice(
+def test_a_shard_of_minimal_whole_rows_cannot_pad_less(
     shapes: list[Shape], num_shards: int, width: int, rows: int, padding: float
 ) -> None:
     regions = plan_regions(shapes, num_shards, granularity=Row())
@@ -123,7 +123,7 @@ def test_a_vision_layer_pads_next_to_nothing_on_one_node(num_shards: int) -> Non
     assert total_padding(plan_regions(SIGLIP, num_shards)) < 0.0005
 
 
-def test_mixing_widths_1152_and_4304_at_256_shards_explodes_and_regions_cure_it() -> None:
+def test_widths_1152_and_4304_at_256_shards_need_regions() -> None:
     with pytest.raises(LayoutError, match=r"5\.\d\dx their data.*rows of 1152.*rows of 4304.*multiples of 309888"):
         plan(SIGLIP, 256)
     assert 4 < plan(SIGLIP, 256, limits=ANYTHING).padding_ratio < 5
@@ -155,7 +155,7 @@ def test_few_ways_to_deal_tensors_into_regions_pad_less_than_the_one_found(
         sum(plan([shapes[tensor] for tensor in group], num_shards, limits=ANYTHING).numel for group in groups)
         for groups in set_partitions(range(len(shapes)), max_regions)
     )
-    # Two of the splits are solved, those with the lowest bounds: seldom not the best, and then not by much.
+    # Only the two splits with the lowest bounds are solved: the best split is seldom missed, and then not by much.
     assert total_numel(regions) <= 1.5 * least
 
 
@@ -171,7 +171,7 @@ def test_tensors_whose_rows_pad_too_much_are_cut_between_elements_by_default_and
     assert total_padding(regions) < 0.01 < 0.27 < total_padding(strict)
 
 
-def test_no_tensor_is_relaxed_in_vain() -> None:
+def test_only_tensors_whose_cut_saves_padding_are_relaxed() -> None:
     (relaxed,) = [tensor for region in plan_regions(GPT2_LAYER, 1024) for tensor in region.relaxed]
     assert GPT2_LAYER[relaxed] == (768, 3072)
 
@@ -196,13 +196,13 @@ def test_whole_experts_fall_back_on_rows_where_the_caller_permits_it() -> None:
         {"limits": dataclasses.replace(ANYTHING, relax_bytes=1 << 30)},
     ],
 )
-def test_what_is_asked_for_or_within_the_limits_is_not_relaxed_nor_is_it_in_vain(options: dict[str, Any]) -> None:
+def test_no_granularity_is_relaxed_if_it_was_given_or_padding_is_in_limits(options: dict[str, Any]) -> None:
     regions = plan_regions(SIGLIP, 1024, **options)
     assert {cut for region in regions for cut in region.plan.granularities} == {Row()}
     assert not any(region.relaxed for region in regions)
 
 
-def test_padding_that_nothing_cures_warns_once_and_names_the_tensor_as_the_caller_numbers_it() -> None:
+def test_unavoidable_padding_warns_once_and_names_the_callers_tensor() -> None:
     with pytest.warns(PaddingWarning, match=r"rows of 4304 in tensor 14 of shape \(1152, 4304\)") as caught:
         regions = plan_regions(SIGLIP, 1024, granularity=Row())
     assert [warning.filename for warning in caught] == [__file__]
@@ -214,12 +214,12 @@ def test_the_binding_tensor_of_a_region_is_a_position_in_it() -> None:
     (wide,) = [region for region in regions if 14 in region.indices]
     assert wide.plan.binding.startswith("rows of 4304 in tensor 14 of shape (1152, 4304)")
     assert wide.indices[wide.plan.binding_tensors[0]] == 14
-    # Where the data itself binds no tensor is named.
+    # If the data itself sets the size, no tensor is named.
     even = plan([(64, 64)], 8)
     assert (even.binding, even.binding_tensors) == ("the data itself", ())
 
 
-def test_padding_beyond_four_times_the_data_is_refused_with_the_cure_named() -> None:
+def test_padding_beyond_four_times_the_data_is_refused_with_the_fix() -> None:
     with pytest.raises(LayoutError, match=r"rows of 131072 in tensor 0.*Element\(\)\)"):
         plan_regions([(24, 131072)], 1024, granularity=Row())
     assert plan([(24, 131072)], 1024, granularity=Element()).padding_ratio == 0

@@ -67,7 +67,7 @@ def test_units_are_named_by_their_path_and_list_their_modules(mesh: DeviceMesh) 
     assert named == {"Model": ("Model",), "embedding": ("Embedding", "Linear"), "blocks.0": ("Block",)}
 
 
-def test_the_reason_for_keeping_weights_is_told(mesh: DeviceMesh) -> None:
+def test_the_report_gives_the_reason_for_kept_weights(mesh: DeviceMesh) -> None:
     model = Model(3)
     fully_shard(model.blocks[0], mesh)
     fully_shard(model.blocks[1], mesh, reshard_after_forward=False)
@@ -92,7 +92,7 @@ def test_slots_of_a_communicator_are_explained_as_slots_of_the_device(mesh: Devi
     unit = unit_of(model)
     use_slots(unit, SlotChoice("by_size"))
     wanted = explain(model)
-    # A communicator of a CPU has no memory: its choice is only noted.
+    # A CPU communicator allocates no memory: the choice is only recorded.
     unit.slots = SlotChoice("by_size", source)
     assert explain(model) == wanted
 
@@ -107,7 +107,7 @@ def test_frozen_parameters_form_a_group_without_gradient_buffers(mesh: DeviceMes
     assert [buffer.kind for buffer in frozen.resting + frozen.transient] == ["main_weight", "gathered weights"]
     kinds = [buffer.kind for buffer in trained.resting + trained.transient]
     assert kinds == ["main_weight", "gathered weights", "packed gradients", "main_grad"]
-    # The groups of a unit are gathered by one collective.
+    # One collective gathers all groups of a unit.
     gathers = [each for each in report.collectives if each.kind == "all_gather"]
     assert gathers[0].num_bytes == 4 * sum(group.buffer_numel for group in unit.groups)
 
@@ -243,7 +243,7 @@ def test_bytes_are_printed_in_the_largest_unit_that_they_fill(num_bytes: int, te
     assert format_bytes(num_bytes) == text
 
 
-def test_what_is_replicated_in_a_sharded_model_is_listed(mesh: DeviceMesh) -> None:
+def test_replicated_parameters_of_a_sharded_model_are_listed(mesh: DeviceMesh) -> None:
     model = Model()
     fsdp_no_shard(model.blocks[1].get_parameter("up.bias"))
     for block in model.blocks:
@@ -252,7 +252,7 @@ def test_what_is_replicated_in_a_sharded_model_is_listed(mesh: DeviceMesh) -> No
     assert "parameters whole on every rank, not sharded: blocks.1\n" in f"{report}\n"
     placements = [group.resting[0].placement for group in report.units[2].groups]
     assert placements == ["axis 0: Flat", "axis 0: Replicate"]
-    # Where nothing is sharded nothing is listed.
+    # Without sharded parameters, the list of unsharded ones is left out.
     assert "not sharded" not in str(explain(fully_shard(Model(), mesh, Placements.no_shard(0))))
 
 

@@ -21,7 +21,7 @@ GIB = 2**30
 
 @functools.cache
 def config() -> str:
-    """Return the file of a GPT-2 of two layers."""
+    """Write the config file of a GPT-2 with two layers, and return its path."""
     path = Path(tempfile.mkdtemp()) / "gpt2-small.json"
     path.write_text(json.dumps({**catalog.load("gpt2"), "n_layer": 2}))
     return str(path)
@@ -40,7 +40,7 @@ def plan(options: str) -> dict[str, Any]:
 EIGHT = "--fit 4GiB --gpus 8"
 
 
-def test_everything_that_fits_is_below_the_limit_and_the_plan_of_the_fastest_comes_first() -> None:
+def test_fitting_setups_are_below_the_limit_with_the_fastest_first() -> None:
     plain = plan(EIGHT)
     fitting = plain["fit"]["fitting"]
     assert len(fitting) > 10
@@ -68,7 +68,7 @@ EVERY = [
 
 
 @pytest.mark.parametrize(("given", "num_rows"), nightly_but(FEW, [*FEW, *EVERY]))
-def test_what_follows_from_a_few_layers_is_what_a_plan_of_all_says(given: str, num_rows: int) -> None:
+def test_estimates_from_a_few_layers_equal_the_plan_of_all_layers(given: str, num_rows: int) -> None:
     given = f"{given} --micro-batch 1 --recompute none"
     rows = plan(f"{given} --fit 80TiB --gpus 4")["fit"]["fitting"]
     assert len(rows) == num_rows
@@ -81,7 +81,7 @@ def test_what_follows_from_a_few_layers_is_what_a_plan_of_all_says(given: str, n
 @pytest.mark.parametrize(
     ("options", "keys", "wanted"),
     [
-        # All setups train on the same number of sequences: of a rank, micro-batch and microbatches.
+        # All setups train on the same number of sequences: micro-batch times microbatches per rank.
         (
             "--gpus 4 --global-batch 48 --strategy optim",
             ("micro_batch", "num_microbatches"),
@@ -96,7 +96,7 @@ def test_what_follows_from_a_few_layers_is_what_a_plan_of_all_says(given: str, n
                 *((strategy, (12,)) for strategy in ("no_shard", "optim", "optim_grads", "optim_grads_params")),
             },
         ),
-        # What is given stays.
+        # Given options stay fixed.
         (
             "--strategy hsdp --mesh 2x8 --micro-batch 2 --recompute full",
             ("strategy", "mesh", "micro_batch", "num_microbatches", "recompute"),
@@ -115,7 +115,7 @@ def test_a_search_tries_what_is_not_given(options: str, keys: tuple[str, ...], w
     assert set(found) == wanted
 
 
-def test_where_nothing_fits_the_table_says_what_the_smallest_takes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_if_nothing_fits_the_table_gives_the_smallest_setups_bytes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main("plan --model llama3-8b --fit 10GiB --gpus 4 --strategy no_shard".split()) == 1
     page = capsys.readouterr().out
     assert page.startswith("0 of 8 setups fit 10.00 GiB on 4 ranks, 32 sequences per step")
@@ -123,7 +123,7 @@ def test_where_nothing_fits_the_table_says_what_the_smallest_takes(capsys: pytes
     assert re.search(rf"no_shard +4 .* {words}: .*AdamW moments 59.83 GiB", page)
 
 
-def test_what_has_no_layout_is_told_apart_from_what_is_too_large() -> None:
+def test_setups_without_a_layout_are_rejected_with_that_reason() -> None:
     found = plan("--factory tests.unit.megatron_fsdp.cli.test_plan:few_long_rows --fit 10TiB --gpus 64 --micro-batch 1")
     reasons = {(each["strategy"], tuple(each["mesh"])): each["reason"] for each in found["fit"]["rejected"]}
     assert reasons["optim", (64,)].startswith("no layout: unit 'blocks.1': padding makes")

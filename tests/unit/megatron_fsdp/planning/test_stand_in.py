@@ -35,7 +35,7 @@ GEMMA = {**LLAMA, "model_type": "gemma2", "head_dim": 4}
 
 
 class Block(nn.Module):
-    """A norm, two linear layers of which one has a frozen bias."""
+    """A norm and two linear layers, the second with a frozen bias."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ def mesh() -> Iterator[DeviceMesh]:
 
 
 def planned(model: nn.Module, blocks: Any, placements: Placements | None = None, axes: Any = None) -> Report:
-    """Report on what sharding a model's blocks would give on a CPU, in steps of three microbatches."""
+    """Report the result of sharding a model's blocks on a CPU, for steps of three microbatches."""
     sharding = Sharding(axes or (Axis("outer", 2, 1), Axis("inner", 3, 1)), placements or Placements.hsdp(0, 1), POLICY)
     return report_of(play_step(partial(shaped_stand_ins, model, blocks, sharding, {}, has_streams=False), [3]), 3)
 
@@ -124,7 +124,7 @@ def test_parameters_that_no_unit_can_own_are_refused(build: Callable[[], nn.Modu
         (lambda: nn.Linear(1 << 20, 1 << 20), None),
     ],
 )
-def test_a_factory_has_to_return_a_module_for_which_nothing_is_allocated(factory: Any, message: str | None) -> None:
+def test_a_factory_has_to_return_a_module_on_the_meta_device(factory: Any, message: str | None) -> None:
     with pytest.raises(ConfigError, match=message) if message else nullcontext():
         assert all(parameter.is_meta for parameter in build_on_meta(factory).parameters())
 
@@ -133,7 +133,7 @@ def test_a_factory_has_to_return_a_module_for_which_nothing_is_allocated(factory
 
 
 class Live(nn.Module):
-    """The parameters of an architecture, in the modules that hold them in transformers."""
+    """The parameters of an architecture, in the same modules as in transformers."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ class Live(nn.Module):
             if "experts" in kinds:
                 register(self.layers[-1], kinds["experts"], "mlp.experts.")
         if found.tied:
-            # Modules are called in the order of registration: the last norm after the layers.
+            # Modules are called in the order of registration: the last norm comes after the layers.
             self.add_module("norm", self._modules.pop("norm"))
         self.head = register(self, kinds["head"], "") if "head" in kinds else []
 

@@ -38,7 +38,7 @@ def test_the_place_in_the_job_is_what_the_launcher_says(environment: dict[str, s
         {"WORLD_SIZE": "1"},
         {"RANK": "0", "WORLD_SIZE": "1"},
         {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"},
-        # A shell that salloc opened, and one that srun did: the job has tasks, the step has this process.
+        # A shell started by salloc, and one started by srun: the job has several tasks, the step only this process.
         {"SLURM_NTASKS": "8"},
         {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "1"},
         {**SRUN, "WORLD_SIZE": "1"},
@@ -63,13 +63,13 @@ def test_a_process_that_was_started_alone_has_none(environment: dict[str, str]) 
         (MPIRUN, r"process 3 of 4, according to Open MPI \(OMPI_COMM_WORLD_RANK\), but MASTER_ADDR and MASTER_PORT"),
     ],
 )
-def test_what_is_missing_is_named_with_the_cure(environment: dict[str, str], words: str) -> None:
+def test_missing_variables_are_named_with_the_fix(environment: dict[str, str], words: str) -> None:
     with pytest.raises(ConfigError, match=words) as caught:
         job_place(environment)
     assert "WORLD_SIZE=1" in str(caught.value)
 
 
-def test_a_child_of_multiprocessing_does_not_train_alone_unless_it_is_told_to() -> None:
+def test_a_multiprocessing_child_without_a_job_is_refused_unless_world_size_is_1() -> None:
     with mock.patch.object(multiprocessing, "parent_process", return_value=object()):
         with pytest.raises(ConfigError, match=r"a process that multiprocessing started.*init_process_group"):
             job_place({})

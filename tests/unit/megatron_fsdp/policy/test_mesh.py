@@ -23,7 +23,7 @@ def backend(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 def asked_device(has_gpu: bool) -> str:
-    """Return for which devices a mesh is made where none was given; it is made for CPUs."""
+    """Return the device type of the default mesh; the mesh itself is made for CPUs."""
     asked = []
 
     def make(device_type: str, *arguments: Any) -> DeviceMesh:
@@ -39,9 +39,9 @@ def asked_device(has_gpu: bool) -> str:
     return device
 
 
-def test_it_lives_on_gpus_where_the_job_s_group_has_a_backend_for_them_other_than_gloo(backend: str) -> None:
+def test_the_default_mesh_is_on_gpus_if_the_group_has_a_gpu_backend_but_gloo(backend: str) -> None:
     assert asked_device(has_gpu=True) == ("cuda" if "fake" in backend else "cpu")
 
 
-def test_it_lives_on_the_cpu_of_a_machine_without_a_gpu(backend: str) -> None:
+def test_the_default_mesh_is_on_the_cpu_without_a_gpu(backend: str) -> None:
     assert asked_device(has_gpu=False) == "cpu"

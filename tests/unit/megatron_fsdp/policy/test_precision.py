@@ -18,7 +18,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
     [
         (MixedPrecisionPolicy(), FP32, GroupDtypes(*[FP32] * 4), GroupDtypes(*[FP32] * 4)),
         (MixedPrecisionPolicy(BF16, FP32), FP32, GroupDtypes(BF16, FP32, FP32, FP32), None),
-        # What is frozen gets no wider main copy, and is not split.
+        # Frozen parameters get no wider main copy, and are not split.
         (
             MixedPrecisionPolicy(main_params_dtype=FP32),
             BF16,

@@ -16,7 +16,7 @@ TENSORS = [("embedding", torch.bfloat16, (7, 3)), ("up", torch.float32, (5, 4)),
 
 
 def a_layout(dice: random.Random, num_bytes: int) -> TransferLayout:
-    """Return a layout of some kind over some ranks: shards, replicas of shards, whole copies, or anything at all."""
+    """Return a random layout over some ranks: shards, replicas of shards, whole copies, or any mixture."""
     num_ranks = dice.randint(1, 6)
     ranks = dice.sample(range(8), num_ranks)
     kind = dice.choice(["shards", "replicas", "copies", "random", "stripes"])
@@ -55,7 +55,7 @@ def rows(plan: TransferPlan) -> list[tuple[int, int, int, int]]:
 
 
 def least_maximum(plan: TransferPlan, held: dict[int, np.ndarray], lacking: np.ndarray) -> int:
-    """Return the smallest possible maximum of bytes sent by one rank: over all sets of ranks, what only these have."""
+    """Return the least maximum of bytes sent by one rank: over all sets of ranks, the bytes that only they have."""
     holders = sum((np.where(each > 0, 1 << place, 0) for place, each in enumerate(held.values())), 0 * lacking)
     by_holders = np.bincount(holders, weights=lacking, minlength=1 << len(held)).astype(int)
     sets = np.arange(1 << len(held))
@@ -86,7 +86,7 @@ def check(plan: TransferPlan) -> None:
     assert plan.bytes_between() == pairs
     least = least_maximum(plan, held, lacking)
     assert plan.bound <= least
-    # A cut may move by less than 16 bytes for each list of holders that a rank is in.
+    # For each list of holders that a rank is in, alignment may move a cut by less than 16 bytes.
     assert max(plan.sent.values(), default=0) <= least + 16 * 2 ** len(source.parts)
 
 

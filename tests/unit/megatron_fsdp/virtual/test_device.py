@@ -21,7 +21,7 @@ WIDTH, TOKENS = 1024, 4096
 
 
 def works(device: VirtualDevice) -> list[Work]:
-    """Return what was noted."""
+    """Return the recorded work."""
     return [item.work for item in device.recording.items if item.work is not None]
 
 
@@ -64,7 +64,7 @@ def test_fused_attention_has_the_operations_of_causal_attention(causal_length: i
     assert flops == [2 * once, 5 * once]
 
 
-def test_a_job_goes_on_beside_a_virtual_world_as_if_that_was_not_there() -> None:
+def test_a_virtual_world_does_not_affect_the_real_job() -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=6)
     try:
         job, mesh, hook = dist.group.WORLD, init_device_mesh("cpu", (6,)), sys.excepthook
@@ -94,7 +94,7 @@ def test_tensors_may_be_larger_than_any_memory() -> None:
 
 
 def train(placements: Placements, sizes: tuple[int, ...] = (8,), num_buffers: int = 1) -> Playback:
-    """Return forward and backward of four square layers, on H200s."""
+    """Run forward and backward of four square layers on H200s, and return the playback."""
     with virtual_device(torch.Size(sizes).numel()) as device:
         mesh = init_device_mesh("cpu", sizes)
         model = nn.Sequential(*(nn.Sequential(*_block()) for _ in range(6)))

@@ -8,7 +8,7 @@ from megatron_fsdp.virtual.recording import Recording, Stream, Work
 
 @dataclass(frozen=True)
 class Plain:
-    """A machine on which work takes as many seconds as it has operations, and calls take ``call``."""
+    """A machine that needs one second per operation, and ``call`` seconds per call of the host."""
 
     call: float = 0.0
     stream_call: float = 0.0
@@ -19,7 +19,7 @@ class Plain:
         return float(work.flops)
 
     def link(self, work: Work) -> str:
-        """Return the kind of the collective, as if each had links of its own; kernels share nothing."""
+        """Return the kind of the collective, so that each kind has its own links; kernels share nothing."""
         return work.kind if work.ranks else ""
 
     def occupied(self, work: Work) -> float:
@@ -29,7 +29,7 @@ class Plain:
 
 @dataclass(frozen=True)
 class OneDevice(Plain):
-    """The same, with kernels that share the device; a collective takes ``part`` of it."""
+    """A machine whose kernels share the device, of which a collective takes ``part``."""
 
     part: float = 0.0
 
@@ -38,7 +38,7 @@ class OneDevice(Plain):
         return work.kind if work.ranks else DEVICE
 
     def occupied(self, work: Work) -> float:
-        """Return what a collective takes."""
+        """Return the part of the device that a collective takes."""
         return self.part
 
 
@@ -108,7 +108,7 @@ def test_collectives_on_one_link_share_it_and_others_do_not() -> None:
         with recording.use(recording.new()):
             recording.work(collective(seconds, kind))
     ends = {run.work: run.end for run in play(recording.items, Plain()).runs}
-    # Both gathers have half of the link until the short one is through, at 4; then the long one has 2 left.
+    # Both gathers have half of the link until the short one ends at 4; then 2 seconds of the long one remain.
     assert ends == {collective(2): 4, collective(4): 6, collective(5, "reduce_scatter"): 5}
 
 
@@ -147,7 +147,7 @@ def test_kernels_that_run_at_once_share_the_device_in_equal_parts() -> None:
     with recording.use(Stream("beside", recording)):
         recording.work(compute(1))
     found = play(recording.items, OneDevice())
-    # Each has half of the device until the short one is through, at 2; the long one then has 3 left.
+    # Each has half of the device until the short one ends at 2; then the long one has 3 left.
     assert {run.stream: run.end for run in found.runs} == {"beside": 2, "compute": 5}
     assert (found.busy(), found.slowed(), found.waiting()) == (4, 1, 1)
     assert found.exposed() == {("layer 1", SHARING): 1}
@@ -161,12 +161,12 @@ def test_a_kernel_of_higher_priority_has_the_device_to_itself() -> None:
     assert {run.stream: run.end for run in play(recording.items, OneDevice()).runs} == {"before": 1, "compute": 5}
 
 
-def test_a_collective_takes_its_part_of_the_device_while_it_is_under_way() -> None:
+def test_a_collective_takes_its_part_of_the_device_while_it_runs() -> None:
     recording = Recording()
     with recording.use(recording.new()):
         recording.work(collective(2))
     recording.work(compute(4))
-    # At three quarters of its speed for 2 seconds, then alone: 1.5 of 4 are done at 2.
+    # A kernel runs at three quarters of its speed for 2 seconds, then alone: 1.5 of 4 seconds are done at 2.
     assert play(recording.items, OneDevice(part=0.25)).seconds == 4.5
 
 
@@ -176,5 +176,5 @@ def test_a_part_of_the_device_comes_back_when_the_last_of_two_collectives_ends()
         with recording.use(recording.new()):
             recording.work(collective(seconds, kind))
     recording.work(compute(2))
-    # Half of the device for 1 second, three quarters for the next; 0.75 of 2 are left then.
+    # Half of the device for 1 second, three quarters for the next; then 0.75 of 2 seconds remain.
     assert play(recording.items, OneDevice(part=0.25)).seconds == 2.75

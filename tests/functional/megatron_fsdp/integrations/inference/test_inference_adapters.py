@@ -45,7 +45,7 @@ def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor])
 
 @dataclass(frozen=True)
 class ParamMeta:
-    """vLLM's, by the fields that a source of whole tensors gives."""
+    """vLLM's class, with the fields that a source of whole tensors gives."""
 
     name: str
     dtype: torch.dtype
@@ -74,7 +74,7 @@ class IteratedSource(ABC):
 
 
 def packed_receiver(metadata: list[ParamMeta], pairs: Iterator[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Do as vLLM's packed broadcast: a chunk keeps its tensors until it is full, and is then copied together."""
+    """Receive like vLLM's packed broadcast: a chunk collects tensors until it is full, and is then copied at once."""
     found: dict[str, torch.Tensor] = {}
     chunk: list[tuple[ParamMeta, torch.Tensor]] = []
     for meta, (name, tensor) in zip(metadata, pairs, strict=True):
@@ -89,7 +89,7 @@ def packed_receiver(metadata: list[ParamMeta], pairs: Iterator[tuple[str, torch.
 
 
 @on_ranks(2)
-def test_a_vllm_source_describes_what_it_yields_and_may_be_iterated_in_each_update() -> None:
+def test_a_vllm_source_describes_its_tensors_and_can_be_iterated_repeatedly() -> None:
     plain = Stack(Block(), Block(hidden=1), Block(hidden=17))
     model = sharded(copy.deepcopy(plain))
     wanted = {
@@ -116,7 +116,7 @@ def test_a_vllm_source_describes_what_it_yields_and_may_be_iterated_in_each_upda
 
 @dataclass
 class ShardSpec:
-    """verl 0.9.1's, by the fields that its page names."""
+    """verl 0.9.1's class, with the fields that its page names."""
 
     full_shape: Any = None
     mesh: Any = None
@@ -137,7 +137,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, path: str, **members: Any) -> None
 
 
 def gathered(shards: Iterable[tuple[str, torch.Tensor, Any]]) -> dict[str, torch.Tensor]:
-    """Do as verl's ranks: each group gathers (place, flat values) and puts them at ``place`` of the flat weight."""
+    """Gather like verl's ranks: each group gathers (place, flat values), written at ``place`` of the flat weight."""
     found = {}
     for name, local, spec in shards:
         whole = torch.zeros(spec.full_shape, dtype=local.dtype)
@@ -251,7 +251,7 @@ def with_adapters() -> Stack:
 
 
 def merged(plain: nn.Module) -> dict[str, torch.Tensor]:
-    """Return what ``merge_and_unload`` leaves: base weights plus products, under the names of the base model."""
+    """Return the result of ``merge_and_unload``: base weights plus products, under the names of the base model."""
     found = {}
     for name, value in plain.state_dict().items():
         if "lora_" in name:

@@ -28,7 +28,7 @@ from tests.harness import on_ranks, run_ranks
 
 
 class Config(SimpleNamespace):
-    """Of a class that no other test looks for tensors in: the engine looks for none in configs from then on."""
+    """A config of a class that only this test uses: the engine stops to search a class of configs for tensors."""
 
 
 def model_config(**changes: Any) -> Config:
@@ -48,8 +48,8 @@ def optimizer_config(**changes: Any) -> SimpleNamespace:
     return SimpleNamespace(**{**plain, **changes})
 
 
-def test_settings_that_this_engine_does_are_accepted() -> None:
-    # Each call raises a ConfigError for a setting that the engine lacks: returning is the fact.
+def test_supported_settings_are_accepted() -> None:
+    # Each call checks a setting that raises a ConfigError if the engine lacks it: returning is the success.
     refuse_configs(model_config(calculate_per_token_loss=True), ddp_config())
     refuse_configs(model_config(tensor_model_parallel_size=2, fp16=True), ddp_config())
     refuse_configs(model_config(cuda_graph_impl="none", fp8=None), ddp_config(average_in_collective=True))
@@ -90,7 +90,7 @@ def refuse_its_optimizer(**changes: Any) -> None:
         (refuse_its_optimizer, {"overlap_param_gather_with_optimizer_step": True}, "_with_optimizer_step=True: "),
     ],
 )
-def test_settings_that_it_does_not_do_are_refused_with_a_cure(
+def test_unsupported_settings_are_refused_with_a_fix(
     refuse: Callable[..., None], changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -160,7 +160,7 @@ def test_optimizers_of_fused_kernels_give_way_to_pytorchs_with_the_same_groups(c
 
 
 class Attention(nn.Module):
-    """The parameters of a Megatron layer that matter to Muon, with what says how they are cut."""
+    """The parameters of a Megatron layer that matter to Muon, with the attributes that describe their cuts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -221,7 +221,7 @@ STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
 
 def shard_what_ranks_drew(given: dict[str, Any], shape: tuple[int, ...], strategy: str) -> dict[str, Any]:
-    """Shard a model of which ranks drew one part alike and another differently; return whole weights and settings."""
+    """Shard a model with one part drawn alike on all ranks, another differently; return weights and settings."""
     names = ("dp_outer", "dp_shard")[-len(shape) :]
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     torch.manual_seed(3)
@@ -265,7 +265,7 @@ def test_weights_that_ranks_drew_differently_become_the_first_rank_s(shape: tupl
     assert all(not result["said"] for result in results[1:])
 
 
-def test_weights_that_only_a_constructor_on_the_meta_device_drew_are_refused_with_a_flag_to_leave_out() -> None:
+def test_weights_initialised_only_in_a_meta_constructor_are_refused() -> None:
     class Column(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -64,7 +64,7 @@ def on_two_axes(outer: int | str, flattened: bool, strategy: int) -> tuple[Compa
     return result, repr(seen[0].optimizer)
 
 
-# PyTorch warns that a flattened axis will not be found by name some day; until then Megatron's way to name it works.
+# PyTorch warns that flattened axes will lose their names in a future version; Megatron still names them so.
 @pytest.mark.filterwarnings("ignore:Slicing a flattened dim:UserWarning")
 @pytest.mark.parametrize(
     ("flattened", "strategy"), nightly_but([(False, 1), (True, 3)], product((False, True), (1, 3)))
@@ -121,7 +121,7 @@ def test_without_unit_modules_the_model_is_one_unit_and_the_log_says_what_that_c
 
 
 @on_ranks(2)
-def test_what_was_sharded_before_stays_as_it_is() -> None:
+def test_units_sharded_before_stay_unchanged() -> None:
     model = three_blocks()
     fully_shard(model.layers[0], grad_divisor=3)
     fully_shard_model(model, [Block])
@@ -188,7 +188,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 @on_ranks(1)
-def test_what_has_no_meaning_is_refused_with_the_cure(name: str) -> None:
+def test_meaningless_arguments_are_refused_with_the_fix(name: str) -> None:
     options, wanted = REFUSED[name]
     if "device_mesh" in options:
         options["device_mesh"] = init_device_mesh("cpu", (1, 1, 1), mesh_dim_names=("outer", "dp", "cp"))

@@ -42,7 +42,7 @@ def test_the_script_runs_as_the_main_program_without_the_version_of_megatrons_en
         (None, "8", "found no script "),
     ],
 )
-def test_what_cannot_be_followed_is_refused_before_the_script_runs(
+def test_unsupported_flags_are_refused_before_the_script_runs(
     flags: list[str] | None,
     connections: str,
     message: str,

@@ -1,4 +1,4 @@
-"""Megatron's strict load on other sizes asks for random states that no checkpoint has: the error says what to give."""
+"""Megatron's strict load on other sizes needs random states that the checkpoint lacks: the error says what to pass."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from tests.harness import on_ranks
 
 
 def states_of(stages: int, tensor: int, seed: int) -> dict[str, Any]:
-    """Return what Megatron's get_rng_state does for fsdp_dtensor, on one of two ranks."""
+    """Return the result of Megatron's get_rng_state for fsdp_dtensor, on one of two ranks."""
     rank = dist.get_rank() if stages * tensor > 1 else 0
     states = [{"torch_rng_state": torch.Generator().manual_seed(seed + rank).get_state()}]
     return {f"({rank % stages}, {rank % tensor})": states}
@@ -24,7 +24,7 @@ def states_of(stages: int, tensor: int, seed: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("stages", "tensor"), [(1, 1), (1, 2), (2, 1)])
 @on_ranks(2)
-def test_ranks_without_random_states_in_the_checkpoint_are_told_to_load_none(
+def test_missing_random_states_raise_an_error_that_says_not_to_load_them(
     stages: int, tensor: int, tmp_path: Path
 ) -> None:
     dcp.save({"iteration": 7, "rng_state": states_of(1, 1, 10)}, checkpoint_id=tmp_path)

@@ -34,7 +34,7 @@ WIDTH, HIDDEN = 5, 6
 
 class Linear(nn.Linear):
     def get_extra_state(self) -> None:
-        """Return nothing, to be like TransformerEngine's layers by name."""
+        """Return nothing, like TransformerEngine's layers, which also have such an entry."""
 
     def set_extra_state(self, state: Any) -> None:
         assert state is None
@@ -74,7 +74,7 @@ class Decoder(nn.Module):
 def two_groups(model: nn.Module) -> list[dict[str, Any]]:
     matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
     others = [parameter for parameter in model.parameters() if parameter.ndim == 1]
-    # As in Megatron: parameters of which this rank holds nothing are left out, with groups that are empty then.
+    # Megatron leaves out parameters that have no element on this rank, and groups that are empty then.
     groups = [{"params": matrices, "wd_mult": 1.0}, {"params": others, "wd_mult": 0.0, "weight_decay": 0.0}]
     held = [{**group, "params": [p for p in group["params"] if is_held(p)]} for group in groups]
     return [group for group in held if group["params"]]
@@ -123,7 +123,7 @@ def save_as_megatron(model: Any, optimizer: Any, path: str, is_gated: bool) -> N
 
 
 def load_as_megatron(model: Any, optimizer: Any, path: str, is_gated: bool, strict: bool = True) -> None:
-    """Load as megatron/training/checkpointing.py does: what is not in the checkpoint is passed over."""
+    """Load as megatron/training/checkpointing.py does, which skips values that the checkpoint lacks."""
     state = {"model": model.state_dict(), "optimizer": describe_by_name([model], optimizer, is_loading=True)}
     laid_out = lay_out_for_megatron(state, model, is_gated=is_gated)
     dcp.load(laid_out, checkpoint_id=path, planner=DefaultLoadPlanner(allow_partial_load=True))
@@ -152,14 +152,12 @@ def resume(path: str, strategy: str) -> tuple[list[str], list[str], int]:
 
 
 @pytest.mark.parametrize("strategy", nightly_but(["optim"], ["optim_grads_params", "optim"]))
-def test_a_run_goes_on_bit_for_bit_where_ranks_leave_out_what_they_hold_nothing_of(
-    strategy: str, tmp_path: Path
-) -> None:
+def test_a_run_resumes_to_the_bit_if_ranks_omit_their_empty_parameters(strategy: str, tmp_path: Path) -> None:
     found = run_ranks(4, resume, str(tmp_path / "step"), strategy)
     for differences, from_alone, _ in found:
         assert differences == []
         assert from_alone == []
-    # Some ranks have no group of vectors at all.
+    # Some ranks have no parameter group of vectors.
     assert {num_groups for *_, num_groups in found} == {1, 2}
 
 
@@ -176,7 +174,7 @@ def load_only(path: str, is_gated: bool) -> tuple[State, str]:
     return weights_of(model), message
 
 
-def test_its_entries_are_megatron_fsdps_and_another_number_of_ranks_loads_them(tmp_path: Path) -> None:
+def test_entries_are_named_as_in_megatron_fsdp_and_load_on_other_ranks(tmp_path: Path) -> None:
     path = str(tmp_path / "step")
     wanted = run_ranks(2, save_only, path, True)[0]
     entries = dcp.FileSystemReader(path).read_metadata().state_dict_metadata

@@ -73,7 +73,7 @@ LOOPS: dict[str, tuple[bool, Backward]] = {
 
 
 def accumulated(loop: str, strategy: str) -> tuple[float, int]:
-    """Return the worst gradient of two steps, and how many reductions over the axis of partial sums there were."""
+    """Return the largest error of gradients in two steps, and how often the axis of partial sums was reduced."""
     syncs, run = LOOPS[loop]
     twins = twins_of(strategy, sync_model_each_microbatch=syncs)
     worst, kinds = 0.0, Counter[str]()
@@ -90,7 +90,8 @@ def accumulated(loop: str, strategy: str) -> tuple[float, int]:
 
 
 ONE_AXIS = ("zero0", "zero1", "zero2", "zero3")
-# Each loop under a strategy whose gradients rest whole and one whose gradients do not, each strategy twice or more.
+# Each loop runs under one strategy with whole gradients and one with sharded gradients; each strategy runs at least
+# twice.
 QUICK = [(loop, ONE_AXIS[(place + 2 * half) % 4]) for place, loop in enumerate(LOOPS) for half in range(2)]
 
 
@@ -121,7 +122,7 @@ def without_finish(strategy: str) -> bool:
 
 
 @pytest.mark.parametrize(("strategy", "wanted"), [("zero0", True), ("zero1", True), ("zero3", False)])
-def test_gradients_that_rest_whole_cannot_be_read_before_they_are_final(strategy: str, wanted: bool) -> None:
+def test_unsharded_gradients_cannot_be_read_before_they_are_final(strategy: str, wanted: bool) -> None:
     assert run_ranks(2, without_finish, strategy) == [wanted, wanted]
 
 

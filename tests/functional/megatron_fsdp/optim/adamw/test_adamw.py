@@ -110,13 +110,13 @@ def test_16_bit_weights_and_moments_are_rounded_once_a_step(weights: torch.dtype
     ]
     assert [dtype for dtype, _ in results] == [weights, moments, moments]
     for dtype, error in results:
-        # A value close to a tie may go either way, as the oracle's own arithmetic is not fp32.
+        # A value close to a tie may round either way, because the oracle does not compute in fp32.
         assert error <= (2**-7 if BF16 in (dtype, weights, moments) else 1e-5)
 
 
 @pytest.mark.parametrize("strategy", ["optim_grads", "optim", "no_shard"])
 @on_ranks(2)
-def test_compute_weights_at_rest_are_those_just_stepped_before_any_forward(strategy: str) -> None:
+def test_sharded_compute_weights_are_current_right_after_a_step(strategy: str) -> None:
     model = shard_model(make_model(), world_mesh(), strategy, POLICIES["bf16 compute"])
     before = whole_state(model)
     train(model, AdamW(two_groups(model), lr=0.1), range(1), [dist.get_rank()])
@@ -192,7 +192,7 @@ def replace_some_state(optimizer: torch.optim.Optimizer, step: int) -> None:
 
 
 def exchange(what: str, optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Exchange state of the experts of two blocks, which lie alike in their units."""
+    """Exchange the state of the experts of two blocks, which have the same places in their units."""
     if step != 2:
         return
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -285,7 +285,7 @@ def moments_of(model: Model, optimizer: torch.optim.Optimizer) -> State:
 
 def give_state_dict(model: Model, optimizer: Any, other: Model, taker: Any) -> None:
     other.load_state_dict(model.state_dict())
-    # PyTorch's load_state_dict takes tensors over as they are, so that both optimizers would write into them.
+    # PyTorch's load_state_dict keeps the given tensors, so both optimizers would write into them.
     document = optimizer.state_dict()
     taker.load_state_dict(document if isinstance(taker, AdamW) else copy.deepcopy(document))
 
@@ -328,7 +328,7 @@ def test_state_resumes_bit_for_bit(saver: str, loader: str, strategy: str, num_r
     train(model, optimizer, range(2), mine())
     other, other_optimizer = sharded(MAKERS[loader], 5, strategy)
     if by == "state dict":
-        # Into an optimizer that has state of its own already.
+        # The loading optimizer already has state.
         train(other, other_optimizer, range(3), mine())
     GIVERS[by](model, optimizer, other, other_optimizer)
     right_after = differing(moments_of(other, other_optimizer), moments_of(model, optimizer))

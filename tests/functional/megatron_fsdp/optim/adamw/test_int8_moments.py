@@ -1,6 +1,6 @@
-"""8-bit moments are those of one process, however the model is sharded, saved and resumed.
+"""8-bit moments equal those of one process for each way to shard, save and resume.
 
-The sums of gradients are the same on any number of ranks: rank 0 alone has others than zero.
+Sums of gradients are equal on any number of ranks, because only rank 0 has nonzero gradients.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Net(nn.Module):
 
 @dataclass(frozen=True)
 class Job:
-    """Units besides the root, strategy ("hsdp" on 2 x ranks / 2), precision."""
+    """Units other than the root, strategy ("hsdp" on 2 x ranks / 2), precision."""
 
     units: tuple[str, ...] = ()
     strategy: str = "optim_grads_params"
@@ -130,7 +130,7 @@ def loaded(job: Job, folder: str, moments: str | None) -> Outcome:
 
 
 def bytes_after_backward(job: Job) -> tuple[int, int, int]:
-    """Return the meter's bytes, what ``explain`` says rests and AdamW adds, after a step and one more backward."""
+    """Return metered moments, ``explain``'s bytes for AdamW and at rest, after a step and one more backward."""
     model, optimizer = job.build()
     before = memory_meter().current_bytes
     backward(model, 0)
@@ -143,7 +143,7 @@ def bytes_after_backward(job: Job) -> tuple[int, int, int]:
 
 
 def bytes_per_parameter() -> float:
-    """Return what the meter holds after backward, gathered weights released, times ranks over the parameters."""
+    """Return the metered bytes per parameter over all ranks, after backward with gathered weights released."""
     before = memory_meter().current_bytes
     model = nn.Sequential(nn.Linear(512, 512, bias=False), nn.Linear(512, 512, bias=False))
     for module in (*model, model):
@@ -159,7 +159,7 @@ def bytes_per_parameter() -> float:
 
 
 def distance_after_spike(spike: float) -> float:
-    """Return how far weights are from those of FP32 moments, in learning rates, some steps after a larger gradient."""
+    """Return the distance to weights with FP32 moments, in learning rates, some steps after a larger gradient."""
     found = []
     for moments in (None, "int8"):
         torch.manual_seed(0)
@@ -168,7 +168,7 @@ def distance_after_spike(spike: float) -> float:
         for step in range(6):
             output = model(torch.randn(5, 64))
             factor = torch.ones_like(output)
-            # Larger for three rows: of a block of 256 elements, one part and not the rest.
+            # Three rows have larger gradients: a part of a block of 256 elements.
             factor[:, 5:8] = spike if step == 1 else 1.0
             (output.square() * factor).mean().backward()
             optimizer.step()
@@ -186,7 +186,7 @@ def assert_same(found: Outcome, wanted: Outcome) -> None:
             assert torch.equal(found.state[name][key], value), (name, key)
 
 
-def test_one_to_four_ranks_and_any_units_train_to_the_same_bits_and_resume_on_other_ranks(tmp_path: Path) -> None:
+def test_one_to_four_ranks_train_to_the_same_bits_and_resume_on_other_ranks(tmp_path: Path) -> None:
     folder = str(tmp_path / "step")
     (alone,) = run_ranks(1, train, Job())
     assert {key: value.dtype for key, value in alone.state["second.weight"].items()} == {
@@ -212,11 +212,11 @@ def test_split_weights_train_to_the_same_bits_on_two_axes() -> None:
         assert_same(found, alone)
 
 
-# The second is more than FP32 holds squares of.
+# The square of the second gradient overflows FP32.
 @pytest.mark.parametrize("spike", [1e4, 1e30])
 def test_after_a_spike_weights_stay_near_those_of_fp32_moments(spike: float) -> None:
     (distance,) = run_ranks(1, distance_after_spike, spike)
-    # Four steps after it, of which Adam makes none longer than a few learning rates.
+    # Four steps later. Adam makes no step longer than a few learning rates.
     assert distance < 6
 
 

@@ -30,7 +30,7 @@ VIEWS = {
 
 
 class Layer(nn.Module):
-    """Matrices of sizes that divide nothing, and vectors between them."""
+    """Matrices of odd sizes, and vectors between them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -167,7 +167,7 @@ class Whole:
 
 
 def put_back(cut: Callable[[torch.Tensor], torch.Tensor], parameter: torch.Tensor, matrix: torch.Tensor) -> None:
-    """Write a matrix where it was cut from."""
+    """Write a matrix back to its place in the parameter."""
     places = cut(torch.arange(parameter.numel()).view(parameter.shape))
     parameter.view(-1)[places.reshape(-1)] = matrix.reshape(-1)
 

@@ -1,4 +1,4 @@
-"""Muon over sharded weights: the steps of ``torch.optim.Muon`` over whole matrices to the bit, and state as torch's."""
+"""Muon over sharded weights steps like ``torch.optim.Muon`` over whole matrices to the bit, with torch's state."""
 
 import copy
 import math
@@ -150,7 +150,7 @@ def counting() -> Iterator[list[int]]:
 
 
 def count(num_steps: int, bucket_bytes: int) -> tuple[int, int]:
-    """Return how many matrices this rank made orthogonal, and the messages."""
+    """Return how many matrices this rank orthogonalized, and the number of messages."""
     model = shard_matrices(make_matrices(), make_mesh((4,)), ZERO["optim_grads_params"])
     optimizer = Muon(param_groups(model), **OPTIONS)
     messages: list[CollectiveCall] = []
@@ -166,16 +166,17 @@ def test_each_matrix_is_one_ranks_work_once_a_step() -> None:
     ranks = run_ranks(4, count, num_steps, muon.BUCKET_BYTES)
     assert sum(owned for owned, _ in ranks) == num_steps * num_matrices
     assert max(owned for owned, _ in ranks) <= num_steps * (num_matrices / 4 + 2)
-    # There and back once a step: none while gradients accumulate.
+    # One all-to-all to the owners and one back per step; none while gradients accumulate.
     assert {messages for _, messages in ranks} == {2 * num_steps}
-    # Every matrix is larger than such a bucket: at most as many as the busiest rank has matrices that travel.
+    # Every matrix is larger than this bucket, so there are at most as many messages as the busiest rank has matrices to
+    # move.
     for _, messages in run_ranks(4, count, 1, 1):
         assert 2 < messages <= 2 * (num_matrices / 4 + 2)
 
 
 # ---------------------------------------------------------------------- state
 
-# Checkpoints resume on other numbers of ranks, so all of these train on the numbers of ranks 0 and 1.
+# Checkpoints resume on other numbers of ranks. All of them train on the sum of the gradients for numbers 0 and 1.
 NUM_SOURCES = 2
 
 
@@ -197,7 +198,7 @@ def sharded(mesh_shape: tuple[int, ...], placements: Placements) -> tuple[Matric
 
 
 def save_half_way(folder: str) -> list[str]:
-    """Train and save; return what of the state is not laid out as its parameter."""
+    """Train and save; return the keys of state tensors whose layout differs from their parameter's."""
     model, optimizer = sharded((2,), Placements.optim_grads_params(0))
     train_on_two(model, optimizer, range(2))
     save_checkpoint(model, optimizer, folder)
@@ -219,7 +220,7 @@ def resume(folder: str, mesh_shape: tuple[int, ...], strategy: str) -> Weights:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Weights]:
-    """A checkpoint after two steps, and the weights after four in one process."""
+    """Save a checkpoint after two steps; return it with the weights after four steps in one process."""
     folder = str(tmp_path_factory.mktemp("muon") / "checkpoint")
     assert run_ranks(2, save_half_way, folder) == [[], []]
     whole = Whole(OPTIONS)
@@ -256,7 +257,7 @@ def test_a_state_dict_has_torchs_keys_and_resumes_to_the_bit() -> None:
     fresh.load_state_dict(document)
     train_sharded(other, fresh, range(2, 4), dist.get_rank())
     assert differing(whole_state(other), whole_state(model)) == []
-    # A new one shows where a checkpoint is read into.
+    # A new optimizer, so that the loaded state is visible.
     model, new = trained()
     shown = fully_shard_optimizer(new).state_dict()["state"]
     for state in (document["state"], shown):
@@ -309,7 +310,7 @@ def test_parameters_without_gradient_are_left_alone_and_an_empty_step_is_none() 
 
 
 @on_ranks(2)
-def test_each_group_has_a_rate_of_its_own_that_schedules_change() -> None:
+def test_each_group_has_its_own_rate_that_schedules_change() -> None:
     model, optimizer = trained()
     optimizer.param_groups[0]["lr"] = 0.0
     optimizer.param_groups[0]["weight_decay"] = 0.0
@@ -345,7 +346,7 @@ def test_groups_by_rule_train_the_model_that_one_process_trains() -> None:
     train(model, fully_shard_optimizer(Muon(groups(model), **OPTIONS)), range(3), [dist.get_rank()])
     whole = make_model()
     train(whole, Muon(groups(whole), **OPTIONS), range(3), range(2))
-    # Gradients of one process round otherwise, and bf16 products make that some 2**-9 of an update.
+    # A single process rounds gradients differently, and bf16 products turn this into about 2**-9 of an update.
     assert differing(whole_state(model), whole_state(whole), 3e-3) == []
 
 
@@ -377,7 +378,7 @@ def test_records_that_were_exchanged_keep_their_values() -> None:
     wanted = [optimizer.state[param]["momentum_buffer"].full_tensor().clone() for param in (second, first)]
     assert not torch.equal(*wanted)
     optimizer.state[first], optimizer.state[second] = optimizer.state[second], optimizer.state[first]
-    # A momentum of one keeps what is there.
+    # A momentum of one leaves the buffer unchanged.
     optimizer.param_groups[0]["momentum"] = 1.0
     optimizer.step()
     for param, value in zip((first, second), wanted, strict=True):
@@ -410,7 +411,7 @@ def test_options_out_of_range_are_refused(options: dict[str, Any], words: str) -
 
 
 @on_ranks(1)
-def test_an_unsharded_dtensor_of_somebody_else_is_refused() -> None:
+def test_an_unsharded_foreign_dtensor_is_refused() -> None:
     module = nn.Linear(3, 4)
     torch.distributed.fsdp.fully_shard(module)
     with pytest.raises(ConfigError, match="fully_shard did not make"):

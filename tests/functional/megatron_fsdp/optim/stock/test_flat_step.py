@@ -39,7 +39,7 @@ OFTEN = ["AdamW foreach", "AdamW loop", "Adam amsgrad", "SGD momentum"]
 
 
 class Net(nn.Module):
-    """A model whose shards are uneven: 1 and 3 rows over three ranks, widths that no vector has."""
+    """A model with uneven shards: 1 and 3 rows over three ranks, and widths that are no multiple of a SIMD vector."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,8 @@ def sharded(policy: MixedPrecisionPolicy | None = None) -> Net:
     model = Net()
     for part in (model.embed, model.last):
         fully_shard(part, mp_policy=policy)
-    return fully_shard(model, mp_policy=policy)  # one unit of what is left, in which neighbours are of all kinds
+    # the root unit owns the remaining parameters, all kinds next to each other
+    return fully_shard(model, mp_policy=policy)
 
 
 def backward(model: nn.Module, step: int) -> None:
@@ -71,7 +72,7 @@ def backward(model: nn.Module, step: int) -> None:
 
 
 def not_flat(kind: type[Optimizer]) -> type[Optimizer]:
-    """Return a class of the same steps, which nobody can know to be element-wise: it steps every DTensor."""
+    """Return a class with the same steps that is not known to be element-wise: it steps every DTensor."""
     return type(kind.__name__, (kind,), {})
 
 
@@ -123,11 +124,11 @@ def compare(kind: str, meddle: Meddling) -> list[str]:
 
 
 def nothing(model: Net, optimizer: Optimizer, step: int) -> None:
-    """Train as everybody does."""
+    """Train without special calls."""
 
 
 def everything(model: Net, optimizer: Optimizer, step: int) -> None:
-    """Do what users do between a backward and a step, each in a step of its own and all in the last."""
+    """Change gradients or settings between backward and step: one change in each of steps 1 to 3, all in step 4."""
     first, second = model.blocks[0]["norm"].weight, model.blocks[1]["one"].weight
     if step in (1, 4):
         first.grad = None
@@ -192,16 +193,16 @@ def test_a_step_goes_through_few_tensors_only_where_that_is_exact() -> None:
     record("narrow", adamw, MixedPrecisionPolicy(main_params_dtype=torch.bfloat16, main_grads_dtype=torch.bfloat16))
     counts = {name: len(sizes) for name, sizes in found.items()}
     assert counts["foreach"] == counts["wrapped"] == counts["default"] == 3
-    # One that another optimizer steps divides a unit in two, and is no part of either.
+    # A parameter that another optimizer steps cuts its unit in two.
     assert counts["gap"] == 4
     assert sum(found["gap"]) <= sum(found["foreach"]) - 16 * 3
-    # Vectors of fused steps on the CPU end with each parameter, and round otherwise than the elements after them.
+    # Fused steps on the CPU restart SIMD vectors at each parameter; the remaining elements round differently.
     assert 3 <= counts["fused"] < num_parameters
     assert counts["unknown"] == counts["narrow"] == num_parameters
 
 
 def watched(factor: float) -> tuple[Net, list[float]]:
-    """Train with gradients of ``factor``, which a hook doubles; return what hooks after the steps counted of these."""
+    """Train with gradients of ``factor``, doubled by a hook for 0.5; return the mean step counts after each step."""
     model = sharded()
     optimizer = OPTIM.AdamW(model.parameters(), foreach=True, eps=0.1)
     counts: list[float] = []
@@ -291,7 +292,7 @@ def with_copies(make: Make) -> Net:
     optimizer = make(model.parameters(), lr=0.01, foreach=True)
     optimizer.load_state_dict(document)
     optimizer.step()
-    # A copy's parameters are copies, which no unit gathers: they are stepped one by one.
+    # Units do not gather the parameters of a copy, so these are stepped one by one.
     copied = copy.deepcopy(optimizer)
     theirs = copied.param_groups[0]["params"]
     for parameter, mine in zip(theirs, model.parameters(), strict=True):
@@ -346,7 +347,7 @@ def test_the_memory_of_gradients_is_given_back_after_a_step() -> None:
 
 
 def loaded_and_refused() -> tuple[list[str], str]:
-    """Load whole state, and step split weights, where nothing but ``fully_shard`` says that there are units."""
+    """Load whole state, and step split weights, if only ``fully_shard`` has registered the units."""
     model = sharded()
     optimizer = OPTIM.AdamW(model.parameters(), lr=0.01, foreach=True)
     backward(model, 0)
@@ -367,7 +368,7 @@ def loaded_and_refused() -> tuple[list[str], str]:
     return sorted(kinds), ""
 
 
-def test_optimizers_are_looked_at_wherever_something_is_sharded() -> None:
+def test_optimizers_over_sharded_parameters_are_handled_after_fully_shard_alone() -> None:
     for kinds, refusal in run_ranks(2, loaded_and_refused):
         assert kinds == ["FlatDTensor"]
         assert "is the bf16 half of an FP32 weight" in refusal
@@ -379,7 +380,7 @@ def stock(kind: type[Optimizer], model: Model) -> Optimizer:
 
 
 def compare_stock(strategy: str, mesh: tuple[int, ...], policy: MixedPrecisionPolicy | None = None) -> list[str]:
-    """Train on flat memory and parameter by parameter; then let each go on with the other's state."""
+    """Train on flat memory and parameter by parameter; then continue each run with the other run's state."""
     kinds = torch.optim.SGD, not_flat(torch.optim.SGD)
     models = [shard_model(make_model(), make_mesh(mesh), strategy, policy) for _ in kinds]
     optimizers = [stock(kind, model) for kind, model in zip(kinds, models, strict=True)]

@@ -59,7 +59,7 @@ def test_weights_equal_the_whole_models_with_each_optimizer(layout: str) -> None
 
 
 def step_on_given_gradients(model: Model, options: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Step on gradients drawn from a seed: those of a backward may differ in the last bit and round to another bf16."""
+    """Step on gradients drawn from a seed: a backward's may differ in the last bit and round to another bf16."""
     optimizer = torch.optim.Muon([p for p in model.parameters() if p.requires_grad and p.ndim == 2], **options)
     generator = torch.Generator().manual_seed(0)
     for _ in range(NUM_STEPS):
@@ -128,7 +128,7 @@ Kind = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
 class Shampoo(torch.optim.Optimizer):
-    """Preconditions each dimension; its matrices, made by the gradient, begin as multiples of the identity."""
+    """Precondition each dimension; the matrices are made at the first gradient, as multiples of the identity."""
 
     def __init__(self, params: list[nn.Parameter]) -> None:
         super().__init__(params, {"lr": 0.05})
@@ -153,7 +153,7 @@ class Shampoo(torch.optim.Optimizer):
 
 
 class Masked(torch.optim.Optimizer):
-    """State and a mask that are plain tensors of the parameter's shape."""
+    """An optimizer with state and a mask that are plain tensors of the parameter's shape."""
 
     def __init__(self, params: list[nn.Parameter]) -> None:
         super().__init__(params, {"lr": 0.05})

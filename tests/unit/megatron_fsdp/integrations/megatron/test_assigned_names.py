@@ -12,7 +12,7 @@ from megatron_fsdp.integrations.megatron.adapter import assign_everywhere
 
 @dataclass
 class Scene:
-    """Two loaded modules; the second imported a class of the first under another name. ``wanted`` is to replace it."""
+    """Two loaded modules; the second imported a class of the first by another name. ``wanted`` replaces the class."""
 
     found: type
     wanted: type
@@ -46,7 +46,7 @@ def test_the_way_back_reaches_names_that_were_bound_in_between(scene: Scene) -> 
     assert {scene.first.Adapter, scene.second.renamed, scene.second.later} == {scene.found}
 
 
-def test_what_is_not_a_module_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_entries_of_sys_modules_that_are_no_modules_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "no_module_at_all", object())
     monkeypatch.setitem(sys.modules, "forbidden", None)
     assert assign_everywhere(object(), None) == []

@@ -61,7 +61,7 @@ def test_a_script_that_would_train_without_this_engine_is_refused() -> None:
         ([*GOOD, "--delay-wgrad-compute", "--fp8-format", "e4m3"], r"--fp8-format e4m3: .*; --delay-wgrad-compute: "),
     ],
 )
-def test_flags_that_it_cannot_follow_are_refused_with_a_cure(flags: list[str], message: str) -> None:
+def test_unsupported_flags_are_refused_with_a_fix(flags: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_flags(flags)
 
@@ -75,7 +75,7 @@ def test_values_of_the_wrong_kind_end_the_process_as_megatrons_parser_would(
     assert f"argument {flags[0]}: invalid" in capsys.readouterr().err
 
 
-def test_flags_whose_effect_a_job_does_not_get_are_said_and_others_are_not() -> None:
+def test_only_ignored_flags_are_logged() -> None:
     flags = ["--use-sharp", "--ddp-pad-buckets-for-high-nccl-busbw", "--overlap-grad-reduce", "--fsdp-double-buffer"]
     found = notices_under_megatron(check_flags([*GOOD, *flags]))
     assert [line.split()[0] for line in found] == ["--ddp-pad-buckets-for-high-nccl-busbw", "--use-sharp"]

@@ -191,7 +191,7 @@ def test_moments_of_another_dtype_are_that_also_after_loading_them() -> None:
 
 
 @pytest.mark.parametrize("name", ["amsgrad", "differentiable"])
-def test_what_is_not_supported_is_refused_at_once_wherever_it_is_asked_for(name: str) -> None:
+def test_unsupported_options_are_refused_at_construction_in_groups_and_on_load(name: str) -> None:
     with pytest.raises(ConfigError, match=f"AdamW\\({name}=True\\).*torch.optim.AdamW with fully_shard_optimizer"):
         AdamW(parameters(), **{name: True})
     optimizer = AdamW(parameters())
@@ -234,7 +234,7 @@ def test_a_gradient_scaler_unscales_before_the_step_even_with_fused() -> None:
 
 
 @pytest.mark.parametrize("has_groups", [False, True])
-def test_a_step_of_sharded_layers_calls_fewer_operators_than_torchs_and_leaves_few_beside_its_launches(
+def test_a_step_calls_fewer_operators_than_torchs_and_few_besides_launches(
     has_groups: bool,
 ) -> None:
     arguments = argparse.Namespace(units=3, width=4, rounds=1, weight_decay_groups=has_groups)
@@ -242,7 +242,7 @@ def test_a_step_of_sharded_layers_calls_fewer_operators_than_torchs_and_leaves_f
     calls = {row.case["step"]: row.samples.median for row in rows if row.metric == "operator calls"}
     times = ("host time", "host time with zero_grad")
     assert {row.metric for row in rows} == {*times, *(f"{time} over peer's" for time in times), "operator calls"}
-    # One for each of three units counts its steps; making the table of hyperparameters takes the rest.
+    # Each of the three units has one call that counts its steps; the table of hyperparameters takes the rest.
     assert calls["flat, launches left out"] <= 3 + 5
     assert calls["flat, launches left out"] < calls["flat"]
     assert has_groups or max(calls["flat"], calls["stock, foreach"]) < calls["DTensors, foreach"]

@@ -1,4 +1,4 @@
-"""Views say which matrices a parameter has; every element is in exactly one of them, on every shard."""
+"""Views define the matrices of a parameter; every element is in exactly one of them, on every shard."""
 
 import itertools
 
@@ -18,7 +18,7 @@ VIEWS = {
 
 
 def taken(block: MatrixBlock, held: range) -> torch.Tensor:
-    """Read a matrix from a flat range by its pieces; what is outside of the range is -1."""
+    """Read a matrix from a flat range by its pieces; elements outside of the range are -1."""
     flat = torch.arange(held.start, held.stop)
     found = torch.full((block.rows * block.columns,), -1)
     for piece in block.pieces(held):

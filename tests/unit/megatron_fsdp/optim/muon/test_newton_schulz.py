@@ -58,7 +58,7 @@ def test_every_set_brings_singular_values_near_one(name: str, num_steps: int) ->
     assert (found - 1).abs().max() < width
 
 
-def test_sets_go_on_as_they_should() -> None:
+def test_coefficient_sets_continue_beyond_their_length() -> None:
     assert coefficients("simple", 3) == (SIMPLE,) * 3
     assert coefficients("quintic", 6)[5] == COEFFICIENT_SETS["quintic"][0]
     assert coefficients("polar_express", 10)[8:] == (COEFFICIENT_SETS["polar_express"][-1],) * 2
@@ -96,7 +96,7 @@ def test_operations_are_those_of_the_products() -> None:
         (lambda: scale_factor(1, 1, "rms"), ["rms", "match_rms_adamw"]),
     ],
 )
-def test_what_nobody_knows_is_refused(call: object, words: list[str]) -> None:
+def test_unknown_names_of_coefficients_and_modes_are_refused(call: object, words: list[str]) -> None:
     assert callable(call)
     with pytest.raises(ConfigError) as error:
         call()

@@ -28,7 +28,7 @@ def works(shapes: list[tuple[int, int]], shard_numel: int) -> list[MatrixWork]:
     return found
 
 
-def test_the_longest_work_goes_first_to_who_has_least() -> None:
+def test_the_longest_work_goes_first_to_the_least_loaded_rank() -> None:
     found = plan_ownership(works([(2, 2), (8, 8), (4, 4), (4, 4)], 200), 3)
     owners = found.owners
     assert sorted(owners[1:]) == [0, 1, 2]
@@ -49,14 +49,14 @@ def test_replicas_divide_the_work() -> None:
 
 
 def test_received_elements_are_those_of_a_step_worked_out_by_hand() -> None:
-    # Two matrices of 16 on two shards of 16: each rank owns what it holds, and nothing travels.
+    # Two matrices of 16 on two shards of 16: each rank owns the matrix that it has, and nothing travels.
     assert plan_ownership(works([(4, 4)] * 2, 16), 2).received_numel == (0, 0)
-    # One of 32 on both: its owner gets the other half, the other rank its update.
+    # A matrix of 32 over both shards: its owner receives the other half, and the other rank receives its update.
     found = plan_ownership(works([(4, 8)], 16), 2)
     assert found.received_numel == (16, 16)
 
 
-def test_the_bound_counts_what_must_pile_up() -> None:
+def test_the_bound_counts_matrices_that_one_rank_must_own() -> None:
     # Three equal matrices on two ranks: one gets two, above the mean of one and a half.
     found = plan_ownership(works([(4, 4)] * 3, 24), 2)
     report = OwnershipReport(found)
@@ -76,7 +76,7 @@ def catalog_ownership(name: str, num_ranks: int) -> Ownership:
     sizes = (num_ranks,)
     sharding = Sharding(mesh_axes_of(sizes), placements_of("optim_grads_params", sizes), MixedPrecisionPolicy())
     with warnings.catch_warnings():
-        # Who owns what does not depend on padding; the plan page lists it.
+        # Ownership does not depend on padding; the plan page lists the padding.
         warnings.simplefilter("ignore", PaddingWarning)
         with named_subject(name).stand_ins(sharding, 1)() as model:
             (domain,) = muon_of(model.units).domains()
@@ -84,7 +84,7 @@ def catalog_ownership(name: str, num_ranks: int) -> Ownership:
 
 
 def muon_of(units: Sequence[StoodIn]) -> Muon:
-    """Return Muon for a catalog model: it steps what has two dims or more, but for embeddings and heads."""
+    """Return Muon for a catalog model: it steps parameters of two or more dims, except embeddings and heads."""
     by_dims: defaultdict[int, list[Any]] = defaultdict(list)
     for unit in units:
         is_inside = unit.modules[0] not in ("embedding", "head")
@@ -98,11 +98,11 @@ def muon_of(units: Sequence[StoodIn]) -> Muon:
 def check_balance(found: Ownership) -> None:
     report = OwnershipReport(found, itemsize=1)
     mean_numel = report.num_elements / report.num_ranks
-    # Where a matrix is more than a rank's fair share, some rank has to receive all of it.
+    # If a matrix is larger than a rank's fair share, its owner has to receive all of it.
     largest_numel = max(work.block.numel for work in found.works)
-    # LPT is within a third of the best (Graham 1969), and the bound may be below the best.
+    # LPT is within a third of the optimum (Graham 1969), and the bound may lie below the optimum.
     assert report.gap <= 0.2
-    # Two bytes each in bf16: 4.2 P / N on average, and for nobody much more.
+    # Two bytes each in bf16: 4.2 P / N on average, and not much more on any rank.
     mean_received = report.mean_received_bytes
     assert mean_received <= 2.1 * mean_numel
     assert report.max_received_bytes <= max(1.3 * mean_received, 2.1 * mean_numel, mean_numel + 1.1 * largest_numel)

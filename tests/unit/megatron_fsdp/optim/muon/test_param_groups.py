@@ -77,7 +77,7 @@ def test_frozen_parameters_are_in_no_group() -> None:
     assert names_of(model, muon_param_groups(model))[0] == LINEAR[2:]
 
 
-def test_a_parameter_of_which_nothing_is_known_is_an_error_with_its_name() -> None:
+def test_a_parameter_without_a_matching_rule_is_an_error_with_its_name() -> None:
     model = LanguageModel()
     model.experts = nn.Parameter(torch.zeros(3, 4, 5))
     with pytest.raises(ConfigError, match=r"'experts' of shape \(3, 4, 5\).*use_muon"):
