@@ -35,19 +35,19 @@ class Moment:
 
 
 MOMENTS = (
-    Moment("gather", "gather", "all-gather of N, issued while N-1 runs", ("unit.prefetch", "param_group.start_gathers"),
+    Moment("gather", "gather", "all-gather of N, issued while N-2 runs", ("unit.prefetch", "param_group.start_gathers"),
            ("_fsdp_param_group.unshard", "_fsdp_collectives.foreach_all_gather")),
-    Moment("host", "host", "compute waits; modules show N's weights", ("root.pre_forward", "unit.wait_for_unshard"),
+    Moment("host", "host", "compute waits; modules show N's weights", ("forward.pre_forward", "unit.wait_for_unshard"),
            ("_fsdp_state._pre_forward", "_fsdp_param_group.wait_for_unshard")),
     Moment("compute", "forward", "forward of N", (), ()),
-    Moment("host", "host", "hooks on N's outputs; N's weights released", ("root.post_forward", "unit.reshard"),
+    Moment("host", "host", "hooks on N's outputs; N's weights released", ("forward.post_forward", "unit.reshard"),
            ("_fsdp_state._post_forward", "_fsdp_param_group.reshard")),
     Moment("gather", "gather", "all-gather of N, issued when N+1 begins", ("backward.pre_backward", "unit.prefetch"),
            ("_fsdp_param_group._backward_prefetch",)),
     Moment("host", "host", "compute waits for N's weights", ("backward.pre_backward", "unit.wait_for_unshard"),
            ("_fsdp_param_group.pre_backward", "_fsdp_param_group.wait_for_unshard")),
     Moment("compute", "backward", "backward of N; gradients are packed", ("grads.receive",), ()),
-    Moment("host", "host", "N is left: its weights are released", ("backward._release_passed", "unit.reshard"),
+    Moment("host", "host", "N is left: its weights are released", ("backward._leave_passed", "unit.reshard"),
            ("_fsdp_param_group.post_backward", "_fsdp_param_group.reshard")),
     Moment("reduce", "reduce", "reduce-scatter of N, added to main_grad",
            ("post_backward.post_backward", "grads.reduce"),

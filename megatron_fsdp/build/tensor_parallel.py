@@ -71,7 +71,7 @@ class TensorParallel:
             gradient = gradient.redistribute(placements=self.placements)
         return gradient.to_local()
 
-    def resting(self, rows: DTensor) -> DTensor:
+    def as_sharded(self, rows: DTensor) -> DTensor:
         """Return the sharded parameter: ``rows``, this rank's part over the data-parallel axes, under all axes."""
         mesh = _combined_mesh(self.mesh, rows.device_mesh, self.data_axes)
         placements = (*self.placements, *rows.placements)

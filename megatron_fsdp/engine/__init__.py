@@ -1,4 +1,7 @@
 """Everything that an ordinary training step does (docs/architecture.md).
 
-Read in order of time: root.py (forward), backward.py, post_backward.py, final_callback.py. ``unit.py`` has their state.
+Read in order of time: forward.py, backward.py, post_backward.py, final_callback.py. ``unit.py`` has their state.
+
+The way of a gradient: params.py (autograd's hook), grads.py, reduce.py, accumulation.py. The way of a weight:
+param_group.py, freshness.py. The order of work on a device: streams.py.
 """

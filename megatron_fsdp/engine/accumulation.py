@@ -271,7 +271,7 @@ class GradBinding:
                     f"{dtype} were laid out for it; set it before the first forward"
                 ) from error
 
-    def end_sum(self) -> None:
+    def forget_sum(self) -> None:
         """Forget the sum under way."""
         under_way, self.sum = self.sum, None
         if under_way is not None and under_way.is_pending:
@@ -325,7 +325,7 @@ class GradBinding:
     def discard_sum(self) -> None:
         """Forget the sum under way, and set ``.grad`` to None."""
         clear_grads(self.parameters)
-        self.end_sum()
+        self.forget_sum()
 
     def zero_grad(self) -> None:
         """Set every ``.grad`` to None, as ``zero_grad`` does; the next backward finds that a sum was dropped."""

@@ -1,9 +1,9 @@
 """pre_backward: backward reaches a call of a unit, or gradients of the unit begin to come.
 
-Autograd calls ``pre_backward`` when it reaches an output of a unit's call, and ``GradientsOfUnit.begin_gradients`` when
-the unit gets its first gradient. From the order of calls follows which units backward has left: their weights are
-released and their gradients reduced (``post_backward.py``; docs/design/order.md). FSDP2 has a function of this name in
-``FSDPState`` and in ``FSDPParamGroup``.
+Autograd calls ``pre_backward`` when it reaches an output of a unit's call. A gradient buffer calls
+``UnitGradientListener.begin_gradients`` when its first gradient comes. From the order of calls follows which units
+backward has left: their weights are released and their gradients reduced (``post_backward.py``; docs/design/order.md).
+FSDP2 has a function ``pre_backward`` in ``FSDPState`` and in ``FSDPParamGroup``.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from dbuffer.events import listeners, tell
 from megatron_fsdp.engine.final_callback import begin_backward
 from megatron_fsdp.engine.grads import LanePacker
 from megatron_fsdp.engine.graph_queries import awaits_call, is_watched
-from megatron_fsdp.engine.post_backward import active_units, drain, drain_completed, post_backward, release
+from megatron_fsdp.engine.post_backward import active_units, drain, drain_completed, leave_unit, post_backward
 from megatron_fsdp.engine.unit import Call, Root, Unit, WeightState, alive, task_id
 
-__all__ = ["GradientsOfUnit", "after_call", "pre_backward", "pre_recomputation"]
+__all__ = ["UnitGradientListener", "leave_call", "pre_backward", "pre_recomputation"]
 
 
 # ---------------------------------------------------------------- backward reaches a call
@@ -44,7 +44,7 @@ def pre_backward(call: Call) -> None:  # noqa: C901  # in order of time
     if task != state.task:
         # A reentrant checkpoint runs this graph, so the backward is one that brings gradients of parameters.
         state.has_gradients = True
-    if call.entered == state.number:
+    if call.entered_in == state.number:
         if unit.unshards_in_backward and unit.groups and unit.weight_state is not WeightState.UNSHARDED:
             # Backward comes to another output of a call that it has left. The end of the backward releases the unit.
             state.active[unit.reference] = None
@@ -54,16 +54,16 @@ def pre_backward(call: Call) -> None:  # noqa: C901  # in order of time
     if listeners:
         tell("enter", call)
     # 1. Mark the call as entered, first of all: the steps below ask which calls are still to come.
-    call.entered, call.task = state.number, task
+    call.entered_in, call.task = state.number, task
     if not call.is_pending:
         unit.add_pending(call)
     order = root.order
     if order is not None:
         order.enter(unit, call)
-    if call.begin < state.entered.setdefault(unit.reference, call).begin:
-        state.entered[unit.reference] = call
+    if call.begin < state.oldest_calls.setdefault(unit.reference, call).begin:
+        state.oldest_calls[unit.reference] = call
     # 2. Release the weights of units that backward has left.
-    left = _release_passed(root, call.end, entering=unit) if order is None else []
+    left = _leave_passed(root, call.end, entering=unit) if order is None else []
     state.active[unit.reference] = None
     state.closed.discard(unit.reference)
     # 3. Issue the gather of this unit, unless its weights stayed, and the gathers of the units that come next.
@@ -100,7 +100,7 @@ def _prefetch(unit: Unit, call: Call) -> None:
     root.prefetch(units, check=False)
 
 
-def _release_passed(root: Root, end: int, *, entering: Unit | None = None) -> list[Unit]:
+def _leave_passed(root: Root, end: int, *, entering: Unit | None = None) -> list[Unit]:
     """Release the weights of the units whose calls in this backward all began after ``end``, a time of the clock.
 
     Returns:
@@ -110,11 +110,11 @@ def _release_passed(root: Root, end: int, *, entering: Unit | None = None) -> li
     for unit in active_units(root):
         if unit is entering:
             continue
-        first = root.backward.entered.get(unit.reference)
+        first = root.backward.oldest_calls.get(unit.reference)
         if first is not None and first.begin <= end:
             continue
         if (first is None or first.first_begin() > end) and not awaits_call(unit, end):
-            release(unit)
+            leave_unit(unit)
             left.append(unit)
         elif first is not None:
             # Backward has still to come to an earlier call of the unit, and gathers the weights again then.
@@ -122,11 +122,11 @@ def _release_passed(root: Root, end: int, *, entering: Unit | None = None) -> li
     return left
 
 
-def after_call(call: Call) -> None:
+def leave_call(call: Call) -> None:
     """Release and reduce the units that ran inside or after a call: backward has reached the call's inputs."""
     root = call.unit.root
     if root.backward.ending is not None and root.order is None:
-        for unit in _release_passed(root, call.begin - 1):
+        for unit in _leave_passed(root, call.begin - 1):
             post_backward(unit)
 
 
@@ -136,7 +136,7 @@ def after_call(call: Call) -> None:
 def pre_recomputation(unit: Unit, module: nn.Module) -> None:
     """Gather a unit for a forward that runs inside of a backward, of main weights as they are now."""
     root, state = unit.root, unit.root.backward
-    unit.num_changes = unit.count_changes()
+    num_changes = unit.count_changes()
     has_changed = any(group.freshness.has_changed for group in unit.groups)
     begin_backward(root)
     if root.order is not None:
@@ -145,11 +145,12 @@ def pre_recomputation(unit: Unit, module: nn.Module) -> None:
     # that backward has left the other units, except the units whose outputs are watched and the units around this one.
     for other in active_units(root) if root.order is None else ():
         if other is not unit and not is_watched(other) and unit.reference not in other.inner:
-            release(other)
+            leave_unit(other)
             post_backward(other)
     if unit.open_call is not None or not is_watched(unit):
         unit.begin_call(module)
         if unit.open_call is not None:
+            unit.open_call.num_changes = num_changes
             state.repeated[unit.reference] = unit.open_call
             # After a checkpoint that is not reentrant, the first call is the one in the graph.
             unit.open_call.is_due = not unit.calls_to_come(state.number)
@@ -164,7 +165,7 @@ def pre_recomputation(unit: Unit, module: nn.Module) -> None:
 # ---------------------------------------------------------------- gradients begin to come
 
 
-class GradientsOfUnit:
+class UnitGradientListener:
     """Passes events of a unit's gradient buffers to the backward; it refers to the unit weakly.
 
     Attributes:
@@ -181,11 +182,11 @@ class GradientsOfUnit:
         if unit is not None:
             unit.count_gradients()
 
-    def begin_gradients(self, *, packs: bool, has_come: bool) -> int:
+    def begin_gradients(self, *, allocates: bool, has_come: bool) -> int:
         """Prepare for the gradients of one of the unit's groups.
 
         Args:
-            packs: the group is about to pack its gradients, or zeros for them. The oldest reductions are completed
+            allocates: the group is about to allocate its packed buffer. The oldest reductions are completed
                 until there is room for one more packed buffer.
             has_come: whether the first gradient has come.
         Returns:
@@ -196,7 +197,7 @@ class GradientsOfUnit:
             return 0
         root, state = unit.root, unit.root.backward
         begin_backward(root)
-        if packs:
+        if allocates:
             if root.order is None or root.order.drains:
                 drain(root, state.max_packed_buffers - 1)
             else:

@@ -19,11 +19,12 @@ from dbuffer.events import listeners, tell
 from megatron_fsdp.engine.grads import GradientBuffer
 from megatron_fsdp.engine.last_reduction import finish_last, finish_last_on_compute
 from megatron_fsdp.engine.param_group import ParameterGroup
-from megatron_fsdp.engine.post_backward import active_units, drain, post_backward, reduce, release
+from megatron_fsdp.engine.post_backward import active_units, close_and_reduce, drain, leave_unit, post_backward
 from megatron_fsdp.engine.streams import HOST_READS, join_lanes, wait_for_host_reads, wait_for_host_writes
 from megatron_fsdp.engine.unit import Root, Unit, WeightState, is_in_backward, task_id
+from megatron_fsdp.errors import StateError
 
-__all__ = ["begin_backward", "final_callback", "recover", "reset", "start_pending_reductions"]
+__all__ = ["begin_backward", "complete_gradients", "final_callback", "recover", "reset", "start_pending_reductions"]
 
 
 # ---------------------------------------------------------------- backward begins
@@ -39,7 +40,7 @@ def begin_backward(root: Root) -> None:
     state.is_under_way = True
     state.task = task_id()
     state.ending = _queue_final_callback(root)
-    _drop_discarded_sums(root)
+    _discard_dropped_sums(root)
     if state.num_flags_set != NUM_FLAGS_SET[0]:
         state.num_flags_set = NUM_FLAGS_SET[0]
         _update_requires_grad(root)
@@ -57,7 +58,7 @@ def _queue_final_callback(root: Root) -> weakref.ref[functools.partial[None]]:
     return weakref.ref(ending, functools.partial(_raised, weakref.ref(root)))
 
 
-def _drop_discarded_sums(root: Root) -> None:
+def _discard_dropped_sums(root: Root) -> None:
     """Drop the sums of earlier microbatches whose ``.grad`` the user has set to None."""
     if root.backward.has_sums:
         for buffer in _buffers(root):
@@ -75,58 +76,81 @@ def _update_requires_grad(root: Root) -> None:
         for group in unit.groups:
             changed = group.fsdp_params.changed_requires_grad()
             for hook in root.hooks if changed else ():
-                hook.on_changed(unit, group, changed)
+                hook.on_requires_grad_changed(unit, group, changed)
 
 
 # ---------------------------------------------------------------- backward ends
 
 
 def final_callback(root: Root) -> None:
-    """Reduce the remaining units, wait for all reductions, and show the gradients in ``.grad``.
-
-    Called outside of any backward, it completes the gradients that earlier backwards left unreduced.
-    """
+    """Reduce the remaining units, wait for all reductions, and show the gradients in ``.grad``."""
     state = root.backward
     if listeners:
         tell("finish", root)
-    is_inside = is_in_backward()
-    if not is_inside:
-        recover(root)
-        _drop_discarded_sums(root)
     units = root.units()
-    is_for_others = is_inside and not state.has_gradients
+    is_for_others = not state.has_gradients
     # 1. Close the units that backward has not left yet, in the order of calls.
-    _leave_all(root, is_inside=is_inside)
+    if root.order is not None:
+        root.order.finish()
+    for unit in active_units(root):
+        leave_unit(unit)
+        post_backward(unit)
     # 2. Complete the gradients, unless ``finalize_backward`` does that later.
-    is_left = is_inside and state.is_manual
-    if not is_left:
-        _reduce_kept(units)
-        drain(root, 0)
-        wait_for_host_writes()
-        _finalize(root, units)
-    # 3. Sums that are not final refuse to be read: ``.grad`` shows a ``PendingGradient``.
-    for buffer in _buffers(root):
-        if buffer.binding.sum is not None:
-            buffer.binding.show_pending(buffer.binding.sum)
-            state.has_sums = True
-    # 4. Release the weights, and forget this backward.
+    if not state.is_manual:
+        _complete(root, units)
+    # 3. Release the weights, and forget this backward.
+    _show_pending(root)
     _end(root)
     for hook in root.hooks:
         hook.after_backward()
-    state.is_unfinished = is_left
+    state.is_unfinished = state.is_manual
     for hook in root.hooks if is_for_others else ():
         hook.on_no_gradients(units)
-    if listeners and (state.is_last or state.is_manual) and not is_left:
+    if listeners and state.is_last and not state.is_manual:
         tell("backward", root)
 
 
-def _leave_all(root: Root, *, is_inside: bool) -> None:
-    """Release and reduce all units that backward is in."""
-    if is_inside and root.order is not None:
-        root.order.finish()
-    for unit in active_units(root):
-        release(unit)
-        post_backward(unit)
+def complete_gradients(root: Root) -> None:
+    """Complete, outside of any backward, the gradients that earlier backwards left unreduced or unfinished.
+
+    Raises:
+        StateError: called in a backward, from a hook for example.
+    """
+    if is_in_backward():
+        outermost = root.outermost()
+        raise StateError(
+            f"unit {'' if outermost is None else outermost.name!r}: gradients cannot be completed in a backward. "
+            "fix: call finalize_backward(), wait() or finish_grad_sync() after loss.backward() has returned"
+        )
+    state = root.backward
+    if listeners:
+        tell("finish", root)
+    recover(root)
+    _discard_dropped_sums(root)
+    _complete(root, root.units())
+    _show_pending(root)
+    _end(root)
+    for hook in root.hooks:
+        hook.after_backward()
+    state.is_unfinished = False
+    if listeners and (state.is_last or state.is_manual):
+        tell("backward", root)
+
+
+def _complete(root: Root, units: list[Unit]) -> None:
+    """Reduce what is left, wait for all reductions, and show the gradients that are final."""
+    _reduce_kept(units)
+    drain(root, 0)
+    wait_for_host_writes()
+    _finalize(root, units)
+
+
+def _show_pending(root: Root) -> None:
+    """Let sums that are not final refuse to be read: ``.grad`` shows a ``PendingGradient``."""
+    for buffer in _buffers(root):
+        if buffer.binding.sum is not None:
+            buffer.binding.show_pending(buffer.binding.sum)
+            root.backward.has_sums = True
 
 
 def _reduce_kept(units: Iterable[Unit]) -> None:
@@ -135,14 +159,14 @@ def _reduce_kept(units: Iterable[Unit]) -> None:
         if unit.requires_gradient_sync:
             for buffer in unit.gradients:
                 if buffer.is_filled:
-                    reduce(unit)
+                    close_and_reduce(unit)
                     break
 
 
 def _finalize(root: Root, units: list[Unit]) -> None:
     """Complete the last reductions, and show the final gradients in ``.grad``."""
     is_last = root.backward.is_last or root.backward.is_manual
-    finals = [found for unit in units if unit.requires_gradient_sync and (found := _final(unit, is_last))]
+    finals = [found for unit in units if unit.requires_gradient_sync and (found := _complete_groups(unit, is_last))]
     final = list(itertools.chain.from_iterable(finals))
     sums = [group.gradients.binding.sum for group in final if group.gradients is not None]
     is_missing = 1 in b"".join([each.missing for each in sums if each is not None])
@@ -173,7 +197,7 @@ def _finalize(root: Root, units: list[Unit]) -> None:
             group.freshness.is_suspect = True
 
 
-def _final(unit: Unit, is_last: bool) -> list[ParameterGroup]:
+def _complete_groups(unit: Unit, is_last: bool) -> list[ParameterGroup]:
     """Return the groups whose sums are complete when this backward ends."""
     found = []
     for group in unit.groups:
@@ -206,7 +230,7 @@ def _end(root: Root) -> None:
             # The gathered weights stay for the next forward. Until then modules show the sharded parameters, which
             # users zero and change.
             unit.show_sharded()
-    for each in (state.active, state.entered, state.repeated, state.closed, state.deferred):
+    for each in (state.active, state.oldest_calls, state.repeated, state.closed, state.deferred):
         each.clear()
     state.has_gradients = state.is_under_way = False
     state.ending = None
@@ -263,9 +287,9 @@ def _discard_backward(root: Root) -> None:
 
 
 def start_pending_reductions(root: Root) -> None:
-    """Issue outside of a backward the reductions of gradients kept on this rank; ``final_callback`` completes them."""
+    """Issue outside of a backward the reductions of gradients kept on this rank; ``complete_gradients`` ends them."""
     recover(root)
-    _drop_discarded_sums(root)
+    _discard_dropped_sums(root)
     _reduce_kept(root.units())
 
 

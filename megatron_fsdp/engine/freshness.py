@@ -1,6 +1,6 @@
 """Freshness: are compute weights as new as main weights?
 
-Fused and foreach optimizers change a DTensor's memory without a change of any version counter. So every step of any
+A fused step changes a DTensor's memory without a change of any version counter. So every step of any
 ``torch.optim.Optimizer`` in the process counts as a change of all main weights (docs/design/freshness.md). The first
 ``fully_shard`` registers hooks on all optimizers, which also check before a step that the optimizer steps no copies.
 """
@@ -38,22 +38,31 @@ class Freshness:
         tensors: the main weights. Their version counters grow with every change that PyTorch counts.
 
     Attributes:
-        generation: of the weights at rest. gathered: of the weights that were gathered last.
+        generation: of the weights at rest. gathered_generation: of the weights that were gathered last.
         num_changes: how many times the version counters were found changed.
         has_changed: True if main weights have changed since the last refresh.
         is_suspect: True if main weights may have changed without a trace.
     """
 
-    __slots__ = ("_seen", "_steps", "_tensors", "gathered", "generation", "has_changed", "is_suspect", "num_changes")
+    __slots__ = (
+        "_seen",
+        "_steps",
+        "_tensors",
+        "gathered_generation",
+        "generation",
+        "has_changed",
+        "is_suspect",
+        "num_changes",
+    )
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         self._tensors = tensors
         self._seen = self._steps = -1
         self.num_changes = 0
         self.has_changed, self.is_suspect = True, False
-        self.generation = self.gathered = 0
+        self.generation = self.gathered_generation = 0
 
-    def mark_changed(self) -> None:
+    def mark_gathered_changed(self) -> None:
         """Mark the gathered weights, and the parts kept of them, as changed, so that they are not used again."""
         self.is_suspect = True
         self.generation += 1
@@ -81,7 +90,7 @@ class Freshness:
 
     def gathered_are_old(self) -> bool:
         """Return whether gathered weights are older than main weights."""
-        return self.notice_changes() or self.gathered != self.generation
+        return self.notice_changes() or self.gathered_generation != self.generation
 
 
 def _count_step(optimizer: Optimizer) -> None:

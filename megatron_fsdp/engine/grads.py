@@ -1,7 +1,8 @@
 """GradientBuffer: the gradients of one parameter group in a backward, from autograd to ``main_grad``.
 
-In order of time: ``receive`` (autograd's hook), ``_pack``, ``close`` (``post_backward``), ``reduce``, ``wait``. Then
-``accumulation.py`` completes the sum in ``main_grad`` and shows it in ``.grad``.
+In order of time: ``receive`` (from autograd's hook; the first gradient calls ``_begin``), ``_pack`` or ``_pack_late``,
+``close`` (``post_backward``), on a lane ``pack_all``, ``reduce``, ``wait``. Then ``accumulation.py`` completes the sum
+in ``main_grad`` and shows it in ``.grad``.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from megatron_fsdp.engine.passes import clear_grads, grads_of
 from megatron_fsdp.engine.reduce import GradientReduction, fold, fold_on_host, start_reductions
 from megatron_fsdp.engine.streams import Ticket, lane, turns
 
-__all__ = ["GradientBuffer", "GradientListener", "LanePacker", "pack_on_lane", "packs_on_lane"]
+__all__ = ["GradientBuffer", "GradientListener", "LanePacker", "pack_on_lane", "should_pack_on_lane"]
 
 # Looked up for every gradient.
 _BASE: Any = torch._C.TensorBase
@@ -35,7 +36,7 @@ _STRIDED = torch.strided
 
 
 class GradientListener(Protocol):
-    """Calls from a gradient buffer to the backward of its unit; ``backward.GradientsOfUnit`` implements them.
+    """Calls from a gradient buffer to the backward of its unit; ``backward.UnitGradientListener`` implements them.
 
     Attributes:
         owner: the identity of the unit; see ``Lane.submit``.
@@ -46,7 +47,7 @@ class GradientListener(Protocol):
     def count_gradients(self) -> None:
         """Count the unit's gradients again, because a parameter was frozen."""
 
-    def begin_gradients(self, *, packs: bool, has_come: bool) -> int:
+    def begin_gradients(self, *, allocates: bool, has_come: bool) -> int:
         """Note that the first gradient, or zeros in place of gradients, is packed; return the backward's number."""
 
     def lend(self, packer: LanePacker) -> None:
@@ -80,7 +81,7 @@ class GradientBuffer:
             are accumulated in place, and reduced once at the end of a step.
         rests_final: each microbatch's reduction leaves final gradients in ``main_grad``.
         packer: as given, but None while the packed buffer takes memory from a slot. Slots are few, or memory of NCCL,
-            so each gradient is packed into its slot on arrival.
+            so large gradients are packed into their slot on arrival.
         divisor: the sum over ranks is divided by it. wire_scale: the part of the division before the reduction.
         pack_scale: factor for gradients when they are packed. takes_products: the factor is a power of two, so that a
             scaled matrix product has the bits of an unscaled one.
@@ -96,7 +97,7 @@ class GradientBuffer:
     takes_products: bool
     _copies = False
     # One byte per parameter, 1 to pack its gradient: if it is trained and this rank's weight is not 0 (``weigh``).
-    _packs: bytes | bytearray
+    _wanted: bytes | bytearray
     _own_scale: float
     _weight = 1.0
 
@@ -180,13 +181,13 @@ class GradientBuffer:
             self._turns.take(self._pack_late)
         if not self._begun.is_set:
             self._begin(has_come=True)
-        if self._is_late[index] and self._packs[index]:
+        if self._is_late[index] and self._wanted[index]:
             _set_grad(parameter, gradient)
         else:
             self._pack(index, gradient)
 
     def _pack(self, index: int, gradient: torch.Tensor) -> None:
-        if not self._packs[index]:
+        if not self._wanted[index]:
             return
         if self._copies and not self._filled[index] and gradient.layout is _STRIDED:
             self._views[index].copy_(gradient)
@@ -211,7 +212,7 @@ class GradientBuffer:
             self._copies
             and len(found) == len(gradients)
             and not any(map(self._filled.__getitem__, indices))
-            and all(map(self._packs.__getitem__, indices))
+            and all(map(self._wanted.__getitem__, indices))
             and set(map(_get_layout, found)) == {_STRIDED}
         ):
             torch._foreach_copy_(self._late_views, found)
@@ -238,7 +239,7 @@ class GradientBuffer:
             self._turns.take(self._pack_late)
         if not self._begun.is_set:
             self._begin(has_come=True)
-        if self._packs[index]:
+        if self._wanted[index]:
             view = self._views[index]
             if self._copies and not self._filled[index] and left.dtype is view.dtype and left.ndim == 2:
                 torch.mm(left, right, out=view)
@@ -264,8 +265,8 @@ class GradientBuffer:
         if 1 not in self._trained:
             return False
         if listener is not None:
-            packs = not self.packed.storage.is_allocated
-            self.last_backward = listener.begin_gradients(packs=packs, has_come=has_come)
+            allocates = not self.packed.storage.is_allocated
+            self.last_backward = listener.begin_gradients(allocates=allocates, has_come=has_come)
         self.wait()
         if self.last_tickets:
             self._set_aside()
@@ -283,7 +284,7 @@ class GradientBuffer:
         if self._lane_packer is not None:
             if listener is not None:
                 listener.take_back_lent()
-            self._fsdp_params.begun_all.is_set = has_come and self.packer is not None
+            self._fsdp_params.begun_on_lane.is_set = has_come and self.packer is not None
         return True
 
     def _set_aside(self) -> None:
@@ -305,9 +306,9 @@ class GradientBuffer:
             True if the caller must call ``reduce`` now.
         """
         if self.packer is not None:
-            self._fsdp_params.begun_all.is_set = False
+            self._fsdp_params.begun_on_lane.is_set = False
             if reduce and not self.packed.is_allocated:
-                # All gradients are in ``.grad``, and ``pack`` packs them on the lane.
+                # All gradients are in ``.grad``, and ``pack_all`` packs them on the lane.
                 self.packer.is_due = self._begun.is_set or self._begin()
                 return self.packer.is_due
         # Also with a packer, if this rank adds to the packed gradients of earlier microbatches, or keeps its own.
@@ -338,7 +339,7 @@ class GradientBuffer:
         for gap in self._gaps:
             gap.zero_()
 
-    def pack(self, packer: LanePacker) -> None:
+    def pack_all(self, packer: LanePacker) -> None:
         """Pack all gradients of a closed buffer, on the reduce lane; autograd's stay allocated in ``packer.lent``."""
         packer.is_due = False
         self._take_packed()
@@ -411,7 +412,7 @@ class GradientBuffer:
         """Discard, before a backward, a sum whose ``.grad`` the user has dropped; see ``GradBinding.is_dropped``."""
         if self.binding.is_dropped():
             self._discard_values()
-            self.binding.end_sum()
+            self.binding.forget_sum()
 
     def mark_incomplete(self, backward: int) -> None:
         """Make ``.grad`` refuse to be read if the backward that raised brought a part of the sum."""
@@ -421,7 +422,7 @@ class GradientBuffer:
     def discard_backward(self, backward: int) -> None:
         """Discard the gradients of a backward that raised; a sum that it has not touched stays."""
         self.mark_incomplete(backward)
-        self._begun.is_set = self._fsdp_params.begun_all.is_set = False
+        self._begun.is_set = self._fsdp_params.begun_on_lane.is_set = False
         # Autograd may have accumulated into any of them without calling its hook.
         with torch._C.DisableTorchFunctionSubclass():
             for parameter in self._fsdp_params.unsharded_params:
@@ -489,7 +490,7 @@ class GradientBuffer:
             weight: 0 drops the gradients, and this rank reduces zeros.
         """
         self._weight = weight
-        self._packs = self.binding.trained if weight else bytes(len(self._views))
+        self._wanted = self.binding.trained if weight else bytes(len(self._views))
         self.pack_scale = self._own_scale * (weight or 1.0)
         self.takes_products = math.frexp(self.pack_scale)[0] == 0.5
 
@@ -502,7 +503,7 @@ class GradientBuffer:
         yield "main_grad", self.main_grad
 
 
-def packs_on_lane(spec: GroupSpec, params: FSDPParams) -> bool:
+def should_pack_on_lane(spec: GroupSpec, params: FSDPParams) -> bool:
     """Return True if a lane should pack gradients: on a device with streams, if packing casts to a wider dtype."""
     return (
         turns(spec.compute_device) is not None
@@ -555,7 +556,7 @@ def pack_on_lane(buffers: Sequence[GradientBuffer]) -> None:
     first = due[0][0]
     # The lane waits for all compute streams, so no compute stream takes a turn.
     lane("reduce", first._device).submit(
-        functools.partial(_pack, due),
+        functools.partial(_pack_due, due),
         owner=0 if first.listener is None else first.listener.owner,
         tickets=[packer.tickets for _, packer in due],
     )
@@ -564,6 +565,6 @@ def pack_on_lane(buffers: Sequence[GradientBuffer]) -> None:
             buffer.listener.lend(packer)
 
 
-def _pack(due: Sequence[tuple[GradientBuffer, LanePacker]], _: list[dist.Work] | None) -> None:
+def _pack_due(due: Sequence[tuple[GradientBuffer, LanePacker]], _: list[dist.Work] | None) -> None:
     for buffer, packer in due:
-        buffer.pack(packer)
+        buffer.pack_all(packer)

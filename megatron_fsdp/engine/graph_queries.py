@@ -20,7 +20,7 @@ def awaits_call(unit: Unit, end: float = math.inf) -> bool:
     """Return whether this backward will reach another call of the unit that began at or before ``end``."""
     state = unit.root.backward
     repeated = state.repeated.get(unit.reference) if state.repeated else None
-    if repeated is not None and repeated.is_due and not repeated.entered and repeated.begin <= end:
+    if repeated is not None and repeated.is_due and not repeated.entered_in and repeated.begin <= end:
         return True
     calls = unit.calls_to_come(state.number, end)
     return bool(calls) and (_awaits_gradients(unit) or _another_unit_proves(unit.root, calls, end))
@@ -39,7 +39,7 @@ def _another_unit_proves(root: Root, calls: Sequence[Call], end: float) -> bool:
     """
     passes = {call.forward_pass for call in calls if call.forward_pass is not None}
     for other in root.units():
-        reached = root.backward.entered.get(other.reference)
+        reached = root.backward.oldest_calls.get(other.reference)
         has_passed = reached is not None and reached.first_begin() > end
         if has_passed:
             to_come = other.calls_to_come(root.backward.number)
@@ -57,9 +57,9 @@ def _is_inside(unit: Unit) -> bool:
     """Return whether backward is inside a call of the unit, or about to enter a recomputed one."""
     state = unit.root.backward
     repeated = state.repeated.get(unit.reference)
-    if repeated is not None and not repeated.entered:
+    if repeated is not None and not repeated.entered_in:
         return True
-    first = state.entered.get(unit.reference)
+    first = state.oldest_calls.get(unit.reference)
     # Backward has left a call that it entered in a graph inside of this one, which has a higher number.
     return first is not None and unit.reference in state.active and first.task <= task_id()
 

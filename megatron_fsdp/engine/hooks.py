@@ -42,12 +42,11 @@ class StepHooks(Generic[UnitT, CallT]):
     def on_replaced(self, group: ParameterGroup) -> None:
         """A module has another tensor registered under the name of one of the group's parameters."""
 
-    def on_changed(self, unit: UnitT, group: ParameterGroup, changed: Sequence[int]) -> None:
-        """Parameters of a group were frozen or unfrozen, or a user keeps a tensor that lies in ``main_grad``.
+    def on_requires_grad_changed(self, unit: UnitT, group: ParameterGroup, changed: Sequence[int]) -> None:
+        """The parameters of a group with these indices were frozen or unfrozen."""
 
-        Args:
-            changed: the parameters that were frozen or unfrozen; empty for a kept tensor.
-        """
+    def on_gradients_taken(self, unit: UnitT, group: ParameterGroup) -> None:
+        """The user keeps a tensor that lies in the group's ``main_grad``, as the next forward begins."""
 
     def on_stale_hold(self, unit: UnitT) -> None:
         """A unit runs inside ``unsharded()``, and its main weights or its gathered weights have changed there."""
@@ -115,7 +114,7 @@ class SharedOrder(Protocol[UnitT, CallT_contra]):
     def following(self, limit: int) -> list[UnitT]:
         """Return at most ``limit`` units to gather ahead of their use."""
 
-    def after_call(self, unit: UnitT) -> None:
+    def refuse_call(self, unit: UnitT) -> None:
         """Refuse a call through which backward will come, although no rank gathers its unit for it."""
 
     def stays(self, unit: UnitT) -> bool:

@@ -74,7 +74,7 @@ def watch_inputs(call: Call, given: Any, leave: Callable[[Call], None]) -> None:
 
     Args:
         given: the arguments of the module.
-        leave: ``backward.after_call``.
+        leave: ``backward.leave_call``.
     """
     hook: Any = functools.partial(_leave_call, weakref.ref(call), leave)
     hook.__torch_unserializable__ = True  # as in ``_watch``

@@ -60,7 +60,7 @@ def start_gathers(groups: Sequence[ParameterGroup], *, check: bool, owner: int =
     FSDP2's ``FSDPParamGroup.unshard``.
 
     Args:
-        check: check whether main weights changed since the last gather. Backward does not: no step comes before it.
+        check: look whether main weights changed since the last gather; see ``Unit.unshard``.
         owner: see ``Lane.submit``.
     """
     stale = _find_stale(groups) if check else []
@@ -72,7 +72,7 @@ def start_gathers(groups: Sequence[ParameterGroup], *, check: bool, owner: int =
             if wait_for_host_reads not in CHECKS:
                 CHECKS.append(wait_for_host_reads)
             HOST_READS.add(group.spec.device)
-        group.freshness.gathered = generation
+        group.freshness.gathered_generation = generation
         if not group.rests_whole:
             weights.append(group.weights)
             if group.weights.hooks is not None:
@@ -88,7 +88,7 @@ def start_gathers(groups: Sequence[ParameterGroup], *, check: bool, owner: int =
 
 def _gather(stale: Sequence[ParameterGroup], weights: Sequence[WeightBuffers], works: list[dist.Work] | None) -> None:
     if stale:
-        stale[0].weights.refresh(stale)
+        _refresh(stale)
     parts: list[Part] = []
     for each in weights:
         parts += each.gather(works)
@@ -113,24 +113,55 @@ def _land(weights: Sequence[WeightBuffers]) -> None:
 
 
 def _find_stale(groups: Sequence[ParameterGroup]) -> list[ParameterGroup]:
-    """Return the groups whose resting weights are older than their main weights."""
+    """Return the groups whose resting weights are older than their main weights.
+
+    Raises:
+        StateError: the parameters are still on the meta device.
+    """
     stale = []
     for group in groups:
+        has_changed = group.freshness.notice_changes()
         if not group.weights.has_copy:
             # Gathers read main weights directly.
-            group.freshness.notice_changes()
             group.freshness.refreshed()
             continue
         # A change through .data of the local part, or by a user's kernel, is not counted. So a refresh without
         # communication is done before every forward, and any refresh before every forward in evaluation.
         if group.weights.refreshes_locally or not torch.is_grad_enabled():
             group.freshness.is_suspect = True
-        if group.freshness.notice_changes() or group.freshness.is_suspect:
+        if has_changed or group.freshness.is_suspect:
             stale.append(group)
-    if stale and stale[0].is_meta:
-        stale[0].weights.refresh(stale)
-        return []
+    for group in stale:
+        if group.is_meta:
+            raise StateError(
+                f"unit {group.name!r}: parameters {', '.join(map(repr, group.parameters))} are on the meta device "
+                "still. Call materialize(model), or model.to_empty(device=...) and initialise it, or load a "
+                "checkpoint."
+            )
     return stale
+
+
+def _refresh(groups: Sequence[ParameterGroup]) -> None:
+    """Copy main weights to resting weights, for several groups of one unit: casts, and one gather.
+
+    With ZeRO-1 and ZeRO-2 this is the all-gather of a step, which the next forward issues. On a CPU the gather is
+    complete on return, so that a gather into the memory of main weights is not taken for a change of them.
+    """
+    for group in groups if listeners else ():
+        tell("refresh", group)
+    parts = [part for group in groups for part in group.weights.start_refresh()]
+    try:
+        if parts:
+            all_gather_together(parts)
+    finally:
+        # With shared memory the gather also writes main weights, with the same values.
+        share_memory = [group for group in groups if group.weights.end_refresh()]
+    for group in groups:
+        group.freshness.refreshed()
+    for group in share_memory:
+        group.freshness.look_again()
+    for group in groups if listeners else ():
+        tell("refreshed", group)
 
 
 class PostForwardShard:
@@ -214,8 +245,8 @@ class GatherHooks(Protocol):
 class WeightBuffers:
     """Main weights, resting weights and gathered weights of one group.
 
-    Per use of the unit: ``gather`` reads resting weights and writes gathered weights; ``release`` frees those. After
-    a step: ``refresh`` copies main weights to resting weights, if they are two buffers.
+    Per use of the unit: ``gather`` reads resting weights and writes gathered weights; ``release`` frees those. If main
+    and resting weights are two buffers, the first forward after a step copies main to resting weights (``_refresh``).
 
     Args:
         hooks: gathers bytes instead of the main weights; None to gather the weights.
@@ -284,12 +315,12 @@ class WeightBuffers:
         spec = self._spec
         return DBuffer.from_plan(self._plan, spec.mesh, placements, dtype, device, pin_memory=spec.is_pinned)
 
-    def resting(self, index: int, owned: OwnedParameter) -> DTensor:
+    def sharded_rows(self, index: int, owned: OwnedParameter) -> DTensor:
         """Return the sharded parameter, a DTensor over ``main``."""
         rows = self.main.get_dtensor(index)
-        return rows if owned.split is None else owned.split.resting(rows)
+        return rows if owned.split is None else owned.split.as_sharded(rows)
 
-    def unsharded(self, index: int, owned: OwnedParameter) -> nn.Parameter:
+    def unsharded_param(self, index: int, owned: OwnedParameter) -> nn.Parameter:
         """Return the unsharded parameter, a view of ``gathered``."""
         like = self.gathered.get_local_tensor(index)
         view = self._views.as_strided(like.shape, like.stride(), like.storage_offset())
@@ -363,38 +394,6 @@ class WeightBuffers:
             self.hooks.release(keeps_gathered=self.keeps_gathered)
 
     # ------------------------------------------------------------------ main weights have changed
-
-    def refresh(self, groups: Sequence[ParameterGroup]) -> None:
-        """Copy main weights to resting weights, for several groups of one unit: casts, and one gather.
-
-        On a CPU the gather is complete on return, so that a gather into the memory of main weights is not taken for a
-        change of them.
-
-        Raises:
-            StateError: the parameters are still on the meta device.
-        """
-        for group in groups:
-            if group.is_meta:
-                raise StateError(
-                    f"unit {group.name!r}: parameters {', '.join(map(repr, group.parameters))} are on the meta device "
-                    "still. Call materialize(model), or model.to_empty(device=...) and initialise it, or load a "
-                    "checkpoint."
-                )
-        for group in groups if listeners else ():
-            tell("refresh", group)
-        parts = [part for group in groups for part in group.weights.start_refresh()]
-        try:
-            if parts:
-                all_gather_together(parts)
-        finally:
-            # With shared memory the gather also writes main weights, with the same values.
-            share_memory = [group for group in groups if group.weights.end_refresh()]
-        for group in groups:
-            group.freshness.refreshed()
-        for group in share_memory:
-            group.freshness.look_again()
-        for group in groups if listeners else ():
-            tell("refreshed", group)
 
     def start_refresh(self) -> list[Part]:
         """Cast this rank's main weights into the resting weights.
@@ -601,12 +600,12 @@ class ParameterGroup:
         changed = () if is_raising else self.fsdp_params.changed_in_place()
         if changed:
             # A gather writes the weights again before their next use.
-            self.freshness.mark_changed()
+            self.freshness.mark_gathered_changed()
             if self.weights.can_restore_gathered:
                 self.fsdp_params.accept_versions()
         if not self.rests_whole:
             self.fsdp_params.released(is_unchanged=not (changed or is_raising))
-            self.weights.release(keep_generation=self.freshness.gathered if keep_part else None)
+            self.weights.release(keep_generation=self.freshness.gathered_generation if keep_part else None)
         return changed
 
     def __repr__(self) -> str:

@@ -84,7 +84,7 @@ class FSDPParams:
         module_infos: where the parameters are registered.
         subclass: the name of a parameter class with all-gather hooks; empty for plain parameters.
         begun: set while a backward packs gradients of the group; then hooks of small gradients return at once.
-        begun_all: the same for hooks of larger gradients, if a ``LanePacker`` packs them.
+        begun_on_lane: the same for hooks of larger gradients, if a ``LanePacker`` packs them.
         last_turn: the stream that had the last turn at the packed buffer (``streams.Turns``).
         came: one byte per parameter, 1 if autograd has accumulated its gradient in this backward.
         is_small: one byte per parameter, 1 if it has at most ``SMALL_NUMEL`` elements.
@@ -119,7 +119,7 @@ class FSDPParams:
         self._released = (RELEASED_VERSION,) * len(self._versioned)
         self._versions = self._kept_versions = versions_of(self._versioned)
         self.counted: list[torch.Tensor] = []
-        self.begun, self.begun_all = Flag(), Flag()
+        self.begun, self.begun_on_lane = Flag(), Flag()
         self.last_turn = LastTurn()
         self.came = bytearray(len(owned))
         self.is_small = bytearray(int(param.numel() <= SMALL_NUMEL) for param in unsharded_params)
@@ -166,13 +166,13 @@ class FSDPParams:
         if NUM_FLAGS_SET[0] == self._num_flags_set and self._says_flags:
             return []
         required = self.required
-        used, resting = flags_of(self.unsharded_params), flags_of(self.sharded_params)
+        used, shown = flags_of(self.unsharded_params), flags_of(self.sharded_params)
         self._num_flags_set = NUM_FLAGS_SET[0]
-        if resting == required == used:
+        if shown == required == used:
             return []
         changed = []
         for index, flag in enumerate(required):
-            wanted = used[index] if used[index] is not flag else resting[index]
+            wanted = used[index] if used[index] is not flag else shown[index]
             self.sharded_params[index].requires_grad_(wanted)
             self.unsharded_params[index].requires_grad_(flag)
             if wanted is not flag:
@@ -198,7 +198,7 @@ class FSDPParams:
     def wrap(self, index: int, rows: DTensor) -> DTensor:
         """Return another buffer's DTensor of parameter ``index``, placed like the sharded parameter."""
         split = self.owned[index].split
-        return rows if split is None else split.resting(rows)
+        return rows if split is None else split.as_sharded(rows)
 
 
 def _counters_of(tensors: Iterable[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], list[int]]:
@@ -290,20 +290,20 @@ class ParamModuleInfos:
         # The columns of places.
         self._registries = [registry for registry, *_ in places]
         self._attributes = [attribute for _, attribute, *_ in places]
-        self._resting = [resting for *_, resting, _ in places]
+        self._sharded = [sharded for *_, sharded, _ in places]
         self._used = [used for *_, used in places]
         self.shows_gathered = False
 
     def is_replaced(self) -> bool:
         """Return True if a place holds anything else than its sharded parameter."""
-        for registry, attribute, resting in zip(self._registries, self._attributes, self._resting, strict=True):
-            if attribute not in registry or registry[attribute] is not resting:
+        for registry, attribute, sharded in zip(self._registries, self._attributes, self._sharded, strict=True):
+            if attribute not in registry or registry[attribute] is not sharded:
                 return True
         return False
 
     def show(self, *, is_gathered: bool) -> None:
         """Register the unsharded (True) or the sharded parameters; leave places whose parameter the user replaced."""
-        found, wanted = (self._resting, self._used) if is_gathered else (self._used, self._resting)
+        found, wanted = (self._sharded, self._used) if is_gathered else (self._used, self._sharded)
         for registry, attribute, old, new in zip(self._registries, self._attributes, found, wanted, strict=True):
             if attribute in registry and registry[attribute] is old:
                 registry[attribute] = new
@@ -313,8 +313,8 @@ class ParamModuleInfos:
 
     def register(self) -> None:
         """Register the sharded parameters in all places, also where the user replaced a parameter."""
-        for registry, attribute, resting, _ in self.places:
-            registry[attribute] = resting
+        for registry, attribute, sharded, _ in self.places:
+            registry[attribute] = sharded
         self.tell_modules()
         self.shows_gathered = False
 

@@ -13,7 +13,15 @@ from megatron_fsdp.engine.last_reduction import reduce_last
 from megatron_fsdp.engine.unit import Root, Unit, alive
 from megatron_fsdp.errors import AgreementError
 
-__all__ = ["active_units", "drain", "drain_completed", "post_backward", "reduce", "release", "share_reductions"]
+__all__ = [
+    "active_units",
+    "close_and_reduce",
+    "drain",
+    "drain_completed",
+    "leave_unit",
+    "post_backward",
+    "share_reductions",
+]
 
 
 def active_units(root: Root) -> list[Unit]:
@@ -21,16 +29,16 @@ def active_units(root: Root) -> list[Unit]:
 
     A unit inside of another unit began later and comes first.
     """
-    entered = root.backward.entered
+    oldest_calls = root.backward.oldest_calls
 
     def begin_of(unit: Unit) -> int:
-        first = entered.get(unit.reference)
-        return 0 if first is None else first.begin
+        oldest = oldest_calls.get(unit.reference)
+        return 0 if oldest is None else oldest.begin
 
     return sorted(alive(root.backward.active), key=begin_of, reverse=True)
 
 
-def release(unit: Unit) -> None:
+def leave_unit(unit: Unit) -> None:
     """Mark a unit as left by backward, and release its weights unless ``reshard_after_backward`` is False."""
     state = unit.root.backward
     state.active.pop(unit.reference, None)
@@ -40,7 +48,7 @@ def release(unit: Unit) -> None:
 
 
 def post_backward(unit: Unit) -> None:
-    """Reduce the gradients of a unit that backward has left, once per backward; ``release`` comes before."""
+    """Reduce the gradients of a unit that backward has left, once per backward; ``leave_unit`` comes before."""
     state = unit.root.backward
     if unit.reference in state.closed or not unit.num_gradients:
         return
@@ -56,11 +64,11 @@ def post_backward(unit: Unit) -> None:
         deferred, state.deferred = state.deferred, []
         for each in dict.fromkeys(alive(deferred)):
             if each is not unit:
-                reduce(each)
-    reduce(unit)
+                close_and_reduce(each)
+    close_and_reduce(unit)
 
 
-def reduce(unit: Unit) -> None:  # noqa: C901  # in order of time
+def close_and_reduce(unit: Unit) -> None:  # noqa: C901  # in order of time
     """Close the gradient buffers of a unit, and issue their reductions."""
     root, state = unit.root, unit.root.backward
     for hook in root.collective_hooks:
@@ -78,7 +86,7 @@ def reduce(unit: Unit) -> None:  # noqa: C901  # in order of time
                 hook.on_missing(unit.groups)
             break
     # 2. Issue one reduction of all of them. On streams it follows the gathers that were issued ahead.
-    GradientBuffer.reduce(complete, owner=id(unit), after=root.prefetched() if state.has_streams else ())
+    GradientBuffer.reduce(complete, owner=id(unit), after=root.prefetch_tickets() if state.has_streams else ())
     for buffer in unit.gradients:
         if buffer.tickets:
             if listeners:

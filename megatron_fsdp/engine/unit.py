@@ -1,7 +1,8 @@
 """Unit and Root: the state of one ``fully_shard`` call, and the state that all units of a model share.
 
 A unit unshards and reshards its parameter groups together (FSDP2's ``FSDPState`` and ``FSDPParamGroup``), and announces
-both as events (``dbuffer.events``). ``root.py`` and ``backward.py`` decide when.
+both as events (``dbuffer.events``). ``forward.py``, ``backward.py``,
+``post_backward.py`` and ``final_callback.py`` decide when.
 """
 
 from __future__ import annotations
@@ -123,18 +124,18 @@ class Call:
 
     Attributes:
         begin: the clock when the call began. end: when it ended; ``begin`` until then.
-        num_changes: ``Unit.num_changes`` of the weights that the call uses.
+        num_changes: ``Unit.count_changes`` when the call got its weights.
         first_node: autograd's sequence number for the first node that the call's thread made after its beginning.
         forward_pass: the pass that the call ended in; None if the call ran in a backward, or if backward does not
             come through its outputs. position: the place of the call in ``forward_pass.ended``.
         is_pending: True while the call is in ``Unit.pending_calls``.
         is_due: True for a call that a reentrant checkpoint made in a backward, which will come to this call.
-        entered: the number of the last backward that reached its outputs; 0 for none so far. task: autograd's number of
-            the graph in which it did; a graph inside of another has the higher number.
+        entered_in: the number of the last backward that reached its outputs; 0 for none so far. task: autograd's
+            number of the graph in which it did; a graph inside of another has the higher number.
     """
 
     __slots__ = (
-        "__weakref__", "_unit", "begin", "end", "entered", "first_node", "forward_pass", "is_due", "is_pending",
+        "__weakref__", "_unit", "begin", "end", "entered_in", "first_node", "forward_pass", "is_due", "is_pending",
         "num_changes", "position", "task",
     )  # fmt: skip
 
@@ -145,8 +146,8 @@ class Call:
         self.forward_pass: ForwardPass | None = None
         self.position = 0
         self.is_pending = self.is_due = False
-        self.entered = self.task = 0
-        self.num_changes = unit.num_changes
+        self.entered_in = self.task = 0
+        self.num_changes = 0
 
     @property
     def unit(self) -> Unit:
@@ -191,7 +192,6 @@ class Unit:
         weight_state: changed only by ``unshard``, ``wait_for_unshard`` and ``reshard``.
         num_holds: how many ``unsharded()`` blocks the unit is in; ``reshard`` does nothing then.
         held_version: ``main_version`` when the first of these blocks began.
-        num_changes: ``count_changes`` when the unit was gathered last for a forward.
         gather_ticket: the ticket of a gather that compute has not waited for; None without a gather, or if all weights
             rest whole.
         slots: the source of memory for gathered weights and packed gradients.
@@ -210,7 +210,7 @@ class Unit:
         self.reference: weakref.ref[Unit] = weakref.ref(self)
         self.policy = policy
         self.modules = [weakref.ref(module) for module in modules]
-        self.hold(groups)
+        self.set_groups(groups)
         self.module_ids = frozenset(map(id, modules))
         self.trees: dict[int, ModuleTree] = {}
         self.inner: list[weakref.ref[Unit]] = []
@@ -221,7 +221,7 @@ class Unit:
         self.forward_prefetch: list[weakref.ref[Unit]] = []
         self.backward_prefetch: list[weakref.ref[Unit]] = []
         self.weight_state = WeightState.SHARDED
-        self.num_holds = self.held_version = self.num_changes = 0
+        self.num_holds = self.held_version = 0
         self.gather_ticket: Ticket | None = None
         self.gradients: tuple[GradientBuffer, ...] = ()
         self.num_gradients, self.rests_final, self.is_trained = 0, True, False
@@ -229,7 +229,7 @@ class Unit:
         self.open_call: Call | None = None
         self.pending_modules: set[int] = set()
 
-    def hold(self, groups: Sequence[ParameterGroup]) -> None:
+    def set_groups(self, groups: Sequence[ParameterGroup]) -> None:
         """Replace the parameter groups of the unit."""
         self.groups = tuple(groups)
         for group in groups:
@@ -298,8 +298,8 @@ class Unit:
         ``wait_for_unshard`` shows the weights in the modules.
 
         Args:
-            check: True in forward, to look whether main weights changed since the last gather. False in backward,
-                because no optimizer steps between a forward and its backward.
+            check: look whether main weights changed since the last gather. False in backward, except for a
+                recomputation whose main weights have changed.
         """
         if self.weight_state is not WeightState.SHARDED or not self.groups:
             return
@@ -396,7 +396,7 @@ class Unit:
         return [
             call
             for reference in self.pending_calls
-            if (call := reference()) is not None and call.entered != backward and call.begin <= end
+            if (call := reference()) is not None and call.entered_in != backward and call.begin <= end
         ]
 
     def drop_entered(self, backward: int) -> None:
@@ -405,7 +405,7 @@ class Unit:
         for reference in self.pending_calls:
             call = reference()
             if call is not None:
-                call.is_pending = call.entered != backward
+                call.is_pending = call.entered_in != backward
                 if call.is_pending:
                     kept.append(reference)
         self.pending_calls = kept
@@ -437,7 +437,7 @@ class BackwardState:
         has_gradients: True once a parameter has got a gradient, or will get one for certain.
         active: the units that backward is in, and units gathered again after backward left them. The references are
             weak: a model is freed when it is deleted, even if its backward raised.
-        entered: for each unit, the oldest call that this backward has reached.
+        oldest_calls: for each unit, the oldest call that this backward has reached.
         repeated: for each unit, the last call that a checkpoint made in this backward.
         closed: the units that were reduced, or need not be.
         deferred: the units that were closed before any parameter had a gradient, and are not reduced yet.
@@ -463,7 +463,7 @@ class BackwardState:
         self.is_manual = self.is_unfinished = False
         self.awaited = 0
         self.active: dict[weakref.ref[Unit], None] = {}
-        self.entered: dict[weakref.ref[Unit], Call] = {}
+        self.oldest_calls: dict[weakref.ref[Unit], Call] = {}
         self.repeated: dict[weakref.ref[Unit], Call] = {}
         self.closed: set[weakref.ref[Unit]] = set()
         self.deferred: list[weakref.ref[Unit]] = []
@@ -527,9 +527,10 @@ class Root:
         return alive(self._units)
 
     def prefetch(self, units: Sequence[Unit], *, check: bool) -> None:
-        """Issue gathers ahead of use.
+        """Issue gathers ahead of use, in this order.
 
-        Does nothing while weights of an earlier prefetch are unused, so that their memory and these never add up.
+        Does nothing while weights of an earlier prefetch are unused, so that their memory and these never add up. The
+        caller gathers the unit that it needs now in any case, later.
         """
         for reference in self.ahead:
             ahead = reference()
@@ -555,7 +556,7 @@ class Root:
             units.append(unit)
         return units
 
-    def prefetched(self) -> list[Ticket]:
+    def prefetch_tickets(self) -> list[Ticket]:
         """Return the tickets of the last prefetch's gathers that compute has not waited for."""
         return [unit.gather_ticket for unit in alive(self.ahead) if unit.gather_ticket is not None]
 

@@ -20,9 +20,9 @@ from dbuffer.dtensor.autograd import accept_plain_gradients
 from dbuffer.dtensor.placed_tensor import Label, label
 from megatron_fsdp.build.builder import GroupSpec
 from megatron_fsdp.build.ownership import OwnedParameter, mark_owned, settle_grad_dtypes
-from megatron_fsdp.engine.backward import GradientsOfUnit
+from megatron_fsdp.engine.backward import UnitGradientListener
 from megatron_fsdp.engine.freshness import Freshness
-from megatron_fsdp.engine.grads import GradientBuffer, LanePacker, packs_on_lane
+from megatron_fsdp.engine.grads import GradientBuffer, LanePacker, should_pack_on_lane
 from megatron_fsdp.engine.param_group import ParameterGroup, WeightBuffers, note_group
 from megatron_fsdp.engine.params import (
     NEVER,
@@ -47,7 +47,8 @@ from megatron_fsdp.variants.invariant_reduction import InvariantReduction, invar
 from megatron_fsdp.variants.memory_slots import place_unit
 
 __all__ = [
-    "follow_grad_dtypes", "follow_gradients", "follow_requires_grad", "forget_originals", "make_over",
+    "follow_grad_dtypes", "follow_gradients", "follow_requires_grad", "forget_originals", "leave_taken_gradients",
+    "make_over",
     "make_param_group", "make_unit", "make_weights", "materialize_group", "materialize_unit", "rebuild", "rename_unit",
     "restore_group", "set_divisor", "set_reduction", "shown_over",
 ]  # fmt: skip
@@ -112,7 +113,7 @@ def _make_params(group: ParameterGroup, weights: WeightBuffers, known: Sequence[
     sharded = [
         _standing_for(
             each,
-            weights.resting(index, each) if extension is None else extension.resting(),
+            weights.sharded_rows(index, each) if extension is None else extension.sharded_rows(),
             each.parameter.requires_grad,
         )
         for index, each in enumerate(group.owned)
@@ -123,7 +124,7 @@ def _make_params(group: ParameterGroup, weights: WeightBuffers, known: Sequence[
         rebind(old, new)
     unsharded, reference = [], weakref.ref(group)
     for index, each in enumerate(group.owned):
-        weight = weights.unsharded(index, each) if extension is None else extension.used
+        weight = weights.unsharded_param(index, each) if extension is None else extension.used
         if not isinstance(weight, UnshardedParam):
             _with_attributes(each, weight)
         weight._fsdp_handle = WeightHandle(reference, each.name)  # type: ignore[attr-defined]  # an attribute of its own
@@ -164,7 +165,7 @@ def set_requires_grad(params: FSDPParams, index: int, requires_grad: bool) -> No
         if compute is None:
             hook = gradient_hook(group, index, params.begun if params.is_small[index] else NEVER, params.came)
         else:
-            begun = params.begun if params.is_small[index] else params.begun_all
+            begun = params.begun if params.is_small[index] else params.begun_on_lane
             current = partial(compute.streams.current_id, compute.device)
             hook = gradient_hook_on_streams(group, index, begun, params.came, params.last_turn, current)
         torch.Tensor.register_post_accumulate_grad_hook(used, hook)  # type: ignore[no-untyped-call]  # torch's stub
@@ -223,7 +224,7 @@ def make_gradients(group: ParameterGroup) -> None:
     """Make gradient buffers for parameters that are trained."""
     spec, dtypes = group.spec, group.spec.dtypes
     if dtypes.reduction is None:
-        packer = LanePacker() if packs_on_lane(spec, group.fsdp_params) else None
+        packer = LanePacker() if should_pack_on_lane(spec, group.fsdp_params) else None
         reduction = make_reduction(group.main_weight, spec)
         group.gradients = GradientBuffer(group.main_weight, spec, group.fsdp_params, reduction, packer)
     else:
@@ -402,24 +403,20 @@ def follow_gradients(unit: Unit) -> None:
         place_unit(unit)
     unit.count_gradients()
     for buffer in unit.gradients:
-        buffer.listener = GradientsOfUnit(unit)
+        buffer.listener = UnitGradientListener(unit)
         if isinstance(buffer.reduction, InvariantReduction):
             buffer.reduction.unit = unit.reference
 
 
 def follow_requires_grad(unit: Unit, group: ParameterGroup, changed: Sequence[int]) -> None:
-    """Update the unit after parameters were frozen or unfrozen, or after users kept gradients.
+    """Update the unit after parameters of a group were frozen or unfrozen.
 
+    Args:
+        changed: the indices of these parameters.
     Raises:
         StateError: an unfrozen parameter has no main weight of the dtype that the policy wants.
     """
-    is_changed, params, main = bool(changed), group.fsdp_params, group.spec.dtypes.main
-    if group.gradients is not None and group.gradients.binding.memory.is_taken:
-        group.gradients.binding.release_if_dropped()
-        if group.gradients.binding.memory.is_taken:
-            # Who took gradients before ``zero_grad`` keeps their memory.
-            make_gradients(group)
-            is_changed = True
+    params, main = group.fsdp_params, group.spec.dtypes.main
     for index in changed:
         owned, trained = group.owned[index], params.sharded_params[index].requires_grad
         if trained and group.gradients is None:
@@ -434,7 +431,15 @@ def follow_requires_grad(unit: Unit, group: ParameterGroup, changed: Sequence[in
         assert group.gradients is not None
         set_requires_grad(params, index, trained)
         group.gradients.binding.trained[index] = trained
-    if is_changed:
+    follow_gradients(unit)
+
+
+def leave_taken_gradients(unit: Unit, group: ParameterGroup) -> None:
+    """Make another gradient buffer if the user still has a tensor in ``main_grad``, so that it keeps its values."""
+    assert group.gradients is not None
+    group.gradients.binding.release_if_dropped()
+    if group.gradients.binding.memory.is_taken:
+        make_gradients(group)
         follow_gradients(unit)
 
 

@@ -15,10 +15,10 @@ from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 
-from megatron_fsdp.engine.final_callback import final_callback, reset, start_pending_reductions
+from megatron_fsdp.engine.final_callback import complete_gradients, reset, start_pending_reductions
+from megatron_fsdp.engine.forward import post_forward, pre_forward
 from megatron_fsdp.engine.fused_linear import fuse_linear_layers
 from megatron_fsdp.engine.param_group import ParameterGroup
-from megatron_fsdp.engine.root import post_forward, pre_forward
 from megatron_fsdp.engine.streams import wait_for_host_reads
 from megatron_fsdp.engine.unit import Root, Unit, WeightState, alive, is_in_backward, units_below
 from megatron_fsdp.errors import ConfigError, StateError
@@ -70,7 +70,7 @@ class GradientReductionHandle:
             if root.backward.awaited != id(self):
                 raise StateError("wait() after reset_iter_state(), which dropped the gradients; run it again")
             root.backward.awaited = 0
-            final_callback(root)
+            complete_gradients(root)
 
 
 class UnshardHandle:
@@ -218,7 +218,7 @@ class FSDPModule:
                 raise StateError(f"unit {unit_of(self).name!r}: finalize_backward() {obstacle}")
         if async_op:
             return GradientReductionHandle(root)
-        final_callback(root)
+        complete_gradients(root)
         return None
 
     def _check_root(self, method: str) -> None:

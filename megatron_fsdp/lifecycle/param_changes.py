@@ -25,7 +25,13 @@ from megatron_fsdp.engine.params import is_laid_out_like, laid_out
 from megatron_fsdp.engine.streams import wait_for_host_reads
 from megatron_fsdp.engine.unit import Call, Unit, units_below
 from megatron_fsdp.errors import CheckpointError, StateError
-from megatron_fsdp.lifecycle.make_param_group import follow_requires_grad, materialize_group, materialize_unit, rebuild
+from megatron_fsdp.lifecycle.make_param_group import (
+    follow_requires_grad,
+    leave_taken_gradients,
+    materialize_group,
+    materialize_unit,
+    rebuild,
+)
 from megatron_fsdp.lifecycle.unwritten_buffers import allocate_buffers
 
 __all__ = [
@@ -186,9 +192,13 @@ def _convert(group: ParameterGroup, dtype: torch.dtype, *, is_awaited: bool) -> 
 class ParamChanges(StepHooks[Unit, Call]):
     """Apply users' changes of parameters to their group; raise for changes that cannot be applied."""
 
-    def on_changed(self, unit: Unit, group: ParameterGroup, changed: Sequence[int]) -> None:
-        """Follow parameters that were frozen or unfrozen, and gradients that users keep."""
+    def on_requires_grad_changed(self, unit: Unit, group: ParameterGroup, changed: Sequence[int]) -> None:
+        """Train or freeze parameters of the group."""
         follow_requires_grad(unit, group, changed)
+
+    def on_gradients_taken(self, unit: Unit, group: ParameterGroup) -> None:
+        """Give the group other memory for gradients, unless the user has released the tensors since."""
+        leave_taken_gradients(unit, group)
 
     def on_replaced(self, group: ParameterGroup) -> None:
         """Raise ``StateError`` if another tensor replaced a sharded parameter in its module."""

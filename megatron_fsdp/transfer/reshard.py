@@ -437,7 +437,7 @@ class _Prepared:
                         owned, plan, spec = move.plan.owned, move.plan.plan, move.plan.spec
                         params = [place.param for place in move.places]
                         made.append(make_over(params, owned, plan, spec, move.like, weights))
-                unit.hold(made)
+                unit.set_groups(made)
             _follow(units, before)
             self._state.commit()
         except BaseException:
@@ -478,7 +478,7 @@ class _Before:
             for unit in members:
                 unit.root = root
         for unit, groups in self.groups:
-            unit.hold(groups)
+            unit.set_groups(groups)
             for group in groups:
                 restore_group(group, self._values[id(group)])
                 group.fsdp_params.module_infos.register()

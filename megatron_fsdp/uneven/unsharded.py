@@ -220,7 +220,7 @@ def _release(chosen: Sequence[Unit], kept: set[int], *, is_raising: bool = False
 
 def _forget_changes(group: ParameterGroup) -> None:
     """Have the gathered weights written again before their next use."""
-    group.freshness.mark_changed()
+    group.freshness.mark_gathered_changed()
     if group.weights.can_restore_gathered:
         group.fsdp_params.accept_versions()
 
@@ -296,6 +296,6 @@ def _drop_changes(chosen: Sequence[Unit], shards: dict[int, torch.Tensor]) -> No
 
 def _are_new(group: ParameterGroup) -> None:
     """Have the gathered weights made again from the main weights, whatever was done to them."""
-    group.freshness.mark_changed()
+    group.freshness.mark_gathered_changed()
     group.freshness.has_changed = True
     group.fsdp_params.accept_versions()

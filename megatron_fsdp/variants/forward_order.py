@@ -19,7 +19,7 @@ from torch import nn
 from dbuffer.dtensor.placed_tensor import NUM_FLAGS_SET
 from megatron_fsdp.engine.backward import pre_backward
 from megatron_fsdp.engine.outputs import map_tensors, watch_output
-from megatron_fsdp.engine.post_backward import post_backward, release
+from megatron_fsdp.engine.post_backward import leave_unit, post_backward
 from megatron_fsdp.engine.unit import Call, ForwardPass, Root, Unit, WeightState, alive, units_below
 from megatron_fsdp.errors import ConfigError, StateError
 
@@ -220,7 +220,7 @@ class ForwardOrder:
         self._root.lingering = last.reference
         return last
 
-    def after_call(self, unit: Unit) -> None:
+    def refuse_call(self, unit: Unit) -> None:
         """Refuse a call of a frozen unit whose backward needs weights that no rank will gather.
 
         Raises:
@@ -315,7 +315,7 @@ class ForwardOrder:
         if place not in progress.closed:
             progress.closed.add(place)
             unit = self._unit(place)
-            release(unit)
+            leave_unit(unit)
             # All ranks reduce once for each pass in a backward, even if this rank ran the unit in one pass only.
             self._root.backward.closed.discard(unit.reference)
             post_backward(unit)

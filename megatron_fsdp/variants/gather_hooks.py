@@ -211,7 +211,7 @@ class ExtensionHooks:
         self._made = [(each, each.nbytes()) for key, each in others.items() if key not in given]
         return nn.Parameter(whole, requires_grad=False)
 
-    def resting(self) -> DTensor:
+    def sharded_rows(self) -> DTensor:
         """Return the sharded parameter: a DTensor whose local tensor is the part."""
         main, whole = self._main, self._extension
         if not whole.is_packed:

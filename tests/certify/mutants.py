@@ -25,7 +25,7 @@ from tests.mutation.mutants import Change, Mutant, Scope, called, mutants_of, mu
 
 MODULES = (
     "megatron_fsdp.engine.streams",
-    "megatron_fsdp.engine.root",
+    "megatron_fsdp.engine.forward",
     "megatron_fsdp.engine.backward",
     "megatron_fsdp.engine.post_backward",
     "megatron_fsdp.engine.last_reduction",
@@ -105,10 +105,10 @@ EQUIVALENT: dict[str, str] = {
     "Turns.take: `compute.note()` at the end of its block": ("to count a stream in is no work of a device"),
     "Lane._run: `event.record(mine)` at the end of its block": "nothing is issued between the two places",
     "wait_on_host: `if compute is not None` taken as True": ("on a device with streams it is never None"),
-    "GradientsOfUnit.begin_gradients: without `drain(root, state.max_packed_buffers - 1)`": (
+    "UnitGradientListener.begin_gradients: without `drain(root, state.max_packed_buffers - 1)`": (
         "it bounds memory; the end of the backward waits for the same reductions"
     ),
-    "final_callback: `drain(root, 0)` at the end of its block": (
+    "_complete: `drain(root, 0)` at the end of its block": (
         "compute has joined the lanes before anything reads what they reduced"
     ),
     "finish_last: without `ticket.wait()`": ("compute joins the lanes right after; on a CPU the host has to wait"),
@@ -122,7 +122,8 @@ EQUIVALENT: dict[str, str] = {
     "Compute.forget_unused: `if self.is_captured(self._known[number]) is is_capturing` taken as False": (
         "it costs waits, which tests/functional/test_overlap.py counts"
     ),
-    "ParameterGroup.release: `self.weights.release(keep_generation=self.freshness.gathered if keep_part else None)` "
+    "ParameterGroup.release: "
+    "`self.weights.release(keep_generation=self.freshness.gathered_generation if keep_part else None)` "
     "at the start of its block": ("nothing is issued between the two places"),
     "_build: `group.weights.release()` at the start of its block": "nothing is issued between the two places",
     "GradientBuffer.receive: `if self._turns is not None` taken as True": ("on a device with streams it is never None"),
@@ -142,7 +143,7 @@ EQUIVALENT: dict[str, str] = {
     "Unit.reshard: `if self.weight_state is WeightState.GATHERING` taken as True": (
         "for weights that are there it shows what is shown anyway"
     ),
-    "final_callback: `if not is_left` taken as True": (
+    "final_callback: `if not state.is_manual` taken as True": (
         "gradients are final sooner, which test_manual_finalization.py sees"
     ),
     "_finalize: `join_lanes()` at the end of its block": (
@@ -153,7 +154,7 @@ EQUIVALENT: dict[str, str] = {
     ),
     "keep_gathered: without `group.gathered.reallocate_storage()`": "a gather takes the memory where it is not there",
     "wait_for_event: `if compute is not None` taken as True": ("on a device with streams it is never None"),
-    "GradientsOfUnit.begin_gradients: `if root.order is None or root.order.drains` taken as False": (
+    "UnitGradientListener.begin_gradients: `if root.order is None or root.order.drains` taken as False": (
         "it bounds memory; the end of the backward waits for the same reductions"
     ),
 }
@@ -162,7 +163,7 @@ EQUIVALENT: dict[str, str] = {
 OPEN: dict[str, str] = {
     "Ticket.cancel: `if self._event is not None` taken as True": "an interrupt before a lane waited for compute",
     "Turns.take: without `leave()`": "a stream that allocates, before it follows any lane, what another one has copied",
-    "GradientsOfUnit.begin_gradients: `if root.order is None or root.order.drains` taken as True": (
+    "UnitGradientListener.begin_gradients: `if root.order is None or root.order.drains` taken as True": (
         "a forward order whose ranks skip units: tests/functional/megatron_fsdp/uneven"
     ),
     "Lane.synchronize: `if self._last is not None and (not self._is_last_captured)` taken as True": (

@@ -91,11 +91,11 @@ CASES: dict[str, tuple[Rule, dict[str, str], list[str]]] = {
     },
     "imports for annotations alone, within the engine and across": (
         architecture.import_cycles,
-        {UNIT: GUARDED.format("engine.root"),
-         "megatron_fsdp__engine__root": "import megatron_fsdp.engine.unit",
+        {UNIT: GUARDED.format("engine.forward"),
+         "megatron_fsdp__engine__forward": "import megatron_fsdp.engine.unit",
          "megatron_fsdp__policy__mesh": GUARDED.format("policy.strategy"),
          "megatron_fsdp__policy__strategy": "import megatron_fsdp.policy.mesh"},
-        [" -> ".join(f"megatron_fsdp.engine.{name}" for name in ("root", "unit", "root"))],
+        [" -> ".join(f"megatron_fsdp.engine.{name}" for name in ("forward", "unit", "forward"))],
     ),
     "classes of the engine with loose attributes, an heir outside, and one heir": (
         architecture.engine_seams,

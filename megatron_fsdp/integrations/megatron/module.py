@@ -12,7 +12,7 @@ from torch import nn
 
 from dbuffer import Replicate
 from dbuffer.collectives.broadcast import broadcast
-from megatron_fsdp.engine.final_callback import final_callback
+from megatron_fsdp.engine.final_callback import complete_gradients
 from megatron_fsdp.engine.grads import GradientBuffer
 from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.engine.unit import Root, WeightState, units_below
@@ -88,7 +88,7 @@ class MegatronFSDP(FSDPModule, nn.Module):
         """Finish the reductions of all microbatches so far, over all axes; ``.grad`` is final afterwards."""
         with self._auto_sync(True):
             for root in self._roots():
-                final_callback(root)
+                complete_gradients(root)
         if self._megatrons_groups is not None:
             self._megatrons_groups.show_main_grads(self)
 

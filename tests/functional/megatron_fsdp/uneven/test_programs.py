@@ -44,7 +44,7 @@ def no_gather(self: Any, place: int) -> None:
 
 def no_reduction(self: Any, progress: Any, place: int) -> None:
     """Leave out the reduction of a unit that this rank did not run."""
-    if self._unit(place).reference in self._root.backward.entered:
+    if self._unit(place).reference in self._root.backward.oldest_calls:
         _CLOSE(self, progress, place)
 
 

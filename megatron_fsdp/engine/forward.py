@@ -15,7 +15,7 @@ from torch import nn
 from torch._compile import _disable_dynamo
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-from megatron_fsdp.engine.backward import after_call, pre_backward, pre_recomputation
+from megatron_fsdp.engine.backward import leave_call, pre_backward, pre_recomputation
 from megatron_fsdp.engine.final_callback import recover
 from megatron_fsdp.engine.outputs import map_tensors, watch_inputs, watch_output, without_weights
 from megatron_fsdp.engine.streams import (
@@ -99,21 +99,22 @@ def _pre_forward(unit: Unit, module: nn.Module, given: Any) -> None:  # noqa: C9
     root.release_lingering(unit)
     for group in unit.groups:
         changed, gradients = group.fsdp_params.changed_requires_grad(), group.gradients
-        if changed or (gradients is not None and gradients.binding.memory.is_taken):
+        if gradients is not None and gradients.binding.memory.is_taken:
             for hook in root.hooks:
-                hook.on_changed(unit, group, changed)
+                hook.on_gradients_taken(unit, group)
+        if changed:
+            for hook in root.hooks:
+                hook.on_requires_grad_changed(unit, group, changed)
     # 2. Gather this unit's weights.
     unit.unshard(check=True)
     unit.wait_for_unshard()
-    # The steps above counted all changes so far. Backward refuses weights with more of them.
-    unit.num_changes = 0
+    # The steps above have counted all changes so far (``Unit.count_changes``). Backward refuses a larger number.
     for group in unit.groups:
-        unit.num_changes += group.freshness.num_changes
-    call.num_changes = unit.num_changes
+        call.num_changes += group.freshness.num_changes
     following = _record_beginning(unit)
     if not root.forward_pass.ended and torch.is_grad_enabled():
         # No unit ended before this one, so no outputs of another unit tell when backward leaves it.
-        watch_inputs(call, given, after_call)
+        watch_inputs(call, given, leave_call)
     # 3. Issue the gathers of the next units.
     if unit.forward_prefetch and root.order is None:
         for other in alive(unit.forward_prefetch):
@@ -195,7 +196,7 @@ def _close_call(unit: Unit, call: Call) -> None:
     if call.is_pending:
         root.forward_pass.end_call(unit.reference, call)
         if root.order is not None:
-            root.order.after_call(unit)
+            root.order.refuse_call(unit)
     elif unit.num_gradients and has_grad:
         # This rank used no parameter of the unit, but other ranks may have, and all ranks gather it in backward.
         root.forward_pass.end_call(unit.reference, None)
