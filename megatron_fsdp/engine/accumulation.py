@@ -518,13 +518,14 @@ class GradMemory:
 
     Attributes:
         keeps: the memory stays allocated without gradients too.
+        is_captured: a graph writes to the memory whenever it is replayed, so it stays whatever the user keeps.
         is_taken: ``release_unless_held`` found that the user has a tensor that lies in the memory.
         gaps: views of the padding, which no gradient is written to and which stays zero.
     """
 
     def __init__(self, main_grad: DBuffer, drops: GradDrops, *, is_sent_last: bool) -> None:
         self._drops = drops
-        self.keeps = self.is_taken = False
+        self.keeps = self.is_captured = self.is_taken = False
         self.gaps: Sequence[torch.Tensor] = ()
         self.is_sent_last = is_sent_last
         self._main_grad, self._compute = main_grad, compute_of(main_grad.device)
@@ -535,8 +536,7 @@ class GradMemory:
         """Allocate the memory, with zeros in ``gaps`` alone; return whether it was released before."""
         storage = self._main_grad.storage
         if self._compute is not None and self._compute.streams.is_capturing():
-            # A graph writes to the same memory whenever it is replayed.
-            self.keeps = True
+            self.is_captured = True
         if storage.is_allocated:
             return False
         storage.reallocate()
@@ -550,10 +550,10 @@ class GradMemory:
     def release_unless_held(self) -> bool:
         """Release the memory unless it is to stay or the user has a tensor in it; return whether it was released."""
         storage = self._main_grad.storage
-        if self.keeps or not storage.is_allocated or not storage.nbytes:
+        if self.is_captured or not storage.is_allocated or not storage.nbytes:
             return False
         self.is_taken = bool(self._references) and self._is_held()
-        if self.is_taken:
+        if self.is_taken or self.keeps:
             return False
         storage.release()
         return True

@@ -41,6 +41,7 @@ def begin_backward(root: Root) -> None:
     state.task = task_id()
     state.ending = _queue_final_callback(root)
     _discard_dropped_sums(root)
+    _leave_taken_gradients(root)
     if state.num_flags_set != NUM_FLAGS_SET[0]:
         state.num_flags_set = NUM_FLAGS_SET[0]
         _update_requires_grad(root)
@@ -64,6 +65,15 @@ def _discard_dropped_sums(root: Root) -> None:
         for buffer in _buffers(root):
             buffer.discard_if_dropped()
         root.backward.has_sums = False
+
+
+def _leave_taken_gradients(root: Root) -> None:
+    """Let groups take other memory for gradients if the user keeps earlier ones: ``zero_grad`` came after forward."""
+    for unit in root.units():
+        for group in unit.groups:
+            if group.gradients is not None and group.gradients.binding.memory.is_taken:
+                for hook in root.hooks:
+                    hook.on_gradients_taken(unit, group)
 
 
 def _update_requires_grad(root: Root) -> None:

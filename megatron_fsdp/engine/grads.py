@@ -26,6 +26,7 @@ from megatron_fsdp.engine.params import FSDPParams
 from megatron_fsdp.engine.passes import clear_grads, grads_of
 from megatron_fsdp.engine.reduce import GradientReduction, fold, fold_on_host, start_reductions
 from megatron_fsdp.engine.streams import Ticket, lane, turns
+from megatron_fsdp.errors import StateError
 
 __all__ = ["GradientBuffer", "GradientListener", "LanePacker", "pack_on_lane", "should_pack_on_lane"]
 
@@ -88,6 +89,7 @@ class GradientBuffer:
         wide: holds reduced gradients of a wider dtype than ``packed``; None if reductions stay in ``packed``.
         last_backward: number of the last backward that brought gradients. If it raises, the sum is incomplete.
         listener: the backward of the unit; None outside of a unit.
+        is_replaced: the group has another buffer now, because the user keeps gradients that lie in this one.
         tickets: reductions to wait for. last_tickets: reductions over the remaining axes, once per step.
     """
 
@@ -109,7 +111,7 @@ class GradientBuffer:
         reduction: GradientReduction,
         packer: LanePacker | None,
     ) -> None:
-        self.unit, self.last_backward = "", 0
+        self.unit, self.last_backward, self.is_replaced = "", 0, False
         self.tickets: list[Ticket] = []
         self.last_tickets: list[Ticket] = []
         # Set when the unit is made.
@@ -267,6 +269,12 @@ class GradientBuffer:
         if listener is not None:
             allocates = not self.packed.storage.is_allocated
             self.last_backward = listener.begin_gradients(allocates=allocates, has_come=has_come)
+        if self.is_replaced:
+            raise StateError(
+                f"unit {self.unit!r}: a backward came to its weights without coming to an output of a unit before, and "
+                "gradients of an earlier backward are still in use. fix: call zero_grad() before the forward, or "
+                "return the tensor that leads to the loss from the unit's forward"
+            )
         self.wait()
         if self.last_tickets:
             self._set_aside()

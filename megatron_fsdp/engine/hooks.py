@@ -46,7 +46,7 @@ class StepHooks(Generic[UnitT, CallT]):
         """The parameters of a group with these indices were frozen or unfrozen."""
 
     def on_gradients_taken(self, unit: UnitT, group: ParameterGroup) -> None:
-        """The user keeps a tensor that lies in the group's ``main_grad``, as the next forward begins."""
+        """The user keeps a tensor that lies in the group's ``main_grad``, as the next forward or backward begins."""
 
     def on_stale_hold(self, unit: UnitT) -> None:
         """A unit runs inside ``unsharded()``, and its main weights or its gathered weights have changed there."""

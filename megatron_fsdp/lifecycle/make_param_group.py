@@ -439,6 +439,7 @@ def leave_taken_gradients(unit: Unit, group: ParameterGroup) -> None:
     assert group.gradients is not None
     group.gradients.binding.release_if_dropped()
     if group.gradients.binding.memory.is_taken:
+        group.gradients.is_replaced = True
         make_gradients(group)
         follow_gradients(unit)
 

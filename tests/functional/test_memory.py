@@ -4,16 +4,25 @@ import copy
 import io
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from dbuffer import StorageError, memory_meter
-from megatron_fsdp import MixedPrecisionPolicy, ParameterGroup, fully_shard_optimizer
+from megatron_fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    ParameterGroup,
+    StateError,
+    fully_shard,
+    fully_shard_optimizer,
+)
 from tests.harness import on_ranks
-from tests.harness.models import WIDTH, Block, CheckpointedStack, ShuffledStack, Stack, loss_of_rank
+from tests.harness.models import WIDTH, Block, CheckpointedStack, ShuffledStack, Stack, inputs, loss_of_rank
 from tests.harness.oracle import units_of
 from tests.harness.storage_guard import guard_released_storage
 from tests.harness.twins import sharded
@@ -112,21 +121,74 @@ def rows_of(gradient: torch.Tensor) -> torch.Tensor:
     return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
-@pytest.mark.parametrize("strategy", ["optim", "optim_grads", "optim_grads_params"])
+KEPT = [
+    *((strategy, "") for strategy in ("no_shard", "optim", "optim_grads", "optim_grads_params")),
+    ("optim_grads", "slots"),
+    ("optim_grads_params", "slots"),
+    ("optim_grads_params", "offloaded"),
+]
+
+
+@pytest.mark.parametrize("is_late", [False, True], ids=["zero_grad before forward", "zero_grad before backward"])
+@pytest.mark.parametrize(("strategy", "memory"), KEPT)
 @on_ranks(2)
-def test_gradients_that_are_kept_have_their_values_after_the_next_backward(strategy: str) -> None:
-    model = sharded_stack(strategy=strategy)
+def test_gradients_that_are_kept_have_their_values_after_the_next_backward(
+    strategy: str, memory: str, is_late: bool
+) -> None:
+    options = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if memory == "offloaded" else {}
+    model = sharded(Stack(Block(), Block()), strategy, **options)
+    if memory == "slots":
+        model.set_slot_pool("largest")
     optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=1e-3))
     kept: list[tuple[torch.Tensor, torch.Tensor]] = []
     for step in range(5):
-        optimizer.zero_grad()
-        loss_of_rank(model, step).backward()
+        if not is_late:
+            optimizer.zero_grad()
+        loss = loss_of_rank(model, step)
+        if is_late:
+            optimizer.zero_grad()
+        loss.backward()
         assert all(torch.equal(rows_of(one), values) for one, values in kept)
-        gradients = [p.grad if step % 2 else rows_of(p.grad).view(-1) for p in model.parameters()]
+        gradients = [p.grad if step % 2 else rows_of(p.grad).view(-1) for p in optimizer.param_groups[0]["params"]]
         kept = [(gradient, rows_of(gradient).clone()) for gradient in gradients]
         del gradients
         optimizer.step()
     assert any(float(values.abs().sum()) for _, values in kept)
+
+
+class WithLoss(nn.Module):
+    """A unit that keeps a loss as an attribute instead of returning it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.loss = self.block(x).square().mean()
+        return torch.zeros(())
+
+
+@on_ranks(2)
+def test_a_backward_past_all_outputs_does_not_overwrite_gradients_that_are_kept() -> None:
+    torch.manual_seed(5)
+    model: Any = WithLoss()
+    fully_shard(model, reshard_after_forward=False)
+
+    def forward() -> None:
+        model(inputs(dist.get_rank(), 0))
+
+    forward()
+    model.loss.backward()
+    forward()
+    kept = [(parameter.grad, rows_of(parameter.grad).clone()) for parameter in model.parameters()]
+    model.zero_grad()
+    with pytest.raises(StateError, match=r"unit 'WithLoss': a backward came to its weights .* call zero_grad\(\) before"):
+        model.loss.backward()
+    assert all(torch.equal(rows_of(one), values) for one, values in kept)
+    model.zero_grad()
+    forward()
+    model.loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 @on_ranks(2)
