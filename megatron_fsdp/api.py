@@ -19,7 +19,7 @@ from megatron_fsdp.build.ownership import OwnedParameter, collect_parameters, le
 from megatron_fsdp.build.shared_memory import refuse_shared_memory
 from megatron_fsdp.checks.added_params import make_tree
 from megatron_fsdp.checks.agreement import Wrapping
-from megatron_fsdp.checks.attached import attach_root
+from megatron_fsdp.checks.attach import attach_root
 from megatron_fsdp.checks.unowned_params import refuse_unowned_steps
 from megatron_fsdp.engine.freshness import hear_of_first_steps
 from megatron_fsdp.engine.post_backward import share_reductions

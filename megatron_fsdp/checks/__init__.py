@@ -1,1 +1,1 @@
-"""Checks that raise errors with the names of parameter and unit, and comparisons between ranks."""
+"""Checks that raise an error before damage is done, with the names of rank, unit and parameter."""

@@ -27,13 +27,14 @@ __all__ = ["MissingGradients"]
 
 
 class MissingGradients(StepHooks[Unit, Call]):
-    """The missing gradients of one model, as far as its ranks know those of each other.
+    """Finds out, for one model, which gradients are missing on all ranks.
 
     Args:
-        tokens: by ranks, the names of their agreements on this model, empty for a rank alone; see ``FirstUse``.
+        tokens: for each set of ranks, the name of their agreement on this model; see ``FirstUse``.
 
     Attributes:
-        number: how many accumulations were reduced. has_question: something is to be found out at its end.
+        number: the number of accumulations that were reduced.
+        has_question: the ranks must find out at the end of the accumulation which gradients are missing on all ranks.
     """
 
     def __init__(self, tokens: Mapping[tuple[int, ...], str]) -> None:
@@ -43,7 +44,7 @@ class MissingGradients(StepHooks[Unit, Call]):
         self._circles: dict[tuple[int, ...], _Circle] = {}
 
     def on_missing(self, groups: Iterable[ParameterGroup]) -> None:
-        """Tell the other ranks, before gradients are reduced, if some are missing here."""
+        """Tell the other ranks, before gradients are reduced, that some are missing on this rank."""
         for group in groups:
             under_way = None if group.gradients is None else group.gradients.binding.sum
             if under_way is not None and 1 in under_way.missing:
@@ -66,7 +67,7 @@ class MissingGradients(StepHooks[Unit, Call]):
         A rank that misses none need not, unless it ``has_question``.
 
         Args:
-            final: whose gradients are reduced. units: all of the model, in the same order on every rank.
+            final: groups whose gradients are reduced. units: all units of the model, in the same order on every rank.
         """
         circles: dict[_Circle, list[GradientBuffer]] = {}
         for group in final:
@@ -97,11 +98,12 @@ class MissingGradients(StepHooks[Unit, Call]):
 
 @dataclass(eq=False)
 class _Circle:
-    """The ranks that reduce some groups together, and how far they are.
+    """Ranks that reduce groups together, and the state of their question about missing gradients.
 
     Attributes:
-        has_said: this rank has said of the accumulation under way that it misses gradients. asks: all of them vote at
-            its end in any case. old_keys: in the store, of the last look.
+        has_said: this rank has said that gradients of the current accumulation are missing.
+        asks: all ranks vote at the end of the accumulation in any case.
+        old_keys: keys of the last question in the store.
     """
 
     ranks: tuple[int, ...]
@@ -128,8 +130,8 @@ class _Circle:
         """Find out by one small collective which gradients of ``reduced`` are missing on all ranks.
 
         Args:
-            groups: all that these ranks reduce. Of meshes of the same ranks each has communicators of its own, and
-                which one a rank met first is its own affair: the vote runs over those of the first group.
+            groups: all groups that these ranks reduce, in the same order on all ranks. Several meshes may have the same
+                ranks and different communicators, so the vote runs over those of the first group.
         """
         wanted = {id(buffer) for buffer in reduced}
         # For each group its number of parameters, and its sum if that is among the reduced ones.

@@ -78,10 +78,10 @@ def report_failure(ranks: Sequence[int], action: str, error: BaseException) -> N
 
 
 class _Rendezvous(dist.Work):
-    """One rendezvous of this rank. As a ``Work`` it waits for the verdict, so a ``Watch`` can wait for it too.
+    """This rank's side of a rendezvous. It is a ``Work``, so that a ``Watch`` can wait for the verdict too.
 
     Args:
-        number: how many rendezvous of just these ranks there were in the store, with this one.
+        number: the number of rendezvous of exactly these ranks in the store, including this one.
     """
 
     def __init__(self, store: Store, ranks: tuple[int, ...], number: int) -> None:

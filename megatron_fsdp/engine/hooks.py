@@ -1,6 +1,6 @@
 """StepHooks, the events of a step that checks and variants receive; SharedOrder, an order that all ranks share.
 
-Checks and variants derive from ``StepHooks`` and override some methods; ``checks/attached.py`` makes them. A step
+Checks and variants derive from ``StepHooks`` and override some methods; ``checks/attach.py`` makes them. A step
 without hooks computes the same. ``unit.py`` imports this file, so units and calls are type parameters here.
 """
 

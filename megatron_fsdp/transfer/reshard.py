@@ -18,7 +18,7 @@ from megatron_fsdp.build.builder import GroupPlan, GroupSpec, unit_regions
 from megatron_fsdp.build.ownership import OwnedParameter
 from megatron_fsdp.checkpoint.model_state import unwrapped
 from megatron_fsdp.checks.agreement import mesh_ranks
-from megatron_fsdp.checks.attached import attach_root
+from megatron_fsdp.checks.attach import attach_root
 from megatron_fsdp.checks.rendezvous import meet, report_failure
 from megatron_fsdp.engine.hooks import StepHooks
 from megatron_fsdp.engine.param_group import ParameterGroup, WeightBuffers

@@ -20,6 +20,7 @@ from dbuffer import (
     memory_meter,
     observe_collectives,
 )
+from dbuffer.route import Route
 from tests.harness import on_ranks, run_ranks
 
 # A row that no number of ranks divides, a vector like a scalar, one row only, slices of a 3-D tensor, and an empty one.
@@ -143,6 +144,40 @@ def in_place() -> dict[str, bool]:
 
 def test_collectives_work_in_place_and_asynchronously() -> None:
     assert false_on(3, in_place) == []
+
+
+F, P, R = Flat(), Partial("sum"), Replicate()
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "is_view", "kind"),
+    [
+        ((R, F), (R, R), False, "all_gather"),
+        ((P, P), (P, F), True, "reduce_scatter"),
+        ((P, F), (R, F), True, "all_reduce"),
+        ((P, F), (R, F), False, None),
+        ((R, R), (R, F), True, None),
+        ((F, F), (R, R), False, None),
+        ((R, F), (R, F), True, None),
+    ],
+)
+@on_ranks(4)
+def test_a_redistribution_is_a_part_if_it_is_one_collective_in_place(
+    before: tuple[BufferPlacement, ...], after: tuple[BufferPlacement, ...], is_view: bool, kind: str | None
+) -> None:
+    source = DBuffer(square(), before, SHAPES, torch.float32, "cpu")
+    out = source.slice_view(after) if is_view else DBuffer(source.mesh, after, SHAPES, torch.float32, "cpu")
+    part = source.part_to(out)
+    assert (None if part is None else part.kind) == kind
+
+
+@on_ranks(4)
+def test_a_route_of_two_collectives_issues_them_itself() -> None:
+    source = DBuffer.distribute_tensors(tensors(), square(), [F, F])
+    out = DBuffer(source.mesh, [R, R], SHAPES, torch.float32, "cpu")
+    route = Route(source, out)
+    assert route.parts(None) == route.ready == []
+    assert equal(contents(out), tensors())
 
 
 def facts_on_a_square() -> dict[str, bool]:

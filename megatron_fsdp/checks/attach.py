@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from dbuffer.dtensor.autograd import ASKED_CHECKS
 from dbuffer.dtensor.reads import NAMERS
-from megatron_fsdp.checks import read_names, refusals
+from megatron_fsdp.checks import refusals, tensor_names
 from megatron_fsdp.checks.added_params import AddedParams
 from megatron_fsdp.checks.agreement import FirstUse
 from megatron_fsdp.checks.hidden_outputs import HiddenOutputs
@@ -20,7 +20,7 @@ from megatron_fsdp.variants.memory_slots import BufferPools
 __all__ = ["attach_root"]
 
 ASKED_CHECKS.append(refusals.refuse_sharded)
-NAMERS.append(read_names.name_of)
+NAMERS.append(tensor_names.name_of)
 
 
 def attach_root(outermost: Unit, units: Iterable[Unit]) -> None:
